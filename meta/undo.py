@@ -1,0 +1,133 @@
+"""Fakes of the family undo."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops
+from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector
+
+_CACHE = "[num_blocks, block_size, num_kv_heads, width]"
+_FORMATS = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def _check_write(
+    op: str, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, dtype: str
+) -> None:
+    is_vector(op, "slot_mapping", slot_mapping, torch.int64, "[num_tokens]")
+    has_dims(op, "key_cache", key_cache, 4, _CACHE)
+    has_dims(op, "value_cache", value_cache, 4, _CACHE)
+    has_dtype(op, "key", key, torch.float32, torch.float16, torch.bfloat16)
+    has_dtype(op, "value", value, key.dtype)
+    for name, source, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        if source.dim() != 3 or source.shape[1] != cache.shape[2] or source.shape[2] != cache.shape[3]:
+            raise ValueError(
+                f"{op}: {name} must be [>= num_tokens, {cache.shape[2]}, {cache.shape[3]}] "
+                f"(num_kv_heads and width of its cache), got {described(source)}"
+            )
+    if dtype == "auto":
+        allowed: tuple[torch.dtype, ...] = (key.dtype,)
+    elif dtype in _FORMATS:
+        allowed = (torch.uint8, _FORMATS[dtype])
+    else:
+        raise ValueError(f"{op}: kv_cache_dtype must be one of auto, fp8, fp8_e4m3, fp8_e5m2, got {dtype}")
+    has_dtype(op, "key_cache", key_cache, *allowed)
+    has_dtype(op, "value_cache", value_cache, key_cache.dtype)
+
+
+def _check_log(op: str, name: str, log: Tensor, cache: Tensor) -> None:
+    has_dtype(op, name, log, cache.dtype)
+    if log.dim() != 3 or log.shape[1] != cache.shape[2] or log.shape[2] != cache.shape[3]:
+        raise ValueError(
+            f"{op}: {name} must be [num_log_rows, {cache.shape[2]}, {cache.shape[3]}], got {described(log)}"
+        )
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    kv_cache_dtype: str,
+) -> None:
+    _check_write("write_kv", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype)
+
+
+def write_kv_logged(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    kv_cache_dtype: str,
+    log_rows: Tensor,
+    key_log: Tensor,
+    value_log: Tensor,
+    window_id: Tensor | None = None,
+    row_windows: Tensor | None = None,
+) -> None:
+    op = "write_kv_logged"
+    _check_write(op, key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype)
+    is_vector(op, "log_rows", log_rows, torch.int32, "[num_tokens]")
+    _check_log(op, "key_log", key_log, key_cache)
+    _check_log(op, "value_log", value_log, value_cache)
+
+
+def log_slots(
+    cache: Tensor,
+    slot_mapping: Tensor,
+    log_rows: Tensor,
+    log: Tensor,
+    page_offsets: Tensor | None = None,
+    window_id: Tensor | None = None,
+    row_windows: Tensor | None = None,
+) -> None:
+    op = "log_slots"
+    has_dims(op, "cache", cache, 4, _CACHE)
+    is_vector(op, "slot_mapping", slot_mapping, torch.int64, "[num_tokens]")
+    is_vector(op, "log_rows", log_rows, torch.int32, "[num_tokens]")
+    _check_log(op, "log", log, cache)
+
+
+def restore_slots(
+    caches: list[Tensor],
+    log: Tensor,
+    row_slots: Tensor,
+    row_rejected: Tensor,
+    page_offsets: Tensor | None = None,
+    window_id: Tensor | None = None,
+    row_windows: Tensor | None = None,
+) -> None:
+    op = "restore_slots"
+    if not caches:
+        raise ValueError(f"{op}: caches must hold at least one plane, got none")
+    has_dims(op, "caches[0]", caches[0], 4, _CACHE)
+    for index, cache in enumerate(caches):
+        has_dtype(op, f"caches[{index}]", cache, caches[0].dtype)
+        if cache.shape != caches[0].shape:
+            raise ValueError(
+                f"{op}: caches[{index}] must be of the shape and strides of caches[0], "
+                f"{described(caches[0])}, got {described(cache)}"
+            )
+    has_dtype(op, "log", log, caches[0].dtype)
+    if log.dim() != 4 or log.shape[0] != len(caches) or log.shape[2:] != caches[0].shape[2:]:
+        raise ValueError(
+            f"{op}: log must be [{len(caches)}, num_log_rows, {caches[0].shape[2]}, {caches[0].shape[3]}], "
+            f"got {described(log)}"
+        )
+    is_vector(op, "row_slots", row_slots, torch.int64, "[num_log_rows]")
+    is_vector(op, "row_rejected", row_rejected, torch.bool, "[num_log_rows]")
+
+
+for _fake in (write_kv, write_kv_logged, log_slots, restore_slots):
+    ops.implement_fake(_fake.__name__, _fake)

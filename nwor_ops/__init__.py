@@ -1,0 +1,57 @@
+"""No Write On Reject: the KV-cache writes of speculative decoding as a transaction.
+
+>>> import nwor_ops                      # declares torch.ops.nwor.*, loads the kernels
+>>> nwor_ops.write_kv_logged(...)        # the ops, one documented wrapper each: nwor_ops.ops
+>>> manager = nwor_ops.DraftCommitManager(...)   # begin, write, commit or cancel: nwor_ops.manager
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from nwor_ops import library as _library
+from nwor_ops import ops as ops
+
+try:
+    __version__ = version("nwor_ops")
+except PackageNotFoundError:  # an unpacked tree that was never installed
+    __version__ = "0.0.0"
+
+LIBRARIES = _library.loaded_libraries()
+
+from nwor_ops import meta as _meta  # noqa: E402, F401  (the fakes register themselves)
+from nwor_ops.cache import LayerCache, Plane  # noqa: E402
+from nwor_ops.manager import DraftCommitManager, current_manager, set_current_manager  # noqa: E402
+from nwor_ops.ops import (  # noqa: E402
+    COUNTERS,
+    acceptance_mask,
+    acceptance_mask_from_rejected,
+    log_slots,
+    plan_window,
+    reject_rows,
+    reject_rows_from_rejected,
+    restore_slots,
+    write_kv,
+    write_kv_logged,
+)
+from nwor_ops.stats import Stats  # noqa: E402
+from nwor_ops.window import Window  # noqa: E402
+
+__all__ = [
+    "COUNTERS",
+    "LIBRARIES",
+    "DraftCommitManager",
+    "LayerCache",
+    "Plane",
+    "Stats",
+    "Window",
+    "acceptance_mask",
+    "acceptance_mask_from_rejected",
+    "current_manager",
+    "log_slots",
+    "plan_window",
+    "reject_rows",
+    "reject_rows_from_rejected",
+    "restore_slots",
+    "set_current_manager",
+    "write_kv",
+    "write_kv_logged",
+]

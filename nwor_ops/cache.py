@@ -1,0 +1,100 @@
+"""One layer's paged cache as the ops see it: planes of slots.
+
+A plane is a logical ``[num_blocks, block_size, num_kv_heads, width]`` view with any strides. Which
+strides is the engine's business; nothing here guesses a layout from a shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One view of a layer's cache.
+
+    Args:
+        view: ``[B, N, H, W]``, any strides, any dtype of 1, 2, 4 or 8 bytes.
+        page_offsets: int32 ``[N, W]`` or None; see :func:`nwor_ops.log_slots`. Planes that share a
+            page order must share the tensor.
+    """
+
+    view: Tensor
+    page_offsets: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.view.dim() != 4:
+            raise ValueError(
+                "Plane: view must be [num_blocks, block_size, num_kv_heads, width], got "
+                f"{self.view.dtype} {list(self.view.shape)}"
+            )
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """What planes must have in common to be restored by one launch."""
+        view = self.view
+        return view.dtype, tuple(view.shape), view.stride(), id(self.page_offsets)
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """The planes of one layer, and how a key and a value are found in them.
+
+    Use one of the three constructors:
+
+    - :meth:`packed`: key and value lie next to each other in one row (vLLM >= 0.26);
+    - :meth:`split`: key and value have a plane each;
+    - :meth:`opaque`: planes that another writer fills (MLA latents, inline scales, pages in an order
+      of their own). Such a layer is logged with ``manager.log``, before that writer runs.
+    """
+
+    planes: tuple[Plane, ...]
+    key_size: int | None = None
+    writable: bool = True
+
+    @classmethod
+    def packed(cls, cache: Tensor, key_size: int | None = None) -> LayerCache:
+        """``cache`` is ``[B, N, H, Dk + Dv]``; ``key_size`` is Dk (default: half)."""
+        size = cache.shape[-1] // 2 if key_size is None else key_size
+        if not 0 < size < cache.shape[-1]:
+            raise ValueError(
+                f"LayerCache.packed: key_size must lie between 0 and the width {cache.shape[-1]}, got {size}"
+            )
+        return cls((Plane(cache),), key_size=size)
+
+    @classmethod
+    def split(cls, key_cache: Tensor, value_cache: Tensor) -> LayerCache:
+        """``key_cache`` is ``[B, N, H, Dk]``, ``value_cache`` ``[B, N, H, Dv]``."""
+        if key_cache.shape[:3] != value_cache.shape[:3] or key_cache.dtype != value_cache.dtype:
+            raise ValueError(
+                "LayerCache.split: value_cache must have the dtype, blocks, block size and heads of key_cache "
+                f"({key_cache.dtype} {list(key_cache.shape)}), got {value_cache.dtype} {list(value_cache.shape)}"
+            )
+        return cls((Plane(key_cache), Plane(value_cache)))
+
+    @classmethod
+    def opaque(cls, *planes: Plane | Tensor) -> LayerCache:
+        """Planes whose writer is not ours."""
+        if not planes:
+            raise ValueError("LayerCache.opaque: planes must hold at least one plane, got none")
+        return cls(
+            tuple(plane if isinstance(plane, Plane) else Plane(plane) for plane in planes), writable=False
+        )
+
+    def __post_init__(self) -> None:
+        slots = {(plane.view.shape[0] * plane.view.shape[1], plane.view.device) for plane in self.planes}
+        if len(slots) != 1:
+            raise ValueError(f"LayerCache: planes must agree on slots and device, got {sorted(map(str, slots))}")
+
+    @property
+    def num_slots(self) -> int:
+        return self.planes[0].view.shape[0] * self.planes[0].view.shape[1]
+
+    def key_value(self, planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Split tensors shaped like the planes (the caches themselves, or their logs) into key and value."""
+        if self.key_size is not None:
+            return planes[0][..., : self.key_size], planes[0][..., self.key_size :]
+        return planes[0], planes[1]

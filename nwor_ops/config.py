@@ -1,0 +1,110 @@
+"""Settings of the vLLM plugin: from ``additional_config["nwor"]`` and from the environment, which wins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+ENVIRONMENT_PREFIX = "VLLM_NWOR_"
+ADDITIONAL_CONFIG_KEY = "nwor"
+
+# Environment variables with the prefix that are read elsewhere than here.
+_READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda"}
+
+_MODES = ("off", "cow")
+_ON_UNSUPPORTED = ("error", "vanilla")
+_BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+@dataclass(frozen=True)
+class NworConfig:
+    """What the plugin is asked to do.
+
+    Attributes:
+        mode: ``"off"``: nothing. ``"cow"``: log what the drafts overwrite, undo the rejected ones.
+        audit: compare the whole cache at every step and raise at the first byte that is not as
+            promised. Slow. With mode ``"off"`` it only counts what vLLM leaves behind.
+        on_unsupported: what to do where the transaction cannot be kept: ``"error"`` stops with the
+            reason, ``"vanilla"`` warns, counts, and runs (the step or the engine) without it.
+    """
+
+    mode: str = "off"
+    audit: bool = False
+    on_unsupported: str = "error"
+
+    def __post_init__(self) -> None:
+        _one_of("mode", self.mode, _MODES)
+        _one_of("on_unsupported", self.on_unsupported, _ON_UNSUPPORTED)
+        if not isinstance(self.audit, bool):
+            raise ValueError(f"nwor: audit must be true or false, got {self.audit!r}")
+
+    @property
+    def wants_anything(self) -> bool:
+        return self.mode != "off" or self.audit
+
+    @property
+    def strict(self) -> bool:
+        return self.on_unsupported == "error"
+
+    @classmethod
+    def load(
+        cls, additional_config: Any = None, environment: Mapping[str, str] | None = None
+    ) -> NworConfig:
+        """Read both sources.
+
+        Args:
+            additional_config: vLLM's, a dict (or anything else, which then says nothing about nwor).
+            environment: default ``os.environ``.
+
+        Raises:
+            ValueError: an unknown key, variable or value; the sentence lists the known ones.
+        """
+        return cls(**{**_from_additional_config(additional_config), **_from_environment(environment)})
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"nwor: {name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _known() -> tuple[str, ...]:
+    return tuple(field.name for field in fields(NworConfig))
+
+
+def _from_additional_config(additional_config: Any) -> dict[str, Any]:
+    if not isinstance(additional_config, Mapping):
+        return {}
+    settings = additional_config.get(ADDITIONAL_CONFIG_KEY, {})
+    if not isinstance(settings, Mapping):
+        raise ValueError(f'nwor: additional_config["{ADDITIONAL_CONFIG_KEY}"] must be a dict, got {settings!r}')
+    unknown = sorted(set(settings) - set(_known()))
+    if unknown:
+        raise ValueError(f"nwor: unknown settings {unknown}; known are {', '.join(_known())}")
+    return dict(settings)
+
+
+def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
+    environment = os.environ if environment is None else environment
+    settings: dict[str, Any] = {}
+    names = {ENVIRONMENT_PREFIX + name.upper(): name for name in _known()}
+    for variable, value in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _READ_ELSEWHERE:
+            continue
+        if variable not in names:
+            known = ", ".join([*names, *_READ_ELSEWHERE])
+            raise ValueError(f"nwor: unknown environment variable {variable}; known are {known}")
+        name = names[variable]
+        if name == "audit":
+            if value.lower() not in _BOOLEANS:
+                raise ValueError(f"nwor: {variable} must be 0 or 1, got {value!r}")
+            settings[name] = _BOOLEANS[value.lower()]
+        else:
+            settings[name] = value
+    return settings
+
+
+def mode_from_environment(environment: Mapping[str, str] | None = None) -> str | None:
+    """The mode if the environment names one. ``off`` there settles the matter: the plugin stays away."""
+    return (os.environ if environment is None else environment).get(ENVIRONMENT_PREFIX + "MODE")

@@ -1,0 +1,104 @@
+"""Find and load the compiled parts, and say in a sentence what is missing.
+
+The kernels are two plain shared libraries beside this file. A missing one is not an error until an
+op is called on its device: then the sentence says what to do.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+
+from nwor_ops import ops
+
+MIN_TORCH = (2, 11)
+STABLE_ABI_TARGET = "2.11"
+FOLDER = pathlib.Path(__file__).resolve().parent
+
+# Dispatch keys that get a sentence where they have no kernel.
+_DEVICES = {
+    "CPU": "cpu",
+    "CUDA": "cuda",
+    "XPU": "xpu",
+    "MPS": "mps",
+    "HPU": "hpu",
+    "PrivateUse1": "an out-of-tree device",
+}
+
+
+@dataclass(frozen=True)
+class CompiledLibrary:
+    """One compiled part: where it is looked for, and what became of it."""
+
+    kind: str
+    dispatch_key: str
+    path: pathlib.Path
+    problem: str | None
+
+    @property
+    def loaded(self) -> bool:
+        return self.problem is None
+
+
+def check_torch() -> None:
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    if version < MIN_TORCH:
+        raise ImportError(
+            f"nwor_ops needs torch >= {MIN_TORCH[0]}.{MIN_TORCH[1]} (its kernels use that version of the "
+            f"LibTorch stable ABI), found torch {torch.__version__}; upgrade torch"
+        )
+
+
+def _load(kind: str, dispatch_key: str) -> CompiledLibrary:
+    path = FOLDER / f"libnwor_{kind}.so"
+    problem = None
+    if not path.exists():
+        what = " with nvcc on the PATH" if kind == "cuda" else ""
+        problem = (
+            f"the {kind.upper()} library of nwor_ops is not built ({path.name} is missing); reinstall{what}: "
+            "pip install --no-build-isolation --force-reinstall --no-deps nwor_ops (from a checkout: "
+            "pip install --no-build-isolation -e .)"
+        )
+    elif kind == "cuda" and torch.version.cuda is None:
+        problem = (
+            f"the CUDA library of nwor_ops is built but this torch ({torch.__version__}) has no CUDA; install "
+            "a CUDA build of torch"
+        )
+    else:
+        try:
+            torch.ops.load_library(str(path))
+        except OSError as error:
+            problem = f"the {kind.upper()} library of nwor_ops does not load: {error}"
+    return CompiledLibrary(kind, dispatch_key, path, problem)
+
+
+def _refusal(op: str, sentence: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"{op}: {sentence}")
+
+    return refuse
+
+
+@cache
+def loaded_libraries() -> tuple[CompiledLibrary, ...]:
+    """Both libraries, loaded at the first call (the import of ``nwor_ops``). Every device without kernels
+    gets its sentence."""
+    check_torch()
+    libraries = (_load("cpu", "CPU"), _load("cuda", "CUDA"))
+    missing = {library.dispatch_key: library.problem for library in libraries if library.problem}
+    for key, device in _DEVICES.items():
+        if key in ("CPU", "CUDA") and key not in missing:
+            continue
+        sentence = missing.get(key) or (
+            f"there is no kernel for {device}; nwor_ops has kernels for cpu and cuda, move the tensors there"
+        )
+        for op in ops.SCHEMAS:
+            ops.implement(op, _refusal(op, sentence), key)
+    return libraries

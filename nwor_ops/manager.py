@@ -1,0 +1,451 @@
+"""The transaction: begin, write, then commit or cancel.
+
+    manager = DraftCommitManager(max_num_tokens=..., max_num_requests=..., max_draft_tokens=..., device=...)
+    manager.register_layer("layers.0", LayerCache.packed(kv_cache))      # every layer, then
+    manager.allocate()                                                     # once, before any capture
+
+    manager.begin(Window(query_start_loc, cu_num_draft_tokens, {"default": slot_mapping}))
+    ...  manager.write("layers.0", key, value, slot_mapping)               # at each KV-write site
+    manager.commit(draft_token_ids, sampled_token_ids)                     # after sampling
+
+Between begin and commit nothing is allocated, nothing waits for the device, and nothing depends on a
+value that only the host has: the same calls may run eagerly, be traced by ``torch.compile``
+(``write`` at the KV-write site of a compiled model) or be captured in a CUDA graph. Inside compiled
+or captured code Python runs once, so the protocol is enforced where Python does run: begin, commit,
+cancel, and eager writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from nwor_ops import ops
+from nwor_ops.cache import LayerCache, Plane
+from nwor_ops.stats import Stats
+from nwor_ops.window import Window, WindowBuffers
+
+DEFAULT_GROUP = "default"
+
+
+class State(Enum):
+    """Where a manager is in the protocol."""
+
+    REGISTERING = "registering layers"
+    CLOSED = "between windows"
+    OPEN = "inside a window"
+
+
+@dataclass
+class _LayerClass:
+    """Layers of one group whose planes have the same geometries: their rows are restored together,
+    one launch per plane."""
+
+    group: str
+    planes: tuple[Plane, ...]
+    names: list[str] = field(default_factory=list)
+    caches: list[list[Tensor]] = field(default_factory=list)  # per plane, per layer
+    logs: list[Tensor] = field(default_factory=list)  # per plane: [layers, R, H, W]
+    row_windows: Tensor | None = None  # int64 [layers, R]
+
+
+@dataclass
+class _Layer:
+    cache: LayerCache
+    layer_class: _LayerClass
+    index: int  # within its class
+    # Filled by allocate(): this layer's part of the class's tensors.
+    caches: tuple[Tensor, ...] = ()
+    logs: tuple[Tensor, ...] = ()
+    row_windows: Tensor | None = None
+
+    # A traced graph that mutates many inputs which share one storage is a hard case for functionalization.
+    # Tracing therefore sees the one tensor of the class and selects from it; eager calls save the microsecond.
+    def current_logs(self) -> tuple[Tensor, ...]:
+        if torch.compiler.is_compiling():
+            return tuple(log[self.index] for log in self.layer_class.logs)
+        return self.logs
+
+    def current_row_windows(self) -> Tensor:
+        assert self.row_windows is not None
+        if torch.compiler.is_compiling():
+            assert self.layer_class.row_windows is not None
+            return self.layer_class.row_windows[self.index]
+        return self.row_windows
+
+
+def _has_no_data(tensor: Tensor) -> bool:
+    """Tracing, profiling and warm-up pass tensors without storage: there is nothing to write."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.untyped_storage().size() == 0
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class DraftCommitManager:
+    """Makes the cache writes of speculative decoding a transaction on one device.
+
+    Args:
+        max_num_tokens: most tokens in one batch, padding included.
+        max_num_requests: most requests in one batch, padding included.
+        max_draft_tokens: most drafts in one batch: rows of the undo log. The log takes this many rows
+            of every registered layer; see :attr:`log_bytes`.
+        device: where the caches are. One process may have a manager per device.
+
+    Not thread-safe: one manager belongs to the thread that runs the model, and its calls are ordered
+    by the current stream.
+    """
+
+    def __init__(
+        self, *, max_num_tokens: int, max_num_requests: int, max_draft_tokens: int, device: torch.device | str
+    ) -> None:
+        for name, value in (
+            ("max_num_tokens", max_num_tokens),
+            ("max_num_requests", max_num_requests),
+            ("max_draft_tokens", max_draft_tokens),
+        ):
+            if value < 1:
+                raise ValueError(f"DraftCommitManager: {name} must be at least 1, got {value}")
+        self.max_num_tokens = max_num_tokens
+        self.max_num_requests = max_num_requests
+        self.max_draft_tokens = max_draft_tokens
+        self.device = _normalized(device)
+        self._state = State.REGISTERING
+        self._layers: dict[str, _Layer] = {}
+        self._classes: list[_LayerClass] = []
+        self._groups: list[str] = []
+        self._window: Window | None = None
+        self._cancelled = 0
+        self._abandoned = 0
+
+    # ------------------------------------------------------------ set-up
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of layers, in the order of ``WindowBuffers.row_slots``."""
+        return tuple(self._groups)
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(self._layers)
+
+    def register_layer(self, name: str, cache: LayerCache, group: str = DEFAULT_GROUP) -> None:
+        """Make a layer part of every transaction.
+
+        Args:
+            name: the engine's name of the layer; unique.
+            cache: its planes; their storage must stay where it is while this manager lives.
+            group: layers that share a slot mapping. Geometries may differ within a group.
+        """
+        self._require(State.REGISTERING, "register_layer")
+        if name in self._layers:
+            raise ValueError(f"register_layer: name must be new, {name!r} is registered already")
+        device = cache.planes[0].view.device
+        if _normalized(device) != self.device:
+            raise TypeError(f"register_layer: cache of {name!r} must be on device {self.device}, got {device}")
+        if group not in self._groups:
+            self._groups.append(group)
+        layer_class = self._class_of(group, cache)
+        for caches, plane in zip(layer_class.caches, cache.planes, strict=True):
+            caches.append(plane.view)
+        self._layers[name] = _Layer(cache, layer_class, len(layer_class.names))
+        layer_class.names.append(name)
+
+    def _class_of(self, group: str, cache: LayerCache) -> _LayerClass:
+        geometries = [plane.geometry for plane in cache.planes]
+        for layer_class in self._classes:
+            if layer_class.group == group and [p.geometry for p in layer_class.planes] == geometries:
+                return layer_class
+        self._classes.append(_LayerClass(group, cache.planes, caches=[[] for _ in cache.planes]))
+        return self._classes[-1]
+
+    def allocate(self) -> None:
+        """Allocate the undo log and the window buffers: the only allocation a manager makes."""
+        self._require(State.REGISTERING, "allocate")
+        if not self._layers:
+            raise RuntimeError("allocate: no layer is registered")
+        for layer_class in self._classes:
+            layers = len(layer_class.names)
+            for plane in layer_class.planes:
+                _, _, heads, width = plane.view.shape
+                layer_class.logs.append(
+                    torch.zeros(
+                        (layers, self.max_draft_tokens, heads, width), dtype=plane.view.dtype, device=self.device
+                    )
+                )
+            layer_class.row_windows = torch.zeros(
+                (layers, self.max_draft_tokens), dtype=torch.int64, device=self.device
+            )
+        for layer in self._layers.values():
+            assert layer.layer_class.row_windows is not None
+            layer.caches = tuple(plane.view for plane in layer.cache.planes)
+            layer.logs = tuple(log[layer.index] for log in layer.layer_class.logs)
+            layer.row_windows = layer.layer_class.row_windows[layer.index]
+        self.buffers = WindowBuffers(
+            len(self._groups), self.max_num_tokens, self.max_draft_tokens, self.max_num_requests, self.device
+        )
+        self._unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
+        self._state = State.CLOSED
+
+    @property
+    def log_bytes(self) -> int:
+        """Memory of the undo log."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for layer_class in self._classes
+            for tensor in (*layer_class.logs, layer_class.row_windows)
+            if tensor is not None
+        )
+
+    @property
+    def launches_per_window(self) -> int:
+        """Kernels that begin and commit launch together, whatever the number of layers."""
+        return 2 + sum(len(layer_class.planes) for layer_class in self._classes)
+
+    # ------------------------------------------------------------ the transaction
+
+    def begin(self, window: Window) -> None:
+        """Open a window: one kernel works out which tokens are drafts and where each is logged.
+
+        Raises:
+            RuntimeError: a window is open already.
+            ValueError: more drafts, tokens or requests than this manager was made for, or a missing
+                slot mapping; nothing has changed then.
+        """
+        self._require(State.CLOSED, "begin")
+        if window.num_draft_tokens is not None and window.num_draft_tokens > self.max_draft_tokens:
+            raise ValueError(
+                f"begin: window must have at most {self.max_draft_tokens} drafts (max_draft_tokens), got "
+                f"{window.num_draft_tokens}"
+            )
+        if window.cu_num_draft_tokens.shape[0] > self.max_num_requests:
+            raise ValueError(
+                f"begin: window must have at most {self.max_num_requests} requests (max_num_requests), got "
+                f"{window.cu_num_draft_tokens.shape[0]}"
+            )
+        missing = [group for group in self._groups if group not in window.slot_mappings]
+        if missing:
+            raise ValueError(f"begin: window.slot_mappings must have a slot mapping for each group, got none for {missing}")
+        buffers = self.buffers
+        ops.plan_window(
+            window.query_start_loc,
+            window.cu_num_draft_tokens,
+            [window.slot_mappings[group] for group in self._groups],
+            buffers.log_rows,
+            buffers.row_slots,
+            buffers.row_requests,
+            buffers.row_positions,
+            buffers.counters,
+        )
+        self._window = window
+        self._state = State.OPEN
+
+    def write(
+        self,
+        name: str,
+        key: Tensor,
+        value: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+        token_offset: int = 0,
+    ) -> None:
+        """Write a layer's keys and values, logging what the drafts' slots held: one kernel.
+
+        Args:
+            name: a registered layer whose planes hold a key and a value.
+            key, value, slot_mapping, kv_cache_dtype: as in :func:`nwor_ops.write_kv`.
+            k_scale, v_scale: likewise; None = 1.
+            token_offset: place in the batch of the first token of ``slot_mapping`` (micro-batches).
+
+        Tensors without data (fake, meta, freed storage) pass through: nothing is written.
+        """
+        if not torch.compiler.is_compiling():
+            if _has_no_data(key):
+                return
+            self._require_window(name, key)
+        layer = self._layer(name, "write")
+        if not layer.cache.writable:
+            raise RuntimeError(f"write: the planes of layer {name!r} are opaque; call log(), then their own writer")
+        key_cache, value_cache = layer.cache.key_value(layer.caches)
+        key_log, value_log = layer.cache.key_value(layer.current_logs())
+        ops.write_kv_logged(
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            self._unscaled if k_scale is None else k_scale,
+            self._unscaled if v_scale is None else v_scale,
+            kv_cache_dtype,
+            self.buffers.log_rows[token_offset : token_offset + slot_mapping.shape[0]],
+            key_log,
+            value_log,
+            self.buffers.window_id,
+            layer.current_row_windows(),
+        )
+
+    def log(self, name: str, slot_mapping: Tensor, *, token_offset: int = 0) -> None:
+        """Log what the drafts' slots of a layer hold, before a writer that is not ours runs."""
+        if not torch.compiler.is_compiling():
+            if _has_no_data(slot_mapping):
+                return
+            self._require_window(name, slot_mapping)
+        layer = self._layer(name, "log")
+        log_rows = self.buffers.log_rows[token_offset : token_offset + slot_mapping.shape[0]]
+        last = len(layer.cache.planes) - 1
+        for index, plane in enumerate(layer.cache.planes):
+            # Only the last plane marks the rows: a layer counts as logged when all of it is.
+            marks = (self.buffers.window_id, layer.current_row_windows()) if index == last else (None, None)
+            ops.log_slots(
+                plane.view, slot_mapping, log_rows, layer.current_logs()[index], plane.page_offsets, *marks
+            )
+
+    def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> None:
+        """Keep the accepted drafts, undo the rest, and close the window.
+
+        Args:
+            draft_token_ids, sampled_token_ids: as in :func:`nwor_ops.acceptance_mask`.
+
+        If this raises, the window is still open: cancel it.
+        """
+        window = self._open_window("commit")
+        if window.num_draft_tokens != 0:
+            buffers = self.buffers
+            ops.reject_rows(
+                draft_token_ids,
+                sampled_token_ids,
+                window.cu_num_draft_tokens,
+                buffers.row_rejected,
+                buffers.num_accepted,
+                buffers.counters,
+            )
+            self._restore()
+        self._close()
+
+    def commit_rejected(self, num_rejected: Tensor) -> None:
+        """:meth:`commit` for engines that know how many drafts of each request were rejected.
+
+        Args:
+            num_rejected: int32 ``[>= Q]``.
+        """
+        window = self._open_window("commit_rejected")
+        if window.num_draft_tokens != 0:
+            buffers = self.buffers
+            ops.reject_rows_from_rejected(
+                num_rejected,
+                window.cu_num_draft_tokens,
+                buffers.row_rejected,
+                buffers.num_accepted,
+                buffers.counters,
+            )
+            self._restore()
+        self._close()
+
+    def cancel(self) -> None:
+        """Undo every draft written since begin, and close the window.
+
+        Safe wherever the forward stopped: a layer it never reached has logged nothing in this window
+        and is left alone.
+        """
+        self._open_window("cancel")
+        buffers = self.buffers
+        buffers.row_rejected.fill_(True)
+        buffers.counters[ops.COUNTERS.index("rejected")].add_((buffers.row_requests >= 0).sum())
+        self._restore()
+        self._cancelled += 1
+        self._close()
+
+    def abandon(self) -> None:
+        """Close the window without undoing anything: this step ends as it would without the library.
+
+        For engines whose own error handling prefers a plain step to a stopped one.
+        """
+        self._open_window("abandon")
+        self._abandoned += 1
+        self._close()
+
+    def stats(self) -> Stats:
+        """Totals so far. Waits for the device: never call it between begin and commit of a hot loop."""
+        if self._state is State.REGISTERING:
+            return Stats(0, 0, 0, 0, 0, 0, 0)
+        return Stats.read(self.buffers.counters, self._cancelled, self._abandoned)
+
+    # ------------------------------------------------------------ inside
+
+    def _restore(self) -> None:
+        buffers = self.buffers
+        for layer_class in self._classes:
+            row_slots = buffers.group_row_slots[self._groups.index(layer_class.group)]
+            for plane, caches, log in zip(layer_class.planes, layer_class.caches, layer_class.logs, strict=True):
+                ops.restore_slots(
+                    caches,
+                    log,
+                    row_slots,
+                    buffers.row_rejected,
+                    plane.page_offsets,
+                    buffers.window_id,
+                    layer_class.row_windows,
+                )
+
+    def _close(self) -> None:
+        self._window = None
+        self._state = State.CLOSED
+
+    def _layer(self, name: str, method: str) -> _Layer:
+        if name not in self._layers:
+            raise KeyError(f"{method}: layer {name!r} is not registered")
+        return self._layers[name]
+
+    def _require(self, state: State, method: str) -> None:
+        if self._state is not state:
+            raise RuntimeError(f"{method}: the manager must be {state.value}, it is {self._state.value}")
+
+    def _open_window(self, method: str) -> Window:
+        self._require(State.OPEN, method)
+        assert self._window is not None
+        return self._window
+
+    def _require_window(self, name: str, tensor: Tensor) -> None:
+        # A capture is made once, outside any window; its replays happen inside one.
+        if self._state is not State.OPEN and not _is_capturing(tensor):
+            raise RuntimeError(f"write of layer {name!r}: no window is open; call begin() first")
+
+
+# ---------------------------------------------------------------- one manager per device, found from anywhere
+
+
+def _normalized(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+_current: dict[torch.device, DraftCommitManager] = {}
+
+
+def set_current_manager(manager: DraftCommitManager | None, device: torch.device | str | None = None) -> None:
+    """Make a manager the one that :func:`current_manager` finds for its device; None removes it."""
+    if manager is not None:
+        _current[manager.device] = manager
+    elif device is not None:
+        _current.pop(_normalized(device), None)
+    else:
+        _current.clear()
+
+
+def current_manager(device: torch.device | str) -> DraftCommitManager | None:
+    """The manager of a device, for attention back ends that hold no reference to one."""
+    return _current.get(_normalized(device))

@@ -1,0 +1,407 @@
+"""Every op of the library: its schema, and one documented wrapper per op.
+
+The schemas are declared here, once, through :mod:`torch.library`. The kernels live in
+``csrc/cpu/FAMILY.cpp`` and ``csrc/cuda/FAMILY.cu``, the fake implementations in ``meta/FAMILY.py``.
+``torch.ops.nwor.NAME`` and the wrapper of the same name take the same arguments in the same order.
+The wrapper adds two things: it refuses tensors that require a gradient (these ops have none, and
+an in-place op without one would corrupt a backward pass in silence), and it raises ``TypeError``
+for a wrong dtype or device where the dispatcher can only raise ``ValueError``.
+
+Shapes use these letters: T tokens of this step, R log rows, G groups of layers, Q requests,
+B blocks, N slots per block (the block size), H KV heads, D head size, W the width of a plane.
+
+A *cache* is always the logical view ``[B, N, H, W]`` with any strides: NHD, HND, K and V packed in
+one row, one backing buffer for all layers and MLA latents (H = 1) are all such views. A *slot* is
+``block * N + offset``, as in vLLM. No op here has a return value unless it says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "nwor"
+
+SCHEMAS = {
+    # family undo
+    "write_kv": """(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,
+        Tensor slot_mapping, Tensor k_scale, Tensor v_scale, str kv_cache_dtype) -> ()""",
+    "write_kv_logged": """(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,
+        Tensor slot_mapping, Tensor k_scale, Tensor v_scale, str kv_cache_dtype,
+        Tensor log_rows, Tensor(c!) key_log, Tensor(d!) value_log, Tensor? window_id=None,
+        Tensor(e!)? row_windows=None) -> ()""",
+    "log_slots": """(Tensor cache, Tensor slot_mapping, Tensor log_rows, Tensor(a!) log,
+        Tensor? page_offsets=None, Tensor? window_id=None, Tensor(b!)? row_windows=None) -> ()""",
+    "restore_slots": """(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor row_rejected,
+        Tensor? page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None) -> ()""",
+    # family accept
+    "plan_window": """(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
+        Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests,
+        Tensor(d!) row_positions, Tensor(e!) counters, int token_offset=0) -> ()""",
+    "acceptance_mask": """(Tensor draft_token_ids, Tensor sampled_token_ids,
+        Tensor cu_num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)""",
+    "acceptance_mask_from_rejected": """(Tensor num_rejected, Tensor cu_num_draft_tokens,
+        int num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)""",
+    "reject_rows": """(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_num_draft_tokens,
+        Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters) -> ()""",
+    "reject_rows_from_rejected": """(Tensor num_rejected, Tensor cu_num_draft_tokens,
+        Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters) -> ()""",
+}
+
+# Layout of the `counters` tensor, int64 [len(COUNTERS)], which only ever grows.
+COUNTERS = ("windows", "drafted", "accepted", "rejected", "overflowed")
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + " ".join(_schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def implement(op: str, kernel: Callable[..., Any], dispatch_key: str) -> None:
+    """Register a Python kernel of one op for one dispatch key."""
+    _library.impl(op, kernel, dispatch_key)
+
+
+def implement_fake(op: str, kernel: Callable[..., Any]) -> None:
+    """Register the fake implementation of one op: what it does to shapes (see ``meta/``)."""
+    torch.library.register_fake(f"{NAMESPACE}::{op}", kernel, lib=_library)
+
+
+# The compiled kernels word a dtype or device complaint in exactly these two ways (csrc/check.h).
+_TYPE_COMPLAINT = re.compile(r" must have dtype | must be on device ")
+
+
+def _refuse_gradients(op: str, **tensors: Tensor) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            raise RuntimeError(
+                f"{op}: {name} must not require a gradient, the op has no backward; "
+                "call it under torch.no_grad() or torch.inference_mode(), or pass .detach()"
+            )
+
+
+def _translated(error: ValueError) -> Exception:
+    """The error a caller should see: TypeError for a dtype or device, else the error itself."""
+    return TypeError(str(error)) if _TYPE_COMPLAINT.search(str(error)) else error
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    kv_cache_dtype: str,
+) -> None:
+    """Write this step's keys and values into the paged cache: the plain writer.
+
+    Writes the same bytes as vLLM's ``reshape_and_cache_flash``
+    (``vllm/csrc/libtorch_stable/cache_kernels.cu``) for everything that one supports.
+
+    Args:
+        key: ``[>= T, H, Dk]``, float32, float16 or bfloat16, any strides. Only the first T rows are read.
+        value: ``[>= T, H, Dv]``, dtype of ``key``, any strides. Dv may differ from Dk.
+        key_cache: ``[B, N, H, Dk]``, any strides; **mutated** at the slots written, nowhere else.
+        value_cache: ``[B, N, H, Dv]``, the same B, N, H and dtype; **mutated** likewise.
+        slot_mapping: int64 ``[T]``, contiguous. Slot of each token; -1 (any negative) = skip the token.
+            The slots of one call must be distinct.
+        k_scale: float32: one element, per head ``[H]``, or per token ``[T, 1]``. A stored fp8 key is
+            ``key / k_scale``, saturated. Not read when ``kv_cache_dtype`` is ``"auto"``.
+        v_scale: the same for ``value``.
+        kv_cache_dtype: ``"auto"`` (caches have the dtype of ``key``, bytes are copied), ``"fp8"`` =
+            ``"fp8_e4m3"``, or ``"fp8_e5m2"`` (caches are uint8 or the float8 dtype of that format).
+
+    Raises:
+        ValueError: a shape, stride, option or overlap (key or value may not share memory with a cache).
+        TypeError: a dtype or device.
+        IndexError: on the CPU, a slot >= B * N; nothing is written. On CUDA such a token is skipped,
+            and with ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after it.
+        RuntimeError: a tensor requires a gradient, or the library for this device is missing.
+
+    All tensors are on one device.
+    """
+    _refuse_gradients("write_kv", key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    try:
+        torch.ops.nwor.write_kv(
+            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype
+        )
+    except ValueError as error:
+        raise _translated(error) from None
+
+
+def write_kv_logged(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    kv_cache_dtype: str,
+    log_rows: Tensor,
+    key_log: Tensor,
+    value_log: Tensor,
+    window_id: Tensor | None = None,
+    row_windows: Tensor | None = None,
+) -> None:
+    """:func:`write_kv`, and first save what each draft's slot held: one kernel.
+
+    Before token t is written, the raw old bytes of its slot are copied to row ``log_rows[t]`` of
+    the logs. Bytes are never interpreted, so :func:`restore_slots` is exact for every dtype.
+
+    Args:
+        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype:
+            as in :func:`write_kv`.
+        log_rows: int32 ``[>= T]``, contiguous. Log row of each token, -1 = not a draft. Rows of one
+            call must be distinct.
+        key_log: ``[R, H, Dk]``, dtype of ``key_cache``, any strides; **mutated** at the rows named
+            by ``log_rows`` of tokens whose slot is not negative, nowhere else.
+        value_log: ``[R, H, Dv]``, likewise.
+        window_id: int64 ``[1]`` or None: the number of the open window.
+        row_windows: int64 ``[R]``, contiguous, or None (both or neither); **mutated**: ``window_id`` at
+            every row logged, so that :func:`restore_slots` can tell this window's rows from older ones.
+
+    Raises:
+        As :func:`write_kv`; IndexError also for a log row >= R (CUDA: the token is written, not
+        logged, and reported in debug mode); ValueError also where a log shares memory with a cache,
+        a source or the other log.
+    """
+    _refuse_gradients(
+        "write_kv_logged", key=key, value=value, key_cache=key_cache, value_cache=value_cache
+    )
+    try:
+        torch.ops.nwor.write_kv_logged(
+            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype,
+            log_rows, key_log, value_log, window_id, row_windows,
+        )  # fmt: skip
+    except ValueError as error:
+        raise _translated(error) from None
+
+
+def log_slots(
+    cache: Tensor,
+    slot_mapping: Tensor,
+    log_rows: Tensor,
+    log: Tensor,
+    page_offsets: Tensor | None = None,
+    window_id: Tensor | None = None,
+    row_windows: Tensor | None = None,
+) -> None:
+    """Save what each draft's slot holds in one plane, for writers that are not ours.
+
+    Call it before the other writer. The plane may be anything with slots: MLA latents, scales,
+    packed keys and values, of any dtype of 1, 2, 4 or 8 bytes.
+
+    Args:
+        cache: ``[B, N, H, W]``, any strides.
+        slot_mapping: int64 ``[T]``, contiguous; negative = skip.
+        log_rows: int32 ``[>= T]``, contiguous; negative = not a draft.
+        log: ``[R, H, W]``, dtype of ``cache``, any strides; **mutated** at the rows named.
+        page_offsets: int32 ``[N, W]``, contiguous, or None. Where given, element ``(b, n, h, w)`` of
+            the plane is ``b * cache.stride(0) + h * cache.stride(2) + page_offsets[n, w]`` elements
+            from the start of ``cache``: pages whose inner order no strides can express. ``cache``
+            must then span the whole page: the largest such offset lies inside its storage.
+        window_id, row_windows: as in :func:`write_kv_logged`.
+
+    Raises:
+        As :func:`write_kv_logged`.
+    """
+    _refuse_gradients("log_slots", cache=cache, log=log)
+    try:
+        torch.ops.nwor.log_slots(
+            cache, slot_mapping, log_rows, log, page_offsets, window_id, row_windows
+        )
+    except ValueError as error:
+        raise _translated(error) from None
+
+
+def restore_slots(
+    caches: Sequence[Tensor],
+    log: Tensor,
+    row_slots: Tensor,
+    row_rejected: Tensor,
+    page_offsets: Tensor | None = None,
+    window_id: Tensor | None = None,
+    row_windows: Tensor | None = None,
+) -> None:
+    """Put the logged bytes of every rejected row back, in every layer: one launch.
+
+    Args:
+        caches: L planes ``[B, N, H, W]`` of one geometry (equal shape, strides and dtype), one per
+            layer; **mutated** at the slots of rejected rows, nowhere else.
+        log: ``[L, R, H, W]``, dtype of the planes, any strides: what :func:`write_kv_logged` or
+            :func:`log_slots` saved.
+        row_slots: int64 ``[R]``, contiguous. Slot of each log row; negative = nothing was logged.
+        row_rejected: bool ``[R]``, contiguous. Any pattern: a prefix, a suffix, sparse.
+        page_offsets: as in :func:`log_slots`.
+        window_id: int64 ``[1]`` or None.
+        row_windows: int64 ``[L, R]``, contiguous, or None (both or neither): the window in which each
+            layer logged each row. Rows of another window than ``window_id`` are left alone: after a
+            forward that stopped half-way, the layers it never reached hold nothing to put back.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`write_kv`.
+        IndexError: on the CPU, a slot >= B * N of a rejected row; nothing is written. On CUDA the row
+            is skipped and reported in debug mode.
+    """
+    _refuse_gradients("restore_slots", log=log)
+    try:
+        torch.ops.nwor.restore_slots(
+            list(caches), log, row_slots, row_rejected, page_offsets, window_id, row_windows
+        )
+    except ValueError as error:
+        raise _translated(error) from None
+
+
+def plan_window(
+    query_start_loc: Tensor,
+    cu_num_draft_tokens: Tensor,
+    slot_mappings: Sequence[Tensor],
+    log_rows: Tensor,
+    row_slots: Tensor,
+    row_requests: Tensor,
+    row_positions: Tensor,
+    counters: Tensor,
+    token_offset: int = 0,
+) -> None:
+    """Work out, on the device, which tokens of this step are drafts and where each is logged.
+
+    The drafts of request q are the last ``n = cu_num_draft_tokens[q] - cu_num_draft_tokens[q - 1]``
+    of its tokens, ``[query_start_loc[q + 1] - n, query_start_loc[q + 1])``: vLLM's order in both
+    of its model runners. Draft number r of the batch, counted through all requests, gets log row r,
+    so row r is also entry r of vLLM's flat ``draft_token_ids``. Prompt and target tokens, padded
+    tokens and padded requests (a repeated last value in both cumulative arrays) get no row.
+
+    Every element of every output is written, so nothing of an earlier window survives.
+
+    Args:
+        query_start_loc: int32 ``[>= Q + 1]``, contiguous. First token of each request, then the end.
+        cu_num_draft_tokens: int32 ``[Q]``, contiguous. Drafts up to and including each request.
+        slot_mappings: G tensors int64 ``[T]``, contiguous: this step's slots, one per group.
+        log_rows: int32 ``[>= T]``, contiguous; **mutated**: log row of each token, else -1.
+        row_slots: int64 ``[G, R]``, contiguous; **mutated**: slot of each log row per group, else -1.
+        row_requests: int32 ``[R]``, contiguous; **mutated**: request of each log row, else -1.
+        row_positions: int32 ``[R]``, contiguous; **mutated**: place of the draft among the drafts of
+            its request, from 0, else -1.
+        counters: int64 ``[len(COUNTERS)]``; **mutated**: ``windows`` and ``drafted`` grow, or
+            ``overflowed`` if the window was not planned.
+        token_offset: the first T tokens of ``slot_mappings`` and ``log_rows`` are the tokens
+            ``[token_offset, token_offset + T)`` of the batch (a micro-batch). Rows of drafts outside
+            it keep slot -1.
+
+    Raises:
+        ValueError: a shape, stride or overlap; on the CPU also more than R drafts, a cumulative array
+            that decreases, more drafts than tokens in a request, or tokens beyond T (of a whole
+            batch); nothing is written. On CUDA such a window is left unplanned as a whole (every
+            row -1, counted in ``overflowed``) and raises in debug mode.
+        TypeError: a dtype or device.
+    """
+    try:
+        torch.ops.nwor.plan_window(
+            query_start_loc, cu_num_draft_tokens, list(slot_mappings), log_rows, row_slots,
+            row_requests, row_positions, counters, token_offset,
+        )  # fmt: skip
+    except ValueError as error:
+        raise _translated(error) from None
+
+
+def acceptance_mask(
+    draft_token_ids: Tensor, sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Which drafts were accepted, from what the target sampled; on the device, no sync.
+
+    Draft j of request q counts as accepted if every draft of q up to and including j equals the
+    token sampled in its place, and the sampler went on after it: ``sampled_token_ids[q, j + 1]`` is
+    not negative (where that column exists). The second condition tells an accepted draft from a
+    rejected one whose replacement happens to be the same token, which vLLM's synthetic rejection
+    sampler can produce.
+
+    Args:
+        draft_token_ids: int32 or int64 ``[P]``, contiguous: the drafts of all requests in order.
+        sampled_token_ids: int32 or int64 ``[>= Q, >= most drafts]``, any strides; negative = no token
+            (vLLM's ``RejectionSampler`` writes -1).
+        cu_num_draft_tokens: int32 ``[Q]``, contiguous, as in :func:`plan_window`; its last value is <= P.
+
+    Returns:
+        ``accepted``, bool ``[P]`` (False past the last draft), and ``num_accepted``, int32 ``[Q]``.
+
+    Raises:
+        ValueError, TypeError: as above.
+    """
+    try:
+        return torch.ops.nwor.acceptance_mask(draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
+    except ValueError as error:
+        raise _translated(error) from None
+
+
+def acceptance_mask_from_rejected(
+    num_rejected: Tensor, cu_num_draft_tokens: Tensor, num_draft_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """:func:`acceptance_mask` for runners that already know how many drafts were rejected.
+
+    Args:
+        num_rejected: int32 ``[>= Q]``, contiguous: the last so many drafts of each request were
+            rejected; clamped to [0, its drafts].
+        cu_num_draft_tokens: int32 ``[Q]``, contiguous.
+        num_draft_tokens: P, the length of the mask (a host integer, an upper bound of the drafts).
+
+    Returns:
+        ``accepted``, bool ``[P]``, and ``num_accepted``, int32 ``[Q]``.
+    """
+    try:
+        return torch.ops.nwor.acceptance_mask_from_rejected(
+            num_rejected, cu_num_draft_tokens, num_draft_tokens
+        )
+    except ValueError as error:
+        raise _translated(error) from None
+
+
+def reject_rows(
+    draft_token_ids: Tensor,
+    sampled_token_ids: Tensor,
+    cu_num_draft_tokens: Tensor,
+    row_rejected: Tensor,
+    num_accepted: Tensor,
+    counters: Tensor,
+) -> None:
+    """:func:`acceptance_mask` into a window's own buffers, as :func:`restore_slots` wants it.
+
+    Nothing is allocated, so it fits between begin and commit.
+
+    Args:
+        draft_token_ids, sampled_token_ids, cu_num_draft_tokens: as in :func:`acceptance_mask`.
+        row_rejected: bool ``[R]``, contiguous; **mutated**, every element: True for a rejected draft.
+        num_accepted: int32 ``[>= Q]``, contiguous; **mutated**, every element; 0 past Q.
+        counters: int64 ``[len(COUNTERS)]``; **mutated**: ``accepted`` and ``rejected`` grow.
+
+    A window of more than R drafts was never planned: every row is then False and nothing is counted.
+    """
+    try:
+        torch.ops.nwor.reject_rows(
+            draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters
+        )
+    except ValueError as error:
+        raise _translated(error) from None
+
+
+def reject_rows_from_rejected(
+    num_rejected: Tensor,
+    cu_num_draft_tokens: Tensor,
+    row_rejected: Tensor,
+    num_accepted: Tensor,
+    counters: Tensor,
+) -> None:
+    """:func:`reject_rows` for runners that already know ``num_rejected``, int32 ``[>= Q]``."""
+    try:
+        torch.ops.nwor.reject_rows_from_rejected(
+            num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters
+        )
+    except ValueError as error:
+        raise _translated(error) from None

@@ -1,0 +1,9 @@
+"""The vLLM plugin. Off unless ``VLLM_NWOR_MODE`` or ``additional_config={"nwor": {...}}`` asks for it.
+
+``plugin`` decides, ``runner_v1`` knows vLLM's V1 runner, ``session`` is what every runner shares,
+``cpu_pages`` knows the CPU cache, ``support`` what is refused, ``audit`` checks every byte.
+"""
+
+from nwor_ops.vllm.plugin import check, register, sessions
+
+__all__ = ["check", "register", "sessions"]

@@ -1,0 +1,130 @@
+"""The entry point's work: decide whether there is anything to do, and wait for a runner to do it to.
+
+``register`` runs in every process that vLLM starts, long before there is a configuration and before
+the runner's module is imported, and it must not import it (seconds, in processes that never need
+it). So it leaves a note with Python's import system; when vLLM imports the runner's module, one
+method is wrapped, ``GPUModelRunner.initialize_kv_cache``, which looks at the engine's configuration.
+Everything else is wrapped there, on instances, and only if the configuration asks for it.
+With ``VLLM_NWOR_MODE=off`` in the environment not even that happens.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import weakref
+from types import ModuleType
+from typing import Any
+
+from nwor_ops.config import NworConfig, mode_from_environment
+from nwor_ops.vllm.session import Session
+from nwor_ops.vllm.support import V1_HOOKS, SUPPORTED_VERSIONS, Unsupported, check_vllm, version_problem
+
+RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
+_WRAPPED = "_nwor_wrapped"
+
+_sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+
+
+def _logger() -> Any:
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.plugins.nwor_ops")
+
+
+def register() -> None:
+    """vLLM's plugin entry point (``vllm.general_plugins``). Safe to call again."""
+    NworConfig.load()  # an unknown variable or value is an error now, not when a cache is bound
+    if mode_from_environment() == "off" and not NworConfig.load().wants_anything:
+        return
+    if RUNNER_MODULE in sys.modules:
+        _wrap_runner_module(sys.modules[RUNNER_MODULE])
+    elif not any(isinstance(finder, _RunnerModuleFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RunnerModuleFinder())
+
+
+class _RunnerModuleFinder(importlib.abc.MetaPathFinder):
+    """Wraps the runner's module right after it is imported by whoever needs it, then is gone."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != RUNNER_MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _wrap_runner_module(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap_runner_module(module: ModuleType) -> None:
+    runner_class = module.GPUModelRunner
+    original = runner_class.initialize_kv_cache
+    if getattr(original, _WRAPPED, False):
+        return
+
+    @functools.wraps(original)
+    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+        if not profiling:
+            _attach(self)
+        return result
+
+    setattr(initialize_kv_cache, _WRAPPED, True)
+    runner_class.initialize_kv_cache = initialize_kv_cache
+
+
+def _attach(runner: Any) -> None:
+    """Look at the configuration of a runner whose cache was just bound, and act on it."""
+    config = NworConfig.load(runner.vllm_config.additional_config)
+    if not config.wants_anything:
+        return
+    from nwor_ops.vllm import runner_v1
+
+    logger = _logger()
+    try:
+        session = runner_v1.attach(runner, config, logger)
+    except Unsupported as error:
+        if config.strict:
+            raise RuntimeError(
+                f"nwor: {error} (mode {config.mode} was asked for; VLLM_NWOR_ON_UNSUPPORTED=vanilla or "
+                '{"nwor": {"on_unsupported": "vanilla"}} runs such an engine without it)'
+            ) from error
+        logger.warning("nwor: not active: %s", error)
+        return
+    if session is None:
+        logger.info("nwor: not active: the engine does not speculate")
+        return
+    _sessions[runner] = session
+    audit = ", audited at every step" if config.audit else ""
+    logger.info("nwor: active, mode %s%s: %s", config.mode, audit, session.describe())
+
+
+def sessions() -> list[Session]:
+    """The sessions of the engines that run in this process."""
+    return list(_sessions.values())
+
+
+def check() -> list[dict[str, Any]]:
+    """What ``nwor-ops doctor`` says of this vLLM: its version and each hook, without starting an engine."""
+    problem = version_problem()
+    rows: list[dict[str, Any]] = [
+        {"hook": "vLLM version", "ok": problem is None, "detail": problem or f"supported: {', '.join(SUPPORTED_VERSIONS)}"}
+    ]
+    for hook in V1_HOOKS:
+        problem = hook.problem()
+        rows.append({"hook": hook.name, "ok": problem is None, "detail": problem or ", ".join(hook.parameters)})
+    return rows
+
+
+__all__ = ["check", "check_vllm", "register", "sessions"]

@@ -1,0 +1,66 @@
+"""Which tokens of this step are drafts: the engine's device tensors, and our persistent ones.
+
+A window is one verification step of one batch. The engine describes it with tensors it has anyway;
+:class:`WindowBuffers` holds what the ops derive from them, at addresses that never change, so that a
+CUDA graph captured once reads the values of every later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops
+
+
+@dataclass(frozen=True)
+class Window:
+    """One verification step, as the engine knows it. All tensors are on the manager's device.
+
+    Args:
+        query_start_loc: int32 ``[>= Q + 1]``: first token of each request in the flat batch, then the end.
+        cu_num_draft_tokens: int32 ``[Q]``: drafts up to and including each request. Padded requests
+            repeat the last value.
+        slot_mappings: int64 ``[T]`` per group of layers: the slot of each token, negative = none.
+        num_draft_tokens: drafts in the whole batch (or an upper bound of them) where the host knows it,
+            else None. With it a window too large for the log is refused before anything is launched,
+            and a window without drafts costs nothing at commit.
+    """
+
+    query_start_loc: Tensor
+    cu_num_draft_tokens: Tensor
+    slot_mappings: Mapping[str, Tensor]
+    num_draft_tokens: int | None = None
+
+
+class WindowBuffers:
+    """What the ops know of the open window. Allocated once.
+
+    Attributes (T tokens, R log rows, G groups, Q requests: the capacities):
+        log_rows: int32 ``[T]``: log row of each token, -1 = not a draft.
+        row_slots: int64 ``[G, R]``: slot of each log row, -1 = none.
+        row_requests, row_positions: int32 ``[R]``: request, and place among its drafts, of each row.
+        row_rejected: bool ``[R]``: filled at commit.
+        num_accepted: int32 ``[Q]``: filled at commit.
+        counters: int64 ``[len(COUNTERS)]``; its first element is also the number of the open window.
+    """
+
+    def __init__(
+        self, num_groups: int, max_num_tokens: int, max_draft_tokens: int, max_num_requests: int, device: torch.device
+    ) -> None:
+        def filled(value: int, *shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        self.log_rows = filled(-1, max_num_tokens, dtype=torch.int32)
+        self.row_slots = filled(-1, num_groups, max_draft_tokens, dtype=torch.int64)
+        self.row_requests = filled(-1, max_draft_tokens, dtype=torch.int32)
+        self.row_positions = filled(-1, max_draft_tokens, dtype=torch.int32)
+        self.row_rejected = filled(0, max_draft_tokens, dtype=torch.bool)
+        self.num_accepted = filled(0, max_num_requests, dtype=torch.int32)
+        self.counters = filled(0, len(ops.COUNTERS), dtype=torch.int64)
+        self.window_id = self.counters[:1]
+        # Views made once: indexing costs a microsecond each on the host.
+        self.group_row_slots = list(self.row_slots.unbind(0))

@@ -1,0 +1,205 @@
+"""Builds the two compiled parts. They are plain shared libraries, not Python extensions: they hold no
+Python code and no C++ torch symbol, only the LibTorch stable ABI, so one wheel serves every Python 3
+and torch >= 2.11.
+
+    nwor_ops/libnwor_cpu.so    always
+    nwor_ops/libnwor_cuda.so   whenever nvcc is found; no GPU and no CUDA build of torch is needed
+
+Environment:
+    TORCH_CUDA_ARCH_LIST    architectures, e.g. "9.0" or "8.0;9.0+PTX" (default: the release list)
+    NWOR_BUILD_CUDA=0       leave the CUDA library out;  =1: fail where nvcc is missing
+    CXX, CUDA_HOME          compilers
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from setuptools import Distribution, Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = pathlib.Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+MIN_TORCH = (2, 11)
+TARGET = "0x020b000000000000"  # the stable ABI of torch 2.11
+RELEASE_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
+COMMON = ["-std=c++17", "-DTORCH_STABLE_ONLY", f"-DTORCH_TARGET_VERSION={TARGET}"]
+
+
+def stop(sentence: str) -> None:
+    sys.exit(f"nwor_ops: {sentence}")
+
+
+def import_torch():
+    try:
+        import torch
+    except ImportError:
+        stop(
+            "building needs torch >= 2.11, which is not installed in this environment; install it first "
+            "and build with `pip install --no-build-isolation .`"
+        )
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < MIN_TORCH:
+        stop(f"building needs torch >= 2.11 (stable ABI), found torch {torch.__version__}; upgrade torch")
+    return torch
+
+
+def find_compiler() -> str:
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        stop(
+            f"no C++ compiler: {compiler!r} is not on the PATH; install one (Debian: apt-get install g++) "
+            "or name yours in CXX"
+        )
+    return compiler
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    candidates = [pathlib.Path(home) / "bin" / "nvcc"] if home else []
+    candidates += [pathlib.Path(found)] if (found := shutil.which("nvcc")) else []
+    candidates += [pathlib.Path("/usr/local/cuda/bin/nvcc")]
+    return next((str(path) for path in candidates if path.exists()), None)
+
+
+def architecture_flags(names: str) -> list[str]:
+    flags = []
+    for name in names.replace(",", ";").replace(" ", ";").split(";"):
+        if not name:
+            continue
+        number = name.removesuffix("+PTX").replace(".", "")
+        if not number.rstrip("af").isdigit():
+            stop(f"TORCH_CUDA_ARCH_LIST must be numbers like 9.0 or 9.0+PTX, got {name!r}")
+        flags += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+        if name.endswith("+PTX"):
+            flags += ["-gencode", f"arch=compute_{number},code=compute_{number}"]
+    return flags
+
+
+def run(command: list[str]) -> None:
+    print(" ".join(command), flush=True)
+    subprocess.run(command, check=True)
+
+
+class Library(Extension):
+    """One shared library; `kind` is "cpu" or "cuda"."""
+
+    def __init__(self, kind: str):
+        sources = sorted(str(path.relative_to(ROOT)) for path in (CSRC / kind).glob("*.c[pu]*"))
+        headers = sorted(str(path.relative_to(ROOT)) for path in CSRC.rglob("*.h"))
+        super().__init__(f"nwor_ops.libnwor_{kind}", sources, depends=headers)
+        self.kind = kind
+
+
+class BuildLibraries(build_ext):
+    def get_ext_filename(self, name: str) -> str:
+        return name.replace(".", os.sep) + ".so"  # no Python ABI tag: it is not a Python module
+
+    def build_extension(self, library: Library) -> None:
+        torch = import_torch()
+        self.torch_folder = pathlib.Path(torch.__file__).parent
+        self.scratch = pathlib.Path(self.build_temp) / library.kind
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        target = pathlib.Path(self.get_ext_fullpath(library.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        inputs = [pathlib.Path(path) for path in (*library.sources, *library.depends, __file__)]
+        if not self.force and target.exists() and self.is_fresh(target, inputs):
+            return
+        link = self.compile_cpu if library.kind == "cpu" else self.compile_cuda
+        # Linked beside the target and renamed: a process that has the old file open keeps it.
+        unfinished = target.with_suffix(".unfinished")
+        run([*link(library.sources), "-o", str(unfinished)])
+        unfinished.replace(target)
+
+    @staticmethod
+    def is_fresh(target: pathlib.Path, inputs: list[pathlib.Path]) -> bool:
+        return all(path.stat().st_mtime <= target.stat().st_mtime for path in inputs)
+
+    def includes(self) -> list[str]:
+        # torch's headers as system headers: their warnings are not ours.
+        return ["-isystem", str(self.torch_folder / "include"), f"-I{CSRC}"]
+
+    def compile_each(self, sources: list[str], compile_one) -> list[str]:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(compile_one, sources))
+
+    def link_flags(self, *libraries: str) -> list[str]:
+        # Python loads torch's libraries with local visibility, so ours must name the ones it needs.
+        folder = self.torch_folder / "lib"
+        return [f"-L{folder}", "-Wl,--no-as-needed", *(f"-l{name}" for name in libraries)]
+
+    def compile_cpu(self, sources: list[str]) -> list[str]:
+        compiler = find_compiler()
+        flags = [*COMMON, "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror=return-type"]
+        # The stable ABI's headers are the same for every torch; its location is not ours to keep.
+        flags += [f"-ffile-prefix-map={ROOT}=.", *self.includes()]
+
+        def compile_one(source: str) -> str:
+            target = str(self.scratch / (pathlib.Path(source).stem + ".o"))
+            run([compiler, *flags, "-c", source, "-o", target])
+            return target
+
+        return [compiler, "-shared", *self.compile_each(sources, compile_one),
+                *self.link_flags("torch", "torch_cpu", "c10")]  # fmt: skip
+
+    def compile_cuda(self, sources: list[str]) -> list[str]:
+        nvcc = find_nvcc()
+        assert nvcc is not None
+        flags = [*COMMON, "-DUSE_CUDA", "-O3", "-cudart", "static", "-Xcompiler", "-fPIC,-fvisibility=hidden",
+                 *self.includes()]  # fmt: skip
+        architectures = architecture_flags(os.environ.get("TORCH_CUDA_ARCH_LIST") or RELEASE_ARCHITECTURES)
+
+        def compile_one(source: str) -> str:
+            target = str(self.scratch / (pathlib.Path(source).stem + ".o"))
+            run([nvcc, *flags, *architectures, "-c", source, "-o", target])
+            return target
+
+        objects = self.compile_each(sources, compile_one)
+        link = self.link_flags("torch", "torch_cpu", "torch_cuda", "c10")
+        if not (self.torch_folder / "lib" / "libtorch_cuda.so").exists():
+            # A CPU build of torch: link against an empty library of that name. Only the name is kept.
+            stub = self.scratch / "libtorch_cuda.so"
+            run([find_compiler(), "-shared", "-x", "c", os.devnull, "-Wl,-soname,libtorch_cuda.so", "-o", str(stub)])
+            link.insert(0, f"-L{self.scratch}")
+        link = [flag.replace("-Wl,", "-Xlinker ").replace(",", " ") for flag in link]
+        link = [part for flag in link for part in flag.split()]
+        return [nvcc, "-shared", "-cudart", "static", *architectures, *objects, *link]
+
+
+class PlatformWheel(bdist_wheel):
+    """The libraries hold machine code but nothing of Python's ABI."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+class BinaryDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+def libraries() -> list[Library]:
+    wanted = os.environ.get("NWOR_BUILD_CUDA")
+    if wanted == "0":
+        return [Library("cpu")]
+    if find_nvcc() is None:
+        if wanted == "1":
+            stop("NWOR_BUILD_CUDA=1 but nvcc was not found; install the CUDA toolkit or set CUDA_HOME")
+        print("nwor_ops: nvcc was not found, building the CPU library only", flush=True)
+        return [Library("cpu")]
+    return [Library("cpu"), Library("cuda")]
+
+
+setup(
+    ext_modules=libraries(),
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
+    distclass=BinaryDistribution,
+)

@@ -1,0 +1,246 @@
+"""Real vLLM CPU engines, each in a process of its own.
+
+vLLM 0.32 cannot start a second engine with an n-gram drafter in one process (its scan of every
+imported module trips over llvmlite). A fork server that has vLLM imported already makes a fresh
+process cheap.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+TOKENS = "tokens: "
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+ENGINE = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "enforce_eager": True,
+    "num_gpu_blocks_override": 96,
+    "block_size": 32,
+    "seed": 0,
+    "disable_log_stats": False,
+    "enable_prefix_caching": False,
+    "speculative_config": NGRAM,
+}
+
+
+def model_folder(**changes: Any) -> str:
+    """A folder with a small random Llama: vLLM needs its config alone."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="nwor-llama-"))
+    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+    return str(folder)
+
+
+def prompts(count: int, longest: int = 90, seed: int = 0) -> list[list[int]]:
+    """Prompts of repeated random 8-grams: n-gram lookup always finds something to propose."""
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        gram = [rng.randrange(3, LLAMA["vocab_size"]) for _ in range(8)]
+        made.append((gram * (longest // 8 + 1))[: rng.randrange(10, longest)])
+    return made
+
+
+# ---------------------------------------------------------------- in the engine's process
+
+
+def _sampling(index: int, temperature: float, max_tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=temperature, seed=index, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+    )
+
+
+def _plant_fault(moment: str, call: int) -> None:
+    """Make one call of a manager's method raise: a fault of ours inside vLLM's step."""
+    from nwor_ops import DraftCommitManager
+
+    original = getattr(DraftCommitManager, moment)
+    calls = 0
+
+    def faulty(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError(f"planted in {moment}")
+        return original(self, *args, **kwargs)
+
+    setattr(DraftCommitManager, moment, faulty)
+
+
+def _run_requests(llm: Any, requests: list[list[int]], sampling: list[Any], abort: dict[int, list[str]]) -> Any:
+    """Tokens per request (None where aborted), through add_request and step as a server does."""
+    engine = llm.llm_engine
+    for index, (tokens, parameters) in enumerate(zip(requests, sampling, strict=True)):
+        engine.add_request(str(index), {"prompt_token_ids": tokens}, parameters)
+    done: dict[int, list[int]] = {}
+    step = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                done[int(output.request_id)] = list(output.outputs[0].token_ids)
+        step += 1
+        if step in abort:
+            engine.abort_request(abort[step])
+            for request in abort[step]:
+                done.pop(int(request), None)
+    aborted = {int(request) for requests in abort.values() for request in requests}
+    return [None if index in aborted else done[index] for index in range(len(requests))]
+
+
+def _layers(llm: Any) -> dict[str, dict[str, Any]]:
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return {
+        name: {"isa": getattr(layer, "isa", None), "wrapped": "do_kv_cache_update" in vars(layer.impl)}
+        for name, layer in runner.compilation_config.static_forward_context.items()
+    }
+
+
+def _wrapped_methods(llm: Any) -> list[str]:
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    found = [name for name in ("_prepare_inputs", "_sample") if name in vars(runner)]
+    if hasattr(GPUModelRunner.initialize_kv_cache, "_nwor_wrapped"):
+        found.append("class initialize_kv_cache")
+    return found
+
+
+def _job(
+    environment: dict[str, str],
+    arguments: dict[str, Any],
+    requests: list[list[int]],
+    max_tokens: int,
+    temperature: float,
+    abort: dict[int, list[str]],
+    fault: tuple[str, int] | None,
+) -> dict[str, Any]:
+    os.environ.update(ENVIRONMENT | environment)
+    from vllm import LLM
+
+    import nwor_ops.vllm
+
+    llm = LLM(**arguments)
+    if fault is not None:
+        _plant_fault(*fault)
+    sampling = [_sampling(index, temperature, max_tokens) for index in range(len(requests))]
+    result: dict[str, Any] = {
+        "tokens": _run_requests(llm, requests, sampling, abort),
+        "metrics": {m.name.removeprefix("vllm:"): m.value for m in llm.get_metrics() if hasattr(m, "value")},
+        "layers": _layers(llm),
+        "wrapped": _wrapped_methods(llm),
+        "session": None,
+    }
+    for session in nwor_ops.vllm.sessions():
+        result["session"] = {
+            "stats": session.stats().as_dict(),
+            "audit": session.audit.summary() if session.audit else None,
+            "vanilla_steps": dict(session.vanilla_steps),
+            "layers": {name: layer.fused for name, layer in session._layers.items()},
+            "describe": session.describe(),
+        }
+    return result
+
+
+def _detached_job(requests: list[list[int]], arguments: dict[str, Any]) -> None:
+    from vllm import LLM
+
+    llm = LLM(**arguments)
+    sampling = [_sampling(index, 0.0, 40) for index in range(len(requests))]
+    print(TOKENS + json.dumps(_run_requests(llm, requests, sampling, {})), flush=True)
+
+
+# ---------------------------------------------------------------- in the test's process
+
+
+class Engines:
+    """Starts engines and collects what they did."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"])
+        self._context = context
+
+    def start(
+        self,
+        requests: list[list[int]],
+        nwor: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        max_tokens: int = 40,
+        temperature: float = 0.0,
+        abort: dict[int, list[str]] | None = None,
+        fault: tuple[str, int] | None = None,
+        **arguments: Any,
+    ) -> Future[dict[str, Any]]:
+        """Run the requests on a fresh engine; `arguments` are vLLM's."""
+        settings = ENGINE | {"model": arguments.get("model") or model_folder()} | arguments
+        if nwor is not None:
+            settings["additional_config"] = {"nwor": nwor}
+        pool = ProcessPoolExecutor(1, mp_context=self._context)
+        future = pool.submit(
+            _job, environment or {}, settings, requests, max_tokens, temperature, abort or {}, fault
+        )
+        pool.shutdown(wait=False)
+        return future
+
+    def run(self, requests: list[list[int]], **arguments: Any) -> dict[str, Any]:
+        return self.start(requests, **arguments).result()
+
+    def run_detached(self, requests: list[list[int]], environment: dict[str, str]) -> dict[str, Any]:
+        """On an engine whose core is a process of its own: its tokens, and everything it logged."""
+        job = json.dumps({"requests": requests, "arguments": ENGINE | {"model": model_folder()}})
+        child = subprocess.run(
+            [sys.executable, __file__, job],
+            env=os.environ | ENVIRONMENT | environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
+        tokens = next(line for line in child.stdout.splitlines() if line.startswith(TOKENS))
+        return {"tokens": json.loads(tokens.removeprefix(TOKENS)), "log": child.stdout + child.stderr}
+
+    def pair(self, requests: list[list[int]], nwor: dict[str, Any], **arguments: Any) -> Any:
+        """The same requests on a vanilla engine and on one with the plugin, at the same time."""
+        arguments.setdefault("model", model_folder())
+        vanilla = self.start(requests, **arguments)
+        ours = self.start(requests, nwor=nwor, **arguments)
+        return vanilla.result(), ours.result()
+
+
+if __name__ == "__main__":
+    _detached_job(**json.loads(sys.argv[1]))

@@ -1,0 +1,141 @@
+"""When the plugin is on, when it keeps away, and what it does when something goes wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engines import Engines, prompts
+
+from nwor_ops.config import NworConfig
+
+
+def test_off_wraps_nothing_but_the_look_at_the_configuration(engines: Engines) -> None:
+    result = engines.run(prompts(2), max_tokens=8)
+    assert result["session"] is None
+    assert result["wrapped"] == ["class initialize_kv_cache"]
+    assert not any(layer["wrapped"] for layer in result["layers"].values())
+
+
+def test_off_in_the_environment_wins_and_touches_nothing(engines: Engines) -> None:
+    result = engines.run(
+        prompts(2), nwor={"mode": "cow"}, environment={"VLLM_NWOR_MODE": "off"}, max_tokens=8
+    )
+    assert result["session"] is None
+    assert result["wrapped"] == []
+
+
+def test_on_through_the_environment(engines: Engines) -> None:
+    result = engines.run(prompts(2), environment={"VLLM_NWOR_MODE": "cow"}, max_tokens=8)
+    assert result["session"]["stats"]["windows"] > 0
+    assert result["wrapped"] == ["_prepare_inputs", "_sample", "class initialize_kv_cache"]
+
+
+def test_an_engine_that_does_not_speculate_is_left_alone(engines: Engines) -> None:
+    result = engines.run(prompts(2), nwor={"mode": "cow"}, speculative_config=None, max_tokens=8)
+    assert result["session"] is None
+    assert result["wrapped"] == ["class initialize_kv_cache"]
+
+
+@pytest.mark.parametrize("moment", ["begin", "write", "commit"])
+def test_a_fault_of_ours_stops_a_strict_engine_with_the_reason(engines: Engines, moment: str) -> None:
+    with pytest.raises(RuntimeError, match=f"nwor: {moment} failed: planted in {moment}"):
+        engines.run(prompts(4), nwor={"mode": "cow"}, fault=(moment, 5))
+
+
+@pytest.mark.parametrize("moment", ["begin", "write", "commit"])
+def test_a_fault_of_ours_leaves_output_as_vanilla(engines: Engines, moment: str) -> None:
+    vanilla, ours = engines.start(prompts(6)), engines.start(
+        prompts(6), nwor={"mode": "cow", "audit": True, "on_unsupported": "vanilla"}, fault=(moment, 5)
+    )
+    result = ours.result()
+    assert result["tokens"] == vanilla.result()["tokens"]
+    assert result["session"]["vanilla_steps"] == {f"{moment} failed": 1}
+    assert result["session"]["audit"]["stale_rows"] == 0, "every other step is still a transaction"
+
+
+def test_an_unsupported_engine_is_refused_with_the_reason(engines: Engines) -> None:
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    with pytest.raises(RuntimeError, match="nwor: KV connectors: .*mode cow was asked for"):
+        engines.run(prompts(1), nwor={"mode": "cow"}, kv_transfer_config=connector)
+
+
+def test_an_unsupported_engine_runs_vanilla_on_request(engines: Engines) -> None:
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    result = engines.run(
+        prompts(2), nwor={"mode": "cow", "on_unsupported": "vanilla"}, kv_transfer_config=connector, max_tokens=8
+    )
+    assert result["session"] is None
+
+
+def test_register_is_idempotent(engines: Engines) -> None:
+    import nwor_ops.vllm
+    import vllm.v1.worker.gpu_model_runner as runner_module
+
+    before = runner_module.GPUModelRunner.initialize_kv_cache
+    nwor_ops.vllm.register()
+    once = runner_module.GPUModelRunner.initialize_kv_cache
+    nwor_ops.vllm.register()
+    try:
+        assert runner_module.GPUModelRunner.initialize_kv_cache is once
+    finally:
+        runner_module.GPUModelRunner.initialize_kv_cache = before
+
+
+def test_hooks_match_this_vllm() -> None:
+    import nwor_ops.vllm
+
+    assert [row for row in nwor_ops.vllm.check() if not row["ok"]] == []
+
+
+def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.v1.worker.gpu_model_runner as runner_module
+
+    from nwor_ops.vllm.support import Unsupported, check_vllm
+
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any, more: Any) -> None: ...
+
+    monkeypatch.setattr(runner_module.GPUModelRunner, "_sample", _sample)
+    with pytest.raises(Unsupported, match="_sample takes .*'more'.*, expected"):
+        check_vllm()
+
+
+def test_another_vllm_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    from nwor_ops.vllm.support import Unsupported, check_vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.31.1")
+    with pytest.raises(Unsupported, match=r"vLLM 0\.31\.1 is not supported"):
+        check_vllm()
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def test_environment_wins() -> None:
+    config = NworConfig.load({"nwor": {"mode": "cow", "audit": True}}, {"VLLM_NWOR_MODE": "off"})
+    assert config == NworConfig(mode="off", audit=True)
+
+
+@pytest.mark.parametrize(
+    ("additional", "environment", "message"),
+    [
+        ({"nwor": {"mod": "cow"}}, {}, "unknown settings \\['mod'\\]; known are mode, audit, on_unsupported"),
+        ({"nwor": {"mode": "on"}}, {}, "mode must be one of off, cow, got 'on'"),
+        ({"nwor": {"audit": "yes"}}, {}, "audit must be true or false"),
+        ({"nwor": "cow"}, {}, "must be a dict"),
+        ({}, {"VLLM_NWOR_MODE": "stage2"}, "mode must be one of"),
+        ({}, {"VLLM_NWOR_MODUS": "cow"}, "unknown environment variable VLLM_NWOR_MODUS; known are"),
+        ({}, {"VLLM_NWOR_AUDIT": "maybe"}, "VLLM_NWOR_AUDIT must be 0 or 1"),
+        ({}, {"VLLM_NWOR_ON_UNSUPPORTED": "ignore"}, "on_unsupported must be one of error, vanilla"),
+    ],
+)
+def test_unknown_settings_are_errors(additional: Any, environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NworConfig.load(additional, environment)
+
+
+def test_nothing_said_means_off() -> None:
+    assert NworConfig.load(None, {}) == NworConfig(mode="off", audit=False, on_unsupported="error")
+    assert not NworConfig.load({"other": 1}, {"VLLM_NWOR_DEBUG_SYNC": "1"}).wants_anything
