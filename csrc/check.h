@@ -128,13 +128,75 @@ inline Range range_of(const Tensor& tensor) {
     return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size())};
 }
 
-// Interleaved views whose ranges overlap but whose elements do not (K and V packed in one row) are fine
-// between caches or between logs, which are never checked against one another; a source or a log that
-// merely lies between two rows of a cache is refused too, and can be copied by the caller.
+// Whether two strided views share a byte. Key and value packed in one row, or in one page, span the same
+// range of addresses and share none. Exact: a byte is shared where the distance of the two starts is a sum of
+// the views' strides, so the search goes through the strides from the largest down and keeps to the multiples
+// that the smaller ones can still make good. For views of nested dimensions that is one or two each.
+class SharedBytes {
+  public:
+    SharedBytes(const Tensor& a, const Tensor& b)
+        : size_a_(static_cast<int64_t>(a.element_size())), size_b_(static_cast<int64_t>(b.element_size())) {
+        add_dimensions(a, size_a_, 1);
+        add_dimensions(b, size_b_, -1);
+        std::sort(terms_.begin(), terms_.end(),
+                  [](const Term& x, const Term& y) { return x.stride > y.stride; });
+        least_.assign(terms_.size() + 1, 1 - size_a_);
+        most_.assign(terms_.size() + 1, size_b_ - 1);
+        for (size_t i = terms_.size(); i-- > 0;) {
+            least_[i] = least_[i + 1] + terms_[i].least * terms_[i].stride;
+            most_[i] = most_[i + 1] + terms_[i].most * terms_[i].stride;
+        }
+    }
+
+    // `distance`: from the start of a to the start of b, in bytes.
+    bool at(int64_t distance) { return search(0, distance); }
+
+  private:
+    struct Term {
+        int64_t stride, least, most;  // the multiples of a stride that an index difference can make
+    };
+
+    void add_dimensions(const Tensor& tensor, int64_t element_size, int sign) {
+        for (int64_t i = 0; i < tensor.dim(); ++i) {
+            const int64_t last = tensor.size(i) - 1, stride = tensor.stride(i) * element_size;
+            if (last < 1 || stride == 0) continue;
+            Term* term = nullptr;
+            for (Term& known : terms_)
+                if (known.stride == stride) term = &known;
+            if (term == nullptr) term = &terms_.emplace_back(Term{stride, 0, 0});
+            (sign > 0 ? term->most : term->least) += sign * last;
+        }
+    }
+
+    bool search(size_t i, int64_t distance) {
+        if (distance < least_[i] || distance > most_[i]) return false;
+        if (i == terms_.size() || ++visited_ > kMostVisited) return true;
+        const Term& term = terms_[i];
+        const auto floor = [&](int64_t x) { return x / term.stride - (x % term.stride < 0); };
+        const int64_t first = std::max(term.least, -floor(most_[i + 1] - distance));
+        const int64_t last = std::min(term.most, floor(distance - least_[i + 1]));
+        for (int64_t multiple = first; multiple <= last; ++multiple)
+            if (search(i + 1, distance - multiple * term.stride)) return true;
+        return false;
+    }
+
+    // Strides so tangled that this does not settle it count as shared.
+    static constexpr int kMostVisited = 4096;
+    int64_t size_a_, size_b_;
+    int visited_ = 0;
+    std::vector<Term> terms_;
+    std::vector<int64_t> least_, most_;  // what the terms from i on can add up to, within an element
+};
+
+inline bool share_memory(const Tensor& a, const Tensor& b) {
+    const Range ra = range_of(a), rb = range_of(b);
+    if (ra.begin >= rb.end || rb.begin >= ra.end) return false;
+    return SharedBytes(a, b).at(rb.begin - ra.begin);
+}
+
 inline void must_not_overlap(const char* op, const char* name, const Tensor& tensor, const char* other_name,
                              const Tensor& other) {
-    const Range a = range_of(tensor), b = range_of(other);
-    if (a.begin < b.end && b.begin < a.end) fail(op, name, " and ", other_name, " must not share memory");
+    if (share_memory(tensor, other)) fail(op, name, " and ", other_name, " must not share memory");
 }
 
 // ---------------------------------------------------------------- views
@@ -323,6 +385,7 @@ inline WriteArguments check_write(const char* op, const Tensor& key, const Tenso
     for (const Argument& source : {k, v})
         for (const Argument& cache : {kc, vc})
             must_not_overlap(op, source.name, source.tensor, cache.name, cache.tensor);
+    must_not_overlap(op, "key_cache", key_cache, "value_cache", value_cache);
     return w;
 }
 
@@ -355,8 +418,7 @@ inline void check_write_log(WriteArguments& w, const Tensor& key, const Tensor& 
         must_not_overlap(w.op, log.name, log.tensor, "key_cache", key_cache);
         must_not_overlap(w.op, log.name, log.tensor, "value_cache", value_cache);
     }
-    if (key_log.numel() > 0 && key_log.data_ptr() == value_log.data_ptr())
-        fail(w.op, "key_log and value_log must not share memory");
+    must_not_overlap(w.op, "key_log", key_log, "value_log", value_log);
     w.log_rows = static_cast<const int32_t*>(log_rows.data_ptr());
     w.num_log_rows = key_log.size(0);
     w.key_log = rows_view(key_log);
@@ -497,6 +559,7 @@ enum Counter { kWindows, kDrafted, kAccepted, kRejected, kOverflowed, kNumCounte
 struct PlanArguments {
     const char* op;
     int64_t num_requests, num_tokens, token_offset, num_rows, num_groups, log_rows_length;
+    bool whole_batch;  // not a micro-batch: every draft must be among the tokens
     const int32_t* query_start_loc;
     const int32_t* cu_num_draft_tokens;
     std::vector<const int64_t*> slot_mappings;
@@ -514,13 +577,15 @@ inline void check_counters(const char* op, const Tensor& counters) {
 inline PlanArguments check_plan(const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
                                 const std::vector<Tensor>& slot_mappings, const Tensor& log_rows,
                                 const Tensor& row_slots, const Tensor& row_requests,
-                                const Tensor& row_positions, const Tensor& counters, int64_t token_offset) {
+                                const Tensor& row_positions, const Tensor& counters,
+                                const std::optional<int64_t>& token_offset) {
     const char* op = "plan_window";
     if (slot_mappings.empty()) fail(op, "slot_mappings must hold at least one slot mapping, got none");
-    if (token_offset < 0) fail(op, "token_offset must not be negative, got ", token_offset);
+    if (token_offset.value_or(0) < 0) fail(op, "token_offset must not be negative, got ", *token_offset);
     PlanArguments p{};
     p.op = op;
-    p.token_offset = token_offset;
+    p.token_offset = token_offset.value_or(0);
+    p.whole_batch = !token_offset.has_value();
     const Argument qsl{op, "query_start_loc", query_start_loc},
         cu{op, "cu_num_draft_tokens", cu_num_draft_tokens}, lr{op, "log_rows", log_rows},
         rs{op, "row_slots", row_slots}, rr{op, "row_requests", row_requests},

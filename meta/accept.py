@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from nwor_ops.meta.check import has_dims, has_dtype, is_vector, same_device
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.meta.check import has_dims, has_dtype, is_vector
 
 
 def plan_window(
@@ -18,11 +18,18 @@ def plan_window(
     row_requests: Tensor,
     row_positions: Tensor,
     counters: Tensor,
-    token_offset: int = 0,
+    token_offset: int | None = None,
 ) -> None:
     op = "plan_window"
     if not slot_mappings:
         raise ValueError(f"{op}: slot_mappings must hold at least one slot mapping, got none")
+    same_device(
+        op, query_start_loc, **{f"slot_mappings[{g}]": slots for g, slots in enumerate(slot_mappings)}
+    )
+    same_device(
+        op, query_start_loc, cu_num_draft_tokens=cu_num_draft_tokens, log_rows=log_rows, row_slots=row_slots,
+        row_requests=row_requests, row_positions=row_positions, counters=counters,
+    )  # fmt: skip
     is_vector(op, "query_start_loc", query_start_loc, torch.int32, "[num_requests + 1]")
     is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
     for group, slot_mapping in enumerate(slot_mappings):
@@ -35,7 +42,10 @@ def plan_window(
     is_vector(op, "counters", counters, torch.int64, "[len(COUNTERS)]")
 
 
-def _check_tokens(op: str, draft_token_ids: Tensor, sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor) -> None:
+def _check_tokens(
+    op: str, draft_token_ids: Tensor, sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor
+) -> None:
+    same_device(op, cu_num_draft_tokens, draft_token_ids=draft_token_ids, sampled_token_ids=sampled_token_ids)
     has_dtype(op, "draft_token_ids", draft_token_ids, torch.int32, torch.int64)
     has_dims(op, "draft_token_ids", draft_token_ids, 1, "[num_draft_tokens]")
     has_dtype(op, "sampled_token_ids", sampled_token_ids, torch.int32, torch.int64)
@@ -65,6 +75,7 @@ def acceptance_mask_from_rejected(
     num_rejected: Tensor, cu_num_draft_tokens: Tensor, num_draft_tokens: int
 ) -> tuple[Tensor, Tensor]:
     op = "acceptance_mask_from_rejected"
+    same_device(op, cu_num_draft_tokens, num_rejected=num_rejected)
     is_vector(op, "num_rejected", num_rejected, torch.int32, "[num_requests]")
     is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
     return _new_mask(cu_num_draft_tokens, num_draft_tokens)
@@ -79,13 +90,28 @@ def reject_rows(
     counters: Tensor,
 ) -> None:
     _check_tokens("reject_rows", draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
+    same_device(
+        "reject_rows",
+        cu_num_draft_tokens,
+        row_rejected=row_rejected,
+        num_accepted=num_accepted,
+        counters=counters,
+    )
     _check_rows("reject_rows", row_rejected, num_accepted, counters)
 
 
 def reject_rows_from_rejected(
-    num_rejected: Tensor, cu_num_draft_tokens: Tensor, row_rejected: Tensor, num_accepted: Tensor, counters: Tensor
+    num_rejected: Tensor,
+    cu_num_draft_tokens: Tensor,
+    row_rejected: Tensor,
+    num_accepted: Tensor,
+    counters: Tensor,
 ) -> None:
     op = "reject_rows_from_rejected"
+    same_device(
+        op, cu_num_draft_tokens, num_rejected=num_rejected, row_rejected=row_rejected, num_accepted=num_accepted,
+        counters=counters,
+    )  # fmt: skip
     is_vector(op, "num_rejected", num_rejected, torch.int32, "[num_requests]")
     is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
     _check_rows(op, row_rejected, num_accepted, counters)

@@ -21,6 +21,14 @@ def has_dtype(op: str, name: str, tensor: Tensor, *expected: torch.dtype) -> Non
         raise TypeError(f"{op}: {name} must have dtype {names}, got {described(tensor)}")
 
 
+def same_device(op: str, like: Tensor, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device != like.device:
+            raise TypeError(
+                f"{op}: {name} must be on device {like.device} like the other arguments, got {tensor.device}"
+            )
+
+
 def is_vector(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: str) -> None:
     has_dtype(op, name, tensor, dtype)
     has_dims(op, name, tensor, 1, shape)

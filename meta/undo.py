@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector
 
 _CACHE = "[num_blocks, block_size, num_kv_heads, width]"
 _FORMATS = {
@@ -17,8 +17,15 @@ _FORMATS = {
 
 
 def _check_write(
-    op: str, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, dtype: str
+    op: str,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    dtype: str,
 ) -> None:
+    same_device(op, key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     is_vector(op, "slot_mapping", slot_mapping, torch.int64, "[num_tokens]")
     has_dims(op, "key_cache", key_cache, 4, _CACHE)
     has_dims(op, "value_cache", value_cache, 4, _CACHE)
@@ -78,6 +85,7 @@ def write_kv_logged(
 ) -> None:
     op = "write_kv_logged"
     _check_write(op, key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype)
+    same_device(op, key, log_rows=log_rows, key_log=key_log, value_log=value_log)
     is_vector(op, "log_rows", log_rows, torch.int32, "[num_tokens]")
     _check_log(op, "key_log", key_log, key_cache)
     _check_log(op, "value_log", value_log, value_cache)
@@ -93,6 +101,7 @@ def log_slots(
     row_windows: Tensor | None = None,
 ) -> None:
     op = "log_slots"
+    same_device(op, cache, slot_mapping=slot_mapping, log_rows=log_rows, log=log)
     has_dims(op, "cache", cache, 4, _CACHE)
     is_vector(op, "slot_mapping", slot_mapping, torch.int64, "[num_tokens]")
     is_vector(op, "log_rows", log_rows, torch.int32, "[num_tokens]")
@@ -111,6 +120,8 @@ def restore_slots(
     op = "restore_slots"
     if not caches:
         raise ValueError(f"{op}: caches must hold at least one plane, got none")
+    same_device(op, caches[0], **{f"caches[{index}]": cache for index, cache in enumerate(caches)})
+    same_device(op, caches[0], log=log, row_slots=row_slots, row_rejected=row_rejected)
     has_dims(op, "caches[0]", caches[0], 4, _CACHE)
     for index, cache in enumerate(caches):
         has_dtype(op, f"caches[{index}]", cache, caches[0].dtype)

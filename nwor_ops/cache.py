@@ -87,7 +87,9 @@ class LayerCache:
     def __post_init__(self) -> None:
         slots = {(plane.view.shape[0] * plane.view.shape[1], plane.view.device) for plane in self.planes}
         if len(slots) != 1:
-            raise ValueError(f"LayerCache: planes must agree on slots and device, got {sorted(map(str, slots))}")
+            raise ValueError(
+                f"LayerCache: planes must agree on slots and device, got {sorted(map(str, slots))}"
+            )
 
     @property
     def num_slots(self) -> int:

@@ -49,9 +49,7 @@ class NworConfig:
         return self.on_unsupported == "error"
 
     @classmethod
-    def load(
-        cls, additional_config: Any = None, environment: Mapping[str, str] | None = None
-    ) -> NworConfig:
+    def load(cls, additional_config: Any = None, environment: Mapping[str, str] | None = None) -> NworConfig:
         """Read both sources.
 
         Args:
@@ -78,7 +76,9 @@ def _from_additional_config(additional_config: Any) -> dict[str, Any]:
         return {}
     settings = additional_config.get(ADDITIONAL_CONFIG_KEY, {})
     if not isinstance(settings, Mapping):
-        raise ValueError(f'nwor: additional_config["{ADDITIONAL_CONFIG_KEY}"] must be a dict, got {settings!r}')
+        raise ValueError(
+            f'nwor: additional_config["{ADDITIONAL_CONFIG_KEY}"] must be a dict, got {settings!r}'
+        )
     unknown = sorted(set(settings) - set(_known()))
     if unknown:
         raise ValueError(f"nwor: unknown settings {unknown}; known are {', '.join(_known())}")

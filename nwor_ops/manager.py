@@ -62,6 +62,15 @@ class _Layer:
     caches: tuple[Tensor, ...] = ()
     logs: tuple[Tensor, ...] = ()
     row_windows: Tensor | None = None
+    # How a traced graph makes the planes: root, shape, strides, offset; empty = it takes them as they are.
+    traced_caches: tuple[tuple[Tensor, tuple[int, ...], tuple[int, ...], int], ...] = ()
+
+    def current_caches(self) -> tuple[Tensor, ...]:
+        if self.traced_caches and torch.compiler.is_compiling():
+            return tuple(
+                root.as_strided(shape, stride, offset) for root, shape, stride, offset in self.traced_caches
+            )
+        return self.caches
 
     # A traced graph that mutates many inputs which share one storage is a hard case for functionalization.
     # Tracing therefore sees the one tensor of the class and selects from it; eager calls save the microsecond.
@@ -76,6 +85,24 @@ class _Layer:
             assert self.layer_class.row_windows is not None
             return self.layer_class.row_windows[self.index]
         return self.row_windows
+
+
+def _traced_root(view: Tensor, flat: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
+    """The tensor of which a traced graph should make a plane that does not start its storage.
+
+    torch 2.13 forgets the storage offset of a graph input when it makes a mutated slice of it anew
+    (try_use_slice in torch/_higher_order_ops/auto_functionalize.py), and sees layers that lie between each
+    other as overlapping inputs. A root starts its storage and is one input for all layers in it: what the
+    planes are views of for autograd, so that a model may read them as well; else the whole storage, flat.
+    """
+    root = view if view._base is None else view._base
+    if root.dtype == view.dtype and root.storage_offset() == 0:
+        return root
+    storage = view.untyped_storage()
+    key = storage._cdata, view.dtype
+    if key not in flat:
+        flat[key] = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
+    return flat[key]
 
 
 def _has_no_data(tensor: Tensor) -> bool:
@@ -151,7 +178,9 @@ class DraftCommitManager:
             raise ValueError(f"register_layer: name must be new, {name!r} is registered already")
         device = cache.planes[0].view.device
         if _normalized(device) != self.device:
-            raise TypeError(f"register_layer: cache of {name!r} must be on device {self.device}, got {device}")
+            raise TypeError(
+                f"register_layer: cache of {name!r} must be on device {self.device}, got {device}"
+            )
         if group not in self._groups:
             self._groups.append(group)
         layer_class = self._class_of(group, cache)
@@ -179,7 +208,9 @@ class DraftCommitManager:
                 _, _, heads, width = plane.view.shape
                 layer_class.logs.append(
                     torch.zeros(
-                        (layers, self.max_draft_tokens, heads, width), dtype=plane.view.dtype, device=self.device
+                        (layers, self.max_draft_tokens, heads, width),
+                        dtype=plane.view.dtype,
+                        device=self.device,
                     )
                 )
             layer_class.row_windows = torch.zeros(
@@ -190,11 +221,23 @@ class DraftCommitManager:
             layer.caches = tuple(plane.view for plane in layer.cache.planes)
             layer.logs = tuple(log[layer.index] for log in layer.layer_class.logs)
             layer.row_windows = layer.layer_class.row_windows[layer.index]
+        self._plan_tracing()
         self.buffers = WindowBuffers(
             len(self._groups), self.max_num_tokens, self.max_draft_tokens, self.max_num_requests, self.device
         )
         self._unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
         self._state = State.CLOSED
+
+    def _plan_tracing(self) -> None:
+        views = [view for layer in self._layers.values() for view in layer.caches]
+        offset = {view.untyped_storage()._cdata for view in views if view.storage_offset() != 0}
+        flat: dict[tuple[int, torch.dtype], Tensor] = {}
+        for layer in self._layers.values():
+            if any(view.untyped_storage()._cdata in offset for view in layer.caches):
+                layer.traced_caches = tuple(
+                    (_traced_root(view, flat), tuple(view.shape), view.stride(), int(view.storage_offset()))
+                    for view in layer.caches
+                )
 
     @property
     def log_bytes(self) -> int:
@@ -234,7 +277,9 @@ class DraftCommitManager:
             )
         missing = [group for group in self._groups if group not in window.slot_mappings]
         if missing:
-            raise ValueError(f"begin: window.slot_mappings must have a slot mapping for each group, got none for {missing}")
+            raise ValueError(
+                f"begin: window.slot_mappings must have a slot mapping for each group, got none for {missing}"
+            )
         buffers = self.buffers
         ops.plan_window(
             window.query_start_loc,
@@ -277,8 +322,10 @@ class DraftCommitManager:
             self._require_window(name, key)
         layer = self._layer(name, "write")
         if not layer.cache.writable:
-            raise RuntimeError(f"write: the planes of layer {name!r} are opaque; call log(), then their own writer")
-        key_cache, value_cache = layer.cache.key_value(layer.caches)
+            raise RuntimeError(
+                f"write: the planes of layer {name!r} are opaque; call log(), then their own writer"
+            )
+        key_cache, value_cache = layer.cache.key_value(layer.current_caches())
         key_log, value_log = layer.cache.key_value(layer.current_logs())
         ops.write_kv_logged(
             key,
@@ -388,7 +435,9 @@ class DraftCommitManager:
         buffers = self.buffers
         for layer_class in self._classes:
             row_slots = buffers.group_row_slots[self._groups.index(layer_class.group)]
-            for plane, caches, log in zip(layer_class.planes, layer_class.caches, layer_class.logs, strict=True):
+            for plane, caches, log in zip(
+                layer_class.planes, layer_class.caches, layer_class.logs, strict=True
+            ):
                 ops.restore_slots(
                     caches,
                     log,

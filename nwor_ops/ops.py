@@ -41,7 +41,7 @@ SCHEMAS = {
     # family accept
     "plan_window": """(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
         Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests,
-        Tensor(d!) row_positions, Tensor(e!) counters, int token_offset=0) -> ()""",
+        Tensor(d!) row_positions, Tensor(e!) counters, int? token_offset=None) -> ()""",
     "acceptance_mask": """(Tensor draft_token_ids, Tensor sampled_token_ids,
         Tensor cu_num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)""",
     "acceptance_mask_from_rejected": """(Tensor num_rejected, Tensor cu_num_draft_tokens,
@@ -127,7 +127,15 @@ def write_kv(
 
     All tensors are on one device.
     """
-    _refuse_gradients("write_kv", key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    _refuse_gradients(
+        "write_kv",
+        key=key,
+        value=value,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     try:
         torch.ops.nwor.write_kv(
             key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype
@@ -174,7 +182,15 @@ def write_kv_logged(
         a source or the other log.
     """
     _refuse_gradients(
-        "write_kv_logged", key=key, value=value, key_cache=key_cache, value_cache=value_cache
+        "write_kv_logged",
+        key=key,
+        value=value,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        key_log=key_log,
+        value_log=value_log,
     )
     try:
         torch.ops.nwor.write_kv_logged(
@@ -215,9 +231,7 @@ def log_slots(
     """
     _refuse_gradients("log_slots", cache=cache, log=log)
     try:
-        torch.ops.nwor.log_slots(
-            cache, slot_mapping, log_rows, log, page_offsets, window_id, row_windows
-        )
+        torch.ops.nwor.log_slots(cache, slot_mapping, log_rows, log, page_offsets, window_id, row_windows)
     except ValueError as error:
         raise _translated(error) from None
 
@@ -251,7 +265,7 @@ def restore_slots(
         IndexError: on the CPU, a slot >= B * N of a rejected row; nothing is written. On CUDA the row
             is skipped and reported in debug mode.
     """
-    _refuse_gradients("restore_slots", log=log)
+    _refuse_gradients("restore_slots", log=log, **{f"caches[{i}]": cache for i, cache in enumerate(caches)})
     try:
         torch.ops.nwor.restore_slots(
             list(caches), log, row_slots, row_rejected, page_offsets, window_id, row_windows
@@ -269,7 +283,7 @@ def plan_window(
     row_requests: Tensor,
     row_positions: Tensor,
     counters: Tensor,
-    token_offset: int = 0,
+    token_offset: int | None = None,
 ) -> None:
     """Work out, on the device, which tokens of this step are drafts and where each is logged.
 
@@ -292,9 +306,9 @@ def plan_window(
             its request, from 0, else -1.
         counters: int64 ``[len(COUNTERS)]``; **mutated**: ``windows`` and ``drafted`` grow, or
             ``overflowed`` if the window was not planned.
-        token_offset: the first T tokens of ``slot_mappings`` and ``log_rows`` are the tokens
-            ``[token_offset, token_offset + T)`` of the batch (a micro-batch). Rows of drafts outside
-            it keep slot -1.
+        token_offset: None = a whole batch. Else a micro-batch: the first T tokens of ``slot_mappings``
+            and ``log_rows`` are the tokens ``[token_offset, token_offset + T)`` of the batch, and rows of
+            drafts outside it keep slot -1.
 
     Raises:
         ValueError: a shape, stride or overlap; on the CPU also more than R drafts, a cumulative array
@@ -318,7 +332,7 @@ def acceptance_mask(
     """Which drafts were accepted, from what the target sampled; on the device, no sync.
 
     Draft j of request q counts as accepted if every draft of q up to and including j equals the
-    token sampled in its place, and the sampler went on after it: ``sampled_token_ids[q, j + 1]`` is
+    token sampled in its place (a negative one equals nothing), and the sampler went on after it: ``sampled_token_ids[q, j + 1]`` is
     not negative (where that column exists). The second condition tells an accepted draft from a
     rejected one whose replacement happens to be the same token, which vLLM's synthetic rejection
     sampler can produce.

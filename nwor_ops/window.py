@@ -49,7 +49,12 @@ class WindowBuffers:
     """
 
     def __init__(
-        self, num_groups: int, max_num_tokens: int, max_draft_tokens: int, max_num_requests: int, device: torch.device
+        self,
+        num_groups: int,
+        max_num_tokens: int,
+        max_draft_tokens: int,
+        max_num_requests: int,
+        device: torch.device,
     ) -> None:
         def filled(value: int, *shape: int, dtype: torch.dtype) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)

@@ -29,7 +29,7 @@ void check_requests(const PlanArguments& p) {
         if (drafts > tokens)
             fail(p.op, "cu_num_draft_tokens must give a request no more drafts than tokens, got ", drafts,
                  " drafts in the ", tokens, " tokens of request ", q);
-        if (drafts > 0 && p.token_offset == 0 && p.query_start_loc[q + 1] > p.num_tokens)
+        if (drafts > 0 && p.whole_batch && p.query_start_loc[q + 1] > p.num_tokens)
             fail(p.op, "slot_mappings must cover every draft, got ", p.num_tokens, " tokens where request ",
                  q, " ends at token ", p.query_start_loc[q + 1]);
     }
@@ -68,7 +68,7 @@ void plan(const PlanArguments& p) {
 void plan_window(const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
                  const std::vector<Tensor>& slot_mappings, const Tensor& log_rows, const Tensor& row_slots,
                  const Tensor& row_requests, const Tensor& row_positions, const Tensor& counters,
-                 int64_t token_offset) {
+                 const std::optional<int64_t>& token_offset) {
     plan(check_plan(query_start_loc, cu_num_draft_tokens, slot_mappings, log_rows, row_slots, row_requests,
                     row_positions, counters, token_offset));
 }
@@ -90,7 +90,8 @@ int64_t count_accepted(const AcceptArguments& a, int64_t request, int64_t first_
         return drafts - std::clamp(int64_t{a.num_rejected[request]}, int64_t{0}, drafts);
     int64_t j = 0;
     for (; j < drafts && j < a.sampled.columns; ++j) {
-        if (sampled_at(a.sampled, request, j) != id_at(a.drafts, first_row + j)) break;
+        const int64_t token = sampled_at(a.sampled, request, j);
+        if (token < 0 || token != id_at(a.drafts, first_row + j)) break;
         if (j + 1 < a.sampled.columns && sampled_at(a.sampled, request, j + 1) < 0) break;
     }
     return j;

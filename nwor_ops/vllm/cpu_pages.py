@@ -93,9 +93,7 @@ def _slot_elements(kv_cache: Tensor, cache: LayerCache, slot: int) -> Tensor:
     return marked.bool()
 
 
-def verify_pages(
-    write: Writer, like: Tensor, isa: str, source_dtype: torch.dtype, writable: bool
-) -> None:
+def verify_pages(write: Writer, like: Tensor, isa: str, source_dtype: torch.dtype, writable: bool) -> None:
     """Write single tokens with vLLM's own writer and check that exactly the planes' elements changed.
 
     Args:

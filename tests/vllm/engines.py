@@ -102,7 +102,9 @@ def _plant_fault(moment: str, call: int) -> None:
     setattr(DraftCommitManager, moment, faulty)
 
 
-def _run_requests(llm: Any, requests: list[list[int]], sampling: list[Any], abort: dict[int, list[str]]) -> Any:
+def _run_requests(
+    llm: Any, requests: list[list[int]], sampling: list[Any], abort: dict[int, list[str]]
+) -> Any:
     """Tokens per request (None where aborted), through add_request and step as a server does."""
     engine = llm.llm_engine
     for index, (tokens, parameters) in enumerate(zip(requests, sampling, strict=True)):

@@ -117,7 +117,11 @@ def test_fp8_cache_is_logged_before_vllm_writes(engines: Engines) -> None:
 
 def test_draft_model_layers_are_left_alone(engines: Engines) -> None:
     """The drafter's own layers hit the same op and may share slots: they are not part of the transaction."""
-    draft = {"method": "draft_model", "model": model_folder(num_hidden_layers=1, hidden_size=128), "num_speculative_tokens": 3}
+    draft = {
+        "method": "draft_model",
+        "model": model_folder(num_hidden_layers=1, hidden_size=128),
+        "num_speculative_tokens": 3,
+    }
     vanilla, ours = engines.pair(prompts(8), COW, speculative_config=draft)
     assert ours["tokens"] == vanilla["tokens"]
     target = set(ours["session"]["layers"])

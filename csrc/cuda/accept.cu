@@ -1,0 +1,333 @@
+// Family accept on CUDA: which tokens are drafts, which drafts were accepted. Semantics: nwor_ops/ops.py.
+//
+// One thread for each element of an output, one launch for each op. What a thread needs of the whole
+// window (is it valid, how many drafts are there) it reads from the inputs alone, so that no thread waits
+// for another block.
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "launch.h"
+
+namespace nwor {
+namespace {
+
+// Slot mappings whose addresses travel in a launch's parameters.
+constexpr int kMostGroups = 128;
+
+// ---------------------------------------------------------------- what a kernel may meet
+
+enum Problem {
+    kDraftsDecrease = 1,
+    kQueriesDecrease,
+    kMoreDraftsThanTokens,
+    kDraftPastTokens,
+    kMoreDraftsThanRows,
+    kMoreDraftsThanIds,
+    kMoreDraftsThanMarks,
+};
+
+[[noreturn]] void complain(const ErrorRecord& e) {
+    switch (e.problem) {
+        case kDraftsDecrease:
+            fail(e.op, "cu_num_draft_tokens must not decrease, got ", e.value, " at request ", e.index,
+                 " after ", e.limit);
+        case kQueriesDecrease:
+            fail(e.op, "query_start_loc must start at 0 or above and not decrease, got ", e.limit, " and ",
+                 e.value, " around request ", e.index);
+        case kMoreDraftsThanTokens:
+            fail(e.op, "cu_num_draft_tokens must give a request no more drafts than tokens, got ", e.value,
+                 " drafts in the ", e.limit, " tokens of request ", e.index);
+        case kDraftPastTokens:
+            fail(e.op, "slot_mappings must cover every draft, got ", e.limit, " tokens where request ",
+                 e.index, " ends at token ", e.value);
+        case kMoreDraftsThanRows:
+            fail(e.op, "row_slots must have a row for each draft, got ", e.limit, " rows for ", e.value,
+                 " drafts");
+        default:
+            fail(e.op, "cu_num_draft_tokens must not exceed the ", e.limit, " ",
+                 e.problem == kMoreDraftsThanIds ? "entries of draft_token_ids" : "num_draft_tokens",
+                 ", got ", e.value);
+    }
+}
+
+// ---------------------------------------------------------------- cumulative arrays
+
+// The first i in [0, length) with sorted[i] > value, else `length`. In a cumulative array that is where
+// element `value` belongs; requests that own nothing are passed over.
+__device__ int64_t first_above(const int32_t* sorted, int64_t length, int64_t value) {
+    int64_t low = 0, high = length;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (sorted[middle] > value)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+__device__ int64_t drafts_before(const int32_t* cu_num_draft_tokens, int64_t request) {
+    return request == 0 ? 0 : cu_num_draft_tokens[request - 1];
+}
+
+__device__ void add(int64_t* counters, Counter counter, int64_t amount) {
+    if (amount > 0)
+        atomicAdd(reinterpret_cast<unsigned long long*>(counters + counter),
+                  static_cast<unsigned long long>(amount));
+}
+
+// ---------------------------------------------------------------- plan_window
+
+struct PlanJob {
+    const int64_t* slot_mappings[kMostGroups];
+    const int32_t* query_start_loc;
+    const int32_t* cu_num_draft_tokens;
+    int64_t num_requests, num_tokens, token_offset, num_rows, num_groups, log_rows_length;
+    bool whole_batch;
+    int32_t* log_rows;
+    int64_t* row_slots;
+    int32_t* row_requests;
+    int32_t* row_positions;
+    int64_t* counters;
+    const char* report_as;
+};
+
+// Whether request q breaks the window. Differences of 32-bit values are taken in 64.
+__device__ bool breaks_window(const PlanJob& p, int64_t q, const char* report_as) {
+    const int64_t before = drafts_before(p.cu_num_draft_tokens, q), until = p.cu_num_draft_tokens[q];
+    const int64_t begin = p.query_start_loc[q], end = p.query_start_loc[q + 1];
+    const int64_t drafts = until - before;
+    if (drafts < 0) return report(report_as, kDraftsDecrease, q, until, before), true;
+    if (begin < 0 || end < begin) return report(report_as, kQueriesDecrease, q, end, begin), true;
+    if (drafts > end - begin) return report(report_as, kMoreDraftsThanTokens, q, drafts, end - begin), true;
+    // A micro-batch cannot tell, from here, a draft of another one from a draft past the end.
+    if (drafts > 0 && p.whole_batch && end > p.num_tokens)
+        return report(report_as, kDraftPastTokens, q, end, p.num_tokens), true;
+    if (until > p.num_rows && q == p.num_requests - 1)
+        return report(report_as, kMoreDraftsThanRows, q, until, p.num_rows), true;
+    return false;
+}
+
+// Whether this thread's share of the requests breaks the window. Every block looks at all requests: a few
+// thousand at most, and cheaper than a second launch. Only the first block reports.
+__device__ bool share_breaks_window(const PlanJob& p) {
+    const char* report_as = blockIdx.x == 0 ? p.report_as : nullptr;
+    bool broken = false;
+    for (int64_t q = threadIdx.x; q < p.num_requests; q += kThreads)
+        broken = breaks_window(p, q, report_as) || broken;
+    return broken;
+}
+
+__device__ int32_t log_row_of_token(const PlanJob& p, int64_t index) {
+    if (index >= p.num_tokens) return -1;
+    const int64_t token = index + p.token_offset;
+    const int64_t q = first_above(p.query_start_loc + 1, p.num_requests, token);
+    if (q == p.num_requests) return -1;
+    // Counted from the end of the request, where its drafts are.
+    const int64_t row = p.cu_num_draft_tokens[q] - (p.query_start_loc[q + 1] - token);
+    return row >= drafts_before(p.cu_num_draft_tokens, q) ? static_cast<int32_t>(row) : -1;
+}
+
+// Fills one log row; says whether its draft lies among this call's tokens.
+__device__ bool plan_row(const PlanJob& p, int64_t row, bool planned) {
+    const int64_t q = planned ? first_above(p.cu_num_draft_tokens, p.num_requests, row) : p.num_requests;
+    const bool is_draft = q < p.num_requests;
+    int64_t token = -1;
+    if (is_draft) token = p.query_start_loc[q + 1] - (p.cu_num_draft_tokens[q] - row) - p.token_offset;
+    const bool here = is_draft && token >= 0 && token < p.num_tokens;
+    p.row_requests[row] = is_draft ? static_cast<int32_t>(q) : -1;
+    p.row_positions[row] =
+        is_draft ? static_cast<int32_t>(row - drafts_before(p.cu_num_draft_tokens, q)) : -1;
+    for (int64_t g = 0; g < p.num_groups; ++g) {
+        const int64_t slot = here ? p.slot_mappings[g][token] : -1;
+        p.row_slots[g * p.num_rows + row] = slot < 0 ? -1 : slot;
+    }
+    return here;
+}
+
+__global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ PlanJob p) {
+    const bool planned = !__syncthreads_or(share_breaks_window(p));
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    if (i < p.log_rows_length) p.log_rows[i] = planned ? log_row_of_token(p, i) : -1;
+    const int drafted = __syncthreads_count(i < p.num_rows && plan_row(p, i, planned));
+    if (threadIdx.x != 0) return;
+    if (blockIdx.x == 0) add(p.counters, planned ? kWindows : kOverflowed, 1);
+    add(p.counters, kDrafted, drafted);
+}
+
+void plan_window(const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
+                 const std::vector<Tensor>& slot_mappings, const Tensor& log_rows, const Tensor& row_slots,
+                 const Tensor& row_requests, const Tensor& row_positions, const Tensor& counters,
+                 const std::optional<int64_t>& token_offset) {
+    const PlanArguments p = check_plan(query_start_loc, cu_num_draft_tokens, slot_mappings, log_rows,
+                                       row_slots, row_requests, row_positions, counters, token_offset);
+    if (p.num_groups > kMostGroups)
+        fail(p.op, "slot_mappings must hold at most ", kMostGroups, " slot mappings on CUDA, got ",
+             p.num_groups);
+    PlanJob job{};
+    std::copy(p.slot_mappings.begin(), p.slot_mappings.end(), job.slot_mappings);
+    job.query_start_loc = p.query_start_loc;
+    job.cu_num_draft_tokens = p.cu_num_draft_tokens;
+    job.num_requests = p.num_requests;
+    job.num_tokens = p.num_tokens;
+    job.token_offset = p.token_offset;
+    job.whole_batch = p.whole_batch;
+    job.num_rows = p.num_rows;
+    job.num_groups = p.num_groups;
+    job.log_rows_length = p.log_rows_length;
+    job.log_rows = p.log_rows;
+    job.row_slots = p.row_slots;
+    job.row_requests = p.row_requests;
+    job.row_positions = p.row_positions;
+    job.counters = p.counters;
+    job.report_as = report_as(p.op);
+    // No early return: a window without tokens is counted too.
+    const Launch launch(query_start_loc);
+    const LaunchShape shape = shape_for_items(std::max(p.log_rows_length, p.num_rows));
+    plan_kernel<<<shape.grid, shape.block, 0, launch.stream()>>>(job);
+    check_launch(launch, complain);
+}
+
+// ---------------------------------------------------------------- acceptance
+
+__device__ int64_t id_at(const IdsView& ids, int64_t index) {
+    return ids.is_int64 ? static_cast<const int64_t*>(ids.data)[index]
+                        : static_cast<const int32_t*>(ids.data)[index];
+}
+
+__device__ int64_t sampled_at(const IdsView& ids, int64_t request, int64_t column) {
+    return id_at(ids, request * ids.row_stride + column * ids.column_stride);
+}
+
+// How many of the first `drafts` drafts of a request were accepted, counted up to the first that was not.
+__device__ int64_t leading_matches(const AcceptArguments& a, int64_t request, int64_t first_row,
+                                   int64_t drafts) {
+    drafts = min(min(drafts, a.sampled.columns), a.drafts.length - first_row);
+    int64_t j = 0;
+    for (; j < drafts; ++j) {
+        const int64_t token = sampled_at(a.sampled, request, j);
+        if (token < 0 || token != id_at(a.drafts, first_row + j)) break;
+        if (j + 1 < a.sampled.columns && sampled_at(a.sampled, request, j + 1) < 0) break;
+    }
+    return j;
+}
+
+// How many drafts of a request were accepted, looking no further than its first `most`.
+__device__ int64_t count_accepted(const AcceptArguments& a, int64_t request, int64_t most) {
+    const int64_t first_row = drafts_before(a.cu_num_draft_tokens, request);
+    // The device cannot refuse a cumulative array that lies; it must not follow it past the rows either.
+    const int64_t until = min(int64_t{a.cu_num_draft_tokens[request]}, a.num_marks);
+    const int64_t drafts = first_row < 0 ? 0 : max(until - first_row, int64_t{0});
+    if (a.num_rejected == nullptr) return leading_matches(a, request, first_row, min(drafts, most));
+    const int64_t rejected = max(int64_t{a.num_rejected[request]}, int64_t{0});
+    return max(drafts - rejected, int64_t{0});
+}
+
+enum Outcome { kNoDraft, kWasAccepted, kWasRejected };
+
+__device__ Outcome outcome_of_row(const AcceptArguments& a, int64_t row) {
+    const int64_t q = first_above(a.cu_num_draft_tokens, a.num_requests, row);
+    if (q == a.num_requests) return kNoDraft;
+    const int64_t position = row - drafts_before(a.cu_num_draft_tokens, q);
+    return position < count_accepted(a, q, position + 1) ? kWasAccepted : kWasRejected;
+}
+
+// What the CPU refuses, reported after the fact; no output depends on it.
+__device__ void report_bad_drafts(const AcceptArguments& a, int64_t most_drafts, int64_t request,
+                                  const char* report_as) {
+    const int64_t before = drafts_before(a.cu_num_draft_tokens, request);
+    const int64_t until = a.cu_num_draft_tokens[request];
+    if (until < before) report(report_as, kDraftsDecrease, request, until, before);
+    if (request == a.num_requests - 1 && until > most_drafts)
+        report(report_as, a.num_rejected == nullptr ? kMoreDraftsThanIds : kMoreDraftsThanMarks, request,
+               until, most_drafts);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    accept_kernel(const __grid_constant__ AcceptArguments a, int64_t most_drafts, const char* report_as) {
+    const int64_t total = drafts_before(a.cu_num_draft_tokens, a.num_requests);
+    const bool planned = total <= a.num_marks;
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    if (report_as != nullptr && i < a.num_requests) report_bad_drafts(a, most_drafts, i, report_as);
+    Outcome outcome = kNoDraft;
+    if (i < a.num_marks) {
+        if (planned) outcome = outcome_of_row(a, i);
+        a.marks[i] = outcome == (a.marks_rejected ? kWasRejected : kWasAccepted);
+    }
+    if (i < a.num_accepted_length)
+        a.num_accepted[i] =
+            planned && i < a.num_requests ? static_cast<int32_t>(count_accepted(a, i, INT32_MAX)) : 0;
+    if (a.counters == nullptr) return;
+    const int accepted = __syncthreads_count(outcome == kWasAccepted);
+    const int rejected = __syncthreads_count(outcome == kWasRejected);
+    if (threadIdx.x != 0) return;
+    add(a.counters, kAccepted, accepted);
+    add(a.counters, kRejected, rejected);
+}
+
+// `most_drafts` is what the ids (or the caller's bound) provide for.
+void accept(const AcceptArguments& a, int64_t most_drafts, const Tensor& cu_num_draft_tokens) {
+    const int64_t items = std::max(a.num_marks, a.num_accepted_length);
+    if (items == 0) return;
+    const Launch launch(cu_num_draft_tokens);
+    const LaunchShape shape = shape_for_items(items);
+    accept_kernel<<<shape.grid, shape.block, 0, launch.stream()>>>(a, most_drafts, report_as(a.op));
+    check_launch(launch, complain);
+}
+
+std::tuple<Tensor, Tensor> new_mask(AcceptArguments& a, const Tensor& cu_num_draft_tokens,
+                                    int64_t num_drafts) {
+    Tensor accepted = torch::stable::new_empty(cu_num_draft_tokens, {num_drafts}, ScalarType::Bool);
+    Tensor num_accepted = torch::stable::new_empty(cu_num_draft_tokens, {a.num_requests}, ScalarType::Int);
+    set_mask_outputs(a, accepted, num_accepted);
+    accept(a, num_drafts, cu_num_draft_tokens);
+    return {accepted, num_accepted};
+}
+
+std::tuple<Tensor, Tensor> acceptance_mask(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
+                                           const Tensor& cu_num_draft_tokens) {
+    AcceptArguments a = check_accept("acceptance_mask", cu_num_draft_tokens);
+    check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
+    return new_mask(a, cu_num_draft_tokens, a.drafts.length);
+}
+
+std::tuple<Tensor, Tensor> acceptance_mask_from_rejected(const Tensor& num_rejected,
+                                                         const Tensor& cu_num_draft_tokens,
+                                                         int64_t num_draft_tokens) {
+    AcceptArguments a = check_accept("acceptance_mask_from_rejected", cu_num_draft_tokens);
+    check_num_rejected(a, num_rejected, cu_num_draft_tokens);
+    if (num_draft_tokens < 0) fail(a.op, "num_draft_tokens must not be negative, got ", num_draft_tokens);
+    return new_mask(a, cu_num_draft_tokens, num_draft_tokens);
+}
+
+void reject_rows(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
+                 const Tensor& cu_num_draft_tokens, const Tensor& row_rejected, const Tensor& num_accepted,
+                 const Tensor& counters) {
+    AcceptArguments a = check_accept("reject_rows", cu_num_draft_tokens);
+    check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
+    check_reject_outputs(a, row_rejected, num_accepted, counters,
+                         {cu_num_draft_tokens, draft_token_ids, sampled_token_ids});
+    accept(a, a.drafts.length, cu_num_draft_tokens);
+}
+
+void reject_rows_from_rejected(const Tensor& num_rejected, const Tensor& cu_num_draft_tokens,
+                               const Tensor& row_rejected, const Tensor& num_accepted,
+                               const Tensor& counters) {
+    AcceptArguments a = check_accept("reject_rows_from_rejected", cu_num_draft_tokens);
+    check_num_rejected(a, num_rejected, cu_num_draft_tokens);
+    check_reject_outputs(a, row_rejected, num_accepted, counters, {cu_num_draft_tokens, num_rejected});
+    accept(a, INT32_MAX, cu_num_draft_tokens);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(nwor, CUDA, m) {
+    m.impl("plan_window", TORCH_BOX(&plan_window));
+    m.impl("acceptance_mask", TORCH_BOX(&acceptance_mask));
+    m.impl("acceptance_mask_from_rejected", TORCH_BOX(&acceptance_mask_from_rejected));
+    m.impl("reject_rows", TORCH_BOX(&reject_rows));
+    m.impl("reject_rows_from_rejected", TORCH_BOX(&reject_rows_from_rejected));
+}
+
+}  // namespace nwor

@@ -1,0 +1,480 @@
+"""Family accept: which tokens are drafts, which were accepted; against the oracle, on all memory around."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import assert_same_as_oracle, same_memory, surrounded, twin
+from samples import argument_names, flags, int32, int64, plan_arguments, sample_inputs, with_arguments
+
+from nwor_ops import ops
+
+OPS = (
+    "plan_window",
+    "acceptance_mask",
+    "acceptance_mask_from_rejected",
+    "reject_rows",
+    "reject_rows_from_rejected",
+)
+ID_DTYPES = (torch.int32, torch.int64)
+
+
+# ---------------------------------------------------------------- plan_window
+
+BATCHES = {
+    "one request": ((0, 5), (4,)),
+    "every token a draft": ((0, 4), (4,)),
+    "no drafts": ((0, 3, 4), (0, 0)),
+    "mixed with prompts": ((0, 7, 12, 13, 18), (0, 4, 4, 8)),
+    "padded requests": ((0, 3, 6, 6, 6), (2, 4, 4, 4)),
+    "longer query_start_loc": ((0, 3, 6, 9, 99), (2, 2)),
+    "no requests": ((0,), ()),
+    "not from 0": ((2, 5, 8), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_plan(batch, groups):
+    starts, cu = batch
+    assert_same_as_oracle("plan_window", plan_arguments(starts, cu, tokens=20, groups=groups, rows=10))
+    exact = cu[-1] if cu else 0
+    assert_same_as_oracle("plan_window", plan_arguments(starts, cu, tokens=20, groups=groups, rows=exact))
+
+
+def test_plan_by_hand():
+    """Requests of 2 + 2 and 1 + 1 tokens (given and drafted): a test that does not lean on the oracle."""
+    ours = twin(plan_arguments((0, 4, 6), (2, 3), tokens=7, groups=2, rows=5))
+    ops.plan_window(*ours)
+    _, _, _, log_rows, row_slots, row_requests, row_positions, counters, _ = ours
+    assert log_rows.tolist() == [-1, -1, 0, 1, -1, 2, -1, -1, -1]
+    assert row_slots.tolist() == [[102, 103, 105, -1, -1], [202, 203, 205, -1, -1]]
+    assert row_requests.tolist() == [0, 0, 1, -1, -1]
+    assert row_positions.tolist() == [0, 1, 0, -1, -1]
+    assert counters.tolist() == [11, 23, 30, 40, 50]
+
+
+def test_plan_of_a_draft_without_a_slot():
+    """A row whose token is skipped keeps slot -1, so that nothing is restored for it."""
+    arguments = plan_arguments((0, 4), (3,), tokens=4)
+    slots = int64(9, -1, 8, -5)
+    ours = assert_same_as_oracle(
+        "plan_window", with_arguments("plan_window", arguments, slot_mappings=[slots])
+    )
+    assert ours[4].tolist() == [[-1, 8, -1, -1, -1, -1]]
+
+
+@pytest.mark.parametrize(("offset", "tokens"), [(3, 4), (4, 5), (5, 1), (9, 3), (50, 2), (8, 0)])
+def test_plan_of_a_later_micro_batch(offset, tokens):
+    """A micro-batch's slot mapping is sliced: global token positions must not index it."""
+    ours = assert_same_as_oracle("plan_window", plan_arguments(tokens=tokens, token_offset=offset))
+    for row, token in enumerate([1, 2, 3, 6, 7, 8]):
+        inside = offset <= token < offset + tokens
+        assert ours[4][0, row].item() == (100 + token - offset if inside else -1)
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 7])
+def test_plan_of_the_first_micro_batch(tokens):
+    """It starts at token 0 and ends before the batch does; one request straddles the cut."""
+    assert_same_as_oracle("plan_window", plan_arguments(tokens=tokens, token_offset=0))
+
+
+@st.composite
+def planned_batches(draw):
+    requests = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=6))
+    starts, cu = [0], []
+    for given_tokens, drafts in requests:
+        starts.append(starts[-1] + given_tokens + drafts)
+        cu.append((cu[-1] if cu else 0) + drafts)
+    return starts, cu
+
+
+@given(st.data())
+def test_plan_of_any_batch(data):
+    starts, cu = data.draw(planned_batches())
+    padding = data.draw(st.integers(0, 3))
+    rows = (cu[-1] if cu else 0) + data.draw(st.integers(0, 3))
+    offset = data.draw(st.integers(0, starts[-1]))
+    tokens = starts[-1] - offset + padding
+    if offset:
+        tokens = data.draw(st.integers(0, tokens))
+    groups = data.draw(st.integers(1, 3))
+    assert_same_as_oracle(
+        "plan_window", plan_arguments(tuple(starts), tuple(cu), tokens, groups, rows, token_offset=offset)
+    )
+
+
+def test_nothing_of_an_earlier_window_survives():
+    ours = twin(plan_arguments())
+    ops.plan_window(*ours)
+    again = with_arguments(
+        "plan_window",
+        ours,
+        query_start_loc=int32(0, 2),
+        cu_num_draft_tokens=int32(1),
+        counters=int64(0, 0, 0, 0, 0),
+    )
+    fresh = with_arguments(
+        "plan_window", plan_arguments(), query_start_loc=int32(0, 2), cu_num_draft_tokens=int32(1),
+        counters=int64(0, 0, 0, 0, 0),
+    )  # fmt: skip
+    ops.plan_window(*again)
+    ops.plan_window(*fresh)
+    assert all(torch.equal(a, b) for a, b in zip(again[3:8], fresh[3:8], strict=True))
+
+
+# ---------------------------------------------------------------- acceptance
+
+# drafts of each request, sampled tokens of each request, accepted drafts of each request
+DECIDED = {
+    "all": ([[1, 2, 3], [4]], [[1, 2, 3, 9], [4, 9, -1, -1]], [3, 1]),
+    "none": ([[1, 2, 3], [4]], [[9, -1, -1, -1], [5, -1, -1, -1]], [0, 0]),
+    "half": ([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, -1, -1], [5, 9, -1, -1, -1]], [2, 1]),
+    "replaced by the same token": ([[1, 2, 3]], [[1, 2, -1, -1]], [1]),
+    "equal again after a mismatch": ([[1, 2, 3]], [[1, 9, 3, 9]], [1]),
+    "no drafts between": ([[1], [], [2]], [[1, 9], [9, -1], [9, -1]], [1, 0, 0]),
+    "no bonus column": ([[1, 2]], [[1, 2]], [2]),
+    "more requests sampled than planned": ([[1]], [[1, 9], [9, 9], [9, 9]], [1]),
+    "token 0": ([[0, 0]], [[0, 0, 0]], [2]),
+    "beyond 32 bits": ([[2**40]], [[2**40, 1]], [1]),
+    "same low 32 bits": ([[2**40 + 5]], [[5, 1]], [0]),
+    "no token in the place of an invalid draft": ([[1], [-1]], [[1], [-1]], [1, 0]),
+}
+
+
+def decided(case: str, draft_dtype=torch.int64, sampled_dtype=torch.int64):
+    drafts, sampled, accepted = DECIDED[case]
+    cu = [sum(map(len, drafts[: q + 1])) for q in range(len(drafts))]
+    flat = surrounded(torch.tensor([d for ids in drafts for d in ids], dtype=draft_dtype))
+    return (flat, surrounded(torch.tensor(sampled, dtype=sampled_dtype)), int32(*cu)), accepted
+
+
+@pytest.mark.parametrize("sampled_dtype", ID_DTYPES, ids=str)
+@pytest.mark.parametrize("draft_dtype", ID_DTYPES, ids=str)
+@pytest.mark.parametrize("case", [case for case in DECIDED if "32 bits" not in case])
+def test_acceptance_by_hand(case, draft_dtype, sampled_dtype):
+    arguments, accepted = decided(case, draft_dtype, sampled_dtype)
+    assert_same_as_oracle("acceptance_mask", arguments)
+    assert ops.acceptance_mask(*arguments)[1].tolist() == accepted
+
+
+@pytest.mark.parametrize("case", [case for case in DECIDED if "32 bits" in case])
+def test_acceptance_of_wide_ids(case):
+    arguments, accepted = decided(case)
+    assert_same_as_oracle("acceptance_mask", arguments)
+    assert ops.acceptance_mask(*arguments)[1].tolist() == accepted
+
+
+def test_sampled_tokens_of_any_strides():
+    (drafts, sampled, cu), _ = decided("half")
+    wide = surrounded(torch.full((2, 10), 77))
+    wide[:, ::2] = sampled
+    by_column = surrounded(sampled.T.contiguous()).T
+    for view in (wide[:, ::2], by_column):
+        assert_same_as_oracle("acceptance_mask", (drafts, view, cu))
+    same_row = surrounded(torch.tensor([[5, 6, -1]])).expand(2, 3)
+    assert_same_as_oracle("acceptance_mask", (int64(5, 5), same_row, int32(1, 2)))
+
+
+def test_flags_past_the_last_draft_are_false():
+    arguments = (int64(1, 1, 1, 1), surrounded(torch.tensor([[1, 1, 1, 1, 1]])), int32(2))
+    assert_same_as_oracle("acceptance_mask", arguments)
+    accepted, _ = ops.acceptance_mask(*arguments)
+    assert accepted.tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_samples(op):
+    for arguments in sample_inputs(op):
+        assert_same_as_oracle(op, arguments)
+
+
+@st.composite
+def verified(draw):
+    """Drafts and sampled tokens of few different ids, so that equal ones are common."""
+    counts = draw(st.lists(st.integers(0, 4), max_size=5))
+    most = max(counts, default=0)
+    ids = st.integers(0, 2)
+    drafts = [draw(ids) for _ in range(sum(counts))]
+    columns = most + draw(st.integers(0, 1))
+    sampled = []
+    for _ in counts:
+        row = [draw(ids) for _ in range(draw(st.integers(0, columns)))]
+        sampled.append(row + [-1] * (columns - len(row)))
+    cu = [sum(counts[: q + 1]) for q in range(len(counts))]
+    tokens = torch.tensor(sampled, dtype=draw(st.sampled_from(ID_DTYPES))).view(len(counts), columns)
+    flat = torch.tensor(drafts, dtype=draw(st.sampled_from(ID_DTYPES)))
+    return surrounded(flat), surrounded(tokens), int32(*cu)
+
+
+@given(st.data())
+def test_acceptance_of_any_batch(data):
+    drafts, _, cu = arguments = data.draw(verified())
+    assert_same_as_oracle("acceptance_mask", arguments)
+    extra_rows, extra_requests = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 2))
+    outputs = (
+        flags(*[1] * (len(drafts) + extra_rows)),
+        int32(*[9] * (len(cu) + extra_requests)),
+        int64(1, 2, 3, 4, 5),
+    )
+    assert_same_as_oracle("reject_rows", (*arguments, *outputs))
+
+    # The runner that knows the counts comes to the same window.
+    accepted, num_accepted = ops.acceptance_mask(*arguments)
+    drafted = torch.diff(cu, prepend=torch.zeros(1, dtype=torch.int32))
+    num_rejected = (drafted - num_accepted).int()
+    from_rejected = ops.acceptance_mask_from_rejected(num_rejected, cu, len(drafts))
+    assert torch.equal(from_rejected[0], accepted)
+    assert torch.equal(from_rejected[1], num_accepted)
+    ours, theirs = twin(outputs), twin(outputs)
+    ops.reject_rows(*arguments, *ours)
+    ops.reject_rows_from_rejected(num_rejected, cu, *theirs)
+    assert same_memory(ours, theirs)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(-9, 9)), max_size=6), st.integers(0, 3))
+def test_counts_are_clamped(requests, extra):
+    counts, rejected = [n for n, _ in requests], [r for _, r in requests]
+    cu = int32(*(sum(counts[: q + 1]) for q in range(len(counts))))
+    num_rejected = int32(*rejected, *[99] * extra)
+    assert_same_as_oracle("acceptance_mask_from_rejected", (num_rejected, cu, sum(counts) + extra))
+    outputs = (flags(*[1] * (sum(counts) + extra)), int32(*[9] * (len(counts) + extra)), int64(1, 2, 3, 4, 5))
+    assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, cu, *outputs))
+
+
+@pytest.mark.parametrize("op", ["reject_rows", "reject_rows_from_rejected"])
+def test_a_window_that_was_never_planned_rejects_nothing(op):
+    """More drafts than rows: plan_window left no slot, so nothing may be restored or counted."""
+    ours = assert_same_as_oracle(op, with_arguments(op, sample_inputs(op)[0], row_rejected=flags(*[1] * 6)))
+    assert not ours[-3].any()
+    assert ours[-1].tolist() == [10, 20, 30, 40, 50]
+
+
+def test_counters_only_grow():
+    arguments = twin(sample_inputs("reject_rows")[0])
+    for times in (1, 2, 3):
+        ops.reject_rows(*arguments)
+        assert arguments[-1].tolist() == [10, 20, 30 + 6 * times, 40 + 1 * times, 50]
+
+
+# ---------------------------------------------------------------- errors: the sentence, and nothing written
+
+
+def refuse(op, arguments, error, sentence):
+    before = twin(arguments)
+    with pytest.raises(error, match=sentence) as caught:
+        getattr(ops, op)(*arguments)
+    assert type(caught.value) is error
+    assert str(caught.value).startswith(f"{op}: ")
+    assert same_memory(arguments, before)
+
+
+BAD_WINDOWS = {
+    "more drafts than rows": (
+        {"rows": 5},
+        "row_slots must have a row for each draft, got 5 rows for 6 drafts",
+    ),
+    "no rows": ({"rows": 0}, "row_slots must have a row for each draft, got 0 rows for 6 drafts"),
+    "decreasing drafts": (
+        {"cu_num_draft_tokens": (3, 2, 6, 6)},
+        "cu_num_draft_tokens must not decrease, got 2 at request 1 after 3",
+    ),
+    "negative drafts": (
+        {"cu_num_draft_tokens": (-1, 3, 6, 6)},
+        "cu_num_draft_tokens must not decrease, got -1",
+    ),
+    "decreasing tokens": (
+        {"query_start_loc": (0, 5, 4, 9, 9)},
+        "query_start_loc must .*not decrease, got 5 and 4",
+    ),
+    "negative start": ({"query_start_loc": (-3, 4, 5, 9, 9)}, "query_start_loc must start at 0 or above"),
+    "more drafts than tokens": (
+        {"query_start_loc": (0, 2, 5, 9, 9)},
+        "no more drafts than tokens, got 3 drafts in the 2 tokens of request 0",
+    ),
+    "tokens beyond the slot mapping": ({"tokens": 8}, "slot_mappings must cover every draft, got 8 tokens"),
+    "negative offset": ({"token_offset": -1}, "token_offset must not be negative, got -1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_WINDOWS)
+def test_bad_window_is_refused_whole(case):
+    options, sentence = BAD_WINDOWS[case]
+    refuse("plan_window", plan_arguments(**options), ValueError, sentence)
+
+
+def test_later_bad_request_leaves_no_trace_of_the_earlier_ones():
+    options = {"query_start_loc": (0, 4, 5, 9, 11), "cu_num_draft_tokens": (3, 3, 6, 9)}
+    refuse(
+        "plan_window",
+        plan_arguments(rows=9, **options),
+        ValueError,
+        "got 3 drafts in the 2 tokens of request 3",
+    )
+
+
+def _index_arguments(op):
+    """Arguments that must be contiguous vectors, with their dtypes."""
+    vectors = {
+        "query_start_loc": "int32", "cu_num_draft_tokens": "int32", "log_rows": "int32",
+        "row_requests": "int32", "row_positions": "int32", "counters": "int64", "num_rejected": "int32",
+        "row_rejected": "bool", "num_accepted": "int32",
+    }  # fmt: skip
+    names = argument_names(op)
+    return [(op, name, vectors[name]) for name in names if name in vectors]
+
+
+INDEX_ARGUMENTS = [case for op in OPS for case in _index_arguments(op)]
+
+
+@pytest.mark.parametrize(("op", "name", "dtype"), INDEX_ARGUMENTS)
+def test_index_arguments(op, name, dtype):
+    """Dtype, number of dimensions, contiguity and, where another argument fixes it, length."""
+    arguments = sample_inputs(op)[0]
+    names = argument_names(op)
+    good = arguments[names.index(name)]
+    size = len(good)
+
+    def refused(value, error, sentence):
+        refuse(op, with_arguments(op, arguments, **{name: value}), error, sentence)
+
+    wrong = torch.int64 if dtype == "int32" else torch.int32
+    refused(good.to(wrong), TypeError, rf"{name} must have dtype torch.{dtype}, got {wrong} \[{size}\]")
+    refused(good.view(1, -1), ValueError, rf"{name} must be .*, got torch.{dtype} \[1, {size}\]")
+    spaced = surrounded(torch.stack([good, good], 1).flatten())[::2]
+    refused(spaced, ValueError, rf"{name} must be contiguous, got torch.{dtype} \[{size}\]")
+    if name not in ("cu_num_draft_tokens", "row_rejected"):
+        short = (
+            1 if name in ("query_start_loc", "log_rows", "counters", "row_requests", "row_positions") else 2
+        )
+        refused(good[:short], ValueError, rf"{name} must be .*, got torch.{dtype} \[{short}\]")
+
+
+# (op, argument): wrong values, each with what the sentence says was expected and what came.
+WRONG = {
+    ("plan_window", "row_slots"): [
+        (int64(*[5] * 6), "be [1 groups, num_log_rows]", "torch.int64 [6]"),
+        (int64(*[5] * 12).view(2, 6), "be [1 groups, num_log_rows]", "torch.int64 [2, 6]"),
+        (int32(*[5] * 6).view(1, 6), "have dtype torch.int64", "torch.int32 [1, 6]"),
+        (int64(*[5] * 12).view(1, 12)[:, ::2], "be contiguous", "torch.int64 [1, 6]"),
+    ],
+    ("plan_window", "row_requests"): [
+        (int32(*[5] * 7), "be of as many rows as row_slots", "torch.int32 [7]"),
+    ],
+    ("plan_window", "row_positions"): [
+        (int32(*[5] * 7), "be of as many rows as row_slots", "torch.int32 [7]"),
+    ],
+    ("acceptance_mask", "draft_token_ids"): [
+        (torch.ones(7), "have dtype torch.int32 or torch.int64", "torch.float32 [7]"),
+        (int64(*range(7)).view(1, 7), "be [num_draft_tokens]", "torch.int64 [1, 7]"),
+        (int64(*range(14))[::2], "be contiguous", "torch.int64 [7]"),
+    ],
+    ("acceptance_mask", "sampled_token_ids"): [
+        (torch.ones(3, 5), "have dtype torch.int32 or torch.int64", "torch.float32 [3, 5]"),
+        (int64(*range(15)), "be [>= 3 requests", "torch.int64 [15]"),
+        (int64(*range(10)).view(2, 5), "be [>= 3 requests", "torch.int64 [2, 5]"),
+    ],
+    ("acceptance_mask_from_rejected", "num_draft_tokens"): [(-1, "not be negative", "-1")],
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "argument", "value", "expected", "got"),
+    [(*where, *wrong) for where, wrongs in WRONG.items() for wrong in wrongs],
+)
+def test_wrong_argument(op, argument, value, expected, got):
+    sentence = rf"^{op}: {argument} must {re.escape(expected)}.*, got {re.escape(got)}$"
+    error = TypeError if expected.startswith("have dtype") else ValueError
+    refuse(op, with_arguments(op, sample_inputs(op)[0], **{argument: value}), error, sentence)
+
+
+WRONG_SLOT_MAPPINGS = {
+    "none": ([], ValueError, "slot_mappings must hold at least one slot mapping, got none"),
+    "dtype": (
+        [int32(*range(12))],
+        TypeError,
+        "slot_mappings[0] must have dtype torch.int64, got torch.int32 [12]",
+    ),
+    "strides": (
+        [int64(*range(24))[::2]],
+        ValueError,
+        "slot_mappings[0] must be contiguous, got torch.int64 [12]",
+    ),
+    "lengths": (
+        [int64(*range(12)), int64(*range(11))],
+        ValueError,
+        "slot_mappings[1] must be of the length of slot_mappings[0], torch.int64 [12], got torch.int64 [11]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SLOT_MAPPINGS)
+def test_wrong_slot_mappings(case):
+    slot_mappings, error, sentence = WRONG_SLOT_MAPPINGS[case]
+    arguments = plan_arguments(groups=max(1, len(slot_mappings)))
+    arguments = with_arguments("plan_window", arguments, slot_mappings=slot_mappings)
+    refuse("plan_window", arguments, error, re.escape(sentence))
+
+
+@pytest.mark.parametrize("op", OPS[1:])
+def test_cumulative_drafts_that_decrease(op):
+    arguments = with_arguments(op, sample_inputs(op)[0], cu_num_draft_tokens=int32(3, 2, 7))
+    refuse(op, arguments, ValueError, "cu_num_draft_tokens must not decrease, got 2 at request 1 after 3$")
+
+
+@pytest.mark.parametrize("op", ["acceptance_mask", "reject_rows"])
+def test_more_drafts_than_draft_tokens(op):
+    arguments = with_arguments(op, sample_inputs(op)[0], draft_token_ids=int64(*range(6)))
+    sentence = "cu_num_draft_tokens must not exceed the 6 entries of draft_token_ids, got 7$"
+    refuse(op, arguments, ValueError, sentence)
+
+
+def test_more_drafts_than_the_mask_is_long():
+    op = "acceptance_mask_from_rejected"
+    arguments = with_arguments(op, sample_inputs(op)[0], num_draft_tokens=6)
+    refuse(op, arguments, ValueError, "cu_num_draft_tokens must not exceed the 6 num_draft_tokens, got 7$")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_on_two_devices(op):
+    """`meta` stands in for a second device. It must be an error, not a call that does nothing."""
+    for name in argument_names(op):
+        arguments = sample_inputs(op)[0]
+        value = arguments[argument_names(op).index(name)]
+        if isinstance(value, torch.Tensor):
+            mixed = with_arguments(op, arguments, **{name: value.to("meta")})
+            with pytest.raises(TypeError, match=f"^{op}: .* must be on device "):
+                getattr(ops, op)(*mixed)
+
+
+# output, what it would share memory with (an input or another output)
+SHARED = [
+    ("plan_window", "log_rows", "query_start_loc"),
+    ("plan_window", "row_requests", "cu_num_draft_tokens"),
+    ("plan_window", "row_requests", "row_positions"),
+    ("plan_window", "log_rows", "row_positions"),
+    ("plan_window", "row_slots", "slot_mappings"),
+    ("reject_rows", "num_accepted", "cu_num_draft_tokens"),
+    ("reject_rows_from_rejected", "num_accepted", "num_rejected"),
+    ("reject_rows_from_rejected", "num_accepted", "cu_num_draft_tokens"),
+]
+
+
+@pytest.mark.parametrize(("op", "output", "other"), SHARED)
+def test_outputs_may_share_no_memory(op, output, other):
+    arguments = sample_inputs(op)[0]
+    names = argument_names(op)
+    count = 12
+    one = (int64 if output == "row_slots" else int32)(*[0] * count)
+    if output == "row_slots":
+        replaced = {"row_slots": one[:6].view(1, 6), "slot_mappings": [one]}
+    else:
+        sizes = {name: len(arguments[names.index(name)]) for name in (output, other)}
+        replaced = {output: one[: max(sizes[output], 1)], other: one[: sizes[other]]}
+        if output == "log_rows":
+            replaced[output] = one
+    refuse(op, with_arguments(op, arguments, **replaced), ValueError, "must not share memory")

@@ -1,0 +1,280 @@
+"""The command line: doctor, the demo's parts, and what is said where a package is missing.
+
+A whole demo is run by ``make demo``; here are only the parts that need no engine.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import nwor_ops
+from nwor_ops.cli import doctor, self_test
+from nwor_ops.cli.engine_process import EngineFailed, EngineProcess, engine_environment
+
+MAIN = "from nwor_ops.cli import main; main()"
+
+
+def run_cli(*arguments: str, code: str = MAIN) -> subprocess.CompletedProcess:
+    environment = os.environ | {"COLUMNS": "200", "TERM": "dumb"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def without(package: str) -> str:
+    """A program that runs ``nwor-ops`` where ``package`` is not installed."""
+    return (
+        "import importlib.util as u\n"
+        "found = u.find_spec\n"
+        f"u.find_spec = lambda name, *a: None if name.split('.')[0] == {package!r} else found(name, *a)\n"
+        f"{MAIN}"
+    )
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def test_doctor_prints_every_section_and_exits_with_0():
+    finished = run_cli("doctor")
+    assert finished.returncode == 0, finished.stderr
+    for expected in ("torch", torch.__version__, "libnwor_cpu.so", "write_kv_logged, cpu", "can be used here"):
+        assert expected in finished.stdout
+
+
+def test_doctor_json_is_only_json_and_every_self_test_passes():
+    finished = run_cli("doctor", "--json")
+    assert finished.returncode == 0, finished.stderr
+    examination = json.loads(finished.stdout)
+    assert examination["usable"] is True
+    self_tests = [finding for finding in examination["findings"] if finding["section"] == doctor.SELF_TEST]
+    assert {finding["name"] for finding in self_tests} >= {f"{op}, cpu" for op in self_test.SELF_TESTS}
+    assert all(finding["ok"] for finding in self_tests if finding["detail"] != "has no self-test")
+
+
+def test_a_self_test_sees_a_wrong_op(monkeypatch):
+    monkeypatch.setattr(nwor_ops.ops, "log_slots", lambda *arguments: None)
+    findings = [finding for finding in doctor._self_tests() if finding.name == "log_slots, cpu"]
+    assert [finding.ok for finding in findings] == [False]
+    assert "log is not what plain torch computes" in findings[0].detail
+    assert not doctor.Examination((doctor.Finding(doctor.LIBRARIES, "cpu", True, ""), *findings)).usable
+
+
+def test_a_self_test_that_raises_is_a_finding(monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(nwor_ops.ops, "log_slots", broken)
+    findings = [finding for finding in doctor._self_tests() if finding.name == "log_slots, cpu"]
+    assert findings[0].ok is False
+    assert findings[0].detail == "raised RuntimeError: no such kernel"
+
+
+def test_without_a_library_nothing_is_usable():
+    missing = doctor.Finding(doctor.LIBRARIES, "cpu", False, "the CPU library of nwor_ops is not built")
+    assert not doctor.Examination((missing,)).usable
+
+
+# ---------------------------------------------------------------- missing packages
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_a_missing_package_is_named_with_its_extra(package):
+    finished = run_cli("doctor", code=without(package))
+    assert finished.returncode == 1
+    assert finished.stderr.strip() == (
+        f"nwor-ops: {package} is not installed; install it with: pip install 'nwor_ops[cli]'"
+    )
+
+
+@pytest.mark.parametrize(("package", "extra"), [("matplotlib", "cli"), ("vllm", "vllm")])
+def test_the_demo_names_what_it_needs(package, extra):
+    pytest.importorskip("vllm")
+    finished = run_cli("demo", code=without(package))
+    assert finished.returncode == 1
+    assert f"{package} is not installed" in finished.stderr
+    assert f"nwor_ops[{extra}]" in finished.stderr
+
+
+def test_importing_nwor_ops_imports_nothing_optional():
+    code = (
+        "import sys, nwor_ops, nwor_ops.cli\n"
+        "print([name for name in ('typer', 'rich', 'matplotlib', 'vllm') if name in sys.modules])"
+    )
+    assert run_cli(code=code).stdout.strip() == "[]"
+
+
+# ---------------------------------------------------------------- demo
+
+
+def test_demo_help_names_every_option():
+    finished = run_cli("demo", "--help")
+    assert finished.returncode == 0
+    for option in (
+        "--model", "--method", "--draft-model", "--num-speculative-tokens", "--json", "--output", "--rounds",
+        "--max-tokens", "--compile", "--no-compile",
+    ):  # fmt: skip
+        assert option in finished.stdout
+
+
+def test_tiny_llama_folder_is_complete_and_always_the_same(tmp_path):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    from nwor_ops.cli import tiny_llama
+
+    first = tiny_llama.write_tiny_llama(tmp_path / "first")
+    second = tiny_llama.write_tiny_llama(tmp_path / "second")
+    assert sorted(path.name for path in first.iterdir()) == ["config.json", "model.safetensors"]
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes()
+    config = json.loads((first / "config.json").read_text())
+    weights = load_file(str(first / "model.safetensors"))
+    assert len(weights) == 3 + 9 * config["num_hidden_layers"]
+    assert weights["lm_head.weight"].shape == (config["vocab_size"], config["hidden_size"])
+
+
+def test_tiny_llama_knows_its_rule(tmp_path):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    from nwor_ops.cli import tiny_llama
+
+    weights = load_file(str(tiny_llama.write_tiny_llama(tmp_path) / "model.safetensors"))
+    logits = weights["model.embed_tokens.weight"].float() @ weights["lm_head.weight"].float().T
+    likeliest = logits.argmax(-1).tolist()
+    follow = sum(likeliest[token] == tiny_llama.successor(token) for token in range(tiny_llama.VOCABULARY))
+    assert follow > 0.8 * tiny_llama.VOCABULARY
+
+
+def test_requests_differ_in_length_and_arrival_and_fit_the_model():
+    from nwor_ops.cli import tiny_llama, workload
+
+    requests = workload.tiny_llama_requests(max_tokens=64)
+    assert len(requests) > workload.MAX_RUNNING
+    assert len({len(request.prompt) for request in requests}) > 10
+    assert len({request.max_tokens for request in requests}) > 3
+    assert [request.arrival_step for request in requests] == sorted(request.arrival_step for request in requests)
+    assert all(len(r.prompt) + r.max_tokens < tiny_llama.MAX_TOKENS for r in requests)
+    assert all(0 <= token < tiny_llama.VOCABULARY for request in requests for token in request.prompt)
+    assert requests == workload.tiny_llama_requests(max_tokens=64)
+
+
+# ---------------------------------------------------------------- what the demo promises
+
+
+def demo_result(**changes):
+    audit = dict.fromkeys(("drafted", "accepted", "rejected", "stale_rows", "stale_rows_at_end"), 0)
+    audit |= {"drafted": 100, "accepted": 40, "rejected": 60}
+    vllm = {"drafted": 100, "accepted": 40}
+    result = {
+        "acceptance": 0.4,
+        "outputs_identical": True,
+        "vanilla": {"audit": audit | {"stale_rows": 60}, "vllm": vllm, "timed_mode": "none", "stats": None},
+        "nwor": {"audit": dict(audit), "vllm": vllm, "timed_mode": "cow", "stats": audit},
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        target = result
+        for parent in parents:
+            target[parent] = dict(target[parent])
+            target = target[parent]
+        target[last] = value
+    return result
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({}, None),
+        ({"outputs_identical": False}, "did not generate the same tokens"),
+        ({"nwor__audit__stale_rows": 3}, "NWOR left 3 stale rows"),
+        ({"nwor__audit__stale_rows_at_end": 2}, "NWOR left 2 stale rows"),
+        ({"nwor__audit": None}, "was not audited"),
+        ({"vanilla__timed_mode": "cow"}, "did not run in the modes"),
+        ({"vanilla__vllm__drafted": 101}, "the audit counted 100 drafted tokens, vLLM's metrics 101"),
+        ({"nwor__stats__rejected": 59}, "NWOR counted 59 rejected tokens on the device, the audit 60"),
+        ({"acceptance": 0.9}, "does not show both sides: 90%"),
+        ({"vanilla__audit__stale_rows": 0}, "vanilla vLLM left no stale row"),
+    ],
+)
+def test_what_is_not_as_promised_is_said(changes, complaint, tmp_path):
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo import DemoOptions, _problems
+
+    problems = list(_problems(DemoOptions(tmp_path), demo_result(**changes)))
+    if complaint is None:
+        assert problems == []
+    else:
+        assert len(problems) == 1
+        assert complaint in problems[0]
+
+
+def test_with_a_model_of_ones_own_the_workload_is_no_promise(tmp_path):
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo import DemoOptions, _problems
+
+    assert list(_problems(DemoOptions(tmp_path, model="mine"), demo_result(acceptance=0.99))) == []
+
+
+def test_an_engine_that_fails_is_reported_with_the_end_of_its_log(tmp_path):
+    engine = EngineProcess("broken", {"engine": {}}, tmp_path, dict(os.environ) | {"PYTHONPATH": "/nowhere"})
+    try:
+        with pytest.raises(EngineFailed, match=r"(?s)'broken' .*broken\.log:\n    "):
+            engine.wait_until_ready()
+    finally:
+        engine.close()
+
+
+def test_the_vanilla_engine_has_nothing_of_ours_in_its_environment(monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    monkeypatch.setenv("VLLM_NWOR_DEBUG_SYNC", "1")
+    vanilla = engine_environment("off", audit=False, offline=True)
+    assert not [name for name in vanilla if "NWOR" in name]
+    audited = engine_environment("cow", audit=True, offline=True)
+    assert (audited["VLLM_NWOR_MODE"], audited["VLLM_NWOR_AUDIT"]) == ("cow", "1")
+
+
+# ---------------------------------------------------------------- the picture
+
+BLOCKS = ["1" * 32, "1" * 20 + "2" * 4 + "0" * 8, "0" * 32, "1" * 32]
+
+
+def count_pixels(image, colour: str) -> int:
+    wanted = torch.tensor([int(colour[index : index + 2], 16) for index in (1, 3, 5)])
+    pixels = (torch.from_numpy(image)[..., :3] * 255).round().long()
+    return int((pixels == wanted).all(-1).sum())
+
+
+def test_the_picture_shows_each_state_in_its_colour(tmp_path):
+    pyplot_image = pytest.importorskip("matplotlib.image")
+    from nwor_ops.cli import picture
+
+    path = tmp_path / "cache.png"
+    clean = [block.replace("2", "0") for block in BLOCKS]
+    panels = picture.cache_panels({"vanilla": {"group": BLOCKS}, "nwor": {"group": clean}})
+    assert [panel.count(picture.STALE) for panel in panels] == [4, 0]
+    picture.draw_caches(panels, path, "both")
+    image = pyplot_image.imread(path)
+    assert image.shape[1] == picture.WIDTH_INCHES * picture.DPI
+    left, right = image[:, : image.shape[1] // 2].copy(), image[:, image.shape[1] // 2 :].copy()
+    # The legend shows each colour once, so compare the panels: below it.
+    below = int(1.1 * picture.DPI)
+    stale = picture.COLOURS[picture.STALE]
+    assert count_pixels(left[below:], stale) > 100
+    assert count_pixels(right[below:], stale) == 0
+    for state in (picture.COMMITTED, picture.FREE):
+        assert count_pixels(left[below:], picture.COLOURS[state]) > 1000
+        assert count_pixels(right[below:], picture.COLOURS[state]) > 1000
+
+
+def test_a_cache_of_several_groups_gets_a_row_of_panels_per_group(tmp_path):
+    pytest.importorskip("matplotlib")
+    from nwor_ops.cli import picture
+
+    caches = {"vanilla": {"full": BLOCKS, "window": BLOCKS}, "nwor": {"full": BLOCKS, "window": BLOCKS}}
+    panels = picture.cache_panels(caches)
+    assert [panel.title for panel in panels] == [
+        "vanilla, group full", "nwor, group full", "vanilla, group window", "nwor, group window",
+    ]  # fmt: skip
+    picture.draw_caches(panels, Path(tmp_path) / "cache.png", "groups")
+    assert (tmp_path / "cache.png").stat().st_size > 5000

@@ -1,0 +1,926 @@
+"""Family undo: write, write with a log, log, restore; against the oracle, on all memory around."""
+
+from __future__ import annotations
+
+import re
+
+import oracle
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import (
+    LAYOUTS,
+    Shape,
+    assert_same_as_oracle,
+    make_amx_pages,
+    make_pages,
+    memory,
+    random_bytes,
+    same_memory,
+    surrounded,
+    twin,
+)
+from samples import (
+    EARLIER_WINDOW,
+    LOG_ROWS,
+    SLOTS,
+    SMALL,
+    WIDE_VALUES,
+    WINDOW,
+    argument_names,
+    flags,
+    int32,
+    int64,
+    log_for,
+    logged_arguments,
+    numbers,
+    row_windows,
+    sample_inputs,
+    surrounded_layers,
+    with_arguments,
+    write_arguments,
+)
+
+from nwor_ops import ops
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8_CACHES = (
+    ("fp8", torch.uint8),
+    ("fp8_e4m3", torch.uint8),
+    ("fp8_e4m3", torch.float8_e4m3fn),
+    ("fp8_e5m2", torch.uint8),
+    ("fp8_e5m2", torch.float8_e5m2),
+)
+SCALES = ("one", "zero_dim", "per_head", "per_token")
+SHAPES = {
+    "usual": Shape(3, 16, 2, 64, 64, layers=2),
+    "block_size_is_num_heads": Shape(4, 8, 8, 16, 16, layers=2),
+    "all_sizes_equal": Shape(4, 4, 4, 4, 4, layers=4),
+    "odd": Shape(3, 5, 3, 7, 7, layers=3),
+    "wide_values": Shape(3, 12, 2, 16, 24, layers=2),
+    "mla_latent": Shape(2, 16, 1, 576, 64, layers=2),
+    "one_element": Shape(7, 1, 1, 1, 1, layers=2),
+}
+OFFSETS = range(9)
+ELEMENT_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16, torch.float32, torch.int64)
+LOGGING_OPS = ("write_kv_logged", "log_slots")
+ALL_OPS = ("write_kv", *LOGGING_OPS, "restore_slots")
+
+LAYOUT_NAMES = tuple(LAYOUTS)
+
+
+def spread_slots(shape: Shape, seed: int = 0) -> tuple[int, ...]:
+    """Distinct slots in any order, the first and the last one among them, and two skipped tokens."""
+    num_slots = shape.blocks * shape.block_size
+    order = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed)).tolist()
+    inner = [slot for slot in order if slot not in (0, num_slots - 1)][:9]
+    return (*dict.fromkeys([*inner[:4], num_slots - 1, 0, *inner[4:]]), -1, -7)
+
+
+def logged_rows(slots: tuple[int, ...]) -> tuple[int, ...]:
+    """Every second token is a draft; rows are not in the order of tokens."""
+    drafts = range(0, len(slots), 2)
+    rows = dict(zip(drafts, reversed(range(len(drafts))), strict=True))
+    return tuple(rows.get(token, -1) for token in range(len(slots)))
+
+
+def scales_of(kind: str, tokens: int, heads: int):
+    shape = {"one": (1,), "zero_dim": (), "per_head": (heads,), "per_token": (tokens, 1)}[kind]
+    return numbers(*shape, seed=4).abs(), numbers(*shape, seed=5).abs()
+
+
+# ---------------------------------------------------------------- write_kv, write_kv_logged
+
+
+@pytest.mark.parametrize("op", ["write_kv", "write_kv_logged"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_write_in_every_layout(op, layout, shape):
+    slots = spread_slots(shape)
+    options = {"layout": layout, "shape": shape, "slots": slots}
+    if op == "write_kv_logged":
+        rows = logged_rows(slots)
+        arguments = logged_arguments(log_rows=rows, **options)
+        logs = [log_for(cache, max(rows) + 1, seed) for seed, cache in enumerate(arguments[2:4])]
+        arguments = (*arguments[:-2], *logs)
+    else:
+        arguments = write_arguments(**options)
+    assert_same_as_oracle(op, arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["write_kv", "write_kv_logged"])
+def test_auto_copies_every_bit_pattern(op, dtype):
+    """NaN payloads, signalling NaNs and subnormals arrive unchanged."""
+    arguments = logged_arguments(dtype=dtype) if op == "write_kv_logged" else write_arguments(dtype=dtype)
+    key = random_bytes(8 * 4 * 8, dtype, seed=5).view(8, 4, 8)
+    value = random_bytes(8 * 4 * 8, dtype, seed=6).view(8, 4, 8)
+    assert_same_as_oracle(op, (key, value, *arguments[2:]))
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize(("kv_cache_dtype", "cache_dtype"), FP8_CACHES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fp8_write(dtype, kv_cache_dtype, cache_dtype, scales):
+    """Values are quantised while the old bytes go to the log as they are (never cast as integers)."""
+    options = {
+        "layout": "padded", "shape": WIDE_VALUES, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype,
+        "cache_dtype": cache_dtype, "scales": scales_of(scales, len(SLOTS) + 2, WIDE_VALUES.heads),
+    }  # fmt: skip
+    assert_same_as_oracle("write_kv", write_arguments(**options))
+    assert_same_as_oracle("write_kv_logged", logged_arguments(**options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_of_every_16_bit_number(kv_cache_dtype, dtype):
+    """All 65536 bit patterns: ties, subnormals, saturation, infinities, NaNs, both zeros."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).view(64, 4, 256)
+    shape = Shape(8, 8, 4, 256, 256)
+    for scale in (1.0, 0.37):
+        arguments = write_arguments("nhd", shape, dtype, kv_cache_dtype, slots=tuple(range(64)))
+        scales = torch.tensor([scale]), torch.tensor([-scale])
+        assert_same_as_oracle("write_kv", (every, every, *arguments[2:5], *scales, kv_cache_dtype))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_divides_by_the_scale(kv_cache_dtype):
+    """On and beside every tie between two codes; a product with the reciprocal of 49 rounds otherwise."""
+    values = oracle.fp8_values(kv_cache_dtype)
+    ties = ((values[1:] + values[:-1]) / 2 * 49).float()
+    beside = [torch.nextafter(ties, torch.full_like(ties, limit)) for limit in (0.0, float("inf"))]
+    source = torch.cat([ties, *beside, -ties]).repeat(2)[: 64 * 8].view(8, 8, 8)
+    arguments = write_arguments(
+        "nhd", Shape(2, 4, 8, 8, 8), torch.float32, kv_cache_dtype, slots=tuple(range(8))
+    )
+    scales = torch.tensor([49.0]), torch.tensor([-49.0])
+    assert_same_as_oracle("write_kv", (source, source, *arguments[2:5], *scales, kv_cache_dtype))
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "dtype"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
+)
+def test_the_oracle_quantises_as_torch_does(kv_cache_dtype, dtype):
+    """Where torch's cast has the same meaning: finite numbers that need no saturation."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    fits = every[every.isfinite() & (every.abs() <= torch.finfo(dtype).max)]
+    assert torch.equal(oracle.to_fp8(fits, kv_cache_dtype), fits.to(dtype).view(torch.uint8))
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e30])
+    largest = 0x7E if dtype == torch.float8_e4m3fn else 0x7B
+    assert oracle.to_fp8(special, kv_cache_dtype).tolist() == [0x7F, largest, 0x80 | largest, 0x80, largest]
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_misaligned_planes(dtype, offset):
+    """Planes, sources and logs that start at any element: no vector access may assume an alignment."""
+    shape = Shape(3, 4, 2, 16, 16)
+    arguments = list(logged_arguments(layout="nhd", shape=shape, dtype=dtype, offset=offset))
+    arguments[0] = surrounded(arguments[0], edge=offset)
+    arguments[1] = surrounded(arguments[1], edge=8 - offset)
+    assert_same_as_oracle("write_kv_logged", tuple(arguments))
+    pages = make_pages("nhd", shape, dtype, offset)
+    log = random_bytes(4 * 2 * 16 + offset, dtype)[offset:].view(1, 4, 2, 16)
+    assert_same_as_oracle("restore_slots", (pages.key_caches, log, int64(1, 5, -1, 7), flags(1, 1, 1, 0)))
+
+
+def test_sources_of_any_strides():
+    """Key and value as slices of a fused QKV projection, and heads before tokens."""
+    arguments = write_arguments(dtype=torch.bfloat16)
+    qkv = numbers(8, 3, 4, 8, dtype=torch.bfloat16)
+    assert_same_as_oracle("write_kv", (qkv[:, 1], qkv[:, 2], *arguments[2:]))
+    by_head, by_width = numbers(4, 8, 8, dtype=torch.bfloat16), numbers(8, 8, 4, dtype=torch.bfloat16)
+    assert_same_as_oracle("write_kv", (by_head.transpose(0, 1), by_width.transpose(1, 2), *arguments[2:]))
+    one_row = numbers(1, 4, 8, dtype=torch.bfloat16).expand(8, 4, 8)
+    assert_same_as_oracle("write_kv", (one_row, one_row, *arguments[2:]))
+
+
+def test_logs_of_any_strides():
+    """Key and value logs packed in one row, as the pages are; and heads before rows."""
+    arguments = logged_arguments()
+    packed = random_bytes(4 * 4 * 16, torch.float32, seed=9).view(4, 4, 16)
+    assert_same_as_oracle("write_kv_logged", (*arguments[:-2], packed[..., :8], packed[..., 8:]))
+    by_head = random_bytes(2 * 4 * 4 * 8, torch.float32, seed=9).view(2, 4, 4, 8).transpose(1, 2)
+    assert_same_as_oracle("write_kv_logged", (*arguments[:-2], by_head[0], by_head[1]))
+
+
+@pytest.mark.parametrize("scale", [float("nan"), 0.0], ids=str)
+def test_auto_reads_no_scale(scale):
+    arguments = write_arguments(scales=(torch.tensor([scale]), torch.tensor([scale])))
+    assert_same_as_oracle("write_kv", arguments)
+
+
+def test_scales_of_any_strides():
+    wide = numbers(8, 3).abs()
+    options = {"kv_cache_dtype": "fp8", "dtype": torch.bfloat16}
+    assert_same_as_oracle("write_kv", write_arguments(scales=(wide[:, 1:2], wide[2:6, 0]), **options))
+
+
+@pytest.mark.parametrize("extra", [0, 1, 5])
+def test_key_longer_than_slot_mapping(extra):
+    """vLLM pads key and value for a graph; slot_mapping alone says how many tokens there are."""
+    assert_same_as_oracle("write_kv_logged", logged_arguments(extra_tokens=extra))
+
+
+def test_log_rows_longer_than_slot_mapping():
+    arguments = logged_arguments(log_rows=(*LOG_ROWS, 3, 3, 99))
+    assert_same_as_oracle("write_kv_logged", arguments)
+
+
+def test_no_early_return_skips_the_write():
+    """A batch without drafts, or whose log has no rows, is written all the same."""
+    assert_same_as_oracle("write_kv_logged", logged_arguments(log_rows=(-1,) * len(SLOTS)))
+    arguments = logged_arguments(log_rows=(-1,) * len(SLOTS))
+    no_rows = [log_for(cache, rows=0) for cache in arguments[2:4]]
+    ours = assert_same_as_oracle("write_kv_logged", (*arguments[:-2], *no_rows))
+    written = [divmod(slot, SMALL.block_size) for slot in SLOTS if slot >= 0]
+    for place in written:
+        token = SLOTS.index(place[0] * SMALL.block_size + place[1])
+        assert torch.equal(ours[2][place], ours[0][token])
+
+
+@pytest.mark.parametrize("op", ["write_kv", "write_kv_logged"])
+def test_only_skipped_tokens(op):
+    options = {"slots": (-1, -2, -(2**62))}
+    arguments = write_arguments(**options) if op == "write_kv" else logged_arguments((0, 1, 2), **options)
+    before = twin(arguments)
+    ours = assert_same_as_oracle(op, arguments)
+    assert same_memory(ours, before)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "packed"])
+def test_layout_is_not_guessed_when_block_size_equals_num_heads(layout):
+    """NHD and HND planes have one shape here; only the strides say which dimension is which."""
+    shape = SHAPES["all_sizes_equal"]
+    arguments = write_arguments(layout, shape, slots=(6,), extra_tokens=0)
+    ours = assert_same_as_oracle("write_kv", arguments)
+    assert torch.equal(ours[2][1, 2], ours[0][0])
+    assert torch.equal(ours[3][1, 2], ours[1][0])
+
+
+def test_many_tokens_on_all_threads():
+    """More rows than one thread takes, so that the work is split."""
+    shape = Shape(40, 16, 2, 32, 32, layers=3)
+    slots = torch.randperm(640, generator=torch.Generator().manual_seed(3)).tolist()[:500]
+    rows = [row if row < 300 else -1 for row in torch.randperm(500).tolist()]
+    arguments = logged_arguments(tuple(rows), layout="packed_hnd", shape=shape, slots=tuple(slots))
+    logs = [log_for(cache, 300, seed) for seed, cache in enumerate(arguments[2:4])]
+    assert_same_as_oracle("write_kv_logged", (*arguments[:-2], *logs))
+    pages = make_pages("packed_hnd", shape, torch.float32)
+    log = surrounded_layers([log_for(cache, 300, seed) for seed, cache in enumerate(pages.key_caches)])
+    rejected = flags(*(torch.rand(300, generator=torch.Generator().manual_seed(4)) < 0.5).tolist())
+    assert_same_as_oracle("restore_slots", (pages.key_caches, log, int64(*slots[:300]), rejected))
+
+
+# ---------------------------------------------------------------- log_slots, restore_slots
+
+
+@pytest.mark.parametrize("dtype", ELEMENT_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [SHAPES["odd"], SHAPES["mla_latent"], SHAPES["all_sizes_equal"]], ids=["odd", "mla", "equal"]
+)
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_log_and_restore_any_plane(layout, shape, dtype):
+    """Latents, inline scales, packed rows: anything with slots, of every element size."""
+    pages = make_pages(layout, shape, dtype)
+    slots = spread_slots(shape)
+    rows = logged_rows(slots)
+    num_rows = max(rows) + 2
+    for cache in (pages.key_caches[0], pages.value_caches[-1]):
+        assert_same_as_oracle("log_slots", (cache, int64(*slots), int32(*rows), log_for(cache, num_rows)))
+    row_slots = int64(*slots[:num_rows])
+    for caches in pages[:2]:
+        log = surrounded_layers([log_for(cache, num_rows, seed) for seed, cache in enumerate(caches)])
+        assert_same_as_oracle(
+            "restore_slots", (caches, log, row_slots, flags(*[1, 0, 1, 1, 0, 1, 1, 1][:num_rows]))
+        )
+
+
+@pytest.mark.parametrize("pattern", ["none", "all", "prefix", "suffix", "sparse"])
+def test_restore_exactly_the_rejected(pattern):
+    """0 %, 50 % and 100 % acceptance; slots of accepted rows keep what was written."""
+    rejected = {
+        "none": [0] * 8, "all": [1] * 8, "prefix": [1, 1, 1, 1, 0, 0, 0, 0],
+        "suffix": [0, 0, 0, 0, 1, 1, 1, 1], "sparse": [1, 0, 0, 1, 0, 1, 1, 0],
+    }[pattern]  # fmt: skip
+    pages = make_pages("one_backing", SMALL, torch.bfloat16)
+    log = surrounded_layers([log_for(cache, 8, seed) for seed, cache in enumerate(pages.key_caches)])
+    row_slots = int64(3, 11, 0, 5, -1, 7, 8, 1)
+    ours = assert_same_as_oracle("restore_slots", (pages.key_caches, log, row_slots, flags(*rejected)))
+    if pattern == "none":
+        assert same_memory(ours, (pages.key_caches, log, row_slots, flags(*rejected)))
+
+
+def test_restore_from_a_log_of_any_strides():
+    """[R, L, H, W] in memory, as a caller may prefer it, and the halves of a packed log."""
+    pages = make_pages("packed", SMALL, torch.float32)
+    by_row = random_bytes(4 * 2 * 4 * 8, torch.float32).view(4, 2, 4, 8).transpose(0, 1)
+    packed = random_bytes(2 * 4 * 4 * 16, torch.float32).view(2, 4, 4, 16)
+    for log in (by_row, packed[..., 8:]):
+        assert_same_as_oracle(
+            "restore_slots", (pages.value_caches, log, int64(0, 5, 9, 11), flags(1, 0, 1, 1))
+        )
+
+
+def test_logging_does_not_touch_the_cache():
+    pages = make_pages("packed", SMALL, torch.float32)
+    arguments = (pages.key_caches[0], int64(*SLOTS), int32(*LOG_ROWS), log_for(pages.key_caches[0]))
+    ours = assert_same_as_oracle("log_slots", arguments)
+    assert same_memory(ours[0], arguments[0])
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 16, 2, 32, 32, 2), Shape(3, 32, 1, 16, 16, 2)], ids=str)
+@pytest.mark.parametrize("offset", [0, 3])
+def test_page_offsets(shape, offset):
+    """vLLM's CPU `amx` pages, whose inner order no strides can express."""
+    pages = make_amx_pages(shape, torch.bfloat16, offset)
+    slots = spread_slots(shape)
+    rows = logged_rows(slots)
+    num_rows = max(rows) + 1
+    for caches, table in ((pages.key_caches, pages.key_offsets), (pages.value_caches, pages.value_offsets)):
+        assert sorted(table.flatten().tolist()) == list(range(table.numel()))
+        log = log_for(caches[0], num_rows)
+        assert_same_as_oracle("log_slots", (caches[1], int64(*slots), int32(*rows), log, table))
+        logs = surrounded_layers([log_for(cache, num_rows, seed) for seed, cache in enumerate(caches)])
+        rejected = flags(*[row % 3 != 1 for row in range(num_rows)])
+        assert_same_as_oracle("restore_slots", (caches, logs, int64(*slots[:num_rows]), rejected, table))
+
+
+def test_page_offsets_of_plain_pages_say_the_same_as_strides():
+    pages = make_pages("vec", SMALL, torch.int16)
+    cache = pages.key_caches[0]
+    table = (torch.arange(4)[:, None] * cache.stride(1) + torch.arange(8) * cache.stride(3)).int()
+    arguments = (cache, int64(*SLOTS), int32(*LOG_ROWS), log_for(cache))
+    with_strides, with_table = twin(arguments), twin((*arguments, table))
+    ops.log_slots(*with_strides)
+    ops.log_slots(*with_table)
+    assert same_memory(with_strides, with_table[:4])
+
+
+EMPTY = {
+    "no tokens": lambda: ("write_kv_logged", logged_arguments((), slots=(), extra_tokens=0)),
+    "no tokens, but padding": lambda: ("write_kv_logged", logged_arguments((), slots=(), extra_tokens=3)),
+    "no blocks": lambda: ("write_kv_logged", logged_arguments((0,), shape=Shape(0, 4, 4, 8, 8), slots=(-1,))),
+    "no heads": lambda: ("write_kv_logged", logged_arguments(shape=Shape(3, 4, 0, 8, 8))),
+    "no width": lambda: ("write_kv_logged", logged_arguments(shape=Shape(3, 4, 4, 0, 8))),
+    "no log rows": lambda: (
+        "restore_slots",
+        (make_pages("packed", SMALL, torch.float32).key_caches, torch.empty(2, 0, 4, 8), int64(), flags()),
+    ),
+    "a table without width": lambda: (
+        "log_slots",
+        (
+            torch.empty(3, 4, 4, 0), int64(*SLOTS), int32(*LOG_ROWS), torch.empty(4, 4, 0),
+            torch.empty(4, 0, dtype=torch.int32),
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_empty(case):
+    op, arguments = EMPTY[case]()
+    assert_same_as_oracle(op, arguments)
+
+
+# ---------------------------------------------------------------- properties
+
+shapes = st.builds(
+    Shape,
+    blocks=st.integers(1, 4),
+    block_size=st.sampled_from([1, 2, 3, 4, 7, 16]),
+    heads=st.integers(1, 4),
+    key_width=st.sampled_from([1, 3, 8, 16]),
+    value_width=st.sampled_from([1, 5, 8, 32]),
+    layers=st.integers(1, 3),
+)
+
+
+@st.composite
+def windows(draw, shape: Shape):
+    """Slots of a step's tokens, log rows of its drafts, and which rows are rejected."""
+    num_slots = shape.blocks * shape.block_size
+    slots = draw(st.lists(st.integers(0, num_slots - 1), unique=True, max_size=12))
+    skipped = draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
+    slots = [-1 if skip else slot for slot, skip in zip(slots, skipped, strict=True)]
+    rows = draw(st.permutations(range(len(slots))))
+    drafts = draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
+    log_rows = [row if draft else -1 for row, draft in zip(rows, drafts, strict=True)]
+    rejected = draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
+    return slots, log_rows, rejected
+
+
+@given(st.data())
+def test_log_then_restore_gives_the_bytes_back(data):
+    """Whatever the bytes, the layout, the window and what another writer does in between."""
+    shape = data.draw(shapes)
+    layout = data.draw(st.sampled_from(LAYOUT_NAMES))
+    dtype = data.draw(st.sampled_from(ELEMENT_DTYPES))
+    offset = data.draw(st.integers(0, 8))
+    slots, log_rows, rejected = data.draw(windows(shape))
+    pages = make_pages(layout, shape, dtype, offset, seed=data.draw(st.integers(0, 99)))
+    before = memory(pages.key_caches[0])[0]
+
+    row_slots = [-1] * len(slots)
+    for slot, row in zip(slots, log_rows, strict=True):
+        if row >= 0:
+            row_slots[row] = slot
+    logs = []
+    for caches in pages[:2]:
+        logs.append(
+            torch.stack(
+                [
+                    random_bytes(len(slots) * c.size(2) * c.size(3), dtype).view(-1, *c.shape[2:])
+                    for c in caches
+                ]
+            )
+        )
+        for layer, cache in enumerate(caches):
+            ops.log_slots(cache, int64(*slots), int32(*log_rows), logs[-1][layer])
+    expected = twin(pages)
+    logged = [slot for slot, row in zip(slots, log_rows, strict=True) if row >= 0 and slot >= 0]
+    undone = [slot for row, slot in enumerate(row_slots) if rejected[row] and slot >= 0]
+    for slot in logged:  # another writer
+        for caches, expected_caches in zip(pages[:2], expected[:2], strict=True):
+            for cache, expected_cache in zip(caches, expected_caches, strict=True):
+                b, n = divmod(slot, shape.block_size)
+                oracle.raw(cache)[b, n] ^= 0x55
+                if slot not in undone:
+                    oracle.raw(expected_cache)[b, n] ^= 0x55
+    for caches, log in zip(pages[:2], logs, strict=True):
+        ops.restore_slots(caches, log, int64(*row_slots), flags(*rejected))
+    assert same_memory(pages, expected)
+    if set(logged) == set(undone):
+        assert torch.equal(memory(pages.key_caches[0])[0], before)
+
+
+@st.composite
+def batches(draw):
+    """(prompt or target tokens, drafts) of each request; some requests draft nothing."""
+    return draw(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=4))
+
+
+@given(st.data())
+def test_a_transaction_equals_a_run_without_the_rejected_drafts(data):
+    """plan, write every layer with a log, decide, restore: the promise of this library, over all memory."""
+    batch = data.draw(batches())
+    num_tokens = sum(tokens + drafts for tokens, drafts in batch)
+    num_drafts = sum(drafts for _, drafts in batch)
+    block_size = data.draw(st.sampled_from([1, 3, 4, 16]))
+    shape = Shape(
+        blocks=-(-(num_tokens + 3) // block_size),
+        block_size=block_size,
+        heads=data.draw(st.integers(1, 3)),
+        key_width=data.draw(st.sampled_from([3, 8])),
+        value_width=data.draw(st.sampled_from([5, 8])),
+        layers=data.draw(st.integers(1, 3)),
+    )
+    kv_cache_dtype, dtype, cache_dtype = data.draw(
+        st.sampled_from([
+            ("auto", torch.float32, torch.float32), ("auto", torch.bfloat16, torch.bfloat16),
+            ("fp8_e4m3", torch.float16, torch.uint8), ("fp8_e5m2", torch.bfloat16, torch.float8_e5m2),
+        ])
+    )  # fmt: skip
+    pages = make_pages(
+        data.draw(st.sampled_from(LAYOUT_NAMES)), shape, cache_dtype, data.draw(st.integers(0, 8))
+    )
+    without_drafts = twin(pages)
+    num_slots = shape.blocks * shape.block_size
+    slots = data.draw(st.permutations(range(num_slots)))[:num_tokens]
+    padding = data.draw(st.integers(0, 2))
+    slot_mapping = int64(*slots, *[-1] * padding)
+    num_rows = num_drafts + data.draw(st.integers(0, 3))
+
+    # What the target sampled: each request accepts a prefix of its drafts.
+    starts, cu, sampled, drafted, rejected_tokens = [0], [], [], [], []
+    for tokens, drafts in batch:
+        accepted = data.draw(st.integers(0, drafts))
+        ids = [100 + len(drafted) + i for i in range(drafts)]
+        sampled.append((ids[:accepted] + [7] + [-1] * 5)[:5])
+        drafted += ids
+        starts.append(starts[-1] + tokens + drafts)
+        cu.append(len(drafted))
+        rejected_tokens += range(starts[-1] - drafts + accepted, starts[-1])
+
+    log_rows, row_slots = int32(*[5] * len(slot_mapping)), int64(*[5] * num_rows).view(1, -1)
+    row_requests, row_positions = int32(*[5] * num_rows), int32(*[5] * num_rows)
+    counters = int64(*[0] * len(ops.COUNTERS))
+    ops.plan_window(
+        int32(*starts), int32(*cu), [slot_mapping], log_rows, row_slots, row_requests, row_positions, counters
+    )
+    logs = [
+        torch.stack([log_for(cache, num_rows, seed) for seed, cache in enumerate(caches)])
+        for caches in pages[:2]
+    ]
+    scale = torch.tensor([0.5])
+    accepted_slots = [-1 if token in rejected_tokens else slot for token, slot in enumerate(slots)]
+    for layer in range(shape.layers):
+        tokens = len(slot_mapping) + 1
+        key = numbers(tokens, shape.heads, shape.key_width, dtype=dtype, seed=layer)
+        value = numbers(tokens, shape.heads, shape.value_width, dtype=dtype, seed=layer + 50)
+        ops.write_kv_logged(
+            key, value, pages.key_caches[layer], pages.value_caches[layer], slot_mapping, scale, scale,
+            kv_cache_dtype, log_rows, logs[0][layer], logs[1][layer],
+        )  # fmt: skip
+        ops.write_kv(
+            key, value, without_drafts.key_caches[layer], without_drafts.value_caches[layer],
+            int64(*accepted_slots), scale, scale, kv_cache_dtype,
+        )  # fmt: skip
+    row_rejected, num_accepted = flags(*[1] * num_rows), int32(*[9] * len(batch))
+    ops.reject_rows(
+        int64(*drafted),
+        torch.tensor(sampled, dtype=torch.int32),
+        int32(*cu),
+        row_rejected,
+        num_accepted,
+        counters,
+    )
+    for caches, log in zip(pages[:2], logs, strict=True):
+        ops.restore_slots(caches, log, row_slots[0], row_rejected)
+    assert same_memory(pages, without_drafts)
+    assert counters.tolist() == [1, num_drafts, num_drafts - len(rejected_tokens), len(rejected_tokens), 0]
+
+
+# ---------------------------------------------------------------- errors: the sentence, and nothing written
+
+
+def refuse(op, arguments, error, sentence):
+    """The call raises, the message matches, and no byte anywhere has changed."""
+    before = twin(arguments)
+    with pytest.raises(error, match=sentence) as caught:
+        getattr(ops, op)(*arguments)
+    assert type(caught.value) is error
+    assert str(caught.value).startswith(f"{op}: ")
+    assert same_memory(arguments, before)
+
+
+BOUNDS = (12, 13, 2**31, 2**40, 2**62)
+
+
+@pytest.mark.parametrize("slot", BOUNDS)
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_slot_outside_the_cache(op, slot):
+    """The bad slot is the last, so a check inside the loop would come too late."""
+    slots = (5, 0, slot)
+    if op == "restore_slots":
+        pages = make_pages("packed", SMALL, torch.float32)
+        log = surrounded_layers([log_for(cache, 3) for cache in pages.key_caches])
+        arguments, name = (pages.key_caches, log, int64(*slots), flags(1, 1, 1)), "row_slots"
+    elif op == "write_kv":
+        arguments, name = write_arguments(slots=slots), "slot_mapping"
+    else:
+        replaced = {"slot_mapping": int64(*slots), "log_rows": int32(0, 1, 2)}
+        arguments, name = with_arguments(op, sample_inputs(op)[0], **replaced), "slot_mapping"
+    refuse(op, arguments, IndexError, rf"{name}\[2\] must be below 12 .*, got {slot}$")
+
+
+def test_slot_outside_the_cache_of_an_accepted_row():
+    """Rows that are kept are not looked at."""
+    pages = make_pages("packed", SMALL, torch.float32)
+    log = surrounded_layers([log_for(cache, 3) for cache in pages.key_caches])
+    assert_same_as_oracle("restore_slots", (pages.key_caches, log, int64(5, 0, 1), flags(1, 1, 0)))
+    ops.restore_slots(pages.key_caches, log, int64(5, 0, 99), flags(1, 1, 0))
+
+
+@pytest.mark.parametrize("op", LOGGING_OPS)
+def test_log_of_a_fixed_size_is_never_overrun(op):
+    """An earlier attempt had 512 rows and wrote past them in silence."""
+    arguments = sample_inputs(op)[0]
+    arguments = with_arguments(op, arguments, slot_mapping=int64(5, 0, 7), log_rows=int32(0, 1, 4))
+    refuse(op, arguments, IndexError, r"log_rows\[2\] must be below the 4 rows of the log, got 4$")
+
+
+def test_log_row_of_a_skipped_token_is_not_looked_at():
+    assert_same_as_oracle("write_kv_logged", logged_arguments((0, -1, 99), slots=(3, 5, -1)))
+
+
+@pytest.mark.parametrize("offsets", ["below", "beyond"])
+@pytest.mark.parametrize("op", ["log_slots", "restore_slots"])
+def test_page_offsets_outside_the_storage(op, offsets):
+    index = 3
+    arguments = sample_inputs(op)[index]
+    table = arguments[-1].clone()
+    table[1, 2] = -1 if offsets == "below" else 2**30
+    refuse(
+        op,
+        with_arguments(op, arguments, page_offsets=table),
+        IndexError,
+        "page_offsets must lie within the storage",
+    )
+
+
+# (op, sample, argument): wrong values, each with what the sentence says was expected and what came.
+# A function is given the arguments of the sample.
+CACHE_SHAPE = "be [num_blocks, block_size, num_kv_heads, width]"
+SCALE_SHAPE = "be one element, per head [num_kv_heads] or per token [num_tokens, 1]"
+E4M3_CACHE = "have dtype torch.uint8 or torch.float8_e4m3fn for kv_cache_dtype"
+WRONG = {
+    ("write_kv", 0, "key"): [
+        (
+            lambda a: a[0].double(),
+            "have dtype torch.float32, torch.float16 or torch.bfloat16",
+            "torch.float64 [8, 4, 8]",
+        ),
+        (lambda a: a[0][:5], "be [>= 6, 4, 8]", "torch.float32 [5, 4, 8]"),
+        (lambda a: a[0][:, :3], "be [>= 6, 4, 8]", "torch.float32 [8, 3, 8]"),
+    ],
+    ("write_kv", 0, "value"): [
+        (lambda a: a[1].half(), "have dtype torch.float32", "torch.float16 [8, 4, 8]"),
+        (lambda a: a[1][..., :7], "be [>= 6, 4, 8]", "torch.float32 [8, 4, 7]"),
+        (lambda a: a[1].flatten(1), "be [>= 6, 4, 8]", "torch.float32 [8, 32]"),
+    ],
+    ("write_kv", 0, "key_cache"): [(lambda a: a[2].flatten(2), CACHE_SHAPE, "torch.float32 [3, 4, 32]")],
+    ("write_kv", 0, "value_cache"): [
+        (lambda a: a[3].flatten(2), CACHE_SHAPE, "torch.float32 [3, 4, 32]"),
+        (lambda a: a[3][:2], "be of the num_blocks", "torch.float32 [2, 4, 4, 8]"),
+        (lambda a: a[3][:, :3], "be of the num_blocks, block_size", "torch.float32 [3, 3, 4, 8]"),
+        (lambda a: a[3].int(), "have dtype torch.float32", "torch.int32 [3, 4, 4, 8]"),
+    ],
+    ("write_kv", 0, "slot_mapping"): [
+        (lambda a: a[4].int(), "have dtype torch.int64", "torch.int32 [6]"),
+        (lambda a: a[4].view(2, 3), "be [num_tokens]", "torch.int64 [2, 3]"),
+        (int64(*[0] * 6)[::2], "be contiguous", "torch.int64 [3]"),
+    ],
+    ("write_kv", 0, "kv_cache_dtype"): [("int8", "be one of auto, fp8, fp8_e4m3, fp8_e5m2", "int8")],
+    ("write_kv", 3, "k_scale"): [
+        (lambda a: a[5].half(), "have dtype torch.float32", "torch.float16 [4]"),
+        (torch.ones(3), SCALE_SHAPE, "torch.float32 [3]"),
+    ],
+    ("write_kv", 3, "v_scale"): [(torch.ones(5, 1), SCALE_SHAPE, "torch.float32 [5, 1]")],
+    ("write_kv_logged", 0, "log_rows"): [
+        (lambda a: a[8].long(), "have dtype torch.int32", "torch.int64 [6]"),
+        (lambda a: a[8][:5], "be [num_tokens] with at least 6 elements", "torch.int32 [5]"),
+        (int32(*[0] * 12)[::2], "be contiguous", "torch.int32 [6]"),
+    ],
+    ("write_kv_logged", 3, "key_log"): [
+        (lambda a: a[9].char(), "have dtype torch.uint8", "torch.int8 [4, 4, 8]"),
+        (lambda a: a[9][:, :3], "be [num_log_rows, 4, 8]", "torch.uint8 [4, 3, 8]"),
+    ],
+    ("write_kv_logged", 0, "value_log"): [
+        (lambda a: a[10][..., :7], "be [num_log_rows, 4, 8]", "torch.float32 [4, 4, 7]"),
+        (lambda a: a[10][:3], "be of as many rows as key_log", "torch.float32 [3, 4, 8]"),
+    ],
+    ("log_slots", 0, "cache"): [
+        (lambda a: a[0][0], CACHE_SHAPE, "torch.bfloat16 [4, 4, 8]"),
+        (
+            torch.empty(3, 4, 4, 8, dtype=torch.complex128),
+            "have dtype of 1, 2, 4 or 8 bytes per element",
+            "another dtype [3, 4, 4, 8]",
+        ),
+    ],
+    ("log_slots", 0, "slot_mapping"): [
+        (lambda a: a[1].int(), "have dtype torch.int64", "torch.int32 [6]"),
+        (int64(*[0] * 6)[::2], "be contiguous", "torch.int64 [3]"),
+    ],
+    ("log_slots", 0, "log_rows"): [
+        (lambda a: a[2].long(), "have dtype torch.int32", "torch.int64 [6]"),
+        (lambda a: a[2][:5], "be [num_tokens] with at least 6 elements", "torch.int32 [5]"),
+    ],
+    ("log_slots", 0, "log"): [
+        (lambda a: a[3].half(), "have dtype torch.bfloat16", "torch.float16 [4, 4, 8]"),
+        (lambda a: a[3][..., :4], "be [num_log_rows, 4, 8]", "torch.bfloat16 [4, 4, 4]"),
+    ],
+    ("log_slots", 3, "page_offsets"): [
+        (lambda a: a[4].long(), "have dtype torch.int32", "torch.int64 [16, 16]"),
+        (lambda a: a[4][:8], "be [block_size, width] of the cache", "torch.int32 [8, 16]"),
+        (lambda a: a[4].T, "be contiguous", "torch.int32 [16, 16]"),
+    ],
+    ("restore_slots", 0, "log"): [
+        (lambda a: a[1][:1], "be [2, num_log_rows, 4, 8]", "torch.bfloat16 [1, 4, 4, 8]"),
+        (lambda a: a[1].half(), "have dtype torch.bfloat16", "torch.float16 [2, 4, 4, 8]"),
+        (lambda a: a[1].flatten(2), "be [2, num_log_rows, 4, 8]", "torch.bfloat16 [2, 4, 32]"),
+    ],
+    ("restore_slots", 0, "row_slots"): [
+        (lambda a: a[2].int(), "have dtype torch.int64", "torch.int32 [4]"),
+        (lambda a: a[2][:3], "be one slot for each row of log", "torch.int64 [3]"),
+        (int64(*[0] * 8)[::2], "be contiguous", "torch.int64 [4]"),
+    ],
+    ("restore_slots", 0, "row_rejected"): [
+        (lambda a: a[3].byte(), "have dtype torch.bool", "torch.uint8 [4]"),
+        (flags(1, 1, 1, 1, 1), "be one flag for each row of log", "torch.bool [5]"),
+        (flags(*[1] * 8)[::2], "be contiguous", "torch.bool [4]"),
+    ],
+    ("restore_slots", 3, "page_offsets"): [
+        (lambda a: a[4].long(), "have dtype torch.int32", "torch.int64 [16, 16]"),
+        (lambda a: a[4].T, "be contiguous", "torch.int32 [16, 16]"),
+    ],
+}
+
+
+def error_for(expected):
+    """A wrong dtype is a TypeError, any other wrong argument a ValueError."""
+    return TypeError if expected.startswith("have dtype") else ValueError
+
+
+@pytest.mark.parametrize(
+    ("op", "sample", "argument", "value", "expected", "got"),
+    [(*where, *wrong) for where, wrongs in WRONG.items() for wrong in wrongs],
+)
+def test_wrong_argument(op, sample, argument, value, expected, got):
+    arguments = sample_inputs(op)[sample]
+    value = value(arguments) if callable(value) else value
+    sentence = rf"^{op}: {argument} must {re.escape(expected)}.*, got {re.escape(got)}$"
+    refuse(op, with_arguments(op, arguments, **{argument: value}), error_for(expected), sentence)
+
+
+@pytest.mark.parametrize(
+    ("sample", "kv_cache_dtype", "expected"),
+    [
+        (0, "fp8", f"{E4M3_CACHE} fp8, got torch.float32 [3, 4, 4, 8]"),
+        (
+            3,
+            "auto",
+            "have dtype torch.float32 (that of key) for kv_cache_dtype auto, got torch.uint8 [3, 4, 4, 8]",
+        ),
+        (4, "fp8_e4m3", f"{E4M3_CACHE} fp8_e4m3, got torch.float8_e5m2 [3, 4, 4, 8]"),
+    ],
+)
+def test_cache_of_another_format(sample, kv_cache_dtype, expected):
+    arguments = with_arguments("write_kv", sample_inputs("write_kv")[sample], kv_cache_dtype=kv_cache_dtype)
+    refuse("write_kv", arguments, TypeError, f"key_cache must {re.escape(expected)}$")
+
+
+WRONG_LAYERS = {
+    "none": (lambda caches: [], "caches must hold at least one plane, got none"),
+    "dtype": (
+        lambda caches: [caches[0], caches[1].half()],
+        "caches[1] must have dtype torch.bfloat16, got torch.float16 [3, 4, 4, 8]",
+    ),
+    "shape": (
+        lambda caches: [caches[0], caches[1][:2]],
+        "caches[1] must be of the shape and strides of caches[0], torch.bfloat16 [3, 4, 4, 8], "
+        "got torch.bfloat16 [2, 4, 4, 8]",
+    ),
+    "strides": (
+        lambda caches: [caches[0], caches[1].contiguous()],
+        "caches[1] must be of the shape and strides of caches[0]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_LAYERS)
+def test_layers_of_different_geometry(case):
+    change, sentence = WRONG_LAYERS[case]
+    arguments = sample_inputs("restore_slots")[0]
+    arguments = with_arguments("restore_slots", arguments, caches=change(arguments[0]))
+    refuse("restore_slots", arguments, TypeError if case == "dtype" else ValueError, re.escape(sentence))
+
+
+# op, argument, what it is given of the other arguments, the other argument as the sentence names it
+SHARED = [
+    ("write_kv", "key", lambda a: a[2].flatten(0, 1)[:8], "key_cache"),
+    ("write_kv", "value", lambda a: a[3].flatten(0, 1)[:8], r"\w+_cache"),
+    ("write_kv_logged", "key_log", lambda a: a[0][:4], "key"),
+    ("write_kv_logged", "value_log", lambda a: a[2][0], r"\w+_cache"),
+    ("write_kv_logged", "value_log", lambda a: a[9], "key_log|key_log and value_log"),
+    ("log_slots", "log", lambda a: a[0][0], "cache"),
+    ("restore_slots", "log", lambda a: a[0][0].as_strided((2, 4, 4, 8), a[0][0].stride()), "caches"),
+]
+
+
+@pytest.mark.parametrize(("op", "argument", "value", "other"), SHARED)
+def test_source_and_destination_may_share_no_memory(op, argument, value, other):
+    arguments = sample_inputs(op)[0]
+    arguments = with_arguments(op, arguments, **{argument: value(arguments)})
+    refuse(op, arguments, ValueError, rf"({other}) (and \w+ )?must not share memory$")
+
+
+def test_logs_that_overlap_but_start_apart():
+    """Each row of the value log is the next row of the key log."""
+    arguments = logged_arguments()
+    log = log_for(arguments[2], rows=5)
+    arguments = with_arguments("write_kv_logged", arguments, key_log=log[:4], value_log=log[1:])
+    refuse("write_kv_logged", arguments, ValueError, "key_log and value_log must not share memory")
+
+
+@pytest.mark.parametrize("op", ALL_OPS)
+def test_tensors_on_two_devices(op):
+    """`meta` stands in for a second device. It must be an error, not a call that does nothing."""
+    arguments = sample_inputs(op)[0]
+    for name, value in zip(argument_names(op), arguments, strict=False):  # the optional ones are not given
+        if isinstance(value, torch.Tensor) and name not in ("k_scale", "v_scale"):
+            mixed = with_arguments(op, arguments, **{name: value.to("meta")})
+            with pytest.raises(TypeError, match=f"^{op}: .* must be on device "):
+                getattr(ops, op)(*mixed)
+
+
+# ---------------------------------------------------------------- row_windows
+
+
+@pytest.mark.parametrize("op", LOGGING_OPS)
+def test_logged_rows_carry_their_window(op):
+    """Rows of skipped tokens, and rows nobody logs, keep the number they had."""
+    arguments = sample_inputs(op)[-1]
+    ours = assert_same_as_oracle(op, arguments)
+    logged = [row for slot, row in zip(SLOTS, LOG_ROWS, strict=True) if slot >= 0 and row >= 0]
+    expected = [WINDOW if row in logged else EARLIER_WINDOW for row in range(len(ours[-1]))]
+    assert ours[-1].tolist() == expected
+
+
+@pytest.mark.parametrize("reached", range(4))
+def test_a_forward_that_stopped_half_way(reached):
+    """Layers that never logged in this window hold an older window's rows, which must stay there."""
+    shape = SMALL._replace(layers=3)
+    pages = make_pages("one_backing", shape, torch.bfloat16)
+    windows = row_windows(shape.layers, 4)
+    slots, rows = int64(5, 0, 11), int32(2, 0, 3)
+    log = surrounded_layers([log_for(cache, 4, seed) for seed, cache in enumerate(pages.key_caches)])
+    before = memory(pages.key_caches[0])[0]
+    for layer in range(reached):
+        ops.log_slots(pages.key_caches[layer], slots, rows, log[layer], None, int64(WINDOW), windows[layer])
+        oracle.raw(pages.key_caches[layer])[1, 1] ^= 0x55
+        oracle.raw(pages.key_caches[layer])[2, 3] ^= 0x55
+    arguments = (pages.key_caches, log, int64(0, -1, 5, 11), flags(1, 1, 1, 1), None, int64(WINDOW), windows)
+    ours = assert_same_as_oracle("restore_slots", arguments)
+    assert torch.equal(memory(ours[0][0])[0], before)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
+def test_row_windows_with_a_page_table(dtype):
+    pages = make_amx_pages(Shape(2, 16, 2, 16, 16, layers=2), dtype)
+    windows = row_windows(2, 3)
+    windows[0, 1] = windows[1, 2] = WINDOW
+    log = surrounded_layers([log_for(cache, 3, seed) for seed, cache in enumerate(pages.value_caches)])
+    assert_same_as_oracle(
+        "restore_slots",
+        (
+            pages.value_caches,
+            log,
+            int64(3, 17, 31),
+            flags(1, 1, 1),
+            pages.value_offsets,
+            int64(WINDOW),
+            windows,
+        ),
+    )
+
+
+WRONG_WINDOWS = [
+    ({"row_windows": None}, "window_id and row_windows must be given together"),
+    ({"window_id": None}, "window_id and row_windows must be given together"),
+    ({"window_id": int32(1)}, r"window_id must have dtype torch.int64, got torch.int32 \[1\]"),
+    ({"window_id": int64()}, r"window_id must be .*, got torch.int64 \[0\]"),
+    ({"row_windows": int32(1, 1, 1, 1)}, r"row_windows must have dtype torch.int64, got torch.int32 \[4\]"),
+    ({"row_windows": int64(1, 1, 1)}, r"row_windows must be .*, got torch.int64 \[3\]"),
+    (
+        {"row_windows": int64(1, 1, 1, 1).view(1, 2, 2)},
+        r"row_windows must be .*, got torch.int64 \[1, 2, 2\]",
+    ),
+]
+
+
+@pytest.mark.parametrize("op", [*LOGGING_OPS, "restore_slots"])
+@pytest.mark.parametrize(("replaced", "sentence"), WRONG_WINDOWS)
+def test_wrong_windows(op, replaced, sentence):
+    arguments = with_arguments(op, sample_inputs(op)[-1], **replaced)
+    refuse(op, arguments, TypeError if "dtype" in sentence else ValueError, sentence)
+
+
+@pytest.mark.parametrize("op", [*LOGGING_OPS, "restore_slots"])
+def test_row_windows_must_be_contiguous(op):
+    arguments = sample_inputs(op)[-1]
+    spaced = arguments[-1].repeat_interleave(2, -1)[..., ::2]
+    refuse(
+        op, with_arguments(op, arguments, row_windows=spaced), ValueError, "row_windows must be contiguous"
+    )
+
+
+def test_row_windows_may_not_hold_the_window_id():
+    both = int64(1, 1, 1, 1)
+    for op in LOGGING_OPS:
+        arguments = with_arguments(op, sample_inputs(op)[-1], row_windows=both, window_id=both[2:3])
+        refuse(op, arguments, ValueError, "row_windows and window_id must not share memory")
+
+
+FLOAT_ARGUMENTS = {
+    "write_kv": ("key", "value", "key_cache", "value_cache", "k_scale", "v_scale"),
+    "write_kv_logged": (
+        "key",
+        "value",
+        "key_cache",
+        "value_cache",
+        "k_scale",
+        "v_scale",
+        "key_log",
+        "value_log",
+    ),
+    "log_slots": ("cache", "log"),
+    "restore_slots": ("caches", "log"),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op, names in FLOAT_ARGUMENTS.items() for name in names]
+)
+def test_gradients_are_refused(op, name):
+    """The ops have no backward: an in-place write without one would corrupt it in silence."""
+    arguments = sample_inputs(op)[0]
+    argument = arguments[argument_names(op).index(name)]
+    (argument[1] if name == "caches" else argument).requires_grad_(True)
+    before = memory(arguments)
+    with pytest.raises(RuntimeError, match=rf"^{op}: {name}(\[1\])? must not require a gradient"):
+        getattr(ops, op)(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(before, memory(arguments), strict=True))
+    with torch.no_grad():
+        getattr(ops, op)(*arguments)
