@@ -66,6 +66,16 @@ def find_nvcc() -> str | None:
     return next((str(path) for path in candidates if path.exists()), None)
 
 
+def cuda_library_folders(nvcc: str) -> list[str]:
+    """Where libcudart_static.a may be. Asked of nvcc itself: it may be a wrapper that lies elsewhere."""
+    plan = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
+    ).stderr
+    home = dict(line[3:].split("=", 1) for line in plan.splitlines() if line.startswith("#$ ") and "=" in line)
+    top = home.get("TOP", "/usr/local/cuda")
+    return [f"{top}/{home.get('_TARGET_DIR_') or 'targets/x86_64-linux'}/lib", f"{top}/lib64"]
+
+
 def architecture_flags(names: str) -> list[str]:
     flags = []
     for name in names.replace(",", ";").replace(" ", ";").split(";"):
@@ -149,8 +159,8 @@ class BuildLibraries(build_ext):
     def compile_cuda(self, sources: list[str]) -> list[str]:
         nvcc = find_nvcc()
         assert nvcc is not None
-        flags = [*COMMON, "-DUSE_CUDA", "-O3", "-cudart", "static", "-Xcompiler", "-fPIC,-fvisibility=hidden",
-                 *self.includes()]  # fmt: skip
+        host_flags = f"-fPIC,-fvisibility=hidden,-ffile-prefix-map={ROOT}=."
+        flags = [*COMMON, "-DUSE_CUDA", "-O3", "-cudart", "static", "-Xcompiler", host_flags, *self.includes()]
         architectures = architecture_flags(os.environ.get("TORCH_CUDA_ARCH_LIST") or RELEASE_ARCHITECTURES)
 
         def compile_one(source: str) -> str:
@@ -159,26 +169,16 @@ class BuildLibraries(build_ext):
             return target
 
         objects = self.compile_each(sources, compile_one)
-        link = self.link_flags("torch", "torch_cpu", "torch_cuda", "c10")
+        compiler = find_compiler()
         if not (self.torch_folder / "lib" / "libtorch_cuda.so").exists():
             # A CPU build of torch: link against an empty library of that name. Only the name is kept.
-            stub = self.scratch / "libtorch_cuda.so"
-            run(
-                [
-                    find_compiler(),
-                    "-shared",
-                    "-x",
-                    "c",
-                    os.devnull,
-                    "-Wl,-soname,libtorch_cuda.so",
-                    "-o",
-                    str(stub),
-                ]
-            )
-            link.insert(0, f"-L{self.scratch}")
-        link = [flag.replace("-Wl,", "-Xlinker ").replace(",", " ") for flag in link]
-        link = [part for flag in link for part in flag.split()]
-        return [nvcc, "-shared", "-cudart", "static", *architectures, *objects, *link]
+            stub = str(self.scratch / "libtorch_cuda.so")
+            run([compiler, "-shared", "-x", "c", os.devnull, "-Wl,-soname,libtorch_cuda.so", "-o", stub])
+        # Linked by the host compiler: nvcc would write its own command line into the library.
+        folders = [self.scratch, *cuda_library_folders(nvcc)]
+        return [compiler, "-shared", *objects, *(f"-L{folder}" for folder in folders), "-Wl,--exclude-libs,ALL",
+                "-lcudart_static", "-ldl", "-lrt", "-lpthread",
+                *self.link_flags("torch", "torch_cpu", "torch_cuda", "c10")]  # fmt: skip
 
 
 class PlatformWheel(bdist_wheel):
@@ -209,8 +209,9 @@ def libraries() -> list[Library]:
     return [Library("cpu"), Library("cuda")]
 
 
-setup(
-    ext_modules=libraries(),
-    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
-    distclass=BinaryDistribution,
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=libraries(),
+        cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
+        distclass=BinaryDistribution,
+    )

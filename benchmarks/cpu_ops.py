@@ -39,9 +39,7 @@ def write_rows(num_tokens: int) -> list[Row]:
         {
             "vllm": lambda: vllm_ops.cpu_attn_reshape_and_cache(key, value, *theirs, slots, "vec"),
             "vec": lambda: nwor_ops.write_kv(key, value, *ours, slots, one, one, "auto"),
-            "vec_logged": lambda: nwor_ops.write_kv_logged(
-                key, value, *ours, slots, one, one, "auto", log_rows, *log
-            ),
+            "vec_logged": lambda: nwor_ops.write_kv_logged(key, value, *ours, slots, one, one, "auto", log_rows, *log),
             "packed": lambda: nwor_ops.write_kv(key, value, *packed, slots, one, one, "auto"),
             "packed_logged": lambda: nwor_ops.write_kv_logged(
                 key, value, *packed, slots, one, one, "auto", log_rows, *log
@@ -71,9 +69,7 @@ def write_rows(num_tokens: int) -> list[Row]:
 
 def restore_rows(num_rows: int) -> Row:
     blocks = 64
-    caches = list(
-        torch.zeros(LAYERS, blocks, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16).unbind(0)
-    )
+    caches = list(torch.zeros(LAYERS, blocks, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16).unbind(0))
     log = torch.randn(LAYERS, num_rows, HEADS, 2 * HEAD_SIZE).to(torch.bfloat16)
     row_slots = torch.randperm(blocks * BLOCK_SIZE)[:num_rows]
     rejected = torch.arange(num_rows) < int(REJECTED * num_rows)

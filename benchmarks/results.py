@@ -49,9 +49,7 @@ class Row:
         return self.value <= self.target if self.better == "lower" else self.value >= self.target
 
 
-def row(
-    name: str, samples: list[float], unit: str, better: str, target: float | None = None, digits: int = 4
-) -> Row:
+def row(name: str, samples: list[float], unit: str, better: str, target: float | None = None, digits: int = 4) -> Row:
     quartiles = statistics.quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
     return Row(
         name,

@@ -23,9 +23,7 @@ def plan_window(
     op = "plan_window"
     if not slot_mappings:
         raise ValueError(f"{op}: slot_mappings must hold at least one slot mapping, got none")
-    same_device(
-        op, query_start_loc, **{f"slot_mappings[{g}]": slots for g, slots in enumerate(slot_mappings)}
-    )
+    same_device(op, query_start_loc, **{f"slot_mappings[{g}]": slots for g, slots in enumerate(slot_mappings)})
     same_device(
         op, query_start_loc, cu_num_draft_tokens=cu_num_draft_tokens, log_rows=log_rows, row_slots=row_slots,
         row_requests=row_requests, row_positions=row_positions, counters=counters,
@@ -42,9 +40,7 @@ def plan_window(
     is_vector(op, "counters", counters, torch.int64, "[len(COUNTERS)]")
 
 
-def _check_tokens(
-    op: str, draft_token_ids: Tensor, sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor
-) -> None:
+def _check_tokens(op: str, draft_token_ids: Tensor, sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor) -> None:
     same_device(op, cu_num_draft_tokens, draft_token_ids=draft_token_ids, sampled_token_ids=sampled_token_ids)
     has_dtype(op, "draft_token_ids", draft_token_ids, torch.int32, torch.int64)
     has_dims(op, "draft_token_ids", draft_token_ids, 1, "[num_draft_tokens]")

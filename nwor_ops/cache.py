@@ -80,16 +80,12 @@ class LayerCache:
         """Planes whose writer is not ours."""
         if not planes:
             raise ValueError("LayerCache.opaque: planes must hold at least one plane, got none")
-        return cls(
-            tuple(plane if isinstance(plane, Plane) else Plane(plane) for plane in planes), writable=False
-        )
+        return cls(tuple(plane if isinstance(plane, Plane) else Plane(plane) for plane in planes), writable=False)
 
     def __post_init__(self) -> None:
         slots = {(plane.view.shape[0] * plane.view.shape[1], plane.view.device) for plane in self.planes}
         if len(slots) != 1:
-            raise ValueError(
-                f"LayerCache: planes must agree on slots and device, got {sorted(map(str, slots))}"
-            )
+            raise ValueError(f"LayerCache: planes must agree on slots and device, got {sorted(map(str, slots))}")
 
     @property
     def num_slots(self) -> int:

@@ -76,9 +76,7 @@ def _from_additional_config(additional_config: Any) -> dict[str, Any]:
         return {}
     settings = additional_config.get(ADDITIONAL_CONFIG_KEY, {})
     if not isinstance(settings, Mapping):
-        raise ValueError(
-            f'nwor: additional_config["{ADDITIONAL_CONFIG_KEY}"] must be a dict, got {settings!r}'
-        )
+        raise ValueError(f'nwor: additional_config["{ADDITIONAL_CONFIG_KEY}"] must be a dict, got {settings!r}')
     unknown = sorted(set(settings) - set(_known()))
     if unknown:
         raise ValueError(f"nwor: unknown settings {unknown}; known are {', '.join(_known())}")

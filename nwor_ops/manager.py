@@ -67,9 +67,7 @@ class _Layer:
 
     def current_caches(self) -> tuple[Tensor, ...]:
         if self.traced_caches and torch.compiler.is_compiling():
-            return tuple(
-                root.as_strided(shape, stride, offset) for root, shape, stride, offset in self.traced_caches
-            )
+            return tuple(root.as_strided(shape, stride, offset) for root, shape, stride, offset in self.traced_caches)
         return self.caches
 
     # A traced graph that mutates many inputs which share one storage is a hard case for functionalization.
@@ -147,6 +145,7 @@ class DraftCommitManager:
         self._classes: list[_LayerClass] = []
         self._groups: list[str] = []
         self._window: Window | None = None
+        self._judged = False  # whether the open window's drafts were counted as accepted or rejected
         self._cancelled = 0
         self._abandoned = 0
 
@@ -178,9 +177,7 @@ class DraftCommitManager:
             raise ValueError(f"register_layer: name must be new, {name!r} is registered already")
         device = cache.planes[0].view.device
         if _normalized(device) != self.device:
-            raise TypeError(
-                f"register_layer: cache of {name!r} must be on device {self.device}, got {device}"
-            )
+            raise TypeError(f"register_layer: cache of {name!r} must be on device {self.device}, got {device}")
         if group not in self._groups:
             self._groups.append(group)
         layer_class = self._class_of(group, cache)
@@ -292,6 +289,7 @@ class DraftCommitManager:
             buffers.counters,
         )
         self._window = window
+        self._judged = False
         self._state = State.OPEN
 
     def write(
@@ -314,6 +312,7 @@ class DraftCommitManager:
             k_scale, v_scale: likewise; None = 1.
             token_offset: place in the batch of the first token of ``slot_mapping`` (micro-batches).
 
+        Write each token of a layer once per window: a second write would log the first one's row.
         Tensors without data (fake, meta, freed storage) pass through: nothing is written.
         """
         if not torch.compiler.is_compiling():
@@ -322,9 +321,7 @@ class DraftCommitManager:
             self._require_window(name, key)
         layer = self._layer(name, "write")
         if not layer.cache.writable:
-            raise RuntimeError(
-                f"write: the planes of layer {name!r} are opaque; call log(), then their own writer"
-            )
+            raise RuntimeError(f"write: the planes of layer {name!r} are opaque; call log(), then their own writer")
         key_cache, value_cache = layer.cache.key_value(layer.current_caches())
         key_log, value_log = layer.cache.key_value(layer.current_logs())
         ops.write_kv_logged(
@@ -344,7 +341,10 @@ class DraftCommitManager:
         )
 
     def log(self, name: str, slot_mapping: Tensor, *, token_offset: int = 0) -> None:
-        """Log what the drafts' slots of a layer hold, before a writer that is not ours runs."""
+        """Log what the drafts' slots of a layer hold, before a writer that is not ours runs.
+
+        Once for each token of a window, as :meth:`write`.
+        """
         if not torch.compiler.is_compiling():
             if _has_no_data(slot_mapping):
                 return
@@ -355,9 +355,7 @@ class DraftCommitManager:
         for index, plane in enumerate(layer.cache.planes):
             # Only the last plane marks the rows: a layer counts as logged when all of it is.
             marks = (self.buffers.window_id, layer.current_row_windows()) if index == last else (None, None)
-            ops.log_slots(
-                plane.view, slot_mapping, log_rows, layer.current_logs()[index], plane.page_offsets, *marks
-            )
+            ops.log_slots(plane.view, slot_mapping, log_rows, layer.current_logs()[index], plane.page_offsets, *marks)
 
     def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> None:
         """Keep the accepted drafts, undo the rest, and close the window.
@@ -367,19 +365,16 @@ class DraftCommitManager:
 
         If this raises, the window is still open: cancel it.
         """
-        window = self._open_window("commit")
-        if window.num_draft_tokens != 0:
-            buffers = self.buffers
-            ops.reject_rows(
-                draft_token_ids,
-                sampled_token_ids,
-                window.cu_num_draft_tokens,
-                buffers.row_rejected,
-                buffers.num_accepted,
-                buffers.counters,
-            )
-            self._restore()
-        self._close()
+        window, buffers = self._open_window("commit"), self.buffers
+        ops.reject_rows(
+            draft_token_ids,
+            sampled_token_ids,
+            window.cu_num_draft_tokens,
+            buffers.row_rejected,
+            buffers.num_accepted,
+            buffers.counters,
+        )
+        self._undo_rejected(window)
 
     def commit_rejected(self, num_rejected: Tensor) -> None:
         """:meth:`commit` for engines that know how many drafts of each request were rejected.
@@ -387,18 +382,15 @@ class DraftCommitManager:
         Args:
             num_rejected: int32 ``[>= Q]``.
         """
-        window = self._open_window("commit_rejected")
-        if window.num_draft_tokens != 0:
-            buffers = self.buffers
-            ops.reject_rows_from_rejected(
-                num_rejected,
-                window.cu_num_draft_tokens,
-                buffers.row_rejected,
-                buffers.num_accepted,
-                buffers.counters,
-            )
-            self._restore()
-        self._close()
+        window, buffers = self._open_window("commit_rejected"), self.buffers
+        ops.reject_rows_from_rejected(
+            num_rejected,
+            window.cu_num_draft_tokens,
+            buffers.row_rejected,
+            buffers.num_accepted,
+            buffers.counters,
+        )
+        self._undo_rejected(window)
 
     def cancel(self) -> None:
         """Undo every draft written since begin, and close the window.
@@ -408,8 +400,13 @@ class DraftCommitManager:
         """
         self._open_window("cancel")
         buffers = self.buffers
+        undone = buffers.row_requests >= 0
+        if self._judged:  # a commit that failed after it had counted
+            undone &= ~buffers.row_rejected
+            buffers.counters[ops.COUNTERS.index("accepted")].sub_(undone.sum())
+        buffers.counters[ops.COUNTERS.index("rejected")].add_(undone.sum())
         buffers.row_rejected.fill_(True)
-        buffers.counters[ops.COUNTERS.index("rejected")].add_((buffers.row_requests >= 0).sum())
+        buffers.num_accepted.zero_()
         self._restore()
         self._cancelled += 1
         self._close()
@@ -420,6 +417,7 @@ class DraftCommitManager:
         For engines whose own error handling prefers a plain step to a stopped one.
         """
         self._open_window("abandon")
+        self.buffers.num_accepted.zero_()
         self._abandoned += 1
         self._close()
 
@@ -431,13 +429,17 @@ class DraftCommitManager:
 
     # ------------------------------------------------------------ inside
 
+    def _undo_rejected(self, window: Window) -> None:
+        self._judged = True
+        if window.num_draft_tokens != 0:
+            self._restore()
+        self._close()
+
     def _restore(self) -> None:
         buffers = self.buffers
         for layer_class in self._classes:
             row_slots = buffers.group_row_slots[self._groups.index(layer_class.group)]
-            for plane, caches, log in zip(
-                layer_class.planes, layer_class.caches, layer_class.logs, strict=True
-            ):
+            for plane, caches, log in zip(layer_class.planes, layer_class.caches, layer_class.logs, strict=True):
                 ops.restore_slots(
                     caches,
                     log,

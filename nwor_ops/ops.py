@@ -137,9 +137,7 @@ def write_kv(
         v_scale=v_scale,
     )
     try:
-        torch.ops.nwor.write_kv(
-            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype
-        )
+        torch.ops.nwor.write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype)
     except ValueError as error:
         raise _translated(error) from None
 
@@ -267,9 +265,7 @@ def restore_slots(
     """
     _refuse_gradients("restore_slots", log=log, **{f"caches[{i}]": cache for i, cache in enumerate(caches)})
     try:
-        torch.ops.nwor.restore_slots(
-            list(caches), log, row_slots, row_rejected, page_offsets, window_id, row_windows
-        )
+        torch.ops.nwor.restore_slots(list(caches), log, row_slots, row_rejected, page_offsets, window_id, row_windows)
     except ValueError as error:
         raise _translated(error) from None
 
@@ -332,8 +328,8 @@ def acceptance_mask(
     """Which drafts were accepted, from what the target sampled; on the device, no sync.
 
     Draft j of request q counts as accepted if every draft of q up to and including j equals the
-    token sampled in its place (a negative one equals nothing), and the sampler went on after it: ``sampled_token_ids[q, j + 1]`` is
-    not negative (where that column exists). The second condition tells an accepted draft from a
+    token sampled in its place (a negative one equals nothing), and the sampler went on after it:
+    ``sampled_token_ids[q, j + 1]`` is not negative (where that column exists). The second condition tells an accepted draft from a
     rejected one whose replacement happens to be the same token, which vLLM's synthetic rejection
     sampler can produce.
 
@@ -370,9 +366,7 @@ def acceptance_mask_from_rejected(
         ``accepted``, bool ``[P]``, and ``num_accepted``, int32 ``[Q]``.
     """
     try:
-        return torch.ops.nwor.acceptance_mask_from_rejected(
-            num_rejected, cu_num_draft_tokens, num_draft_tokens
-        )
+        return torch.ops.nwor.acceptance_mask_from_rejected(num_rejected, cu_num_draft_tokens, num_draft_tokens)
     except ValueError as error:
         raise _translated(error) from None
 

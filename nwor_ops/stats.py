@@ -34,9 +34,7 @@ class Stats:
     @classmethod
     def read(cls, counters: Tensor, cancelled: int, abandoned: int) -> Stats:
         """Reads the device counters: waits for the device."""
-        return cls(
-            **dict(zip(COUNTERS, counters.tolist(), strict=True)), cancelled=cancelled, abandoned=abandoned
-        )
+        return cls(**dict(zip(COUNTERS, counters.tolist(), strict=True)), cancelled=cancelled, abandoned=abandoned)
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

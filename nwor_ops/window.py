@@ -27,7 +27,7 @@ class Window:
         slot_mappings: int64 ``[T]`` per group of layers: the slot of each token, negative = none.
         num_draft_tokens: drafts in the whole batch (or an upper bound of them) where the host knows it,
             else None. With it a window too large for the log is refused before anything is launched,
-            and a window without drafts costs nothing at commit.
+            and a window without drafts restores nothing at commit.
     """
 
     query_start_loc: Tensor

@@ -149,10 +149,7 @@ def make_pages(layout: str, shape: Shape, dtype: torch.dtype, offset: int = 0, s
     starts = [start + layer * plan.layer_stride for layer in range(shape.layers)]
     return Pages(
         [backing.as_strided((b, n, h, shape.key_width), plan.key_strides, s) for s in starts],
-        [
-            backing.as_strided((b, n, h, shape.value_width), plan.value_strides, s + plan.value_start)
-            for s in starts
-        ],
+        [backing.as_strided((b, n, h, shape.value_width), plan.value_strides, s + plan.value_start) for s in starts],
     )
 
 
@@ -190,9 +187,7 @@ def twin(arguments: Any, device: str | torch.device | None = None) -> Any:
     copies = {}
     for key, storage in _storages(arguments).items():
         source = _bytes_of(storage)
-        copies[key] = (
-            torch.empty_like(source, device=device or storage.device).copy_(source).untyped_storage()
-        )
+        copies[key] = torch.empty_like(source, device=device or storage.device).copy_(source).untyped_storage()
 
     def on_copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -26,17 +26,13 @@ def raw(tensor: Tensor) -> Tensor:
 @functools.cache
 def fp8_values(kv_cache_dtype: str) -> Tensor:
     """What the non-negative finite codes 0, 1, 2, ... stand for (OCP 8-bit formats), float64."""
-    exponent_bits, mantissa_bits, last_code = {"e4m3": (4, 3, 0x7E), "e5m2": (5, 2, 0x7B)}[
-        kv_cache_dtype[-4:]
-    ]
+    exponent_bits, mantissa_bits, last_code = {"e4m3": (4, 3, 0x7E), "e5m2": (5, 2, 0x7B)}[kv_cache_dtype[-4:]]
     bias = 2 ** (exponent_bits - 1) - 1
     values = []
     for code in range(last_code + 1):
         exponent, mantissa = code >> mantissa_bits, code & (2**mantissa_bits - 1)
         fraction = mantissa / 2**mantissa_bits
-        values.append(
-            fraction * 2.0 ** (1 - bias) if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - bias)
-        )
+        values.append(fraction * 2.0 ** (1 - bias) if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - bias))
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -94,17 +90,13 @@ def write_kv_logged(
     write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype)
 
 
-def _element_view(
-    cache: Tensor, block: int, offset: int, head: int, width: int, page_offsets: Tensor
-) -> Tensor:
+def _element_view(cache: Tensor, block: int, offset: int, head: int, width: int, page_offsets: Tensor) -> Tensor:
     """One element of a page whose inner order is a table: a view [1] of the same storage."""
     place = block * cache.stride(0) + head * cache.stride(2) + int(page_offsets[offset, width])
     return raw(cache.as_strided((1,), (1,), cache.storage_offset() + place))
 
 
-def log_slots(
-    cache, slot_mapping, log_rows, log, page_offsets=None, window_id=None, row_windows=None
-) -> None:
+def log_slots(cache, slot_mapping, log_rows, log, page_offsets=None, window_id=None, row_windows=None) -> None:
     _, block_size, num_heads, width = cache.shape
     for slot, row in zip(slot_mapping.tolist(), log_rows.tolist(), strict=False):
         if slot < 0 or row < 0:
@@ -120,9 +112,7 @@ def log_slots(
                 raw(log)[row, head, w] = _element_view(cache, block, offset, head, w, page_offsets)[0]
 
 
-def restore_slots(
-    caches, log, row_slots, row_rejected, page_offsets=None, window_id=None, row_windows=None
-) -> None:
+def restore_slots(caches, log, row_slots, row_rejected, page_offsets=None, window_id=None, row_windows=None) -> None:
     _, block_size, num_heads, width = caches[0].shape
     for layer, cache in enumerate(caches):
         for row, (slot, rejected) in enumerate(zip(row_slots.tolist(), row_rejected.tolist(), strict=True)):
@@ -197,9 +187,7 @@ def acceptance_mask_from_rejected(num_rejected, cu_num_draft_tokens, num_draft_t
     return accepted, num_accepted
 
 
-def _mark_rejected(
-    accepted, num_accepted_of_requests, cu_num_draft_tokens, row_rejected, num_accepted, counters
-):
+def _mark_rejected(accepted, num_accepted_of_requests, cu_num_draft_tokens, row_rejected, num_accepted, counters):
     num_drafts = int(cu_num_draft_tokens[-1]) if len(cu_num_draft_tokens) else 0
     row_rejected.fill_(False)
     num_accepted.fill_(0)
@@ -212,16 +200,12 @@ def _mark_rejected(
         counters[ACCEPTED if accepted[row] else REJECTED] += 1
 
 
-def reject_rows(
-    draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters
-) -> None:
+def reject_rows(draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters) -> None:
     accepted, of_requests = acceptance_mask(draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
     _mark_rejected(accepted, of_requests, cu_num_draft_tokens, row_rejected, num_accepted, counters)
 
 
-def reject_rows_from_rejected(
-    num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters
-) -> None:
+def reject_rows_from_rejected(num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters) -> None:
     num_drafts = int(cu_num_draft_tokens[-1]) if len(cu_num_draft_tokens) else 0
     accepted, of_requests = acceptance_mask_from_rejected(num_rejected, cu_num_draft_tokens, num_drafts)
     _mark_rejected(accepted, of_requests, cu_num_draft_tokens, row_rejected, num_accepted, counters)

@@ -179,9 +179,7 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
         return flags(*[1] * rows), int32(*[77] * requests), int64(10, 20, 30, 40, 50)
 
     inputs = of_tokens if op == "reject_rows" else of_counts
-    return [
-        (*i, *outputs(rows, requests)) for i, rows, requests in zip(inputs, (7, 9, 4), (3, 5, 0), strict=True)
-    ]
+    return [(*i, *outputs(rows, requests)) for i, rows, requests in zip(inputs, (7, 9, 4), (3, 5, 0), strict=True)]
 
 
 def surrounded_layers(logs: list[Tensor]) -> Tensor:
@@ -203,9 +201,7 @@ def plan_arguments(
     token_offset: int | None = None,
 ) -> tuple[Any, ...]:
     """A prompt-free batch: 3 drafts, none, 3 drafts, and a padded request; padded tokens at the end."""
-    slot_mappings = [
-        int64(*(100 * (g + 1) + t if t < 11 else -1 for t in range(tokens))) for g in range(groups)
-    ]
+    slot_mappings = [int64(*(100 * (g + 1) + t if t < 11 else -1 for t in range(tokens))) for g in range(groups)]
     return (
         int32(*query_start_loc), int32(*cu_num_draft_tokens), slot_mappings, int32(*[77] * (tokens + 2)),
         surrounded(torch.full((groups, rows), 77, dtype=torch.int64)), int32(*[77] * rows),

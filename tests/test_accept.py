@@ -62,9 +62,7 @@ def test_plan_of_a_draft_without_a_slot():
     """A row whose token is skipped keeps slot -1, so that nothing is restored for it."""
     arguments = plan_arguments((0, 4), (3,), tokens=4)
     slots = int64(9, -1, 8, -5)
-    ours = assert_same_as_oracle(
-        "plan_window", with_arguments("plan_window", arguments, slot_mappings=[slots])
-    )
+    ours = assert_same_as_oracle("plan_window", with_arguments("plan_window", arguments, slot_mappings=[slots]))
     assert ours[4].tolist() == [[-1, 8, -1, -1, -1, -1]]
 
 
@@ -348,9 +346,7 @@ def test_index_arguments(op, name, dtype):
     spaced = surrounded(torch.stack([good, good], 1).flatten())[::2]
     refused(spaced, ValueError, rf"{name} must be contiguous, got torch.{dtype} \[{size}\]")
     if name not in ("cu_num_draft_tokens", "row_rejected"):
-        short = (
-            1 if name in ("query_start_loc", "log_rows", "counters", "row_requests", "row_positions") else 2
-        )
+        short = 1 if name in ("query_start_loc", "log_rows", "counters", "row_requests", "row_positions") else 2
         refused(good[:short], ValueError, rf"{name} must be .*, got torch.{dtype} \[{short}\]")
 
 

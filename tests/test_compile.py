@@ -117,23 +117,17 @@ def allocations(function, *arguments) -> list[int]:
     with torch.no_grad():
         _, codes = run_and_get_code(compiled(function), *twin(arguments))
     assert codes
-    lines = [
-        line for code in codes for line in code.splitlines() if not line.lstrip().startswith(("#", "//"))
-    ]
+    lines = [line for code in codes for line in code.splitlines() if not line.lstrip().startswith(("#", "//"))]
     code = "\n".join(lines)
     # Other ways in which Inductor's code could make or fill a buffer.
     assert not re.search(r"\baten\.(clone|copy|copy_|empty\w*|new_empty\w*)\b", code)
-    return [
-        math.prod(ast.literal_eval(size)) for size in re.findall(r"= empty_strided\w*\((\([^()]*\))", code)
-    ]
+    return [math.prod(ast.literal_eval(size)) for size in re.findall(r"= empty_strided\w*\((\([^()]*\))", code)]
 
 
 # ---------------------------------------------------------------- the model
 
 
-@pytest.mark.parametrize(
-    "write", [ops.write_kv_logged, torch.ops.nwor.write_kv_logged], ids=["wrapper", "op"]
-)
+@pytest.mark.parametrize("write", [ops.write_kv_logged, torch.ops.nwor.write_kv_logged], ids=["wrapper", "op"])
 def test_model(write):
     """One compilation serves steps with other slots, drafts and values."""
     model = PagedModel(write)
@@ -199,9 +193,7 @@ def transaction(
             keys[layer] * 2, values[layer] + 1, key_cache, value_cache, slot_mapping, scale, scale, "auto",
             log_rows, key_log, value_log,
         )  # fmt: skip
-    ops.reject_rows(
-        draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters
-    )
+    ops.reject_rows(draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters)
     # A list of planes: every layer of the one backing buffer, keys and values together.
     ops.restore_slots(list(backing.unbind(1)), logs, row_slots[0], row_rejected)
     accepted, _ = ops.acceptance_mask(draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
@@ -328,9 +320,7 @@ def test_traced_graph():
     def layer(key, value, backing, slots, scale, rows, log, rejected):
         key_cache, value_cache = backing.split(4, -1)
         key_log, value_log = log[0].split(4, -1)
-        ops.write_kv_logged(
-            key, value, key_cache, value_cache, slots, scale, scale, "auto", rows, key_log, value_log
-        )
+        ops.write_kv_logged(key, value, key_cache, value_cache, slots, scale, scale, "auto", rows, key_log, value_log)
         ops.restore_slots([backing], log, slots, rejected)
 
     source = small_integers(2, 1, 4)

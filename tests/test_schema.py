@@ -142,9 +142,7 @@ def test_meta(op, index):
     result = getattr(ops, op)(*twin(arguments, "meta"))
     expected = getattr(ops, op)(*arguments)
     if op in RETURNING:
-        assert [(r.device.type, r.dtype, r.shape) for r in result] == [
-            ("meta", e.dtype, e.shape) for e in expected
-        ]
+        assert [(r.device.type, r.dtype, r.shape) for r in result] == [("meta", e.dtype, e.shape) for e in expected]
     else:
         assert result is None
 

@@ -151,9 +151,7 @@ def test_fp8_divides_by_the_scale(kv_cache_dtype):
     ties = ((values[1:] + values[:-1]) / 2 * 49).float()
     beside = [torch.nextafter(ties, torch.full_like(ties, limit)) for limit in (0.0, float("inf"))]
     source = torch.cat([ties, *beside, -ties]).repeat(2)[: 64 * 8].view(8, 8, 8)
-    arguments = write_arguments(
-        "nhd", Shape(2, 4, 8, 8, 8), torch.float32, kv_cache_dtype, slots=tuple(range(8))
-    )
+    arguments = write_arguments("nhd", Shape(2, 4, 8, 8, 8), torch.float32, kv_cache_dtype, slots=tuple(range(8)))
     scales = torch.tensor([49.0]), torch.tensor([-49.0])
     assert_same_as_oracle("write_kv", (source, source, *arguments[2:5], *scales, kv_cache_dtype))
 
@@ -292,9 +290,7 @@ def test_log_and_restore_any_plane(layout, shape, dtype):
     row_slots = int64(*slots[:num_rows])
     for caches in pages[:2]:
         log = surrounded_layers([log_for(cache, num_rows, seed) for seed, cache in enumerate(caches)])
-        assert_same_as_oracle(
-            "restore_slots", (caches, log, row_slots, flags(*[1, 0, 1, 1, 0, 1, 1, 1][:num_rows]))
-        )
+        assert_same_as_oracle("restore_slots", (caches, log, row_slots, flags(*[1, 0, 1, 1, 0, 1, 1, 1][:num_rows])))
 
 
 @pytest.mark.parametrize("pattern", ["none", "all", "prefix", "suffix", "sparse"])
@@ -318,9 +314,7 @@ def test_restore_from_a_log_of_any_strides():
     by_row = random_bytes(4 * 2 * 4 * 8, torch.float32).view(4, 2, 4, 8).transpose(0, 1)
     packed = random_bytes(2 * 4 * 4 * 16, torch.float32).view(2, 4, 4, 16)
     for log in (by_row, packed[..., 8:]):
-        assert_same_as_oracle(
-            "restore_slots", (pages.value_caches, log, int64(0, 5, 9, 11), flags(1, 0, 1, 1))
-        )
+        assert_same_as_oracle("restore_slots", (pages.value_caches, log, int64(0, 5, 9, 11), flags(1, 0, 1, 1)))
 
 
 def test_logging_does_not_touch_the_cache():
@@ -430,10 +424,7 @@ def test_log_then_restore_gives_the_bytes_back(data):
     for caches in pages[:2]:
         logs.append(
             torch.stack(
-                [
-                    random_bytes(len(slots) * c.size(2) * c.size(3), dtype).view(-1, *c.shape[2:])
-                    for c in caches
-                ]
+                [random_bytes(len(slots) * c.size(2) * c.size(3), dtype).view(-1, *c.shape[2:]) for c in caches]
             )
         )
         for layer, cache in enumerate(caches):
@@ -482,9 +473,7 @@ def test_a_transaction_equals_a_run_without_the_rejected_drafts(data):
             ("fp8_e4m3", torch.float16, torch.uint8), ("fp8_e5m2", torch.bfloat16, torch.float8_e5m2),
         ])
     )  # fmt: skip
-    pages = make_pages(
-        data.draw(st.sampled_from(LAYOUT_NAMES)), shape, cache_dtype, data.draw(st.integers(0, 8))
-    )
+    pages = make_pages(data.draw(st.sampled_from(LAYOUT_NAMES)), shape, cache_dtype, data.draw(st.integers(0, 8)))
     without_drafts = twin(pages)
     num_slots = shape.blocks * shape.block_size
     slots = data.draw(st.permutations(range(num_slots)))[:num_tokens]
@@ -509,10 +498,7 @@ def test_a_transaction_equals_a_run_without_the_rejected_drafts(data):
     ops.plan_window(
         int32(*starts), int32(*cu), [slot_mapping], log_rows, row_slots, row_requests, row_positions, counters
     )
-    logs = [
-        torch.stack([log_for(cache, num_rows, seed) for seed, cache in enumerate(caches)])
-        for caches in pages[:2]
-    ]
+    logs = [torch.stack([log_for(cache, num_rows, seed) for seed, cache in enumerate(caches)]) for caches in pages[:2]]
     scale = torch.tensor([0.5])
     accepted_slots = [-1 if token in rejected_tokens else slot for token, slot in enumerate(slots)]
     for layer in range(shape.layers):
@@ -881,9 +867,7 @@ def test_wrong_windows(op, replaced, sentence):
 def test_row_windows_must_be_contiguous(op):
     arguments = sample_inputs(op)[-1]
     spaced = arguments[-1].repeat_interleave(2, -1)[..., ::2]
-    refuse(
-        op, with_arguments(op, arguments, row_windows=spaced), ValueError, "row_windows must be contiguous"
-    )
+    refuse(op, with_arguments(op, arguments, row_windows=spaced), ValueError, "row_windows must be contiguous")
 
 
 def test_row_windows_may_not_hold_the_window_id():
@@ -910,9 +894,7 @@ FLOAT_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("op", "name"), [(op, name) for op, names in FLOAT_ARGUMENTS.items() for name in names]
-)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in FLOAT_ARGUMENTS.items() for name in names])
 def test_gradients_are_refused(op, name):
     """The ops have no backward: an in-place write without one would corrupt it in silence."""
     arguments = sample_inputs(op)[0]

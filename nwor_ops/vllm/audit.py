@@ -98,9 +98,7 @@ def _changed_slots(before: LayerCache, after: LayerCache) -> Tensor:
             differs = (_bytes(old.view) != _bytes(new.view)).reshape(num_blocks, block_size, -1).any(-1)
         else:
             # [B, H, page elements, bytes] -> the elements of each slot.
-            pages = [
-                _bytes(p.view.transpose(1, 2)).reshape(num_blocks, old.view.shape[2], -1) for p in (old, new)
-            ]
+            pages = [_bytes(p.view.transpose(1, 2)).reshape(num_blocks, old.view.shape[2], -1) for p in (old, new)]
             size = old.view.element_size()
             per_element = (pages[0] != pages[1]).reshape(*pages[0].shape[:2], -1, size).any(-1)
             differs = per_element[:, :, old.page_offsets.long()].any(-1).any(1)
@@ -127,15 +125,11 @@ class CacheAudit:
         for layer in layers:
             planes = layer.planes(layer.kv_cache)
             self._states.setdefault(layer.group, torch.zeros(planes.num_slots, dtype=torch.uint8))
-        self._block_sizes = {
-            layer.group: layer.planes(layer.kv_cache).planes[0].view.shape[1] for layer in layers
-        }
+        self._block_sizes = {layer.group: layer.planes(layer.kv_cache).planes[0].view.shape[1] for layer in layers}
 
     # ------------------------------------------------------------ called by the session
 
-    def begin(
-        self, query_start_loc: list[int], num_draft_tokens: list[int], slot_mappings: dict[str, Tensor]
-    ) -> None:
+    def begin(self, query_start_loc: list[int], num_draft_tokens: list[int], slot_mappings: dict[str, Tensor]) -> None:
         """Before the forward: remember the whole cache. ``slot_mappings`` hold the step's tokens, unpadded."""
         self._step = _Step(
             query_start_loc,
@@ -162,9 +156,7 @@ class CacheAudit:
         if step is None:
             return
         rejected = self._rejected_tokens(step, sampled_token_ids)
-        stale: dict[str, Tensor] = {
-            group: torch.zeros_like(s, dtype=torch.bool) for group, s in self._states.items()
-        }
+        stale: dict[str, Tensor] = {group: torch.zeros_like(s, dtype=torch.bool) for group, s in self._states.items()}
         for layer in self._layers.values():
             stale[layer.group] |= self._compare(step, layer, rejected)
         self._record(step, rejected, stale)
@@ -180,10 +172,7 @@ class CacheAudit:
 
     def slot_states(self) -> dict[str, Tensor]:
         """Per group uint8 ``[num_blocks, block_size]``: what each slot holds now: FREE, COMMITTED or STALE."""
-        return {
-            group: states.reshape(-1, self._block_sizes[group]).clone()
-            for group, states in self._states.items()
-        }
+        return {group: states.reshape(-1, self._block_sizes[group]).clone() for group, states in self._states.items()}
 
     # ------------------------------------------------------------ inside
 
@@ -217,9 +206,7 @@ class CacheAudit:
             return none
         changed = _changed_slots(layer.planes(expected), layer.planes(layer.kv_cache)).cpu()
         if not changed.any():
-            raise AuditError(
-                f"nwor audit, step {self._totals.steps}: layer {layer.name} changed outside every slot"
-            )
+            raise AuditError(f"nwor audit, step {self._totals.steps}: layer {layer.name} changed outside every slot")
         stale = none.clone()
         stale[rejected_slots] = changed[rejected_slots]
         wrong = changed & ~stale
@@ -232,9 +219,7 @@ class CacheAudit:
 
         def listed(slots: Tensor) -> str:
             found = slots.nonzero().flatten().tolist()
-            texts = [
-                f"{slot} (token {token_of[slot]})" if slot in token_of else str(slot) for slot in found[:8]
-            ]
+            texts = [f"{slot} (token {token_of[slot]})" if slot in token_of else str(slot) for slot in found[:8]]
             return ", ".join(texts) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
 
         text = f"nwor audit, step {self._totals.steps}, layer {layer.name}, group {layer.group}:"

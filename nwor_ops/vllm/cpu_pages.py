@@ -46,9 +46,7 @@ def strided_pages(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     block_stride, head_stride = kv_cache.stride(0), kv_cache.stride(1)
     start = kv_cache.storage_offset()
     key = kv_cache.as_strided(shape, (block_stride, 1, head_stride, block_size), start)
-    value = kv_cache.as_strided(
-        shape, (block_stride, head_size, head_stride, 1), start + block_size * head_size
-    )
+    value = kv_cache.as_strided(shape, (block_stride, head_size, head_stride, 1), start + block_size * head_size)
     return key, value
 
 

@@ -49,9 +49,7 @@ def register() -> None:
 class _RunnerModuleFinder(importlib.abc.MetaPathFinder):
     """Wraps the runner's module right after it is imported by whoever needs it, then is gone."""
 
-    def find_spec(
-        self, name: str, path: Any = None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != RUNNER_MODULE:
             return None
         sys.meta_path.remove(self)
@@ -129,9 +127,7 @@ def check() -> list[dict[str, Any]]:
     ]
     for hook in V1_HOOKS:
         problem = hook.problem()
-        rows.append(
-            {"hook": hook.name, "ok": problem is None, "detail": problem or ", ".join(hook.parameters)}
-        )
+        rows.append({"hook": hook.name, "ok": problem is None, "detail": problem or ", ".join(hook.parameters)})
     return rows
 
 

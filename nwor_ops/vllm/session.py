@@ -91,9 +91,7 @@ class Session:
         if config.mode == "cow":
             self.manager = self._make_manager(layers, limits)
         self.audit = (
-            CacheAudit([layer.audited for layer in layers], enforce=config.mode != "off")
-            if config.audit
-            else None
+            CacheAudit([layer.audited for layer in layers], enforce=config.mode != "off") if config.audit else None
         )
 
     def _make_manager(self, layers: list[TargetLayer], limits: dict[str, int]) -> DraftCommitManager:

@@ -106,10 +106,7 @@ def check_engine(vllm_config: Any) -> None:
         "prefill context parallelism: its slot mappings are made anew inside the forward": (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1
         ),
-        "decode context parallelism: it has not been tried": getattr(
-            parallel, "decode_context_parallel_size", 1
-        )
-        > 1,
+        "decode context parallelism: it has not been tried": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "KV connectors: a connector may export a layer inside its attention op, before commit": (
             vllm_config.kv_transfer_config is not None
         ),

@@ -125,9 +125,7 @@ def test_fp8_of_every_16_bit_number(same_as_oracle, kv_cache_dtype, dtype):
     """All 65536 bit patterns: ties, subnormals, saturation, infinities, NaNs, both zeros."""
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).view(64, 4, 256)
     for scale in (1.0, 0.37):
-        arguments = write_arguments(
-            "nhd", Shape(8, 8, 4, 256, 256), dtype, kv_cache_dtype, slots=tuple(range(64))
-        )
+        arguments = write_arguments("nhd", Shape(8, 8, 4, 256, 256), dtype, kv_cache_dtype, slots=tuple(range(64)))
         scales = torch.tensor([scale]), torch.tensor([-scale])
         same_as_oracle("write_kv", (every, every, *arguments[2:5], *scales, kv_cache_dtype))
 
@@ -179,9 +177,7 @@ def test_sources_and_logs_of_any_strides(same_as_oracle, kv_cache_dtype):
 def test_latent_without_values(same_as_oracle):
     """MLA: one latent plane, and a value of no width."""
     shape = Shape(2, 16, 1, 576, 0)
-    same_as_oracle(
-        "write_kv_logged", logged_with_room(spread_slots(shape), shape=shape, dtype=torch.bfloat16)
-    )
+    same_as_oracle("write_kv_logged", logged_with_room(spread_slots(shape), shape=shape, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("slots", [(), (-1, -1, -3), (0,)], ids=["empty", "all skipped", "one"])
@@ -199,8 +195,7 @@ def test_many_tokens(device, tokens):
         cache = cache.view(torch.bfloat16)
         expected = cache.view(torch.int16).clone()
         key, value = (
-            torch.randint(-999, 999, (tokens, heads, width), device=device, dtype=torch.int16)
-            for _ in range(2)
+            torch.randint(-999, 999, (tokens, heads, width), device=device, dtype=torch.int16) for _ in range(2)
         )
         slots = torch.randperm(blocks * 16, device=device)[:tokens]
         log_rows = torch.randperm(tokens, device=device, dtype=torch.int32)
@@ -272,9 +267,7 @@ def test_slot_outside_the_cache_is_skipped(same_as_oracle, op, slot):
 @pytest.mark.parametrize("op", ["write_kv_logged", "log_slots"])
 def test_log_row_outside_the_log(same_as_oracle, op, row):
     """The token is written all the same: attention needs it."""
-    arguments = with_arguments(
-        op, sample_inputs(op)[0], slot_mapping=int64(5, 7, 0), log_rows=int32(0, row, 2)
-    )
+    arguments = with_arguments(op, sample_inputs(op)[0], slot_mapping=int64(5, 7, 0), log_rows=int32(0, row, 2))
     same_as_oracle(op, arguments, with_arguments(op, arguments, log_rows=int32(0, -1, 2)))
 
 
@@ -389,9 +382,7 @@ class Transaction:
             "query_start_loc": (REQUESTS + 1,), "cu": (REQUESTS,), "log_rows": (tokens,),
             "row_requests": (rows,), "row_positions": (rows,), "num_accepted": (REQUESTS,),
         }  # fmt: skip
-        self.int32 = {
-            name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()
-        }
+        self.int32 = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
         self.slots = torch.full((tokens,), -1, device=device)
         self.drafts = torch.zeros(rows, dtype=torch.int32, device=device)
         self.sampled = torch.full((REQUESTS, MOST_DRAFTS + 1), -1, device=device)
@@ -425,9 +416,7 @@ class Transaction:
             )  # fmt: skip
         ops.reject_rows(self.drafts, self.sampled, i["cu"], self.rejected, i["num_accepted"], self.counters)
         for caches, log in zip(self.pages[:2], self.logs, strict=True):
-            ops.restore_slots(
-                caches, log, self.row_slots[0], self.rejected, None, self.window_id, self.windows
-            )
+            ops.restore_slots(caches, log, self.row_slots[0], self.rejected, None, self.window_id, self.windows)
 
     def draw(self, low, high, *size):
         return torch.randint(low, high + 1, size, generator=self.random)
@@ -632,9 +621,7 @@ def test_compiled_whole(device):
         ops.restore_slots(*restore)
 
     write = logged_arguments(dtype=torch.bfloat16)
-    write = with_arguments(
-        "write_kv_logged", write, key=numbers(8, 4, 8).bfloat16(), value=numbers(8, 4, 8).bfloat16()
-    )
+    write = with_arguments("write_kv_logged", write, key=numbers(8, 4, 8).bfloat16(), value=numbers(8, 4, 8).bfloat16())
     restore = [[write[2]], write[9][None], int64(0, 11, 5, -1), flags(1, 0, 0, 1)]
     eager, compiled = twin((write, restore), device), twin((write, restore), device)
     step(*eager)

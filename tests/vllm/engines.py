@@ -80,9 +80,7 @@ def prompts(count: int, longest: int = 90, seed: int = 0) -> list[list[int]]:
 def _sampling(index: int, temperature: float, max_tokens: int) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(
-        temperature=temperature, seed=index, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-    )
+    return SamplingParams(temperature=temperature, seed=index, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
 
 
 def _plant_fault(moment: str, call: int) -> None:
@@ -102,9 +100,7 @@ def _plant_fault(moment: str, call: int) -> None:
     setattr(DraftCommitManager, moment, faulty)
 
 
-def _run_requests(
-    llm: Any, requests: list[list[int]], sampling: list[Any], abort: dict[int, list[str]]
-) -> Any:
+def _run_requests(llm: Any, requests: list[list[int]], sampling: list[Any], abort: dict[int, list[str]]) -> Any:
     """Tokens per request (None where aborted), through add_request and step as a server does."""
     engine = llm.llm_engine
     for index, (tokens, parameters) in enumerate(zip(requests, sampling, strict=True)):
@@ -213,9 +209,7 @@ class Engines:
         if nwor is not None:
             settings["additional_config"] = {"nwor": nwor}
         pool = ProcessPoolExecutor(1, mp_context=self._context)
-        future = pool.submit(
-            _job, environment or {}, settings, requests, max_tokens, temperature, abort or {}, fault
-        )
+        future = pool.submit(_job, environment or {}, settings, requests, max_tokens, temperature, abort or {}, fault)
         pool.shutdown(wait=False)
         return future
 

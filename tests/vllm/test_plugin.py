@@ -18,9 +18,7 @@ def test_off_wraps_nothing_but_the_look_at_the_configuration(engines: Engines) -
 
 
 def test_off_in_the_environment_wins_and_touches_nothing(engines: Engines) -> None:
-    result = engines.run(
-        prompts(2), nwor={"mode": "cow"}, environment={"VLLM_NWOR_MODE": "off"}, max_tokens=8
-    )
+    result = engines.run(prompts(2), nwor={"mode": "cow"}, environment={"VLLM_NWOR_MODE": "off"}, max_tokens=8)
     assert result["session"] is None
     assert result["wrapped"] == []
 
@@ -47,9 +45,7 @@ def test_a_fault_of_ours_stops_a_strict_engine_with_the_reason(engines: Engines,
 def test_a_fault_of_ours_leaves_output_as_vanilla(engines: Engines, moment: str) -> None:
     vanilla, ours = (
         engines.start(prompts(6)),
-        engines.start(
-            prompts(6), nwor={"mode": "cow", "audit": True, "on_unsupported": "vanilla"}, fault=(moment, 5)
-        ),
+        engines.start(prompts(6), nwor={"mode": "cow", "audit": True, "on_unsupported": "vanilla"}, fault=(moment, 5)),
     )
     result = ours.result()
     assert result["tokens"] == vanilla.result()["tokens"]
@@ -59,7 +55,7 @@ def test_a_fault_of_ours_leaves_output_as_vanilla(engines: Engines, moment: str)
 
 def test_an_unsupported_engine_is_refused_with_the_reason(engines: Engines) -> None:
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    with pytest.raises(RuntimeError, match="nwor: KV connectors: .*mode cow was asked for"):
+    with pytest.raises(RuntimeError, match=r"nwor: KV connectors: .*mode cow was asked for"):
         engines.run(prompts(1), nwor={"mode": "cow"}, kv_transfer_config=connector)
 
 
@@ -103,7 +99,7 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any, more: Any) -> None: ...
 
     monkeypatch.setattr(runner_module.GPUModelRunner, "_sample", _sample)
-    with pytest.raises(Unsupported, match="_sample takes .*'more'.*, expected"):
+    with pytest.raises(Unsupported, match=r"_sample takes .*'more'.*, expected"):
         check_vllm()
 
 

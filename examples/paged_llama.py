@@ -1,0 +1,185 @@
+"""A small Llama with a paged KV cache, in plain PyTorch: the engine side of the use without vLLM.
+
+Three things here matter to nwor_ops; everything else is an ordinary model.
+
+- :func:`make_caches`: one paged cache per layer, seen as ``[num_blocks, block_size, num_kv_heads, 2 * D]``
+  whatever order it has in memory.
+- :class:`Attention`: its KV-write site is one call, ``manager.write``. In the same kernel that writes a
+  batch's keys and values, what the slots of the *draft* tokens held is saved.
+- Attention then reads all of them back from the pages, drafts included: a draft that could not see the
+  drafts before it would nearly always be rejected.
+
+The weights are random, with a fixed seed: nothing is downloaded, and nothing sensible is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nwor_ops import DraftCommitManager
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    vocab_size: int = 64
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 16
+    rope_theta: float = 10000.0
+    # Spread of the random weights. Larger = the next token depends more on the far context, which makes
+    # the text less repetitive and drafts worse.
+    init_scale: float = 1.0
+
+
+@dataclass
+class Batch:
+    """The device tensors of one forward pass over a flat batch of T tokens of several requests.
+
+    T is padded to a size that was seen before (compiled code and CUDA graphs want few shapes); a padded
+    token has slot -1, so it writes nothing.
+    """
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]: place of each token in its request
+    slot_mapping: Tensor  # int64 [T]: block * block_size + offset in the page, -1 = none
+    block_tables: Tensor  # int64 [T, max_blocks]: the pages of each token's request
+
+
+def make_caches(
+    config: LlamaConfig,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device | str,
+    layout: str = "NHD",
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """One cache per layer, each the view ``[num_blocks, block_size, num_kv_heads, 2 * head_size]``.
+
+    nwor_ops takes the view and its strides; it has no layout flag, and never has to guess.
+    """
+    width = 2 * config.head_size  # key and value of a token and head lie side by side
+    caches = []
+    for _ in range(config.num_layers):
+        if layout == "NHD":
+            cache = torch.zeros(num_blocks, block_size, config.num_kv_heads, width, dtype=dtype, device=device)
+        else:  # HND: the slots of one head are contiguous
+            cache = torch.zeros(num_blocks, config.num_kv_heads, block_size, width, dtype=dtype, device=device)
+            cache = cache.transpose(1, 2)
+        caches.append(cache)
+    return caches
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, 1e-6)
+
+
+def rotary_embedding(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotate the two halves of each head's vector; ``x`` is ``[T, H, D]``."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = positions[:, None, None] * frequencies
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig, layer_name: str, cache: Tensor, manager: DraftCommitManager) -> None:
+        super().__init__()
+        self.config, self.layer_name, self.cache, self.manager = config, layer_name, cache, manager
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self.qkv = nn.Linear(config.hidden_size, heads * config.head_size, bias=False)
+        self.out = nn.Linear(config.num_heads * config.head_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        c = self.config
+        sizes = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
+        query, key, value = self.qkv(x).view(len(x), sum(sizes), c.head_size).split(sizes, dim=1)
+        query = rotary_embedding(query, batch.positions, c.rope_theta)
+        key = rotary_embedding(key, batch.positions, c.rope_theta)
+
+        # The KV-write site. One kernel saves what the draft tokens' slots held and writes every token.
+        # The same call serves eager code, torch.compile and CUDA graph capture: which tokens are drafts is
+        # data in the manager's device buffers, which begin() filled, not an argument.
+        self.manager.write(self.layer_name, key, value, batch.slot_mapping)
+
+        # [T, max_blocks, N, H, 2D] -> key and value [T, H, S, D]. A real engine calls a paged attention
+        # kernel here; gathering the pages is slow, and readable.
+        pages = self.cache[batch.block_tables].flatten(1, 2).transpose(1, 2)
+        keys, values = pages[..., : c.head_size], pages[..., c.head_size :]
+        visible = torch.arange(keys.shape[2], device=x.device) <= batch.positions[:, None]
+        attended = F.scaled_dot_product_attention(
+            query[:, :, None], keys, values, attn_mask=visible[:, None, None], enable_gqa=True
+        )
+        return self.out(attended.flatten(1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: LlamaConfig, layer_name: str, cache: Tensor, manager: DraftCommitManager) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = RMSNorm(config.hidden_size), RMSNorm(config.hidden_size)
+        self.attention = Attention(config, layer_name, cache, manager)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), batch)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class PagedLlama(nn.Module):
+    """Args:
+    layer_names: the names under which the layers' caches are registered with the manager.
+    caches: one per layer, from :func:`make_caches`.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, layer_names: list[str], caches: list[Tensor], manager: DraftCommitManager
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(
+            Block(config, name, cache, manager) for name, cache in zip(layer_names, caches, strict=True)
+        )
+        self.norm = RMSNorm(config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits ``[T, vocab_size]``."""
+        x = self.embedding(batch.token_ids)
+        for block in self.blocks:
+            x = block(x, batch)
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, scale: float) -> None:
+        """The same weights on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                spread = scale / parameter.shape[1] ** 0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)

@@ -1,0 +1,170 @@
+"""What is shipped: two libraries without a C++ torch symbol, one wheel for every Python, sentences where
+something is missing."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import nwor_ops
+from nwor_ops import library
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BUILT = [lib.path for lib in nwor_ops.LIBRARIES if lib.path.exists()]
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-c", code, **environment)
+
+
+def undefined_symbols(path: pathlib.Path) -> list[str]:
+    return run("nm", "-D", "-C", "--undefined-only", str(path)).stdout.splitlines()
+
+
+def torch_symbols(lines: list[str]) -> list[str]:
+    return [line for line in lines if re.search(r"\b(at|c10|caffe2|torch)::", line)]
+
+
+def test_the_cpu_library_is_built() -> None:
+    assert library.FOLDER / "libnwor_cpu.so" in BUILT
+
+
+@pytest.mark.skipif(
+    not any(shutil.which(n) or pathlib.Path(n).exists() for n in ("nvcc", "/usr/local/cuda/bin/nvcc")),
+    reason="no nvcc on this machine",
+)
+def test_the_cuda_library_is_built_where_nvcc_is() -> None:
+    assert library.FOLDER / "libnwor_cuda.so" in BUILT
+
+
+@pytest.mark.parametrize("path", BUILT, ids=lambda path: path.name)
+def test_stable_abi_only(path: pathlib.Path) -> None:
+    """One build serves every torch from 2.11 on, and every Python: C shims, no C++ torch, no Python."""
+    symbols = undefined_symbols(path)
+    assert any("aoti_torch_" in line for line in symbols), "nm found nothing: the check would prove nothing"
+    assert torch_symbols(symbols) == []
+    assert [line for line in symbols if re.search(r"\bPy[A-Z_]", line)] == []
+
+
+def test_the_symbol_check_can_fail() -> None:
+    import torch
+
+    other = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_python.so"
+    assert torch_symbols(undefined_symbols(other))
+
+
+@pytest.mark.parametrize("path", BUILT, ids=lambda path: path.name)
+def test_no_path_of_the_build_machine(path: pathlib.Path) -> None:
+    assert str(ROOT).encode() not in path.read_bytes()
+
+
+def test_wheel(tmp_path: pathlib.Path) -> None:
+    done = run(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), ".")
+    assert done.returncode == 0, done.stdout + done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name == f"nwor_ops-{nwor_ops.__version__}-py3-none-linux_x86_64.whl"
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"nwor_ops/libnwor_cpu.so", "nwor_ops/meta/undo.py", "nwor_ops/py.typed"} <= set(names)
+    assert not [name for name in names if name.startswith(("meta/", "tests/", "csrc/"))]
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def test_no_compiler() -> None:
+    done = run(sys.executable, "setup.py", "build_ext", "--force", CXX="no-such-compiler", NWOR_BUILD_CUDA="0")
+    assert done.returncode != 0
+    assert "nwor_ops: no C++ compiler: 'no-such-compiler' is not on the PATH; install one" in done.stderr
+
+
+def test_nvcc_demanded_but_missing() -> None:
+    done = run(sys.executable, "-c", NO_NVCC, NWOR_BUILD_CUDA="1")
+    assert "nwor_ops: NWOR_BUILD_CUDA=1 but nvcc was not found; install the CUDA toolkit or set CUDA_HOME" in (
+        done.stderr
+    )
+
+
+NO_NVCC = """
+import pathlib, runpy, shutil, sys
+shutil.which = lambda name: None
+exists = pathlib.Path.exists
+pathlib.Path.exists = lambda self: self.name != "nvcc" and exists(self)
+sys.argv = ["setup.py", "--version"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+def test_bad_architecture_list() -> None:
+    done = python("import runpy; runpy.run_path('setup.py')['architecture_flags']('hopper')")
+    assert "TORCH_CUDA_ARCH_LIST must be numbers like 9.0 or 9.0+PTX, got 'hopper'" in done.stderr
+
+
+def test_torch_too_old() -> None:
+    done = python("import torch; torch.__version__ = '2.10.1+cpu'; import nwor_ops")
+    assert "nwor_ops needs torch >= 2.11" in done.stderr
+    assert "found torch 2.10.1+cpu; upgrade torch" in done.stderr
+
+
+def test_library_missing() -> None:
+    """Importing works; calling an op says what to do."""
+    done = python(
+        "import pathlib, torch\n"
+        "exists = pathlib.Path.exists\n"
+        "pathlib.Path.exists = lambda self: self.name != 'libnwor_cpu.so' and exists(self)\n"
+        "import nwor_ops\n"
+        "cache = torch.zeros(1, 4, 2, 8)\n"
+        "nwor_ops.log_slots(cache, torch.tensor([0]), torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, 8))\n"
+    )
+    assert "RuntimeError: log_slots: the CPU library of nwor_ops is not built (libnwor_cpu.so is missing)" in (
+        done.stderr
+    )
+    assert "pip install --no-build-isolation" in done.stderr
+
+
+def test_library_does_not_load() -> None:
+    done = python(
+        "import torch\n"
+        "def broken(path): raise OSError('wrong ELF class')\n"
+        "torch.ops.load_library = broken\n"
+        "import nwor_ops\n"
+        "print(nwor_ops.LIBRARIES[0].problem)\n"
+    )
+    assert done.stdout.strip() == "the CPU library of nwor_ops does not load: wrong ELF class", done.stderr
+
+
+def test_device_without_a_kernel() -> None:
+    """XPU stands for every device that has none."""
+    import torch
+
+    found = torch._C._dispatch_has_kernel_for_dispatch_key("nwor::write_kv", "XPU")
+    assert found
+    done = python(
+        "import nwor_ops\n"
+        "import torch\n"
+        "keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)\n"
+        "torch.ops.nwor.acceptance_mask_from_rejected.default.redispatch(keys, torch.zeros(1), torch.zeros(1), 1)\n"
+    )
+    assert (
+        "RuntimeError: acceptance_mask_from_rejected: there is no kernel for xpu; nwor_ops has kernels for cpu and "
+        "cuda, move the tensors there"
+    ) in done.stderr
+
+
+@pytest.mark.skipif(nwor_ops.LIBRARIES[1].loaded, reason="this torch has CUDA")
+def test_cuda_without_a_cuda_torch() -> None:
+    assert "no CUDA; install a CUDA build of torch" in (nwor_ops.LIBRARIES[1].problem or "") or (
+        "is not built" in (nwor_ops.LIBRARIES[1].problem or "")
+    )
