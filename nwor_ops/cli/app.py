@@ -1,0 +1,80 @@
+"""What ``nwor-ops`` understands. The work is in ``demo.py`` and ``doctor.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from nwor_ops.cli import require
+
+app = typer.Typer(
+    help="No Write On Reject: transactional KV-cache writes for speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, all else on stderr.")]
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model of your own, folder or name. Default: a small Llama made on the spot."),
+    ] = None,
+    method: Annotated[str, typer.Option(help="Speculation method of vLLM: ngram, draft_model, eagle, ...")] = "ngram",
+    draft_model: Annotated[str | None, typer.Option(help="The drafter's model, for methods that have one.")] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(min=1, help="Drafts per request and step.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=8, max=384, help="Most tokens a request generates.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each engine, fewer on a slow machine.")] = 20,
+    compile: Annotated[bool, typer.Option(help="Let vLLM compile the model and use CUDA graphs.")] = False,
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for picture, figures and logs.")] = pathlib.Path(
+        "demo-output"
+    ),
+    json: JsonOption = False,
+) -> None:
+    """Run a real vLLM engine without and with NWOR: same tokens, no stale row in the cache.
+
+    Exits with 1 if anything is not as promised.
+    """
+    require("vllm", "matplotlib")
+    from nwor_ops.cli.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        output=output,
+        model=model,
+        method=method,
+        draft_model=draft_model,
+        num_speculative_tokens=num_speculative_tokens,
+        max_tokens=max_tokens,
+        rounds=rounds,
+        compile=compile,
+    )
+    raise typer.Exit(run_demo(options, as_json=json))
+
+
+@app.command()
+def doctor(json: JsonOption = False) -> None:
+    """Say what is installed, what works here, and what to do about the rest.
+
+    Exits with 1 if no compiled library is loaded or a self-test fails.
+    """
+    from nwor_ops.cli.doctor import examine, print_findings
+
+    # What vLLM says while it is imported does not belong into the answer.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with contextlib.redirect_stdout(sys.stderr):
+        examination = examine()
+    if json:
+        print(examination.as_json())
+    else:
+        console = Console(highlight=False)
+        print_findings(examination, console if console.is_terminal else Console(highlight=False, width=120))
+    raise typer.Exit(0 if examination.usable else 1)

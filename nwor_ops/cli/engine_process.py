@@ -1,0 +1,120 @@
+"""The parent's side of :mod:`nwor_ops.cli.demo_engine`: start it, ask it, and say why it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import selectors
+import subprocess
+import sys
+import time
+from typing import Any
+
+PATIENCE_SECONDS = 900.0
+TAIL_LINES = 25
+
+
+class EngineFailed(RuntimeError):
+    """An engine ended before it answered; the message ends with the tail of its log."""
+
+
+def engine_environment(mode: str, audit: bool, offline: bool) -> dict[str, str]:
+    """The environment of one engine. With mode ``off`` and no audit, nothing of nwor_ops is in it."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("VLLM_NWOR_") and name != "VLLM_PLUGINS"
+    }
+    environment |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, plugin and demo in one process
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Two engines share the machine: one thread each, and a small cache.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    if offline:
+        environment["HF_HUB_OFFLINE"] = "1"
+    if mode != "off":
+        environment["VLLM_NWOR_MODE"] = mode
+    if audit:
+        environment["VLLM_NWOR_AUDIT"] = "1"
+    return environment
+
+
+class EngineProcess:
+    """One engine in its own process.
+
+    Args:
+        name: names its job and log file.
+        job: see :class:`nwor_ops.cli.demo_engine.DemoEngine`.
+        folder: where these files go.
+        environment: all of it.
+    """
+
+    def __init__(self, name: str, job: dict[str, Any], folder: pathlib.Path, environment: dict[str, str]) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        job_file = folder / f"{name}.job.json"
+        job_file.write_text(json.dumps(job, indent=1) + "\n")
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "nwor_ops.cli.demo_engine", str(job_file)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+            )
+        self._unread = b""
+
+    def wait_until_ready(self) -> dict[str, Any]:
+        """The versions it runs on."""
+        return self._answer()["versions"]
+
+    def ask(self, command: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(command.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._fail(f"ended with exit code {self._process.wait()}")
+        return self._answer()
+
+    def close(self) -> None:
+        """Let it end; it has nothing to save."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._read_line(time.monotonic() + PATIENCE_SECONDS)
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            self._fail(f"stopped: {answer['error']}")
+        return answer
+
+    def _read_line(self, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    self._process.kill()
+                    self._fail(f"did not answer within {PATIENCE_SECONDS:.0f} s")
+                if not (read := os.read(self._process.stdout.fileno(), 1 << 16)):
+                    self._fail(f"ended with exit code {self._process.wait()}")
+                self._unread += read
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+    def _fail(self, what: str) -> None:
+        lines = self.log.read_text(errors="replace").splitlines()
+        tail = "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
+        raise EngineFailed(f"the engine {self.name!r} {what}; the end of {self.log}:\n{tail}")

@@ -1,0 +1,116 @@
+"""A picture of the paged cache: a row per block, a square per slot, vanilla and NWOR side by side."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# Okabe and Ito's colours, told apart by every common kind of colour blindness, and in grey.
+FREE, COMMITTED, STALE = "0", "1", "2"
+COLOURS = {FREE: "#f0f0f0", COMMITTED: "#56b4e9", STALE: "#a63603"}
+LABELS = {
+    FREE: "free (never written, or zeroed)",
+    COMMITTED: "committed row",
+    STALE: "stale row of a rejected draft",
+}
+WIDTH_INCHES = 11.0
+DPI = 120
+_INK = "#333333"
+
+
+@dataclass(frozen=True)
+class CachePanel:
+    """One cache: a string per block with a digit per slot: 0 free, 1 committed, 2 stale."""
+
+    title: str
+    blocks: Sequence[str]
+
+    def count(self, state: str) -> int:
+        return sum(block.count(state) for block in self.blocks)
+
+
+def cache_panels(caches: Mapping[str, Mapping[str, Sequence[str]]]) -> list[CachePanel]:
+    """Panels of ``{run: {group: blocks}}``: a row of panels per group, a column per run."""
+    groups = list(dict.fromkeys(group for cache in caches.values() for group in cache))
+    return [
+        CachePanel(run if len(groups) == 1 else f"{run}, group {group}", cache.get(group, []))
+        for group in groups
+        for run, cache in caches.items()
+    ]
+
+
+def draw_caches(panels: Sequence[CachePanel], path: pathlib.Path, headline: str, columns: int = 2) -> None:
+    """Draw the panels, ``columns`` of them a row, to a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(WIDTH_INCHES, 1.0 + sum(_height(panels, row, columns) for row in range(rows))), dpi=DPI)
+    FigureCanvasAgg(figure)
+    heights = [_height(panels, row, columns) for row in range(rows)]
+    axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        _draw_panel(axis, panel)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    _add_headline_and_legend(figure, headline)
+    figure.savefig(path)
+
+
+def _height(panels: Sequence[CachePanel], row: int, columns: int) -> float:
+    """Inches for one row of panels: square slots, within reason."""
+    shapes = [(len(p.blocks), len(p.blocks[0])) for p in panels[row * columns :][:columns] if p.blocks]
+    width = 0.86 * WIDTH_INCHES / columns
+    return min(16.0, max([2.5, *(width * blocks / slots for blocks, slots in shapes)])) + 0.8
+
+
+def _draw_panel(axis, panel: CachePanel) -> None:  # type: ignore[no-untyped-def]
+    from matplotlib.colors import ListedColormap
+
+    states = [[int(slot) for slot in block] for block in panel.blocks] or [[0]]
+    blocks, slots = len(states), len(states[0])
+    axis.pcolormesh(
+        states,
+        cmap=ListedColormap([COLOURS[FREE], COLOURS[COMMITTED], COLOURS[STALE]]),
+        vmin=-0.5,
+        vmax=2.5,
+        edgecolors="white",
+        linewidth=0.8 if blocks * slots <= 8192 else 0.0,
+    )
+    axis.invert_yaxis()
+    counts = f"{panel.count(COMMITTED):,} committed, {panel.count(STALE):,} stale, {panel.count(FREE):,} free"
+    axis.set_title(panel.title, fontsize=14, fontweight="bold", color=_INK, pad=24)
+    axis.text(0.5, 1.008, counts, transform=axis.transAxes, ha="center", va="bottom", fontsize=10.5, color=_INK)
+    axis.set_xlabel("slot within the block", fontsize=11, color=_INK)
+    axis.set_ylabel("block", fontsize=11, color=_INK)
+    _ticks_in_cell_centres(axis.xaxis, slots)
+    _ticks_in_cell_centres(axis.yaxis, blocks)
+    axis.tick_params(length=0, labelsize=10, colors=_INK)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+
+
+def _ticks_in_cell_centres(axis, cells: int) -> None:  # type: ignore[no-untyped-def]
+    step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 1 << 20) if cells / step <= 16)
+    axis.set_ticks([cell + 0.5 for cell in range(0, cells, step)], [str(cell) for cell in range(0, cells, step)])
+
+
+def _add_headline_and_legend(figure, headline: str) -> None:  # type: ignore[no-untyped-def]
+    from matplotlib.patches import Patch
+
+    inches = figure.get_figheight()
+    figure.suptitle(headline, fontsize=13, color=_INK, y=1 - 0.18 / inches, va="top")
+    handles = [
+        Patch(facecolor=COLOURS[state], edgecolor="#999999", linewidth=0.6, label=LABELS[state])
+        for state in (COMMITTED, STALE, FREE)
+    ]
+    figure.legend(
+        handles=handles,
+        loc="upper center",
+        ncols=3,
+        frameon=False,
+        fontsize=11,
+        bbox_to_anchor=(0.5, 1 - 0.42 / inches),
+    )
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.72 / inches), w_pad=2.5)

@@ -1,0 +1,217 @@
+"""One small transaction per op, compared with what plain torch makes of it. For ``nwor-ops doctor``.
+
+The test suite is where the ops are tested; this answers "do they run on this machine?".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops
+from nwor_ops.cache import LayerCache
+from nwor_ops.manager import DraftCommitManager
+from nwor_ops.window import Window
+
+# Two requests: a target and drafts 60 to 62; a prompt token, a target and drafts 70 and 71.
+QUERY_START_LOC = (0, 4, 8)
+CU_NUM_DRAFT_TOKENS = (3, 5)
+DRAFT_TOKEN_IDS = (60, 61, 62, 70, 71)
+SLOTS = (8, 9, 10, 11, 17, 18, 19, -1)
+LOG_ROWS = (-1, 0, 1, 2, -1, -1, 3, 4)
+# The first request accepts one draft, the second none.
+SAMPLED_TOKEN_IDS = ((60, 99, -1, -1), (98, -1, -1, -1))
+ACCEPTED = (True, False, False, False, False)
+NUM_ACCEPTED = (1, 0)
+NUM_REJECTED = (2, 2)
+BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE = 3, 8, 2, 16
+LOG_SIZE = 6
+
+
+class _Sample:
+    """A cache [B, N, H, 2 * D] with something in it, and this step's keys and values."""
+
+    def __init__(self, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(1)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(device)
+
+        self.device = device
+        self.cache = drawn(BLOCKS, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE)
+        self.before = self.cache.clone()
+        self.key, self.value = drawn(len(SLOTS), HEADS, HEAD_SIZE), drawn(len(SLOTS), HEADS, HEAD_SIZE)
+        self.log = torch.zeros(LOG_SIZE, HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16, device=device)
+        self.slots = self.tensor(SLOTS, torch.int64)
+        self.log_rows = self.tensor(LOG_ROWS, torch.int32)
+        self.cu_num_draft_tokens = self.tensor(CU_NUM_DRAFT_TOKENS, torch.int32)
+        self.counters = torch.zeros(len(ops.COUNTERS), dtype=torch.int64, device=device)
+        self.scale = torch.ones(1, device=device)
+
+    def tensor(self, values: tuple, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def key_value(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        return tensor[..., :HEAD_SIZE], tensor[..., HEAD_SIZE:]
+
+    def written(self, tokens: range | tuple[int, ...] = range(len(SLOTS))) -> Tensor:
+        """The cache after a plain write of these tokens."""
+        cache = self.before.clone().flatten(0, 1)
+        for token in tokens:
+            if SLOTS[token] >= 0:
+                cache[SLOTS[token]] = torch.cat([self.key[token], self.value[token]], -1)
+        return cache.unflatten(0, (BLOCKS, BLOCK_SIZE))
+
+    def logged(self) -> Tensor:
+        log = torch.zeros_like(self.log)
+        for slot, row in zip(SLOTS, LOG_ROWS, strict=True):
+            if slot >= 0 and row >= 0:
+                log[row] = self.before.flatten(0, 1)[slot]
+        return log
+
+
+def _difference(**pairs: tuple[Tensor, object]) -> str | None:
+    """A sentence about the first result that is not what was expected."""
+    for name, (result, expected) in pairs.items():
+        wanted = torch.as_tensor(expected, dtype=result.dtype, device=result.device)
+        if result.shape != wanted.shape or not torch.equal(result, wanted):
+            return f"{name} is not what plain torch computes; run the test suite (pytest tests) and report it"
+    return None
+
+
+def _write_kv(device: torch.device) -> str | None:
+    sample = _Sample(device)
+    ops.write_kv(
+        sample.key,
+        sample.value,
+        *sample.key_value(sample.cache),
+        sample.slots,
+        sample.scale,
+        sample.scale,
+        "auto",
+    )
+    return _difference(cache=(sample.cache, sample.written()))
+
+
+def _write_kv_logged(device: torch.device) -> str | None:
+    sample = _Sample(device)
+    ops.write_kv_logged(
+        sample.key, sample.value, *sample.key_value(sample.cache), sample.slots, sample.scale, sample.scale, "auto",
+        sample.log_rows, *sample.key_value(sample.log),
+    )  # fmt: skip
+    return _difference(cache=(sample.cache, sample.written()), log=(sample.log, sample.logged()))
+
+
+def _log_slots(device: torch.device) -> str | None:
+    sample = _Sample(device)
+    ops.log_slots(sample.cache, sample.slots, sample.log_rows, sample.log)
+    return _difference(cache=(sample.cache, sample.before), log=(sample.log, sample.logged()))
+
+
+def _restore_slots(device: torch.device) -> str | None:
+    sample = _Sample(device)
+    rows = {row: slot for slot, row in zip(SLOTS, LOG_ROWS, strict=True) if row >= 0}
+    row_slots = sample.tensor(tuple(rows.get(row, -1) for row in range(LOG_SIZE)), torch.int64)
+    row_rejected = sample.tensor((*(not accepted for accepted in ACCEPTED), False), torch.bool)
+    sample.cache.copy_(sample.written())
+    ops.restore_slots([sample.cache], sample.logged().unsqueeze(0), row_slots, row_rejected)
+    return _difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
+
+
+def _plan_window(device: torch.device) -> str | None:
+    sample = _Sample(device)
+    log_rows = torch.zeros(len(SLOTS), dtype=torch.int32, device=device)
+    row_slots = torch.zeros(1, LOG_SIZE, dtype=torch.int64, device=device)
+    row_requests, row_positions = torch.zeros(2, LOG_SIZE, dtype=torch.int32, device=device)
+    ops.plan_window(
+        sample.tensor(QUERY_START_LOC, torch.int32), sample.cu_num_draft_tokens, [sample.slots],
+        log_rows, row_slots, row_requests, row_positions, sample.counters,
+    )  # fmt: skip
+    return _difference(
+        log_rows=(log_rows, LOG_ROWS),
+        row_slots=(row_slots, [[9, 10, 11, 19, -1, -1]]),
+        row_requests=(row_requests, [0, 0, 0, 1, 1, -1]),
+        row_positions=(row_positions, [0, 1, 2, 0, 1, -1]),
+        counters=(sample.counters, [1, 5, 0, 0, 0]),
+    )
+
+
+def _acceptance_mask(device: torch.device) -> str | None:
+    sample = _Sample(device)
+    accepted, num_accepted = ops.acceptance_mask(
+        sample.tensor(DRAFT_TOKEN_IDS, torch.int32),
+        sample.tensor(SAMPLED_TOKEN_IDS, torch.int32),
+        sample.cu_num_draft_tokens,
+    )
+    return _difference(accepted=(accepted, ACCEPTED), num_accepted=(num_accepted, NUM_ACCEPTED))
+
+
+def _acceptance_mask_from_rejected(device: torch.device) -> str | None:
+    sample = _Sample(device)
+    accepted, num_accepted = ops.acceptance_mask_from_rejected(
+        sample.tensor(NUM_REJECTED, torch.int32), sample.cu_num_draft_tokens, len(ACCEPTED)
+    )
+    return _difference(accepted=(accepted, ACCEPTED), num_accepted=(num_accepted, NUM_ACCEPTED))
+
+
+def _reject_rows(device: torch.device) -> str | None:
+    sample = _Sample(device)
+    row_rejected = torch.ones(LOG_SIZE, dtype=torch.bool, device=device)
+    num_accepted = torch.full((3,), 7, dtype=torch.int32, device=device)
+    ops.reject_rows(
+        sample.tensor(DRAFT_TOKEN_IDS, torch.int32), sample.tensor(SAMPLED_TOKEN_IDS, torch.int32),
+        sample.cu_num_draft_tokens, row_rejected, num_accepted, sample.counters,
+    )  # fmt: skip
+    return _rejection_difference(row_rejected, num_accepted, sample.counters)
+
+
+def _reject_rows_from_rejected(device: torch.device) -> str | None:
+    sample = _Sample(device)
+    row_rejected = torch.ones(LOG_SIZE, dtype=torch.bool, device=device)
+    num_accepted = torch.full((3,), 7, dtype=torch.int32, device=device)
+    ops.reject_rows_from_rejected(
+        sample.tensor(NUM_REJECTED, torch.int32), sample.cu_num_draft_tokens,
+        row_rejected, num_accepted, sample.counters,
+    )  # fmt: skip
+    return _rejection_difference(row_rejected, num_accepted, sample.counters)
+
+
+def _rejection_difference(row_rejected: Tensor, num_accepted: Tensor, counters: Tensor) -> str | None:
+    return _difference(
+        row_rejected=(row_rejected, [*(not accepted for accepted in ACCEPTED), False]),
+        num_accepted=(num_accepted, [*NUM_ACCEPTED, 0]),
+        counters=(counters, [0, 0, 1, 4, 0]),
+    )
+
+
+def _transaction(device: torch.device) -> str | None:
+    """Begin, write, commit: the accepted draft stays, the others were never there."""
+    sample = _Sample(device)
+    manager = DraftCommitManager(
+        max_num_tokens=len(SLOTS), max_num_requests=2, max_draft_tokens=LOG_SIZE, device=device
+    )
+    manager.register_layer("layer", LayerCache.packed(sample.cache))
+    manager.allocate()
+    manager.begin(
+        Window(sample.tensor(QUERY_START_LOC, torch.int32), sample.cu_num_draft_tokens, {"default": sample.slots})
+    )
+    manager.write("layer", sample.key, sample.value, sample.slots)
+    manager.commit(sample.tensor(DRAFT_TOKEN_IDS, torch.int32), sample.tensor(SAMPLED_TOKEN_IDS, torch.int32))
+    return _difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
+
+
+# Op -> a function of the device: None, or a sentence about what is wrong.
+SELF_TESTS: dict[str, Callable[[torch.device], str | None]] = {
+    "write_kv": _write_kv,
+    "write_kv_logged": _write_kv_logged,
+    "log_slots": _log_slots,
+    "restore_slots": _restore_slots,
+    "plan_window": _plan_window,
+    "acceptance_mask": _acceptance_mask,
+    "acceptance_mask_from_rejected": _acceptance_mask_from_rejected,
+    "reject_rows": _reject_rows,
+    "reject_rows_from_rejected": _reject_rows_from_rejected,
+    "a whole transaction": _transaction,
+}
