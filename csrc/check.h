@@ -10,6 +10,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <sstream>
@@ -138,11 +139,11 @@ class SharedBytes {
         : size_a_(static_cast<int64_t>(a.element_size())), size_b_(static_cast<int64_t>(b.element_size())) {
         add_dimensions(a, size_a_, 1);
         add_dimensions(b, size_b_, -1);
-        std::sort(terms_.begin(), terms_.end(),
+        std::sort(terms_.begin(), terms_.begin() + num_terms_,
                   [](const Term& x, const Term& y) { return x.stride > y.stride; });
-        least_.assign(terms_.size() + 1, 1 - size_a_);
-        most_.assign(terms_.size() + 1, size_b_ - 1);
-        for (size_t i = terms_.size(); i-- > 0;) {
+        least_[num_terms_] = 1 - size_a_;
+        most_[num_terms_] = size_b_ - 1;
+        for (size_t i = num_terms_; i-- > 0;) {
             least_[i] = least_[i + 1] + terms_[i].least * terms_[i].stride;
             most_[i] = most_[i + 1] + terms_[i].most * terms_[i].stride;
         }
@@ -157,20 +158,25 @@ class SharedBytes {
     };
 
     void add_dimensions(const Tensor& tensor, int64_t element_size, int sign) {
+        if (tensor.dim() > kMostDimensions)
+            fail("nwor", "a tensor of ", tensor.dim(), " dimensions is compared for shared memory");
         for (int64_t i = 0; i < tensor.dim(); ++i) {
             const int64_t last = tensor.size(i) - 1, stride = tensor.stride(i) * element_size;
             if (last < 1 || stride == 0) continue;
             Term* term = nullptr;
-            for (Term& known : terms_)
-                if (known.stride == stride) term = &known;
-            if (term == nullptr) term = &terms_.emplace_back(Term{stride, 0, 0});
+            for (size_t known = 0; known < num_terms_; ++known)
+                if (terms_[known].stride == stride) term = &terms_[known];
+            if (term == nullptr) {
+                term = &terms_[num_terms_++];
+                *term = Term{stride, 0, 0};
+            }
             (sign > 0 ? term->most : term->least) += sign * last;
         }
     }
 
     bool search(size_t i, int64_t distance) {
         if (distance < least_[i] || distance > most_[i]) return false;
-        if (i == terms_.size() || ++visited_ > kMostVisited) return true;
+        if (i == num_terms_ || ++visited_ > kMostVisited) return true;
         const Term& term = terms_[i];
         const auto floor = [&](int64_t x) { return x / term.stride - (x % term.stride < 0); };
         const int64_t first = std::max(term.least, -floor(most_[i + 1] - distance));
@@ -182,10 +188,13 @@ class SharedBytes {
 
     // Strides so tangled that this does not settle it count as shared.
     static constexpr int kMostVisited = 4096;
+    static constexpr int kMostDimensions = 4;  // of any argument that is checked
     int64_t size_a_, size_b_;
     int visited_ = 0;
-    std::vector<Term> terms_;
-    std::vector<int64_t> least_, most_;  // what the terms from i on can add up to, within an element
+    size_t num_terms_ = 0;
+    std::array<Term, 2 * kMostDimensions> terms_;
+    std::array<int64_t, 2 * kMostDimensions + 1> least_,
+        most_;  // what the terms from i on can add up to, within an element
 };
 
 inline bool share_memory(const Tensor& a, const Tensor& b) {
@@ -653,7 +662,7 @@ struct AcceptArguments {
     // Either the tokens (num_rejected is null) or the counts.
     IdsView drafts, sampled;
     const int32_t* num_rejected;
-    // Outputs. `marks` holds `marked` where a draft was accepted (or rejected), else the opposite.
+    // Outputs. `marks` is true for a rejected draft if `marks_rejected`, else for an accepted one.
     bool* marks;
     bool marks_rejected;
     int64_t num_marks;

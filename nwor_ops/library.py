@@ -28,7 +28,6 @@ _DEVICES = {
     "XPU": "xpu",
     "MPS": "mps",
     "HPU": "hpu",
-    "PrivateUse1": "an out-of-tree device",
 }
 
 

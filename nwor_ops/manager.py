@@ -9,16 +9,18 @@
     manager.commit(draft_token_ids, sampled_token_ids)                     # after sampling
 
 Between begin and commit nothing is allocated, nothing waits for the device, and nothing depends on a
-value that only the host has: the same calls may run eagerly, be traced by ``torch.compile``
-(``write`` at the KV-write site of a compiled model) or be captured in a CUDA graph. Inside compiled
-or captured code Python runs once, so the protocol is enforced where Python does run: begin, commit,
-cancel, and eager writes.
+value that only the host has (cancel, which is for failures, does allocate): the same calls may run
+eagerly, be traced by ``torch.compile`` (``write`` at the KV-write site of a compiled model) or be
+captured in a CUDA graph. Inside compiled or captured code Python runs once, so the protocol is
+enforced where Python does run: begin, commit, cancel, and eager writes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -58,31 +60,43 @@ class _Layer:
     cache: LayerCache
     layer_class: _LayerClass
     index: int  # within its class
-    # Filled by allocate(): this layer's part of the class's tensors.
-    caches: tuple[Tensor, ...] = ()
-    logs: tuple[Tensor, ...] = ()
-    row_windows: Tensor | None = None
+    # Filled by allocate().
+    eager: _LayerTensors | None = None
     # How a traced graph makes the planes: root, shape, strides, offset; empty = it takes them as they are.
     traced_caches: tuple[tuple[Tensor, tuple[int, ...], tuple[int, ...], int], ...] = ()
 
-    def current_caches(self) -> tuple[Tensor, ...]:
-        if self.traced_caches and torch.compiler.is_compiling():
-            return tuple(root.as_strided(shape, stride, offset) for root, shape, stride, offset in self.traced_caches)
-        return self.caches
+    def tensors(self) -> _LayerTensors:
+        """This layer's tensors, as eager calls or as a trace should see them."""
+        if not torch.compiler.is_compiling():
+            assert self.eager is not None
+            return self.eager
+        # A traced graph that mutates many inputs which share one storage is a hard case for
+        # functionalization: it sees the one tensor of the class, or of the storage, and selects from it.
+        assert self.layer_class.row_windows is not None
+        caches = tuple(root.as_strided(shape, stride, offset) for root, shape, stride, offset in self.traced_caches)
+        return _layer_tensors(
+            self.cache,
+            caches or tuple(plane.view for plane in self.cache.planes),
+            tuple(log[self.index] for log in self.layer_class.logs),
+            self.layer_class.row_windows[self.index],
+        )
 
-    # A traced graph that mutates many inputs which share one storage is a hard case for functionalization.
-    # Tracing therefore sees the one tensor of the class and selects from it; eager calls save the microsecond.
-    def current_logs(self) -> tuple[Tensor, ...]:
-        if torch.compiler.is_compiling():
-            return tuple(log[self.index] for log in self.layer_class.logs)
-        return self.logs
 
-    def current_row_windows(self) -> Tensor:
-        assert self.row_windows is not None
-        if torch.compiler.is_compiling():
-            assert self.layer_class.row_windows is not None
-            return self.layer_class.row_windows[self.index]
-        return self.row_windows
+class _LayerTensors(NamedTuple):
+    """What the ops of one layer take."""
+
+    logs: tuple[Tensor, ...]  # per plane: [R, H, W]
+    row_windows: Tensor  # [R]
+    key_value: tuple[Tensor, Tensor] | None  # the caches, None where the planes are opaque
+    key_value_logs: tuple[Tensor, Tensor] | None
+
+
+def _layer_tensors(
+    cache: LayerCache, caches: tuple[Tensor, ...], logs: tuple[Tensor, ...], row_windows: Tensor
+) -> _LayerTensors:
+    if not cache.writable:
+        return _LayerTensors(logs, row_windows, None, None)
+    return _LayerTensors(logs, row_windows, cache.key_value(caches), cache.key_value(logs))
 
 
 def _traced_root(view: Tensor, flat: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
@@ -215,25 +229,30 @@ class DraftCommitManager:
             )
         for layer in self._layers.values():
             assert layer.layer_class.row_windows is not None
-            layer.caches = tuple(plane.view for plane in layer.cache.planes)
-            layer.logs = tuple(log[layer.index] for log in layer.layer_class.logs)
-            layer.row_windows = layer.layer_class.row_windows[layer.index]
+            layer.eager = _layer_tensors(
+                layer.cache,
+                tuple(plane.view for plane in layer.cache.planes),
+                tuple(log[layer.index] for log in layer.layer_class.logs),
+                layer.layer_class.row_windows[layer.index],
+            )
         self._plan_tracing()
         self.buffers = WindowBuffers(
             len(self._groups), self.max_num_tokens, self.max_draft_tokens, self.max_num_requests, self.device
         )
+        self._undo = self._plan_undo()
         self._unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
         self._state = State.CLOSED
 
     def _plan_tracing(self) -> None:
-        views = [view for layer in self._layers.values() for view in layer.caches]
+        views = [plane.view for layer in self._layers.values() for plane in layer.cache.planes]
         offset = {view.untyped_storage()._cdata for view in views if view.storage_offset() != 0}
         flat: dict[tuple[int, torch.dtype], Tensor] = {}
         for layer in self._layers.values():
-            if any(view.untyped_storage()._cdata in offset for view in layer.caches):
+            views = [plane.view for plane in layer.cache.planes]
+            if any(view.untyped_storage()._cdata in offset for view in views):
                 layer.traced_caches = tuple(
                     (_traced_root(view, flat), tuple(view.shape), view.stride(), int(view.storage_offset()))
-                    for view in layer.caches
+                    for view in views
                 )
 
     @property
@@ -316,28 +335,24 @@ class DraftCommitManager:
         Tensors without data (fake, meta, freed storage) pass through: nothing is written.
         """
         if not torch.compiler.is_compiling():
-            if _has_no_data(key):
+            if _has_no_data(key) or _has_no_data(self._layer(name, "write").cache.planes[0].view):
                 return
-            self._require_window(name, key)
-        layer = self._layer(name, "write")
-        if not layer.cache.writable:
+            self._require_window("write", name, key)
+        tensors = self._layer(name, "write").tensors()
+        if tensors.key_value is None or tensors.key_value_logs is None:
             raise RuntimeError(f"write: the planes of layer {name!r} are opaque; call log(), then their own writer")
-        key_cache, value_cache = layer.cache.key_value(layer.current_caches())
-        key_log, value_log = layer.cache.key_value(layer.current_logs())
         ops.write_kv_logged(
             key,
             value,
-            key_cache,
-            value_cache,
+            *tensors.key_value,
             slot_mapping,
             self._unscaled if k_scale is None else k_scale,
             self._unscaled if v_scale is None else v_scale,
             kv_cache_dtype,
-            self.buffers.log_rows[token_offset : token_offset + slot_mapping.shape[0]],
-            key_log,
-            value_log,
+            self._log_rows_from(token_offset),
+            *tensors.key_value_logs,
             self.buffers.window_id,
-            layer.current_row_windows(),
+            tensors.row_windows,
         )
 
     def log(self, name: str, slot_mapping: Tensor, *, token_offset: int = 0) -> None:
@@ -346,16 +361,16 @@ class DraftCommitManager:
         Once for each token of a window, as :meth:`write`.
         """
         if not torch.compiler.is_compiling():
-            if _has_no_data(slot_mapping):
+            if _has_no_data(slot_mapping) or _has_no_data(self._layer(name, "log").cache.planes[0].view):
                 return
-            self._require_window(name, slot_mapping)
+            self._require_window("log", name, slot_mapping)
         layer = self._layer(name, "log")
-        log_rows = self.buffers.log_rows[token_offset : token_offset + slot_mapping.shape[0]]
+        tensors, log_rows = layer.tensors(), self._log_rows_from(token_offset)
         last = len(layer.cache.planes) - 1
         for index, plane in enumerate(layer.cache.planes):
             # Only the last plane marks the rows: a layer counts as logged when all of it is.
-            marks = (self.buffers.window_id, layer.current_row_windows()) if index == last else (None, None)
-            ops.log_slots(plane.view, slot_mapping, log_rows, layer.current_logs()[index], plane.page_offsets, *marks)
+            marks = (self.buffers.window_id, tensors.row_windows) if index == last else (None, None)
+            ops.log_slots(plane.view, slot_mapping, log_rows, tensors.logs[index], plane.page_offsets, *marks)
 
     def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> None:
         """Keep the accepted drafts, undo the rest, and close the window.
@@ -363,7 +378,8 @@ class DraftCommitManager:
         Args:
             draft_token_ids, sampled_token_ids: as in :func:`nwor_ops.acceptance_mask`.
 
-        If this raises, the window is still open: cancel it.
+        If this raises, the window is still open. Either :meth:`cancel` it, which undoes the accepted
+        drafts too, or :meth:`abandon` it, which keeps them and may keep some rejected ones.
         """
         window, buffers = self._open_window("commit"), self.buffers
         ops.reject_rows(
@@ -403,11 +419,13 @@ class DraftCommitManager:
         undone = buffers.row_requests >= 0
         if self._judged:  # a commit that failed after it had counted
             undone &= ~buffers.row_rejected
-            buffers.counters[ops.COUNTERS.index("accepted")].sub_(undone.sum())
-        buffers.counters[ops.COUNTERS.index("rejected")].add_(undone.sum())
         buffers.row_rejected.fill_(True)
         buffers.num_accepted.zero_()
         self._restore()
+        count = undone.sum()
+        if self._judged:
+            buffers.counters[ops.COUNTERS.index("accepted")].sub_(count)
+        buffers.counters[ops.COUNTERS.index("rejected")].add_(count)
         self._cancelled += 1
         self._close()
 
@@ -435,20 +453,31 @@ class DraftCommitManager:
             self._restore()
         self._close()
 
-    def _restore(self) -> None:
+    def _plan_undo(self) -> list[tuple[Any, ...]]:
+        """The arguments of every launch of an undo: they never change."""
         buffers = self.buffers
-        for layer_class in self._classes:
-            row_slots = buffers.group_row_slots[self._groups.index(layer_class.group)]
-            for plane, caches, log in zip(layer_class.planes, layer_class.caches, layer_class.logs, strict=True):
-                ops.restore_slots(
-                    caches,
-                    log,
-                    row_slots,
-                    buffers.row_rejected,
-                    plane.page_offsets,
-                    buffers.window_id,
-                    layer_class.row_windows,
-                )
+        return [
+            (
+                caches,
+                log,
+                buffers.row_slots[self._groups.index(layer_class.group)],
+                buffers.row_rejected,
+                plane.page_offsets,
+                buffers.window_id,
+                layer_class.row_windows,
+            )
+            for layer_class in self._classes
+            for plane, caches, log in zip(layer_class.planes, layer_class.caches, layer_class.logs, strict=True)
+        ]
+
+    def _restore(self) -> None:
+        for arguments in self._undo:
+            ops.restore_slots(*arguments)
+
+    def _log_rows_from(self, token_offset: int) -> Tensor:
+        # The ops take more log rows than tokens, so only a micro-batch needs a view.
+        log_rows = self.buffers.log_rows
+        return log_rows[token_offset:] if token_offset else log_rows
 
     def _close(self) -> None:
         self._window = None
@@ -468,10 +497,10 @@ class DraftCommitManager:
         assert self._window is not None
         return self._window
 
-    def _require_window(self, name: str, tensor: Tensor) -> None:
+    def _require_window(self, method: str, name: str, tensor: Tensor) -> None:
         # A capture is made once, outside any window; its replays happen inside one.
         if self._state is not State.OPEN and not _is_capturing(tensor):
-            raise RuntimeError(f"write of layer {name!r}: no window is open; call begin() first")
+            raise RuntimeError(f"{method} of layer {name!r}: no window is open; call begin() first")
 
 
 # ---------------------------------------------------------------- one manager per device, found from anywhere
@@ -484,7 +513,8 @@ def _normalized(device: torch.device | str) -> torch.device:
     return device
 
 
-_current: dict[torch.device, DraftCommitManager] = {}
+# Whoever made a manager keeps it: this must not hold an engine's cache for longer than the engine lives.
+_current: WeakValueDictionary[torch.device, DraftCommitManager] = WeakValueDictionary()
 
 
 def set_current_manager(manager: DraftCommitManager | None, device: torch.device | str | None = None) -> None:

@@ -60,6 +60,10 @@ for _name, _schema in SCHEMAS.items():
     _library.define(_name + " ".join(_schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
 
 
+# The overload itself: calling through the packet looks it up again each time.
+_ops = torch.ops.nwor
+
+
 def implement(op: str, kernel: Callable[..., Any], dispatch_key: str) -> None:
     """Register a Python kernel of one op for one dispatch key."""
     _library.impl(op, kernel, dispatch_key)
@@ -75,8 +79,6 @@ _TYPE_COMPLAINT = re.compile(r" must have dtype | must be on device ")
 
 
 def _refuse_gradients(op: str, **tensors: Tensor) -> None:
-    if not torch.is_grad_enabled():
-        return
     for name, tensor in tensors.items():
         if tensor.requires_grad:
             raise RuntimeError(
@@ -127,17 +129,18 @@ def write_kv(
 
     All tensors are on one device.
     """
-    _refuse_gradients(
-        "write_kv",
-        key=key,
-        value=value,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+    if torch.is_grad_enabled():
+        _refuse_gradients(
+            "write_kv",
+            key=key,
+            value=value,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
     try:
-        torch.ops.nwor.write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype)
+        _ops.write_kv.default(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype)
     except ValueError as error:
         raise _translated(error) from None
 
@@ -179,19 +182,20 @@ def write_kv_logged(
         logged, and reported in debug mode); ValueError also where a log shares memory with a cache,
         a source or the other log.
     """
-    _refuse_gradients(
-        "write_kv_logged",
-        key=key,
-        value=value,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        key_log=key_log,
-        value_log=value_log,
-    )
+    if torch.is_grad_enabled():
+        _refuse_gradients(
+            "write_kv_logged",
+            key=key,
+            value=value,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            key_log=key_log,
+            value_log=value_log,
+        )
     try:
-        torch.ops.nwor.write_kv_logged(
+        _ops.write_kv_logged.default(
             key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype,
             log_rows, key_log, value_log, window_id, row_windows,
         )  # fmt: skip
@@ -227,15 +231,16 @@ def log_slots(
     Raises:
         As :func:`write_kv_logged`.
     """
-    _refuse_gradients("log_slots", cache=cache, log=log)
+    if torch.is_grad_enabled():
+        _refuse_gradients("log_slots", cache=cache, log=log)
     try:
-        torch.ops.nwor.log_slots(cache, slot_mapping, log_rows, log, page_offsets, window_id, row_windows)
+        _ops.log_slots.default(cache, slot_mapping, log_rows, log, page_offsets, window_id, row_windows)
     except ValueError as error:
         raise _translated(error) from None
 
 
 def restore_slots(
-    caches: Sequence[Tensor],
+    caches: list[Tensor],
     log: Tensor,
     row_slots: Tensor,
     row_rejected: Tensor,
@@ -263,9 +268,10 @@ def restore_slots(
         IndexError: on the CPU, a slot >= B * N of a rejected row; nothing is written. On CUDA the row
             is skipped and reported in debug mode.
     """
-    _refuse_gradients("restore_slots", log=log, **{f"caches[{i}]": cache for i, cache in enumerate(caches)})
+    if torch.is_grad_enabled():
+        _refuse_gradients("restore_slots", log=log, **{f"caches[{i}]": cache for i, cache in enumerate(caches)})
     try:
-        torch.ops.nwor.restore_slots(list(caches), log, row_slots, row_rejected, page_offsets, window_id, row_windows)
+        _ops.restore_slots.default(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows)
     except ValueError as error:
         raise _translated(error) from None
 
@@ -314,7 +320,7 @@ def plan_window(
         TypeError: a dtype or device.
     """
     try:
-        torch.ops.nwor.plan_window(
+        _ops.plan_window.default(
             query_start_loc, cu_num_draft_tokens, list(slot_mappings), log_rows, row_slots,
             row_requests, row_positions, counters, token_offset,
         )  # fmt: skip
@@ -329,9 +335,9 @@ def acceptance_mask(
 
     Draft j of request q counts as accepted if every draft of q up to and including j equals the
     token sampled in its place (a negative one equals nothing), and the sampler went on after it:
-    ``sampled_token_ids[q, j + 1]`` is not negative (where that column exists). The second condition tells an accepted draft from a
-    rejected one whose replacement happens to be the same token, which vLLM's synthetic rejection
-    sampler can produce.
+    ``sampled_token_ids[q, j + 1]`` is not negative (where that column exists). The second condition
+    tells an accepted draft from a rejected one whose replacement happens to be the same token, which
+    vLLM's synthetic rejection sampler can produce.
 
     Args:
         draft_token_ids: int32 or int64 ``[P]``, contiguous: the drafts of all requests in order.
@@ -346,7 +352,7 @@ def acceptance_mask(
         ValueError, TypeError: as above.
     """
     try:
-        return torch.ops.nwor.acceptance_mask(draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
+        return _ops.acceptance_mask.default(draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
     except ValueError as error:
         raise _translated(error) from None
 
@@ -366,7 +372,7 @@ def acceptance_mask_from_rejected(
         ``accepted``, bool ``[P]``, and ``num_accepted``, int32 ``[Q]``.
     """
     try:
-        return torch.ops.nwor.acceptance_mask_from_rejected(num_rejected, cu_num_draft_tokens, num_draft_tokens)
+        return _ops.acceptance_mask_from_rejected.default(num_rejected, cu_num_draft_tokens, num_draft_tokens)
     except ValueError as error:
         raise _translated(error) from None
 
@@ -392,7 +398,7 @@ def reject_rows(
     A window of more than R drafts was never planned: every row is then False and nothing is counted.
     """
     try:
-        torch.ops.nwor.reject_rows(
+        _ops.reject_rows.default(
             draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters
         )
     except ValueError as error:
@@ -408,8 +414,6 @@ def reject_rows_from_rejected(
 ) -> None:
     """:func:`reject_rows` for runners that already know ``num_rejected``, int32 ``[>= Q]``."""
     try:
-        torch.ops.nwor.reject_rows_from_rejected(
-            num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters
-        )
+        _ops.reject_rows_from_rejected.default(num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters)
     except ValueError as error:
         raise _translated(error) from None

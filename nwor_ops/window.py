@@ -67,5 +67,3 @@ class WindowBuffers:
         self.num_accepted = filled(0, max_num_requests, dtype=torch.int32)
         self.counters = filled(0, len(ops.COUNTERS), dtype=torch.int64)
         self.window_id = self.counters[:1]
-        # Views made once: indexing costs a microsecond each on the host.
-        self.group_row_slots = list(self.row_slots.unbind(0))

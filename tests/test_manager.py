@@ -178,7 +178,7 @@ def test_outside_a_window(call, earlier):
     with pytest.raises(RuntimeError, match=r"window"):
         call(manager)
     assert manager.state is State.CLOSED
-    assert not memory(manager._layers["a"].caches)[0].any()
+    assert not memory(manager._classes[0].caches)[0].any()
 
 
 @pytest.mark.parametrize("method", ["write", "log"])
@@ -483,7 +483,7 @@ def test_stopped_between_two_planes():
     layer = transactions.manager._layers["amx.0"]
     plane = layer.cache.planes[0]
     log_rows = transactions.manager.buffers.log_rows[: second.num_tokens]
-    ops.log_slots(plane.view, second.slots["cpu"], log_rows, layer.logs[0], plane.page_offsets)
+    ops.log_slots(plane.view, second.slots["cpu"], log_rows, layer.tensors().logs[0], plane.page_offsets)
     transactions.manager.cancel()
     transactions.assert_as_expected()
 

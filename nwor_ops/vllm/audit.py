@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from nwor_ops.cache import LayerCache
+from nwor_ops.cache import LayerCache, Plane
 
 FREE, COMMITTED, STALE = 0, 1, 2
 
@@ -69,6 +69,7 @@ class AuditSummary:
 
 @dataclass
 class _Write:
+    layer: str
     key: Tensor
     value: Tensor
     slot_mapping: Tensor
@@ -76,49 +77,69 @@ class _Write:
 
 @dataclass
 class _Step:
-    """What is kept from begin to commit."""
+    """What is kept from begin to commit. `before` has a copy of each storage that holds a layer's cache."""
 
     query_start_loc: list[int]
     num_draft_tokens: list[int]
     slot_mappings: dict[str, Tensor]
-    before: dict[str, Tensor]
-    writes: dict[str, list[_Write]] = field(default_factory=dict)
+    before: dict[int, torch.UntypedStorage]
+    writes: list[_Write] = field(default_factory=list)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _changed_slots(before: LayerCache, after: LayerCache) -> Tensor:
-    """bool ``[num_slots]``: slots any byte of which differs."""
-    changed = None
-    for old, new in zip(before.planes, after.planes, strict=True):
-        num_blocks, block_size = old.view.shape[:2]
-        if old.page_offsets is None:
-            differs = (_bytes(old.view) != _bytes(new.view)).reshape(num_blocks, block_size, -1).any(-1)
-        else:
-            # [B, H, page elements, bytes] -> the elements of each slot.
-            pages = [_bytes(p.view.transpose(1, 2)).reshape(num_blocks, old.view.shape[2], -1) for p in (old, new)]
-            size = old.view.element_size()
-            per_element = (pages[0] != pages[1]).reshape(*pages[0].shape[:2], -1, size).any(-1)
-            differs = per_element[:, :, old.page_offsets.long()].any(-1).any(1)
-        changed = differs if changed is None else changed | differs
-    assert changed is not None
-    return changed.flatten()
+def _same_place(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """What `tensor` is a view of, in another storage."""
+    like = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return like.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _slot_elements(plane: Plane, slot: int) -> Tensor:
+    """Where in its storage, in elements, a plane keeps a slot."""
+    view = plane.view
+    _, block_size, num_heads, width = view.shape
+    block, offset = divmod(slot, block_size)
+    block_stride, slot_stride, head_stride, width_stride = view.stride()
+    start = view.storage_offset() + block * block_stride
+    if plane.page_offsets is None:
+        row = offset * slot_stride + torch.arange(width) * width_stride
+    else:
+        row = plane.page_offsets[offset].long().cpu()
+    return start + torch.arange(num_heads)[:, None] * head_stride + row
+
+
+def _elements_of(storage: torch.UntypedStorage, plane: Plane) -> Tensor:
+    dtype = _INTEGERS[plane.view.element_size()]
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+
+
+def _slots(slot_mapping: Tensor) -> list[int]:
+    return [slot for slot in slot_mapping.tolist() if slot >= 0]
+
+
+def _listed(slots: list[int], slot_mapping: Tensor) -> str:
+    token_of = {slot: token for token, slot in enumerate(slot_mapping.tolist())}
+    texts = [f"{slot} (token {token_of[slot]})" for slot in slots[:8]]
+    return ", ".join(texts) + (f" and {len(slots) - 8} more" if len(slots) > 8 else "")
 
 
 class CacheAudit:
     """Audits one model runner.
 
+    Caches of several layers, and of several groups, may lie in one storage and even share bytes: the audit
+    compares storages, and says afterwards which slot of which layer a wrong byte belongs to.
+
     Args:
         layers: the target layers.
-        enforce: raise :class:`AuditError` at a stale row. False only counts them (vanilla vLLM leaves
-            them by design); a change anywhere else is an error either way.
     """
 
-    def __init__(self, layers: list[AuditedLayer], enforce: bool) -> None:
+    def __init__(self, layers: list[AuditedLayer]) -> None:
         self._layers = {layer.name: layer for layer in layers}
-        self._enforce = enforce
         self._step: _Step | None = None
         self._totals = AuditSummary()
         self._states: dict[str, Tensor] = {}
@@ -135,30 +156,31 @@ class CacheAudit:
             query_start_loc,
             num_draft_tokens,
             {group: slots.cpu().clone() for group, slots in slot_mappings.items()},
-            {name: layer.kv_cache.clone() for name, layer in self._layers.items()},
+            {address: storage.clone() for address, storage in self._storages().items()},
         )
         self._forget_zeroed_blocks()
 
     def write(self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """At a layer's write site: remember what is written."""
         if self._step is not None:
-            write = _Write(key.clone(), value.clone(), slot_mapping.clone())
-            self._step.writes.setdefault(name, []).append(write)
+            self._step.writes.append(_Write(name, key.clone(), value.clone(), slot_mapping.clone()))
 
-    def commit(self, sampled_token_ids: Tensor | None) -> None:
+    def commit(self, sampled_token_ids: Tensor | None, enforce: bool) -> None:
         """After commit: compare.
 
         Args:
             sampled_token_ids: ``[Q, columns]`` of vLLM's sampler, negative = no token; None if the
                 window was cancelled: every draft counts as rejected.
+            enforce: raise :class:`AuditError` at a stale row. False only counts them: vanilla vLLM, and a
+                step that fell back to it, leave them by design. A change anywhere else is an error either way.
         """
         step, self._step = self._step, None
         if step is None:
             return
         rejected = self._rejected_tokens(step, sampled_token_ids)
-        stale: dict[str, Tensor] = {group: torch.zeros_like(s, dtype=torch.bool) for group, s in self._states.items()}
-        for layer in self._layers.values():
-            stale[layer.group] |= self._compare(step, layer, rejected)
+        rejected_slots = {group: _slots(slots[rejected]) for group, slots in step.slot_mappings.items()}
+        self._make_expected(step, rejected_slots)
+        stale = self._stale_slots(step, rejected_slots, enforce)
         self._record(step, rejected, stale)
 
     def drop(self) -> None:
@@ -190,46 +212,68 @@ class CacheAudit:
             self._totals.rejected += drafts - accepted
         return rejected
 
-    def _compare(self, step: _Step, layer: AuditedLayer, rejected: list[int]) -> Tensor:
-        """bool ``[num_slots]``: rejected slots that changed. Raises where anything else is wrong."""
-        rejected_slots = step.slot_mappings[layer.group][rejected]
-        rejected_slots = rejected_slots[rejected_slots >= 0]
-        expected = step.before[layer.name]
-        for write in step.writes.get(layer.name, []):
-            slots = write.slot_mapping.clone()
-            slots[torch.isin(slots, rejected_slots.to(slots.device))] = -1
-            layer.write(write.key, write.value, expected, slots)
-        self._totals.rows_checked += layer.planes(expected).num_slots
-        self._totals.bytes_compared += expected.numel() * expected.element_size()
-        none = torch.zeros_like(self._states[layer.group], dtype=torch.bool)
-        if torch.equal(_bytes(expected), _bytes(layer.kv_cache)):
-            return none
-        changed = _changed_slots(layer.planes(expected), layer.planes(layer.kv_cache)).cpu()
-        if not changed.any():
-            raise AuditError(f"nwor audit, step {self._totals.steps}: layer {layer.name} changed outside every slot")
-        stale = none.clone()
-        stale[rejected_slots] = changed[rejected_slots]
-        wrong = changed & ~stale
-        if wrong.any() or (self._enforce and stale.any()):
-            raise AuditError(self._complaint(step, layer, wrong, stale))
-        return stale
+    def _storages(self) -> dict[int, torch.UntypedStorage]:
+        storages = (layer.kv_cache.untyped_storage() for layer in self._layers.values())
+        return {storage.data_ptr(): storage for storage in storages}
 
-    def _complaint(self, step: _Step, layer: AuditedLayer, wrong: Tensor, stale: Tensor) -> str:
-        token_of = {slot: token for token, slot in enumerate(step.slot_mappings[layer.group].tolist())}
+    def _make_expected(self, step: _Step, rejected_slots: dict[str, list[int]]) -> None:
+        """Turn the image of before the step into what should be there after it."""
+        for write in step.writes:
+            layer = self._layers[write.layer]
+            rejected = torch.tensor(rejected_slots[layer.group], dtype=torch.int64, device=write.slot_mapping.device)
+            slots = torch.where(torch.isin(write.slot_mapping, rejected), -1, write.slot_mapping)
+            image = step.before[layer.kv_cache.untyped_storage().data_ptr()]
+            layer.write(write.key, write.value, _same_place(layer.kv_cache, image), slots)
+        self._totals.rows_checked += sum(layer.planes(layer.kv_cache).num_slots for layer in self._layers.values())
 
-        def listed(slots: Tensor) -> str:
-            found = slots.nonzero().flatten().tolist()
-            texts = [f"{slot} (token {token_of[slot]})" if slot in token_of else str(slot) for slot in found[:8]]
-            return ", ".join(texts) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    def _stale_slots(self, step: _Step, rejected_slots: dict[str, list[int]], enforce: bool) -> dict[str, list[int]]:
+        """Per group, the rejected slots that changed. Raises where anything else is wrong."""
+        stale: dict[str, set[int]] = {group: set() for group in rejected_slots}
+        for address, storage in self._storages().items():
+            self._totals.bytes_compared += storage.nbytes()
+            differs = (_bytes_of(storage) != _bytes_of(step.before[address])).cpu()
+            if not differs.any():
+                continue
+            layers = [la for la in self._layers.values() if la.kv_cache.untyped_storage().data_ptr() == address]
+            explained = torch.UntypedStorage(storage.nbytes())
+            _bytes_of(explained).zero_()
+            for layer in layers:
+                for plane in layer.planes(layer.kv_cache).planes:
+                    for slot in rejected_slots[layer.group]:
+                        _elements_of(explained, plane)[_slot_elements(plane, slot)] = -1
+                stale[layer.group] |= self._changed_slots(differs, layer, rejected_slots[layer.group])
+            wrong = differs & (_bytes_of(explained) == 0)
+            if wrong.any() or enforce:
+                raise AuditError(self._complaint(step, layers, wrong, stale if enforce else {}))
+        return {group: sorted(slots) for group, slots in stale.items()}
 
-        text = f"nwor audit, step {self._totals.steps}, layer {layer.name}, group {layer.group}:"
-        if stale.any():
-            text += f" rejected drafts left their rows in slots {listed(stale)};"
+    def _changed_slots(self, differs: Tensor, layer: AuditedLayer, slots: list[int]) -> set[int]:
+        """Which of the slots hold a byte that differs."""
+        storage = differs.view(torch.uint8).untyped_storage()
+        planes = layer.planes(layer.kv_cache).planes
+        return {
+            slot
+            for slot in slots
+            if any(bool((_elements_of(storage, p)[_slot_elements(p, slot)] != 0).any()) for p in planes)
+        }
+
+    def _complaint(self, step: _Step, layers: list[AuditedLayer], wrong: Tensor, stale: dict[str, set[int]]) -> str:
+        text = f"nwor audit, step {self._totals.steps}:"
+        for group, slots in stale.items():
+            if slots:
+                tokens = _listed(sorted(slots), step.slot_mappings[group])
+                text += f" rejected drafts of group {group} left their rows in slots {tokens};"
         if wrong.any():
-            text += f" slots {listed(wrong)} do not hold what this step should leave there;"
+            text += f" {int(wrong.sum())} bytes are not what this step should leave there"
+            for layer in layers:
+                written = _slots(step.slot_mappings[layer.group])
+                if slots := self._changed_slots(wrong, layer, written):
+                    tokens = _listed(sorted(slots), step.slot_mappings[layer.group])
+                    text += f", in layer {layer.name} slots {tokens}"
+            text += ";"
         return text + f" query_start_loc {step.query_start_loc}, drafts {step.num_draft_tokens}"
 
-    def _record(self, step: _Step, rejected: list[int], stale: dict[str, Tensor]) -> None:
+    def _record(self, step: _Step, rejected: list[int], stale: dict[str, list[int]]) -> None:
         self._totals.steps += 1
         self._totals.verify_steps += any(step.num_draft_tokens)
         for group, slots in step.slot_mappings.items():
@@ -238,7 +282,7 @@ class CacheAudit:
             kept &= slots >= 0
             self._states[group][slots[kept]] = COMMITTED
             self._states[group][stale[group]] = STALE
-            self._totals.stale_rows += int(stale[group].sum())
+            self._totals.stale_rows += len(stale[group])
 
     def _forget_zeroed_blocks(self) -> None:
         """vLLM zeroes blocks it hands out anew: whatever they held is gone."""

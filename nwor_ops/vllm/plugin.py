@@ -2,7 +2,7 @@
 
 ``register`` runs in every process that vLLM starts, long before there is a configuration and before
 the runner's module is imported, and it must not import it (seconds, in processes that never need
-it). So it leaves a note with Python's import system; when vLLM imports the runner's module, one
+it). So it leaves a note with Python's import system; when vLLM imports a runner's module, one
 method is wrapped, ``GPUModelRunner.initialize_kv_cache``, which looks at the engine's configuration.
 Everything else is wrapped there, on instances, and only if the configuration asks for it.
 With ``VLLM_NWOR_MODE=off`` in the environment not even that happens.
@@ -21,9 +21,11 @@ from typing import Any
 
 from nwor_ops.config import NworConfig, mode_from_environment
 from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.support import SUPPORTED_VERSIONS, V1_HOOKS, Unsupported, check_vllm, version_problem
+from nwor_ops.vllm.support import SUPPORTED_VERSIONS, V1_HOOKS, Unsupported, version_problem
 
-RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
+V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
+RUNNER_MODULES = (V1_RUNNER, V2_RUNNER)
 _WRAPPED = "_nwor_wrapped"
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
@@ -40,20 +42,27 @@ def register() -> None:
     NworConfig.load()  # an unknown variable or value is an error now, not when a cache is bound
     if mode_from_environment() == "off" and not NworConfig.load().wants_anything:
         return
-    if RUNNER_MODULE in sys.modules:
-        _wrap_runner_module(sys.modules[RUNNER_MODULE])
-    elif not any(isinstance(finder, _RunnerModuleFinder) for finder in sys.meta_path):
+    for name in RUNNER_MODULES:
+        if name in sys.modules:
+            _wrap_runner_module(sys.modules[name])
+    if not any(isinstance(finder, _RunnerModuleFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RunnerModuleFinder())
 
 
 class _RunnerModuleFinder(importlib.abc.MetaPathFinder):
-    """Wraps the runner's module right after it is imported by whoever needs it, then is gone."""
+    """Wraps a runner's module right after it is imported by whoever needs it."""
+
+    def __init__(self) -> None:
+        self._looking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != RUNNER_MODULE:
+        if name not in RUNNER_MODULES or self._looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -67,8 +76,13 @@ class _RunnerModuleFinder(importlib.abc.MetaPathFinder):
 
 
 def _wrap_runner_module(module: ModuleType) -> None:
-    runner_class = module.GPUModelRunner
-    original = runner_class.initialize_kv_cache
+    """Make a runner class look at its engine's configuration once its cache is bound."""
+    runner_class = getattr(module, "GPUModelRunner", None)
+    original = getattr(runner_class, "initialize_kv_cache", None)
+    if original is None:
+        if mode_from_environment() not in (None, "off"):
+            raise RuntimeError(f"nwor: {module.__name__} has no GPUModelRunner.initialize_kv_cache to attach to")
+        return
     if getattr(original, _WRAPPED, False):
         return
 
@@ -77,14 +91,14 @@ def _wrap_runner_module(module: ModuleType) -> None:
         result = original(self, *args, **kwargs)
         profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
         if not profiling:
-            _attach(self)
+            _attach(self, module.__name__)
         return result
 
     setattr(initialize_kv_cache, _WRAPPED, True)
-    runner_class.initialize_kv_cache = initialize_kv_cache
+    runner_class.initialize_kv_cache = initialize_kv_cache  # type: ignore[union-attr]
 
 
-def _attach(runner: Any) -> None:
+def _attach(runner: Any, module: str) -> None:
     """Look at the configuration of a runner whose cache was just bound, and act on it."""
     config = NworConfig.load(runner.vllm_config.additional_config)
     if not config.wants_anything:
@@ -92,7 +106,11 @@ def _attach(runner: Any) -> None:
     from nwor_ops.vllm import runner_v1
 
     logger = _logger()
+    if _sessions.pop(runner, None) is not None:
+        runner_v1.detach(runner)
     try:
+        if module != V1_RUNNER:
+            raise Unsupported("this version attaches to vLLM's V1 model runner only, this engine runs V2")
         session = runner_v1.attach(runner, config, logger)
     except Unsupported as error:
         if config.strict:
@@ -129,6 +147,3 @@ def check() -> list[dict[str, Any]]:
         problem = hook.problem()
         rows.append({"hook": hook.name, "ok": problem is None, "detail": problem or ", ".join(hook.parameters)})
     return rows
-
-
-__all__ = ["check", "check_vllm", "register", "sessions"]

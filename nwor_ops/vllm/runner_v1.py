@@ -1,7 +1,7 @@
 """vLLM's V1 model runner (the only one on the CPU): where its step begins and ends.
 
 Nothing here belongs to the core: this module turns the runner's objects into a ``Step`` and wraps
-three methods of the runner **instance** and the writer of each target layer's ``impl`` **instance**.
+methods of the runner **instance** and the writer of each target layer's ``impl`` **instance**.
 Classes stay as they are, so another engine in the same process is not touched.
 """
 
@@ -51,7 +51,10 @@ def attach(runner: Any, config: NworConfig, logger: Any) -> Session | None:
         "max_num_requests": runner.max_num_reqs,
         "max_draft_tokens": runner.max_num_reqs * runner.speculative_config.num_speculative_tokens,
     }
-    session = Session(config, layers, limits, functools.partial(_slot_mapping, runner), logger)
+    try:
+        session = Session(config, layers, limits, logger)
+    except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+        raise Unsupported(str(error)) from error
     _wrap_writers(runner, session, [layer.audited.name for layer in layers])
     _wrap_runner(runner, session, sorted(groups))
     return session
@@ -67,9 +70,12 @@ def _slot_mapping(runner: Any, group: str) -> Tensor:
 
 def _drafter_layers(runner: Any) -> set[str]:
     """Layers of the drafter's own model: their writes are the drafter's business."""
-    drafter = getattr(runner, "drafter", None)
-    names = set(getattr(drafter, "_draft_attn_layer_names", None) or ())
-    return names | set(getattr(drafter, "attn_layer_names", None) or ())
+    if not runner.speculative_config.uses_draft_model():
+        return set()
+    names = set(getattr(runner.drafter, "_draft_attn_layer_names", ()))
+    if not names:
+        raise Unsupported("the drafter does not say which attention layers are its own")
+    return names
 
 
 def _target_layers(runner: Any) -> list[TargetLayer]:
@@ -107,10 +113,11 @@ def _cpu_layer(runner: Any, name: str, group: str, attention: Any) -> TargetLaye
     return TargetLayer(AuditedLayer(name, group, attention.kv_cache, planes, own_writer), fused=writable)
 
 
-def _step(runner: Any, metadata: Any, num_scheduled_tokens: Any, groups: list[str]) -> Step:
+def _step(runner: Any, metadata: Any, groups: list[str]) -> Step:
     """One forward: metadata is vLLM's ``SpecDecodeMetadata``, on the host and on the device."""
     num_requests = len(metadata.num_draft_tokens)
-    num_tokens = int(num_scheduled_tokens.sum())
+    query_start_loc = runner.query_start_loc.np[: num_requests + 1]
+    num_tokens = int(query_start_loc[-1])
     return Step(
         Window(
             query_start_loc=runner.query_start_loc.gpu[: num_requests + 1],
@@ -119,7 +126,7 @@ def _step(runner: Any, metadata: Any, num_scheduled_tokens: Any, groups: list[st
             num_draft_tokens=sum(metadata.num_draft_tokens),
         ),
         draft_token_ids=metadata.draft_token_ids,
-        query_start_loc=runner.query_start_loc.np[: num_requests + 1].tolist(),
+        query_start_loc=query_start_loc,
         num_draft_tokens=metadata.num_draft_tokens,
     )
 
@@ -146,25 +153,44 @@ def _wrap_writer(impl: Any, name: str, session: Session) -> None:
 def _wrap_runner(runner: Any, session: Session, groups: list[str]) -> None:
     prepare_inputs = type(runner)._prepare_inputs.__get__(runner)
     sample = type(runner)._sample.__get__(runner)
+    execute_model = type(runner).execute_model.__get__(runner)
+    sample_tokens = type(runner).sample_tokens.__get__(runner)
 
     @functools.wraps(prepare_inputs)
     def _prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = prepare_inputs(scheduler_output, num_scheduled_tokens)
-        session.close_interrupted()
         if result[1] is not None:
-            session.begin(_step(runner, result[1], num_scheduled_tokens, groups))
+            session.begin(_step(runner, result[1], groups))
         return result
 
     @functools.wraps(sample)
     def _sample(logits: Any, spec_decode_metadata: Any) -> Any:
-        try:
-            output = sample(logits, spec_decode_metadata)
-        except BaseException:
-            session.close_interrupted()
-            raise
+        output = sample(logits, spec_decode_metadata)
         if spec_decode_metadata is not None:
             session.commit(output.sampled_token_ids)
         return output
 
+    # The two halves of a step: whatever they raise, the drafts are undone before anybody reuses a block.
+    def closing(half: Any) -> Any:
+        @functools.wraps(half)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return half(*args, **kwargs)
+            except BaseException:
+                session.close_interrupted()
+                raise
+
+        return run
+
     runner._prepare_inputs = _prepare_inputs
     runner._sample = _sample
+    runner.execute_model = closing(execute_model)
+    runner.sample_tokens = closing(sample_tokens)
+
+
+def detach(runner: Any) -> None:
+    """Take every wrapper off again: the runner binds a new cache, or is refused."""
+    for name in ("_prepare_inputs", "_sample", "execute_model", "sample_tokens"):
+        vars(runner).pop(name, None)
+    for layer in runner.compilation_config.static_forward_context.values():
+        vars(getattr(layer, "impl", layer)).pop("do_kv_cache_update", None)

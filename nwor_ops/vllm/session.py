@@ -11,7 +11,7 @@ A runner module (``runner_v1``) turns its runner's objects into a :class:`Step` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from nwor_ops import library
 from nwor_ops.config import NworConfig
 from nwor_ops.manager import DraftCommitManager, State, set_current_manager
 from nwor_ops.stats import Stats
-from nwor_ops.vllm.audit import AuditedLayer, AuditError, CacheAudit
+from nwor_ops.vllm.audit import AuditedLayer, CacheAudit
 from nwor_ops.window import Window
 
 
@@ -32,15 +32,10 @@ class TargetLayer:
     Attributes:
         audited: the layer as the audit sees it; also names it.
         fused: our kernel logs and writes; else it logs, and the layer's own writer writes.
-        kv_cache_dtype: for the fused kernel.
-        k_scale, v_scale: float32 scales for the fused kernel, or None.
     """
 
     audited: AuditedLayer
     fused: bool
-    kv_cache_dtype: str = "auto"
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -50,13 +45,13 @@ class Step:
     Attributes:
         window: device tensors for the manager.
         draft_token_ids: int ``[P]``, device.
-        query_start_loc: host; for the audit.
-        num_draft_tokens: host, per request.
+        query_start_loc: the same on the host; for the audit, which copies it at begin.
+        num_draft_tokens: on the host, per request.
     """
 
     window: Window
     draft_token_ids: Tensor
-    query_start_loc: list[int]
+    query_start_loc: Sequence[int]
     num_draft_tokens: list[int]
 
 
@@ -67,8 +62,6 @@ class Session:
         config: what was asked for.
         layers: the target layers.
         limits: ``max_num_tokens``, ``max_num_requests``, ``max_draft_tokens`` of the engine.
-        slot_mappings: the runner's persistent slot mapping per group: a micro-batch's slices are
-            located in it by their address.
         logger: vLLM's.
     """
 
@@ -77,22 +70,20 @@ class Session:
         config: NworConfig,
         layers: list[TargetLayer],
         limits: dict[str, int],
-        slot_mappings: Callable[[str], Tensor],
         logger: Any,
     ) -> None:
         self.config = config
         self.mode = config.mode
         self._layers = {layer.audited.name: layer for layer in layers}
-        self._slot_mappings = slot_mappings
+        self._addresses = {name: layer.audited.kv_cache.data_ptr() for name, layer in self._layers.items()}
         self._logger = logger
         self._step: Step | None = None
+        self._batch_starts: dict[str, int] = {}  # address of each group's slot of token 0
         self.vanilla_steps: Counter[str] = Counter()
         self.manager: DraftCommitManager | None = None
         if config.mode == "cow":
             self.manager = self._make_manager(layers, limits)
-        self.audit = (
-            CacheAudit([layer.audited for layer in layers], enforce=config.mode != "off") if config.audit else None
-        )
+        self.audit = CacheAudit([layer.audited for layer in layers]) if config.audit else None
 
     def _make_manager(self, layers: list[TargetLayer], limits: dict[str, int]) -> DraftCommitManager:
         device = layers[0].audited.kv_cache.device
@@ -114,7 +105,9 @@ class Session:
         """After the runner prepared its inputs, before the forward."""
         self.close_interrupted()
         if self.audit is not None:
-            self.audit.begin(step.query_start_loc, step.num_draft_tokens, dict(step.window.slot_mappings))
+            self.audit.begin(
+                [int(start) for start in step.query_start_loc], step.num_draft_tokens, dict(step.window.slot_mappings)
+            )
         if self.manager is None:
             return
         try:
@@ -123,41 +116,46 @@ class Session:
             self._fall_back("begin", error)
         else:
             self._step = step
+            self._batch_starts = {group: slots.data_ptr() for group, slots in step.window.slot_mappings.items()}
 
     def write(self, name: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """In place of the layer's own writer."""
         layer = self._layers[name]
         own_writer = layer.audited.write
-        if kv_cache.data_ptr() != layer.audited.kv_cache.data_ptr():
-            own_writer(key, value, kv_cache, slot_mapping)  # a throw-away cache
-            return
         if self.audit is not None:
             self.audit.write(name, key, value, slot_mapping)
-        if self._step is None or not self._write_in_window(layer, key, value, slot_mapping):
+        if self._step is None or not self._write_in_window(layer, key, value, kv_cache, slot_mapping):
             own_writer(key, value, kv_cache, slot_mapping)
 
     def commit(self, sampled_token_ids: Tensor) -> None:
         """After sampling, before the drafter runs."""
-        step = self._step
+        step, self._step = self._step, None
+        committed = False
         if step is not None:
             assert self.manager is not None
             try:
                 self.manager.commit(step.draft_token_ids, sampled_token_ids)
-                self._step = None
+                committed = True
             except Exception as error:
                 self._fall_back("commit", error)
         if self.audit is not None:
-            self.audit.commit(sampled_token_ids)
+            self.audit.commit(sampled_token_ids, enforce=committed)
 
     def close_interrupted(self) -> None:
         """A window that is still open belongs to a step that failed: undo every draft it wrote."""
-        if self.manager is None or self.manager.state is not State.OPEN:
-            return
         self._step = None
-        self.manager.cancel()
-        if self.audit is not None:
-            self.audit.drop()
+        if self.manager is None or self.manager.state is not State.OPEN:
+            if self.audit is not None:
+                self.audit.drop()
+            return
+        try:
+            self.manager.cancel()
+        except Exception as error:
+            self._fall_back("cancel", error)
+            return
         self._count("cancelled", "a step ended without sampling; its drafts were undone")
+        if self.audit is not None:
+            self.audit.commit(None, enforce=True)
 
     # ------------------------------------------------------------ reporting
 
@@ -177,44 +175,44 @@ class Session:
 
     # ------------------------------------------------------------ inside
 
-    def _write_in_window(self, layer: TargetLayer, key: Tensor, value: Tensor, slot_mapping: Tensor) -> bool:
+    def _write_in_window(
+        self, layer: TargetLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> bool:
         """Log, and write if fused. True if nothing is left to do."""
         assert self.manager is not None
         audited = layer.audited
         try:
-            base = self._slot_mappings(audited.group)
-            token_offset = (slot_mapping.data_ptr() - base.data_ptr()) // slot_mapping.element_size()
-            if not 0 <= token_offset <= base.numel() - slot_mapping.numel():
-                raise RuntimeError(f"layer {audited.name} was given a slot mapping that is not its group's")
+            if kv_cache.data_ptr() != self._addresses[audited.name]:
+                raise RuntimeError(f"the cache of layer {audited.name} is not where it was when the engine started")
+            token_offset = self._token_offset(audited.group, slot_mapping)
             if layer.fused:
-                self.manager.write(
-                    audited.name,
-                    key,
-                    value,
-                    slot_mapping,
-                    k_scale=layer.k_scale,
-                    v_scale=layer.v_scale,
-                    kv_cache_dtype=layer.kv_cache_dtype,
-                    token_offset=token_offset,
-                )
+                self.manager.write(audited.name, key, value, slot_mapping, token_offset=token_offset)
                 return True
             self.manager.log(audited.name, slot_mapping, token_offset=token_offset)
         except Exception as error:
             self._fall_back("write", error)
         return False
 
+    def _token_offset(self, group: str, slot_mapping: Tensor) -> int:
+        """Where in the batch a slot mapping begins: 0, or the start of a micro-batch's slice. Both are views
+        of one persistent buffer, so the addresses tell."""
+        token_offset = (slot_mapping.data_ptr() - self._batch_starts[group]) // slot_mapping.element_size()
+        assert self.manager is not None
+        if not 0 <= token_offset <= self.manager.max_num_tokens - slot_mapping.shape[0]:
+            raise RuntimeError(f"a layer of group {group} was given a slot mapping that is not its group's")
+        return token_offset
+
     def _fall_back(self, moment: str, error: Exception) -> None:
-        """Strict: stop with the reason. Else: this step ends as it would without the library."""
-        if self.config.strict or isinstance(error, AuditError):
+        """Strict: stop with the reason. Else: this step ends as it would without the library. A commit that
+        failed half-way has undone some rejected drafts and no accepted one, so that is safe too."""
+        self._step = None
+        if self.manager is not None and self.manager.state is State.OPEN:
+            self.manager.abandon()
+        if self.config.strict:
             raise RuntimeError(
                 f"nwor: {moment} failed: {error} (VLLM_NWOR_ON_UNSUPPORTED=vanilla runs such steps without the "
                 "transaction)"
             ) from error
-        self._step = None
-        if self.manager is not None and self.manager.state is State.OPEN:
-            self.manager.abandon()
-        if self.audit is not None:
-            self.audit.drop()
         self._count(f"{moment} failed", str(error))
 
     def _count(self, reason: str, detail: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SUPPORTED_VERSIONS = ("0.32",)
+TRIED_METHODS = ("ngram", "draft_model")
 
 
 class Unsupported(Exception):
@@ -59,6 +60,12 @@ V1_HOOKS = (
     ),
     Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample", ("logits", "spec_decode_metadata")),
     Hook(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner.execute_model",
+        ("scheduler_output", "intermediate_tensors"),
+    ),
+    Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens", ("grammar_output",)),
+    Hook(
         "vllm.v1.spec_decode.metadata",
         "SpecDecodeMetadata",
         (
@@ -99,7 +106,13 @@ def check_vllm() -> None:
 def check_engine(vllm_config: Any) -> None:
     """Raises :class:`Unsupported` for an engine configuration in which the promise cannot be kept."""
     parallel = vllm_config.parallel_config
+    method = vllm_config.speculative_config.method
     refusals = {
+        f"speculation by {method}: only {' and '.join(TRIED_METHODS)} have been tried": method not in TRIED_METHODS,
+        "tensor parallelism: it has not been tried": parallel.tensor_parallel_size > 1,
+        "data parallelism: it has not been tried": parallel.data_parallel_size > 1,
+        "dual batch overlap: it has not been tried": getattr(parallel, "use_ubatching", False),
+        "sleep mode: the cache moves when it wakes": vllm_config.model_config.enable_sleep_mode,
         "pipeline parallelism: only the last stage learns in time which drafts were accepted": (
             parallel.pipeline_parallel_size > 1
         ),

@@ -100,6 +100,22 @@ def _plant_fault(moment: str, call: int) -> None:
     setattr(DraftCommitManager, moment, faulty)
 
 
+def _plant_forward_fault(llm: Any, call: int) -> None:
+    """Make the last layer's attention raise once: vLLM's own failure, after every layer has written."""
+    context = llm.llm_engine.model_executor.driver_worker.worker.model_runner.compilation_config.static_forward_context
+    impl = list(context.values())[-1].impl
+    original, calls = impl.forward, 0
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError("planted in forward")
+        return original(*args, **kwargs)
+
+    impl.forward = forward
+
+
 def _run_requests(llm: Any, requests: list[list[int]], sampling: list[Any], abort: dict[int, list[str]]) -> Any:
     """Tokens per request (None where aborted), through add_request and step as a server does."""
     engine = llm.llm_engine
@@ -132,7 +148,7 @@ def _wrapped_methods(llm: Any) -> list[str]:
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    found = [name for name in ("_prepare_inputs", "_sample") if name in vars(runner)]
+    found = [name for name in ("_prepare_inputs", "_sample", "execute_model", "sample_tokens") if name in vars(runner)]
     if hasattr(GPUModelRunner.initialize_kv_cache, "_nwor_wrapped"):
         found.append("class initialize_kv_cache")
     return found
@@ -153,11 +169,21 @@ def _job(
     import nwor_ops.vllm
 
     llm = LLM(**arguments)
-    if fault is not None:
+    if fault is not None and fault[0] == "forward":
+        _plant_forward_fault(llm, fault[1])
+    elif fault is not None:
         _plant_fault(*fault)
     sampling = [_sampling(index, temperature, max_tokens) for index in range(len(requests))]
+    error = None
+    try:
+        tokens = _run_requests(llm, requests, sampling, abort)
+    except RuntimeError as raised:
+        if fault is None or fault[0] != "forward":
+            raise
+        tokens, error = [], str(raised)
     result: dict[str, Any] = {
-        "tokens": _run_requests(llm, requests, sampling, abort),
+        "tokens": tokens,
+        "error": error,
         "metrics": {m.name.removeprefix("vllm:"): m.value for m in llm.get_metrics() if hasattr(m, "value")},
         "layers": _layers(llm),
         "wrapped": _wrapped_methods(llm),

@@ -26,7 +26,13 @@ def test_off_in_the_environment_wins_and_touches_nothing(engines: Engines) -> No
 def test_on_through_the_environment(engines: Engines) -> None:
     result = engines.run(prompts(2), environment={"VLLM_NWOR_MODE": "cow"}, max_tokens=8)
     assert result["session"]["stats"]["windows"] > 0
-    assert result["wrapped"] == ["_prepare_inputs", "_sample", "class initialize_kv_cache"]
+    assert result["wrapped"] == [
+        "_prepare_inputs",
+        "_sample",
+        "execute_model",
+        "sample_tokens",
+        "class initialize_kv_cache",
+    ]
 
 
 def test_an_engine_that_does_not_speculate_is_left_alone(engines: Engines) -> None:
@@ -50,7 +56,22 @@ def test_a_fault_of_ours_leaves_output_as_vanilla(engines: Engines, moment: str)
     result = ours.result()
     assert result["tokens"] == vanilla.result()["tokens"]
     assert result["session"]["vanilla_steps"] == {f"{moment} failed": 1}
-    assert result["session"]["audit"]["stale_rows"] == 0, "every other step is still a transaction"
+    stats, audit = result["session"]["stats"], result["session"]["audit"]
+    assert stats["abandoned"] == (moment != "begin")
+    # That step's rejected drafts stayed, every other step is a transaction still (or the audit had raised).
+    assert audit["rejected"] > audit["stale_rows"]
+
+
+def test_a_forward_that_fails_leaves_no_draft_behind(engines: Engines) -> None:
+    """vLLM's own failure in the last layer: the window is cancelled at once, and the audit compares that too."""
+    result = engines.run(prompts(6), nwor={"mode": "cow", "audit": True}, fault=("forward", 12))
+    assert result["error"] == "planted in forward"
+    session = result["session"]
+    assert session["vanilla_steps"] == {"cancelled": 1}
+    assert session["stats"]["cancelled"] == 1
+    assert session["stats"]["rejected"] == session["audit"]["rejected"] > 0
+    assert session["audit"]["stale_rows_at_end"] == 0
+    assert session["audit"]["steps"] == 12
 
 
 def test_an_unsupported_engine_is_refused_with_the_reason(engines: Engines) -> None:
