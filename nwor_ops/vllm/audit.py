@@ -105,7 +105,7 @@ def _slot_elements(plane: Plane, slot: int) -> Tensor:
     _, block_size, num_heads, width = view.shape
     block, offset = divmod(slot, block_size)
     block_stride, slot_stride, head_stride, width_stride = view.stride()
-    start = view.storage_offset() + block * block_stride
+    start = int(view.storage_offset()) + block * block_stride
     if plane.page_offsets is None:
         row = offset * slot_stride + torch.arange(width) * width_stride
     else:

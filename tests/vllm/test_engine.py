@@ -105,6 +105,25 @@ def test_pages_and_dtypes(engines: Engines, model: dict[str, int], dtype: str, i
     assert ours["session"]["audit"]["stale_rows"] == 0
 
 
+def test_groups_of_layers_that_share_memory(engines: Engines) -> None:
+    """Sliding-window and full layers are two KV-cache groups, with slot mappings of their own, whose blocks lie in
+    one backing buffer."""
+    gemma = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 64,
+        "query_pre_attn_scalar": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+    vanilla, ours = engines.pair(prompts(8, longest=150), COW, model=model_folder(**gemma))
+    assert ours["tokens"] == vanilla["tokens"]
+    check_transaction(ours)
+    check_vllm_counts(ours)
+    assert ours["session"]["groups"] == ["0", "1"]
+
+
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 CPU cache needs AVX-512 or AMX")
 def test_fp8_cache_is_logged_before_vllm_writes(engines: Engines) -> None:
     """A quantised CPU cache goes through vLLM's own writer; ours only logs."""
