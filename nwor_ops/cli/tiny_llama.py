@@ -12,17 +12,13 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 SEED = 20
-LAYERS = 3
-HIDDEN = 256
-HEADS = 4
-KV_HEADS = 2
-HEAD_SIZE = 64
-INTERMEDIATE = 512
 VOCABULARY = 64
 MAX_TOKENS = 512
 # What the output layer adds to the logit of a token's successor: the larger, the more drafts are accepted.
@@ -32,27 +28,40 @@ LOGIT_SCALE = 2.0
 # Share of one attention or MLP block in the residual stream, where the token itself has 1.
 BLOCK_SCALE = 0.5
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_SIZE,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": MAX_TOKENS,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "torch_dtype": "bfloat16",
-}
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model. The default is the demo's; the benchmarks take a larger one too."""
+
+    layers: int = 3
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 64
+    intermediate: int = 512
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_size,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": MAX_TOKENS,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "torch_dtype": "bfloat16",
+        }
 
 
 def successor(token: int) -> int:
@@ -60,17 +69,18 @@ def successor(token: int) -> int:
     return (token + 37) % VOCABULARY
 
 
-def write_tiny_llama(folder: pathlib.Path, seed: int = SEED) -> pathlib.Path:
+def write_tiny_llama(folder: pathlib.Path, seed: int = SEED, size: Size = Size()) -> pathlib.Path:
     """Write ``config.json`` and ``model.safetensors`` into ``folder``, and return it. Same seed, same bytes."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
-    save_file(dict(_weights(seed)), str(folder / "model.safetensors"), metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(size.config(), indent=2) + "\n")
+    save_file(dict(_weights(seed, size)), str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
 
 
-def _weights(seed: int) -> Iterator[tuple[str, Tensor]]:
+def _weights(seed: int, size: Size) -> Iterator[tuple[str, Tensor]]:
+    hidden, heads, kv_heads = size.hidden, size.heads * size.head_size, size.kv_heads * size.head_size
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
@@ -78,21 +88,21 @@ def _weights(seed: int) -> Iterator[tuple[str, Tensor]]:
         drawn = torch.randn(rows, columns, generator=generator) * (scale / columns**0.5)
         return drawn.to(torch.bfloat16)
 
-    ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    embedding = matrix(VOCABULARY, HIDDEN, HIDDEN**0.5)
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    embedding = matrix(VOCABULARY, hidden, hidden**0.5)
     yield "model.embed_tokens.weight", embedding
-    for layer in range(LAYERS):
+    for layer in range(size.layers):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", ones.clone()
-        yield f"{prefix}.self_attn.q_proj.weight", matrix(HEADS * HEAD_SIZE, HIDDEN, 1.5)
-        yield f"{prefix}.self_attn.k_proj.weight", matrix(KV_HEADS * HEAD_SIZE, HIDDEN, 1.5)
-        yield f"{prefix}.self_attn.v_proj.weight", matrix(KV_HEADS * HEAD_SIZE, HIDDEN)
-        yield f"{prefix}.self_attn.o_proj.weight", matrix(HIDDEN, HEADS * HEAD_SIZE, BLOCK_SCALE)
+        yield f"{prefix}.self_attn.q_proj.weight", matrix(heads, hidden, 1.5)
+        yield f"{prefix}.self_attn.k_proj.weight", matrix(kv_heads, hidden, 1.5)
+        yield f"{prefix}.self_attn.v_proj.weight", matrix(kv_heads, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, heads, BLOCK_SCALE)
         yield f"{prefix}.post_attention_layernorm.weight", ones.clone()
-        yield f"{prefix}.mlp.gate_proj.weight", matrix(INTERMEDIATE, HIDDEN)
-        yield f"{prefix}.mlp.up_proj.weight", matrix(INTERMEDIATE, HIDDEN)
-        yield f"{prefix}.mlp.down_proj.weight", matrix(HIDDEN, INTERMEDIATE, BLOCK_SCALE)
+        yield f"{prefix}.mlp.gate_proj.weight", matrix(size.intermediate, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", matrix(size.intermediate, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", matrix(hidden, size.intermediate, BLOCK_SCALE)
     yield "model.norm.weight", ones.clone()
     rule = torch.empty_like(embedding)
-    rule[[successor(token) for token in range(VOCABULARY)]] = embedding * (RULE / HIDDEN)
-    yield "lm_head.weight", matrix(VOCABULARY, HIDDEN, LOGIT_SCALE) + rule
+    rule[[successor(token) for token in range(VOCABULARY)]] = embedding * (RULE / hidden)
+    yield "lm_head.weight", matrix(VOCABULARY, hidden, LOGIT_SCALE) + rule
