@@ -19,7 +19,7 @@ from nwor_ops.cli.tiny_llama import Size, write_tiny_llama
 
 SIZES = {
     "tiny": (Size(), 30),
-    "small": (Size(layers=10, hidden=768, heads=12, kv_heads=4, intermediate=2048), 5),
+    "small": (Size(layers=10, hidden=768, heads=12, kv_heads=4, intermediate=2048), 15),
 }
 LEAST = 0.97
 

@@ -24,13 +24,17 @@ ROUNDS, CALLS = 15, 20
 def write_rows(num_tokens: int) -> list[Row]:
     shape = (num_tokens, HEADS, HEAD_SIZE)
     key, value = torch.randn(2, *shape).to(torch.bfloat16)
-    slots = torch.randperm(BLOCKS * BLOCK_SIZE)[:num_tokens]
+    # Requests of a target token and four drafts, each in consecutive slots of some block.
+    starts = torch.randperm(BLOCKS)[: -(-num_tokens // 5), None] * BLOCK_SIZE + 7
+    slots = (starts + torch.arange(5)).flatten()[:num_tokens]
     kv_cache = torch.zeros(BLOCKS, HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
     theirs = kv_cache.view(BLOCKS, HEADS, 2 * BLOCK_SIZE, HEAD_SIZE).chunk(2, dim=2)
     ours = strided_pages(kv_cache)
     rows_contiguous = torch.zeros(BLOCKS, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16)
     packed = rows_contiguous.split(HEAD_SIZE, dim=-1)
     log = torch.zeros(2, *shape, dtype=torch.bfloat16)
+    # As the manager lays out the log of such keys: rows next to each other where slots are.
+    log_like_vec = torch.zeros(HEADS, HEAD_SIZE, num_tokens, dtype=torch.bfloat16).permute(2, 0, 1), log[1]
     # Every token but one in five is a draft, as with K = 4.
     log_rows = torch.where(torch.arange(num_tokens) % 5 == 0, -1, torch.arange(num_tokens)).to(torch.int32)
     one = torch.ones(1)
@@ -39,7 +43,9 @@ def write_rows(num_tokens: int) -> list[Row]:
         {
             "vllm": lambda: vllm_ops.cpu_attn_reshape_and_cache(key, value, *theirs, slots, "vec"),
             "vec": lambda: nwor_ops.write_kv(key, value, *ours, slots, one, one, "auto"),
-            "vec_logged": lambda: nwor_ops.write_kv_logged(key, value, *ours, slots, one, one, "auto", log_rows, *log),
+            "vec_logged": lambda: nwor_ops.write_kv_logged(
+                key, value, *ours, slots, one, one, "auto", log_rows, *log_like_vec
+            ),
             "packed": lambda: nwor_ops.write_kv(key, value, *packed, slots, one, one, "auto"),
             "packed_logged": lambda: nwor_ops.write_kv_logged(
                 key, value, *packed, slots, one, one, "auto", log_rows, *log

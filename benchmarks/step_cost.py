@@ -56,7 +56,11 @@ class Step:
             self.manager.register_layer(name, cache)
         self.manager.allocate()
         self.key, self.value = torch.randn(2, TOKENS, HEADS, HEAD_SIZE).to(torch.bfloat16)
-        self.slots = torch.randperm(BLOCKS * BLOCK_SIZE)[:TOKENS]
+        # Each request goes on somewhere in a block of its own, in consecutive slots.
+        starts = torch.randperm(BLOCKS)[:REQUESTS, None] * BLOCK_SIZE + torch.randint(
+            BLOCK_SIZE - DRAFTS, (REQUESTS, 1)
+        )
+        self.slots = (starts + torch.arange(DRAFTS + 1)).flatten()
         self.window = Window(
             torch.arange(0, TOKENS + 1, DRAFTS + 1, dtype=torch.int32),
             torch.arange(DRAFTS, REQUESTS * DRAFTS + 1, DRAFTS, dtype=torch.int32),

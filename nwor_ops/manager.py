@@ -99,6 +99,15 @@ def _layer_tensors(
     return _LayerTensors(logs, row_windows, cache.key_value(caches), cache.key_value(logs))
 
 
+def _new_log(plane: Plane, layers: int, rows: int) -> Tensor:
+    """``[layers, rows, H, W]``, in memory like the plane: rows next to each other where slots are, so that
+    the drafts of a request, in consecutive slots, move together."""
+    _, _, heads, width = plane.view.shape
+    if plane.page_offsets is None and plane.view.stride(1) == 1 and width > 1:
+        return plane.view.new_zeros((layers, heads, width, rows)).permute(0, 3, 1, 2)
+    return plane.view.new_zeros((layers, rows, heads, width))
+
+
 def _traced_root(view: Tensor, flat: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
     """The tensor of which a traced graph should make a plane that does not start its storage.
 
@@ -119,7 +128,7 @@ def _traced_root(view: Tensor, flat: dict[tuple[int, torch.dtype], Tensor]) -> T
 
 def _has_no_data(tensor: Tensor) -> bool:
     """Tracing, profiling and warm-up pass tensors without storage: there is nothing to write."""
-    return isinstance(tensor, FakeTensor) or tensor.is_meta or tensor.untyped_storage().size() == 0
+    return isinstance(tensor, FakeTensor) or tensor.data_ptr() == 0
 
 
 def _is_capturing(tensor: Tensor) -> bool:
@@ -216,14 +225,7 @@ class DraftCommitManager:
         for layer_class in self._classes:
             layers = len(layer_class.names)
             for plane in layer_class.planes:
-                _, _, heads, width = plane.view.shape
-                layer_class.logs.append(
-                    torch.zeros(
-                        (layers, self.max_draft_tokens, heads, width),
-                        dtype=plane.view.dtype,
-                        device=self.device,
-                    )
-                )
+                layer_class.logs.append(_new_log(plane, layers, self.max_draft_tokens))
             layer_class.row_windows = torch.zeros(
                 (layers, self.max_draft_tokens), dtype=torch.int64, device=self.device
             )
@@ -337,7 +339,8 @@ class DraftCommitManager:
         if not torch.compiler.is_compiling():
             if _has_no_data(key) or _has_no_data(self._layer(name, "write").cache.planes[0].view):
                 return
-            self._require_window("write", name, key)
+            if self._state is not State.OPEN:
+                self._require_capture("write", name, key)
         tensors = self._layer(name, "write").tensors()
         if tensors.key_value is None or tensors.key_value_logs is None:
             raise RuntimeError(f"write: the planes of layer {name!r} are opaque; call log(), then their own writer")
@@ -363,7 +366,8 @@ class DraftCommitManager:
         if not torch.compiler.is_compiling():
             if _has_no_data(slot_mapping) or _has_no_data(self._layer(name, "log").cache.planes[0].view):
                 return
-            self._require_window("log", name, slot_mapping)
+            if self._state is not State.OPEN:
+                self._require_capture("log", name, slot_mapping)
         layer = self._layer(name, "log")
         tensors, log_rows = layer.tensors(), self._log_rows_from(token_offset)
         last = len(layer.cache.planes) - 1
@@ -497,9 +501,9 @@ class DraftCommitManager:
         assert self._window is not None
         return self._window
 
-    def _require_window(self, method: str, name: str, tensor: Tensor) -> None:
+    def _require_capture(self, method: str, name: str, tensor: Tensor) -> None:
         # A capture is made once, outside any window; its replays happen inside one.
-        if self._state is not State.OPEN and not _is_capturing(tensor):
+        if not _is_capturing(tensor):
             raise RuntimeError(f"{method} of layer {name!r}: no window is open; call begin() first")
 
 

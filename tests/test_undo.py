@@ -906,3 +906,52 @@ def test_gradients_are_refused(op, name):
     assert all(torch.equal(a, b) for a, b in zip(before, memory(arguments), strict=True))
     with torch.no_grad():
         getattr(ops, op)(*arguments)
+
+
+# ---------------------------------------------------------------- rows that move together
+
+
+# Slots of ten tokens and their log rows: consecutive runs of every length, cut by a block's end (4 slots), by a
+# gap in the slots, in the rows, by tokens that are skipped or no drafts, and backwards.
+RUNS = {
+    "one run over two blocks": (range(1, 11), range(10)),
+    "slots jump": ((0, 1, 2, 8, 9, 4, 5, 6, 7, 3), range(10)),
+    "rows jump": (range(10), (0, 1, 5, 6, 7, 2, 3, 9, 8, 4)),
+    "tokens that are no drafts": (range(10), (-1, 0, 1, 2, -1, 3, 4, -1, 5, 6)),
+    "skipped tokens": ((0, 1, -1, 3, 4, 5, 6, -1, 8, 9), range(10)),
+    "backwards": (range(9, -1, -1), range(9, -1, -1)),
+}
+
+
+def slot_adjacent(rows):
+    """A key plane of vLLM's `vec` pages, and a log whose rows lie next to each other as the slots do."""
+    cache = torch.arange(3 * 2 * 8 * 4, dtype=torch.float32).reshape(3, 2, 8, 4).permute(0, 3, 1, 2)
+    log = torch.full((2, 8, rows), -1.0).permute(2, 0, 1)
+    assert cache.stride(1) == log.stride(0) == 1
+    return cache, log
+
+
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
+def test_neighbours_are_logged_as_if_one_by_one(runs):
+    slots, rows = int64(*runs[0]), int32(*runs[1])
+    (key_cache, key_log), (value_cache, value_log) = slot_adjacent(10), slot_adjacent(10)
+    value_cache += 1000
+    key, value = torch.randn(2, 10, 2, 8)
+    one, window, marks = torch.ones(1), int64(7), torch.zeros(10, dtype=torch.int64)
+    assert_same_as_oracle(
+        "write_kv_logged",
+        (key, value, key_cache, value_cache, slots, one, one, "auto", rows, key_log, value_log, window, marks),
+    )
+
+
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
+@pytest.mark.parametrize("window_of_row", [(7,) * 10, (7, 7, 7, 6, 7, 7, 7, 7, 5, 7)], ids=["all", "some"])
+@pytest.mark.parametrize("rejected", [0b1111111111, 0b1101111011, 0b0000111100, 0b1010101010])
+def test_neighbours_are_restored_as_if_one_by_one(runs, window_of_row, rejected):
+    caches, log = zip(*(slot_adjacent(10) for _ in range(2)), strict=True)
+    log = torch.stack([plane.permute(1, 2, 0) for plane in log]).permute(0, 3, 1, 2)
+    log.copy_(torch.randn(log.shape))
+    flags = torch.tensor([bool(rejected >> row & 1) for row in range(10)])
+    marks = torch.tensor([window_of_row, window_of_row[::-1]])
+    assert log.stride(1) == 1
+    assert_same_as_oracle("restore_slots", (list(caches), log, int64(*runs[0]), flags, None, int64(7), marks))

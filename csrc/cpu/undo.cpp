@@ -59,6 +59,38 @@ void copy_row(T* to, HeadsStrides to_strides, const T* from, HeadsStrides from_s
     }
 }
 
+// Rows that follow one another: `count` of them in one access for each element of a row.
+template <int count, class T>
+void copy_adjacent_rows(T* to, HeadsStrides to_strides, const T* from, HeadsStrides from_strides,
+                        int64_t num_heads, int64_t width) {
+    for (int64_t h = 0; h < num_heads; ++h, to += to_strides.head, from += from_strides.head)
+        for (int64_t w = 0; w < width; ++w)
+            std::memcpy(to + w * to_strides.width, from + w * from_strides.width, count * sizeof(T));
+}
+
+// Consecutive rows [count, H, W]. Where slots lie next to each other (the keys of vLLM's CPU pages), and the
+// log's rows do too, several rows move at once: the drafts of a request are such rows.
+template <class T>
+void copy_rows(T* to, int64_t to_row_stride, HeadsStrides to_strides, const T* from, int64_t from_row_stride,
+               HeadsStrides from_strides, int64_t num_heads, int64_t width, int64_t count) {
+    const bool adjacent = to_row_stride == 1 && from_row_stride == 1;
+    while (count > 0) {
+        int64_t copied = 1;
+        if (adjacent && count >= 4) {
+            copy_adjacent_rows<4>(to, to_strides, from, from_strides, num_heads, width);
+            copied = 4;
+        } else if (adjacent && count >= 2) {
+            copy_adjacent_rows<2>(to, to_strides, from, from_strides, num_heads, width);
+            copied = 2;
+        } else {
+            copy_row(to, to_strides, from, from_strides, num_heads, width);
+        }
+        to += copied * to_row_stride;
+        from += copied * from_row_stride;
+        count -= copied;
+    }
+}
+
 // [H, W] into or out of a page whose inner order is a table; `to_page` says which.
 template <bool to_page, class T>
 void copy_page_row(const CacheView& cache, const PageOffsets& offsets, int64_t slot, T* row,
@@ -139,9 +171,10 @@ struct Plane {
     const RowsView& log;
 
     template <class Raw>
-    void save(int64_t slot, int64_t log_row) const {
-        copy_row(row_data<Raw>(log, log_row), strides_of(log), slot_data<const Raw>(cache, slot),
-                 strides_of(cache), cache.num_heads, cache.width);
+    void save(int64_t slot, int64_t log_row, int64_t count) const {
+        copy_rows(row_data<Raw>(log, log_row), log.row_stride, strides_of(log),
+                  slot_data<const Raw>(cache, slot), cache.slot_stride, strides_of(cache), cache.num_heads,
+                  cache.width, count);
     }
 
     template <Format format>
@@ -157,22 +190,36 @@ struct Plane {
     }
 };
 
+// How many tokens from t on, before `end`, are logged to consecutive rows from consecutive slots of one
+// block.
+int64_t logged_together(const int64_t* slot_mapping, const int32_t* log_rows, int64_t t, int64_t end,
+                        int64_t block_size) {
+    const int64_t left_in_block = block_size - slot_mapping[t] % block_size;
+    int64_t count = 1;
+    while (t + count < end && count < left_in_block && slot_mapping[t + count] == slot_mapping[t] + count &&
+           log_rows[t + count] == log_rows[t] + count)
+        ++count;
+    return count;
+}
+
 template <Format format, class Source>
 void write_tokens(const WriteArguments& w) {
     using Raw = std::conditional_t<format == Format::kCopy, Source, uint8_t>;
     const Plane<Source> planes[] = {{w.key, w.key_cache, w.k_scale, w.key_log},
                                     {w.value, w.value_cache, w.v_scale, w.value_log}};
     torch::stable::parallel_for(0, w.num_tokens, kRowsPerThread, [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; ++t) {
-            const int64_t slot = w.slot_mapping[t];
-            if (slot < 0) continue;
+        for (int64_t t = begin, together = 1; t < end; t += together) {
+            together = 1;
+            if (w.slot_mapping[t] < 0) continue;
             const int64_t log_row = w.log_rows == nullptr ? -1 : w.log_rows[t];
+            if (log_row >= 0)
+                together = logged_together(w.slot_mapping, w.log_rows, t, end, w.key_cache.block_size);
             for (const auto& plane : planes) {
-                if (log_row >= 0) plane.template save<Raw>(slot, log_row);
-                plane.template write<format>(t, slot);
+                if (log_row >= 0) plane.template save<Raw>(w.slot_mapping[t], log_row, together);
+                for (int64_t i = t; i < t + together; ++i) plane.template write<format>(i, w.slot_mapping[i]);
             }
             if (log_row >= 0 && w.row_windows.rows != nullptr)
-                w.row_windows.rows[log_row] = *w.row_windows.window_id;
+                std::fill_n(w.row_windows.rows + log_row, together, *w.row_windows.window_id);
         }
     });
 }
@@ -268,19 +315,27 @@ void restore_rows(const RestoreArguments& r, const std::vector<Tensor>& caches) 
                 log.data += layer * r.log_layer_stride * static_cast<int64_t>(sizeof(Raw));
                 const int64_t first = std::max(begin - layer * r.num_rows, int64_t{0});
                 const int64_t last = std::min(end - layer * r.num_rows, r.num_rows);
-                for (int64_t row = first; row < last; ++row) {
+                const auto undone = [&](int64_t row) {
+                    return r.row_slots[row] >= 0 && r.row_rejected[row] &&
+                           (r.row_windows.rows == nullptr ||
+                            r.row_windows.rows[layer * r.num_rows + row] == *r.row_windows.window_id);
+                };
+                for (int64_t row = first, together = 1; row < last; row += together) {
+                    together = 1;
+                    if (!undone(row)) continue;
                     const int64_t slot = r.row_slots[row];
-                    if (slot < 0 || !r.row_rejected[row]) continue;
-                    if (r.row_windows.rows != nullptr &&
-                        r.row_windows.rows[layer * r.num_rows + row] != *r.row_windows.window_id)
-                        continue;
                     Raw* saved = row_data<Raw>(log, row);
-                    if (r.page_offsets.table != nullptr)
+                    if (r.page_offsets.table != nullptr) {
                         copy_page_row<true>(cache, r.page_offsets, slot, saved, strides_of(log));
-                    else
-                        copy_row(slot_data<Raw>(cache, slot), strides_of(cache),
-                                 const_cast<const Raw*>(saved), strides_of(log), cache.num_heads,
-                                 cache.width);
+                        continue;
+                    }
+                    const int64_t left_in_block = cache.block_size - slot % cache.block_size;
+                    while (row + together < last && together < left_in_block && undone(row + together) &&
+                           r.row_slots[row + together] == slot + together)
+                        ++together;
+                    copy_rows(slot_data<Raw>(cache, slot), cache.slot_stride, strides_of(cache),
+                              const_cast<const Raw*>(saved), log.row_stride, strides_of(log), cache.num_heads,
+                              cache.width, together);
                 }
             }
         });

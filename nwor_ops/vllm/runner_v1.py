@@ -116,17 +116,15 @@ def _cpu_layer(runner: Any, name: str, group: str, attention: Any) -> TargetLaye
 def _step(runner: Any, metadata: Any, groups: list[str]) -> Step:
     """One forward: metadata is vLLM's ``SpecDecodeMetadata``, on the host and on the device."""
     num_requests = len(metadata.num_draft_tokens)
-    query_start_loc = runner.query_start_loc.np[: num_requests + 1]
-    num_tokens = int(query_start_loc[-1])
     return Step(
         Window(
-            query_start_loc=runner.query_start_loc.gpu[: num_requests + 1],
+            query_start_loc=runner.query_start_loc.gpu,
             cu_num_draft_tokens=metadata.cu_num_draft_tokens,
-            slot_mappings={group: _slot_mapping(runner, group)[:num_tokens] for group in groups},
+            slot_mappings={group: _slot_mapping(runner, group) for group in groups},
             num_draft_tokens=sum(metadata.num_draft_tokens),
         ),
         draft_token_ids=metadata.draft_token_ids,
-        query_start_loc=query_start_loc,
+        query_start_loc=runner.query_start_loc.np[: num_requests + 1],
         num_draft_tokens=metadata.num_draft_tokens,
     )
 

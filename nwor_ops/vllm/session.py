@@ -105,9 +105,9 @@ class Session:
         """After the runner prepared its inputs, before the forward."""
         self.close_interrupted()
         if self.audit is not None:
-            self.audit.begin(
-                [int(start) for start in step.query_start_loc], step.num_draft_tokens, dict(step.window.slot_mappings)
-            )
+            starts = [int(start) for start in step.query_start_loc]
+            slots = {group: mapping[: starts[-1]] for group, mapping in step.window.slot_mappings.items()}
+            self.audit.begin(starts, step.num_draft_tokens, slots)
         if self.manager is None:
             return
         try:
@@ -196,7 +196,10 @@ class Session:
     def _token_offset(self, group: str, slot_mapping: Tensor) -> int:
         """Where in the batch a slot mapping begins: 0, or the start of a micro-batch's slice. Both are views
         of one persistent buffer, so the addresses tell."""
-        token_offset = (slot_mapping.data_ptr() - self._batch_starts[group]) // slot_mapping.element_size()
+        start, batch_start = slot_mapping.data_ptr(), self._batch_starts[group]
+        if start == batch_start:
+            return 0
+        token_offset = (start - batch_start) // slot_mapping.element_size()
         assert self.manager is not None
         if not 0 <= token_offset <= self.manager.max_num_tokens - slot_mapping.shape[0]:
             raise RuntimeError(f"a layer of group {group} was given a slot mapping that is not its group's")
