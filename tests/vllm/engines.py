@@ -171,6 +171,8 @@ def _job(
     llm = LLM(**arguments)
     if fault is not None and fault[0] == "forward":
         _plant_forward_fault(llm, fault[1])
+    elif fault is not None and fault[0] == "log rows":
+        nwor_ops.vllm.sessions()[-1].manager.max_draft_tokens = fault[1]
     elif fault is not None:
         _plant_fault(*fault)
     sampling = [_sampling(index, temperature, max_tokens) for index in range(len(requests))]

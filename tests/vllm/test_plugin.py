@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,17 @@ def test_a_forward_that_fails_leaves_no_draft_behind(engines: Engines) -> None:
     assert session["audit"]["steps"] == 12
 
 
+def test_more_drafts_than_log_rows_is_a_plain_step(engines: Engines) -> None:
+    """Counted, in a strict engine too; steps that fit are transactions."""
+    vanilla = engines.start(prompts(6))
+    ours = engines.start(prompts(6), nwor={"mode": "cow", "audit": True}, fault=("log rows", 16)).result()
+    assert ours["tokens"] == vanilla.result()["tokens"]
+    session = ours["session"]
+    assert list(session["vanilla_steps"]) == ["more drafts than log rows"]
+    assert session["stats"]["windows"] > 0
+    assert 0 < session["stats"]["drafted"] < session["audit"]["drafted"]
+
+
 def test_an_unsupported_engine_is_refused_with_the_reason(engines: Engines) -> None:
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     with pytest.raises(RuntimeError, match=r"nwor: KV connectors: .*mode cow was asked for"):
@@ -122,6 +134,26 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(runner_module.GPUModelRunner, "_sample", _sample)
     with pytest.raises(Unsupported, match=r"_sample takes .*'more'.*, expected"):
         check_vllm()
+
+
+def test_the_v2_runner_is_refused_and_not_ignored() -> None:
+    """Its class looks at the configuration too, so that an engine that asks for NWOR there is told."""
+    import vllm.v1.worker.gpu.model_runner as v2
+
+    import nwor_ops.vllm
+    from nwor_ops.vllm import plugin
+
+    class Runner:
+        vllm_config = SimpleNamespace(additional_config={"nwor": {"mode": "cow"}})
+
+    before = v2.GPUModelRunner.initialize_kv_cache
+    nwor_ops.vllm.register()
+    try:
+        assert v2.GPUModelRunner.initialize_kv_cache._nwor_wrapped
+    finally:
+        v2.GPUModelRunner.initialize_kv_cache = before
+    with pytest.raises(RuntimeError, match="V1 model runner only, this engine runs V2"):
+        plugin._attach(Runner(), plugin.V2_RUNNER)
 
 
 def test_another_vllm_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
