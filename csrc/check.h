@@ -744,6 +744,45 @@ inline void check_reject_outputs(AcceptArguments& a, const Tensor& row_rejected,
     a.counters = static_cast<int64_t*>(counters.data_ptr());
 }
 
+// ---------------------------------------------------------------- one check for each op of the family
+
+inline AcceptArguments check_acceptance_mask(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
+                                             const Tensor& cu_num_draft_tokens) {
+    AcceptArguments a = check_accept("acceptance_mask", cu_num_draft_tokens);
+    check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
+    return a;
+}
+
+inline AcceptArguments check_acceptance_mask_from_rejected(const Tensor& num_rejected,
+                                                           const Tensor& cu_num_draft_tokens,
+                                                           int64_t num_draft_tokens) {
+    AcceptArguments a = check_accept("acceptance_mask_from_rejected", cu_num_draft_tokens);
+    check_num_rejected(a, num_rejected, cu_num_draft_tokens);
+    if (num_draft_tokens < 0) fail(a.op, "num_draft_tokens must not be negative, got ", num_draft_tokens);
+    return a;
+}
+
+inline AcceptArguments check_reject_rows(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
+                                         const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
+                                         const Tensor& num_accepted, const Tensor& counters) {
+    AcceptArguments a = check_accept("reject_rows", cu_num_draft_tokens);
+    check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
+    check_reject_outputs(a, row_rejected, num_accepted, counters,
+                         {cu_num_draft_tokens, draft_token_ids, sampled_token_ids});
+    return a;
+}
+
+inline AcceptArguments check_reject_rows_from_rejected(const Tensor& num_rejected,
+                                                       const Tensor& cu_num_draft_tokens,
+                                                       const Tensor& row_rejected, const Tensor& num_accepted,
+                                                       const Tensor& counters) {
+    AcceptArguments a = check_accept("reject_rows_from_rejected", cu_num_draft_tokens);
+    check_num_rejected(a, num_rejected, cu_num_draft_tokens);
+    check_reject_outputs(a, row_rejected, num_accepted, counters, {cu_num_draft_tokens, num_rejected});
+    return a;
+}
+
+// Fresh results instead of a window's buffers.
 inline void set_mask_outputs(AcceptArguments& a, const Tensor& accepted, const Tensor& num_accepted) {
     a.marks = static_cast<bool*>(accepted.data_ptr());
     a.marks_rejected = false;

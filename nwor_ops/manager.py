@@ -246,8 +246,8 @@ class DraftCommitManager:
         self._state = State.CLOSED
 
     def _plan_tracing(self) -> None:
-        views = [plane.view for layer in self._layers.values() for plane in layer.cache.planes]
-        offset = {view.untyped_storage()._cdata for view in views if view.storage_offset() != 0}
+        every_view = (plane.view for layer in self._layers.values() for plane in layer.cache.planes)
+        offset = {view.untyped_storage()._cdata for view in every_view if view.storage_offset() != 0}
         flat: dict[tuple[int, torch.dtype], Tensor] = {}
         for layer in self._layers.values():
             views = [plane.view for plane in layer.cache.planes]
@@ -336,12 +336,10 @@ class DraftCommitManager:
         Write each token of a layer once per window: a second write would log the first one's row.
         Tensors without data (fake, meta, freed storage) pass through: nothing is written.
         """
-        if not torch.compiler.is_compiling():
-            if _has_no_data(key) or _has_no_data(self._layer(name, "write").cache.planes[0].view):
-                return
-            if self._state is not State.OPEN:
-                self._require_capture("write", name, key)
-        tensors = self._layer(name, "write").tensors()
+        layer = self._layer(name, "write")
+        if self._passes_through("write", name, layer, key):
+            return
+        tensors = layer.tensors()
         if tensors.key_value is None or tensors.key_value_logs is None:
             raise RuntimeError(f"write: the planes of layer {name!r} are opaque; call log(), then their own writer")
         ops.write_kv_logged(
@@ -363,12 +361,9 @@ class DraftCommitManager:
 
         Once for each token of a window, as :meth:`write`.
         """
-        if not torch.compiler.is_compiling():
-            if _has_no_data(slot_mapping) or _has_no_data(self._layer(name, "log").cache.planes[0].view):
-                return
-            if self._state is not State.OPEN:
-                self._require_capture("log", name, slot_mapping)
         layer = self._layer(name, "log")
+        if self._passes_through("log", name, layer, slot_mapping):
+            return
         tensors, log_rows = layer.tensors(), self._log_rows_from(token_offset)
         last = len(layer.cache.planes) - 1
         for index, plane in enumerate(layer.cache.planes):
@@ -501,10 +496,16 @@ class DraftCommitManager:
         assert self._window is not None
         return self._window
 
-    def _require_capture(self, method: str, name: str, tensor: Tensor) -> None:
+    def _passes_through(self, method: str, name: str, layer: _Layer, tensor: Tensor) -> bool:
+        """Whether there is nothing to write. Raises outside a window, where Python can tell."""
+        if torch.compiler.is_compiling():
+            return False
+        if _has_no_data(tensor) or _has_no_data(layer.cache.planes[0].view):
+            return True
         # A capture is made once, outside any window; its replays happen inside one.
-        if not _is_capturing(tensor):
+        if self._state is not State.OPEN and not _is_capturing(tensor):
             raise RuntimeError(f"{method} of layer {name!r}: no window is open; call begin() first")
+        return False
 
 
 # ---------------------------------------------------------------- one manager per device, found from anywhere

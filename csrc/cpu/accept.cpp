@@ -136,8 +136,7 @@ std::tuple<Tensor, Tensor> new_mask(AcceptArguments& a, const Tensor& like, int6
 
 std::tuple<Tensor, Tensor> acceptance_mask(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
                                            const Tensor& cu_num_draft_tokens) {
-    AcceptArguments a = check_accept("acceptance_mask", cu_num_draft_tokens);
-    check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
+    AcceptArguments a = check_acceptance_mask(draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
     check_cumulative(a, a.drafts.length, "entries of draft_token_ids");
     return new_mask(a, cu_num_draft_tokens, a.drafts.length);
 }
@@ -145,9 +144,8 @@ std::tuple<Tensor, Tensor> acceptance_mask(const Tensor& draft_token_ids, const 
 std::tuple<Tensor, Tensor> acceptance_mask_from_rejected(const Tensor& num_rejected,
                                                          const Tensor& cu_num_draft_tokens,
                                                          int64_t num_draft_tokens) {
-    AcceptArguments a = check_accept("acceptance_mask_from_rejected", cu_num_draft_tokens);
-    check_num_rejected(a, num_rejected, cu_num_draft_tokens);
-    if (num_draft_tokens < 0) fail(a.op, "num_draft_tokens must not be negative, got ", num_draft_tokens);
+    AcceptArguments a =
+        check_acceptance_mask_from_rejected(num_rejected, cu_num_draft_tokens, num_draft_tokens);
     check_cumulative(a, num_draft_tokens, "num_draft_tokens");
     return new_mask(a, cu_num_draft_tokens, num_draft_tokens);
 }
@@ -155,10 +153,8 @@ std::tuple<Tensor, Tensor> acceptance_mask_from_rejected(const Tensor& num_rejec
 void reject_rows(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
                  const Tensor& cu_num_draft_tokens, const Tensor& row_rejected, const Tensor& num_accepted,
                  const Tensor& counters) {
-    AcceptArguments a = check_accept("reject_rows", cu_num_draft_tokens);
-    check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
-    check_reject_outputs(a, row_rejected, num_accepted, counters,
-                         {cu_num_draft_tokens, draft_token_ids, sampled_token_ids});
+    const AcceptArguments a = check_reject_rows(draft_token_ids, sampled_token_ids, cu_num_draft_tokens,
+                                                row_rejected, num_accepted, counters);
     check_cumulative(a, a.drafts.length, "entries of draft_token_ids");
     accept(a);
 }
@@ -166,9 +162,8 @@ void reject_rows(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
 void reject_rows_from_rejected(const Tensor& num_rejected, const Tensor& cu_num_draft_tokens,
                                const Tensor& row_rejected, const Tensor& num_accepted,
                                const Tensor& counters) {
-    AcceptArguments a = check_accept("reject_rows_from_rejected", cu_num_draft_tokens);
-    check_num_rejected(a, num_rejected, cu_num_draft_tokens);
-    check_reject_outputs(a, row_rejected, num_accepted, counters, {cu_num_draft_tokens, num_rejected});
+    const AcceptArguments a = check_reject_rows_from_rejected(num_rejected, cu_num_draft_tokens, row_rejected,
+                                                              num_accepted, counters);
     check_cumulative(a, INT32_MAX, "a 32-bit count");
     accept(a);
 }

@@ -39,8 +39,8 @@ def _logger() -> Any:
 
 def register() -> None:
     """vLLM's plugin entry point (``vllm.general_plugins``). Safe to call again."""
-    NworConfig.load()  # an unknown variable or value is an error now, not when a cache is bound
-    if mode_from_environment() == "off" and not NworConfig.load().wants_anything:
+    config = NworConfig.load()  # an unknown variable or value is an error now, not when a cache is bound
+    if mode_from_environment() == "off" and not config.wants_anything:
         return
     for name in RUNNER_MODULES:
         if name in sys.modules:

@@ -110,8 +110,8 @@ class Session:
             self.audit.begin(starts, step.num_draft_tokens, slots)
         if self.manager is None:
             return
-        drafts, rows = sum(step.num_draft_tokens), self.manager.max_draft_tokens
-        if drafts > rows:  # not a fault of anybody's: the step is plain vLLM's, strict or not
+        drafts, rows = step.window.num_draft_tokens, self.manager.max_draft_tokens
+        if drafts is not None and drafts > rows:  # not a fault of anybody's: the step is plain vLLM's, strict or not
             self._count("more drafts than log rows", f"{drafts} drafts, {rows} rows; this step runs without an undo")
             return
         try:
