@@ -228,3 +228,35 @@ def with_arguments(op: str, arguments: tuple[Any, ...], **replaced: Any) -> tupl
 
 
 OPS = tuple(ops.SCHEMAS)
+
+
+# ---------------------------------------------------------------- acceptance, decided by hand
+
+# drafts of each request, sampled tokens of each request, accepted drafts of each request
+DECIDED = {
+    "all": ([[1, 2, 3], [4]], [[1, 2, 3, 9], [4, 9, -1, -1]], [3, 1]),
+    "none": ([[1, 2, 3], [4]], [[9, -1, -1, -1], [5, -1, -1, -1]], [0, 0]),
+    "half": ([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, -1, -1], [5, 9, -1, -1, -1]], [2, 1]),
+    "replaced by the same token": ([[1, 2, 3]], [[1, 2, -1, -1]], [1]),
+    "equal again after a mismatch": ([[1, 2, 3]], [[1, 9, 3, 9]], [1]),
+    "no drafts between": ([[1], [], [2]], [[1, 9], [9, -1], [9, -1]], [1, 0, 0]),
+    "no bonus column": ([[1, 2]], [[1, 2]], [2]),
+    "fewer columns than drafts": ([[1, 2, 3]], [[1, 2]], [2]),
+    "more requests sampled than planned": ([[1]], [[1, 9], [9, 9], [9, 9]], [1]),
+    "token 0": ([[0, 0]], [[0, 0, 0]], [2]),
+    "beyond 32 bits": ([[2**40]], [[2**40, 1]], [1]),
+    "same low 32 bits": ([[2**40 + 5]], [[5, 1]], [0]),
+    "no token in the place of an invalid draft": ([[1], [-1]], [[1], [-1]], [1, 0]),
+}
+WIDE_IDS = [case for case in DECIDED if "32 bits" in case]  # int64 alone can hold them
+OTHER_IDS = [case for case in DECIDED if "32 bits" not in case]
+
+
+def decided(
+    case: str, draft_dtype: torch.dtype = torch.int64, sampled_dtype: torch.dtype = torch.int64
+) -> tuple[tuple[Tensor, Tensor, Tensor], list[int]]:
+    """The arguments of `acceptance_mask` for a case, and how many drafts of each request it accepts."""
+    drafts, sampled, accepted = DECIDED[case]
+    cu = [sum(map(len, drafts[: q + 1])) for q in range(len(drafts))]
+    flat = surrounded(torch.tensor([d for ids in drafts for d in ids], dtype=draft_dtype))
+    return (flat, surrounded(torch.tensor(sampled, dtype=sampled_dtype)), int32(*cu)), accepted

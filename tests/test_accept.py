@@ -9,7 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import assert_same_as_oracle, same_memory, surrounded, twin
-from samples import argument_names, flags, int32, int64, plan_arguments, sample_inputs, with_arguments
+from samples import (
+    OTHER_IDS,
+    WIDE_IDS,
+    argument_names,
+    decided,
+    flags,
+    int32,
+    int64,
+    plan_arguments,
+    sample_inputs,
+    with_arguments,
+)
 
 from nwor_ops import ops
 
@@ -127,40 +138,17 @@ def test_nothing_of_an_earlier_window_survives():
 
 # ---------------------------------------------------------------- acceptance
 
-# drafts of each request, sampled tokens of each request, accepted drafts of each request
-DECIDED = {
-    "all": ([[1, 2, 3], [4]], [[1, 2, 3, 9], [4, 9, -1, -1]], [3, 1]),
-    "none": ([[1, 2, 3], [4]], [[9, -1, -1, -1], [5, -1, -1, -1]], [0, 0]),
-    "half": ([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, -1, -1], [5, 9, -1, -1, -1]], [2, 1]),
-    "replaced by the same token": ([[1, 2, 3]], [[1, 2, -1, -1]], [1]),
-    "equal again after a mismatch": ([[1, 2, 3]], [[1, 9, 3, 9]], [1]),
-    "no drafts between": ([[1], [], [2]], [[1, 9], [9, -1], [9, -1]], [1, 0, 0]),
-    "no bonus column": ([[1, 2]], [[1, 2]], [2]),
-    "more requests sampled than planned": ([[1]], [[1, 9], [9, 9], [9, 9]], [1]),
-    "token 0": ([[0, 0]], [[0, 0, 0]], [2]),
-    "beyond 32 bits": ([[2**40]], [[2**40, 1]], [1]),
-    "same low 32 bits": ([[2**40 + 5]], [[5, 1]], [0]),
-    "no token in the place of an invalid draft": ([[1], [-1]], [[1], [-1]], [1, 0]),
-}
-
-
-def decided(case: str, draft_dtype=torch.int64, sampled_dtype=torch.int64):
-    drafts, sampled, accepted = DECIDED[case]
-    cu = [sum(map(len, drafts[: q + 1])) for q in range(len(drafts))]
-    flat = surrounded(torch.tensor([d for ids in drafts for d in ids], dtype=draft_dtype))
-    return (flat, surrounded(torch.tensor(sampled, dtype=sampled_dtype)), int32(*cu)), accepted
-
 
 @pytest.mark.parametrize("sampled_dtype", ID_DTYPES, ids=str)
 @pytest.mark.parametrize("draft_dtype", ID_DTYPES, ids=str)
-@pytest.mark.parametrize("case", [case for case in DECIDED if "32 bits" not in case])
+@pytest.mark.parametrize("case", OTHER_IDS)
 def test_acceptance_by_hand(case, draft_dtype, sampled_dtype):
     arguments, accepted = decided(case, draft_dtype, sampled_dtype)
     assert_same_as_oracle("acceptance_mask", arguments)
     assert ops.acceptance_mask(*arguments)[1].tolist() == accepted
 
 
-@pytest.mark.parametrize("case", [case for case in DECIDED if "32 bits" in case])
+@pytest.mark.parametrize("case", WIDE_IDS)
 def test_acceptance_of_wide_ids(case):
     arguments, accepted = decided(case)
     assert_same_as_oracle("acceptance_mask", arguments)

@@ -8,7 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import memory, surrounded, twin
-from samples import argument_names, flags, int32, int64, plan_arguments, sample_inputs, with_arguments
+from samples import (
+    OTHER_IDS,
+    WIDE_IDS,
+    argument_names,
+    decided,
+    flags,
+    int32,
+    int64,
+    plan_arguments,
+    sample_inputs,
+    with_arguments,
+)
 
 import nwor_ops
 from nwor_ops import ops
@@ -148,31 +159,10 @@ def test_one_bad_request_among_many(device, broken):
 
 # ---------------------------------------------------------------- acceptance
 
-# drafts of each request, sampled tokens of each request, accepted drafts of each request
-DECIDED = {
-    "all": ([[1, 2, 3], [4]], [[1, 2, 3, 9], [4, 9, -1, -1]], [3, 1]),
-    "none": ([[1, 2, 3], [4]], [[9, -1, -1, -1], [5, -1, -1, -1]], [0, 0]),
-    "half": ([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, -1, -1], [5, 9, -1, -1, -1]], [2, 1]),
-    "replaced by the same token": ([[1, 2, 3]], [[1, 2, -1, -1]], [1]),
-    "equal again after a mismatch": ([[1, 2, 3]], [[1, 9, 3, 9]], [1]),
-    "no drafts between": ([[1], [], [2]], [[1, 9], [9, -1], [9, -1]], [1, 0, 0]),
-    "no bonus column": ([[1, 2]], [[1, 2]], [2]),
-    "fewer columns than drafts": ([[1, 2, 3]], [[1, 2]], [2]),
-    "more requests sampled than planned": ([[1]], [[1, 9], [9, 9], [9, 9]], [1]),
-    "no token in the place of an invalid draft": ([[1], [-1]], [[1], [-1]], [1, 0]),
-}
-
-
-def decided(case, draft_dtype, sampled_dtype):
-    drafts, sampled, accepted = DECIDED[case]
-    cu = [sum(map(len, drafts[: q + 1])) for q in range(len(drafts))]
-    flat = torch.tensor([d for ids in drafts for d in ids], dtype=draft_dtype)
-    return (surrounded(flat), surrounded(torch.tensor(sampled, dtype=sampled_dtype)), int32(*cu)), accepted
-
 
 @pytest.mark.parametrize("sampled_dtype", ID_DTYPES, ids=str)
 @pytest.mark.parametrize("draft_dtype", ID_DTYPES, ids=str)
-@pytest.mark.parametrize("case", DECIDED)
+@pytest.mark.parametrize("case", OTHER_IDS)
 def test_acceptance_by_hand(device, same_as_oracle, case, draft_dtype, sampled_dtype):
     arguments, accepted = decided(case, draft_dtype, sampled_dtype)
     assert ops.acceptance_mask(*twin(arguments, device))[1].tolist() == accepted
@@ -182,11 +172,11 @@ def test_acceptance_by_hand(device, same_as_oracle, case, draft_dtype, sampled_d
     assert ours[4].tolist() == [*accepted, *[0] * (5 - len(accepted))]
 
 
-def test_ids_of_64_bits(device):
-    drafts = int64(2**40, 2**40 + 5)
-    sampled = surrounded(torch.tensor([[2**40, 1], [5, 1]]))
-    _, num_accepted = ops.acceptance_mask(*twin((drafts, sampled, int32(1, 2)), device))
-    assert num_accepted.tolist() == [1, 0]
+@pytest.mark.parametrize("case", WIDE_IDS)
+def test_acceptance_of_wide_ids(device, same_as_oracle, case):
+    arguments, accepted = decided(case)
+    assert ops.acceptance_mask(*twin(arguments, device))[1].tolist() == accepted
+    same_as_oracle("acceptance_mask", arguments)
 
 
 def test_sampled_tokens_of_any_strides(same_as_oracle):
