@@ -32,13 +32,14 @@ from nwor_ops.ops import (  # noqa: E402
     write_kv,
     write_kv_logged,
 )
-from nwor_ops.stats import Stats  # noqa: E402
+from nwor_ops.stats import EngineStats, Stats, stats  # noqa: E402
 from nwor_ops.window import Window  # noqa: E402
 
 __all__ = [
     "COUNTERS",
     "LIBRARIES",
     "DraftCommitManager",
+    "EngineStats",
     "LayerCache",
     "Plane",
     "Stats",
@@ -52,6 +53,7 @@ __all__ = [
     "reject_rows_from_rejected",
     "restore_slots",
     "set_current_manager",
+    "stats",
     "write_kv",
     "write_kv_logged",
 ]

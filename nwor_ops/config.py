@@ -15,6 +15,7 @@ _READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda"}
 
 _MODES = ("off", "cow")
 _ON_UNSUPPORTED = ("error", "vanilla")
+_SWITCHES = ("audit", "emit_metrics")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -28,17 +29,21 @@ class NworConfig:
             promised. Slow. With mode ``"off"`` it only counts what vLLM leaves behind.
         on_unsupported: what to do where the transaction cannot be kept: ``"error"`` stops with the
             reason, ``"vanilla"`` warns, counts, and runs (the step or the engine) without it.
+        emit_metrics: publish counters (``nwor_...`` on ``/metrics``, ``nwor_ops.stats()``) and compare
+            them with the scheduler's. Nothing happens while the plugin is not active.
     """
 
     mode: str = "off"
     audit: bool = False
     on_unsupported: str = "error"
+    emit_metrics: bool = True
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, _MODES)
         _one_of("on_unsupported", self.on_unsupported, _ON_UNSUPPORTED)
-        if not isinstance(self.audit, bool):
-            raise ValueError(f"nwor: audit must be true or false, got {self.audit!r}")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"nwor: {name} must be true or false, got {getattr(self, name)!r}")
 
     @property
     def wants_anything(self) -> bool:
@@ -94,7 +99,7 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
             known = ", ".join([*names, *_READ_ELSEWHERE])
             raise ValueError(f"nwor: unknown environment variable {variable}; known are {known}")
         name = names[variable]
-        if name == "audit":
+        if name in _SWITCHES:
             if value.lower() not in _BOOLEANS:
                 raise ValueError(f"nwor: {variable} must be 0 or 1, got {value!r}")
             settings[name] = _BOOLEANS[value.lower()]

@@ -131,7 +131,8 @@ def _has_no_data(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.data_ptr() == 0
 
 
-def _is_capturing(tensor: Tensor) -> bool:
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the stream that this tensor's ops would go to."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -438,11 +439,16 @@ class DraftCommitManager:
         self._abandoned += 1
         self._close()
 
-    def stats(self) -> Stats:
-        """Totals so far. Waits for the device: never call it between begin and commit of a hot loop."""
+    def stats(self, counters: Tensor | None = None) -> Stats:
+        """Totals so far.
+
+        Args:
+            counters: a copy of ``buffers.counters`` on the host. None = the device's own: waits for the device, so
+                never call it between begin and commit of a hot loop.
+        """
         if self._state is State.REGISTERING:
             return Stats(0, 0, 0, 0, 0, 0, 0)
-        return Stats.read(self.buffers.counters, self._cancelled, self._abandoned)
+        return Stats.read(self.buffers.counters if counters is None else counters, self._cancelled, self._abandoned)
 
     # ------------------------------------------------------------ inside
 
@@ -503,7 +509,7 @@ class DraftCommitManager:
         if _has_no_data(tensor) or _has_no_data(layer.cache.planes[0].view):
             return True
         # A capture is made once, outside any window; its replays happen inside one.
-        if self._state is not State.OPEN and not _is_capturing(tensor):
+        if self._state is not State.OPEN and not is_capturing(tensor):
             raise RuntimeError(f"{method} of layer {name!r}: no window is open; call begin() first")
         return False
 

@@ -1,8 +1,9 @@
-"""What a manager has done so far. Counted on the device, read only when asked."""
+"""What a manager, or the engines of a process, have done so far. Counted on the device."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -38,3 +39,48 @@ class Stats:
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals over the engines that vLLM runs for a process. ``/metrics`` has the same numbers.
+
+    Attributes:
+        engines: engines counted here.
+        windows, drafted, accepted, rejected, cancelled, abandoned: as in :class:`Stats`. Between steps,
+            drafted = accepted + rejected + the drafts of abandoned windows.
+        vanilla_steps: steps with drafts that ran without the transaction, by reason.
+        comparisons: how often accepted and proposed drafts were compared with the scheduler's count.
+        disagreements: how often the scheduler had counted something else.
+    """
+
+    engines: int
+    windows: int
+    drafted: int
+    accepted: int
+    rejected: int
+    cancelled: int
+    abandoned: int
+    comparisons: int
+    disagreements: int
+    vanilla_steps: dict[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def stats() -> EngineStats:
+    """What the engines of this process have done so far: for vLLM's ``LLM`` beside its ``get_metrics()``.
+
+    An engine core in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) is asked: the numbers are exact, and
+    the call waits for the device. One in a process of its own publishes twice a second: the numbers are what
+    it has published last, also after it has ended, and at rest they are complete after a second. Engines of
+    another process tree or host are not seen, nor, with ``emit_metrics`` off, those of another process.
+    Comparisons and disagreements are always the published ones.
+
+    Returns:
+        Totals; zeros where no engine with the plugin was started.
+    """
+    from nwor_ops.vllm import metrics  # imports torch alone, but most users of the ops never need it
+
+    return metrics.totals()

@@ -9,6 +9,7 @@ import selectors
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 PATIENCE_SECONDS = 900.0
@@ -53,16 +54,24 @@ class EngineProcess:
         job: see :class:`nwor_ops.cli.demo_engine.DemoEngine`.
         folder: where these files go.
         environment: all of it.
+        program: what Python runs, with the job's file as argument; answers as ``demo_engine`` does.
     """
 
-    def __init__(self, name: str, job: dict[str, Any], folder: pathlib.Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        job: dict[str, Any],
+        folder: pathlib.Path,
+        environment: dict[str, str],
+        program: Sequence[str] = ("-m", "nwor_ops.cli.demo_engine"),
+    ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
         job_file = folder / f"{name}.job.json"
         job_file.write_text(json.dumps(job, indent=1) + "\n")
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "nwor_ops.cli.demo_engine", str(job_file)],
+                [sys.executable, *program, str(job_file)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -1,6 +1,7 @@
 """The vLLM plugin. Off unless ``VLLM_NWOR_MODE`` or ``additional_config={"nwor": {...}}`` asks for it.
 
-``plugin`` decides, ``runner_v1`` knows vLLM's V1 runner, ``session`` is what every runner shares,
+``plugin`` decides, ``runner`` attaches, ``runner_v1`` and ``runner_v2`` know where the steps of vLLM's two model
+runners begin and end, ``layers`` knows the attention back ends, ``session`` is what every runner shares,
 ``cpu_pages`` knows the CPU cache, ``support`` what is refused, ``audit`` checks every byte.
 """
 

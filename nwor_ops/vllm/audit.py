@@ -4,12 +4,16 @@ What it should hold is made by vLLM itself: the cache as it was before the step,
 layer's own, unwrapped writer with this step's keys and values, at the slots of prompt, target and
 accepted tokens only. So the audit shares no code with what it checks: neither our kernels nor our
 idea of which draft was rejected (it counts vLLM's sampled tokens on the host).
+
+What a step writes is recorded on the device, in buffers that never move: a copy at each write site,
+which a CUDA graph captures with the rest, so that a replay is audited like an eager step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +36,15 @@ class AuditedLayer:
         group: its KV-cache group.
         kv_cache: the tensor vLLM bound to it.
         planes: a function from such a tensor to its planes.
-        write: the layer's own writer: (key, value, kv_cache, slot_mapping).
+        write: the layer's own writer: (key, value, kv_cache, slot_mapping, *rest), where the rest is what
+            its back end takes beyond these.
     """
 
     name: str
     group: str
     kv_cache: Tensor
     planes: Callable[[Tensor], LayerCache]
-    write: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    write: Callable[..., None]
 
 
 @dataclass
@@ -67,12 +72,24 @@ class AuditSummary:
     stale_rows_at_end: int = 0
 
 
-@dataclass
-class _Write:
-    layer: str
-    key: Tensor
-    value: Tensor
-    slot_mapping: Tensor
+class _Recorder:
+    """What a layer is given to write in one step. Row t belongs to token t of the batch."""
+
+    def __init__(self, max_num_tokens: int, key: Tensor, value: Tensor) -> None:
+        self.key = key.new_zeros((max_num_tokens, *key.shape[1:]))
+        self.value = value.new_zeros((max_num_tokens, *value.shape[1:]))
+        self.slot_mapping = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=key.device)
+        self.rest: tuple[Any, ...] = ()
+
+    def record(
+        self, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
+    ) -> None:
+        num_tokens = slot_mapping.shape[0]  # key and value may be padded beyond it
+        tokens = slice(token_offset, token_offset + num_tokens)
+        self.key[tokens].copy_(key[:num_tokens])
+        self.value[tokens].copy_(value[:num_tokens])
+        self.slot_mapping[tokens].copy_(slot_mapping)
+        self.rest = rest
 
 
 @dataclass
@@ -83,14 +100,13 @@ class _Step:
     num_draft_tokens: list[int]
     slot_mappings: dict[str, Tensor]
     before: dict[int, torch.UntypedStorage]
-    writes: list[_Write] = field(default_factory=list)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _same_place(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+def same_place(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
     """What `tensor` is a view of, in another storage."""
     like = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     return like.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -136,10 +152,13 @@ class CacheAudit:
 
     Args:
         layers: the target layers.
+        max_num_tokens: most tokens in one batch, padding included.
     """
 
-    def __init__(self, layers: list[AuditedLayer]) -> None:
+    def __init__(self, layers: list[AuditedLayer], max_num_tokens: int) -> None:
         self._layers = {layer.name: layer for layer in layers}
+        self._max_num_tokens = max_num_tokens
+        self._recorders: dict[str, _Recorder] = {}
         self._step: _Step | None = None
         self._totals = AuditSummary()
         self._states: dict[str, Tensor] = {}
@@ -158,26 +177,31 @@ class CacheAudit:
             {group: slots.cpu().clone() for group, slots in slot_mappings.items()},
             {address: storage.clone() for address, storage in self._storages().items()},
         )
+        for recorder in self._recorders.values():
+            recorder.slot_mapping.fill_(-1)
         self._forget_zeroed_blocks()
 
-    def write(self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """At a layer's write site: remember what is written."""
-        if self._step is not None:
-            self._step.writes.append(_Write(name, key.clone(), value.clone(), slot_mapping.clone()))
+    def write(
+        self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
+    ) -> None:
+        """At a layer's write site, also outside a window: a graph captured there replays inside one."""
+        if name not in self._recorders:
+            self._recorders[name] = _Recorder(self._max_num_tokens, key, value)
+        self._recorders[name].record(key, value, slot_mapping, token_offset, rest)
 
-    def commit(self, sampled_token_ids: Tensor | None, enforce: bool) -> None:
+    def commit(self, num_sampled: list[int] | None, enforce: bool) -> None:
         """After commit: compare.
 
         Args:
-            sampled_token_ids: ``[Q, columns]`` of vLLM's sampler, negative = no token; None if the
-                window was cancelled: every draft counts as rejected.
+            num_sampled: tokens that vLLM sampled for each request; None if the window was cancelled:
+                every draft counts as rejected.
             enforce: raise :class:`AuditError` at a stale row. False only counts them: vanilla vLLM, and a
                 step that fell back to it, leave them by design. A change anywhere else is an error either way.
         """
         step, self._step = self._step, None
         if step is None:
             return
-        rejected = self._rejected_tokens(step, sampled_token_ids)
+        rejected = self._rejected_tokens(step, num_sampled)
         rejected_slots = {group: _slots(slots[rejected]) for group, slots in step.slot_mappings.items()}
         self._make_expected(step, rejected_slots)
         stale = self._stale_slots(step, rejected_slots, enforce)
@@ -198,13 +222,12 @@ class CacheAudit:
 
     # ------------------------------------------------------------ inside
 
-    def _rejected_tokens(self, step: _Step, sampled_token_ids: Tensor | None) -> list[int]:
+    def _rejected_tokens(self, step: _Step, num_sampled: list[int] | None) -> list[int]:
         rejected: list[int] = []
-        valid = None if sampled_token_ids is None else (sampled_token_ids.cpu() >= 0).sum(-1).tolist()
         for request, drafts in enumerate(step.num_draft_tokens):
             if drafts == 0:
                 continue
-            accepted = 0 if valid is None else max(valid[request] - 1, 0)
+            accepted = 0 if num_sampled is None else max(num_sampled[request] - 1, 0)
             end = step.query_start_loc[request + 1]
             rejected += range(end - (drafts - accepted), end)
             self._totals.drafted += drafts
@@ -218,12 +241,13 @@ class CacheAudit:
 
     def _make_expected(self, step: _Step, rejected_slots: dict[str, list[int]]) -> None:
         """Turn the image of before the step into what should be there after it."""
-        for write in step.writes:
-            layer = self._layers[write.layer]
-            rejected = torch.tensor(rejected_slots[layer.group], dtype=torch.int64, device=write.slot_mapping.device)
-            slots = torch.where(torch.isin(write.slot_mapping, rejected), -1, write.slot_mapping)
+        for name, recorder in self._recorders.items():
+            layer = self._layers[name]
+            slots = recorder.slot_mapping
+            rejected = torch.tensor(rejected_slots[layer.group], dtype=torch.int64, device=slots.device)
+            kept = torch.where(torch.isin(slots, rejected), -1, slots)
             image = step.before[layer.kv_cache.untyped_storage().data_ptr()]
-            layer.write(write.key, write.value, _same_place(layer.kv_cache, image), slots)
+            layer.write(recorder.key, recorder.value, same_place(layer.kv_cache, image), kept, *recorder.rest)
         self._totals.rows_checked += sum(layer.planes(layer.kv_cache).num_slots for layer in self._layers.values())
 
     def _stale_slots(self, step: _Step, rejected_slots: dict[str, list[int]], enforce: bool) -> dict[str, list[int]]:

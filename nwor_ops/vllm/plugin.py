@@ -2,30 +2,38 @@
 
 ``register`` runs in every process that vLLM starts, long before there is a configuration and before
 the runner's module is imported, and it must not import it (seconds, in processes that never need
-it). So it leaves a note with Python's import system; when vLLM imports a runner's module, one
-method is wrapped, ``GPUModelRunner.initialize_kv_cache``, which looks at the engine's configuration.
-Everything else is wrapped there, on instances, and only if the configuration asks for it.
+it). So it leaves a note with Python's import system; when vLLM imports a runner's module, two
+methods of ``GPUModelRunner`` are wrapped that look at the engine's configuration:
+``initialize_kv_cache``, after which everything else is wrapped, on instances, if the configuration
+asks for it, and ``profile_run``, so that the memory of the undo log is taken into account.
 With ``VLLM_NWOR_MODE=off`` in the environment not even that happens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 import weakref
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from nwor_ops.config import NworConfig, mode_from_environment
-from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.support import SUPPORTED_VERSIONS, V1_HOOKS, Unsupported, version_problem
+import torch
 
-V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
-V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
-RUNNER_MODULES = (V1_RUNNER, V2_RUNNER)
+from nwor_ops.config import NworConfig, mode_from_environment
+from nwor_ops.vllm import metrics
+from nwor_ops.vllm.environment import announce_variables
+from nwor_ops.vllm.runner import log_bytes
+from nwor_ops.vllm.runner_v1 import V1
+from nwor_ops.vllm.runner_v2 import V2
+from nwor_ops.vllm.session import Session
+from nwor_ops.vllm.support import SUPPORTED_VERSIONS, Unsupported, version_problem
+
+RUNNERS = {kind.module: kind for kind in (V1, V2)}
 _WRAPPED = "_nwor_wrapped"
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
@@ -40,23 +48,31 @@ def _logger() -> Any:
 def register() -> None:
     """vLLM's plugin entry point (``vllm.general_plugins``). Safe to call again."""
     config = NworConfig.load()  # an unknown variable or value is an error now, not when a cache is bound
+    announce_variables()
     if mode_from_environment() == "off" and not config.wants_anything:
         return
-    for name in RUNNER_MODULES:
+    metrics.prepare(config)
+    for name, wrap in _wrappers().items():
         if name in sys.modules:
-            _wrap_runner_module(sys.modules[name])
-    if not any(isinstance(finder, _RunnerModuleFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RunnerModuleFinder())
+            wrap(sys.modules[name])
+    if not any(isinstance(finder, _ModuleFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ModuleFinder())
 
 
-class _RunnerModuleFinder(importlib.abc.MetaPathFinder):
-    """Wraps a runner's module right after it is imported by whoever needs it."""
+def _wrappers() -> dict[str, Callable[[ModuleType], None]]:
+    """What is done to which of vLLM's modules once it is imported."""
+    return {**dict.fromkeys(RUNNERS, _wrap_runner_module), **metrics.WRAPPERS}
+
+
+class _ModuleFinder(importlib.abc.MetaPathFinder):
+    """Wraps a module of vLLM's right after it is imported by whoever needs it."""
 
     def __init__(self) -> None:
+        self._wrappers = _wrappers()
         self._looking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name not in RUNNER_MODULES or self._looking:
+        if name not in self._wrappers or self._looking:
             return None
         self._looking = True
         try:
@@ -69,7 +85,7 @@ class _RunnerModuleFinder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _wrap_runner_module(module)
+            self._wrappers[name](module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -96,6 +112,26 @@ def _wrap_runner_module(module: ModuleType) -> None:
 
     setattr(initialize_kv_cache, _WRAPPED, True)
     runner_class.initialize_kv_cache = initialize_kv_cache  # type: ignore[union-attr]
+    measure = runner_class.profile_run  # type: ignore[union-attr]
+
+    @functools.wraps(measure)
+    def profile_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _room_for_log(self):
+            return measure(self, *args, **kwargs)
+
+    runner_class.profile_run = profile_run  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def _room_for_log(runner: Any) -> Iterator[None]:
+    """While vLLM measures what a forward takes, to size its cache by the rest: hold as much as the log will."""
+    config = NworConfig.load(runner.vllm_config.additional_config)
+    if config.mode != "cow" or runner.speculative_config is None or runner.device.type != "cuda":
+        yield
+        return
+    room = torch.empty(log_bytes(runner), dtype=torch.uint8, device=runner.device)
+    yield
+    del room
 
 
 def _attach(runner: Any, module: str) -> None:
@@ -103,15 +139,14 @@ def _attach(runner: Any, module: str) -> None:
     config = NworConfig.load(runner.vllm_config.additional_config)
     if not config.wants_anything:
         return
-    from nwor_ops.vllm import runner_v1
-
     logger = _logger()
-    if _sessions.pop(runner, None) is not None:
-        runner_v1.detach(runner)
+    kind = RUNNERS[module]
+    previous = _sessions.pop(runner, None)
+    if previous is not None:
+        metrics.stop(previous)
+        kind.detach(runner)
     try:
-        if module != V1_RUNNER:
-            raise Unsupported("this version attaches to vLLM's V1 model runner only, this engine runs V2")
-        session = runner_v1.attach(runner, config, logger)
+        session = kind.attach(runner, config, logger)
     except Unsupported as error:
         if config.strict:
             raise RuntimeError(
@@ -124,6 +159,8 @@ def _attach(runner: Any, module: str) -> None:
         logger.info("nwor: not active: the engine does not speculate")
         return
     _sessions[runner] = session
+    if config.emit_metrics:
+        metrics.start(runner, session, logger)
     audit = ", audited at every step" if config.audit else ""
     logger.info("nwor: active, mode %s%s: %s", config.mode, audit, session.describe())
 
@@ -143,7 +180,9 @@ def check() -> list[dict[str, Any]]:
             "detail": problem or f"supported: {', '.join(SUPPORTED_VERSIONS)}",
         }
     ]
-    for hook in V1_HOOKS:
-        problem = hook.problem()
-        rows.append({"hook": hook.name, "ok": problem is None, "detail": problem or ", ".join(hook.parameters)})
+    for kind in RUNNERS.values():
+        for hook in kind.hooks:
+            problem = hook.problem()
+            name = f"{kind.module}.{hook.name}" if hook.module == kind.module else hook.name
+            rows.append({"hook": name, "ok": problem is None, "detail": problem or ", ".join(hook.parameters)})
     return rows

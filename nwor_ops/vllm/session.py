@@ -1,6 +1,6 @@
 """One model runner's transactions: what is the same for every generation of vLLM's runner.
 
-A runner module (``runner_v1``) turns its runner's objects into a :class:`Step` and calls
+A runner module (``runner_v1``, ``runner_v2``) turns its runner's objects into a :class:`Step` and calls
 :meth:`Session.begin` and :meth:`Session.commit`; the wrapped writer of each target layer calls
 :meth:`Session.write`. The policy for errors is here and nowhere else:
 
@@ -11,7 +11,7 @@ A runner module (``runner_v1``) turns its runner's objects into a :class:`Step` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nwor_ops import library
 from nwor_ops.config import NworConfig
-from nwor_ops.manager import DraftCommitManager, State, set_current_manager
+from nwor_ops.manager import DraftCommitManager, State, is_capturing, set_current_manager
 from nwor_ops.stats import Stats
 from nwor_ops.vllm.audit import AuditedLayer, CacheAudit
 from nwor_ops.window import Window
@@ -32,10 +32,14 @@ class TargetLayer:
     Attributes:
         audited: the layer as the audit sees it; also names it.
         fused: our kernel logs and writes; else it logs, and the layer's own writer writes.
+        kv_cache_dtype: what our kernel writes, as in :func:`nwor_ops.write_kv`.
+        scales: gives the layer's current key and value scale; None = 1.
     """
 
     audited: AuditedLayer
     fused: bool
+    kv_cache_dtype: str = "auto"
+    scales: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,11 @@ class Step:
 
     Attributes:
         window: device tensors for the manager.
-        draft_token_ids: int ``[P]``, device.
         query_start_loc: the same on the host; for the audit, which copies it at begin.
         num_draft_tokens: on the host, per request.
     """
 
     window: Window
-    draft_token_ids: Tensor
     query_start_loc: Sequence[int]
     num_draft_tokens: list[int]
 
@@ -61,7 +63,9 @@ class Session:
     Args:
         config: what was asked for.
         layers: the target layers.
-        limits: ``max_num_tokens``, ``max_num_requests``, ``max_draft_tokens`` of the engine.
+        slot_mappings: int64 ``[max_num_tokens]`` per group: the engine's persistent buffers, of which
+            every forward takes slices.
+        max_num_requests, max_draft_tokens: most in one batch.
         logger: vLLM's.
     """
 
@@ -69,7 +73,9 @@ class Session:
         self,
         config: NworConfig,
         layers: list[TargetLayer],
-        limits: dict[str, int],
+        slot_mappings: dict[str, Tensor],
+        max_num_requests: int,
+        max_draft_tokens: int,
         logger: Any,
     ) -> None:
         self.config = config
@@ -78,14 +84,21 @@ class Session:
         self._addresses = {name: layer.audited.kv_cache.data_ptr() for name, layer in self._layers.items()}
         self._logger = logger
         self._step: Step | None = None
-        self._batch_starts: dict[str, int] = {}  # address of each group's slot of token 0
+        self._slot_mappings = slot_mappings
+        max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
         self.vanilla_steps: Counter[str] = Counter()
+        self.after_step: Callable[[], None] | None = None  # set by metrics.start
         self.manager: DraftCommitManager | None = None
         if config.mode == "cow":
-            self.manager = self._make_manager(layers, limits)
-        self.audit = CacheAudit([layer.audited for layer in layers]) if config.audit else None
+            self.manager = self._make_manager(
+                layers,
+                max_num_tokens=max_num_tokens,
+                max_num_requests=max_num_requests,
+                max_draft_tokens=max_draft_tokens,
+            )
+        self.audit = CacheAudit([layer.audited for layer in layers], max_num_tokens) if config.audit else None
 
-    def _make_manager(self, layers: list[TargetLayer], limits: dict[str, int]) -> DraftCommitManager:
+    def _make_manager(self, layers: list[TargetLayer], **limits: int) -> DraftCommitManager:
         device = layers[0].audited.kv_cache.device
         kind = "cuda" if device.type == "cuda" else "cpu"
         problem = next(lib.problem for lib in library.loaded_libraries() if lib.kind == kind)
@@ -120,30 +133,42 @@ class Session:
             self._fall_back("begin", error)
         else:
             self._step = step
-            self._batch_starts = {group: slots.data_ptr() for group, slots in step.window.slot_mappings.items()}
 
-    def write(self, name: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """In place of the layer's own writer."""
+    def write(self, name: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any) -> None:
+        """In place of the layer's own writer, with its arguments.
+
+        Python is here at every step of an eager or piecewise-compiled forward, and once, outside any
+        window, where a graph of the whole forward is captured: the captured kernel logs in every replay
+        that happens inside a window. (In one without drafts it logs what nobody will restore.)
+        """
         layer = self._layers[name]
-        own_writer = layer.audited.write
         if self.audit is not None:
-            self.audit.write(name, key, value, slot_mapping)
-        if self._step is None or not self._write_in_window(layer, key, value, kv_cache, slot_mapping):
-            own_writer(key, value, kv_cache, slot_mapping)
+            token_offset = self._token_offset(layer.audited.group, slot_mapping)
+            self.audit.write(name, key, value, slot_mapping, token_offset, rest)
+        in_window = self._step is not None or (self.manager is not None and is_capturing(slot_mapping))
+        if not in_window or not self._write_in_window(layer, key, value, kv_cache, slot_mapping):
+            layer.audited.write(key, value, kv_cache, slot_mapping, *rest)
 
-    def commit(self, sampled_token_ids: Tensor) -> None:
-        """After sampling, before the drafter runs."""
+    def commit(self, close: Callable[[DraftCommitManager], None], num_sampled: Callable[[], list[int]]) -> None:
+        """After sampling, before the drafter runs.
+
+        Args:
+            close: commits the manager's window with what the sampler said.
+            num_sampled: tokens sampled for each request, on the host: for the audit alone, as it waits.
+        """
         step, self._step = self._step, None
         committed = False
         if step is not None:
             assert self.manager is not None
             try:
-                self.manager.commit(step.draft_token_ids, sampled_token_ids)
+                close(self.manager)
                 committed = True
             except Exception as error:
                 self._fall_back("commit", error)
         if self.audit is not None:
-            self.audit.commit(sampled_token_ids, enforce=committed)
+            self.audit.commit(num_sampled(), enforce=committed)
+        if self.after_step is not None:
+            self.after_step()
 
     def close_interrupted(self) -> None:
         """A window that is still open belongs to a step that failed: undo every draft it wrote."""
@@ -160,6 +185,8 @@ class Session:
         self._count("cancelled", "a step ended without sampling; its drafts were undone")
         if self.audit is not None:
             self.audit.commit(None, enforce=True)
+        if self.after_step is not None:
+            self.after_step()
 
     # ------------------------------------------------------------ reporting
 
@@ -190,7 +217,17 @@ class Session:
                 raise RuntimeError(f"the cache of layer {audited.name} is not where it was when the engine started")
             token_offset = self._token_offset(audited.group, slot_mapping)
             if layer.fused:
-                self.manager.write(audited.name, key, value, slot_mapping, token_offset=token_offset)
+                k_scale, v_scale = layer.scales() if layer.scales is not None else (None, None)
+                self.manager.write(
+                    audited.name,
+                    key,
+                    value,
+                    slot_mapping,
+                    k_scale=k_scale,
+                    v_scale=v_scale,
+                    kv_cache_dtype=layer.kv_cache_dtype,
+                    token_offset=token_offset,
+                )
                 return True
             self.manager.log(audited.name, slot_mapping, token_offset=token_offset)
         except Exception as error:
@@ -200,12 +237,12 @@ class Session:
     def _token_offset(self, group: str, slot_mapping: Tensor) -> int:
         """Where in the batch a slot mapping begins: 0, or the start of a micro-batch's slice. Both are views
         of one persistent buffer, so the addresses tell."""
-        start, batch_start = slot_mapping.data_ptr(), self._batch_starts[group]
+        batch = self._slot_mappings[group]
+        start, batch_start = slot_mapping.data_ptr(), batch.data_ptr()
         if start == batch_start:
             return 0
         token_offset = (start - batch_start) // slot_mapping.element_size()
-        assert self.manager is not None
-        if not 0 <= token_offset <= self.manager.max_num_tokens - slot_mapping.shape[0]:
+        if not 0 <= token_offset <= batch.numel() - slot_mapping.shape[0]:
             raise RuntimeError(f"a layer of group {group} was given a slot mapping that is not its group's")
         return token_offset
 

@@ -9,11 +9,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-SUPPORTED_VERSIONS = ("0.32",)
-TRIED_METHODS = ("ngram", "draft_model")
+SUPPORTED_VERSIONS = ("0.32", "0.33")
+# Ways to draft, by the device of the target model.
+TRIED_METHODS = {"cpu": ("ngram", "draft_model"), "cuda": ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3")}
+# A pass of vLLM's compiler that replaces the writer of MLA layers by a kernel that also rotates the key. Its
+# sisters for other layers exist for ROCm alone.
+FUSED_MLA_WRITER = "fuse_rope_kvcache_cat_mla"
 
 
 class Unsupported(Exception):
@@ -47,45 +52,6 @@ class Hook:
         return None
 
 
-V1_HOOKS = (
-    Hook(
-        "vllm.v1.worker.gpu_model_runner",
-        "GPUModelRunner.initialize_kv_cache",
-        ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
-    ),
-    Hook(
-        "vllm.v1.worker.gpu_model_runner",
-        "GPUModelRunner._prepare_inputs",
-        ("scheduler_output", "num_scheduled_tokens"),
-    ),
-    Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample", ("logits", "spec_decode_metadata")),
-    Hook(
-        "vllm.v1.worker.gpu_model_runner",
-        "GPUModelRunner.execute_model",
-        ("scheduler_output", "intermediate_tensors"),
-    ),
-    Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens", ("grammar_output",)),
-    Hook(
-        "vllm.v1.spec_decode.metadata",
-        "SpecDecodeMetadata",
-        (
-            "draft_token_ids",
-            "num_draft_tokens",
-            "cu_num_draft_tokens",
-            "cu_num_sampled_tokens",
-            "target_logits_indices",
-            "bonus_logits_indices",
-            "logits_indices",
-        ),
-    ),
-    Hook(
-        "vllm.v1.attention.backends.cpu_attn",
-        "CPUAttentionBackendImpl.do_kv_cache_update",
-        ("layer", "key", "value", "kv_cache", "slot_mapping"),
-    ),
-)
-
-
 def version_problem() -> str | None:
     """None, or why this vLLM is not supported."""
     import vllm
@@ -96,23 +62,24 @@ def version_problem() -> str | None:
     return None
 
 
-def check_vllm() -> None:
-    """Raises :class:`Unsupported` unless this vLLM is the one that the hooks were written for."""
-    problems = [version_problem(), *(hook.problem() for hook in V1_HOOKS)]
+def check_vllm(hooks: Iterable[Hook]) -> None:
+    """Raises :class:`Unsupported` unless this vLLM is one that the hooks were written for."""
+    problems = [version_problem(), *(hook.problem() for hook in hooks)]
     if any(problems):
         raise Unsupported("; ".join(problem for problem in problems if problem))
 
 
-def check_engine(vllm_config: Any) -> None:
+def check_engine(vllm_config: Any, device_type: str) -> None:
     """Raises :class:`Unsupported` for an engine configuration in which the promise cannot be kept."""
-    parallel = vllm_config.parallel_config
-    method = vllm_config.speculative_config.method
+    parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
+    tried = TRIED_METHODS.get(device_type, ())
     refusals = {
-        f"speculation by {method}: only {' and '.join(TRIED_METHODS)} have been tried": method not in TRIED_METHODS,
-        "tensor parallelism: it has not been tried": parallel.tensor_parallel_size > 1,
+        f"device {device_type}: only {' and '.join(TRIED_METHODS)} are known": device_type not in TRIED_METHODS,
+        f"speculation by {speculation.method}: on {device_type} only {', '.join(tried)} have been tried": (
+            speculation.method not in tried
+        ),
         "data parallelism: it has not been tried": parallel.data_parallel_size > 1,
         "dual batch overlap: it has not been tried": getattr(parallel, "use_ubatching", False),
-        "sleep mode: the cache moves when it wakes": vllm_config.model_config.enable_sleep_mode,
         "pipeline parallelism: only the last stage learns in time which drafts were accepted": (
             parallel.pipeline_parallel_size > 1
         ),
@@ -120,6 +87,9 @@ def check_engine(vllm_config: Any) -> None:
             getattr(parallel, "prefill_context_parallel_size", 1) > 1
         ),
         "decode context parallelism: it has not been tried": getattr(parallel, "decode_context_parallel_size", 1) > 1,
+        "HiSparse: it writes to slots of its own": (
+            getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None
+        ),
         "KV connectors: a connector may export a layer inside its attention op, before commit": (
             vllm_config.kv_transfer_config is not None
         ),
@@ -129,12 +99,22 @@ def check_engine(vllm_config: Any) -> None:
         raise Unsupported("; ".join(found))
 
 
+def check_passes(pass_config: Any) -> None:
+    """Raises :class:`Unsupported` for a compilation pass that writes MLA caches past the layer's writer."""
+    if getattr(pass_config, FUSED_MLA_WRITER, False):
+        raise Unsupported(
+            f"compilation pass {FUSED_MLA_WRITER} writes the cache past the layer's writer; switch it off with "
+            f"-cc.pass_config.{FUSED_MLA_WRITER}=False"
+        )
+
+
 def check_group_spec(name: str, spec: Any) -> None:
     """Raises :class:`Unsupported` for a KV-cache group whose states are not slots of tokens."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-    tried = type(spec) in (FullAttentionSpec, SlidingWindowSpec)
-    if not tried or isinstance(spec, MLAAttentionSpec):
+    known = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
+    if type(spec) not in known:
         raise Unsupported(
-            f"KV-cache group {name} is a {type(spec).__name__}; supported are FullAttentionSpec and SlidingWindowSpec"
+            f"KV-cache group {name} is a {type(spec).__name__}; supported are "
+            + ", ".join(kind.__name__ for kind in known)
         )

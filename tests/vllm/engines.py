@@ -84,20 +84,24 @@ def _sampling(index: int, temperature: float, max_tokens: int) -> Any:
 
 
 def _plant_fault(moment: str, call: int) -> None:
-    """Make one call of a manager's method raise: a fault of ours inside vLLM's step."""
+    """Make one call of a manager's method raise: a fault of ours inside vLLM's step. To write is to log where the
+    writer is vLLM's own."""
     from nwor_ops import DraftCommitManager
 
-    original = getattr(DraftCommitManager, moment)
     calls = 0
 
-    def faulty(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise RuntimeError(f"planted in {moment}")
-        return original(self, *args, **kwargs)
+    def faulty(original: Any) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise RuntimeError(f"planted in {moment}")
+            return original(self, *args, **kwargs)
 
-    setattr(DraftCommitManager, moment, faulty)
+        return method
+
+    for name in ("write", "log") if moment == "write" else (moment,):
+        setattr(DraftCommitManager, name, faulty(getattr(DraftCommitManager, name)))
 
 
 def _plant_forward_fault(llm: Any, call: int) -> None:

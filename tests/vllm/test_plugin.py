@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,33 +126,14 @@ def test_hooks_match_this_vllm() -> None:
 def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.v1.worker.gpu_model_runner as runner_module
 
+    from nwor_ops.vllm.runner_v1 import V1
     from nwor_ops.vllm.support import Unsupported, check_vllm
 
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any, more: Any) -> None: ...
 
     monkeypatch.setattr(runner_module.GPUModelRunner, "_sample", _sample)
     with pytest.raises(Unsupported, match=r"_sample takes .*'more'.*, expected"):
-        check_vllm()
-
-
-def test_the_v2_runner_is_refused_and_not_ignored() -> None:
-    """Its class looks at the configuration too, so that an engine that asks for NWOR there is told."""
-    import vllm.v1.worker.gpu.model_runner as v2
-
-    import nwor_ops.vllm
-    from nwor_ops.vllm import plugin
-
-    class Runner:
-        vllm_config = SimpleNamespace(additional_config={"nwor": {"mode": "cow"}})
-
-    before = v2.GPUModelRunner.initialize_kv_cache
-    nwor_ops.vllm.register()
-    try:
-        assert v2.GPUModelRunner.initialize_kv_cache._nwor_wrapped
-    finally:
-        v2.GPUModelRunner.initialize_kv_cache = before
-    with pytest.raises(RuntimeError, match="V1 model runner only, this engine runs V2"):
-        plugin._attach(Runner(), plugin.V2_RUNNER)
+        check_vllm(V1.hooks)
 
 
 def test_another_vllm_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +143,7 @@ def test_another_vllm_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(vllm, "__version__", "0.31.1")
     with pytest.raises(Unsupported, match=r"vLLM 0\.31\.1 is not supported"):
-        check_vllm()
+        check_vllm(())
 
 
 # ---------------------------------------------------------------- configuration

@@ -1,0 +1,212 @@
+"""vLLM on a GPU, end to end: output tokens per second with NWOR on against off.
+
+    python benchmarks/gpu_engine.py [--runner v1] [--seconds S] [--folder FOLDER]
+
+The Llama-3-8B shape with random weights, an EAGLE head of the same width, K = 4, synthetic acceptance of 2.5 tokens
+per step, 64-token prompts, 256 output tokens, vLLM's default CUDA graphs (FULL_AND_PIECEWISE; captured at fewer
+sizes, to start sooner), with a bf16 and with an fp8 cache. The engines, one with NWOR and one without for each cache,
+live in processes of their own on one GPU and take turns, on off, off on, ...; a waiting engine does nothing. A row of
+which the two sides did not accept the same number of drafts is not a row: the run fails. About 4 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from results import FOLDER, Row, row, save
+
+from nwor_ops.cli.engine_process import EngineProcess, engine_environment
+
+HERE = pathlib.Path(__file__).resolve().parent
+K, ACCEPTANCE_LENGTH, ACCEPTANCE_DIFFERENCE = 4, 2.5, 0.05
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
+REQUESTS = (1, 16, 64)
+FORMATS = {"cow": "auto", "cow_fp8": "fp8"}
+SIDES = {"off": "off", "on": "cow"}
+TARGET = 0.998
+FEWEST_ROUNDS = 4
+CAPTURED_REQUESTS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64)
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+# To try the script itself where there is no GPU; see --small.
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 512}
+
+
+def make_job(folder: pathlib.Path, layers: int, cache_dtype: str, small: bool = False) -> dict[str, Any]:
+    """What an engine of these benchmarks is asked to do; the environment alone says whether NWOR is on."""
+    shape = LLAMA_8B | ({"num_hidden_layers": layers} | (SMALL if small else {}))
+    models = {"target": shape, "eagle": shape | {"num_hidden_layers": 1}}
+    for name, config in models.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    speculation: dict[str, Any] = {"model": str(folder / "eagle"), "num_speculative_tokens": K}
+    if small:
+        speculation["method"] = "draft_model"
+    else:
+        speculation |= {
+            "method": "eagle",
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": ACCEPTANCE_LENGTH,
+        }
+    engine: dict[str, Any] = {
+        "model": str(folder / "target"),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "seed": 0,
+        "max_model_len": 2048,
+        "max_num_seqs": max(REQUESTS),
+        "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "kv_cache_dtype": cache_dtype,
+        "speculative_config": speculation,
+    }
+    if small:
+        engine |= {"enforce_eager": True, "max_num_batched_tokens": 2048, "max_num_seqs": 16}
+    else:
+        sizes = [(K + 1) * requests for requests in CAPTURED_REQUESTS]
+        engine |= {
+            "attention_config": {"backend": "FLASH_ATTN"},
+            "compilation_config": {"cudagraph_capture_sizes": sizes},
+            # No memory profiling: several engines start on one GPU at the same time.
+            "kv_cache_memory_bytes": 8 << 30,
+            "gpu_memory_utilization": 0.2,
+        }
+    return {
+        "engine": engine,
+        "prompt_tokens": PROMPT_TOKENS,
+        "max_tokens": OUTPUT_TOKENS,
+        "vocabulary": shape["vocab_size"],
+    }
+
+
+def start_engines(
+    jobs: dict[str, dict[str, Any]], folder: pathlib.Path, runner: str
+) -> dict[tuple[str, str], EngineProcess]:
+    """Two engines per job, all started together, all ready; by (job, side)."""
+    engines = {}
+    for name, job in jobs.items():
+        for side, mode in SIDES.items():
+            environment = engine_environment(mode, audit=False, offline=True)
+            environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+            if runner == "v1":
+                environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+            # Each compiles for itself: two that write one cache at the same time only wait for each other.
+            environment["VLLM_CACHE_ROOT"] = str(folder / f"cache-{name}-{side}")
+            engines[name, side] = EngineProcess(
+                f"{name}-{side}", job, folder, environment, program=(str(HERE / "gpu_engine_child.py"),)
+            )
+    with ThreadPoolExecutor(len(engines)) as pool:
+        versions = list(pool.map(EngineProcess.wait_until_ready, engines.values()))
+    for (name, side), found in zip(engines, versions, strict=True):
+        print(f"{name} {side}: {found}", flush=True)
+        if bool(found["sessions"]) != (side == "on"):
+            raise RuntimeError(f"{name} {side}: nwor_ops is {'on' if found['sessions'] else 'not on'} in that engine")
+    return engines
+
+
+def measure(engines: dict[tuple[str, str], EngineProcess], requests: tuple[int, ...], seconds: float) -> dict[Any, Any]:
+    """Answers by (job, side, requests). Rounds until the time is up; the order of the sides turns with the round."""
+    jobs = sorted({name for name, _ in engines})
+    answers: dict[Any, list[dict[str, Any]]] = {}
+    for (name, side), engine in engines.items():
+        for count in requests:
+            engine.ask(f"run {count}")  # warms up
+            answers[name, side, count] = []
+    started = time.monotonic()
+    rounds = 0
+    while rounds < FEWEST_ROUNDS or time.monotonic() - started < seconds:
+        order = list(SIDES) if rounds % 2 == 0 else list(reversed(SIDES))
+        for name in jobs:
+            for count in requests:
+                for side in order:
+                    answers[name, side, count].append(engines[name, side].ask(f"run {count}"))
+        rounds += 1
+    print(f"{rounds} rounds in {time.monotonic() - started:.0f} s", flush=True)
+    return answers
+
+
+def figures(name: str, count: int, off: list[dict[str, Any]], on: list[dict[str, Any]]) -> list[Row]:
+    """The rows of one job and one number of requests; raises where the two sides are not comparable."""
+    rates = {side: [a["tokens"] / a["seconds"] for a in runs] for side, runs in (("off", off), ("on", on))}
+    lengths = {side: sum(a["acceptance_length"] for a in runs) / len(runs) for side, runs in (("off", off), ("on", on))}
+    if abs(lengths["on"] - lengths["off"]) > ACCEPTANCE_DIFFERENCE:
+        raise RuntimeError(f"{name}, {count} requests: the sides accepted differently, {lengths}: not comparable")
+    if any(steps for answer in on for steps in answer["vanilla_steps"]):
+        raise RuntimeError(f"{name}, {count} requests: steps ran without the transaction, {on[-1]['vanilla_steps']}")
+    if {a["tokens_hash"] for a in on} != {a["tokens_hash"] for a in off}:
+        print(f"{name}, {count} requests: the two engines' tokens differ", flush=True)
+    ratios = [ours / theirs for ours, theirs in zip(rates["on"], rates["off"], strict=True)]
+    fp8 = name.removeprefix("cow")
+    return [
+        row(f"e2e_{name}/{count}", ratios, "ratio", "higher", TARGET),
+        row(f"tok_s_{name}/{count}", rates["on"], "tok/s", "higher", digits=1),
+        row(f"tok_s_vanilla{fp8}/{count}", rates["off"], "tok/s", "higher", digits=1),
+        row(f"acceptance_length_{name}/{count}", [lengths["on"]], "tokens", "higher"),
+        row(f"acceptance_length_vanilla{fp8}/{count}", [lengths["off"]], "tokens", "higher"),
+    ]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
+    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--seconds", type=float, default=130.0, help="how long to measure, once all engines are ready")
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
+    parser.add_argument("--logs", type=pathlib.Path, help="where the engines' logs go")
+    parser.add_argument("--small", action="store_true", help="try this script with a tiny model; nothing is saved")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    requests = (1, 4) if options.small else REQUESTS
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.logs or pathlib.Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        jobs = {
+            name: make_job(folder, LLAMA_8B["num_hidden_layers"], FORMATS[name], options.small)
+            for name in options.formats
+        }
+        engines = start_engines(jobs, folder, options.runner)
+        try:
+            answers = measure(engines, requests, options.seconds)
+        finally:
+            for engine in engines.values():
+                engine.close()
+    rows = []
+    for name in jobs:
+        for count in requests:
+            rows += figures(name, count, answers[name, "off", count], answers[name, "on", count])
+    target = pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder
+    save("h200", "gpu_engine" if options.runner == "v2" else "gpu_engine_v1", rows, target)
+
+
+if __name__ == "__main__":
+    main()

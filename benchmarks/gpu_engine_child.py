@@ -1,0 +1,231 @@
+"""One vLLM engine of the GPU benchmarks, in a process of its own: ``gpu_engine_child.py JOB.json``.
+
+A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``. Commands
+come on stdin, a line each, answers go to stdout, a line of JSON each: ``run N`` serves N requests, ``profile N STEPS``
+profiles steady decode steps with N requests running, ``host N STEPS`` times what nwor_ops adds to a step on the host.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import json
+import pathlib
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nwor_ops.cli.demo_engine import _answer, _claim_stdout
+
+# Functions of vLLM's runners that a plugin may wrap, on an instance.
+HOOKS = (
+    "execute_model",
+    "prepare_inputs",
+    "prepare_attn",
+    "sample",
+    "sample_tokens",
+    "_prepare_inputs",
+    "_sample",
+    "propose_draft_token_ids",
+)
+RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner")
+# Calls after which the host waits for the device.
+SYNCS = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cuStreamSynchronize",
+    "cuCtxSynchronize",
+    "cuEventSynchronize",
+)
+STEPS_BEFORE = 12  # until all prompts are through
+
+
+def main() -> None:
+    answers = _claim_stdout()
+    try:
+        engine = TimedEngine(json.loads(pathlib.Path(sys.argv[1]).read_text()))
+        _answer(answers, {"versions": engine.versions()})
+        for line in sys.stdin:
+            command, *numbers = line.split()
+            _answer(answers, getattr(engine, command)(*map(int, numbers)))
+    except Exception as error:
+        traceback.print_exc()
+        _answer(answers, {"error": f"{type(error).__name__}: {error}"})
+        sys.exit(1)
+
+
+class TimedEngine:
+    """An engine and its requests."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._job = job
+        self._timed = HookTimes() if job.get("time_hooks") else None
+        from vllm import LLM
+
+        self._llm = LLM(**job["engine"])
+        self._runs = 0
+        if self._timed is not None:
+            self._timed.watch(self._llm.llm_engine.model_executor.driver_worker.worker.model_runner)
+
+    def versions(self) -> dict[str, Any]:
+        import torch
+        import vllm
+
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "sessions": [session.describe() for session in _sessions()],
+        }
+
+    def run(self, requests: int) -> dict[str, Any]:
+        """All at once, to their ends."""
+        counted = self._counted()
+        engine = self._llm.llm_engine
+        self._add(requests, self._job["max_tokens"])
+        tokens: dict[int, list[int]] = {}
+        start = time.perf_counter()
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    tokens[int(output.request_id.split("-")[1])] = list(output.outputs[0].token_ids)
+        seconds = time.perf_counter() - start
+        drafts, accepted = (self._counted()[name] - counted[name] for name in counted)
+        return {
+            "seconds": seconds,
+            "tokens": sum(map(len, tokens.values())),
+            "tokens_hash": hash(tuple(tuple(tokens[index]) for index in sorted(tokens))),
+            "acceptance_length": 1 + accepted / drafts if drafts else None,
+            "vanilla_steps": [dict(session.vanilla_steps) for session in _sessions()],
+        }
+
+    def profile(self, requests: int, steps: int) -> dict[str, Any]:
+        """Counts per kernel, per kind of copy, and per runtime call, of so many steps."""
+        import torch
+        from torch.profiler import profile, supported_activities
+
+        wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        with self._steady(requests) as step:
+            wait()
+            with profile(activities=supported_activities()) as profiled:
+                for _ in range(steps):
+                    step()
+                wait()
+        events = profiled.profiler.kineto_results.events()
+        on_host = collections.Counter(event.name() for event in events if event.device_type().name == "CPU")
+        # An annotated range has an event on either side.
+        on_device = collections.Counter(
+            event.name() for event in events if event.device_type().name == "CUDA" and event.name() not in on_host
+        )
+        copies = {name: count for name, count in on_device.items() if name.startswith(("Memcpy", "Memset"))}
+        return {
+            "steps": steps,
+            "kernels": {name: count for name, count in on_device.items() if name not in copies},
+            "copies": copies,
+            "calls": {name: count for name, count in on_host.items() if name.startswith("cu")},
+            "syncs": {name: count for name, count in on_host.items() if name in SYNCS},
+        }
+
+    def host(self, requests: int, steps: int) -> dict[str, Any]:
+        """Seconds that each wrapped function took beyond the function itself, step by step."""
+        assert self._timed is not None
+        with self._steady(requests) as step:
+            self._timed.clear()
+            for _ in range(steps):
+                step()
+        return {"added": self._timed.added()}
+
+    @contextlib.contextmanager
+    def _steady(self, requests: int) -> Iterator[Callable[[], Any]]:
+        """A function that does one step, while every step decodes for all requests."""
+        engine = self._llm.llm_engine
+        self._add(requests, self._job["engine"]["max_model_len"] - self._job["prompt_tokens"] - 1)
+        for _ in range(STEPS_BEFORE):
+            engine.step()
+        yield engine.step
+        if not engine.has_unfinished_requests():
+            raise RuntimeError("the requests ended while steps were counted")
+        engine.abort_request([f"{self._runs}-{index}" for index in range(requests)])
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    def _add(self, requests: int, max_tokens: int) -> None:
+        from vllm import SamplingParams
+
+        self._runs += 1
+        generator = random.Random(1)
+        for index in range(requests):
+            prompt = [generator.randrange(self._job["vocabulary"]) for _ in range(self._job["prompt_tokens"])]
+            # The synthetic sampler draws from the request's seed: both engines accept the same drafts.
+            params = SamplingParams(
+                temperature=0.0, seed=index, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            )
+            self._llm.llm_engine.add_request(f"{self._runs}-{index}", {"prompt_token_ids": prompt}, params)
+
+    def _counted(self) -> dict[str, float]:
+        values = {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
+        names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+        return {name: values.get(name, 0) for name in names}
+
+    def _sessions(self) -> list[dict[str, Any]]:
+        import nwor_ops.vllm
+
+        return [
+            {"mode": session.mode, "vanilla_steps": dict(session.vanilla_steps)} for session in nwor_ops.vllm.sessions()
+        ]
+
+
+def _sessions() -> list[Any]:
+    plugin = sys.modules.get("nwor_ops.vllm")  # not there where vLLM did not load it
+    return plugin.sessions() if plugin else []
+
+
+class HookTimes:
+    """Times vLLM's functions as they are (inner), and as an instance has them wrapped (outer)."""
+
+    def __init__(self) -> None:
+        import importlib
+
+        self._inner: dict[str, list[float]] = collections.defaultdict(list)
+        self._outer: dict[str, list[float]] = collections.defaultdict(list)
+        for module in RUNNERS:
+            runner_class = importlib.import_module(module).GPUModelRunner
+            for name in HOOKS:
+                if name in vars(runner_class):
+                    setattr(runner_class, name, _timed(vars(runner_class)[name], self._inner[name]))
+
+    def watch(self, runner: Any) -> None:
+        for name in HOOKS:
+            if name in vars(runner):
+                setattr(runner, name, _timed(vars(runner)[name], self._outer[name]))
+
+    def clear(self) -> None:
+        for times in (*self._inner.values(), *self._outer.values()):
+            times.clear()
+
+    def added(self) -> dict[str, list[float]]:
+        return {
+            name: [outer - inner for outer, inner in zip(self._outer[name], self._inner[name], strict=True)]
+            for name in self._outer
+        }
+
+
+def _timed(function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            times.append(time.perf_counter() - start)
+
+    return timed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Which of vLLM's configurations were run on a GPU, audited at every step, and what came of it.
+
+    python benchmarks/gpu_engines.py [FOLDER] [-- arguments of pytest, such as -k v1]
+
+Runs ``tests/gpu/vllm`` and writes one entry per case to FOLDER/h200/engines.json (default benchmarks/results): what
+ran, steps, drafts, rows compared, outcome. About 5 minutes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import torch
+from results import FOLDER, processor, version_of
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    folder, more = pathlib.Path(*arguments[:1]) if cut else FOLDER, arguments[cut + 1 :]
+    with tempfile.TemporaryDirectory() as scratch:
+        logs = pathlib.Path(os.environ.get("NWOR_TEST_LOGS") or scratch)
+        command = [sys.executable, "-m", "pytest", "tests/gpu/vllm", "-q", "--tb=no", "-p", "no:cacheprovider"]
+        done = subprocess.run([*command, *more], cwd=ROOT, env=os.environ | {"NWOR_TEST_LOGS": str(logs)}, check=False)
+        report = logs / "engines.json"
+        entries = json.loads(report.read_text()) if report.exists() else []
+    common = {
+        "command": "python benchmarks/gpu_engines.py",
+        "machine": processor(),
+        "torch": torch.__version__,
+        "vllm": version_of("vllm"),
+        "date": datetime.date.today().isoformat(),
+    }
+    target = folder / "h200" / "engines.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps([_without_paths(entry) | common for entry in entries], indent=1) + "\n")
+    passed = sum(entry.get("outcome") == "passed" for entry in entries)
+    print(f"{passed} of {len(entries)} cases passed; {target}")
+    return done.returncode
+
+
+def _without_paths(entry: dict) -> dict:
+    """Folders of one machine say nothing elsewhere."""
+    return {name: value for name, value in entry.items() if name not in ("why", "error") or value is None}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

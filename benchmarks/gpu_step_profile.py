@@ -1,0 +1,97 @@
+"""What a decode step on the GPU gains: kernels, host time, waits for the device.
+
+    python benchmarks/gpu_step_profile.py [--runner v1] [--folder FOLDER]
+
+The engines of gpu_engine.py with fewer layers (nothing that is counted grows with the layers), 16 requests that
+decode with 4 drafts each in FULL CUDA graphs, with NWOR and without. Counted by torch's profiler over the same number
+of steps: kernels by name (those inside of graphs too), launches, calls that wait for the device. Host time: what the
+wrapped functions take beyond vLLM's own, timed inside and outside. About a minute and a half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import tempfile
+from collections import Counter
+from typing import Any
+
+from gpu_engine import make_job, start_engines
+from results import FOLDER, Row, row, save
+
+LAYERS, REQUESTS = 8, 16
+PROFILED_STEPS, TIMED_STEPS = 50, 400
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+
+
+def per_step(answer: dict[str, Any], what: str) -> Counter[str]:
+    return Counter({name: count / answer["steps"] for name, count in answer[what].items()})
+
+
+def print_differences(title: str, on: Counter[str], off: Counter[str]) -> None:
+    print(f"{title}, per step:")
+    for name in sorted(set(on) | set(off)):
+        if round(on[name] - off[name], 2):
+            print(f"  {on[name] - off[name]:+8.2f}  ({off[name]:.2f} -> {on[name]:.2f})  {name[:150]}")
+
+
+def total(counts: Counter[str], names: tuple[str, ...] | None = None) -> float:
+    return sum(count for name, count in counts.items() if names is None or name in names)
+
+
+def figures(on: dict[str, Any], off: dict[str, Any], added: dict[str, list[float]]) -> list[Row]:
+    for what in ("kernels", "copies", "calls"):
+        print_differences(what, per_step(on, what), per_step(off, what))
+
+    def difference(what: str, names: tuple[str, ...] | None = None) -> float:
+        # To a tenth: a step at either end of the profile may be cut.
+        return round(total(per_step(on, what), names) - total(per_step(off, what), names), 1)
+
+    # Every step counts: what all wrapped functions of one step took.
+    steps = [1e6 * sum(parts) for parts in zip(*added.values(), strict=False)]
+    return [
+        row("step_profile/launches_added", [difference("kernels")], "kernels", "lower", 4),
+        row("step_profile/host_launches_added", [difference("calls", LAUNCHES)], "calls", "lower"),
+        row("step_profile/copies_added", [difference("copies")], "copies", "lower"),
+        row("step_profile/syncs_added", [difference("syncs")], "calls", "lower", 0),
+        row("step_profile/kernels_vanilla", [total(per_step(off, "kernels"))], "kernels", "lower", digits=1),
+        row("step_profile/host_us_added", steps, "us", "lower", digits=1),
+        *(
+            row(f"step_profile/host_us_added/{name}", [1e6 * second for second in seconds], "us", "lower", digits=1)
+            for name, seconds in added.items()
+        ),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
+    parser.add_argument("--logs", type=pathlib.Path, help="where the engines' logs go")
+    parser.add_argument("--small", action="store_true", help="try this script with a tiny model; nothing is saved")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.logs or pathlib.Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        job = make_job(folder, LAYERS, "auto", options.small) | {"time_hooks": True}
+        engines = start_engines({"profiled": job}, folder, options.runner)
+        try:
+            counted = {}
+            for side in ("off", "on"):
+                engine = engines["profiled", side]
+                engine.ask(f"profile {REQUESTS} 5")  # the profiler's own start
+                counted[side] = engine.ask(f"profile {REQUESTS} {PROFILED_STEPS}")
+            steps = 100 if options.small else TIMED_STEPS
+            added = engines["profiled", "on"].ask(f"host {REQUESTS} {steps}")["added"]
+        finally:
+            for engine in engines.values():
+                engine.close()
+    if not options.small and not all(counted[side]["kernels"] and counted[side]["calls"] for side in counted):
+        raise RuntimeError("the profiler recorded no kernels or no runtime calls: nothing can be said")
+    rows = figures(counted["on"], counted["off"], {name: seconds for name, seconds in added.items() if seconds})
+    name = "gpu_step_profile" if options.runner == "v2" else "gpu_step_profile_v1"
+    save("h200", name, rows, pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""vLLM's Model Runner V2, the default on a GPU: where its step begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwor_ops.vllm.runner import RunnerKind, Wrapper
+from nwor_ops.vllm.session import Session, Step
+from nwor_ops.vllm.support import Hook, Unsupported
+from nwor_ops.window import Window
+
+_MODULE = "vllm.v1.worker.gpu.model_runner"
+
+
+def _slot_mapping(runner: Any, group: str) -> Tensor:
+    return runner.block_tables.slot_mappings[int(group)]
+
+
+def _drafter_layers(runner: Any) -> set[str]:
+    if runner.model_state.num_new_sampled_tokens_per_step != 1:
+        raise Unsupported("the model samples more than one new token for each request and step")
+    if runner.speculative_config.use_ngram():
+        return set()
+    names = set(getattr(runner.speculator, "draft_attn_layer_names", ()))
+    if not names:
+        raise Unsupported("the drafter does not say which attention layers are its own")
+    return names
+
+
+class _DraftCounts:
+    """Drafts up to and including each request, made of vLLM's count of logits: one more for each request."""
+
+    def __init__(self, max_num_requests: int, device: torch.device) -> None:
+        self._requests = torch.arange(1, max_num_requests + 1, dtype=torch.int32, device=device)
+        self._buffer = torch.empty_like(self._requests)
+
+    def of(self, input_batch: Any) -> Tensor:
+        num_requests = input_batch.num_reqs
+        logits = input_batch.cu_num_logits[1 : num_requests + 1]
+        return torch.sub(logits, self._requests[:num_requests], out=self._buffer[:num_requests])
+
+
+def _wrappers(runner: Any, session: Session, groups: list[str]) -> dict[str, Wrapper]:
+    draft_counts = _DraftCounts(runner.max_num_reqs, runner.device)
+    slot_mappings = {group: _slot_mapping(runner, group) for group in groups}
+
+    def step(input_batch: Any) -> Step:
+        return Step(
+            Window(
+                query_start_loc=input_batch.query_start_loc,
+                cu_num_draft_tokens=draft_counts.of(input_batch),
+                slot_mappings=slot_mappings,
+                num_draft_tokens=input_batch.num_draft_tokens,
+            ),
+            query_start_loc=input_batch.query_start_loc_np,
+            num_draft_tokens=input_batch.num_draft_tokens_per_req.tolist(),
+        )
+
+    def begin(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_attn(input_batch: Any) -> Any:
+            prepared = prepare(input_batch)
+            if input_batch.num_draft_tokens > 0:
+                session.begin(step(input_batch))
+            return prepared
+
+        return prepare_attn
+
+    def commit(sample_batch: Callable[..., Any]) -> Callable[..., Any]:
+        def sample(hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+            output = sample_batch(hidden_states, input_batch, grammar_output)
+            if input_batch.num_draft_tokens > 0:
+                _, num_sampled, num_rejected = output
+                session.commit(
+                    lambda manager: manager.commit_rejected(num_rejected),
+                    num_sampled=num_sampled.tolist,
+                )
+            return output
+
+        return sample
+
+    return {"prepare_attn": begin, "sample": commit}
+
+
+V2 = RunnerKind(
+    module=_MODULE,
+    hooks=(
+        Hook(
+            _MODULE,
+            "GPUModelRunner.initialize_kv_cache",
+            ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+        ),
+        Hook(_MODULE, "GPUModelRunner.prepare_attn", ("input_batch",)),
+        Hook(_MODULE, "GPUModelRunner.sample", ("hidden_states", "input_batch", "grammar_output")),
+        Hook(
+            _MODULE,
+            "GPUModelRunner.execute_model",
+            (
+                "scheduler_output",
+                "intermediate_tensors",
+                "dummy_run",
+                "skip_attn_for_dummy_run",
+                "is_profile",
+                "context_len",
+                "valid_dummy_state_slots",
+                "randomize_inputs",
+            ),
+        ),
+        Hook(_MODULE, "GPUModelRunner.sample_tokens", ("grammar_output",)),
+    ),
+    drafter_layers=_drafter_layers,
+    slot_mapping=_slot_mapping,
+    wrappers=_wrappers,
+)

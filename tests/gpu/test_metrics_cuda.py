@@ -1,0 +1,75 @@
+"""The plugin's counters on their way from the device: nobody waits, and a graph capture is not disturbed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nwor_ops import COUNTERS, Stats
+from nwor_ops.vllm import boards, metrics
+
+
+class Session:
+    """What the publisher needs of one."""
+
+    def __init__(self) -> None:
+        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device="cuda")
+        self.vanilla_steps: Counter[str] = Counter()
+        self.after_step = None
+        self.manager = SimpleNamespace(
+            buffers=SimpleNamespace(counters=self.counters),
+            stats=lambda counters: Stats.read(counters, cancelled=0, abandoned=0),
+        )
+
+
+@pytest.fixture
+def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(boards, "PERIOD", 0.001)
+    return boards.new_path("worker", "i", 0)
+
+
+def _published(path: Path, windows: int) -> int:
+    deadline = time.monotonic() + 5
+    while (found := boards.read()[path].counts["windows"]) != windows and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return found
+
+
+def test_the_last_step_arrives_and_nobody_waits(path: Path) -> None:
+    session = Session()
+    publisher = metrics.Publisher(session, boards.Board("worker", "i", 0, "tiny", {}), path, logging.getLogger())
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(100):
+            torch.cuda._sleep(100_000)
+            session.counters += 1
+            session.after_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert _published(path, 100) == 100
+    publisher.stop()
+
+
+def test_a_capture_is_not_disturbed(path: Path) -> None:
+    """In CUDA's strictest mode, which forbids other threads what could wait for the device."""
+    session = Session()
+    publisher = metrics.Publisher(session, boards.Board("worker", "i", 0, "tiny", {}), path, logging.getLogger())
+    session.counters += 1
+    session.after_step()
+    x, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        for _ in range(50):
+            x += 1
+            time.sleep(0.002)  # the publisher looks meanwhile
+    graph.replay()
+    assert x.sum().item() == 400
+    assert _published(path, 1) == 1
+    publisher.stop()

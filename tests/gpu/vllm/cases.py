@@ -1,0 +1,231 @@
+"""What is run: one table. A case is a vanilla engine and the same one with NWOR, audited; the tests compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+COW = {"mode": "cow", "audit": True}
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+V2: dict[str, str] = {}
+K = 4
+# A model is named here; tiny_models.py makes its folder.
+NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+DRAFT = {"method": "draft_model", "model": "@draft", "num_speculative_tokens": K}
+EAGLE = {"method": "eagle", "model": "@eagle", "num_speculative_tokens": K}
+METHODS = {
+    "ngram": NGRAM,
+    "draft_model": DRAFT,
+    "eagle": EAGLE,
+    "eagle_with_biases": {**EAGLE, "model": "@eagle_with_biases"},
+}
+
+ENGINE: dict[str, Any] = {
+    "model": "@llama",
+    "skip_tokenizer_init": True,
+    "seed": 0,
+    "dtype": "bfloat16",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    # Fewer than the prompts that arrive at once: prompts come in chunks, beside other requests' drafts.
+    "max_num_batched_tokens": 64,
+    "block_size": 16,
+    # Small, because the audit copies it at every step; and no memory profiling, which fails when another engine on
+    # the same GPU ends meanwhile.
+    "num_gpu_blocks_override": 256,
+    "kv_cache_memory_bytes": 1 << 30,
+    "gpu_memory_utilization": 0.04,
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,
+    # Kernels are compiled when they are first needed: half a minute less for each engine.
+    "kernel_config": {"enable_jit_warmup": False, "enable_cutedsl_warmup": False, "enable_flashinfer_autotune": False},
+}
+
+GRAPHS: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+    "full": {"compilation_config": {"cudagraph_mode": "FULL"}},
+    "full_and_piecewise": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
+    "full_decode_only": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
+    # The write site is compiled in: no split there.
+    "unsplit": {"compilation_config": {"cudagraph_mode": "FULL", "splitting_ops": []}},
+    "inductor_partition": {"compilation_config": {"use_inductor_graph_partition": True}},
+}
+# What the engine must report that it ran, where the setting says so.
+GRAPH_MODES = {
+    "eager": "NONE",
+    "piecewise": "PIECEWISE",
+    "full": "FULL",
+    "full_and_piecewise": "FULL_AND_PIECEWISE",
+    "full_decode_only": "FULL_DECODE_ONLY",
+    "unsplit": "FULL",
+    "default": "FULL_AND_PIECEWISE",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        name: also names the log files; ``-k`` selects by it.
+        engine: arguments of ``vllm.LLM``, on top of ``ENGINE``.
+        environment: of both engines.
+        nwor: settings of the second engine.
+        use: fields of the job, see ``engine_child``.
+        same_tokens: the two engines' output is compared.
+        expect: what the second engine must report: a field of its worker, or ``metric:NAME`` that must be above 0.
+        needs: a package beside vLLM, without which the case is skipped.
+    """
+
+    name: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    nwor: dict[str, Any] = field(default_factory=lambda: dict(COW))
+    use: dict[str, Any] = field(default_factory=dict)
+    same_tokens: bool = True
+    expect: dict[str, Any] = field(default_factory=dict)
+    needs: str | None = None
+
+    @property
+    def runner(self) -> str:
+        v1 = self.environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+        return "vllm.v1.worker.gpu_model_runner" if v1 else "vllm.v1.worker.gpu.model_runner"
+
+
+def _engine(backend: str = "FLASH_ATTN", method: str = "ngram", graphs: str = "default", **more: Any) -> dict[str, Any]:
+    chosen = {"attention_config": {"backend": backend}, "speculative_config": METHODS[method]}
+    return chosen | GRAPHS.get(graphs, {}) | more
+
+
+def _case(
+    name: str, environment: dict[str, str] = V2, backend: str = "FLASH_ATTN", graphs: str = "default", **more: Any
+) -> Case:
+    own = {key: more.pop(key) for key in ("nwor", "use", "same_tokens", "expect", "needs") if key in more}
+    expect = own.pop("expect", {})
+    if graphs in GRAPH_MODES and not more.get("enforce_eager"):
+        expect = {"cudagraph_mode": GRAPH_MODES[graphs]} | expect
+    return Case(name, _engine(backend, graphs=graphs, **more), environment, expect=expect, **own)
+
+
+def _graph_modes() -> Iterator[Case]:
+    """Every way of compiling and capturing, on both runners."""
+    for graphs in GRAPHS:
+        yield _case(f"v2-flash-ngram-{graphs}", graphs=graphs)
+        yield _case(f"v2-triton-eagle-{graphs}", backend="TRITON_ATTN", method="eagle", graphs=graphs)
+    for graphs in ("eager", "full_and_piecewise", "full_decode_only"):
+        yield _case(f"v1-flash-ngram-{graphs}", V1, graphs=graphs)
+
+
+def _methods() -> Iterator[Case]:
+    yield _case("v2-flash-eagle", method="eagle")
+    yield _case("v2-flash-eagle-eager", method="eagle", graphs="eager")
+    yield _case("v2-flash-eagle-with-biases", method="eagle_with_biases", graphs="eager")
+    yield _case("v2-flash-draft_model", method="draft_model")
+    yield _case("v2-triton-draft_model", backend="TRITON_ATTN", method="draft_model")
+    yield _case("v2-triton-ngram", backend="TRITON_ATTN")
+    yield _case("v1-flash-eagle", V1, method="eagle")
+    yield _case("v1-flash-draft_model", V1, method="draft_model")
+    yield _case("v1-triton-ngram", V1, backend="TRITON_ATTN")
+    yield _case("v1-triton-eagle", V1, backend="TRITON_ATTN", method="eagle")
+
+
+def _caches() -> Iterator[Case]:
+    """Back ends, formats and layouts of the cache."""
+    yield _case("flex", backend="FLEX_ATTENTION", graphs="eager")
+    yield _case("flashinfer", backend="FLASHINFER", graphs="any", needs="flashinfer")
+    yield _case(
+        "flashinfer-eagle-fp8",
+        backend="FLASHINFER",
+        method="eagle",
+        graphs="eager",
+        kv_cache_dtype="fp8",
+        needs="flashinfer",
+    )
+    yield _case("flash-fp8", kv_cache_dtype="fp8")
+    yield _case("flash-fp8_e4m3-eagle", method="eagle", kv_cache_dtype="fp8_e4m3")
+    for dtype in ("fp8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"):
+        yield _case(f"triton-{dtype}", backend="TRITON_ATTN", kv_cache_dtype=dtype)
+    yield _case("v1-flash-fp8", V1, kv_cache_dtype="fp8")
+    yield _case("v1-triton-fp8_per_token_head", V1, backend="TRITON_ATTN", kv_cache_dtype="fp8_per_token_head")
+    for backend in ("TRITON_MLA", "FLASH_ATTN_MLA"):
+        yield _case(f"mla-{backend.lower()}", backend=backend, graphs="any", model="@mla")
+    yield _case("mla-triton_mla-eager", backend="TRITON_MLA", graphs="eager", model="@mla")
+    yield _case("mla-triton_mla-fp8", backend="TRITON_MLA", graphs="any", model="@mla", kv_cache_dtype="fp8")
+    yield _case("v1-mla-triton_mla", V1, backend="TRITON_MLA", graphs="any", model="@mla")
+    for backend in ("FLASH_ATTN", "TRITON_ATTN"):
+        name = backend.split("_")[0].lower()
+        yield _case(f"{name}-sliding", backend=backend, model="@sliding")
+        yield _case(f"{name}-hybrid", backend=backend, model="@hybrid", expect={"kv_cache_groups": 2})
+    yield _case("v1-flash-hybrid", V1, model="@hybrid", expect={"kv_cache_groups": 2})
+    yield _case("flash-block-32", block_size=32)
+    yield _case("flash-fp16", dtype="float16")
+    for layout in ("HND", "BLNHC", "BLHNC", "BHLNC"):
+        name = {"HND": "LBHNC"}.get(layout, layout)
+        environment = {"VLLM_KV_CACHE_LAYOUT": layout}
+        yield _case(f"layout-{layout}", environment, expect={"kv_cache_layout": name})
+
+
+def _behaviours() -> Iterator[Case]:
+    few_blocks = {"num_gpu_blocks_override": 22, "max_model_len": 192}
+    long = {"max_tokens": 80}
+    for runner, environment in (("v2", V2), ("v1", V1)):
+        preempted = {"use": long, "expect": {"metric:num_preemptions": 1}}
+        yield _case(f"{runner}-preemption", environment, **few_blocks, **preempted)
+        yield _case(f"{runner}-abort", environment, use={"abort": {10: [0, 2], 16: [5]}})
+        yield _case(f"{runner}-temperature", environment, use={"temperature": 1.0})
+        yield _case(f"{runner}-not-async", environment, async_scheduling=False)
+    shared = {"use": {"shared_prefix": 48, "rounds": 2}, "expect": {"metric:prefix_cache_hits": 1}}
+    yield _case("prefix-caching", enable_prefix_caching=True, **shared)
+    yield _case("prefix-caching-eagle", method="eagle", enable_prefix_caching=True, **shared)
+    yield _case("chunked-prefill", method="eagle", max_num_batched_tokens=48, use={"shared_prefix": 90})
+    yield _case("sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
+    yield _case("memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
+
+
+CASES = [*_graph_modes(), *_methods(), *_caches(), *_behaviours()]
+WATCHED = Case("vanilla-watched", _engine(graphs="eager"), nwor={"mode": "off", "audit": True}, same_tokens=False)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An engine that cannot keep the promise: refused at start-up, with a sentence that says why.
+
+    Attributes:
+        name, engine, environment: as in :class:`Case`.
+        because: a regular expression that the error must match, beside "nwor:".
+        nwor: settings beside the mode.
+    """
+
+    name: str
+    because: str
+    engine: dict[str, Any]
+    environment: dict[str, str] = field(default_factory=dict)
+    nwor: dict[str, Any] = field(default_factory=dict)
+
+
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+REFUSALS = [
+    Refusal("refused-connector", "(?i)connector", _engine(graphs="eager", kv_transfer_config=CONNECTOR)),
+    Refusal("refused-connector-v1", "(?i)connector", _engine(graphs="eager", kv_transfer_config=CONNECTOR), V1),
+    Refusal(
+        "refused-turboquant",
+        "(?i)turboquant|back ?end",
+        _engine("TURBOQUANT", graphs="eager", kv_cache_dtype="turboquant_k8v4"),
+    ),
+]
+# Asked to go on without it instead.
+WARNED = Refusal("warned-connector", "not active", REFUSALS[0].engine, nwor={"on_unsupported": "vanilla"})
+# vLLM's fusion that writes the cache by itself, around every writer that can be wrapped: it is switched off or the
+# engine refused.
+FUSED_WRITER = Case(
+    "mla-fused-writer",
+    _engine(
+        "TRITON_MLA",
+        graphs="any",
+        model="@mla",
+        compilation_config={"use_inductor_graph_partition": True, "pass_config": {"fuse_rope_kvcache_cat_mla": True}},
+    ),
+    same_tokens=False,
+)

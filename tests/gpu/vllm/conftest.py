@@ -1,0 +1,157 @@
+"""Real vLLM engines on the GPU: why they are skipped, the pool that runs them, and the table at the end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+HERE = pathlib.Path(__file__).resolve().parent
+REPORT = "engines.json"
+_records: dict[str, dict[str, Any]] = {}
+
+
+def _has_vllm() -> bool:
+    # Its version: this very folder is a namespace package of that name.
+    try:
+        return importlib.util.find_spec("vllm.version") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _why_not() -> str | None:
+    if not _has_vllm():
+        return "vLLM is not installed"
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible to torch"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _why_not()
+    # The server has its own process: its test runs while the pool's engines do.
+    items.sort(key=lambda item: item.path.name != "test_serve_metrics.py")
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.vllm)
+        missing = _missing_package(item)
+        if reason is not None or missing is not None:
+            item.add_marker(pytest.mark.skip(reason=reason or f"{missing} is not installed"))
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+def _missing_package(item: pytest.Item) -> str | None:
+    """The package that a case needs, if it is not there."""
+    needs = getattr(_parameters(item).get("case"), "needs", None)
+    return needs if needs is not None and importlib.util.find_spec(needs) is None else None
+
+
+class Engines:
+    """What a test asks for engines; see :class:`engine_pool.EnginePool`."""
+
+    def __init__(self, pool: Any, models: dict[str, str]) -> None:
+        self._pool = pool
+        self.models = models
+        self.logs: pathlib.Path = pool.logs
+
+    def start(self, name: str, engine: dict[str, Any], environment: dict[str, str], **use: Any) -> Any:
+        """A future. ``engine`` is what differs from ``cases.ENGINE``."""
+        from cases import ENGINE
+
+        settings = self.resolved({**ENGINE, **engine})
+        settings = {key: value for key, value in settings.items() if value is not None}
+        return self._pool.start(name, {"engine": settings, "environment": environment, **use})
+
+    def resolved(self, value: Any) -> Any:
+        """With the folder in place of every ``@name``."""
+        if isinstance(value, dict):
+            return {key: self.resolved(item) for key, item in value.items()}
+        if isinstance(value, str) and value.startswith("@"):
+            return self.models[value[1:]]
+        return value
+
+    def start_case(self, case: Any) -> tuple[Any, Any]:
+        """The futures of the vanilla engine and of the one with NWOR."""
+        vanilla = None
+        if case.same_tokens:
+            # Without any of this library's code; shared between cases that differ in NWOR's settings alone.
+            environment = {**case.environment, "VLLM_PLUGINS": ""}
+            vanilla = self.start(f"{case.name}-vanilla", case.engine, environment, **case.use)
+        settings = {**case.engine, "additional_config": {"nwor": case.nwor}}
+        return vanilla, self.start(f"{case.name}-nwor", settings, case.environment, **case.use)
+
+    def start_refusal(self, refusal: Any) -> Any:
+        settings = {**refusal.engine, "additional_config": {"nwor": {"mode": "cow", **refusal.nwor}}}
+        return self.start(refusal.name, settings, refusal.environment, requests=6)
+
+
+@pytest.fixture(scope="session")
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Starts everything that the selected tests need, in their order; a test then waits for its own."""
+    from engine_pool import make_plugin_findable, pool_from_environment
+    from tiny_models import write_models
+
+    make_plugin_findable(tmp_path_factory.mktemp("plugin"))
+    pool = pool_from_environment(tmp_path_factory.mktemp("logs"))
+    shared = Engines(pool, write_models(tmp_path_factory.mktemp("models")))
+    for item in request.session.items:
+        parameters = _parameters(item)
+        if _missing_package(item) is not None:
+            continue
+        if "case" in parameters:
+            shared.start_case(parameters["case"])
+        elif "refusal" in parameters:
+            shared.start_refusal(parameters["refusal"])
+    yield shared
+    pool.close()
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What a test found out about its engine; goes to the report with the outcome."""
+    name = request.node.callspec.id if hasattr(request.node, "callspec") else request.node.name
+    return _records.setdefault(request.node.nodeid, {"case": name})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    found = _records.get(item.nodeid)
+    if found is not None and (report.when == "call" or report.failed):
+        found["outcome"] = report.outcome
+        if report.failed and call.excinfo is not None:
+            found["why"] = str(call.excinfo.value).strip()[:1500]
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not _records:
+        return
+    folder = os.environ.get("NWOR_TEST_LOGS")
+    if folder:
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+        (pathlib.Path(folder) / REPORT).write_text(json.dumps(list(_records.values()), indent=1) + "\n")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if not _records:
+        return
+    write = terminalreporter.write_line
+    terminalreporter.section("engines")
+    columns = ("steps", "drafted", "accepted", "rejected", "rows_checked", "stale_rows", "graph_replays", "seconds")
+    write(f"{'case':<38} {'outcome':<8} " + " ".join(f"{column:>13}" for column in columns))
+    for found in _records.values():
+        cells = " ".join(f"{found.get(column, ''):>13}" for column in columns)
+        write(f"{found['case']:<38} {found.get('outcome', '?'):<8} {cells}")
+    for found in _records.values():
+        if found.get("outcome") == "failed":
+            write(f"{found['case']}: {found.get('why', '').splitlines()[0] if found.get('why') else '?'}")

@@ -1,0 +1,153 @@
+"""One engine in a process of its own: what runs there.
+
+A job is a dict: ``engine`` (arguments of ``vllm.LLM``), ``environment``, and how to use it: ``max_tokens``,
+``temperature``, ``requests`` (how many), ``shared_prefix`` (tokens), ``rounds``, ``abort`` (step: request numbers),
+``sleep`` (between rounds). The answer is a file, so that it is there whatever happens to the process afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import time
+import traceback
+from typing import Any
+
+MOST_STEPS = 4000
+
+
+def run(job: dict[str, Any], answer: str, log: str) -> None:
+    """The whole life of the process."""
+    os.setpgid(0, 0)  # whoever ends it ends its children too
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(job["environment"])
+    result: dict[str, Any] = {"error": None}
+    try:
+        _run(job, result)
+    except BaseException as error:
+        traceback.print_exc()
+        result["error"] = "".join(traceback.format_exception_only(error)).strip()
+    unfinished = pathlib.Path(f"{answer}.unfinished")
+    unfinished.write_text(json.dumps(result))
+    unfinished.replace(answer)
+    # vLLM's teardown has nothing left to do, and may take seconds.
+    os._exit(0)
+
+
+def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
+    replays = _count_graph_replays()
+    started = time.monotonic()
+    from vllm import LLM
+
+    llm = LLM(**job["engine"])
+    result["start_seconds"] = round(time.monotonic() - started, 1)
+    result["captured_replays"] = replays[0]
+    replays[0] = 0
+    started = time.monotonic()
+    requests = _requests(job)
+    result["rounds"] = []
+    for number in range(job["rounds"]):
+        if number and job["sleep"]:
+            llm.sleep(level=1)
+            llm.wake_up()
+        result["rounds"].append(_serve(llm, job, requests, number))
+    result["run_seconds"] = round(time.monotonic() - started, 1)
+    result["graph_replays"] = replays[0]
+    result["metrics"] = {
+        metric.name.removeprefix("vllm:"): metric.value for metric in llm.get_metrics() if hasattr(metric, "value")
+    }
+    result["workers"] = llm.collective_rpc(describe_worker)
+    if len(result["workers"]) > 1:  # processes of their own, in the middle of nothing
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _count_graph_replays() -> list[int]:
+    """How many CUDA graphs this process has replayed, as it goes on."""
+    import torch
+
+    count = [0]
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(self: Any) -> Any:
+        count[0] += 1
+        return replay(self)
+
+    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+    return count
+
+
+def _requests(job: dict[str, Any]) -> list[Any]:
+    """The demo's requests: of many lengths, arriving while others run. With a prefix that they share, or without."""
+    from nwor_ops.cli.workload import tiny_llama_requests
+
+    requests = tiny_llama_requests(job["max_tokens"])[: job["requests"]]
+    prefix = [(7 * position + position // 5) % 64 for position in range(job["shared_prefix"])]
+    for request in requests:
+        request.prompt[:0] = prefix
+    return requests
+
+
+def _serve(llm: Any, job: dict[str, Any], requests: list[Any], number: int) -> list[list[int] | None]:
+    """Tokens per request, None where aborted; each request is added at its own step, as a server does."""
+    engine = llm.llm_engine
+    abort = {int(step): numbers for step, numbers in job["abort"].items()}
+    aborted = {index for numbers in abort.values() for index in numbers}
+    waiting = list(range(len(requests)))
+    done: dict[int, list[int]] = {}
+    for step in range(MOST_STEPS):
+        while waiting and requests[waiting[0]].arrival_step <= step:
+            index = waiting.pop(0)
+            engine.add_request(
+                f"{number}-{index}", {"prompt_token_ids": requests[index].prompt}, _sampling(job, requests, index)
+            )
+        for output in engine.step():
+            if output.finished:
+                done[int(output.request_id.split("-")[1])] = list(output.outputs[0].token_ids)
+        if step in abort:
+            engine.abort_request([f"{number}-{index}" for index in abort[step]])
+        if not waiting and not engine.has_unfinished_requests():
+            return [None if index in aborted else done[index] for index in range(len(requests))]
+    raise RuntimeError(f"{len(requests)} requests are not done after {MOST_STEPS} steps: {sorted(done)} are")
+
+
+def _sampling(job: dict[str, Any], requests: list[Any], index: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=job["temperature"],
+        seed=index,
+        max_tokens=requests[index].max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+    )
+
+
+def describe_worker(worker: Any) -> dict[str, Any]:
+    """In each worker: what it runs, and what nwor_ops saw there."""
+    plugin = sys.modules.get("nwor_ops.vllm")  # not there in a vanilla engine
+    runner = worker.model_runner
+    config = runner.vllm_config
+    layers = config.compilation_config.static_forward_context.values()
+    return {
+        "runner": type(runner).__module__,
+        "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
+        "kv_cache_layout": config.cache_config.kv_cache_layout,
+        "kv_cache_groups": len(runner.kv_cache_config.kv_cache_groups),
+        "num_gpu_blocks": runner.kv_cache_config.num_blocks,
+        "attention": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
+        "wrapped": any("do_kv_cache_update" in vars(layer.impl) for layer in layers if hasattr(layer, "impl")),
+        "sessions": [
+            {
+                "mode": session.mode,
+                "describe": session.describe(),
+                "stats": session.stats().as_dict(),
+                "audit": session.audit.summary() if session.audit else None,
+                "vanilla_steps": dict(session.vanilla_steps),
+            }
+            for session in (plugin.sessions() if plugin else [])
+        ],
+    }

@@ -1,0 +1,165 @@
+"""Starts the engines: several at a time, each in a process of its own that is ended at its deadline.
+
+Set by the environment: ``NWOR_TEST_LOGS`` (folder for logs and answers), ``NWOR_TEST_PARALLEL`` (engines at a time),
+``NWOR_TEST_DEADLINE`` (seconds per engine), ``NWOR_TEST_START`` (``forkserver``, or ``spawn`` where forking a process
+that has imported vLLM does not work).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import engine_child
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent.parent
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, worker and test's child are one process
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc takes a function, also where workers are processes
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
+# Imported once, before the processes fork: not one of them touches the GPU on import.
+PRELOAD = ["vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "torch._dynamo", "torch._inductor.compile_fx"]
+PROFILING_ATTEMPTS = 4
+DEFAULTS: dict[str, Any] = {
+    "max_tokens": 40,
+    "temperature": 0.0,
+    "requests": 24,
+    "shared_prefix": 0,
+    "rounds": 1,
+    "abort": {},
+    "sleep": False,
+}
+
+
+def make_plugin_findable(folder: pathlib.Path) -> None:
+    """vLLM finds the plugin by its entry point. Where nwor_ops lies on the path without being installed, describe
+    it to Python as an installer would, in a folder of its own, for this process and all it starts."""
+    added = [HERE, ROOT]
+    found = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    if "nwor_ops" not in found:
+        added.append(write_metadata(folder))
+    for path in map(str, added):
+        if path not in sys.path:
+            sys.path.append(path)
+    existing = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    os.environ["PYTHONPATH"] = os.pathsep.join([*existing, *map(str, added)])
+
+
+def write_metadata(folder: pathlib.Path) -> pathlib.Path:
+    """Entry points, as pyproject.toml declares them, for a tree that is not installed; the folder."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / f"{project['name']}-{project['version']}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    text = ""
+    for group, points in project["entry-points"].items():
+        text += f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in points.items())
+    (info / "entry_points.txt").write_text(text)
+    return folder
+
+
+class EnginePool:
+    """Runs jobs (see :mod:`engine_child`), each only once however often it is asked for.
+
+    Args:
+        logs: folder for one log and one answer per job.
+        parallel: engines at a time.
+        deadline: seconds, from start to answer.
+    """
+
+    def __init__(self, logs: pathlib.Path, parallel: int, deadline: float) -> None:
+        self.logs = logs
+        self._deadline = deadline
+        logs.mkdir(parents=True, exist_ok=True)
+        self._threads = ThreadPoolExecutor(parallel)
+        self._futures: dict[str, Future[dict[str, Any]]] = {}
+        self._context: Any = multiprocessing.get_context(os.environ.get("NWOR_TEST_START", "forkserver"))
+        if hasattr(self._context, "set_forkserver_preload"):
+            self._context.set_forkserver_preload(PRELOAD)
+
+    def start(self, name: str, job: dict[str, Any]) -> Future[dict[str, Any]]:
+        job = DEFAULTS | job
+        key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:12]
+        if key not in self._futures:
+            self._futures[key] = self._threads.submit(self._run, name, job)
+        return self._futures[key]
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def _run(self, name: str, job: dict[str, Any]) -> dict[str, Any]:
+        for _ in range(PROFILING_ATTEMPTS):
+            result = self._run_once(name, job)
+            # vLLM measures free memory, and gives up where another process gave memory back meanwhile.
+            if "Error in memory profiling" not in (result["error"] or ""):
+                break
+        return result
+
+    def _run_once(self, name: str, job: dict[str, Any]) -> dict[str, Any]:
+        # One for all: what vLLM learns about a model class takes half a minute, and compiled graphs are kept by
+        # settings, of which no two jobs have the same.
+        cache = pathlib.Path(tempfile.gettempdir()) / "nwor-engine-caches"
+        caches = {"VLLM_CACHE_ROOT": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+        environment = ENVIRONMENT | caches | job["environment"]
+        answer, log = self.logs / f"{name}.json", self.logs / f"{name}.log"
+        answer.unlink(missing_ok=True)
+        process = self._context.Process(
+            target=engine_child.run, args=(job | {"environment": environment}, str(answer), str(log))
+        )
+        started = time.monotonic()
+        process.start()
+        process.join(self._deadline)
+        late = process.is_alive()
+        _end(process)
+        result: dict[str, Any] = {"error": f"no answer after {self._deadline:.0f} s" if late else None}
+        if answer.exists():
+            result = json.loads(answer.read_text())
+        elif not late:
+            result["error"] = f"the process ended with exit code {process.exitcode} and no answer"
+        result["seconds"] = round(time.monotonic() - started, 1)
+        result["log"] = str(log)
+        result["said"] = _said_by_nwor(log)
+        return result
+
+
+def _end(process: Any) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.is_alive():
+        process.kill()
+    process.join(10)
+
+
+def _said_by_nwor(log: pathlib.Path) -> list[str]:
+    """The lines of a log in which this library speaks."""
+    if not log.exists():
+        return []
+    lines = log.read_text(errors="replace").splitlines()
+    return [line for line in lines if "nwor:" in line or "AuditError" in line][:40]
+
+
+def pool_from_environment(default_logs: pathlib.Path) -> EnginePool:
+    return EnginePool(
+        pathlib.Path(os.environ.get("NWOR_TEST_LOGS") or default_logs),
+        int(os.environ.get("NWOR_TEST_PARALLEL", min(8, max(1, (os.cpu_count() or 2) // 2)))),
+        float(os.environ.get("NWOR_TEST_DEADLINE", "150")),
+    )

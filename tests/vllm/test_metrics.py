@@ -1,0 +1,795 @@
+"""Counters: on the /metrics of a real server, through nwor_ops.stats(), and against the scheduler's own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import ENGINE, ENVIRONMENT, NGRAM, Engines, _run_requests, _sampling, model_folder, prompts
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+import nwor_ops
+from nwor_ops import COUNTERS, Stats
+from nwor_ops.config import NworConfig
+from nwor_ops.vllm import boards, metrics
+from nwor_ops.vllm.agreement import Agreement, SchedulerWatch, wrap_scheduler_module
+from nwor_ops.vllm.boards import Board
+from nwor_ops.vllm.environment import announce_variables
+
+SERVE = Path(__file__).with_name("serve.py")
+K = NGRAM["num_speculative_tokens"]
+
+
+# ---------------------------------------------------------------- a real server
+
+
+class Server:
+    """``vllm serve`` with a tiny model, in a process group of its own."""
+
+    def __init__(self, environment: dict[str, str], *arguments: str) -> None:
+        self.folder = tempfile.mkdtemp(prefix="nwor-serve-")
+        self._log = Path(self.folder, "log")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        settings = {
+            "--load-format": "dummy",
+            "--max-model-len": "256",
+            "--max-num-seqs": "8",
+            "--num-gpu-blocks-override": "96",
+            "--block-size": "32",
+            "--served-model-name": "tiny",
+            "--host": "127.0.0.1",
+            "--port": str(self.port),
+            "--speculative-config": json.dumps(NGRAM),
+        }
+        flags = ["--enforce-eager", "--skip-tokenizer-init"]
+        command = [sys.executable, str(SERVE), "serve", model_folder(), *flags]
+        command += [word for setting in settings.items() for word in setting]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, *arguments],
+                env=os.environ | ENVIRONMENT | {"TMPDIR": self.folder} | environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait(self, seconds: float = 150) -> Server:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health"):
+                return self
+            time.sleep(0.3)
+        raise AssertionError(f"the server did not start:\n{self.log}")
+
+    def complete(self, prompt: list[int], **parameters: Any) -> dict[str, Any]:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 60, "temperature": 0} | parameters
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body | {"ignore_eos": True, "detokenize": False}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def complete_and_hang_up(self, prompt: list[int]) -> None:
+        """Ask for a stream, take its first token, and go: vLLM aborts the request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 200, "stream": True, "return_token_ids": True}
+        body |= {"ignore_eos": True, "detokenize": False, "temperature": 0}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.getresponse().readline()
+        connection.close()
+
+    def scrape(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+        """Samples by name and labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+        return found
+
+    def totals_at_rest(self) -> dict[str, float]:
+        """Samples by name, over all labels, once nothing has changed for longer than a counter may take."""
+        last, since = None, time.monotonic()
+        while last is None or time.monotonic() - since < 4 * boards.PERIOD:
+            totals = {name: sum(values.values()) for name, values in self.scrape().items()}
+            ours = {name: value for name, value in totals.items() if "nwor" in name or "spec_decode" in name}
+            if ours != last or totals["vllm:num_requests_running"]:
+                last, since = ours, time.monotonic()
+            time.sleep(0.2)
+        return last
+
+    def stop(self) -> None:
+        """As an operator does; then whatever is left, by force."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def servers(engines: Engines) -> Iterator[dict[str, Server]]:
+    """Both at once: most of the time is start-up."""
+    started = {
+        "on": Server({"VLLM_NWOR_MODE": "cow"}),
+        "off": Server({"VLLM_NWOR_MODE": "cow", "VLLM_NWOR_EMIT_METRICS": "0"}, "--fail-on-environ-validation"),
+    }
+    try:
+        yield {name: server.wait() for name, server in started.items()}
+    finally:
+        for server in started.values():
+            server.stop()
+            shutil.rmtree(server.folder)
+
+
+@pytest.fixture
+def server(servers: dict[str, Server]) -> Iterator[Server]:
+    """Its output is shown if the test fails."""
+    yield servers["on"]
+    print(servers["on"].log)
+
+
+def test_serve_counts_what_vllm_counts(server: Server) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(server.complete, prompts(6)))
+    totals = server.totals_at_rest()
+    assert totals["nwor_windows_total"] > 0
+    assert totals["nwor_draft_tokens_total"] == totals["vllm:spec_decode_num_draft_tokens_total"] > 0
+    assert totals["nwor_committed_tokens_total"] == totals["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    assert totals["nwor_rejected_tokens_total"] > 0
+    assert totals["nwor_draft_tokens_total"] == (
+        totals["nwor_committed_tokens_total"] + totals["nwor_rejected_tokens_total"]
+    )
+    assert totals["nwor_cancelled_windows_total"] == totals["nwor_abandoned_windows_total"] == 0
+    assert totals.get("nwor_vanilla_steps_total", 0) == 0
+    assert totals["nwor_disagreements_total"] == 0
+
+
+def test_serve_labels_are_those_of_vllm(server: Server) -> None:
+    samples = server.scrape()
+    labels = set(samples["vllm:spec_decode_num_draft_tokens_total"])
+    assert labels == {(("engine", "0"), ("model_name", "tiny"))}
+    for name, _ in metrics.METRICS.values():
+        assert set(samples[f"{name}_total"]) == labels
+
+
+def test_serve_agrees_with_the_scheduler_when_clients_hang_up(server: Server) -> None:
+    """The scheduler forgets the last drafts of an aborted request; the comparison knows, and goes on."""
+    before = server.totals_at_rest()
+    aborted = 4
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(server.complete_and_hang_up, prompts(aborted, seed=1)))
+        list(pool.map(server.complete, prompts(6, seed=2)))
+    server.totals_at_rest()
+    server.complete(prompts(1)[0])  # a look is taken when the scheduler takes a step
+    totals = server.totals_at_rest()
+    uncounted = totals["nwor_draft_tokens_total"] - totals["vllm:spec_decode_num_draft_tokens_total"]
+    assert 0 <= uncounted <= aborted * K
+    assert totals["nwor_draft_tokens_total"] == (
+        totals["nwor_committed_tokens_total"] + totals["nwor_rejected_tokens_total"]
+    )
+    assert totals["nwor_comparisons_total"] > before["nwor_comparisons_total"]
+    assert totals["nwor_disagreements_total"] == 0
+    assert "counters disagree" not in server.log
+
+
+def test_vllm_knows_the_variables(servers: dict[str, Server]) -> None:
+    """No warning, and a server that makes an unknown variable an error has started."""
+    assert "Unknown vLLM environment variable" not in servers["on"].log
+
+
+def test_emit_metrics_off_shows_nothing(servers: dict[str, Server]) -> None:
+    server = servers["off"]
+    server.complete(prompts(1)[0])
+    totals = server.totals_at_rest()
+    assert totals["vllm:spec_decode_num_draft_tokens_total"] > 0
+    assert not [name for name in totals if "nwor" in name]
+    assert "nwor: active" in server.log
+    assert not list(Path(server.folder).glob("nwor-metrics-*"))
+
+
+def test_boards_are_private_and_removed(servers: dict[str, Server]) -> None:
+    """Runs last of those with a server: it stops one."""
+    server = servers["on"]
+    [folder] = Path(server.folder).glob("nwor-metrics-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name.split("-")[0] for path in folder.glob("*.json")} == {"worker", "scheduler"}
+    server.stop()
+    assert not folder.exists()
+
+
+# ---------------------------------------------------------------- vLLM's LLM
+
+
+TAMPERS = [("drafted", 3), ("drafted", -8), ("accepted", 1), ("accepted", -1)]
+ABORT = {5: ["1"], 9: ["2", "3"], 20: ["6"]}  # step: requests
+
+
+def _llm_job(environment: dict[str, str], arguments: dict[str, Any], tamper: bool) -> dict[str, Any]:
+    """Two workloads with aborts; then, if asked, more with a counter falsified and mended again."""
+    os.environ.update(ENVIRONMENT | environment)
+    boards.PERIOD = 0.02
+    from vllm import LLM
+
+    import nwor_ops.vllm
+
+    llm = LLM(**ENGINE | {"model": model_folder()} | arguments)
+    in_process = bool(nwor_ops.vllm.sessions())
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm").addHandler(handler)
+
+    def work(seed: int) -> dict[str, Any]:
+        requests = prompts(8, seed=seed)
+        sampling = [_sampling(index, 0.0, 120) for index in range(len(requests))]
+        _run_requests(llm, requests, sampling, ABORT)
+        time.sleep(0.1 if in_process else 1.5)  # the engine core's own period
+        return nwor_ops.stats().as_dict()
+
+    result: dict[str, Any] = {"in_process": in_process, "stats": [work(0), work(1)], "tampered": []}
+    result["vllm"] = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    for counter, amount in TAMPERS if tamper else ():
+        [session] = nwor_ops.vllm.sessions()
+        counters = session.manager.buffers.counters
+        counters[COUNTERS.index(counter)] += amount
+        false = work(2)["disagreements"]
+        counters[COUNTERS.index(counter)] -= amount
+        work(3)  # looks once more at what was published while the counter was false
+        mended = [work(4)["disagreements"], work(5)["disagreements"]]
+        result["tampered"].append([false, *mended])
+    result["warnings"] = [text for text in warnings if text.startswith("nwor:")]
+    return result
+
+
+def _run_llm(
+    engines: Engines, environment: dict[str, str] | None = None, tamper: bool = False, **arguments: Any
+) -> dict[str, Any]:
+    settings = {"additional_config": {"nwor": {"mode": "cow"}}} | arguments
+    with ProcessPoolExecutor(1, mp_context=engines._context) as pool:
+        return pool.submit(_llm_job, environment or {}, settings, tamper).result()
+
+
+def _check_agreement(result: dict[str, Any]) -> None:
+    first, second = result["stats"]
+    assert first["engines"] == second["engines"] == 1
+    assert 0 < first["windows"] < second["windows"]
+    assert second["drafted"] == second["accepted"] + second["rejected"]
+    assert second["drafted"] >= result["vllm"]["vllm:spec_decode_num_draft_tokens"] > 0
+    assert second["accepted"] >= result["vllm"]["vllm:spec_decode_num_accepted_tokens"] > 0
+    assert second["comparisons"] > first["comparisons"] > 0
+    assert second["disagreements"] == 0
+
+
+def test_agreement_with_aborts_and_a_false_counter(engines: Engines) -> None:
+    """A counter that is falsified is noticed each time, logged once with both numbers, and forgiven when it is
+    true again. The engine goes on."""
+    result = _run_llm(engines, tamper=True)
+    assert result["in_process"]
+    _check_agreement(result)
+    before = 0
+    for tamper, (false, mended, later) in zip(TAMPERS, result["tampered"], strict=True):
+        assert before < false <= mended == later, tamper
+        before = later
+    [message] = result["warnings"]
+    assert re.search(r"counters disagree: nwor counted \d+ drafts and \d+ accepted, the scheduler \d+ and", message)
+
+
+def test_stats_and_agreement_of_an_engine_core_in_its_own_process(engines: Engines) -> None:
+    model = model_folder()
+    draft = {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
+    result = _run_llm(engines, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, model=model, speculative_config=draft)
+    assert not result["in_process"]
+    _check_agreement(result)
+
+
+# ---------------------------------------------------------------- which drafts the scheduler counts
+
+
+class Scheduler:
+    """vLLM's, as far as it counts: not the drafts of requests that it has forgotten."""
+
+    def __init__(self, nwor: dict[str, Any], ngram_gpu: bool = False, speculates: bool = True, **speculative: bool):
+        speculative_config = SimpleNamespace(use_ngram_gpu=lambda: ngram_gpu, **speculative)
+        self.vllm_config = SimpleNamespace(
+            additional_config={"nwor": nwor},
+            speculative_config=speculative_config if speculates else None,
+            instance_id="i",
+            parallel_config=SimpleNamespace(data_parallel_index=0),
+            model_config=SimpleNamespace(served_model_name="tiny"),
+        )
+        self.forgotten: set[str] = set()
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: Any,
+        request_id: str,
+    ) -> None: ...
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> str:
+        for request, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+            sampled = model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[request]]
+            if request not in self.forgotten and sampled:
+                self.make_spec_decoding_stats(
+                    None,
+                    num_draft_tokens=len(drafts),
+                    num_accepted_tokens=len(sampled) - 1,
+                    num_invalid_spec_tokens={request: 1},
+                    request_id=request,
+                )
+        return "outputs"
+
+
+def _step(scheduler: Scheduler, **requests: tuple[int, int]) -> Any:
+    """One step: drafts, and tokens sampled, of each request."""
+    return scheduler.update_from_output(
+        SimpleNamespace(scheduled_spec_decode_tokens={name: [-1] * drafts for name, (drafts, _) in requests.items()}),
+        SimpleNamespace(
+            req_id_to_index={name: index for index, name in enumerate(requests)},
+            sampled_token_ids=[[7] * sampled for _, sampled in requests.values()],
+        ),
+    )
+
+
+@pytest.fixture
+def watched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    """One whose every step is compared at once."""
+    monkeypatch.setattr(boards, "PERIOD", 0)
+    scheduler = Scheduler({"mode": "cow"})
+    SchedulerWatch(scheduler, logging.getLogger())
+    return scheduler
+
+
+def _publish(drafted: int, accepted: int, abandoned: int = 0, number: int = 0, **vanilla_steps: int) -> None:
+    counts = {"drafted": drafted, "accepted": accepted, "abandoned": abandoned}
+    path = boards.directory() / f"worker-i-0-1-{number}.json"
+    boards.write(path, Board("worker", "i", 0, "tiny", counts, vanilla_steps))
+
+
+def _compared() -> tuple[int, int]:
+    [board] = boards.read_engine("scheduler", "i", 0).values()
+    return board.counts["comparisons"], board.counts["disagreements"]
+
+
+def test_forgotten_requests_are_added(watched: Scheduler) -> None:
+    """Aborted while the step ran, or stopped in the step before it under async scheduling."""
+    assert _step(watched, a=(4, 3), b=(4, 5)) == "outputs"
+    watched.forgotten.add("b")
+    _publish(16, 7)
+    _step(watched, a=(4, 1), b=(4, 2))
+    assert _compared() == (1, 0)
+
+
+def test_forgotten_requests_without_tokens_may_have_accepted_any(watched: Scheduler) -> None:
+    watched.forgotten.add("b")
+    _publish(8, 5)
+    _step(watched, a=(4, 3), b=(4, 0))
+    _publish(12, 9)
+    _step(watched, a=(4, 3))
+    assert _compared() == (2, 1)  # 2 to 6, then 4 to 8
+
+
+def test_nothing_is_compared_after_a_step_without_the_transaction(
+    watched: Scheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    _publish(4, 1, vanilla=1)
+    _step(watched, a=(4, 2), b=(4, 3))
+    _publish(5, 0)
+    _step(watched, a=(4, 3))
+    assert _compared() == (0, 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "nwor: counters are no longer compared with the scheduler's: a step ran without the transaction"
+    ]
+
+
+def test_nothing_is_compared_after_a_new_cache_was_bound(watched: Scheduler) -> None:
+    _publish(4, 1)
+    _step(watched, a=(4, 2))
+    assert _compared() == (1, 0)
+    _publish(0, 0, number=1)
+    _step(watched, a=(4, 2))
+    _publish(1, 1)
+    _step(watched, a=(4, 2))
+    assert _compared() == (1, 0)
+
+
+def test_an_error_in_the_comparison_leaves_the_scheduler_alone(
+    watched: Scheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    boards.write(boards.directory() / "worker-i-0-1-0.json", Board("worker", "i", 0, "tiny", {}))
+    assert _step(watched, a=(4, 3)) == "outputs"
+    assert _step(watched, a=(4, 3)) == "outputs"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "nwor: the comparison with the scheduler's counters failed"
+    ]
+
+
+def test_a_scheduler_that_counts_in_another_way_is_left_alone(folder: Path) -> None:
+    class Another(Scheduler):
+        def make_spec_decoding_stats(self, stats: Any, drafts: int) -> None: ...
+
+    scheduler = Another({"mode": "cow"})
+    SchedulerWatch(scheduler, logging.getLogger())
+    assert not {"update_from_output", "make_spec_decoding_stats"} & set(vars(scheduler))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "watched"),
+    [
+        ({"nwor": {"mode": "cow"}}, True),
+        ({"nwor": {"mode": "cow", "emit_metrics": False}}, False),
+        ({"nwor": {}}, False),
+        ({"nwor": {"mode": "cow"}, "speculates": False}, False),
+        ({"nwor": {"mode": "cow"}, "ngram_gpu": True}, False),
+        ({"nwor": {"mode": "cow"}, "enable_adaptive_verification": True}, False),
+    ],
+)
+def test_which_schedulers_are_watched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], watched: bool
+) -> None:
+    """Not where it is off, nor where the worker verifies other drafts than the scheduler counts."""
+    monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__)  # taken back afterwards
+    module: Any = SimpleNamespace(Scheduler=Scheduler, logger=logging.getLogger())
+    wrap_scheduler_module(module)
+    wrap_scheduler_module(module)
+    assert ("update_from_output" in vars(Scheduler(**arguments))) is watched
+    assert bool(boards.read()) is watched
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def test_steps_in_flight_are_waited_for() -> None:
+    agreement = Agreement()
+    agreement.published(8, 5)
+    assert agreement.compare() is None
+    assert agreement.waiting
+    agreement.step(4, 2, 2)
+    assert agreement.compare() is None
+    assert agreement.waiting
+    agreement.step(4, 3, 3)
+    agreement.step(4, 4, 4)
+    assert agreement.compare() is None
+    assert (agreement.comparisons, agreement.disagreements) == (1, 0)
+
+
+def test_what_the_scheduler_threw_away_is_between_two_numbers() -> None:
+    for accepted, disagreements in ((1, 1), (2, 0), (4, 0), (6, 0), (7, 1)):
+        agreement = Agreement()
+        agreement.step(4, 2, 2)
+        agreement.step(4, 0, 4)
+        agreement.published(8, accepted)
+        agreement.compare()
+        assert agreement.disagreements == disagreements, accepted
+
+
+@pytest.mark.parametrize("published", [(7, 5), (9, 5), (8, 4), (8, 6), (0, 1)])
+def test_a_pair_that_never_was_is_a_disagreement(published: tuple[int, int]) -> None:
+    agreement = Agreement()
+    for accepted in (2, 3, 1):
+        agreement.step(4, accepted, accepted)
+    agreement.published(*published)
+    message = agreement.compare()
+    assert message is not None
+    assert f"nwor counted {published[0]} drafts and {published[1]} accepted" in message
+    assert agreement.disagreements == 1
+
+
+def test_totals_never_go_back() -> None:
+    agreement = Agreement()
+    for _ in range(4):
+        agreement.step(4, 2, 2)
+    agreement.published(12, 6)
+    assert agreement.compare() is None
+    agreement.published(8, 4)
+    assert agreement.compare() is not None
+
+
+def test_what_is_forgotten_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nwor_ops.vllm.agreement._MOST_STEPS", 8)
+    agreement = Agreement()
+    for _ in range(20):
+        agreement.step(4, 2, 2)
+    agreement.published(4, 2)
+    assert agreement.compare() is None
+    assert agreement.comparisons == 0
+    agreement.published(76, 38)
+    assert agreement.compare() is None
+    assert agreement.comparisons == 1
+
+
+# ---------------------------------------------------------------- from the device to the counters of Prometheus
+
+
+class Session:
+    """What the publisher needs of one."""
+
+    def __init__(self) -> None:
+        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64)
+        self.vanilla_steps = {}
+        self.after_step = None
+        self.manager = SimpleNamespace(
+            buffers=SimpleNamespace(counters=self.counters),
+            stats=lambda counters: Stats.read(counters, cancelled=0, abandoned=0),
+        )
+
+    def step(self, *counted: int) -> None:
+        self.counters += torch.tensor(counted)
+        self.after_step()
+
+
+LABELS = Board("worker", "i", 0, "tiny", {})
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Of boards; nobody looks by himself."""
+    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, str(tmp_path / "boards"))
+    monkeypatch.setattr(boards, "PERIOD", 3600)
+    return tmp_path / "boards"
+
+
+def test_publisher_leaves_out_the_warm_up(folder: Path) -> None:
+    session, warming_up = Session(), [True, True, False]
+    path = boards.new_path("worker", "i", 0)
+    publisher = metrics.Publisher(session, LABELS, path, logging.getLogger(), lambda: warming_up.pop(0))
+    for _ in range(2):
+        session.step(1, 4, 2, 2, 0)
+        publisher.publish()
+        assert boards.read()[path].counts["windows"] == 0
+    session.step(1, 4, 1, 3, 0)
+    session.step(1, 3, 1, 2, 1)
+    publisher.publish()
+    board = boards.read()[path]
+    assert board.counts == {
+        "windows": 2,
+        "drafted": 7,
+        "accepted": 2,
+        "rejected": 5,
+        "cancelled": 0,
+        "abandoned": 0,
+    }
+    assert board.vanilla_steps == {"more drafts than log rows": 1}
+    publisher.stop()
+    assert session.after_step is None
+
+
+def test_publisher_tells_reasons_apart(folder: Path) -> None:
+    session = Session()
+    path = boards.new_path("worker", "i", 0)
+    publisher = metrics.Publisher(session, LABELS, path, logging.getLogger())
+    session.vanilla_steps = {"begin failed": 2, "cancelled": 1}
+    publisher.stop()
+    assert boards.read()[path].vanilla_steps == {"begin failed": 2}
+
+
+def test_publisher_that_cannot_write_says_so_once(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Session()
+    (tmp_path / "file").touch()
+    publisher = metrics.Publisher(session, LABELS, tmp_path / "file" / "board.json", logging.getLogger())
+    session.step(1, 4, 2, 2, 0)
+    publisher.stop()
+    assert [record.getMessage()[:37] for record in caplog.records] == ["nwor: counters are not published: [Er"]
+
+
+def test_publisher_does_not_keep_a_session_alive(folder: Path) -> None:
+    session = Session()
+    publisher = metrics.Publisher(session, LABELS, boards.new_path("worker", "i", 0), logging.getLogger())
+    del session
+    publisher.publish()
+    assert publisher._session() is None
+
+
+def _values(registry: CollectorRegistry) -> dict[str, float]:
+    return {
+        f"{sample.name}/{'/'.join(sample.labels.values())}": sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
+
+
+def test_exporter_adds_what_boards_gain(folder: Path) -> None:
+    """Two engines, one of them started twice; one that ended keeps its share."""
+    registry = CollectorRegistry()
+    exporter = metrics.Exporter(registry)
+    exporter.update()
+    assert _values(registry) == {}
+    first, second, other = (boards.new_path("worker", "i", engine) for engine in (0, 0, 1))
+    boards.write(first, Board("worker", "i", 0, "tiny", {"drafted": 5}, {"begin failed": 1}))
+    boards.write(other, Board("worker", "i", 1, "tiny", {"drafted": 100, "accepted": 0}))
+    exporter.update()
+    exporter.update()
+    boards.write(first, Board("worker", "i", 0, "tiny", {"drafted": 8}, {"begin failed": 1}))
+    exporter.update()
+    first.unlink()
+    boards.write(second, Board("worker", "j", 0, "tiny", {"drafted": 2}))
+    exporter.update()
+    assert _values(registry) == {
+        "nwor_draft_tokens_total/tiny/0": 10,
+        "nwor_draft_tokens_total/tiny/1": 100,
+        "nwor_committed_tokens_total/tiny/1": 0,
+        "nwor_vanilla_steps_total/tiny/0/begin failed": 1,
+    }
+
+
+def test_stats_without_an_engine(folder: Path) -> None:
+    assert nwor_ops.stats().engines == 0
+    assert nwor_ops.stats().windows == 0
+
+
+def test_stats_adds_up_boards(folder: Path) -> None:
+    for engine, drafted in ((0, 5), (1, 7)):
+        boards.write(boards.new_path("worker", "i", engine), Board("worker", "i", engine, "t", {"drafted": drafted}))
+    boards.write(
+        boards.new_path("scheduler", "i", 0), Board("scheduler", "i", 0, "t", {"comparisons": 9, "disagreements": 1})
+    )
+    stats = nwor_ops.stats()
+    assert (stats.engines, stats.drafted, stats.comparisons, stats.disagreements) == (2, 12, 9, 1)
+
+
+# ---------------------------------------------------------------- the boards' folder
+
+
+def _choose() -> str:
+    boards._own_directory = None
+    boards.choose_directory()
+    return os.environ[boards.DIRECTORY_VARIABLE]
+
+
+def test_only_the_first_process_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, "/inherited")
+    monkeypatch.setattr(boards, "_own_directory", None)
+    monkeypatch.setattr("multiprocessing.util.Finalize", lambda *_, **__: None)
+    assert _choose() != "/inherited"  # this process is nobody's multiprocessing child
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    mine = os.environ[boards.DIRECTORY_VARIABLE]
+    assert _choose() == mine  # a child keeps its parent's
+    monkeypatch.delenv(boards.DIRECTORY_VARIABLE)
+    assert _choose() != mine
+
+
+_CHILD = """
+import multiprocessing, nwor_ops.vllm.boards as boards
+
+def child():
+    boards.choose_directory()
+    boards.write(boards.new_path("worker", "i", 0), boards.Board("worker", "i", 0, "tiny", {}))
+
+def parent():
+    child()
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    print(len(boards.read()), boards.directory())
+
+if __name__ == "__main__":
+    %s
+"""
+
+
+@pytest.mark.parametrize(
+    "start", ["parent()", "p = multiprocessing.get_context('fork').Process(target=parent); p.start(); p.join()"]
+)
+def test_the_first_process_removes_the_folder(start: str) -> None:
+    """Also where it is somebody's child itself. Its own children write to it and leave it."""
+    ran = subprocess.run([sys.executable, "-c", _CHILD % start], capture_output=True, text=True, check=True)
+    count, folder = ran.stdout.split()
+    assert count == "2"
+    assert not Path(folder).exists()
+
+
+def test_leftovers_of_killed_processes_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, alive, strange = (
+        tmp_path / f"{boards._prefix()}{owner}-0123" for owner in (gone.pid, os.getpid(), "somebody")
+    )
+    for folder in (dead, alive, strange):
+        folder.mkdir()
+    boards.write(tmp_path / "new" / "board.json", LABELS)
+    assert not dead.exists()
+    assert alive.exists()
+    assert strange.exists()
+
+
+def test_a_folder_that_was_removed_is_made_again(folder: Path) -> None:
+    path = boards.new_path("worker", "i", 0)
+    boards.write(path, LABELS)
+    path.unlink()
+    folder.rmdir()
+    boards.write(path, LABELS)
+    assert boards.read() == {path: LABELS}
+
+
+def test_what_is_not_a_board_is_not_read(folder: Path) -> None:
+    boards.write(boards.new_path("worker", "i", 0), LABELS)
+    (folder / "worker-half.json").write_text('{"role": "wor')
+    (folder / "worker-other.json").write_text("{}")
+    assert list(boards.read().values()) == [LABELS]
+
+
+# ---------------------------------------------------------------- settings reach every process
+
+
+def test_ray_workers_get_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    names = {"VLLM_NWOR_MODE", "VLLM_NWOR_EMIT_METRICS", "VLLM_NWOR_AUDIT", "VLLM_NWOR_ON_UNSUPPORTED"}
+    for name in names:
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, "/tmp/x")
+    copied = get_env_vars_to_copy(destination="RayWorkerWrapper")
+    assert names <= copied
+    assert boards.DIRECTORY_VARIABLE not in copied  # a folder of this host
+
+
+def test_announced_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.envs
+    from vllm.platforms.interface import Platform
+
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(vllm.envs, "environment_variables", dict(vllm.envs.environment_variables))
+    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, "/tmp/x")
+    with pytest.raises(ValueError, match="VLLM_NWOR_MODE"):
+        Platform.validate_environ(hard_fail=True)
+    announce_variables()
+    announce_variables()
+    Platform.validate_environ(hard_fail=True)
+    assert vllm.envs.environment_variables["VLLM_NWOR_MODE"]() == "cow"
+    assert boards.DIRECTORY_VARIABLE not in vllm.envs.environment_variables  # it would change the compile cache's key
+
+
+@pytest.mark.parametrize(("value", "expected"), [("0", False), ("false", False), ("1", True)])
+def test_emit_metrics_from_the_environment(value: str, expected: bool) -> None:
+    assert NworConfig.load({}, {"VLLM_NWOR_EMIT_METRICS": value}).emit_metrics is expected
+
+
+def test_emit_metrics_is_on_unless_told_otherwise() -> None:
+    assert NworConfig.load({}, {}).emit_metrics
+    assert not NworConfig.load({"nwor": {"emit_metrics": False}}, {}).emit_metrics
+    with pytest.raises(ValueError, match="VLLM_NWOR_EMIT_METRICS must be 0 or 1"):
+        NworConfig.load({}, {"VLLM_NWOR_EMIT_METRICS": "maybe"})
+    with pytest.raises(ValueError, match="emit_metrics must be true or false"):
+        NworConfig.load({"nwor": {"emit_metrics": 1}}, {})
