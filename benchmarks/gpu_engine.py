@@ -200,6 +200,8 @@ def main() -> None:
         finally:
             for engine in engines.values():
                 engine.close()
+        raw = {f"{name} {side} {count}": runs for (name, side, count), runs in answers.items()}
+        (folder / "answers.json").write_text(json.dumps(raw) + "\n")
     rows = []
     for name in jobs:
         for count in requests:

@@ -147,6 +147,7 @@ __device__ bool plan_row(const PlanJob& p, int64_t row, bool planned) {
 }
 
 __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ PlanJob p) {
+    wait_for_earlier_kernels();
     const bool planned = !__syncthreads_or(share_breaks_window(p));
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (i < p.log_rows_length) p.log_rows[i] = planned ? log_row_of_token(p, i) : -1;
@@ -185,7 +186,7 @@ void plan_window(const Tensor& query_start_loc, const Tensor& cu_num_draft_token
     // No early return: a window without tokens is counted too.
     const Launch launch(query_start_loc);
     const LaunchShape shape = shape_for_items(std::max(p.log_rows_length, p.num_rows));
-    plan_kernel<<<shape.grid, shape.block, 0, launch.stream()>>>(job);
+    launch.start(plan_kernel, shape, job);
     check_launch(launch, complain);
 }
 
@@ -246,6 +247,7 @@ __device__ void report_bad_drafts(const AcceptArguments& a, int64_t most_drafts,
 
 __global__ void __launch_bounds__(kThreads)
     accept_kernel(const __grid_constant__ AcceptArguments a, int64_t most_drafts, const char* report_as) {
+    wait_for_earlier_kernels();
     const int64_t total = drafts_before(a.cu_num_draft_tokens, a.num_requests);
     const bool planned = total <= a.num_marks;
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -272,7 +274,7 @@ void accept(const AcceptArguments& a, int64_t most_drafts, const Tensor& cu_num_
     if (items == 0) return;
     const Launch launch(cu_num_draft_tokens);
     const LaunchShape shape = shape_for_items(items);
-    accept_kernel<<<shape.grid, shape.block, 0, launch.stream()>>>(a, most_drafts, report_as(a.op));
+    launch.start(accept_kernel, shape, a, most_drafts, report_as(a.op));
     check_launch(launch, complain);
 }
 

@@ -7,9 +7,12 @@
 #include <torch/csrc/stable/macros.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
+#include <type_traits>
 
 #include "../check.h"
 
@@ -19,7 +22,9 @@ namespace nwor {
 
 constexpr int kThreads = 256;  // of a block, at most
 constexpr int kWarp = 32;
-constexpr int64_t kMostGridY = 65535;
+constexpr int64_t kMostGridYZ = 65535;
+constexpr int64_t kMostRows = 1 << 30;  // row numbers fit in 31 bits, past the last one too
+constexpr int64_t kMostBlockZ = 64;
 // Two blocks for each multiprocessor of an H200. With fewer rows than this, a block takes as few rows as
 // a full warp allows, so that the rows spread over the chip.
 constexpr int64_t kEnoughBlocks = 264;
@@ -32,19 +37,19 @@ inline int64_t ceil_div(int64_t n, int64_t d) {
     return (n + d - 1) / d;
 }
 
-// Rows of `units` accesses each. threadIdx.x and blockIdx.y walk along a row, threadIdx.y and blockIdx.x
-// over the rows; blockIdx.z is left to the kernel (planes or layers).
-inline LaunchShape shape_for_rows(int64_t rows, int64_t units, int64_t units_per_thread, int64_t slices) {
-    const int64_t wanted = std::max<int64_t>(ceil_div(units, units_per_thread), 1);
-    int64_t x = 1;
-    while (x < wanted && x < kWarp) x *= 2;
-    if (wanted > kWarp) x = std::min<int64_t>(ceil_div(wanted, kWarp) * kWarp, kThreads);
-    int64_t y = kThreads / x;
-    while (y > 1 && x * y > kWarp && rows < y * kEnoughBlocks) y = (y + 1) / 2;
-    const int64_t along = std::min(ceil_div(wanted, x), kMostGridY);
-    return {dim3(static_cast<unsigned>(ceil_div(rows, y)), static_cast<unsigned>(along),
-                 static_cast<unsigned>(slices)),
-            dim3(static_cast<unsigned>(x), static_cast<unsigned>(y))};
+// Rows of `heads` x `columns` accesses, a thread for each: threadIdx.x and blockIdx.z walk along a head,
+// threadIdx.y and blockIdx.y over the heads, threadIdx.z and blockIdx.x over the rows, so that no thread
+// divides to find its place.
+inline LaunchShape shape_for_rows(const char* op, int64_t rows, int64_t heads, int64_t columns) {
+    const int64_t x = std::clamp<int64_t>(columns, 1, kThreads);
+    const int64_t y = std::clamp<int64_t>(heads, 1, kThreads / x);
+    int64_t z = std::min(kThreads / (x * y), kMostBlockZ);
+    while (z > 1 && x * y * z > kWarp && rows < z * kEnoughBlocks) z = (z + 1) / 2;
+    const int64_t grid_x = ceil_div(rows, z), grid_y = ceil_div(heads, y), grid_z = ceil_div(columns, x);
+    if (rows > kMostRows || grid_y > kMostGridYZ || grid_z > kMostGridYZ)
+        fail(op, "rows must fit in one launch, got ", rows, " of ", heads, " x ", columns, " accesses");
+    return {dim3(static_cast<unsigned>(grid_x), static_cast<unsigned>(grid_y), static_cast<unsigned>(grid_z)),
+            dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z))};
 }
 
 // One thread for each of `items`, and at least one block.
@@ -53,21 +58,84 @@ inline LaunchShape shape_for_items(int64_t items) {
 }
 
 __device__ inline int64_t row_of_thread() {
-    return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    return static_cast<int64_t>(blockIdx.x) * blockDim.z + threadIdx.z;
+}
+
+// One access of a row.
+struct Place {
+    uint32_t head, column;
+
+    __device__ bool leads_row() const { return head == 0 && column == 0; }
+};
+
+__device__ inline Place place_of_thread() {
+    return {blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.x + threadIdx.x};
+}
+
+// ---------------------------------------------------------------- launching early
+
+// A kernel of this library may be set up while the one before it in the stream still runs (programmatic
+// dependent launch, compute capability 9.0), which hides most of the cost of a launch. It is safe because
+// the first thing that every thread of every kernel does is this wait: earlier kernels have then finished
+// and their writes are seen. A thread that returned without it would let this kernel finish before its
+// predecessor, and an ordinary kernel after it would start too soon. Only past the wait is the next kernel
+// let in, so that no more than two overlap, whatever kernels of others do before waits of their own.
+__device__ inline void let_next_kernel_in() {
+#if __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+__device__ inline void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+    // A large grid lets it in late, or by ending: blocks that wait crowd out those that work.
+    if (gridDim.x <= kEnoughBlocks) let_next_kernel_in();
 }
 
 // The device of the arguments, made current, and torch's stream there.
 class Launch {
   public:
-    explicit Launch(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    explicit Launch(const Tensor& tensor)
+        : guard_(tensor.get_device_index()), device_(tensor.get_device_index()) {
         void* stream = nullptr;
-        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
         stream_ = static_cast<cudaStream_t>(stream);
     }
     cudaStream_t stream() const { return stream_; }
 
+    template <class... Arguments>
+    void start(void (*kernel)(Arguments...), const LaunchShape& shape,
+               const std::common_type_t<Arguments>&... arguments) const {
+        cudaLaunchAttribute early{};
+        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        early.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchConfig_t config{};
+        config.gridDim = shape.grid;
+        config.blockDim = shape.block;
+        config.stream = stream_;
+        config.attrs = &early;
+        config.numAttrs = waits(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
+        STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+    }
+
   private:
+    // Whether the code that this device runs has the wait in it: it was compiled for 9.0 or later, and not
+    // made by the driver from older PTX. All kernels of a library are compiled for the same architectures.
+    bool waits(const void* kernel) const {
+        static std::array<std::atomic<int>, 64> known{};  // by device; 0 = not asked yet
+        std::atomic<int>& version = known[device_ % known.size()];
+        if (version == 0) {
+            cudaFuncAttributes attributes{};
+            STD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+            version = attributes.ptxVersion;
+        }
+        return version >= 90;
+    }
+
     torch::stable::accelerator::DeviceGuard guard_;
+    int32_t device_;
     cudaStream_t stream_;
 };
 

@@ -2,7 +2,8 @@
 //
 // A row of a cache, a source or a log is [H, W]. The host picks the widest access (16 bytes down to one
 // element) that every pointer and stride of a call allows, and hands the kernels strides in *units*: what
-// one access moves. Each thread owns its units from load to store, so no order between threads is assumed.
+// one access moves. Each thread owns its units from load to store, so no order between threads is assumed,
+// and loads all of them, and whatever says where they go, before it stores the first.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -11,9 +12,16 @@
 #include "launch.h"
 
 namespace nwor {
+
+template <>
+struct RawOf<16> {
+    using type = uint4;
+};
+
 namespace {
 
-constexpr int kUnitsPerThread = 2;   // loaded together, then stored together
+constexpr int kPlanes = 2;           // of a writer: key and value
+constexpr int kRowsPerThread = 2;    // log: rows whose loads overlap
 constexpr int kLayersPerThread = 4;  // restore: the layers share slot, flag and offsets
 constexpr int64_t kWidestAccess = 16;
 // Base addresses that fit in a launch's parameters (4 KB in all); more layers take another launch.
@@ -40,52 +48,36 @@ enum Problem { kSlotMapping = 1, kRowSlots, kLogRows, kPageOffsets };
 
 // ---------------------------------------------------------------- places, in units
 
-// The units of a row [H, W], numbered 0 .. num_units - 1.
-struct RowUnits {
-    uint32_t num_units;
-    FastDivisor per_head;
-};
-
-struct Place {
-    int64_t head, column;
-};
-
-__device__ Place place_of(const RowUnits& row, uint32_t unit) {
-    const uint32_t head = row.per_head.quotient(unit);
-    return {head, unit - head * row.per_head.divisor};
-}
-
 __device__ int64_t offset_in(const RowsView& rows, int64_t row, const Place& p) {
     return row * rows.row_stride + p.head * rows.head_stride + p.column * rows.width_stride;
 }
 
+struct Slots {
+    int64_t count;
+    FastDivisor by_block_size;
+};
+
 struct Pages {
     char* data;
-    int64_t num_slots, block_size;
     int64_t block_stride, slot_stride, head_stride, width_stride;
-    FastDivisor by_block_size;
     PageOffsets offsets;
 };
 
 // One slot of a paged cache. With kTable the inner order of a page comes from a table, else from strides.
 template <bool kTable>
 struct Slot {
-    int64_t start;
-    const int32_t* table;
+    uint32_t block, in_block;
 
-    __device__ Slot(const Pages& pages, int64_t slot) {
-        // Slots fit in 31 bits but for caches of more than 2^31 of them.
-        const int64_t block = pages.num_slots <= INT32_MAX
-                                  ? pages.by_block_size.quotient(static_cast<uint32_t>(slot))
-                                  : slot / pages.block_size;
-        const int64_t in_block = slot - block * pages.block_size;
-        start = block * pages.block_stride + (kTable ? 0 : in_block * pages.slot_stride);
-        table = kTable ? pages.offsets.table + in_block * pages.width_stride : nullptr;
+    __device__ Slot(const Slots& slots, int64_t slot) {
+        const uint32_t number = static_cast<uint32_t>(slot);
+        block = slots.by_block_size.quotient(number);
+        in_block = number - block * slots.by_block_size.divisor;
     }
     __device__ int64_t offset(const Pages& pages, const Place& p) const {
-        const int64_t column = kTable ? table[p.column] : p.column * pages.width_stride;
-        if (kTable && column < 0) return column;  // of no page: within() refuses it
-        return start + p.head * pages.head_stride + column;
+        const int64_t in_page = block * pages.block_stride + p.head * pages.head_stride;
+        if (!kTable) return in_page + in_block * pages.slot_stride + p.column * pages.width_stride;
+        const int64_t element = pages.offsets.table[in_block * pages.width_stride + p.column];
+        return element < 0 ? element : in_page + element;  // of no page: within() refuses it
     }
 };
 
@@ -99,11 +91,23 @@ __device__ bool within(const Pages& pages, int64_t offset, const char* report_as
 
 // ---------------------------------------------------------------- the host's side of units
 
-RowUnits row_units(const char* op, const CacheView& cache, int64_t elements) {
-    const int64_t per_head = cache.width / elements;
-    if (cache.num_heads * cache.width > INT32_MAX)
-        fail(op, "num_kv_heads * width must be below 2^31, got ", cache.num_heads, " * ", cache.width);
-    return {static_cast<uint32_t>(cache.num_heads * per_head), FastDivisor(per_head)};
+// How many rows [num_heads, columns] of units a cache has room for.
+struct RowShape {
+    uint32_t num_heads, columns;
+
+    RowShape() = default;
+    RowShape(const char* op, const CacheView& c, int64_t elements) {
+        if (c.num_heads * c.width > INT32_MAX || c.num_slots() > INT32_MAX)
+            fail(op, "a cache must have fewer than 2^31 slots and fewer than 2^31 elements in each, got ",
+                 c.num_slots(), " of ", c.num_heads, " * ", c.width);
+        num_heads = static_cast<uint32_t>(c.num_heads);
+        columns = static_cast<uint32_t>(c.width / elements);
+    }
+    __device__ bool has(const Place& p) const { return p.head < num_heads && p.column < columns; }
+};
+
+Slots slots_of(const CacheView& c) {
+    return {c.num_slots(), FastDivisor(c.block_size)};
 }
 
 RowsView in_units(RowsView rows, int64_t elements) {
@@ -113,15 +117,9 @@ RowsView in_units(RowsView rows, int64_t elements) {
 }
 
 Pages in_units(const CacheView& c, int64_t elements, const PageOffsets& offsets = {}) {
-    Pages pages{c.data,
-                c.num_blocks * c.block_size,
-                c.block_size,
-                c.block_stride / elements,
-                c.slot_stride / elements,
-                c.head_stride / elements,
-                c.width_stride,
-                FastDivisor(c.block_size),
-                offsets};
+    Pages pages{
+        c.data, c.block_stride / elements, c.slot_stride / elements, c.head_stride / elements, c.width_stride,
+        offsets};
     if (offsets.table != nullptr) pages.width_stride = c.width;  // of the table, which replaces it
     return pages;
 }
@@ -151,6 +149,41 @@ int64_t elements_per_access(int64_t element_size, const Fits& fits) {
     return elements;
 }
 
+// ---------------------------------------------------------------- where a token goes
+
+// The slot of a token, or less than 0 if it is skipped, and its log row, or less than 0 if it is not logged.
+struct Destination {
+    int64_t slot, log_row;
+};
+
+struct Limits {
+    Slots slots;
+    int64_t num_log_rows;
+    const char* report_as;
+};
+
+// Loading is apart from judging, so that what else a thread needs is loaded at the same time.
+__device__ Destination destination(const int64_t* slot_mapping, const int32_t* log_rows, int64_t token) {
+    return {slot_mapping[token], log_rows == nullptr ? -1 : log_rows[token]};
+}
+
+__device__ Destination checked(Destination to, int64_t token, const Limits& limits) {
+    if (to.slot >= limits.slots.count) {
+        report(limits.report_as, kSlotMapping, token, to.slot, limits.slots.count);
+        to.slot = -1;
+    }
+    if (to.slot >= 0 && to.log_row >= limits.num_log_rows) {
+        report(limits.report_as, kLogRows, token, to.log_row, limits.num_log_rows);
+        to.log_row = -1;
+    }
+    return to;
+}
+
+// The thread that leads a row marks it as logged, with a number that it has loaded before.
+__device__ bool marks_row(const RowWindows& row_windows, const Place& place) {
+    return row_windows.rows != nullptr && place.leads_row();
+}
+
 // ---------------------------------------------------------------- write_kv, write_kv_logged
 
 // How one unit of the source becomes one unit of the cache: bytes as they are,
@@ -158,14 +191,8 @@ template <class T>
 struct Copy {
     using Source = T;
     using Cache = T;
-    __device__ static Cache apply(const Source& source, const ScaleView&, int64_t, int64_t, Format) {
-        return source;
-    }
-};
-
-template <class T, int kElements>
-struct alignas(sizeof(T) * kElements) Vector {
-    T values[kElements];
+    static constexpr bool kScaled = false;
+    __device__ static Cache apply(const Source& source, float, Format) { return source; }
 };
 
 __device__ float as_float(float x) {
@@ -178,113 +205,107 @@ __device__ float as_float(__nv_bfloat16 x) {
     return __bfloat162float(x);
 }
 
-// or 8-bit floats, as vLLM's fp8::scaled_convert makes them: a division, then a saturating conversion.
+// or 8-bit floats, as vLLM's fp8::scaled_convert makes them: a division, then a saturating conversion. (One
+// reciprocal and exact corrections instead of the divisions were slower but for a few tokens.)
 template <class T, int kElements>
 struct Quantize {
-    using Source = Vector<T, kElements>;
-    using Cache = Vector<__nv_fp8_storage_t, kElements>;
-    __device__ static Cache apply(const Source& source, const ScaleView& scale, int64_t token, int64_t head,
-                                  Format format) {
-        const float divisor = scale.data[token * scale.token_stride + head * scale.head_stride];
-        const __nv_fp8_interpretation_t kind = format == Format::kE4M3 ? __NV_E4M3 : __NV_E5M2;
-        Cache stored;
+    using Source = typename RawOf<sizeof(T) * kElements>::type;
+    using Cache = typename RawOf<kElements>::type;
+    static constexpr bool kScaled = true;
+
+    template <__nv_fp8_interpretation_t kKind>
+    __device__ static Cache converted(const float* x) {
+        if constexpr (kElements == 1) {
+            return __nv_cvt_float_to_fp8(x[0], __NV_SATFINITE, kKind);
+        } else {
+            Cache stored = 0;
 #pragma unroll
-        for (int i = 0; i < kElements; ++i)
-            stored.values[i] =
-                __nv_cvt_float_to_fp8(as_float(source.values[i]) / divisor, __NV_SATFINITE, kind);
-        return stored;
+            for (int i = 0; i < kElements; i += 2) {
+                const Cache pair = __nv_cvt_float2_to_fp8x2({x[i], x[i + 1]}, __NV_SATFINITE, kKind);
+                stored |= pair << (8 * i);
+            }
+            return stored;
+        }
+    }
+    __device__ static Cache apply(const Source& source, float scale, Format format) {
+        T values[kElements];
+        memcpy(values, &source, sizeof source);
+        float x[kElements];
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) x[i] = as_float(values[i]) / scale;
+        return format == Format::kE4M3 ? converted<__NV_E4M3>(x) : converted<__NV_E5M2>(x);
     }
 };
 
 struct WritePlane {
-    RowUnits row;
+    RowShape row;
     RowsView source, log;
     Pages cache;
     ScaleView scale;
 };
 
 struct WriteJob {
-    WritePlane planes[2];  // key, value: blockIdx.z
+    WritePlane planes[kPlanes];
     const int64_t* slot_mapping;
     const int32_t* log_rows;
-    int64_t num_tokens, num_log_rows;
+    int64_t num_tokens;
+    Limits limits;
     RowWindows row_windows;
     Format format;
-    const char* report_as;
 };
 
-// Where a token goes: its slot, or -1 if it is skipped, and its log row, or -1 if it is not logged. Both
-// are loaded before either is tested, so that a thread waits for memory once.
-struct Destination {
-    int64_t slot, log_row;
-};
-
-__device__ Destination destination(const int64_t* slot_mapping, const int32_t* log_rows, int64_t token,
-                                   int64_t num_slots, int64_t num_log_rows, const char* report_as) {
-    Destination to{slot_mapping[token], log_rows == nullptr ? -1 : log_rows[token]};
-    if (to.slot >= num_slots) {
-        report(report_as, kSlotMapping, token, to.slot, num_slots);
-        to.slot = -1;
-    }
-    if (to.slot >= 0 && to.log_row >= num_log_rows) {
-        report(report_as, kLogRows, token, to.log_row, num_log_rows);
-        to.log_row = -1;
-    }
-    return to;
-}
-
-// Notes that a row was logged in this window: once for all threads that share the row.
-__device__ void mark_row(const RowWindows& row_windows, int64_t log_row) {
-    if (row_windows.rows != nullptr && threadIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0)
-        row_windows.rows[log_row] = *row_windows.window_id;
-}
-
+// A thread moves the same place of key and value: in a packed row they are neighbours.
 template <class Access, bool kLogged>
 __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__ WriteJob job) {
     using Source = typename Access::Source;
     using Cache = typename Access::Cache;
     const int64_t token = row_of_thread();
+    const Place place = place_of_thread();
+    const bool has[kPlanes] = {job.planes[0].row.has(place), job.planes[1].row.has(place)};
+    wait_for_earlier_kernels();
     if (token >= job.num_tokens) return;
-    const WritePlane& plane = job.planes[blockIdx.z];
-    const Destination to = destination(job.slot_mapping, kLogged ? job.log_rows : nullptr, token,
-                                       plane.cache.num_slots, job.num_log_rows, job.report_as);
+    const Destination wanted = destination(job.slot_mapping, kLogged ? job.log_rows : nullptr, token);
+    const bool marks = kLogged && marks_row(job.row_windows, place);
+    const int64_t window = marks ? *job.row_windows.window_id : 0;
+    Source fresh[kPlanes];
+    float scale[kPlanes];
+#pragma unroll
+    for (int i = 0; i < kPlanes; ++i) {
+        const WritePlane& plane = job.planes[i];
+        if (!has[i]) continue;
+        fresh[i] = reinterpret_cast<const Source*>(plane.source.data)[offset_in(plane.source, token, place)];
+        if (Access::kScaled)
+            scale[i] =
+                plane.scale.data[token * plane.scale.token_stride + place.head * plane.scale.head_stride];
+    }
+
+    const Destination to = checked(wanted, token, job.limits);
     if (to.slot < 0) return;
     const bool logged = kLogged && to.log_row >= 0;
-
-    const Slot<false> slot(plane.cache, to.slot);
-    const Source* source = reinterpret_cast<const Source*>(plane.source.data);
-    Cache* cache = reinterpret_cast<Cache*>(plane.cache.data);
-    Cache* log = reinterpret_cast<Cache*>(plane.log.data);
-    const uint32_t step = blockDim.x * kUnitsPerThread;
-    for (uint32_t first = blockIdx.y * step + threadIdx.x; first < plane.row.num_units;
-         first += gridDim.y * step) {
-        Source fresh[kUnitsPerThread];
-        Cache old[kUnitsPerThread];
-        Place places[kUnitsPerThread];
-        // Every load before the first store: they overlap, and the old bytes are read before this very
-        // thread replaces them.
+    const Slot<false> slot(job.limits.slots, to.slot);
+    Cache* at[kPlanes];
+    Cache old[kPlanes];
 #pragma unroll
-        for (int i = 0; i < kUnitsPerThread; ++i) {
-            const uint32_t unit = first + i * blockDim.x;
-            if (unit >= plane.row.num_units) break;
-            places[i] = place_of(plane.row, unit);
-            fresh[i] = source[offset_in(plane.source, token, places[i])];
-            if (logged) old[i] = cache[slot.offset(plane.cache, places[i])];
-        }
-#pragma unroll
-        for (int i = 0; i < kUnitsPerThread; ++i) {
-            if (first + i * blockDim.x >= plane.row.num_units) break;
-            if (logged) log[offset_in(plane.log, to.log_row, places[i])] = old[i];
-            cache[slot.offset(plane.cache, places[i])] =
-                Access::apply(fresh[i], plane.scale, token, places[i].head, job.format);
-        }
+    for (int i = 0; i < kPlanes; ++i) {
+        const WritePlane& plane = job.planes[i];
+        at[i] = reinterpret_cast<Cache*>(plane.cache.data) + slot.offset(plane.cache, place);
+        if (logged && has[i]) old[i] = __ldcs(at[i]);  // not read again: about to be replaced
     }
-    if (logged) mark_row(job.row_windows, to.log_row);
+#pragma unroll
+    for (int i = 0; i < kPlanes; ++i)
+        if (has[i]) *at[i] = Access::apply(fresh[i], scale[i], job.format);
+    let_next_kernel_in();  // what is left waits for the old bytes
+#pragma unroll
+    for (int i = 0; i < kPlanes; ++i) {
+        const RowsView& log = job.planes[i].log;
+        if (logged && has[i]) reinterpret_cast<Cache*>(log.data)[offset_in(log, to.log_row, place)] = old[i];
+    }
+    if (logged && marks) job.row_windows.rows[to.log_row] = window;
 }
 
 WritePlane write_plane(const char* op, const RowsView& source, const CacheView& cache, const RowsView& log,
                        const ScaleView& scale, int64_t elements) {
-    return {row_units(op, cache, elements), in_units(source, elements), in_units(log, elements),
+    return {RowShape(op, cache, elements), in_units(source, elements), in_units(log, elements),
             in_units(cache, elements), scale};
 }
 
@@ -295,23 +316,19 @@ void launch_write(const WriteArguments& w, int64_t elements, const Launch& launc
                        w.slot_mapping,
                        w.log_rows,
                        w.num_tokens,
-                       w.num_log_rows,
+                       {slots_of(w.key_cache), w.num_log_rows, report_as(w.op)},
                        w.row_windows,
-                       w.format,
-                       report_as(w.op)};
-    const int64_t key_units = job.planes[0].row.num_units, value_units = job.planes[1].row.num_units;
-    const LaunchShape shape = shape_for_rows(w.num_tokens, std::max(key_units, value_units), kUnitsPerThread,
-                                             value_units > 0 ? 2 : 1);
-    if (w.log_rows != nullptr)
-        write_kernel<Access, true><<<shape.grid, shape.block, 0, launch.stream()>>>(job);
-    else
-        write_kernel<Access, false><<<shape.grid, shape.block, 0, launch.stream()>>>(job);
+                       w.format};
+    const RowShape &key = job.planes[0].row, &value = job.planes[1].row;
+    launch.start(w.log_rows != nullptr ? write_kernel<Access, true> : write_kernel<Access, false>,
+                 shape_for_rows(w.op, w.num_tokens, key.num_heads, std::max(key.columns, value.columns)),
+                 job);
 }
 
 // Calls `f(Tag<T>)` with an unsigned T of that many bytes, up to the widest access.
 template <class F>
 void with_access_type(int64_t bytes, const F& f) {
-    if (bytes == kWidestAccess) return f(Tag<uint4>{});
+    if (bytes == kWidestAccess) return f(Tag<RawOf<kWidestAccess>::type>{});
     with_raw_type(static_cast<int32_t>(bytes), f);
 }
 
@@ -381,35 +398,48 @@ void write_kv_logged(const Tensor& key, const Tensor& value, const Tensor& key_c
 // ---------------------------------------------------------------- log_slots
 
 struct LogJob {
-    RowUnits row;
+    RowShape row;
     Pages cache;
     RowsView log;
     const int64_t* slot_mapping;
     const int32_t* log_rows;
-    int64_t num_tokens, num_log_rows;
+    int64_t num_tokens;
+    Limits limits;
     RowWindows row_windows;
-    const char* report_as;
 };
 
 template <class Unit, bool kTable>
 __global__ void __launch_bounds__(kThreads) log_kernel(const __grid_constant__ LogJob job) {
-    const int64_t token = row_of_thread();
-    if (token >= job.num_tokens) return;
-    const Destination to = destination(job.slot_mapping, job.log_rows, token, job.cache.num_slots,
-                                       job.num_log_rows, job.report_as);
-    if (to.slot < 0 || to.log_row < 0) return;
+    const Place place = place_of_thread();
+    const int64_t first = row_of_thread(), step = static_cast<int64_t>(gridDim.x) * blockDim.z;
+    wait_for_earlier_kernels();
+    if (!job.row.has(place)) return;
+    const bool marks = marks_row(job.row_windows, place);
+    const int64_t window = marks ? *job.row_windows.window_id : 0;
+    Destination to[kRowsPerThread];
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i)
+        to[i] = first + i * step < job.num_tokens
+                    ? destination(job.slot_mapping, job.log_rows, first + i * step)
+                    : Destination{-1, -1};
 
-    const Slot<kTable> slot(job.cache, to.slot);
-    const Unit* cache = reinterpret_cast<const Unit*>(job.cache.data);
-    Unit* log = reinterpret_cast<Unit*>(job.log.data);
-    const uint32_t step = gridDim.y * blockDim.x;
-    for (uint32_t unit = blockIdx.y * blockDim.x + threadIdx.x; unit < job.row.num_units; unit += step) {
-        const Place place = place_of(job.row, unit);
-        const int64_t from = slot.offset(job.cache, place);
-        if (!within<kTable>(job.cache, from, job.report_as)) continue;
-        log[offset_in(job.log, to.log_row, place)] = cache[from];
+    Unit old[kRowsPerThread];
+    bool logged[kRowsPerThread];
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+        to[i] = checked(to[i], first + i * step, job.limits);
+        logged[i] = false;
+        if (to[i].slot < 0 || to[i].log_row < 0) continue;
+        const int64_t from = Slot<kTable>(job.limits.slots, to[i].slot).offset(job.cache, place);
+        logged[i] = within<kTable>(job.cache, from, job.limits.report_as);
+        if (logged[i]) old[i] = reinterpret_cast<const Unit*>(job.cache.data)[from];
     }
-    mark_row(job.row_windows, to.log_row);
+#pragma unroll
+    for (int i = 0; i < kRowsPerThread; ++i) {
+        if (!logged[i]) continue;
+        reinterpret_cast<Unit*>(job.log.data)[offset_in(job.log, to[i].log_row, place)] = old[i];
+        if (marks) job.row_windows.rows[to[i].log_row] = window;
+    }
 }
 
 void log_slots(const Tensor& cache, const Tensor& slot_mapping, const Tensor& log_rows, const Tensor& log,
@@ -423,25 +453,23 @@ void log_slots(const Tensor& cache, const Tensor& slot_mapping, const Tensor& lo
     const int64_t size = l.cache.element_size;
     const int64_t elements = elements_per_access(
         size, [&](int64_t n) { return !table && fits(l.cache, n) && fits(l.log, l.cache, size, n); });
-    const LogJob job{row_units(l.op, l.cache, elements),
+    const LogJob job{RowShape(l.op, l.cache, elements),
                      in_units(l.cache, elements, l.page_offsets),
                      in_units(l.log, elements),
                      l.slot_mapping,
                      l.log_rows,
                      l.num_tokens,
-                     l.num_log_rows,
-                     l.row_windows,
-                     report_as(l.op)};
-    const LaunchShape shape = shape_for_rows(l.num_tokens, job.row.num_units, 1, 1);
+                     {slots_of(l.cache), l.num_log_rows, report_as(l.op)},
+                     l.row_windows};
+    const LaunchShape shape =
+        shape_for_rows(l.op, ceil_div(l.num_tokens, kRowsPerThread), job.row.num_heads, job.row.columns);
     if (table)
         with_raw_type(l.cache.element_size, [&](auto tag) {
-            log_kernel<typename decltype(tag)::type, true>
-                <<<shape.grid, shape.block, 0, launch.stream()>>>(job);
+            launch.start(log_kernel<typename decltype(tag)::type, true>, shape, job);
         });
     else
         with_access_type(elements * size, [&](auto tag) {
-            log_kernel<typename decltype(tag)::type, false>
-                <<<shape.grid, shape.block, 0, launch.stream()>>>(job);
+            launch.start(log_kernel<typename decltype(tag)::type, false>, shape, job);
         });
     check_launch(launch, complain);
 }
@@ -449,17 +477,19 @@ void log_slots(const Tensor& cache, const Tensor& slot_mapping, const Tensor& lo
 // ---------------------------------------------------------------- restore_slots
 
 struct RestoreJob {
-    char* caches[kLayersPerLaunch];
-    RowUnits row;
+    RowShape row;
+    Slots slots;
     Pages pages;   // of every layer; `data` is not used
     RowsView log;  // of the first layer of this launch
     int64_t log_layer_stride;
     int num_layers;
     int64_t num_rows;
+    FastDivisor by_num_rows;
     const int64_t* row_slots;
     const bool* row_rejected;
     RowWindows row_windows;  // from the first layer of this launch on
     const char* report_as;
+    char* caches[kLayersPerLaunch];
 };
 static_assert(sizeof(RestoreJob) <= 4096, "kernel parameters are at most 4 KB on every architecture");
 
@@ -467,40 +497,46 @@ static_assert(sizeof(RestoreJob) <= 4096, "kernel parameters are at most 4 KB on
 __device__ unsigned layers_to_restore(const RestoreJob& job, int first_layer, int64_t row) {
     const int layers = min(kLayersPerThread, job.num_layers - first_layer);
     if (job.row_windows.rows == nullptr) return (1u << layers) - 1;
+    const int64_t window = *job.row_windows.window_id;
     unsigned logged = 0;
-    for (int i = 0; i < layers; ++i)
-        if (job.row_windows.rows[(first_layer + i) * job.num_rows + row] == *job.row_windows.window_id)
+#pragma unroll
+    for (int i = 0; i < kLayersPerThread; ++i)
+        if (i < layers && job.row_windows.rows[(first_layer + i) * job.num_rows + row] == window)
             logged |= 1u << i;
     return logged;
 }
 
+// The rows of this launch are those of the log, once for each group of layers that share a thread. The last
+// layers come first: what was written last is still in the L2 cache.
 template <class Unit, bool kTable>
 __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant__ RestoreJob job) {
-    const int64_t row = row_of_thread();
-    if (row >= job.num_rows || !job.row_rejected[row]) return;
+    const Place place = place_of_thread();
+    const uint32_t row_of_launch = static_cast<uint32_t>(row_of_thread());
+    const uint32_t layer_group = job.by_num_rows.quotient(row_of_launch);
+    const int64_t row = row_of_launch - layer_group * job.by_num_rows.divisor;
+    const int last_group = (job.num_layers - 1) / kLayersPerThread;
+    const int first_layer = (last_group - static_cast<int>(layer_group)) * kLayersPerThread;
+    wait_for_earlier_kernels();
+    if (first_layer < 0 || !job.row.has(place)) return;
+    // All of these are loaded before the first is judged.
+    const bool rejected = job.row_rejected[row];
     const int64_t slot_number = job.row_slots[row];
-    if (slot_number < 0) return;
-    if (slot_number >= job.pages.num_slots)
-        return report(job.report_as, kRowSlots, row, slot_number, job.pages.num_slots);
-
-    const Slot<kTable> slot(job.pages, slot_number);
-    const int first_layer = blockIdx.z * kLayersPerThread;
     const unsigned layers = layers_to_restore(job, first_layer, row);
-    if (layers == 0) return;
-    const Unit* log = reinterpret_cast<const Unit*>(job.log.data) + first_layer * job.log_layer_stride;
-    const uint32_t step = gridDim.y * blockDim.x;
-    for (uint32_t unit = blockIdx.y * blockDim.x + threadIdx.x; unit < job.row.num_units; unit += step) {
-        const Place place = place_of(job.row, unit);
-        const int64_t from = offset_in(job.log, row, place), to = slot.offset(job.pages, place);
-        if (!within<kTable>(job.pages, to, job.report_as)) continue;
-        Unit saved[kLayersPerThread];
+    if (!rejected || slot_number < 0 || layers == 0) return;
+    if (slot_number >= job.slots.count)
+        return report(job.report_as, kRowSlots, row, slot_number, job.slots.count);
+
+    const Unit* log = reinterpret_cast<const Unit*>(job.log.data) + first_layer * job.log_layer_stride +
+                      offset_in(job.log, row, place);
+    const int64_t to = Slot<kTable>(job.slots, slot_number).offset(job.pages, place);
+    if (!within<kTable>(job.pages, to, job.report_as)) return;
+    Unit saved[kLayersPerThread];
 #pragma unroll
-        for (int i = 0; i < kLayersPerThread; ++i)
-            if (layers >> i & 1) saved[i] = log[i * job.log_layer_stride + from];
+    for (int i = 0; i < kLayersPerThread; ++i)
+        if (layers >> i & 1) saved[i] = log[i * job.log_layer_stride];
 #pragma unroll
-        for (int i = 0; i < kLayersPerThread; ++i)
-            if (layers >> i & 1) reinterpret_cast<Unit*>(job.caches[first_layer + i])[to] = saved[i];
-    }
+    for (int i = 0; i < kLayersPerThread; ++i)
+        if (layers >> i & 1) reinterpret_cast<Unit*>(job.caches[first_layer + i])[to] = saved[i];
 }
 
 bool layers_fit(const RestoreArguments& r, const std::vector<Tensor>& caches, int64_t elements) {
@@ -518,29 +554,29 @@ void launch_restore(const RestoreArguments& r, const std::vector<Tensor>& caches
                     int64_t count, int64_t elements, const Launch& launch) {
     RestoreJob job{};
     for (int64_t i = 0; i < count; ++i) job.caches[i] = static_cast<char*>(caches[first + i].data_ptr());
-    job.row = row_units(r.op, r.cache, elements);
+    job.row = RowShape(r.op, r.cache, elements);
+    job.slots = slots_of(r.cache);
     job.pages = in_units(r.cache, elements, r.page_offsets);
     job.log = in_units(r.log, elements);
     job.log.data += first * r.log_layer_stride * r.cache.element_size;
     job.log_layer_stride = r.log_layer_stride / elements;
     job.num_layers = static_cast<int>(count);
     job.num_rows = r.num_rows;
+    job.by_num_rows = FastDivisor(r.num_rows);
     job.row_slots = r.row_slots;
     job.row_rejected = r.row_rejected;
     job.row_windows = r.row_windows;
     if (r.row_windows.rows != nullptr) job.row_windows.rows += first * r.num_rows;
     job.report_as = report_as(r.op);
-    const LaunchShape shape =
-        shape_for_rows(r.num_rows, job.row.num_units, 1, ceil_div(count, kLayersPerThread));
+    const LaunchShape shape = shape_for_rows(r.op, r.num_rows * ceil_div(count, kLayersPerThread),
+                                             job.row.num_heads, job.row.columns);
     if (r.page_offsets.table != nullptr)
         with_raw_type(r.cache.element_size, [&](auto tag) {
-            restore_kernel<typename decltype(tag)::type, true>
-                <<<shape.grid, shape.block, 0, launch.stream()>>>(job);
+            launch.start(restore_kernel<typename decltype(tag)::type, true>, shape, job);
         });
     else
         with_access_type(elements * r.cache.element_size, [&](auto tag) {
-            restore_kernel<typename decltype(tag)::type, false>
-                <<<shape.grid, shape.block, 0, launch.stream()>>>(job);
+            launch.start(restore_kernel<typename decltype(tag)::type, false>, shape, job);
         });
 }
 

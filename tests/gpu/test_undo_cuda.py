@@ -228,6 +228,15 @@ def test_offsets_beyond_32_bits(device):
     assert not cache.any()
 
 
+def test_too_many_slots_are_refused(device):
+    """Slot numbers are divided in 31 bits."""
+    cache = torch.zeros(1, dtype=torch.uint8, device=device).expand(2**31, 1, 1, 1)
+    slots, log_rows = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    log = torch.zeros(1, 1, 1, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match=r"^log_slots: a cache must have fewer than 2\^31 slots"):
+        ops.log_slots(cache, slots, log_rows, log)
+
+
 def test_another_stream(device):
     """The ops follow torch's current stream."""
     arguments = logged_arguments(dtype=torch.bfloat16)
