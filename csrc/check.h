@@ -197,15 +197,25 @@ class SharedBytes {
         most_;  // what the terms from i on can add up to, within an element
 };
 
-inline bool share_memory(const Tensor& a, const Tensor& b) {
-    const Range ra = range_of(a), rb = range_of(b);
-    if (ra.begin >= rb.end || rb.begin >= ra.end) return false;
-    return SharedBytes(a, b).at(rb.begin - ra.begin);
+// An argument and where it lies, for one that is compared with several others.
+struct Placed {
+    const char* name;
+    const Tensor& tensor;
+    Range range;
+
+    Placed(const char* name, const Tensor& tensor) : name(name), tensor(tensor), range(range_of(tensor)) {}
+    explicit Placed(const Argument& a) : Placed(a.name, a.tensor) {}
+};
+
+inline void must_not_overlap(const char* op, const Placed& a, const Placed& b) {
+    if (a.range.begin >= b.range.end || b.range.begin >= a.range.end) return;
+    if (SharedBytes(a.tensor, b.tensor).at(b.range.begin - a.range.begin))
+        fail(op, a.name, " and ", b.name, " must not share memory");
 }
 
 inline void must_not_overlap(const char* op, const char* name, const Tensor& tensor, const char* other_name,
                              const Tensor& other) {
-    if (share_memory(tensor, other)) fail(op, name, " and ", other_name, " must not share memory");
+    must_not_overlap(op, Placed(name, tensor), Placed(other_name, other));
 }
 
 // ---------------------------------------------------------------- views
@@ -504,6 +514,15 @@ struct RestoreArguments {
     RowWindows row_windows;
 };
 
+// Whether a plane is on the device of the first one and has its dtype, shape and strides.
+inline bool like_first(const CacheView& view, const Tensor& first, const Tensor& t) {
+    return t.scalar_type() == first.scalar_type() && t.is_cuda() == first.is_cuda() &&
+           t.is_cpu() == first.is_cpu() && t.get_device_index() == first.get_device_index() && t.dim() == 4 &&
+           t.size(0) == view.num_blocks && t.size(1) == view.block_size && t.size(2) == view.num_heads &&
+           t.size(3) == view.width && t.stride(0) == view.block_stride && t.stride(1) == view.slot_stride &&
+           t.stride(2) == view.head_stride && t.stride(3) == view.width_stride;
+}
+
 inline RestoreArguments check_restore(const std::vector<Tensor>& caches, const Tensor& log,
                                       const Tensor& row_slots, const Tensor& row_rejected,
                                       const std::optional<Tensor>& page_offsets,
@@ -518,15 +537,12 @@ inline RestoreArguments check_restore(const std::vector<Tensor>& caches, const T
     r.cache = cache_view(c);
     check_element_size(c);
     for (size_t i = 1; i < caches.size(); ++i) {
-        const Tensor& t = caches[i];
+        if (like_first(r.cache, first, caches[i])) continue;
         const std::string name = "caches[" + std::to_string(i) + "]";
-        const Argument a{op, name.c_str(), t};
+        const Argument a{op, name.c_str(), caches[i]};
         a.dtype(first.scalar_type());
         a.same_device(first);
-        bool same = t.dim() == 4;
-        for (int64_t d = 0; same && d < 4; ++d)
-            same = t.size(d) == first.size(d) && t.stride(d) == first.stride(d);
-        if (!same) a.must_be("of the shape and strides of caches[0], " + describe(first));
+        a.must_be("of the shape and strides of caches[0], " + describe(first));
     }
     r.num_layers = static_cast<int64_t>(caches.size());
     if (log.dim() != 4 || log.size(0) != r.num_layers || log.size(2) != r.cache.num_heads ||
@@ -547,20 +563,42 @@ inline RestoreArguments check_restore(const std::vector<Tensor>& caches, const T
         rejected.must_be("one flag for each row of log, " + describe(log));
     slots.same_device(first);
     rejected.same_device(first);
-    for (const Tensor& t : caches) must_not_overlap(op, "log", log, "caches", t);
+    const Placed placed_log(l);
+    for (const Tensor& t : caches) must_not_overlap(op, placed_log, Placed("caches", t));
     r.row_slots = static_cast<const int64_t*>(row_slots.data_ptr());
     r.row_rejected = static_cast<const bool*>(row_rejected.data_ptr());
     r.log = rows_view(log, 1);
     r.log_layer_stride = log.stride(0);
     r.page_offsets = check_page_offsets(op, page_offsets, first);
     // One table serves all layers, so the layer with the least storage after its start decides.
-    for (const Tensor& t : caches)
-        r.page_offsets.limit = std::min(r.page_offsets.limit, check_page_offsets(op, page_offsets, t).limit);
+    for (size_t i = 1; page_offsets.has_value() && i < caches.size(); ++i)
+        r.page_offsets.limit =
+            std::min(r.page_offsets.limit, check_page_offsets(op, page_offsets, caches[i]).limit);
     r.row_windows = check_row_windows(op, window_id, row_windows, first, r.num_rows, r.num_layers);
     return r;
 }
 
 // ---------------------------------------------------------------- family accept
+
+#ifdef __CUDACC__
+#define NWOR_HOST_DEVICE __host__ __device__
+#else
+#define NWOR_HOST_DEVICE
+#endif
+
+// How many drafts the requests have, where `counts` holds the drafts up to and including each request, and
+// `num_bonus_tokens` more for each request.
+struct CumulativeDrafts {
+    const int32_t* counts;
+    int64_t num_bonus_tokens;
+
+    // Drafts of requests [0, request], that is the log row after the request's last.
+    NWOR_HOST_DEVICE int64_t until(int64_t request) const {
+        return counts[request] - num_bonus_tokens * (request + 1);
+    }
+    // Drafts of requests [0, request), that is the first log row of `request`.
+    NWOR_HOST_DEVICE int64_t before(int64_t request) const { return request == 0 ? 0 : until(request - 1); }
+};
 
 // Order of the `counters` tensor; the names are COUNTERS in ops.py.
 enum Counter { kWindows, kDrafted, kAccepted, kRejected, kOverflowed, kNumCounters };
@@ -570,7 +608,7 @@ struct PlanArguments {
     int64_t num_requests, num_tokens, token_offset, num_rows, num_groups, log_rows_length;
     bool whole_batch;  // not a micro-batch: every draft must be among the tokens
     const int32_t* query_start_loc;
-    const int32_t* cu_num_draft_tokens;
+    CumulativeDrafts drafts_of;
     std::vector<const int64_t*> slot_mappings;
     int32_t* log_rows;
     int64_t* row_slots;
@@ -583,11 +621,17 @@ inline void check_counters(const char* op, const Tensor& counters) {
     Argument{op, "counters", counters}.vector(ScalarType::Long, kNumCounters, "[len(COUNTERS)]");
 }
 
+inline CumulativeDrafts cumulative_drafts(const char* op, const Tensor& cu_num_draft_tokens,
+                                          int64_t num_bonus_tokens) {
+    if (num_bonus_tokens < 0) fail(op, "num_bonus_tokens must not be negative, got ", num_bonus_tokens);
+    return {static_cast<const int32_t*>(cu_num_draft_tokens.data_ptr()), num_bonus_tokens};
+}
+
 inline PlanArguments check_plan(const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
                                 const std::vector<Tensor>& slot_mappings, const Tensor& log_rows,
                                 const Tensor& row_slots, const Tensor& row_requests,
                                 const Tensor& row_positions, const Tensor& counters,
-                                const std::optional<int64_t>& token_offset) {
+                                const std::optional<int64_t>& token_offset, int64_t num_bonus_tokens) {
     const char* op = "plan_window";
     if (slot_mappings.empty()) fail(op, "slot_mappings must hold at least one slot mapping, got none");
     if (token_offset.value_or(0) < 0) fail(op, "token_offset must not be negative, got ", *token_offset);
@@ -630,14 +674,14 @@ inline PlanArguments check_plan(const Tensor& query_start_loc, const Tensor& cu_
         rp.must_be("of as many rows as row_slots, " + describe(row_slots));
     check_counters(op, counters);
     for (const Argument& a : {cu, lr, rs, rr, rp, ct}) a.same_device(query_start_loc);
-    for (const Argument& out : {lr, rs, rr, rp, ct})
-        for (const Argument& in : {qsl, cu}) must_not_overlap(op, out.name, out.tensor, in.name, in.tensor);
-    const Argument outputs[] = {lr, rs, rr, rp, ct};
+    const Placed inputs[] = {Placed(qsl), Placed(cu)};
+    const Placed outputs[] = {Placed(lr), Placed(rs), Placed(rr), Placed(rp), Placed(ct)};
+    for (const Placed& out : outputs)
+        for (const Placed& in : inputs) must_not_overlap(op, out, in);
     for (int i = 0; i < 5; ++i)
-        for (int j = 0; j < i; ++j)
-            must_not_overlap(op, outputs[i].name, outputs[i].tensor, outputs[j].name, outputs[j].tensor);
+        for (int j = 0; j < i; ++j) must_not_overlap(op, outputs[i], outputs[j]);
     p.query_start_loc = static_cast<const int32_t*>(query_start_loc.data_ptr());
-    p.cu_num_draft_tokens = static_cast<const int32_t*>(cu_num_draft_tokens.data_ptr());
+    p.drafts_of = cumulative_drafts(op, cu_num_draft_tokens, num_bonus_tokens);
     p.log_rows = static_cast<int32_t*>(log_rows.data_ptr());
     p.row_slots = static_cast<int64_t*>(row_slots.data_ptr());
     p.row_requests = static_cast<int32_t*>(row_requests.data_ptr());
@@ -658,7 +702,7 @@ struct IdsView {
 struct AcceptArguments {
     const char* op;
     int64_t num_requests;
-    const int32_t* cu_num_draft_tokens;
+    CumulativeDrafts drafts_of;
     // Either the tokens (num_rejected is null) or the counts.
     IdsView drafts, sampled;
     const int32_t* num_rejected;
@@ -676,13 +720,14 @@ inline void check_ids(const Argument& a) {
         a.must_have_dtype("torch.int32 or torch.int64");
 }
 
-inline AcceptArguments check_accept(const char* op, const Tensor& cu_num_draft_tokens) {
+inline AcceptArguments check_accept(const char* op, const Tensor& cu_num_draft_tokens,
+                                    int64_t num_bonus_tokens = 0) {
     AcceptArguments a{};
     a.op = op;
     const Argument cu{op, "cu_num_draft_tokens", cu_num_draft_tokens};
     cu.vector(ScalarType::Int, 0, "[num_requests]");
     a.num_requests = cu_num_draft_tokens.size(0);
-    a.cu_num_draft_tokens = static_cast<const int32_t*>(cu_num_draft_tokens.data_ptr());
+    a.drafts_of = cumulative_drafts(op, cu_num_draft_tokens, num_bonus_tokens);
     return a;
 }
 
@@ -764,8 +809,9 @@ inline AcceptArguments check_acceptance_mask_from_rejected(const Tensor& num_rej
 
 inline AcceptArguments check_reject_rows(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
                                          const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
-                                         const Tensor& num_accepted, const Tensor& counters) {
-    AcceptArguments a = check_accept("reject_rows", cu_num_draft_tokens);
+                                         const Tensor& num_accepted, const Tensor& counters,
+                                         int64_t num_bonus_tokens) {
+    AcceptArguments a = check_accept("reject_rows", cu_num_draft_tokens, num_bonus_tokens);
     check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
     check_reject_outputs(a, row_rejected, num_accepted, counters,
                          {cu_num_draft_tokens, draft_token_ids, sampled_token_ids});
@@ -775,8 +821,8 @@ inline AcceptArguments check_reject_rows(const Tensor& draft_token_ids, const Te
 inline AcceptArguments check_reject_rows_from_rejected(const Tensor& num_rejected,
                                                        const Tensor& cu_num_draft_tokens,
                                                        const Tensor& row_rejected, const Tensor& num_accepted,
-                                                       const Tensor& counters) {
-    AcceptArguments a = check_accept("reject_rows_from_rejected", cu_num_draft_tokens);
+                                                       const Tensor& counters, int64_t num_bonus_tokens) {
+    AcceptArguments a = check_accept("reject_rows_from_rejected", cu_num_draft_tokens, num_bonus_tokens);
     check_num_rejected(a, num_rejected, cu_num_draft_tokens);
     check_reject_outputs(a, row_rejected, num_accepted, counters, {cu_num_draft_tokens, num_rejected});
     return a;

@@ -19,6 +19,7 @@ def plan_window(
     row_positions: Tensor,
     counters: Tensor,
     token_offset: int | None = None,
+    num_bonus_tokens: int = 0,
 ) -> None:
     op = "plan_window"
     if not slot_mappings:
@@ -38,6 +39,12 @@ def plan_window(
     is_vector(op, "row_requests", row_requests, torch.int32, "[num_log_rows]")
     is_vector(op, "row_positions", row_positions, torch.int32, "[num_log_rows]")
     is_vector(op, "counters", counters, torch.int64, "[len(COUNTERS)]")
+    _check_bonus(op, num_bonus_tokens)
+
+
+def _check_bonus(op: str, num_bonus_tokens: int) -> None:
+    if num_bonus_tokens < 0:
+        raise ValueError(f"{op}: num_bonus_tokens must not be negative, got {num_bonus_tokens}")
 
 
 def _check_tokens(op: str, draft_token_ids: Tensor, sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor) -> None:
@@ -84,6 +91,7 @@ def reject_rows(
     row_rejected: Tensor,
     num_accepted: Tensor,
     counters: Tensor,
+    num_bonus_tokens: int = 0,
 ) -> None:
     _check_tokens("reject_rows", draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
     same_device(
@@ -94,6 +102,7 @@ def reject_rows(
         counters=counters,
     )
     _check_rows("reject_rows", row_rejected, num_accepted, counters)
+    _check_bonus("reject_rows", num_bonus_tokens)
 
 
 def reject_rows_from_rejected(
@@ -102,6 +111,7 @@ def reject_rows_from_rejected(
     row_rejected: Tensor,
     num_accepted: Tensor,
     counters: Tensor,
+    num_bonus_tokens: int = 0,
 ) -> None:
     op = "reject_rows_from_rejected"
     same_device(
@@ -111,6 +121,7 @@ def reject_rows_from_rejected(
     is_vector(op, "num_rejected", num_rejected, torch.int32, "[num_requests]")
     is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
     _check_rows(op, row_rejected, num_accepted, counters)
+    _check_bonus(op, num_bonus_tokens)
 
 
 for _fake in (

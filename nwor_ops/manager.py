@@ -309,6 +309,8 @@ class DraftCommitManager:
             buffers.row_requests,
             buffers.row_positions,
             buffers.counters,
+            None,
+            window.num_bonus_tokens,
         )
         self._window = window
         self._judged = False
@@ -389,6 +391,7 @@ class DraftCommitManager:
             buffers.row_rejected,
             buffers.num_accepted,
             buffers.counters,
+            window.num_bonus_tokens,
         )
         self._undo_rejected(window)
 
@@ -405,6 +408,7 @@ class DraftCommitManager:
             buffers.row_rejected,
             buffers.num_accepted,
             buffers.counters,
+            window.num_bonus_tokens,
         )
         self._undo_rejected(window)
 

@@ -41,15 +41,18 @@ SCHEMAS = {
     # family accept
     "plan_window": """(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
         Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests,
-        Tensor(d!) row_positions, Tensor(e!) counters, int? token_offset=None) -> ()""",
+        Tensor(d!) row_positions, Tensor(e!) counters, int? token_offset=None,
+        int num_bonus_tokens=0) -> ()""",
     "acceptance_mask": """(Tensor draft_token_ids, Tensor sampled_token_ids,
         Tensor cu_num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)""",
     "acceptance_mask_from_rejected": """(Tensor num_rejected, Tensor cu_num_draft_tokens,
         int num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)""",
     "reject_rows": """(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_num_draft_tokens,
-        Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters) -> ()""",
+        Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters,
+        int num_bonus_tokens=0) -> ()""",
     "reject_rows_from_rejected": """(Tensor num_rejected, Tensor cu_num_draft_tokens,
-        Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters) -> ()""",
+        Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters,
+        int num_bonus_tokens=0) -> ()""",
 }
 
 # Layout of the `counters` tensor, int64 [len(COUNTERS)], which only ever grows.
@@ -286,6 +289,7 @@ def plan_window(
     row_positions: Tensor,
     counters: Tensor,
     token_offset: int | None = None,
+    num_bonus_tokens: int = 0,
 ) -> None:
     """Work out, on the device, which tokens of this step are drafts and where each is logged.
 
@@ -311,6 +315,9 @@ def plan_window(
         token_offset: None = a whole batch. Else a micro-batch: the first T tokens of ``slot_mappings``
             and ``log_rows`` are the tokens ``[token_offset, token_offset + T)`` of the batch, and rows of
             drafts outside it keep slot -1.
+        num_bonus_tokens: how many tokens beside its drafts ``cu_num_draft_tokens`` counts for each request,
+            padded ones too: 1 where an engine counts logits, as vLLM's ``cu_num_logits[1:]``. The drafts of
+            request q are then ``num_bonus_tokens`` fewer than the difference above.
 
     Raises:
         ValueError: a shape, stride or overlap; on the CPU also more than R drafts, a cumulative array
@@ -322,7 +329,7 @@ def plan_window(
     try:
         _ops.plan_window.default(
             query_start_loc, cu_num_draft_tokens, list(slot_mappings), log_rows, row_slots,
-            row_requests, row_positions, counters, token_offset,
+            row_requests, row_positions, counters, token_offset, num_bonus_tokens,
         )  # fmt: skip
     except ValueError as error:
         raise _translated(error) from None
@@ -384,6 +391,7 @@ def reject_rows(
     row_rejected: Tensor,
     num_accepted: Tensor,
     counters: Tensor,
+    num_bonus_tokens: int = 0,
 ) -> None:
     """:func:`acceptance_mask` into a window's own buffers, as :func:`restore_slots` wants it.
 
@@ -399,8 +407,9 @@ def reject_rows(
     """
     try:
         _ops.reject_rows.default(
-            draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters
-        )
+            draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters,
+            num_bonus_tokens,
+        )  # fmt: skip
     except ValueError as error:
         raise _translated(error) from None
 
@@ -411,9 +420,12 @@ def reject_rows_from_rejected(
     row_rejected: Tensor,
     num_accepted: Tensor,
     counters: Tensor,
+    num_bonus_tokens: int = 0,
 ) -> None:
     """:func:`reject_rows` for runners that already know ``num_rejected``, int32 ``[>= Q]``."""
     try:
-        _ops.reject_rows_from_rejected.default(num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters)
+        _ops.reject_rows_from_rejected.default(
+            num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens
+        )
     except ValueError as error:
         raise _translated(error) from None

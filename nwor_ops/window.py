@@ -28,12 +28,15 @@ class Window:
         num_draft_tokens: drafts in the whole batch (or an upper bound of them) where the host knows it,
             else None. With it a window too large for the log is refused before anything is launched,
             and a window without drafts restores nothing at commit.
+        num_bonus_tokens: tokens beside its drafts that ``cu_num_draft_tokens`` counts for each request, padded
+            ones too: 1 where the engine counts logits, as vLLM's ``cu_num_logits[1:]``.
     """
 
     query_start_loc: Tensor
     cu_num_draft_tokens: Tensor
     slot_mappings: Mapping[str, Tensor]
     num_draft_tokens: int | None = None
+    num_bonus_tokens: int = 0
 
 
 class WindowBuffers:

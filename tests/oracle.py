@@ -135,6 +135,11 @@ def restore_slots(caches, log, row_slots, row_rejected, page_offsets=None, windo
 WINDOWS, DRAFTED, ACCEPTED, REJECTED = range(4)  # places in `counters`
 
 
+def _without_bonus(cu_num_draft_tokens: Tensor, num_bonus_tokens: int) -> Tensor:
+    counted = [count - num_bonus_tokens * (q + 1) for q, count in enumerate(cu_num_draft_tokens.tolist())]
+    return torch.tensor(counted, dtype=torch.int32)
+
+
 def _drafts_of_requests(cu_num_draft_tokens: Tensor) -> list[range]:
     """For each request, the numbers of its drafts in the batch."""
     ends = cu_num_draft_tokens.tolist()
@@ -143,8 +148,9 @@ def _drafts_of_requests(cu_num_draft_tokens: Tensor) -> list[range]:
 
 def plan_window(
     query_start_loc, cu_num_draft_tokens, slot_mappings, log_rows, row_slots, row_requests,
-    row_positions, counters, token_offset=None,
+    row_positions, counters, token_offset=None, num_bonus_tokens=0,
 ) -> None:  # fmt: skip
+    cu_num_draft_tokens = _without_bonus(cu_num_draft_tokens, num_bonus_tokens)
     for output in (log_rows, row_slots, row_requests, row_positions):
         output.fill_(-1)
     counters[WINDOWS] += 1
@@ -200,12 +206,18 @@ def _mark_rejected(accepted, num_accepted_of_requests, cu_num_draft_tokens, row_
         counters[ACCEPTED if accepted[row] else REJECTED] += 1
 
 
-def reject_rows(draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters) -> None:
+def reject_rows(
+    draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens=0
+) -> None:
+    cu_num_draft_tokens = _without_bonus(cu_num_draft_tokens, num_bonus_tokens)
     accepted, of_requests = acceptance_mask(draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
     _mark_rejected(accepted, of_requests, cu_num_draft_tokens, row_rejected, num_accepted, counters)
 
 
-def reject_rows_from_rejected(num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters) -> None:
+def reject_rows_from_rejected(
+    num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens=0
+) -> None:
+    cu_num_draft_tokens = _without_bonus(cu_num_draft_tokens, num_bonus_tokens)
     num_drafts = int(cu_num_draft_tokens[-1]) if len(cu_num_draft_tokens) else 0
     accepted, of_requests = acceptance_mask_from_rejected(num_rejected, cu_num_draft_tokens, num_drafts)
     _mark_rejected(accepted, of_requests, cu_num_draft_tokens, row_rejected, num_accepted, counters)

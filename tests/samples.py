@@ -160,7 +160,12 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
             ),
         ]
     if op == "plan_window":
-        return [plan_arguments(), plan_arguments(groups=2, token_offset=4, tokens=5), plan_arguments(rows=9)]
+        return [
+            plan_arguments(),
+            plan_arguments(groups=2, token_offset=4, tokens=5),
+            plan_arguments(rows=9),
+            plan_arguments(cu_num_draft_tokens=(4, 5, 9, 10), num_bonus_tokens=1),
+        ]
     drafts, cu = (11, 12, 13, 14, 15, 16, 17), (3, 3, 7)
     sampled = torch.tensor([[11, 12, 99, -1, -1], [50, -1, -1, -1, -1], [14, 15, 16, 17, 60]])
     of_tokens = [
@@ -179,7 +184,8 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
         return flags(*[1] * rows), int32(*[77] * requests), int64(10, 20, 30, 40, 50)
 
     inputs = of_tokens if op == "reject_rows" else of_counts
-    return [(*i, *outputs(rows, requests)) for i, rows, requests in zip(inputs, (7, 9, 4), (3, 5, 0), strict=True)]
+    found = [(*i, *outputs(rows, requests)) for i, rows, requests in zip(inputs, (7, 9, 4), (3, 5, 0), strict=True)]
+    return [*found, (*inputs[0][:-1], int32(4, 5, 10), *outputs(7, 3), 1)]  # each request counts one more
 
 
 def surrounded_layers(logs: list[Tensor]) -> Tensor:
@@ -199,13 +205,14 @@ def plan_arguments(
     groups: int = 1,
     rows: int = 6,
     token_offset: int | None = None,
+    num_bonus_tokens: int = 0,
 ) -> tuple[Any, ...]:
     """A prompt-free batch: 3 drafts, none, 3 drafts, and a padded request; padded tokens at the end."""
     slot_mappings = [int64(*(100 * (g + 1) + t if t < 11 else -1 for t in range(tokens))) for g in range(groups)]
     return (
         int32(*query_start_loc), int32(*cu_num_draft_tokens), slot_mappings, int32(*[77] * (tokens + 2)),
         surrounded(torch.full((groups, rows), 77, dtype=torch.int64)), int32(*[77] * rows),
-        int32(*[77] * rows), int64(10, 20, 30, 40, 50), token_offset,
+        int32(*[77] * rows), int64(10, 20, 30, 40, 50), token_offset, num_bonus_tokens,
     )  # fmt: skip
 
 
@@ -221,7 +228,9 @@ def argument_names(op: str) -> list[str]:
 def with_arguments(op: str, arguments: tuple[Any, ...], **replaced: Any) -> tuple[Any, ...]:
     """The same call with some arguments replaced by name."""
     names = argument_names(op)
-    values = [*arguments, *[None] * (len(names) - len(arguments))]  # only None is a default of these ops
+    defaults = [argument.default_value for argument in getattr(torch.ops.nwor, op).default._schema.arguments]
+    length = max(len(arguments), *(names.index(name) + 1 for name in replaced))
+    values = [*arguments, *defaults[len(arguments) : length]]
     for name, value in replaced.items():
         values[names.index(name)] = value
     return tuple(values)

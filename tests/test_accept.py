@@ -61,7 +61,7 @@ def test_plan_by_hand():
     """Requests of 2 + 2 and 1 + 1 tokens (given and drafted): a test that does not lean on the oracle."""
     ours = twin(plan_arguments((0, 4, 6), (2, 3), tokens=7, groups=2, rows=5))
     ops.plan_window(*ours)
-    _, _, _, log_rows, row_slots, row_requests, row_positions, counters, _ = ours
+    _, _, _, log_rows, row_slots, row_requests, row_positions, counters, *_ = ours
     assert log_rows.tolist() == [-1, -1, 0, 1, -1, 2, -1, -1, -1]
     assert row_slots.tolist() == [[102, 103, 105, -1, -1], [202, 203, 205, -1, -1]]
     assert row_requests.tolist() == [0, 0, 1, -1, -1]
@@ -112,8 +112,10 @@ def test_plan_of_any_batch(data):
     if offset:
         tokens = data.draw(st.integers(0, tokens))
     groups = data.draw(st.integers(1, 3))
+    bonus = data.draw(st.integers(0, 2))
+    cu = [count + bonus * (q + 1) for q, count in enumerate(cu)]
     assert_same_as_oracle(
-        "plan_window", plan_arguments(tuple(starts), tuple(cu), tokens, groups, rows, token_offset=offset)
+        "plan_window", plan_arguments(tuple(starts), tuple(cu), tokens, groups, rows, offset, num_bonus_tokens=bonus)
     )
 
 
@@ -230,6 +232,29 @@ def test_counts_are_clamped(requests, extra):
     assert_same_as_oracle("acceptance_mask_from_rejected", (num_rejected, cu, sum(counts) + extra))
     outputs = (flags(*[1] * (sum(counts) + extra)), int32(*[9] * (len(counts) + extra)), int64(1, 2, 3, 4, 5))
     assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, cu, *outputs))
+
+
+@pytest.mark.parametrize("op", ["plan_window", "reject_rows", "reject_rows_from_rejected"])
+def test_bonus_tokens_that_are_counted_with_the_drafts(op):
+    """Counts of logits give what counts of drafts give."""
+    ours = twin(sample_inputs(op)[0])
+    counted = with_arguments(op, ours, num_bonus_tokens=2)
+    place = argument_names(op).index("cu_num_draft_tokens")
+    counted[place].add_(2 * torch.arange(1, len(counted[place]) + 1, dtype=torch.int32))
+    plain = twin(sample_inputs(op)[0])
+    getattr(ops, op)(*counted)
+    getattr(ops, op)(*plain)
+    outputs = [name for name in argument_names(op) if name in OUTPUTS]
+    assert outputs
+    for name in outputs:
+        place = argument_names(op).index(name)
+        assert torch.equal(counted[place], plain[place])
+    refuse(
+        op, with_arguments(op, plain, num_bonus_tokens=-1), ValueError, "num_bonus_tokens must not be negative, got -1"
+    )
+
+
+OUTPUTS = ("log_rows", "row_slots", "row_requests", "row_positions", "row_rejected", "num_accepted", "counters")
 
 
 @pytest.mark.parametrize("op", ["reject_rows", "reject_rows_from_rejected"])
@@ -426,9 +451,8 @@ def test_more_drafts_than_the_mask_is_long():
 @pytest.mark.parametrize("op", OPS)
 def test_tensors_on_two_devices(op):
     """`meta` stands in for a second device. It must be an error, not a call that does nothing."""
-    for name in argument_names(op):
-        arguments = sample_inputs(op)[0]
-        value = arguments[argument_names(op).index(name)]
+    arguments = sample_inputs(op)[0]
+    for name, value in zip(argument_names(op), arguments, strict=False):
         if isinstance(value, torch.Tensor):
             mixed = with_arguments(op, arguments, **{name: value.to("meta")})
             with pytest.raises(TypeError, match=f"^{op}: .* must be on device "):

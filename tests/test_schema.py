@@ -41,15 +41,16 @@ nwor::restore_slots(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor ro
     page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None) -> ()
 nwor::plan_window(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
     Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests, Tensor(d!) row_positions,
-    Tensor(e!) counters, int? token_offset=None) -> ()
+    Tensor(e!) counters, int? token_offset=None, int num_bonus_tokens=0) -> ()
 nwor::acceptance_mask(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_num_draft_tokens)
     -> (Tensor accepted, Tensor num_accepted)
 nwor::acceptance_mask_from_rejected(Tensor num_rejected, Tensor cu_num_draft_tokens, int
     num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)
 nwor::reject_rows(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_num_draft_tokens,
-    Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters) -> ()
+    Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0)
+    -> ()
 nwor::reject_rows_from_rejected(Tensor num_rejected, Tensor cu_num_draft_tokens, Tensor(a!)
-    row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters) -> ()""")  # fmt: skip
+    row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0) -> ()""")  # fmt: skip
 
 
 def test_every_op_is_documented_and_exported():

@@ -9,20 +9,15 @@
 namespace nwor {
 namespace {
 
-// Drafts of requests [0, request], that is the first log row after request `request - 1`.
-int64_t drafts_before(const int32_t* cu_num_draft_tokens, int64_t request) {
-    return request == 0 ? 0 : cu_num_draft_tokens[request - 1];
-}
-
 // ---------------------------------------------------------------- plan_window
 
 void check_requests(const PlanArguments& p) {
     for (int64_t q = 0; q < p.num_requests; ++q) {
-        const int64_t drafts = p.cu_num_draft_tokens[q] - drafts_before(p.cu_num_draft_tokens, q);
+        const int64_t drafts = p.drafts_of.until(q) - p.drafts_of.before(q);
         const int64_t tokens = static_cast<int64_t>(p.query_start_loc[q + 1]) - p.query_start_loc[q];
         if (drafts < 0)
-            fail(p.op, "cu_num_draft_tokens must not decrease, got ", p.cu_num_draft_tokens[q],
-                 " at request ", q, " after ", drafts_before(p.cu_num_draft_tokens, q));
+            fail(p.op, "cu_num_draft_tokens must not decrease, got ", p.drafts_of.until(q), " at request ", q,
+                 " after ", p.drafts_of.before(q));
         if (p.query_start_loc[q] < 0 || tokens < 0)
             fail(p.op, "query_start_loc must start at 0 or above and not decrease, got ",
                  p.query_start_loc[q], " and ", p.query_start_loc[q + 1], " around request ", q);
@@ -33,7 +28,7 @@ void check_requests(const PlanArguments& p) {
             fail(p.op, "slot_mappings must cover every draft, got ", p.num_tokens, " tokens where request ",
                  q, " ends at token ", p.query_start_loc[q + 1]);
     }
-    const int64_t rows = drafts_before(p.cu_num_draft_tokens, p.num_requests);
+    const int64_t rows = p.drafts_of.before(p.num_requests);
     if (rows > p.num_rows)
         fail(p.op, "row_slots must have a row for each draft, got ", p.num_rows, " rows for ", rows,
              " drafts");
@@ -47,8 +42,8 @@ void plan(const PlanArguments& p) {
     std::fill_n(p.row_positions, p.num_rows, -1);
     int64_t drafted = 0;
     for (int64_t q = 0; q < p.num_requests; ++q) {
-        const int64_t first_row = drafts_before(p.cu_num_draft_tokens, q);
-        const int64_t drafts = p.cu_num_draft_tokens[q] - first_row;
+        const int64_t first_row = p.drafts_of.before(q);
+        const int64_t drafts = p.drafts_of.until(q) - first_row;
         for (int64_t j = 0; j < drafts; ++j) {
             const int64_t row = first_row + j;
             p.row_requests[row] = static_cast<int32_t>(q);
@@ -68,9 +63,9 @@ void plan(const PlanArguments& p) {
 void plan_window(const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
                  const std::vector<Tensor>& slot_mappings, const Tensor& log_rows, const Tensor& row_slots,
                  const Tensor& row_requests, const Tensor& row_positions, const Tensor& counters,
-                 const std::optional<int64_t>& token_offset) {
+                 const std::optional<int64_t>& token_offset, int64_t num_bonus_tokens) {
     plan(check_plan(query_start_loc, cu_num_draft_tokens, slot_mappings, log_rows, row_slots, row_requests,
-                    row_positions, counters, token_offset));
+                    row_positions, counters, token_offset, num_bonus_tokens));
 }
 
 // ---------------------------------------------------------------- acceptance
@@ -99,10 +94,10 @@ int64_t count_accepted(const AcceptArguments& a, int64_t request, int64_t first_
 
 void check_cumulative(const AcceptArguments& a, int64_t most, const char* what) {
     for (int64_t q = 0; q < a.num_requests; ++q)
-        if (a.cu_num_draft_tokens[q] < drafts_before(a.cu_num_draft_tokens, q))
-            fail(a.op, "cu_num_draft_tokens must not decrease, got ", a.cu_num_draft_tokens[q],
-                 " at request ", q, " after ", drafts_before(a.cu_num_draft_tokens, q));
-    const int64_t total = drafts_before(a.cu_num_draft_tokens, a.num_requests);
+        if (a.drafts_of.until(q) < a.drafts_of.before(q))
+            fail(a.op, "cu_num_draft_tokens must not decrease, got ", a.drafts_of.until(q), " at request ", q,
+                 " after ", a.drafts_of.before(q));
+    const int64_t total = a.drafts_of.before(a.num_requests);
     if (total > most)
         fail(a.op, "cu_num_draft_tokens must not exceed the ", most, " ", what, ", got ", total);
 }
@@ -110,12 +105,12 @@ void check_cumulative(const AcceptArguments& a, int64_t most, const char* what) 
 void accept(const AcceptArguments& a) {
     std::fill_n(a.marks, a.num_marks, false);
     std::fill_n(a.num_accepted, a.num_accepted_length, 0);
-    const int64_t total = drafts_before(a.cu_num_draft_tokens, a.num_requests);
+    const int64_t total = a.drafts_of.before(a.num_requests);
     if (total > a.num_marks) return;  // a window that was never planned; only reject_rows gets here
     int64_t accepted_total = 0;
     for (int64_t q = 0; q < a.num_requests; ++q) {
-        const int64_t first_row = drafts_before(a.cu_num_draft_tokens, q);
-        const int64_t drafts = a.cu_num_draft_tokens[q] - first_row;
+        const int64_t first_row = a.drafts_of.before(q);
+        const int64_t drafts = a.drafts_of.until(q) - first_row;
         const int64_t accepted = count_accepted(a, q, first_row, drafts);
         for (int64_t j = 0; j < drafts; ++j) a.marks[first_row + j] = (j < accepted) != a.marks_rejected;
         a.num_accepted[q] = static_cast<int32_t>(accepted);
@@ -152,18 +147,18 @@ std::tuple<Tensor, Tensor> acceptance_mask_from_rejected(const Tensor& num_rejec
 
 void reject_rows(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
                  const Tensor& cu_num_draft_tokens, const Tensor& row_rejected, const Tensor& num_accepted,
-                 const Tensor& counters) {
+                 const Tensor& counters, int64_t num_bonus_tokens) {
     const AcceptArguments a = check_reject_rows(draft_token_ids, sampled_token_ids, cu_num_draft_tokens,
-                                                row_rejected, num_accepted, counters);
+                                                row_rejected, num_accepted, counters, num_bonus_tokens);
     check_cumulative(a, a.drafts.length, "entries of draft_token_ids");
     accept(a);
 }
 
 void reject_rows_from_rejected(const Tensor& num_rejected, const Tensor& cu_num_draft_tokens,
-                               const Tensor& row_rejected, const Tensor& num_accepted,
-                               const Tensor& counters) {
+                               const Tensor& row_rejected, const Tensor& num_accepted, const Tensor& counters,
+                               int64_t num_bonus_tokens) {
     const AcceptArguments a = check_reject_rows_from_rejected(num_rejected, cu_num_draft_tokens, row_rejected,
-                                                              num_accepted, counters);
+                                                              num_accepted, counters, num_bonus_tokens);
     check_cumulative(a, INT32_MAX, "a 32-bit count");
     accept(a);
 }

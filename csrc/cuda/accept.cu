@@ -53,22 +53,19 @@ enum Problem {
 
 // ---------------------------------------------------------------- cumulative arrays
 
-// The first i in [0, length) with sorted[i] > value, else `length`. In a cumulative array that is where
+// The first i in [0, length) with element(i) > value, else `length`. In a cumulative array that is where
 // element `value` belongs; requests that own nothing are passed over.
-__device__ int64_t first_above(const int32_t* sorted, int64_t length, int64_t value) {
+template <class Element>
+__device__ int64_t first_above(const Element& element, int64_t length, int64_t value) {
     int64_t low = 0, high = length;
     while (low < high) {
         const int64_t middle = (low + high) / 2;
-        if (sorted[middle] > value)
+        if (element(middle) > value)
             high = middle;
         else
             low = middle + 1;
     }
     return low;
-}
-
-__device__ int64_t drafts_before(const int32_t* cu_num_draft_tokens, int64_t request) {
-    return request == 0 ? 0 : cu_num_draft_tokens[request - 1];
 }
 
 __device__ void add(int64_t* counters, Counter counter, int64_t amount) {
@@ -82,7 +79,7 @@ __device__ void add(int64_t* counters, Counter counter, int64_t amount) {
 struct PlanJob {
     const int64_t* slot_mappings[kMostGroups];
     const int32_t* query_start_loc;
-    const int32_t* cu_num_draft_tokens;
+    CumulativeDrafts drafts_of;
     int64_t num_requests, num_tokens, token_offset, num_rows, num_groups, log_rows_length;
     bool whole_batch;
     int32_t* log_rows;
@@ -95,7 +92,7 @@ struct PlanJob {
 
 // Whether request q breaks the window. Differences of 32-bit values are taken in 64.
 __device__ bool breaks_window(const PlanJob& p, int64_t q, const char* report_as) {
-    const int64_t before = drafts_before(p.cu_num_draft_tokens, q), until = p.cu_num_draft_tokens[q];
+    const int64_t before = p.drafts_of.before(q), until = p.drafts_of.until(q);
     const int64_t begin = p.query_start_loc[q], end = p.query_start_loc[q + 1];
     const int64_t drafts = until - before;
     if (drafts < 0) return report(report_as, kDraftsDecrease, q, until, before), true;
@@ -122,23 +119,24 @@ __device__ bool share_breaks_window(const PlanJob& p) {
 __device__ int32_t log_row_of_token(const PlanJob& p, int64_t index) {
     if (index >= p.num_tokens) return -1;
     const int64_t token = index + p.token_offset;
-    const int64_t q = first_above(p.query_start_loc + 1, p.num_requests, token);
+    const int64_t q = first_above([&](int64_t i) { return p.query_start_loc[i + 1]; }, p.num_requests, token);
     if (q == p.num_requests) return -1;
     // Counted from the end of the request, where its drafts are.
-    const int64_t row = p.cu_num_draft_tokens[q] - (p.query_start_loc[q + 1] - token);
-    return row >= drafts_before(p.cu_num_draft_tokens, q) ? static_cast<int32_t>(row) : -1;
+    const int64_t row = p.drafts_of.until(q) - (p.query_start_loc[q + 1] - token);
+    return row >= p.drafts_of.before(q) ? static_cast<int32_t>(row) : -1;
 }
 
 // Fills one log row; says whether its draft lies among this call's tokens.
 __device__ bool plan_row(const PlanJob& p, int64_t row, bool planned) {
-    const int64_t q = planned ? first_above(p.cu_num_draft_tokens, p.num_requests, row) : p.num_requests;
+    const int64_t q = planned
+                          ? first_above([&](int64_t i) { return p.drafts_of.until(i); }, p.num_requests, row)
+                          : p.num_requests;
     const bool is_draft = q < p.num_requests;
     int64_t token = -1;
-    if (is_draft) token = p.query_start_loc[q + 1] - (p.cu_num_draft_tokens[q] - row) - p.token_offset;
+    if (is_draft) token = p.query_start_loc[q + 1] - (p.drafts_of.until(q) - row) - p.token_offset;
     const bool here = is_draft && token >= 0 && token < p.num_tokens;
     p.row_requests[row] = is_draft ? static_cast<int32_t>(q) : -1;
-    p.row_positions[row] =
-        is_draft ? static_cast<int32_t>(row - drafts_before(p.cu_num_draft_tokens, q)) : -1;
+    p.row_positions[row] = is_draft ? static_cast<int32_t>(row - p.drafts_of.before(q)) : -1;
     for (int64_t g = 0; g < p.num_groups; ++g) {
         const int64_t slot = here ? p.slot_mappings[g][token] : -1;
         p.row_slots[g * p.num_rows + row] = slot < 0 ? -1 : slot;
@@ -160,16 +158,17 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
 void plan_window(const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
                  const std::vector<Tensor>& slot_mappings, const Tensor& log_rows, const Tensor& row_slots,
                  const Tensor& row_requests, const Tensor& row_positions, const Tensor& counters,
-                 const std::optional<int64_t>& token_offset) {
-    const PlanArguments p = check_plan(query_start_loc, cu_num_draft_tokens, slot_mappings, log_rows,
-                                       row_slots, row_requests, row_positions, counters, token_offset);
+                 const std::optional<int64_t>& token_offset, int64_t num_bonus_tokens) {
+    const PlanArguments p =
+        check_plan(query_start_loc, cu_num_draft_tokens, slot_mappings, log_rows, row_slots, row_requests,
+                   row_positions, counters, token_offset, num_bonus_tokens);
     if (p.num_groups > kMostGroups)
         fail(p.op, "slot_mappings must hold at most ", kMostGroups, " slot mappings on CUDA, got ",
              p.num_groups);
     PlanJob job{};
     std::copy(p.slot_mappings.begin(), p.slot_mappings.end(), job.slot_mappings);
     job.query_start_loc = p.query_start_loc;
-    job.cu_num_draft_tokens = p.cu_num_draft_tokens;
+    job.drafts_of = p.drafts_of;
     job.num_requests = p.num_requests;
     job.num_tokens = p.num_tokens;
     job.token_offset = p.token_offset;
@@ -216,9 +215,9 @@ __device__ int64_t leading_matches(const AcceptArguments& a, int64_t request, in
 
 // How many drafts of a request were accepted, looking no further than its first `most`.
 __device__ int64_t count_accepted(const AcceptArguments& a, int64_t request, int64_t most) {
-    const int64_t first_row = drafts_before(a.cu_num_draft_tokens, request);
+    const int64_t first_row = a.drafts_of.before(request);
     // The device cannot refuse a cumulative array that lies; it must not follow it past the rows either.
-    const int64_t until = min(int64_t{a.cu_num_draft_tokens[request]}, a.num_marks);
+    const int64_t until = min(a.drafts_of.until(request), a.num_marks);
     const int64_t drafts = first_row < 0 ? 0 : max(until - first_row, int64_t{0});
     if (a.num_rejected == nullptr) return leading_matches(a, request, first_row, min(drafts, most));
     const int64_t rejected = max(int64_t{a.num_rejected[request]}, int64_t{0});
@@ -228,17 +227,17 @@ __device__ int64_t count_accepted(const AcceptArguments& a, int64_t request, int
 enum Outcome { kNoDraft, kWasAccepted, kWasRejected };
 
 __device__ Outcome outcome_of_row(const AcceptArguments& a, int64_t row) {
-    const int64_t q = first_above(a.cu_num_draft_tokens, a.num_requests, row);
+    const int64_t q = first_above([&](int64_t i) { return a.drafts_of.until(i); }, a.num_requests, row);
     if (q == a.num_requests) return kNoDraft;
-    const int64_t position = row - drafts_before(a.cu_num_draft_tokens, q);
+    const int64_t position = row - a.drafts_of.before(q);
     return position < count_accepted(a, q, position + 1) ? kWasAccepted : kWasRejected;
 }
 
 // What the CPU refuses, reported after the fact; no output depends on it.
 __device__ void report_bad_drafts(const AcceptArguments& a, int64_t most_drafts, int64_t request,
                                   const char* report_as) {
-    const int64_t before = drafts_before(a.cu_num_draft_tokens, request);
-    const int64_t until = a.cu_num_draft_tokens[request];
+    const int64_t before = a.drafts_of.before(request);
+    const int64_t until = a.drafts_of.until(request);
     if (until < before) report(report_as, kDraftsDecrease, request, until, before);
     if (request == a.num_requests - 1 && until > most_drafts)
         report(report_as, a.num_rejected == nullptr ? kMoreDraftsThanIds : kMoreDraftsThanMarks, request,
@@ -248,7 +247,7 @@ __device__ void report_bad_drafts(const AcceptArguments& a, int64_t most_drafts,
 __global__ void __launch_bounds__(kThreads)
     accept_kernel(const __grid_constant__ AcceptArguments a, int64_t most_drafts, const char* report_as) {
     wait_for_earlier_kernels();
-    const int64_t total = drafts_before(a.cu_num_draft_tokens, a.num_requests);
+    const int64_t total = a.drafts_of.before(a.num_requests);
     const bool planned = total <= a.num_marks;
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (report_as != nullptr && i < a.num_requests) report_bad_drafts(a, most_drafts, i, report_as);
@@ -303,17 +302,17 @@ std::tuple<Tensor, Tensor> acceptance_mask_from_rejected(const Tensor& num_rejec
 
 void reject_rows(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
                  const Tensor& cu_num_draft_tokens, const Tensor& row_rejected, const Tensor& num_accepted,
-                 const Tensor& counters) {
+                 const Tensor& counters, int64_t num_bonus_tokens) {
     const AcceptArguments a = check_reject_rows(draft_token_ids, sampled_token_ids, cu_num_draft_tokens,
-                                                row_rejected, num_accepted, counters);
+                                                row_rejected, num_accepted, counters, num_bonus_tokens);
     accept(a, a.drafts.length, cu_num_draft_tokens);
 }
 
 void reject_rows_from_rejected(const Tensor& num_rejected, const Tensor& cu_num_draft_tokens,
-                               const Tensor& row_rejected, const Tensor& num_accepted,
-                               const Tensor& counters) {
+                               const Tensor& row_rejected, const Tensor& num_accepted, const Tensor& counters,
+                               int64_t num_bonus_tokens) {
     const AcceptArguments a = check_reject_rows_from_rejected(num_rejected, cu_num_draft_tokens, row_rejected,
-                                                              num_accepted, counters);
+                                                              num_accepted, counters, num_bonus_tokens);
     accept(a, INT32_MAX, cu_num_draft_tokens);
 }
 

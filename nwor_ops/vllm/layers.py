@@ -127,10 +127,10 @@ def _packed_layer(name: str, group: str, attention: Any, source_dtype: torch.dty
     impl, kv_cache = attention.impl, attention.kv_cache
     if kv_cache.dim() != 4 or kv_cache.shape[-1] % 2 != 0:
         raise ValueError(f"its cache must be [num_blocks, num_kv_heads, block_size, 2 * width], got {kv_cache.shape}")
-    own_writer = functools.partial(type(impl).do_kv_cache_update, impl, attention)
+    own_writer: Callable[..., None] = functools.partial(type(impl).do_kv_cache_update, impl, attention)
     scales_within = getattr(impl, "_is_per_token_head_quant", False)
     if scales_within:
-        own_writer = functools.partial(_write_with_scales_of, attention, own_writer)
+        own_writer = _WriterOfScales(attention, own_writer)
     written_as = None if scales_within else _FORMATS.get(impl.kv_cache_dtype)
 
     def opaque(kv_cache: Tensor) -> LayerCache:
@@ -168,26 +168,40 @@ def _latent_layer(name: str, group: str, attention: Any, source_dtype: torch.dty
     return TargetLayer(AuditedLayer(name, group, kv_cache, planes, own_writer), fused=False)
 
 
-def _write_with_scales_of(
-    attention: Any, write: Callable[..., None], key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    """Triton's per-token-head caches hold their scales, through views that the back end makes of the cache it
-    meets first, and keeps. Any cache but the layer's own (a scratch page, the audit's image) needs views of
-    itself, for the time of the write."""
-    impl = attention.impl
-    bound = impl._k_scale_cache, impl._v_scale_cache
-    own, given = attention.kv_cache.untyped_storage(), kv_cache.untyped_storage()
-    if own.data_ptr() == given.data_ptr():
-        write(key, value, kv_cache, slot_mapping)
-        return
-    try:
-        if bound[0] is not None and own.nbytes() == given.nbytes():  # an image of the layer's own, scales included
-            impl._k_scale_cache, impl._v_scale_cache = (same_place(view, given) for view in bound)
-        else:
-            impl._k_scale_cache = impl._v_scale_cache = None  # the back end makes new ones, all scales 1
-        write(key, value, kv_cache, slot_mapping)
-    finally:
-        impl._k_scale_cache, impl._v_scale_cache = bound
+class _WriterOfScales:
+    """vLLM's writer of one layer whose cache holds its scales (Triton's per-token-head formats).
+
+    The back end writes the scales through views that it makes of the cache it meets first, setting all scales to 1,
+    and keeps. Any cache but the layer's own (a scratch page, the audit's image) needs views of itself, for the time
+    of the write.
+    """
+
+    def __init__(self, attention: Any, write: Callable[..., None]) -> None:
+        self._attention, self._write = attention, write
+        self._of_scratch: tuple[Tensor | None, Tensor | None] = (None, None)  # keep their storage alive
+
+    def __call__(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        impl, given = self._attention.impl, kv_cache.untyped_storage()
+        own = self._attention.kv_cache.untyped_storage()
+        if own.data_ptr() == given.data_ptr():
+            self._write(key, value, kv_cache, slot_mapping)
+            return
+        bound = impl._k_scale_cache, impl._v_scale_cache
+        is_image = bound[0] is not None and own.nbytes() == given.nbytes()
+        views = tuple(same_place(view, given) for view in bound) if is_image else self._scratch_views(given)
+        try:
+            impl._k_scale_cache, impl._v_scale_cache = views
+            self._write(key, value, kv_cache, slot_mapping)
+            if not is_image:
+                self._of_scratch = impl._k_scale_cache, impl._v_scale_cache
+        finally:
+            impl._k_scale_cache, impl._v_scale_cache = bound
+
+    def _scratch_views(self, given: torch.UntypedStorage) -> tuple[Tensor | None, Tensor | None]:
+        known = self._of_scratch[0]
+        if known is not None and known.untyped_storage().data_ptr() == given.data_ptr():
+            return self._of_scratch
+        return None, None  # the back end makes them, once for each scratch page
 
 
 # ---------------------------------------------------------------- trials

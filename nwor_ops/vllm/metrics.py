@@ -1,10 +1,9 @@
 """Counters of the transactions, from the kernels that count to ``/metrics`` and ``nwor_ops.stats()``.
 
-1. Kernels count on the device. After each step its stream copies the counters to a host tensor (pinned for
-   CUDA): one copy of 40 bytes, nobody waits for it.
+1. Kernels count on the device. After a step, at most four times a second, its stream copies the counters to a
+   host tensor (pinned for CUDA): 40 bytes, nobody waits for them.
 2. A thread of the worker looks at that tensor every half second, and publishes what is new on a board
-   (``boards``). It makes no CUDA call: that could disturb a graph capture. The last step's numbers arrive
-   although no step follows it.
+   (``boards``). Where no step has followed for half a second, it fetches the last one's numbers by itself.
 3. Where vLLM makes its own Prometheus counters, ours are made beside them, and a thread adds every half
    second what the boards have gained. Ordinary ``prometheus_client`` counters, so whatever serves
    vLLM's serves ours: also with several API servers, of which only the first counts.
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
+from nwor_ops.manager import State
 from nwor_ops.stats import EngineStats, Stats
 from nwor_ops.vllm import agreement, boards
 from nwor_ops.vllm.boards import Board
@@ -118,6 +118,12 @@ class Publisher:
         self._host = _host_copy(self._counters)
         self._warm_up = _host_copy(self._counters)  # what the steps before the first request have counted
         self._warming_up: Callable[[], bool] | None = warming_up
+        self._steps = 0
+        self._copied = -float("inf")  # when
+        self._behind = False  # steps have ended since then
+        # Recorded after a step that was not copied.
+        self._counted = torch.cuda.Event() if self._counters.is_cuda else None
+        self._side: torch.cuda.Stream | None = None
         self._labels = board
         self._published: Board | None = None
         self._logger = logger
@@ -129,13 +135,44 @@ class Publisher:
         threading.Thread(target=self._run, name="nwor-publisher", daemon=True).start()
 
     def copy(self) -> None:
-        """After each step, on the stream that counted. Does not wait."""
+        """After each step, on the stream that counted. Does not wait, and mostly does nothing: as often as boards
+        are published is enough, and :meth:`flush` brings what the last step counted."""
+        self._steps += 1
         if self._warming_up is not None:
             if self._warming_up():
                 self._warm_up.copy_(self._counters, non_blocking=True)
                 return
             self._warming_up = None
-        self._host.copy_(self._counters, non_blocking=True)
+        now = time.monotonic()
+        self._behind = now - self._copied < boards.PERIOD / 2
+        if not self._behind:
+            self._copied = now
+            self._host.copy_(self._counters, non_blocking=True)
+        elif self._counted is not None:
+            self._counted.record()
+
+    def flush(self) -> None:
+        """Fetch what the last steps counted, if none has followed them for a while. In the thread. It may ask CUDA:
+        graphs are captured before the first request, and steps before that do not get here."""
+        session, steps = self._session(), self._steps
+        if not self._behind or session is None or time.monotonic() - self._copied < boards.PERIOD:
+            return
+        if self._counted is not None and not self._counted.query():
+            return
+        counters = self._fetch()
+        # A step that began meanwhile may have counted its drafts and not yet what became of them.
+        if steps == self._steps and session.manager is not None and session.manager.state is State.CLOSED:
+            self._host.copy_(counters)
+            self._behind = steps != self._steps
+
+    def _fetch(self) -> Tensor:
+        """The counters, on a stream that waits for no other."""
+        if not self._counters.is_cuda:
+            return self._counters.clone()
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._counters.device)
+        with torch.cuda.stream(self._side):
+            return self._counters.cpu()
 
     def publish(self) -> None:
         """Write the board if there is anything new: what the device had counted when its last copy arrived."""
@@ -170,6 +207,7 @@ class Publisher:
 
     def _run(self) -> None:
         while not self._stopped.wait(boards.PERIOD) and self._session() is not None:
+            self.flush()
             self.publish()
 
     def _board(self, session: Session, counters: Tensor) -> Board:

@@ -102,7 +102,16 @@ class RunnerKind:
 
             return run
 
-        return {**self.wrappers(runner, session, groups), "execute_model": closing, "sample_tokens": closing}
+        def whole(method: Callable[..., Any]) -> Callable[..., Any]:
+            return method
+
+        def closing_around(inner: Wrapper) -> Wrapper:
+            return lambda method: closing(inner(method))
+
+        wrappers = dict(self.wrappers(runner, session, groups))
+        for half in ("execute_model", "sample_tokens"):
+            wrappers[half] = closing_around(wrappers.get(half, whole))
+        return wrappers
 
 
 def _max_draft_tokens(runner: Any) -> int:

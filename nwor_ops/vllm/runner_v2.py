@@ -31,58 +31,59 @@ def _drafter_layers(runner: Any) -> set[str]:
     return names
 
 
-class _DraftCounts:
-    """Drafts up to and including each request, made of vLLM's count of logits: one more for each request."""
-
-    def __init__(self, max_num_requests: int, device: torch.device) -> None:
-        self._requests = torch.arange(1, max_num_requests + 1, dtype=torch.int32, device=device)
-        self._buffer = torch.empty_like(self._requests)
-
-    def of(self, input_batch: Any) -> Tensor:
-        num_requests = input_batch.num_reqs
-        logits = input_batch.cu_num_logits[1 : num_requests + 1]
-        return torch.sub(logits, self._requests[:num_requests], out=self._buffer[:num_requests])
-
-
 def _wrappers(runner: Any, session: Session, groups: list[str]) -> dict[str, Wrapper]:
-    draft_counts = _DraftCounts(runner.max_num_reqs, runner.device)
+    sampled: list[tuple[Tensor, Tensor]] = []  # of the open window, from sampling until the drafter is done
     slot_mappings = {group: _slot_mapping(runner, group) for group in groups}
 
     def step(input_batch: Any) -> Step:
         return Step(
             Window(
                 query_start_loc=input_batch.query_start_loc,
-                cu_num_draft_tokens=draft_counts.of(input_batch),
+                cu_num_draft_tokens=input_batch.cu_num_logits[1 : input_batch.num_reqs + 1],
                 slot_mappings=slot_mappings,
                 num_draft_tokens=input_batch.num_draft_tokens,
+                num_bonus_tokens=1,  # vLLM counts logits
             ),
             query_start_loc=input_batch.query_start_loc_np,
-            num_draft_tokens=input_batch.num_draft_tokens_per_req.tolist(),
+            num_draft_tokens=input_batch.num_draft_tokens_per_req,
         )
 
     def begin(prepare: Callable[..., Any]) -> Callable[..., Any]:
         def prepare_attn(input_batch: Any) -> Any:
             prepared = prepare(input_batch)
+            sampled.clear()
             if input_batch.num_draft_tokens > 0:
                 session.begin(step(input_batch))
             return prepared
 
         return prepare_attn
 
-    def commit(sample_batch: Callable[..., Any]) -> Callable[..., Any]:
+    def note(sample_batch: Callable[..., Any]) -> Callable[..., Any]:
         def sample(hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
             output = sample_batch(hidden_states, input_batch, grammar_output)
             if input_batch.num_draft_tokens > 0:
-                _, num_sampled, num_rejected = output
+                sampled.append(output[1:])
+            return output
+
+        return sample
+
+    # Behind the drafter, which neither reads nor writes the target's layers: the sampled tokens are on their way to
+    # the host by then, which needs them to go on with the next step.
+    def commit(sample: Callable[..., Any]) -> Callable[..., Any]:
+        @torch.inference_mode()
+        def sample_tokens(grammar_output: Any) -> Any:
+            output = sample(grammar_output)
+            if sampled:
+                num_sampled, num_rejected = sampled.pop()
                 session.commit(
                     lambda manager: manager.commit_rejected(num_rejected),
                     num_sampled=num_sampled.tolist,
                 )
             return output
 
-        return sample
+        return sample_tokens
 
-    return {"prepare_attn": begin, "sample": commit}
+    return {"prepare_attn": begin, "sample": note, "sample_tokens": commit}
 
 
 V2 = RunnerKind(

@@ -49,12 +49,12 @@ class Step:
     Attributes:
         window: device tensors for the manager.
         query_start_loc: the same on the host; for the audit, which copies it at begin.
-        num_draft_tokens: on the host, per request.
+        num_draft_tokens: on the host, per request; for the audit.
     """
 
     window: Window
     query_start_loc: Sequence[int]
-    num_draft_tokens: list[int]
+    num_draft_tokens: Sequence[int]
 
 
 class Session:
@@ -120,7 +120,7 @@ class Session:
         if self.audit is not None:
             starts = [int(start) for start in step.query_start_loc]
             slots = {group: mapping[: starts[-1]] for group, mapping in step.window.slot_mappings.items()}
-            self.audit.begin(starts, step.num_draft_tokens, slots)
+            self.audit.begin(starts, [int(number) for number in step.num_draft_tokens], slots)
         if self.manager is None:
             return
         drafts, rows = step.window.num_draft_tokens, self.manager.max_draft_tokens
@@ -150,7 +150,7 @@ class Session:
             layer.audited.write(key, value, kv_cache, slot_mapping, *rest)
 
     def commit(self, close: Callable[[DraftCommitManager], None], num_sampled: Callable[[], list[int]]) -> None:
-        """After sampling, before the drafter runs.
+        """After sampling, before the next forward.
 
         Args:
             close: commits the manager's window with what the sampler said.

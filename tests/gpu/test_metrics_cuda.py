@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nwor_ops import COUNTERS, Stats
+from nwor_ops.manager import State
 from nwor_ops.vllm import boards, metrics
 
 
@@ -25,6 +26,7 @@ class Session:
         self.manager = SimpleNamespace(
             buffers=SimpleNamespace(counters=self.counters),
             stats=lambda counters: Stats.read(counters, cancelled=0, abandoned=0),
+            state=State.CLOSED,
         )
 
 
@@ -59,9 +61,11 @@ def test_the_last_step_arrives_and_nobody_waits(path: Path) -> None:
 
 
 def test_a_capture_is_not_disturbed(path: Path) -> None:
-    """In CUDA's strictest mode, which forbids other threads what could wait for the device."""
-    session = Session()
-    publisher = metrics.Publisher(session, boards.Board("worker", "i", 0, "tiny", {}), path, logging.getLogger())
+    """In CUDA's strictest mode, which forbids other threads what could wait for the device. vLLM captures before the
+    first request, with made-up steps between."""
+    session, board = Session(), boards.Board("worker", "i", 0, "tiny", {})
+    warming_up = [True]
+    publisher = metrics.Publisher(session, board, path, logging.getLogger(), lambda: warming_up[0])
     session.counters += 1
     session.after_step()
     x, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
@@ -71,5 +75,9 @@ def test_a_capture_is_not_disturbed(path: Path) -> None:
             time.sleep(0.002)  # the publisher looks meanwhile
     graph.replay()
     assert x.sum().item() == 400
-    assert _published(path, 1) == 1
+    warming_up[0] = False
+    for _ in range(20):
+        session.counters += 1
+        session.after_step()
+    assert _published(path, 20) == 20
     publisher.stop()

@@ -32,6 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import nwor_ops
 from nwor_ops import COUNTERS, Stats
 from nwor_ops.config import NworConfig
+from nwor_ops.manager import State
 from nwor_ops.vllm import boards, metrics
 from nwor_ops.vllm.agreement import Agreement, SchedulerWatch, wrap_scheduler_module
 from nwor_ops.vllm.boards import Board
@@ -547,6 +548,7 @@ class Session:
         self.manager = SimpleNamespace(
             buffers=SimpleNamespace(counters=self.counters),
             stats=lambda counters: Stats.read(counters, cancelled=0, abandoned=0),
+            state=State.CLOSED,
         )
 
     def step(self, *counted: int) -> None:
@@ -565,7 +567,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "boards"
 
 
-def test_publisher_leaves_out_the_warm_up(folder: Path) -> None:
+def test_publisher_leaves_out_the_warm_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session, warming_up = Session(), [True, True, False]
     path = boards.new_path("worker", "i", 0)
     publisher = metrics.Publisher(session, LABELS, path, logging.getLogger(), lambda: warming_up.pop(0))
@@ -575,6 +577,18 @@ def test_publisher_leaves_out_the_warm_up(folder: Path) -> None:
         assert boards.read()[path].counts["windows"] == 0
     session.step(1, 4, 1, 3, 0)
     session.step(1, 3, 1, 2, 1)
+    publisher.publish()
+    assert boards.read()[path].counts["windows"] == 1  # a step that follows soon is not copied by itself
+    publisher.flush()
+    publisher.publish()
+    assert boards.read()[path].counts["windows"] == 1  # nor fetched, while others may follow
+    monkeypatch.setattr(boards, "PERIOD", 0)
+    session.manager.state = State.OPEN
+    publisher.flush()
+    publisher.publish()
+    assert boards.read()[path].counts["windows"] == 1  # nor in the middle of a window
+    session.manager.state = State.CLOSED
+    publisher.flush()
     publisher.publish()
     board = boards.read()[path]
     assert board.counts == {

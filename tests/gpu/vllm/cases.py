@@ -209,11 +209,6 @@ CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 REFUSALS = [
     Refusal("refused-connector", "(?i)connector", _engine(graphs="eager", kv_transfer_config=CONNECTOR)),
     Refusal("refused-connector-v1", "(?i)connector", _engine(graphs="eager", kv_transfer_config=CONNECTOR), V1),
-    Refusal(
-        "refused-turboquant",
-        "(?i)turboquant|back ?end",
-        _engine("TURBOQUANT", graphs="eager", kv_cache_dtype="turboquant_k8v4"),
-    ),
 ]
 # Asked to go on without it instead.
 WARNED = Refusal("warned-connector", "not active", REFUSALS[0].engine, nwor={"on_unsupported": "vanilla"})

@@ -28,15 +28,19 @@ NOT_FOR_SERVERS = ("model", "skip_tokenizer_init", "disable_log_stats", "enable_
 def _arguments(engines: Any, port: int) -> list[str]:
     settings = {name: value for name, value in ENGINE.items() if name not in NOT_FOR_SERVERS}
     settings |= {
-        "model": engines.models["llama"],
         "port": port,
         "host": "127.0.0.1",
         "served_model_name": "tiny",
-        "attention_config": json.dumps({"backend": "FLASH_ATTN"}),
-        "speculative_config": json.dumps(NGRAM),
-        "additional_config": json.dumps({"nwor": {"mode": "cow", "audit": True}}),
+        "attention_config": {"backend": "FLASH_ATTN"},
+        "speculative_config": NGRAM,
+        "additional_config": {"nwor": {"mode": "cow", "audit": True}},
     }
-    return [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+    def as_text(value: Any) -> str:
+        return json.dumps(value) if isinstance(value, dict) else str(value)
+
+    options = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", as_text(value))]
+    return [engines.models["llama"], *options]
 
 
 def _get(url: str, body: dict[str, Any] | None = None) -> str:
