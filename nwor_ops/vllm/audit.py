@@ -12,7 +12,7 @@ which a CUDA graph captures with the rest, so that a replay is audited like an e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -100,6 +100,9 @@ class _Step:
     num_draft_tokens: list[int]
     slot_mappings: dict[str, Tensor]
     before: dict[int, torch.UntypedStorage]
+    # Where the drafter runs before the commit: what it found, then what it changed and left there.
+    sampled: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    drafted: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -175,7 +178,7 @@ class CacheAudit:
             query_start_loc,
             num_draft_tokens,
             {group: slots.cpu().clone() for group, slots in slot_mappings.items()},
-            {address: storage.clone() for address, storage in self._storages().items()},
+            self._copies(),
         )
         for recorder in self._recorders.values():
             recorder.slot_mapping.fill_(-1)
@@ -188,6 +191,20 @@ class CacheAudit:
         if name not in self._recorders:
             self._recorders[name] = _Recorder(self._max_num_tokens, key, value)
         self._recorders[name].record(key, value, slot_mapping, token_offset, rest)
+
+    def sampled(self) -> None:
+        """Before the drafter, if it runs before the commit: its layers may lie in the same storage."""
+        if self._step is not None:
+            self._step.sampled = self._copies()
+
+    def drafted(self) -> None:
+        """Behind the drafter, before the commit: what the drafter wrote must stay."""
+        if self._step is None:
+            return
+        for address, found in self._step.sampled.items():
+            left = _bytes_of(self._storages()[address])
+            changed = left != _bytes_of(found)
+            self._step.drafted[address] = changed, left[changed]
 
     def commit(self, num_sampled: list[int] | None, enforce: bool) -> None:
         """After commit: compare.
@@ -239,6 +256,9 @@ class CacheAudit:
         storages = (layer.kv_cache.untyped_storage() for layer in self._layers.values())
         return {storage.data_ptr(): storage for storage in storages}
 
+    def _copies(self) -> dict[int, torch.UntypedStorage]:
+        return {address: storage.clone() for address, storage in self._storages().items()}
+
     def _make_expected(self, step: _Step, rejected_slots: dict[str, list[int]]) -> None:
         """Turn the image of before the step into what should be there after it."""
         for name, recorder in self._recorders.items():
@@ -248,6 +268,8 @@ class CacheAudit:
             kept = torch.where(torch.isin(slots, rejected), -1, slots)
             image = step.before[layer.kv_cache.untyped_storage().data_ptr()]
             layer.write(recorder.key, recorder.value, same_place(layer.kv_cache, image), kept, *recorder.rest)
+        for address, (changed, left) in step.drafted.items():
+            _bytes_of(step.before[address])[changed] = left
         self._totals.rows_checked += sum(layer.planes(layer.kv_cache).num_slots for layer in self._layers.values())
 
     def _stale_slots(self, step: _Step, rejected_slots: dict[str, list[int]], enforce: bool) -> dict[str, list[int]]:

@@ -63,6 +63,7 @@ def _wrappers(runner: Any, session: Session, groups: list[str]) -> dict[str, Wra
             output = sample_batch(hidden_states, input_batch, grammar_output)
             if input_batch.num_draft_tokens > 0:
                 sampled.append(output[1:])
+                session.sampled()
             return output
 
         return sample

@@ -149,6 +149,11 @@ class Session:
         if not in_window or not self._write_in_window(layer, key, value, kv_cache, slot_mapping):
             layer.audited.write(key, value, kv_cache, slot_mapping, *rest)
 
+    def sampled(self) -> None:
+        """After sampling, where the drafter runs before the commit."""
+        if self.audit is not None:
+            self.audit.sampled()
+
     def commit(self, close: Callable[[DraftCommitManager], None], num_sampled: Callable[[], list[int]]) -> None:
         """After sampling, before the next forward.
 
@@ -158,6 +163,8 @@ class Session:
         """
         step, self._step = self._step, None
         committed = False
+        if self.audit is not None:
+            self.audit.drafted()
         if step is not None:
             assert self.manager is not None
             try:

@@ -76,7 +76,7 @@ def test_plan_of_a_later_micro_batch(device, offset, tokens):
     """A micro-batch's slot mapping is sliced: global token positions must not index it."""
     arguments = twin(plan_arguments(tokens=tokens, token_offset=offset), device)
     ops.plan_window(*arguments)
-    _, _, _, log_rows, row_slots, row_requests, row_positions, _, _ = arguments
+    _, _, _, log_rows, row_slots, row_requests, row_positions, *_ = arguments
     drafts = [1, 2, 3, 6, 7, 8]  # tokens of the batch
     here = [offset <= token < offset + tokens for token in drafts]
     slots = [100 + token - offset if inside else -1 for token, inside in zip(drafts, here, strict=True)]

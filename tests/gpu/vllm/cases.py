@@ -145,7 +145,7 @@ def _caches() -> Iterator[Case]:
     )
     yield _case("flash-fp8", kv_cache_dtype="fp8")
     yield _case("flash-fp8_e4m3-eagle", method="eagle", kv_cache_dtype="fp8_e4m3")
-    for dtype in ("fp8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"):
+    for dtype in ("fp8", "fp8_per_token_head", "int8_per_token_head"):
         yield _case(f"triton-{dtype}", backend="TRITON_ATTN", kv_cache_dtype=dtype)
     yield _case("v1-flash-fp8", V1, kv_cache_dtype="fp8")
     yield _case("v1-triton-fp8_per_token_head", V1, backend="TRITON_ATTN", kv_cache_dtype="fp8_per_token_head")
@@ -208,6 +208,11 @@ class Refusal:
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 REFUSALS = [
     Refusal("refused-connector", "(?i)connector", _engine(graphs="eager", kv_transfer_config=CONNECTOR)),
+    Refusal(
+        "refused-int4",
+        "int4_per_token_head",
+        _engine("TRITON_ATTN", graphs="eager", kv_cache_dtype="int4_per_token_head"),
+    ),
     Refusal("refused-connector-v1", "(?i)connector", _engine(graphs="eager", kv_transfer_config=CONNECTOR), V1),
 ]
 # Asked to go on without it instead.
