@@ -184,6 +184,8 @@ class Session:
             if self.audit is not None:
                 self.audit.drop()
             return
+        if self.audit is not None:
+            self.audit.drafted()
         try:
             self.manager.cancel()
         except Exception as error:
