@@ -1,6 +1,6 @@
 """The H200's figures as one picture, drawn from the results: docs/h200.png.
 
-    python benchmarks/picture.py
+python benchmarks/picture.py
 """
 
 from __future__ import annotations
