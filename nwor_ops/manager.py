@@ -294,16 +294,17 @@ class DraftCommitManager:
                 f"begin: window must have at most {self.max_num_requests} requests (max_num_requests), got "
                 f"{window.cu_num_draft_tokens.shape[0]}"
             )
-        missing = [group for group in self._groups if group not in window.slot_mappings]
-        if missing:
+        try:
+            slot_mappings = [window.slot_mappings[group] for group in self._groups]
+        except KeyError as missing:
             raise ValueError(
                 f"begin: window.slot_mappings must have a slot mapping for each group, got none for {missing}"
-            )
+            ) from None
         buffers = self.buffers
         ops.plan_window(
             window.query_start_loc,
             window.cu_num_draft_tokens,
-            [window.slot_mappings[group] for group in self._groups],
+            slot_mappings,
             buffers.log_rows,
             buffers.row_slots,
             buffers.row_requests,

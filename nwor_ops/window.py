@@ -8,7 +8,7 @@ CUDA graph captured once reads the values of every later step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from torch import Tensor
 from nwor_ops import ops
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """One verification step, as the engine knows it. All tensors are on the manager's device.
 
     Args:

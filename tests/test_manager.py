@@ -236,7 +236,7 @@ TOO_MUCH = {
     ),
     "a group without slots": (
         Window(int32(0, 6), int32(1), {"other": torch.arange(6)}, 1),
-        r"slot_mappings must have a slot mapping for each group, got none for \['default'\]",
+        r"slot_mappings must have a slot mapping for each group, got none for 'default'",
     ),
     "more drafts than tokens": (
         Window(int32(0, 2), int32(3), {"default": torch.arange(6)}, 3),
@@ -264,7 +264,7 @@ def test_refused(window, sentence):
 @pytest.mark.parametrize("tensor", ["query_start_loc", "cu_num_draft_tokens", "slot_mappings"])
 def test_wrong_dtypes(tensor):
     manager = allocated_manager()
-    arguments = vars(small_window())
+    arguments = small_window()._asdict()
     wrong = {"default": torch.arange(4).int()} if tensor == "slot_mappings" else arguments[tensor].long()
     with pytest.raises(TypeError, match=tensor):
         manager.begin(Window(**(arguments | {tensor: wrong})))
@@ -353,7 +353,7 @@ def test_padded_tokens_and_requests(end):
 def test_an_upper_bound_of_the_drafts_is_enough():
     transactions = Transactions()
     batch = transactions.batch(MIXED)
-    bound = Window(*list(vars(batch.window).values())[:3], num_draft_tokens=16)
+    bound = Window(*batch.window[:3], num_draft_tokens=16)
     transactions.manager.begin(bound)
     transactions.forward(batch, batch.rejected)
     commit(transactions, batch)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -42,8 +42,7 @@ class TargetLayer:
     scales: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One forward of the target model, as its runner describes it.
 
     Attributes:
