@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -51,8 +52,12 @@ def main() -> int:
 
 
 def _without_paths(entry: dict) -> dict:
-    """Folders of one machine say nothing elsewhere."""
-    return {name: value for name, value in entry.items() if name not in ("why", "error") or value is None}
+    """The first line of what went wrong, without the folders of one machine."""
+    found = dict(entry)
+    for name in ("why", "error"):
+        if found.get(name):
+            found[name] = re.sub(r"/\S+", "...", found[name].splitlines()[0])[:300]
+    return found
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The audit: after every step the whole cache is compared, byte for byte, with what it should hold.
+"""The audit: after every step with drafts the whole cache is compared, byte for byte, with what it should hold.
+(With vLLM's V1 runner after every step.)
 
 What it should hold is made by vLLM itself: the cache as it was before the step, written by the
 layer's own, unwrapped writer with this step's keys and values, at the slots of prompt, target and
@@ -198,13 +199,27 @@ class CacheAudit:
             self._step.sampled = self._copies()
 
     def drafted(self) -> None:
-        """Behind the drafter, before the commit: what the drafter wrote must stay."""
-        if self._step is None:
+        """Behind the drafter, before the commit: what the drafter wrote must stay.
+
+        Raises:
+            AuditError: it wrote where a target layer has a token of this step.
+        """
+        step = self._step
+        if step is None:
             return
-        for address, found in self._step.sampled.items():
+        for address, found in step.sampled.items():
             left = _bytes_of(self._storages()[address])
             changed = left != _bytes_of(found)
-            self._step.drafted[address] = changed, left[changed]
+            step.drafted[address] = changed, left[changed]
+            if not changed.any():
+                continue
+            for layer in self._layers_in(address):
+                if slots := self._changed_slots(changed.cpu(), layer, _slots(step.slot_mappings[layer.group])):
+                    tokens = _listed(sorted(slots), step.slot_mappings[layer.group])
+                    raise AuditError(
+                        f"nwor audit, step {self._totals.steps}: between sampling and commit somebody wrote to layer "
+                        f"{layer.name}, slots {tokens}"
+                    )
 
     def commit(self, num_sampled: list[int] | None, enforce: bool) -> None:
         """After commit: compare.
@@ -256,6 +271,9 @@ class CacheAudit:
         storages = (layer.kv_cache.untyped_storage() for layer in self._layers.values())
         return {storage.data_ptr(): storage for storage in storages}
 
+    def _layers_in(self, address: int) -> list[AuditedLayer]:
+        return [la for la in self._layers.values() if la.kv_cache.untyped_storage().data_ptr() == address]
+
     def _copies(self) -> dict[int, torch.UntypedStorage]:
         return {address: storage.clone() for address, storage in self._storages().items()}
 
@@ -280,7 +298,7 @@ class CacheAudit:
             differs = (_bytes_of(storage) != _bytes_of(step.before[address])).cpu()
             if not differs.any():
                 continue
-            layers = [la for la in self._layers.values() if la.kv_cache.untyped_storage().data_ptr() == address]
+            layers = self._layers_in(address)
             explained = torch.UntypedStorage(storage.nbytes())
             _bytes_of(explained).zero_()
             for layer in layers:

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
-from nwor_ops.manager import State
 from nwor_ops.stats import EngineStats, Stats
 from nwor_ops.vllm import agreement, boards
 from nwor_ops.vllm.boards import Board
@@ -81,7 +80,9 @@ def start(runner: Any, session: Session, logger: Any) -> None:
     if session.manager is None or path is None or get_tensor_model_parallel_rank() != 0:
         return
     board = Board("worker", str(config.instance_id), engine, str(config.model_config.served_model_name), {})
-    _publishers[session] = Publisher(session, board, path, logger, warming_up=lambda: _warming_up(runner))
+    # Whatever the publisher's thread held would live as long as the engine's process.
+    runner_of = weakref.ref(runner)
+    _publishers[session] = Publisher(session, board, path, logger, warming_up=lambda: _warming_up(runner_of()))
 
 
 def stop(session: Session) -> None:
@@ -118,7 +119,7 @@ class Publisher:
         self._host = _host_copy(self._counters)
         self._warm_up = _host_copy(self._counters)  # what the steps before the first request have counted
         self._warming_up: Callable[[], bool] | None = warming_up
-        self._steps = 0
+        self._ended = 0  # windows begun when the last step ended
         self._copied = -float("inf")  # when
         self._behind = False  # steps have ended since then
         # Recorded after a step that was not copied.
@@ -137,7 +138,8 @@ class Publisher:
     def copy(self) -> None:
         """After each step, on the stream that counted. Does not wait, and mostly does nothing: as often as boards
         are published is enough, and :meth:`flush` brings what the last step counted."""
-        self._steps += 1
+        session = self._session()
+        self._ended = session.begun if session is not None else 0
         if self._warming_up is not None:
             if self._warming_up():
                 self._warm_up.copy_(self._counters, non_blocking=True)
@@ -154,16 +156,21 @@ class Publisher:
     def flush(self) -> None:
         """Fetch what the last steps counted, if none has followed them for a while. In the thread. It may ask CUDA:
         graphs are captured before the first request, and steps before that do not get here."""
-        session, steps = self._session(), self._steps
-        if not self._behind or session is None or time.monotonic() - self._copied < boards.PERIOD:
+        session, ended = self._session(), self._ended
+        if (
+            not self._behind
+            or session is None
+            or session.begun != ended
+            or time.monotonic() - self._copied < boards.PERIOD
+        ):
             return
         if self._counted is not None and not self._counted.query():
             return
         counters = self._fetch()
         # A step that began meanwhile may have counted its drafts and not yet what became of them.
-        if steps == self._steps and session.manager is not None and session.manager.state is State.CLOSED:
+        if session.begun == ended:
+            self._behind = False
             self._host.copy_(counters)
-            self._behind = steps != self._steps
 
     def _fetch(self) -> Tensor:
         """The counters, on a stream that waits for no other."""

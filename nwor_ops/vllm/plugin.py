@@ -31,7 +31,7 @@ from nwor_ops.vllm.runner import log_bytes
 from nwor_ops.vllm.runner_v1 import V1
 from nwor_ops.vllm.runner_v2 import V2
 from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.support import SUPPORTED_VERSIONS, Unsupported, version_problem
+from nwor_ops.vllm.support import SUPPORTED_VERSIONS, Unsupported, check_engine, version_problem
 
 RUNNERS = {kind.module: kind for kind in (V1, V2)}
 _WRAPPED = "_nwor_wrapped"
@@ -112,7 +112,9 @@ def _wrap_runner_module(module: ModuleType) -> None:
 
     setattr(initialize_kv_cache, _WRAPPED, True)
     runner_class.initialize_kv_cache = initialize_kv_cache  # type: ignore[union-attr]
-    measure = runner_class.profile_run  # type: ignore[union-attr]
+    measure = getattr(runner_class, "profile_run", None)
+    if measure is None:
+        return  # found out, and said, by the check of the hooks
 
     @functools.wraps(measure)
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,6 +129,11 @@ def _room_for_log(runner: Any) -> Iterator[None]:
     """While vLLM measures what a forward takes, to size its cache by the rest: hold as much as the log will."""
     config = NworConfig.load(runner.vllm_config.additional_config)
     if config.mode != "cow" or runner.speculative_config is None or runner.device.type != "cuda":
+        yield
+        return
+    try:
+        check_engine(runner.vllm_config, runner.device.type)
+    except Unsupported:  # said once the cache is bound
         yield
         return
     room = torch.empty(log_bytes(runner), dtype=torch.uint8, device=runner.device)

@@ -97,7 +97,7 @@ class RunnerKind:
                 try:
                     return half(*args, **kwargs)
                 except BaseException:
-                    session.close_interrupted()
+                    session.after_failure(session.close_interrupted)
                     raise
 
             return run

@@ -82,6 +82,8 @@ V1 = RunnerKind(
         Hook(_MODULE, "GPUModelRunner._sample", ("logits", "spec_decode_metadata")),
         Hook(_MODULE, "GPUModelRunner.execute_model", ("scheduler_output", "intermediate_tensors")),
         Hook(_MODULE, "GPUModelRunner.sample_tokens", ("grammar_output",)),
+        Hook(_MODULE, "GPUModelRunner.profile_run", ("randomize_inputs",)),
+        Hook(_MODULE, "GPUModelRunner.get_kv_cache_spec", ()),
         Hook(
             "vllm.v1.spec_decode.metadata",
             "SpecDecodeMetadata",

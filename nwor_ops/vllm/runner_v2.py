@@ -70,16 +70,21 @@ def _wrappers(runner: Any, session: Session, groups: list[str]) -> dict[str, Wra
 
     # Behind the drafter, which neither reads nor writes the target's layers: the sampled tokens are on their way to
     # the host by then, which needs them to go on with the next step.
+    def commit_sampled() -> None:
+        if sampled:
+            num_sampled, num_rejected = sampled.pop()
+            session.commit(lambda manager: manager.commit_rejected(num_rejected), num_sampled=num_sampled.tolist)
+
     def commit(sample: Callable[..., Any]) -> Callable[..., Any]:
         @torch.inference_mode()
         def sample_tokens(grammar_output: Any) -> Any:
-            output = sample(grammar_output)
-            if sampled:
-                num_sampled, num_rejected = sampled.pop()
-                session.commit(
-                    lambda manager: manager.commit_rejected(num_rejected),
-                    num_sampled=num_sampled.tolist,
-                )
+            try:
+                output = sample(grammar_output)
+            except BaseException:
+                # vLLM has counted the accepted drafts already: they stay, whatever became of the drafter.
+                session.after_failure(commit_sampled)
+                raise
+            commit_sampled()
             return output
 
         return sample_tokens
@@ -112,6 +117,8 @@ V2 = RunnerKind(
             ),
         ),
         Hook(_MODULE, "GPUModelRunner.sample_tokens", ("grammar_output",)),
+        Hook(_MODULE, "GPUModelRunner.profile_run", ("randomize_inputs",)),
+        Hook(_MODULE, "GPUModelRunner.get_kv_cache_spec", ()),
     ),
     drafter_layers=_drafter_layers,
     slot_mapping=_slot_mapping,

@@ -83,6 +83,7 @@ class Session:
         self._addresses = {name: layer.audited.kv_cache.data_ptr() for name, layer in self._layers.items()}
         self._logger = logger
         self._step: Step | None = None
+        self.begun = 0  # windows, counted before the device counts them
         self._slot_mappings = slot_mappings
         max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
         self.vanilla_steps: Counter[str] = Counter()
@@ -126,6 +127,7 @@ class Session:
         if drafts is not None and drafts > rows:  # not a fault of anybody's: the step is plain vLLM's, strict or not
             self._count("more drafts than log rows", f"{drafts} drafts, {rows} rows; this step runs without an undo")
             return
+        self.begun += 1
         try:
             self.manager.begin(step.window)
         except Exception as error:
@@ -175,6 +177,13 @@ class Session:
             self.audit.commit(num_sampled(), enforce=committed)
         if self.after_step is not None:
             self.after_step()
+
+    def after_failure(self, close: Callable[[], None]) -> None:
+        """Close the window of a step that failed. It is that failure which goes up, not one of closing."""
+        try:
+            close()
+        except Exception:
+            self._logger.exception("nwor: closing the window of a step that failed")
 
     def close_interrupted(self) -> None:
         """A window that is still open belongs to a step that failed: undo every draft it wrote."""

@@ -15,7 +15,7 @@ from typing import Any
 
 SUPPORTED_VERSIONS = ("0.32", "0.33")
 # Ways to draft, by the device of the target model.
-TRIED_METHODS = {"cpu": ("ngram", "draft_model"), "cuda": ("ngram", "ngram_gpu", "draft_model", "eagle", "eagle3")}
+TRIED_METHODS = {"cpu": ("ngram", "draft_model"), "cuda": ("ngram", "draft_model", "eagle")}
 # A pass of vLLM's compiler that replaces the writer of MLA layers by a kernel that also rotates the key. Its
 # sisters for other layers exist for ROCm alone.
 FUSED_MLA_WRITER = "fuse_rope_kvcache_cat_mla"
@@ -78,6 +78,7 @@ def check_engine(vllm_config: Any, device_type: str) -> None:
         f"speculation by {speculation.method}: on {device_type} only {', '.join(tried)} have been tried": (
             speculation.method not in tried
         ),
+        "adaptive verification: it has not been tried": getattr(speculation, "enable_adaptive_verification", False),
         "data parallelism: it has not been tried": parallel.data_parallel_size > 1,
         "dual batch overlap: it has not been tried": getattr(parallel, "use_ubatching", False),
         "pipeline parallelism: only the last stage learns in time which drafts were accepted": (

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from nwor_ops import COUNTERS, Stats
-from nwor_ops.manager import State
 from nwor_ops.vllm import boards, metrics
 
 
@@ -23,10 +22,10 @@ class Session:
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device="cuda")
         self.vanilla_steps: Counter[str] = Counter()
         self.after_step = None
+        self.begun = 0
         self.manager = SimpleNamespace(
             buffers=SimpleNamespace(counters=self.counters),
             stats=lambda counters: Stats.read(counters, cancelled=0, abandoned=0),
-            state=State.CLOSED,
         )
 
 

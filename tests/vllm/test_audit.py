@@ -71,6 +71,16 @@ def test_an_undo_that_reaches_into_the_drafters_layer_is_found(block: int) -> No
         step.compare()
 
 
+@pytest.mark.parametrize("slot", [1, 2])
+def test_a_drafter_that_writes_to_the_target_is_found(slot: int) -> None:
+    """To an accepted draft's row, and to a rejected one's."""
+    step = Step()
+    step.audit.sampled()
+    step.target[0, slot] = 7
+    with pytest.raises(AuditError, match=f"wrote to layer target, slots {slot} "):
+        step.audit.drafted()
+
+
 def test_a_drafter_that_the_audit_was_not_told_of_is_found() -> None:
     """A write between sampling and commit that is nobody's."""
     step = Step()

@@ -1,0 +1,111 @@
+"""The V2 runner's wrappers around a runner that does what vLLM's does in the same order. (vLLM's CPU engine has V1
+alone; the real one is in tests/gpu/vllm.)"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from nwor_ops.cache import LayerCache
+from nwor_ops.config import NworConfig
+from nwor_ops.vllm.audit import AuditedLayer
+from nwor_ops.vllm.runner_v2 import V2
+from nwor_ops.vllm.session import Session, TargetLayer
+
+BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 4, 4, 2, 8
+# One request: a token and two drafts, of which the first is accepted.
+BATCH = SimpleNamespace(
+    query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
+    cu_num_logits=torch.tensor([0, 3], dtype=torch.int32),
+    num_reqs=1,
+    num_draft_tokens=2,
+    query_start_loc_np=numpy.array([0, 3]),
+    num_draft_tokens_per_req=numpy.array([2]),
+)
+
+
+class Runner:
+    def __init__(self, audit: bool) -> None:
+        self.kv_cache = torch.zeros(BLOCKS, BLOCK_SIZE, HEADS, 2 * WIDTH)
+        self.slots = torch.full((1, 16), -1, dtype=torch.int64)
+        self.block_tables = SimpleNamespace(slot_mappings=self.slots)
+        self.failure: BaseException | None = None
+        layer = TargetLayer(AuditedLayer("target", "0", self.kv_cache, LayerCache.packed, self.write), fused=True)
+        config = NworConfig.load({"nwor": {"mode": "cow", "audit": audit}}, {})
+        self.session = Session(config, [layer], {"0": self.slots[0]}, 4, 8, logging.getLogger("nwor"))
+        for name, wrapper in V2._all_wrappers(self, self.session, ["0"]).items():
+            setattr(self, name, wrapper(getattr(self, name)))
+
+    @staticmethod
+    def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot >= 0:
+                kv_cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = torch.cat((key[token], value[token]), -1)
+
+    def prepare_attn(self, input_batch: Any) -> None:
+        self.slots[0, :3] = torch.arange(3)
+
+    def execute_model(self) -> None:
+        self.prepare_attn(BATCH)
+        rows = torch.ones(3, HEADS, WIDTH)
+        self.session.write("target", rows, rows, self.kv_cache, self.slots[0, :3])
+
+    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> tuple[None, Tensor, Tensor]:
+        return None, torch.tensor([2], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+
+    def sample_tokens(self, grammar_output: Any) -> str:
+        self.sample(None, BATCH, None)
+        self.slots.fill_(9)  # the drafter uses the buffer for its own
+        if self.failure is not None:
+            raise self.failure
+        return "output"
+
+    def written(self) -> list[bool]:
+        return self.kv_cache.flatten(0, 1).flatten(1).any(-1)[:3].tolist()
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_accepted_drafts_stay_and_rejected_ones_go(audit: bool) -> None:
+    runner = Runner(audit)
+    runner.execute_model()
+    assert runner.written() == [True, True, True]
+    assert runner.sample_tokens(None) == "output"
+    assert runner.written() == [True, True, False]
+    stats = runner.session.stats()
+    assert (stats.drafted, stats.accepted, stats.rejected, stats.cancelled) == (2, 1, 1, 0)
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_a_drafter_that_fails_takes_no_accepted_draft_with_it(audit: bool) -> None:
+    """vLLM has counted them by then."""
+    runner = Runner(audit)
+    runner.failure = ValueError("drafter")
+    runner.execute_model()
+    with pytest.raises(ValueError, match="drafter"):
+        runner.sample_tokens(None)
+    assert runner.written() == [True, True, False]
+    stats = runner.session.stats()
+    assert (stats.drafted, stats.accepted, stats.rejected, stats.cancelled) == (2, 1, 1, 0)
+
+
+def test_the_failure_of_the_step_is_the_one_that_is_seen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner(audit=False)
+    runner.failure = KeyboardInterrupt()
+    runner.execute_model()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(runner.session.manager, "commit_rejected", fail)
+    monkeypatch.setattr(runner.session.manager, "cancel", fail)
+    with pytest.raises(KeyboardInterrupt):
+        runner.sample_tokens(None)
+    assert "closing the window of a step that failed" in caplog.text
