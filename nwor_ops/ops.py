@@ -440,17 +440,5 @@ def reject_rows_from_rejected(
         raise _translated(error) from None
 
 
-# The family draft is declared and documented in a file of its own; it needs what stands above.
-from nwor_ops.ops_draft import (  # noqa: E402
-    compute_slot_mappings as compute_slot_mappings,
-    copy_expand_inputs as copy_expand_inputs,
-    dcp_local_seq_lens as dcp_local_seq_lens,
-    eagle_step as eagle_step,
-    extend_queries as extend_queries,
-    gumbel_sample as gumbel_sample,
-    prepare_decode_inputs as prepare_decode_inputs,
-    prepare_inputs_padded as prepare_inputs_padded,
-    prepare_next_token_padded as prepare_next_token_padded,
-    prepare_prefill_inputs as prepare_prefill_inputs,
-    update_draft_inputs as update_draft_inputs,
-)
+# The family draft is declared and documented in a file of its own, which needs what stands above.
+from nwor_ops.ops_draft import *  # noqa: E402, F403

@@ -72,6 +72,20 @@ SCHEMAS = {
         int cp_interleave=1) -> ()""",
 }
 
+__all__ = [
+    "compute_slot_mappings",
+    "copy_expand_inputs",
+    "dcp_local_seq_lens",
+    "eagle_step",
+    "extend_queries",
+    "gumbel_sample",
+    "prepare_decode_inputs",
+    "prepare_inputs_padded",
+    "prepare_next_token_padded",
+    "prepare_prefill_inputs",
+    "update_draft_inputs",
+]
+
 _base.declare(SCHEMAS)
 _ops = torch.ops.nwor
 
