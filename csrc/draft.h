@@ -6,8 +6,6 @@
 // mode.
 #pragma once
 
-#include <array>
-
 #include "check.h"
 
 namespace nwor {
@@ -59,6 +57,9 @@ struct Rows {
     Ids idx_mapping;  // without data where every row is real
     int64_t count;
 
+    NWOR_HOST_DEVICE bool is_real(int64_t row) const {
+        return row < count && (idx_mapping.data == nullptr || idx_mapping[row] >= 0);
+    }
     NWOR_HOST_DEVICE int64_t num_real() const {
         if (idx_mapping.data == nullptr) return count;
         int64_t low = 0, high = count;
@@ -77,6 +78,8 @@ struct Rows {
 // without tokens own none.
 NWOR_HOST_DEVICE inline int64_t row_of_token(const int32_t* starts, int64_t rows, int64_t token,
                                              int64_t growth = 0) {
+    // One token per row, as in every step but the first: no search.
+    if (token < rows && growth == 0 && starts[token] <= token && token < starts[token + 1]) return token;
     int64_t low = 0, high = rows;
     while (low < high) {
         const int64_t middle = (low + high) / 2;
@@ -416,10 +419,10 @@ NWOR_HOST_DEVICE inline Found problem_of_row(const DecodeArguments& a, int64_t r
     return problem_of_padding(a.rows, row);
 }
 
-NWOR_HOST_DEVICE inline void decode_row(const DecodeArguments& a, int64_t i, int64_t num_real) {
-    a.query_start_loc.set(i, least(i, num_real));
+NWOR_HOST_DEVICE inline void decode_row(const DecodeArguments& a, int64_t i) {
+    const bool real = a.rows.is_real(i);
+    a.query_start_loc.set(i, real ? i : a.rows.num_real());
     if (i >= a.seq_lens.length) return;
-    const bool real = i < num_real;
     a.input_ids[i] = real ? static_cast<int32_t>(a.first_drafts[i]) : 0;
     if (!real)
         a.positions[i] = 0;
@@ -536,14 +539,14 @@ inline UpdateArguments check_update(const Tensor& sampled, const Tensor& current
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const UpdateArguments& a, int64_t row) {
     if (const Found f = problem_of_padding(a.rows, row); f.problem != kNoProblem) return f;
-    if (row < a.rows.num_real() && (*a.step < 0 || *a.step >= a.draft_columns))
+    if (a.rows.is_real(row) && (*a.step < 0 || *a.step >= a.draft_columns))
         return {kStepOutside, row, *a.step, a.draft_columns};
     return {};
 }
 
 // All of a row but its hidden state.
-NWOR_HOST_DEVICE inline void update_row(const UpdateArguments& a, int64_t i, int64_t num_real) {
-    if (i >= num_real) return;
+NWOR_HOST_DEVICE inline void update_row(const UpdateArguments& a, int64_t i) {
+    if (!a.rows.is_real(i)) return;
     const int64_t step = *a.step, token = a.sampled[i];
     if (step < 0 || step >= a.draft_columns) return;
     MutableIds column = a.draft_tokens;
@@ -558,8 +561,8 @@ NWOR_HOST_DEVICE inline void update_row(const UpdateArguments& a, int64_t i, int
 }
 
 // Whether the hidden state of row i moves.
-NWOR_HOST_DEVICE inline bool moves_hidden(const UpdateArguments& a, int64_t i, int64_t num_real) {
-    return i < num_real && *a.step >= 0 && !a.is_last_step();
+NWOR_HOST_DEVICE inline bool moves_hidden(const UpdateArguments& a, int64_t i) {
+    return a.rows.is_real(i) && *a.step >= 0 && !a.is_last_step();
 }
 
 // ---------------------------------------------------------------- compute_slot_mappings
@@ -571,7 +574,7 @@ struct SlotArguments {
     Rows rows;
     const int32_t* starts;
     Vector<const int64_t> positions;
-    std::array<BlockTable, kMostTables> tables;
+    BlockTable tables[kMostTables];
     int64_t num_groups, capacity;
     int64_t* slots;
     int64_t slots_stride;

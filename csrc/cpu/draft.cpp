@@ -50,8 +50,7 @@ void prepare_decode_inputs(const Tensor& draft_tokens, const Tensor& target_seq_
         check_decode(draft_tokens, target_seq_lens, num_rejected, input_ids, positions, query_start_loc,
                      seq_lens, max_model_len, idx_mapping, sample_positions, advance_positions);
     check_rows(a, a.rows.count);
-    const int64_t num_real = a.rows.num_real();
-    for (int64_t i = 0; i < a.num_items(); ++i) decode_row(a, i, num_real);
+    for (int64_t i = 0; i < a.num_items(); ++i) decode_row(a, i);
 }
 
 void copy_hidden_row(const UpdateArguments& a, int64_t row) {
@@ -77,10 +76,9 @@ void update_draft_inputs(const Tensor& sampled, const Tensor& current_draft_step
         sampled, current_draft_step, draft_tokens, input_ids, positions, seq_lens, num_speculative_steps,
         max_model_len, idx_mapping, hidden_states, next_hidden_states, sample_positions, advance_positions);
     check_rows(a, a.rows.count);
-    const int64_t num_real = a.rows.num_real();
-    for (int64_t i = 0; i < num_real; ++i) {
-        if (a.width > 0 && moves_hidden(a, i, num_real)) copy_hidden_row(a, i);
-        update_row(a, i, num_real);
+    for (int64_t i = 0; i < a.rows.count; ++i) {
+        if (a.width > 0 && moves_hidden(a, i)) copy_hidden_row(a, i);
+        update_row(a, i);
     }
 }
 
