@@ -1001,14 +1001,14 @@ struct ExpandArguments {
     Vector<int64_t> positions;
     Vector<bool> is_rejected, is_masked;
     MutableIds new_indices;
-    MutableIds hidden_mapping;  // without data where not given
+    bool maps_hidden;
+    MutableIds hidden_mapping;  // where it does
     int64_t num_new, growth, max_position;
     int64_t padding_id, mask_id;
     bool shift;
 
     int64_t num_items() const {
-        return std::max({input_ids.length, new_indices.length,
-                         hidden_mapping.data == nullptr ? 0 : hidden_mapping.length});
+        return std::max({input_ids.length, new_indices.length, maps_hidden ? hidden_mapping.length : 0});
     }
     NWOR_HOST_DEVICE int64_t num_tokens(int64_t row) const { return int64_t{starts[row + 1]} - starts[row]; }
     // Target tokens that are copied.
@@ -1068,6 +1068,7 @@ inline ExpandArguments check_expand(const Tensor& target_input_ids, const Tensor
             fail(op, "hidden_state_mapping must be None without shift_input_ids, got ",
                  describe(*hidden_state_mapping));
         outputs.push_back({op, "hidden_state_mapping", *hidden_state_mapping});
+        a.maps_hidden = true;
         a.hidden_mapping = mutable_ids_view(outputs.back(), 0, "[num_tokens]");
     }
     check_placement(op, inputs, outputs);
@@ -1080,7 +1081,7 @@ NWOR_HOST_DEVICE inline Found problem_of_row(const ExpandArguments& a, int64_t r
     if (const Found f = problem_of_starts(a.starts, row); f.problem != kNoProblem) return f;
     const int64_t end = a.starts[row + 1], new_end = a.out_start(row + 1);
     if (end > a.num_target_tokens) return {kTokensPastTarget, row, end, a.num_target_tokens};
-    if (a.hidden_mapping.data != nullptr && end > a.hidden_mapping.length)
+    if (a.maps_hidden && end > a.hidden_mapping.length)
         return {kTokensPastCapacity, row, end, a.hidden_mapping.length};
     if (new_end > a.input_ids.length) return {kTokensPastCapacity, row, new_end, a.input_ids.length};
     if (a.by_state && a.rows.idx_mapping[row] >= a.next_tokens.length)
@@ -1118,7 +1119,7 @@ NWOR_HOST_DEVICE inline void expand_index(const ExpandArguments& a, int64_t i, i
         const bool has_tokens = row < num_real && a.num_tokens(row) > 0;
         a.new_indices.set(i, has_tokens ? a.out_start(row) + a.num_copied(row) + i % a.num_new : 0);
     }
-    if (a.hidden_mapping.data != nullptr && i < a.hidden_mapping.length) {
+    if (a.maps_hidden && i < a.hidden_mapping.length) {
         const int64_t row = row_of_token(a.starts, num_real, i);
         a.hidden_mapping.set(i, row < num_real ? i + row * a.growth : -1);
     }

@@ -433,10 +433,10 @@ __device__ void offer_argmax(BlockState& state, const Share<Format>& share) {
 // coarse(c) = -ln((c + 1) / 2^16). The noise is G = -ln(E), E = -ln(1 - u), and E lies between u and u / (1 -
 // u):
 //   G <= -ln u <= coarse + ln 2 (= 0.6931) for c > 0, and G < 34 = coarse(0) + 22.9 for c = 0;
-//   G >= coarse - ln(2 ln 2) (= 0.3267) for u <= 1/2, and G > -3.53 >= coarse - 4.23 for any u.
+//   G >= coarse - ln(2 ln 2) (= 0.3267) for u <= 1/2, G >= coarse - 3.53 for any u.
 // The constants below leave room for what floats round away; kRelativeError is for large scaled logits.
 constexpr float kAbove = 0.71f, kAboveZero = 23.0f;
-constexpr float kBelowTight = 0.33f, kBelow = 4.25f;
+constexpr float kBelowTight = 0.33f, kBelow = 3.6f;
 constexpr float kRelativeError = 1.0f / (1 << 20);
 constexpr float kLn2 = 0.693147181f;
 
