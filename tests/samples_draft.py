@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from layouts import surrounded
 from samples import flags, int32, int64, numbers
 from torch import Tensor
@@ -269,3 +270,20 @@ def draft_samples(op: str) -> list[tuple[Any, ...]]:
         ],
     }
     return samples[op]
+
+
+@st.composite
+def batches(draw):
+    """Starts, states, rejected and sampled tokens of some requests, then padded rows that hold nonsense."""
+    requests = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 6), st.integers(0, 2)), max_size=5))
+    starts = [0]
+    for tokens, _, _ in requests:
+        starts.append(starts[-1] + tokens)
+    padded = draw(st.integers(0, 2))
+    states = draw(st.permutations(range(5)))[: len(requests)]
+    return (
+        (*starts, *[-7] * padded),
+        (*states, *[PADDED] * padded),
+        tuple(rejected for _, rejected, _ in requests) + (9,) * padded,
+        tuple(sampled for _, _, sampled in requests) + (9,) * padded,
+    )

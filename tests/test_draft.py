@@ -15,6 +15,7 @@ from layouts import assert_same_as_oracle, memory, same_memory, surrounded, twin
 from samples import argument_names, flags, int32, int64, numbers, sample_inputs, with_arguments
 from samples_draft import (
     PADDED,
+    batches,
     decode_arguments,
     eagle_arguments,
     every_second,
@@ -245,23 +246,6 @@ def test_local_lens_of_all_ranks_add_up(interleave):
 
 
 # ---------------------------------------------------------------- any batch
-
-
-@st.composite
-def batches(draw):
-    """Starts, states, rejected and sampled tokens of some requests, then padded rows that hold nonsense."""
-    requests = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 6), st.integers(0, 2)), max_size=5))
-    starts = [0]
-    for tokens, _, _ in requests:
-        starts.append(starts[-1] + tokens)
-    padded = draw(st.integers(0, 2))
-    states = draw(st.permutations(range(5)))[: len(requests)]
-    return (
-        (*starts, *[-7] * padded),
-        (*states, *[PADDED] * padded),
-        tuple(rejected for _, rejected, _ in requests) + (9,) * padded,
-        tuple(sampled for _, _, sampled in requests) + (9,) * padded,
-    )
 
 
 @given(batches(), st.integers(0, 3))
