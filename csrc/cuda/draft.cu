@@ -498,7 +498,7 @@ __device__ void offer_noisy(BlockState& state, const Share<Format>& share, float
                 bounds_of_pair(share, key, reciprocal, v, e, both, even, odd);
                 if ((even == block_top && (both & 0x8000u) == 0) ||
                     (odd == block_top && (both & 0x80000000u) == 0))
-                    state.tight = 1;
+                    atomicMax(&state.tight, 1);
             }
         }
     }
