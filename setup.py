@@ -172,6 +172,7 @@ class BuildLibraries(build_ext):
         flags = [*COMMON, "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror=return-type"]
         # The stable ABI's headers are the same for every torch; its location is not ours to keep.
         flags += [f"-ffile-prefix-map={ROOT}=.", *self.includes()]
+        flags += ["-ffp-contract=off"]  # csrc/gumbel.h: the same bits as on CUDA
 
         def compile_one(source: str) -> str:
             target = str(self.scratch / (pathlib.Path(source).stem + ".o"))

@@ -18,6 +18,12 @@
 #include <string>
 #include <vector>
 
+#ifdef __CUDACC__
+#define NWOR_HOST_DEVICE __host__ __device__
+#else
+#define NWOR_HOST_DEVICE
+#endif
+
 namespace nwor {
 
 using torch::headeronly::ScalarType;
@@ -579,12 +585,6 @@ inline RestoreArguments check_restore(const std::vector<Tensor>& caches, const T
 }
 
 // ---------------------------------------------------------------- family accept
-
-#ifdef __CUDACC__
-#define NWOR_HOST_DEVICE __host__ __device__
-#else
-#define NWOR_HOST_DEVICE
-#endif
 
 // How many drafts the requests have, where `counts` holds the drafts up to and including each request, and
 // `num_bonus_tokens` more for each request.

@@ -2,6 +2,7 @@
 
 The schemas are declared here, once, through :mod:`torch.library`. The kernels live in
 ``csrc/cpu/FAMILY.cpp`` and ``csrc/cuda/FAMILY.cu``, the fake implementations in ``meta/FAMILY.py``.
+The family ``draft`` has a file of its own, :mod:`nwor_ops.ops_draft`, and is used from here all the same.
 ``torch.ops.nwor.NAME`` and the wrapper of the same name take the same arguments in the same order.
 The wrapper adds two things: it refuses tensors that require a gradient (these ops have none, and
 an in-place op without one would corrupt a backward pass in silence), and it raises ``TypeError``
@@ -59,8 +60,16 @@ SCHEMAS = {
 COUNTERS = ("windows", "drafted", "accepted", "rejected", "overflowed")
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-for _name, _schema in SCHEMAS.items():
-    _library.define(_name + " ".join(_schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def declare(schemas: dict[str, str]) -> None:
+    """Define the ops of one family; ``SCHEMAS`` holds all of them."""
+    for name, schema in schemas.items():
+        _library.define(name + " ".join(schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
+    SCHEMAS.update(schemas)
+
+
+declare(SCHEMAS)
 
 
 # The overload itself: calling through the packet looks it up again each time.
@@ -429,3 +438,7 @@ def reject_rows_from_rejected(
         )
     except ValueError as error:
         raise _translated(error) from None
+
+
+# The family draft is declared and documented in a file of its own, which needs what stands above.
+from nwor_ops.ops_draft import *  # noqa: E402, F403

@@ -8,7 +8,7 @@ import torch
 from layouts import Shape, make_amx_pages, make_pages, random_bytes, surrounded, twin
 from torch import Tensor
 
-from nwor_ops import ops
+from nwor_ops import ops, ops_draft
 
 SMALL = Shape(blocks=3, block_size=4, heads=4, key_width=8, value_width=8, layers=2)
 WIDE_VALUES = Shape(blocks=3, block_size=5, heads=2, key_width=16, value_width=24)
@@ -218,7 +218,8 @@ def plan_arguments(
 
 def sample_inputs(op: str, device: str = "cpu") -> list[tuple[Any, ...]]:
     """Arguments of `op`, each on memory of its own."""
-    return [twin(arguments, device) for arguments in _samples(op)]
+    samples = draft_samples(op) if op in ops_draft.SCHEMAS else _samples(op)
+    return [twin(arguments, device) for arguments in samples]
 
 
 def argument_names(op: str) -> list[str]:
@@ -269,3 +270,6 @@ def decided(
     cu = [sum(map(len, drafts[: q + 1])) for q in range(len(drafts))]
     flat = surrounded(torch.tensor([d for ids in drafts for d in ids], dtype=draft_dtype))
     return (flat, surrounded(torch.tensor(sampled, dtype=sampled_dtype)), int32(*cu)), accepted
+
+
+from samples_draft import draft_samples  # noqa: E402  (it makes its tensors with what stands above)

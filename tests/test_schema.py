@@ -50,7 +50,46 @@ nwor::reject_rows(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_nu
     Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0)
     -> ()
 nwor::reject_rows_from_rejected(Tensor num_rejected, Tensor cu_num_draft_tokens, Tensor(a!)
-    row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0) -> ()""")  # fmt: skip
+    row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0) -> ()
+nwor::prepare_prefill_inputs(Tensor target_input_ids, Tensor target_positions, Tensor
+    target_query_start_loc, Tensor target_seq_lens, Tensor idx_mapping, Tensor num_sampled, Tensor
+    num_rejected, Tensor last_sampled, Tensor next_prefill_tokens, Tensor(a!) input_ids, Tensor(b!)
+    positions, Tensor(c!) query_start_loc, Tensor(d!) seq_lens, Tensor(e!) last_token_indices,
+    Tensor(f!) current_draft_step) -> ()
+nwor::prepare_decode_inputs(Tensor draft_tokens, Tensor target_seq_lens, Tensor num_rejected,
+    Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) query_start_loc, Tensor(d!) seq_lens, int
+    max_model_len, Tensor? idx_mapping=None, Tensor(e!)? sample_positions=None, bool
+    advance_positions=True) -> ()
+nwor::update_draft_inputs(Tensor sampled, Tensor current_draft_step, Tensor(a!) draft_tokens,
+    Tensor(b!) input_ids, Tensor(c!) positions, Tensor(d!) seq_lens, int num_speculative_steps, int
+    max_model_len, Tensor? idx_mapping=None, Tensor? hidden_states=None, Tensor(e!)?
+    next_hidden_states=None, Tensor(f!)? sample_positions=None, bool advance_positions=True) -> ()
+nwor::compute_slot_mappings(Tensor idx_mapping, Tensor query_start_loc, Tensor positions, Tensor[]
+    block_tables, int[] block_sizes, Tensor(a!) slot_mappings, int cp_size=1, int cp_rank=0, int
+    cp_interleave=1, Tensor? cp_sharded=None) -> ()
+nwor::eagle_step(Tensor positions, Tensor block_table, Tensor(a!) seq_lens, Tensor(b!)
+    new_positions, Tensor(c!) slot_mapping, int block_size, int max_model_len) -> ()
+nwor::prepare_inputs_padded(Tensor cu_num_draft_tokens, Tensor valid_sampled_count, Tensor
+    query_start_loc, Tensor(a!) token_indices_to_sample, Tensor(b!) num_rejected, Tensor?
+    discarded=None) -> ()
+nwor::prepare_next_token_padded(Tensor sampled_token_ids, Tensor discarded, Tensor
+    backup_next_token_ids, Tensor(a!) next_token_ids, Tensor(b!) valid_sampled_count, int
+    vocab_size) -> ()
+nwor::gumbel_sample(Tensor logits, Tensor idx_mapping, Tensor temperature, Tensor seeds, Tensor
+    positions, Tensor step, Tensor(a!) sampled, Tensor(b!)? logits_cache=None, Tensor(c!)?
+    workspace=None) -> ()
+nwor::copy_expand_inputs(Tensor target_input_ids, Tensor target_positions, Tensor
+    target_query_start_loc, Tensor num_rejected, Tensor next_token_ids, Tensor(a!) input_ids,
+    Tensor(b!) positions, Tensor(c!) is_rejected, Tensor(d!) is_masked, Tensor(e!)
+    new_token_indices, int num_new_tokens=1, int padding_token_id=0, int mask_token_id=0, bool
+    shift_input_ids=False, int? max_model_len=None, Tensor? idx_mapping=None, Tensor(f!)?
+    hidden_state_mapping=None) -> ()
+nwor::extend_queries(Tensor target_query_start_loc, Tensor target_seq_lens, Tensor positions, Tensor
+    is_rejected, Tensor block_table, Tensor(a!) query_start_loc, Tensor(b!) seq_lens, Tensor(c!)
+    slot_mapping, int block_size, int max_model_len, int num_new_tokens=1, Tensor? idx_mapping=None)
+    -> ()
+nwor::dcp_local_seq_lens(Tensor seq_lens, Tensor(a!) local_seq_lens, int dcp_size, int dcp_rank, int
+    cp_interleave=1) -> ()""")  # fmt: skip
 
 
 def test_every_op_is_documented_and_exported():

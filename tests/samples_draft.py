@@ -1,0 +1,289 @@
+"""A few calls of every op of family draft. Every output is poisoned with 77s, every padded row with nonsense.
+
+A function per op makes its arguments; a test changes some by name with `samples.with_arguments`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from layouts import surrounded
+from samples import flags, int32, int64, numbers
+from torch import Tensor
+
+POISON = 77
+PADDED = -1
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return surrounded(torch.full(shape, POISON, dtype=dtype))
+
+
+def every_second(ids: Tensor) -> Tensor:
+    """The same ids at stride 2, with foreign ids between."""
+    return surrounded(torch.stack([ids, torch.full_like(ids, POISON)], 1))[:, 0]
+
+
+def prefill_arguments(
+    starts: tuple[int, ...] = (0, 4, 5, 9, -5),  # row 3 is padded: its start is never read
+    states: tuple[int, ...] = (3, 0, 2, PADDED),
+    rejected: tuple[int, ...] = (2, 0, 1, 99),
+    sampled: tuple[int, ...] = (2, 0, 3, 99),
+    capacity: int = 12,
+    rows: int = 6,
+    num_states: int = 5,
+) -> tuple[Any, ...]:
+    tokens = max(starts) + 1
+    return (
+        int32(*range(100, 100 + tokens)), int64(*range(1000, 1000 + tokens)), int32(*starts),
+        int32(*range(10, 10 + len(states))), int32(*states), int32(*sampled), int32(*rejected),
+        int64(*range(500, 500 + num_states)), int32(*range(600, 600 + num_states)),
+        poisoned(capacity), poisoned(capacity, dtype=torch.int64), poisoned(rows + 1), poisoned(rows),
+        poisoned(rows, dtype=torch.int64), poisoned(1, dtype=torch.int64),
+    )  # fmt: skip
+
+
+def decode_arguments(
+    positions: tuple[int, ...] = (7, 30, 31, POISON, POISON, POISON),
+    seq_lens: tuple[int, ...] = (10, 32, 33, 99),
+    rejected: tuple[int, ...] = (2, 0, 1, 99),
+    states: tuple[int, ...] | None = (3, 0, 2, PADDED),
+    max_model_len: int = 32,
+    advance: bool = True,
+) -> tuple[Any, ...]:
+    rows, buffer = len(seq_lens), len(positions)
+    return (
+        surrounded(torch.arange(rows * 3).view(rows, 3) + 200), int32(*seq_lens), int32(*rejected),
+        poisoned(buffer + 2), int64(*positions), poisoned(buffer + 1), poisoned(buffer), max_model_len,
+        None if states is None else int64(*states), int64(*range(2**33, 2**33 + buffer)), advance,
+    )  # fmt: skip
+
+
+def update_arguments(
+    step: int = 1,
+    num_steps: int = 3,
+    states: tuple[int, ...] | None = (3, 0, 2, PADDED),
+    dtype: torch.dtype = torch.bfloat16,
+    width: int = 24,
+    rows: int = 4,
+    max_model_len: int = 32,
+    advance: bool = True,
+) -> tuple[Any, ...]:
+    lengths = torch.tensor([9, 31, 32] + [0] * (rows - 3))[:rows]
+    return (
+        int64(*range(300, 300 + rows)), int64(step), poisoned(rows + 1, num_steps, dtype=torch.int64),
+        poisoned(rows + 1), surrounded(lengths - 1), surrounded(lengths.int()), num_steps, max_model_len,
+        None if states is None else int32(*states), numbers(rows, width, dtype=dtype),
+        numbers(rows + 1, width, dtype=dtype, seed=1), int64(*range(2**33, 2**33 + rows)), advance,
+    )  # fmt: skip
+
+
+def slot_arguments(
+    starts: tuple[int, ...] = (0, 4, 5, 9, 9),
+    states: tuple[int, ...] = (3, 0, 2, PADDED),
+    block_sizes: tuple[int, ...] = (4,),
+    capacity: int = 12,
+    columns: int = 6,
+    num_states: int = 5,
+    first_position: int = 2,
+    **context_parallel: Any,
+) -> tuple[Any, ...]:
+    tables = [
+        surrounded(torch.arange(num_states * columns, dtype=torch.int32).view(num_states, columns) * (g + 1) + 50)
+        for g in range(len(block_sizes))
+    ]
+    tokens = max(starts) + 1
+    return (
+        int32(*states), int32(*starts), int64(*range(first_position, first_position + tokens)), tables,
+        list(block_sizes), poisoned(len(block_sizes), capacity, dtype=torch.int64), *context_parallel.values(),
+    )  # fmt: skip
+
+
+def eagle_arguments(
+    positions: tuple[int, ...] = (2, 3, 30, 31, 40, -1), columns: int = 7, padded: int = 3, max_model_len: int = 32
+) -> tuple[Any, ...]:
+    rows = len(positions)
+    return (
+        int64(*positions), surrounded(torch.arange(rows * columns, dtype=torch.int32).view(rows, columns) + 50),
+        int32(*(position + 1 for position in positions), *[POISON] * padded),
+        poisoned(rows + 1, dtype=torch.int64), poisoned(rows + padded, dtype=torch.int64), 4, max_model_len,
+    )  # fmt: skip
+
+
+def padded_inputs_arguments(
+    cu: tuple[int, ...] = (3, 3, 6, 9, 9),
+    valid: tuple[int, ...] = (2, 1, 4, 0, 5),
+    starts: tuple[int, ...] = (0, 4, 5, 9, 13, 13),
+    discarded: tuple[int, ...] | None = (0, 0, 0, 0, 0),
+    padded: int = 2,
+) -> tuple[Any, ...]:
+    rows = len(cu) + padded
+    return (
+        int32(*cu), int32(*valid), int32(*starts), poisoned(rows), poisoned(rows),
+        None if discarded is None else flags(*discarded),
+    )  # fmt: skip
+
+
+def next_token_arguments(
+    sampled: tuple[tuple[int, ...], ...] = ((5, 6, -1), (-1, -1, -1), (7, 99, -1), (5, 6, 7), (-1, 8, -9)),
+    discarded: tuple[int, ...] = (0, 0, 0, 1, 0),
+    padded: int = 2,
+    dtype: torch.dtype = torch.int32,
+) -> tuple[Any, ...]:
+    rows = len(sampled)
+    return (
+        surrounded(torch.tensor(sampled, dtype=dtype).view(rows, len(sampled[0]) if sampled else 3)), flags(*discarded),
+        int32(*range(400, 400 + rows)), poisoned(rows + padded), poisoned(rows + padded), 50,
+    )  # fmt: skip
+
+
+def sample_arguments(
+    rows: int = 5,
+    vocab: int = 40,
+    dtype: torch.dtype = torch.float32,
+    temperatures: tuple[float, ...] = (1.0, 0.0, 0.7, 2.5, 0.0, 1.0),
+    states: tuple[int, ...] | None = (3, 1, PADDED, 0, 5),
+    steps: tuple[int, ...] = (1, 0, 2, 1, 1),
+    matrix: bool = True,
+    cache: bool = True,
+    spare: int = 2,
+) -> tuple[Any, ...]:
+    states = tuple(range(rows)) if states is None else states
+    logits = surrounded(torch.randn(rows, vocab, generator=torch.Generator().manual_seed(rows)).to(dtype))
+    count = len(temperatures)
+    return (
+        logits, int32(*states), surrounded(torch.tensor(temperatures)),
+        int64(*(-(2**62) + 7**state for state in range(count))), int64(*range(2**33, 2**33 + rows)), int64(*steps),
+        poisoned(rows + 1, 3, dtype=torch.int64) if matrix else poisoned(rows + 1, dtype=torch.int64),
+        numbers(count, 3, vocab + spare, dtype=dtype, seed=9) if cache else None,
+    )  # fmt: skip
+
+
+def expand_arguments(
+    starts: tuple[int, ...] = (0, 4, 5, 9, -5),
+    states: tuple[int, ...] | None = (3, 0, 2, PADDED),
+    rejected: tuple[int, ...] = (2, 0, 1, 99),
+    num_new: int = 3,
+    shift: bool = True,
+    max_model_len: int | None = None,
+    mapping: bool = True,
+    capacity: int = 24,
+) -> tuple[Any, ...]:
+    tokens, rows = max(starts) + 1, len(rejected)
+    return (
+        int32(*range(100, 100 + tokens)), int64(*range(1000, 1000 + tokens)), int32(*starts), int32(*rejected),
+        int64(*range(500, 506)), poisoned(capacity), poisoned(capacity, dtype=torch.int64),
+        surrounded(torch.arange(capacity) % 2 == 0), flags(*[1] * capacity), poisoned(rows * num_new + 1),
+        num_new, 11, 12, shift, max_model_len, None if states is None else int64(*states),
+        poisoned(tokens + 1) if mapping else None,
+    )  # fmt: skip
+
+
+def extend_arguments(
+    starts: tuple[int, ...] = (0, 4, 5, 9, -5),
+    states: tuple[int, ...] | None = (3, 0, 2, PADDED),
+    seq_lens: tuple[int, ...] = (10, 32, 31, 99),
+    growth: int = 1,
+    first_position: int = 20,
+    capacity: int = 16,
+    columns: int = 8,
+    max_model_len: int = 32,
+) -> tuple[Any, ...]:
+    rows = len(seq_lens)
+    positions = [first_position + token for token in range(capacity)]
+    return (
+        int32(*starts), int32(*seq_lens), int64(*positions), surrounded(torch.arange(capacity) % 5 == 3),
+        surrounded(torch.arange(rows * columns, dtype=torch.int32).view(rows, columns) + 50),
+        poisoned(rows + 3), poisoned(rows + 2), poisoned(capacity, dtype=torch.int64), 4, max_model_len, growth,
+        None if states is None else int32(*states),
+    )  # fmt: skip
+
+
+def local_lens_arguments(
+    lengths: tuple[int, ...] = (0, 1, 7, 8, 9, 100), size: int = 4, rank: int = 1, interleave: int = 2
+) -> tuple[Any, ...]:
+    return int32(*lengths), poisoned(len(lengths) + 2), size, rank, interleave
+
+
+def draft_samples(op: str) -> list[tuple[Any, ...]]:
+    samples: dict[str, list[tuple[Any, ...]]] = {
+        "prepare_prefill_inputs": [
+            prefill_arguments(),
+            prefill_arguments((0, 3, 3, 8), (4, 1, 0), (0, 0, 5), (0, 1, 2)),
+            prefill_arguments((0, 2), (PADDED,), (9,), (9,)),
+            prefill_arguments((0,), (), (), ()),
+        ],
+        "prepare_decode_inputs": [
+            decode_arguments(),
+            decode_arguments(states=None, advance=False),
+            decode_arguments(states=(PADDED,) * 4),
+            decode_arguments((), (), (), ()),
+        ],
+        "update_draft_inputs": [
+            update_arguments(),
+            update_arguments(step=2),
+            (*update_arguments(states=None, dtype=torch.uint8)[:8], None),
+            update_arguments(rows=0, states=()),
+        ],
+        "compute_slot_mappings": [
+            slot_arguments(),
+            slot_arguments(block_sizes=(4, 0, 8)),
+            slot_arguments(states=(PADDED, 0, PADDED, 1), block_sizes=(2, 4), size=2, rank=1, interleave=2),
+            slot_arguments(block_sizes=(8, 8), size=4, rank=2, interleave=1, sharded=flags(0, 1)),
+            slot_arguments((0,), ()),
+        ],
+        "eagle_step": [eagle_arguments(), eagle_arguments(()), eagle_arguments(columns=2, padded=0)],
+        "prepare_inputs_padded": [
+            padded_inputs_arguments(),
+            padded_inputs_arguments(discarded=(1, 0, 1, 0, 0)),
+            padded_inputs_arguments(discarded=None)[:-1],
+            padded_inputs_arguments((), (), (0,), ()),
+        ],
+        "prepare_next_token_padded": [
+            next_token_arguments(),
+            next_token_arguments(dtype=torch.int64, padded=0),
+            next_token_arguments((), ()),
+        ],
+        "gumbel_sample": [
+            sample_arguments(),
+            sample_arguments(dtype=torch.bfloat16, matrix=False, steps=(2,)),
+            sample_arguments(dtype=torch.float16, vocab=1, cache=False)[:7],
+            sample_arguments(0, states=(), steps=()),
+        ],
+        "copy_expand_inputs": [
+            expand_arguments(),
+            expand_arguments(num_new=1, shift=False, max_model_len=1003, mapping=False),
+            expand_arguments((0, 3, 3, 8), None, (0, 0, 5), num_new=2),
+            expand_arguments((0,), (), ()),
+        ],
+        "extend_queries": [
+            extend_arguments(),
+            extend_arguments((0, 3, 3, 8), None, (3, 0, 8), growth=0),
+            extend_arguments((0,), (), ()),
+        ],
+        "dcp_local_seq_lens": [
+            local_lens_arguments(),
+            local_lens_arguments(size=1, rank=0),
+            local_lens_arguments(()),
+        ],
+    }
+    return samples[op]
+
+
+@st.composite
+def batches(draw):
+    """Starts, states, rejected and sampled tokens of some requests, then padded rows that hold nonsense."""
+    requests = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 6), st.integers(0, 2)), max_size=5))
+    starts = [0]
+    for tokens, _, _ in requests:
+        starts.append(starts[-1] + tokens)
+    padded = draw(st.integers(0, 2))
+    states = draw(st.permutations(range(5)))[: len(requests)]
+    return (
+        (*starts, *[-7] * padded),
+        (*states, *[PADDED] * padded),
+        tuple(rejected for _, rejected, _ in requests) + (9,) * padded,
+        tuple(sampled for _, _, sampled in requests) + (9,) * padded,
+    )
