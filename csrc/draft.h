@@ -960,10 +960,11 @@ inline SampleArguments check_gumbel_sample(const Tensor& logits, const Tensor& i
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const SampleArguments& a, int64_t row) {
     const int64_t state = a.idx_mapping[row], step = a.step_of(row);
+    if (state < 0) return {};
     if (state >= a.num_states) return {kStateOutside, row, state, a.num_states};
     if (a.sampled_columns > 0 && (step < 0 || step >= a.sampled_columns))
         return {kStepOutside, row, step, a.sampled_columns};
-    if (state >= 0 && a.cache != nullptr && (step < 0 || step >= a.cache_columns))
+    if (a.cache != nullptr && (step < 0 || step >= a.cache_columns))
         return {kStepOutside, row, step, a.cache_columns};
     return {};
 }

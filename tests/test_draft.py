@@ -529,6 +529,12 @@ def test_the_column_is_a_number_on_the_device():
     assert written == [[0, 1], [1, 0], [2, 2], [3, 1], [4, 1]]
 
 
+def test_a_padded_row_may_hold_any_step():
+    """It has no column then, and writes none."""
+    after = run("gumbel_sample", sample_arguments(steps=(1, 0, 2**40, 1, 1)))
+    assert (after["sampled"][2] == 77).all()
+
+
 def test_workspace_is_given_back_as_it_came():
     arguments = (*sample_arguments(), int64(*[0] * 11))
     after = run("gumbel_sample", arguments)
