@@ -583,19 +583,20 @@ def test_one_dimension_too_many(op, name):
     refuse(op, with_arguments(op, arguments, **{name: value[None]}), ValueError, f"{name} must be ")
 
 
-@pytest.mark.parametrize(("op", "name"), TENSORS)
+# Arguments that fix the length of the others, or only bound data.
+FREE_LENGTHS = {
+    ("prepare_prefill_inputs", "idx_mapping"), ("prepare_decode_inputs", "draft_tokens"),
+    ("prepare_decode_inputs", "seq_lens"), ("update_draft_inputs", "sampled"),
+    ("compute_slot_mappings", "idx_mapping"), ("eagle_step", "positions"),
+    ("prepare_inputs_padded", "cu_num_draft_tokens"), ("prepare_next_token_padded", "sampled_token_ids"),
+    ("gumbel_sample", "logits"), ("copy_expand_inputs", "num_rejected"), ("extend_queries", "target_seq_lens"),
+    ("dcp_local_seq_lens", "seq_lens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "name"), [case for case in TENSORS if tuple(case) not in FREE_LENGTHS])
 def test_too_few(op, name):
-    """Every length that another argument fixes; those that fix the others, or bound data alone, are free."""
-    free = {
-        ("prepare_prefill_inputs", "idx_mapping"), ("prepare_decode_inputs", "draft_tokens"),
-        ("prepare_decode_inputs", "seq_lens"), ("update_draft_inputs", "sampled"),
-        ("compute_slot_mappings", "idx_mapping"), ("eagle_step", "positions"),
-        ("prepare_inputs_padded", "cu_num_draft_tokens"), ("prepare_next_token_padded", "sampled_token_ids"),
-        ("gumbel_sample", "logits"), ("copy_expand_inputs", "num_rejected"), ("extend_queries", "target_seq_lens"),
-        ("dcp_local_seq_lens", "seq_lens"),
-    }  # fmt: skip
-    if (op, name) in free:
-        pytest.skip("fixes the length of the others")
+    """Every length that another argument fixes."""
     arguments = sample_inputs(op)[0]
     value = named(op, arguments)[name]
     with pytest.raises((ValueError, IndexError), match=f"^{op}: "):
