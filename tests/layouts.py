@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import oracle
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
@@ -219,3 +220,13 @@ def assert_same_as_oracle(op: str, arguments: Any) -> Any:
         assert one is other is None or (one.dtype == other.dtype and torch.equal(one, other))
     assert same_memory(ours, theirs)
     return ours
+
+
+def refuse(op: str, arguments: Any, error: type[Exception], sentence: str) -> None:
+    """An op must refuse these arguments, with a sentence that matches and begins with its name, and write nothing."""
+    before = twin(arguments)
+    with pytest.raises(error, match=sentence) as caught:
+        getattr(ops, op)(*arguments)
+    assert type(caught.value) is error
+    assert str(caught.value).startswith(f"{op}: ")
+    assert same_memory(arguments, before)

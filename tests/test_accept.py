@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import assert_same_as_oracle, same_memory, surrounded, twin
+from layouts import assert_same_as_oracle, refuse, same_memory, surrounded, twin
 from samples import (
     OTHER_IDS,
     WIDE_IDS,
@@ -273,15 +273,6 @@ def test_counters_only_grow():
 
 
 # ---------------------------------------------------------------- errors: the sentence, and nothing written
-
-
-def refuse(op, arguments, error, sentence):
-    before = twin(arguments)
-    with pytest.raises(error, match=sentence) as caught:
-        getattr(ops, op)(*arguments)
-    assert type(caught.value) is error
-    assert str(caught.value).startswith(f"{op}: ")
-    assert same_memory(arguments, before)
 
 
 BAD_WINDOWS = {

@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import assert_same_as_oracle, memory, same_memory, surrounded, twin
+from layouts import assert_same_as_oracle, memory, refuse, same_memory, surrounded, twin
 from samples import argument_names, flags, int32, int64, numbers, sample_inputs, with_arguments
 from samples_draft import (
     PADDED,
@@ -544,15 +544,6 @@ def test_workspace_is_given_back_as_it_came():
 
 
 # ---------------------------------------------------------------- errors: the sentence, and nothing written
-
-
-def refuse(op, arguments, error, sentence):
-    before = twin(arguments)
-    with pytest.raises(error, match=sentence) as caught:
-        getattr(ops, op)(*arguments)
-    assert type(caught.value) is error
-    assert str(caught.value).startswith(f"{op}: ")
-    assert same_memory(arguments, before)
 
 
 TENSORS = [

@@ -17,6 +17,7 @@ from layouts import (
     make_pages,
     memory,
     random_bytes,
+    refuse,
     same_memory,
     surrounded,
     twin,
@@ -529,16 +530,6 @@ def test_a_transaction_equals_a_run_without_the_rejected_drafts(data):
 
 
 # ---------------------------------------------------------------- errors: the sentence, and nothing written
-
-
-def refuse(op, arguments, error, sentence):
-    """The call raises, the message matches, and no byte anywhere has changed."""
-    before = twin(arguments)
-    with pytest.raises(error, match=sentence) as caught:
-        getattr(ops, op)(*arguments)
-    assert type(caught.value) is error
-    assert str(caught.value).startswith(f"{op}: ")
-    assert same_memory(arguments, before)
 
 
 BOUNDS = (12, 13, 2**31, 2**40, 2**62)
