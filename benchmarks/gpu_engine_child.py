@@ -81,7 +81,7 @@ class TimedEngine:
         return {
             "vllm": vllm.__version__,
             "torch": torch.__version__,
-            "sessions": [session.describe() for session in _sessions()],
+            "sessions": [session["describe"] for session in self._sessions()],
         }
 
     def run(self, requests: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class TimedEngine:
             "tokens": sum(map(len, tokens.values())),
             "tokens_hash": hash(tuple(tuple(tokens[index]) for index in sorted(tokens))),
             "acceptance_length": 1 + accepted / drafts if drafts else None,
-            "vanilla_steps": [dict(session.vanilla_steps) for session in _sessions()],
+            "vanilla_steps": [session["vanilla_steps"] for session in self._sessions()],
         }
 
     def profile(self, requests: int, steps: int) -> dict[str, Any]:
@@ -175,16 +175,16 @@ class TimedEngine:
         return {name: values.get(name, 0) for name in names}
 
     def _sessions(self) -> list[dict[str, Any]]:
-        import nwor_ops.vllm
-
-        return [
-            {"mode": session.mode, "vanilla_steps": dict(session.vanilla_steps)} for session in nwor_ops.vllm.sessions()
-        ]
+        return [session for worker in self._llm.collective_rpc(describe_sessions) for session in worker]
 
 
-def _sessions() -> list[Any]:
+def describe_sessions(worker: Any) -> list[dict[str, Any]]:
+    """In the worker, which may be a process of its own: what nwor_ops holds there."""
+    import sys
+
     plugin = sys.modules.get("nwor_ops.vllm")  # not there where vLLM did not load it
-    return plugin.sessions() if plugin else []
+    sessions = plugin.sessions() if plugin else []
+    return [{"describe": session.describe(), "vanilla_steps": dict(session.vanilla_steps)} for session in sessions]
 
 
 class HookTimes:
