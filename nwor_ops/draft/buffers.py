@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor_ops.draft.dispatch import GraphKey
+
 _INT32, _INT64 = (torch.int32,), (torch.int64,)
 _INDEX = (torch.int32, torch.int64)
 
@@ -136,6 +138,37 @@ class DraftBuffers:
         self.query_start_loc[num_reqs : padded + 1].fill_(num_reqs)
         for tensor in (self.input_ids, self.positions, self.seq_lens):
             tensor[num_reqs:padded].zero_()
+
+    def require_inert(self, num_reqs: int, padded: int) -> None:
+        """Refuse rows [num_reqs, padded) that are not as :meth:`pad_rows` leaves them; waits for the device.
+
+        Raises:
+            RuntimeError: names the buffer.
+        """
+        inert = {"idx_mapping": -1, "query_start_loc": num_reqs, "input_ids": 0, "positions": 0, "seq_lens": 0}
+        for name, value in inert.items():
+            tail = getattr(self, name)[num_reqs : padded + (name == "query_start_loc")]
+            wrong = tail >= 0 if name == "idx_mapping" else tail != value
+            if bool(wrong.any()):
+                rows = f"the padded rows [{num_reqs}, {padded})"
+                raise RuntimeError(f"DraftBuffers: {name} must be {value} in {rows}, got {tail.tolist()}")
+
+    def stage(self, key: GraphKey) -> None:
+        """Put in place what a warm-up runs on: ``key.num_reqs`` rows of ``key.query_len`` tokens, all of them padded.
+
+        Lengths and starts are those of real rows, so that kernels do their work; every index is -1, so no key is
+        written. The rows past the key are inert.
+        """
+        rows, length = key.num_reqs, key.query_len
+        self.idx_mapping.fill_(-1)
+        self.input_ids.zero_()
+        self.positions.zero_()
+        self.seq_lens.zero_()
+        self.seq_lens[:rows].fill_(length)
+        starts = torch.arange(len(self.query_start_loc), device=self.device) * length
+        self.query_start_loc.copy_(starts.clamp(max=key.num_tokens))
+        places = self.positions[: key.num_tokens]
+        places.copy_(torch.arange(len(places), device=self.device) % length)
 
     def _check(self, name: str, dtypes: tuple[torch.dtype, ...] | None, dims: int, rows: int) -> None:
         tensor: Any = getattr(self, name)

@@ -1,4 +1,4 @@
-"""A ``sample_fn`` made of :func:`~nwor_ops.ops.gumbel_sample`: greedy at temperature 0, else by the Gumbel-max trick."""
+"""A ``sample_fn`` made of :func:`~nwor_ops.ops.gumbel_sample`: greedy at temperature 0, else the Gumbel-max trick."""
 
 from __future__ import annotations
 
