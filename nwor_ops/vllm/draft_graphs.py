@@ -69,9 +69,7 @@ HOOKS = (
         "StandaloneARSpeculator._prefill",
         ("input_batch", "num_rejected", "last_sampled", *_PASS_PARAMETERS),
     ),
-    Hook(
-        _STANDALONE, "StandaloneARSpeculator._multi_step_decode", ("input_batch", "num_rejected", *_PASS_PARAMETERS)
-    ),
+    Hook(_STANDALONE, "StandaloneARSpeculator._multi_step_decode", ("input_batch", "num_rejected", *_PASS_PARAMETERS)),
     Hook(
         _STANDALONE,
         "StandaloneARSpeculator._run_model",
@@ -224,7 +222,7 @@ def check_attention(attn_groups: Iterable[Iterable[Any]]) -> None:
 
 
 def check_graph_mode(cudagraph_mode: Any) -> None:
-    """Raises :class:`Unsupported` unless the target's decode batches run from FULL graphs, which the drafter follows."""
+    """Raises :class:`Unsupported` unless the target's decode batches run from FULL graphs: the drafter follows."""
     if cudagraph_mode.decode_mode().name != "FULL":
         raise Unsupported(
             f"cudagraph_mode {cudagraph_mode.name}: draft graphs follow the target, whose decode batches must run from "
@@ -265,7 +263,11 @@ def wrap_runner_module(module: ModuleType, logger: Any) -> None:
         from nwor_ops.vllm.draft_model import GraphedDraftModelSpeculator
 
         speculator = GraphedDraftModelSpeculator(
-            vllm_config, device, req_states.last_sampled_tokens, functools.partial(refuse, config, logger=logger), logger
+            vllm_config,
+            device,
+            req_states.last_sampled_tokens,
+            functools.partial(refuse, config, logger=logger),
+            logger,
         )
         _speculators.add(speculator)
         return speculator

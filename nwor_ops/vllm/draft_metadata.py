@@ -54,9 +54,7 @@ class VllmDraftMetadata(DraftMetadata):
 
     @property
     def why_not_in_place(self) -> str | None:
-        names = {
-            group.backend.get_name() for group in self.groups() if not group.supports_draft_decode_metadata_update
-        }
+        names = {group.backend.get_name() for group in self.groups() if not group.supports_draft_decode_metadata_update}
         return f"{', '.join(sorted(names))} cannot update draft metadata in place" if names else None
 
     def groups(self) -> Iterator[Any]:

@@ -95,8 +95,9 @@ class ExpandedFirstPass:
         self._speculator = speculator
         tokens = speculator.expanded_input_ids.shape[0]
         # vLLM writes the keys of rejected tokens like any others; later passes write over them before they are read.
-        self._none = torch.zeros(tokens, dtype=torch.bool, device=speculator.device)
-        self._scratch = torch.zeros(2, tokens, dtype=torch.bool, device=speculator.device)
+        self._none, self._is_rejected, self._is_masked = torch.zeros(
+            3, tokens, dtype=torch.bool, device=speculator.device
+        ).unbind()
 
     def expand(self, key: GraphKey) -> None:
         s, rows, tokens = self._speculator, key.num_reqs, key.num_tokens
@@ -110,7 +111,8 @@ class ExpandedFirstPass:
             s.last_sampled,
             s.expanded_input_ids[:tokens],
             positions,
-            *self._scratch[:, :tokens],
+            self._is_rejected[:tokens],
+            self._is_masked[:tokens],
             s.last_token_indices,
             max_model_len=s.max_model_len,
             idx_mapping=idx_mapping,
@@ -315,9 +317,7 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         if self.num_speculative_steps == 1:
             return
         buffers = self.input_buffers
-        torch.index_select(
-            self.expanded_positions, 0, self.last_token_indices[:rows], out=buffers.positions[:rows]
-        )
+        torch.index_select(self.expanded_positions, 0, self.last_token_indices[:rows], out=buffers.positions[:rows])
         torch.add(self.target_input_buffers.seq_lens[:rows], 1, out=self._expanded_lens[:rows])
         ops.prepare_decode_inputs(
             self.draft_tokens[:rows],
@@ -401,9 +401,7 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
             getattr(input_batch, name).data_ptr() != address for name, address in self._addresses.items()
         )
 
-    def _stage(
-        self, rows: int, idx_mapping: Tensor, num_rejected: Tensor, temperature: Tensor, seeds: Tensor
-    ) -> None:
+    def _stage(self, rows: int, idx_mapping: Tensor, num_rejected: Tensor, temperature: Tensor, seeds: Tensor) -> None:
         """Copy what is new in this batch to where the graphs read it."""
         if self.draft_logits is not None:  # else drafts are the most likely tokens, whatever the temperature
             self.temperature.copy_(temperature)
@@ -434,4 +432,3 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
             and input_batch.num_tokens == input_batch.num_reqs * query_len
             and int(input_batch.num_scheduled_tokens.max()) == query_len
         )
-
