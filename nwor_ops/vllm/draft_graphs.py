@@ -29,9 +29,8 @@ _WRAPPED = "_nwor_wrapped"
 _GPU = "vllm.v1.worker.gpu."
 _SPECULATOR = _GPU + "spec_decode.speculator"
 _STANDALONE = _GPU + "spec_decode.standalone_ar.speculator"
-_SAMPLE_PARAMETERS = ("hidden_states", "sample_src_positions", "idx_mapping", "temperature", "seeds", "draft_step")
 _PASS_PARAMETERS = ("num_reqs", "skip_attn", "num_tokens_across_dp")
-# Everything of vLLM's that the speculator overrides, calls or captures.
+# What of vLLM's the speculator overrides and builds on.
 HOOKS = (
     Hook(RUNNER_MODULE, "init_speculator", ("vllm_config", "device", "req_states")),
     Hook(_STANDALONE, "StandaloneARSpeculator.init_cudagraph_manager", ("cudagraph_mode",)),
@@ -74,11 +73,6 @@ HOOKS = (
         _STANDALONE,
         "StandaloneARSpeculator._run_model",
         ("input_ids", "positions", "attn_metadata", "slot_mappings", "num_tokens_across_dp"),
-    ),
-    Hook(
-        _SPECULATOR,
-        "DraftModelSpeculator.sample_draft",
-        (*_SAMPLE_PARAMETERS, "draft_logits", "spec_step_idx", "num_steps"),
     ),
     Hook(
         _SPECULATOR,

@@ -169,20 +169,21 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
         self._refused = False
-        self._or_refuse(lambda: check_attention(self.attn_groups))
+        self._or_refuse(check_attention, self.attn_groups)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """A cache was bound: graphs of the one before are worth nothing."""
         self.graphs = None
-        self._or_refuse(lambda: check_graph_mode(cudagraph_mode))
+        self._or_refuse(check_graph_mode, cudagraph_mode)
         if not self._refused:
             self.graphs = DraftGraphManager(self.vllm_config, self.device, cudagraph_mode, self.make_loop)
 
-    def _or_refuse(self, check: Callable[[], None]) -> None:
+    def _or_refuse(self, check: Callable[[Any], None], checked: Any) -> None:
+        """Once is enough: whoever goes on without graphs was told why."""
         if self._refused:
             return
         try:
-            check()
+            check(checked)
         except Unsupported as error:
             self._refused = True
             self._refuse(error)
@@ -251,12 +252,10 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
             return
         keys = self.capture_keys()
         if not keys:
-            self._refused, self.graphs = True, None
+            self.graphs, sizes = None, self.vllm_config.compilation_config.cudagraph_capture_sizes
+            tokens = self.num_speculative_steps + 1
             self._refuse(
-                Unsupported(
-                    f"cudagraph_capture_sizes {self.vllm_config.compilation_config.cudagraph_capture_sizes}: none holds "
-                    f"a decode batch of {self.num_speculative_steps + 1} tokens per request"
-                )
+                Unsupported(f"cudagraph_capture_sizes {sizes}: none holds a batch of {tokens} tokens per request")
             )
             return
         self.graphs.capture_keys(keys)
@@ -413,10 +412,15 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
     def _run_first_pass(self, input_batch: Any, num_rejected: Tensor, last_sampled: Tensor, rows: int) -> None:
         assert self.graphs is not None
         query_len = self.num_speculative_steps + 2
-        if self._is_uniform(input_batch) and self.graphs.loop.dispatch(rows, query_len).mode != "eager":
+        why_eager = None
+        if not self._is_uniform(input_batch):
+            why_eager = "first pass of a batch with prompts, or with fewer drafts in some request"
+        elif self.graphs.loop.dispatch(rows, query_len).mode == "eager":
+            why_eager = "first pass with more tokens than max_num_batched_tokens"
+        if why_eager is None:
             self.graphs.loop.run_first_pass(rows, query_len)
             return
-        self._eager["first pass of a batch with prompts, or with fewer drafts in some request"] += 1
+        self._eager[why_eager] += 1
         self._prefill(input_batch, num_rejected, last_sampled, rows, False, None)
         self.start_decode(self.graphs.loop.dispatch(rows).key.num_reqs)
 

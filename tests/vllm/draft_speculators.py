@@ -4,8 +4,8 @@
 
 Both are the real classes of the installed vLLM; Triton's interpreter runs vLLM's kernels on the CPU. The bodies that
 would be captured run from the host, padded as a graph is. The draft model is a few lines: each token's key goes to
-its slot, and the next token is a hash of all keys that the token may see, in order. So one wrong slot, position, length,
-block or start gives other drafts.
+its slot, and the next token is a hash of all keys that the token may see, in order. So one wrong slot, position,
+length, block or start gives other drafts. The caches are compared, too: padded rows write nothing.
 """
 
 from __future__ import annotations
@@ -292,9 +292,7 @@ def make_sides(probabilistic: bool) -> tuple[Side, Side]:
             return super().run_first_pass(num_reqs, query_len, "loop", key=key, replay=False)
 
     vanilla = Side(StandaloneARSpeculator, probabilistic)
-    ours = Side(
-        GraphedDraftModelSpeculator, probabilistic, torch.zeros(ROWS, 1, dtype=torch.int64), None, None
-    )
+    ours = Side(GraphedDraftModelSpeculator, probabilistic, torch.zeros(ROWS, 1, dtype=torch.int64), None, None)
     loop = ours.speculator.make_loop()
     loop.__class__ = HostLoop
     ours.speculator.graphs = SimpleNamespace(loop=loop, most_requests=max(PADDED), keys=[], seconds=0.0, bytes=0)
@@ -309,6 +307,8 @@ def compare(probabilistic: bool) -> dict[str, int]:
         wanted, found = batch.propose(vanilla), batch.propose(ours)
         where = f"batch {number}: {vars(batch)}"
         assert torch.equal(wanted, found), f"{where}\nvLLM {wanted.tolist()}\nours {found.tolist()}"
+        for ours_now, theirs in zip(ours.speculator.model.caches, vanilla.speculator.model.caches, strict=True):
+            assert torch.equal(ours_now, theirs), f"{where}: the caches differ"
         if probabilistic:
             states = torch.tensor(batch.states)
             logits = (side.speculator.draft_logits[states] for side in (vanilla, ours))
