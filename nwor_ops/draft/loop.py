@@ -305,6 +305,7 @@ class DraftLoop:
         self.metadata.prepare(key, num_reqs)
         if mode == "loop":
             if recording is None:
+                self.first_pass.expand(key)  # a build may look at the buffers
                 self._whole_first_pass(key, self.metadata.build(key, num_reqs, 0))
             else:
                 recording.graph.replay()
