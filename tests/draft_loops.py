@@ -16,7 +16,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from draft_loop import Drafter
+from draft_loop import Drafter, play  # noqa: F401
 from paged_drafter import DrafterConfig, PagedMetadataAdapter
 from paged_llama import rotary_embedding
 
@@ -119,7 +119,8 @@ def make_round(drafter: Drafter, num_reqs: int, seed: int, lengths: list[int] | 
     for row, history in enumerate(histories):
         only, zero = states[row : row + 1], torch.zeros(1, dtype=torch.int64)
         drafter.target.load(torch.tensor([history]), zero, zero, only, zero)
-        drafter.propose(only, len(history), "eager")
+        drafter.buffers.idx_mapping[:1].copy_(only)
+        drafter.loop.run_first_pass(1, len(history) + 1, "eager")
     return Round(
         states,
         torch.tensor(lengths),
