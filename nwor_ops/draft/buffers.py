@@ -147,7 +147,7 @@ class DraftBuffers:
         """
         inert = {"idx_mapping": -1, "query_start_loc": num_reqs, "input_ids": 0, "positions": 0, "seq_lens": 0}
         for name, value in inert.items():
-            tail = getattr(self, name)[num_reqs : padded + (name == "query_start_loc")]
+            tail = getattr(self, name)[num_reqs : padded + (name == "query_start_loc" and num_reqs < padded)]
             wrong = tail >= 0 if name == "idx_mapping" else tail != value
             if bool(wrong.any()):
                 rows = f"the padded rows [{num_reqs}, {padded})"

@@ -122,7 +122,9 @@ class DraftLoop:
         keys, modes = list(keys), list(modes)
         wanted = [(self._graph_mode(mode), self._checked(key, key.num_reqs)) for mode in modes for key in keys]
         # The first pass before the loop, and the largest first: later graphs fit into the pool's memory.
-        order = sorted(set(wanted) - set(self._recordings), key=lambda job: (job[1].query_len == 1, -job[1].num_tokens))
+        # Ties are settled by name: every rank of a tensor-parallel group has to capture in the same order.
+        missing = set(wanted) - set(self._recordings)
+        order = sorted(missing, key=lambda job: (job[1].query_len == 1, -job[1].num_tokens, job[0]))
         if self._pool is None and self._own_pool is None:
             self._own_pool = torch.cuda.graph_pool_handle()
         stream = capture_stream(self.buffers.device)
@@ -305,6 +307,7 @@ class DraftLoop:
         self.metadata.prepare(key, num_reqs)
         if mode == "loop":
             if recording is None:
+                self.first_pass.expand(key)  # a build may look at the buffers
                 self._whole_first_pass(key, self.metadata.build(key, num_reqs, 0))
             else:
                 recording.graph.replay()

@@ -77,7 +77,8 @@ class FirstPass(Protocol):
     def expand(self, key: GraphKey) -> None:
         """Write the tokens of this pass (``query_start_loc`` and ``seq_lens``, too) from the target's batch.
 
-        Every row of ``key`` is written; the padded ones inert: no tokens, length 0.
+        Every row of ``key`` is written; the padded ones inert: no tokens, length 0. Twice is the same as once: only the
+        target's batch is read, and it is left alone.
         """
         ...
 
