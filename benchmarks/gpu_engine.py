@@ -25,11 +25,13 @@ from nwor_ops.cli.engine_process import EngineProcess, engine_environment
 
 HERE = pathlib.Path(__file__).resolve().parent
 K, ACCEPTANCE_LENGTH, ACCEPTANCE_DIFFERENCE = 4, 2.5, 0.05
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": ACCEPTANCE_LENGTH}
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
 REQUESTS = (1, 16, 64)
 RUNS_PER_ROUND = {64: 3}  # of either side, in turn: these vary most
 FORMATS = {"cow": "auto", "cow_fp8": "fp8"}
-SIDES = {"off": "off", "on": "cow"}
+# The environment of either side; nothing of nwor_ops is in the other's.
+SIDES: dict[str, dict[str, str]] = {"off": {}, "on": {"VLLM_NWOR_MODE": "cow"}}
 TARGET = 0.998
 FEWEST_ROUNDS = 4
 CAPTURED_REQUESTS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64)
@@ -59,24 +61,28 @@ SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 SMALL |= {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 512}
 
 
+def write_shape(folder: pathlib.Path, shape: dict[str, Any]) -> str:
+    """A model that has a shape and no weights: vLLM makes some up."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n")
+    return str(folder)
+
+
 def make_job(folder: pathlib.Path, layers: int, cache_dtype: str, small: bool = False) -> dict[str, Any]:
     """What an engine of these benchmarks is asked to do; the environment alone says whether NWOR is on."""
     shape = LLAMA_8B | ({"num_hidden_layers": layers} | (SMALL if small else {}))
-    models = {"target": shape, "eagle": shape | {"num_hidden_layers": 1}}
-    for name, config in models.items():
-        (folder / name).mkdir(exist_ok=True)
-        (folder / name / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    speculation: dict[str, Any] = {"model": str(folder / "eagle"), "num_speculative_tokens": K}
-    if small:
-        speculation["method"] = "draft_model"
-    else:
-        speculation |= {
-            "method": "eagle",
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": ACCEPTANCE_LENGTH,
-        }
+    drafter = write_shape(folder / "eagle", shape | {"num_hidden_layers": 1})
+    speculation: dict[str, Any] = {"model": drafter, "method": "draft_model"}
+    if not small:
+        speculation |= {"method": "eagle"} | SYNTHETIC
+    job = engine_job(write_shape(folder / "target", shape), speculation, small, kv_cache_dtype=cache_dtype)
+    return job | {"vocabulary": shape["vocab_size"]}
+
+
+def engine_job(model: str, speculation: dict[str, Any], small: bool, **more: Any) -> dict[str, Any]:
+    """A job without ``vocabulary``; see gpu_engine_child.py."""
     engine: dict[str, Any] = {
-        "model": str(folder / "target"),
+        "model": model,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "seed": 0,
@@ -85,8 +91,7 @@ def make_job(folder: pathlib.Path, layers: int, cache_dtype: str, small: bool = 
         "max_num_batched_tokens": 8192,
         "enable_prefix_caching": False,
         "disable_log_stats": False,
-        "kv_cache_dtype": cache_dtype,
-        "speculative_config": speculation,
+        "speculative_config": {"num_speculative_tokens": K, **speculation},
     }
     if small:
         engine |= {"enforce_eager": True, "max_num_batched_tokens": 2048, "max_num_seqs": 16}
@@ -99,26 +104,20 @@ def make_job(folder: pathlib.Path, layers: int, cache_dtype: str, small: bool = 
             "kv_cache_memory_bytes": 8 << 30,
             "gpu_memory_utilization": 0.2,
         }
-    return {
-        "engine": engine,
-        "prompt_tokens": PROMPT_TOKENS,
-        "max_tokens": OUTPUT_TOKENS,
-        "vocabulary": shape["vocab_size"],
-    }
+    return {"engine": engine | more, "prompt_tokens": PROMPT_TOKENS, "max_tokens": OUTPUT_TOKENS}
 
 
 def start_engines(
-    jobs: dict[str, dict[str, Any]], folder: pathlib.Path, runner: str
+    jobs: dict[str, dict[str, Any]], folder: pathlib.Path, runner: str, sides: dict[str, dict[str, str]] = SIDES
 ) -> dict[tuple[str, str], EngineProcess]:
     """Two engines per job, all started together, all ready; by (job, side)."""
     engines = {}
     for name, job in jobs.items():
-        for side, mode in SIDES.items():
-            environment = engine_environment(mode, audit=False, offline=True)
+        for side, variables in sides.items():
+            environment = engine_environment("off", audit=False, offline=True) | variables
             environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-            # As a server runs it: the engine core in a process that does nothing else. Where hooks are timed, all
-            # must be in one process.
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.get("time_hooks") else "1"
+            # As a server runs it: the engine core in a process that does nothing else.
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.get("one_process") else "1"
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc takes a function
             if runner == "v1":
                 environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -131,8 +130,9 @@ def start_engines(
         versions = list(pool.map(EngineProcess.wait_until_ready, engines.values()))
     for (name, side), found in zip(engines, versions, strict=True):
         print(f"{name} {side}: {found}", flush=True)
-        if bool(found["sessions"]) != (side == "on"):
-            raise RuntimeError(f"{name} {side}: nwor_ops is {'on' if found['sessions'] else 'not on'} in that engine")
+        is_on = bool(found["sessions"] or found["draft_graphs"])
+        if is_on != (side == "on"):
+            raise RuntimeError(f"{name} {side}: nwor_ops is {'on' if is_on else 'not on'} in that engine")
     return engines
 
 
@@ -160,22 +160,28 @@ def measure(engines: dict[tuple[str, str], EngineProcess], requests: tuple[int, 
 
 def figures(name: str, count: int, off: list[dict[str, Any]], on: list[dict[str, Any]]) -> list[Row]:
     """The rows of one job and one number of requests; raises where the two sides are not comparable."""
+    if any(steps for answer in on for steps in answer["vanilla_steps"]):
+        raise RuntimeError(f"{name}, {count} requests: steps ran without the transaction, {on[-1]['vanilla_steps']}")
+    return comparison(name, f"vanilla{name.removeprefix('cow')}", count, off, on, TARGET)
+
+
+def comparison(
+    name: str, vanilla: str, count: int, off: list[dict[str, Any]], on: list[dict[str, Any]], target: float | None
+) -> list[Row]:
+    """On over off, both sides' speeds, and what they accepted."""
     rates = {side: [a["tokens"] / a["seconds"] for a in runs] for side, runs in (("off", off), ("on", on))}
     lengths = {side: sum(a["acceptance_length"] for a in runs) / len(runs) for side, runs in (("off", off), ("on", on))}
     if abs(lengths["on"] - lengths["off"]) > ACCEPTANCE_DIFFERENCE:
         raise RuntimeError(f"{name}, {count} requests: the sides accepted differently, {lengths}: not comparable")
-    if any(steps for answer in on for steps in answer["vanilla_steps"]):
-        raise RuntimeError(f"{name}, {count} requests: steps ran without the transaction, {on[-1]['vanilla_steps']}")
     if {a["tokens_hash"] for a in on} != {a["tokens_hash"] for a in off}:
         print(f"{name}, {count} requests: the two engines' tokens differ", flush=True)
     ratios = [ours / theirs for ours, theirs in zip(rates["on"], rates["off"], strict=True)]
-    fp8 = name.removeprefix("cow")
     return [
-        row(f"e2e_{name}/{count}", ratios, "ratio", "higher", TARGET),
+        row(f"e2e_{name}/{count}", ratios, "ratio", "higher", target),
         row(f"tok_s_{name}/{count}", rates["on"], "tok/s", "higher", digits=1),
-        row(f"tok_s_vanilla{fp8}/{count}", rates["off"], "tok/s", "higher", digits=1),
+        row(f"tok_s_{vanilla}/{count}", rates["off"], "tok/s", "higher", digits=1),
         row(f"acceptance_length_{name}/{count}", [lengths["on"]], "tokens", "higher"),
-        row(f"acceptance_length_vanilla{fp8}/{count}", [lengths["off"]], "tokens", "higher"),
+        row(f"acceptance_length_{vanilla}/{count}", [lengths["off"]], "tokens", "higher"),
     ]
 
 

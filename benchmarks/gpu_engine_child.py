@@ -1,12 +1,15 @@
 """One vLLM engine of the GPU benchmarks, in a process of its own: ``gpu_engine_child.py JOB.json``.
 
-A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``. Commands
+A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``; with ``one_process`` the
+worker is in this process, which all commands but ``run`` need. Commands
 come on stdin, a line each, answers go to stdout, a line of JSON each: ``run N`` serves N requests, ``profile N STEPS``
-profiles steady decode steps with N requests running, ``host N STEPS`` times what nwor_ops adds to a step on the host.
+profiles steady decode steps with N requests running, ``drafter N STEPS`` profiles the drafter's share of them,
+``host N STEPS`` times what nwor_ops adds to a step on the host.
 """
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import functools
@@ -44,6 +47,7 @@ SYNCS = (
     "cuCtxSynchronize",
     "cuEventSynchronize",
 )
+DRAFTING = "nwor: the drafter"  # a range in the profile
 STEPS_BEFORE = 12  # until all prompts are through
 
 
@@ -69,7 +73,9 @@ class TimedEngine:
         self._timed = HookTimes() if job.get("time_hooks") else None
         from vllm import LLM
 
+        started = time.perf_counter()
         self._llm = LLM(**job["engine"])
+        self._start_seconds = time.perf_counter() - started
         self._runs = 0
         if self._timed is not None:
             self._timed.watch(self._llm.llm_engine.model_executor.driver_worker.worker.model_runner)
@@ -81,7 +87,8 @@ class TimedEngine:
         return {
             "vllm": vllm.__version__,
             "torch": torch.__version__,
-            "sessions": [session["describe"] for session in self._sessions()],
+            "start_seconds": self._start_seconds,
+            **self._plugin(),
         }
 
     def run(self, requests: int) -> dict[str, Any]:
@@ -103,8 +110,33 @@ class TimedEngine:
             "tokens": sum(map(len, tokens.values())),
             "tokens_hash": hash(tuple(tuple(tokens[index]) for index in sorted(tokens))),
             "acceptance_length": 1 + accepted / drafts if drafts else None,
-            "vanilla_steps": [session["vanilla_steps"] for session in self._sessions()],
+            **self._plugin(),
         }
+
+    def drafter(self, requests: int, steps: int) -> dict[str, Any]:
+        """What the drafter does in so many steps: launches, device time from its first kernel to its last, and how much
+        of that no kernel of its own ran."""
+        import torch
+        from torch.profiler import profile, record_function, supported_activities
+
+        speculator = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
+        propose = speculator.propose
+
+        def named(*args: Any, **kwargs: Any) -> Any:
+            with record_function(DRAFTING):
+                return propose(*args, **kwargs)
+
+        speculator.propose = named
+        try:
+            with self._steady(requests) as step:
+                torch.cuda.synchronize()
+                with profile(activities=supported_activities()) as profiled:
+                    for _ in range(steps):
+                        step()
+                    torch.cuda.synchronize()
+        finally:
+            speculator.propose = propose
+        return drafter_times(profiled.profiler.kineto_results.events())
 
     def profile(self, requests: int, steps: int) -> dict[str, Any]:
         """Counts per kernel, per kind of copy, and per runtime call, of so many steps."""
@@ -174,17 +206,59 @@ class TimedEngine:
         names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
         return {name: values.get(name, 0) for name in names}
 
-    def _sessions(self) -> list[dict[str, Any]]:
-        return [session for worker in self._llm.collective_rpc(describe_sessions) for session in worker]
+    def _plugin(self) -> dict[str, Any]:
+        [worker] = self._llm.collective_rpc(describe_plugin)
+        return worker
 
 
-def describe_sessions(worker: Any) -> list[dict[str, Any]]:
+def drafter_times(events: list[Any]) -> dict[str, Any]:
+    """Totals over the calls of the drafter in a profile. Kernels are known by the call that launched them, those of a
+    graph by the graph's launch."""
+    calls = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == DRAFTING and e.device_type().name == "CPU")
+    starts = [start for start, _ in calls]
+    call_of: dict[int, int] = {}
+    launches: collections.Counter[str] = collections.Counter()
+    for event in events:
+        if event.device_type().name != "CPU" or not event.name().startswith("cu"):
+            continue
+        place = bisect.bisect_right(starts, event.start_ns()) - 1
+        if place >= 0 and event.end_ns() <= calls[place][1]:
+            call_of[event.correlation_id()] = place
+            launches[event.name()] += 1
+    on_device: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+    for event in events:
+        if event.device_type().name == "CUDA" and event.correlation_id() in call_of and event.name() != DRAFTING:
+            on_device[call_of[event.correlation_id()]].append((event.start_ns(), event.end_ns()))
+    return {
+        "calls": len(calls),
+        "launches": launches,
+        "kernels": sum(map(len, on_device.values())),
+        "host_us": [(end - start) / 1e3 for start, end in calls],
+        "span_us": [(max(end for _, end in spans) - min(spans)[0]) / 1e3 for spans in on_device.values()],
+        "busy_us": [_covered(spans) / 1e3 for spans in on_device.values()],
+    }
+
+
+def _covered(spans: list[tuple[int, int]]) -> int:
+    """Length of the union."""
+    total, until = 0, 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def describe_plugin(worker: Any) -> dict[str, Any]:
     """In the worker, which may be a process of its own: what nwor_ops holds there."""
     import sys
 
     plugin = sys.modules.get("nwor_ops.vllm")  # not there where vLLM did not load it
     sessions = plugin.sessions() if plugin else []
-    return [{"describe": session.describe(), "vanilla_steps": dict(session.vanilla_steps)} for session in sessions]
+    return {
+        "sessions": [session.describe() for session in sessions],
+        "vanilla_steps": [dict(session.vanilla_steps) for session in sessions],
+        "draft_graphs": [report.as_dict() for report in plugin.draft_graph_reports()] if plugin else [],
+    }
 
 
 class HookTimes:

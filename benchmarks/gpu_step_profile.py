@@ -73,7 +73,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.logs or pathlib.Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        job = make_job(folder, LAYERS, "auto", options.small) | {"time_hooks": True}
+        job = make_job(folder, LAYERS, "auto", options.small) | {"time_hooks": True, "one_process": True}
         engines = start_engines({"profiled": job}, folder, options.runner)
         try:
             counted = {}

@@ -15,7 +15,7 @@ _READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda"}
 
 _MODES = ("off", "cow")
 _ON_UNSUPPORTED = ("error", "vanilla")
-_SWITCHES = ("audit", "emit_metrics")
+_SWITCHES = ("audit", "emit_metrics", "draft_graphs")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -31,12 +31,14 @@ class NworConfig:
             reason, ``"vanilla"`` warns, counts, and runs (the step or the engine) without it.
         emit_metrics: publish counters (``nwor_...`` on ``/metrics``, ``nwor_ops.stats()``) and compare
             them with the scheduler's. Nothing happens while the plugin is not active.
+        draft_graphs: run a draft model (``method="draft_model"``) from CUDA graphs. Independent of the mode.
     """
 
     mode: str = "off"
     audit: bool = False
     on_unsupported: str = "error"
     emit_metrics: bool = True
+    draft_graphs: bool = False
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, _MODES)
@@ -46,8 +48,13 @@ class NworConfig:
                 raise ValueError(f"nwor: {name} must be true or false, got {getattr(self, name)!r}")
 
     @property
-    def wants_anything(self) -> bool:
+    def wants_transaction(self) -> bool:
+        """Whether the target's steps are to be wrapped."""
         return self.mode != "off" or self.audit
+
+    @property
+    def wants_anything(self) -> bool:
+        return self.wants_transaction or self.draft_graphs
 
     @property
     def strict(self) -> bool:

@@ -18,6 +18,7 @@ from transactions import one_thread  # noqa: F401
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import draft_loop  # noqa: E402
 from paged_llama import LlamaConfig, rotary_embedding  # noqa: E402
 from speculative_decoding import BLOCK_SIZE, Engine, make_prompts, prompt_lookup  # noqa: E402
 
@@ -257,3 +258,31 @@ def test_command_line():
     assert done.returncode == 0, done.stderr
     assert "same output as plain greedy decoding: yes" in done.stdout
     assert re.search(r"speculative .* [1-9]\d* accepted, [1-9]\d* rejected", done.stdout)
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_draft_loop_command_line(temperature):
+    """The drafts themselves are compared with drafting without a loop in test_draft_loop.py."""
+    command = [sys.executable, str(EXAMPLES / "draft_loop.py"), "--num-drafts", "3", "--temperature", temperature]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the same 135 drafts in all three modes: yes" in done.stdout
+
+
+def test_draft_loop_notices_other_drafts(monkeypatch, capsys):
+    class Forgetful(draft_loop.PagedMetadataAdapter):
+        """A back end whose update in place forgets; its build does not."""
+
+        def update(self, key, metadata):
+            if self.buffers.current_draft_step < 2:
+                super().update(key, metadata)
+
+        def build(self, key, *arguments):
+            metadata = super().build(key, *arguments)
+            super().update(key, metadata)
+            return metadata
+
+    monkeypatch.setitem(draft_loop.Drafter.__init__.__kwdefaults__, "adapter", Forgetful)
+    monkeypatch.setattr(sys, "argv", ["draft_loop.py"])
+    assert draft_loop.main() == 1
+    assert "in all three modes: NO" in capsys.readouterr().out

@@ -5,7 +5,8 @@ the runner's module is imported, and it must not import it (seconds, in processe
 it). So it leaves a note with Python's import system; when vLLM imports a runner's module, two
 methods of ``GPUModelRunner`` are wrapped that look at the engine's configuration:
 ``initialize_kv_cache``, after which everything else is wrapped, on instances, if the configuration
-asks for it, and ``profile_run``, so that the memory of the undo log is taken into account.
+asks for it, and ``profile_run``, so that the memory of the undo log is taken into account. In the V2
+runner's module also ``init_speculator`` (see :mod:`nwor_ops.vllm.draft_graphs`).
 With ``VLLM_NWOR_MODE=off`` in the environment not even that happens.
 """
 
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from nwor_ops.config import NworConfig, mode_from_environment
-from nwor_ops.vllm import metrics
+from nwor_ops.vllm import draft_graphs, metrics
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.runner import log_bytes
 from nwor_ops.vllm.runner_v1 import V1
@@ -92,7 +93,8 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
 
 
 def _wrap_runner_module(module: ModuleType) -> None:
-    """Make a runner class look at its engine's configuration once its cache is bound."""
+    """Make a runner class look at its engine's configuration once its cache is bound, and before it has a drafter."""
+    draft_graphs.wrap_runner_module(module, _logger())
     runner_class = getattr(module, "GPUModelRunner", None)
     original = getattr(runner_class, "initialize_kv_cache", None)
     if original is None:
@@ -144,9 +146,10 @@ def _room_for_log(runner: Any) -> Iterator[None]:
 def _attach(runner: Any, module: str) -> None:
     """Look at the configuration of a runner whose cache was just bound, and act on it."""
     config = NworConfig.load(runner.vllm_config.additional_config)
-    if not config.wants_anything:
-        return
     logger = _logger()
+    draft_graphs.check_runner(runner, module, logger)
+    if not config.wants_transaction:
+        return
     kind = RUNNERS[module]
     previous = _sessions.pop(runner, None)
     if previous is not None:
@@ -187,9 +190,8 @@ def check() -> list[dict[str, Any]]:
             "detail": problem or f"supported: {', '.join(SUPPORTED_VERSIONS)}",
         }
     ]
-    for kind in RUNNERS.values():
-        for hook in kind.hooks:
-            problem = hook.problem()
-            name = f"{kind.module}.{hook.name}" if hook.module == kind.module else hook.name
-            rows.append({"hook": name, "ok": problem is None, "detail": problem or ", ".join(hook.parameters)})
+    for hook in (*(hook for kind in RUNNERS.values() for hook in kind.hooks), *draft_graphs.HOOKS):
+        problem = hook.problem()
+        name = f"{hook.module}.{hook.name}" if hook.module in RUNNERS else hook.name
+        rows.append({"hook": name, "ok": problem is None, "detail": problem or ", ".join(hook.parameters)})
     return rows

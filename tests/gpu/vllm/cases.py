@@ -219,6 +219,102 @@ REFUSALS = [
     ),
     Refusal("refused-connector-v1", "(?i)connector", _engine(graphs="eager", kv_transfer_config=CONNECTOR), V1),
 ]
+
+
+# ---------------------------------------------------------------- graphs for a draft model
+
+
+@dataclass(frozen=True)
+class DraftCase(Case):
+    """A vanilla engine with a draft model, and the same one with draft graphs.
+
+    Attributes:
+        exact: every request count has a graph, so nothing is padded: the drafts are the same, token for token. With
+            padding a matrix product may take another kernel, and an argmax may see another of two close logits.
+    """
+
+    exact: bool = True
+
+
+GRAPHED = {"mode": "off", "draft_graphs": True}
+GRAPHED_COW = {**COW, "draft_graphs": True}
+EVERY_COUNT = [(K + 1) * requests for requests in range(1, ENGINE["max_num_seqs"] + 1)]
+PADDED_COUNTS = [(K + 1) * requests for requests in (1, 3, 8)]
+RANDOM_DRAFT = {**DRAFT, "draft_sample_method": "probabilistic"}
+
+
+def _draft(
+    name: str, backend: str = "FLASH_ATTN", sizes: list[int] = EVERY_COUNT, nwor: Any = GRAPHED, **more: Any
+) -> DraftCase:
+    use = {"record_drafts": True, **more.pop("use", {})}
+    own = {key: more.pop(key) for key in ("environment", "same_tokens", "expect", "exact") if key in more}
+    compilation = {"cudagraph_capture_sizes": sizes, **more.pop("compilation_config", {})}
+    engine = _engine(backend, method="draft_model", compilation_config=compilation) | more
+    return DraftCase(f"draft-graphs-{name}", engine, nwor=nwor, use=use, **{"exact": sizes == EVERY_COUNT} | own)
+
+
+def _draft_graphs() -> Iterator[DraftCase]:
+    few_blocks = {"num_gpu_blocks_override": 22, "max_model_len": 192}
+    shared = {"shared_prefix": 48, "rounds": 2}
+    for backend in ("FLASH_ATTN", "TRITON_ATTN"):
+        kind = backend.split("_")[0].lower()
+        for cow, nwor in (("", GRAPHED), ("-cow", GRAPHED_COW)):
+            yield _draft(f"{kind}{cow}", backend, nwor=nwor)
+            yield _draft(f"{kind}-padded{cow}", backend, PADDED_COUNTS, nwor=nwor)
+            # Drafts drawn from the draft model's distribution, which the verification reads.
+            # Many tokens: what is compared is a rate.
+            random = {"temperature": 1.0, "max_tokens": 150}
+            yield _draft(f"{kind}-random{cow}", backend, nwor=nwor, speculative_config=RANDOM_DRAFT, use=random)
+    # No graph for more than 4 requests: larger batches run vLLM's code.
+    yield _draft("larger-batches", sizes=EVERY_COUNT[:4], exact=True)
+    one = {**DRAFT, "num_speculative_tokens": 1}
+    yield _draft("one-draft", speculative_config=one, sizes=[2 * requests for requests in range(1, 9)], exact=True)
+    yield _draft("full", compilation_config={"cudagraph_mode": "FULL"}, expect={"cudagraph_mode": "FULL"})
+    yield _draft(
+        "full_decode_only",
+        compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"},
+        expect={"cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+    yield _draft("abort", nwor=GRAPHED_COW, use={"abort": {10: [0, 2], 16: [5]}})
+    yield _draft("preemption", **few_blocks, use={"max_tokens": 80}, expect={"metric:num_preemptions": 1})
+    yield _draft("preemption-triton-cow", "TRITON_ATTN", nwor=GRAPHED_COW, **few_blocks, use={"max_tokens": 80},
+                 expect={"metric:num_preemptions": 1})  # fmt: skip
+    yield _draft("prefix-caching", nwor=GRAPHED_COW, enable_prefix_caching=True, use=shared,
+                 expect={"metric:prefix_cache_hits": 1})  # fmt: skip
+    yield _draft("sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
+    yield _draft("not-async", async_scheduling=False)
+    yield _draft("length-limit", max_model_len=128, use={"max_tokens": 200})
+    yield _draft("fp8", kv_cache_dtype="fp8")
+    yield _draft("hybrid", model="@hybrid", nwor=GRAPHED_COW)
+    yield _draft("sliding-draft", speculative_config={**DRAFT, "model": "@sliding"})
+    yield _draft("memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
+
+
+DRAFT_CASES = list(_draft_graphs())
+
+
+def _refused_draft(name: str, because: str, environment: dict[str, str] = V2, **engine: Any) -> Refusal:
+    backend = engine.pop("backend", "FLASH_ATTN")
+    settings = _engine(backend, method=engine.pop("method", "draft_model"), graphs=engine.pop("graphs", "default"))
+    return Refusal(f"refused-draft-graphs-{name}", because, settings | engine, environment, GRAPHED)
+
+
+DRAFT_REFUSALS = [
+    _refused_draft("eager", "cudagraph_mode NONE: draft graphs follow the target", graphs="eager"),
+    _refused_draft("piecewise", "cudagraph_mode PIECEWISE: draft graphs follow the target", graphs="piecewise"),
+    _refused_draft("eagle", "speculation by eagle: draft graphs are for method draft_model", method="eagle"),
+    _refused_draft("ngram", "speculation by ngram: draft graphs are for method draft_model", method="ngram"),
+    _refused_draft("flex", "back end FLEX_ATTENTION: only FLASH_ATTN and TRITON_ATTN", backend="FLEX_ATTENTION"),
+    _refused_draft("v1", "model runner V1", V1),
+    _refused_draft("no-size", r"cudagraph_capture_sizes \[1, 2\]: none holds a batch", compilation_config={
+        "cudagraph_capture_sizes": [1, 2]}),
+]  # fmt: skip
+DRAFT_WARNED = Refusal(
+    "warned-draft-graphs",
+    "draft graphs: not active",
+    DRAFT_REFUSALS[0].engine,
+    nwor={**GRAPHED, "on_unsupported": "vanilla"},
+)
 # Asked to go on without it instead.
 WARNED = Refusal("warned-connector", "not active", REFUSALS[0].engine, nwor={"on_unsupported": "vanilla"})
 # vLLM's fusion that writes the cache by itself, around every writer that can be wrapped: it is switched off or the

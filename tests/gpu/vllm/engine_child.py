@@ -2,7 +2,8 @@
 
 A job is a dict: ``engine`` (arguments of ``vllm.LLM``), ``environment``, and how to use it: ``max_tokens``,
 ``temperature``, ``requests`` (how many), ``shared_prefix`` (tokens), ``rounds``, ``abort`` (step: request numbers),
-``sleep`` (between rounds). The answer is a file, so that it is there whatever happens to the process afterwards.
+``sleep`` (between rounds), ``record_drafts`` (what the drafter proposed, step by step). The answer is a file, so that
+it is there whatever happens to the process afterwards.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
     llm = LLM(**job["engine"])
     result["start_seconds"] = round(time.monotonic() - started, 1)
     replays.total = replays.with_drafts = 0
+    proposed = _record_drafts(llm) if job["record_drafts"] else None
     started = time.monotonic()
     requests = _requests(job)
     result["rounds"] = []
@@ -59,9 +61,12 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
             llm.wake_up()
         result["rounds"].append(_serve(llm, job, requests, number))
     result["run_seconds"] = round(time.monotonic() - started, 1)
-    result["graph_replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}
+    result["replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}
+    result["proposed"] = proposed
     result["metrics"] = {
-        metric.name.removeprefix("vllm:"): metric.value for metric in llm.get_metrics() if hasattr(metric, "value")
+        metric.name.removeprefix("vllm:"): metric.value if hasattr(metric, "value") else metric.values
+        for metric in llm.get_metrics()
+        if hasattr(metric, "value") or hasattr(metric, "values")  # no histograms
     }
     result["workers"] = llm.collective_rpc(describe_worker)
     if len(result["workers"]) > 1:  # processes of their own, in the middle of nothing
@@ -111,6 +116,29 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 def _sessions() -> list[Any]:
     plugin = sys.modules.get("nwor_ops.vllm")  # not there in a vanilla engine
     return plugin.sessions() if plugin else []
+
+
+def _record_drafts(llm: Any) -> dict[str, Any]:
+    """What a drafter of the V2 runner proposes from now on: ``drafts[request][length] = K tokens``, where the length is
+    that of the sequence they continue, and ``steps``, how often it was asked. Rows of prompt chunks are left out."""
+    speculator = llm.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
+    propose = speculator.propose
+    found: dict[str, Any] = {"steps": 0, "drafts": {}}
+
+    def recording(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = propose(input_batch, *args, **kwargs)
+        num_sampled, num_rejected = args[4], args[5]
+        lengths = (input_batch.seq_lens[: input_batch.num_reqs] - num_rejected).tolist()
+        found["steps"] += 1
+        rows = zip(input_batch.req_ids, lengths, num_sampled.tolist(), drafts.tolist(), strict=True)
+        for request, length, sampled, tokens in rows:
+            if sampled > 0:
+                name = "-".join(request.split("-")[:2])  # vLLM adds something of its own
+                found["drafts"].setdefault(name, {})[str(length)] = tokens
+        return drafts
+
+    speculator.propose = recording
+    return found
 
 
 def _requests(job: dict[str, Any]) -> list[Any]:
@@ -171,6 +199,7 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         "kv_cache_groups": len(runner.kv_cache_config.kv_cache_groups),
         "num_gpu_blocks": runner.kv_cache_config.num_blocks,
         "attention": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
+        "draft_graphs": [report.as_dict() for report in (plugin.draft_graph_reports() if plugin else [])],
         "wrapped": any("do_kv_cache_update" in vars(layer.impl) for layer in layers if hasattr(layer, "impl")),
         "sessions": [
             {

@@ -45,6 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "rounds": 1,
     "abort": {},
     "sleep": False,
+    "record_drafts": False,
 }
 
 

@@ -34,7 +34,7 @@ def _note(record: dict[str, Any], case: Case, result: dict[str, Any]) -> None:
     if result["error"] is None:
         [worker] = result["workers"]
         record |= {key: worker[key] for key in ("runner", "cudagraph_mode", "kv_cache_layout", "attention")}
-        record |= result["graph_replays"]
+        record |= result["replays"]
         for session in worker["sessions"]:
             record["session"] = session["describe"]
             record |= {name: session["audit"][name] for name in AUDITED if session["audit"]}
@@ -68,7 +68,7 @@ def test_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
         else:
             found = result["workers"][0][what]
             assert found == wanted, f"{what} is {found}, expected {wanted}"
-    replays = result["graph_replays"]["graph_replays" if case.name in FEW_GRAPHS else "replays_with_drafts"]
+    replays = result["replays"]["graph_replays" if case.name in FEW_GRAPHS else "replays_with_drafts"]
     assert (replays > 0) == (result["workers"][0]["cudagraph_mode"] != "NONE")
 
     assert session["mode"] == "cow"

@@ -1,0 +1,125 @@
+"""Graphs for a draft model: the drafts, the acceptance and the output of vanilla vLLM, and proof that graphs ran."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from cases import DRAFT_CASES, DRAFT_REFUSALS, DRAFT_WARNED, ENGINE, DraftCase, Refusal
+from test_gpu_engines import _finished, _note, _same_tokens, _session
+
+# Where a padded product took another kernel, now and then one of two close logits wins that did not before.
+DIFFERENT_DRAFTS, DIFFERENT_ACCEPTANCE = 0.03, 0.05
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+NOT_BY_US = ("dummy run", "nothing captured")  # warm-up, and what vLLM runs before it captures
+TOO_LARGE = "more requests than the largest graph"
+MIXED = "first pass of a batch with prompts, or with fewer drafts in some request"
+
+
+def _report(result: dict[str, Any]) -> dict[str, Any]:
+    [worker] = result["workers"]
+    assert worker["draft_graphs"], f"no draft graphs in that engine; it said {result['said']}; log: {result['log']}"
+    [report] = worker["draft_graphs"]
+    return report
+
+
+def _compare_drafts(ours: dict[str, Any], vanilla: dict[str, Any]) -> tuple[int, int, int]:
+    """Sequences that either side continued, those that both did, and those of them with other drafts."""
+    mine, theirs = (
+        {(request, length): tokens for request, found in side.items() for length, tokens in found.items()}
+        for side in (ours, vanilla)
+    )
+    both = mine.keys() & theirs.keys()
+    return len(mine.keys() | theirs.keys()), len(both), sum(mine[at] != theirs[at] for at in both)
+
+
+def _acceptance(result: dict[str, Any]) -> list[float]:
+    """By position of the draft."""
+    return [count / result["metrics"]["spec_decode_num_drafts"] for count in result["metrics"][PER_POSITION]]
+
+
+def _check_graphs_ran(case: DraftCase, result: dict[str, Any], report: dict[str, Any]) -> None:
+    query_len = case.engine["speculative_config"]["num_speculative_tokens"] + 1
+    sizes = case.engine["compilation_config"]["cudagraph_capture_sizes"]
+    counts = [size // query_len for size in sizes]
+    assert report["captured"] == {"first_pass": counts, "decode": counts if query_len > 2 else []}
+    steps, eager = result["proposed"]["steps"], report["eager"]
+    too_large = eager.get(TOO_LARGE, 0)
+    assert (too_large > 0) == (max(counts) < ENGINE["max_num_seqs"])
+    assert set(eager) <= {*NOT_BY_US, MIXED, TOO_LARGE}
+    # vLLM's warm-up steps may have added to these counts.
+    decode_loops = steps - too_large if query_len > 2 else 0
+    first_passes = steps - too_large - eager.get(MIXED, 0)
+    assert first_passes > 0
+    assert report["replays"]["first_pass"] >= first_passes
+    assert report["replays"]["decode"] >= decode_loops
+    assert result["replays"]["graph_replays"] >= first_passes + decode_loops  # as torch counts them, in the run alone
+
+
+def _check_cow(result: dict[str, Any]) -> None:
+    session = _session(result)
+    assert session["audit"]["stale_rows"] == 0
+    assert session["audit"]["stale_rows_at_end"] == 0
+    assert session["audit"]["accepted"] > 0
+    assert session["audit"]["rejected"] > 0
+    assert session["vanilla_steps"] == {}
+
+
+@pytest.mark.parametrize("case", DRAFT_CASES, ids=lambda case: case.name)
+def test_same_drafts_and_output(case: DraftCase, engines: Any, record: dict[str, Any]) -> None:
+    vanilla, ours = engines.start_case(case)
+    result = ours.result()
+    _note(record, case, result)
+    _finished(result)
+    report = _report(result)
+    theirs = _finished(vanilla.result())
+    sequences, compared, different = _compare_drafts(result["proposed"]["drafts"], theirs["proposed"]["drafts"])
+    acceptance, expected = _acceptance(result), _acceptance(theirs)
+    record |= {
+        "draft_graphs": report,
+        "draft_steps": result["proposed"]["steps"],
+        "drafts_compared": compared,
+        "drafts_different": different,
+        "acceptance_per_position": acceptance,
+        "acceptance_per_position_vanilla": expected,
+    }
+    for what, wanted in case.expect.items():
+        if what.startswith("metric:"):
+            assert result["metrics"][what.removeprefix("metric:")] >= wanted
+        else:
+            assert result["workers"][0][what] == wanted
+    _check_graphs_ran(case, result, report)
+    if case.nwor["mode"] == "cow":
+        _check_cow(result)
+
+    assert compared > 100
+    random = case.use.get("temperature", 0.0) > 0
+    if not random:
+        assert compared >= 0.9 * sequences
+        assert different <= (0 if case.exact else DIFFERENT_DRAFTS * compared)
+    assert len(acceptance) == len(expected)
+    for position, (mine, vanilla_s) in enumerate(zip(acceptance, expected, strict=True)):
+        assert abs(mine - vanilla_s) <= DIFFERENT_ACCEPTANCE, f"draft {position}: {mine}, vanilla's {vanilla_s}"
+    if not random:
+        _same_tokens(result, theirs)
+
+
+@pytest.mark.parametrize("refusal", DRAFT_REFUSALS, ids=lambda refusal: refusal.name)
+def test_refused_at_start_up(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
+    result = engines.start_refusal(refusal).result()
+    said = "\n".join([result["error"] or "", *result["said"]])
+    record["seconds"] = result["seconds"]
+    record["refused"] = found[0][:400] if (found := re.search("nwor: .*", said)) else None
+    assert result["error"] is not None, "the engine started"
+    assert re.search(f"nwor: .*{refusal.because}", said), said
+    assert "draft graphs were asked for" in said
+
+
+@pytest.mark.parametrize("refusal", [DRAFT_WARNED], ids=lambda refusal: refusal.name)
+def test_refused_engine_goes_on_where_that_is_asked_for(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
+    result = engines.start_refusal(refusal).result()
+    record["seconds"] = result["seconds"]
+    [worker] = _finished(result)["workers"]
+    assert all(report["captured"] == {} for report in worker["draft_graphs"])
+    assert any(refusal.because in line for line in result["said"])

@@ -1,0 +1,272 @@
+"""Draft graphs without a GPU: what is asked for, what is refused, and the drafts of vLLM's own speculator. Engines that
+replay graphs are in tests/gpu/vllm."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nwor_ops.config import NworConfig
+from nwor_ops.vllm import draft_graphs
+from nwor_ops.vllm.support import Unsupported
+
+LOGGER = logging.getLogger("nwor")
+
+
+def test_drafts_are_those_of_vllm_s_speculator() -> None:
+    """Real speculators of the installed vLLM on the CPU, ours running from the host what its graphs would hold. In a
+    process of its own: Triton must be told to interpret before it is imported."""
+    pytest.importorskip("triton")
+    script = pathlib.Path(__file__).with_name("draft_speculators.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=600,
+        env={**os.environ, "TRITON_INTERPRET": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [line for line in done.stdout.splitlines() if line.startswith(("greedy", "probabilistic"))]
+    assert said == [f"{name} {{'first_pass': 30, 'decode': 40}}" for name in ("greedy", "probabilistic")]
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_draft_graphs_want_no_transaction() -> None:
+    config = NworConfig.load({"nwor": {"draft_graphs": True}}, {})
+    assert config.draft_graphs
+    assert config.wants_anything
+    assert not config.wants_transaction
+    assert NworConfig.load({}, {"VLLM_NWOR_DRAFT_GRAPHS": "1"}) == config
+    assert not NworConfig.load({"nwor": {"draft_graphs": True}}, {"VLLM_NWOR_DRAFT_GRAPHS": "0"}).wants_anything
+    assert NworConfig.load({"nwor": {"mode": "cow"}}, {}).wants_transaction
+    assert not NworConfig.load({}, {}).draft_graphs
+
+
+def test_a_value_that_is_no_switch_is_an_error() -> None:
+    with pytest.raises(ValueError, match="draft_graphs must be true or false, got 'yes'"):
+        NworConfig.load({"nwor": {"draft_graphs": "yes"}}, {})
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def engine_config(**changes: Any) -> Any:
+    """An engine that may have draft graphs, with ``a.b`` changed as told."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1, use_ubatching=False),
+        speculative_config=SimpleNamespace(
+            method="draft_model",
+            draft_model_config=SimpleNamespace(is_multimodal_model=False),
+            num_speculative_tokens_per_batch_size=None,
+            enable_adaptive_verification=False,
+        ),
+        model_config=SimpleNamespace(is_multimodal_model=False, is_encoder_decoder=False),
+        lora_config=None,
+        watermark_config=None,
+        kv_transfer_config=None,
+        offload_config=SimpleNamespace(
+            uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
+        ),
+        additional_config={"nwor": {"draft_graphs": True}},
+    )
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        setattr(functools.reduce(getattr, parents, config), name, value)
+    return config
+
+
+def test_what_is_supported_is_not_refused() -> None:
+    draft_graphs.check_draft_graphs(engine_config(parallel_config__tensor_parallel_size=2), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "because"),
+    [
+        ({"speculative_config__method": "eagle"}, "speculation by eagle: draft graphs are for method draft_model"),
+        ({"parallel_config__data_parallel_size": 2}, "data parallelism"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"parallel_config__use_ubatching": True}, "dual batch overlap"),
+        ({"parallel_config__enable_eplb": True}, "expert load balancing"),
+        ({"model_config__is_multimodal_model": True}, "a multimodal model"),
+        ({"speculative_config__draft_model_config__is_multimodal_model": True}, "a multimodal model"),
+        ({"model_config__is_encoder_decoder": True}, "an encoder-decoder model"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"speculative_config__num_speculative_tokens_per_batch_size": [(1, 8, 4)]}, "dynamic speculative decoding"),
+        ({"speculative_config__enable_adaptive_verification": True}, "adaptive verification"),
+        ({"watermark_config": object()}, "watermarking"),
+        ({"kv_transfer_config": object()}, "KV connectors"),
+        ({"offload_config__uva__cpu_offload_gb": 1}, "weight offloading"),
+        ({"offload_config__prefetch__offload_group_size": 2}, "weight offloading"),
+    ],
+)
+def test_each_refusal_has_its_sentence(changes: dict[str, Any], because: str) -> None:
+    with pytest.raises(Unsupported, match=f"^{because}"):
+        draft_graphs.check_draft_graphs(engine_config(**changes), "cuda")
+
+
+def test_a_cpu_has_no_graphs() -> None:
+    with pytest.raises(Unsupported, match="device cpu: CUDA graphs need CUDA"):
+        draft_graphs.check_draft_graphs(engine_config(), "cpu")
+
+
+class FullAttentionSpec: ...
+
+
+class MambaSpec: ...
+
+
+def group(backend: str, spec: Any = FullAttentionSpec, in_place: bool = True) -> Any:
+    return SimpleNamespace(
+        backend=SimpleNamespace(get_name=lambda: backend),
+        kv_cache_spec=spec(),
+        supports_draft_decode_metadata_update=in_place,
+    )
+
+
+def test_attention_that_a_graph_cannot_follow_is_refused() -> None:
+    draft_graphs.check_attention([[group("FLASH_ATTN")], [], [group("TRITON_ATTN")]])
+    for groups, because in (
+        ([[group("FLASHINFER")]], "attention back end FLASHINFER: only FLASH_ATTN and TRITON_ATTN are known"),
+        ([[group("FLASH_ATTN", MambaSpec)]], "a cache of kind MambaSpec"),
+        ([[group("FLASH_ATTN")], [group("TRITON_ATTN", in_place=False)]], "TRITON_ATTN: it cannot update its metadata"),
+    ):
+        with pytest.raises(Unsupported, match=because):
+            draft_graphs.check_attention(groups)
+
+
+def test_graph_modes() -> None:
+    from vllm.config.compilation import CUDAGraphMode
+
+    for name in ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
+        draft_graphs.check_graph_mode(CUDAGraphMode[name])
+    for name in ("NONE", "PIECEWISE"):
+        with pytest.raises(Unsupported, match=f"cudagraph_mode {name}: .*no enforce_eager"):
+            draft_graphs.check_graph_mode(CUDAGraphMode[name])
+
+
+def test_other_versions_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    for version in ("0.32.0", "0.34.0", "0.330.1"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        with pytest.raises(Unsupported, match=f"vLLM {version} is not supported for draft graphs"):
+            draft_graphs.check_version()
+
+
+def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    draft_graphs.check_version()
+    monkeypatch.setattr(StandaloneARSpeculator, "capture", lambda self, more: None)
+    with pytest.raises(Unsupported, match=r"capture takes .*'more'.*, expected \(\)"):
+        draft_graphs.check_version()
+
+
+# ---------------------------------------------------------------- getting in
+
+
+def runner_module(name: str = draft_graphs.RUNNER_MODULE) -> Any:
+    module = ModuleType(name)
+    module.init_speculator = lambda vllm_config, device, req_states: "vLLM's"  # type: ignore[attr-defined]
+    return module
+
+
+def make(module: Any, config: Any, device: str = "cuda") -> Any:
+    return module.init_speculator(config, SimpleNamespace(type=device), None)
+
+
+def test_not_asked_for_means_vllm_s_own() -> None:
+    module = runner_module()
+    draft_graphs.wrap_runner_module(module, LOGGER)
+    assert make(module, engine_config(additional_config={})) == "vLLM's"
+    assert make(module, engine_config(additional_config={"nwor": {"mode": "cow"}})) == "vLLM's"
+
+
+def test_wrapping_twice_is_wrapping_once() -> None:
+    module = runner_module()
+    draft_graphs.wrap_runner_module(module, LOGGER)
+    once = module.init_speculator
+    draft_graphs.wrap_runner_module(module, LOGGER)
+    assert module.init_speculator is once
+
+
+def test_the_v1_runner_s_module_is_left_alone() -> None:
+    module = runner_module("vllm.v1.worker.gpu_model_runner")
+    before = module.init_speculator
+    draft_graphs.wrap_runner_module(module, LOGGER)
+    assert module.init_speculator is before
+
+
+def test_refused_at_start_up_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_graphs, "check_version", lambda: None)
+    module = runner_module()
+    draft_graphs.wrap_runner_module(module, LOGGER)
+    with pytest.raises(RuntimeError, match=r"^nwor: speculation by eagle: .*VLLM_NWOR_ON_UNSUPPORTED=vanilla"):
+        make(module, engine_config(speculative_config__method="eagle"))
+
+
+def test_refused_and_vanilla_on_request(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(draft_graphs, "check_version", lambda: None)
+    module = runner_module()
+    draft_graphs.wrap_runner_module(module, LOGGER)
+    settings = {"nwor": {"draft_graphs": True, "on_unsupported": "vanilla"}}
+    config = engine_config(parallel_config__data_parallel_size=2, additional_config=settings)
+    assert make(module, config) == "vLLM's"
+    assert "draft graphs: not active: data parallelism" in caplog.text
+
+
+def test_a_v1_runner_is_refused() -> None:
+    runner = SimpleNamespace(vllm_config=engine_config(), speculative_config=object())
+    with pytest.raises(RuntimeError, match="nwor: model runner V1: draft graphs are for model runner V2"):
+        draft_graphs.check_runner(runner, "vllm.v1.worker.gpu_model_runner", LOGGER)
+    draft_graphs.check_runner(runner, draft_graphs.RUNNER_MODULE, LOGGER)
+    runner.speculative_config = None
+    draft_graphs.check_runner(runner, "vllm.v1.worker.gpu_model_runner", LOGGER)
+
+
+def test_hooks_match_this_vllm() -> None:
+    assert [hook.problem() for hook in draft_graphs.HOOKS if hook.problem()] == []
+
+
+# ---------------------------------------------------------------- which graphs
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "tokens", "first", "decode"),
+    [
+        # Whole requests only; a size that is no multiple is rounded up, if the largest size permits it.
+        ([1, 2, 4, 8, 16, 24, 32, 40], 8, 512, [8, 7, 5, 4, 2, 1], [8, 7, 5, 4, 2, 1]),
+        ([5, 10, 20, 320], 64, 8192, [64, 4, 2, 1], [64, 4, 2, 1]),
+        # More requests than may run; a first pass of 4 x 6 tokens does not fit into batches of 20.
+        ([5, 20, 100], 8, 20, [1], [4, 1]),
+        ([1, 2], 8, 512, [], []),
+        ([], 8, 512, [], []),
+    ],
+)
+def test_captured_request_counts(sizes: list[int], rows: int, tokens: int, first: list[int], decode: list[int]) -> None:
+    from nwor_ops.vllm.draft_model import GraphedDraftModelSpeculator
+
+    config = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes, default=0))
+    speculator = SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=config),
+        num_speculative_steps=4,
+        max_num_reqs=rows,
+        max_num_tokens=tokens,
+    )
+    keys = GraphedDraftModelSpeculator.capture_keys(speculator)  # type: ignore[arg-type]
+    assert [key.num_reqs for key in keys if key.query_len == 6] == first
+    assert [key.num_reqs for key in keys if key.query_len == 1] == decode
+    assert len(keys) == len(first) + len(decode)
+    speculator.num_speculative_steps = 1  # nothing but a first pass
+    assert {key.query_len for key in GraphedDraftModelSpeculator.capture_keys(speculator)} <= {3}  # type: ignore[arg-type]
