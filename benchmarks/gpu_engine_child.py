@@ -1,9 +1,9 @@
 """One vLLM engine of the GPU benchmarks, in a process of its own: ``gpu_engine_child.py JOB.json``.
 
-A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``; with ``one_process`` the
-worker is in this process, which all commands but ``run`` need. Commands
-come on stdin, a line each, answers go to stdout, a line of JSON each: ``run N`` serves N requests, ``profile N STEPS``
-profiles steady decode steps with N requests running, ``drafter N STEPS`` profiles the drafter's share of them,
+A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``; with
+``one_process`` the worker is in this process, which all commands but ``run`` need. Commands come on stdin, a line
+each, answers go to stdout, a line of JSON each: ``run N`` serves N requests, ``profile N STEPS`` profiles steady decode
+steps with N requests running, ``drafter N STEPS`` profiles the drafter's share of them,
 ``host N STEPS`` times what nwor_ops adds to a step on the host.
 """
 

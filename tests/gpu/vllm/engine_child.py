@@ -114,8 +114,12 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 
 
 def _sessions() -> list[Any]:
-    plugin = sys.modules.get("nwor_ops.vllm")  # not there in a vanilla engine
+    plugin = _plugin()
     return plugin.sessions() if plugin else []
+
+
+def _plugin() -> Any:
+    return sys.modules.get("nwor_ops.vllm")  # not there in a vanilla engine
 
 
 def _record_drafts(llm: Any) -> dict[str, Any]:
@@ -189,7 +193,7 @@ def _sampling(job: dict[str, Any], requests: list[Any], index: int) -> Any:
 
 def describe_worker(worker: Any) -> dict[str, Any]:
     """In each worker: what it runs, and what nwor_ops saw there."""
-    runner = worker.model_runner
+    plugin, runner = _plugin(), worker.model_runner
     config = runner.vllm_config
     layers = config.compilation_config.static_forward_context.values()
     return {
