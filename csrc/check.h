@@ -342,8 +342,7 @@ struct Acceptance {
     int64_t num_requests;
 
     NWOR_HOST_DEVICE bool accepts(int64_t row) const {
-        if (flags != nullptr) return flags[row];
-        if (lengths == nullptr) return true;
+        if (row_requests == nullptr) return flags == nullptr || flags[row];
         const int64_t request = row_requests[row], position = row_positions[row];
         return request >= 0 && request < num_requests && position >= 0 && position < lengths[request];
     }
