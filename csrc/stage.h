@@ -167,8 +167,7 @@ inline AcceptStagedArguments check_accept_staged(const Tensor& row_accepted, con
     a.accepted = check_acceptance(op, row_accepted, a.num_rows, row_requests, row_positions, row_slots);
     windows.dtype(ScalarType::Long);
     if (row_windows.dim() != 2 || row_windows.size(0) < 1 || row_windows.size(1) != a.num_rows)
-        windows.must_be("[>= 1, " + std::to_string(a.num_rows) +
-                        "], one number for each row of each layer");
+        windows.must_be("[>= 1, " + std::to_string(a.num_rows) + "], one number for each row of each layer");
     a.num_layers = row_windows.size(0);
     check_row_windows(op, window_id, row_windows, row_slots, a.num_rows, a.num_layers);
     if (num_slots < 0) fail(op, "num_slots must not be negative, got ", num_slots);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../dispatch.h"
+#include "../stage.h"
 #include "launch.h"
 
 namespace nwor {
@@ -23,20 +24,45 @@ constexpr int64_t kWidestAccess = 16;
 
 // ---------------------------------------------------------------- what a kernel may meet
 
-enum Problem { kSlotMapping = 1, kRowSlots, kLogRows, kPageOffsets };
+enum Problem {
+    kSlotMapping = 1,
+    kRowSlots,
+    kSrcSlots,
+    kDstSlots,
+    kLogRows,
+    kStageRows,
+    kPageOffsets,
+    kOfWindow,  // and above: a WindowProblem
+};
+
+inline const char* slots_of_problem(int problem) {
+    switch (problem) {
+        case kSlotMapping:
+            return "slot_mapping[";
+        case kRowSlots:
+            return "row_slots[";
+        case kSrcSlots:
+            return "src_slots[";
+        default:
+            return "dst_slots[";
+    }
+}
 
 [[noreturn]] void complain(const ErrorRecord& e) {
+    if (e.problem >= kOfWindow) complain_of_window(e.op, {e.problem - kOfWindow, e.index, e.value, e.limit});
     switch (e.problem) {
-        case kSlotMapping:
-        case kRowSlots:
-            fail<std::out_of_range>(e.op, e.problem == kSlotMapping ? "slot_mapping[" : "row_slots[", e.index,
-                                    "] must be below ", e.limit, " (num_blocks * block_size), got ", e.value);
         case kLogRows:
             fail<std::out_of_range>(e.op, "log_rows[", e.index, "] must be below the ", e.limit,
                                     " rows of the log, got ", e.value);
-        default:
+        case kStageRows:
+            fail<std::out_of_range>(e.op, "stage_rows[", e.index, "] must be below the ", e.limit,
+                                    " rows of the staging buffer, got ", e.value);
+        case kPageOffsets:
             fail<std::out_of_range>(e.op, "page_offsets must lie within the storage of the cache (", e.limit,
                                     " elements), got the place ", e.value);
+        default:
+            fail<std::out_of_range>(e.op, slots_of_problem(e.problem), e.index, "] must be below ", e.limit,
+                                    " (num_blocks * block_size), got ", e.value);
     }
 }
 
@@ -62,6 +88,7 @@ template <bool kTable>
 struct Slot {
     uint32_t block, in_block;
 
+    __device__ Slot(uint32_t block, uint32_t in_block) : block(block), in_block(in_block) {}
     __device__ Slot(const Slots& slots, int64_t slot) {
         const uint32_t number = static_cast<uint32_t>(slot);
         block = slots.by_block_size.quotient(number);
@@ -141,6 +168,15 @@ int64_t elements_per_access(int64_t element_size, const Fits& fits) {
     int64_t elements = kWidestAccess / element_size;
     while (elements > 1 && !fits(elements)) elements /= 2;
     return elements;
+}
+
+// The same for every plane of a geometry.
+bool planes_fit(const CacheView& geometry, const std::vector<Tensor>& caches, int64_t elements) {
+    return std::all_of(caches.begin(), caches.end(), [&](const Tensor& cache) {
+        CacheView view = geometry;
+        view.data = static_cast<char*>(cache.data_ptr());
+        return fits(view, elements);
+    });
 }
 
 // Calls `f(Tag<T>)` with an unsigned T of that many bytes, up to the widest access.

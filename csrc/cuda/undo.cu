@@ -177,11 +177,7 @@ __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant
 bool layers_fit(const RestoreArguments& r, const std::vector<Tensor>& caches, int64_t elements) {
     if (r.num_layers > 1 && r.log_layer_stride % elements != 0) return false;
     if (!fits(r.log, r.cache, r.cache.element_size, elements)) return false;
-    return std::all_of(caches.begin(), caches.end(), [&](const Tensor& cache) {
-        CacheView view = r.cache;
-        view.data = static_cast<char*>(cache.data_ptr());
-        return fits(view, elements);
-    });
+    return planes_fit(r.cache, caches, elements);
 }
 
 // One launch for the layers [first, first + count).
