@@ -333,10 +333,32 @@ inline RowWindows check_row_windows(const char* op, const std::optional<Tensor>&
             static_cast<int64_t*>(row_windows->data_ptr())};
 }
 
+// Which rows of a staging buffer are committed: those with a flag, or the first so many of each request.
+// Without either, all.
+struct Acceptance {
+    const bool* flags;                            // [R]
+    const int32_t* lengths;                       // [Q]
+    const int32_t *row_requests, *row_positions;  // [R], with lengths
+    int64_t num_requests;
+
+    NWOR_HOST_DEVICE bool accepts(int64_t row) const {
+        if (row_requests == nullptr) return flags == nullptr || flags[row];
+        const int64_t request = row_requests[row], position = row_positions[row];
+        return request >= 0 && request < num_requests && position >= 0 && position < lengths[request];
+    }
+};
+
+// What an op calls the arguments of a write.
+struct WriteNames {
+    const char *key = "key", *value = "value", *slots = "slot_mapping";
+};
+
 struct WriteArguments {
     const char* op;
+    WriteNames names;
     int64_t num_tokens;
     const int64_t* slot_mapping;
+    Acceptance accepted;
     RowsView key, value;
     CacheView key_cache, value_cache;
     ScalarType source_dtype;
@@ -362,10 +384,11 @@ inline void check_source(const Argument& a, const CacheView& cache, int64_t num_
 inline WriteArguments check_write(const char* op, const Tensor& key, const Tensor& value,
                                   const Tensor& key_cache, const Tensor& value_cache,
                                   const Tensor& slot_mapping, const Tensor& k_scale, const Tensor& v_scale,
-                                  const std::string& kv_cache_dtype) {
+                                  const std::string& kv_cache_dtype, const WriteNames& names = {}) {
     WriteArguments w{};
     w.op = op;
-    const Argument slots{op, "slot_mapping", slot_mapping};
+    w.names = names;
+    const Argument slots{op, names.slots, slot_mapping};
     slots.vector(ScalarType::Long, 0, "[num_tokens]");
     w.num_tokens = slot_mapping.size(0);
     w.slot_mapping = static_cast<const int64_t*>(slot_mapping.data_ptr());
@@ -379,7 +402,7 @@ inline WriteArguments check_write(const char* op, const Tensor& key, const Tenso
         vc.must_be("of the num_blocks, block_size and num_kv_heads of key_cache, " + describe(key_cache));
     vc.dtype(key_cache.scalar_type());
 
-    const Argument k{op, "key", key}, v{op, "value", value};
+    const Argument k{op, names.key, key}, v{op, names.value, value};
     w.source_dtype = key.scalar_type();
     if (w.source_dtype != ScalarType::Float && w.source_dtype != ScalarType::Half &&
         w.source_dtype != ScalarType::BFloat16)
@@ -393,8 +416,8 @@ inline WriteArguments check_write(const char* op, const Tensor& key, const Tenso
     w.format = parse_format(op, kv_cache_dtype);
     if (w.format == Format::kCopy) {
         if (key_cache.scalar_type() != w.source_dtype)
-            kc.must_have_dtype(std::string(dtype_name(w.source_dtype)) +
-                               " (that of key) for kv_cache_dtype auto");
+            kc.must_have_dtype(std::string(dtype_name(w.source_dtype)) + " (that of " + names.key +
+                               ") for kv_cache_dtype auto");
     } else {
         const ScalarType native =
             w.format == Format::kE4M3 ? ScalarType::Float8_e4m3fn : ScalarType::Float8_e5m2;
@@ -529,27 +552,44 @@ inline bool like_first(const CacheView& view, const Tensor& first, const Tensor&
            t.stride(2) == view.head_stride && t.stride(3) == view.width_stride;
 }
 
-inline RestoreArguments check_restore(const std::vector<Tensor>& caches, const Tensor& log,
-                                      const Tensor& row_slots, const Tensor& row_rejected,
-                                      const std::optional<Tensor>& page_offsets,
-                                      const std::optional<Tensor>& window_id = std::nullopt,
-                                      const std::optional<Tensor>& row_windows = std::nullopt) {
-    const char* op = "restore_slots";
+// Planes of one geometry: the view of the first, from which the others differ in `data` alone.
+inline CacheView check_planes(const char* op, const std::vector<Tensor>& caches) {
     if (caches.empty()) fail(op, "caches must hold at least one plane, got none");
-    RestoreArguments r{};
-    r.op = op;
     const Tensor& first = caches[0];
-    const Argument c{op, "caches[0]", first}, l{op, "log", log};
-    r.cache = cache_view(c);
+    const Argument c{op, "caches[0]", first};
+    const CacheView view = cache_view(c);
     check_element_size(c);
     for (size_t i = 1; i < caches.size(); ++i) {
-        if (like_first(r.cache, first, caches[i])) continue;
+        if (like_first(view, first, caches[i])) continue;
         const std::string name = "caches[" + std::to_string(i) + "]";
         const Argument a{op, name.c_str(), caches[i]};
         a.dtype(first.scalar_type());
         a.same_device(first);
         a.must_be("of the shape and strides of caches[0], " + describe(first));
     }
+    return view;
+}
+
+// One table serves all planes, so the one with the least storage after its start decides.
+inline PageOffsets check_page_offsets(const char* op, const std::optional<Tensor>& page_offsets,
+                                      const std::vector<Tensor>& caches) {
+    PageOffsets offsets = check_page_offsets(op, page_offsets, caches[0]);
+    for (size_t i = 1; page_offsets.has_value() && i < caches.size(); ++i)
+        offsets.limit = std::min(offsets.limit, check_page_offsets(op, page_offsets, caches[i]).limit);
+    return offsets;
+}
+
+inline RestoreArguments check_restore(const std::vector<Tensor>& caches, const Tensor& log,
+                                      const Tensor& row_slots, const Tensor& row_rejected,
+                                      const std::optional<Tensor>& page_offsets,
+                                      const std::optional<Tensor>& window_id = std::nullopt,
+                                      const std::optional<Tensor>& row_windows = std::nullopt) {
+    const char* op = "restore_slots";
+    RestoreArguments r{};
+    r.op = op;
+    r.cache = check_planes(op, caches);
+    const Tensor& first = caches[0];
+    const Argument l{op, "log", log};
     r.num_layers = static_cast<int64_t>(caches.size());
     if (log.dim() != 4 || log.size(0) != r.num_layers || log.size(2) != r.cache.num_heads ||
         log.size(3) != r.cache.width) {
@@ -575,11 +615,7 @@ inline RestoreArguments check_restore(const std::vector<Tensor>& caches, const T
     r.row_rejected = static_cast<const bool*>(row_rejected.data_ptr());
     r.log = rows_view(log, 1);
     r.log_layer_stride = log.stride(0);
-    r.page_offsets = check_page_offsets(op, page_offsets, first);
-    // One table serves all layers, so the layer with the least storage after its start decides.
-    for (size_t i = 1; page_offsets.has_value() && i < caches.size(); ++i)
-        r.page_offsets.limit =
-            std::min(r.page_offsets.limit, check_page_offsets(op, page_offsets, caches[i]).limit);
+    r.page_offsets = check_page_offsets(op, page_offsets, caches);
     r.row_windows = check_row_windows(op, window_id, row_windows, first, r.num_rows, r.num_layers);
     return r;
 }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from nwor_ops.meta.check import has_dims, has_dtype, is_vector, same_device
 from torch import Tensor
 
 from nwor_ops import ops
+from nwor_ops.meta.check import has_dims, has_dtype, is_vector, same_device
 
 
 def plan_window(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
 from torch import Tensor
 
 from nwor_ops import ops
+from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
 
 ROWS, TOKENS, STATES, CAPACITY = "[num_rows]", "[num_tokens]", "[num_states]", "[capacity]"
 STARTS = "[num_rows + 1]"

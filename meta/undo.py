@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
 from torch import Tensor
 
 from nwor_ops import ops
+from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
 
 _CACHE = "[num_blocks, block_size, num_kv_heads, width]"
 _FORMATS = {
@@ -16,7 +16,7 @@ _FORMATS = {
 }
 
 
-def _check_write(
+def check_write(
     op: str,
     key: Tensor,
     value: Tensor,
@@ -24,14 +24,16 @@ def _check_write(
     value_cache: Tensor,
     slot_mapping: Tensor,
     dtype: str,
+    names: tuple[str, str, str] = ("key", "value", "slot_mapping"),
 ) -> None:
-    same_device(op, key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
-    is_vector(op, "slot_mapping", slot_mapping, torch.int64, "[num_tokens]")
+    key_name, value_name, slots_name = names
+    same_device(op, key, key_cache=key_cache, value_cache=value_cache, **{value_name: value, slots_name: slot_mapping})
+    is_vector(op, slots_name, slot_mapping, torch.int64, "[num_tokens]")
     has_dims(op, "key_cache", key_cache, 4, _CACHE)
     has_dims(op, "value_cache", value_cache, 4, _CACHE)
-    has_dtype(op, "key", key, torch.float32, torch.float16, torch.bfloat16)
-    has_dtype(op, "value", value, key.dtype)
-    for name, source, cache in (("key", key, key_cache), ("value", value, value_cache)):
+    has_dtype(op, key_name, key, torch.float32, torch.float16, torch.bfloat16)
+    has_dtype(op, value_name, value, key.dtype)
+    for name, source, cache in ((key_name, key, key_cache), (value_name, value, value_cache)):
         if source.dim() != 3 or source.shape[1] != cache.shape[2] or source.shape[2] != cache.shape[3]:
             raise ValueError(
                 f"{op}: {name} must be [>= num_tokens, {cache.shape[2]}, {cache.shape[3]}] "
@@ -65,7 +67,7 @@ def write_kv(
     v_scale: Tensor,
     kv_cache_dtype: str,
 ) -> None:
-    _check_write("write_kv", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype)
+    check_write("write_kv", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype)
 
 
 def write_kv_logged(
@@ -84,7 +86,7 @@ def write_kv_logged(
     row_windows: Tensor | None = None,
 ) -> None:
     op = "write_kv_logged"
-    _check_write(op, key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype)
+    check_write(op, key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype)
     same_device(op, key, log_rows=log_rows, key_log=key_log, value_log=value_log)
     is_vector(op, "log_rows", log_rows, torch.int32, "[num_tokens]")
     _check_log(op, "key_log", key_log, key_cache)

@@ -2,7 +2,8 @@
 
 The schemas are declared here, once, through :mod:`torch.library`. The kernels live in
 ``csrc/cpu/FAMILY.cpp`` and ``csrc/cuda/FAMILY.cu``, the fake implementations in ``meta/FAMILY.py``.
-The family ``draft`` has a file of its own, :mod:`nwor_ops.ops_draft`, and is used from here all the same.
+The families ``draft`` and ``stage`` have files of their own, :mod:`nwor_ops.ops_draft` and :mod:`nwor_ops.ops_stage`,
+and are used from here all the same.
 ``torch.ops.nwor.NAME`` and the wrapper of the same name take the same arguments in the same order.
 The wrapper adds two things: it refuses tensors that require a gradient (these ops have none, and
 an in-place op without one would corrupt a backward pass in silence), and it raises ``TypeError``
@@ -440,5 +441,6 @@ def reject_rows_from_rejected(
         raise _translated(error) from None
 
 
-# The family draft is declared and documented in a file of its own, which needs what stands above.
+# The families draft and stage are declared and documented in files of their own, which need what stands above.
 from nwor_ops.ops_draft import *  # noqa: E402, F403
+from nwor_ops.ops_stage import *  # noqa: E402, F403

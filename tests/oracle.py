@@ -11,6 +11,7 @@ import functools
 
 import torch
 from oracle_draft import *  # noqa: F403
+from oracle_stage import *  # noqa: F403
 from torch import Tensor
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -8,7 +8,7 @@ import torch
 from layouts import Shape, make_amx_pages, make_pages, random_bytes, surrounded, twin
 from torch import Tensor
 
-from nwor_ops import ops, ops_draft
+from nwor_ops import ops, ops_draft, ops_stage
 
 SMALL = Shape(blocks=3, block_size=4, heads=4, key_width=8, value_width=8, layers=2)
 WIDE_VALUES = Shape(blocks=3, block_size=5, heads=2, key_width=16, value_width=24)
@@ -218,7 +218,8 @@ def plan_arguments(
 
 def sample_inputs(op: str, device: str = "cpu") -> list[tuple[Any, ...]]:
     """Arguments of `op`, each on memory of its own."""
-    samples = draft_samples(op) if op in ops_draft.SCHEMAS else _samples(op)
+    of_family = draft_samples if op in ops_draft.SCHEMAS else stage_samples if op in ops_stage.SCHEMAS else _samples
+    samples = of_family(op)
     return [twin(arguments, device) for arguments in samples]
 
 
@@ -273,3 +274,4 @@ def decided(
 
 
 from samples_draft import draft_samples  # noqa: E402  (it makes its tensors with what stands above)
+from samples_stage import stage_samples  # noqa: E402

@@ -89,7 +89,26 @@ nwor::extend_queries(Tensor target_query_start_loc, Tensor target_seq_lens, Tens
     slot_mapping, int block_size, int max_model_len, int num_new_tokens=1, Tensor? idx_mapping=None)
     -> ()
 nwor::dcp_local_seq_lens(Tensor seq_lens, Tensor(a!) local_seq_lens, int dcp_size, int dcp_rank, int
-    cp_interleave=1) -> ()""")  # fmt: skip
+    cp_interleave=1) -> ()
+nwor::stage_kv(Tensor key, Tensor value, Tensor stage_rows, Tensor(a!) staged_key, Tensor(b!)
+    staged_value, Tensor? window_id=None, Tensor(c!)? row_windows=None) -> ()
+nwor::accept_staged(Tensor row_accepted, Tensor row_slots, Tensor window_id, Tensor row_windows, int
+    num_slots, Tensor(a!) row_committed, Tensor(b!) counters, Tensor? row_requests=None, Tensor?
+    row_positions=None) -> ()
+nwor::commit_staged(Tensor staged_key, Tensor staged_value, Tensor row_slots, Tensor row_accepted,
+    Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor k_scale, Tensor v_scale, str
+    kv_cache_dtype, Tensor? row_requests=None, Tensor? row_positions=None) -> ()
+nwor::move_slots(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots, Tensor? page_offsets=None)
+    -> ()
+nwor::open_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
+    cu_num_draft_tokens, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks, Tensor(b!)[]
+    slot_mappings, Tensor(c!)[] block_tables, Tensor(d!) saved_slots, Tensor(e!) tail_pages, Tensor?
+    idx_mapping=None, Tensor(f!)? held_slots=None, Tensor? page_offsets=None, int
+    num_bonus_tokens=0) -> ()
+nwor::close_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
+    cu_num_draft_tokens, Tensor row_rejected, Tensor shadow_blocks, Tensor saved_slots, Tensor
+    tail_pages, Tensor(b!)[] slot_mappings, Tensor(c!)[] block_tables, Tensor? idx_mapping=None,
+    Tensor(d!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0) -> ()""")  # fmt: skip
 
 
 def test_every_op_is_documented_and_exported():

@@ -31,6 +31,7 @@ constexpr int64_t kEnoughBlocks = 264;
 
 struct LaunchShape {
     dim3 grid, block;
+    size_t shared_bytes = 0;
 };
 
 inline int64_t ceil_div(int64_t n, int64_t d) {
@@ -104,6 +105,7 @@ class Launch {
         stream_ = static_cast<cudaStream_t>(stream);
     }
     cudaStream_t stream() const { return stream_; }
+    int32_t device() const { return device_; }
 
     template <class... Arguments>
     void start(void (*kernel)(Arguments...), const LaunchShape& shape,
@@ -114,6 +116,7 @@ class Launch {
         cudaLaunchConfig_t config{};
         config.gridDim = shape.grid;
         config.blockDim = shape.block;
+        config.dynamicSmemBytes = shape.shared_bytes;
         config.stream = stream_;
         config.attrs = &early;
         config.numAttrs = waits(reinterpret_cast<const void*>(kernel)) ? 1 : 0;

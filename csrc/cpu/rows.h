@@ -1,0 +1,139 @@
+// What the CPU kernels that move rows of a paged cache share.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "../check.h"
+#include "../dispatch.h"
+
+namespace nwor {
+namespace {
+
+// Rows are small (a few KiB); below this many a second thread costs more than it saves.
+constexpr int64_t kRowsPerThread = 16;
+
+// ---------------------------------------------------------------- moving rows
+
+// Address of a slot's first element in a view, in elements of T.
+template <class T>
+T* slot_data(const CacheView& cache, int64_t slot) {
+    const int64_t block = slot / cache.block_size, offset = slot - block * cache.block_size;
+    return reinterpret_cast<T*>(cache.data) + block * cache.block_stride + offset * cache.slot_stride;
+}
+
+template <class T>
+T* row_data(const RowsView& rows, int64_t row) {
+    return reinterpret_cast<T*>(rows.data) + row * rows.row_stride;
+}
+
+struct HeadsStrides {
+    int64_t head, width;
+};
+
+inline HeadsStrides strides_of(const CacheView& v) {
+    return {v.head_stride, v.width_stride};
+}
+inline HeadsStrides strides_of(const RowsView& v) {
+    return {v.head_stride, v.width_stride};
+}
+
+// [H, W] from one strided place to another, bytes as they are.
+template <class T>
+void copy_row(T* to, HeadsStrides to_strides, const T* from, HeadsStrides from_strides, int64_t num_heads,
+              int64_t width) {
+    const bool runs = to_strides.width == 1 && from_strides.width == 1;
+    if (runs && to_strides.head == width && from_strides.head == width) {
+        std::memcpy(to, from, static_cast<size_t>(num_heads * width) * sizeof(T));
+        return;
+    }
+    for (int64_t h = 0; h < num_heads; ++h, to += to_strides.head, from += from_strides.head) {
+        if (runs) {
+            std::memcpy(to, from, static_cast<size_t>(width) * sizeof(T));
+        } else {
+            for (int64_t w = 0; w < width; ++w) to[w * to_strides.width] = from[w * from_strides.width];
+        }
+    }
+}
+
+// Rows that follow one another: `count` of them in one access for each element of a row.
+template <int count, class T>
+void copy_adjacent_rows(T* to, HeadsStrides to_strides, const T* from, HeadsStrides from_strides,
+                        int64_t num_heads, int64_t width) {
+    for (int64_t h = 0; h < num_heads; ++h, to += to_strides.head, from += from_strides.head)
+        for (int64_t w = 0; w < width; ++w)
+            std::memcpy(to + w * to_strides.width, from + w * from_strides.width, count * sizeof(T));
+}
+
+// Consecutive rows [count, H, W]. Where slots lie next to each other (the keys of vLLM's CPU pages), and the
+// log's rows do too, several rows move at once: the drafts of a request are such rows.
+template <class T>
+void copy_rows(T* to, int64_t to_row_stride, HeadsStrides to_strides, const T* from, int64_t from_row_stride,
+               HeadsStrides from_strides, int64_t num_heads, int64_t width, int64_t count) {
+    const bool adjacent = to_row_stride == 1 && from_row_stride == 1;
+    while (count > 0) {
+        int64_t copied = 1;
+        if (adjacent && count >= 4) {
+            copy_adjacent_rows<4>(to, to_strides, from, from_strides, num_heads, width);
+            copied = 4;
+        } else if (adjacent && count >= 2) {
+            copy_adjacent_rows<2>(to, to_strides, from, from_strides, num_heads, width);
+            copied = 2;
+        } else {
+            copy_row(to, to_strides, from, from_strides, num_heads, width);
+        }
+        to += copied * to_row_stride;
+        from += copied * from_row_stride;
+        count -= copied;
+    }
+}
+
+// [H, W] into or out of a page whose inner order is a table; `to_page` says which.
+template <bool to_page, class T>
+void copy_page_row(const CacheView& cache, const PageOffsets& offsets, int64_t slot, T* row,
+                   HeadsStrides row_strides) {
+    const int64_t block = slot / cache.block_size;
+    const int32_t* table = offsets.table + (slot - block * cache.block_size) * cache.width;
+    T* page = reinterpret_cast<T*>(cache.data) + block * cache.block_stride;
+    for (int64_t h = 0; h < cache.num_heads; ++h, page += cache.head_stride, row += row_strides.head)
+        for (int64_t w = 0; w < cache.width; ++w) {
+            if constexpr (to_page)
+                page[table[w]] = row[w * row_strides.width];
+            else
+                row[w * row_strides.width] = page[table[w]];
+        }
+}
+
+// ---------------------------------------------------------------- bounds, before the first write
+
+void check_slot(const char* op, const char* name, int64_t index, int64_t slot, const CacheView& cache) {
+    if (slot >= cache.num_slots())
+        fail<std::out_of_range>(op, name, "[", index, "] must be below ", cache.num_slots(), " (",
+                                cache.num_blocks, " blocks of ", cache.block_size, " slots), got ", slot);
+}
+
+void check_token(const char* op, const char* slots_name, int64_t token, int64_t slot, const int32_t* log_rows,
+                 int64_t num_log_rows, const CacheView& cache) {
+    if (slot < 0) return;
+    check_slot(op, slots_name, token, slot, cache);
+    if (log_rows != nullptr && log_rows[token] >= num_log_rows)
+        fail<std::out_of_range>(op, "log_rows[", token, "] must be below the ", num_log_rows,
+                                " rows of the log, got ", log_rows[token]);
+}
+
+void check_page_table(const char* op, const PageOffsets& offsets, const CacheView& cache) {
+    if (offsets.table == nullptr || cache.num_slots() == 0) return;
+    const auto [least, most] =
+        std::minmax_element(offsets.table, offsets.table + cache.block_size * cache.width);
+    const int64_t last_page =
+        (cache.num_blocks - 1) * cache.block_stride + (cache.num_heads - 1) * cache.head_stride;
+    if (*least < 0 || last_page + *most >= offsets.limit)
+        fail<std::out_of_range>(op, "page_offsets must lie within the storage of the cache (", offsets.limit,
+                                " elements), got offsets from ", *least, " to ", *most);
+}
+
+}  // namespace
+
+}  // namespace nwor

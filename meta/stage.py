@@ -1,0 +1,247 @@
+"""Fakes of the family stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops
+from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
+from nwor_ops.meta.undo import check_write
+
+_ROWS = "[num_rows, num_kv_heads, width]"
+_SOURCES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def stage_kv(
+    key: Tensor,
+    value: Tensor,
+    stage_rows: Tensor,
+    staged_key: Tensor,
+    staged_value: Tensor,
+    window_id: Tensor | None = None,
+    row_windows: Tensor | None = None,
+) -> None:
+    op = "stage_kv"
+    same_device(op, key, value=value, stage_rows=stage_rows, staged_key=staged_key, staged_value=staged_value)
+    is_vector(op, "stage_rows", stage_rows, torch.int32, "[num_tokens]")
+    has_dtype(op, "key", key, *_SOURCES)
+    has_dtype(op, "value", value, key.dtype)
+    for name, source, staged in (("key", key, staged_key), ("value", value, staged_value)):
+        has_dims(op, name, source, 3, "[>= num_tokens, num_kv_heads, width]")
+        has_dtype(op, f"staged_{name}", staged, key.dtype)
+        has_dims(op, f"staged_{name}", staged, 3, _ROWS)
+        if staged.shape[1:] != source.shape[1:]:
+            raise ValueError(
+                f"{op}: staged_{name} must be [num_rows, {source.shape[1]}, {source.shape[2]}], got {described(staged)}"
+            )
+    _check_windows(op, key, window_id, row_windows, 1)
+
+
+def _check_windows(op: str, like: Tensor, window_id: Tensor | None, row_windows: Tensor | None, dims: int) -> None:
+    if (window_id is None) != (row_windows is None):
+        raise ValueError(f"{op}: window_id and row_windows must be given together")
+    if window_id is not None and row_windows is not None:
+        same_device(op, like, window_id=window_id, row_windows=row_windows)
+        is_vector(op, "window_id", window_id, torch.int64, "[1]")
+        has_dtype(op, "row_windows", row_windows, torch.int64)
+        has_dims(op, "row_windows", row_windows, dims, "[num_rows]" if dims == 1 else "[num_layers, num_rows]")
+
+
+def _check_acceptance(
+    op: str, like: Tensor, row_accepted: Tensor, row_requests: Tensor | None, row_positions: Tensor | None
+) -> None:
+    if (row_requests is None) != (row_positions is None):
+        raise ValueError(f"{op}: row_requests and row_positions must be given together")
+    same_device(op, like, row_accepted=row_accepted)
+    if row_requests is None or row_positions is None:
+        is_vector(op, "row_accepted", row_accepted, torch.bool, "[num_rows]")
+        return
+    same_device(op, like, row_requests=row_requests, row_positions=row_positions)
+    is_vector(op, "row_accepted", row_accepted, torch.int32, "[num_requests]")
+    is_vector(op, "row_requests", row_requests, torch.int32, "[num_rows]")
+    is_vector(op, "row_positions", row_positions, torch.int32, "[num_rows]")
+
+
+def accept_staged(
+    row_accepted: Tensor,
+    row_slots: Tensor,
+    window_id: Tensor,
+    row_windows: Tensor,
+    num_slots: int,
+    row_committed: Tensor,
+    counters: Tensor,
+    row_requests: Tensor | None = None,
+    row_positions: Tensor | None = None,
+) -> None:
+    op = "accept_staged"
+    same_device(op, row_slots, row_committed=row_committed, counters=counters)
+    is_vector(op, "row_slots", row_slots, torch.int64, "[num_rows]")
+    _check_acceptance(op, row_slots, row_accepted, row_requests, row_positions)
+    _check_windows(op, row_slots, window_id, row_windows, 2)
+    if num_slots < 0:
+        raise ValueError(f"{op}: num_slots must not be negative, got {num_slots}")
+    is_vector(op, "row_committed", row_committed, torch.bool, "[num_rows]")
+    is_vector(op, "counters", counters, torch.int64, "[len(STAGE_COUNTERS)]")
+
+
+def commit_staged(
+    staged_key: Tensor,
+    staged_value: Tensor,
+    row_slots: Tensor,
+    row_accepted: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    kv_cache_dtype: str,
+    row_requests: Tensor | None = None,
+    row_positions: Tensor | None = None,
+) -> None:
+    op, names = "commit_staged", ("staged_key", "staged_value", "row_slots")
+    check_write(op, staged_key, staged_value, key_cache, value_cache, row_slots, kv_cache_dtype, names)
+    _check_acceptance(op, staged_key, row_accepted, row_requests, row_positions)
+
+
+def _check_planes(op: str, caches: list[Tensor]) -> None:
+    if not caches:
+        raise ValueError(f"{op}: caches must hold at least one plane, got none")
+    same_device(op, caches[0], **{f"caches[{index}]": cache for index, cache in enumerate(caches)})
+    has_dims(op, "caches[0]", caches[0], 4, "[num_blocks, block_size, num_kv_heads, width]")
+    for index, cache in enumerate(caches):
+        has_dtype(op, f"caches[{index}]", cache, caches[0].dtype)
+        if cache.shape != caches[0].shape:
+            raise ValueError(
+                f"{op}: caches[{index}] must be of the shape and strides of caches[0], "
+                f"{described(caches[0])}, got {described(cache)}"
+            )
+
+
+def move_slots(caches: list[Tensor], src_slots: Tensor, dst_slots: Tensor, page_offsets: Tensor | None = None) -> None:
+    op = "move_slots"
+    _check_planes(op, caches)
+    same_device(op, caches[0], src_slots=src_slots, dst_slots=dst_slots)
+    is_vector(op, "src_slots", src_slots, torch.int64, "[num_moves]")
+    is_vector(op, "dst_slots", dst_slots, torch.int64, "[num_moves]")
+
+
+def _check_window(
+    op: str,
+    caches: list[Tensor],
+    planes_per_group: Sequence[int],
+    query_start_loc: Tensor,
+    cu_num_draft_tokens: Tensor,
+    shadow_blocks: Tensor,
+    saved_slots: Tensor,
+    tail_pages: Tensor,
+    slot_mappings: list[Tensor],
+    block_tables: list[Tensor],
+    idx_mapping: Tensor | None,
+    held_slots: Tensor | None,
+    num_bonus_tokens: int,
+) -> None:
+    _check_planes(op, caches)
+    if not 1 <= len(planes_per_group) <= 16:
+        raise ValueError(f"{op}: planes_per_group must hold 1 to 16 groups, got {len(planes_per_group)}")
+    if sum(planes_per_group) != len(caches):
+        raise ValueError(
+            f"{op}: planes_per_group must add up to the {len(caches)} planes of caches, got {sum(planes_per_group)}"
+        )
+    if num_bonus_tokens < 0:
+        raise ValueError(f"{op}: num_bonus_tokens must not be negative, got {num_bonus_tokens}")
+    tensors = {
+        "query_start_loc": query_start_loc, "cu_num_draft_tokens": cu_num_draft_tokens,
+        "shadow_blocks": shadow_blocks, "saved_slots": saved_slots, "tail_pages": tail_pages,
+    }  # fmt: skip
+    same_device(op, caches[0], **tensors)
+    is_vector(op, "query_start_loc", query_start_loc, torch.int32, "[num_requests + 1]")
+    is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
+    by_group = [
+        ("shadow_blocks", shadow_blocks, torch.int32, 3, "[num_groups, num_states, num_shadow_pages]"),
+        ("saved_slots", saved_slots, torch.int64, 2, "[num_groups, num_tokens]"),
+        ("tail_pages", tail_pages, torch.int32, 2, "[num_groups, num_requests]"),
+    ]
+    if held_slots is not None:
+        same_device(op, caches[0], held_slots=held_slots)
+        by_group.append(("held_slots", held_slots, torch.int64, 3, "[num_groups, num_states, num_shadow_pages]"))
+    for name, tensor, dtype, dims, shape in by_group:
+        has_dtype(op, name, tensor, dtype)
+        has_dims(op, name, tensor, dims, shape)
+    _check_tables(op, caches[0], len(planes_per_group), slot_mappings, block_tables)
+    if idx_mapping is not None:
+        same_device(op, caches[0], idx_mapping=idx_mapping)
+        has_dtype(op, "idx_mapping", idx_mapping, torch.int32, torch.int64)
+        has_dims(op, "idx_mapping", idx_mapping, 1, "[num_requests]")
+
+
+def _check_tables(op: str, like: Tensor, groups: int, slot_mappings: list[Tensor], block_tables: list[Tensor]) -> None:
+    for name, tensors in (("slot_mappings", slot_mappings), ("block_tables", block_tables)):
+        if len(tensors) != (groups if slot_mappings else 0):
+            raise ValueError(
+                f"{op}: {name} must hold one tensor for each of the {groups} groups, or slot_mappings and "
+                f"block_tables none, got {len(tensors)}"
+            )
+        same_device(op, like, **{f"{name}[{index}]": tensor for index, tensor in enumerate(tensors)})
+    for index, (slots, table) in enumerate(zip(slot_mappings, block_tables, strict=True)):
+        is_vector(op, f"slot_mappings[{index}]", slots, torch.int64, "[num_tokens]")
+        has_dtype(op, f"block_tables[{index}]", table, torch.int32)
+        has_dims(op, f"block_tables[{index}]", table, 2, "[num_requests, max_num_blocks]")
+
+
+def open_window(
+    caches: list[Tensor],
+    planes_per_group: Sequence[int],
+    query_start_loc: Tensor,
+    cu_num_draft_tokens: Tensor,
+    seq_lens: Tensor,
+    row_slots: Tensor,
+    shadow_blocks: Tensor,
+    slot_mappings: list[Tensor],
+    block_tables: list[Tensor],
+    saved_slots: Tensor,
+    tail_pages: Tensor,
+    idx_mapping: Tensor | None = None,
+    held_slots: Tensor | None = None,
+    page_offsets: Tensor | None = None,
+    num_bonus_tokens: int = 0,
+) -> None:
+    op = "open_window"
+    _check_window(
+        op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
+        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens,
+    )  # fmt: skip
+    same_device(op, caches[0], seq_lens=seq_lens, row_slots=row_slots)
+    is_vector(op, "seq_lens", seq_lens, torch.int32, "[num_requests]")
+    has_dtype(op, "row_slots", row_slots, torch.int64)
+    has_dims(op, "row_slots", row_slots, 2, "[num_groups, num_rows]")
+
+
+def close_window(
+    caches: list[Tensor],
+    planes_per_group: Sequence[int],
+    query_start_loc: Tensor,
+    cu_num_draft_tokens: Tensor,
+    row_rejected: Tensor,
+    shadow_blocks: Tensor,
+    saved_slots: Tensor,
+    tail_pages: Tensor,
+    slot_mappings: list[Tensor],
+    block_tables: list[Tensor],
+    idx_mapping: Tensor | None = None,
+    held_slots: Tensor | None = None,
+    page_offsets: Tensor | None = None,
+    num_bonus_tokens: int = 0,
+) -> None:
+    op = "close_window"
+    _check_window(
+        op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
+        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens,
+    )  # fmt: skip
+    same_device(op, caches[0], row_rejected=row_rejected)
+    is_vector(op, "row_rejected", row_rejected, torch.bool, "[num_rows]")
+
+
+for _fake in (stage_kv, accept_staged, commit_staged, move_slots, open_window, close_window):
+    ops.implement_fake(_fake.__name__, _fake)
