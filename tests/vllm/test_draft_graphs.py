@@ -216,6 +216,19 @@ def test_refused_at_start_up_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -
         make(module, engine_config(speculative_config__method="eagle"))
 
 
+def test_a_missing_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = (
+        SimpleNamespace(kind="cpu", problem=None),
+        SimpleNamespace(kind="cuda", problem="libnwor_cuda.so is missing"),
+    )
+    monkeypatch.setattr(draft_graphs.library, "loaded_libraries", lambda: found)
+    monkeypatch.setattr(draft_graphs, "check_version", lambda: None)
+    module = runner_module()
+    draft_graphs.wrap_runner_module(module, LOGGER)
+    with pytest.raises(RuntimeError, match=r"^nwor: libnwor_cuda.so is missing \(draft graphs were asked for"):
+        make(module, engine_config())
+
+
 def test_refused_and_vanilla_on_request(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(draft_graphs, "check_version", lambda: None)
     module = runner_module()
