@@ -12,10 +12,12 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import prometheus_client
 import pytest
 
+import nwor_ops
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm import draft_graphs
+from nwor_ops.vllm import boards, draft_counters, draft_graphs, metrics
 from nwor_ops.vllm.support import Unsupported
 
 LOGGER = logging.getLogger("nwor")
@@ -283,3 +285,79 @@ def test_captured_request_counts(sizes: list[int], rows: int, tokens: int, first
     assert len(keys) == len(first) + len(decode)
     speculator.num_speculative_steps = 1  # nothing but a first pass
     assert {key.query_len for key in GraphedDraftModelSpeculator.capture_keys(speculator)} <= {3}  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- counters
+
+
+class Counted:
+    """A speculator, as far as its counters go."""
+
+    def __init__(self, **totals: int) -> None:
+        self.totals = totals
+
+    def counted(self) -> dict[str, int]:
+        return dict(self.totals)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    """Of boards; nobody looks by himself."""
+    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, str(tmp_path / "boards"))
+    monkeypatch.setattr(boards, "PERIOD", 3600)
+    return tmp_path / "boards"
+
+
+def start_counting(speculator: Counted, **settings: Any) -> None:
+    config = engine_config(
+        instance_id="i",
+        parallel_config__data_parallel_index=0,
+        model_config__served_model_name="tiny",
+        additional_config={"nwor": {"draft_graphs": True, **settings}},
+    )
+    draft_counters.start(speculator, config, LOGGER)
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    import vllm.distributed
+
+    def set_rank(number: int) -> None:
+        monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_rank", lambda: number)
+
+    set_rank(0)
+    return set_rank
+
+
+def test_counters_of_this_process_are_those_of_the_moment(folder: pathlib.Path, rank: Any) -> None:
+    speculator = Counted(draft_graph_replays=3, draft_eager_passes=1)
+    start_counting(speculator)
+    start_counting(speculator)  # once is enough
+    speculator.totals["draft_graph_replays"] = 8
+    stats = nwor_ops.stats()
+    assert (stats.draft_graph_replays, stats.draft_eager_passes, stats.engines) == (8, 1, 0)
+    del speculator
+    assert draft_counters.here() == {}
+
+
+def test_counters_are_published_for_other_processes(folder: pathlib.Path, rank: Any) -> None:
+    speculator = Counted(draft_graph_replays=3, draft_eager_passes=0)
+    path = boards.new_path("drafter", "i", 0)
+    assert path is not None
+    publisher = draft_counters.DraftPublisher(speculator, boards.Board("drafter", "i", 0, "tiny", {}), path, LOGGER)
+    publisher.publish()
+    speculator.totals["draft_graph_replays"] = 5
+    publisher.publish()
+    registry = prometheus_client.CollectorRegistry()
+    metrics.Exporter(registry).update()
+    labels = {"model_name": "tiny", "engine": "0"}
+    assert registry.get_sample_value("nwor_draft_graph_replays_total", labels) == 5
+    assert registry.get_sample_value("nwor_draft_eager_passes_total", labels) == 0
+    assert nwor_ops.stats().draft_graph_replays == 5
+
+
+def test_who_does_not_publish(folder: pathlib.Path, rank: Any) -> None:
+    start_counting(Counted(draft_graph_replays=1), emit_metrics=False)
+    rank(1)
+    start_counting(Counted(draft_graph_replays=1))
+    assert draft_counters.here() == {}
