@@ -1,6 +1,6 @@
 """vLLM's speculator for a draft model of its own (``method="draft_model"``), with its passes in CUDA graphs.
 
-vLLM 0.33 runs this drafter eagerly: some 30 small kernels, a metadata build on the host and a model's worth of
+vLLM 0.33 runs this drafter eagerly: small tensor operations, a metadata build on the host and a model's worth of
 launches, for each of K tokens. Here a step of a decode batch is two graph launches:
 
 - the *first pass*, for batches in which every request has K + 1 tokens (its last token and K drafts): expansion to
