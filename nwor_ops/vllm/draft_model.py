@@ -60,8 +60,9 @@ class DraftGraphManager(CudaGraphManager):
         make_loop: Callable[[Callable[[], AbstractContextManager[Any]]], DraftLoop],
     ) -> None:
         super().__init__(vllm_config, device, cudagraph_mode, decode_query_len=1)
+        pool = self.pool
         # The engine's pool, or that of sleep mode, decided anew for each capture.
-        self.loop = make_loop(lambda: capture_pool(self.pool, vllm_config))
+        self.loop = make_loop(lambda: capture_pool(pool, vllm_config))
         self.keys: list[GraphKey] = []
         self.seconds, self.bytes = 0.0, 0
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import prometheus_client
 import pytest
+from engines import Engines, prompts
 
 import nwor_ops
 from nwor_ops.config import NworConfig
@@ -248,6 +249,17 @@ def test_a_v1_runner_is_refused() -> None:
     draft_graphs.check_runner(runner, draft_graphs.RUNNER_MODULE, LOGGER)
     runner.speculative_config = None
     draft_graphs.check_runner(runner, "vllm.v1.worker.gpu_model_runner", LOGGER)
+
+
+def test_an_engine_with_the_v1_runner_is_refused(engines: Engines) -> None:
+    with pytest.raises(RuntimeError, match=r"nwor: model runner V1: .*draft graphs were asked for"):
+        engines.run(prompts(1), nwor={"draft_graphs": True})
+
+
+def test_an_engine_with_the_v1_runner_runs_without_on_request(engines: Engines) -> None:
+    settings = {"draft_graphs": True, "mode": "cow", "on_unsupported": "vanilla"}
+    result = engines.run(prompts(2), nwor=settings, max_tokens=8)
+    assert result["session"]["stats"]["windows"] > 0  # the transaction is another matter
 
 
 def test_hooks_match_this_vllm() -> None:
