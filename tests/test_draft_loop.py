@@ -114,6 +114,7 @@ def test_the_first_pass_pads_too(mode):
     drafter.buffers.draft_tokens.fill_(NEVER)
     drafter.buffers.idx_mapping[5:].fill_(int(batch.states[0]))
     drafter.loop.run_first_pass(5, 5, mode, key=GraphKey(8, 5), replay=False)
+    drafter.buffers.require_inert(5, 8)
     assert drafter.loop.run(5, mode, key=GraphKey(8), replay=False).tolist() == expected
     require_metadata_of_every_step(drafter, batch, 8)
     require_only_own_slots_written(drafter, batch)
@@ -305,12 +306,12 @@ def test_memory_never_moves():
 def test_what_moved_is_named():
     """41162-3: the debug check tells address, shape, stride and dtype, in trees of any kind."""
     cpu = torch.device("cpu")
-    tensor = torch.zeros(4, 6)
+    tensor = torch.zeros(4, 4)
     tree = {"layer": [tensor, (tensor[0], "text", 3, None)], "other": DispatchTable()}
     before = places_of(tree, "metadata", cpu)
     assert list(before) == ["metadata['layer'][0]", "metadata['layer'][1][0]"]
     require_unmoved(before, places_of(tree, "metadata", cpu))
-    for other in (torch.zeros(4, 6), tensor[:3], tensor.t(), tensor.view(torch.int32), None):
+    for other in (torch.zeros(4, 4), tensor[:3], tensor.t(), tensor.view(torch.int32), None):
         changed = {"layer": [other, (tensor[0],)]}
         with pytest.raises(
             RuntimeError, match=r"DraftLoop: metadata\['layer'\]\[0\] must stay what it was when the gra"
