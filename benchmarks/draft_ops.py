@@ -69,12 +69,14 @@ def sampling_rows(read: Tensor) -> list[Row]:
                     if hot:
                         logits.copy_(source)
 
-                variants = {name: captured(run) for name, run in readers(logits).items()}
-                variants |= {
-                    "gumbel": captured(sampler(logits, 1.0)),
-                    "argmax": captured(sampler(logits, 0.0)),
-                    "torch_argmax": captured(lambda logits=logits: logits.argmax(-1)),
+                runs = readers(logits)
+                runs |= {
+                    "gumbel": sampler(logits, 1.0),
+                    "argmax": sampler(logits, 0.0),
+                    "torch_argmax": lambda logits=logits: logits.argmax(-1),
                 }
+                # The functions own the tensors that their graphs use: they live as long.
+                variants = {name: captured(run) for name, run in runs.items()}
                 samples = alternating_on_gpu(variants, ROUNDS, prepare)
                 fastest = min(readers(logits), key=lambda name: statistics.median(samples[name]))
                 name = f"gumbel_sample/{count}x{VOCAB}/{dtype_name}{'/hot' if hot else ''}"

@@ -116,6 +116,10 @@ def start_engines(
         for side, variables in sides.items():
             environment = engine_environment("off", audit=False, offline=True) | variables
             environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+            # As a server runs it: the engine core in a process that does nothing else. Where hooks are timed, all
+            # must be in one process.
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.get("time_hooks") else "1"
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc takes a function
             if runner == "v1":
                 environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
             # Each compiles for itself: two that write one cache at the same time only wait for each other.

@@ -87,8 +87,8 @@ class TimedEngine:
             "vllm": vllm.__version__,
             "torch": torch.__version__,
             "start_seconds": self._start_seconds,
-            "sessions": [session.describe() for session in _sessions()],
-            "draft_graphs": _draft_graphs(),
+            "sessions": [session["describe"] for session in self._sessions()],
+            "draft_graphs": self._draft_graphs(),
         }
 
     def run(self, requests: int) -> dict[str, Any]:
@@ -110,34 +110,19 @@ class TimedEngine:
             "tokens": sum(map(len, tokens.values())),
             "tokens_hash": hash(tuple(tuple(tokens[index]) for index in sorted(tokens))),
             "acceptance_length": 1 + accepted / drafts if drafts else None,
-            "vanilla_steps": [dict(session.vanilla_steps) for session in _sessions()],
-            "draft_graphs": _draft_graphs(),
+            "vanilla_steps": [session["vanilla_steps"] for session in self._sessions()],
+            "draft_graphs": self._draft_graphs(),
         }
 
     def drafter(self, requests: int, steps: int) -> dict[str, Any]:
-        """What the drafter does in so many steps: launches, device time from its first kernel to its last, and how much
-        of that no kernel of its own ran."""
-        import torch
-        from torch.profiler import profile, record_function, supported_activities
-
-        speculator = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
-        propose = speculator.propose
-
-        def named(*args: Any, **kwargs: Any) -> Any:
-            with record_function(DRAFTING):
-                return propose(*args, **kwargs)
-
-        speculator.propose = named
-        try:
-            with self._steady(requests) as step:
-                torch.cuda.synchronize()
-                with profile(activities=supported_activities()) as profiled:
-                    for _ in range(steps):
-                        step()
-                    torch.cuda.synchronize()
-        finally:
-            speculator.propose = propose
-        return drafter_times(profiled.profiler.kineto_results.events())
+        """What the drafter does in about so many steps: launches, device time from its first kernel to its last, and
+        how much of that no kernel of its own ran."""
+        with self._steady(requests) as step:
+            self._llm.collective_rpc(start_drafter_profile)
+            for _ in range(steps):
+                step()
+            [found] = self._llm.collective_rpc(stop_drafter_profile)
+        return found
 
     def profile(self, requests: int, steps: int) -> dict[str, Any]:
         """Counts per kernel, per kind of copy, and per runtime call, of so many steps."""
@@ -207,12 +192,40 @@ class TimedEngine:
         names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
         return {name: values.get(name, 0) for name in names}
 
-    def _sessions(self) -> list[dict[str, Any]]:
-        import nwor_ops.vllm
+    def _draft_graphs(self) -> list[dict[str, Any]]:
+        return [report for worker in self._llm.collective_rpc(describe_draft_graphs) for report in worker]
 
-        return [
-            {"mode": session.mode, "vanilla_steps": dict(session.vanilla_steps)} for session in nwor_ops.vllm.sessions()
-        ]
+    def _sessions(self) -> list[dict[str, Any]]:
+        return [session for worker in self._llm.collective_rpc(describe_sessions) for session in worker]
+
+
+# ---------------------------------------------------------------- in the worker, which may be a process of its own
+
+
+def start_drafter_profile(worker: Any) -> None:
+    """Profile the worker from now on, with a range around each call of the drafter."""
+    from torch.profiler import profile, record_function, supported_activities
+
+    speculator = worker.model_runner.speculator
+    propose = speculator.propose
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with record_function(DRAFTING):
+            return propose(*args, **kwargs)
+
+    speculator.propose = named
+    worker.nwor_profile = profile(activities=supported_activities())
+    worker.nwor_profile.start()
+
+
+def stop_drafter_profile(worker: Any) -> dict[str, Any]:
+    """See :func:`drafter_times`."""
+    import torch
+
+    torch.cuda.synchronize()
+    worker.nwor_profile.stop()
+    del worker.model_runner.speculator.propose  # the method again
+    return drafter_times(worker.nwor_profile.profiler.kineto_results.events())
 
 
 def drafter_times(events: list[Any]) -> dict[str, Any]:
@@ -235,7 +248,7 @@ def drafter_times(events: list[Any]) -> dict[str, Any]:
             on_device[call_of[event.correlation_id()]].append((event.start_ns(), event.end_ns()))
     return {
         "calls": len(calls),
-        "launches": launches,
+        "launches": dict(launches),
         "kernels": sum(map(len, on_device.values())),
         "host_us": [(end - start) / 1e3 for start, end in calls],
         "span_us": [(max(end for _, end in spans) - min(spans)[0]) / 1e3 for spans in on_device.values()],
@@ -252,14 +265,17 @@ def _covered(spans: list[tuple[int, int]]) -> int:
     return total
 
 
-def _draft_graphs() -> list[dict[str, Any]]:
+def describe_draft_graphs(worker: Any) -> list[dict[str, Any]]:
+    """What they have done so far."""
     plugin = sys.modules.get("nwor_ops.vllm")
     return [report.as_dict() for report in plugin.draft_graph_reports()] if plugin else []
 
 
-def _sessions() -> list[Any]:
+def describe_sessions(worker: Any) -> list[dict[str, Any]]:
+    """What nwor_ops holds there."""
     plugin = sys.modules.get("nwor_ops.vllm")  # not there where vLLM did not load it
-    return plugin.sessions() if plugin else []
+    sessions = plugin.sessions() if plugin else []
+    return [{"describe": session.describe(), "vanilla_steps": dict(session.vanilla_steps)} for session in sessions]
 
 
 class HookTimes:

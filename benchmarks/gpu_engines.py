@@ -9,7 +9,6 @@ stay. About 10 minutes.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import pathlib
@@ -18,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 
-import torch
-from results import FOLDER, processor, version_of
+from results import FOLDER, circumstances
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -34,13 +32,7 @@ def main() -> int:
         done = subprocess.run([*command, *more], cwd=ROOT, env=os.environ | {"NWOR_TEST_LOGS": str(logs)}, check=False)
         report = logs / "engines.json"
         entries = json.loads(report.read_text()) if report.exists() else []
-    common = {
-        "command": "python benchmarks/gpu_engines.py",
-        "machine": processor(),
-        "torch": torch.__version__,
-        "vllm": version_of("vllm"),
-        "date": datetime.date.today().isoformat(),
-    }
+    common = circumstances()
     target = folder / "h200" / "engines.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     known = {entry["case"]: entry for entry in json.loads(target.read_text())} if target.exists() and more else {}

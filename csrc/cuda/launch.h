@@ -117,7 +117,9 @@ class Launch {
         config.stream = stream_;
         config.attrs = &early;
         config.numAttrs = waits(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
-        STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+        const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments...);
+        if (launched != cudaSuccess) cudaGetLastError();  // else the next op's check would find it again
+        STD_CUDA_CHECK(launched);
     }
 
   private:

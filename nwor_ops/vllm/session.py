@@ -207,6 +207,11 @@ class Session:
 
     # ------------------------------------------------------------ reporting
 
+    @property
+    def in_window(self) -> bool:
+        """Whether this step is a transaction that is still open."""
+        return self._step is not None
+
     def stats(self) -> Stats:
         """Totals so far; waits for the device."""
         return self.manager.stats() if self.manager is not None else Stats(0, 0, 0, 0, 0, 0, 0)

@@ -147,10 +147,19 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         return
     write = terminalreporter.write_line
     terminalreporter.section("engines")
-    columns = ("steps", "drafted", "accepted", "rejected", "rows_checked", "stale_rows", "graph_replays", "seconds")
-    write(f"{'case':<38} {'outcome':<8} " + " ".join(f"{column:>13}" for column in columns))
+    columns = (
+        "steps",
+        "drafted",
+        "accepted",
+        "rejected",
+        "rows_checked",
+        "stale_rows",
+        "replays_with_drafts",
+        "seconds",
+    )
+    write(f"{'case':<38} {'outcome':<8} " + " ".join(f"{column:>19}" for column in columns))
     for found in _records.values():
-        cells = " ".join(f"{found.get(column, ''):>13}" for column in columns)
+        cells = " ".join(f"{found.get(column, ''):>19}" for column in columns)
         write(f"{found['case']:<38} {found.get('outcome', '?'):<8} {cells}")
     for found in _records.values():
         if found.get("outcome") == "failed":

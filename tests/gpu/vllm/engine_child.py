@@ -8,15 +8,19 @@ it is there whatever happens to the process afterwards.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import os
 import pathlib
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 MOST_STEPS = 4000
+RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner")
 
 
 def run(job: dict[str, Any], answer: str, log: str) -> None:
@@ -40,14 +44,13 @@ def run(job: dict[str, Any], answer: str, log: str) -> None:
 
 
 def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
-    replays = _count_graph_replays()
+    replays = GraphReplays()
     started = time.monotonic()
     from vllm import LLM
 
     llm = LLM(**job["engine"])
     result["start_seconds"] = round(time.monotonic() - started, 1)
-    result["captured_replays"] = replays[0]
-    replays[0] = 0
+    replays.total = replays.with_drafts = 0
     proposed = _record_drafts(llm) if job["record_drafts"] else None
     started = time.monotonic()
     requests = _requests(job)
@@ -58,7 +61,7 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
             llm.wake_up()
         result["rounds"].append(_serve(llm, job, requests, number))
     result["run_seconds"] = round(time.monotonic() - started, 1)
-    result["graph_replays"] = replays[0]
+    result["graph_replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}
     result["proposed"] = proposed
     result["metrics"] = {
         metric.name.removeprefix("vllm:"): metric.value if hasattr(metric, "value") else metric.values
@@ -70,19 +73,54 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _count_graph_replays() -> list[int]:
-    """How many CUDA graphs this process has replayed, as it goes on."""
-    import torch
+class GraphReplays:
+    """Counts the CUDA graphs that this process replays.
 
-    count = [0]
-    replay = torch.cuda.CUDAGraph.replay
+    Attributes:
+        total: all of them.
+        with_drafts: those of a target model whose batch holds drafts: in a forward of its runner, inside a window.
+    """
 
-    def counted(self: Any) -> Any:
-        count[0] += 1
-        return replay(self)
+    def __init__(self) -> None:
+        import torch
 
-    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
-    return count
+        self.total = self.with_drafts = 0
+        self._in_forward = False
+        _wrap(torch.cuda.CUDAGraph, "replay", self._counting)
+        for module in RUNNERS:
+            _wrap(importlib.import_module(module).GPUModelRunner, "execute_model", self._marking)
+
+    def _counting(self, replay: Callable[..., Any], *arguments: Any) -> Any:
+        self.total += 1
+        self.with_drafts += self._in_forward and any(session.in_window for session in _sessions())
+        return replay(*arguments)
+
+    def _marking(self, execute: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self._in_forward = True
+        try:
+            return execute(*arguments, **named)
+        finally:
+            self._in_forward = False
+
+
+def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        return around(method, *arguments, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def _sessions() -> list[Any]:
+    plugin = sys.modules.get("nwor_ops.vllm")  # not there in a vanilla engine
+    return plugin.sessions() if plugin else []
+
+
+def _draft_graphs() -> list[Any]:
+    plugin = sys.modules.get("nwor_ops.vllm")
+    return plugin.draft_graph_reports() if plugin else []
 
 
 def _record_drafts(llm: Any) -> dict[str, Any]:
@@ -156,7 +194,6 @@ def _sampling(job: dict[str, Any], requests: list[Any], index: int) -> Any:
 
 def describe_worker(worker: Any) -> dict[str, Any]:
     """In each worker: what it runs, and what nwor_ops saw there."""
-    plugin = sys.modules.get("nwor_ops.vllm")  # not there in a vanilla engine
     runner = worker.model_runner
     config = runner.vllm_config
     layers = config.compilation_config.static_forward_context.values()
@@ -167,7 +204,7 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         "kv_cache_groups": len(runner.kv_cache_config.kv_cache_groups),
         "num_gpu_blocks": runner.kv_cache_config.num_blocks,
         "attention": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
-        "draft_graphs": [report.as_dict() for report in (plugin.draft_graph_reports() if plugin else [])],
+        "draft_graphs": [report.as_dict() for report in _draft_graphs()],
         "wrapped": any("do_kv_cache_update" in vars(layer.impl) for layer in layers if hasattr(layer, "impl")),
         "sessions": [
             {
@@ -177,6 +214,6 @@ def describe_worker(worker: Any) -> dict[str, Any]:
                 "audit": session.audit.summary() if session.audit else None,
                 "vanilla_steps": dict(session.vanilla_steps),
             }
-            for session in (plugin.sessions() if plugin else [])
+            for session in _sessions()
         ],
     }

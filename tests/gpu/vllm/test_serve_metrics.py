@@ -21,6 +21,7 @@ from cases import ENGINE, NGRAM
 from engine_pool import ENVIRONMENT
 
 PATIENCE_SECONDS = 120.0
+REQUESTS = 6
 # The server has a tokenizer, sizes, and processes of its own.
 NOT_FOR_SERVERS = ("model", "skip_tokenizer_init", "disable_log_stats", "enable_prefix_caching", "seed")
 
@@ -96,7 +97,7 @@ def _counters(text: str, prefix: str) -> dict[str, float]:
 
 def test_counters_at_metrics(engines: Any, record: dict[str, Any]) -> None:
     with _server(engines) as address:
-        for number in range(6):
+        for number in range(REQUESTS):
             prompt = [(position * 37 + number) % 64 for position in range(30)]
             body = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
             answer = json.loads(_get(f"{address}/v1/completions", body))
@@ -108,6 +109,8 @@ def test_counters_at_metrics(engines: Any, record: dict[str, Any]) -> None:
     assert ours["nwor_draft_tokens_total"] > 0, text[-2000:]
     assert ours["nwor_rejected_tokens_total"] > 0
     assert ours["nwor_draft_tokens_total"] == ours["nwor_committed_tokens_total"] + ours["nwor_rejected_tokens_total"]
-    assert ours["nwor_draft_tokens_total"] == vllm["vllm:spec_decode_num_draft_tokens_total"]
+    # Async scheduling: a step may be under way when its request ends, and vLLM does not count that one.
+    uncounted = ours["nwor_draft_tokens_total"] - vllm["vllm:spec_decode_num_draft_tokens_total"]
+    assert 0 <= uncounted <= REQUESTS * NGRAM["num_speculative_tokens"]
     assert ours["nwor_disagreements_total"] == 0
     assert ours["nwor_comparisons_total"] > 0
