@@ -73,6 +73,7 @@ def _check_cow(result: dict[str, Any]) -> None:
     assert session["audit"]["accepted"] > 0
     assert session["audit"]["rejected"] > 0
     assert session["vanilla_steps"] == {}
+    assert result["graph_replays"]["replays_with_drafts"] > 0  # of the target, which the transaction is about
 
 
 @pytest.mark.parametrize("case", DRAFT_CASES, ids=lambda case: case.name)
