@@ -114,29 +114,14 @@ class TimedEngine:
         }
 
     def drafter(self, requests: int, steps: int) -> dict[str, Any]:
-        """What the drafter does in so many steps: launches, device time from its first kernel to its last, and how much
-        of that no kernel of its own ran."""
-        import torch
-        from torch.profiler import profile, record_function, supported_activities
-
-        speculator = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
-        propose = speculator.propose
-
-        def named(*args: Any, **kwargs: Any) -> Any:
-            with record_function(DRAFTING):
-                return propose(*args, **kwargs)
-
-        speculator.propose = named
-        try:
-            with self._steady(requests) as step:
-                torch.cuda.synchronize()
-                with profile(activities=supported_activities()) as profiled:
-                    for _ in range(steps):
-                        step()
-                    torch.cuda.synchronize()
-        finally:
-            speculator.propose = propose
-        return drafter_times(profiled.profiler.kineto_results.events())
+        """What the drafter does in about so many steps: launches, device time from its first kernel to its last, and
+        how much of that no kernel of its own ran."""
+        with self._steady(requests) as step:
+            self._llm.collective_rpc(start_drafter_profile)
+            for _ in range(steps):
+                step()
+            [found] = self._llm.collective_rpc(stop_drafter_profile)
+        return found
 
     def profile(self, requests: int, steps: int) -> dict[str, Any]:
         """Counts per kernel, per kind of copy, and per runtime call, of so many steps."""
@@ -211,6 +196,35 @@ class TimedEngine:
         return worker
 
 
+# ---------------------------------------------------------------- in the worker, which may be a process of its own
+
+
+def start_drafter_profile(worker: Any) -> None:
+    """Profile the worker from now on, with a range around each call of the drafter."""
+    from torch.profiler import profile, record_function, supported_activities
+
+    speculator = worker.model_runner.speculator
+    propose = speculator.propose
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with record_function(DRAFTING):
+            return propose(*args, **kwargs)
+
+    speculator.propose = named
+    worker.nwor_profile = profile(activities=supported_activities())
+    worker.nwor_profile.start()
+
+
+def stop_drafter_profile(worker: Any) -> dict[str, Any]:
+    """See :func:`drafter_times`."""
+    import torch
+
+    torch.cuda.synchronize()
+    worker.nwor_profile.stop()
+    del worker.model_runner.speculator.propose  # the method again
+    return drafter_times(worker.nwor_profile.profiler.kineto_results.events())
+
+
 def drafter_times(events: list[Any]) -> dict[str, Any]:
     """Totals over the calls of the drafter in a profile. Kernels are known by the call that launched them, those of a
     graph by the graph's launch."""
@@ -231,7 +245,7 @@ def drafter_times(events: list[Any]) -> dict[str, Any]:
             on_device[call_of[event.correlation_id()]].append((event.start_ns(), event.end_ns()))
     return {
         "calls": len(calls),
-        "launches": launches,
+        "launches": dict(launches),
         "kernels": sum(map(len, on_device.values())),
         "host_us": [(end - start) / 1e3 for start, end in calls],
         "span_us": [(max(end for _, end in spans) - min(spans)[0]) / 1e3 for spans in on_device.values()],
@@ -249,9 +263,7 @@ def _covered(spans: list[tuple[int, int]]) -> int:
 
 
 def describe_plugin(worker: Any) -> dict[str, Any]:
-    """In the worker, which may be a process of its own: what nwor_ops holds there."""
-    import sys
-
+    """What nwor_ops holds there."""
     plugin = sys.modules.get("nwor_ops.vllm")  # not there where vLLM did not load it
     sessions = plugin.sessions() if plugin else []
     return {

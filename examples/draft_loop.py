@@ -227,9 +227,16 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     arguments = parser.parse_args()
     max_len = 16 + (arguments.rounds + 1) * (arguments.num_drafts + 1)
-    # One row more than requests, so that every replay has a padded row.
+    # One row more than requests, so that every replay has a padded row. In float64: the padded batch may add in another
+    # order than the eager one, which must not decide between two tokens.
     drafter = Drafter(
-        DrafterConfig(), arguments.num_drafts, arguments.num_reqs + 1, max_len, arguments.device, debug=True
+        DrafterConfig(),
+        arguments.num_drafts,
+        arguments.num_reqs + 1,
+        max_len,
+        arguments.device,
+        dtype=torch.float64,
+        debug=True,
     )
     rows = arguments.num_reqs + 1
     if arguments.device == "cpu":  # no graphs: the same bodies, padded the same

@@ -3,7 +3,7 @@
 :class:`PagedMetadataAdapter` is what a back end writes for :class:`nwor_ops.draft.DraftLoop`. Its metadata has all
 three kinds of field that matter there:
 
-- ``positions``: an alias of a loop buffer. It is up to date by itself.
+- ``positions`` and ``seq_lens``: aliases of loop buffers. They are up to date by themselves.
 - ``slot_mapping`` and ``window_slots``: made from positions, so new in each step. They are recomputed in place, from
   absolute positions, padded rows included.
 - ``states``: the same in all steps of a batch, but another in the next batch. A graph of the whole loop replays without
@@ -40,6 +40,7 @@ class PagedMetadata:
     """What attention needs to know of T tokens; all views of memory that never moves."""
 
     positions: Tensor  # int64 [T]
+    seq_lens: Tensor  # int32 [N]: of each request, T / N tokens each
     states: Tensor  # int64 [T]: row of the block tables; 0 for a padded token
     slot_mapping: Tensor  # int64 [T]: where the token's key goes, -1 = nowhere
     window_slots: Tensor  # int64 [T, window]: the slots it sees in a window layer, -1 = before the sequence
@@ -77,6 +78,7 @@ class PagedMetadataAdapter(DraftMetadata):
         tokens = key.num_tokens
         metadata = PagedMetadata(
             self.buffers.positions[:tokens],
+            self.buffers.seq_lens[: key.num_reqs],
             self.states[:tokens],
             self.slots[0, :tokens],
             self.window_slots[:tokens],
@@ -133,7 +135,10 @@ class PagedAttention(nn.Module):
         blocks = self.block_tables[metadata.states].long()[:, :, None] * self.config.block_size
         inside = torch.arange(self.config.block_size, device=blocks.device)
         slots = (blocks + inside).flatten(1)
-        return slots, torch.arange(slots.shape[1], device=slots.device) <= metadata.positions[:, None]
+        places = torch.arange(slots.shape[1], device=slots.device)
+        rows = len(metadata.seq_lens)
+        filled = (places < metadata.seq_lens[:, None])[:, None].expand(-1, len(slots) // rows, -1).reshape(slots.shape)
+        return slots, filled & (places <= metadata.positions[:, None])
 
 
 class PagedDrafter(nn.Module):

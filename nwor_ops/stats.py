@@ -46,12 +46,14 @@ class EngineStats:
     """Totals over the engines that vLLM runs for a process. ``/metrics`` has the same numbers.
 
     Attributes:
-        engines: engines counted here.
+        engines: engines with the transaction, counted here.
         windows, drafted, accepted, rejected, cancelled, abandoned: as in :class:`Stats`. Between steps,
             drafted = accepted + rejected + the drafts of abandoned windows.
         vanilla_steps: steps with drafts that ran without the transaction, by reason.
         comparisons: how often accepted and proposed drafts were compared with the scheduler's count.
         disagreements: how often the scheduler had counted something else.
+        draft_graph_replays: passes of a draft model (its first pass, its decode loop) that were one graph launch.
+        draft_eager_passes: such passes of an engine with draft graphs that ran vLLM's own code; dummy runs left out.
     """
 
     engines: int
@@ -63,6 +65,8 @@ class EngineStats:
     abandoned: int
     comparisons: int
     disagreements: int
+    draft_graph_replays: int = 0
+    draft_eager_passes: int = 0
     vanilla_steps: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

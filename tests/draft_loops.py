@@ -170,16 +170,18 @@ class WatchedAdapter(PagedMetadataAdapter):
     def __init__(self, config, buffers, *rest) -> None:
         super().__init__(config, buffers, *rest)
         steps, tokens = buffers.draft_tokens.shape[1], self.slots.shape[1]
+        shapes = {"positions": (), "seq_lens": (), "slot_mapping": (), "window_slots": (config.window,)}
         self.seen = {
             name: torch.full((steps, tokens, *width), NEVER, dtype=torch.int64, device=buffers.device)
-            for name, width in {"positions": (), "slot_mapping": (), "window_slots": (config.window,)}.items()
+            for name, width in shapes.items()
         }
 
     def update(self, key, metadata) -> None:
         super().update(key, metadata)
         step = self.buffers.current_draft_step.view(1)
         for name, seen in self.seen.items():
-            seen[:, : key.num_tokens].index_copy_(0, step, getattr(metadata, name)[None])
+            now = getattr(metadata, name)
+            seen[:, : len(now)].index_copy_(0, step, now.to(seen.dtype)[None])
 
 
 class HostPlannedAdapter(WatchedAdapter):
@@ -200,8 +202,16 @@ class HostPlannedAdapter(WatchedAdapter):
 
 
 def require_metadata_of_every_step(drafter: Drafter, batch: Round, padded: int) -> None:
-    """From step 1 on: each row's position, slot and window are those of its text, and padded rows have none."""
+    """Each row's position, length, slot and window are those of its text in every step, and padded rows have none. In
+    the first pass what was rejected has no slot."""
     watched, limit, window = drafter.loop.metadata.seen, drafter.loop.max_len, drafter.config.window
+    first_pass, tokens = [], drafter.num_drafts + 2
+    for row, state in enumerate(batch.states.tolist()):
+        begin, end = len(batch.histories[row]), min(len(batch.texts[row]), limit)
+        slots = slots_of(drafter, state, range(begin, end))
+        first_pass += slots + [-1] * (tokens - len(slots))
+    seen = watched["slot_mapping"][0, : padded * tokens].tolist()
+    assert seen == first_pass + [-1] * ((padded - len(batch.states)) * tokens)
     lengths = [len(text) for text in batch.texts]
     for step in range(1, drafter.num_drafts):
         rows = [min(length - 1 + step, limit - 1) for length in lengths]
@@ -213,6 +223,7 @@ def require_metadata_of_every_step(drafter: Drafter, batch: Round, padded: int) 
             windows.append([-1] * (window - len(seen)) + seen)
         spare = padded - len(rows)
         assert watched["positions"][step, :padded].tolist() == rows + [0] * spare
+        assert watched["seq_lens"][step, :padded].tolist() == [position + 1 for position in rows] + [0] * spare
         assert watched["slot_mapping"][step, :padded].tolist() == slots + [-1] * spare
         assert watched["window_slots"][step, :padded].tolist() == windows + [[-1] * window] * spare
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from draft_loops import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_drafter import PagedMetadata
 from test_no_sync import NoHostReads
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import one_thread  # noqa: F401
@@ -98,6 +100,23 @@ def test_beyond_the_model_s_limit():
     outputs = [body(drafter, batch, mode, 4) for mode in MODES]
     assert outputs[0] == outputs[1] == outputs[2]
     assert outputs[0][2] == plain_drafts(drafter, batch.texts[2:], batch.states[2:])[0]
+    require_metadata_of_every_step(drafter, batch, 4)
+    require_only_own_slots_written(drafter, batch)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_pass_pads_too(mode):
+    """34880-9: what an earlier batch left in idx_mapping is somebody's request."""
+    drafter = make_drafter(3, 8)
+    batch = make_round(drafter, 5, 0)
+    expected = plain_drafts(drafter, batch.texts, batch.states)
+    body(drafter, batch, mode, 8)  # loads the target's batch
+    drafter.buffers.draft_tokens.fill_(NEVER)
+    drafter.buffers.idx_mapping[5:].fill_(int(batch.states[0]))
+    drafter.loop.run_first_pass(5, 5, mode, key=GraphKey(8, 5), replay=False)
+    drafter.buffers.require_inert(5, 8)
+    assert drafter.loop.run(5, mode, key=GraphKey(8), replay=False).tolist() == expected
+    require_metadata_of_every_step(drafter, batch, 8)
     require_only_own_slots_written(drafter, batch)
 
 
@@ -211,7 +230,7 @@ def test_a_step_is_two_kernels():
     with Operations() as done:
         loop.run(3, "loop", replay=False)
     step = ["aten.fill_.Scalar", "nwor.gumbel_sample.default", "nwor.update_draft_inputs.default"]
-    assert done.names == 3 * step
+    assert done.names == step[:1] + 3 * step  # the first is the build's
 
 
 def test_order_of_calls():
@@ -226,7 +245,7 @@ def test_order_of_calls():
     assert seen == expected
     seen.clear()
     loop.run(2, "loop", key=key, replay=False)
-    expected = [("prepare", key, 2), ("build", key, 2, 1, False, 3)]
+    expected = [("prepare", key, 2), ("build", key, 2, 1, False, 1)]
     for step in (1, 2, 3):
         expected += [("update", key, "built", step), ("model", key, "built", step)]
     assert seen == expected
@@ -281,18 +300,18 @@ def test_memory_never_moves():
     assert places_of(buffers.tensors(), "buffers", cpu) == before
     assert places[0::2] == places[:1] * 3
     assert places[1::2] == places[1:2] * 3
-    assert set(places[0]) == {f"metadata.{n}" for n in ("positions", "states", "slot_mapping", "window_slots")}
+    assert set(places[0]) == {f"metadata.{field.name}" for field in fields(PagedMetadata)}
 
 
 def test_what_moved_is_named():
     """41162-3: the debug check tells address, shape, stride and dtype, in trees of any kind."""
     cpu = torch.device("cpu")
-    tensor = torch.zeros(4, 6)
+    tensor = torch.zeros(4, 4)
     tree = {"layer": [tensor, (tensor[0], "text", 3, None)], "other": DispatchTable()}
     before = places_of(tree, "metadata", cpu)
     assert list(before) == ["metadata['layer'][0]", "metadata['layer'][1][0]"]
     require_unmoved(before, places_of(tree, "metadata", cpu))
-    for other in (torch.zeros(4, 6), tensor[:3], tensor.t(), tensor.view(torch.int32), None):
+    for other in (torch.zeros(4, 4), tensor[:3], tensor.t(), tensor.view(torch.int32), None):
         changed = {"layer": [other, (tensor[0],)]}
         with pytest.raises(
             RuntimeError, match=r"DraftLoop: metadata\['layer'\]\[0\] must stay what it was when the gra"
@@ -444,13 +463,22 @@ def test_metadata_that_cannot_be_updated_in_place():
 
 
 def test_no_graph():
+    """Refused before anything is written."""
     drafter = make_drafter(3, 4)
-    drafter.buffers.pad_rows(0, 4)
+    tensors = drafter.buffers.tensors().values()
+    for tensor in tensors:
+        tensor.fill_(1)
     for mode in ("step", "loop"):
         with pytest.raises(
             RuntimeError, match=r"no graph was captured for GraphKey\(num_reqs=3, query_len=1\) in mode"
         ):
             drafter.loop.run(3, mode)
+        with pytest.raises(
+            RuntimeError, match=r"no graph was captured for GraphKey\(num_reqs=3, query_len=5\) in mode"
+        ):
+            drafter.loop.run_first_pass(3, 5, mode)
+    assert all((tensor == 1).all() for tensor in tensors)
+    assert not drafter.loop.counts
     with pytest.raises(RuntimeError, match=r"DraftLoop.capture: needs a CUDA device, the buffers are on cpu"):
         drafter.capture([4])
 

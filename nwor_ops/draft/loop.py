@@ -186,12 +186,14 @@ class DraftLoop:
         """
         self._check_num_reqs(num_reqs)
         if num_reqs > 0 and self.num_steps > 1:
-            chosen, key = self._choose(num_reqs, 1, mode, key, replay)
+            chosen, key = self._choose(num_reqs, 1, mode, key)
+            recording = self._recording(chosen, key, replay)
             if not inert_tails:
                 self.buffers.pad_rows(num_reqs, key.num_reqs)
             elif self.debug:
                 self.buffers.require_inert(num_reqs, key.num_reqs)
-            self._run_steps(chosen, key, num_reqs, self._recording(chosen, key, replay))
+            self.counts["decode", chosen] += 1
+            self._run_steps(chosen, key, num_reqs, recording)
         return self.buffers.draft_tokens[:num_reqs]
 
     @torch.no_grad()
@@ -217,10 +219,12 @@ class DraftLoop:
         if query_len < 2:
             raise ValueError(f"DraftLoop.run_first_pass: query_len must be > 1, got {query_len}")
         if num_reqs > 0:
-            chosen, key = self._choose(num_reqs, query_len, mode, key, replay)
+            chosen, key = self._choose(num_reqs, query_len, mode, key)
+            recording = self._recording(chosen, key, replay)
             if key.num_reqs > num_reqs:
                 self.buffers.idx_mapping[num_reqs : key.num_reqs].fill_(-1)
-            self._run_first(chosen, key, num_reqs, self._recording(chosen, key, replay))
+            self.counts["first_pass", chosen] += 1
+            self._run_first(chosen, key, num_reqs, recording)
         return self.buffers.draft_tokens[:num_reqs, :1]
 
     def invalidate(self, reason: str) -> None:
@@ -288,6 +292,7 @@ class DraftLoop:
         self.metadata.prepare(key, num_reqs)
         if mode == "loop":
             if recording is None:
+                self.buffers.current_draft_step.fill_(1)
                 self._all_steps(key, self.metadata.build(key, num_reqs, 1))
             else:
                 recording.graph.replay()
@@ -306,8 +311,9 @@ class DraftLoop:
         assert self.first_pass is not None
         self.metadata.prepare(key, num_reqs)
         if mode == "loop":
-            if recording is None:
-                self.first_pass.expand(key)  # a build may look at the buffers
+            if recording is None:  # a build may look at the buffers
+                self.buffers.current_draft_step.zero_()
+                self.first_pass.expand(key)
                 self._whole_first_pass(key, self.metadata.build(key, num_reqs, 0))
             else:
                 recording.graph.replay()
@@ -326,20 +332,19 @@ class DraftLoop:
         recording.graph.replay()
 
     def _recording(self, mode: Mode, key: GraphKey, replay: bool) -> Recording | None:
-        """The graph to replay; None = run from the host. Counts the run, and in debug looks for what has moved."""
-        recording = self._recordings.get((mode, key)) if replay and mode != "eager" else None
-        if replay and mode != "eager" and recording is None:
+        """The graph to replay; None = run from the host. In debug it looks for what has moved."""
+        if mode == "eager" or not replay:
+            return None
+        recording = self._recordings.get((mode, key))
+        if recording is None:
             raise RuntimeError(f"DraftLoop: no graph was captured for {key} in mode {mode!r}; capture() it at start-up")
-        if recording is not None and self.debug:
+        if self.debug:
             require_unmoved(recording.buffer_places, places_of(self.buffers.tensors(), "buffers", self.buffers.device))
             now = places_of(recording.metadata, "metadata", self.buffers.device)
             require_unmoved(recording.metadata_places, now)
-        self.counts["first_pass" if key.query_len > 1 else "decode", mode] += 1
         return recording
 
-    def _choose(
-        self, num_reqs: int, query_len: int, mode: AnyMode, key: GraphKey | None, replay: bool
-    ) -> tuple[Mode, GraphKey]:
+    def _choose(self, num_reqs: int, query_len: int, mode: AnyMode, key: GraphKey | None) -> tuple[Mode, GraphKey]:
         if mode == "auto":
             found = self.dispatch(num_reqs, query_len)
             chosen, default = found.mode, found.key

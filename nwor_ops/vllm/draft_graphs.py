@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import Any
 
+from nwor_ops import library
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.support import Hook, Unsupported, check_vllm
 
@@ -200,6 +201,13 @@ def check_version(hooks: Iterable[Hook] = HOOKS) -> None:
     check_vllm(hooks)
 
 
+def check_library() -> None:
+    """Raises :class:`Unsupported` where the ops that go into the graphs have no CUDA kernels."""
+    problem = next(compiled.problem for compiled in library.loaded_libraries() if compiled.kind == "cuda")
+    if problem:
+        raise Unsupported(problem)
+
+
 def check_attention(attn_groups: Iterable[Iterable[Any]]) -> None:
     """Raises :class:`Unsupported` for attention groups of the drafter whose metadata a graph cannot keep up to date."""
     problems = set()
@@ -251,6 +259,7 @@ def wrap_runner_module(module: ModuleType, logger: Any) -> None:
         try:
             check_version()
             check_draft_graphs(vllm_config, device.type)
+            check_library()
         except Unsupported as error:
             refuse(config, error, logger)
             return original(vllm_config, device, req_states)

@@ -1,6 +1,6 @@
 """vLLM's speculator for a draft model of its own (``method="draft_model"``), with its passes in CUDA graphs.
 
-vLLM 0.33 runs this drafter eagerly: some 30 small kernels, a metadata build on the host and a model's worth of
+vLLM 0.33 runs this drafter eagerly: small tensor operations, a metadata build on the host and a model's worth of
 launches, for each of K tokens. Here a step of a decode batch is two graph launches:
 
 - the *first pass*, for batches in which every request has K + 1 tokens (its last token and K drafts): expansion to
@@ -29,11 +29,14 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from nwor_ops import ops
 from nwor_ops.draft import DraftBuffers, DraftLoop, GraphKey, keys_of_token_counts
+from nwor_ops.vllm import draft_counters
 from nwor_ops.vllm.draft_graphs import DraftGraphReport, check_attention, check_graph_mode
 from nwor_ops.vllm.draft_metadata import LayerMetadata, VllmDraftMetadata
 from nwor_ops.vllm.support import Unsupported
 
 Refuse = Callable[[Unsupported], None]
+# Why a pass runs vLLM's code that no request asked for: warm-up, profiling, the time before graphs are captured.
+_NOTHING_CAPTURED, _DUMMY_RUN = _NO_REQUESTS = ("nothing captured", "dummy run")
 # The runner's buffers of the batch that the target has just verified.
 _TARGET_INPUTS = ("input_ids", "positions", "query_start_loc", "seq_lens")
 
@@ -57,8 +60,9 @@ class DraftGraphManager(CudaGraphManager):
         make_loop: Callable[[Callable[[], AbstractContextManager[Any]]], DraftLoop],
     ) -> None:
         super().__init__(vllm_config, device, cudagraph_mode, decode_query_len=1)
+        pool = self.pool
         # The engine's pool, or that of sleep mode, decided anew for each capture.
-        self.loop = make_loop(lambda: capture_pool(self.pool, vllm_config))
+        self.loop = make_loop(lambda: capture_pool(pool, vllm_config))
         self.keys: list[GraphKey] = []
         self.seconds, self.bytes = 0.0, 0
 
@@ -259,6 +263,7 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
             )
             return
         self.graphs.capture_keys(keys)
+        draft_counters.start(self, self.vllm_config, self._logger)
         self._logger.info(
             "nwor: draft graphs: active: %d graphs (first pass of %s, decode loop of %s requests) in %.1f s, %.0f MiB",
             len(keys),
@@ -287,6 +292,14 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
             replays={name: counts[name, "loop"] for name in ("first_pass", "decode")},
             eager=dict(self._eager),
         )
+
+    def counted(self) -> dict[str, int]:
+        """For ``/metrics``: only what requests have caused."""
+        replays = {} if self.graphs is None else self.graphs.loop.counts
+        return {
+            "draft_graph_replays": sum(count for (_, mode), count in replays.items() if mode == "loop"),
+            "draft_eager_passes": sum(count for why, count in self._eager.items() if why not in _NO_REQUESTS),
+        }
 
     # ------------------------------------------------------------ the captured bodies
 
@@ -386,9 +399,9 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
     def _why_eager(self, input_batch: Any, last_sampled: Tensor, dummy: bool) -> str | None:
         """Why this whole step runs vLLM's code, or None."""
         if self.graphs is None or self.graphs.most_requests == 0:
-            return "nothing captured"
+            return _NOTHING_CAPTURED
         if dummy:
-            return "dummy run"
+            return _DUMMY_RUN
         if self._moved(input_batch, last_sampled):
             return "the runner's buffers moved"
         if input_batch.num_reqs > self.graphs.most_requests:

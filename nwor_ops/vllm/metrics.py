@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.stats import EngineStats, Stats
-from nwor_ops.vllm import agreement, boards
+from nwor_ops.vllm import agreement, boards, draft_counters
 from nwor_ops.vllm.boards import Board
 from nwor_ops.vllm.session import Session
 
@@ -43,6 +43,11 @@ METRICS = {
     "abandoned": ("nwor_abandoned_windows", "Windows closed without an undo: the drafts' rows stayed."),
     "comparisons": ("nwor_comparisons", "Comparisons with the scheduler's count of proposed and accepted drafts."),
     "disagreements": ("nwor_disagreements", "Comparisons in which the scheduler had counted something else."),
+}
+# Of engines with draft graphs.
+DRAFT_METRICS = {
+    "draft_graph_replays": ("nwor_draft_graph_replays", "Passes of a draft model that were one graph launch."),
+    "draft_eager_passes": ("nwor_draft_eager_passes", "Passes of a draft model with draft graphs that had no graph."),
 }
 VANILLA_STEPS = ("nwor_vanilla_steps", "Steps with drafts that ran without the transaction, by reason.")
 
@@ -263,7 +268,7 @@ class Exporter:
 
         make = functools.partial(prometheus_client.Counter, registry=registry or prometheus_client.REGISTRY)
         labels = ["model_name", "engine"]
-        self._counters = {field: make(*names, labels) for field, names in METRICS.items()}
+        self._counters = {field: make(*names, labels) for field, names in (METRICS | DRAFT_METRICS).items()}
         self._vanilla_steps = make(*VANILLA_STEPS, [*labels, "reason"])
         self._seen: Counter[tuple[Path, str]] = Counter()
 
@@ -293,7 +298,7 @@ def _export(vllm_config: Any) -> None:
     """vLLM has made its Prometheus counters in this process: make ours, if the engine has any."""
     global _exporter
     config = NworConfig.load(vllm_config.additional_config)
-    if config.mode == "off" or not config.emit_metrics or _exporter is not None:
+    if (config.mode == "off" and not config.draft_graphs) or not config.emit_metrics or _exporter is not None:
         return
     if vllm_config.parallel_config._api_process_rank > 0:  # several API servers: vLLM adds up what they count
         return
@@ -340,14 +345,14 @@ def totals() -> EngineStats:
             found.append(publisher.now(session))
         elif session.manager is not None:
             found.append(_board(Board("worker", "", 0, "", {}), session, session.stats()))
-    found += published.values()
+    found += (published | draft_counters.here()).values()
     counts: Counter[str] = Counter()
     vanilla_steps: Counter[str] = Counter()
     for board in found:
         counts.update(board.counts)
         vanilla_steps.update(board.vanilla_steps)
     return EngineStats(
-        **{field: counts[field] for field in METRICS},
+        **{field: counts[field] for field in METRICS | DRAFT_METRICS},
         vanilla_steps=dict(vanilla_steps),
         engines=sum(board.role == "worker" for board in found),
     )

@@ -4,6 +4,7 @@ replay graphs are in tests/gpu/vllm."""
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import pathlib
@@ -12,10 +13,13 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import prometheus_client
 import pytest
+from engines import Engines, prompts
 
+import nwor_ops
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm import draft_graphs
+from nwor_ops.vllm import boards, draft_counters, draft_graphs, metrics
 from nwor_ops.vllm.support import Unsupported
 
 LOGGER = logging.getLogger("nwor")
@@ -31,8 +35,18 @@ def test_drafts_are_those_of_vllm_s_speculator() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    said = [line for line in done.stdout.splitlines() if line.startswith(("greedy", "probabilistic"))]
-    assert said == [f"{name} {{'first_pass': 30, 'decode': 40}}" for name in ("greedy", "probabilistic")]
+    for name in ("greedy", "probabilistic"):
+        [said] = [line.removeprefix(name) for line in done.stdout.splitlines() if line.startswith(name)]
+        ran = json.loads(said)
+        # 40 batches, each in its way: all of it in "graphs", the decode loop alone, or none of it.
+        assert set(ran["eager"]) == {
+            "first pass of a batch with prompts, or with fewer drafts in some request",
+            "more requests than the largest graph",
+            "the runner's buffers moved",
+        }
+        assert ran["replays"]["first_pass"] > 15
+        assert ran["replays"]["decode"] > ran["replays"]["first_pass"]
+        assert ran["replays"]["first_pass"] + sum(ran["eager"].values()) == 40
 
 
 # ---------------------------------------------------------------- settings
@@ -216,6 +230,19 @@ def test_refused_at_start_up_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -
         make(module, engine_config(speculative_config__method="eagle"))
 
 
+def test_a_missing_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = (
+        SimpleNamespace(kind="cpu", problem=None),
+        SimpleNamespace(kind="cuda", problem="libnwor_cuda.so is missing"),
+    )
+    monkeypatch.setattr(draft_graphs.library, "loaded_libraries", lambda: found)
+    monkeypatch.setattr(draft_graphs, "check_version", lambda: None)
+    module = runner_module()
+    draft_graphs.wrap_runner_module(module, LOGGER)
+    with pytest.raises(RuntimeError, match=r"^nwor: libnwor_cuda.so is missing \(draft graphs were asked for"):
+        make(module, engine_config())
+
+
 def test_refused_and_vanilla_on_request(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(draft_graphs, "check_version", lambda: None)
     module = runner_module()
@@ -233,6 +260,17 @@ def test_a_v1_runner_is_refused() -> None:
     draft_graphs.check_runner(runner, draft_graphs.RUNNER_MODULE, LOGGER)
     runner.speculative_config = None
     draft_graphs.check_runner(runner, "vllm.v1.worker.gpu_model_runner", LOGGER)
+
+
+def test_an_engine_with_the_v1_runner_is_refused(engines: Engines) -> None:
+    with pytest.raises(RuntimeError, match=r"nwor: model runner V1: .*draft graphs were asked for"):
+        engines.run(prompts(1), nwor={"draft_graphs": True})
+
+
+def test_an_engine_with_the_v1_runner_runs_without_on_request(engines: Engines) -> None:
+    settings = {"draft_graphs": True, "mode": "cow", "on_unsupported": "vanilla"}
+    result = engines.run(prompts(2), nwor=settings, max_tokens=8)
+    assert result["session"]["stats"]["windows"] > 0  # the transaction is another matter
 
 
 def test_hooks_match_this_vllm() -> None:
@@ -270,3 +308,79 @@ def test_captured_request_counts(sizes: list[int], rows: int, tokens: int, first
     assert len(keys) == len(first) + len(decode)
     speculator.num_speculative_steps = 1  # nothing but a first pass
     assert {key.query_len for key in GraphedDraftModelSpeculator.capture_keys(speculator)} <= {3}  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- counters
+
+
+class Counted:
+    """A speculator, as far as its counters go."""
+
+    def __init__(self, **totals: int) -> None:
+        self.totals = totals
+
+    def counted(self) -> dict[str, int]:
+        return dict(self.totals)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    """Of boards; nobody looks by himself."""
+    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, str(tmp_path / "boards"))
+    monkeypatch.setattr(boards, "PERIOD", 3600)
+    return tmp_path / "boards"
+
+
+def start_counting(speculator: Counted, **settings: Any) -> None:
+    config = engine_config(
+        instance_id="i",
+        parallel_config__data_parallel_index=0,
+        model_config__served_model_name="tiny",
+        additional_config={"nwor": {"draft_graphs": True, **settings}},
+    )
+    draft_counters.start(speculator, config, LOGGER)
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    import vllm.distributed
+
+    def set_rank(number: int) -> None:
+        monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_rank", lambda: number)
+
+    set_rank(0)
+    return set_rank
+
+
+def test_counters_of_this_process_are_those_of_the_moment(folder: pathlib.Path, rank: Any) -> None:
+    speculator = Counted(draft_graph_replays=3, draft_eager_passes=1)
+    start_counting(speculator)
+    start_counting(speculator)  # once is enough
+    speculator.totals["draft_graph_replays"] = 8
+    stats = nwor_ops.stats()
+    assert (stats.draft_graph_replays, stats.draft_eager_passes, stats.engines) == (8, 1, 0)
+    del speculator
+    assert draft_counters.here() == {}
+
+
+def test_counters_are_published_for_other_processes(folder: pathlib.Path, rank: Any) -> None:
+    speculator = Counted(draft_graph_replays=3, draft_eager_passes=0)
+    path = boards.new_path("drafter", "i", 0)
+    assert path is not None
+    publisher = draft_counters.DraftPublisher(speculator, boards.Board("drafter", "i", 0, "tiny", {}), path, LOGGER)
+    publisher.publish()
+    speculator.totals["draft_graph_replays"] = 5
+    publisher.publish()
+    registry = prometheus_client.CollectorRegistry()
+    metrics.Exporter(registry).update()
+    labels = {"model_name": "tiny", "engine": "0"}
+    assert registry.get_sample_value("nwor_draft_graph_replays_total", labels) == 5
+    assert registry.get_sample_value("nwor_draft_eager_passes_total", labels) == 0
+    assert nwor_ops.stats().draft_graph_replays == 5
+
+
+def test_who_does_not_publish(folder: pathlib.Path, rank: Any) -> None:
+    start_counting(Counted(draft_graph_replays=1), emit_metrics=False)
+    rank(1)
+    start_counting(Counted(draft_graph_replays=1))
+    assert draft_counters.here() == {}

@@ -114,12 +114,13 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 
 
 def _sessions() -> list[Any]:
-    plugin = _plugin()
+    plugin = sys.modules.get("nwor_ops.vllm")  # not there in a vanilla engine
     return plugin.sessions() if plugin else []
 
 
-def _plugin() -> Any:
-    return sys.modules.get("nwor_ops.vllm")  # not there in a vanilla engine
+def _draft_graphs() -> list[Any]:
+    plugin = sys.modules.get("nwor_ops.vllm")
+    return plugin.draft_graph_reports() if plugin else []
 
 
 def _record_drafts(llm: Any) -> dict[str, Any]:
@@ -193,7 +194,7 @@ def _sampling(job: dict[str, Any], requests: list[Any], index: int) -> Any:
 
 def describe_worker(worker: Any) -> dict[str, Any]:
     """In each worker: what it runs, and what nwor_ops saw there."""
-    plugin, runner = _plugin(), worker.model_runner
+    runner = worker.model_runner
     config = runner.vllm_config
     layers = config.compilation_config.static_forward_context.values()
     return {
@@ -203,7 +204,7 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         "kv_cache_groups": len(runner.kv_cache_config.kv_cache_groups),
         "num_gpu_blocks": runner.kv_cache_config.num_blocks,
         "attention": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
-        "draft_graphs": [report.as_dict() for report in (plugin.draft_graph_reports() if plugin else [])],
+        "draft_graphs": [report.as_dict() for report in _draft_graphs()],
         "wrapped": any("do_kv_cache_update" in vars(layer.impl) for layer in layers if hasattr(layer, "impl")),
         "sessions": [
             {
