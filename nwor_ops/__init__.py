@@ -50,6 +50,7 @@ from nwor_ops.ops import (  # noqa: E402
     write_kv,
     write_kv_logged,
 )
+from nwor_ops.shadow import num_shadow_blocks  # noqa: E402
 from nwor_ops.stats import EngineStats, Stats, stats  # noqa: E402
 from nwor_ops.window import Window  # noqa: E402
 
@@ -77,6 +78,7 @@ __all__ = [
     "gumbel_sample",
     "log_slots",
     "move_slots",
+    "num_shadow_blocks",
     "open_window",
     "plan_window",
     "prepare_decode_inputs",
