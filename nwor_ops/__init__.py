@@ -51,7 +51,8 @@ from nwor_ops.ops import (  # noqa: E402
     write_kv_logged,
 )
 from nwor_ops.shadow import num_shadow_blocks  # noqa: E402
-from nwor_ops.stats import EngineStats, Stats, stats  # noqa: E402
+from nwor_ops.staging import KVCacheInterceptor, StagingBuffer  # noqa: E402
+from nwor_ops.stats import EngineStats, InterceptorStats, StagingStats, Stats, stats  # noqa: E402
 from nwor_ops.window import Window  # noqa: E402
 
 __all__ = [
@@ -60,8 +61,12 @@ __all__ = [
     "STAGE_COUNTERS",
     "DraftCommitManager",
     "EngineStats",
+    "InterceptorStats",
+    "KVCacheInterceptor",
     "LayerCache",
     "Plane",
+    "StagingBuffer",
+    "StagingStats",
     "Stats",
     "Window",
     "accept_staged",
