@@ -20,6 +20,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 from paged_llama import LlamaConfig, rotary_embedding  # noqa: E402
 from speculative_decoding import BLOCK_SIZE, Engine, make_prompts, prompt_lookup  # noqa: E402
+from token_tree import NO_PARENT, TreeVerifier, lookup_tree  # noqa: E402
 
 CONFIG = LlamaConfig(num_layers=3)
 PROMPTS = make_prompts(5, CONFIG.vocab_size)
@@ -257,3 +258,93 @@ def test_command_line():
     assert done.returncode == 0, done.stderr
     assert "same output as plain greedy decoding: yes" in done.stdout
     assert re.search(r"speculative .* [1-9]\d* accepted, [1-9]\d* rejected", done.stdout)
+
+
+# ---------------------------------------------------------------- token trees
+
+
+class AuditedTrees(TreeVerifier):
+    """Compares the whole cache before and after every step, and counts what trees gain."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(CONFIG, **{"branches": 3, "depth": 4, "max_requests": 3, "max_context": 64} | options)
+        generator = torch.Generator().manual_seed(1)
+        for cache in self.caches:  # what earlier requests left behind
+            cache.copy_(torch.randn(cache.shape, generator=generator))
+        self.rejected = self.second_branches = 0
+
+    def step(self, running):
+        before = [cache.clone() for cache in self.caches]
+        super().step(running)
+        for cache, old in zip(self.caches, before, strict=True):
+            changed = (cache != old).any(dim=(2, 3)).flatten().nonzero().flatten().tolist()
+            assert sorted(changed) == sorted(self.kept_slots), "something else than the accepted path was written"
+
+    def accept(self, batch, best):
+        accepted = super().accept(batch, best)
+        self.kept_slots = batch.slot_mapping[accepted].tolist()
+        assert len(set(self.kept_slots)) == len(self.kept_slots)
+        self.rejected += int((~accepted).sum())
+        first_children = {}
+        for token, parent in enumerate(batch.parents.tolist()):
+            first_children.setdefault(parent if batch.is_draft[token] else -1, token)
+        self.second_branches += sum(
+            bool(accepted[token]) and first_children[parent] != token
+            for token, parent in enumerate(batch.parents.tolist()) if batch.is_draft[token]
+        )  # fmt: skip
+        return accepted
+
+
+def test_lookup_tree():
+    text = [1, 2, 3, 1, 2, 4, 1, 5, 1]
+    assert lookup_tree(text, 3, 2) == [(5, NO_PARENT), (1, 0), (2, NO_PARENT), (4, 2), (3, 2)]
+    assert lookup_tree(text, 1, 3) == [(5, NO_PARENT), (1, 0)]
+    assert lookup_tree(text, 0, 3) == lookup_tree([1, 2], 3, 3) == lookup_tree(text, 3, 0) == []
+
+
+@pytest.mark.parametrize("branches", [0, 1, 3])
+def test_token_trees_decode_as_plain_decoding_does(plain, branches):
+    verifier = AuditedTrees(branches=branches)
+    assert verifier.generate(PROMPTS, NUM_OUTPUT_TOKENS) == plain
+    stats = verifier.buffer.stats()
+    assert stats.rejected == verifier.rejected
+    assert stats.incomplete == 0
+    assert stats.stage_operations == CONFIG.num_layers * stats.staged
+    # Every token but the last of each request was committed, once.
+    assert stats.committed == sum(map(len, PROMPTS)) + len(PROMPTS) * (NUM_OUTPUT_TOKENS - 1)
+    if branches > 1:
+        assert verifier.second_branches > 2  # paths that a chain would have missed
+        assert verifier.rejected > 20
+
+
+def test_without_ancestors_the_test_fails(plain):
+    """Nodes that see no node above them are not judged as plain decoding would."""
+
+    class Blind(AuditedTrees):
+        def build_batch(self, running):
+            batch, ends = super().build_batch(running)
+            itself = torch.eye(len(batch.is_draft), dtype=torch.bool)
+            batch.tree_mask &= itself | ~(batch.is_draft[:, None] & batch.is_draft)
+            return batch, ends
+
+    assert Blind().generate(PROMPTS, NUM_OUTPUT_TOKENS) != plain
+
+
+def test_a_tree_step_that_fails_writes_nothing():
+    verifier = AuditedTrees()
+    before = [cache.clone() for cache in verifier.caches]
+    block = verifier.model.blocks[1]
+    block.mlp.forward = lambda x: (_ for _ in ()).throw(RuntimeError("stopped half-way"))
+    with pytest.raises(RuntimeError, match="stopped half-way"):
+        verifier.generate(PROMPTS, 4)
+    assert all(torch.equal(cache, old) for cache, old in zip(verifier.caches, before, strict=True))
+    assert verifier.buffer.stats().committed == 0
+
+
+def test_token_tree_script():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "token_tree.py"), "--num-prompts", "3", "--output-tokens", "16"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "same output as plain greedy decoding: yes" in done.stdout
