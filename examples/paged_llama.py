@@ -50,7 +50,8 @@ class Batch:
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]: place of each token in its request
     slot_mapping: Tensor  # int64 [T]: block * block_size + offset in the page, -1 = none
-    block_tables: Tensor  # int64 [T, max_blocks]: the pages of each token's request
+    block_tables: Tensor  # int32 [Q, max_blocks]: the pages of each request
+    requests: Tensor  # int64 [T]: the request of each token
 
 
 def make_caches(
@@ -130,7 +131,7 @@ class Attention(nn.Module):
 
         # [T, max_blocks, N, H, 2D] -> key and value [T, H, S, D]. A real engine calls a paged attention
         # kernel here; gathering the pages is slow, and readable.
-        pages = self.cache[batch.block_tables].flatten(1, 2).transpose(1, 2)
+        pages = self.cache[batch.block_tables[batch.requests]].flatten(1, 2).transpose(1, 2)
         keys, values = pages[..., : c.head_size], pages[..., c.head_size :]
         return self.attend(
             query, keys, values, torch.arange(keys.shape[2], device=x.device) <= batch.positions[:, None]

@@ -51,7 +51,7 @@ class TreeAttention(Attention):
             rows[: len(x)].transpose(0, 1).expand(len(x), -1, -1, -1) for rows in self.manager.rows(self.layer_name)
         )
 
-        pages = self.cache[batch.block_tables].flatten(1, 2).transpose(1, 2)
+        pages = self.cache[batch.block_tables[batch.requests]].flatten(1, 2).transpose(1, 2)
         halves = pages[..., : self.config.head_size], pages[..., self.config.head_size :]
         keys, values = (torch.cat((page, fresh), dim=2) for page, fresh in zip(halves, staged, strict=True))
         in_cache = torch.arange(pages.shape[2], device=x.device) < batch.context_lens[:, None]
@@ -131,8 +131,8 @@ class TreeVerifier:
 
     def build_batch(self, running: list[Request]) -> tuple[TreeBatch, list[int]]:
         """For each request its uncached tokens, then its tree; and where each request ends."""
-        token_ids, positions, slots, tables, contexts, parents, is_draft, ends = ([] for _ in range(8))
-        for request in running:
+        token_ids, positions, slots, tables, requests, contexts, parents, is_draft, ends = ([] for _ in range(9))
+        for number, request in enumerate(running):
             room = request.max_tokens - len(request.tokens) - 1  # a step gives one token beyond the drafts
             decoding = request.num_cached > 0
             tree = lookup_tree(request.tokens, self.branches, min(self.depth, room)) if decoding else []
@@ -150,11 +150,12 @@ class TreeVerifier:
                 positions.append(positions[parents[-1]] + 1)
             is_draft += [False] * (root + 1 - first) + [True] * len(tree)
             slots += [request.slot(position) for position in positions[first:]]
-            tables += [request.blocks + [0] * (self.max_blocks - len(request.blocks))] * (len(token_ids) - first)
+            tables.append(request.blocks + [0] * (self.max_blocks - len(request.blocks)))
+            requests += [number] * (len(token_ids) - first)
             contexts += [request.num_cached] * (len(token_ids) - first)
             ends.append(len(token_ids))
         batch = TreeBatch(
-            *(self.tensor(values) for values in (token_ids, positions, slots, tables, contexts)),
+            *(self.tensor(values) for values in (token_ids, positions, slots, tables, requests, contexts)),
             tree_mask=self.tree_mask(parents), parents=self.tensor(parents), is_draft=self.tensor(is_draft),
         )  # fmt: skip
         return batch, ends
