@@ -486,6 +486,14 @@ NWOR_HOST_DEVICE inline Found redirect_token(const WindowArguments& a, int64_t g
     return {};
 }
 
+// What is wrong with the slot that was saved for a token, if anything.
+NWOR_HOST_DEVICE inline Found problem_of_saved(const WindowArguments& a, int64_t group, int64_t request,
+                                               const Redirect& r, int64_t token) {
+    const int64_t slot = a.saved_slots[group * a.saved_stride + r.first_token + token];
+    const int64_t limit = a.num_blocks * a.block_size;
+    return slot < limit ? Found{} : Found{kWindowSlot, request, slot, limit};
+}
+
 // Puts back what redirect_token changed.
 NWOR_HOST_DEVICE inline void put_back_token(const WindowArguments& a, int64_t group, int64_t request,
                                             const Redirect& r, int64_t token) {

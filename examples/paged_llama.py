@@ -15,6 +15,7 @@ The weights are random, with a fixed seed: nothing is downloaded, and nothing se
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,8 @@ class Batch:
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]: place of each token in its request
     slot_mapping: Tensor  # int64 [T]: block * block_size + offset in the page, -1 = none
-    block_tables: Tensor  # int64 [T, max_blocks]: the pages of each token's request
+    block_tables: Tensor  # int32 [Q, max_blocks]: the pages of each request
+    requests: Tensor  # int64 [T]: the request of each token
 
 
 def make_caches(
@@ -103,12 +105,24 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, heads * config.head_size, bias=False)
         self.out = nn.Linear(config.num_heads * config.head_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of each token, ``[T, H, D]``."""
         c = self.config
         sizes = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
         query, key, value = self.qkv(x).view(len(x), sum(sizes), c.head_size).split(sizes, dim=1)
-        query = rotary_embedding(query, batch.positions, c.rope_theta)
-        key = rotary_embedding(key, batch.positions, c.rope_theta)
+        query = rotary_embedding(query, positions, c.rope_theta)
+        return query, rotary_embedding(key, positions, c.rope_theta), value
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+        """Each token over its own rows ``[T, H, S, D]``, of which it sees those in ``visible``, bool ``[T, S]``."""
+        attended = F.scaled_dot_product_attention(
+            query[:, :, None], keys, values, attn_mask=visible[:, None, None], enable_gqa=True
+        )
+        return self.out(attended.flatten(1))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        c = self.config
+        query, key, value = self.project(x, batch.positions)
 
         # The KV-write site. One kernel saves what the draft tokens' slots held and writes every token.
         # The same call serves eager code, torch.compile and CUDA graph capture: which tokens are drafts is
@@ -117,13 +131,11 @@ class Attention(nn.Module):
 
         # [T, max_blocks, N, H, 2D] -> key and value [T, H, S, D]. A real engine calls a paged attention
         # kernel here; gathering the pages is slow, and readable.
-        pages = self.cache[batch.block_tables].flatten(1, 2).transpose(1, 2)
+        pages = self.cache[batch.block_tables[batch.requests]].flatten(1, 2).transpose(1, 2)
         keys, values = pages[..., : c.head_size], pages[..., c.head_size :]
-        visible = torch.arange(keys.shape[2], device=x.device) <= batch.positions[:, None]
-        attended = F.scaled_dot_product_attention(
-            query[:, :, None], keys, values, attn_mask=visible[:, None, None], enable_gqa=True
+        return self.attend(
+            query, keys, values, torch.arange(keys.shape[2], device=x.device) <= batch.positions[:, None]
         )
-        return self.out(attended.flatten(1))
 
 
 class MLP(nn.Module):
@@ -140,10 +152,17 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: LlamaConfig, layer_name: str, cache: Tensor, manager: DraftCommitManager) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layer_name: str,
+        cache: Tensor,
+        manager: Any,
+        attention: type[Attention],
+    ) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = RMSNorm(config.hidden_size), RMSNorm(config.hidden_size)
-        self.attention = Attention(config, layer_name, cache, manager)
+        self.attention = attention(config, layer_name, cache, manager)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -155,15 +174,22 @@ class PagedLlama(nn.Module):
     """Args:
     layer_names: the names under which the layers' caches are registered with the manager.
     caches: one per layer, from :func:`make_caches`.
+    manager: what the attention layers write with: a ``DraftCommitManager``.
+    attention: the kind of attention layer; ``token_tree.py`` has another, whose ``manager`` is a staging buffer.
     """
 
     def __init__(
-        self, config: LlamaConfig, layer_names: list[str], caches: list[Tensor], manager: DraftCommitManager
+        self,
+        config: LlamaConfig,
+        layer_names: list[str],
+        caches: list[Tensor],
+        manager: Any,
+        attention: type[Attention] = Attention,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(
-            Block(config, name, cache, manager) for name, cache in zip(layer_names, caches, strict=True)
+            Block(config, name, cache, manager, attention) for name, cache in zip(layer_names, caches, strict=True)
         )
         self.norm = RMSNorm(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -10,8 +10,9 @@ makes the cache writes of each such step one transaction:
     forward    at each layer one kernel writes keys and values, and saves what drafts overwrite;
     commit     two kernels find the rejected drafts and put the saved bytes back, in all layers at once.
 
-None of them allocates or waits for the device. After commit, the cache holds exactly what it would hold had
-the rejected drafts never been there.
+With `--mode stage` begin sends the drafts to spare pages instead, and commit copies the accepted ones over; nothing
+else changes. None of them allocates or waits for the device. After commit, the cache holds exactly what it would
+hold had the rejected drafts never been there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from paged_llama import Batch, LlamaConfig, PagedLlama, make_caches
 from torch import Tensor
 
-from nwor_ops import DraftCommitManager, LayerCache, Window
+from nwor_ops import DraftCommitManager, LayerCache, Window, num_shadow_blocks
 from nwor_ops.manager import DEFAULT_GROUP
 
 BLOCK_SIZE = 8
@@ -76,6 +77,7 @@ class Engine:
         device: str = "cpu",
         layout: str = "NHD",
         compile: bool = False,
+        mode: str = "cow",
         seed: int = 0,
     ) -> None:
         self.num_drafts, self.max_requests, self.device = num_drafts, max_requests, device
@@ -84,15 +86,20 @@ class Engine:
         self.token_budgets = (max_requests * (num_drafts + 1), max_requests * (num_drafts + 1) + max_context)
         num_blocks = max_requests * self.max_blocks
         self.free_blocks = list(range(num_blocks))
-        self.caches = make_caches(config, num_blocks, BLOCK_SIZE, device, layout)
+        # Mode "stage" needs pages that no request ever gets, behind those that they share.
+        most_drafts = max(1, num_drafts)
+        spare = num_shadow_blocks(max_requests, most_drafts, BLOCK_SIZE) if mode == "stage" else 0
+        self.caches = make_caches(config, num_blocks + spare, BLOCK_SIZE, device, layout)
 
         # Set-up: name every layer's cache, then allocate the undo log. That is all the memory nwor_ops will
-        # ever take: max_draft_tokens rows per layer.
+        # ever take: max_draft_tokens rows per layer. (Mode "stage" has no log, only records of its pages.)
         self.manager = DraftCommitManager(
             max_num_tokens=self.token_budgets[-1],
             max_num_requests=max_requests,
-            max_draft_tokens=max(1, max_requests * num_drafts),
+            max_draft_tokens=max_requests * most_drafts,
             device=device,
+            mode=mode,
+            max_drafts_per_request=most_drafts,
         )
         layer_names = [f"layers.{index}" for index in range(config.num_layers)]
         for name, cache in zip(layer_names, self.caches, strict=True):
@@ -135,30 +142,31 @@ class Engine:
 
     def build_step(self, running: list[Request]) -> Step:
         """Flatten the requests into one batch: for each its uncached tokens, then its drafts."""
-        token_ids, positions, slots, tables, sample_indices = [], [], [], [], []
-        for request in running:
+        token_ids, positions, slots, tables, requests, sample_indices = [], [], [], [], [], []
+        for number, request in enumerate(running):
             tokens = request.tokens + request.drafts
             while len(request.blocks) * BLOCK_SIZE < len(tokens):
                 request.blocks.append(self.free_blocks.pop(0))
-            table = request.blocks + [0] * (self.max_blocks - len(request.blocks))
+            tables.append(request.blocks + [0] * (self.max_blocks - len(request.blocks)))
             for position in range(request.num_cached, len(tokens)):
                 token_ids.append(tokens[position])
                 positions.append(position)
                 slots.append(request.slot(position))
-                tables.append(table)
+                requests.append(number)
             first = len(token_ids) - len(request.drafts) - 1  # its logits judge the first draft
             last = len(token_ids) - 1
             sample_indices.append([min(first + j, last) for j in range(self.num_drafts + 1)])
 
+        absent = self.max_requests - len(running)
         # Pad to fixed shapes. A padded token has slot -1, a padded request no tokens and no drafts.
         missing = next(size for size in self.token_budgets if size >= len(token_ids)) - len(token_ids)
         batch = Batch(
             self.tensor(token_ids + [0] * missing),
             self.tensor(positions + [0] * missing),
             self.tensor(slots + [-1] * missing),
-            self.tensor(tables + [[0] * self.max_blocks] * missing),
+            self.tensor(tables + [[0] * self.max_blocks] * absent, torch.int32),
+            self.tensor(requests + [0] * missing),
         )
-        absent = self.max_requests - len(running)
         num_tokens = [len(r.tokens) + len(r.drafts) - r.num_cached for r in running] + [0] * absent
         drafts = [r.drafts for r in running] + [[]] * absent
         window = Window(
@@ -169,6 +177,9 @@ class Engine:
             slot_mappings={DEFAULT_GROUP: batch.slot_mapping},
             # The host happens to know; None is fine too. Knowing saves commit's kernels when it is 0.
             num_draft_tokens=sum(map(len, drafts)),
+            # Mode "stage" redirects the pages that drafts touch, in this very table, until commit.
+            seq_lens=self.tensor([len(r.tokens) + len(r.drafts) for r in running] + [0] * absent, torch.int32),
+            block_tables={DEFAULT_GROUP: batch.block_tables},
         )
         flat = [token for row in drafts for token in row]
         return Step(
@@ -218,6 +229,7 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--layout", choices=["NHD", "HND"], default="NHD")
+    parser.add_argument("--mode", choices=["cow", "stage"], default="cow")
     parser.add_argument("--num-drafts", type=int, default=4)
     parser.add_argument("--num-prompts", type=int, default=6)
     parser.add_argument("--output-tokens", type=int, default=48)
@@ -233,6 +245,7 @@ def main() -> None:
             device=arguments.device,
             layout=arguments.layout,
             compile=arguments.compile,
+            mode=arguments.mode,
         )
         engine.generate(prompts, arguments.output_tokens)  # warm-up: compiles
         before = engine.manager.stats()

@@ -10,6 +10,7 @@ from torch import Tensor
 from nwor_ops import ops
 from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
 from nwor_ops.meta.undo import check_write
+from nwor_ops.ops_stage import MOST_GROUPS
 
 _ROWS = "[num_rows, num_kv_heads, width]"
 _SOURCES = (torch.float32, torch.float16, torch.bfloat16)
@@ -143,8 +144,8 @@ def _check_window(
     num_bonus_tokens: int,
 ) -> None:
     _check_planes(op, caches)
-    if not 1 <= len(planes_per_group) <= 16:
-        raise ValueError(f"{op}: planes_per_group must hold 1 to 16 groups, got {len(planes_per_group)}")
+    if not 1 <= len(planes_per_group) <= MOST_GROUPS:
+        raise ValueError(f"{op}: planes_per_group must hold 1 to {MOST_GROUPS} groups, got {len(planes_per_group)}")
     if sum(planes_per_group) != len(caches):
         raise ValueError(
             f"{op}: planes_per_group must add up to the {len(caches)} planes of caches, got {sum(planes_per_group)}"

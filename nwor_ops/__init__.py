@@ -50,7 +50,9 @@ from nwor_ops.ops import (  # noqa: E402
     write_kv,
     write_kv_logged,
 )
-from nwor_ops.stats import EngineStats, Stats, stats  # noqa: E402
+from nwor_ops.shadow import num_shadow_blocks  # noqa: E402
+from nwor_ops.staging import KVCacheInterceptor, StagingBuffer  # noqa: E402
+from nwor_ops.stats import EngineStats, InterceptorStats, StagingStats, Stats, stats  # noqa: E402
 from nwor_ops.window import Window  # noqa: E402
 
 __all__ = [
@@ -59,8 +61,12 @@ __all__ = [
     "STAGE_COUNTERS",
     "DraftCommitManager",
     "EngineStats",
+    "InterceptorStats",
+    "KVCacheInterceptor",
     "LayerCache",
     "Plane",
+    "StagingBuffer",
+    "StagingStats",
     "Stats",
     "Window",
     "accept_staged",
@@ -77,6 +83,7 @@ __all__ = [
     "gumbel_sample",
     "log_slots",
     "move_slots",
+    "num_shadow_blocks",
     "open_window",
     "plan_window",
     "prepare_decode_inputs",

@@ -8,6 +8,10 @@
     ...  manager.write("layers.0", key, value, slot_mapping)               # at each KV-write site
     manager.commit(draft_token_ids, sampled_token_ids)                     # after sampling
 
+There are two modes, with the same calls. ``"cow"``: drafts are written to their slots, what they overwrite is logged,
+commit puts it back where a draft was rejected. ``"stage"``: begin redirects the window to spare pages, commit copies
+the accepted rows to their slots; a rejected row never reaches a page of a request.
+
 Between begin and commit nothing is allocated, nothing waits for the device, and nothing depends on a
 value that only the host has (cancel, which is for failures, does allocate): the same calls may run
 eagerly, be traced by ``torch.compile`` (``write`` at the KV-write site of a compiled model) or be
@@ -17,6 +21,7 @@ enforced where Python does run: begin, commit, cancel, and eager writes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -28,10 +33,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from nwor_ops import ops
 from nwor_ops.cache import LayerCache, Plane
+from nwor_ops.shadow import ShadowPages
 from nwor_ops.stats import Stats
 from nwor_ops.window import Window, WindowBuffers
 
 DEFAULT_GROUP = "default"
+MODES = ("cow", "stage")
 
 
 class State(Enum):
@@ -65,18 +72,23 @@ class _Layer:
     # How a traced graph makes the planes: root, shape, strides, offset; empty = it takes them as they are.
     traced_caches: tuple[tuple[Tensor, tuple[int, ...], tuple[int, ...], int], ...] = ()
 
+    def planes(self) -> tuple[Tensor, ...]:
+        """This layer's planes, as eager calls or as a trace should see them."""
+        if torch.compiler.is_compiling() and self.traced_caches:
+            return tuple(root.as_strided(shape, stride, offset) for root, shape, stride, offset in self.traced_caches)
+        return tuple(plane.view for plane in self.cache.planes)
+
     def tensors(self) -> _LayerTensors:
-        """This layer's tensors, as eager calls or as a trace should see them."""
+        """This layer's tensors, likewise."""
         if not torch.compiler.is_compiling():
             assert self.eager is not None
             return self.eager
         # A traced graph that mutates many inputs which share one storage is a hard case for
         # functionalization: it sees the one tensor of the class, or of the storage, and selects from it.
         assert self.layer_class.row_windows is not None
-        caches = tuple(root.as_strided(shape, stride, offset) for root, shape, stride, offset in self.traced_caches)
         return _layer_tensors(
             self.cache,
-            caches or tuple(plane.view for plane in self.cache.planes),
+            self.planes(),
             tuple(log[self.index] for log in self.layer_class.logs),
             self.layer_class.row_windows[self.index],
         )
@@ -145,14 +157,34 @@ class DraftCommitManager:
         max_draft_tokens: most drafts in one batch: rows of the undo log. The log takes this many rows
             of every registered layer; see :attr:`log_bytes`.
         device: where the caches are. One process may have a manager per device.
+        mode: ``"cow"`` or ``"stage"``. ``"stage"`` has no log, but takes pages: the last
+            :func:`nwor_ops.num_shadow_blocks` ones of each group's caches, which the engine must not give to a request.
+        max_drafts_per_request: most drafts of one request; mode ``"stage"`` needs it.
+        shadow_blocks: first shadow page of each group, where they are not its last ones: groups that share memory must
+            not share shadow pages.
 
     Not thread-safe: one manager belongs to the thread that runs the model, and its calls are ordered
     by the current stream.
     """
 
     def __init__(
-        self, *, max_num_tokens: int, max_num_requests: int, max_draft_tokens: int, device: torch.device | str
+        self,
+        *,
+        max_num_tokens: int,
+        max_num_requests: int,
+        max_draft_tokens: int,
+        device: torch.device | str,
+        mode: str = "cow",
+        max_drafts_per_request: int | None = None,
+        shadow_blocks: Mapping[str, int] | None = None,
     ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"DraftCommitManager: mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if mode == "stage" and (max_drafts_per_request is None or max_drafts_per_request < 1):
+            raise ValueError(
+                'DraftCommitManager: max_drafts_per_request must be at least 1 in mode "stage", got '
+                f"{max_drafts_per_request}"
+            )
         for name, value in (
             ("max_num_tokens", max_num_tokens),
             ("max_num_requests", max_num_requests),
@@ -164,6 +196,10 @@ class DraftCommitManager:
         self.max_num_requests = max_num_requests
         self.max_draft_tokens = max_draft_tokens
         self.device = _normalized(device)
+        self.mode = mode
+        self.max_drafts_per_request = max_drafts_per_request
+        self._first_shadow_blocks = dict(shadow_blocks or {})
+        self.shadow: ShadowPages | None = None  # made by allocate() in mode "stage"
         self._state = State.REGISTERING
         self._layers: dict[str, _Layer] = {}
         self._classes: list[_LayerClass] = []
@@ -219,10 +255,43 @@ class DraftCommitManager:
         return self._classes[-1]
 
     def allocate(self) -> None:
-        """Allocate the undo log and the window buffers: the only allocation a manager makes."""
+        """Allocate the undo log, or the records of shadow pages, and the window buffers: all that a manager allocates.
+
+        Raises:
+            ValueError: in mode ``"stage"``, a group without enough pages, or whose layers differ in their pages.
+        """
         self._require(State.REGISTERING, "allocate")
         if not self._layers:
             raise RuntimeError("allocate: no layer is registered")
+        if self.mode == "stage":
+            self.shadow = self._new_shadow_pages()
+        else:
+            self._allocate_logs()
+        self._plan_tracing()
+        self.buffers = WindowBuffers(
+            len(self._groups), self.max_num_tokens, self.max_draft_tokens, self.max_num_requests, self.device
+        )
+        self._undo = self._plan_undo() if self.shadow is None else []
+        self._unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
+        self._state = State.CLOSED
+
+    def _new_shadow_pages(self) -> ShadowPages:
+        assert self.max_drafts_per_request is not None
+        planes = {
+            group: [Plane(view, plane.page_offsets) for layer_class in self._classes if layer_class.group == group
+                    for plane, views in zip(layer_class.planes, layer_class.caches, strict=True) for view in views]
+            for group in self._groups
+        }  # fmt: skip
+        return ShadowPages(
+            planes,
+            self._first_shadow_blocks,
+            max_num_tokens=self.max_num_tokens,
+            max_num_requests=self.max_num_requests,
+            max_drafts_per_request=self.max_drafts_per_request,
+            device=self.device,
+        )
+
+    def _allocate_logs(self) -> None:
         for layer_class in self._classes:
             layers = len(layer_class.names)
             for plane in layer_class.planes:
@@ -238,13 +307,6 @@ class DraftCommitManager:
                 tuple(log[layer.index] for log in layer.layer_class.logs),
                 layer.layer_class.row_windows[layer.index],
             )
-        self._plan_tracing()
-        self.buffers = WindowBuffers(
-            len(self._groups), self.max_num_tokens, self.max_draft_tokens, self.max_num_requests, self.device
-        )
-        self._undo = self._plan_undo()
-        self._unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
-        self._state = State.CLOSED
 
     def _plan_tracing(self) -> None:
         every_view = (plane.view for layer in self._layers.values() for plane in layer.cache.planes)
@@ -271,6 +333,8 @@ class DraftCommitManager:
     @property
     def launches_per_window(self) -> int:
         """Kernels that begin and commit launch together, whatever the number of layers."""
+        if self.mode == "stage":
+            return 2 + (2 * len(self.shadow.launches) if self.shadow is not None else 0)
         return 2 + sum(len(layer_class.planes) for layer_class in self._classes)
 
     # ------------------------------------------------------------ the transaction
@@ -278,10 +342,15 @@ class DraftCommitManager:
     def begin(self, window: Window) -> None:
         """Open a window: one kernel works out which tokens are drafts and where each is logged.
 
+        In mode ``"stage"`` one more fills the shadow pages and redirects the window's slot mappings and block tables,
+        in place: they must not change, nor move, until the window is closed.
+
         Raises:
             RuntimeError: a window is open already.
             ValueError: more drafts, tokens or requests than this manager was made for, or a missing
-                slot mapping; nothing has changed then.
+                slot mapping, table or length; nothing has changed then.
+            ValueError, IndexError: in mode ``"stage"`` on the CPU, a request whose numbers do not agree
+                (:func:`nwor_ops.open_window`); caches and tables have not changed then, the window counts as cancelled.
         """
         self._require(State.CLOSED, "begin")
         if window.num_draft_tokens is not None and window.num_draft_tokens > self.max_draft_tokens:
@@ -300,6 +369,8 @@ class DraftCommitManager:
             raise ValueError(
                 f"begin: window.slot_mappings must have a slot mapping for each group, got none for {missing}"
             ) from None
+        if self.shadow is not None:
+            self.shadow.check(window)
         buffers = self.buffers
         ops.plan_window(
             window.query_start_loc,
@@ -313,8 +384,14 @@ class DraftCommitManager:
             None,
             window.num_bonus_tokens,
         )
-        self._window = window
         self._judged = False
+        if self.shadow is not None:
+            try:
+                self.shadow.open(window, buffers)
+            except Exception:
+                self._count_cancelled()
+                raise
+        self._window = window
         self._state = State.OPEN
 
     def write(
@@ -343,9 +420,22 @@ class DraftCommitManager:
         layer = self._layer(name, "write")
         if self._passes_through("write", name, layer, key):
             return
-        tensors = layer.tensors()
-        if tensors.key_value is None or tensors.key_value_logs is None:
+        if not layer.cache.writable:
             raise RuntimeError(f"write: the planes of layer {name!r} are opaque; call log(), then their own writer")
+        if self.shadow is not None:  # the slots are redirected already
+            ops.write_kv(
+                key,
+                value,
+                *layer.cache.key_value(layer.planes()),
+                slot_mapping,
+                self._unscaled if k_scale is None else k_scale,
+                self._unscaled if v_scale is None else v_scale,
+                kv_cache_dtype,
+            )
+            return
+        tensors = layer.tensors()
+        assert tensors.key_value is not None
+        assert tensors.key_value_logs is not None
         ops.write_kv_logged(
             key,
             value,
@@ -363,10 +453,11 @@ class DraftCommitManager:
     def log(self, name: str, slot_mapping: Tensor, *, token_offset: int = 0) -> None:
         """Log what the drafts' slots of a layer hold, before a writer that is not ours runs.
 
-        Once for each token of a window, as :meth:`write`.
+        Once for each token of a window, as :meth:`write`. In mode ``"stage"`` there is nothing to log: that writer
+        follows the redirected slots.
         """
         layer = self._layer(name, "log")
-        if self._passes_through("log", name, layer, slot_mapping):
+        if self._passes_through("log", name, layer, slot_mapping) or self.shadow is not None:
             return
         tensors, log_rows = layer.tensors(), self._log_rows_from(token_offset)
         last = len(layer.cache.planes) - 1
@@ -420,27 +511,35 @@ class DraftCommitManager:
         and is left alone.
         """
         self._open_window("cancel")
+        self._count_cancelled()
+        self.buffers.row_rejected.fill_(True)
+        self._restore()
+        self._close()
+
+    def _count_cancelled(self) -> None:
+        """Every draft of the planned window counts as rejected."""
         buffers = self.buffers
         undone = buffers.row_requests >= 0
         if self._judged:  # a commit that failed after it had counted
             undone &= ~buffers.row_rejected
-        buffers.row_rejected.fill_(True)
         buffers.num_accepted.zero_()
-        self._restore()
         count = undone.sum()
         if self._judged:
             buffers.counters[ops.COUNTERS.index("accepted")].sub_(count)
         buffers.counters[ops.COUNTERS.index("rejected")].add_(count)
         self._cancelled += 1
-        self._close()
 
     def abandon(self) -> None:
         """Close the window without undoing anything: this step ends as it would without the library.
 
-        For engines whose own error handling prefers a plain step to a stopped one.
+        For engines whose own error handling prefers a plain step to a stopped one. In mode ``"stage"`` all rows are
+        copied to their slots.
         """
-        self._open_window("abandon")
+        window = self._open_window("abandon")
         self.buffers.num_accepted.zero_()
+        if self.shadow is not None:
+            self.buffers.row_rejected.fill_(False)
+            self.shadow.close(window, self.buffers)
         self._abandoned += 1
         self._close()
 
@@ -481,6 +580,10 @@ class DraftCommitManager:
         ]
 
     def _restore(self) -> None:
+        """Undo the drafts that ``row_rejected`` names."""
+        if self.shadow is not None:
+            assert self._window is not None
+            self.shadow.close(self._window, self.buffers)
         for arguments in self._undo:
             ops.restore_slots(*arguments)
 

@@ -50,6 +50,9 @@ SCHEMAS = {
 # Layout of the `counters` tensor of `accept_staged`, int64 [len(STAGE_COUNTERS)], which only ever grows.
 STAGE_COUNTERS = ("windows", "staged", "stage_operations", "committed", "rejected", "incomplete")
 
+# Groups of one call of `open_window` or `close_window` (kMostWindowGroups in csrc/stage.h).
+MOST_GROUPS = 16
+
 __all__ = [
     "STAGE_COUNTERS",
     "accept_staged",

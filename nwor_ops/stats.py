@@ -42,6 +42,48 @@ class Stats:
 
 
 @dataclass(frozen=True)
+class StagingStats:
+    """Totals of a staging buffer. Counted on the device.
+
+    Attributes:
+        windows: windows committed or rejected.
+        staged: rows staged, each counted once, in however many layers: unique tokens.
+        stage_operations: rows staged, counted in every layer: layers x tokens.
+        committed: rows written into the caches.
+        rejected: rows staged that were not.
+        incomplete: windows rejected as a whole because a layer lacked an accepted row, or a slot was outside.
+    """
+
+    windows: int
+    staged: int
+    stage_operations: int
+    committed: int
+    rejected: int
+    incomplete: int
+
+    def as_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class InterceptorStats:
+    """Totals of an interceptor.
+
+    Attributes:
+        staging: of its buffer.
+        direct_windows: windows written straight into the caches, for whatever reason.
+        fallbacks: those of them that were to be staged and could not be.
+    """
+
+    staging: StagingStats
+    direct_windows: int
+    fallbacks: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Totals over the engines that vLLM runs for a process. ``/metrics`` has the same numbers.
 

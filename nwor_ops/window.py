@@ -29,6 +29,12 @@ class Window(NamedTuple):
             and a window without drafts restores nothing at commit.
         num_bonus_tokens: tokens beside its drafts that ``cu_num_draft_tokens`` counts for each request, padded
             ones too: 1 where the engine counts logits, as vLLM's ``cu_num_logits[1:]``.
+        seq_lens: int32 ``[>= Q]``: length of each sequence with this step's tokens. Mode ``"stage"`` needs it.
+        block_tables: int32 ``[>= Q, pages]`` per group of layers: the tables that attention will read. Mode
+            ``"stage"`` needs them, and edits them and the slot mappings in place until the window is closed.
+        request_states: int32 or int64 ``[>= Q]``, or None: a number of each request that stays its own, below
+            ``max_num_requests``; negative in padded rows. With it, mode ``"stage"`` need not copy a page to its shadow
+            page in every step; then begin must be called in every step, also in those without drafts.
     """
 
     query_start_loc: Tensor
@@ -36,6 +42,9 @@ class Window(NamedTuple):
     slot_mappings: Mapping[str, Tensor]
     num_draft_tokens: int | None = None
     num_bonus_tokens: int = 0
+    seq_lens: Tensor | None = None
+    block_tables: Mapping[str, Tensor] | None = None
+    request_states: Tensor | None = None
 
 
 class WindowBuffers:

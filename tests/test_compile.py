@@ -10,8 +10,9 @@ import textwrap
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from layouts import random_bytes, same_memory, twin
+from layouts import random_bytes, same_memory, surrounded, twin
 from samples import flags, int32, int64, log_for, sample_inputs
+from staged_windows import Sequence, make_window
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -260,6 +261,83 @@ def test_log_and_restore_around_another_writer():
     cache = small_integers(5, 4, 2, 8)
     arguments = (cache, int64(3, 17, 8), int32(2, 0, 1), log_for(cache, 3)[None], flags(1, 0, 1))
     assert_same_as_eager(undone, compiled(undone), arguments)
+
+
+# ---------------------------------------------------------------- family stage
+
+
+def staged_step(backing, keys, values, stage_rows, staged, window_id, windows, slots, accepted, counters, moves):
+    """Stage every layer, decide, commit every layer, compact: one graph, every view made inside it."""
+    for layer in range(LAYERS):
+        staged_key, staged_value = staged[layer].split(HEAD_SIZE, -1)
+        ops.stage_kv(
+            keys[layer] * 2, values[layer] + 1, stage_rows, staged_key, staged_value, window_id, windows[layer]
+        )  # fmt: skip
+    committed = torch.zeros_like(accepted)
+    ops.accept_staged(accepted, slots, window_id, windows, BLOCKS * BLOCK_SIZE, committed, counters)
+    scale = torch.ones(1)
+    for layer in range(LAYERS):
+        key_cache, value_cache = backing[:, layer].split(HEAD_SIZE, -1)
+        ops.commit_staged(
+            *staged[layer].split(HEAD_SIZE, -1), slots, committed, key_cache, value_cache, scale, scale, "auto"
+        )  # fmt: skip
+    ops.move_slots(list(backing.unbind(1)), moves, moves.flip(0))
+    return committed
+
+
+def staged_arguments() -> tuple:
+    slots = torch.full((LOG_ROWS,), -1)
+    slots[:5] = torch.tensor([40, 41, 7, 403, 9])
+    return (
+        small_integers(BLOCKS, LAYERS, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE),
+        small_integers(LAYERS, 5, HEADS, HEAD_SIZE, seed=1),
+        small_integers(LAYERS, 5, HEADS, HEAD_SIZE, seed=2), int32(2, 0, 1, 4, 3),
+        small_integers(LAYERS, LOG_ROWS, HEADS, 2 * HEAD_SIZE, seed=3), int64(6),
+        int64(*[0] * LAYERS * LOG_ROWS).view(LAYERS, LOG_ROWS), surrounded(slots),
+        flags(1, 0, 1, 1, *[0] * (LOG_ROWS - 4)), int64(*[0] * len(ops.STAGE_COUNTERS)), int64(3, 40, 7, 399),
+    )  # fmt: skip
+
+
+def test_staged_step():
+    assert_same_as_eager(staged_step, compiled(staged_step), staged_arguments())
+
+
+def test_staged_step_copies_nothing():
+    sizes = allocations(staged_step, *staged_arguments())
+    assert sizes
+    assert max(sizes) < LOG_SIZE
+
+
+def window_around_a_writer(window):
+    """open, a traced writer that follows the redirected slots, close."""
+
+    def step(planes, slot_mappings, block_tables, opens, closes):
+        ops.open_window(planes, [len(planes)], *opens[:5], slot_mappings, block_tables, *opens[5:])
+        for plane in planes:
+            slots = slot_mappings[0][:13]
+            plane.view(-1, *plane.shape[2:])[slots] = 7.0
+        seen = block_tables[0].clone()
+        ops.close_window(planes, [len(planes)], *closes[:6], slot_mappings, block_tables, *closes[6:])
+        return seen
+
+    opens, closes = window.open_arguments(), window.close_arguments()
+    return step, (*window.tables(True), (*opens[2:7], *opens[9:13]), (*closes[2:8], *closes[10:12]))
+
+
+def test_shadow_pages():
+    """The redirect happens in the graph before the writer, and is undone behind it."""
+    window = make_window((Sequence(14, 1, 3, 1, state=2), Sequence(11, 1, 4, 4, state=4), Sequence(8, 4, 0, state=1)))
+    step, arguments = window_around_a_writer(window)
+    planes = [small_integers(*plane.shape) for plane in window.planes]
+    assert_same_as_eager(step, compiled(step), (planes, *arguments))
+    assert not torch.equal(step(planes, *twin(arguments)), arguments[1][0])
+
+
+def test_shadow_pages_are_not_copied():
+    window = make_window((Sequence(14, 1, 3, 1, state=2), Sequence(11, 1, 4, 4, state=4), Sequence(8, 4, 0, state=1)))
+    step, arguments = window_around_a_writer(window)
+    planes = [small_integers(*plane.shape) for plane in window.planes]
+    assert max(allocations(step, planes, *arguments)) < planes[0].numel()
 
 
 # ---------------------------------------------------------------- aliasing (pytorch #198031)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(EXAMPLES))
 import draft_loop  # noqa: E402
 from paged_llama import LlamaConfig, rotary_embedding  # noqa: E402
 from speculative_decoding import BLOCK_SIZE, Engine, make_prompts, prompt_lookup  # noqa: E402
+from token_tree import NO_PARENT, TreeVerifier, lookup_tree  # noqa: E402
 
 CONFIG = LlamaConfig(num_layers=3)
 PROMPTS = make_prompts(5, CONFIG.vocab_size)
@@ -33,7 +34,8 @@ def make_engine(kind: type[Engine] = Engine, **options) -> Engine:
     engine = kind(CONFIG, **options)
     generator = torch.Generator().manual_seed(1)
     for cache in engine.caches:  # what earlier requests left behind
-        cache.copy_(torch.randn(cache.shape, generator=generator))
+        pages = cache[: engine.max_requests * engine.max_blocks]
+        pages.copy_(torch.randn(pages.shape, generator=generator))
     return engine
 
 
@@ -48,14 +50,20 @@ class Audited(Engine):
         super().__init__(*args, **options)
         self.rejected: list[list[int]] = []  # of each step, places in the batch
         self.mixed_steps = 0
+        self.num_pages = self.max_requests * self.max_blocks  # of requests; behind them lie shadow pages
 
     def step(self, running):
         before = [cache.clone() for cache in self.caches]
         sampled = super().step(running)
         for cache, old in zip(self.caches, before, strict=True):
-            changed = (cache != old).any(dim=(2, 3)).flatten().nonzero().flatten().tolist()
+            changed = (cache != old)[: self.num_pages].any(dim=(2, 3)).flatten().nonzero().flatten().tolist()
             assert set(changed) <= set(self.kept_slots), "a rejected draft left something behind"
         return sampled
+
+    def build_step(self, running):
+        step = super().build_step(running)
+        self.own_slots = step.batch.slot_mapping.tolist()  # inside a window, mode "stage" has others there
+        return step
 
     def sample(self, logits, step):
         sampled = super().sample(logits, step)
@@ -64,7 +72,7 @@ class Audited(Engine):
         accepted = ((sampled >= 0).sum(dim=1) - 1).tolist()
         rejected = [t for e, n, a in zip(ends, drafts, accepted, strict=True) for t in range(e - n + a, e)]
         self.rejected.append(rejected)
-        slots = step.batch.slot_mapping.tolist()
+        slots = self.own_slots
         self.kept_slots = [s for t, s in enumerate(slots) if s >= 0 and t not in rejected]
         has_prompt = len(slots) == self.token_budgets[-1]
         self.mixed_steps += has_prompt and sum(drafts) > 0
@@ -120,9 +128,10 @@ def test_prompt_lookup():
     assert prompt_lookup([1, 2, 3], 4) == []
 
 
+@pytest.mark.parametrize("mode", ["cow", "stage"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_speculative_decoding_keeps_no_rejected_draft(plain, layout):
-    engine = make_engine(Audited, layout=layout)
+def test_speculative_decoding_keeps_no_rejected_draft(plain, layout, mode):
+    engine = make_engine(Audited, layout=layout, mode=mode)
     assert generate(engine) == plain
 
     # The workload is one that can fail: drafts of both fates, beside prompts, and blocks that are reused.
@@ -140,7 +149,7 @@ def test_speculative_decoding_keeps_no_rejected_draft(plain, layout):
     assert generate(never_saw) == plain
     assert never_saw.manager.stats().rejected == stats.rejected
     for cache, expected in zip(engine.caches, never_saw.caches, strict=True):
-        assert torch.equal(cache, expected)
+        assert torch.equal(cache[: engine.num_pages], expected)
 
 
 def test_without_the_undo_the_audit_fails():
@@ -286,3 +295,93 @@ def test_draft_loop_notices_other_drafts(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["draft_loop.py"])
     assert draft_loop.main() == 1
     assert "in all three modes: NO" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- token trees
+
+
+class AuditedTrees(TreeVerifier):
+    """Compares the whole cache before and after every step, and counts what trees gain."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(CONFIG, **{"branches": 3, "depth": 4, "max_requests": 3, "max_context": 64} | options)
+        generator = torch.Generator().manual_seed(1)
+        for cache in self.caches:  # what earlier requests left behind
+            cache.copy_(torch.randn(cache.shape, generator=generator))
+        self.rejected = self.second_branches = 0
+
+    def step(self, running):
+        before = [cache.clone() for cache in self.caches]
+        super().step(running)
+        for cache, old in zip(self.caches, before, strict=True):
+            changed = (cache != old).any(dim=(2, 3)).flatten().nonzero().flatten().tolist()
+            assert sorted(changed) == sorted(self.kept_slots), "something else than the accepted path was written"
+
+    def accept(self, batch, best):
+        accepted = super().accept(batch, best)
+        self.kept_slots = batch.slot_mapping[accepted].tolist()
+        assert len(set(self.kept_slots)) == len(self.kept_slots)
+        self.rejected += int((~accepted).sum())
+        first_children = {}
+        for token, parent in enumerate(batch.parents.tolist()):
+            first_children.setdefault(parent if batch.is_draft[token] else -1, token)
+        self.second_branches += sum(
+            bool(accepted[token]) and first_children[parent] != token
+            for token, parent in enumerate(batch.parents.tolist()) if batch.is_draft[token]
+        )  # fmt: skip
+        return accepted
+
+
+def test_lookup_tree():
+    text = [1, 2, 3, 1, 2, 4, 1, 5, 1]
+    assert lookup_tree(text, 3, 2) == [(5, NO_PARENT), (1, 0), (2, NO_PARENT), (4, 2), (3, 2)]
+    assert lookup_tree(text, 1, 3) == [(5, NO_PARENT), (1, 0)]
+    assert lookup_tree(text, 0, 3) == lookup_tree([1, 2], 3, 3) == lookup_tree(text, 3, 0) == []
+
+
+@pytest.mark.parametrize("branches", [0, 1, 3])
+def test_token_trees_decode_as_plain_decoding_does(plain, branches):
+    verifier = AuditedTrees(branches=branches)
+    assert verifier.generate(PROMPTS, NUM_OUTPUT_TOKENS) == plain
+    stats = verifier.buffer.stats()
+    assert stats.rejected == verifier.rejected
+    assert stats.incomplete == 0
+    assert stats.stage_operations == CONFIG.num_layers * stats.staged
+    # Every token but the last of each request was committed, once.
+    assert stats.committed == sum(map(len, PROMPTS)) + len(PROMPTS) * (NUM_OUTPUT_TOKENS - 1)
+    if branches > 1:
+        assert verifier.second_branches > 2  # paths that a chain would have missed
+        assert verifier.rejected > 20
+
+
+def test_without_ancestors_the_test_fails(plain):
+    """Nodes that see no node above them are not judged as plain decoding would."""
+
+    class Blind(AuditedTrees):
+        def build_batch(self, running):
+            batch, ends = super().build_batch(running)
+            itself = torch.eye(len(batch.is_draft), dtype=torch.bool)
+            batch.tree_mask &= itself | ~(batch.is_draft[:, None] & batch.is_draft)
+            return batch, ends
+
+    assert Blind().generate(PROMPTS, NUM_OUTPUT_TOKENS) != plain
+
+
+def test_a_tree_step_that_fails_writes_nothing():
+    verifier = AuditedTrees()
+    before = [cache.clone() for cache in verifier.caches]
+    block = verifier.model.blocks[1]
+    block.mlp.forward = lambda x: (_ for _ in ()).throw(RuntimeError("stopped half-way"))
+    with pytest.raises(RuntimeError, match="stopped half-way"):
+        verifier.generate(PROMPTS, 4)
+    assert all(torch.equal(cache, old) for cache, old in zip(verifier.caches, before, strict=True))
+    assert verifier.buffer.stats().committed == 0
+
+
+def test_token_tree_script():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "token_tree.py"), "--num-prompts", "3", "--output-tokens", "16"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "same output as plain greedy decoding: yes" in done.stdout

@@ -37,18 +37,22 @@ from samples import (
     write_arguments,
 )
 from samples_stage import (
-    MIXED,
     STAGE_ROWS,
-    WINDOW_SHAPE,
-    Sequence,
     accept_staged_arguments,
     commit_arguments,
     commit_lengths,
     held_window,
-    make_window,
     move_arguments,
     opened,
     stage_arguments,
+)
+from staged_windows import (
+    MIXED,
+    WINDOW_SHAPE,
+    Sequence,
+    assert_keeps_the_promise,
+    make_window,
+    run_as_the_oracle_does,
 )
 
 from nwor_ops import ops, ops_stage
@@ -337,24 +341,6 @@ def test_move_outside_the_cache(name, slot):
 # ---------------------------------------------------------------- open_window, close_window
 
 
-def run_as_the_oracle_does(window):
-    """Both ops and the oracle on twins, after each op all memory compared. Returns the op's twin."""
-    ours, theirs = twin(vars(window)), twin(vars(window))
-    one, other = object.__new__(type(window)), object.__new__(type(window))
-    vars(one).update(ours)
-    vars(other).update(theirs)
-    for op, arguments in (("open_window", "open_arguments"), ("close_window", "close_arguments")):
-        getattr(ops, op)(*getattr(one, arguments)())
-        getattr(oracle, op)(*getattr(other, arguments)())
-        assert same_memory(state_of(one), state_of(other)), op
-    return one
-
-
-def state_of(window):
-    tables = [(group.slot_mapping, group.block_table) for group in window.groups]
-    return window.planes, tables, window.tensors
-
-
 @pytest.mark.parametrize("dtype", ELEMENT_DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_window_in_every_layout(layout, dtype):
@@ -401,75 +387,6 @@ def test_copying_alone():
     before = twin(window.close_arguments(redirects=False))
     ours = assert_same_as_oracle("close_window", window.close_arguments(redirects=False))
     assert same_memory(ours[1:], before[1:])
-
-
-def rows_of(window, g, slots):
-    """The rows of some slots in every plane of a group."""
-    block_size = window.block_size
-    return [
-        [oracle.raw(plane)[slot // block_size, slot % block_size].clone() for slot in slots]
-        for plane in window.groups[g].planes
-    ]
-
-
-def write_rows(window, g, slots, seed):
-    """Another writer: a row of random bytes for each slot that is not negative."""
-    for index, plane in enumerate(window.groups[g].planes):
-        count = plane.shape[2] * plane.shape[3]
-        for token, slot in enumerate(slots):
-            if slot >= 0:
-                row = random_bytes(count, plane.dtype, seed + 1000 * index + token).view(plane.shape[2:])
-                oracle.raw(plane)[slot // window.block_size, slot % window.block_size] = oracle.raw(row)
-
-
-def seen_by_attention(window, g, q):
-    """Every row of a request, through its block table."""
-    table = window.groups[g].block_table[q].tolist()
-    length = window.sequences[q].length - window.sequences[q].without_slot
-    slots = [table[p // window.block_size] * window.block_size + p % window.block_size for p in range(length)]
-    return rows_of(window, g, slots)
-
-
-def same_rows(a, b):
-    return all(torch.equal(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
-
-
-def assert_keeps_the_promise(window, seed=0):
-    """open, a forward that writes by the slots it is given, close; beside a run that writes in place.
-
-    Attention sees the same rows in both; no page of a request changes but at rows that stay; at the end the pages of
-    requests are those of a run that never saw the rejected drafts, and tables and slots are what they were.
-    """
-    vanilla, never_saw = (object.__new__(type(window)) for _ in range(2))
-    vars(vanilla).update(twin(vars(window)))
-    vars(never_saw).update(twin(vars(window)))
-    rejected_tokens = [t for t, gone in zip(drafts_of(window), window.rejected(), strict=True) if gone]
-    shadow = set(window.tensors["shadow_blocks"].flatten().tolist())
-    ops.open_window(*window.open_arguments())
-    for g, slots in enumerate(window.token_slots):
-        write_rows(window, g, window.groups[g].slot_mapping[: len(slots)].tolist(), seed)
-        write_rows(vanilla, g, slots, seed)
-        kept = [-1 if token in rejected_tokens else slot for token, slot in enumerate(slots)]
-        write_rows(never_saw, g, kept, seed)
-    for g in range(len(window.groups)):
-        for q in range(len(window.sequences)):
-            assert same_rows(seen_by_attention(window, g, q), seen_by_attention(vanilla, g, q))
-    real = [block for block in range(window.groups[0].planes[0].shape[0]) if block not in shadow]
-    for plane, other in zip(window.planes, never_saw.planes, strict=True):
-        # Before the commit a page of a request has changed at most where a token that stays was written.
-        changed = (oracle.raw(plane)[real] != oracle.raw(other)[real]).flatten(2).any(-1)
-        slots = {real[b] * window.block_size + n for b, n in changed.nonzero().tolist()}
-        for g, group in enumerate(window.groups):
-            assert not slots & {s for t, s in enumerate(window.token_slots[g]) if t in rejected_tokens}, group
-    ops.close_window(*window.close_arguments())
-    for plane, other in zip(window.planes, never_saw.planes, strict=True):
-        assert torch.equal(oracle.raw(plane)[real], oracle.raw(other)[real])
-    for group, other in zip(window.groups, never_saw.groups, strict=True):
-        assert same_memory((group.slot_mapping, group.block_table), (other.slot_mapping, other.block_table))
-
-
-def drafts_of(window):
-    return window.draft_tokens(window.tensors["query_start_loc"].tolist())
 
 
 @pytest.mark.parametrize("layout", ["nhd", "packed", "packed_hnd", "one_backing"])

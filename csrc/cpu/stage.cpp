@@ -162,13 +162,6 @@ Found problem_at_open(const WindowArguments& a, int64_t group, int64_t request, 
     return a.redirects ? problem_of_token(a, group, request, r, token) : Found{};
 }
 
-Found problem_at_close(const WindowArguments& a, int64_t group, int64_t request, const Redirect& r,
-                       int64_t token) {
-    const int64_t slot = a.saved_slots[group * a.saved_stride + r.first_token + token];
-    const int64_t limit = a.num_blocks * a.block_size;
-    return slot < limit ? Found{} : Found{kWindowSlot, request, slot, limit};
-}
-
 template <class Raw>
 void copy_slot(const CacheView& cache, const PageOffsets& offsets, const Copy& copy, std::vector<Raw>& row) {
     if (offsets.table == nullptr)
@@ -249,7 +242,7 @@ void close_window(const std::vector<Tensor>& caches, const std::vector<int64_t>&
     const WindowArguments a = check_close(t, row_rejected, num_bonus_tokens, &cache);
     const PageOffsets offsets = check_page_offsets(a.op, page_offsets, caches);
     check_page_table(a.op, offsets, cache);
-    const std::vector<Redirect> redirects = redirects_of(a, redirect_at_close, problem_at_close);
+    const std::vector<Redirect> redirects = redirects_of(a, redirect_at_close, problem_of_saved);
     std::vector<Copy> copies;
     for (int64_t g = 0; g < a.num_groups; ++g)
         for (int64_t q = 0; q < a.num_requests; ++q) {

@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(kThreads) close_kernel(const __grid_constant__
             },
             [](const WindowArguments& w, int64_t group, int64_t request, const Redirect& r, int64_t token) {
                 put_back_token(w, group, request, r, token);
-                return Found{};
+                return problem_of_saved(w, group, request, r, token);
             });
     const Place place = place_of_thread();
     const CopyTask task(job);

@@ -13,6 +13,7 @@ from torch import Tensor
 from nwor_ops import ops
 from nwor_ops.cache import LayerCache
 from nwor_ops.manager import DraftCommitManager
+from nwor_ops.shadow import num_shadow_blocks
 from nwor_ops.window import Window
 
 # Two requests: a target and drafts 60 to 62; a prompt token, a target and drafts 70 and 71.
@@ -202,6 +203,84 @@ def _transaction(device: torch.device) -> str | None:
     return _difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
 
 
+def _stage_kv(device: torch.device) -> str | None:
+    sample = _Sample(device)
+    ops.stage_kv(sample.key, sample.value, sample.log_rows, *sample.key_value(sample.log))
+    return _difference(staged=(sample.log, _staged_rows(sample)))
+
+
+def _staged_rows(sample: _Sample) -> Tensor:
+    rows = torch.zeros_like(sample.log)
+    for token, row in enumerate(LOG_ROWS):
+        if row >= 0:
+            rows[row] = torch.cat([sample.key[token], sample.value[token]], -1)
+    return rows
+
+
+def _accept_staged(device: torch.device) -> str | None:
+    """Of two layers one has not staged row 1: it may be rejected, not accepted."""
+    sample = _Sample(device)
+    window_id, row_windows = sample.tensor((3,), torch.int64), sample.tensor(((3, 3, 3), (3, 2, 3)), torch.int64)
+    committed = torch.ones(3, dtype=torch.bool, device=device)
+    counters = torch.zeros(len(ops.STAGE_COUNTERS), dtype=torch.int64, device=device)
+    slots = sample.tensor((5, 6, 7), torch.int64)
+    for accepted in ((True, False, True), (False, True, False)):
+        flags = sample.tensor(accepted, torch.bool)
+        ops.accept_staged(flags, slots, window_id, row_windows, BLOCKS * BLOCK_SIZE, committed, counters)
+        if accepted[0] and (problem := _difference(row_committed=(committed, accepted))):
+            return problem
+    return _difference(row_committed=(committed, (False,) * 3), counters=(counters, [2, 6, 10, 2, 4, 1]))
+
+
+def _commit_staged(device: torch.device) -> str | None:
+    sample = _Sample(device)
+    rows = {row: slot for slot, row in zip(SLOTS, LOG_ROWS, strict=True) if row >= 0}
+    row_slots = sample.tensor(tuple(rows.get(row, -1) for row in range(LOG_SIZE)), torch.int64)
+    ops.commit_staged(
+        *sample.key_value(_staged_rows(sample)), row_slots, sample.tensor((*ACCEPTED, True), torch.bool),
+        *sample.key_value(sample.cache), sample.scale, sample.scale, "auto",
+    )  # fmt: skip
+    return _difference(cache=(sample.cache, sample.written(tokens=(1,))))
+
+
+def _move_slots(device: torch.device) -> str | None:
+    """Two slots swap, a third takes what one of them held."""
+    sample = _Sample(device)
+    ops.move_slots([sample.cache], sample.tensor((3, 17, 3), torch.int64), sample.tensor((17, 3, 9), torch.int64))
+    expected = sample.before.clone().flatten(0, 1)
+    expected[[17, 3, 9]] = sample.before.flatten(0, 1)[[3, 17, 3]]
+    return _difference(cache=(sample.cache, expected.unflatten(0, (BLOCKS, BLOCK_SIZE))))
+
+
+def _staged_transaction(device: torch.device) -> str | None:
+    """Begin, write, commit with shadow pages: until commit no draft is in a page of a request."""
+    sample = _Sample(device)
+    shadows = num_shadow_blocks(2, 3, BLOCK_SIZE)
+    cache = torch.cat([sample.cache, torch.zeros_like(sample.cache[:1]).expand(shadows, -1, -1, -1)])
+    manager = DraftCommitManager(
+        max_num_tokens=len(SLOTS), max_num_requests=2, max_draft_tokens=LOG_SIZE, device=device, mode="stage",
+        max_drafts_per_request=3,
+    )  # fmt: skip
+    manager.register_layer("layer", LayerCache.packed(cache))
+    manager.allocate()
+    table = sample.tensor(((1, 0), (2, 0)), torch.int32)
+    window = Window(
+        sample.tensor(QUERY_START_LOC, torch.int32), sample.cu_num_draft_tokens, {"default": sample.slots},
+        seq_lens=sample.tensor((4, 5), torch.int32), block_tables={"default": table},
+    )  # fmt: skip
+    manager.begin(window)
+    redirected = int(table[0, 0]) >= BLOCKS and int(table[1, 0]) >= BLOCKS
+    manager.write("layer", sample.key, sample.value, sample.slots)
+    untouched = _difference(cache_before_commit=(cache[:BLOCKS], sample.before))
+    manager.commit(sample.tensor(DRAFT_TOKEN_IDS, torch.int32), sample.tensor(SAMPLED_TOKEN_IDS, torch.int32))
+    return untouched or _difference(
+        redirected=(torch.tensor(redirected), True),
+        cache=(cache[:BLOCKS], sample.written(tokens=(0, 1, 4, 5))),
+        block_table=(table, ((1, 0), (2, 0))),
+        slot_mapping=(sample.slots, SLOTS),
+    )
+
+
 # Op -> a function of the device: None, or a sentence about what is wrong.
 SELF_TESTS: dict[str, Callable[[torch.device], str | None]] = {
     "write_kv": _write_kv,
@@ -213,5 +292,11 @@ SELF_TESTS: dict[str, Callable[[torch.device], str | None]] = {
     "acceptance_mask_from_rejected": _acceptance_mask_from_rejected,
     "reject_rows": _reject_rows,
     "reject_rows_from_rejected": _reject_rows_from_rejected,
+    "stage_kv": _stage_kv,
+    "accept_staged": _accept_staged,
+    "commit_staged": _commit_staged,
+    "move_slots": _move_slots,
+    "open_window": _staged_transaction,
+    "close_window": _staged_transaction,
     "a whole transaction": _transaction,
 }

@@ -98,7 +98,7 @@ class Session:
             )
         self.audit = CacheAudit([layer.audited for layer in layers], max_num_tokens) if config.audit else None
 
-    def _make_manager(self, layers: list[TargetLayer], **limits: int) -> DraftCommitManager:
+    def _make_manager(self, layers: list[TargetLayer], **limits: Any) -> DraftCommitManager:
         device = layers[0].audited.kv_cache.device
         kind = "cuda" if device.type == "cuda" else "cpu"
         problem = next(lib.problem for lib in library.loaded_libraries() if lib.kind == kind)

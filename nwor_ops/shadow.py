@@ -1,0 +1,170 @@
+"""Shadow pages: the pages that a window's drafts are written to in mode ``"stage"``.
+
+The last pages of each group's caches belong to no request; the engine withholds them from its allocator. While a window
+is open, slots and block tables name them in place of the pages that drafts touch; see
+:func:`nwor_ops.open_window`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops
+from nwor_ops.cache import Plane
+from nwor_ops.ops_stage import MOST_GROUPS
+from nwor_ops.window import Window, WindowBuffers
+
+
+def num_shadow_blocks(max_num_requests: int, max_drafts_per_request: int, block_size: int) -> int:
+    """How many pages of each group an engine has to withhold for mode ``"stage"``.
+
+    Args:
+        max_num_requests: most requests in one batch.
+        max_drafts_per_request: most drafts of one request.
+        block_size: slots in a page; with several groups, the smallest.
+    """
+    return max_num_requests * shadow_pages_per_request(max_drafts_per_request, block_size)
+
+
+def shadow_pages_per_request(max_drafts_per_request: int, block_size: int) -> int:
+    """Pages that the drafts of one request can touch: the first may lie in the last row of a page."""
+    return (block_size + max_drafts_per_request - 2) // block_size + 1
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What one call of open_window or close_window takes: the planes of one geometry in consecutive groups."""
+
+    caches: list[Tensor]
+    planes_per_group: list[int]
+    groups: slice
+    redirects: bool  # whether this call changes the tables of its groups
+    page_offsets: Tensor | None
+
+
+class ShadowPages:
+    """Opens and closes windows over the planes of some groups.
+
+    Args:
+        planes: of each group, in the order of ``WindowBuffers.row_slots``. All planes of a group have the same pages.
+        first_blocks: first shadow page of each group, or None where they are its last pages.
+        max_num_tokens, max_num_requests, max_drafts_per_request: most of each in one batch.
+    """
+
+    def __init__(
+        self,
+        planes: Mapping[str, Sequence[Plane]],
+        first_blocks: Mapping[str, int],
+        *,
+        max_num_tokens: int,
+        max_num_requests: int,
+        max_drafts_per_request: int,
+        device: torch.device,
+    ) -> None:
+        self.groups = list(planes)
+        block_size = min(_pages_of(name, of_group)[1] for name, of_group in planes.items())
+        shadows = shadow_pages_per_request(max_drafts_per_request, block_size)
+        self.blocks_per_group = max_num_requests * shadows
+        ids = [
+            self._block_ids(name, _pages_of(name, of_group)[0], first_blocks.get(name))
+            for name, of_group in planes.items()
+        ]
+        shape = (len(self.groups), max_num_requests, shadows)
+        self.shadow_blocks = torch.stack(ids).view(shape).to(device)
+        self.held_slots = torch.full(shape, -1, dtype=torch.int64, device=device)
+        self.saved_slots = torch.full((shape[0], max_num_tokens), -1, dtype=torch.int64, device=device)
+        self.tail_pages = torch.full(shape[:2], -1, dtype=torch.int32, device=device)
+        self.launches = _plan_launches(planes)
+
+    def _block_ids(self, group: str, num_blocks: int, first: int | None) -> Tensor:
+        first = num_blocks - self.blocks_per_group if first is None else first
+        if first < 0 or first + self.blocks_per_group > num_blocks:
+            raise ValueError(
+                f"allocate: group {group!r} must have {self.blocks_per_group} shadow pages "
+                f"(num_shadow_blocks) from page {first} on, it has {num_blocks} pages"
+            )
+        return torch.arange(first, first + self.blocks_per_group, dtype=torch.int32)
+
+    def check(self, window: Window) -> None:
+        """Raises ValueError where a window lacks what staging needs."""
+        if window.seq_lens is None or window.block_tables is None:
+            raise ValueError('begin: window must have seq_lens and block_tables in mode "stage", got none')
+        missing = [group for group in self.groups if group not in window.block_tables]
+        if missing:
+            raise ValueError(f"begin: window.block_tables must have a table for each group, got none for {missing}")
+
+    def open(self, window: Window, buffers: WindowBuffers) -> None:
+        """Redirect a window that ``plan_window`` has planned."""
+        assert window.seq_lens is not None
+        for launch in self.launches:
+            g = launch.groups
+            ops.open_window(
+                launch.caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
+                window.seq_lens, buffers.row_slots[g], self.shadow_blocks[g], *self._tables(launch, window),
+                self.saved_slots[g], self.tail_pages[g], window.request_states, self._held(launch, window),
+                launch.page_offsets, window.num_bonus_tokens,
+            )  # fmt: skip
+
+    def close(self, window: Window, buffers: WindowBuffers) -> None:
+        """Keep the rows that ``buffers.row_rejected`` does not name; put slots and tables back."""
+        for launch in self.launches:
+            g = launch.groups
+            ops.close_window(
+                launch.caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
+                buffers.row_rejected, self.shadow_blocks[g], self.saved_slots[g], self.tail_pages[g],
+                *self._tables(launch, window), window.request_states, self._held(launch, window),
+                launch.page_offsets, window.num_bonus_tokens,
+            )  # fmt: skip
+
+    def _tables(self, launch: _Launch, window: Window) -> tuple[list[Tensor], list[Tensor]]:
+        if not launch.redirects:
+            return [], []
+        assert window.block_tables is not None
+        names = self.groups[launch.groups]
+        return [window.slot_mappings[name] for name in names], [window.block_tables[name] for name in names]
+
+    def _held(self, launch: _Launch, window: Window) -> Tensor | None:
+        return None if window.request_states is None else self.held_slots[launch.groups]
+
+
+def _pages_of(group: str, planes: Sequence[Plane]) -> tuple[int, int]:
+    """Number and size of the pages of a group."""
+    found = {(plane.view.shape[0], plane.view.shape[1]) for plane in planes}
+    if len(found) != 1:
+        raise ValueError(
+            f'allocate: the layers of group {group!r} must have the same pages in mode "stage", got '
+            f"{sorted(found)} (num_blocks, block_size)"
+        )
+    return found.pop()
+
+
+def _plan_launches(planes: Mapping[str, Sequence[Plane]]) -> list[_Launch]:
+    """One launch for each geometry, if the groups that have it are neighbours; the first one of a group redirects."""
+    of_geometry: dict[object, dict[int, list[Plane]]] = {}
+    for index, of_group in enumerate(planes.values()):
+        for plane in of_group:
+            of_geometry.setdefault(plane.geometry, {}).setdefault(index, []).append(plane)
+    launches: list[_Launch] = []
+    redirected: set[int] = set()
+    for by_group in of_geometry.values():
+        runs: dict[tuple[int, bool, int], list[int]] = {}
+        for place, index in enumerate(sorted(by_group)):
+            # Neighbours have the same distance from their place in the list.
+            runs.setdefault((index - place, index in redirected, place // MOST_GROUPS), []).append(index)
+        for indices in runs.values():
+            of_run = [by_group[index] for index in indices]
+            launches.append(
+                _Launch(
+                    [plane.view for of_group in of_run for plane in of_group],
+                    [len(of_group) for of_group in of_run],
+                    slice(indices[0], indices[-1] + 1),
+                    indices[0] not in redirected,
+                    of_run[0][0].page_offsets,
+                )
+            )
+        redirected.update(by_group)
+    return launches

@@ -1,0 +1,413 @@
+"""A staging buffer: a window's keys and values beside the cache, until it is known which of them stay.
+
+    buffer = StagingBuffer(max_num_tokens=..., max_num_rows=..., device=...)
+    buffer.register_layer("layers.0", LayerCache.packed(kv_cache))       # every layer, then
+    buffer.allocate()                                                     # once, before any capture
+
+    buffer.begin(row_slots)                                               # each window
+    ...  buffer.stage("layers.0", key, value)                             # at each KV-write site
+    ...  staged_key, staged_value = buffer.rows("layers.0")               # what attention reads beside the cache
+    buffer.commit(row_accepted)                                           # after sampling; or reject()
+
+For engines whose attention can read fresh keys and values from elsewhere than the cache, and for those that verify
+token trees: the rows of a tree's nodes lie side by side, several of them may name the same slot, and the accepted path
+goes to consecutive slots. Between begin and commit nothing waits for the device, and ``stage`` traces and can be
+captured: all that changes from window to window is data in buffers at fixed addresses.
+
+:class:`KVCacheInterceptor` puts a plain writer beside it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops
+from nwor_ops.cache import LayerCache
+from nwor_ops.manager import State, is_capturing
+from nwor_ops.stats import InterceptorStats, StagingStats
+
+
+@dataclass
+class _StagedLayer:
+    cache: LayerCache
+    index: int
+    dtype: torch.dtype
+    kv_cache_dtype: str
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    staged: tuple[Tensor, Tensor] | None = None  # [R, H, Dk] and [R, H, Dv]; filled by allocate()
+
+
+class StagingBuffer:
+    """Rows of keys and values of every layer, with one record of where they are to go.
+
+    Args:
+        max_num_tokens: most tokens in one batch, padding included.
+        max_num_rows: most rows staged in one window.
+        device: where the caches are.
+
+    Not thread-safe: it belongs to the thread that runs the model, and its calls are ordered by the current stream.
+    """
+
+    def __init__(self, *, max_num_tokens: int, max_num_rows: int, device: torch.device | str) -> None:
+        for name, value in (("max_num_tokens", max_num_tokens), ("max_num_rows", max_num_rows)):
+            if value < 1:
+                raise ValueError(f"StagingBuffer: {name} must be at least 1, got {value}")
+        self.max_num_tokens, self.max_num_rows = max_num_tokens, max_num_rows
+        self.device = torch.device(device)
+        self._layers: dict[str, _StagedLayer] = {}
+        self._state = State.REGISTERING
+        self._by_request = False  # whether the open window's rows have requests and positions
+
+    # ------------------------------------------------------------ set-up
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def register_layer(
+        self,
+        name: str,
+        cache: LayerCache,
+        *,
+        dtype: torch.dtype | None = None,
+        kv_cache_dtype: str = "auto",
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """Make a layer part of every window.
+
+        Args:
+            name: the engine's name of the layer; unique.
+            cache: its planes, which must hold a key and a value.
+            dtype: of its keys and values; None = the cache's (``kv_cache_dtype="auto"``).
+            kv_cache_dtype, k_scale, v_scale: as in :func:`nwor_ops.write_kv`; None = 1. Rows are staged as they are
+                and quantised at commit, so a scale per row is one for each row of the buffer.
+        """
+        self._require(State.REGISTERING, "register_layer")
+        if name in self._layers:
+            raise ValueError(f"register_layer: name must be new, {name!r} is registered already")
+        if not cache.writable:
+            raise ValueError(f"register_layer: the planes of {name!r} must hold a key and a value, they are opaque")
+        plane = cache.planes[0].view
+        if plane.device.type != self.device.type:
+            raise TypeError(f"register_layer: cache of {name!r} must be on device {self.device}, got {plane.device}")
+        if dtype is None:
+            if kv_cache_dtype != "auto":
+                raise ValueError(f"register_layer: dtype must be given for kv_cache_dtype {kv_cache_dtype}, got None")
+            dtype = plane.dtype
+        self._layers[name] = _StagedLayer(cache, len(self._layers), dtype, kv_cache_dtype, k_scale, v_scale)
+
+    def allocate(self) -> None:
+        """Allocate rows and records: the only allocation a staging buffer makes."""
+        self._require(State.REGISTERING, "allocate")
+        if not self._layers:
+            raise RuntimeError("allocate: no layer is registered")
+        rows = self.max_num_rows
+
+        def filled(value: int, *shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=self.device)
+
+        for layer in self._layers.values():
+            caches = layer.cache.key_value(tuple(plane.view for plane in layer.cache.planes))
+            key, value = (
+                torch.zeros((rows, *cache.shape[2:]), dtype=layer.dtype, device=self.device) for cache in caches
+            )
+            layer.staged = key, value
+        self.stage_rows = filled(-1, self.max_num_tokens, dtype=torch.int32)
+        self.row_slots = filled(-1, rows, dtype=torch.int64)
+        self.row_requests = filled(-1, rows, dtype=torch.int32)
+        self.row_positions = filled(-1, rows, dtype=torch.int32)
+        self.row_accepted = filled(0, rows, dtype=torch.bool)
+        self.row_committed = filled(0, rows, dtype=torch.bool)
+        self.row_windows = filled(0, len(self._layers), rows, dtype=torch.int64)
+        self.window_id = filled(0, 1, dtype=torch.int64)
+        self.counters = filled(0, len(ops.STAGE_COUNTERS), dtype=torch.int64)
+        self._in_order = torch.arange(self.max_num_tokens, dtype=torch.int32, device=self.device)
+        self._unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
+        self._num_slots = min(layer.cache.num_slots for layer in self._layers.values())
+        self._state = State.CLOSED
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of the staged rows."""
+        staged = (layer.staged for layer in self._layers.values() if layer.staged is not None)
+        return sum(tensor.numel() * tensor.element_size() for pair in staged for tensor in pair)
+
+    # ------------------------------------------------------------ a window
+
+    def begin(
+        self,
+        row_slots: Tensor,
+        stage_rows: Tensor | None = None,
+        row_requests: Tensor | None = None,
+        row_positions: Tensor | None = None,
+    ) -> None:
+        """Open a window. What is given is copied: the caller may change it afterwards.
+
+        Args:
+            row_slots: int64 ``[<= max_num_rows]``: the slot of each row of this window, negative = none. Rows of which
+                at most one will be accepted may name the same slot. :meth:`commit` can replace them.
+            stage_rows: int32 ``[<= max_num_tokens]``: row of each token, in any order, negative = not staged. None =
+                token t has row t, for as many as ``row_slots`` has.
+            row_requests, row_positions: int32, as long as ``row_slots``: request of each row, and its place among that
+                request's rows. Needed to commit by lengths.
+
+        Raises:
+            RuntimeError: a window is open already.
+            ValueError, TypeError: more rows or tokens than this buffer was made for, or a wrong dtype; nothing has
+                changed then.
+        """
+        self._require(State.CLOSED, "begin")
+        count = self._check("begin", "row_slots", row_slots, torch.int64, self.max_num_rows)
+        if stage_rows is None:
+            if count > self.max_num_tokens:
+                raise ValueError(f"begin: row_slots must have at most {self.max_num_tokens} rows, one per token")
+            stage_rows = self._in_order[:count]
+        self._check("begin", "stage_rows", stage_rows, torch.int32, self.max_num_tokens)
+        if (row_requests is None) != (row_positions is None):
+            raise ValueError("begin: row_requests and row_positions must be given together")
+        if row_requests is not None and row_positions is not None:
+            self._check("begin", "row_requests", row_requests, torch.int32, count)
+            self._check("begin", "row_positions", row_positions, torch.int32, count)
+            _fill(self.row_requests, row_requests)
+            _fill(self.row_positions, row_positions)
+        self._by_request = row_requests is not None
+        _fill(self.row_slots, row_slots)
+        _fill(self.stage_rows, stage_rows)
+        self.window_id.add_(1)
+        self._state = State.OPEN
+
+    def stage(self, name: str, key: Tensor, value: Tensor, *, token_offset: int = 0) -> None:
+        """Stage a layer's keys and values: one kernel.
+
+        Args:
+            name: a registered layer.
+            key, value: as in :func:`nwor_ops.stage_kv`, a row for each token of the batch from ``token_offset`` on.
+            token_offset: place in the batch of the first of them (micro-batches).
+        """
+        layer = self._layer(name, "stage")
+        # A capture is made once, outside any window; its replays happen inside one.
+        if not torch.compiler.is_compiling() and self._state is not State.OPEN and not is_capturing(key):
+            raise RuntimeError(f"stage of layer {name!r}: no window is open; call begin() first")
+        assert layer.staged is not None
+        rows = self.stage_rows[token_offset : token_offset + key.shape[0]]
+        ops.stage_kv(key, value, rows, *layer.staged, self.window_id, self.row_windows[layer.index])
+
+    def rows(self, name: str) -> tuple[Tensor, Tensor]:
+        """The staged keys and values of a layer, ``[max_num_rows, H, D]``. Rows that this window has not staged hold
+        what an earlier one left."""
+        layer = self._layer(name, "rows")
+        if layer.staged is None:
+            raise RuntimeError("rows: the buffer must be allocated first")
+        return layer.staged
+
+    def commit(self, accepted: Tensor, row_slots: Tensor | None = None) -> None:
+        """Write the accepted rows of every layer into the caches, or none, and close the window.
+
+        If any layer has not staged one of them in this window, or a slot lies outside the caches, no layer gets any:
+        the window is rejected as a whole, on the device, and counted as incomplete.
+
+        Args:
+            accepted: bool ``[<= max_num_rows]``: which rows were accepted, any pattern. Or int32 ``[Q]``: how many
+                rows of each request, where begin was given ``row_requests`` and ``row_positions``.
+            row_slots: int64, as at begin: other destinations, or None.
+
+        Raises:
+            RuntimeError: no window is open.
+            ValueError, TypeError: a wrong shape or dtype; the window is still open then.
+        """
+        self._require(State.OPEN, "commit")
+        by_request = self._by_request and accepted.dtype == torch.int32
+        if not by_request:
+            self._check("commit", "accepted", accepted, torch.bool, self.max_num_rows)
+        if row_slots is not None:
+            self._check("commit", "row_slots", row_slots, torch.int64, self.max_num_rows)
+            _fill(self.row_slots, row_slots)
+        if by_request:
+            self._accept(accepted, self.row_requests, self.row_positions)
+        else:
+            _fill(self.row_accepted, accepted)
+            self._accept(self.row_accepted)
+        for layer in self._layers.values():
+            self._commit_layer(layer)
+        self._state = State.CLOSED
+
+    def reject(self) -> None:
+        """Close the window; no row reaches a cache. Also for a forward that failed, wherever it stopped."""
+        self._require(State.OPEN, "reject")
+        self.row_accepted.fill_(False)
+        self._accept(self.row_accepted)
+        self._state = State.CLOSED
+
+    def stats(self) -> StagingStats:
+        """Totals so far. Waits for the device."""
+        if self._state is State.REGISTERING:
+            return StagingStats(*[0] * len(ops.STAGE_COUNTERS))
+        return StagingStats(**dict(zip(ops.STAGE_COUNTERS, self.counters.tolist(), strict=True)))
+
+    # ------------------------------------------------------------ inside
+
+    def _accept(self, accepted: Tensor, *of_requests: Tensor) -> None:
+        ops.accept_staged(
+            accepted, self.row_slots, self.window_id, self.row_windows, self._num_slots, self.row_committed,
+            self.counters, *of_requests,
+        )  # fmt: skip
+
+    def _commit_layer(self, layer: _StagedLayer) -> None:
+        assert layer.staged is not None
+        caches = layer.cache.key_value(tuple(plane.view for plane in layer.cache.planes))
+        scales = [self._unscaled if scale is None else scale for scale in (layer.k_scale, layer.v_scale)]
+        ops.commit_staged(
+            *layer.staged, self.row_slots, self.row_committed, *caches, scales[0], scales[1], layer.kv_cache_dtype
+        )
+
+    def _check(self, method: str, name: str, tensor: Tensor, dtype: torch.dtype, most: int) -> int:
+        if tensor.dtype != dtype:
+            raise TypeError(f"{method}: {name} must have dtype {dtype}, got {tensor.dtype}")
+        if tensor.device.type != self.device.type:
+            raise TypeError(f"{method}: {name} must be on device {self.device}, got {tensor.device}")
+        if tensor.dim() != 1 or tensor.shape[0] > most:
+            raise ValueError(f"{method}: {name} must have one dimension of at most {most}, got {list(tensor.shape)}")
+        return tensor.shape[0]
+
+    def _layer(self, name: str, method: str) -> _StagedLayer:
+        if name not in self._layers:
+            raise KeyError(f"{method}: layer {name!r} is not registered")
+        return self._layers[name]
+
+    def _require(self, state: State, method: str) -> None:
+        if self._state is not state:
+            raise RuntimeError(f"{method}: the staging buffer must be {state.value}, it is {self._state.value}")
+
+
+def _fill(buffer: Tensor, values: Tensor) -> None:
+    """Values first, then "none": nothing of an earlier window survives."""
+    count = values.shape[0]
+    buffer[:count].copy_(values)
+    buffer[count:].fill_(False if buffer.dtype == torch.bool else -1)
+
+
+class KVCacheInterceptor:
+    """The one call at the KV-write sites of an engine: writes into the cache, or stages, as the window asks.
+
+    Args:
+        buffer: the staging buffer, with its layers registered and allocated.
+        mode: ``"staging"``, or ``"direct"``: every window is written straight into the caches and keeps all its rows,
+            as without this library. Switching is this one value.
+
+    A window is staged if the mode says so, warm-up is over (:meth:`finish_warm_up`: profiling and capture runs must
+    not open windows) and the buffer takes it. Where something is wrong before the first row was staged (too many
+    rows, a wrong dtype), the window is written directly and counted as a fallback. After that it is an error: layers
+    before have staged their rows and attention has read them there; :meth:`cancel` closes the window.
+
+    Which way a window goes is decided in Python, so it suits engines whose write site runs in Python. Compiled code and
+    CUDA graphs call :meth:`StagingBuffer.stage` itself.
+    """
+
+    def __init__(self, buffer: StagingBuffer, mode: str = "staging") -> None:
+        if mode not in ("direct", "staging"):
+            raise ValueError(f"KVCacheInterceptor: mode must be one of direct, staging, got {mode!r}")
+        if buffer.state is State.REGISTERING:
+            raise RuntimeError("KVCacheInterceptor: the staging buffer must be allocated first")
+        self.buffer, self.mode = buffer, mode
+        self.ready = False
+        self.reason = ""  # why the last window was not staged
+        self._staged_layers = 0
+        self._direct_windows = 0
+        self._fallbacks = 0
+
+    @property
+    def staging(self) -> bool:
+        """Whether the open window is staged: attention then reads its rows from the buffer."""
+        return self.buffer.state is State.OPEN
+
+    def finish_warm_up(self) -> None:
+        """From now on windows may be staged."""
+        self.ready = True
+
+    def begin(
+        self,
+        row_slots: Tensor,
+        stage_rows: Tensor | None = None,
+        row_requests: Tensor | None = None,
+        row_positions: Tensor | None = None,
+    ) -> bool:
+        """Open a window; arguments as of :meth:`StagingBuffer.begin`. Returns whether it is staged."""
+        if self.staging:
+            raise RuntimeError("begin: a staged window is open; commit or cancel it first")
+        self._staged_layers = 0
+        if self.mode == "direct" or not self.ready:
+            self._write_directly("the mode is direct" if self.mode == "direct" else "warm-up is not over")
+            return False
+        try:
+            self.buffer.begin(row_slots, stage_rows, row_requests, row_positions)
+        except (ValueError, TypeError) as error:
+            self._fall_back(error)
+            return False
+        self.reason = ""
+        return True
+
+    def write(
+        self,
+        name: str,
+        key: Tensor,
+        value: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """Stage a layer's keys and values, or write them to the slots of ``slot_mapping``.
+
+        Args:
+            name: a layer that the buffer has registered; it says the format of the cache.
+            key, value, slot_mapping: as in :func:`nwor_ops.write_kv`.
+            k_scale, v_scale: for a direct write, where they are not those registered.
+        """
+        if self.staging:
+            try:
+                self.buffer.stage(name, key, value)
+            except (ValueError, TypeError, IndexError) as error:
+                if self._staged_layers > 0:
+                    raise
+                self.buffer.reject()
+                self._fall_back(error)
+            else:
+                self._staged_layers += 1
+                return
+        layer, unscaled = self.buffer._layer(name, "write"), self.buffer._unscaled
+        caches = layer.cache.key_value(tuple(plane.view for plane in layer.cache.planes))
+        scales = [
+            next((scale for scale in given if scale is not None), unscaled)
+            for given in ((k_scale, layer.k_scale), (v_scale, layer.v_scale))
+        ]
+        ops.write_kv(key, value, *caches, slot_mapping, scales[0], scales[1], layer.kv_cache_dtype)
+
+    def commit(self, accepted: Tensor, row_slots: Tensor | None = None) -> None:
+        """Commit a staged window as :meth:`StagingBuffer.commit` does. A direct one has kept all its rows already."""
+        if self.staging:
+            self.buffer.commit(accepted, row_slots)
+
+    def cancel(self) -> None:
+        """Close a staged window; no row of it reaches a cache."""
+        if self.staging:
+            self.buffer.reject()
+
+    def stats(self) -> InterceptorStats:
+        """Totals so far. Waits for the device."""
+        return InterceptorStats(self.buffer.stats(), self._direct_windows, self._fallbacks)
+
+    def _write_directly(self, reason: str) -> None:
+        self.reason = reason
+        self._direct_windows += 1
+
+    def _fall_back(self, error: Exception) -> None:
+        self._write_directly(str(error))
+        self._fallbacks += 1
+        if self._fallbacks == 1:
+            warnings.warn(f"nwor_ops: a window was written directly: {error}", RuntimeWarning, stacklevel=3)

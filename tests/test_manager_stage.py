@@ -1,0 +1,315 @@
+"""Mode "stage" of the manager: the same calls as "cow", the same caches after them, and nothing in between."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import oracle
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import random_bytes
+from test_no_sync import guard
+from transactions import KINDS, make_batch, one_thread, put_rows  # noqa: F401
+
+import nwor_ops.manager
+from nwor_ops import DraftCommitManager, num_shadow_blocks
+from nwor_ops.ops import COUNTERS
+
+REQUESTS, DRAFTS, TOKENS = 4, 4, 40
+ALL = tuple(KINDS)
+
+
+class Decoding(NamedTuple):
+    """One request's part of a step."""
+
+    given: int
+    drafts: int = 0
+    accepted: int = 0
+
+
+class Engine:
+    """Requests with page tables over layers of some kinds; beside them the pages as they should be.
+
+    Every group has pages of its own kind; a request's pages are picked in any order from those that are no shadow
+    pages. A step advances every request by its given and accepted tokens.
+    """
+
+    def __init__(self, kinds=ALL, mode="stage", with_states=False, seed=0, pages=24):
+        self.random = torch.Generator().manual_seed(seed)
+        self.manager = DraftCommitManager(
+            max_num_tokens=TOKENS, max_num_requests=REQUESTS, max_draft_tokens=REQUESTS * DRAFTS, device="cpu",
+            mode=mode, max_drafts_per_request=DRAFTS if mode == "stage" else None,
+        )  # fmt: skip
+        self.caches, self.group_of, self.block_sizes = {}, {}, {}
+        for number, kind in enumerate(kinds):
+            group, construct, layout, shape, dtype = KINDS[kind]
+            self.block_sizes[group] = shape.block_size
+            blocks = pages * 16 // shape.block_size + REQUESTS * (DRAFTS + 1)
+            for index, cache in enumerate(construct(layout, shape._replace(blocks=blocks), dtype, number)):
+                name = f"{kind}.{index}"
+                self.caches[name], self.group_of[name] = cache, group
+                self.manager.register_layer(name, cache, group)
+        self.manager.allocate()
+        self.shadows = num_shadow_blocks(REQUESTS, DRAFTS, min(self.block_sizes.values()))
+        self.tables = {}
+        for group in self.block_sizes:
+            usable = self.blocks_of(group) - self.shadows
+            order = torch.randperm(usable, generator=self.random)
+            columns = usable // REQUESTS
+            self.tables[group] = order[: columns * REQUESTS].int().view(REQUESTS, columns)
+        self.states = torch.randperm(REQUESTS, generator=self.random).int() if with_states else None
+        self.lengths = [0] * REQUESTS
+
+    def blocks_of(self, group):
+        return next(c.planes[0].view.shape[0] for n, c in self.caches.items() if self.group_of[n] == group)
+
+    def batch(self, requests, padding=2):
+        slots = {}
+        for group, block_size in self.block_sizes.items():
+            table = self.tables[group]
+            slots[group] = [
+                int(table[q, p // block_size]) * block_size + p % block_size
+                for q, r in enumerate(requests)
+                for p in range(self.lengths[q], self.lengths[q] + r.given + r.drafts)
+            ] + [-1] * padding
+        batch = make_batch(requests, slots)
+        lengths = [self.lengths[q] + r.given + r.drafts for q, r in enumerate(requests)]
+        batch.window = batch.window._replace(
+            seq_lens=torch.tensor(lengths, dtype=torch.int32), block_tables=self.tables, request_states=self.states
+        )
+        return batch
+
+    def forward(self, batch, layers=None):
+        """Write random rows in every layer, or in some of them."""
+        for name in self.caches if layers is None else layers:
+            cache, slots = self.caches[name], batch.slots[self.group_of[name]]
+            rows = tuple(
+                random_bytes(
+                    len(slots) * plane.view.shape[2] * plane.view.shape[3], plane.view.dtype,
+                    int(torch.randint(0, 9999, (1,), generator=self.random)),
+                ).view(len(slots), *plane.view.shape[2:])
+                for plane in cache.planes
+            )  # fmt: skip
+            if cache.writable:
+                self.manager.write(name, *cache.key_value(rows), slots)
+            else:
+                self.manager.log(name, slots)
+                put_rows(cache.planes, rows, slots.tolist())
+
+    def step(self, requests, end="commit"):
+        """One window, watched: at its end slots and tables are as they were before."""
+        batch = self.batch(requests)
+        own = {group: slots.tolist() for group, slots in batch.slots.items()}
+        tables = {group: table.clone() for group, table in self.tables.items()}
+        with guard():
+            self.manager.begin(batch.window)
+        before = {name: self.bytes_of(name) for name in self.caches}
+        self.forward(batch)
+        self.assert_no_draft_is_in_a_page(before, batch, own)
+        if end == "commit":
+            with guard():
+                self.manager.commit(batch.draft_token_ids, batch.sampled_token_ids)
+        elif end == "commit_rejected":
+            with guard():
+                self.manager.commit_rejected(batch.num_rejected)
+        else:
+            getattr(self.manager, end)()
+        for group in self.block_sizes:
+            assert batch.slots[group].tolist() == own[group]
+            assert torch.equal(self.tables[group], tables[group])
+        for q, r in enumerate(requests):
+            kept = {"cancel": 0, "abandon": r.drafts}.get(end, r.accepted)
+            self.lengths[q] += r.given + kept
+
+    def bytes_of(self, name):
+        return [oracle.raw(plane.view).clone() for plane in self.caches[name].planes]
+
+    def assert_no_draft_is_in_a_page(self, before, batch, own):
+        """After the forward, real pages changed at most at given tokens."""
+        if self.manager.mode != "stage":
+            return
+        for name, cache in self.caches.items():
+            group = self.group_of[name]
+            for plane, old in zip(cache.planes, before[name], strict=True):
+                if plane.page_offsets is not None:
+                    continue
+                real = plane.view.shape[0] - self.shadows
+                changed = (oracle.raw(plane.view)[:real] != old[:real]).flatten(2).any(-1)
+                slots = {b * plane.view.shape[1] + n for b, n in changed.nonzero().tolist()}
+                drafts = {own[group][t] for t in batch.drafted}
+                assert not slots & drafts
+
+    def assert_pages(self, other):
+        """Real pages hold the same as those of another engine."""
+        for name, cache in self.caches.items():
+            real = self.blocks_of(self.group_of[name]) - self.shadows
+            for plane, expected in zip(cache.planes, other.caches[name].planes, strict=True):
+                views = [p.view[:real] for p in (plane, expected)]
+                if plane.page_offsets is not None:  # strides say nothing of the order in a page: whole pages
+                    size, start = real * plane.view.stride(0), cache.planes[0].view.storage_offset()
+                    views = [p.view.as_strided((size,), (1,), start) for p in (plane, expected)]
+                assert torch.equal(*map(oracle.raw, views)), name
+
+
+STEPS = (
+    (Decoding(5), Decoding(9), Decoding(3), Decoding(7)),
+    (Decoding(1, 4, 2), Decoding(1), Decoding(1, 3, 0), Decoding(1, 2, 2)),
+    (Decoding(1, 4, 4), Decoding(1, 4, 0), Decoding(1, 1, 1), Decoding(0)),
+    (Decoding(2, 3, 1), Decoding(1, 4, 3), Decoding(1, 4, 4), Decoding(4, 2, 0)),
+)
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+@pytest.mark.parametrize("end", ["commit", "commit_rejected", "cancel"])
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in ALL), ALL], ids="+".join)
+def test_both_modes_leave_the_same_pages(kinds, end, with_states):
+    stage, cow = Engine(kinds, "stage", with_states), Engine(kinds, "cow", with_states)
+    for requests in STEPS:
+        stage.step(requests, end)
+        cow.step(requests, end)
+        stage.assert_pages(cow)
+        assert stage.manager.buffers.num_accepted.tolist() == cow.manager.buffers.num_accepted.tolist()
+    assert stage.manager.stats() == cow.manager.stats()
+    assert stage.manager.stats().rejected > 0
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+def test_abandon_keeps_every_row(with_states):
+    """As if the library were not there: the same as a cow window that is abandoned."""
+    stage, cow = Engine(mode="stage", with_states=with_states), Engine(mode="cow", with_states=with_states)
+    for requests in STEPS:
+        for engine in (stage, cow):
+            engine.step(requests, "abandon")
+        stage.assert_pages(cow)
+    assert stage.manager.stats().abandoned == len(STEPS)
+
+
+@given(st.data())
+def test_any_steps(data):
+    kinds = data.draw(st.lists(st.sampled_from(ALL), min_size=1, max_size=3, unique=True))
+    with_states, seed = data.draw(st.booleans()), data.draw(st.integers(0, 99))
+    stage, cow = (Engine(kinds, mode, with_states, seed) for mode in ("stage", "cow"))
+    for _ in range(data.draw(st.integers(1, 4))):
+        requests = []
+        for _ in range(REQUESTS):
+            drafts = data.draw(st.integers(0, DRAFTS))
+            requests.append(Decoding(data.draw(st.integers(1, 4)), drafts, data.draw(st.integers(0, drafts))))
+        end = data.draw(st.sampled_from(["commit", "commit_rejected", "cancel", "abandon"]))
+        for engine in (stage, cow):
+            engine.step(requests, end)
+        stage.assert_pages(cow)
+
+
+def test_a_forward_that_stopped_half_way_is_cancelled():
+    """Layers that were never reached have nothing to lose: tables and pages are as before."""
+    engine, untouched = Engine(), Engine()
+    for one in (engine, untouched):
+        one.step(STEPS[0])
+    before = {group: table.clone() for group, table in engine.tables.items()}
+    batch = engine.batch((Decoding(0, 4),) * REQUESTS)
+    slots = {group: s.clone() for group, s in batch.slots.items()}
+    engine.manager.begin(batch.window)
+    engine.forward(batch, layers=list(engine.caches)[:3])
+    engine.manager.cancel()
+    engine.assert_pages(untouched)
+    assert all(torch.equal(engine.tables[group], before[group]) for group in before)
+    assert all(torch.equal(batch.slots[group], slots[group]) for group in slots)
+    assert engine.manager.stats().rejected == REQUESTS * DRAFTS
+
+
+def test_a_commit_that_fails_can_be_cancelled(monkeypatch):
+    engine, cow = Engine(), Engine(mode="cow")
+    for one in (engine, cow):
+        one.step(STEPS[0])
+    batch = engine.batch(STEPS[1])
+    engine.manager.begin(batch.window)
+    engine.forward(batch)
+    real = nwor_ops.manager.ops.close_window
+    monkeypatch.setattr(nwor_ops.shadow.ops, "close_window", lambda *a: (_ for _ in ()).throw(RuntimeError("lost")))
+    with pytest.raises(RuntimeError, match="lost"):
+        engine.manager.commit(batch.draft_token_ids, batch.sampled_token_ids)
+    monkeypatch.setattr(nwor_ops.shadow.ops, "close_window", real)
+    engine.manager.cancel()
+    stats = engine.manager.stats()
+    assert (stats.accepted, stats.rejected, stats.cancelled) == (0, stats.drafted, 1)
+
+
+def test_a_window_that_cannot_be_opened_changes_nothing():
+    engine, untouched = Engine(), Engine()
+    for one in (engine, untouched):
+        one.step(STEPS[0])
+    batch = engine.batch(STEPS[1])
+    wrong = batch.window._replace(seq_lens=batch.window.seq_lens + 1)
+    with pytest.raises(ValueError, match=r"^open_window: row_slots must name the place in a page"):
+        engine.manager.begin(wrong)
+    engine.assert_pages(untouched)
+    stats = engine.manager.stats()
+    assert (stats.drafted, stats.rejected, stats.cancelled) == (9, 9, 1)
+    for one in (engine, untouched):
+        one.step(STEPS[1])
+    engine.assert_pages(untouched)
+
+
+def test_what_staging_needs():
+    engine = Engine()
+    window = engine.batch(STEPS[0]).window
+    for lacking in ({"seq_lens": None}, {"block_tables": None}):
+        with pytest.raises(ValueError, match=r'window must have seq_lens and block_tables in mode "stage"'):
+            engine.manager.begin(window._replace(**lacking))
+    with pytest.raises(ValueError, match=r"a table for each group, got none for \['mla'\]"):
+        engine.manager.begin(window._replace(block_tables={k: v for k, v in engine.tables.items() if k != "mla"}))
+    assert engine.manager.stats().windows == 0
+    limits = {"max_num_tokens": 4, "max_num_requests": 4, "max_draft_tokens": 4, "device": "cpu"}
+    for options, sentence in (
+        ({"mode": "shadow"}, "mode must be one of cow, stage, got 'shadow'"),
+        ({"mode": "stage"}, "max_drafts_per_request must be at least 1 .*, got None"),
+        ({"mode": "stage", "max_drafts_per_request": 0}, "max_drafts_per_request must be at least 1 .*, got 0"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            DraftCommitManager(**limits, **options)
+
+
+def test_pages_must_be_there():
+    for first, sentence in ((None, "from page -"), ({"full": 15}, "from page 15 on, it has 16 pages")):
+        manager = DraftCommitManager(
+            max_num_tokens=9, max_num_requests=9, max_draft_tokens=9, device="cpu", mode="stage",
+            max_drafts_per_request=4, shadow_blocks=first,
+        )  # fmt: skip
+        _, construct, layout, shape, dtype = KINDS["packed"]
+        manager.register_layer("one", construct(layout, shape, dtype, 0)[0], "full")
+        with pytest.raises(ValueError, match=rf"group 'full' must have 18 shadow pages .*{sentence}"):
+            manager.allocate()
+
+
+def test_launches():
+    """Four for one geometry; layers of another cost two more, whatever their number."""
+    assert Engine(("one_backing",)).manager.launches_per_window == 4
+    assert Engine(("packed", "one_backing")).manager.launches_per_window == 6
+    assert Engine(("packed",)).manager.log_bytes == 0
+
+
+def test_neighbouring_groups_of_one_geometry_share_a_launch():
+    manager = DraftCommitManager(
+        max_num_tokens=9, max_num_requests=2, max_draft_tokens=8, device="cpu", mode="stage", max_drafts_per_request=4,
+        shadow_blocks={"a": 12, "b": 8, "c": 4},
+    )  # fmt: skip
+    _, construct, layout, shape, dtype = KINDS["packed"]
+    for index, group in enumerate("abc"):
+        for layer, cache in enumerate(construct(layout, shape, dtype, index)):
+            manager.register_layer(f"{group}{layer}", cache, group)
+    manager.allocate()
+    assert manager.launches_per_window == 4
+    assert [launch.planes_per_group for launch in manager.shadow.launches] == [[2, 2, 2]]
+    assert manager.shadow.shadow_blocks[:, 0, 0].tolist() == [12, 8, 4]
+
+
+def test_counters_are_those_of_cow():
+    engine = Engine()
+    for requests in STEPS:
+        engine.step(requests)
+    drafted = sum(r.drafts for requests in STEPS for r in requests)
+    accepted = sum(r.accepted for requests in STEPS for r in requests)
+    expected = {"windows": 4, "drafted": drafted, "accepted": accepted, "rejected": drafted - accepted, "overflowed": 0}
+    assert dict(zip(COUNTERS, engine.manager.buffers.counters.tolist(), strict=True)) == expected

@@ -1,0 +1,364 @@
+"""StagingBuffer and KVCacheInterceptor: against plain writes of the rows that stay, on all memory of the caches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import memory, twin
+from samples import numbers
+from transactions import KINDS, one_thread  # noqa: F401
+
+from nwor_ops import KVCacheInterceptor, StagingBuffer, ops
+
+ROWS, TOKENS = 12, 16
+WRITABLE = tuple(kind for kind in KINDS if kind not in ("amx", "latent"))
+
+
+class Staged:
+    """A buffer over layers of some kinds, and a copy of their caches as they should be."""
+
+    def __init__(self, kinds=WRITABLE, rows=ROWS, kv_cache_dtype="auto"):
+        self.buffer = StagingBuffer(max_num_tokens=TOKENS, max_num_rows=rows, device="cpu")
+        self.caches, self.kv_cache_dtype, self.seed = {}, kv_cache_dtype, 0
+        self.scale = torch.tensor([0.5])
+        for number, kind in enumerate(kinds):
+            _, construct, layout, shape, dtype = KINDS[kind]
+            cache_dtype = dtype if kv_cache_dtype == "auto" else torch.uint8
+            for index, cache in enumerate(construct(layout, shape, cache_dtype, number)):
+                name = f"{kind}.{index}"
+                self.caches[name] = cache
+                options = {"k_scale": self.scale, "v_scale": self.scale} if kv_cache_dtype != "auto" else {}
+                self.buffer.register_layer(name, cache, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **options)
+        self.buffer.allocate()
+        self.dtypes = {name: KINDS[name.split(".")[0]][4] for name in self.caches}
+        self.views = [[plane.view for plane in cache.planes] for cache in self.caches.values()]
+        copies = twin(self.views)
+        self.expected = dict(zip(self.caches, copies, strict=True))
+
+    def sources(self, name, tokens):
+        self.seed += 1
+        heads = self.caches[name].planes[0].view.shape[2]
+        widths = [c.shape[-1] for c in self.key_value(name, self.views_of(name))]
+        return [numbers(tokens, heads, width, dtype=self.dtypes[name], seed=self.seed) for width in widths]
+
+    def views_of(self, name):
+        return tuple(plane.view for plane in self.caches[name].planes)
+
+    def key_value(self, name, planes):
+        return self.caches[name].key_value(tuple(planes))
+
+    def stage_all(self, tokens, names=None, stage=None):
+        """Every layer; returns its sources."""
+        written = {name: self.sources(name, tokens) for name in self.caches if names is None or name in names}
+        for name, (key, value) in written.items():
+            (stage or self.buffer.stage)(name, key, value)
+        return written
+
+    def expect(self, written, rows_of_tokens, slots, kept):
+        """The rows `kept` at their slots."""
+        slot_of_row = {row: slot for row, slot in enumerate(slots) if row in kept}
+        mapping = torch.tensor([slot_of_row.get(row, -1) for row in rows_of_tokens], dtype=torch.int64)
+        for name, (key, value) in written.items():
+            caches = self.key_value(name, self.expected[name])
+            ops.write_kv(key, value, *caches, mapping, self.scale, self.scale, self.kv_cache_dtype)
+
+    def assert_as_expected(self):
+        theirs = memory(list(self.expected.values()))
+        assert all(torch.equal(a, b) for a, b in zip(memory(self.views), theirs, strict=True))
+
+
+SLOTS, TOKEN_ROWS = (5, 17, -1, 40, 8, 30), (3, -1, 0, 5, 1, 2, 4)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
+def test_a_window(kv_cache_dtype):
+    """Rows in any order, one token not staged, any pattern accepted, one accepted row without a slot."""
+    staged = Staged(kv_cache_dtype=kv_cache_dtype)
+    staged.buffer.begin(torch.tensor(SLOTS), torch.tensor(TOKEN_ROWS, dtype=torch.int32))
+    written = staged.stage_all(7)
+    staged.assert_as_expected()  # nothing is in a cache yet
+    for name, (key, value) in written.items():
+        for rows, source in zip(staged.buffer.rows(name), (key, value), strict=True):
+            assert all(torch.equal(rows[row], source[t]) for t, row in enumerate(TOKEN_ROWS) if row >= 0)
+    staged.buffer.commit(torch.tensor([True, False, True, True, False, True]))
+    staged.expect(written, TOKEN_ROWS, SLOTS, {0, 3, 5})
+    staged.assert_as_expected()
+    layers = len(staged.caches)
+    assert staged.buffer.stats().as_dict() == {
+        "windows": 1, "staged": 6, "stage_operations": 6 * layers, "committed": 3, "rejected": 3, "incomplete": 0,
+    }  # fmt: skip
+
+
+def test_lengths_of_requests():
+    staged = Staged()
+    requests, positions = (torch.tensor(ids, dtype=torch.int32) for ids in ((0, 0, 0, 1, 1, 2), (0, 1, 2, 0, 1, 0)))
+    staged.buffer.begin(torch.arange(6), None, requests, positions)
+    written = staged.stage_all(6)
+    staged.buffer.commit(torch.tensor([2, 0, 1], dtype=torch.int32))
+    staged.expect(written, range(6), range(6), {0, 1, 5})
+    staged.assert_as_expected()
+
+
+def test_new_destinations():
+    """The nodes of a tree shared slots while nobody knew which is accepted; the path goes to consecutive ones."""
+    staged = Staged()
+    staged.buffer.begin(torch.tensor([8, 9, 9, 10, 10]))
+    written = staged.stage_all(5)
+    accepted = torch.tensor([True, False, True, False, True])
+    staged.buffer.commit(accepted, torch.tensor([20, 3, 21, 3, 22]))
+    staged.expect(written, range(5), (20, -1, 21, -1, 22), {0, 2, 4})
+    staged.assert_as_expected()
+
+
+def test_micro_batches():
+    staged = Staged()
+    staged.buffer.begin(torch.arange(6))
+    written = {name: staged.sources(name, 6) for name in staged.caches}
+    for name, (key, value) in written.items():
+        for half in (slice(0, 2), slice(2, 6)):
+            staged.buffer.stage(name, key[half], value[half], token_offset=half.start)
+    staged.buffer.commit(torch.ones(6, dtype=torch.bool))
+    staged.expect(written, range(6), range(6), set(range(6)))
+    staged.assert_as_expected()
+
+
+@pytest.mark.parametrize("reached", [0, 1, 3])
+def test_all_layers_or_none(reached):
+    """A forward that stopped, or left a layer out: no cache gets a row, whatever was accepted."""
+    staged = Staged()
+    for window in range(2):
+        staged.buffer.begin(torch.arange(4))
+        names = None if window == 0 else list(staged.caches)[:reached]
+        written = staged.stage_all(4, names)
+        staged.buffer.commit(torch.ones(4, dtype=torch.bool))
+        if window == 0:
+            staged.expect(written, range(4), range(4), set(range(4)))
+        staged.assert_as_expected()
+    stats = staged.buffer.stats()
+    assert (stats.windows, stats.committed, stats.incomplete) == (2, 4, 1)
+    assert stats.rejected == (4 if reached else 0)
+
+
+def test_a_slot_outside_rejects_the_window():
+    """Layers of 64 and of 65 slots: what one could take the other could not."""
+    staged = Staged(("packed", "split"))
+    staged.buffer.begin(torch.tensor([3, 64, 5]))
+    staged.stage_all(3)
+    staged.buffer.commit(torch.tensor([True, True, False]))
+    staged.assert_as_expected()
+    assert staged.buffer.stats().incomplete == 1
+
+
+def test_reject():
+    staged = Staged()
+    staged.buffer.begin(torch.arange(4))
+    staged.stage_all(4)
+    staged.buffer.reject()
+    staged.assert_as_expected()
+    stats = staged.buffer.stats()
+    assert (stats.staged, stats.committed, stats.rejected, stats.incomplete) == (4, 0, 4, 0)
+
+
+@given(st.data())
+def test_any_windows(data):
+    """Windows of any rows, one after another: nothing of an earlier one survives."""
+    staged = Staged(data.draw(st.lists(st.sampled_from(WRITABLE), min_size=1, max_size=3, unique=True)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        rows = data.draw(st.integers(0, ROWS))
+        slots = data.draw(st.lists(st.integers(-1, 63), min_size=rows, max_size=rows, unique=True))
+        order = data.draw(st.permutations(range(rows)))
+        drop = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows)) if data.draw(st.booleans()) else []
+        token_rows = [row if not (drop and drop[row]) else -1 for row in order]
+        accepted = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+        staged.buffer.begin(torch.tensor(slots, dtype=torch.int64), torch.tensor(token_rows, dtype=torch.int32))
+        written = staged.stage_all(rows)
+        staged.buffer.commit(torch.tensor(accepted, dtype=torch.bool))
+        wanted = {row for row in range(rows) if accepted[row] and slots[row] >= 0}
+        if wanted <= set(token_rows):
+            staged.expect(written, token_rows, slots, wanted)
+        staged.assert_as_expected()
+
+
+def test_compiled_stage():
+    """One compilation serves later windows: rows, marks and slots are data."""
+    staged = Staged(("packed",))
+    torch._dynamo.reset()
+    step = torch.compile(lambda name, key, value: staged.buffer.stage(name, key * 2, value + 1), fullgraph=True)
+    for window in range(3):
+        slots, rows = torch.randperm(60)[:6], torch.randperm(6, dtype=torch.int32)
+        staged.buffer.begin(slots, rows)
+        written = staged.stage_all(6, stage=step)
+        accepted = torch.rand(6) < 0.5
+        staged.buffer.commit(accepted)
+        doubled = {name: (key * 2, value + 1) for name, (key, value) in written.items()}
+        staged.expect(doubled, rows.tolist(), slots.tolist(), set(accepted.nonzero().flatten().tolist()))
+        staged.assert_as_expected()
+        assert staged.buffer.stats().windows == window + 1
+    torch._dynamo.reset()
+
+
+def test_buffers_stay_where_they_are():
+    staged = Staged()
+    names = ("stage_rows", "row_slots", "row_accepted", "row_committed", "row_windows", "window_id", "counters")
+    before = [getattr(staged.buffer, name).data_ptr() for name in names]
+    for rows in (4, 12, 0):
+        staged.buffer.begin(torch.arange(rows))
+        staged.stage_all(rows)
+        staged.buffer.commit(torch.ones(rows, dtype=torch.bool))
+    assert [getattr(staged.buffer, name).data_ptr() for name in names] == before
+
+
+def test_the_protocol():
+    staged = Staged(("packed",))
+    key, value = staged.sources("packed.0", 3)
+    with pytest.raises(RuntimeError, match="no window is open"):
+        staged.buffer.stage("packed.0", key, value)
+    for call in (lambda: staged.buffer.commit(torch.ones(1, dtype=torch.bool)), staged.buffer.reject):
+        with pytest.raises(RuntimeError, match="must be inside a window, it is between windows"):
+            call()
+    staged.buffer.begin(torch.arange(3))
+    with pytest.raises(RuntimeError, match="must be between windows, it is inside a window"):
+        staged.buffer.begin(torch.arange(3))
+    with pytest.raises(KeyError, match="layer 'other' is not registered"):
+        staged.buffer.stage("other", key, value)
+
+
+WRONG = [
+    ({"row_slots": torch.arange(13)}, ValueError, r"row_slots must have one dimension of at most 12, got \[13\]"),
+    ({"row_slots": torch.arange(3).int()}, TypeError, "row_slots must have dtype torch.int64, got torch.int32"),
+    ({"stage_rows": torch.arange(3)}, TypeError, "stage_rows must have dtype torch.int32, got torch.int64"),
+    ({"stage_rows": torch.arange(17).int()}, ValueError, "stage_rows must have one dimension of at most 16"),
+    ({"row_requests": torch.arange(3).int()}, ValueError, "row_requests and row_positions must be given together"),
+]
+
+
+@pytest.mark.parametrize(("replaced", "error", "sentence"), WRONG)
+def test_wrong_windows_are_refused_before_anything_changes(replaced, error, sentence):
+    buffer = Staged(("packed",)).buffer
+    before = [buffer.row_slots.clone(), buffer.stage_rows.clone(), buffer.window_id.clone()]
+    with pytest.raises(error, match=f"^begin: {sentence}"):
+        buffer.begin(**{"row_slots": torch.arange(3)} | replaced)
+    after = [buffer.row_slots, buffer.stage_rows, buffer.window_id]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    buffer.begin(torch.arange(3))
+    with pytest.raises(TypeError, match=r"^commit: accepted must have dtype torch.bool, got torch.int32"):
+        buffer.commit(torch.ones(3, dtype=torch.int32))
+
+
+def test_wrong_layers():
+    buffer = StagingBuffer(max_num_tokens=4, max_num_rows=4, device="cpu")
+    with pytest.raises(RuntimeError, match="no layer is registered"):
+        buffer.allocate()
+    _, construct, layout, shape, dtype = KINDS["latent"]
+    with pytest.raises(ValueError, match="must hold a key and a value, they are opaque"):
+        buffer.register_layer("latent", construct(layout, shape, dtype, 0)[0])
+    _, construct, layout, shape, _ = KINDS["packed"]
+    cache = construct(layout, shape, torch.uint8, 0)[0]
+    with pytest.raises(ValueError, match="dtype must be given for kv_cache_dtype fp8"):
+        buffer.register_layer("one", cache, kv_cache_dtype="fp8")
+    buffer.register_layer("one", cache, dtype=torch.bfloat16, kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match="'one' is registered already"):
+        buffer.register_layer("one", cache, dtype=torch.bfloat16, kv_cache_dtype="fp8")
+    assert buffer.stats().windows == 0
+
+
+# ---------------------------------------------------------------- the interceptor
+
+
+def run(interceptor, staged, tokens, slots, accepted):
+    """One window through the interceptor; returns what each layer was given."""
+    interceptor.begin(slots)
+    written = {name: staged.sources(name, tokens) for name in staged.caches}
+    for name, (key, value) in written.items():
+        interceptor.write(name, key, value, slots)
+    interceptor.commit(accepted)
+    return written
+
+
+@pytest.mark.parametrize("mode", ["direct", "staging"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_switching_is_one_value(mode, kv_cache_dtype):
+    staged = Staged(kv_cache_dtype=kv_cache_dtype)
+    interceptor = KVCacheInterceptor(staged.buffer, mode)
+    interceptor.finish_warm_up()
+    accepted = torch.tensor([True, False, True, False])
+    written = run(interceptor, staged, 4, torch.arange(4) + 7, accepted)
+    kept = {0, 2} if mode == "staging" else {0, 1, 2, 3}
+    staged.expect(written, range(4), range(7, 11), kept)
+    staged.assert_as_expected()
+    stats = interceptor.stats()
+    assert (stats.staging.windows, stats.direct_windows, stats.fallbacks) == (
+        (1, 0, 0) if mode == "staging" else (0, 1, 0)
+    )
+
+
+def test_not_ready_until_warm_up_is_over():
+    staged = Staged()
+    interceptor = KVCacheInterceptor(staged.buffer)
+    accepted = torch.zeros(4, dtype=torch.bool)
+    written = run(interceptor, staged, 4, torch.arange(4), accepted)
+    staged.expect(written, range(4), range(4), set(range(4)))
+    staged.assert_as_expected()
+    assert interceptor.reason == "warm-up is not over"
+    interceptor.finish_warm_up()
+    run(interceptor, staged, 4, torch.arange(4), accepted)
+    staged.assert_as_expected()
+    stats = interceptor.stats()
+    assert (stats.staging.windows, stats.direct_windows, stats.fallbacks) == (1, 1, 0)
+
+
+def test_a_window_the_buffer_does_not_take_is_written_directly():
+    staged = Staged()
+    interceptor = KVCacheInterceptor(staged.buffer)
+    interceptor.finish_warm_up()
+    slots = torch.randperm(60)[:13]
+    with pytest.warns(RuntimeWarning, match="written directly: begin: row_slots must have one dimension of at most 12"):
+        written = run(interceptor, staged, 13, slots, torch.zeros(13, dtype=torch.bool))
+    staged.expect(written, range(13), slots.tolist(), set(range(13)))
+    staged.assert_as_expected()
+    assert interceptor.stats().fallbacks == 1
+    assert "at most 12" in interceptor.reason
+
+
+def test_an_error_at_the_first_layer_falls_back_and_at_a_later_one_does_not():
+    """A key of another dtype cannot be staged; the first layer's window becomes a direct one."""
+    staged = Staged(("packed",), kv_cache_dtype="fp8_e4m3")
+    interceptor = KVCacheInterceptor(staged.buffer)
+    interceptor.finish_warm_up()
+    slots = torch.arange(3)
+    first, second = ([s.half() for s in staged.sources(name, 3)] for name in staged.caches)
+    assert interceptor.begin(slots)
+    with pytest.warns(RuntimeWarning, match="staged_key must have dtype torch.float16"):
+        interceptor.write("packed.0", *first, slots)
+    assert not interceptor.staging
+    interceptor.write("packed.1", *second, slots)
+    interceptor.commit(torch.zeros(3, dtype=torch.bool))
+    staged.expect({"packed.0": first, "packed.1": second}, range(3), range(3), {0, 1, 2})
+    staged.assert_as_expected()
+
+    good = staged.sources("packed.0", 3)
+    assert interceptor.begin(slots)
+    interceptor.write("packed.0", *good, slots)
+    with pytest.raises(TypeError, match="staged_key must have dtype"):
+        interceptor.write("packed.1", *second, slots)
+    assert interceptor.staging
+    interceptor.cancel()
+    staged.assert_as_expected()
+    stats = interceptor.stats()
+    assert (stats.direct_windows, stats.fallbacks, stats.staging.windows) == (1, 1, 2)
+
+
+def test_interceptor_protocol():
+    staged = Staged(("packed",))
+    interceptor = KVCacheInterceptor(staged.buffer)
+    interceptor.finish_warm_up()
+    assert interceptor.begin(torch.arange(3))
+    with pytest.raises(RuntimeError, match="a staged window is open"):
+        interceptor.begin(torch.arange(3))
+    interceptor.cancel()
+    with pytest.raises(ValueError, match="mode must be one of direct, staging, got 'stage'"):
+        KVCacheInterceptor(staged.buffer, "stage")
+    with pytest.raises(RuntimeError, match="must be allocated first"):
+        KVCacheInterceptor(StagingBuffer(max_num_tokens=1, max_num_rows=1, device="cpu"))
