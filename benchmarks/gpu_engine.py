@@ -28,7 +28,7 @@ K, ACCEPTANCE_LENGTH, ACCEPTANCE_DIFFERENCE = 4, 2.5, 0.05
 SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": ACCEPTANCE_LENGTH}
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
 REQUESTS = (1, 16, 64)
-RUNS_PER_ROUND = {64: 3}  # of either side, in turn: these vary most
+RUNS_PER_ROUND = {16: 2, 64: 3}  # of either side, in turn: these vary most
 FORMATS = {"cow": "auto", "cow_fp8": "fp8"}
 # The environment of either side; nothing of nwor_ops is in the other's.
 SIDES: dict[str, dict[str, str]] = {"off": {}, "on": {"VLLM_NWOR_MODE": "cow"}}
