@@ -75,7 +75,6 @@ def sampling_rows(read: Tensor) -> list[Row]:
                     "argmax": sampler(logits, 0.0),
                     "torch_argmax": lambda logits=logits: logits.argmax(-1),
                 }
-                # The functions own the tensors that their graphs use: they live as long.
                 variants = {name: captured(run) for name, run in runs.items()}
                 samples = alternating_on_gpu(variants, ROUNDS, prepare)
                 fastest = min(readers(logits), key=lambda name: statistics.median(samples[name]))
