@@ -574,7 +574,7 @@ for name, other in (("src_slots", "dst_slots"), ("dst_slots", "src_slots")):
 refuse("commit_staged", commit_arguments((1, 0, 1, 0, 0, 0), slots=(5, 99, 12, 0, 1, 2)), IndexError,
        r"^commit_staged: row_slots\\[2\\] must be below 12 .*, got 12$")
 for replaced, error, sentence in (
-    ({"query_start_loc": int32(0, 4, 11, 16, 16, 16, 16)}, ValueError, "got the end 16 for request [345]"),  # whoever is first
+    ({"query_start_loc": int32(0, 4, 11, 16, 16, 16, 16)}, ValueError, "got the end 16 for request [345]"),
     ({"cu_num_draft_tokens": int32(3, 3, 7, 10, 99, 99)}, ValueError, "must not exceed the 14 rows .*, got 99"),
     ({"idx_mapping": int32(2, 0, 6, 1, 5, -1)}, IndexError, "got 6 for request 2"),
     ({"seq_lens": int32(15, 7, 11, 8, 10, 0)}, ValueError, "at position 12 of request 0"),
