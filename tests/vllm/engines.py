@@ -7,6 +7,7 @@ process cheap.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -58,9 +59,15 @@ ENGINE = {
 
 
 def model_folder(**changes: Any) -> str:
-    """A folder with a small random Llama: vLLM needs its config alone."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="nwor-llama-"))
-    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+    """A folder with a small random Llama: vLLM needs its config alone. One for each config, however often it is asked
+    for, and by whichever process."""
+    config = json.dumps(LLAMA | changes, sort_keys=True)
+    name = f"nwor-llama-{hashlib.sha256(config.encode()).hexdigest()[:12]}"
+    folder = pathlib.Path(tempfile.gettempdir(), name)
+    folder.mkdir(exist_ok=True)
+    unfinished = folder / f"{os.getpid()}.json"
+    unfinished.write_text(config)
+    unfinished.replace(folder / "config.json")
     return str(folder)
 
 
