@@ -13,7 +13,7 @@ ADDITIONAL_CONFIG_KEY = "nwor"
 # Environment variables with the prefix that are read elsewhere than here.
 _READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda"}
 
-_MODES = ("off", "cow")
+_MODES = ("off", "cow", "stage")
 _ON_UNSUPPORTED = ("error", "vanilla")
 _SWITCHES = ("audit", "emit_metrics", "draft_graphs")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -24,7 +24,8 @@ class NworConfig:
     """What the plugin is asked to do.
 
     Attributes:
-        mode: ``"off"``: nothing. ``"cow"``: log what the drafts overwrite, undo the rejected ones.
+        mode: ``"off"``: nothing. ``"cow"``: log what the drafts overwrite, undo the rejected ones. ``"stage"``: the
+            drafts' rows go to spare pages, the accepted ones are copied to their own after sampling.
         audit: compare the whole cache at every step and raise at the first byte that is not as
             promised. Slow. With mode ``"off"`` it only counts what vLLM leaves behind.
         on_unsupported: what to do where the transaction cannot be kept: ``"error"`` stops with the

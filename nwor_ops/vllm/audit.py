@@ -12,7 +12,7 @@ which a CUDA graph captures with the rest, so that a replay is audited like an e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -60,6 +60,12 @@ class AuditSummary:
         bytes_compared: likewise.
         stale_rows: slots of rejected drafts whose bytes had changed after the step, summed over steps.
         stale_rows_at_end: slots that still hold a rejected draft's row.
+        exposed_rows: slots of rejected drafts whose bytes had changed between the forward and sampling, summed over
+            steps: rows of a request's pages that held what was then rejected. In mode ``"stage"`` there are none.
+        moments: comparisons in the middle of a step: after the forward, and before sampling (mode ``"stage"``).
+        committed_rows: rows that commit copied to pages of a request, summed over layers and steps (mode
+            ``"stage"``): of accepted drafts, and of the tokens before them that had been redirected too.
+        committed_bytes: their bytes.
     """
 
     steps: int = 0
@@ -71,6 +77,10 @@ class AuditSummary:
     bytes_compared: int = 0
     stale_rows: int = 0
     stale_rows_at_end: int = 0
+    exposed_rows: int = 0
+    moments: int = 0
+    committed_rows: int = 0
+    committed_bytes: int = 0
 
 
 class _Recorder:
@@ -104,6 +114,8 @@ class _Step:
     # Where the drafter runs before the commit: what it found, then what it changed and left there.
     sampled: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     drafted: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # Which bytes the forward had changed.
+    touched: dict[int, Tensor] = field(default_factory=dict)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -193,6 +205,18 @@ class CacheAudit:
             self._recorders[name] = _Recorder(self._max_num_tokens, key, value)
         self._recorders[name].record(key, value, slot_mapping, token_offset, rest)
 
+    def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
+        """Behind begin. ``slot_mappings`` are the buffers that the forward will read, per group."""
+
+    def forwarded(self, moment: str) -> None:
+        """After the forward, and once more before sampling: what the drafts' slots hold before anybody knows which
+        are accepted."""
+        step = self._step
+        if step is None:
+            return
+        for address, storage in self._storages().items():
+            step.touched[address] = (_bytes_of(storage) != _bytes_of(step.before[address])).cpu()
+
     def sampled(self) -> None:
         """Before the drafter, if it runs before the commit: its layers may lie in the same storage."""
         if self._step is not None:
@@ -235,7 +259,8 @@ class CacheAudit:
             return
         rejected = self._rejected_tokens(step, num_sampled)
         rejected_slots = {group: _slots(slots[rejected]) for group, slots in step.slot_mappings.items()}
-        self._make_expected(step, rejected_slots)
+        self._count_exposed(step, rejected_slots)
+        self._make_expected(step, rejected)
         stale = self._stale_slots(step, rejected_slots, enforce)
         self._record(step, rejected, stale)
 
@@ -277,25 +302,44 @@ class CacheAudit:
     def _copies(self) -> dict[int, torch.UntypedStorage]:
         return {address: storage.clone() for address, storage in self._storages().items()}
 
-    def _make_expected(self, step: _Step, rejected_slots: dict[str, list[int]]) -> None:
+    def _count_exposed(self, step: _Step, rejected_slots: dict[str, list[int]]) -> None:
+        exposed: dict[str, set[int]] = {group: set() for group in rejected_slots}
+        for address, touched in step.touched.items():
+            for layer in self._layers_in(address):
+                exposed[layer.group] |= self._changed_slots(touched, layer, rejected_slots[layer.group])
+        self._totals.exposed_rows += sum(map(len, exposed.values()))
+
+    def _make_expected(self, step: _Step, rejected: list[int]) -> None:
         """Turn the image of before the step into what should be there after it."""
-        for name, recorder in self._recorders.items():
-            layer = self._layers[name]
-            slots = recorder.slot_mapping
-            rejected = torch.tensor(rejected_slots[layer.group], dtype=torch.int64, device=slots.device)
-            kept = torch.where(torch.isin(slots, rejected), -1, slots)
-            image = step.before[layer.kv_cache.untyped_storage().data_ptr()]
-            layer.write(recorder.key, recorder.value, same_place(layer.kv_cache, image), kept, *recorder.rest)
+        self._write_rows(step, step.before, dict.fromkeys(step.slot_mappings, rejected))
         for address, (changed, left) in step.drafted.items():
             _bytes_of(step.before[address])[changed] = left
         self._totals.rows_checked += sum(layer.planes(layer.kv_cache).num_slots for layer in self._layers.values())
+
+    def _write_rows(
+        self, step: _Step, images: dict[int, torch.UntypedStorage], left_out: Mapping[str, list[int]]
+    ) -> None:
+        """Write to images of the cache what the layers wrote in this step, each token at its own slot, but for the
+        tokens left out of each group."""
+        for name, recorder in self._recorders.items():
+            layer = self._layers[name]
+            own = step.slot_mappings[layer.group]
+            slots = torch.full_like(recorder.slot_mapping, -1)
+            slots[: len(own)] = own.to(slots.device)
+            slots[recorder.slot_mapping < 0] = -1
+            slots[left_out[layer.group]] = -1
+            image = images[layer.kv_cache.untyped_storage().data_ptr()]
+            layer.write(recorder.key, recorder.value, same_place(layer.kv_cache, image), slots, *recorder.rest)
+
+    def _ignored(self, address: int) -> Tensor | None:
+        """Bytes of a storage of which nothing is promised, or None."""
+        return None
 
     def _stale_slots(self, step: _Step, rejected_slots: dict[str, list[int]], enforce: bool) -> dict[str, list[int]]:
         """Per group, the rejected slots that changed. Raises where anything else is wrong."""
         stale: dict[str, set[int]] = {group: set() for group in rejected_slots}
         for address, storage in self._storages().items():
-            self._totals.bytes_compared += storage.nbytes()
-            differs = (_bytes_of(storage) != _bytes_of(step.before[address])).cpu()
+            differs = self._differences(address, storage, step.before[address])
             if not differs.any():
                 continue
             layers = self._layers_in(address)
@@ -310,6 +354,13 @@ class CacheAudit:
             if wrong.any() or enforce:
                 raise AuditError(self._complaint(step, layers, wrong, stale if enforce else {}))
         return {group: sorted(slots) for group, slots in stale.items()}
+
+    def _differences(self, address: int, storage: torch.UntypedStorage, image: torch.UntypedStorage) -> Tensor:
+        """Which bytes of a storage are not as in its image; bool, on the host."""
+        self._totals.bytes_compared += storage.nbytes()
+        differs = (_bytes_of(storage) != _bytes_of(image)).cpu()
+        ignored = self._ignored(address)
+        return differs if ignored is None else differs & ~ignored
 
     def _changed_slots(self, differs: Tensor, layer: AuditedLayer, slots: list[int]) -> set[int]:
         """Which of the slots hold a byte that differs."""

@@ -45,6 +45,15 @@ LATENT_IMPLS = tuple(
         "flashinfer_mla.FlashInferMLAImpl",
     )
 )
+# Their metadata holds the runner's own block table, not a copy of it or of what it says: it is right again once the
+# table is.
+_TABLE_READERS = (
+    CPU_IMPL,
+    TRITON_IMPL,
+    _BACK_ENDS + "flash_attn.FlashAttentionImpl",
+    _BACK_ENDS + "mla.triton_mla.TritonMLAImpl",
+    _BACK_ENDS + "mla.flashattn_mla.FlashAttnMLAImpl",
+)
 # Without this library too: of three engines of vLLM 0.33.0 on an H200, two ended in a device-side assertion.
 _UNRELIABLE = ("int4_per_token_head",)
 _FORMATS = {
@@ -57,12 +66,13 @@ _FORMATS = {
 }
 
 
-def target_layers(runner: Any, drafter_layers: set[str]) -> list[TargetLayer]:
+def target_layers(runner: Any, drafter_layers: set[str], mode: str) -> list[TargetLayer]:
     """The layers whose writes belong to the transaction, in the order of vLLM's groups.
 
     Args:
         runner: of either generation, its cache bound.
         drafter_layers: the drafter's own: their writes are its business.
+        mode: in ``"stage"`` it does not matter who writes, only where.
 
     Raises:
         Unsupported: a layer whose cache is not slots of tokens, or whose writer is not known.
@@ -74,10 +84,40 @@ def target_layers(runner: Any, drafter_layers: set[str]) -> list[TargetLayer]:
         if name in drafter_layers or getattr(attention, "kv_sharing_target_layer_name", None) is not None:
             continue  # the second kind writes nothing
         check_group_spec(group, spec)
-        if _qualified_name(attention) == _MLA_ATTENTION:
+        if _qualified_name(attention) == _MLA_ATTENTION and mode != "stage":
             check_passes(runner.compilation_config.pass_config)
         layers.append(_target_layer(name, group, attention, runner.model_config.dtype))
     return layers
+
+
+def check_tables(runner: Any, layers: list[TargetLayer], drafter_borrows: bool) -> None:
+    """Whether the slots and tables that the runner holds are all that attention goes by.
+
+    Args:
+        runner: of either generation.
+        layers: the target layers.
+        drafter_borrows: whether the drafter attends with metadata that was made for the target, so while the tables
+            named shadow pages.
+
+    Raises:
+        Unsupported: pages of another size than the tables', or a drafter that would read shadow pages.
+    """
+    context = runner.compilation_config.static_forward_context
+    for layer in layers:
+        audited = layer.audited
+        page = audited.planes(audited.kv_cache).planes[0].view.shape[1]
+        block = runner.kv_cache_config.kv_cache_groups[int(audited.group)].kv_cache_spec.block_size
+        if page != block:
+            raise Unsupported(
+                f"layer {audited.name}: its back end splits blocks of {block} tokens into pages of {page}; mode stage "
+                f"needs whole ones: set --block-size {page}"
+            )
+        impl = _qualified_name(context[audited.name].impl)
+        if drafter_borrows and impl not in _TABLE_READERS:
+            raise Unsupported(
+                f"speculation by {runner.speculative_config.method} with back end {impl}: the drafter goes by a copy "
+                "of the block table that was made for the target's step, which mode stage had redirected"
+            )
 
 
 def _layers_of_groups(kv_cache_config: Any) -> Iterator[tuple[str, str, Any]]:

@@ -29,16 +29,19 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.stats import EngineStats, Stats
-from nwor_ops.vllm import agreement, boards, draft_counters
+from nwor_ops.vllm import boards, draft_counters
 from nwor_ops.vllm.boards import Board
 from nwor_ops.vllm.session import Session
 
 # Field of a board: Prometheus name (which gets "_total"), and what is counted.
 METRICS = {
     "windows": ("nwor_windows", "Verification steps whose draft writes were a transaction."),
-    "drafted": ("nwor_draft_tokens", "Draft tokens in those steps, logged before they were written (mode cow)."),
+    "drafted": (
+        "nwor_draft_tokens",
+        "Draft tokens in those steps, logged (mode cow) or staged.",
+    ),
     "accepted": ("nwor_committed_tokens", "Draft tokens accepted and kept."),
-    "rejected": ("nwor_rejected_tokens", "Draft tokens undone: rejected, or of a cancelled window."),
+    "rejected": ("nwor_rejected_tokens", "Draft tokens rejected, or of a cancelled window: undone, or never written."),
     "cancelled": ("nwor_cancelled_windows", "Windows of which every draft was undone because the step failed."),
     "abandoned": ("nwor_abandoned_windows", "Windows closed without an undo: the drafts' rows stayed."),
     "comparisons": ("nwor_comparisons", "Comparisons with the scheduler's count of proposed and accepted drafts."),
@@ -320,13 +323,6 @@ def wrap_loggers_module(module: ModuleType) -> None:
 
     setattr(__init__, _WRAPPED, True)
     logger_class.__init__ = __init__
-
-
-# What is done to which of vLLM's modules once it is imported.
-WRAPPERS: dict[str, Callable[[ModuleType], None]] = {
-    "vllm.v1.core.sched.scheduler": agreement.wrap_scheduler_module,
-    "vllm.v1.metrics.loggers": wrap_loggers_module,
-}
 
 
 # ---------------------------------------------------------------- nwor_ops.stats()

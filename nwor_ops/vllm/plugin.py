@@ -6,7 +6,8 @@ it). So it leaves a note with Python's import system; when vLLM imports a runner
 methods of ``GPUModelRunner`` are wrapped that look at the engine's configuration:
 ``initialize_kv_cache``, after which everything else is wrapped, on instances, if the configuration
 asks for it, and ``profile_run``, so that the memory of the undo log is taken into account. In the V2
-runner's module also ``init_speculator`` (see :mod:`nwor_ops.vllm.draft_graphs`).
+runner's module also ``init_speculator`` (see :mod:`nwor_ops.vllm.draft_graphs`), and in the scheduler's what mode
+``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`) and the metrics need.
 With ``VLLM_NWOR_MODE=off`` in the environment not even that happens.
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from nwor_ops.config import NworConfig, mode_from_environment
-from nwor_ops.vllm import draft_graphs, metrics
+from nwor_ops.vllm import agreement, draft_graphs, metrics, spare_blocks
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.runner import log_bytes
 from nwor_ops.vllm.runner_v1 import V1
@@ -62,7 +63,11 @@ def register() -> None:
 
 def _wrappers() -> dict[str, Callable[[ModuleType], None]]:
     """What is done to which of vLLM's modules once it is imported."""
-    return {**dict.fromkeys(RUNNERS, _wrap_runner_module), **metrics.WRAPPERS}
+    return {
+        **dict.fromkeys(RUNNERS, _wrap_runner_module),
+        "vllm.v1.core.sched.scheduler": _wrap_scheduler_module,
+        "vllm.v1.metrics.loggers": metrics.wrap_loggers_module,
+    }
 
 
 class _ModuleFinder(importlib.abc.MetaPathFinder):
@@ -90,6 +95,11 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _wrap_scheduler_module(module: ModuleType) -> None:
+    spare_blocks.wrap_scheduler_module(module)
+    agreement.wrap_scheduler_module(module)
 
 
 def _wrap_runner_module(module: ModuleType) -> None:
@@ -190,7 +200,8 @@ def check() -> list[dict[str, Any]]:
             "detail": problem or f"supported: {', '.join(SUPPORTED_VERSIONS)}",
         }
     ]
-    for hook in (*(hook for kind in RUNNERS.values() for hook in kind.hooks), *draft_graphs.HOOKS):
+    of_runners = (hook for kind in RUNNERS.values() for hook in kind.hooks)
+    for hook in (*of_runners, *draft_graphs.HOOKS, *spare_blocks.HOOKS):
         problem = hook.problem()
         name = f"{hook.module}.{hook.name}" if hook.module in RUNNERS else hook.name
         rows.append({"hook": name, "ok": problem is None, "detail": problem or ", ".join(hook.parameters)})

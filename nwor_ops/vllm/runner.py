@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.layers import LATENT_IMPLS, target_layers
-from nwor_ops.vllm.session import Session
+from nwor_ops.vllm import spare_blocks
+from nwor_ops.vllm.layers import LATENT_IMPLS, check_tables, target_layers
+from nwor_ops.vllm.session import Session, TargetLayer
+from nwor_ops.vllm.spare_blocks import SpareBlocks
 from nwor_ops.vllm.support import Hook, Unsupported, check_engine, check_vllm
 
 # What a wrapper takes in place of a method: that method, bound. What it returns replaces it.
@@ -35,6 +37,7 @@ class RunnerKind:
         hooks: everything of vLLM's that is wrapped or called.
         drafter_layers: the attention layers of the drafter's own model.
         slot_mapping: the persistent slot mapping of a group, padding included.
+        drafter_borrows: whether the drafter attends with metadata that was made for the target.
         wrappers: for a runner, its session and the groups: method name -> wrapper.
     """
 
@@ -42,6 +45,7 @@ class RunnerKind:
     hooks: tuple[Hook, ...]
     drafter_layers: Callable[[Any], set[str]]
     slot_mapping: Callable[[Any, str], Tensor]
+    drafter_borrows: Callable[[Any], bool]
     wrappers: Callable[[Any, Session, list[str]], Mapping[str, Wrapper]]
 
     def attach(self, runner: Any, config: NworConfig, logger: Any) -> Session | None:
@@ -62,17 +66,27 @@ class RunnerKind:
             return None
         check_vllm(self.hooks)
         check_engine(runner.vllm_config, runner.device.type)
-        layers = target_layers(runner, self.drafter_layers(runner))
+        layers = target_layers(runner, self.drafter_layers(runner), config.mode)
         if not layers:
             raise Unsupported("no layer of the target model writes a KV cache of its own")
+        spare = self._spare_blocks(runner, layers) if config.mode == "stage" else None
         groups = sorted({layer.audited.group for layer in layers})
         slot_mappings = {group: self.slot_mapping(runner, group) for group in groups}
         try:
-            session = Session(config, layers, slot_mappings, runner.max_num_reqs, _max_draft_tokens(runner), logger)
+            session = Session(
+                config,
+                layers,
+                slot_mappings,
+                max_num_requests=runner.max_num_reqs,
+                max_draft_tokens=_max_draft_tokens(runner),
+                max_drafts_per_request=runner.speculative_config.num_speculative_tokens,
+                spare=spare,
+                logger=logger,
+            )
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             raise Unsupported(str(error)) from error
         context = runner.compilation_config.static_forward_context
-        for layer in layers:
+        for layer in layers if session.wraps_writers else ():
             _wrap_writer(context[layer.audited.name].impl, layer.audited.name, session)
         for name, wrapper in self._all_wrappers(runner, session, groups).items():
             # An attribute of the instance hides the method of the class; a second attach replaces the first.
@@ -81,6 +95,13 @@ class RunnerKind:
             setattr(wrapped, _MARK, True)
             setattr(runner, name, wrapped)
         return session
+
+    def _spare_blocks(self, runner: Any, layers: list[TargetLayer]) -> SpareBlocks:
+        """What mode ``"stage"`` needs, or :class:`Unsupported`."""
+        check_vllm(spare_blocks.HOOKS)
+        spare_blocks.check_scheduler(runner.vllm_config)
+        check_tables(runner, layers, self.drafter_borrows(runner))
+        return spare_blocks.spare_blocks(runner.vllm_config, runner.kv_cache_config)
 
     def detach(self, runner: Any) -> None:
         """Take every wrapper off again: the runner binds a new cache, or is refused."""
@@ -109,9 +130,24 @@ class RunnerKind:
             return lambda method: closing(inner(method))
 
         wrappers = dict(self.wrappers(runner, session, groups))
+        if session.spare is not None or session.audit is not None:
+            wrappers["execute_model"] = functools.partial(_forward, session)
         for half in ("execute_model", "sample_tokens"):
             wrappers[half] = closing_around(wrappers.get(half, whole))
         return wrappers
+
+
+def _forward(session: Session, execute: Callable[..., Any]) -> Callable[..., Any]:
+    """``execute_model``, from the blocks that it is given to the end of the forward."""
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if session.spare is not None:
+            session.spare.check(scheduler_output)
+        output = execute(scheduler_output, *args, **kwargs)
+        session.forwarded("after the forward")
+        return output
+
+    return execute_model
 
 
 def _max_draft_tokens(runner: Any) -> int:

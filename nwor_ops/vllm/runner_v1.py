@@ -19,6 +19,14 @@ def _slot_mapping(runner: Any, group: str) -> Tensor:
     return runner.input_batch.block_table[int(group)].slot_mapping.gpu
 
 
+def _block_table(runner: Any, group: str) -> Tensor:
+    return runner.input_batch.block_table[int(group)].block_table.gpu
+
+
+def _drafter_borrows(runner: Any) -> bool:
+    return False  # its metadata is made when it drafts
+
+
 def _drafter_layers(runner: Any) -> set[str]:
     config = runner.speculative_config
     if not (config.uses_draft_model() or config.use_eagle()):
@@ -38,6 +46,8 @@ def _step(runner: Any, metadata: Any, groups: list[str]) -> Step:
             cu_num_draft_tokens=metadata.cu_num_draft_tokens,
             slot_mappings={group: _slot_mapping(runner, group) for group in groups},
             num_draft_tokens=sum(metadata.num_draft_tokens),
+            seq_lens=runner.seq_lens,
+            block_tables={group: _block_table(runner, group) for group in groups},
         ),
         query_start_loc=runner.query_start_loc.np[: num_requests + 1],
         num_draft_tokens=metadata.num_draft_tokens,
@@ -56,6 +66,7 @@ def _wrappers(runner: Any, session: Session, groups: list[str]) -> dict[str, Wra
 
     def commit(sample: Callable[..., Any]) -> Callable[..., Any]:
         def _sample(logits: Any, spec_decode_metadata: Any) -> Any:
+            session.forwarded("before sampling")
             output = sample(logits, spec_decode_metadata)
             if spec_decode_metadata is not None:
                 drafted, sampled = spec_decode_metadata.draft_token_ids, output.sampled_token_ids
@@ -100,5 +111,6 @@ V1 = RunnerKind(
     ),
     drafter_layers=_drafter_layers,
     slot_mapping=_slot_mapping,
+    drafter_borrows=_drafter_borrows,
     wrappers=_wrappers,
 )

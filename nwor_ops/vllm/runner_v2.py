@@ -20,6 +20,15 @@ def _slot_mapping(runner: Any, group: str) -> Tensor:
     return runner.block_tables.slot_mappings[int(group)]
 
 
+def _block_table(runner: Any, group: str) -> Tensor:
+    return runner.block_tables.input_block_tables[int(group)]
+
+
+def _drafter_borrows(runner: Any) -> bool:
+    config = runner.speculative_config
+    return not (config.use_ngram() or config.uses_draft_model())
+
+
 def _drafter_layers(runner: Any) -> set[str]:
     if runner.model_state.num_new_sampled_tokens_per_step != 1:
         raise Unsupported("the model samples more than one new token for each request and step")
@@ -34,6 +43,7 @@ def _drafter_layers(runner: Any) -> set[str]:
 def _wrappers(runner: Any, session: Session, groups: list[str]) -> dict[str, Wrapper]:
     sampled: list[tuple[Tensor, Tensor]] = []  # of the open window, from sampling until the drafter is done
     slot_mappings = {group: _slot_mapping(runner, group) for group in groups}
+    block_tables = {group: _block_table(runner, group) for group in groups}
 
     def step(input_batch: Any) -> Step:
         return Step(
@@ -43,6 +53,8 @@ def _wrappers(runner: Any, session: Session, groups: list[str]) -> dict[str, Wra
                 slot_mappings=slot_mappings,
                 num_draft_tokens=input_batch.num_draft_tokens,
                 num_bonus_tokens=1,  # vLLM counts logits
+                seq_lens=input_batch.seq_lens,
+                block_tables=block_tables,
             ),
             query_start_loc=input_batch.query_start_loc_np,
             num_draft_tokens=input_batch.num_draft_tokens_per_req,
@@ -60,16 +72,20 @@ def _wrappers(runner: Any, session: Session, groups: list[str]) -> dict[str, Wra
 
     def note(sample_batch: Callable[..., Any]) -> Callable[..., Any]:
         def sample(hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+            session.forwarded("before sampling")
             output = sample_batch(hidden_states, input_batch, grammar_output)
             if input_batch.num_draft_tokens > 0:
                 sampled.append(output[1:])
-                session.sampled()
+                if session.mode == "stage":  # the drafter follows the tables, so they are put back before it runs
+                    commit_sampled()
+                else:
+                    session.sampled()
             return output
 
         return sample
 
-    # Behind the drafter, which neither reads nor writes the target's layers: the sampled tokens are on their way to
-    # the host by then, which needs them to go on with the next step.
+    # Else behind the drafter, which neither reads nor writes the target's layers: the sampled tokens are on their way
+    # to the host by then, which needs them to go on with the next step.
     def commit_sampled() -> None:
         if sampled:
             num_sampled, num_rejected = sampled.pop()
@@ -122,5 +138,6 @@ V2 = RunnerKind(
     ),
     drafter_layers=_drafter_layers,
     slot_mapping=_slot_mapping,
+    drafter_borrows=_drafter_borrows,
     wrappers=_wrappers,
 )

@@ -1,8 +1,9 @@
 """One model runner's transactions: what is the same for every generation of vLLM's runner.
 
 A runner module (``runner_v1``, ``runner_v2``) turns its runner's objects into a :class:`Step` and calls
-:meth:`Session.begin` and :meth:`Session.commit`; the wrapped writer of each target layer calls
-:meth:`Session.write`. The policy for errors is here and nowhere else:
+:meth:`Session.begin` and :meth:`Session.commit`; in mode ``"cow"`` the wrapped writer of each target layer calls
+:meth:`Session.write`. In mode ``"stage"`` begin redirects the step to shadow pages, and writers need no wrapper.
+The policy for errors is here and nowhere else:
 
 - strict (default): the error goes up, the engine stops with the reason;
 - ``on_unsupported="vanilla"``: the step goes on as if this library were not there, and is counted.
@@ -22,6 +23,8 @@ from nwor_ops.config import NworConfig
 from nwor_ops.manager import DraftCommitManager, State, is_capturing, set_current_manager
 from nwor_ops.stats import Stats
 from nwor_ops.vllm.audit import AuditedLayer, CacheAudit
+from nwor_ops.vllm.audit_stage import StageAudit
+from nwor_ops.vllm.spare_blocks import SpareBlocks
 from nwor_ops.window import Window
 
 
@@ -65,6 +68,8 @@ class Session:
         slot_mappings: int64 ``[max_num_tokens]`` per group: the engine's persistent buffers, of which
             every forward takes slices.
         max_num_requests, max_draft_tokens: most in one batch.
+        max_drafts_per_request: most of one request.
+        spare: the blocks that belong to no request, in mode ``"stage"``.
         logger: vLLM's.
     """
 
@@ -75,10 +80,13 @@ class Session:
         slot_mappings: dict[str, Tensor],
         max_num_requests: int,
         max_draft_tokens: int,
+        max_drafts_per_request: int,
+        spare: SpareBlocks | None,
         logger: Any,
     ) -> None:
         self.config = config
         self.mode = config.mode
+        self.spare = spare
         self._layers = {layer.audited.name: layer for layer in layers}
         self._addresses = {name: layer.audited.kv_cache.data_ptr() for name, layer in self._layers.items()}
         self._logger = logger
@@ -89,14 +97,15 @@ class Session:
         self.vanilla_steps: Counter[str] = Counter()
         self.after_step: Callable[[], None] | None = None  # set by metrics.start
         self.manager: DraftCommitManager | None = None
-        if config.mode == "cow":
+        if config.mode != "off":
             self.manager = self._make_manager(
                 layers,
                 max_num_tokens=max_num_tokens,
                 max_num_requests=max_num_requests,
                 max_draft_tokens=max_draft_tokens,
+                max_drafts_per_request=max_drafts_per_request,
             )
-        self.audit = CacheAudit([layer.audited for layer in layers], max_num_tokens) if config.audit else None
+        self.audit = self._make_audit([layer.audited for layer in layers], max_num_tokens) if config.audit else None
 
     def _make_manager(self, layers: list[TargetLayer], **limits: Any) -> DraftCommitManager:
         device = layers[0].audited.kv_cache.device
@@ -104,7 +113,10 @@ class Session:
         problem = next(lib.problem for lib in library.loaded_libraries() if lib.kind == kind)
         if problem:
             raise RuntimeError(problem)
-        manager = DraftCommitManager(**limits, device=device)
+        shadow = None
+        if self.spare is not None:
+            shadow = {layer.audited.group: self.spare.of_group(int(layer.audited.group)).start for layer in layers}
+        manager = DraftCommitManager(**limits, device=device, mode=self.mode, shadow_blocks=shadow)
         for layer in layers:
             audited = layer.audited
             manager.register_layer(audited.name, audited.planes(audited.kv_cache), audited.group)
@@ -112,7 +124,18 @@ class Session:
         set_current_manager(manager)
         return manager
 
-    # ------------------------------------------------------------ the three moments of a step
+    def _make_audit(self, layers: list[AuditedLayer], max_num_tokens: int) -> CacheAudit:
+        if self.spare is None:
+            return CacheAudit(layers, max_num_tokens)
+        shadow = {layer.group: self.spare.of_group(int(layer.group)) for layer in layers}
+        return StageAudit(layers, max_num_tokens, shadow)
+
+    @property
+    def wraps_writers(self) -> bool:
+        """Whether what the target layers write is to come through :meth:`write`."""
+        return self.mode != "stage" or self.audit is not None
+
+    # ------------------------------------------------------------ the moments of a step
 
     def begin(self, step: Step) -> None:
         """After the runner prepared its inputs, before the forward."""
@@ -132,11 +155,13 @@ class Session:
             self.manager.begin(step.window)
         except Exception as error:
             self._fall_back("begin", error)
-        else:
-            self._step = step
+            return
+        self._step = step
+        if self.audit is not None:
+            self.audit.opened(step.window.slot_mappings)
 
     def write(self, name: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any) -> None:
-        """In place of the layer's own writer, with its arguments.
+        """In place of the layer's own writer, with its arguments. In mode ``"stage"`` only an audit wants to see them.
 
         Python is here at every step of an eager or piecewise-compiled forward, and once, outside any
         window, where a graph of the whole forward is captured: the captured kernel logs in every replay
@@ -147,8 +172,14 @@ class Session:
             token_offset = self._token_offset(layer.audited.group, slot_mapping)
             self.audit.write(name, key, value, slot_mapping, token_offset, rest)
         in_window = self._step is not None or (self.manager is not None and is_capturing(slot_mapping))
-        if not in_window or not self._write_in_window(layer, key, value, kv_cache, slot_mapping):
+        logs = in_window and self.mode == "cow"
+        if not logs or not self._write_in_window(layer, key, value, kv_cache, slot_mapping):
             layer.audited.write(key, value, kv_cache, slot_mapping, *rest)
+
+    def forwarded(self, moment: str) -> None:
+        """After the forward, and again before sampling: only an audit has something to do then."""
+        if self.audit is not None:
+            self.audit.forwarded(moment)
 
     def sampled(self) -> None:
         """After sampling, where the drafter runs before the commit."""
@@ -219,6 +250,11 @@ class Session:
     def describe(self) -> str:
         if self.manager is None:
             return f"watching {len(self._layers)} layers, no transaction"
+        if self.spare is not None:
+            return (
+                f"{len(self._layers)} layers, {self.manager.launches_per_window} launches per step and none per layer; "
+                f"{self.spare.describe()}"
+            )
         fused = sum(layer.fused for layer in self._layers.values())
         return (
             f"{len(self._layers)} layers ({fused} through the fused writer), "

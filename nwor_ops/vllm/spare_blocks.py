@@ -1,0 +1,160 @@
+"""The blocks that mode ``"stage"`` keeps from vLLM's scheduler: shadow pages for the drafts of every running request.
+
+They are the last blocks of the cache. vLLM's block pool is made without them, so nothing about allocation changes: to
+the scheduler the cache is that much smaller. The engine core and each worker work out the same numbers from the same
+configuration, and the runner looks at every block id that it is given (:meth:`SpareBlocks.check`).
+
+Blocks are numbered for all KV-cache groups together, and groups may lie in one another's memory, so each group has
+spare blocks of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from nwor_ops.config import NworConfig
+from nwor_ops.shadow import num_shadow_blocks
+from nwor_ops.vllm.support import Hook, Unsupported, check_engine
+
+HOOKS = (
+    Hook(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.__init__",
+        (
+            "vllm_config",
+            "kv_cache_config",
+            "structured_output_manager",
+            "block_size",
+            "hash_block_size",
+            "mm_registry",
+            "include_finished_set",
+            "log_stats",
+        ),
+    ),
+    Hook(
+        "vllm.v1.core.kv_cache_utils",
+        "get_max_concurrency_for_kv_cache_config",
+        ("vllm_config", "kv_cache_config"),
+    ),
+)
+_WRAPPED = "_nwor_spares_blocks"
+
+
+@dataclass(frozen=True)
+class SpareBlocks:
+    """Which blocks belong to no request.
+
+    Attributes:
+        num_blocks: blocks of the whole cache, these included.
+        num_groups: KV-cache groups, the drafter's own included: the engine core does not know which they are.
+        per_group: spare blocks of each group.
+        block_bytes: bytes of one block in all layers.
+    """
+
+    num_blocks: int
+    num_groups: int
+    per_group: int
+    block_bytes: int
+
+    @property
+    def first(self) -> int:
+        """The first one. All behind it are spare too."""
+        return self.num_blocks - self.num_groups * self.per_group
+
+    def of_group(self, group: int) -> range:
+        start = self.first + group * self.per_group
+        return range(start, start + self.per_group)
+
+    def describe(self) -> str:
+        spare = self.num_blocks - self.first
+        return (
+            f"{spare} of {self.num_blocks} blocks ({spare / self.num_blocks:.1%} of the cache, "
+            f"{spare * self.block_bytes / 2**20:.1f} MiB) are shadow pages, withheld from the scheduler"
+        )
+
+    def check(self, scheduler_output: Any) -> None:
+        """Raises RuntimeError where the scheduler hands out a spare block: it must not know of them."""
+        cached = scheduler_output.scheduled_cached_reqs
+        for by_group in (*(new.block_ids for new in scheduler_output.scheduled_new_reqs), *cached.new_block_ids):
+            for block_ids in by_group or ():
+                if block_ids and max(block_ids) >= self.first:
+                    raise RuntimeError(
+                        f"nwor: the scheduler gave block {max(block_ids)} to a request; mode stage needs the blocks "
+                        f"from {self.first} on for itself. Is nwor_ops loaded in the engine core's process?"
+                    )
+
+
+def spare_blocks(vllm_config: Any, kv_cache_config: Any) -> SpareBlocks:
+    """What mode ``"stage"`` withholds of a cache.
+
+    Args:
+        vllm_config: the engine's.
+        kv_cache_config: the whole cache's, as vLLM made it.
+
+    Raises:
+        Unsupported: too little would be left for one request of the longest length.
+    """
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    groups = kv_cache_config.kv_cache_groups
+    block_size = min(group.kv_cache_spec.block_size for group in groups)
+    requests = vllm_config.scheduler_config.max_num_seqs
+    drafts = vllm_config.speculative_config.num_speculative_tokens
+    num_blocks = kv_cache_config.num_blocks
+    block_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // num_blocks
+    spare = SpareBlocks(num_blocks, len(groups), num_shadow_blocks(requests, drafts, block_size), block_bytes)
+    # One block of the pool is vLLM's null block.
+    per_request = num_blocks / get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
+    if spare.first - 1 < per_request:
+        raise Unsupported(
+            f"mode stage withholds {num_blocks - spare.first} blocks ({spare.num_groups} groups, {requests} requests "
+            f"of up to {drafts} drafts in blocks of {block_size}) of the {num_blocks} that the cache has; of the "
+            f"{max(spare.first - 1, 0)} left a request of {vllm_config.model_config.max_model_len} tokens needs "
+            f"{per_request:.0f}: give the cache more memory, or lower max_num_seqs or max_model_len"
+        )
+    return spare
+
+
+def check_scheduler(vllm_config: Any) -> None:
+    """Raises :class:`Unsupported` for a scheduler that is not vLLM's own: nobody would keep the blocks from it."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
+    if not issubclass(scheduler_class, Scheduler):
+        raise Unsupported(
+            f"scheduler {scheduler_class.__qualname__}: mode stage withholds blocks from vLLM's own alone"
+        )
+
+
+def wrap_scheduler_module(module: ModuleType) -> None:
+    """Make each scheduler start with a cache that lacks the spare blocks, if its engine is in mode ``"stage"``."""
+    original = module.Scheduler.__init__
+    if getattr(original, _WRAPPED, False):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Any, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, _without_spare_blocks(vllm_config, kv_cache_config), *args, **kwargs)
+
+    setattr(__init__, _WRAPPED, True)
+    module.Scheduler.__init__ = __init__
+
+
+def _without_spare_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
+    from vllm.platforms import current_platform
+
+    config = NworConfig.load(vllm_config.additional_config)
+    if config.mode != "stage" or vllm_config.speculative_config is None:
+        return kv_cache_config
+    try:
+        check_engine(vllm_config, current_platform.device_type)
+        spare = spare_blocks(vllm_config, kv_cache_config)
+    except Unsupported:  # the workers say so, and stop the engine if that is wanted
+        return kv_cache_config
+    smaller = copy.copy(kv_cache_config)
+    smaller.num_blocks = spare.first
+    return smaller
