@@ -127,6 +127,36 @@ def _plant_forward_fault(llm: Any, call: int) -> None:
     impl.forward = forward
 
 
+def _write_in_forward() -> list[int]:
+    """Make attention write the cache by itself, as a fused kernel or a model's own attention does: inside its forward,
+    at the slots of its group. What it returns counts the writes."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    impl, count = cpu_attn.CPUAttentionBackendImpl, [0]
+    attend, write = impl.forward, impl.do_kv_cache_update
+
+    def forward(
+        self: Any,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        if attn_metadata is not None:
+            slots = attn_metadata.slot_mapping
+            write(self, layer, key[: len(slots)], value[: len(slots)], kv_cache, slots)
+            count[0] += 1
+        return attend(self, layer, query, key, value, kv_cache, attn_metadata, *rest, **named)
+
+    impl.forward = forward
+    cpu_attn.CPUAttentionBackend.forward_includes_kv_cache_update = True
+    return count
+
+
 def _run_requests(llm: Any, requests: list[list[int]], sampling: list[Any], abort: dict[int, list[str]]) -> Any:
     """Tokens per request (None where aborted), through add_request and step as a server does."""
     engine = llm.llm_engine
@@ -173,8 +203,10 @@ def _job(
     temperature: float,
     abort: dict[int, list[str]],
     fault: tuple[str, int] | None,
+    own_writer: bool,
 ) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT | environment)
+    own_writes = _write_in_forward() if own_writer else [0]
     from vllm import LLM
 
     import nwor_ops.vllm
@@ -200,10 +232,12 @@ def _job(
         "metrics": {m.name.removeprefix("vllm:"): m.value for m in llm.get_metrics() if hasattr(m, "value")},
         "layers": _layers(llm),
         "wrapped": _wrapped_methods(llm),
+        "own_writes": own_writes[0],
         "session": None,
     }
     for session in nwor_ops.vllm.sessions():
         result["session"] = {
+            "mode": session.mode,
             "stats": session.stats().as_dict(),
             "audit": session.audit.summary() if session.audit else None,
             "vanilla_steps": dict(session.vanilla_steps),
@@ -242,6 +276,7 @@ class Engines:
         temperature: float = 0.0,
         abort: dict[int, list[str]] | None = None,
         fault: tuple[str, int] | None = None,
+        own_writer: bool = False,
         **arguments: Any,
     ) -> Future[dict[str, Any]]:
         """Run the requests on a fresh engine; `arguments` are vLLM's."""
@@ -249,7 +284,9 @@ class Engines:
         if nwor is not None:
             settings["additional_config"] = {"nwor": nwor}
         pool = ProcessPoolExecutor(1, mp_context=self._context)
-        future = pool.submit(_job, environment or {}, settings, requests, max_tokens, temperature, abort or {}, fault)
+        future = pool.submit(
+            _job, environment or {}, settings, requests, max_tokens, temperature, abort or {}, fault, own_writer
+        )
         pool.shutdown(wait=False)
         return future
 

@@ -41,17 +41,23 @@ def test_an_engine_that_does_not_speculate_is_left_alone(engines: Engines) -> No
     assert result["wrapped"] == ["class initialize_kv_cache"]
 
 
-@pytest.mark.parametrize("moment", ["begin", "write", "commit"])
-def test_a_fault_of_ours_stops_a_strict_engine_with_the_reason(engines: Engines, moment: str) -> None:
+FAULTS = pytest.mark.parametrize(
+    ("mode", "moment"),
+    [("cow", "begin"), ("cow", "write"), ("cow", "commit"), ("stage", "begin"), ("stage", "commit")],
+)
+
+
+@FAULTS
+def test_a_fault_of_ours_stops_a_strict_engine_with_the_reason(engines: Engines, mode: str, moment: str) -> None:
     with pytest.raises(RuntimeError, match=f"nwor: {moment} failed: planted in {moment}"):
-        engines.run(prompts(4), nwor={"mode": "cow"}, fault=(moment, 5))
+        engines.run(prompts(4), nwor={"mode": mode}, fault=(moment, 5))
 
 
-@pytest.mark.parametrize("moment", ["begin", "write", "commit"])
-def test_a_fault_of_ours_leaves_output_as_vanilla(engines: Engines, moment: str) -> None:
+@FAULTS
+def test_a_fault_of_ours_leaves_output_as_vanilla(engines: Engines, mode: str, moment: str) -> None:
     vanilla, ours = (
         engines.start(prompts(6)),
-        engines.start(prompts(6), nwor={"mode": "cow", "audit": True, "on_unsupported": "vanilla"}, fault=(moment, 5)),
+        engines.start(prompts(6), nwor={"mode": mode, "audit": True, "on_unsupported": "vanilla"}, fault=(moment, 5)),
     )
     result = ours.result()
     assert result["tokens"] == vanilla.result()["tokens"]
@@ -62,9 +68,10 @@ def test_a_fault_of_ours_leaves_output_as_vanilla(engines: Engines, moment: str)
     assert audit["rejected"] > audit["stale_rows"]
 
 
-def test_a_forward_that_fails_leaves_no_draft_behind(engines: Engines) -> None:
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_a_forward_that_fails_leaves_no_draft_behind(engines: Engines, mode: str) -> None:
     """vLLM's own failure in the last layer: the window is cancelled at once, and the audit compares that too."""
-    result = engines.run(prompts(6), nwor={"mode": "cow", "audit": True}, fault=("forward", 12))
+    result = engines.run(prompts(6), nwor={"mode": mode, "audit": True}, fault=("forward", 12))
     assert result["error"] == "planted in forward"
     session = result["session"]
     assert session["vanilla_steps"] == {"cancelled": 1}
@@ -158,7 +165,7 @@ def test_environment_wins() -> None:
     ("additional", "environment", "message"),
     [
         ({"nwor": {"mod": "cow"}}, {}, "unknown settings \\['mod'\\]; known are mode, audit, on_unsupported"),
-        ({"nwor": {"mode": "on"}}, {}, "mode must be one of off, cow, got 'on'"),
+        ({"nwor": {"mode": "on"}}, {}, "mode must be one of off, cow, stage, got 'on'"),
         ({"nwor": {"audit": "yes"}}, {}, "audit must be true or false"),
         ({"nwor": "cow"}, {}, "must be a dict"),
         ({}, {"VLLM_NWOR_MODE": "stage2"}, "mode must be one of"),

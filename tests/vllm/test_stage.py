@@ -1,0 +1,220 @@
+"""Mode stage, where it is not like cow: blocks are kept from the scheduler, no writer is wrapped, and the audit looks
+at every moment of a step. (What both modes have in common is in test_engine.py and test_plugin.py.)"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import Engines, prompts
+from test_engine import STAGE, check_transaction, check_vllm_counts
+from torch import Tensor
+
+from nwor_ops.cache import LayerCache
+from nwor_ops.vllm.audit import AuditedLayer, AuditError
+from nwor_ops.vllm.audit_stage import StageAudit
+from nwor_ops.vllm.spare_blocks import SpareBlocks
+
+
+def test_without_an_audit_no_writer_is_wrapped(engines: Engines) -> None:
+    vanilla, ours = engines.pair(prompts(8), {"mode": "stage"})
+    assert ours["tokens"] == vanilla["tokens"]
+    assert not any(layer["wrapped"] for layer in ours["layers"].values())
+    assert ours["session"]["stats"]["rejected"] > 0
+    assert ours["session"]["vanilla_steps"] == {}
+
+
+def test_engine_core_in_its_own_process(engines: Engines) -> None:
+    """Scheduler and worker load the plugin there, and read the same settings."""
+    requests = prompts(6)
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NWOR_MODE": "stage", "VLLM_NWOR_AUDIT": "1"}
+    vanilla = engines.start(requests)
+    ours = engines.run_detached(requests, environment)
+    assert ours["tokens"] == vanilla.result()["tokens"]
+    assert "nwor: active, mode stage, audited at every step" in ours["log"]
+    assert "16 of 96 blocks (16.7% of the cache, 0.8 MiB) are shadow pages, withheld from the scheduler" in ours["log"]
+
+
+def test_a_model_that_writes_its_cache_itself(engines: Engines) -> None:
+    """Its attention writes inside its forward, at the group's slots, and no writer of a layer is ever called: the rows
+    are staged all the same."""
+    vanilla, ours = engines.pair(prompts(12), STAGE, own_writer=True)
+    assert ours["tokens"] == vanilla["tokens"]
+    assert ours["own_writes"] == vanilla["own_writes"] > 0
+    check_transaction(ours)
+    check_vllm_counts(ours)
+
+
+def test_a_cache_that_is_too_small_is_refused_with_the_numbers(engines: Engines) -> None:
+    """16 spare blocks, the null block, and a request of 256 tokens needs 8 of 32: 25 blocks at least."""
+    engines.run(prompts(2), nwor=STAGE, num_gpu_blocks_override=25, max_tokens=8)
+    message = (
+        r"nwor: mode stage withholds 16 blocks \(1 groups, 8 requests of up to 4 drafts in blocks of 32\) of the 24 "
+        r"that the cache has; of the 7 left a request of 256 tokens needs 8"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        engines.run(prompts(2), nwor=STAGE, num_gpu_blocks_override=24)
+
+
+def test_a_refused_engine_goes_on_with_all_its_blocks(engines: Engines) -> None:
+    """Where that is asked for: 4 requests at once need blocks that mode stage would have withheld."""
+    nwor = {"mode": "stage", "on_unsupported": "vanilla"}
+    result = engines.run(prompts(4), nwor=nwor, num_gpu_blocks_override=17, max_model_len=512, max_tokens=8)
+    assert result["session"] is None
+    assert result["metrics"]["num_preemptions"] == 0
+
+
+def test_a_scheduler_that_is_not_vllms_is_refused(engines: Engines) -> None:
+    with pytest.raises(RuntimeError, match=r"nwor: scheduler OtherScheduler: mode stage withholds blocks from vLLM's"):
+        engines.run(prompts(2), nwor=STAGE, scheduler_cls="other_scheduler.OtherScheduler")
+
+
+def test_a_spare_block_in_a_request_is_an_error() -> None:
+    spare = SpareBlocks(num_blocks=20, num_groups=2, per_group=4, block_bytes=1)
+    assert (spare.first, spare.of_group(0), spare.of_group(1)) == (12, range(12, 16), range(16, 20))
+
+    def output(new: Any = (), more: Any = ()) -> Any:
+        requests = [SimpleNamespace(block_ids=blocks) for blocks in new]
+        return SimpleNamespace(
+            scheduled_new_reqs=requests, scheduled_cached_reqs=SimpleNamespace(new_block_ids=list(more))
+        )
+
+    spare.check(output([([1, 11], [])], [None, ([], [11])]))
+    for wrong in (output([([1], [2, 12])]), output(more=[None, ([19],)])):
+        with pytest.raises(RuntimeError, match=r"gave block (12|19) to a request; mode stage needs .* from 12 on"):
+            spare.check(wrong)
+
+
+def test_enough_pages_are_withheld() -> None:
+    """The last row of a page, and K more: for K from 1 to 20 and blocks of 1 to 32."""
+    from nwor_ops.shadow import num_shadow_blocks
+
+    for drafts in range(1, 21):
+        for size in range(1, 33):
+            touched = max(len({row // size for row in range(start, start + drafts)}) for start in range(size))
+            assert num_shadow_blocks(3, drafts, size) == 3 * touched
+
+
+# ---------------------------------------------------------------- the audit by itself
+
+BLOCKS, SIZE, HEADS, WIDTH = 6, 4, 2, 8
+SHADOW = range(4, 6)
+OWN = torch.tensor([5, 6, 7, 8])  # a prompt token of another request; a token, and its two drafts
+REDIRECTED = torch.tensor([5, 18, 19, 20])
+ROWS = torch.arange(2.0 * 4 * HEADS * WIDTH).view(2, 4, HEADS, WIDTH) + 2
+
+
+def _write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            kv_cache[slot // SIZE, slot % SIZE] = torch.cat((key[token], value[token]), -1)
+
+
+class Step:
+    """A step of one layer, done right but for what a test changes. The second draft is rejected."""
+
+    def __init__(self, recorded: bool = True) -> None:
+        self.cache = torch.ones(BLOCKS, SIZE, HEADS, 2 * WIDTH)
+        self.audit = StageAudit([AuditedLayer("layer", "0", self.cache, LayerCache.packed, _write)], 8, {"0": SHADOW})
+        self.recorded = recorded
+
+    def row(self, slot: int) -> Tensor:
+        return self.cache[slot // SIZE, slot % SIZE]
+
+    def begin(self, redirected: Tensor = REDIRECTED) -> None:
+        self.audit.begin([0, 1, 4], [0, 2], {"0": OWN})
+        self.audit.opened({"0": redirected})
+
+    def forward(self) -> None:
+        if self.recorded:
+            self.audit.write("layer", *ROWS, REDIRECTED, 0, ())
+        _write(*ROWS, self.cache, REDIRECTED)
+        self.row(17)[:] = 7  # what a shadow page holds besides is nobody's business
+
+    def commit(self) -> None:
+        for own, shadow in zip((6, 7), (18, 19), strict=True):
+            self.row(own)[:] = self.row(shadow)
+
+    def compare(self) -> None:
+        self.audit.commit([1, 2], enforce=True)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_step_as_it_should_be(recorded: bool) -> None:
+    step = Step(recorded)
+    step.begin()
+    step.forward()
+    step.audit.forwarded("after the forward")
+    step.audit.forwarded("before sampling")
+    step.commit()
+    step.compare()
+    summary = step.audit.summary()
+    counted = {name: summary[name] for name in ("drafted", "accepted", "rejected", "stale_rows", "exposed_rows")}
+    assert counted == {"drafted": 2, "accepted": 1, "rejected": 1, "stale_rows": 0, "exposed_rows": 0}
+    row_bytes = HEADS * 2 * WIDTH * 4
+    assert (summary["moments"], summary["committed_rows"], summary["committed_bytes"]) == (2, 2, 2 * row_bytes)
+
+
+@pytest.mark.parametrize("slot", [8, 16, 12])
+def test_a_draft_that_is_not_redirected_is_found(slot: int) -> None:
+    """Left at its own slot, or sent to a page that is not of its group: block 3 is nobody's, 4 and 5 are the shadow."""
+    redirected = REDIRECTED.clone()
+    redirected[3] = slot
+    step = Step()
+    if slot == 16:
+        step.begin(redirected)
+        return
+    with pytest.raises(AuditError, match=rf"must name a slot of blocks 4 to 5: {slot} \(token 3\)"):
+        step.begin(redirected)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("slot", [7, 8, 0])
+def test_a_draft_in_a_page_of_its_request_is_found_before_sampling(slot: int, recorded: bool) -> None:
+    """An accepted draft's row as well: nobody knows yet that it will be. And a page that the step has no part in."""
+    step = Step(recorded)
+    step.begin()
+    step.forward()
+    step.audit.forwarded("after the forward")
+    step.row(slot)[0, 0] = 5
+    with pytest.raises(AuditError, match=r"before sampling, .*bytes are not what this step should leave there"):
+        step.audit.forwarded("before sampling")
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    ("slot", "message"), [(8, "rejected drafts of group 0 left their rows in slots 8"), (7, "bytes")]
+)
+def test_a_commit_that_copies_too_much_or_wrongly_is_found(slot: int, message: str, recorded: bool) -> None:
+    step = Step(recorded)
+    step.begin()
+    step.forward()
+    step.audit.forwarded("before sampling")
+    step.commit()
+    step.row(slot)[0, 0] = 5
+    with pytest.raises(AuditError, match=message):
+        step.compare()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_commit_that_forgets_a_row_is_found(recorded: bool) -> None:
+    step = Step(recorded)
+    step.begin()
+    step.forward()
+    step.audit.forwarded("before sampling")
+    with pytest.raises(AuditError, match=r"in layer layer slots 6 \(token 1\), 7 \(token 2\)"):
+        step.compare()
+
+
+def test_a_writer_that_goes_wrong_in_the_shadow_page_is_found_at_commit() -> None:
+    """What is copied from there is not what vLLM's own writer would have written."""
+    step = Step()
+    step.begin()
+    step.forward()
+    step.row(19)[0, 0] = 5
+    step.audit.forwarded("before sampling")
+    step.commit()
+    with pytest.raises(AuditError, match=r"in layer layer slots 7 \(token 2\)"):
+        step.compare()
