@@ -273,6 +273,11 @@ class CacheAudit:
         self._totals.stale_rows_at_end = sum(int((states == STALE).sum()) for states in self._states.values())
         return asdict(self._totals)
 
+    @property
+    def recorded_layers(self) -> list[str]:
+        """The layers whose own writer was called at least once."""
+        return list(self._recorders)
+
     def slot_states(self) -> dict[str, Tensor]:
         """Per group uint8 ``[num_blocks, block_size]``: what each slot holds now: FREE, COMMITTED or STALE."""
         return {group: states.reshape(-1, self._block_sizes[group]).clone() for group, states in self._states.items()}

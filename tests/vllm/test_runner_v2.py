@@ -17,9 +17,14 @@ from nwor_ops.config import NworConfig
 from nwor_ops.vllm.audit import AuditedLayer
 from nwor_ops.vllm.runner_v2 import V2
 from nwor_ops.vllm.session import Session, TargetLayer
+from nwor_ops.vllm.spare_blocks import SpareBlocks
 
-BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 4, 4, 2, 8
-# One request: a token and two drafts, of which the first is accepted.
+BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 16, 4, 2, 8
+# Mode stage: 4 requests, each of at most 2 drafts, which may lie in two blocks.
+SPARE = SpareBlocks(num_blocks=BLOCKS, num_groups=1, per_group=8, block_bytes=1)
+# One request: a token and two drafts, of which the first is accepted, at positions 2 to 4.
+TABLE = [1, 3]
+SLOTS = [6, 7, 12]
 BATCH = SimpleNamespace(
     query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
     cu_num_logits=torch.tensor([0, 3], dtype=torch.int32),
@@ -27,18 +32,33 @@ BATCH = SimpleNamespace(
     num_draft_tokens=2,
     query_start_loc_np=numpy.array([0, 3]),
     num_draft_tokens_per_req=numpy.array([2]),
+    seq_lens=torch.tensor([5], dtype=torch.int32),
 )
+NOTHING = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]))
+MODES = pytest.mark.parametrize("mode", ["cow", "stage"])
 
 
 class Runner:
-    def __init__(self, audit: bool) -> None:
+    def __init__(self, audit: bool, mode: str = "cow") -> None:
         self.kv_cache = torch.zeros(BLOCKS, BLOCK_SIZE, HEADS, 2 * WIDTH)
+        self.kv_cache[TABLE[0], :2] = 5
         self.slots = torch.full((1, 16), -1, dtype=torch.int64)
-        self.block_tables = SimpleNamespace(slot_mappings=self.slots)
+        self.table = torch.zeros(4, 8, dtype=torch.int32)
+        self.block_tables = SimpleNamespace(slot_mappings=self.slots, input_block_tables=[self.table])
+        self.drafted_with: list[list[int]] = []
         self.failure: BaseException | None = None
         layer = TargetLayer(AuditedLayer("target", "0", self.kv_cache, LayerCache.packed, self.write), fused=True)
-        config = NworConfig.load({"nwor": {"mode": "cow", "audit": audit}}, {})
-        self.session = Session(config, [layer], {"0": self.slots[0]}, 4, 8, logging.getLogger("nwor"))
+        config = NworConfig.load({"nwor": {"mode": mode, "audit": audit}}, {})
+        self.session = Session(
+            config,
+            [layer],
+            {"0": self.slots[0]},
+            max_num_requests=4,
+            max_draft_tokens=8,
+            max_drafts_per_request=2,
+            spare=SPARE if mode == "stage" else None,
+            logger=logging.getLogger("nwor"),
+        )
         for name, wrapper in V2._all_wrappers(self, self.session, ["0"]).items():
             setattr(self, name, wrapper(getattr(self, name)))
 
@@ -49,44 +69,51 @@ class Runner:
                 kv_cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = torch.cat((key[token], value[token]), -1)
 
     def prepare_attn(self, input_batch: Any) -> None:
-        self.slots[0, :3] = torch.arange(3)
+        self.slots[0, :3] = torch.tensor(SLOTS)
+        self.table[0, :2] = torch.tensor(TABLE)
 
-    def execute_model(self) -> None:
+    def execute_model(self, scheduler_output: Any) -> None:
         self.prepare_attn(BATCH)
         rows = torch.ones(3, HEADS, WIDTH)
         self.session.write("target", rows, rows, self.kv_cache, self.slots[0, :3])
+        seen = self.kv_cache[self.table[0, :2].long()].flatten(0, 1)[:5, 0, 0]  # what attention would read
+        assert seen.tolist() == [5, 5, 1, 1, 1]
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> tuple[None, Tensor, Tensor]:
         return None, torch.tensor([2], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
 
     def sample_tokens(self, grammar_output: Any) -> str:
         self.sample(None, BATCH, None)
+        self.drafted_with = [self.slots[0, :3].tolist(), self.table[0, :2].tolist()]
         self.slots.fill_(9)  # the drafter uses the buffer for its own
         if self.failure is not None:
             raise self.failure
         return "output"
 
     def written(self) -> list[bool]:
-        return self.kv_cache.flatten(0, 1).flatten(1).any(-1)[:3].tolist()
+        return self.kv_cache.flatten(0, 1).flatten(1).any(-1)[SLOTS].tolist()
 
 
+@MODES
 @pytest.mark.parametrize("audit", [False, True])
-def test_accepted_drafts_stay_and_rejected_ones_go(audit: bool) -> None:
-    runner = Runner(audit)
-    runner.execute_model()
-    assert runner.written() == [True, True, True]
+def test_accepted_drafts_stay_and_rejected_ones_go(audit: bool, mode: str) -> None:
+    runner = Runner(audit, mode)
+    runner.execute_model(NOTHING)
+    assert runner.written() == [mode == "cow"] * 3
     assert runner.sample_tokens(None) == "output"
     assert runner.written() == [True, True, False]
+    assert runner.drafted_with == [SLOTS, TABLE]
     stats = runner.session.stats()
     assert (stats.drafted, stats.accepted, stats.rejected, stats.cancelled) == (2, 1, 1, 0)
 
 
+@MODES
 @pytest.mark.parametrize("audit", [False, True])
-def test_a_drafter_that_fails_takes_no_accepted_draft_with_it(audit: bool) -> None:
+def test_a_drafter_that_fails_takes_no_accepted_draft_with_it(audit: bool, mode: str) -> None:
     """vLLM has counted them by then."""
-    runner = Runner(audit)
+    runner = Runner(audit, mode)
     runner.failure = ValueError("drafter")
-    runner.execute_model()
+    runner.execute_model(NOTHING)
     with pytest.raises(ValueError, match="drafter"):
         runner.sample_tokens(None)
     assert runner.written() == [True, True, False]
@@ -99,7 +126,7 @@ def test_the_failure_of_the_step_is_the_one_that_is_seen(
 ) -> None:
     runner = Runner(audit=False)
     runner.failure = KeyboardInterrupt()
-    runner.execute_model()
+    runner.execute_model(NOTHING)
 
     def fail(*_: Any) -> None:
         raise RuntimeError("the device is lost")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 COW = {"mode": "cow", "audit": True}
+STAGE = {"mode": "stage", "audit": True}
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 V2: dict[str, str] = {}
 K = 4
@@ -77,6 +78,7 @@ class Case:
         same_tokens: the two engines' output is compared.
         expect: what the second engine must report: a field of its worker, or ``metric:NAME`` that must be above 0.
         needs: a package beside vLLM, without which the case is skipped.
+        more_blocks: blocks that the second engine's cache has more: to its scheduler both are of one size.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Case:
     same_tokens: bool = True
     expect: dict[str, Any] = field(default_factory=dict)
     needs: str | None = None
+    more_blocks: int = 0
 
     @property
     def runner(self) -> str:
@@ -187,8 +190,39 @@ def _behaviours() -> Iterator[Case]:
 
 # Graphs of decode batches alone need the same number of drafts for each request, which n-grams rarely give: perhaps
 # none of these is replayed with drafts. The other drafters have such cases too.
-FEW_GRAPHS = {"v1-flash-ngram-full_decode_only", "v2-flash-ngram-full_decode_only"}
+_FEW_GRAPHS = ("v1-flash-ngram-full_decode_only", "v2-flash-ngram-full_decode_only")
+FEW_GRAPHS = {*_FEW_GRAPHS, *(f"stage-{name}" for name in _FEW_GRAPHS)}
 CASES = [*_graph_modes(), *_methods(), *_caches(), *_behaviours()]
+SPARE = ENGINE["max_num_seqs"] * 2  # shadow pages of one group: 4 drafts may lie in two blocks of 16
+# vLLM's fusion that writes the cache by itself, around every writer that can be wrapped.
+FUSED_WRITER = Case(
+    "mla-fused-writer",
+    _engine(
+        "TRITON_MLA",
+        graphs="any",
+        model="@mla",
+        compilation_config={"use_inductor_graph_partition": True, "pass_config": {"fuse_rope_kvcache_cat_mla": True}},
+    ),
+    same_tokens=False,
+)
+# All of them again in the other mode. FlashInfer's metadata, made for the target, is what vLLM's EAGLE goes by.
+_NOT_STAGED = ("flashinfer-eagle-fp8",)
+STAGE_CASES = [
+    replace(case, name=f"stage-{case.name}", nwor=dict(STAGE), more_blocks=SPARE)
+    for case in CASES
+    if case.name not in _NOT_STAGED
+]
+# There it is a writer like any other: it follows the slots.
+STAGE_CASES.append(
+    replace(
+        FUSED_WRITER,
+        name="stage-mla-fused-writer",
+        nwor=dict(STAGE),
+        same_tokens=True,
+        more_blocks=SPARE,
+        expect={"recorded_layers": []},
+    )
+)
 WATCHED = Case("vanilla-watched", _engine(graphs="eager"), nwor={"mode": "off", "audit": True}, same_tokens=False)
 
 
@@ -199,7 +233,8 @@ class Refusal:
     Attributes:
         name, engine, environment: as in :class:`Case`.
         because: a regular expression that the error must match, beside "nwor:".
-        nwor: settings beside the mode.
+        nwor: settings; the mode is ``cow`` where they do not say.
+        needs: as in :class:`Case`.
     """
 
     name: str
@@ -207,6 +242,7 @@ class Refusal:
     engine: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
     nwor: dict[str, Any] = field(default_factory=dict)
+    needs: str | None = None
 
 
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
@@ -218,6 +254,19 @@ REFUSALS = [
         _engine("TRITON_ATTN", graphs="eager", kv_cache_dtype="int4_per_token_head"),
     ),
     Refusal("refused-connector-v1", "(?i)connector", _engine(graphs="eager", kv_transfer_config=CONNECTOR), V1),
+    Refusal(
+        "refused-stage-flashinfer-eagle",
+        "the drafter goes by a copy of the block table",
+        _engine("FLASHINFER", method="eagle", graphs="eager"),
+        nwor={"mode": "stage"},
+        needs="flashinfer",
+    ),
+    Refusal(
+        "refused-stage-small-cache",
+        "mode stage withholds 16 blocks .* of the 30 that the cache has; of the 13 left a request of 256 tokens needs",
+        _engine(graphs="eager", num_gpu_blocks_override=30),
+        nwor={"mode": "stage"},
+    ),
 ]
 
 
@@ -238,6 +287,7 @@ class DraftCase(Case):
 
 GRAPHED = {"mode": "off", "draft_graphs": True}
 GRAPHED_COW = {**COW, "draft_graphs": True}
+GRAPHED_STAGE = {**STAGE, "draft_graphs": True}
 EVERY_COUNT = [(K + 1) * requests for requests in range(1, ENGINE["max_num_seqs"] + 1)]
 PADDED_COUNTS = [(K + 1) * requests for requests in (1, 3, 8)]
 RANDOM_DRAFT = {**DRAFT, "draft_sample_method": "probabilistic"}
@@ -258,13 +308,13 @@ def _draft_graphs() -> Iterator[DraftCase]:
     shared = {"shared_prefix": 48, "rounds": 2}
     for backend in ("FLASH_ATTN", "TRITON_ATTN"):
         kind = backend.split("_")[0].lower()
-        for cow, nwor in (("", GRAPHED), ("-cow", GRAPHED_COW)):
-            yield _draft(f"{kind}{cow}", backend, nwor=nwor)
-            yield _draft(f"{kind}-padded{cow}", backend, PADDED_COUNTS, nwor=nwor)
+        for mode, nwor in (("", GRAPHED), ("-cow", GRAPHED_COW), ("-stage", GRAPHED_STAGE)):
+            yield _draft(f"{kind}{mode}", backend, nwor=nwor)
+            yield _draft(f"{kind}-padded{mode}", backend, PADDED_COUNTS, nwor=nwor)
             # Drafts drawn from the draft model's distribution, which the verification reads.
             # Many tokens: what is compared is a rate.
             random = {"temperature": 1.0, "max_tokens": 150}
-            yield _draft(f"{kind}-random{cow}", backend, nwor=nwor, speculative_config=RANDOM_DRAFT, use=random)
+            yield _draft(f"{kind}-random{mode}", backend, nwor=nwor, speculative_config=RANDOM_DRAFT, use=random)
     # No graph for more than 4 requests: larger batches run vLLM's code.
     yield _draft("larger-batches", sizes=EVERY_COUNT[:4], exact=True)
     one = {**DRAFT, "num_speculative_tokens": 1}
@@ -317,15 +367,3 @@ DRAFT_WARNED = Refusal(
 )
 # Asked to go on without it instead.
 WARNED = Refusal("warned-connector", "not active", REFUSALS[0].engine, nwor={"on_unsupported": "vanilla"})
-# vLLM's fusion that writes the cache by itself, around every writer that can be wrapped: it is switched off or the
-# engine refused.
-FUSED_WRITER = Case(
-    "mla-fused-writer",
-    _engine(
-        "TRITON_MLA",
-        graphs="any",
-        model="@mla",
-        compilation_config={"use_inductor_graph_partition": True, "pass_config": {"fuse_rope_kvcache_cat_mla": True}},
-    ),
-    same_tokens=False,
-)

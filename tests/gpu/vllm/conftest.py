@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import ENGINE
 
 HERE = pathlib.Path(__file__).resolve().parent
 REPORT = "engines.json"
@@ -53,7 +54,8 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 def _missing_package(item: pytest.Item) -> str | None:
     """The package that a case needs, if it is not there."""
-    needs = getattr(_parameters(item).get("case"), "needs", None)
+    parameters = _parameters(item)
+    needs = getattr(parameters.get("case", parameters.get("refusal")), "needs", None)
     return needs if needs is not None and importlib.util.find_spec(needs) is None else None
 
 
@@ -67,8 +69,6 @@ class Engines:
 
     def start(self, name: str, engine: dict[str, Any], environment: dict[str, str], **use: Any) -> Any:
         """A future. ``engine`` is what differs from ``cases.ENGINE``."""
-        from cases import ENGINE
-
         settings = self.resolved({**ENGINE, **engine})
         settings = {key: value for key, value in settings.items() if value is not None}
         return self._pool.start(name, {"engine": settings, "environment": environment, **use})
@@ -89,6 +89,10 @@ class Engines:
             environment = {**case.environment, "VLLM_PLUGINS": ""}
             vanilla = self.start(f"{case.name}-vanilla", case.engine, environment, **case.use)
         settings = {**case.engine, "additional_config": {"nwor": case.nwor}}
+        if case.more_blocks:
+            settings["num_gpu_blocks_override"] = (
+                case.engine.get("num_gpu_blocks_override", ENGINE["num_gpu_blocks_override"]) + case.more_blocks
+            )
         return vanilla, self.start(f"{case.name}-nwor", settings, case.environment, **case.use)
 
     def start_refusal(self, refusal: Any) -> Any:

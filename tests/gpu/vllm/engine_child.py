@@ -197,6 +197,7 @@ def describe_worker(worker: Any) -> dict[str, Any]:
     runner = worker.model_runner
     config = runner.vllm_config
     layers = config.compilation_config.static_forward_context.values()
+    audits = [session.audit for session in _sessions() if session.audit]
     return {
         "runner": type(runner).__module__,
         "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
@@ -204,6 +205,7 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         "kv_cache_groups": len(runner.kv_cache_config.kv_cache_groups),
         "num_gpu_blocks": runner.kv_cache_config.num_blocks,
         "attention": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
+        "recorded_layers": [name for audit in audits for name in audit.recorded_layers],
         "draft_graphs": [report.as_dict() for report in _draft_graphs()],
         "wrapped": any("do_kv_cache_update" in vars(layer.impl) for layer in layers if hasattr(layer, "impl")),
         "sessions": [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import COW, DRAFT, EAGLE, EVERY_COUNT, GRAPHED, GRAPHED_COW, NGRAM, V1, V2, Case, Refusal
-from test_gpu_engines import _finished, _same_tokens
+from cases import COW, DRAFT, EAGLE, EVERY_COUNT, GRAPHED, GRAPHED_COW, NGRAM, SPARE, STAGE, V1, V2, Case, Refusal
+from test_gpu_engines import _check_moments, _finished, _same_tokens
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 
@@ -27,6 +28,7 @@ RANKS = [
     for speculation in (NGRAM, EAGLE)
     for runner, environment in (("v2", V2), ("v1", V1))
 ]
+RANKS += [replace(case, name=f"{case.name}-stage", nwor=STAGE, more_blocks=SPARE) for case in RANKS]
 DRAFT_ENGINE = _ranks(DRAFT, compilation_config={"cudagraph_capture_sizes": EVERY_COUNT})
 DRAFT_RANKS = [
     Case("tp2-draft-graphs", DRAFT_ENGINE, nwor=GRAPHED),
@@ -58,6 +60,7 @@ def test_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
         assert audit["rejected"] > 0
         assert audit["accepted"] > 0
         assert session["vanilla_steps"] == {}
+        _check_moments(case.nwor["mode"], audit)
     assert workers[0]["sessions"][0]["audit"] == workers[1]["sessions"][0]["audit"]
     _same_tokens(result, _finished(vanilla.result()))
 
