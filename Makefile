@@ -3,6 +3,7 @@
 #   TORCH_INDEX=URL    a package index with torch's CPU build, for a pip that finds none by itself
 #                      (pytorch.org, "Get Started", names PyTorch's own)
 #   PYTHON=python3.11  the interpreter to make .venv with
+#   MODE=stage         of the demo: cow (default) or stage
 #   TORCH_CUDA_ARCH_LIST, NWOR_BUILD_CUDA, CXX: see setup.py
 
 SHELL := /bin/bash
@@ -57,7 +58,7 @@ build: setup
 # The demo needs no CUDA code: leave its minutes to `make build`.
 demo: setup
 	@NWOR_BUILD_CUDA=0 $(BIN)/python setup.py -q build_ext --inplace
-	@$(BIN)/nwor-ops demo
+	@$(BIN)/nwor-ops demo $(if $(MODE),--mode $(MODE))
 
 test: lint types build test-cpu test-vllm
 

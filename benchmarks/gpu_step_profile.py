@@ -1,6 +1,6 @@
 """What a decode step on the GPU gains: kernels, host time, waits for the device.
 
-    python benchmarks/gpu_step_profile.py [--runner v1] [--folder FOLDER]
+    python benchmarks/gpu_step_profile.py [--mode stage] [--runner v1] [--folder FOLDER]
 
 The engines of gpu_engine.py with fewer layers (nothing that is counted grows with the layers), 16 requests that
 decode with 4 drafts each in FULL CUDA graphs, with NWOR and without. Counted by torch's profiler over the same number
@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from typing import Any
 
-from gpu_engine import make_job, start_engines
+from gpu_engine import TARGETS, make_job, result_name, sides_of, start_engines
 from results import FOLDER, Row, row, save
 
 LAYERS, REQUESTS = 8, 16
@@ -65,6 +65,7 @@ def figures(on: dict[str, Any], off: dict[str, Any], added: dict[str, list[float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="NWOR's")
     parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
     parser.add_argument("--logs", type=pathlib.Path, help="where the engines' logs go")
@@ -74,7 +75,7 @@ def main() -> None:
         folder = options.logs or pathlib.Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         job = make_job(folder, LAYERS, "auto", options.small) | {"time_hooks": True, "one_process": True}
-        engines = start_engines({"profiled": job}, folder, options.runner)
+        engines = start_engines({"profiled": job}, folder, options.runner, sides_of(options.mode))
         try:
             counted = {}
             for side in ("off", "on"):
@@ -89,8 +90,12 @@ def main() -> None:
     if not options.small and not all(counted[side]["kernels"] and counted[side]["calls"] for side in counted):
         raise RuntimeError("the profiler recorded no kernels or no runtime calls: nothing can be said")
     rows = figures(counted["on"], counted["off"], {name: seconds for name, seconds in added.items() if seconds})
-    name = "gpu_step_profile" if options.runner == "v2" else "gpu_step_profile_v1"
-    save("h200", name, rows, pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder)
+    save(
+        "h200",
+        result_name("gpu_step_profile", options),
+        rows,
+        pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder,
+    )
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def test_requests_differ_in_length_and_arrival_and_fit_the_model():
 
 def demo_result(**changes):
     audit = dict.fromkeys(("drafted", "accepted", "rejected", "stale_rows", "stale_rows_at_end"), 0)
-    audit |= {"drafted": 100, "accepted": 40, "rejected": 60}
+    audit |= {"drafted": 100, "accepted": 40, "rejected": 60, "exposed_rows": 0, "steps": 30, "moments": 60}
     vllm = {"drafted": 100, "accepted": 40}
     result = {
         "acceptance": 0.4,
@@ -180,6 +180,24 @@ def demo_result(**changes):
             target = target[parent]
         target[last] = value
     return result
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"nwor__audit__exposed_rows": 2}, "NWOR wrote 2 rows of rejected drafts to pages of a request"),
+        ({"nwor__audit__moments": 59}, "the audit looked 59 times, not twice in the middle of each of 30 steps"),
+        ({"nwor__timed_mode": "cow"}, "did not run in the modes"),
+    ],
+)
+def test_what_mode_stage_promises_besides(changes, complaint, tmp_path):
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo import DemoOptions, _problems
+
+    options = DemoOptions(tmp_path, mode="stage")
+    assert list(_problems(options, demo_result(nwor__timed_mode="stage"))) == []
+    [problem] = _problems(options, demo_result(**{"nwor__timed_mode": "stage"} | changes))
+    assert complaint in problem
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import sys
+from enum import Enum
 from typing import Annotated
 
 import typer
@@ -23,8 +24,18 @@ app = typer.Typer(
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, all else on stderr.")]
 
 
+class Mode(str, Enum):
+    """Ways to keep the promise."""
+
+    COW = "cow"
+    STAGE = "stage"
+
+
 @app.command()
 def demo(
+    mode: Annotated[
+        Mode, typer.Option(help="cow: drafts are written and undone. stage: they go to spare pages.")
+    ] = Mode.COW,
     model: Annotated[
         str | None,
         typer.Option(help="A model of your own, folder or name. Default: a small Llama made on the spot."),
@@ -49,6 +60,7 @@ def demo(
 
     options = DemoOptions(
         output=output,
+        mode=mode.value,
         model=model,
         method=method,
         draft_model=draft_model,

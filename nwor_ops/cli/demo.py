@@ -27,10 +27,9 @@ from nwor_ops.cli.engine_process import EngineFailed, EngineProcess, engine_envi
 from nwor_ops.cli.picture import cache_panels, draw_caches
 from nwor_ops.cli.tiny_llama import write_tiny_llama
 from nwor_ops.cli.workload import MAX_RUNNING, Request, text_requests, tiny_llama_requests
+from nwor_ops.shadow import num_shadow_blocks
 
-# The two sides, and the mode each runs in.
-MODES = {"vanilla": "off", "nwor": "cow"}
-TITLES = {"vanilla": "vanilla vLLM", "nwor": "NWOR (cow)"}
+SIDES = ("vanilla", "nwor")
 MODEL_TOKENS = 512
 BLOCK_SIZE = 32
 BLOCKS = 64
@@ -48,6 +47,7 @@ class DemoOptions:
     """What was asked for; see ``nwor-ops demo --help``."""
 
     output: pathlib.Path
+    mode: str = "cow"
     model: str | None = None
     method: str = "ngram"
     draft_model: str | None = None
@@ -59,6 +59,15 @@ class DemoOptions:
     @property
     def own_model(self) -> bool:
         return self.model is not None
+
+    @property
+    def modes(self) -> dict[str, str]:
+        """What each side runs in."""
+        return {"vanilla": "off", "nwor": self.mode}
+
+    @property
+    def titles(self) -> dict[str, str]:
+        return {"vanilla": "vanilla vLLM", "nwor": f"NWOR ({self.mode})"}
 
 
 def run_demo(options: DemoOptions, as_json: bool) -> int:
@@ -114,6 +123,15 @@ def make_job(options: DemoOptions, model: str) -> dict[str, Any]:
     return {"engine": engine, "requests": [asdict(request) for request in _requests(options)]}
 
 
+def job_of_side(options: DemoOptions, job: dict[str, Any], side: str) -> dict[str, Any]:
+    """To the scheduler the caches of both sides have one size: what mode stage withholds comes on top."""
+    if options.modes[side] != "stage":
+        return job
+    spare = num_shadow_blocks(MAX_RUNNING, options.num_speculative_tokens, BLOCK_SIZE)
+    engine = job["engine"]
+    return job | {"engine": engine | {"num_gpu_blocks_override": engine["num_gpu_blocks_override"] + spare}}
+
+
 def _requests(options: DemoOptions) -> list[Request]:
     return text_requests(options.max_tokens) if options.own_model else tiny_llama_requests(options.max_tokens)
 
@@ -154,11 +172,11 @@ def start_engines(options: DemoOptions, job: dict[str, Any], audit: bool) -> dic
     engines = {
         side: EngineProcess(
             f"{side}-{suffix}",
-            job,
+            job_of_side(options, job, side),
             options.output,
             engine_environment(mode, audit, offline=not options.own_model),
         )
-        for side, mode in MODES.items()
+        for side, mode in options.modes.items()
     }
     try:
         for engine in engines.values():
@@ -205,8 +223,8 @@ def run_timed(
 
 
 def _judged(options: DemoOptions, measured: dict[str, Any]) -> dict[str, Any]:
-    sides = {side: _side_result(measured, side) for side in MODES}
-    runs = [measured[kind][side]["tokens"] for kind in ("audited", "timed") for side in MODES]
+    sides = {side: _side_result(options, measured, side) for side in SIDES}
+    runs = [measured[kind][side]["tokens"] for kind in ("audited", "timed") for side in SIDES]
     drafted, accepted = (sides["vanilla"]["vllm"][name] for name in ("drafted", "accepted"))
     result: dict[str, Any] = {
         "command": shlex.join(["nwor-ops", *sys.argv[1:]]),
@@ -229,12 +247,12 @@ def _judged(options: DemoOptions, measured: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _side_result(measured: dict[str, Any], side: str) -> dict[str, Any]:
+def _side_result(options: DemoOptions, measured: dict[str, Any], side: str) -> dict[str, Any]:
     audited, timed = measured["audited"][side], measured["timed"][side]
     session = audited["sessions"][0] if audited["sessions"] else {}
     rates = timed["rates"]
     return {
-        "mode": MODES[side],
+        "mode": options.modes[side],
         "session": session.get("description"),
         "audit": session.get("audit"),
         "stats": session.get("stats"),
@@ -252,29 +270,36 @@ def _side_result(measured: dict[str, Any], side: str) -> dict[str, Any]:
 
 def _problems(options: DemoOptions, result: dict[str, Any]) -> Iterator[str]:
     """Everything that is not as promised, a sentence each."""
-    for side in MODES:
+    for side in SIDES:
         if result[side]["audit"] is None:
-            yield f"{TITLES[side]} was not audited: nwor_ops was not active in that engine"
-    if result["nwor"]["timed_mode"] != "cow" or result["vanilla"]["timed_mode"] != "none":
+            yield f"{options.titles[side]} was not audited: nwor_ops was not active in that engine"
+    if result["nwor"]["timed_mode"] != options.mode or result["vanilla"]["timed_mode"] != "none":
         yield "the timed engines did not run in the modes that were asked for"
     if not result["outputs_identical"]:
         yield "the engines did not generate the same tokens"
-    if any(result[side]["audit"] is None for side in MODES):
+    if any(result[side]["audit"] is None for side in SIDES):
         return
     audit = result["nwor"]["audit"]
     if audit["stale_rows"] or audit["stale_rows_at_end"]:
         yield f"NWOR left {max(audit['stale_rows'], audit['stale_rows_at_end'])} stale rows in the cache"
-    yield from _disagreements(result)
+    if options.mode == "stage":
+        if audit["exposed_rows"]:
+            yield f"NWOR wrote {audit['exposed_rows']} rows of rejected drafts to pages of a request"
+        if audit["moments"] != 2 * audit["steps"]:
+            looked, steps = audit["moments"], audit["steps"]
+            yield f"the audit looked {looked} times, not twice in the middle of each of {steps} steps"
+    yield from _disagreements(options, result)
     if not options.own_model:
         yield from _workload_remarks(result)
 
 
-def _disagreements(result: dict[str, Any]) -> Iterator[str]:
-    for side in MODES:
+def _disagreements(options: DemoOptions, result: dict[str, Any]) -> Iterator[str]:
+    for side in SIDES:
         audit, vllm = result[side]["audit"], result[side]["vllm"]
         for name in ("drafted", "accepted"):
             if audit[name] != vllm[name]:
-                yield f"{TITLES[side]}: the audit counted {audit[name]} {name} tokens, vLLM's metrics {vllm[name]}"
+                title = options.titles[side]
+                yield f"{title}: the audit counted {audit[name]} {name} tokens, vLLM's metrics {vllm[name]}"
     for name in ("drafted", "accepted", "rejected"):
         counted, seen = result["nwor"]["stats"][name], result["nwor"]["audit"][name]
         if counted != seen:
@@ -296,8 +321,11 @@ def _workload_remarks(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _write_files(options: DemoOptions, measured: dict[str, Any], result: dict[str, Any]) -> None:
-    caches = {TITLES[side]: (measured["audited"][side]["sessions"] or [{"cache": {}}])[0]["cache"] for side in MODES}
-    legend = {"0": "free", "1": "committed row", "2": "stale row of a rejected draft"}
+    caches = {
+        title: (measured["audited"][side]["sessions"] or [{"cache": {}}])[0]["cache"]
+        for side, title in options.titles.items()
+    }
+    legend = {"0": "free", "1": "committed row", "2": "stale row of a rejected draft", "3": "shadow page"}
     (options.output / "cache.json").write_text(json.dumps({"states": legend, "caches": caches}, indent=1) + "\n")
     (options.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     if panels := cache_panels(caches):
@@ -314,7 +342,7 @@ def _print_result(console: Console, options: DemoOptions, result: dict[str, Any]
     eager = "no CUDA graphs, no torch.compile" if result["enforce_eager"] else "compiled"
     table = Table(title=f"{result['requests']} requests, {result['output_tokens']:,} output tokens, {eager}")
     table.add_column("", no_wrap=True)
-    for title in TITLES.values():
+    for title in options.titles.values():
         table.add_column(title, justify="right")
     for row in _table_rows(result):
         table.add_row(*row)
@@ -329,7 +357,11 @@ def _print_result(console: Console, options: DemoOptions, result: dict[str, Any]
     for problem in result["problems"]:
         console.print(f"[bold red]not as promised:[/] {escape(problem)}", soft_wrap=True)
     if result["ok"]:
-        console.print("[bold green]as promised:[/] the same tokens, and no rejected draft left a byte in the cache")
+        kept = {
+            "cow": "no rejected draft left a byte in the cache",
+            "stage": "at no moment was a rejected draft's row in a page of a request",
+        }
+        console.print(f"[bold green]as promised:[/] the same tokens, and {kept[options.mode]}")
 
 
 def _table_rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -340,6 +372,7 @@ def _table_rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         ("drafted", "drafted"),
         ("accepted", "accepted"),
         ("rejected", "rejected"),
+        ("rejected rows in pages before sampling (sum)", "exposed_rows"),
         ("stale rows left after a step (sum)", "stale_rows"),
         ("stale rows in the cache at the end", "stale_rows_at_end"),
     ):

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # Okabe and Ito's colours, told apart by every common kind of colour blindness, and in grey.
-FREE, COMMITTED, STALE = "0", "1", "2"
-COLOURS = {FREE: "#f0f0f0", COMMITTED: "#56b4e9", STALE: "#a63603"}
+FREE, COMMITTED, STALE, SHADOW = "0", "1", "2", "3"
+COLOURS = {FREE: "#f0f0f0", COMMITTED: "#56b4e9", STALE: "#a63603", SHADOW: "#bdbdbd"}
 LABELS = {
     FREE: "free (never written, or zeroed)",
     COMMITTED: "committed row",
     STALE: "stale row of a rejected draft",
+    SHADOW: "shadow page (mode stage): nobody's",
 }
 WIDTH_INCHES = 11.0
 DPI = 120
@@ -21,7 +22,7 @@ _INK = "#333333"
 
 @dataclass(frozen=True)
 class CachePanel:
-    """One cache: a string per block with a digit per slot: 0 free, 1 committed, 2 stale."""
+    """One cache: a string per block with a digit per slot: 0 free, 1 committed, 2 stale, 3 shadow."""
 
     title: str
     blocks: Sequence[str]
@@ -54,7 +55,8 @@ def draw_caches(panels: Sequence[CachePanel], path: pathlib.Path, headline: str,
         _draw_panel(axis, panel)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
-    _add_headline_and_legend(figure, headline)
+    shown = [COMMITTED, STALE, FREE, *([SHADOW] if any(panel.count(SHADOW) for panel in panels) else [])]
+    _add_headline_and_legend(figure, headline, shown)
     figure.savefig(path)
 
 
@@ -72,9 +74,9 @@ def _draw_panel(axis, panel: CachePanel) -> None:  # type: ignore[no-untyped-def
     blocks, slots = len(states), len(states[0])
     axis.pcolormesh(
         states,
-        cmap=ListedColormap([COLOURS[FREE], COLOURS[COMMITTED], COLOURS[STALE]]),
+        cmap=ListedColormap([COLOURS[state] for state in (FREE, COMMITTED, STALE, SHADOW)]),
         vmin=-0.5,
-        vmax=2.5,
+        vmax=3.5,
         edgecolors="white",
         linewidth=0.8 if blocks * slots <= 8192 else 0.0,
     )
@@ -96,19 +98,18 @@ def _ticks_in_cell_centres(axis, cells: int) -> None:  # type: ignore[no-untyped
     axis.set_ticks([cell + 0.5 for cell in range(0, cells, step)], [str(cell) for cell in range(0, cells, step)])
 
 
-def _add_headline_and_legend(figure, headline: str) -> None:  # type: ignore[no-untyped-def]
+def _add_headline_and_legend(figure, headline: str, shown: list[str]) -> None:  # type: ignore[no-untyped-def]
     from matplotlib.patches import Patch
 
     inches = figure.get_figheight()
     figure.suptitle(headline, fontsize=13, color=_INK, y=1 - 0.18 / inches, va="top")
     handles = [
-        Patch(facecolor=COLOURS[state], edgecolor="#999999", linewidth=0.6, label=LABELS[state])
-        for state in (COMMITTED, STALE, FREE)
+        Patch(facecolor=COLOURS[state], edgecolor="#999999", linewidth=0.6, label=LABELS[state]) for state in shown
     ]
     figure.legend(
         handles=handles,
         loc="upper center",
-        ncols=3,
+        ncols=len(shown),
         frameon=False,
         fontsize=11,
         bbox_to_anchor=(0.5, 1 - 0.42 / inches),

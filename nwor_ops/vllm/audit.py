@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nwor_ops.cache import LayerCache, Plane
 
-FREE, COMMITTED, STALE = 0, 1, 2
+FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
 
 
 class AuditError(AssertionError):

@@ -20,6 +20,7 @@ from torch import Tensor
 from nwor_ops.cache import Plane
 from nwor_ops.vllm.audit import (
     _INTEGERS,
+    SHADOW,
     AuditedLayer,
     AuditError,
     CacheAudit,
@@ -98,6 +99,13 @@ class StageAudit(CacheAudit):
     def drop(self) -> None:
         super().drop()
         self._redirected = {}
+
+    def slot_states(self) -> dict[str, Tensor]:
+        """As :meth:`CacheAudit.slot_states`; slots of shadow pages are SHADOW."""
+        states = super().slot_states()
+        for group, blocks in self._shadow_blocks.items():
+            states[group][blocks.start : blocks.stop] = SHADOW
+        return states
 
     # ------------------------------------------------------------ inside
 
