@@ -350,7 +350,8 @@ class DraftCommitManager:
             ValueError: more drafts, tokens or requests than this manager was made for, or a missing
                 slot mapping, table or length; nothing has changed then.
             ValueError, IndexError: in mode ``"stage"`` on the CPU, a request whose numbers do not agree
-                (:func:`nwor_ops.open_window`); caches and tables have not changed then, the window counts as cancelled.
+                (:func:`nwor_ops.open_window`); the pages of requests, slots and tables have not changed then, and the
+                window counts as cancelled.
         """
         self._require(State.CLOSED, "begin")
         if window.num_draft_tokens is not None and window.num_draft_tokens > self.max_draft_tokens:

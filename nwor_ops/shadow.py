@@ -98,16 +98,20 @@ class ShadowPages:
             raise ValueError(f"begin: window.block_tables must have a table for each group, got none for {missing}")
 
     def open(self, window: Window, buffers: WindowBuffers) -> None:
-        """Redirect a window that ``plan_window`` has planned."""
+        """Redirect a window that ``plan_window`` has planned. If this raises, slots and tables are as they were."""
         assert window.seq_lens is not None
-        for launch in self.launches:
-            g = launch.groups
-            ops.open_window(
-                launch.caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
-                window.seq_lens, buffers.row_slots[g], self.shadow_blocks[g], *self._tables(launch, window),
-                self.saved_slots[g], self.tail_pages[g], window.request_states, self._held(launch, window),
-                launch.page_offsets, window.num_bonus_tokens,
-            )  # fmt: skip
+        try:
+            for launch in self.launches:
+                g = launch.groups
+                ops.open_window(
+                    launch.caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
+                    window.seq_lens, buffers.row_slots[g], self.shadow_blocks[g], *self._tables(launch, window),
+                    self.saved_slots[g], self.tail_pages[g], window.request_states, self._held(launch, window),
+                    launch.page_offsets, window.num_bonus_tokens,
+                )  # fmt: skip
+        except Exception:
+            self._put_back(window, buffers)
+            raise
 
     def close(self, window: Window, buffers: WindowBuffers) -> None:
         """Keep the rows that ``buffers.row_rejected`` does not name; put slots and tables back."""
@@ -119,6 +123,31 @@ class ShadowPages:
                 *self._tables(launch, window), window.request_states, self._held(launch, window),
                 launch.page_offsets, window.num_bonus_tokens,
             )  # fmt: skip
+
+    def _put_back(self, window: Window, buffers: WindowBuffers) -> None:
+        """Undo the launches of an open that failed; waits for the device.
+
+        No row is copied, since none was written: planes without columns. Which launches ran, the slots tell: nobody
+        else's lie in shadow pages. What the others have saved is of an earlier window.
+        """
+        self.held_slots.fill_(-1)
+        for launch in self.launches:
+            if not launch.redirects or not any(
+                self._is_redirected(index, window.slot_mappings[self.groups[index]], launch.caches[0].shape[1])
+                for index in range(launch.groups.start, launch.groups.stop)
+            ):
+                continue
+            g = launch.groups
+            ops.close_window(
+                [cache[..., :0] for cache in launch.caches], launch.planes_per_group, window.query_start_loc,
+                window.cu_num_draft_tokens, buffers.row_rejected, self.shadow_blocks[g], self.saved_slots[g],
+                self.tail_pages[g], *self._tables(launch, window), window.request_states, None, None,
+                window.num_bonus_tokens,
+            )  # fmt: skip
+
+    def _is_redirected(self, group: int, slots: Tensor, block_size: int) -> bool:
+        blocks = slots[slots >= 0] // block_size
+        return bool(torch.isin(blocks, self.shadow_blocks[group]).any())
 
     def _tables(self, launch: _Launch, window: Window) -> tuple[list[Tensor], list[Tensor]]:
         if not launch.redirects:

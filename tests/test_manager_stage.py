@@ -252,6 +252,36 @@ def test_a_window_that_cannot_be_opened_changes_nothing():
     engine.assert_pages(untouched)
 
 
+NARROW = {
+    "a page without a column": (lambda table: table[:, :1], IndexError, "block_tables must have a column"),
+    "another dtype": (lambda table: table.long(), TypeError, r"block_tables\[0\] must have dtype torch.int32"),
+}
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+@pytest.mark.parametrize("case", NARROW)
+def test_a_window_that_cannot_be_opened_in_the_last_group_changes_nothing(case, with_states):
+    """The launches of the groups before have redirected slots and tables by then."""
+    narrow, error, sentence = NARROW[case]
+    engine, untouched = (Engine(with_states=with_states) for _ in range(2))
+    for requests in STEPS[:2]:
+        for one in (engine, untouched):
+            one.step(requests)
+    batch, last = engine.batch(STEPS[2]), list(engine.tables)[-1]
+    slots = {group: s.clone() for group, s in batch.slots.items()}
+    tables = {group: table.clone() for group, table in engine.tables.items()}
+    refused = engine.tables | {last: narrow(engine.tables[last])}
+    with pytest.raises(error, match=f"^open_window: {sentence}"):
+        engine.manager.begin(batch.window._replace(block_tables=refused))
+    assert all(torch.equal(batch.slots[group], slots[group]) for group in slots)
+    assert all(torch.equal(engine.tables[group], tables[group]) for group in tables)
+    engine.assert_pages(untouched)
+    for requests in STEPS[2:]:
+        for one in (engine, untouched):
+            one.step(requests)
+        engine.assert_pages(untouched)
+
+
 def test_what_staging_needs():
     engine = Engine()
     window = engine.batch(STEPS[0]).window
