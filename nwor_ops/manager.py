@@ -509,7 +509,9 @@ class DraftCommitManager:
         """Undo every draft written since begin, and close the window.
 
         Safe wherever the forward stopped: a layer it never reached has logged nothing in this window
-        and is left alone.
+        and is left alone. In mode ``"stage"``, which does not know the layers reached, the rows of this step's other
+        tokens come from the shadow pages in all of them: a layer that was not reached gets stale rows at these
+        slots, which hold nothing until the step is repeated, and nowhere else.
         """
         self._open_window("cancel")
         self._count_cancelled()

@@ -135,15 +135,19 @@ class Engine:
             for plane, old in zip(cache.planes, before[name], strict=True):
                 if plane.page_offsets is not None:
                     continue
-                real = plane.view.shape[0] - self.shadows
-                changed = (oracle.raw(plane.view)[:real] != old[:real]).flatten(2).any(-1)
-                slots = {b * plane.view.shape[1] + n for b, n in changed.nonzero().tolist()}
                 drafts = {own[group][t] for t in batch.drafted}
-                assert not slots & drafts
+                assert not self.slots_that_differ(plane.view, old) & drafts
 
-    def assert_pages(self, other):
-        """Real pages hold the same as those of another engine."""
-        for name, cache in self.caches.items():
+    def slots_that_differ(self, view, other):
+        """Of real pages."""
+        real = view.shape[0] - self.shadows
+        differ = (oracle.raw(view)[:real] != oracle.raw(other)[:real]).flatten(2).any(-1)
+        return {b * view.shape[1] + n for b, n in differ.nonzero().tolist()}
+
+    def assert_pages(self, other, names=None):
+        """Real pages, of all layers or some, hold the same as those of another engine."""
+        for name in self.caches if names is None else names:
+            cache = self.caches[name]
             real = self.blocks_of(self.group_of[name]) - self.shadows
             for plane, expected in zip(cache.planes, other.caches[name].planes, strict=True):
                 views = [p.view[:real] for p in (plane, expected)]
@@ -217,6 +221,33 @@ def test_a_forward_that_stopped_half_way_is_cancelled():
     assert all(torch.equal(engine.tables[group], before[group]) for group in before)
     assert all(torch.equal(batch.slots[group], slots[group]) for group in slots)
     assert engine.manager.stats().rejected == REQUESTS * DRAFTS
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+def test_a_step_that_stopped_half_way_is_repeated(with_states):
+    """With given tokens: the layers reached are as in cow, the others but for the slots of these tokens, which nobody
+    reads. The same step again then leaves the same pages everywhere."""
+    stage, cow = Engine(mode="stage", with_states=with_states), Engine(mode="cow", with_states=with_states)
+    reached = list(stage.caches)[:3]
+    for requests in STEPS[:2]:
+        for one in (stage, cow):
+            one.step(requests)
+    for one in (stage, cow):
+        batch = one.batch(STEPS[2])
+        one.manager.begin(batch.window)
+        one.forward(batch, layers=reached)
+        one.manager.cancel()
+    given = set(range(batch.num_tokens)) - set(batch.drafted)
+    stage.assert_pages(cow, reached)
+    for name in set(stage.caches) - set(reached):
+        slots = {int(batch.slots[stage.group_of[name]][token]) for token in given}
+        for plane, other in zip(stage.caches[name].planes, cow.caches[name].planes, strict=True):
+            if plane.page_offsets is None:
+                assert stage.slots_that_differ(plane.view, other.view) <= slots
+    for requests in STEPS[2:]:
+        for one in (stage, cow):
+            one.step(requests)
+        stage.assert_pages(cow)
 
 
 def test_a_commit_that_fails_can_be_cancelled(monkeypatch):
