@@ -172,8 +172,13 @@ class StagingBuffer:
         if (row_requests is None) != (row_positions is None):
             raise ValueError("begin: row_requests and row_positions must be given together")
         if row_requests is not None and row_positions is not None:
-            self._check("begin", "row_requests", row_requests, torch.int32, count)
-            self._check("begin", "row_positions", row_positions, torch.int32, count)
+            for name, ids in (("row_requests", row_requests), ("row_positions", row_positions)):
+                self._check("begin", name, ids, torch.int32)
+                if ids.shape[0] != count:
+                    raise ValueError(
+                        f"begin: {name} must have one dimension of {count}, one for each of row_slots, "
+                        f"got {list(ids.shape)}"
+                    )
             _fill(self.row_requests, row_requests)
             _fill(self.row_positions, row_positions)
         self._by_request = row_requests is not None
@@ -189,8 +194,19 @@ class StagingBuffer:
             name: a registered layer.
             key, value: as in :func:`nwor_ops.stage_kv`, a row for each token of the batch from ``token_offset`` on.
             token_offset: place in the batch of the first of them (micro-batches).
+
+        Raises:
+            RuntimeError: no window is open.
+            ValueError: more tokens than this buffer was made for.
+            ValueError, TypeError, IndexError: as :func:`nwor_ops.stage_kv`.
         """
         layer = self._layer(name, "stage")
+        room = self.max_num_tokens - token_offset
+        if key.shape[0] > room:
+            raise ValueError(
+                f"stage: key must have at most {room} tokens (max_num_tokens {self.max_num_tokens}, "
+                f"token_offset {token_offset}), got {key.shape[0]}"
+            )
         # A capture is made once, outside any window; its replays happen inside one.
         if not torch.compiler.is_compiling() and self._state is not State.OPEN and not is_capturing(key):
             raise RuntimeError(f"stage of layer {name!r}: no window is open; call begin() first")
@@ -223,7 +239,9 @@ class StagingBuffer:
         """
         self._require(State.OPEN, "commit")
         by_request = self._by_request and accepted.dtype == torch.int32
-        if not by_request:
+        if by_request:
+            self._check("commit", "accepted", accepted, torch.int32)
+        else:
             self._check("commit", "accepted", accepted, torch.bool, self.max_num_rows)
         if row_slots is not None:
             self._check("commit", "row_slots", row_slots, torch.int64, self.max_num_rows)
@@ -266,13 +284,14 @@ class StagingBuffer:
             *layer.staged, self.row_slots, self.row_committed, *caches, scales[0], scales[1], layer.kv_cache_dtype
         )
 
-    def _check(self, method: str, name: str, tensor: Tensor, dtype: torch.dtype, most: int) -> int:
+    def _check(self, method: str, name: str, tensor: Tensor, dtype: torch.dtype, most: int | None = None) -> int:
         if tensor.dtype != dtype:
             raise TypeError(f"{method}: {name} must have dtype {dtype}, got {tensor.dtype}")
         if tensor.device.type != self.device.type:
             raise TypeError(f"{method}: {name} must be on device {self.device}, got {tensor.device}")
-        if tensor.dim() != 1 or tensor.shape[0] > most:
-            raise ValueError(f"{method}: {name} must have one dimension of at most {most}, got {list(tensor.shape)}")
+        if tensor.dim() != 1 or (most is not None and tensor.shape[0] > most):
+            limit = "" if most is None else f" of at most {most}"
+            raise ValueError(f"{method}: {name} must have one dimension{limit}, got {list(tensor.shape)}")
         return tensor.shape[0]
 
     def _layer(self, name: str, method: str) -> _StagedLayer:

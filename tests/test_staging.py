@@ -231,7 +231,11 @@ WRONG = [
     ({"stage_rows": torch.arange(3)}, TypeError, "stage_rows must have dtype torch.int32, got torch.int64"),
     ({"stage_rows": torch.arange(17).int()}, ValueError, "stage_rows must have one dimension of at most 16"),
     ({"row_requests": torch.arange(3).int()}, ValueError, "row_requests and row_positions must be given together"),
-]
+    ({"row_requests": torch.arange(2).int(), "row_positions": torch.arange(3).int()}, ValueError,
+     r"row_requests must have one dimension of 3, one for each of row_slots, got \[2\]"),
+    ({"row_requests": torch.arange(3).int(), "row_positions": torch.arange(2).int()}, ValueError,
+     r"row_positions must have one dimension of 3, one for each of row_slots, got \[2\]"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("replaced", "error", "sentence"), WRONG)
@@ -262,6 +266,36 @@ def test_wrong_layers():
     with pytest.raises(ValueError, match="'one' is registered already"):
         buffer.register_layer("one", cache, dtype=torch.bfloat16, kv_cache_dtype="fp8")
     assert buffer.stats().windows == 0
+
+
+def test_a_commit_that_is_refused_changes_nothing():
+    """Not even the destinations: the window can be committed to those it was begun with."""
+    staged = Staged()
+    requests, positions = (torch.tensor(ids, dtype=torch.int32) for ids in ((0, 0, 1), (0, 1, 0)))
+    staged.buffer.begin(torch.tensor([7, 8, 9]), None, requests, positions)
+    written = staged.stage_all(3)
+    for accepted, error in (
+        (torch.ones(1, 2, dtype=torch.int32), ValueError),
+        (torch.ones(2, dtype=torch.int32, device="meta"), TypeError),
+        (torch.ones(2), TypeError),
+    ):
+        with pytest.raises(error, match="^commit: accepted must "):
+            staged.buffer.commit(accepted, torch.tensor([30, 31, 32]))
+    staged.buffer.commit(torch.tensor([2, 0], dtype=torch.int32))
+    staged.expect(written, range(3), (7, 8, 9), {0, 1})
+    staged.assert_as_expected()
+    assert staged.buffer.stats().windows == 1
+
+
+def test_more_tokens_than_the_buffer_was_made_for():
+    """Tokens past the record would be staged nowhere, and nobody would know."""
+    staged = Staged(("packed",))
+    staged.buffer.begin(torch.arange(3))
+    for tokens, offset in ((TOKENS + 1, 0), (4, TOKENS - 3)):
+        key, value = staged.sources("packed.0", tokens)
+        with pytest.raises(ValueError, match=f"^stage: key must have at most {TOKENS - offset} tokens .* got {tokens}"):
+            staged.buffer.stage("packed.0", key, value, token_offset=offset)
+    staged.stage_all(TOKENS)
 
 
 # ---------------------------------------------------------------- the interceptor
