@@ -103,7 +103,13 @@ class StagingBuffer:
         self._layers[name] = _StagedLayer(cache, len(self._layers), dtype, kv_cache_dtype, k_scale, v_scale)
 
     def allocate(self) -> None:
-        """Allocate rows and records: the only allocation a staging buffer makes."""
+        """Allocate rows and records: the only allocation a staging buffer makes.
+
+        Raises:
+            RuntimeError: no layer is registered.
+            ValueError, TypeError: a layer whose rows :func:`nwor_ops.commit_staged` would refuse. At the end of a
+                window it would be too late: the layers before it would have their rows already.
+        """
         self._require(State.REGISTERING, "allocate")
         if not self._layers:
             raise RuntimeError("allocate: no layer is registered")
@@ -130,6 +136,8 @@ class StagingBuffer:
         self._in_order = torch.arange(self.max_num_tokens, dtype=torch.int32, device=self.device)
         self._unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
         self._num_slots = min(layer.cache.num_slots for layer in self._layers.values())
+        for name, layer in self._layers.items():
+            self._try_commit(name, layer)
         self._state = State.CLOSED
 
     @property
@@ -275,6 +283,13 @@ class StagingBuffer:
             accepted, self.row_slots, self.window_id, self.row_windows, self._num_slots, self.row_committed,
             self.counters, *of_requests,
         )  # fmt: skip
+
+    def _try_commit(self, name: str, layer: _StagedLayer) -> None:
+        """Before any window: no row is accepted, so it only looks at the arguments."""
+        try:
+            self._commit_layer(layer)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"allocate: layer {name!r} could not be committed: {error}") from error
 
     def _commit_layer(self, layer: _StagedLayer) -> None:
         assert layer.staged is not None

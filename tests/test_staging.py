@@ -279,12 +279,35 @@ def test_a_commit_that_is_refused_changes_nothing():
         (torch.ones(2, dtype=torch.int32, device="meta"), TypeError),
         (torch.ones(2), TypeError),
     ):
-        with pytest.raises(error, match="^commit: accepted must "):
+        with pytest.raises(error, match=r"^commit: accepted must "):
             staged.buffer.commit(accepted, torch.tensor([30, 31, 32]))
     staged.buffer.commit(torch.tensor([2, 0], dtype=torch.int32))
     staged.expect(written, range(3), (7, 8, 9), {0, 1})
     staged.assert_as_expected()
     assert staged.buffer.stats().windows == 1
+
+
+UNFIT = {
+    "a scale of another dtype": ({"k_scale": torch.ones(1, dtype=torch.float64)}, TypeError, "k_scale must have dtype"),
+    "scales of too few rows": ({"v_scale": torch.ones(3, 1)}, ValueError, "v_scale must be"),
+    "a format that is none": ({"kv_cache_dtype": "fp4"}, ValueError, "kv_cache_dtype must be"),
+    "keys that cannot be staged": ({"dtype": torch.float64}, TypeError, "staged_key must have dtype"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_layer_that_could_not_be_committed_is_refused_before_any_window(case):
+    """At commit the layers before it would have got their rows already."""
+    options, error, sentence = UNFIT[case]
+    buffer = StagingBuffer(max_num_tokens=4, max_num_rows=4, device="cpu")
+    _, construct, layout, shape, dtype = KINDS["packed"]
+    good, bad = construct(layout, shape, torch.uint8, 0)
+    before = memory([good.planes[0].view])[0].clone()
+    buffer.register_layer("good", good, dtype=dtype, kv_cache_dtype="fp8")
+    buffer.register_layer("bad", bad, **{"dtype": dtype, "kv_cache_dtype": "fp8"} | options)
+    with pytest.raises(error, match=rf"^allocate: layer 'bad' could not be committed: commit_staged: {sentence}"):
+        buffer.allocate()
+    assert torch.equal(memory([good.planes[0].view])[0], before)
 
 
 def test_more_tokens_than_the_buffer_was_made_for():
