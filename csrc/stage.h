@@ -463,7 +463,9 @@ NWOR_HOST_DEVICE inline Found problem_of_token(const WindowArguments& a, int64_t
     if (slot < 0) return {};
     if (slot >= a.num_blocks * a.block_size) return {kWindowSlot, request, slot, a.num_blocks * a.block_size};
     const RedirectedPlace place = place_of(a, r, token);
-    if (slot - quotient(slot, a.block_size) * a.block_size != place.offset)
+    // Pages were counted without the drafts that have no slot in row_slots.
+    if (token >= r.tokens() - r.without_slot ||
+        slot - quotient(slot, a.block_size) * a.block_size != place.offset)
         return {kWindowPosition, request, slot, (r.tail_page + place.page) * a.block_size + place.offset};
     return {};
 }

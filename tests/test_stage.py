@@ -589,6 +589,20 @@ def test_pages_that_are_not_there():
         refuse("open_window", window.open_arguments(), IndexError, rf"shadow_blocks must be in \[0, 60\), got {block}")
 
 
+def test_drafts_past_the_window_have_no_slot():
+    """Without a slot in row_slots a request needs no page for its last drafts: slots there would go past its row of the
+    table, or to the shadow page of another page."""
+    sequences = (Sequence(10, 1, 4, 1, state=0), Sequence(3, 3, state=1))
+    for narrow in (True, False):
+        window = make_window(sequences, num_shadows=None if narrow else 1)
+        window.tensors["row_slots"][0, 2:4] = -1
+        arguments = window.open_arguments()
+        if narrow:
+            arguments = with_arguments("open_window", arguments, block_tables=[window.groups[0].block_table[:, :2]])
+        sentence = "row_slots must name the place in a page .*, got slot .* at position 8 of request 0"
+        refuse("open_window", arguments, ValueError, sentence)
+
+
 @pytest.mark.parametrize("change", [4, 1])
 def test_a_slot_that_is_not_where_it_should_be(change):
     """The third token of the first request: a page further is accepted, a row further is not; past the end neither."""

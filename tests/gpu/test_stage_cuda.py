@@ -320,6 +320,22 @@ def test_pages_that_are_not_there(device, case):
     assert same_memory(ours.groups[0].slot_mapping, window.groups[0].slot_mapping)
 
 
+def test_drafts_past_the_window_are_left_alone(device):
+    """Two drafts without a slot in row_slots, but with one in the slot mapping, whose page is past the table's row."""
+    window = make_window((Sequence(10, 1, 4, 1, state=0), Sequence(3, 3, state=1)))
+    window.tensors["row_slots"][0, 2:4] = -1
+    ours = window.copy(device)
+    narrow = [ours.groups[0].block_table[:, :2]]
+    own = ours.groups[0].slot_mapping[3:5].clone()
+    ops.open_window(*with_arguments("open_window", ours.open_arguments(), block_tables=narrow))
+    window.groups[0].slot_mapping[3:5] = -1
+    oracle.open_window(*window.open_arguments())
+    assert torch.equal(ours.groups[0].slot_mapping[3:5], own)
+    ours.groups[0].slot_mapping[3:5] = -1
+    for memory in ("planes", "tensors", "groups"):
+        assert same_memory(getattr(ours, memory), getattr(window, memory)), memory
+
+
 def test_a_saved_slot_outside_the_cache_is_skipped(device):
     window = opened(make_window())
     ours = window.copy(device)
