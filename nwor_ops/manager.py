@@ -258,7 +258,8 @@ class DraftCommitManager:
         """Allocate the undo log, or the records of shadow pages, and the window buffers: all that a manager allocates.
 
         Raises:
-            ValueError: in mode ``"stage"``, a group without enough pages, or whose layers differ in their pages.
+            ValueError: in mode ``"stage"``, a group without enough pages, or whose layers differ in their pages; groups
+                that share memory and shadow pages; ``shadow_blocks`` of a group that has no layer.
         """
         self._require(State.REGISTERING, "allocate")
         if not self._layers:

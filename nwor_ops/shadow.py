@@ -66,6 +66,9 @@ class ShadowPages:
         device: torch.device,
     ) -> None:
         self.groups = list(planes)
+        unknown = sorted(set(first_blocks) - set(planes))
+        if unknown:
+            raise ValueError(f"allocate: shadow_blocks must name groups of {self.groups}, got {unknown}")
         block_size = min(_pages_of(name, of_group)[1] for name, of_group in planes.items())
         shadows = shadow_pages_per_request(max_drafts_per_request, block_size)
         self.blocks_per_group = max_num_requests * shadows
@@ -73,6 +76,7 @@ class ShadowPages:
             self._block_ids(name, _pages_of(name, of_group)[0], first_blocks.get(name))
             for name, of_group in planes.items()
         ]
+        _check_shared_memory(planes, {name: int(own[0]) for name, own in zip(planes, ids, strict=True)}, len(ids[0]))
         shape = (len(self.groups), max_num_requests, shadows)
         self.shadow_blocks = torch.stack(ids).view(shape).to(device)
         self.held_slots = torch.full(shape, -1, dtype=torch.int64, device=device)
@@ -169,6 +173,24 @@ def _pages_of(group: str, planes: Sequence[Plane]) -> tuple[int, int]:
             f"{sorted(found)} (num_blocks, block_size)"
         )
     return found.pop()
+
+
+def _check_shared_memory(planes: Mapping[str, Sequence[Plane]], first_blocks: Mapping[str, int], count: int) -> None:
+    """Raises ValueError for groups with planes in the same place (an engine's one pool of pages) and shadow pages in
+    common."""
+    users: dict[tuple[int, int], list[str]] = {}
+    for name, of_group in planes.items():
+        for plane in of_group:
+            start, page_bytes = plane.view.data_ptr(), plane.view.stride(0) * plane.view.element_size()
+            sharing = users.setdefault((start, page_bytes), [])
+            for other in sharing if start else []:
+                first, other_first = first_blocks[name], first_blocks[other]
+                if other != name and abs(first - other_first) < count:
+                    raise ValueError(
+                        f"allocate: groups {other!r} and {name!r} share memory and must not share shadow pages, got "
+                        f"{count} pages from {other_first} and from {first} on; set shadow_blocks"
+                    )
+            sharing.append(name)
 
 
 def _plan_launches(planes: Mapping[str, Sequence[Plane]]) -> list[_Launch]:

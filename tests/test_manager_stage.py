@@ -344,6 +344,37 @@ def test_pages_must_be_there():
             manager.allocate()
 
 
+def staged_manager(caches, shadow_blocks):
+    """A layer in each group: 2 requests of up to 4 drafts, pages of 4, so 4 shadow pages."""
+    manager = DraftCommitManager(
+        max_num_tokens=9, max_num_requests=2, max_draft_tokens=8, device="cpu", mode="stage", max_drafts_per_request=4,
+        shadow_blocks=shadow_blocks,
+    )  # fmt: skip
+    for group, cache in caches.items():
+        manager.register_layer(f"layer of {group}", cache, group)
+    return manager
+
+
+def test_groups_that_share_memory_must_not_share_shadow_pages():
+    """As in engines whose groups take pages from one pool. Unnoticed, each would write over the other's drafts."""
+    _, construct, layout, shape, dtype = KINDS["packed"]
+    one, other = construct(layout, shape, dtype, 0)
+    for blocks in (None, {"a": 9}, {"a": 3, "b": 6}):
+        manager = staged_manager({"a": one, "b": one}, blocks)
+        with pytest.raises(ValueError, match=r"^allocate: groups 'a' and 'b' share memory and must not share shadow "):
+            manager.allocate()
+    for caches, blocks in (({"a": one, "b": one}, {"a": 8}), ({"a": one, "b": other}, None)):
+        staged_manager(caches, blocks).allocate()
+
+
+def test_shadow_blocks_of_a_group_that_is_none():
+    """A misspelt name would mean the last pages, which may be somebody's."""
+    _, construct, layout, shape, dtype = KINDS["packed"]
+    manager = staged_manager({"full": construct(layout, shape, dtype, 0)[0]}, {"ful": 3})
+    with pytest.raises(ValueError, match=r"^allocate: shadow_blocks must name groups of \['full'\], got \['ful'\]$"):
+        manager.allocate()
+
+
 def test_launches():
     """Four for one geometry; layers of another cost two more, whatever their number."""
     assert Engine(("one_backing",)).manager.launches_per_window == 4
