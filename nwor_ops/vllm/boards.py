@@ -37,7 +37,8 @@ class Board:
     """What one writer has counted since it began.
 
     Attributes:
-        role: ``"worker"`` (the transactions) or ``"scheduler"`` (comparisons with the scheduler's numbers).
+        role: ``"worker"`` (the transactions), ``"drafter"`` (draft graphs) or ``"scheduler"`` (comparisons with the
+            scheduler's numbers).
         instance: vLLM's ``instance_id``: equal in the worker and the scheduler of an engine.
         engine: vLLM's index of the engine, the ``engine`` label.
         model_name: vLLM's ``model_name`` label.

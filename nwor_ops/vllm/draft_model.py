@@ -294,11 +294,12 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         )
 
     def counted(self) -> dict[str, int]:
-        """For ``/metrics``: only what requests have caused."""
-        replays = {} if self.graphs is None else self.graphs.loop.counts
+        """For ``/metrics``: only what requests have caused. The publisher's thread asks while the runner counts."""
+        graphs = self.graphs
+        replays = [] if graphs is None else list(graphs.loop.counts.items())
         return {
-            "draft_graph_replays": sum(count for (_, mode), count in replays.items() if mode == "loop"),
-            "draft_eager_passes": sum(count for why, count in self._eager.items() if why not in _NO_REQUESTS),
+            "draft_graph_replays": sum(count for (_, mode), count in replays if mode == "loop"),
+            "draft_eager_passes": sum(count for why, count in list(self._eager.items()) if why not in _NO_REQUESTS),
         }
 
     # ------------------------------------------------------------ the captured bodies

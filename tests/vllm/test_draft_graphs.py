@@ -10,6 +10,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -377,6 +378,30 @@ def test_counters_are_published_for_other_processes(folder: pathlib.Path, rank: 
     assert registry.get_sample_value("nwor_draft_graph_replays_total", labels) == 5
     assert registry.get_sample_value("nwor_draft_eager_passes_total", labels) == 0
     assert nwor_ops.stats().draft_graph_replays == 5
+
+
+class Interrupted(str):
+    """A word that somebody compares: just then another thread counts something for the first time."""
+
+    counter: Counter[Any]
+
+    def __eq__(self, other: object) -> bool:
+        self.counter[f"new {len(self.counter)}", "loop"] += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_runner_may_count_while_the_publisher_reads() -> None:
+    """A thread that ended with "dictionary changed size during iteration" would publish nothing any more."""
+    from nwor_ops.vllm.draft_model import GraphedDraftModelSpeculator
+
+    mode, reason = Interrupted("loop"), Interrupted("more requests than the largest graph")
+    mode.counter, reason.counter = Counter({("decode", mode): 3}), Counter({reason: 2})
+    graphs = SimpleNamespace(loop=SimpleNamespace(counts=mode.counter))
+    speculator: Any = SimpleNamespace(graphs=graphs, _eager=reason.counter)
+    counted = GraphedDraftModelSpeculator.counted(speculator)
+    assert counted == {"draft_graph_replays": 3, "draft_eager_passes": 2}
 
 
 def test_who_does_not_publish(folder: pathlib.Path, rank: Any) -> None:
