@@ -136,7 +136,7 @@ class TreeVerifier:
             room = request.max_tokens - len(request.tokens) - 1  # a step gives one token beyond the drafts
             decoding = request.num_cached > 0
             tree = lookup_tree(request.tokens, self.branches, min(self.depth, room)) if decoding else []
-            while len(request.blocks) * BLOCK_SIZE < len(request.tokens) + self.depth:
+            while len(request.blocks) * BLOCK_SIZE < len(request.tokens) + min(self.depth, room):
                 request.blocks.append(self.free_blocks.pop(0))
             first = len(token_ids)
             for position in range(request.num_cached, len(request.tokens)):
