@@ -10,9 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import random_bytes
+from samples import numbers
 from test_no_sync import guard
 from transactions import KINDS, make_batch, one_thread, put_rows  # noqa: F401
 
+import nwor_ops
 import nwor_ops.manager
 from nwor_ops import DraftCommitManager, num_shadow_blocks
 from nwor_ops.ops import COUNTERS
@@ -36,8 +38,8 @@ class Engine:
     pages. A step advances every request by its given and accepted tokens.
     """
 
-    def __init__(self, kinds=ALL, mode="stage", with_states=False, seed=0, pages=24):
-        self.random = torch.Generator().manual_seed(seed)
+    def __init__(self, kinds=ALL, mode="stage", with_states=False, seed=0, pages=24, num_bonus_tokens=0):
+        self.random, self.num_bonus_tokens = torch.Generator().manual_seed(seed), num_bonus_tokens
         self.manager = DraftCommitManager(
             max_num_tokens=TOKENS, max_num_requests=REQUESTS, max_draft_tokens=REQUESTS * DRAFTS, device="cpu",
             mode=mode, max_drafts_per_request=DRAFTS if mode == "stage" else None,
@@ -76,10 +78,19 @@ class Engine:
             ] + [-1] * padding
         batch = make_batch(requests, slots)
         lengths = [self.lengths[q] + r.given + r.drafts for q, r in enumerate(requests)]
+        bonus = self.num_bonus_tokens * torch.arange(1, len(requests) + 1, dtype=torch.int32)
         batch.window = batch.window._replace(
-            seq_lens=torch.tensor(lengths, dtype=torch.int32), block_tables=self.tables, request_states=self.states
-        )
+            cu_num_draft_tokens=batch.window.cu_num_draft_tokens + bonus, num_bonus_tokens=self.num_bonus_tokens,
+            seq_lens=torch.tensor(lengths, dtype=torch.int32), block_tables=self.tables, request_states=self.states,
+        )  # fmt: skip
         return batch
+
+    def reorder(self, order):
+        """The requests, with all that is theirs, take other rows of the batch."""
+        self.tables = {group: table[order] for group, table in self.tables.items()}
+        self.lengths = [self.lengths[q] for q in order]
+        if self.states is not None:
+            self.states = self.states[order]
 
     def forward(self, batch, layers=None):
         """Write random rows in every layer, or in some of them."""
@@ -103,11 +114,14 @@ class Engine:
         batch = self.batch(requests)
         own = {group: slots.tolist() for group, slots in batch.slots.items()}
         tables = {group: table.clone() for group, table in self.tables.items()}
+        committed = self.committed_rows()
         with guard():
             self.manager.begin(batch.window)
         before = {name: self.bytes_of(name) for name in self.caches}
         self.forward(batch)
         self.assert_no_draft_is_in_a_page(before, batch, own)
+        for seen, rows in zip(self.committed_rows(), committed, strict=True):
+            assert torch.equal(seen, rows)  # what attention reads, by tables that may be redirected
         if end == "commit":
             with guard():
                 self.manager.commit(batch.draft_token_ids, batch.sampled_token_ids)
@@ -122,6 +136,17 @@ class Engine:
         for q, r in enumerate(requests):
             kept = {"cancel": 0, "abandon": r.drafts}.get(end, r.accepted)
             self.lengths[q] += r.given + kept
+
+    def committed_rows(self):
+        """Of every request in every plane, found by the block tables as they are."""
+        rows = []
+        for name, cache in self.caches.items():
+            group, size = self.group_of[name], self.block_sizes[self.group_of[name]]
+            positions = [torch.arange(length) for length in self.lengths]
+            blocks = torch.cat([self.tables[group][q, p // size] for q, p in enumerate(positions)]).long()
+            offsets = torch.cat(positions) % size
+            rows += [oracle.raw(p.view)[blocks, offsets] for p in cache.planes if p.page_offsets is None]
+        return rows
 
     def bytes_of(self, name):
         return [oracle.raw(plane.view).clone() for plane in self.caches[name].planes]
@@ -177,6 +202,54 @@ def test_both_modes_leave_the_same_pages(kinds, end, with_states):
         assert stage.manager.buffers.num_accepted.tolist() == cow.manager.buffers.num_accepted.tolist()
     assert stage.manager.stats() == cow.manager.stats()
     assert stage.manager.stats().rejected > 0
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+def test_requests_in_other_rows(with_states):
+    """A row of the batch is no request: what its shadow page holds may be another's."""
+    stage, cow = Engine(mode="stage", with_states=with_states), Engine(mode="cow", with_states=with_states)
+    for requests, order in zip(STEPS, ([0, 1, 2, 3], [2, 3, 1, 0], [1, 0, 3, 2], [3, 2, 0, 1]), strict=True):
+        for engine in (stage, cow):
+            engine.step(requests)
+            engine.reorder(order)
+            engine.step([Decoding(1, 3, 1)] * REQUESTS)
+        stage.assert_pages(cow)
+
+
+def test_counts_of_logits():
+    """num_bonus_tokens, as vLLM's cu_num_logits: the same as counts of drafts."""
+    stage, cow = Engine(mode="stage", num_bonus_tokens=1), Engine(mode="cow")
+    for requests in STEPS:
+        for engine in (stage, cow):
+            engine.step(requests)
+        stage.assert_pages(cow)
+    assert stage.manager.stats() == cow.manager.stats()
+
+
+def test_write_takes_format_and_scales():
+    """As in cow: quantised by the scales given, key and value by their own."""
+    pages = []
+    for mode in ("cow", "stage"):
+        cache = torch.zeros(12, 4, 2, 16, dtype=torch.uint8)
+        manager = DraftCommitManager(
+            max_num_tokens=8, max_num_requests=1, max_draft_tokens=4, device="cpu", mode=mode, max_drafts_per_request=4
+        )
+        manager.register_layer("one", nwor_ops.LayerCache.packed(cache))
+        manager.allocate()
+        batch = make_batch((Decoding(2, 3, 1),), {"default": [5, 6, 7, 8, 9]})
+        window = batch.window._replace(
+            seq_lens=torch.tensor([7], dtype=torch.int32),
+            block_tables={"default": torch.tensor([[0, 1, 2]], dtype=torch.int32)},
+        )
+        window.slot_mappings["default"].copy_(torch.tensor([2, 3, 4, 5, 6]))
+        manager.begin(window)
+        key, value = numbers(5, 2, 8, seed=1), numbers(5, 2, 8, seed=2)
+        scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([0.125])}
+        manager.write("one", key, value, window.slot_mappings["default"], kv_cache_dtype="fp8_e4m3", **scales)
+        manager.commit(batch.draft_token_ids, batch.sampled_token_ids)
+        pages.append(cache[:6])
+    assert pages[0].any()
+    assert torch.equal(*pages)
 
 
 @pytest.mark.parametrize("with_states", [False, True])
@@ -395,6 +468,31 @@ def test_neighbouring_groups_of_one_geometry_share_a_launch():
     assert manager.launches_per_window == 4
     assert [launch.planes_per_group for launch in manager.shadow.launches] == [[2, 2, 2]]
     assert manager.shadow.shadow_blocks[:, 0, 0].tolist() == [12, 8, 4]
+
+
+def test_groups_that_are_no_neighbours_have_launches_of_their_own():
+    """One call takes consecutive groups, and at most 16 of them; the first call of a group changes its tables."""
+    _, construct, layout, shape, dtype = KINDS["packed"]
+    caches = {f"{n:02}": construct(layout, shape, dtype, n)[0] for n in range(17)}
+    manager = staged_manager(caches, None)
+    manager.allocate()
+    assert [(x.groups, x.redirects) for x in manager.shadow.launches] == [(slice(0, 16), True), (slice(16, 17), True)]
+    other = construct("packed_hnd", shape, dtype, 0)[0]
+    manager = staged_manager({"a": caches["00"], "b": other, "c": caches["01"]}, None)
+    manager.register_layer("another of c", construct("packed_hnd", shape, dtype, 1)[0], "c")
+    manager.allocate()
+    launches = [(x.groups, x.planes_per_group, x.redirects) for x in manager.shadow.launches]
+    assert launches == [
+        (slice(0, 1), [1], True), (slice(2, 3), [1], True), (slice(1, 2), [1], True), (slice(2, 3), [1], False),
+    ]  # fmt: skip
+
+
+def test_pages_of_a_request():
+    """Drafts that begin in any row of a page, counted one by one."""
+    for block_size in range(1, 9):
+        for drafts in range(1, 20):
+            touched = [{(first + i) // block_size for i in range(drafts)} for first in range(block_size)]
+            assert num_shadow_blocks(3, drafts, block_size) == 3 * max(map(len, touched))
 
 
 def test_counters_are_those_of_cow():
