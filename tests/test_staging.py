@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,14 +24,16 @@ class Staged:
     def __init__(self, kinds=WRITABLE, rows=ROWS, kv_cache_dtype="auto"):
         self.buffer = StagingBuffer(max_num_tokens=TOKENS, max_num_rows=rows, device="cpu")
         self.caches, self.kv_cache_dtype, self.seed = {}, kv_cache_dtype, 0
-        self.scale = torch.tensor([0.5])
+        self.scales = torch.tensor([0.5]), torch.tensor([0.125])
         for number, kind in enumerate(kinds):
             _, construct, layout, shape, dtype = KINDS[kind]
             cache_dtype = dtype if kv_cache_dtype == "auto" else torch.uint8
             for index, cache in enumerate(construct(layout, shape, cache_dtype, number)):
                 name = f"{kind}.{index}"
                 self.caches[name] = cache
-                options = {"k_scale": self.scale, "v_scale": self.scale} if kv_cache_dtype != "auto" else {}
+                options = (
+                    dict(zip(("k_scale", "v_scale"), self.scales, strict=True)) if kv_cache_dtype != "auto" else {}
+                )
                 self.buffer.register_layer(name, cache, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **options)
         self.buffer.allocate()
         self.dtypes = {name: KINDS[name.split(".")[0]][4] for name in self.caches}
@@ -56,13 +60,13 @@ class Staged:
             (stage or self.buffer.stage)(name, key, value)
         return written
 
-    def expect(self, written, rows_of_tokens, slots, kept):
+    def expect(self, written, rows_of_tokens, slots, kept, scales=None):
         """The rows `kept` at their slots."""
         slot_of_row = {row: slot for row, slot in enumerate(slots) if row in kept}
         mapping = torch.tensor([slot_of_row.get(row, -1) for row in rows_of_tokens], dtype=torch.int64)
         for name, (key, value) in written.items():
             caches = self.key_value(name, self.expected[name])
-            ops.write_kv(key, value, *caches, mapping, self.scale, self.scale, self.kv_cache_dtype)
+            ops.write_kv(key, value, *caches, mapping, *(scales or self.scales), self.kv_cache_dtype)
 
     def assert_as_expected(self):
         theirs = memory(list(self.expected.values()))
@@ -99,6 +103,9 @@ def test_lengths_of_requests():
     staged.buffer.commit(torch.tensor([2, 0, 1], dtype=torch.int32))
     staged.expect(written, range(6), range(6), {0, 1, 5})
     staged.assert_as_expected()
+    staged.buffer.begin(torch.arange(6))  # rows of nobody: the lengths of the window before are no use
+    with pytest.raises(TypeError, match=r"^commit: accepted must have dtype torch.bool"):
+        staged.buffer.commit(torch.tensor([2, 0, 1], dtype=torch.int32))
 
 
 def test_new_destinations():
@@ -141,24 +148,38 @@ def test_all_layers_or_none(reached):
     assert stats.rejected == (4 if reached else 0)
 
 
-def test_a_slot_outside_rejects_the_window():
-    """Layers of 64 and of 65 slots: what one could take the other could not."""
-    staged = Staged(("packed", "split"))
-    staged.buffer.begin(torch.tensor([3, 64, 5]))
-    staged.stage_all(3)
-    staged.buffer.commit(torch.tensor([True, True, False]))
-    staged.assert_as_expected()
-    assert staged.buffer.stats().incomplete == 1
+@pytest.mark.parametrize("larger_first", [False, True])
+def test_a_slot_outside_rejects_the_window(larger_first):
+    """Layers of 64 and of 68 slots: what one could take the other could not."""
+    _, construct, layout, shape, dtype = KINDS["packed"]
+    caches = [construct(layout, shape._replace(blocks=blocks), dtype, 0)[0] for blocks in (16, 17)]
+    buffer = StagingBuffer(max_num_tokens=4, max_num_rows=4, device="cpu")
+    for index, cache in enumerate(reversed(caches) if larger_first else caches):
+        buffer.register_layer(str(index), cache)
+    buffer.allocate()
+    views = [cache.planes[0].view for cache in caches]
+    before = twin(views)
+    buffer.begin(torch.tensor([3, 64, 5]))
+    for name in "01":
+        buffer.stage(name, *(numbers(3, shape.heads, shape.key_width, dtype=dtype, seed=seed) for seed in (1, 2)))
+    buffer.commit(torch.tensor([True, True, False]))
+    assert all(torch.equal(a, b) for a, b in zip(memory(views), memory(before), strict=True))
+    assert buffer.stats().incomplete == 1
 
 
 def test_reject():
+    """Also what an earlier window accepted."""
     staged = Staged()
+    staged.buffer.begin(torch.arange(4))
+    written = staged.stage_all(4)
+    staged.buffer.commit(torch.ones(4, dtype=torch.bool))
+    staged.expect(written, range(4), range(4), set(range(4)))
     staged.buffer.begin(torch.arange(4))
     staged.stage_all(4)
     staged.buffer.reject()
     staged.assert_as_expected()
     stats = staged.buffer.stats()
-    assert (stats.staged, stats.committed, stats.rejected, stats.incomplete) == (4, 0, 4, 0)
+    assert (stats.staged, stats.committed, stats.rejected, stats.incomplete) == (8, 4, 4, 0)
 
 
 @given(st.data())
@@ -405,6 +426,29 @@ def test_an_error_at_the_first_layer_falls_back_and_at_a_later_one_does_not():
     staged.assert_as_expected()
     stats = interceptor.stats()
     assert (stats.direct_windows, stats.fallbacks, stats.staging.windows) == (1, 1, 2)
+
+    assert interceptor.begin(slots)  # the layer that the window before has staged is none of this one's
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was said once
+        interceptor.write("packed.0", *first, slots)
+    assert not interceptor.staging
+    staged.expect({"packed.0": first}, range(3), range(3), {0, 1, 2})
+    staged.assert_as_expected()
+    assert interceptor.stats().fallbacks == 2
+
+
+def test_scales_of_a_direct_write():
+    """Those given, each for its own; else those registered."""
+    staged = Staged(("packed",), kv_cache_dtype="fp8_e4m3")
+    interceptor = KVCacheInterceptor(staged.buffer, "direct")
+    scales = torch.tensor([2.0]), torch.tensor([0.25])
+    for k_scale, v_scale in (scales, (scales[0], None), (None, scales[1]), (None, None)):
+        interceptor.begin(torch.arange(3))
+        key, value = staged.sources("packed.0", 3)
+        interceptor.write("packed.0", key, value, torch.arange(3), k_scale=k_scale, v_scale=v_scale)
+        used = [own if given is None else given for given, own in zip((k_scale, v_scale), staged.scales, strict=True)]
+        staged.expect({"packed.0": (key, value)}, range(3), range(3), {0, 1, 2}, used)
+        staged.assert_as_expected()
 
 
 def test_interceptor_protocol():
