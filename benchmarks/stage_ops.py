@@ -81,8 +81,12 @@ class Window:
         first_draft = fill + 1
         tail_fill = torch.where(first_draft < block_size, fill, 0)
         self.opened_rows = int(tail_fill.sum())
-        shared = torch.where(first_draft < block_size, 1, 0)
-        self.closed_rows = int(shared.sum()) + requests * drafts
+        self.shared_rows = int((first_draft < block_size).sum())  # target tokens in the page of their first draft
+        self.closed_rows = self.shared_rows + requests * drafts
+
+    def closed_bytes(self) -> int:
+        """What close copies, in all layers, by the acceptance that is set."""
+        return (self.shared_rows + int((~self.rejected).sum())) * LAYERS * ROW_BYTES
 
     def reset(self) -> None:
         self.slots.copy_(self.own_slots)
