@@ -4,7 +4,7 @@
 
 Runs ``tests/gpu/vllm`` and writes one entry per case to FOLDER/h200/engines.json (default benchmarks/results): what
 ran, steps, drafts, rows compared, outcome. Where pytest was told to run some cases only, the others' entries
-stay. About 10 minutes.
+stay. About 20 minutes. Stopped before its end (control-C), it writes what it has.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         logs = pathlib.Path(os.environ.get("NWOR_TEST_LOGS") or scratch)
         command = [sys.executable, "-m", "pytest", "tests/gpu/vllm", "-q", "--tb=no", "-p", "no:cacheprovider"]
-        done = subprocess.run([*command, *more], cwd=ROOT, env=os.environ | {"NWOR_TEST_LOGS": str(logs)}, check=False)
+        with subprocess.Popen([*command, *more], cwd=ROOT, env=os.environ | {"NWOR_TEST_LOGS": str(logs)}) as tests:
+            try:
+                returncode = tests.wait()
+            except KeyboardInterrupt:  # theirs too: they end by themselves
+                returncode = tests.wait()
         report = logs / "engines.json"
         entries = json.loads(report.read_text()) if report.exists() else []
+        entries = [entry for entry in entries if "outcome" in entry]
     common = circumstances()
     target = folder / "h200" / "engines.json"
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +45,7 @@ def main() -> int:
     target.write_text(json.dumps(list(known.values()), indent=1) + "\n")
     passed = sum(entry.get("outcome") == "passed" for entry in entries)
     print(f"{passed} of {len(entries)} cases passed; {target}")
-    return done.returncode
+    return returncode
 
 
 def _without_paths(entry: dict) -> dict:

@@ -215,7 +215,7 @@ class CacheAudit:
         if step is None:
             return
         for address, storage in self._storages().items():
-            step.touched[address] = (_bytes_of(storage) != _bytes_of(step.before[address])).cpu()
+            step.touched[address] = _bytes_of(storage) != _bytes_of(step.before[address])
 
     def sampled(self) -> None:
         """Before the drafter, if it runs before the commit: its layers may lie in the same storage."""
@@ -310,8 +310,9 @@ class CacheAudit:
     def _count_exposed(self, step: _Step, rejected_slots: dict[str, list[int]]) -> None:
         exposed: dict[str, set[int]] = {group: set() for group in rejected_slots}
         for address, touched in step.touched.items():
+            found = touched.cpu()
             for layer in self._layers_in(address):
-                exposed[layer.group] |= self._changed_slots(touched, layer, rejected_slots[layer.group])
+                exposed[layer.group] |= self._changed_slots(found, layer, rejected_slots[layer.group])
         self._totals.exposed_rows += sum(map(len, exposed.values()))
 
     def _make_expected(self, step: _Step, rejected: list[int]) -> None:
@@ -326,18 +327,21 @@ class CacheAudit:
     ) -> None:
         """Write to images of the cache what the layers wrote in this step, each token at its own slot, but for the
         tokens left out of each group."""
+        slots_of: dict[str, Tensor] = {}  # sent to the device once for each group, not for each layer
+        for group, own in step.slot_mappings.items():
+            slots = torch.full((self._max_num_tokens,), -1, dtype=torch.int64)
+            slots[: len(own)] = own
+            slots[left_out[group]] = -1
+            slots_of[group] = slots
         for name, recorder in self._recorders.items():
             layer = self._layers[name]
-            own = step.slot_mappings[layer.group]
-            slots = torch.full_like(recorder.slot_mapping, -1)
-            slots[: len(own)] = own.to(slots.device)
-            slots[recorder.slot_mapping < 0] = -1
-            slots[left_out[layer.group]] = -1
+            slots_of[layer.group] = slots = slots_of[layer.group].to(recorder.slot_mapping.device)
+            slots = slots.masked_fill(recorder.slot_mapping < 0, -1)
             image = images[layer.kv_cache.untyped_storage().data_ptr()]
             layer.write(recorder.key, recorder.value, same_place(layer.kv_cache, image), slots, *recorder.rest)
 
     def _ignored(self, address: int) -> Tensor | None:
-        """Bytes of a storage of which nothing is promised, or None."""
+        """Bytes of a storage of which nothing is promised, on its device; or None."""
         return None
 
     def _stale_slots(self, step: _Step, rejected_slots: dict[str, list[int]], enforce: bool) -> dict[str, list[int]]:
@@ -345,7 +349,7 @@ class CacheAudit:
         stale: dict[str, set[int]] = {group: set() for group in rejected_slots}
         for address, storage in self._storages().items():
             differs = self._differences(address, storage, step.before[address])
-            if not differs.any():
+            if differs is None:
                 continue
             layers = self._layers_in(address)
             explained = torch.UntypedStorage(storage.nbytes())
@@ -360,12 +364,14 @@ class CacheAudit:
                 raise AuditError(self._complaint(step, layers, wrong, stale if enforce else {}))
         return {group: sorted(slots) for group, slots in stale.items()}
 
-    def _differences(self, address: int, storage: torch.UntypedStorage, image: torch.UntypedStorage) -> Tensor:
-        """Which bytes of a storage are not as in its image; bool, on the host."""
+    def _differences(self, address: int, storage: torch.UntypedStorage, image: torch.UntypedStorage) -> Tensor | None:
+        """Which bytes of a storage are not as in its image: bool, on the host; None if all are."""
         self._totals.bytes_compared += storage.nbytes()
-        differs = (_bytes_of(storage) != _bytes_of(image)).cpu()
+        differs = _bytes_of(storage) != _bytes_of(image)
         ignored = self._ignored(address)
-        return differs if ignored is None else differs & ~ignored
+        if ignored is not None:
+            differs &= ~ignored
+        return differs.cpu() if differs.any() else None
 
     def _changed_slots(self, differs: Tensor, layer: AuditedLayer, slots: list[int]) -> set[int]:
         """Which of the slots hold a byte that differs."""

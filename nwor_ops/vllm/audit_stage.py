@@ -86,7 +86,7 @@ class StageAudit(CacheAudit):
         self._totals.moments += 1
         for address, storage in self._storages().items():
             wrong = self._differences(address, storage, images[address])
-            if wrong.any():
+            if wrong is not None:
                 raise AuditError(f"{moment}, " + self._complaint(step, self._layers_in(address), wrong, {}))
 
     def commit(self, num_sampled: list[int] | None, enforce: bool) -> None:
@@ -162,8 +162,9 @@ class StageAudit(CacheAudit):
         return self._shadows[address]
 
     def _shadow_bytes(self, address: int) -> Tensor:
-        """Which bytes of a storage lie in shadow pages of the layers there; bool, on the host."""
-        marked = torch.UntypedStorage(self._storages()[address].nbytes())
+        """Which bytes of a storage lie in shadow pages of the layers there; bool, on its device."""
+        storage = self._storages()[address]
+        marked = torch.UntypedStorage(storage.nbytes(), device=storage.device)
         _bytes_of(marked).zero_()
         for layer in self._layers_in(address):
             blocks = self._shadow_blocks[layer.group]

@@ -139,11 +139,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not _records:
-        return
+def pytest_runtest_logfinish() -> None:
+    """After every test: a run that is stopped leaves what it has found."""
     folder = os.environ.get("NWOR_TEST_LOGS")
-    if folder:
+    if folder and _records:
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
         (pathlib.Path(folder) / REPORT).write_text(json.dumps(list(_records.values()), indent=1) + "\n")
 

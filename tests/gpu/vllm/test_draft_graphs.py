@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cases import DRAFT_CASES, DRAFT_REFUSALS, DRAFT_WARNED, ENGINE, DraftCase, Refusal
-from test_gpu_engines import _finished, _note, _same_tokens, _session
+from test_gpu_engines import _check_moments, _finished, _note, _same_tokens, _session
 
 # Where a padded product took another kernel, now and then one of two close logits wins that did not before.
 DIFFERENT_DRAFTS, DIFFERENT_ACCEPTANCE = 0.03, 0.05
@@ -61,13 +61,13 @@ def _check_graphs_ran(case: DraftCase, result: dict[str, Any], report: dict[str,
     assert first_passes > 0
     assert report["replays"]["first_pass"] >= first_passes
     assert report["replays"]["decode"] >= decode_loops
-    assert (
-        result["graph_replays"]["graph_replays"] >= first_passes + decode_loops
-    )  # as torch counts them, in the run alone
+    # As torch counts them, in the run alone.
+    assert result["replays"]["graph_replays"] >= first_passes + decode_loops
 
 
-def _check_cow(result: dict[str, Any]) -> None:
+def _check_transaction(result: dict[str, Any]) -> None:
     session = _session(result)
+    _check_moments(session["mode"], session["audit"])
     assert session["audit"]["stale_rows"] == 0
     assert session["audit"]["stale_rows_at_end"] == 0
     assert session["audit"]["accepted"] > 0
@@ -102,8 +102,9 @@ def test_same_drafts_and_output(case: DraftCase, engines: Any, record: dict[str,
         else:
             assert result["workers"][0][what] == wanted
     _check_graphs_ran(case, result, report)
-    if case.nwor["mode"] == "cow":
-        _check_cow(result)
+    if case.nwor["mode"] != "off":
+        assert _session(result)["mode"] == case.nwor["mode"]
+        _check_transaction(result)
 
     assert compared > 100
     random = case.use.get("temperature", 0.0) > 0
