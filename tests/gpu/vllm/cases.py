@@ -201,7 +201,11 @@ FUSED_WRITER = Case(
         "TRITON_MLA",
         graphs="any",
         model="@mla",
-        compilation_config={"use_inductor_graph_partition": True, "pass_config": {"fuse_rope_kvcache_cat_mla": True}},
+        compilation_config={
+            "use_inductor_graph_partition": True,
+            "custom_ops": ["+rotary_embedding"],  # the pattern that is fused
+            "pass_config": {"fuse_rope_kvcache_cat_mla": True},
+        },
     ),
     same_tokens=False,
 )
