@@ -200,10 +200,9 @@ FUSED_WRITER = Case(
     _engine(
         "TRITON_MLA",
         graphs="any",
-        model="@mla",
+        model="@mla_yarn",  # its pattern of operations is the one that is fused
         compilation_config={
             "use_inductor_graph_partition": True,
-            "custom_ops": ["+rotary_embedding"],  # the pattern that is fused
             "pass_config": {"fuse_rope_kvcache_cat_mla": True},
         },
     ),

@@ -19,6 +19,16 @@ from nwor_ops.cli.tiny_llama import BLOCK_SCALE, LOGIT_SCALE, RULE, VOCABULARY, 
 
 # The head sizes that vLLM's MLA kernels are made for; all else is small.
 MLA = {"layers": 2, "hidden": 256, "heads": 4, "latent": 512, "rope": 64, "nope": 128, "value": 128, "mlp": 512}
+# As in DeepSeek's models: vLLM has a class of its own for it.
+YARN = {
+    "type": "yarn",
+    "factor": 4,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
 SLIDING_WINDOW = 64
 
 
@@ -32,6 +42,7 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "sliding": lambda path: _write_sliding(path, ["sliding_attention"] * 3),
         "hybrid": lambda path: _write_sliding(path, ["sliding_attention", "full_attention"] * 2),
         "mla": _write_mla,
+        "mla_yarn": lambda path: _write_mla(path, YARN),
     }
     for name, write in writers.items():
         write(folder / name)
@@ -72,7 +83,7 @@ def _write_eagle(folder: pathlib.Path, biases: bool = False) -> None:
     _save(folder, size.config(), weights)
 
 
-def _write_mla(folder: pathlib.Path) -> None:
+def _write_mla(folder: pathlib.Path, rope_scaling: dict[str, Any] | None = None) -> None:
     """DeepSeek-V2's attention in a small dense model."""
     hidden, heads = MLA["hidden"], MLA["heads"]
     config = {
@@ -100,6 +111,7 @@ def _write_mla(folder: pathlib.Path) -> None:
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 512,
         "rope_theta": 10000.0,
+        "rope_scaling": rope_scaling,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
