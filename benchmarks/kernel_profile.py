@@ -5,9 +5,9 @@
 For a machine with a GPU and ncu on the PATH; vLLM is not needed. The kernels run one at a time, at the clocks the card
 has, so their durations hold no overlap with the launch of the next one.
 
-Of `close_window` the bytes that reach L2 are counted too, for a window whose acceptance is random, beside the bytes of
-the accepted rows (and of the target rows that share their page) in every layer: what is beyond them are slots, tables
-and records.
+Of `close_window` the bytes that its stores write are counted too, for a window whose acceptance is random, beside the
+bytes of the accepted rows (and of the target rows that share their page) in every layer: what is beyond them are slots,
+tables and records.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ METRICS = {  # of ncu: name and unit of ours, whether more is better
     "sm__warps_active.avg.pct_of_peak_sustained_active": ("achieved_occupancy", "%", "higher"),
     "launch__registers_per_thread": ("registers", "per thread", "lower"),
 }
-WRITTEN = "lts__t_sectors_op_write.sum"  # of 32 bytes
+# Of 32 bytes, as the stores leave the multiprocessors. (L2 counts those twice that belong to its far half.)
+WRITTEN = "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum"
 KERNELS = {
     "write_kv_logged": "write_kernel",
     "log_slots": "log_kernel",

@@ -21,7 +21,12 @@ CACHES = {
     "cow_transaction_d256": "bf16, head size 256",
 }
 REQUESTS = (1, 16, 64)
-ENGINES = {"e2e_cow": "bf16", "e2e_cow_fp8": "fp8"}
+ENGINES = {
+    "e2e_cow": "cow, bf16",
+    "e2e_cow_fp8": "cow, fp8",
+    "e2e_stage": "stage, bf16",
+    "e2e_stage_fp8": "stage, fp8",
+}
 TARGET_STYLE = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
 
 
@@ -51,8 +56,9 @@ def main() -> None:
     kernels.axhline(1.0, **TARGET_STYLE)
     kernels.set_title("the whole transaction over vLLM's plain writes, 32 layers (lower is better)", fontsize=10)
     kernels.set_xlabel("requests x drafts")
-    draw(engine, rows("gpu_engine"), ENGINES, REQUESTS)
-    engine.axhline(0.998, **TARGET_STYLE)
+    draw(engine, rows("gpu_engine") | rows("gpu_engine_stage"), ENGINES, REQUESTS)
+    for target in (0.998, 0.995):
+        engine.axhline(target, **TARGET_STYLE)
     engine.set_ylim(0.9, 1.06)
     engine.set_title("vLLM's output tok/s, on over off (higher is better)", fontsize=10)
     engine.set_xlabel("requests")

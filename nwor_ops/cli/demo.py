@@ -372,7 +372,7 @@ def _table_rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         ("drafted", "drafted"),
         ("accepted", "accepted"),
         ("rejected", "rejected"),
-        ("rejected rows in pages before sampling (sum)", "exposed_rows"),
+        ("rejected rows before sampling (sum)", "exposed_rows"),
         ("stale rows left after a step (sum)", "stale_rows"),
         ("stale rows in the cache at the end", "stale_rows_at_end"),
     ):
