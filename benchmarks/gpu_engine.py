@@ -1,12 +1,17 @@
 """vLLM on a GPU, end to end: output tokens per second with NWOR on against off.
 
-    python benchmarks/gpu_engine.py [--mode stage] [--runner v1] [--seconds S] [--folder FOLDER]
+    python benchmarks/gpu_engine.py [--mode stage] [--runner v1] [--more control ...] [--seconds S] [--folder FOLDER]
 
 The Llama-3-8B shape with random weights, an EAGLE head of the same width, K = 4, synthetic acceptance of 2.5 tokens
 per step, 64-token prompts, 256 output tokens, vLLM's default CUDA graphs (FULL_AND_PIECEWISE; captured at fewer
 sizes, to start sooner), with a bf16 and with an fp8 cache. The engines, one with NWOR and one without for each cache,
 live in processes of their own on one GPU and take turns, on off, off on, ...; a waiting engine does nothing. A row of
 which the two sides did not accept the same number of drafts is not a row: the run fails. About 4 minutes.
+
+`--more` says what a difference is made of: `control` is one more engine without NWOR (how far apart two processes of
+one engine lie), `quiet` one with NWOR and without metrics, both over the engine without NWOR; `paused` are runs of the
+engine with NWOR in which begin and commit do nothing: its other runs over these say what the two cost, in one process.
+The rows of such a run go to a file of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import json
 import pathlib
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,9 +66,27 @@ SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 SMALL |= {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 512}
 
 
-def sides_of(mode: str) -> dict[str, dict[str, str]]:
-    """The environment of either side; nothing of nwor_ops is in the other's."""
-    return {"off": {}, "on": {"VLLM_NWOR_MODE": mode}}
+def sides_of(mode: str, more: Sequence[str] = ()) -> dict[str, dict[str, str]]:
+    """The environment of each side; nothing of nwor_ops is in an empty one."""
+    on = {"VLLM_NWOR_MODE": mode}
+    sides = {"off": {}, "on": on, "control": {}, "quiet": on | {"VLLM_NWOR_EMIT_METRICS": "0"}}
+    return {side: variables for side, variables in sides.items() if side in ("off", "on", *more)}
+
+
+class Paused:
+    """An engine with NWOR whose transactions are paused while it is asked."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self._engine = engine
+
+    def ask(self, command: str) -> dict[str, Any]:
+        self._engine.ask("pause 1")
+        answer = self._engine.ask(command)
+        self._engine.ask("pause 0")
+        return answer
+
+    def close(self) -> None:
+        """Its owner closes it."""
 
 
 def write_shape(folder: pathlib.Path, shape: dict[str, Any]) -> str:
@@ -114,7 +138,7 @@ def engine_job(model: str, speculation: dict[str, Any], small: bool, **more: Any
 def start_engines(
     jobs: dict[str, dict[str, Any]], folder: pathlib.Path, runner: str, sides: dict[str, dict[str, str]]
 ) -> dict[tuple[str, str], EngineProcess]:
-    """Two engines per job, all started together, all ready; by (job, side)."""
+    """An engine per job and side, all started together, all ready; by (job, side)."""
     engines = {}
     for name, job in jobs.items():
         for side, variables in sides.items():
@@ -135,14 +159,17 @@ def start_engines(
     for (name, side), found in zip(engines, versions, strict=True):
         print(f"{name} {side}: {found}", flush=True)
         is_on = bool(found["sessions"] or found["draft_graphs"])
-        if is_on != (side == "on"):
+        if is_on != bool(sides[side]):
             raise RuntimeError(f"{name} {side}: nwor_ops is {'on' if is_on else 'not on'} in that engine")
     return engines
 
 
-def measure(engines: dict[tuple[str, str], EngineProcess], requests: tuple[int, ...], seconds: float) -> dict[Any, Any]:
+def measure(
+    engines: Mapping[tuple[str, str], EngineProcess | Paused], requests: Sequence[int], seconds: float
+) -> dict[Any, Any]:
     """Answers by (job, side, requests). Rounds until the time is up; the order of the sides turns with the round."""
     jobs = sorted({name for name, _ in engines})
+    sides = list(dict.fromkeys(side for _, side in engines))
     answers: dict[Any, list[dict[str, Any]]] = {}
     for (name, side), engine in engines.items():
         for count in requests:
@@ -151,7 +178,7 @@ def measure(engines: dict[tuple[str, str], EngineProcess], requests: tuple[int, 
     started = time.monotonic()
     rounds = 0
     while rounds < FEWEST_ROUNDS or time.monotonic() - started < seconds:
-        order = ("off", "on") if rounds % 2 == 0 else ("on", "off")
+        order = sides if rounds % 2 == 0 else sides[::-1]
         for name in jobs:
             for count in requests:
                 for _ in range(RUNS_PER_ROUND.get(count, 1)):
@@ -167,6 +194,17 @@ def figures(mode: str, name: str, count: int, off: list[dict[str, Any]], on: lis
     if any(steps for answer in on for steps in answer["vanilla_steps"]):
         raise RuntimeError(f"{name}, {count} requests: steps ran without the transaction, {on[-1]['vanilla_steps']}")
     return comparison(name, f"vanilla{name.removeprefix(mode)}", count, off, on, TARGETS[mode])
+
+
+def explanations(name: str, count: int, answers: dict[Any, Any], more: Sequence[str]) -> list[Row]:
+    """Ratios of the sides that `--more` added."""
+    pairs = {"control": ("control", "off"), "quiet": ("quiet", "off"), "paused": ("on", "paused")}
+    rows = []
+    for what in more:
+        above, below = ([a["tokens"] / a["seconds"] for a in answers[name, side, count]] for side in pairs[what])
+        ratios = [mine / theirs for mine, theirs in zip(above, below, strict=True)]
+        rows.append(row(f"e2e_{name}_{what}/{count}", ratios, "ratio", "higher"))
+    return rows
 
 
 def comparison(
@@ -192,7 +230,8 @@ def comparison(
 def result_name(benchmark: str, options: argparse.Namespace) -> str:
     """Of the file: mode cow and the V2 runner go without saying."""
     mode = "" if options.mode == "cow" else f"_{options.mode}"
-    return benchmark + mode + ("" if options.runner == "v2" else "_v1")
+    explained = "_explained" if getattr(options, "more", ()) else ""
+    return benchmark + mode + ("" if options.runner == "v2" else "_v1") + explained
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -200,6 +239,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="NWOR's")
     parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--more", nargs="+", choices=("control", "quiet", "paused"), default=[], help="more sides")
+    parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
     parser.add_argument("--seconds", type=float, default=130.0, help="how long to measure, once all engines are ready")
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
     parser.add_argument("--logs", type=pathlib.Path, help="where the engines' logs go")
@@ -209,7 +250,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
-    requests = (1, 4) if options.small else REQUESTS
+    requests = [1, 4] if options.small else options.requests
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.logs or pathlib.Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
@@ -219,9 +260,10 @@ def main() -> None:
             )
             for name in options.formats
         }
-        engines = start_engines(jobs, folder, options.runner, sides_of(options.mode))
+        engines = start_engines(jobs, folder, options.runner, sides_of(options.mode, options.more))
+        paused = {(name, "paused"): Paused(engines[name, "on"]) for name in jobs if "paused" in options.more}
         try:
-            answers = measure(engines, requests, options.seconds)
+            answers = measure(engines | paused, requests, options.seconds)
         finally:
             for engine in engines.values():
                 engine.close()
@@ -231,6 +273,7 @@ def main() -> None:
     for name in jobs:
         for count in requests:
             rows += figures(options.mode, name, count, answers[name, "off", count], answers[name, "on", count])
+            rows += explanations(name, count, answers, options.more)
     target = pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder
     save("h200", result_name("gpu_engine", options), rows, target)
 

@@ -1,10 +1,11 @@
 """One vLLM engine of the GPU benchmarks, in a process of its own: ``gpu_engine_child.py JOB.json``.
 
 A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``; with
-``one_process`` the worker is in this process, which all commands but ``run`` need. Commands come on stdin, a line
-each, answers go to stdout, a line of JSON each: ``run N`` serves N requests, ``profile N STEPS`` profiles steady decode
-steps with N requests running, ``drafter N STEPS`` profiles the drafter's share of them,
-``host N STEPS`` times what nwor_ops adds to a step on the host.
+``one_process`` the worker is in this process, which all commands but ``run`` and ``pause`` need. Commands come on
+stdin, a line each, answers go to stdout, a line of JSON each: ``run N`` serves N requests, ``pause 1`` lets begin and
+commit do nothing until ``pause 0``, ``profile N STEPS`` profiles steady decode steps with N requests running,
+``drafter N STEPS`` profiles the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on the
+host.
 """
 
 from __future__ import annotations
@@ -116,6 +117,10 @@ class TimedEngine:
             **self._plugin(),
         }
 
+    def pause(self, on: int) -> dict[str, Any]:
+        self._llm.collective_rpc(pause_transactions, args=(bool(on),))
+        return {}
+
     def drafter(self, requests: int, steps: int) -> dict[str, Any]:
         """What the drafter does in about so many steps: launches, device time from its first kernel to its last, and
         how much of that no kernel of its own ran."""
@@ -127,7 +132,7 @@ class TimedEngine:
         return found
 
     def profile(self, requests: int, steps: int) -> dict[str, Any]:
-        """Counts per kernel, per kind of copy, and per runtime call, of so many steps."""
+        """Counts per kernel, per kind of copy, and per runtime call, of so many steps; microseconds per kernel."""
         import torch
         from torch.profiler import profile, supported_activities
 
@@ -141,14 +146,17 @@ class TimedEngine:
         events = profiled.profiler.kineto_results.events()
         on_host = collections.Counter(event.name() for event in events if event.device_type().name == "CPU")
         # An annotated range has an event on either side.
-        on_device = collections.Counter(
-            event.name() for event in events if event.device_type().name == "CUDA" and event.name() not in on_host
-        )
+        ran = [event for event in events if event.device_type().name == "CUDA" and event.name() not in on_host]
+        on_device = collections.Counter(event.name() for event in ran)
+        device_us: collections.Counter[str] = collections.Counter()
+        for event in ran:
+            device_us[event.name()] += event.duration_ns() / 1e3  # type: ignore[assignment]
         copies = {name: count for name, count in on_device.items() if name.startswith(("Memcpy", "Memset"))}
         return {
             "steps": steps,
             "kernels": {name: count for name, count in on_device.items() if name not in copies},
             "copies": copies,
+            "device_us": device_us,
             "calls": {name: count for name, count in on_host.items() if name.startswith("cu")},
             "syncs": {name: count for name, count in on_host.items() if name in SYNCS},
         }
@@ -263,6 +271,15 @@ def _covered(spans: list[tuple[int, int]]) -> int:
         total += max(0, end - max(start, until))
         until = max(until, end)
     return total
+
+
+def pause_transactions(worker: Any, on: bool) -> None:
+    """Steps without a window, or with one again. What graphs have captured goes on as it is."""
+    for session in sys.modules["nwor_ops.vllm"].sessions():
+        if on:
+            session.begin = lambda step: None
+        else:
+            vars(session).pop("begin", None)
 
 
 def describe_plugin(worker: Any) -> dict[str, Any]:

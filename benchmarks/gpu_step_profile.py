@@ -4,14 +4,16 @@
 
 The engines of gpu_engine.py with fewer layers (nothing that is counted grows with the layers), 16 requests that
 decode with 4 drafts each in FULL CUDA graphs, with NWOR and without. Counted by torch's profiler over the same number
-of steps: kernels by name (those inside of graphs too), launches, calls that wait for the device. Host time: what the
-wrapped functions take beyond vLLM's own, timed inside and outside. About a minute and a half.
+of steps: kernels by name (those inside of graphs too) and the time each of ours takes, launches, calls that wait for
+the device. Host time: what the wrapped functions take beyond vLLM's own, timed inside and outside. About a minute and a
+half.
 """
 
 from __future__ import annotations
 
 import argparse
 import pathlib
+import re
 import tempfile
 from collections import Counter
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 from gpu_engine import TARGETS, make_job, result_name, sides_of, start_engines
 from results import FOLDER, Row, row, save
 
-LAYERS, REQUESTS = 8, 16
+LAYERS, REQUESTS = 32, 16
 PROFILED_STEPS, TIMED_STEPS = 50, 400
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 
@@ -47,6 +49,13 @@ def figures(on: dict[str, Any], off: dict[str, Any], added: dict[str, list[float
         # To a tenth: a step at either end of the profile may be cut.
         return round(total(per_step(on, what), names) - total(per_step(off, what), names), 1)
 
+    times = per_step(on, "device_us")
+    print_differences("us of kernels", times, per_step(off, "device_us"))
+    ours: Counter[str] = Counter()
+    for name, us in times.items():
+        if "nwor::" in name and (kernel := re.search(r"\w+_kernel", name)):
+            ours[kernel[0]] += us  # type: ignore[assignment]
+
     # Every step counts: what all wrapped functions of one step took.
     steps = [1e6 * sum(parts) for parts in zip(*added.values(), strict=False)]
     return [
@@ -55,6 +64,7 @@ def figures(on: dict[str, Any], off: dict[str, Any], added: dict[str, list[float
         row("step_profile/copies_added", [difference("copies")], "copies", "lower"),
         row("step_profile/syncs_added", [difference("syncs")], "calls", "lower", 0),
         row("step_profile/kernels_vanilla", [total(per_step(off, "kernels"))], "kernels", "lower", digits=1),
+        *(row(f"step_profile/gpu_us/{name}", [us], "us", "lower", digits=1) for name, us in ours.items()),
         row("step_profile/host_us_added", steps, "us", "lower", digits=1),
         *(
             row(f"step_profile/host_us_added/{name}", [1e6 * second for second in seconds], "us", "lower", digits=1)
