@@ -67,18 +67,17 @@ _base.declare(SCHEMAS)
 _ops = torch.ops.nwor
 
 
-def _call(name: str, op: Callable[..., Any], *arguments: Any, **differentiable: Tensor) -> None:
-    """Call one op. `differentiable` are those of its arguments that could require a gradient."""
-    if torch.is_grad_enabled():
-        _base._refuse_gradients(name, **differentiable)
+def _call(
+    name: str, op: Callable[..., Any], *arguments: Any, planes: Sequence[Tensor] = (), **differentiable: Tensor
+) -> None:
+    """Call one op. `differentiable` and `planes` (its `caches`) are what could require a gradient."""
+    if torch.is_grad_enabled():  # in serving it is not: then no plane is looked at
+        caches = {f"caches[{index}]": plane for index, plane in enumerate(planes)}
+        _base._refuse_gradients(name, **differentiable, **caches)
     try:
         op(*arguments)
     except ValueError as error:
         raise _base._translated(error) from None
-
-
-def _planes(caches: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {f"caches[{index}]": cache for index, cache in enumerate(caches)}
 
 
 def stage_kv(
@@ -217,7 +216,7 @@ def move_slots(caches: list[Tensor], src_slots: Tensor, dst_slots: Tensor, page_
         IndexError: on the CPU, a source or destination >= B * N; nothing is written. On CUDA the move is left out and
             reported in debug mode.
     """
-    _call("move_slots", _ops.move_slots.default, caches, src_slots, dst_slots, page_offsets, **_planes(caches))
+    _call("move_slots", _ops.move_slots.default, caches, src_slots, dst_slots, page_offsets, planes=caches)
 
 
 def open_window(
@@ -288,7 +287,7 @@ def open_window(
     _call(
         "open_window", _ops.open_window.default, caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
         seq_lens, row_slots, shadow_blocks, slot_mappings, block_tables, saved_slots, tail_pages, idx_mapping,
-        held_slots, page_offsets, num_bonus_tokens, **_planes(caches),
+        held_slots, page_offsets, num_bonus_tokens, planes=caches,
     )  # fmt: skip
 
 
@@ -331,5 +330,5 @@ def close_window(
     _call(
         "close_window", _ops.close_window.default, caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
         row_rejected, shadow_blocks, saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping, held_slots,
-        page_offsets, num_bonus_tokens, **_planes(caches),
+        page_offsets, num_bonus_tokens, planes=caches,
     )  # fmt: skip
