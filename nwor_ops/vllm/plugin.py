@@ -6,8 +6,8 @@ it). So it leaves a note with Python's import system; when vLLM imports a runner
 methods of ``GPUModelRunner`` are wrapped that look at the engine's configuration:
 ``initialize_kv_cache``, after which everything else is wrapped, on instances, if the configuration
 asks for it, and ``profile_run``, so that the memory of the undo log is taken into account. In the V2
-runner's module also ``init_speculator`` (see :mod:`nwor_ops.vllm.draft_graphs`), and in the scheduler's what mode
-``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`) and the metrics need.
+runner's module also ``init_speculator`` (see :mod:`nwor_ops.vllm.draft_graphs`), in the scheduler's what mode
+``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`) and the metrics need, and the V2 runner's warm-up, for mode ``"stage"``.
 With ``VLLM_NWOR_MODE=off`` in the environment not even that happens.
 """
 
@@ -66,6 +66,7 @@ def _wrappers() -> dict[str, Callable[[ModuleType], None]]:
     return {
         **dict.fromkeys(RUNNERS, _wrap_runner_module),
         "vllm.v1.core.sched.scheduler": _wrap_scheduler_module,
+        "vllm.v1.worker.gpu.warmup": _wrap_warmup_module,
         "vllm.v1.metrics.loggers": metrics.wrap_loggers_module,
     }
 
@@ -100,6 +101,14 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
 def _wrap_scheduler_module(module: ModuleType) -> None:
     spare_blocks.wrap_scheduler_module(module)
     agreement.wrap_scheduler_module(module)
+
+
+def _wrap_warmup_module(module: ModuleType) -> None:
+    def spare_of(runner: Any) -> spare_blocks.SpareBlocks | None:
+        session = _sessions.get(runner)
+        return session.spare if session is not None else None
+
+    spare_blocks.wrap_warmup_module(module, spare_of)
 
 
 def _wrap_runner_module(module: ModuleType) -> None:

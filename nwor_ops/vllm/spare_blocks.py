@@ -2,7 +2,8 @@
 
 They are the last blocks of the cache. vLLM's block pool is made without them, so nothing about allocation changes: to
 the scheduler the cache is that much smaller. The engine core and each worker work out the same numbers from the same
-configuration, and the runner looks at every block id that it is given (:meth:`SpareBlocks.check`).
+configuration, and the runner looks at every block id that it is given (:meth:`SpareBlocks.check`). vLLM's warm-up of
+the V2 runner asks no scheduler: it hands out blocks itself, so it is shown the smaller cache too.
 
 Blocks are numbered for all KV-cache groups together, and groups may lie in one another's memory, so each group has
 spare blocks of its own.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -41,6 +43,7 @@ HOOKS = (
         ("vllm_config", "kv_cache_config"),
     ),
 )
+_WARM_UPS = ("warmup_kernels", "run_mixed_prefill_decode_warmup")
 _WRAPPED = "_nwor_spares_blocks"
 
 
@@ -155,6 +158,41 @@ def _without_spare_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
         spare = spare_blocks(vllm_config, kv_cache_config)
     except Unsupported:  # the workers say so, and stop the engine if that is wanted
         return kv_cache_config
+    return _smaller(kv_cache_config, spare)
+
+
+def _smaller(kv_cache_config: Any, spare: SpareBlocks) -> Any:
     smaller = copy.copy(kv_cache_config)
     smaller.num_blocks = spare.first
     return smaller
+
+
+def wrap_warmup_module(module: ModuleType, spare_of: Callable[[Any], SpareBlocks | None]) -> None:
+    """Make vLLM's warm-up of a V2 runner hand out no spare block: it makes up requests, as many as the runner's cache
+    has blocks for.
+
+    Args:
+        module: ``vllm.v1.worker.gpu.warmup``.
+        spare_of: the spare blocks of a runner, None where it has none.
+    """
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def warm_up(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
+            spare = spare_of(model_runner)
+            if spare is None:
+                return original(model_runner, *args, **kwargs)
+            whole = model_runner.kv_cache_config
+            model_runner.kv_cache_config = _smaller(whole, spare)
+            try:
+                return original(model_runner, *args, **kwargs)
+            finally:
+                model_runner.kv_cache_config = whole
+
+        setattr(warm_up, _WRAPPED, True)
+        return warm_up
+
+    for name in _WARM_UPS:
+        original = getattr(module, name, None)
+        if original is not None and not getattr(original, _WRAPPED, False):
+            setattr(module, name, wrapped(original))

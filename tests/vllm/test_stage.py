@@ -87,6 +87,51 @@ def test_a_spare_block_in_a_request_is_an_error() -> None:
             spare.check(wrong)
 
 
+class WarmedRunner:
+    """As much of a V2 runner as vLLM's warm-up asks for: 8 requests of up to 4 drafts, blocks of 16."""
+
+    def __init__(self, num_blocks: int) -> None:
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+        self.kv_cache_config = SimpleNamespace(
+            num_blocks=num_blocks, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]
+        )
+        self.vllm_config = SimpleNamespace(is_mm_encoder_only=False, num_lookahead_tokens=4)
+        self.scheduler_config = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=512)
+        self.model_config = self.speculative_config = self.model_state = SimpleNamespace()
+        self.kv_connector = SimpleNamespace(set_disabled=lambda disabled: None)
+        self.max_num_reqs, self.max_model_len = 8, 256
+        self.num_speculative_steps, self.decode_query_len = 4, 5
+        self.adaptive_verification = self.rejection_sampler = self.kv_block_zeroer = self.block_tables = None
+        self.is_pooling_model = self.is_encoder_decoder = self.is_last_pp_rank = False
+
+
+@pytest.mark.parametrize("warm_up", ["warmup_kernels", "run_mixed_prefill_decode_warmup"])
+def test_vllms_warm_up_keeps_off_the_spare_blocks(warm_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes up requests and gives them blocks itself, as many as the runner's cache has; no scheduler is asked."""
+    from vllm.v1.worker.gpu import warmup
+
+    from nwor_ops.vllm import plugin
+
+    for name in ("warmup_kernels", "run_mixed_prefill_decode_warmup"):
+        monkeypatch.setattr(warmup, name, getattr(warmup, name))  # put back behind the test
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    plugin._wrappers()["vllm.v1.worker.gpu.warmup"](warmup)
+    arguments = (lambda output: spare.check(output), lambda grammar: None)
+    if warm_up != "warmup_kernels":
+        arguments += (128,)
+    spare = SpareBlocks(num_blocks=26, num_groups=1, per_group=16, block_bytes=1)
+    runner = WarmedRunner(spare.num_blocks)
+    whole = runner.kv_cache_config
+    with pytest.raises(RuntimeError, match=r"the scheduler gave block 1\d to a request"):
+        getattr(warmup, warm_up)(runner, *arguments)
+    monkeypatch.setitem(plugin._sessions, runner, SimpleNamespace(spare=spare))
+    getattr(warmup, warm_up)(runner, *arguments)
+    assert runner.kv_cache_config is whole
+    assert whole.num_blocks == 26
+
+
 def test_enough_pages_are_withheld() -> None:
     """The last row of a page, and K more: for K from 1 to 20 and blocks of 1 to 32."""
     from nwor_ops.shadow import num_shadow_blocks
