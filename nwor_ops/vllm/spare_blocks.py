@@ -111,13 +111,13 @@ def spare_blocks(vllm_config: Any, kv_cache_config: Any) -> SpareBlocks:
     block_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // num_blocks
     spare = SpareBlocks(num_blocks, len(groups), num_shadow_blocks(requests, drafts, block_size), block_bytes)
     # One block of the pool is vLLM's null block.
-    per_request = num_blocks / get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
+    per_request = round(num_blocks / get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config))
     if spare.first - 1 < per_request:
         raise Unsupported(
             f"mode stage withholds {num_blocks - spare.first} blocks ({spare.num_groups} groups, {requests} requests "
             f"of up to {drafts} drafts in blocks of {block_size}) of the {num_blocks} that the cache has; of the "
             f"{max(spare.first - 1, 0)} left a request of {vllm_config.model_config.max_model_len} tokens needs "
-            f"{per_request:.0f}: give the cache more memory, or lower max_num_seqs or max_model_len"
+            f"{per_request}: give the cache more memory, or lower max_num_seqs or max_model_len"
         )
     return spare
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from nwor_ops.cache import LayerCache
 from nwor_ops.vllm.audit import AuditedLayer, AuditError
 from nwor_ops.vllm.audit_stage import StageAudit
-from nwor_ops.vllm.spare_blocks import SpareBlocks
+from nwor_ops.vllm.spare_blocks import SpareBlocks, spare_blocks
+from nwor_ops.vllm.support import Unsupported
 
 
 def test_without_an_audit_no_writer_is_wrapped(engines: Engines) -> None:
@@ -56,6 +57,30 @@ def test_a_cache_that_is_too_small_is_refused_with_the_numbers(engines: Engines)
     )
     with pytest.raises(RuntimeError, match=message):
         engines.run(prompts(2), nwor=STAGE, num_gpu_blocks_override=24)
+
+
+def test_a_cache_that_is_just_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a quotient of quotients is rounded to: blocks / (blocks / 10) is above 10 for some numbers."""
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.setattr(
+        kv_cache_utils, "get_max_concurrency_for_kv_cache_config", lambda _, cache: cache.num_blocks / needed
+    )
+    vllm_config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=1),
+        speculative_config=SimpleNamespace(num_speculative_tokens=1),
+        model_config=SimpleNamespace(max_model_len=256),
+    )
+    for needed in range(1, 200):
+        cache = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))],
+            num_blocks=needed + 2,  # a spare one, and the null block
+            kv_cache_tensors=[],
+        )
+        assert spare_blocks(vllm_config, cache).first == needed + 1
+        cache.num_blocks -= 1
+        with pytest.raises(Unsupported, match=f"a request of 256 tokens needs {needed}:"):
+            spare_blocks(vllm_config, cache)
 
 
 def test_a_refused_engine_goes_on_with_all_its_blocks(engines: Engines) -> None:
