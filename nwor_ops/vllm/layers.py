@@ -90,14 +90,14 @@ def target_layers(runner: Any, drafter_layers: set[str], mode: str) -> list[Targ
     return layers
 
 
-def check_tables(runner: Any, layers: list[TargetLayer], drafter_borrows: bool) -> None:
+def check_tables(runner: Any, layers: list[TargetLayer], borrowers: set[str]) -> None:
     """Whether the slots and tables that the runner holds are all that attention goes by.
 
     Args:
         runner: of either generation.
         layers: the target layers.
-        drafter_borrows: whether the drafter attends with metadata that was made for the target, so while the tables
-            named shadow pages.
+        borrowers: layers of a drafter that attend with metadata that was made for the target's step, so while the
+            tables named shadow pages. Their back end need not be the target's.
 
     Raises:
         Unsupported: pages of another size than the tables', or a drafter that would read shadow pages.
@@ -112,11 +112,12 @@ def check_tables(runner: Any, layers: list[TargetLayer], drafter_borrows: bool) 
                 f"layer {audited.name}: its back end splits blocks of {block} tokens into pages of {page}; mode stage "
                 f"needs whole ones: set --block-size {page}"
             )
-        impl = _qualified_name(context[audited.name].impl)
-        if drafter_borrows and impl not in _TABLE_READERS:
+    for name in (*(layer.audited.name for layer in layers), *sorted(borrowers)) if borrowers else ():
+        impl = _qualified_name(context[name].impl)
+        if impl not in _TABLE_READERS:
             raise Unsupported(
-                f"speculation by {runner.speculative_config.method} with back end {impl}: the drafter goes by a copy "
-                "of the block table that was made for the target's step, which mode stage had redirected"
+                f"speculation by {runner.speculative_config.method} with back end {impl} (layer {name}): the drafter "
+                "goes by a copy of the block table that was made for the target's step, which mode stage had redirected"
             )
 
 

@@ -66,10 +66,11 @@ class RunnerKind:
             return None
         check_vllm(self.hooks)
         check_engine(runner.vllm_config, runner.device.type)
-        layers = target_layers(runner, self.drafter_layers(runner), config.mode)
+        drafter_layers = self.drafter_layers(runner)
+        layers = target_layers(runner, drafter_layers, config.mode)
         if not layers:
             raise Unsupported("no layer of the target model writes a KV cache of its own")
-        spare = self._spare_blocks(runner, layers) if config.mode == "stage" else None
+        spare = self._spare_blocks(runner, layers, drafter_layers) if config.mode == "stage" else None
         groups = sorted({layer.audited.group for layer in layers})
         slot_mappings = {group: self.slot_mapping(runner, group) for group in groups}
         try:
@@ -96,11 +97,11 @@ class RunnerKind:
             setattr(runner, name, wrapped)
         return session
 
-    def _spare_blocks(self, runner: Any, layers: list[TargetLayer]) -> SpareBlocks:
+    def _spare_blocks(self, runner: Any, layers: list[TargetLayer], drafter_layers: set[str]) -> SpareBlocks:
         """What mode ``"stage"`` needs, or :class:`Unsupported`."""
         check_vllm(spare_blocks.HOOKS)
         spare_blocks.check_scheduler(runner.vllm_config)
-        check_tables(runner, layers, self.drafter_borrows(runner))
+        check_tables(runner, layers, drafter_layers if self.drafter_borrows(runner) else set())
         return spare_blocks.spare_blocks(runner.vllm_config, runner.kv_cache_config)
 
     def detach(self, runner: Any) -> None:

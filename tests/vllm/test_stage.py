@@ -15,8 +15,13 @@ from torch import Tensor
 from nwor_ops.cache import LayerCache
 from nwor_ops.vllm.audit import AuditedLayer, AuditError
 from nwor_ops.vllm.audit_stage import StageAudit
+from nwor_ops.vllm.layers import PACKED_IMPLS, TRITON_IMPL, check_tables
+from nwor_ops.vllm.session import TargetLayer
 from nwor_ops.vllm.spare_blocks import SpareBlocks, spare_blocks
 from nwor_ops.vllm.support import Unsupported
+
+[FLASHINFER_IMPL] = [impl for impl in PACKED_IMPLS if "flashinfer" in impl]
+BLOCKS, SIZE, HEADS, WIDTH = 6, 4, 2, 8  # of the caches made here
 
 
 def test_without_an_audit_no_writer_is_wrapped(engines: Engines) -> None:
@@ -96,6 +101,42 @@ def test_a_scheduler_that_is_not_vllms_is_refused(engines: Engines) -> None:
         engines.run(prompts(2), nwor=STAGE, scheduler_cls="other_scheduler.OtherScheduler")
 
 
+@pytest.mark.parametrize(
+    ("target", "drafter", "borrows", "refused"),
+    [
+        (TRITON_IMPL, TRITON_IMPL, True, None),
+        (FLASHINFER_IMPL, FLASHINFER_IMPL, True, FLASHINFER_IMPL),
+        (TRITON_IMPL, FLASHINFER_IMPL, True, FLASHINFER_IMPL),
+        (TRITON_IMPL, FLASHINFER_IMPL, False, None),
+    ],
+)
+def test_a_drafter_that_copies_the_targets_table_is_refused(
+    target: str, drafter: str, borrows: bool, refused: str | None
+) -> None:
+    """Its back end may be another than the target's (``attention_backend`` of the speculative configuration)."""
+
+    def attention(impl: str) -> Any:
+        module, _, name = impl.rpartition(".")
+        return SimpleNamespace(impl=type(name, (), {"__module__": module})())
+
+    cache = torch.zeros(BLOCKS, SIZE, HEADS, 2 * WIDTH)
+    layers = [TargetLayer(AuditedLayer("target", "0", cache, LayerCache.packed, _write), fused=False)]
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=SIZE))
+    runner = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context={"target": attention(target), "draft": attention(drafter)}
+        ),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+        speculative_config=SimpleNamespace(method="eagle"),
+    )
+    borrowers = {"draft"} if borrows else set()
+    if refused is None:
+        check_tables(runner, layers, borrowers)
+        return
+    with pytest.raises(Unsupported, match=rf"speculation by eagle with back end {refused} .*copy of the block table"):
+        check_tables(runner, layers, borrowers)
+
+
 def test_a_spare_block_in_a_request_is_an_error() -> None:
     spare = SpareBlocks(num_blocks=20, num_groups=2, per_group=4, block_bytes=1)
     assert (spare.first, spare.of_group(0), spare.of_group(1)) == (12, range(12, 16), range(16, 20))
@@ -169,7 +210,6 @@ def test_enough_pages_are_withheld() -> None:
 
 # ---------------------------------------------------------------- the audit by itself
 
-BLOCKS, SIZE, HEADS, WIDTH = 6, 4, 2, 8
 SHADOW = range(4, 6)
 OWN = torch.tensor([5, 6, 7, 8])  # a prompt token of another request; a token, and its two drafts
 REDIRECTED = torch.tensor([5, 18, 19, 20])
