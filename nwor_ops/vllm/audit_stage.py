@@ -48,6 +48,7 @@ class StageAudit(CacheAudit):
         # Of the open window, per group: the slots that its tokens were redirected to, else their own.
         self._redirected: dict[str, Tensor] = {}
         self._forwarded: dict[int, torch.UntypedStorage] = {}
+        self._cancelled = False  # whether the step that is compared ended without sampling
 
     # ------------------------------------------------------------ called by the session
 
@@ -90,7 +91,9 @@ class StageAudit(CacheAudit):
                 raise AuditError(f"{moment}, " + self._complaint(step, self._layers_in(address), wrong, {}))
 
     def commit(self, num_sampled: list[int] | None, enforce: bool) -> None:
-        """As :meth:`CacheAudit.commit`."""
+        """As :meth:`CacheAudit.commit`. Of a cancelled window nothing is promised of the slots that a layer was to
+        write, and did not, but those of drafts."""
+        self._cancelled = num_sampled is None
         try:
             super().commit(num_sampled, enforce)
         finally:
@@ -122,6 +125,18 @@ class StageAudit(CacheAudit):
             own[rejected] = False
             found = self._redirected[layer.group]
             self._copy_rows(layer, self._forwarded, step.before, found[own], step.slot_mappings[layer.group][own])
+        if self._cancelled and self._redirected:
+            self._expect_what_is_there(step, rejected)
+
+    def _expect_what_is_there(self, step: _Step, rejected: list[int]) -> None:
+        """At the slots of tokens that a layer was not seen to write: cancel copied what their shadow pages held."""
+        found = self._copies()
+        for name, layer in self._layers.items():
+            slots = step.slot_mappings[layer.group].clone()
+            slots[rejected] = -1
+            if name in self._recorders:
+                slots[self._recorders[name].slot_mapping[: len(slots)].cpu() >= 0] = -1
+            self._copy_rows(layer, found, step.before, slots, slots)
 
     def _draft_tokens(self, step: _Step) -> list[int]:
         ends = step.query_start_loc[1:]

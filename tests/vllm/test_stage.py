@@ -250,16 +250,19 @@ class Step:
     def compare(self) -> None:
         self.audit.commit([1, 2], enforce=True)
 
+    def whole(self) -> None:
+        self.begin()
+        self.forward()
+        self.audit.forwarded("after the forward")
+        self.audit.forwarded("before sampling")
+        self.commit()
+        self.compare()
+
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_step_as_it_should_be(recorded: bool) -> None:
     step = Step(recorded)
-    step.begin()
-    step.forward()
-    step.audit.forwarded("after the forward")
-    step.audit.forwarded("before sampling")
-    step.commit()
-    step.compare()
+    step.whole()
     summary = step.audit.summary()
     counted = {name: summary[name] for name in ("drafted", "accepted", "rejected", "stale_rows", "exposed_rows")}
     assert counted == {"drafted": 2, "accepted": 1, "rejected": 1, "stale_rows": 0, "exposed_rows": 0}
@@ -328,3 +331,19 @@ def test_a_writer_that_goes_wrong_in_the_shadow_page_is_found_at_commit() -> Non
     step.commit()
     with pytest.raises(AuditError, match=r"in layer layer slots 7 \(token 2\)"):
         step.compare()
+
+
+@pytest.mark.parametrize("earlier", ["nothing", "a step"])
+def test_a_layer_that_a_failed_forward_did_not_reach(earlier: str) -> None:
+    """Cancel copies what the shadow page holds for it, whatever that is: nothing is promised of these slots."""
+    step = Step()
+    if earlier == "a step":
+        step.whole()
+    step.begin()
+    step.row(18)[:] = 3
+    step.row(6)[:] = step.row(18)
+    step.audit.commit(None, enforce=True)
+    step.begin()
+    step.row(7)[:] = 3
+    with pytest.raises(AuditError, match="rejected drafts of group 0 left their rows in slots 7"):
+        step.audit.commit(None, enforce=True)
