@@ -96,7 +96,8 @@ class ShadowPages:
     def check(self, window: Window) -> None:
         """Raises ValueError where a window lacks what staging needs."""
         if window.seq_lens is None or window.block_tables is None:
-            raise ValueError('begin: window must have seq_lens and block_tables in mode "stage", got none')
+            lacking = " and no ".join(name for name in ("seq_lens", "block_tables") if getattr(window, name) is None)
+            raise ValueError(f'begin: window must have seq_lens and block_tables in mode "stage", got no {lacking}')
         missing = [group for group in self.groups if group not in window.block_tables]
         if missing:
             raise ValueError(f"begin: window.block_tables must have a table for each group, got none for {missing}")

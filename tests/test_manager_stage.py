@@ -389,9 +389,10 @@ def test_a_window_that_cannot_be_opened_in_the_last_group_changes_nothing(case, 
 def test_what_staging_needs():
     engine = Engine()
     window = engine.batch(STEPS[0]).window
-    for lacking in ({"seq_lens": None}, {"block_tables": None}):
-        with pytest.raises(ValueError, match=r'window must have seq_lens and block_tables in mode "stage"'):
-            engine.manager.begin(window._replace(**lacking))
+    for lacking in (("seq_lens",), ("block_tables",), ("seq_lens", "block_tables")):
+        message = f'window must have seq_lens and block_tables in mode "stage", got no {" and no ".join(lacking)}$'
+        with pytest.raises(ValueError, match=message):
+            engine.manager.begin(window._replace(**dict.fromkeys(lacking)))
     with pytest.raises(ValueError, match=r"a table for each group, got none for \['mla'\]"):
         engine.manager.begin(window._replace(block_tables={k: v for k, v in engine.tables.items() if k != "mla"}))
     assert engine.manager.stats().windows == 0

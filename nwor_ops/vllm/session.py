@@ -301,7 +301,10 @@ class Session:
             return 0
         token_offset = (start - batch_start) // slot_mapping.element_size()
         if not 0 <= token_offset <= batch.numel() - slot_mapping.shape[0]:
-            raise RuntimeError(f"a layer of group {group} was given a slot mapping that is not its group's")
+            raise RuntimeError(
+                f"a layer of group {group} must be given a slice of its group's {batch.numel()} slot mappings, got "
+                f"{slot_mapping.shape[0]} from number {token_offset} on"
+            )
         return token_offset
 
     def _fall_back(self, moment: str, error: Exception) -> None:
