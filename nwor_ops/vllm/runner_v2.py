@@ -14,6 +14,7 @@ from nwor_ops.vllm.support import Hook, Unsupported
 from nwor_ops.window import Window
 
 _MODULE = "vllm.v1.worker.gpu.model_runner"
+_WARM_UP = "vllm.v1.worker.gpu.warmup"
 
 
 def _slot_mapping(runner: Any, group: str) -> Tensor:
@@ -135,6 +136,19 @@ V2 = RunnerKind(
         Hook(_MODULE, "GPUModelRunner.sample_tokens", ("grammar_output",)),
         Hook(_MODULE, "GPUModelRunner.profile_run", ("randomize_inputs",)),
         Hook(_MODULE, "GPUModelRunner.get_kv_cache_spec", ()),
+        Hook(_WARM_UP, "warmup_kernels", ("model_runner", "worker_execute_model", "worker_sample_tokens")),
+        Hook(
+            _WARM_UP,
+            "run_mixed_prefill_decode_warmup",
+            (
+                "model_runner",
+                "worker_execute_model",
+                "worker_sample_tokens",
+                "num_tokens",
+                "mixed_step_context",
+                "req_id_prefix",
+            ),
+        ),
     ),
     drafter_layers=_drafter_layers,
     slot_mapping=_slot_mapping,
