@@ -186,6 +186,13 @@ def _behaviours() -> Iterator[Case]:
     yield _case("chunked-prefill", method="eagle", max_num_batched_tokens=48, use={"shared_prefix": 90})
     yield _case("sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
     yield _case("memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
+    # vLLM's own warm-up makes 8 requests up and numbers their 16 blocks itself: all that this cache has.
+    yield _case(
+        "warm-up",
+        kernel_config={**ENGINE["kernel_config"], "enable_jit_warmup": True},
+        num_gpu_blocks_override=16,
+        max_model_len=192,
+    )
 
 
 # Graphs of decode batches alone need the same number of drafts for each request, which n-grams rarely give: perhaps
