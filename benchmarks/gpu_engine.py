@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from results import FOLDER, Row, row, save
+from results import FOLDER, Row, ratios, row, save
 
 from nwor_ops.cli.engine_process import EngineProcess, engine_environment
 
@@ -84,9 +84,6 @@ class Paused:
         answer = self._engine.ask(command)
         self._engine.ask("pause 0")
         return answer
-
-    def close(self) -> None:
-        """Its owner closes it."""
 
 
 def write_shape(folder: pathlib.Path, shape: dict[str, Any]) -> str:
@@ -201,25 +198,29 @@ def explanations(name: str, count: int, answers: dict[Any, Any], more: Sequence[
     pairs = {"control": ("control", "off"), "quiet": ("quiet", "off"), "paused": ("on", "paused")}
     rows = []
     for what in more:
-        above, below = ([a["tokens"] / a["seconds"] for a in answers[name, side, count]] for side in pairs[what])
-        ratios = [mine / theirs for mine, theirs in zip(above, below, strict=True)]
-        rows.append(row(f"e2e_{name}_{what}/{count}", ratios, "ratio", "higher"))
+        of, over = pairs[what]
+        rates = {side: speeds(answers[name, side, count]) for side in (of, over)}
+        rows.append(row(f"e2e_{name}_{what}/{count}", ratios(rates, of, over), "ratio", "higher"))
     return rows
+
+
+def speeds(runs: list[dict[str, Any]]) -> list[float]:
+    """Output tokens per second, run by run."""
+    return [run["tokens"] / run["seconds"] for run in runs]
 
 
 def comparison(
     name: str, vanilla: str, count: int, off: list[dict[str, Any]], on: list[dict[str, Any]], target: float | None
 ) -> list[Row]:
     """On over off, both sides' speeds, and what they accepted."""
-    rates = {side: [a["tokens"] / a["seconds"] for a in runs] for side, runs in (("off", off), ("on", on))}
+    rates = {"off": speeds(off), "on": speeds(on)}
     lengths = {side: sum(a["acceptance_length"] for a in runs) / len(runs) for side, runs in (("off", off), ("on", on))}
     if abs(lengths["on"] - lengths["off"]) > ACCEPTANCE_DIFFERENCE:
         raise RuntimeError(f"{name}, {count} requests: the sides accepted differently, {lengths}: not comparable")
     if {a["tokens_hash"] for a in on} != {a["tokens_hash"] for a in off}:
         print(f"{name}, {count} requests: the two engines' tokens differ", flush=True)
-    ratios = [ours / theirs for ours, theirs in zip(rates["on"], rates["off"], strict=True)]
     return [
-        row(f"e2e_{name}/{count}", ratios, "ratio", "higher", target),
+        row(f"e2e_{name}/{count}", ratios(rates, "on", "off"), "ratio", "higher", target),
         row(f"tok_s_{name}/{count}", rates["on"], "tok/s", "higher", digits=1),
         row(f"tok_s_{vanilla}/{count}", rates["off"], "tok/s", "higher", digits=1),
         row(f"acceptance_length_{name}/{count}", [lengths["on"]], "tokens", "higher"),

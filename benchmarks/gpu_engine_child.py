@@ -148,9 +148,9 @@ class TimedEngine:
         # An annotated range has an event on either side.
         ran = [event for event in events if event.device_type().name == "CUDA" and event.name() not in on_host]
         on_device = collections.Counter(event.name() for event in ran)
-        device_us: collections.Counter[str] = collections.Counter()
+        device_us: dict[str, float] = collections.defaultdict(float)
         for event in ran:
-            device_us[event.name()] += event.duration_ns() / 1e3  # type: ignore[assignment]
+            device_us[event.name()] += event.duration_ns() / 1e3
         copies = {name: count for name, count in on_device.items() if name.startswith(("Memcpy", "Memset"))}
         return {
             "steps": steps,

@@ -490,8 +490,8 @@ def test_groups_that_are_no_neighbours_have_launches_of_their_own():
 
 def test_pages_of_a_request():
     """Drafts that begin in any row of a page, counted one by one."""
-    for block_size in range(1, 9):
-        for drafts in range(1, 20):
+    for block_size in range(1, 33):
+        for drafts in range(1, 21):
             touched = [{(first + i) // block_size for i in range(drafts)} for first in range(block_size)]
             assert num_shadow_blocks(3, drafts, block_size) == 3 * max(map(len, touched))
 

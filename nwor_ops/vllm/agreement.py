@@ -20,6 +20,7 @@ import functools
 import inspect
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,8 +29,8 @@ from typing import Any
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm import boards
 from nwor_ops.vllm.boards import Board
+from nwor_ops.vllm.support import wrap_once
 
-_WRAPPED = "_nwor_wrapped"
 _COUNTED = ("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id")
 _MOST_STEPS = 1 << 16  # remembered while no board comes
 
@@ -237,17 +238,14 @@ def _comparable(scheduler: Any) -> bool:
 
 def wrap_scheduler_module(module: ModuleType) -> None:
     """Make a new scheduler look at its engine's configuration."""
-    scheduler_class = getattr(module, "Scheduler", None)
-    original = getattr(scheduler_class, "__init__", None)
-    if scheduler_class is None or original is None or getattr(original, _WRAPPED, False):
-        return
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        config = NworConfig.load(self.vllm_config.additional_config)
-        if config.mode != "off" and config.emit_metrics and _comparable(self):
-            SchedulerWatch(self, module.logger)
+    def wrapper(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            config = NworConfig.load(self.vllm_config.additional_config)
+            if config.mode != "off" and config.emit_metrics and _comparable(self):
+                SchedulerWatch(self, module.logger)
 
-    setattr(__init__, _WRAPPED, True)
-    scheduler_class.__init__ = __init__
+        return __init__
+
+    wrap_once(getattr(module, "Scheduler", None), "__init__", wrapper)

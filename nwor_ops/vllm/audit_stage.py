@@ -79,8 +79,9 @@ class StageAudit(CacheAudit):
             return
         images = {address: storage.clone() for address, storage in step.before.items()}
         self._write_rows(step, images, {group: self._redirected_tokens(step, group) for group in step.slot_mappings})
-        self._forwarded = self._copies()
-        for layer in self._unrecorded():
+        unrecorded = self._unrecorded()
+        self._forwarded = self._copies() if unrecorded else {}
+        for layer in unrecorded:
             tokens = self._own_tokens(step, layer.group)
             self._copy_rows(layer, self._forwarded, images, step.slot_mappings[layer.group][tokens],
                             step.slot_mappings[layer.group][tokens])  # fmt: skip

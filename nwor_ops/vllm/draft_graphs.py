@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import Any
 
 from nwor_ops import library
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.support import Hook, Unsupported, check_vllm
+from nwor_ops.vllm.support import Hook, Unsupported, check_vllm, wrap_once
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 SUPPORTED_VERSIONS = ("0.33",)
 BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN")
 CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
-_WRAPPED = "_nwor_wrapped"
 
 _GPU = "vllm.v1.worker.gpu."
 _SPECULATOR = _GPU + "spec_decode.speculator"
@@ -247,36 +246,41 @@ def refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
 
 def wrap_runner_module(module: ModuleType, logger: Any) -> None:
     """Make the V2 runner's module ask for our speculator where its engine's configuration does."""
-    original = getattr(module, "init_speculator", None)
-    if module.__name__ != RUNNER_MODULE or original is None or getattr(original, _WRAPPED, False):
-        return
 
-    @functools.wraps(original)
-    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
-        config = NworConfig.load(vllm_config.additional_config)
-        if not config.draft_graphs:
-            return original(vllm_config, device, req_states)
-        try:
-            check_version()
-            check_draft_graphs(vllm_config, device.type)
-            check_library()
-        except Unsupported as error:
-            refuse(config, error, logger)
-            return original(vllm_config, device, req_states)
-        from nwor_ops.vllm.draft_model import GraphedDraftModelSpeculator
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+            speculator = _own_speculator(vllm_config, device, req_states, logger)
+            return speculator if speculator is not None else original(vllm_config, device, req_states)
 
-        speculator = GraphedDraftModelSpeculator(
-            vllm_config,
-            device,
-            req_states.last_sampled_tokens,
-            functools.partial(refuse, config, logger=logger),
-            logger,
-        )
-        _speculators.add(speculator)
-        return speculator
+        return init_speculator
 
-    setattr(init_speculator, _WRAPPED, True)
-    module.init_speculator = init_speculator  # type: ignore[attr-defined]
+    if module.__name__ == RUNNER_MODULE:
+        wrap_once(module, "init_speculator", wrapper)
+
+
+def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any) -> Any:
+    """Ours, or None where it is not wanted or refused with a warning."""
+    config = NworConfig.load(vllm_config.additional_config)
+    if not config.draft_graphs:
+        return None
+    try:
+        check_version()
+        check_draft_graphs(vllm_config, device.type)
+        check_library()
+    except Unsupported as error:
+        refuse(config, error, logger)
+        return None
+    from nwor_ops.vllm.draft_model import GraphedDraftModelSpeculator
+
+    speculator = GraphedDraftModelSpeculator(
+        vllm_config,
+        device,
+        req_states.last_sampled_tokens,
+        functools.partial(refuse, config, logger=logger),
+        logger,
+    )
+    _speculators.add(speculator)
+    return speculator
 
 
 def check_runner(runner: Any, module: str, logger: Any) -> None:

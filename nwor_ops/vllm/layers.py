@@ -112,7 +112,9 @@ def check_tables(runner: Any, layers: list[TargetLayer], borrowers: set[str]) ->
                 f"layer {audited.name}: its back end splits blocks of {block} tokens into pages of {page}; mode stage "
                 f"needs whole ones: set --block-size {page}"
             )
-    for name in (*(layer.audited.name for layer in layers), *sorted(borrowers)) if borrowers else ():
+    if not borrowers:
+        return
+    for name in (*(layer.audited.name for layer in layers), *sorted(borrowers)):
         impl = _qualified_name(context[name].impl)
         if impl not in _TABLE_READERS:
             raise Unsupported(

@@ -32,14 +32,12 @@ from nwor_ops.stats import EngineStats, Stats
 from nwor_ops.vllm import boards, draft_counters
 from nwor_ops.vllm.boards import Board
 from nwor_ops.vllm.session import Session
+from nwor_ops.vllm.support import wrap_once
 
 # Field of a board: Prometheus name (which gets "_total"), and what is counted.
 METRICS = {
     "windows": ("nwor_windows", "Verification steps whose draft writes were a transaction."),
-    "drafted": (
-        "nwor_draft_tokens",
-        "Draft tokens in those steps, logged (mode cow) or staged.",
-    ),
+    "drafted": ("nwor_draft_tokens", "Draft tokens in those steps, logged (mode cow) or staged."),
     "accepted": ("nwor_committed_tokens", "Draft tokens accepted and kept."),
     "rejected": ("nwor_rejected_tokens", "Draft tokens rejected, or of a cancelled window: undone, or never written."),
     "cancelled": ("nwor_cancelled_windows", "Windows of which every draft was undone because the step failed."),
@@ -57,7 +55,6 @@ VANILLA_STEPS = ("nwor_vanilla_steps", "Steps with drafts that ran without the t
 _NOT_VANILLA = "cancelled"  # a session counts it beside its vanilla steps; it has a counter of its own
 _OVERFLOW = "more drafts than log rows"
 
-_WRAPPED = "_nwor_wrapped"
 
 _publishers: weakref.WeakKeyDictionary[Session, Publisher] = weakref.WeakKeyDictionary()
 _exporter: Exporter | None = None
@@ -311,18 +308,15 @@ def _export(vllm_config: Any) -> None:
 
 def wrap_loggers_module(module: ModuleType) -> None:
     """Make vLLM's Prometheus logger tell us when it is made."""
-    logger_class = getattr(module, "PrometheusStatLogger", None)
-    original = getattr(logger_class, "__init__", None)
-    if logger_class is None or original is None or getattr(original, _WRAPPED, False):
-        return
 
-    @functools.wraps(original)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, vllm_config, *args, **kwargs)
-        _export(vllm_config)
+    def wrapper(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, vllm_config, *args, **kwargs)
+            _export(vllm_config)
 
-    setattr(__init__, _WRAPPED, True)
-    logger_class.__init__ = __init__
+        return __init__
+
+    wrap_once(getattr(module, "PrometheusStatLogger", None), "__init__", wrapper)
 
 
 # ---------------------------------------------------------------- nwor_ops.stats()

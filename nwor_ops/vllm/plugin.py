@@ -14,7 +14,6 @@ With ``VLLM_NWOR_MODE=off`` in the environment not even that happens.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -33,10 +32,9 @@ from nwor_ops.vllm.runner import log_bytes
 from nwor_ops.vllm.runner_v1 import V1
 from nwor_ops.vllm.runner_v2 import V2
 from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.support import SUPPORTED_VERSIONS, Unsupported, check_engine, version_problem
+from nwor_ops.vllm.support import SUPPORTED_VERSIONS, Unsupported, check_engine, version_problem, wrap_once
 
 RUNNERS = {kind.module: kind for kind in (V1, V2)}
-_WRAPPED = "_nwor_wrapped"
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 
@@ -115,34 +113,30 @@ def _wrap_runner_module(module: ModuleType) -> None:
     """Make a runner class look at its engine's configuration once its cache is bound, and before it has a drafter."""
     draft_graphs.wrap_runner_module(module, _logger())
     runner_class = getattr(module, "GPUModelRunner", None)
-    original = getattr(runner_class, "initialize_kv_cache", None)
-    if original is None:
+    if getattr(runner_class, "initialize_kv_cache", None) is None:
         if mode_from_environment() not in (None, "off"):
             raise RuntimeError(f"nwor: {module.__name__} has no GPUModelRunner.initialize_kv_cache to attach to")
         return
-    if getattr(original, _WRAPPED, False):
-        return
 
-    @functools.wraps(original)
-    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
-        if not profiling:
-            _attach(self, module.__name__)
-        return result
+    def attaching(initialize: Callable[..., Any]) -> Callable[..., Any]:
+        def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = initialize(self, *args, **kwargs)
+            profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+            if not profiling:
+                _attach(self, module.__name__)
+            return result
 
-    setattr(initialize_kv_cache, _WRAPPED, True)
-    runner_class.initialize_kv_cache = initialize_kv_cache  # type: ignore[union-attr]
-    measure = getattr(runner_class, "profile_run", None)
-    if measure is None:
-        return  # found out, and said, by the check of the hooks
+        return initialize_kv_cache
 
-    @functools.wraps(measure)
-    def profile_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _room_for_log(self):
-            return measure(self, *args, **kwargs)
+    def with_room(measure: Callable[..., Any]) -> Callable[..., Any]:
+        def profile_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with _room_for_log(self):
+                return measure(self, *args, **kwargs)
 
-    runner_class.profile_run = profile_run  # type: ignore[union-attr]
+        return profile_run
+
+    wrap_once(runner_class, "initialize_kv_cache", attaching)
+    wrap_once(runner_class, "profile_run", with_room)  # if it is not there, the check of the hooks says so
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ spare blocks of its own.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,7 +19,7 @@ from typing import Any
 
 from nwor_ops.config import NworConfig
 from nwor_ops.shadow import num_shadow_blocks
-from nwor_ops.vllm.support import Hook, Unsupported, check_engine
+from nwor_ops.vllm.support import Hook, Unsupported, check_engine, wrap_once
 
 HOOKS = (
     Hook(
@@ -135,16 +134,14 @@ def check_scheduler(vllm_config: Any) -> None:
 
 def wrap_scheduler_module(module: ModuleType) -> None:
     """Make each scheduler start with a cache that lacks the spare blocks, if its engine is in mode ``"stage"``."""
-    original = module.Scheduler.__init__
-    if getattr(original, _WRAPPED, False):
-        return
 
-    @functools.wraps(original)
-    def __init__(self: Any, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, vllm_config, _without_spare_blocks(vllm_config, kv_cache_config), *args, **kwargs)
+    def wrapper(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, vllm_config, _without_spare_blocks(vllm_config, kv_cache_config), *args, **kwargs)
 
-    setattr(__init__, _WRAPPED, True)
-    module.Scheduler.__init__ = __init__
+        return __init__
+
+    wrap_once(getattr(module, "Scheduler", None), "__init__", wrapper, _WRAPPED)
 
 
 def _without_spare_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
@@ -176,8 +173,7 @@ def wrap_warmup_module(module: ModuleType, spare_of: Callable[[Any], SpareBlocks
         spare_of: the spare blocks of a runner, None where it has none.
     """
 
-    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def warm_up(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
             spare = spare_of(model_runner)
             if spare is None:
@@ -189,10 +185,7 @@ def wrap_warmup_module(module: ModuleType, spare_of: Callable[[Any], SpareBlocks
             finally:
                 model_runner.kv_cache_config = whole
 
-        setattr(warm_up, _WRAPPED, True)
         return warm_up
 
     for name in _WARM_UPS:
-        original = getattr(module, name, None)
-        if original is not None and not getattr(original, _WRAPPED, False):
-            setattr(module, name, wrapped(original))
+        wrap_once(module, name, wrapper, _WRAPPED)

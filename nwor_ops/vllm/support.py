@@ -6,10 +6,11 @@ refused with a sentence; nothing is guessed.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,26 @@ class Hook:
         if found != self.parameters:
             return f"{self.module}.{self.name} takes {found}, expected {self.parameters}"
         return None
+
+
+def wrap_once(
+    owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], mark: str = "_nwor_wrapped"
+) -> None:
+    """Replace a function of vLLM's, where there is one.
+
+    Args:
+        owner: a module or class, or None where there is no such class.
+        name: the function.
+        wrapper: from the function to what replaces it.
+        mark: what has it is not wrapped again. Wrappers of one function that know nothing of each other have marks of
+            their own; a wrapper inherits those of what it wraps.
+    """
+    original = getattr(owner, name, None) if owner is not None else None
+    if original is None or getattr(original, mark, False):
+        return
+    wrapped = functools.wraps(original)(wrapper(original))
+    setattr(wrapped, mark, True)
+    setattr(owner, name, wrapped)
 
 
 def version_problem() -> str | None:

@@ -188,11 +188,19 @@ def test_sampling_with_temperature(engines: Engines) -> None:
     assert ours["session"]["audit"]["stale_rows"] == 0
 
 
-def test_engine_core_in_its_own_process(engines: Engines) -> None:
-    """`vllm serve` runs the engine core in a child process: the plugin loads there too."""
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("cow", "launches per step beyond the writers"),
+        ("stage", "16 of 96 blocks (16.7% of the cache, 0.8 MiB) are shadow pages, withheld from the scheduler"),
+    ],
+)
+def test_engine_core_in_its_own_process(engines: Engines, mode: str, said: str) -> None:
+    """`vllm serve` runs the engine core in a child process: the plugin loads there too, in worker and scheduler."""
     requests = prompts(6)
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NWOR_MODE": "cow", "VLLM_NWOR_AUDIT": "1"}
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NWOR_MODE": mode, "VLLM_NWOR_AUDIT": "1"}
     vanilla = engines.start(requests)
     ours = engines.run_detached(requests, environment)
     assert ours["tokens"] == vanilla.result()["tokens"]
-    assert "nwor: active, mode cow, audited at every step" in ours["log"]
+    assert f"nwor: active, mode {mode}, audited at every step" in ours["log"]
+    assert said in ours["log"]

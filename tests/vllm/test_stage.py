@@ -32,17 +32,6 @@ def test_without_an_audit_no_writer_is_wrapped(engines: Engines) -> None:
     assert ours["session"]["vanilla_steps"] == {}
 
 
-def test_engine_core_in_its_own_process(engines: Engines) -> None:
-    """Scheduler and worker load the plugin there, and read the same settings."""
-    requests = prompts(6)
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NWOR_MODE": "stage", "VLLM_NWOR_AUDIT": "1"}
-    vanilla = engines.start(requests)
-    ours = engines.run_detached(requests, environment)
-    assert ours["tokens"] == vanilla.result()["tokens"]
-    assert "nwor: active, mode stage, audited at every step" in ours["log"]
-    assert "16 of 96 blocks (16.7% of the cache, 0.8 MiB) are shadow pages, withheld from the scheduler" in ours["log"]
-
-
 def test_a_model_that_writes_its_cache_itself(engines: Engines) -> None:
     """Its attention writes inside its forward, at the group's slots, and no writer of a layer is ever called: the rows
     are staged all the same."""
@@ -196,16 +185,6 @@ def test_vllms_warm_up_keeps_off_the_spare_blocks(warm_up: str, monkeypatch: pyt
     getattr(warmup, warm_up)(runner, *arguments)
     assert runner.kv_cache_config is whole
     assert whole.num_blocks == 26
-
-
-def test_enough_pages_are_withheld() -> None:
-    """The last row of a page, and K more: for K from 1 to 20 and blocks of 1 to 32."""
-    from nwor_ops.shadow import num_shadow_blocks
-
-    for drafts in range(1, 21):
-        for size in range(1, 33):
-            touched = max(len({row // size for row in range(start, start + drafts)}) for start in range(size))
-            assert num_shadow_blocks(3, drafts, size) == 3 * touched
 
 
 # ---------------------------------------------------------------- the audit by itself

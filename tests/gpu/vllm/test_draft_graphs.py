@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cases import DRAFT_CASES, DRAFT_REFUSALS, DRAFT_WARNED, ENGINE, DraftCase, Refusal
-from test_gpu_engines import _check_moments, _finished, _note, _same_tokens, _session
+from test_gpu_engines import _check_audit, _finished, _note, _same_tokens, _session
 
 # Where a padded product took another kernel, now and then one of two close logits wins that did not before.
 DIFFERENT_DRAFTS, DIFFERENT_ACCEPTANCE = 0.03, 0.05
@@ -65,17 +65,6 @@ def _check_graphs_ran(case: DraftCase, result: dict[str, Any], report: dict[str,
     assert result["replays"]["graph_replays"] >= first_passes + decode_loops
 
 
-def _check_transaction(result: dict[str, Any]) -> None:
-    session = _session(result)
-    _check_moments(session["mode"], session["audit"])
-    assert session["audit"]["stale_rows"] == 0
-    assert session["audit"]["stale_rows_at_end"] == 0
-    assert session["audit"]["accepted"] > 0
-    assert session["audit"]["rejected"] > 0
-    assert session["vanilla_steps"] == {}
-    assert result["replays"]["replays_with_drafts"] > 0  # of the target, which the transaction is about
-
-
 @pytest.mark.parametrize("case", DRAFT_CASES, ids=lambda case: case.name)
 def test_same_drafts_and_output(case: DraftCase, engines: Any, record: dict[str, Any]) -> None:
     vanilla, ours = engines.start_case(case)
@@ -104,7 +93,8 @@ def test_same_drafts_and_output(case: DraftCase, engines: Any, record: dict[str,
     _check_graphs_ran(case, result, report)
     if case.nwor["mode"] != "off":
         assert _session(result)["mode"] == case.nwor["mode"]
-        _check_transaction(result)
+        _check_audit(_session(result))
+        assert result["replays"]["replays_with_drafts"] > 0  # of the target, which the transaction is about
 
     assert compared > 100
     random = case.use.get("temperature", 0.0) > 0
