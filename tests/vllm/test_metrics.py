@@ -728,7 +728,8 @@ def test_the_first_process_removes_the_folder(start: str) -> None:
     ran = subprocess.run([sys.executable, "-c", _CHILD % start], capture_output=True, text=True, check=True)
     count, folder = ran.stdout.split()
     assert count == "2"
-    assert not Path(folder).exists()
+    # It stayed once, in one run of many, with engines of other tests about: what was in it would say why.
+    assert not Path(folder).exists(), (sorted(Path(folder).glob("*")), ran.stderr)
 
 
 def test_leftovers_of_killed_processes_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
