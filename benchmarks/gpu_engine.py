@@ -11,7 +11,8 @@ which the two sides did not accept the same number of drafts is not a row: the r
 `--more` says what a difference is made of: `control` is one more engine without NWOR (how far apart two processes of
 one engine lie), `quiet` one with NWOR and without metrics, both over the engine without NWOR; `paused` are runs of the
 engine with NWOR in which begin and commit do nothing: its other runs over these say what the two cost, in one process.
-The rows of such a run go to a file of their own.
+Then some steps of every engine are profiled: how long the GPU works, and how long it waits. The rows of such a run go
+to a file of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import pathlib
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -39,6 +41,7 @@ FORMATS = {"bf16": "auto", "fp8": "fp8"}
 # Of each mode: the least that it may leave of vanilla's speed.
 TARGETS = {"cow": 0.998, "stage": 0.995}
 FEWEST_ROUNDS = 4
+PROFILED_STEPS = 50
 CAPTURED_REQUESTS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64)
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -135,29 +138,33 @@ def engine_job(model: str, speculation: dict[str, Any], small: bool, **more: Any
 def start_engines(
     jobs: dict[str, dict[str, Any]], folder: pathlib.Path, runner: str, sides: dict[str, dict[str, str]]
 ) -> dict[tuple[str, str], EngineProcess]:
-    """An engine per job and side, all started together, all ready; by (job, side)."""
-    engines = {}
-    for name, job in jobs.items():
-        for side, variables in sides.items():
-            environment = engine_environment("off", audit=False, offline=True) | variables
-            environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-            # As a server runs it: the engine core in a process that does nothing else.
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.get("one_process") else "1"
-            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc takes a function
-            if runner == "v1":
-                environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-            # Each compiles for itself: two that write one cache at the same time only wait for each other.
-            environment["VLLM_CACHE_ROOT"] = str(folder / f"cache-{name}-{side}")
-            engines[name, side] = EngineProcess(
-                f"{name}-{side}", job, folder, environment, program=(str(HERE / "gpu_engine_child.py"),)
-            )
-    with ThreadPoolExecutor(len(engines)) as pool:
-        versions = list(pool.map(EngineProcess.wait_until_ready, engines.values()))
-    for (name, side), found in zip(engines, versions, strict=True):
-        print(f"{name} {side}: {found}", flush=True)
-        is_on = bool(found["sessions"] or found["draft_graphs"])
-        if is_on != bool(sides[side]):
-            raise RuntimeError(f"{name} {side}: nwor_ops is {'on' if is_on else 'not on'} in that engine")
+    """An engine per job and side, all ready; by (job, side). The first side's compile for the others: which kernels the
+    compiler takes depends on how long each of them takes while others run, and would differ from engine to engine."""
+    engines: dict[tuple[str, str], EngineProcess] = {}
+    first, *others = sides
+    for together in ([first], others):
+        started = {}
+        for name, job in jobs.items():
+            for side in together:
+                environment = engine_environment("off", audit=False, offline=True) | sides[side]
+                environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+                # As a server runs it: the engine core in a process that does nothing else.
+                environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.get("one_process") else "1"
+                environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc takes a function
+                if runner == "v1":
+                    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+                environment["VLLM_CACHE_ROOT"] = str(folder / f"cache-{name}")
+                started[name, side] = EngineProcess(
+                    f"{name}-{side}", job, folder, environment, program=(str(HERE / "gpu_engine_child.py"),)
+                )
+        engines |= started
+        with ThreadPoolExecutor(max(len(started), 1)) as pool:
+            versions = list(pool.map(EngineProcess.wait_until_ready, started.values()))
+        for (name, side), found in zip(started, versions, strict=True):
+            print(f"{name} {side}: {found}", flush=True)
+            is_on = bool(found["sessions"] or found["draft_graphs"])
+            if is_on != bool(sides[side]):
+                raise RuntimeError(f"{name} {side}: nwor_ops is {'on' if is_on else 'not on'} in that engine")
     return engines
 
 
@@ -202,6 +209,39 @@ def explanations(name: str, count: int, answers: dict[Any, Any], more: Sequence[
         rates = {side: speeds(answers[name, side, count]) for side in (of, over)}
         rows.append(row(f"e2e_{name}_{what}/{count}", ratios(rates, of, over), "ratio", "higher"))
     return rows
+
+
+def per_step(answer: dict[str, Any], what: str) -> Counter[str]:
+    return Counter({name: count / answer["steps"] for name, count in answer[what].items()})
+
+
+def print_differences(title: str, on: Counter[str], off: Counter[str]) -> None:
+    print(f"{title}, per step:")
+    for name in sorted(set(on) | set(off)):
+        if round(on[name] - off[name], 2):
+            print(f"  {on[name] - off[name]:+8.2f}  ({off[name]:.2f} -> {on[name]:.2f})  {name[:150]}")
+
+
+def profile_steps(
+    engines: Mapping[tuple[str, str], EngineProcess], requests: Sequence[int]
+) -> tuple[list[Row], dict[str, Any]]:
+    """What a step of each engine takes on the device, and how long nothing runs there."""
+    rows, raw = [], {}
+    for (name, side), engine in engines.items():
+        for count in requests:
+            engine.ask(f"profile {count} 5")  # the profiler's own start
+            found = engine.ask(f"profile {count} {PROFILED_STEPS}")
+            raw[f"profile {name} {side} {count}"] = found
+            busy = [step - idle for step, idle in zip(found["step_us"], found["idle_us"], strict=True)]
+            if busy:
+                rows.append(row(f"step_busy_us_{name}_{side}/{count}", busy, "us", "lower", digits=1))
+                rows.append(row(f"step_idle_us_{name}_{side}/{count}", found["idle_us"], "us", "lower", digits=1))
+    for key, found in raw.items():
+        _, name, side, count = key.split()
+        if side != "off":
+            vanilla = raw[f"profile {name} off {count}"]
+            print_differences(f"{key}: us of kernels", per_step(found, "device_us"), per_step(vanilla, "device_us"))
+    return rows, raw
 
 
 def speeds(runs: list[dict[str, Any]]) -> list[float]:
@@ -265,12 +305,13 @@ def main() -> None:
         paused = {(name, "paused"): Paused(engines[name, "on"]) for name in jobs if "paused" in options.more}
         try:
             answers = measure(engines | paused, requests, options.seconds)
+            profiled, profiles = profile_steps(engines, requests) if options.more else ([], {})
         finally:
             for engine in engines.values():
                 engine.close()
         raw = {f"{name} {side} {count}": runs for (name, side, count), runs in answers.items()}
-        (folder / "answers.json").write_text(json.dumps(raw) + "\n")
-    rows = []
+        (folder / "answers.json").write_text(json.dumps(raw | profiles) + "\n")
+    rows = profiled
     for name in jobs:
         for count in requests:
             rows += figures(options.mode, name, count, answers[name, "off", count], answers[name, "on", count])

@@ -1,11 +1,10 @@
 """One vLLM engine of the GPU benchmarks, in a process of its own: ``gpu_engine_child.py JOB.json``.
 
 A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``; with
-``one_process`` the worker is in this process, which all commands but ``run`` and ``pause`` need. Commands come on
-stdin, a line each, answers go to stdout, a line of JSON each: ``run N`` serves N requests, ``pause 1`` lets begin and
-commit do nothing until ``pause 0``, ``profile N STEPS`` profiles steady decode steps with N requests running,
-``drafter N STEPS`` profiles the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on the
-host.
+``one_process`` the worker is in this process, which ``host`` needs. Commands come on stdin, a line each, answers go to
+stdout, a line of JSON each: ``run N`` serves N requests, ``pause 1`` lets begin and commit do nothing until
+``pause 0``, ``profile N STEPS`` profiles about so many steady decode steps with N requests running, ``drafter N STEPS``
+the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on the host.
 """
 
 from __future__ import annotations
@@ -124,42 +123,20 @@ class TimedEngine:
     def drafter(self, requests: int, steps: int) -> dict[str, Any]:
         """What the drafter does in about so many steps: launches, device time from its first kernel to its last, and
         how much of that no kernel of its own ran."""
-        with self._steady(requests) as step:
-            self._llm.collective_rpc(start_drafter_profile)
-            for _ in range(steps):
-                step()
-            [found] = self._llm.collective_rpc(stop_drafter_profile)
-        return found
+        return self._profiled(requests, steps, stop_drafter_profile)
 
     def profile(self, requests: int, steps: int) -> dict[str, Any]:
-        """Counts per kernel, per kind of copy, and per runtime call, of so many steps; microseconds per kernel."""
-        import torch
-        from torch.profiler import profile, supported_activities
+        """Counts per kernel, per kind of copy, and per runtime call; microseconds per kernel, and of each step."""
+        return self._profiled(requests, steps, stop_profile)
 
-        wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    def _profiled(self, requests: int, steps: int, stop: Callable[..., Any]) -> dict[str, Any]:
+        """The engine core goes on by itself, so that the worker counts the steps."""
         with self._steady(requests) as step:
-            wait()
-            with profile(activities=supported_activities()) as profiled:
-                for _ in range(steps):
-                    step()
-                wait()
-        events = profiled.profiler.kineto_results.events()
-        on_host = collections.Counter(event.name() for event in events if event.device_type().name == "CPU")
-        # An annotated range has an event on either side.
-        ran = [event for event in events if event.device_type().name == "CUDA" and event.name() not in on_host]
-        on_device = collections.Counter(event.name() for event in ran)
-        device_us: dict[str, float] = collections.defaultdict(float)
-        for event in ran:
-            device_us[event.name()] += event.duration_ns() / 1e3
-        copies = {name: count for name, count in on_device.items() if name.startswith(("Memcpy", "Memset"))}
-        return {
-            "steps": steps,
-            "kernels": {name: count for name, count in on_device.items() if name not in copies},
-            "copies": copies,
-            "device_us": device_us,
-            "calls": {name: count for name, count in on_host.items() if name.startswith("cu")},
-            "syncs": {name: count for name, count in on_host.items() if name in SYNCS},
-        }
+            self._llm.collective_rpc(start_profile)
+            for _ in range(steps):
+                step()
+            [found] = self._llm.collective_rpc(stop)
+        return found
 
     def host(self, requests: int, steps: int) -> dict[str, Any]:
         """Seconds that each wrapped function took beyond the function itself, step by step."""
@@ -210,35 +187,97 @@ class TimedEngine:
 # ---------------------------------------------------------------- in the worker, which may be a process of its own
 
 
-def start_drafter_profile(worker: Any) -> None:
+def start_profile(worker: Any) -> None:
     """Profile the worker from now on, with a range around each call of the drafter."""
+    import torch
     from torch.profiler import profile, record_function, supported_activities
 
-    speculator = worker.model_runner.speculator
-    propose = speculator.propose
+    drafter = drafter_of(worker)
+    propose = drafter.propose
 
     def named(*args: Any, **kwargs: Any) -> Any:
         with record_function(DRAFTING):
             return propose(*args, **kwargs)
 
-    speculator.propose = named
+    drafter.propose = named
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the profile begins with a step
     worker.nwor_profile = profile(activities=supported_activities())
     worker.nwor_profile.start()
 
 
+def drafter_of(worker: Any) -> Any:
+    runner = worker.model_runner
+    return runner.speculator if hasattr(runner, "speculator") else runner.drafter
+
+
 def stop_drafter_profile(worker: Any) -> dict[str, Any]:
     """See :func:`drafter_times`."""
+    return drafter_times(_profiled_events(worker))
+
+
+def stop_profile(worker: Any) -> dict[str, Any]:
+    """What ran on the device and what was called on the host, by name; a step has one call of the drafter."""
+    events = _profiled_events(worker)
+    on_host = collections.Counter(event.name() for event in events if event.device_type().name == "CPU")
+    # An annotated range has an event on either side.
+    ran = [event for event in events if event.device_type().name == "CUDA" and event.name() not in on_host]
+    on_device = collections.Counter(event.name() for event in ran)
+    device_us: dict[str, float] = collections.defaultdict(float)
+    for event in ran:
+        device_us[event.name()] += event.duration_ns() / 1e3
+    copies = {name: count for name, count in on_device.items() if name.startswith(("Memcpy", "Memset"))}
+    return {
+        "steps": on_host[DRAFTING],
+        "kernels": {name: count for name, count in on_device.items() if name not in copies},
+        "copies": copies,
+        "device_us": dict(device_us),
+        "calls": {name: count for name, count in on_host.items() if name.startswith("cu")},
+        "syncs": {name: count for name, count in on_host.items() if name in SYNCS},
+        **step_times(events, ran),
+    }
+
+
+def _profiled_events(worker: Any) -> list[Any]:
     import torch
 
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     worker.nwor_profile.stop()
-    del worker.model_runner.speculator.propose  # the method again
-    return drafter_times(worker.nwor_profile.profiler.kineto_results.events())
+    del drafter_of(worker).propose  # the method again
+    return worker.nwor_profile.profiler.kineto_results.events()
+
+
+def step_times(events: list[Any], ran: list[Any]) -> dict[str, list[float]]:
+    """From one call of the drafter to the next: microseconds on the device, and those in which nothing ran."""
+    on_device, _ = _launched_by_drafter(events)
+    starts = sorted(min(spans)[0] for spans in on_device.values())
+    spans = sorted((event.start_ns(), event.end_ns()) for event in ran)
+    first_of = [bisect.bisect_left(spans, (start, 0)) for start in starts]
+    steps = list(zip(starts, starts[1:], first_of, first_of[1:], strict=False))
+    return {
+        "step_us": [(end - start) / 1e3 for start, end, _, _ in steps],
+        "idle_us": [(end - start - _covered(spans[first:last])) / 1e3 for start, end, first, last in steps],
+    }
 
 
 def drafter_times(events: list[Any]) -> dict[str, Any]:
     """Totals over the calls of the drafter in a profile. Kernels are known by the call that launched them, those of a
     graph by the graph's launch."""
+    on_device, launches = _launched_by_drafter(events)
+    calls = [event for event in events if event.name() == DRAFTING and event.device_type().name == "CPU"]
+    return {
+        "calls": len(calls),
+        "launches": dict(launches),
+        "kernels": sum(map(len, on_device.values())),
+        "host_us": [event.duration_ns() / 1e3 for event in calls],
+        "span_us": [(max(end for _, end in spans) - min(spans)[0]) / 1e3 for spans in on_device.values()],
+        "busy_us": [_covered(spans) / 1e3 for spans in on_device.values()],
+    }
+
+
+def _launched_by_drafter(events: list[Any]) -> tuple[dict[int, list[tuple[int, int]]], collections.Counter[str]]:
+    """Start and end of what each call of the drafter launched; its launches by name."""
     calls = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == DRAFTING and e.device_type().name == "CPU")
     starts = [start for start, _ in calls]
     call_of: dict[int, int] = {}
@@ -254,14 +293,7 @@ def drafter_times(events: list[Any]) -> dict[str, Any]:
     for event in events:
         if event.device_type().name == "CUDA" and event.correlation_id() in call_of and event.name() != DRAFTING:
             on_device[call_of[event.correlation_id()]].append((event.start_ns(), event.end_ns()))
-    return {
-        "calls": len(calls),
-        "launches": dict(launches),
-        "kernels": sum(map(len, on_device.values())),
-        "host_us": [(end - start) / 1e3 for start, end in calls],
-        "span_us": [(max(end for _, end in spans) - min(spans)[0]) / 1e3 for spans in on_device.values()],
-        "busy_us": [_covered(spans) / 1e3 for spans in on_device.values()],
-    }
+    return on_device, launches
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:

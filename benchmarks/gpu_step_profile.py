@@ -18,23 +18,21 @@ import tempfile
 from collections import Counter, defaultdict
 from typing import Any
 
-from gpu_engine import TARGETS, make_job, result_name, sides_of, start_engines
+from gpu_engine import (
+    PROFILED_STEPS,
+    TARGETS,
+    make_job,
+    per_step,
+    print_differences,
+    result_name,
+    sides_of,
+    start_engines,
+)
 from results import FOLDER, Row, row, save
 
 LAYERS, REQUESTS = 8, 16
-PROFILED_STEPS, TIMED_STEPS = 50, 400
+TIMED_STEPS = 400
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
-
-
-def per_step(answer: dict[str, Any], what: str) -> Counter[str]:
-    return Counter({name: count / answer["steps"] for name, count in answer[what].items()})
-
-
-def print_differences(title: str, on: Counter[str], off: Counter[str]) -> None:
-    print(f"{title}, per step:")
-    for name in sorted(set(on) | set(off)):
-        if round(on[name] - off[name], 2):
-            print(f"  {on[name] - off[name]:+8.2f}  ({off[name]:.2f} -> {on[name]:.2f})  {name[:150]}")
 
 
 def total(counts: Counter[str], names: tuple[str, ...] | None = None) -> float:

@@ -282,8 +282,11 @@ void move_slots(const std::vector<Tensor>& caches, const Tensor& src_slots, cons
 
 constexpr int kTokensAtOnce = 8;           // of a request, that threads redirect side by side
 constexpr int64_t kMostTokensAtOnce = 16;  // and that they copy
-constexpr int64_t kBlocksOfCopies =
-    16 * kEnoughBlocks;  // a larger grid only makes more blocks that find no row
+// Rows of a request that copy at the same time: as many as give every multiprocessor some blocks. A larger
+// grid only makes more blocks that find no row; threads that copy more than a few rows, one after another,
+// are slower again.
+constexpr int64_t kBlocksOfCopies = 4 * kEnoughBlocks;
+constexpr int64_t kFewestRowsAtOnce = 3;
 constexpr int64_t kPlanesPerWindow = 320;
 constexpr int64_t kMostRuns = kPlanesPerWindow / kLayersPerThread + kMostWindowGroups;
 
@@ -461,8 +464,8 @@ LaunchShape shape_for_window(WindowJob& job, int64_t most_rows, bool redirects) 
     const int64_t columns = std::max<int64_t>(job.row.columns, 1);
     const int64_t pairs = std::max<int64_t>(a.num_requests * job.num_runs, 1);
     const int64_t blocks = ceil_div(pairs * heads * columns, kThreads);
-    job.rows_at_once =
-        static_cast<uint32_t>(std::clamp<int64_t>(ceil_div(kBlocksOfCopies, blocks), 1, most_rows));
+    job.rows_at_once = static_cast<uint32_t>(
+        std::min(std::max(ceil_div(kBlocksOfCopies, blocks), kFewestRowsAtOnce), most_rows));
     job.by_request = FastDivisor(job.rows_at_once);
     job.by_run = FastDivisor(a.num_requests * job.rows_at_once);
     const bool copies = job.row.num_heads * job.row.columns > 0;
