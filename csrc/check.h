@@ -130,8 +130,9 @@ struct Range {
 inline Range range_of(const Tensor& tensor) {
     const char* begin = static_cast<const char*>(tensor.data_ptr());
     if (tensor.numel() == 0) return {begin, begin};
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
     int64_t last = 0;
-    for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+    for (size_t i = 0; i < sizes.size(); ++i) last += (sizes[i] - 1) * strides[i];
     return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size())};
 }
 
@@ -209,7 +210,8 @@ struct Placed {
     const Tensor& tensor;
     Range range;
 
-    Placed(const char* name, const Tensor& tensor) : name(name), tensor(tensor), range(range_of(tensor)) {}
+    Placed(const char* name, const Tensor& tensor, Range range) : name(name), tensor(tensor), range(range) {}
+    Placed(const char* name, const Tensor& tensor) : Placed(name, tensor, range_of(tensor)) {}
     explicit Placed(const Argument& a) : Placed(a.name, a.tensor) {}
 };
 
@@ -533,7 +535,8 @@ inline LogArguments check_log_slots(const Tensor& cache, const Tensor& slot_mapp
 
 struct RestoreArguments {
     const char* op;
-    int64_t num_layers, num_rows;
+    int64_t num_layers, num_rows;  // rows that are looked at; the log may have more
+    int64_t windows_layer_stride;
     const int64_t* row_slots;
     const bool* row_rejected;
     CacheView cache;  // the first layer's; the others differ in `data` alone
@@ -543,14 +546,29 @@ struct RestoreArguments {
     RowWindows row_windows;
 };
 
-// Whether a plane is on the device of the first one and has its dtype, shape and strides.
-inline bool like_first(const CacheView& view, const Tensor& first, const Tensor& t) {
-    return t.scalar_type() == first.scalar_type() && t.is_cuda() == first.is_cuda() &&
-           t.is_cpu() == first.is_cpu() && t.get_device_index() == first.get_device_index() && t.dim() == 4 &&
-           t.size(0) == view.num_blocks && t.size(1) == view.block_size && t.size(2) == view.num_heads &&
-           t.size(3) == view.width && t.stride(0) == view.block_stride && t.stride(1) == view.slot_stride &&
-           t.stride(2) == view.head_stride && t.stride(3) == view.width_stride;
-}
+// Which device, dtype, shape and strides a plane has. An engine passes all its layers in every step, so that
+// each costs a few calls of torch's, not one for every number.
+struct Geometry {
+    ScalarType dtype;
+    bool on_cpu, on_cuda;
+    int32_t device_index;
+    std::array<int64_t, 4> sizes{}, strides{};
+
+    // `t` has four dimensions.
+    explicit Geometry(const Tensor& t)
+        : dtype(t.scalar_type()),
+          on_cpu(t.is_cpu()),
+          on_cuda(t.is_cuda()),
+          device_index(t.get_device_index()) {
+        const auto all_sizes = t.sizes(), all_strides = t.strides();
+        std::copy(all_sizes.begin(), all_sizes.end(), sizes.begin());
+        std::copy(all_strides.begin(), all_strides.end(), strides.begin());
+    }
+    bool operator==(const Geometry& other) const {
+        return dtype == other.dtype && on_cpu == other.on_cpu && on_cuda == other.on_cuda &&
+               device_index == other.device_index && sizes == other.sizes && strides == other.strides;
+    }
+};
 
 // Planes of one geometry: the view of the first, from which the others differ in `data` alone.
 inline CacheView check_planes(const char* op, const std::vector<Tensor>& caches) {
@@ -559,8 +577,9 @@ inline CacheView check_planes(const char* op, const std::vector<Tensor>& caches)
     const Argument c{op, "caches[0]", first};
     const CacheView view = cache_view(c);
     check_element_size(c);
+    const Geometry expected(first);
     for (size_t i = 1; i < caches.size(); ++i) {
-        if (like_first(view, first, caches[i])) continue;
+        if (caches[i].dim() == 4 && Geometry(caches[i]) == expected) continue;
         const std::string name = "caches[" + std::to_string(i) + "]";
         const Argument a{op, name.c_str(), caches[i]};
         a.dtype(first.scalar_type());
@@ -582,8 +601,9 @@ inline PageOffsets check_page_offsets(const char* op, const std::optional<Tensor
 inline RestoreArguments check_restore(const std::vector<Tensor>& caches, const Tensor& log,
                                       const Tensor& row_slots, const Tensor& row_rejected,
                                       const std::optional<Tensor>& page_offsets,
-                                      const std::optional<Tensor>& window_id = std::nullopt,
-                                      const std::optional<Tensor>& row_windows = std::nullopt) {
+                                      const std::optional<Tensor>& window_id,
+                                      const std::optional<Tensor>& row_windows,
+                                      const std::optional<int64_t>& num_rows) {
     const char* op = "restore_slots";
     RestoreArguments r{};
     r.op = op;
@@ -600,23 +620,31 @@ inline RestoreArguments check_restore(const std::vector<Tensor>& caches, const T
     }
     l.dtype(first.scalar_type());
     l.same_device(first);
-    r.num_rows = log.size(1);
+    const int64_t log_rows = log.size(1);
     const Argument slots{op, "row_slots", row_slots}, rejected{op, "row_rejected", row_rejected};
     slots.vector(ScalarType::Long, 0, "[num_log_rows]");
     rejected.vector(ScalarType::Bool, 0, "[num_log_rows]");
-    if (row_slots.size(0) != r.num_rows) slots.must_be("one slot for each row of log, " + describe(log));
-    if (row_rejected.size(0) != r.num_rows)
-        rejected.must_be("one flag for each row of log, " + describe(log));
+    if (row_slots.size(0) != log_rows) slots.must_be("one slot for each row of log, " + describe(log));
+    if (row_rejected.size(0) != log_rows) rejected.must_be("one flag for each row of log, " + describe(log));
+    r.num_rows = num_rows.value_or(log_rows);
+    if (r.num_rows < 0 || r.num_rows > log_rows)
+        fail(op, "num_rows must be from 0 to the ", log_rows, " rows of log, got ", r.num_rows);
+    r.windows_layer_stride = log_rows;
     slots.same_device(first);
     rejected.same_device(first);
     const Placed placed_log(l);
-    for (const Tensor& t : caches) must_not_overlap(op, placed_log, Placed("caches", t));
+    const Range of_first = range_of(first);  // the others are as long
+    for (const Tensor& t : caches) {
+        const char* begin = static_cast<const char*>(t.data_ptr());
+        must_not_overlap(op, placed_log,
+                         Placed("caches", t, {begin, begin + (of_first.end - of_first.begin)}));
+    }
     r.row_slots = static_cast<const int64_t*>(row_slots.data_ptr());
     r.row_rejected = static_cast<const bool*>(row_rejected.data_ptr());
     r.log = rows_view(log, 1);
     r.log_layer_stride = log.stride(0);
     r.page_offsets = check_page_offsets(op, page_offsets, caches);
-    r.row_windows = check_row_windows(op, window_id, row_windows, first, r.num_rows, r.num_layers);
+    r.row_windows = check_row_windows(op, window_id, row_windows, first, log_rows, r.num_layers);
     return r;
 }
 

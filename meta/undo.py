@@ -118,6 +118,7 @@ def restore_slots(
     page_offsets: Tensor | None = None,
     window_id: Tensor | None = None,
     row_windows: Tensor | None = None,
+    num_rows: int | None = None,
 ) -> None:
     op = "restore_slots"
     if not caches:
@@ -140,6 +141,8 @@ def restore_slots(
         )
     is_vector(op, "row_slots", row_slots, torch.int64, "[num_log_rows]")
     is_vector(op, "row_rejected", row_rejected, torch.bool, "[num_log_rows]")
+    if num_rows is not None and not 0 <= num_rows <= log.shape[1]:
+        raise ValueError(f"{op}: num_rows must be from 0 to the {log.shape[1]} rows of log, got {num_rows}")
 
 
 for _fake in (write_kv, write_kv_logged, log_slots, restore_slots):

@@ -585,11 +585,11 @@ class DraftCommitManager:
 
     def _restore(self) -> None:
         """Undo the drafts that ``row_rejected`` names."""
+        assert self._window is not None
         if self.shadow is not None:
-            assert self._window is not None
             self.shadow.close(self._window, self.buffers)
         for arguments in self._undo:
-            ops.restore_slots(*arguments)
+            ops.restore_slots(*arguments, self._window.num_draft_tokens)
 
     def _log_rows_from(self, token_offset: int) -> Tensor:
         # The ops take more log rows than tokens, so only a micro-batch needs a view.

@@ -39,7 +39,7 @@ SCHEMAS = {
     "log_slots": """(Tensor cache, Tensor slot_mapping, Tensor log_rows, Tensor(a!) log,
         Tensor? page_offsets=None, Tensor? window_id=None, Tensor(b!)? row_windows=None) -> ()""",
     "restore_slots": """(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor row_rejected,
-        Tensor? page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None) -> ()""",
+        Tensor? page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None, int? num_rows=None) -> ()""",
     # family accept
     "plan_window": """(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
         Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests,
@@ -260,6 +260,7 @@ def restore_slots(
     page_offsets: Tensor | None = None,
     window_id: Tensor | None = None,
     row_windows: Tensor | None = None,
+    num_rows: int | None = None,
 ) -> None:
     """Put the logged bytes of every rejected row back, in every layer: one launch.
 
@@ -275,16 +276,20 @@ def restore_slots(
         row_windows: int64 ``[L, R]``, contiguous, or None (both or neither): the window in which each
             layer logged each row. Rows of another window than ``window_id`` are left alone: after a
             forward that stopped half-way, the layers it never reached hold nothing to put back.
+        num_rows: only the first so many rows are looked at; None = all R. A log made for many requests need not be
+            walked through for the drafts of a few.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`write_kv`.
+        ValueError, TypeError, RuntimeError: as :func:`write_kv`; ValueError also for ``num_rows`` below 0 or above R.
         IndexError: on the CPU, a slot >= B * N of a rejected row; nothing is written. On CUDA the row
             is skipped and reported in debug mode.
     """
     if torch.is_grad_enabled():
         _refuse_gradients("restore_slots", log=log, **{f"caches[{i}]": cache for i, cache in enumerate(caches)})
     try:
-        _ops.restore_slots.default(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows)
+        _ops.restore_slots.default(
+            caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows
+        )
     except ValueError as error:
         raise _translated(error) from None
 

@@ -114,11 +114,14 @@ def log_slots(cache, slot_mapping, log_rows, log, page_offsets=None, window_id=N
                 raw(log)[row, head, w] = _element_view(cache, block, offset, head, w, page_offsets)[0]
 
 
-def restore_slots(caches, log, row_slots, row_rejected, page_offsets=None, window_id=None, row_windows=None) -> None:
+def restore_slots(
+    caches, log, row_slots, row_rejected, page_offsets=None, window_id=None, row_windows=None, num_rows=None
+) -> None:
     _, block_size, num_heads, width = caches[0].shape
+    last = log.shape[1] if num_rows is None else num_rows
     for layer, cache in enumerate(caches):
         for row, (slot, rejected) in enumerate(zip(row_slots.tolist(), row_rejected.tolist(), strict=True)):
-            if slot < 0 or not rejected:
+            if slot < 0 or not rejected or row >= last:
                 continue
             if row_windows is not None and row_windows[layer, row] != window_id[0]:
                 continue  # this layer did not log the row in this window

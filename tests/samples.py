@@ -149,6 +149,7 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
                 amx.value_offsets,
             ),
             (pages.key_caches, layer_log(pages.key_caches, 0), int64(), flags()),
+            (pages.key_caches, layer_log(pages.key_caches), int64(5, 3, 0, 11), flags(1, 0, 1, 1), None, None, None, 3),
             (
                 pages.key_caches,
                 layer_log(pages.key_caches),

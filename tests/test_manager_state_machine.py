@@ -246,7 +246,7 @@ def without_row_windows(restore):
 
 
 def without_last_layer(restore):
-    return lambda caches, log, *rest: restore(caches[:-1] or caches, log[: max(1, len(caches) - 1)], *rest[:-2])
+    return lambda caches, log, *rest: restore(caches[:-1] or caches, log[: max(1, len(caches) - 1)], *rest[:-3])
 
 
 def without_page_offsets(restore):

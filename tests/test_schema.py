@@ -38,7 +38,7 @@ nwor::write_kv_logged(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!)
 nwor::log_slots(Tensor cache, Tensor slot_mapping, Tensor log_rows, Tensor(a!) log, Tensor?
     page_offsets=None, Tensor? window_id=None, Tensor(b!)? row_windows=None) -> ()
 nwor::restore_slots(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor row_rejected, Tensor?
-    page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None) -> ()
+    page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None, int? num_rows=None) -> ()
 nwor::plan_window(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
     Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests, Tensor(d!) row_positions,
     Tensor(e!) counters, int? token_offset=None, int num_bonus_tokens=0) -> ()

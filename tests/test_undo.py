@@ -678,6 +678,10 @@ WRONG = {
         (flags(1, 1, 1, 1, 1), "be one flag for each row of log", "torch.bool [5]"),
         (flags(*[1] * 8)[::2], "be contiguous", "torch.bool [4]"),
     ],
+    ("restore_slots", 0, "num_rows"): [
+        (-1, "be from 0 to the 4 rows of log", "-1"),
+        (5, "be from 0 to the 4 rows of log", "5"),
+    ],
     ("restore_slots", 3, "page_offsets"): [
         (lambda a: a[4].long(), "have dtype torch.int32", "torch.int64 [16, 16]"),
         (lambda a: a[4].T, "be contiguous", "torch.int32 [16, 16]"),
@@ -945,4 +949,6 @@ def test_neighbours_are_restored_as_if_one_by_one(runs, window_of_row, rejected)
     flags = torch.tensor([bool(rejected >> row & 1) for row in range(10)])
     marks = torch.tensor([window_of_row, window_of_row[::-1]])
     assert log.stride(1) == 1
-    assert_same_as_oracle("restore_slots", (list(caches), log, int64(*runs[0]), flags, None, int64(7), marks))
+    for num_rows in (None, 0, 4, 10):
+        arguments = (list(caches), log, int64(*runs[0]), flags, None, int64(7), marks, num_rows)
+        assert_same_as_oracle("restore_slots", arguments)

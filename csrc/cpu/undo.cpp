@@ -72,7 +72,8 @@ void restore_rows(const RestoreArguments& r, const std::vector<Tensor>& caches) 
                 const auto undone = [&](int64_t row) {
                     return r.row_slots[row] >= 0 && r.row_rejected[row] &&
                            (r.row_windows.rows == nullptr ||
-                            r.row_windows.rows[layer * r.num_rows + row] == *r.row_windows.window_id);
+                            r.row_windows.rows[layer * r.windows_layer_stride + row] ==
+                                *r.row_windows.window_id);
                 };
                 for (int64_t row = first, together = 1; row < last; row += together) {
                     together = 1;
@@ -97,9 +98,10 @@ void restore_rows(const RestoreArguments& r, const std::vector<Tensor>& caches) 
 
 void restore_slots(const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots,
                    const Tensor& row_rejected, const std::optional<Tensor>& page_offsets,
-                   const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows) {
+                   const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
+                   const std::optional<int64_t>& num_rows) {
     const RestoreArguments r =
-        check_restore(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows);
+        check_restore(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows);
     if (r.num_rows == 0) return;
     for (int64_t row = 0; row < r.num_rows; ++row)
         if (r.row_rejected[row]) check_slot(r.op, "row_slots", row, r.row_slots[row], r.cache);

@@ -118,7 +118,7 @@ struct RestoreJob {
     RowsView log;  // of the first layer of this launch
     int64_t log_layer_stride;
     int num_layers;
-    int64_t num_rows;
+    int64_t windows_layer_stride;
     FastDivisor by_num_rows;
     const int64_t* row_slots;
     const bool* row_rejected;
@@ -136,7 +136,7 @@ __device__ unsigned layers_to_restore(const RestoreJob& job, int first_layer, in
     unsigned logged = 0;
 #pragma unroll
     for (int i = 0; i < kLayersPerThread; ++i)
-        if (i < layers && job.row_windows.rows[(first_layer + i) * job.num_rows + row] == window)
+        if (i < layers && job.row_windows.rows[(first_layer + i) * job.windows_layer_stride + row] == window)
             logged |= 1u << i;
     return logged;
 }
@@ -192,12 +192,12 @@ void launch_restore(const RestoreArguments& r, const std::vector<Tensor>& caches
     job.log.data += first * r.log_layer_stride * r.cache.element_size;
     job.log_layer_stride = r.log_layer_stride / elements;
     job.num_layers = static_cast<int>(count);
-    job.num_rows = r.num_rows;
+    job.windows_layer_stride = r.windows_layer_stride;
     job.by_num_rows = FastDivisor(r.num_rows);
     job.row_slots = r.row_slots;
     job.row_rejected = r.row_rejected;
     job.row_windows = r.row_windows;
-    if (r.row_windows.rows != nullptr) job.row_windows.rows += first * r.num_rows;
+    if (r.row_windows.rows != nullptr) job.row_windows.rows += first * r.windows_layer_stride;
     job.report_as = report_as(r.op);
     const LaunchShape shape = shape_for_rows(r.op, r.num_rows * ceil_div(count, kLayersPerThread),
                                              job.row.num_heads, job.row.columns);
@@ -213,9 +213,10 @@ void launch_restore(const RestoreArguments& r, const std::vector<Tensor>& caches
 
 void restore_slots(const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots,
                    const Tensor& row_rejected, const std::optional<Tensor>& page_offsets,
-                   const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows) {
+                   const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
+                   const std::optional<int64_t>& num_rows) {
     const RestoreArguments r =
-        check_restore(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows);
+        check_restore(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows);
     if (r.num_rows == 0 || r.cache.num_heads * r.cache.width == 0) return;
     const Launch launch(caches[0]);
     const int64_t elements = elements_per_access(r.cache.element_size, [&](int64_t n) {

@@ -352,7 +352,8 @@ def test_restore_of_many_layers(same_as_oracle, layers):
     same_as_oracle("restore_slots", (caches, log, int64(3, 0, 1), flags(1, 0, 1)))
     windows = torch.randint(6, 8, (layers, 3), generator=torch.Generator().manual_seed(layers))
     arguments = (caches, log, int64(3, 0, 1), flags(1, 1, 1), None, int64(7))
-    same_as_oracle("restore_slots", (*arguments, windows))
+    for num_rows in (None, 0, 2):
+        same_as_oracle("restore_slots", (*arguments, windows, num_rows))
 
 
 @pytest.mark.parametrize("op", ["write_kv_logged", "log_slots"])
