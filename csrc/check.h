@@ -598,13 +598,12 @@ inline PageOffsets check_page_offsets(const char* op, const std::optional<Tensor
     return offsets;
 }
 
-inline RestoreArguments check_restore(const std::vector<Tensor>& caches, const Tensor& log,
+inline RestoreArguments check_restore(const char* op, const std::vector<Tensor>& caches, const Tensor& log,
                                       const Tensor& row_slots, const Tensor& row_rejected,
                                       const std::optional<Tensor>& page_offsets,
                                       const std::optional<Tensor>& window_id,
                                       const std::optional<Tensor>& row_windows,
                                       const std::optional<int64_t>& num_rows) {
-    const char* op = "restore_slots";
     RestoreArguments r{};
     r.op = op;
     r.cache = check_planes(op, caches);
@@ -882,14 +881,49 @@ inline AcceptArguments check_reject_rows(const Tensor& draft_token_ids, const Te
     return a;
 }
 
+inline AcceptArguments check_reject_counts(const char* op, const Tensor& num_rejected,
+                                           const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
+                                           const Tensor& num_accepted, const Tensor& counters,
+                                           int64_t num_bonus_tokens) {
+    AcceptArguments a = check_accept(op, cu_num_draft_tokens, num_bonus_tokens);
+    check_num_rejected(a, num_rejected, cu_num_draft_tokens);
+    check_reject_outputs(a, row_rejected, num_accepted, counters, {cu_num_draft_tokens, num_rejected});
+    return a;
+}
+
 inline AcceptArguments check_reject_rows_from_rejected(const Tensor& num_rejected,
                                                        const Tensor& cu_num_draft_tokens,
                                                        const Tensor& row_rejected, const Tensor& num_accepted,
                                                        const Tensor& counters, int64_t num_bonus_tokens) {
-    AcceptArguments a = check_accept("reject_rows_from_rejected", cu_num_draft_tokens, num_bonus_tokens);
-    check_num_rejected(a, num_rejected, cu_num_draft_tokens);
-    check_reject_outputs(a, row_rejected, num_accepted, counters, {cu_num_draft_tokens, num_rejected});
-    return a;
+    return check_reject_counts("reject_rows_from_rejected", num_rejected, cu_num_draft_tokens, row_rejected,
+                               num_accepted, counters, num_bonus_tokens);
+}
+
+// What an op that judges and moves rows judges: on the device of the planes.
+inline AcceptArguments check_judgement(const char* op, const Tensor& plane, const Tensor& num_rejected,
+                                       const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
+                                       const Tensor& num_accepted, const Tensor& counters,
+                                       int64_t num_bonus_tokens) {
+    Argument{op, "cu_num_draft_tokens", cu_num_draft_tokens}.same_device(plane);
+    return check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
+                               num_bonus_tokens);
+}
+
+inline RestoreArguments check_restore_from_rejected(
+    const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots, const Tensor& num_rejected,
+    const Tensor& cu_num_draft_tokens, const Tensor& row_rejected, const Tensor& num_accepted,
+    const Tensor& counters, int64_t num_bonus_tokens, const std::optional<Tensor>& page_offsets,
+    const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
+    const std::optional<int64_t>& num_rows, AcceptArguments* accept) {
+    const char* op = "restore_slots_from_rejected";
+    const RestoreArguments r = check_restore(op, caches, log, row_slots, row_rejected, page_offsets,
+                                             window_id, row_windows, num_rows);
+    *accept = check_judgement(op, caches[0], num_rejected, cu_num_draft_tokens, row_rejected, num_accepted,
+                              counters, num_bonus_tokens);
+    must_not_overlap(op, "row_rejected", row_rejected, "row_slots", row_slots);
+    must_not_overlap(op, "num_accepted", num_accepted, "row_slots", row_slots);
+    must_not_overlap(op, "counters", counters, "row_slots", row_slots);
+    return r;
 }
 
 // Fresh results instead of a window's buffers.

@@ -237,6 +237,7 @@ struct WindowArguments {
     const int32_t* seq_lens;          // open
     const int64_t* row_slots;         // open: [G, R]
     const bool* row_rejected;         // close: [R]
+    const int32_t* num_rejected;      // close: [Q], or null: in place of row_rejected
     const int32_t* shadow_blocks;     // [G, S, P]
     int64_t num_states, num_shadows;  // S, P
     Ids idx_mapping;                  // without data: request q has state q
@@ -308,6 +309,7 @@ struct Redirect {
     int64_t first_shadow;   // tail_page % P
     int64_t tail_block;     // the real page
     int64_t held;           // rows of the tail page that the shadow page has already
+    int64_t accepted;       // drafts that stay, by num_rejected
 
     NWOR_HOST_DEVICE bool any() const { return state >= 0; }
     NWOR_HOST_DEVICE int64_t tokens() const { return given + drafts; }
@@ -432,6 +434,10 @@ NWOR_HOST_DEVICE inline Redirect redirect_at_close(const WindowArguments& a, int
                                                    Found* found) {
     Redirect r = drafts_of_request(a, request, found);
     if (!r.any()) return r;
+    if (a.num_rejected != nullptr) {
+        const int64_t rejected = a.num_rejected[request];
+        r.accepted = rejected <= 0 ? r.drafts : r.drafts - rejected;  // fewer than none is none
+    }
     const int64_t tail_page = a.tail_pages[group * a.tail_stride + request];
     const int64_t slot = saved_slot(a, group, r, 0);  // of the first draft: set_tail comes later
     if (tail_page < 0 || slot < 0) {
@@ -518,7 +524,9 @@ NWOR_HOST_DEVICE inline void open_request(const WindowArguments& a, int64_t grou
 }
 
 NWOR_HOST_DEVICE inline bool kept(const WindowArguments& a, const Redirect& r, int64_t token) {
-    return token < r.given || !a.row_rejected[r.first_row + token - r.given];
+    const int64_t draft = token - r.given;
+    if (draft < 0) return true;
+    return a.num_rejected != nullptr ? draft < r.accepted : !a.row_rejected[r.first_row + draft];
 }
 
 // The same at close: what the shadow pages hold from now on. Rows are alike up to the first that was not
@@ -671,14 +679,26 @@ inline WindowArguments check_open(const WindowTensors& t, const Tensor& seq_lens
     return a;
 }
 
-inline WindowArguments check_close(const WindowTensors& t, const Tensor& row_rejected,
+inline WindowArguments check_close(const char* op, const WindowTensors& t, const Tensor& row_rejected,
                                    int64_t num_bonus_tokens, CacheView* cache) {
-    WindowArguments a = check_window("close_window", t, num_bonus_tokens, cache);
+    WindowArguments a = check_window(op, t, num_bonus_tokens, cache);
     const Argument rejected{a.op, "row_rejected", row_rejected};
     rejected.vector(ScalarType::Bool, 0, "[num_rows]");
     rejected.same_device(t.caches[0]);
     a.row_rejected = static_cast<const bool*>(row_rejected.data_ptr());
     a.num_rows = row_rejected.size(0);
+    return a;
+}
+
+inline WindowArguments check_close_from_rejected(const WindowTensors& t, const Tensor& num_rejected,
+                                                 const Tensor& row_rejected, const Tensor& num_accepted,
+                                                 const Tensor& counters, int64_t num_bonus_tokens,
+                                                 CacheView* cache, AcceptArguments* accept) {
+    const char* op = "close_window_from_rejected";
+    WindowArguments a = check_close(op, t, row_rejected, num_bonus_tokens, cache);
+    *accept = check_judgement(op, t.caches[0], num_rejected, t.cu_num_draft_tokens, row_rejected,
+                              num_accepted, counters, num_bonus_tokens);
+    a.num_rejected = accept->num_rejected;
     return a;
 }
 

@@ -105,15 +105,15 @@ def reject_rows(
     _check_bonus("reject_rows", num_bonus_tokens)
 
 
-def reject_rows_from_rejected(
+def check_reject_counts(
+    op: str,
     num_rejected: Tensor,
     cu_num_draft_tokens: Tensor,
     row_rejected: Tensor,
     num_accepted: Tensor,
     counters: Tensor,
-    num_bonus_tokens: int = 0,
+    num_bonus_tokens: int,
 ) -> None:
-    op = "reject_rows_from_rejected"
     same_device(
         op, cu_num_draft_tokens, num_rejected=num_rejected, row_rejected=row_rejected, num_accepted=num_accepted,
         counters=counters,
@@ -122,6 +122,20 @@ def reject_rows_from_rejected(
     is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
     _check_rows(op, row_rejected, num_accepted, counters)
     _check_bonus(op, num_bonus_tokens)
+
+
+def reject_rows_from_rejected(
+    num_rejected: Tensor,
+    cu_num_draft_tokens: Tensor,
+    row_rejected: Tensor,
+    num_accepted: Tensor,
+    counters: Tensor,
+    num_bonus_tokens: int = 0,
+) -> None:
+    check_reject_counts(
+        "reject_rows_from_rejected", num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
+        num_bonus_tokens,
+    )  # fmt: skip
 
 
 for _fake in (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
+from nwor_ops.meta.accept import check_reject_counts
 from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
 from nwor_ops.meta.undo import check_write
 from nwor_ops.ops_stage import MOST_GROUPS
@@ -244,5 +245,40 @@ def close_window(
     is_vector(op, "row_rejected", row_rejected, torch.bool, "[num_rows]")
 
 
-for _fake in (stage_kv, accept_staged, commit_staged, move_slots, open_window, close_window):
+def close_window_from_rejected(
+    caches: list[Tensor],
+    planes_per_group: Sequence[int],
+    query_start_loc: Tensor,
+    cu_num_draft_tokens: Tensor,
+    num_rejected: Tensor,
+    row_rejected: Tensor,
+    num_accepted: Tensor,
+    counters: Tensor,
+    shadow_blocks: Tensor,
+    saved_slots: Tensor,
+    tail_pages: Tensor,
+    slot_mappings: list[Tensor],
+    block_tables: list[Tensor],
+    idx_mapping: Tensor | None = None,
+    held_slots: Tensor | None = None,
+    page_offsets: Tensor | None = None,
+    num_bonus_tokens: int = 0,
+) -> None:
+    op = "close_window_from_rejected"
+    _check_window(
+        op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
+        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens,
+    )  # fmt: skip
+    check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens)
+
+
+for _fake in (
+    stage_kv,
+    accept_staged,
+    commit_staged,
+    move_slots,
+    open_window,
+    close_window,
+    close_window_from_rejected,
+):
     ops.implement_fake(_fake.__name__, _fake)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
+from nwor_ops.meta.accept import check_reject_counts
 from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
 
 _CACHE = "[num_blocks, block_size, num_kv_heads, width]"
@@ -110,17 +111,9 @@ def log_slots(
     _check_log(op, "log", log, cache)
 
 
-def restore_slots(
-    caches: list[Tensor],
-    log: Tensor,
-    row_slots: Tensor,
-    row_rejected: Tensor,
-    page_offsets: Tensor | None = None,
-    window_id: Tensor | None = None,
-    row_windows: Tensor | None = None,
-    num_rows: int | None = None,
+def _check_restore(
+    op: str, caches: list[Tensor], log: Tensor, row_slots: Tensor, row_rejected: Tensor, num_rows: int | None
 ) -> None:
-    op = "restore_slots"
     if not caches:
         raise ValueError(f"{op}: caches must hold at least one plane, got none")
     same_device(op, caches[0], **{f"caches[{index}]": cache for index, cache in enumerate(caches)})
@@ -145,5 +138,39 @@ def restore_slots(
         raise ValueError(f"{op}: num_rows must be from 0 to the {log.shape[1]} rows of log, got {num_rows}")
 
 
-for _fake in (write_kv, write_kv_logged, log_slots, restore_slots):
+def restore_slots(
+    caches: list[Tensor],
+    log: Tensor,
+    row_slots: Tensor,
+    row_rejected: Tensor,
+    page_offsets: Tensor | None = None,
+    window_id: Tensor | None = None,
+    row_windows: Tensor | None = None,
+    num_rows: int | None = None,
+) -> None:
+    _check_restore("restore_slots", caches, log, row_slots, row_rejected, num_rows)
+
+
+def restore_slots_from_rejected(
+    caches: list[Tensor],
+    log: Tensor,
+    row_slots: Tensor,
+    num_rejected: Tensor,
+    cu_num_draft_tokens: Tensor,
+    row_rejected: Tensor,
+    num_accepted: Tensor,
+    counters: Tensor,
+    num_bonus_tokens: int = 0,
+    page_offsets: Tensor | None = None,
+    window_id: Tensor | None = None,
+    row_windows: Tensor | None = None,
+    num_rows: int | None = None,
+) -> None:
+    op = "restore_slots_from_rejected"
+    _check_restore(op, caches, log, row_slots, row_rejected, num_rows)
+    same_device(op, caches[0], cu_num_draft_tokens=cu_num_draft_tokens)
+    check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens)
+
+
+for _fake in (write_kv, write_kv_logged, log_slots, restore_slots, restore_slots_from_rejected):
     ops.implement_fake(_fake.__name__, _fake)

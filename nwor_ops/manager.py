@@ -21,10 +21,10 @@ enforced where Python does run: begin, commit, cancel, and eager writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -92,6 +92,16 @@ class _Layer:
             tuple(log[self.index] for log in self.layer_class.logs),
             self.layer_class.row_windows[self.index],
         )
+
+
+class _Undo(NamedTuple):
+    """One launch of an undo: a plane of every layer of a class."""
+
+    caches: list[Tensor]
+    log: Tensor
+    row_slots: Tensor
+    page_offsets: Tensor | None
+    row_windows: Tensor | None
 
 
 class _LayerTensors(NamedTuple):
@@ -333,7 +343,8 @@ class DraftCommitManager:
 
     @property
     def launches_per_window(self) -> int:
-        """Kernels that begin and commit launch together, whatever the number of layers."""
+        """Kernels that begin and commit launch together, whatever the number of layers; :meth:`commit_rejected`, which
+        judges in the first launch of the undo, launches one fewer."""
         if self.mode == "stage":
             return 2 + (2 * len(self.shadow.launches) if self.shadow is not None else 0)
         return 2 + sum(len(layer_class.planes) for layer_class in self._classes)
@@ -487,7 +498,10 @@ class DraftCommitManager:
             buffers.counters,
             window.num_bonus_tokens,
         )
-        self._undo_rejected(window)
+        self._judged = True
+        if window.num_draft_tokens != 0:
+            self._undo_rejected()
+        self._close()
 
     def commit_rejected(self, num_rejected: Tensor) -> None:
         """:meth:`commit` for engines that know how many drafts of each request were rejected.
@@ -496,15 +510,39 @@ class DraftCommitManager:
             num_rejected: int32 ``[>= Q]``.
         """
         window, buffers = self._open_window("commit_rejected"), self.buffers
-        ops.reject_rows_from_rejected(
-            num_rejected,
-            window.cu_num_draft_tokens,
-            buffers.row_rejected,
-            buffers.num_accepted,
-            buffers.counters,
-            window.num_bonus_tokens,
-        )
-        self._undo_rejected(window)
+        if window.num_draft_tokens == 0:
+            ops.reject_rows_from_rejected(
+                num_rejected,
+                window.cu_num_draft_tokens,
+                buffers.row_rejected,
+                buffers.num_accepted,
+                buffers.counters,
+                window.num_bonus_tokens,
+            )
+        elif self.shadow is not None:
+            self.shadow.judge_and_close(window, buffers, num_rejected)
+            self._judged = True
+            self.shadow.close(window, buffers, first=1)
+        else:
+            first, *others = self._undo
+            ops.restore_slots_from_rejected(
+                first.caches,
+                first.log,
+                first.row_slots,
+                num_rejected,
+                window.cu_num_draft_tokens,
+                buffers.row_rejected,
+                buffers.num_accepted,
+                buffers.counters,
+                window.num_bonus_tokens,
+                first.page_offsets,
+                buffers.window_id,
+                first.row_windows,
+                window.num_draft_tokens,
+            )
+            self._judged = True
+            self._restore(others)
+        self._close()
 
     def cancel(self) -> None:
         """Undo every draft written since begin, and close the window.
@@ -517,7 +555,7 @@ class DraftCommitManager:
         self._open_window("cancel")
         self._count_cancelled()
         self.buffers.row_rejected.fill_(True)
-        self._restore()
+        self._undo_rejected()
         self._close()
 
     def _count_cancelled(self) -> None:
@@ -560,36 +598,39 @@ class DraftCommitManager:
 
     # ------------------------------------------------------------ inside
 
-    def _undo_rejected(self, window: Window) -> None:
-        self._judged = True
-        if window.num_draft_tokens != 0:
-            self._restore()
-        self._close()
-
-    def _plan_undo(self) -> list[tuple[Any, ...]]:
-        """The arguments of every launch of an undo: they never change."""
-        buffers = self.buffers
+    def _plan_undo(self) -> list[_Undo]:
         return [
-            (
+            _Undo(
                 caches,
                 log,
-                buffers.row_slots[self._groups.index(layer_class.group)],
-                buffers.row_rejected,
+                self.buffers.row_slots[self._groups.index(layer_class.group)],
                 plane.page_offsets,
-                buffers.window_id,
                 layer_class.row_windows,
             )
             for layer_class in self._classes
             for plane, caches, log in zip(layer_class.planes, layer_class.caches, layer_class.logs, strict=True)
         ]
 
-    def _restore(self) -> None:
+    def _undo_rejected(self) -> None:
         """Undo the drafts that ``row_rejected`` names."""
-        assert self._window is not None
         if self.shadow is not None:
+            assert self._window is not None
             self.shadow.close(self._window, self.buffers)
-        for arguments in self._undo:
-            ops.restore_slots(*arguments, self._window.num_draft_tokens)
+        self._restore(self._undo)
+
+    def _restore(self, undo: Iterable[_Undo]) -> None:
+        assert self._window is not None
+        for of in undo:
+            ops.restore_slots(
+                of.caches,
+                of.log,
+                of.row_slots,
+                self.buffers.row_rejected,
+                of.page_offsets,
+                self.buffers.window_id,
+                of.row_windows,
+                self._window.num_draft_tokens,
+            )
 
     def _log_rows_from(self, token_offset: int) -> Tensor:
         # The ops take more log rows than tokens, so only a micro-batch needs a view.

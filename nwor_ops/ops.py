@@ -40,6 +40,10 @@ SCHEMAS = {
         Tensor? page_offsets=None, Tensor? window_id=None, Tensor(b!)? row_windows=None) -> ()""",
     "restore_slots": """(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor row_rejected,
         Tensor? page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None, int? num_rows=None) -> ()""",
+    "restore_slots_from_rejected": """(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor num_rejected,
+        Tensor cu_num_draft_tokens, Tensor(b!) row_rejected, Tensor(c!) num_accepted, Tensor(d!) counters,
+        int num_bonus_tokens=0, Tensor? page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None,
+        int? num_rows=None) -> ()""",
     # family accept
     "plan_window": """(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
         Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests,
@@ -287,9 +291,45 @@ def restore_slots(
     if torch.is_grad_enabled():
         _refuse_gradients("restore_slots", log=log, **{f"caches[{i}]": cache for i, cache in enumerate(caches)})
     try:
-        _ops.restore_slots.default(
-            caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows
-        )
+        _ops.restore_slots.default(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows)
+    except ValueError as error:
+        raise _translated(error) from None
+
+
+def restore_slots_from_rejected(
+    caches: list[Tensor],
+    log: Tensor,
+    row_slots: Tensor,
+    num_rejected: Tensor,
+    cu_num_draft_tokens: Tensor,
+    row_rejected: Tensor,
+    num_accepted: Tensor,
+    counters: Tensor,
+    num_bonus_tokens: int = 0,
+    page_offsets: Tensor | None = None,
+    window_id: Tensor | None = None,
+    row_windows: Tensor | None = None,
+    num_rows: int | None = None,
+) -> None:
+    """:func:`reject_rows_from_rejected`, then :func:`restore_slots` of the rows it rejected, in one launch.
+
+    Args:
+        caches, log, row_slots, page_offsets, window_id, row_windows, num_rows: as in :func:`restore_slots`.
+        num_rejected: int32 ``[>= Q]``: how many drafts of each request were rejected.
+        cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens: as in :func:`reject_rows`; the
+            three outputs are **mutated**, and share no memory with ``row_slots``.
+
+    Raises:
+        As :func:`restore_slots` and :func:`reject_rows`, before anything is written.
+    """
+    if torch.is_grad_enabled():
+        planes = {f"caches[{i}]": cache for i, cache in enumerate(caches)}
+        _refuse_gradients("restore_slots_from_rejected", log=log, **planes)
+    try:
+        _ops.restore_slots_from_rejected.default(
+            caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
+            num_bonus_tokens, page_offsets, window_id, row_windows, num_rows,
+        )  # fmt: skip
     except ValueError as error:
         raise _translated(error) from None
 

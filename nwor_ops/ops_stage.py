@@ -45,6 +45,11 @@ SCHEMAS = {
         Tensor cu_num_draft_tokens, Tensor row_rejected, Tensor shadow_blocks, Tensor saved_slots,
         Tensor tail_pages, Tensor(b!)[] slot_mappings, Tensor(c!)[] block_tables, Tensor? idx_mapping=None,
         Tensor(d!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0) -> ()""",
+    "close_window_from_rejected": """(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc,
+        Tensor cu_num_draft_tokens, Tensor num_rejected, Tensor(b!) row_rejected, Tensor(c!) num_accepted,
+        Tensor(d!) counters, Tensor shadow_blocks, Tensor saved_slots, Tensor tail_pages,
+        Tensor(e!)[] slot_mappings, Tensor(f!)[] block_tables, Tensor? idx_mapping=None,
+        Tensor(g!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0) -> ()""",
 }
 
 # Layout of the `counters` tensor of `accept_staged`, int64 [len(STAGE_COUNTERS)], which only ever grows.
@@ -57,6 +62,7 @@ __all__ = [
     "STAGE_COUNTERS",
     "accept_staged",
     "close_window",
+    "close_window_from_rejected",
     "commit_staged",
     "move_slots",
     "open_window",
@@ -331,4 +337,43 @@ def close_window(
         "close_window", _ops.close_window.default, caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
         row_rejected, shadow_blocks, saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping, held_slots,
         page_offsets, num_bonus_tokens, planes=caches,
+    )  # fmt: skip
+
+
+def close_window_from_rejected(
+    caches: list[Tensor],
+    planes_per_group: Sequence[int],
+    query_start_loc: Tensor,
+    cu_num_draft_tokens: Tensor,
+    num_rejected: Tensor,
+    row_rejected: Tensor,
+    num_accepted: Tensor,
+    counters: Tensor,
+    shadow_blocks: Tensor,
+    saved_slots: Tensor,
+    tail_pages: Tensor,
+    slot_mappings: list[Tensor],
+    block_tables: list[Tensor],
+    idx_mapping: Tensor | None = None,
+    held_slots: Tensor | None = None,
+    page_offsets: Tensor | None = None,
+    num_bonus_tokens: int = 0,
+) -> None:
+    """:func:`reject_rows_from_rejected`, then :func:`close_window` with what it rejected, in one launch.
+
+    Args:
+        num_rejected: int32 ``[>= Q]``: how many drafts of each request were rejected.
+        row_rejected, num_accepted, counters: as in :func:`reject_rows`; **mutated**.
+        caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
+            slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, num_bonus_tokens: as in
+            :func:`close_window`.
+
+    Raises:
+        As :func:`close_window` and :func:`reject_rows`, before anything is written.
+    """
+    _call(
+        "close_window_from_rejected", _ops.close_window_from_rejected.default, caches, planes_per_group,
+        query_start_loc, cu_num_draft_tokens, num_rejected, row_rejected, num_accepted, counters, shadow_blocks,
+        saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping, held_slots, page_offsets,
+        num_bonus_tokens, planes=caches,
     )  # fmt: skip

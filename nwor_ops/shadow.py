@@ -118,9 +118,13 @@ class ShadowPages:
             self._put_back(window, buffers)
             raise
 
-    def close(self, window: Window, buffers: WindowBuffers) -> None:
-        """Keep the rows that ``buffers.row_rejected`` does not name; put slots and tables back."""
-        for launch in self.launches:
+    def close(self, window: Window, buffers: WindowBuffers, first: int = 0) -> None:
+        """Keep the rows that ``buffers.row_rejected`` does not name; put slots and tables back.
+
+        Args:
+            first: the launch to begin with; those before it were made.
+        """
+        for launch in self.launches[first:]:
             g = launch.groups
             ops.close_window(
                 launch.caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
@@ -128,6 +132,17 @@ class ShadowPages:
                 *self._tables(launch, window), window.request_states, self._held(launch, window),
                 launch.page_offsets, window.num_bonus_tokens,
             )  # fmt: skip
+
+    def judge_and_close(self, window: Window, buffers: WindowBuffers, num_rejected: Tensor) -> None:
+        """The first launch of :meth:`close`, which finds out by itself what was rejected."""
+        launch = self.launches[0]
+        g = launch.groups
+        ops.close_window_from_rejected(
+            launch.caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
+            num_rejected, buffers.row_rejected, buffers.num_accepted, buffers.counters, self.shadow_blocks[g],
+            self.saved_slots[g], self.tail_pages[g], *self._tables(launch, window), window.request_states,
+            self._held(launch, window), launch.page_offsets, window.num_bonus_tokens,
+        )  # fmt: skip
 
     def _put_back(self, window: Window, buffers: WindowBuffers) -> None:
         """Undo the launches of an open that failed; waits for the device.

@@ -135,6 +135,14 @@ def restore_slots(
                     element[0] = raw(log)[layer, row, head, w]
 
 
+def restore_slots_from_rejected(
+    caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
+    num_bonus_tokens=0, page_offsets=None, window_id=None, row_windows=None, num_rows=None,
+) -> None:  # fmt: skip
+    reject_rows_from_rejected(num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens)
+    restore_slots(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows)
+
+
 # ---------------------------------------------------------------- family accept
 
 WINDOWS, DRAFTED, ACCEPTED, REJECTED = range(4)  # places in `counters`

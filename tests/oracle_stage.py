@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["accept_staged", "close_window", "commit_staged", "move_slots", "open_window", "stage_kv"]
+__all__ = [
+    "accept_staged",
+    "close_window",
+    "close_window_from_rejected",
+    "commit_staged",
+    "move_slots",
+    "open_window",
+    "stage_kv",
+]
 
 
 def _oracle():
@@ -200,3 +208,17 @@ def close_window(
             if slot_mappings and held_slots is not None:
                 for page, slot in held.items():
                     held_slots[g, state, page % num_shadows] = slot
+
+
+def close_window_from_rejected(
+    caches, planes_per_group, query_start_loc, cu_num_draft_tokens, num_rejected, row_rejected, num_accepted,
+    counters, shadow_blocks, saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping=None,
+    held_slots=None, page_offsets=None, num_bonus_tokens=0,
+) -> None:  # fmt: skip
+    _oracle().reject_rows_from_rejected(
+        num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens
+    )
+    close_window(
+        caches, planes_per_group, query_start_loc, cu_num_draft_tokens, row_rejected, shadow_blocks, saved_slots,
+        tail_pages, slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, num_bonus_tokens,
+    )  # fmt: skip

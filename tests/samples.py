@@ -160,6 +160,22 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
                 logged_by_one_layer,
             ),
         ]
+    if op == "restore_slots_from_rejected":
+
+        def judged(rows: int = NUM_LOG_ROWS, requests: int = 3) -> tuple[Tensor, ...]:
+            return flags(*[1] * rows), int32(*[77] * requests), int64(10, 20, 30, 40, 50)
+
+        planes, log, slots = pages.key_caches, layer_log(pages.key_caches), int64(5, -1, 0, 11)
+        counts = int32(1, 0, 2), int32(1, 1, 4)
+        amx_log = layer_log(amx.value_caches)
+        return [
+            (planes, log, slots, *counts, *judged()),
+            (amx.value_caches, amx_log, int64(5, 31, 0, 1), *counts, *judged(requests=5), 0, amx.value_offsets),
+            (planes, layer_log(planes, 0), int64(), int32(), int32(), *judged(0, 0)),
+            (planes, log, slots, int32(-3, 9, 9), int32(2, 3, 7), *judged(), 1, None, int64(WINDOW),
+             row_windows(2, NUM_LOG_ROWS), 3),
+            (planes, log, slots, int32(2, 3), int32(2, 5), *judged()),  # never planned: more drafts than rows
+        ]  # fmt: skip
     if op == "plan_window":
         return [
             plan_arguments(),

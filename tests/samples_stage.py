@@ -150,5 +150,12 @@ def stage_samples(op: str) -> list[tuple[Any, ...]]:
             opened(make_window(shape=Shape(60, 16, 2, 16, 16), amx=True)).close_arguments(),
             make_window(()).close_arguments(),
         ],
+        "close_window_from_rejected": lambda: [
+            opened(held_window()).judge_arguments(),
+            opened(make_window(groups=2, num_bonus_tokens=1)).judge_arguments(),
+            opened(make_window(layout="vec", dtype=torch.float32)).judge_arguments(redirects=False),
+            opened(make_window(shape=Shape(60, 16, 2, 16, 16), amx=True)).judge_arguments(),
+            make_window(()).judge_arguments(),
+        ],
     }
     return samples[op]()

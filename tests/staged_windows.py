@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import oracle
 import torch
 from layouts import Shape, make_amx_pages, make_pages, random_bytes, same_memory, surrounded, twin
-from samples import flags, int32
+from samples import flags, int32, int64
 from torch import Tensor
 
 from nwor_ops import ops
@@ -100,6 +100,8 @@ class StagedWindow:
             "tail_pages": surrounded(torch.full((num_groups, len(s) + 1), 77, dtype=torch.int32)),
             "idx_mapping": surrounded(torch.tensor(states, dtype=self.idx_dtype)),
             "row_rejected": flags(*self.rejected(), 1, 1),
+            "num_rejected": int32(*self.num_rejected(), 0), "num_accepted": int32(*[77] * (len(s) + 1)),
+            "counters": int64(10, 20, 30, 40, 50),
         }  # fmt: skip
         if self.held:
             self.tensors["held_slots"] = surrounded(torch.full(shape, -1))
@@ -118,6 +120,10 @@ class StagedWindow:
         """Of each draft of the batch."""
         kept = [range(s.accepted) if isinstance(s.accepted, int) else s.accepted for s in self.sequences]
         return [i not in of for s, of in zip(self.sequences, kept, strict=True) for i in range(s.drafts)]
+
+    def num_rejected(self) -> list[int]:
+        """Of each request; an acceptance that is no prefix has no such number of its own."""
+        return [s.drafts - (s.accepted if isinstance(s.accepted, int) else len(s.accepted)) for s in self.sequences]
 
     @property
     def planes(self) -> list[Tensor]:
@@ -139,6 +145,12 @@ class StagedWindow:
             t["cu_num_draft_tokens"], t["row_rejected"], t["shadow_blocks"], t["saved_slots"], t["tail_pages"],
             *self.tables(redirects), t["idx_mapping"], t.get("held_slots"), self.page_offsets, self.num_bonus_tokens,
         )  # fmt: skip
+
+    def judge_arguments(self, redirects: bool = True) -> tuple[Any, ...]:
+        """Of close_window_from_rejected."""
+        judged = [self.tensors[name] for name in ("num_rejected", "row_rejected", "num_accepted", "counters")]
+        arguments = self.close_arguments(redirects)
+        return (*arguments[:4], *judged, *arguments[5:])
 
     def tables(self, redirects: bool) -> tuple[list[Tensor], list[Tensor]]:
         groups = self.groups if redirects else []
@@ -181,9 +193,14 @@ def make_window(
 
 
 def run_as_the_oracle_does(window, device=None):
-    """Both ops and the oracle on copies, after each op all memory compared. Returns the op's copy."""
+    """The ops and the oracle on copies, after each op all memory compared. Returns what open and close left."""
+    _both_ways(window, device, "close_window_from_rejected", "judge_arguments")
+    return _both_ways(window, device, "close_window", "close_arguments")
+
+
+def _both_ways(window, device, close, close_arguments):
     ours, theirs = window.copy(device), window.copy()
-    for op, arguments in (("open_window", "open_arguments"), ("close_window", "close_arguments")):
+    for op, arguments in (("open_window", "open_arguments"), (close, close_arguments)):
         getattr(ops, op)(*getattr(ours, arguments)())
         getattr(oracle, op)(*getattr(theirs, arguments)())
         assert same_memory(state_of(ours), state_of(theirs)), op

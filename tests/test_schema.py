@@ -39,6 +39,10 @@ nwor::log_slots(Tensor cache, Tensor slot_mapping, Tensor log_rows, Tensor(a!) l
     page_offsets=None, Tensor? window_id=None, Tensor(b!)? row_windows=None) -> ()
 nwor::restore_slots(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor row_rejected, Tensor?
     page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None, int? num_rows=None) -> ()
+nwor::restore_slots_from_rejected(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor
+    num_rejected, Tensor cu_num_draft_tokens, Tensor(b!) row_rejected, Tensor(c!) num_accepted,
+    Tensor(d!) counters, int num_bonus_tokens=0, Tensor? page_offsets=None, Tensor? window_id=None,
+    Tensor? row_windows=None, int? num_rows=None) -> ()
 nwor::plan_window(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
     Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests, Tensor(d!) row_positions,
     Tensor(e!) counters, int? token_offset=None, int num_bonus_tokens=0) -> ()
@@ -108,7 +112,12 @@ nwor::open_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_star
 nwor::close_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
     cu_num_draft_tokens, Tensor row_rejected, Tensor shadow_blocks, Tensor saved_slots, Tensor
     tail_pages, Tensor(b!)[] slot_mappings, Tensor(c!)[] block_tables, Tensor? idx_mapping=None,
-    Tensor(d!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0) -> ()""")  # fmt: skip
+    Tensor(d!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0) -> ()
+nwor::close_window_from_rejected(Tensor(a!)[] caches, int[] planes_per_group, Tensor
+    query_start_loc, Tensor cu_num_draft_tokens, Tensor num_rejected, Tensor(b!) row_rejected,
+    Tensor(c!) num_accepted, Tensor(d!) counters, Tensor shadow_blocks, Tensor saved_slots, Tensor
+    tail_pages, Tensor(e!)[] slot_mappings, Tensor(f!)[] block_tables, Tensor? idx_mapping=None,
+    Tensor(g!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0) -> ()""")  # fmt: skip
 
 
 def test_every_op_is_documented_and_exported():

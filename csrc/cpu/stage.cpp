@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "accept.h"
 #include "write.h"
 
 namespace nwor {
@@ -228,21 +229,12 @@ void open_window(const std::vector<Tensor>& caches, const std::vector<int64_t>& 
     copy_all(cache, t, offsets, copies);
 }
 
-void close_window(const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
-                  const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
-                  const Tensor& row_rejected, const Tensor& shadow_blocks, const Tensor& saved_slots,
-                  const Tensor& tail_pages, const std::vector<Tensor>& slot_mappings,
-                  const std::vector<Tensor>& block_tables, const std::optional<Tensor>& idx_mapping,
-                  const std::optional<Tensor>& held_slots, const std::optional<Tensor>& page_offsets,
-                  int64_t num_bonus_tokens) {
-    const WindowTensors t{caches,        planes_per_group, query_start_loc, cu_num_draft_tokens,
-                          shadow_blocks, saved_slots,      tail_pages,      slot_mappings,
-                          block_tables,  idx_mapping,      held_slots};
-    CacheView cache;
-    const WindowArguments a = check_close(t, row_rejected, num_bonus_tokens, &cache);
-    const PageOffsets offsets = check_page_offsets(a.op, page_offsets, caches);
+void close(const WindowArguments& a, const CacheView& cache, const WindowTensors& t,
+           const std::optional<Tensor>& page_offsets, const AcceptArguments* judged) {
+    const PageOffsets offsets = check_page_offsets(a.op, page_offsets, t.caches);
     check_page_table(a.op, offsets, cache);
     const std::vector<Redirect> redirects = redirects_of(a, redirect_at_close, problem_of_saved);
+    if (judged != nullptr) accept(*judged);
     std::vector<Copy> copies;
     for (int64_t g = 0; g < a.num_groups; ++g)
         for (int64_t q = 0; q < a.num_requests; ++q) {
@@ -258,6 +250,40 @@ void close_window(const std::vector<Tensor>& caches, const std::vector<int64_t>&
     copy_all(cache, t, offsets, copies);
 }
 
+void close_window(const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
+                  const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
+                  const Tensor& row_rejected, const Tensor& shadow_blocks, const Tensor& saved_slots,
+                  const Tensor& tail_pages, const std::vector<Tensor>& slot_mappings,
+                  const std::vector<Tensor>& block_tables, const std::optional<Tensor>& idx_mapping,
+                  const std::optional<Tensor>& held_slots, const std::optional<Tensor>& page_offsets,
+                  int64_t num_bonus_tokens) {
+    const WindowTensors t{caches,        planes_per_group, query_start_loc, cu_num_draft_tokens,
+                          shadow_blocks, saved_slots,      tail_pages,      slot_mappings,
+                          block_tables,  idx_mapping,      held_slots};
+    CacheView cache;
+    const WindowArguments a = check_close("close_window", t, row_rejected, num_bonus_tokens, &cache);
+    close(a, cache, t, page_offsets, nullptr);
+}
+
+void close_window_from_rejected(
+    const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
+    const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens, const Tensor& num_rejected,
+    const Tensor& row_rejected, const Tensor& num_accepted, const Tensor& counters,
+    const Tensor& shadow_blocks, const Tensor& saved_slots, const Tensor& tail_pages,
+    const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
+    const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& held_slots,
+    const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens) {
+    const WindowTensors t{caches,        planes_per_group, query_start_loc, cu_num_draft_tokens,
+                          shadow_blocks, saved_slots,      tail_pages,      slot_mappings,
+                          block_tables,  idx_mapping,      held_slots};
+    CacheView cache;
+    AcceptArguments judged{};
+    const WindowArguments a = check_close_from_rejected(t, num_rejected, row_rejected, num_accepted, counters,
+                                                        num_bonus_tokens, &cache, &judged);
+    check_cumulative(judged, INT32_MAX, "a 32-bit count");
+    close(a, cache, t, page_offsets, &judged);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(nwor, CPU, m) {
@@ -267,6 +293,7 @@ STABLE_TORCH_LIBRARY_IMPL(nwor, CPU, m) {
     m.impl("move_slots", TORCH_BOX(&move_slots));
     m.impl("open_window", TORCH_BOX(&open_window));
     m.impl("close_window", TORCH_BOX(&close_window));
+    m.impl("close_window_from_rejected", TORCH_BOX(&close_window_from_rejected));
 }
 
 }  // namespace nwor

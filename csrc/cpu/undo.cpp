@@ -1,4 +1,5 @@
 // Family undo on the CPU: write, write with a log, log, restore. Semantics: nwor_ops/ops.py.
+#include "accept.h"
 #include "write.h"
 
 namespace nwor {
@@ -96,18 +97,44 @@ void restore_rows(const RestoreArguments& r, const std::vector<Tensor>& caches) 
         });
 }
 
+void check_rejected_slots(const RestoreArguments& r, const bool* row_rejected) {
+    for (int64_t row = 0; row < r.num_rows; ++row)
+        if (row_rejected[row]) check_slot(r.op, "row_slots", row, r.row_slots[row], r.cache);
+    if (r.num_rows > 0) check_page_table(r.op, r.page_offsets, r.cache);
+}
+
+void restore(const RestoreArguments& r, const std::vector<Tensor>& caches) {
+    if (r.num_rows == 0) return;
+    with_raw_type(r.cache.element_size,
+                  [&](auto tag) { restore_rows<typename decltype(tag)::type>(r, caches); });
+}
+
 void restore_slots(const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots,
                    const Tensor& row_rejected, const std::optional<Tensor>& page_offsets,
                    const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
                    const std::optional<int64_t>& num_rows) {
-    const RestoreArguments r =
-        check_restore(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows);
-    if (r.num_rows == 0) return;
-    for (int64_t row = 0; row < r.num_rows; ++row)
-        if (r.row_rejected[row]) check_slot(r.op, "row_slots", row, r.row_slots[row], r.cache);
-    check_page_table(r.op, r.page_offsets, r.cache);
-    with_raw_type(r.cache.element_size,
-                  [&](auto tag) { restore_rows<typename decltype(tag)::type>(r, caches); });
+    const RestoreArguments r = check_restore("restore_slots", caches, log, row_slots, row_rejected,
+                                             page_offsets, window_id, row_windows, num_rows);
+    check_rejected_slots(r, r.row_rejected);
+    restore(r, caches);
+}
+
+void restore_slots_from_rejected(const std::vector<Tensor>& caches, const Tensor& log,
+                                 const Tensor& row_slots, const Tensor& num_rejected,
+                                 const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
+                                 const Tensor& num_accepted, const Tensor& counters, int64_t num_bonus_tokens,
+                                 const std::optional<Tensor>& page_offsets,
+                                 const std::optional<Tensor>& window_id,
+                                 const std::optional<Tensor>& row_windows,
+                                 const std::optional<int64_t>& num_rows) {
+    AcceptArguments a{};
+    const RestoreArguments r = check_restore_from_rejected(
+        caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
+        num_bonus_tokens, page_offsets, window_id, row_windows, num_rows, &a);
+    check_cumulative(a, INT32_MAX, "a 32-bit count");
+    check_rejected_slots(r, Judged(a).marks());
+    accept(a);
+    restore(r, caches);
 }
 
 }  // namespace
@@ -117,6 +144,7 @@ STABLE_TORCH_LIBRARY_IMPL(nwor, CPU, m) {
     m.impl("write_kv_logged", TORCH_BOX(&write_kv_logged));
     m.impl("log_slots", TORCH_BOX(&log_slots));
     m.impl("restore_slots", TORCH_BOX(&restore_slots));
+    m.impl("restore_slots_from_rejected", TORCH_BOX(&restore_slots_from_rejected));
 }
 
 }  // namespace nwor

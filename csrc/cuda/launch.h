@@ -58,6 +58,10 @@ inline LaunchShape shape_for_items(int64_t items) {
     return {dim3(static_cast<unsigned>(std::max<int64_t>(ceil_div(items, kThreads), 1))), dim3(kThreads)};
 }
 
+__device__ inline uint32_t thread_of_block() {
+    return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+}
+
 __device__ inline int64_t row_of_thread() {
     return static_cast<int64_t>(blockIdx.x) * blockDim.z + threadIdx.z;
 }

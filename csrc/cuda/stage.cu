@@ -1,4 +1,5 @@
 // Family stage on CUDA: a staging buffer, moves, shadow pages. Semantics: nwor_ops/ops_stage.py.
+#include "accept.h"
 #include "write.h"
 
 namespace nwor {
@@ -304,6 +305,8 @@ struct WindowJob {
     FastDivisor by_run, by_request;  // of a row of the launch
     uint32_t num_runs;
     const char* report_as;
+    JudgeJob judge;        // of a launch that judges
+    uint32_t first_judge;  // block; those before it copy and redirect
     PlaneRun runs[kMostRuns];
     char* caches[kPlanesPerWindow];
 };
@@ -350,8 +353,7 @@ __device__ void redirect_tables(const WindowJob& job, const Redirects& redirect_
     const WindowArguments& a = job.window;
     if (blockIdx.y > 0 || blockIdx.z > 0) return;
     const uint32_t threads = blockDim.x * blockDim.y * blockDim.z;
-    const uint32_t thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
-    const uint32_t item = (blockIdx.x - job.copy_blocks) * threads + thread;
+    const uint32_t item = (blockIdx.x - job.copy_blocks) * threads + thread_of_block();
     const uint32_t number = item / kTokensAtOnce, requests = static_cast<uint32_t>(a.num_requests);
     if (number >= requests * static_cast<uint32_t>(a.num_groups)) return;
     const uint32_t group = number / requests, request = number - group * requests;
@@ -396,10 +398,17 @@ __global__ void __launch_bounds__(kThreads) open_kernel(const __grid_constant__ 
                                Slot<kTable>(shadow, static_cast<uint32_t>(row)));
 }
 
-template <class Unit, bool kTable>
+template <class Unit, bool kTable, bool kJudges>
 __global__ void __launch_bounds__(kThreads) close_kernel(const __grid_constant__ WindowJob job) {
     const WindowArguments& a = job.window;
     wait_for_earlier_kernels();
+    if constexpr (kJudges) {
+        if (blockIdx.x >= job.first_judge) {
+            fetch_requests(job.judge.accept);
+            if (blockIdx.y == 0 && blockIdx.z == 0) judge_items(job.judge, blockIdx.x - job.first_judge);
+            return;
+        }
+    }
     if (blockIdx.x >= job.copy_blocks)
         return redirect_tables(
             job, redirect_at_close,
@@ -479,9 +488,11 @@ LaunchShape shape_for_window(WindowJob& job, int64_t most_rows, bool redirects) 
     return shape;
 }
 
-template <class Unit, bool kTable>
-void launch_window(const WindowArguments& a, const CacheView& cache, const PageOffsets& offsets,
-                   const WindowTensors& t, int64_t most_rows, int64_t elements, bool opens,
+enum class WindowOp { kOpen, kClose, kJudgeAndClose };
+
+template <class Unit, bool kTable, WindowOp kOp>
+void launch_window(const WindowArguments& a, const AcceptArguments& accept, const CacheView& cache,
+                   const PageOffsets& offsets, const WindowTensors& t, int64_t most_rows, int64_t elements,
                    const Launch& launch) {
     WindowJob job{};
     job.window = a;
@@ -490,17 +501,36 @@ void launch_window(const WindowArguments& a, const CacheView& cache, const PageO
     job.report_as = report_as(a.op);
     WindowLaunch part;
     bool redirects = a.redirects;
-    for (int64_t plane = 0; part.next(job, t.caches, t.planes_per_group, plane); redirects = false) {
-        const LaunchShape shape = shape_for_window(job, most_rows, redirects);
-        if (shape.grid.x > 0)
-            launch.start(opens ? open_kernel<Unit, kTable> : close_kernel<Unit, kTable>, shape, job);
+    int64_t plane = 0;
+    for (int64_t plane_of_part = 0; part.next(job, t.caches, t.planes_per_group, plane);
+         plane_of_part = plane, redirects = false) {
+        LaunchShape shape = shape_for_window(job, most_rows, redirects);
+        job.first_judge = shape.grid.x;
+        if constexpr (kOp == WindowOp::kJudgeAndClose) {
+            if (plane_of_part == 0) {
+                job.judge = {accept, INT32_MAX, job.report_as};
+                const int64_t threads = shape.block.x * shape.block.y * shape.block.z;
+                shape.grid.x += static_cast<unsigned>(ceil_div(items_to_judge(accept), threads));
+            }
+        }
+        if (shape.grid.x == 0) continue;
+        if constexpr (kOp == WindowOp::kOpen)
+            launch.start(open_kernel<Unit, kTable>, shape, job);
+        else
+            launch.start(close_kernel<Unit, kTable, kOp == WindowOp::kJudgeAndClose>, shape, job);
     }
 }
 
-void run_window(const WindowArguments& a, const CacheView& cache, const std::optional<Tensor>& page_offsets,
-                const WindowTensors& t, int64_t most_rows, bool opens) {
+[[noreturn]] void complain_of_close(const ErrorRecord& e) {
+    if (e.problem >= kOfAcceptance) complain_of_acceptance(e);
+    complain(e);
+}
+
+template <WindowOp kOp>
+void run_window(const WindowArguments& a, const AcceptArguments& accept, const CacheView& cache,
+                const std::optional<Tensor>& page_offsets, const WindowTensors& t, int64_t most_rows) {
     const PageOffsets offsets = check_page_offsets(a.op, page_offsets, t.caches);
-    if (a.num_requests == 0) return;
+    if (a.num_requests == 0 && items_to_judge(accept) == 0) return;
     const Launch launch(t.caches[0]);
     const bool table = offsets.table != nullptr;
     const int64_t size = cache.element_size;
@@ -508,15 +538,15 @@ void run_window(const WindowArguments& a, const CacheView& cache, const std::opt
         elements_per_access(size, [&](int64_t n) { return !table && planes_fit(cache, t.caches, n); });
     if (table)
         with_raw_type(cache.element_size, [&](auto tag) {
-            launch_window<typename decltype(tag)::type, true>(a, cache, offsets, t, most_rows, elements,
-                                                              opens, launch);
+            launch_window<typename decltype(tag)::type, true, kOp>(a, accept, cache, offsets, t, most_rows,
+                                                                   elements, launch);
         });
     else
         with_access_type(elements * size, [&](auto tag) {
-            launch_window<typename decltype(tag)::type, false>(a, cache, offsets, t, most_rows, elements,
-                                                               opens, launch);
+            launch_window<typename decltype(tag)::type, false, kOp>(a, accept, cache, offsets, t, most_rows,
+                                                                    elements, launch);
         });
-    check_launch(launch, complain);
+    check_launch(launch, complain_of_close);
 }
 
 void open_window(const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
@@ -531,7 +561,13 @@ void open_window(const std::vector<Tensor>& caches, const std::vector<int64_t>& 
                           block_tables,  idx_mapping,      held_slots};
     CacheView cache;
     const WindowArguments a = check_open(t, seq_lens, row_slots, num_bonus_tokens, &cache);
-    run_window(a, cache, page_offsets, t, cache.block_size, true);
+    run_window<WindowOp::kOpen>(a, {}, cache, page_offsets, t, cache.block_size);
+}
+
+// A target token and its drafts, where the caller sizes its rows by the batch.
+int64_t most_rows_of(const WindowArguments& a) {
+    const int64_t drafts = ceil_div(a.num_rows, std::max<int64_t>(a.num_requests, 1));
+    return std::min(drafts + 1, kMostTokensAtOnce);
 }
 
 void close_window(const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
@@ -545,10 +581,26 @@ void close_window(const std::vector<Tensor>& caches, const std::vector<int64_t>&
                           shadow_blocks, saved_slots,      tail_pages,      slot_mappings,
                           block_tables,  idx_mapping,      held_slots};
     CacheView cache;
-    const WindowArguments a = check_close(t, row_rejected, num_bonus_tokens, &cache);
-    // A target token and its drafts, where the caller sizes its rows by the batch.
-    const int64_t drafts = ceil_div(a.num_rows, std::max<int64_t>(a.num_requests, 1));
-    run_window(a, cache, page_offsets, t, std::min(drafts + 1, kMostTokensAtOnce), false);
+    const WindowArguments a = check_close("close_window", t, row_rejected, num_bonus_tokens, &cache);
+    run_window<WindowOp::kClose>(a, {}, cache, page_offsets, t, most_rows_of(a));
+}
+
+void close_window_from_rejected(
+    const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
+    const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens, const Tensor& num_rejected,
+    const Tensor& row_rejected, const Tensor& num_accepted, const Tensor& counters,
+    const Tensor& shadow_blocks, const Tensor& saved_slots, const Tensor& tail_pages,
+    const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
+    const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& held_slots,
+    const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens) {
+    const WindowTensors t{caches,        planes_per_group, query_start_loc, cu_num_draft_tokens,
+                          shadow_blocks, saved_slots,      tail_pages,      slot_mappings,
+                          block_tables,  idx_mapping,      held_slots};
+    CacheView cache;
+    AcceptArguments accept{};
+    const WindowArguments a = check_close_from_rejected(t, num_rejected, row_rejected, num_accepted, counters,
+                                                        num_bonus_tokens, &cache, &accept);
+    run_window<WindowOp::kJudgeAndClose>(a, accept, cache, page_offsets, t, most_rows_of(a));
 }
 
 }  // namespace
@@ -560,6 +612,7 @@ STABLE_TORCH_LIBRARY_IMPL(nwor, CUDA, m) {
     m.impl("move_slots", TORCH_BOX(&move_slots));
     m.impl("open_window", TORCH_BOX(&open_window));
     m.impl("close_window", TORCH_BOX(&close_window));
+    m.impl("close_window_from_rejected", TORCH_BOX(&close_window_from_rejected));
 }
 
 }  // namespace nwor

@@ -1,4 +1,5 @@
 // Family undo on CUDA: write, write with a log, log, restore. Semantics: nwor_ops/ops.py.
+#include "accept.h"
 #include "write.h"
 
 namespace nwor {
@@ -124,6 +125,8 @@ struct RestoreJob {
     const bool* row_rejected;
     RowWindows row_windows;  // from the first layer of this launch on
     const char* report_as;
+    JudgeJob judge;         // of a launch that judges
+    uint32_t judge_blocks;  // which come first
     char* caches[kLayersPerLaunch];
 };
 static_assert(sizeof(RestoreJob) <= 4096, "kernel parameters are at most 4 KB on every architecture");
@@ -142,21 +145,29 @@ __device__ unsigned layers_to_restore(const RestoreJob& job, int first_layer, in
 }
 
 // The rows of this launch are those of the log, once for each group of layers that share a thread. The last
-// layers come first: what was written last is still in the L2 cache.
-template <class Unit, bool kTable>
+// layers come first: what was written last is still in the L2 cache. With kJudges, every thread finds the
+// fate of its row by itself, and the blocks that write it down are waited for by nobody.
+template <class Unit, bool kTable, bool kJudges>
 __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant__ RestoreJob job) {
     const Place place = place_of_thread();
-    const uint32_t row_of_launch = static_cast<uint32_t>(row_of_thread());
+    const uint32_t row_of_launch = (blockIdx.x - job.judge_blocks) * blockDim.z + threadIdx.z;
     const uint32_t layer_group = job.by_num_rows.quotient(row_of_launch);
     const int64_t row = row_of_launch - layer_group * job.by_num_rows.divisor;
     const int last_group = (job.num_layers - 1) / kLayersPerThread;
     const int first_layer = (last_group - static_cast<int>(layer_group)) * kLayersPerThread;
     wait_for_earlier_kernels();
+    if constexpr (kJudges) {
+        fetch_requests(job.judge.accept);
+        if (blockIdx.x < job.judge_blocks) {
+            if (blockIdx.y == 0 && blockIdx.z == 0) judge_items(job.judge, blockIdx.x);
+            return;
+        }
+    }
     if (first_layer < 0 || !job.row.has(place)) return;
-    // All of these are loaded before the first is judged.
-    const bool rejected = job.row_rejected[row];
+    // All of these are loaded before the first is looked at.
     const int64_t slot_number = job.row_slots[row];
     const unsigned layers = layers_to_restore(job, first_layer, row);
+    const bool rejected = kJudges ? was_rejected(job.judge.accept, row) : job.row_rejected[row];
     if (!rejected || slot_number < 0 || layers == 0) return;
     if (slot_number >= job.slots.count)
         return report(job.report_as, kRowSlots, row, slot_number, job.slots.count);
@@ -174,15 +185,22 @@ __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant
         if (layers >> i & 1) reinterpret_cast<Unit*>(job.caches[first_layer + i])[to] = saved[i];
 }
 
+[[noreturn]] void complain_of_restore(const ErrorRecord& e) {
+    if (e.problem >= kOfAcceptance) complain_of_acceptance(e);
+    complain(e);
+}
+
 bool layers_fit(const RestoreArguments& r, const std::vector<Tensor>& caches, int64_t elements) {
     if (r.num_layers > 1 && r.log_layer_stride % elements != 0) return false;
     if (!fits(r.log, r.cache, r.cache.element_size, elements)) return false;
     return planes_fit(r.cache, caches, elements);
 }
 
-// One launch for the layers [first, first + count).
-void launch_restore(const RestoreArguments& r, const std::vector<Tensor>& caches, int64_t first,
-                    int64_t count, int64_t elements, const Launch& launch) {
+// One launch for the layers [first, first + count); the first one judges, if there is anything to judge.
+template <bool kJudges>
+void launch_restore(const RestoreArguments& r, const AcceptArguments& accept,
+                    const std::vector<Tensor>& caches, int64_t first, int64_t count, int64_t elements,
+                    const Launch& launch) {
     RestoreJob job{};
     for (int64_t i = 0; i < count; ++i) job.caches[i] = static_cast<char*>(caches[first + i].data_ptr());
     job.row = RowShape(r.op, r.cache, elements);
@@ -199,32 +217,60 @@ void launch_restore(const RestoreArguments& r, const std::vector<Tensor>& caches
     job.row_windows = r.row_windows;
     if (r.row_windows.rows != nullptr) job.row_windows.rows += first * r.windows_layer_stride;
     job.report_as = report_as(r.op);
-    const LaunchShape shape = shape_for_rows(r.op, r.num_rows * ceil_div(count, kLayersPerThread),
-                                             job.row.num_heads, job.row.columns);
+    const bool moves = job.row.num_heads * job.row.columns > 0;
+    LaunchShape shape = shape_for_rows(r.op, moves ? r.num_rows * ceil_div(count, kLayersPerThread) : 0,
+                                       std::max<int64_t>(job.row.num_heads, 1), job.row.columns);
+    if constexpr (kJudges) {
+        job.judge = {accept, INT32_MAX, report_as(r.op)};
+        const int64_t threads = shape.block.x * shape.block.y * shape.block.z;
+        if (first == 0) job.judge_blocks = static_cast<uint32_t>(ceil_div(items_to_judge(accept), threads));
+        shape.grid.x += job.judge_blocks;
+    }
+    if (shape.grid.x == 0) return;
     if (r.page_offsets.table != nullptr)
         with_raw_type(r.cache.element_size, [&](auto tag) {
-            launch.start(restore_kernel<typename decltype(tag)::type, true>, shape, job);
+            launch.start(restore_kernel<typename decltype(tag)::type, true, kJudges>, shape, job);
         });
     else
         with_access_type(elements * r.cache.element_size, [&](auto tag) {
-            launch.start(restore_kernel<typename decltype(tag)::type, false>, shape, job);
+            launch.start(restore_kernel<typename decltype(tag)::type, false, kJudges>, shape, job);
         });
+}
+
+template <bool kJudges>
+void restore(const RestoreArguments& r, const AcceptArguments& accept, const std::vector<Tensor>& caches) {
+    const Launch launch(caches[0]);
+    const int64_t elements = elements_per_access(r.cache.element_size, [&](int64_t n) {
+        return r.page_offsets.table == nullptr && layers_fit(r, caches, n);
+    });
+    for (int64_t first = 0; first < r.num_layers; first += kLayersPerLaunch)
+        launch_restore<kJudges>(r, accept, caches, first, std::min(kLayersPerLaunch, r.num_layers - first),
+                                elements, launch);
+    check_launch(launch, complain_of_restore);
 }
 
 void restore_slots(const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots,
                    const Tensor& row_rejected, const std::optional<Tensor>& page_offsets,
                    const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
                    const std::optional<int64_t>& num_rows) {
-    const RestoreArguments r =
-        check_restore(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows);
-    if (r.num_rows == 0 || r.cache.num_heads * r.cache.width == 0) return;
-    const Launch launch(caches[0]);
-    const int64_t elements = elements_per_access(r.cache.element_size, [&](int64_t n) {
-        return r.page_offsets.table == nullptr && layers_fit(r, caches, n);
-    });
-    for (int64_t first = 0; first < r.num_layers; first += kLayersPerLaunch)
-        launch_restore(r, caches, first, std::min(kLayersPerLaunch, r.num_layers - first), elements, launch);
-    check_launch(launch, complain);
+    const RestoreArguments r = check_restore("restore_slots", caches, log, row_slots, row_rejected,
+                                             page_offsets, window_id, row_windows, num_rows);
+    restore<false>(r, {}, caches);
+}
+
+void restore_slots_from_rejected(const std::vector<Tensor>& caches, const Tensor& log,
+                                 const Tensor& row_slots, const Tensor& num_rejected,
+                                 const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
+                                 const Tensor& num_accepted, const Tensor& counters, int64_t num_bonus_tokens,
+                                 const std::optional<Tensor>& page_offsets,
+                                 const std::optional<Tensor>& window_id,
+                                 const std::optional<Tensor>& row_windows,
+                                 const std::optional<int64_t>& num_rows) {
+    AcceptArguments a{};
+    const RestoreArguments r = check_restore_from_rejected(
+        caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
+        num_bonus_tokens, page_offsets, window_id, row_windows, num_rows, &a);
+    restore<true>(r, a, caches);
 }
 
 }  // namespace
@@ -234,6 +280,7 @@ STABLE_TORCH_LIBRARY_IMPL(nwor, CUDA, m) {
     m.impl("write_kv_logged", TORCH_BOX(&write_kv_logged));
     m.impl("log_slots", TORCH_BOX(&log_slots));
     m.impl("restore_slots", TORCH_BOX(&restore_slots));
+    m.impl("restore_slots_from_rejected", TORCH_BOX(&restore_slots_from_rejected));
 }
 
 }  // namespace nwor
