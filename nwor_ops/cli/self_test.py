@@ -5,6 +5,7 @@ The test suite is where the ops are tested; this answers "do they run on this ma
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -111,14 +112,31 @@ def _log_slots(device: torch.device) -> str | None:
     return _difference(cache=(sample.cache, sample.before), log=(sample.log, sample.logged()))
 
 
+def _row_slots(sample: _Sample) -> Tensor:
+    rows = {row: slot for slot, row in zip(SLOTS, LOG_ROWS, strict=True) if row >= 0}
+    return sample.tensor(tuple(rows.get(row, -1) for row in range(LOG_SIZE)), torch.int64)
+
+
 def _restore_slots(device: torch.device) -> str | None:
     sample = _Sample(device)
-    rows = {row: slot for slot, row in zip(SLOTS, LOG_ROWS, strict=True) if row >= 0}
-    row_slots = sample.tensor(tuple(rows.get(row, -1) for row in range(LOG_SIZE)), torch.int64)
+    row_slots = _row_slots(sample)
     row_rejected = sample.tensor((*(not accepted for accepted in ACCEPTED), False), torch.bool)
     sample.cache.copy_(sample.written())
     ops.restore_slots([sample.cache], sample.logged().unsqueeze(0), row_slots, row_rejected)
     return _difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
+
+
+def _restore_slots_from_rejected(device: torch.device) -> str | None:
+    sample = _Sample(device)
+    row_rejected = torch.ones(LOG_SIZE, dtype=torch.bool, device=device)
+    num_accepted = torch.full((3,), 7, dtype=torch.int32, device=device)
+    sample.cache.copy_(sample.written())
+    ops.restore_slots_from_rejected(
+        [sample.cache], sample.logged().unsqueeze(0), _row_slots(sample), sample.tensor(NUM_REJECTED, torch.int32),
+        sample.cu_num_draft_tokens, row_rejected, num_accepted, sample.counters,
+    )  # fmt: skip
+    restored = _difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
+    return restored or _rejection_difference(row_rejected, num_accepted, sample.counters)
 
 
 def _plan_window(device: torch.device) -> str | None:
@@ -252,7 +270,7 @@ def _move_slots(device: torch.device) -> str | None:
     return _difference(cache=(sample.cache, expected.unflatten(0, (BLOCKS, BLOCK_SIZE))))
 
 
-def _staged_transaction(device: torch.device) -> str | None:
+def _staged_transaction(device: torch.device, by_counts: bool = False) -> str | None:
     """Begin, write, commit with shadow pages: until commit no draft is in a page of a request."""
     sample = _Sample(device)
     shadows = num_shadow_blocks(2, 3, BLOCK_SIZE)
@@ -272,7 +290,10 @@ def _staged_transaction(device: torch.device) -> str | None:
     redirected = int(table[0, 0]) >= BLOCKS and int(table[1, 0]) >= BLOCKS
     manager.write("layer", sample.key, sample.value, sample.slots)
     untouched = _difference(cache_before_commit=(cache[:BLOCKS], sample.before))
-    manager.commit(sample.tensor(DRAFT_TOKEN_IDS, torch.int32), sample.tensor(SAMPLED_TOKEN_IDS, torch.int32))
+    if by_counts:
+        manager.commit_rejected(sample.tensor(NUM_REJECTED, torch.int32))
+    else:
+        manager.commit(sample.tensor(DRAFT_TOKEN_IDS, torch.int32), sample.tensor(SAMPLED_TOKEN_IDS, torch.int32))
     return untouched or _difference(
         redirected=(torch.tensor(redirected), True),
         cache=(cache[:BLOCKS], sample.written(tokens=(0, 1, 4, 5))),
@@ -287,6 +308,7 @@ SELF_TESTS: dict[str, Callable[[torch.device], str | None]] = {
     "write_kv_logged": _write_kv_logged,
     "log_slots": _log_slots,
     "restore_slots": _restore_slots,
+    "restore_slots_from_rejected": _restore_slots_from_rejected,
     "plan_window": _plan_window,
     "acceptance_mask": _acceptance_mask,
     "acceptance_mask_from_rejected": _acceptance_mask_from_rejected,
@@ -298,5 +320,6 @@ SELF_TESTS: dict[str, Callable[[torch.device], str | None]] = {
     "move_slots": _move_slots,
     "open_window": _staged_transaction,
     "close_window": _staged_transaction,
+    "close_window_from_rejected": functools.partial(_staged_transaction, by_counts=True),
     "a whole transaction": _transaction,
 }

@@ -19,7 +19,8 @@ SCALE = 0.37
 
 
 class Replays:
-    def __init__(self, device: str, kv_cache_dtype: str) -> None:
+    def __init__(self, device: str, kv_cache_dtype: str, by_counts: bool) -> None:
+        self.by_counts = by_counts
         self.kv_cache_dtype = kv_cache_dtype
         dtype = torch.bfloat16 if kv_cache_dtype == "auto" else torch.uint8
         int32 = {"dtype": torch.int32, "device": device}
@@ -27,7 +28,7 @@ class Replays:
         self.slots = torch.zeros(TOKENS, dtype=torch.int64, device=device)
         self.draft_ids = torch.zeros(ROWS, **int32)
         self.sampled = torch.zeros(REQUESTS, MOST_DRAFTS + 1, **int32)
-        self.accepted = torch.zeros(REQUESTS, **int32)
+        self.accepted, self.num_rejected = torch.zeros(2, REQUESTS, **int32)
         self.source = torch.zeros(LAYERS, TOKENS, HEADS, 2 * SIZE, dtype=torch.bfloat16, device=device)
         self.scale = torch.full((1,), SCALE, device=device)
         self.cache = torch.zeros(LAYERS, BLOCKS, BLOCK_SIZE, HEADS, 2 * SIZE, dtype=dtype, device=device)
@@ -51,6 +52,7 @@ class Replays:
         self.starts[1:] = (drafts + 1).cumsum(0)
         self.cu_drafts.copy_(drafts.cumsum(0))
         self.accepted.copy_(accepted)
+        self.num_rejected.copy_(drafts - accepted)
         self.source.normal_()
         self.draft_ids.random_(0, 2**20)
 
@@ -97,7 +99,10 @@ class Replays:
                 str(layer), key, value, self.slots,
                 k_scale=self.scale, v_scale=self.scale, kv_cache_dtype=self.kv_cache_dtype,
             )  # fmt: skip
-        manager.commit(self.draft_ids, self.sampled)
+        if self.by_counts:
+            manager.commit_rejected(self.num_rejected)
+        else:
+            manager.commit(self.draft_ids, self.sampled)
 
     def audit(self) -> None:
         differs = self.cache.view(torch.uint8).view(LAYERS, SLOTS, -1) != self.expected[:, :SLOTS].view(
@@ -109,9 +114,10 @@ class Replays:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
-def test_every_replay_of_one_graph(device, kv_cache_dtype):
+@pytest.mark.parametrize("by_counts", [False, True])
+def test_every_replay_of_one_graph(device, kv_cache_dtype, by_counts):
     torch.manual_seed(0)
-    replays = Replays(device, kv_cache_dtype)
+    replays = Replays(device, kv_cache_dtype, by_counts)
     graphs = []
     for part in (replays.new_step, replays.transaction, replays.audit):
         part()  # nothing is loaded or allocated for the first time during a capture

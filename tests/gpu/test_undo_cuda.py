@@ -54,7 +54,7 @@ SHAPES = {
 }
 OFFSETS = range(9)
 ELEMENT_DTYPES = (torch.uint8, torch.float8_e5m2, torch.int16, torch.bfloat16, torch.float32, torch.int64)
-UNDO = ("write_kv", "write_kv_logged", "log_slots", "restore_slots")
+UNDO = ("write_kv", "write_kv_logged", "log_slots", "restore_slots", "restore_slots_from_rejected")
 
 
 def spread_slots(shape, count=9):
@@ -259,9 +259,12 @@ def test_another_stream(device):
 @pytest.mark.parametrize("slot", [12, 13, 2**31, 2**40, 2**62])
 @pytest.mark.parametrize("op", UNDO)
 def test_slot_outside_the_cache_is_skipped(same_as_oracle, op, slot):
-    if op == "restore_slots":
+    if op.startswith("restore_slots"):
         caches = make_pages("packed", SMALL, torch.float32).key_caches
         arguments = (caches, layer_log(caches, 3), int64(5, slot, 0), flags(1, 1, 1))
+        if op == "restore_slots_from_rejected":
+            counts = int32(1, 2), int32(1, 3)
+            arguments = (*arguments[:3], *counts, flags(0, 0, 0), int32(7, 7), int64(0, 0, 0, 0, 0))
         without = with_arguments(op, arguments, row_slots=int64(5, -1, 0))
     else:
         arguments = sample_inputs(op)[0]
@@ -356,6 +359,35 @@ def test_restore_of_many_layers(same_as_oracle, layers):
         same_as_oracle("restore_slots", (*arguments, windows, num_rows))
 
 
+@pytest.mark.parametrize(
+    ("layers", "requests", "most_drafts"),
+    [(1, 0, 0), (1, 1, 4), (4, 16, 4), (5, 64, 4), (2, 300, 7), (385, 3, 2), (3, 5, 200)],
+)
+@pytest.mark.parametrize("shape", ["one head", "wide", "odd"])
+def test_judge_and_restore_in_one_launch(same_as_oracle, shape, layers, requests, most_drafts):
+    """Random drafts and counts, negative ones and more than there are drafts among them; rows of other windows."""
+    sizes = {"one head": (1, 16, 16), "wide": (16, 128, 128), "odd": (3, 7, 9)}[shape]
+    random = torch.Generator().manual_seed(requests)
+    drafts = torch.randint(0, most_drafts + 1, (requests,), generator=random)
+    counts = torch.randint(-1, most_drafts + 2, (requests,), generator=random).int()
+    used, bonus = int(drafts.sum()), requests % 2
+    cu = (drafts.cumsum(0) + bonus * torch.arange(1, requests + 1)).int()
+    rows = used + 5
+    caches = make_pages("packed", Shape(rows // 8 + 2, 8, *sizes, layers=layers), torch.bfloat16).key_caches
+    slots = torch.full((rows,), -1)
+    slots[:used] = torch.randperm(8 * len(caches[0]), generator=random)[:used]
+    windows = torch.randint(6, 8, (layers, rows), generator=random)
+    for num_rows in (None, used):
+        outputs = flags(*[1] * rows), int32(*[77] * (requests + 2)), int64(10, 20, 30, 40, 50)
+        same_as_oracle(
+            "restore_slots_from_rejected",
+            (
+                caches, layer_log(caches, rows), slots, counts, cu, *outputs, bonus, None, int64(7), windows,
+                num_rows,
+            ),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("op", ["write_kv_logged", "log_slots"])
 def test_rows_are_marked_with_their_window(same_as_oracle, op):
     window_id, row_windows = int64(2**40 + 3), int64(1, 2, 3, 4)
@@ -380,7 +412,8 @@ class Transaction:
 
     shape = Shape(blocks=6, block_size=16, heads=4, key_width=64, value_width=32, layers=4)
 
-    def __init__(self, device, layout, kv_cache_dtype, seed=0):
+    def __init__(self, device, layout, kv_cache_dtype, seed=0, judges_by_counts=False):
+        self.judges_by_counts = judges_by_counts
         self.random = torch.Generator().manual_seed(seed)
         self.kv_cache_dtype = kv_cache_dtype
         dtype = torch.bfloat16 if kv_cache_dtype == "auto" else torch.uint8
@@ -391,6 +424,7 @@ class Transaction:
         sizes = {
             "query_start_loc": (REQUESTS + 1,), "cu": (REQUESTS,), "log_rows": (tokens,),
             "row_requests": (rows,), "row_positions": (rows,), "num_accepted": (REQUESTS,),
+            "num_rejected": (REQUESTS,),
         }  # fmt: skip
         self.int32 = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
         self.slots = torch.full((tokens,), -1, device=device)
@@ -424,9 +458,18 @@ class Transaction:
                 self.pages.value_caches[layer], self.slots, self.scale, self.scale, self.kv_cache_dtype,
                 i["log_rows"], self.logs[0][layer], self.logs[1][layer], self.window_id, self.windows[layer],
             )  # fmt: skip
-        ops.reject_rows(self.drafts, self.sampled, i["cu"], self.rejected, i["num_accepted"], self.counters)
-        for caches, log in zip(self.pages[:2], self.logs, strict=True):
-            ops.restore_slots(caches, log, self.row_slots[0], self.rejected, None, self.window_id, self.windows)
+        planes = list(zip(self.pages[:2], self.logs, strict=True))
+        windows = None, self.window_id, self.windows
+        outputs = self.rejected, i["num_accepted"], self.counters
+        if self.judges_by_counts:
+            caches, log = planes.pop(0)
+            ops.restore_slots_from_rejected(
+                caches, log, self.row_slots[0], i["num_rejected"], i["cu"], *outputs, 0, *windows
+            )
+        else:
+            ops.reject_rows(self.drafts, self.sampled, i["cu"], *outputs)
+        for caches, log in planes:
+            ops.restore_slots(caches, log, self.row_slots[0], self.rejected, *windows)
 
     def draw(self, low, high, *size):
         return torch.randint(low, high + 1, size, generator=self.random)
@@ -453,6 +496,7 @@ class Transaction:
         sources = [torch.randn(s.shape, generator=self.random).bfloat16() for s in self.sources]
         for buffer, content in [
             (self.int32["query_start_loc"], starts), (self.int32["cu"], drafts.cumsum(0)),
+            (self.int32["num_rejected"], drafts - accepted),
             (self.slots, slots), (self.drafts, ids), (self.sampled, sampled),
             *zip(self.sources, sources, strict=True),
         ]:  # fmt: skip
@@ -479,8 +523,9 @@ class Transaction:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("layout", ["hnd", "packed", "one_backing", "padded", "vec"])
-def test_transaction(device, layout, kv_cache_dtype):
-    transaction = Transaction(device, layout, kv_cache_dtype)
+@pytest.mark.parametrize("judges_by_counts", [False, True])
+def test_transaction(device, layout, kv_cache_dtype, judges_by_counts):
+    transaction = Transaction(device, layout, kv_cache_dtype, judges_by_counts=judges_by_counts)
     for _ in range(20):
         transaction.load()
         transaction.run()
@@ -488,10 +533,11 @@ def test_transaction(device, layout, kv_cache_dtype):
     assert transaction.counters.tolist() == transaction.expected_counters
 
 
+@pytest.mark.parametrize("judges_by_counts", [False, True])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
-def test_transaction_in_a_cuda_graph(device, kv_cache_dtype):
+def test_transaction_in_a_cuda_graph(device, kv_cache_dtype, judges_by_counts):
     """Captured once; every replay has new requests, slots, rows and acceptance."""
-    transaction = Transaction(device, "one_backing", kv_cache_dtype, seed=1)
+    transaction = Transaction(device, "one_backing", kv_cache_dtype, seed=1, judges_by_counts=judges_by_counts)
     transaction.load()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
