@@ -252,14 +252,14 @@ class Session:
             return f"watching {len(self._layers)} layers, no transaction"
         if self.spare is not None:
             return (
-                f"{len(self._layers)} layers, {self.manager.launches_per_window} launches per step and none per layer; "
+                f"{len(self._layers)} layers, {self.manager.launches_per_window} launches per step at most and none per layer; "
                 f"{self.spare.describe()}"
             )
         fused = sum(layer.fused for layer in self._layers.values())
         return (
             f"{len(self._layers)} layers ({fused} through the fused writer), "
             f"{self.manager.max_draft_tokens} log rows, log {self.manager.log_bytes / 2**20:.1f} MiB, "
-            f"{self.manager.launches_per_window} launches per step beyond the writers"
+            f"at most {self.manager.launches_per_window} launches per step beyond the writers"
         )
 
     # ------------------------------------------------------------ inside
