@@ -252,8 +252,8 @@ class Session:
             return f"watching {len(self._layers)} layers, no transaction"
         if self.spare is not None:
             return (
-                f"{len(self._layers)} layers, at most {self.manager.launches_per_window} launches per step, none per layer; "
-                f"{self.spare.describe()}"
+                f"{len(self._layers)} layers, at most {self.manager.launches_per_window} launches per step and none in "
+                f"a layer; {self.spare.describe()}"
             )
         fused = sum(layer.fused for layer in self._layers.values())
         return (
