@@ -257,7 +257,11 @@ def step_times(events: list[Any], ran: list[Any]) -> dict[str, list[float]]:
     steps = list(zip(starts, starts[1:], first_of, first_of[1:], strict=False))
     return {
         "step_us": [(end - start) / 1e3 for start, end, _, _ in steps],
-        "idle_us": [(end - start - _covered(spans[first:last])) / 1e3 for start, end, first, last in steps],
+        "idle_us": [
+            # A kernel may go on past the end; none begins before the drafter's first and goes on.
+            (end - start - _covered([(a, min(b, end)) for a, b in spans[first:last]])) / 1e3
+            for start, end, first, last in steps
+        ],
     }
 
 

@@ -783,6 +783,12 @@ inline void check_ids(const Argument& a) {
         a.must_have_dtype("torch.int32 or torch.int64");
 }
 
+// How many of a request's drafts stay, where the counts say how many do not.
+NWOR_HOST_DEVICE inline int64_t num_accepted_of(int64_t drafts, int64_t rejected) {
+    if (rejected <= 0) return drafts;
+    return rejected < drafts ? drafts - rejected : 0;
+}
+
 inline AcceptArguments check_accept(const char* op, const Tensor& cu_num_draft_tokens,
                                     int64_t num_bonus_tokens = 0) {
     AcceptArguments a{};
@@ -899,6 +905,14 @@ inline AcceptArguments check_reject_rows_from_rejected(const Tensor& num_rejecte
                                num_accepted, counters, num_bonus_tokens);
 }
 
+// Blocks of one launch judge and move rows in any order.
+inline void must_not_overlap_judgement(const char* op, const Tensor& row_rejected, const Tensor& num_accepted,
+                                       const Tensor& counters, const std::vector<Placed>& inputs) {
+    for (const Placed& out : {Placed("row_rejected", row_rejected), Placed("num_accepted", num_accepted),
+                              Placed("counters", counters)})
+        for (const Placed& in : inputs) must_not_overlap(op, out, in);
+}
+
 // What an op that judges and moves rows judges: on the device of the planes.
 inline AcceptArguments check_judgement(const char* op, const Tensor& plane, const Tensor& num_rejected,
                                        const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
@@ -920,9 +934,9 @@ inline RestoreArguments check_restore_from_rejected(
                                              window_id, row_windows, num_rows);
     *accept = check_judgement(op, caches[0], num_rejected, cu_num_draft_tokens, row_rejected, num_accepted,
                               counters, num_bonus_tokens);
-    must_not_overlap(op, "row_rejected", row_rejected, "row_slots", row_slots);
-    must_not_overlap(op, "num_accepted", num_accepted, "row_slots", row_slots);
-    must_not_overlap(op, "counters", counters, "row_slots", row_slots);
+    std::vector<Placed> inputs{Placed("row_slots", row_slots)};
+    if (row_windows.has_value()) inputs.emplace_back("row_windows", *row_windows);
+    must_not_overlap_judgement(op, row_rejected, num_accepted, counters, inputs);
     return r;
 }
 

@@ -434,10 +434,7 @@ NWOR_HOST_DEVICE inline Redirect redirect_at_close(const WindowArguments& a, int
                                                    Found* found) {
     Redirect r = drafts_of_request(a, request, found);
     if (!r.any()) return r;
-    if (a.num_rejected != nullptr) {
-        const int64_t rejected = a.num_rejected[request];
-        r.accepted = rejected <= 0 ? r.drafts : r.drafts - rejected;  // fewer than none is none
-    }
+    if (a.num_rejected != nullptr) r.accepted = num_accepted_of(r.drafts, a.num_rejected[request]);
     const int64_t tail_page = a.tail_pages[group * a.tail_stride + request];
     const int64_t slot = saved_slot(a, group, r, 0);  // of the first draft: set_tail comes later
     if (tail_page < 0 || slot < 0) {
@@ -698,6 +695,14 @@ inline WindowArguments check_close_from_rejected(const WindowTensors& t, const T
     WindowArguments a = check_close(op, t, row_rejected, num_bonus_tokens, cache);
     *accept = check_judgement(op, t.caches[0], num_rejected, t.cu_num_draft_tokens, row_rejected,
                               num_accepted, counters, num_bonus_tokens);
+    std::vector<Placed> others{Placed("query_start_loc", t.query_start_loc),
+                               Placed("shadow_blocks", t.shadow_blocks), Placed("saved_slots", t.saved_slots),
+                               Placed("tail_pages", t.tail_pages)};
+    for (const Tensor& slots : t.slot_mappings) others.emplace_back("slot_mappings", slots);
+    for (const Tensor& table : t.block_tables) others.emplace_back("block_tables", table);
+    if (t.idx_mapping.has_value()) others.emplace_back("idx_mapping", *t.idx_mapping);
+    if (t.held_slots.has_value()) others.emplace_back("held_slots", *t.held_slots);
+    must_not_overlap_judgement(op, row_rejected, num_accepted, counters, others);
     a.num_rejected = accept->num_rejected;
     return a;
 }

@@ -317,7 +317,8 @@ def restore_slots_from_rejected(
         caches, log, row_slots, page_offsets, window_id, row_windows, num_rows: as in :func:`restore_slots`.
         num_rejected: int32 ``[>= Q]``: how many drafts of each request were rejected.
         cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens: as in :func:`reject_rows`; the
-            three outputs are **mutated**, and share no memory with ``row_slots``.
+            three outputs are **mutated**, and share no memory with ``row_slots`` and ``row_windows``. ``window_id``
+            may be ``counters[:1]``, which stays as it is, not another part of them.
 
     Raises:
         As :func:`restore_slots` and :func:`reject_rows`, before anything is written.

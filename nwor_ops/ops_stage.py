@@ -363,13 +363,17 @@ def close_window_from_rejected(
 
     Args:
         num_rejected: int32 ``[>= Q]``: how many drafts of each request were rejected.
-        row_rejected, num_accepted, counters: as in :func:`reject_rows`; **mutated**.
+        row_rejected, num_accepted, counters: as in :func:`reject_rows`; **mutated**, and share no memory with the
+            window's other tensors.
         caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
             slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, num_bonus_tokens: as in
             :func:`close_window`.
 
     Raises:
         As :func:`close_window` and :func:`reject_rows`, before anything is written.
+
+    On CUDA nothing is raised for a window of more than R drafts, which was never planned: where tables were redirected
+    for it all the same, the counts decide which rows are copied, not the flags.
     """
     _call(
         "close_window_from_rejected", _ops.close_window_from_rejected.default, caches, planes_per_group,

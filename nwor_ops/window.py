@@ -26,7 +26,8 @@ class Window(NamedTuple):
         slot_mappings: int64 ``[T]`` per group of layers: the slot of each token, negative = none.
         num_draft_tokens: drafts in the whole batch (or an upper bound of them) where the host knows it,
             else None. With it a window too large for the log is refused before anything is launched,
-            and a window without drafts restores nothing at commit.
+            and commit looks at no more drafts than that: where there are more, rejected ones stay. Of a commit that a
+            CUDA graph captures it must hold in every replay: None, or the capacity.
         num_bonus_tokens: tokens beside its drafts that ``cu_num_draft_tokens`` counts for each request, padded
             ones too: 1 where the engine counts logits, as vLLM's ``cu_num_logits[1:]``.
         seq_lens: int32 ``[>= Q]``: length of each sequence with this step's tokens. Mode ``"stage"`` needs it.

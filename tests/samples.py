@@ -82,6 +82,11 @@ def row_windows(*shape: int) -> Tensor:
     return surrounded(torch.full(shape, EARLIER_WINDOW, dtype=torch.int64))
 
 
+def judged(rows: int = NUM_LOG_ROWS, requests: int = 3) -> tuple[Tensor, ...]:
+    """What a judgement fills: flags of rows, accepted drafts of requests, counters."""
+    return flags(*[1] * rows), int32(*[77] * requests), int64(10, 20, 30, 40, 50)
+
+
 def _samples(op: str) -> list[tuple[Any, ...]]:
     per_token = numbers(8, 1).abs(), numbers(8, 1, seed=1).abs()
     per_head = numbers(4).abs(), numbers(4, seed=1).abs()
@@ -161,10 +166,6 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
             ),
         ]
     if op == "restore_slots_from_rejected":
-
-        def judged(rows: int = NUM_LOG_ROWS, requests: int = 3) -> tuple[Tensor, ...]:
-            return flags(*[1] * rows), int32(*[77] * requests), int64(10, 20, 30, 40, 50)
-
         planes, log, slots = pages.key_caches, layer_log(pages.key_caches), int64(5, -1, 0, 11)
         counts = int32(1, 0, 2), int32(1, 1, 4)
         amx_log = layer_log(amx.value_caches)
@@ -197,12 +198,9 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
     if op == "acceptance_mask_from_rejected":
         return [(*counts, 7 + i if len(counts[1]) else 0) for i, counts in enumerate(of_counts)]
 
-    def outputs(rows: int, requests: int) -> tuple[Tensor, ...]:
-        return flags(*[1] * rows), int32(*[77] * requests), int64(10, 20, 30, 40, 50)
-
     inputs = of_tokens if op == "reject_rows" else of_counts
-    found = [(*i, *outputs(rows, requests)) for i, rows, requests in zip(inputs, (7, 9, 4), (3, 5, 0), strict=True)]
-    return [*found, (*inputs[0][:-1], int32(4, 5, 10), *outputs(7, 3), 1)]  # each request counts one more
+    found = [(*i, *judged(rows, requests)) for i, rows, requests in zip(inputs, (7, 9, 4), (3, 5, 0), strict=True)]
+    return [*found, (*inputs[0][:-1], int32(4, 5, 10), *judged(7, 3), 1)]  # each request counts one more
 
 
 def surrounded_layers(logs: list[Tensor]) -> Tensor:

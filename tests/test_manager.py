@@ -206,9 +206,30 @@ def test_a_failed_commit_leaves_the_window_open():
     all_layers.forward(batch, lost=batch.drafted)
     with pytest.raises(TypeError, match="must have dtype"):
         all_layers.manager.commit(batch.draft_token_ids.float(), batch.sampled_token_ids)
+    with pytest.raises(TypeError, match="must have dtype"):
+        all_layers.manager.commit_rejected(batch.num_rejected.float())
     assert all_layers.manager.state is State.OPEN
     all_layers.manager.cancel()
     all_layers.assert_as_expected()
+    stats = all_layers.manager.stats()
+    assert (stats.accepted, stats.rejected, stats.cancelled) == (0, stats.drafted, 1)
+
+
+@pytest.mark.parametrize("broken", ["restore_slots_from_rejected", "restore_slots"])
+def test_a_commit_that_fails_on_its_way_can_be_cancelled(broken, monkeypatch):
+    """Before or after it has judged: every draft counts as rejected, once."""
+    all_layers = Transactions()
+    batch = all_layers.batch(MIXED)
+    all_layers.manager.begin(batch.window)
+    all_layers.forward(batch, lost=batch.drafted)
+    with monkeypatch.context() as patch:
+        patch.setattr(nwor_ops.manager.ops, broken, lambda *a: (_ for _ in ()).throw(RuntimeError("lost")))
+        with pytest.raises(RuntimeError, match="lost"):
+            all_layers.manager.commit_rejected(batch.num_rejected)
+    all_layers.manager.cancel()
+    all_layers.assert_as_expected()
+    stats = all_layers.manager.stats()
+    assert (stats.accepted, stats.rejected, stats.cancelled) == (0, stats.drafted, 1)
 
 
 # ---------------------------------------------------------------- refused before anything changes
@@ -217,6 +238,10 @@ TOO_MUCH = {
     "drafts the host knows of": (
         Window(int32(0, 6), int32(5), {"default": torch.arange(6)}, 5),
         r"begin: window must have at most 4 drafts \(max_draft_tokens\), got 5",
+    ),
+    "fewer drafts than none": (
+        Window(int32(0, 6), int32(3), {"default": torch.arange(6)}, -1),
+        r"begin: window.num_draft_tokens must not be negative, got -1",
     ),
     "drafts only the device knows of": (
         Window(int32(0, 6), int32(5), {"default": torch.arange(6)}, None),

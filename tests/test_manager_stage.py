@@ -323,17 +323,18 @@ def test_a_step_that_stopped_half_way_is_repeated(with_states):
         stage.assert_pages(cow)
 
 
-def test_a_commit_that_fails_can_be_cancelled(monkeypatch):
-    engine, cow = Engine(), Engine(mode="cow")
-    for one in (engine, cow):
-        one.step(STEPS[0])
+@pytest.mark.parametrize("end", ["commit", "commit_rejected"])
+def test_a_commit_that_fails_can_be_cancelled(monkeypatch, end):
+    engine = Engine(("packed", "one_backing"))  # two launches: the first one judges, the second one fails
+    engine.step(STEPS[0])
     batch = engine.batch(STEPS[1])
     engine.manager.begin(batch.window)
     engine.forward(batch)
     real = nwor_ops.manager.ops.close_window
     monkeypatch.setattr(nwor_ops.shadow.ops, "close_window", lambda *a: (_ for _ in ()).throw(RuntimeError("lost")))
+    outcome = (batch.draft_token_ids, batch.sampled_token_ids) if end == "commit" else (batch.num_rejected,)
     with pytest.raises(RuntimeError, match="lost"):
-        engine.manager.commit(batch.draft_token_ids, batch.sampled_token_ids)
+        getattr(engine.manager, end)(*outcome)
     monkeypatch.setattr(nwor_ops.shadow.ops, "close_window", real)
     engine.manager.cancel()
     stats = engine.manager.stats()

@@ -620,6 +620,7 @@ def test_a_saved_slot_outside_the_cache():
     window = opened(make_window())
     window.tensors["saved_slots"][0, 2] = 2**40
     refuse("close_window", window.close_arguments(), IndexError, "must be below 240, got 1099511627776")
+    refuse("close_window_from_rejected", window.judge_arguments(), IndexError, "must be below 240, got 1099511627776")
 
 
 E = "torch.int32"
@@ -668,6 +669,10 @@ WRONG_ARGUMENTS = [
     ("open_window", 0, "num_bonus_tokens", -1, "not be negative", "-1"),
     ("close_window", 0, "row_rejected", lambda a: a[4].byte(), "have dtype torch.bool", "torch.uint8 [14]"),
     ("close_window", 0, "saved_slots", lambda a: a[6].int(), "have dtype torch.int64", f"{E} [1, 32]"),
+    ("close_window_from_rejected", 0, "num_rejected", lambda a: a[4].long(), "have dtype torch.int32",
+     "torch.int64 [7]"),
+    ("close_window_from_rejected", 0, "num_accepted", lambda a: a[6][:3], "be [num_requests] with at least 6",
+     f"{E} [3]"),
 ]  # fmt: skip
 
 
@@ -699,6 +704,11 @@ SHARED = [
     ("commit_staged", "staged_key", lambda a: a[4].flatten(0, 1)[:8], "staged_key and key_cache"),
     ("accept_staged", "row_committed", lambda a: a[0], "row_committed and row_accepted"),
     ("open_window", "saved_slots", lambda a: a[7][0][None], r"slot_mappings\[0\] and saved_slots"),
+    ("close_window_from_rejected", "counters", lambda a: a[9][0, :5], "counters and saved_slots"),
+    ("close_window_from_rejected", "counters", lambda a: a[11][0][:5], "counters and slot_mappings"),
+    ("close_window_from_rejected", "num_accepted", lambda a: a[10][0], "num_accepted and tail_pages"),
+    ("close_window_from_rejected", "num_accepted", lambda a: a[2], "num_accepted and query_start_loc"),
+    ("close_window_from_rejected", "num_accepted", lambda a: a[3], "num_accepted and an input"),
 ]
 
 
@@ -723,6 +733,7 @@ FLOATS = {
     "stage_kv": ("key", "value", "staged_key", "staged_value"),
     "commit_staged": ("staged_key", "staged_value", "key_cache", "value_cache", "k_scale", "v_scale"),
     "move_slots": ("caches",), "open_window": ("caches",), "close_window": ("caches",),
+    "close_window_from_rejected": ("caches",),
 }  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from samples import (
     flags,
     int32,
     int64,
+    judged,
     log_for,
     logged_arguments,
     numbers,
@@ -66,7 +67,8 @@ SHAPES = {
 OFFSETS = range(9)
 ELEMENT_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16, torch.float32, torch.int64)
 LOGGING_OPS = ("write_kv_logged", "log_slots")
-ALL_OPS = ("write_kv", *LOGGING_OPS, "restore_slots")
+RESTORING_OPS = ("restore_slots", "restore_slots_from_rejected")
+ALL_OPS = ("write_kv", *LOGGING_OPS, *RESTORING_OPS)
 
 LAYOUT_NAMES = tuple(LAYOUTS)
 
@@ -270,6 +272,39 @@ def test_many_tokens_on_all_threads():
     log = surrounded_layers([log_for(cache, 300, seed) for seed, cache in enumerate(pages.key_caches)])
     rejected = flags(*(torch.rand(300, generator=torch.Generator().manual_seed(4)) < 0.5).tolist())
     assert_same_as_oracle("restore_slots", (pages.key_caches, log, int64(*slots[:300]), rejected))
+
+
+# ---------------------------------------------------------------- restore_slots_from_rejected
+
+
+def test_judge_and_restore_samples():
+    for arguments in sample_inputs("restore_slots_from_rejected"):
+        assert_same_as_oracle("restore_slots_from_rejected", arguments)
+
+
+@given(st.data())
+def test_judge_and_restore_of_any_counts(data):
+    """Counts below nothing and above all drafts, rows of other windows, a log with room to spare."""
+    drafts = data.draw(st.lists(st.integers(0, 4), max_size=6))
+    counts = [data.draw(st.integers(-1, 6)) for _ in drafts]
+    bonus, spare, layers = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3))
+    used = sum(drafts)
+    rows = used + spare
+    cu = [sum(drafts[: q + 1]) + bonus * (q + 1) for q in range(len(drafts))]
+    slots = data.draw(st.permutations(range(32)))[:used] + [-1] * spare
+    caches = make_pages("packed", Shape(4, 8, 2, 4, 4, layers=layers), torch.bfloat16).key_caches
+    log = surrounded_layers([log_for(cache, rows, seed=i) for i, cache in enumerate(caches)])
+    windows = torch.tensor(
+        [[data.draw(st.integers(6, 7)) for _ in range(rows)] for _ in range(layers)], dtype=torch.int64
+    )
+    num_rows = data.draw(st.sampled_from([None, used, rows]))
+    assert_same_as_oracle(
+        "restore_slots_from_rejected",
+        (
+            caches, log, int64(*slots), int32(*counts), int32(*cu), *judged(rows, len(drafts) + 1), bonus, None,
+            int64(7), windows.view(layers, rows), num_rows,
+        ),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- log_slots, restore_slots
@@ -540,10 +575,11 @@ BOUNDS = (12, 13, 2**31, 2**40, 2**62)
 def test_slot_outside_the_cache(op, slot):
     """The bad slot is the last, so a check inside the loop would come too late."""
     slots = (5, 0, slot)
-    if op == "restore_slots":
+    if op in RESTORING_OPS:
         pages = make_pages("packed", SMALL, torch.float32)
         log = surrounded_layers([log_for(cache, 3) for cache in pages.key_caches])
-        arguments, name = (pages.key_caches, log, int64(*slots), flags(1, 1, 1)), "row_slots"
+        how = (flags(1, 1, 1),) if op == "restore_slots" else (int32(1, 2), int32(1, 3), *judged(3, 2))
+        arguments, name = (pages.key_caches, log, int64(*slots), *how), "row_slots"
     elif op == "write_kv":
         arguments, name = write_arguments(slots=slots), "slot_mapping"
     else:
@@ -573,9 +609,9 @@ def test_log_row_of_a_skipped_token_is_not_looked_at():
 
 
 @pytest.mark.parametrize("offsets", ["below", "beyond"])
-@pytest.mark.parametrize("op", ["log_slots", "restore_slots"])
+@pytest.mark.parametrize("op", ["log_slots", *RESTORING_OPS])
 def test_page_offsets_outside_the_storage(op, offsets):
-    index = 3
+    index = 1 if op == "restore_slots_from_rejected" else 3
     arguments = sample_inputs(op)[index]
     table = arguments[-1].clone()
     table[1, 2] = -1 if offsets == "below" else 2**30
@@ -682,6 +718,19 @@ WRONG = {
         (-1, "be from 0 to the 4 rows of log", "-1"),
         (5, "be from 0 to the 4 rows of log", "5"),
     ],
+    ("restore_slots_from_rejected", 0, "num_rejected"): [
+        (lambda a: a[3].long(), "have dtype torch.int32", "torch.int64 [3]"),
+        (lambda a: a[3][:2], "be [num_requests] with at least 3 elements", "torch.int32 [2]"),
+    ],
+    ("restore_slots_from_rejected", 0, "row_rejected"): [
+        (flags(1, 1, 1, 1, 1), "be one flag for each row of log", "torch.bool [5]"),
+    ],
+    ("restore_slots_from_rejected", 0, "counters"): [
+        (int64(1, 2), "be [len(COUNTERS)] with at least 5 elements", "torch.int64 [2]"),
+    ],
+    ("restore_slots_from_rejected", 0, "num_rows"): [
+        (5, "be from 0 to the 4 rows of log", "5"),
+    ],
     ("restore_slots", 3, "page_offsets"): [
         (lambda a: a[4].long(), "have dtype torch.int32", "torch.int64 [16, 16]"),
         (lambda a: a[4].T, "be contiguous", "torch.int32 [16, 16]"),
@@ -757,6 +806,10 @@ SHARED = [
     ("write_kv_logged", "value_log", lambda a: a[9], "key_log|key_log and value_log"),
     ("log_slots", "log", lambda a: a[0][0], "cache"),
     ("restore_slots", "log", lambda a: a[0][0].as_strided((2, 4, 4, 8), a[0][0].stride()), "caches"),
+    ("restore_slots_from_rejected", "log", lambda a: a[0][0].as_strided((2, 4, 4, 8), a[0][0].stride()), "caches"),
+    ("restore_slots_from_rejected", "num_accepted", lambda a: a[2].view(torch.int32)[:3], "num_accepted and row_slots"),
+    ("restore_slots_from_rejected", "row_rejected", lambda a: a[2].view(torch.bool)[:4], "row_rejected and row_slots"),
+    ("restore_slots_from_rejected", "num_accepted", lambda a: a[4], "num_accepted and an input"),
 ]
 
 
@@ -858,6 +911,17 @@ def test_wrong_windows(op, replaced, sentence):
     refuse(op, arguments, TypeError if "dtype" in sentence else ValueError, sentence)
 
 
+def test_windows_of_rows_may_not_be_counters():
+    """Else what is judged decides which rows count as logged."""
+    arguments = sample_inputs("restore_slots_from_rejected")[0]
+    windows = int64(*range(13))
+    arguments = with_arguments(
+        "restore_slots_from_rejected", arguments, counters=windows[:5], window_id=int64(WINDOW),
+        row_windows=windows[4:12].view(2, 4),
+    )  # fmt: skip
+    refuse("restore_slots_from_rejected", arguments, ValueError, "counters and row_windows must not share memory$")
+
+
 @pytest.mark.parametrize("op", [*LOGGING_OPS, "restore_slots"])
 def test_row_windows_must_be_contiguous(op):
     arguments = sample_inputs(op)[-1]
@@ -886,6 +950,7 @@ FLOAT_ARGUMENTS = {
     ),
     "log_slots": ("cache", "log"),
     "restore_slots": ("caches", "log"),
+    "restore_slots_from_rejected": ("caches", "log"),
 }
 
 

@@ -21,8 +21,7 @@ int64_t sampled_at(const IdsView& ids, int64_t request, int64_t column) {
 
 // How many of a request's drafts were accepted.
 int64_t count_accepted(const AcceptArguments& a, int64_t request, int64_t first_row, int64_t drafts) {
-    if (a.num_rejected != nullptr)
-        return drafts - std::clamp(int64_t{a.num_rejected[request]}, int64_t{0}, drafts);
+    if (a.num_rejected != nullptr) return num_accepted_of(drafts, a.num_rejected[request]);
     int64_t j = 0;
     for (; j < drafts && j < a.sampled.columns; ++j) {
         const int64_t token = sampled_at(a.sampled, request, j);

@@ -98,8 +98,7 @@ __device__ int64_t count_accepted(const AcceptArguments& a, int64_t request, int
     const int64_t until = min(a.drafts_of.until(request), a.num_marks);
     const int64_t drafts = first_row < 0 ? 0 : max(until - first_row, int64_t{0});
     if (a.num_rejected == nullptr) return leading_matches(a, request, first_row, min(drafts, most));
-    const int64_t rejected = max(int64_t{a.num_rejected[request]}, int64_t{0});
-    return max(drafts - rejected, int64_t{0});
+    return num_accepted_of(drafts, a.num_rejected[request]);
 }
 
 enum Outcome { kNoDraft, kWasAccepted, kWasRejected };

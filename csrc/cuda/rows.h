@@ -8,7 +8,7 @@
 
 #include "../dispatch.h"
 #include "../stage.h"
-#include "launch.h"
+#include "accept.h"
 
 namespace nwor {
 
@@ -48,7 +48,10 @@ inline const char* slots_of_problem(int problem) {
     }
 }
 
+static_assert(kOfWindow + kWindowSlot < kOfAcceptance, "each problem has one number");
+
 [[noreturn]] void complain(const ErrorRecord& e) {
+    if (e.problem >= kOfAcceptance) complain_of_acceptance(e);
     if (e.problem >= kOfWindow) complain_of_window(e.op, {e.problem - kOfWindow, e.index, e.value, e.limit});
     switch (e.problem) {
         case kLogRows:

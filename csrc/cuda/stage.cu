@@ -1,5 +1,4 @@
 // Family stage on CUDA: a staging buffer, moves, shadow pages. Semantics: nwor_ops/ops_stage.py.
-#include "accept.h"
 #include "write.h"
 
 namespace nwor {
@@ -521,11 +520,6 @@ void launch_window(const WindowArguments& a, const AcceptArguments& accept, cons
     }
 }
 
-[[noreturn]] void complain_of_close(const ErrorRecord& e) {
-    if (e.problem >= kOfAcceptance) complain_of_acceptance(e);
-    complain(e);
-}
-
 template <WindowOp kOp>
 void run_window(const WindowArguments& a, const AcceptArguments& accept, const CacheView& cache,
                 const std::optional<Tensor>& page_offsets, const WindowTensors& t, int64_t most_rows) {
@@ -546,7 +540,7 @@ void run_window(const WindowArguments& a, const AcceptArguments& accept, const C
             launch_window<typename decltype(tag)::type, false, kOp>(a, accept, cache, offsets, t, most_rows,
                                                                     elements, launch);
         });
-    check_launch(launch, complain_of_close);
+    check_launch(launch, complain);
 }
 
 void open_window(const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,

@@ -1,5 +1,4 @@
 // Family undo on CUDA: write, write with a log, log, restore. Semantics: nwor_ops/ops.py.
-#include "accept.h"
 #include "write.h"
 
 namespace nwor {
@@ -185,11 +184,6 @@ __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant
         if (layers >> i & 1) reinterpret_cast<Unit*>(job.caches[first_layer + i])[to] = saved[i];
 }
 
-[[noreturn]] void complain_of_restore(const ErrorRecord& e) {
-    if (e.problem >= kOfAcceptance) complain_of_acceptance(e);
-    complain(e);
-}
-
 bool layers_fit(const RestoreArguments& r, const std::vector<Tensor>& caches, int64_t elements) {
     if (r.num_layers > 1 && r.log_layer_stride % elements != 0) return false;
     if (!fits(r.log, r.cache, r.cache.element_size, elements)) return false;
@@ -246,7 +240,7 @@ void restore(const RestoreArguments& r, const AcceptArguments& accept, const std
     for (int64_t first = 0; first < r.num_layers; first += kLayersPerLaunch)
         launch_restore<kJudges>(r, accept, caches, first, std::min(kLayersPerLaunch, r.num_layers - first),
                                 elements, launch);
-    check_launch(launch, complain_of_restore);
+    check_launch(launch, complain);
 }
 
 void restore_slots(const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots,

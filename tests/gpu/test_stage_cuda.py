@@ -340,11 +340,16 @@ def test_a_saved_slot_outside_the_cache_is_skipped(device):
     window = opened(make_window())
     ours = window.copy(device)
     ours.tensors["saved_slots"][0, 2] = 2**40
+    by_counts = ours.copy()
     ops.close_window(*ours.close_arguments())
+    ops.close_window_from_rejected(*by_counts.judge_arguments())
     window.tensors["saved_slots"][0, 2] = -1
+    judged = window.copy()
     oracle.close_window(*window.close_arguments())
-    assert same_memory(ours.planes, window.planes)
-    assert same_memory(ours.groups, window.groups)
+    oracle.close_window_from_rejected(*judged.judge_arguments())
+    for mine, wanted in ((ours, window), (by_counts, judged)):
+        assert same_memory(mine.planes, wanted.planes)
+        assert same_memory(mine.groups, wanted.groups)
 
 
 # ---------------------------------------------------------------- graphs, allocations, streams
@@ -599,6 +604,7 @@ for replaced, error, sentence in (
 window = opened(make_window())
 window.tensors["saved_slots"][0, 2] = 2**40
 refuse("close_window", window.close_arguments(), IndexError, "must be below 240, got 1099511627776")
+refuse("close_window_from_rejected", window.judge_arguments(), IndexError, "must be below 240, got 1099511627776")
 print("reported")
 """
 

@@ -612,6 +612,9 @@ for op in ("write_kv", "write_kv_logged", "log_slots"):
            slot_mapping=int64(5, 0, 99))
 refuse("restore_slots", IndexError, r"^restore_slots: row_slots\\[1\\] must be below 12 .*, got 12$",
        row_slots=int64(5, 12, 0, 11))
+refuse("restore_slots_from_rejected", IndexError, r"must be below 12 .*, got 12$", row_slots=int64(12, 5, 0, 11))
+refuse("restore_slots_from_rejected", ValueError, "must not decrease, got 0 at request 1 after 1",
+       cu_num_draft_tokens=int32(1, 0, 4))
 for op in ("write_kv_logged", "log_slots"):
     refuse(op, IndexError, rf"^{op}: log_rows\\[1\\] must be below the 4 rows of the log, got 4$",
            slot_mapping=int64(5, 0, 7), log_rows=int32(0, 4, 2))
