@@ -136,17 +136,17 @@ class BuildLibraries(build_ext):
         target = pathlib.Path(self.get_ext_fullpath(library.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         inputs = [pathlib.Path(path) for path in (*library.sources, *library.depends, __file__)]
-        # Built with other compilers, flags or headers it is not fresh either. A wheel leaves the one in place alone.
-        built_with = self.scratch / ("built_in_place_with.txt" if self.inplace else "built_with.txt")
+        # Built with other compilers, flags or headers it is not fresh either.
+        built_with = self.scratch / "built_with.txt"
         wanted = f"{torch.__version__} {target} {[os.environ.get(name) for name in BUILD_VARIABLES]}"
         same = built_with.exists() and built_with.read_text() == wanted
         if not self.force and same and target.exists() and self.is_fresh(target, inputs):
             return
-        built_with.unlink(missing_ok=True)
         link = self.compile_cpu if library.kind == "cpu" else self.compile_cuda
         # Linked beside the target and renamed: a process that has the old file open keeps it.
         unfinished = target.with_suffix(".unfinished")
         run([*link(library.sources), "-o", str(unfinished)])
+        built_with.unlink(missing_ok=True)  # until here what it says is true, also where the compiler failed
         unfinished.replace(target)
         built_with.write_text(wanted)
 
