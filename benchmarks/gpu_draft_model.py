@@ -125,7 +125,7 @@ def main() -> None:
         folder = options.logs or pathlib.Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         job = draft_job(folder, options.backend, options.small)
-        engines = start_engines({NAME: job}, folder, "v2", {"off": {}, "on": on})
+        engines = start_engines({NAME: job}, folder, "v2", {"off": {}, "on": on}, compile_once=False)
         profiles: dict[tuple[str, int], dict[str, Any]] = {}
         try:
             versions = {side: engine.ask("versions") for (_, side), engine in engines.items()}

@@ -136,13 +136,18 @@ def engine_job(model: str, speculation: dict[str, Any], small: bool, **more: Any
 
 
 def start_engines(
-    jobs: dict[str, dict[str, Any]], folder: pathlib.Path, runner: str, sides: dict[str, dict[str, str]]
+    jobs: dict[str, dict[str, Any]],
+    folder: pathlib.Path,
+    runner: str,
+    sides: dict[str, dict[str, str]],
+    compile_once: bool = True,
 ) -> dict[tuple[str, str], EngineProcess]:
     """An engine per job and side, all ready; by (job, side). The first side's compile for the others: which kernels the
-    compiler takes depends on how long each of them takes while others run, and would differ from engine to engine."""
+    compiler takes depends on how long each of them takes while others run, and would differ from engine to engine.
+    Without `compile_once` all start together and each compiles for itself: their starts can be compared."""
     engines: dict[tuple[str, str], EngineProcess] = {}
     first, *others = sides
-    for together in ([first], others):
+    for together in ([first], others) if compile_once else ([*sides],):
         started = {}
         for name, job in jobs.items():
             for side in together:
@@ -153,7 +158,7 @@ def start_engines(
                 environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc takes a function
                 if runner == "v1":
                     environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-                environment["VLLM_CACHE_ROOT"] = str(folder / f"cache-{name}")
+                environment["VLLM_CACHE_ROOT"] = str(folder / (f"cache-{name}" + ("" if compile_once else f"-{side}")))
                 started[name, side] = EngineProcess(
                     f"{name}-{side}", job, folder, environment, program=(str(HERE / "gpu_engine_child.py"),)
                 )

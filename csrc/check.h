@@ -836,20 +836,21 @@ inline void check_num_rejected(AcceptArguments& a, const Tensor& num_rejected,
     a.num_rejected = static_cast<const int32_t*>(num_rejected.data_ptr());
 }
 
+// `inputs` are what the outputs may not overlap.
 inline void check_reject_outputs(AcceptArguments& a, const Tensor& row_rejected, const Tensor& num_accepted,
-                                 const Tensor& counters, const std::vector<Tensor>& inputs) {
+                                 const Tensor& counters, const std::vector<Placed>& inputs) {
     const Argument rows{a.op, "row_rejected", row_rejected}, accepted{a.op, "num_accepted", num_accepted},
         counts{a.op, "counters", counters};
     rows.vector(ScalarType::Bool, 0, "[num_log_rows]");
     accepted.vector(ScalarType::Int, a.num_requests, "[num_requests]");
     check_counters(a.op, counters);
-    for (const Argument& out : {rows, accepted, counts}) {
-        out.same_device(inputs[0]);
-        for (const Tensor& in : inputs) must_not_overlap(a.op, out.name, out.tensor, "an input", in);
-    }
-    must_not_overlap(a.op, "row_rejected", row_rejected, "num_accepted", num_accepted);
-    must_not_overlap(a.op, "row_rejected", row_rejected, "counters", counters);
-    must_not_overlap(a.op, "num_accepted", num_accepted, "counters", counters);
+    for (const Argument& out : {rows, accepted, counts}) out.same_device(inputs[0].tensor);
+    const Placed outputs[] = {Placed(rows), Placed(accepted), Placed(counts)};
+    for (const Placed& out : outputs)
+        for (const Placed& in : inputs) must_not_overlap(a.op, out, in);
+    must_not_overlap(a.op, outputs[0], outputs[1]);
+    must_not_overlap(a.op, outputs[0], outputs[2]);
+    must_not_overlap(a.op, outputs[1], outputs[2]);
     a.marks = static_cast<bool*>(row_rejected.data_ptr());
     a.marks_rejected = true;
     a.num_marks = row_rejected.size(0);
@@ -883,17 +884,21 @@ inline AcceptArguments check_reject_rows(const Tensor& draft_token_ids, const Te
     AcceptArguments a = check_accept("reject_rows", cu_num_draft_tokens, num_bonus_tokens);
     check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
     check_reject_outputs(a, row_rejected, num_accepted, counters,
-                         {cu_num_draft_tokens, draft_token_ids, sampled_token_ids});
+                         {Placed("an input", cu_num_draft_tokens), Placed("an input", draft_token_ids),
+                          Placed("an input", sampled_token_ids)});
     return a;
 }
 
+// `others` are further inputs of an op that also moves rows: blocks of one launch do both in any order.
 inline AcceptArguments check_reject_counts(const char* op, const Tensor& num_rejected,
                                            const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
                                            const Tensor& num_accepted, const Tensor& counters,
-                                           int64_t num_bonus_tokens) {
+                                           int64_t num_bonus_tokens, const std::vector<Placed>& others = {}) {
     AcceptArguments a = check_accept(op, cu_num_draft_tokens, num_bonus_tokens);
     check_num_rejected(a, num_rejected, cu_num_draft_tokens);
-    check_reject_outputs(a, row_rejected, num_accepted, counters, {cu_num_draft_tokens, num_rejected});
+    std::vector<Placed> inputs{Placed("an input", cu_num_draft_tokens), Placed("an input", num_rejected)};
+    for (const Placed& other : others) inputs.push_back(other);
+    check_reject_outputs(a, row_rejected, num_accepted, counters, inputs);
     return a;
 }
 
@@ -905,24 +910,6 @@ inline AcceptArguments check_reject_rows_from_rejected(const Tensor& num_rejecte
                                num_accepted, counters, num_bonus_tokens);
 }
 
-// Blocks of one launch judge and move rows in any order.
-inline void must_not_overlap_judgement(const char* op, const Tensor& row_rejected, const Tensor& num_accepted,
-                                       const Tensor& counters, const std::vector<Placed>& inputs) {
-    for (const Placed& out : {Placed("row_rejected", row_rejected), Placed("num_accepted", num_accepted),
-                              Placed("counters", counters)})
-        for (const Placed& in : inputs) must_not_overlap(op, out, in);
-}
-
-// What an op that judges and moves rows judges: on the device of the planes.
-inline AcceptArguments check_judgement(const char* op, const Tensor& plane, const Tensor& num_rejected,
-                                       const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
-                                       const Tensor& num_accepted, const Tensor& counters,
-                                       int64_t num_bonus_tokens) {
-    Argument{op, "cu_num_draft_tokens", cu_num_draft_tokens}.same_device(plane);
-    return check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-                               num_bonus_tokens);
-}
-
 inline RestoreArguments check_restore_from_rejected(
     const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots, const Tensor& num_rejected,
     const Tensor& cu_num_draft_tokens, const Tensor& row_rejected, const Tensor& num_accepted,
@@ -932,11 +919,11 @@ inline RestoreArguments check_restore_from_rejected(
     const char* op = "restore_slots_from_rejected";
     const RestoreArguments r = check_restore(op, caches, log, row_slots, row_rejected, page_offsets,
                                              window_id, row_windows, num_rows);
-    *accept = check_judgement(op, caches[0], num_rejected, cu_num_draft_tokens, row_rejected, num_accepted,
-                              counters, num_bonus_tokens);
+    Argument{op, "cu_num_draft_tokens", cu_num_draft_tokens}.same_device(caches[0]);
     std::vector<Placed> inputs{Placed("row_slots", row_slots)};
     if (row_windows.has_value()) inputs.emplace_back("row_windows", *row_windows);
-    must_not_overlap_judgement(op, row_rejected, num_accepted, counters, inputs);
+    *accept = check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
+                                  num_bonus_tokens, inputs);
     return r;
 }
 

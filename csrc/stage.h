@@ -693,8 +693,6 @@ inline WindowArguments check_close_from_rejected(const WindowTensors& t, const T
                                                  CacheView* cache, AcceptArguments* accept) {
     const char* op = "close_window_from_rejected";
     WindowArguments a = check_close(op, t, row_rejected, num_bonus_tokens, cache);
-    *accept = check_judgement(op, t.caches[0], num_rejected, t.cu_num_draft_tokens, row_rejected,
-                              num_accepted, counters, num_bonus_tokens);
     std::vector<Placed> others{Placed("query_start_loc", t.query_start_loc),
                                Placed("shadow_blocks", t.shadow_blocks), Placed("saved_slots", t.saved_slots),
                                Placed("tail_pages", t.tail_pages)};
@@ -702,7 +700,8 @@ inline WindowArguments check_close_from_rejected(const WindowTensors& t, const T
     for (const Tensor& table : t.block_tables) others.emplace_back("block_tables", table);
     if (t.idx_mapping.has_value()) others.emplace_back("idx_mapping", *t.idx_mapping);
     if (t.held_slots.has_value()) others.emplace_back("held_slots", *t.held_slots);
-    must_not_overlap_judgement(op, row_rejected, num_accepted, counters, others);
+    *accept = check_reject_counts(op, num_rejected, t.cu_num_draft_tokens, row_rejected, num_accepted,
+                                  counters, num_bonus_tokens, others);
     a.num_rejected = accept->num_rejected;
     return a;
 }

@@ -21,7 +21,7 @@ enforced where Python does run: begin, commit, cancel, and eager writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -529,9 +529,7 @@ class DraftCommitManager:
                 self._judged = self.device.type != "cpu"
                 raise
             self._judged = True
-            if self.shadow is not None:
-                self.shadow.close(window, buffers, first=1)
-            self._restore(self._undo[1:], window.num_draft_tokens)
+            self._undo_rejected(window.num_draft_tokens, first=1)
         self._close()
 
     def cancel(self) -> None:
@@ -624,15 +622,12 @@ class DraftCommitManager:
             window.num_draft_tokens,
         )
 
-    def _undo_rejected(self, num_drafts: int | None = None) -> None:
-        """Undo those of the first so many drafts (None = of all) that ``row_rejected`` names."""
+    def _undo_rejected(self, num_drafts: int | None = None, first: int = 0) -> None:
+        """Undo those of the first so many drafts (None = of all) that ``row_rejected`` names, from some launch on."""
         if self.shadow is not None:
             assert self._window is not None
-            self.shadow.close(self._window, self.buffers)
-        self._restore(self._undo, num_drafts)
-
-    def _restore(self, undo: Iterable[_Undo], num_drafts: int | None) -> None:
-        for launch in undo:
+            self.shadow.close(self._window, self.buffers, first)
+        for launch in self._undo[first:]:
             ops.restore_slots(
                 launch.caches,
                 launch.log,
