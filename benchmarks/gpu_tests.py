@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 
 from results import FOLDER, Row, row, save
 
@@ -59,7 +60,9 @@ def sanitizer_row(tool: str) -> Row:
 
 def main() -> None:
     folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
-    rows = test_rows(folder) + [sanitizer_row(tool) for tool in TOOLS]
+    with ThreadPoolExecutor() as pool:  # all at once: each keeps one processor busy, and the GPU hardly
+        tests, sanitizers = pool.submit(test_rows, folder), [pool.submit(sanitizer_row, tool) for tool in TOOLS]
+    rows = tests.result() + [sanitizer.result() for sanitizer in sanitizers]
     save("h200", "gpu_tests", rows, folder)
 
 
