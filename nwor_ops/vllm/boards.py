@@ -6,7 +6,7 @@ writer has a file of its own in a private folder, which it replaces as a whole: 
 one, needs no lock, and a writer that dies leaves its last totals behind.
 
 The folder's name is in an environment variable that the first process sets before it starts the others. It
-is not named ``VLLM_...``: vLLM would warn of it, and would make it a part of the compile cache's key.
+is not named ``VLLM_...``: vLLM would warn of it.
 The first process removes the folder when it ends; one that was killed leaves its folder to the next start.
 """
 

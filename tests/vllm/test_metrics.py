@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import inspect
 import json
 import logging
 import multiprocessing
@@ -793,7 +794,25 @@ def test_announced_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch) 
     announce_variables()
     Platform.validate_environ(hard_fail=True)
     assert vllm.envs.environment_variables["VLLM_NWOR_MODE"]() == "cow"
-    assert boards.DIRECTORY_VARIABLE not in vllm.envs.environment_variables  # it would change the compile cache's key
+    assert boards.DIRECTORY_VARIABLE not in vllm.envs.environment_variables
+
+
+def test_what_is_announced_does_not_change_the_key_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.envs
+
+    for name in [name for name in os.environ if name.startswith("VLLM_NWOR_")]:
+        monkeypatch.delenv(name)
+    table = {name: get for name, get in vllm.envs.environment_variables.items() if "NWOR" not in name}
+    monkeypatch.setattr(vllm.envs, "environment_variables", dict(table))
+    monkeypatch.setattr(vllm.envs, "compile_factors", inspect.unwrap(vllm.envs.compile_factors))
+    vanilla = vllm.envs.compile_factors()
+    assert vanilla
+    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    announce_variables()
+    announce_variables()
+    assert "VLLM_NWOR_MODE" in vllm.envs.environment_variables
+    assert "VLLM_NWOR_MODE" in inspect.unwrap(vllm.envs.compile_factors)()  # vLLM alone would have it in the key
+    assert vllm.envs.compile_factors() == vanilla
 
 
 @pytest.mark.parametrize(("value", "expected"), [("0", False), ("false", False), ("1", True)])
