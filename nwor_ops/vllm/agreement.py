@@ -7,10 +7,11 @@ book is kept: in the process of the engine core.
 - Both sides see the same steps in the same order, and each step's drafts make the total grow. So the pair
   (drafts, accepted) that the worker published must be one of the pairs that the scheduler went through. That
   needs no common clock and no moment of rest: steps in flight only make the scheduler reach the pair later.
+- Its count of a step is in the statistics that the step returns: nothing is added to what vLLM does for each request.
 - The scheduler does not count the drafts of a request that ended while the step ran: aborted, or stopped in
-  the step before under async scheduling. We do: they were written and undone. So the scheduler's one counting
-  function is watched, and what it was not called for is added from the step's own output.
-- Drafts that a grammar forbids are subtracted by vLLM after that call; the worker still verified them.
+  the step before under async scheduling. We do: they were written and undone. So a step of which it counted fewer
+  requests than were scheduled, or none as statistics are off, is counted from the tokens that the step returned.
+- vLLM subtracts drafts that a grammar forbids; the worker still verified them. So drafts are counted as scheduled.
 - The comparison ends with the first step that ran without the transaction: only the scheduler counts it.
 """
 
@@ -31,7 +32,7 @@ from nwor_ops.vllm import boards
 from nwor_ops.vllm.boards import Board
 from nwor_ops.vllm.support import wrap_once
 
-_COUNTED = ("spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id")
+_UPDATE = ("scheduler_output", "model_runner_output")
 _MOST_STEPS = 1 << 16  # remembered while no board comes
 
 
@@ -101,7 +102,7 @@ class SchedulerWatch:
     """Keeps the scheduler's book of one engine, and compares it with the worker's board.
 
     Args:
-        scheduler: vLLM's, before its first step. Two methods of this instance are wrapped.
+        scheduler: vLLM's, before its first step. One method of this instance is wrapped.
         logger: vLLM's.
     """
 
@@ -112,7 +113,6 @@ class SchedulerWatch:
         self._engine = int(config.parallel_config.data_parallel_index)
         self._model_name = str(config.model_config.served_model_name)
         self._agreement = Agreement()
-        self._counted: dict[str, tuple[int, int]] = {}
         self._next_look = time.monotonic()
         self._worker: Path | None = None
         self._path = boards.new_path("scheduler", self._instance, self._engine)
@@ -123,34 +123,18 @@ class SchedulerWatch:
             self._guarded(self._publish)
 
     def _wrap(self, scheduler: Any) -> None:
-        count, update, counted = scheduler.make_spec_decoding_stats, scheduler.update_from_output, self._counted
-        if tuple(inspect.signature(count).parameters) != _COUNTED:
+        update = scheduler.update_from_output
+        if tuple(inspect.signature(update).parameters) != _UPDATE:
             self._stop("this vLLM counts in another way")
             return
 
-        # Once for each request of each step, so as short as can be.
-        @functools.wraps(count)
-        def make_spec_decoding_stats(
-            spec_decoding_stats: Any,
-            num_draft_tokens: int,
-            num_accepted_tokens: int,
-            num_invalid_spec_tokens: Any,
-            request_id: str,
-        ) -> Any:
-            counted[request_id] = num_draft_tokens, num_accepted_tokens
-            return count(
-                spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
-            )
-
         @functools.wraps(update)
         def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            counted.clear()
             outputs = update(scheduler_output, model_runner_output)
             if self._active:
-                self._guarded(self._after_step, scheduler_output, model_runner_output)
+                self._guarded(self._after_step, scheduler_output, model_runner_output, outputs)
             return outputs
 
-        scheduler.make_spec_decoding_stats = make_spec_decoding_stats
         scheduler.update_from_output = update_from_output
 
     def _guarded(self, action: Any, *args: Any, **kwargs: Any) -> None:
@@ -167,16 +151,17 @@ class SchedulerWatch:
 
     # ------------------------------------------------------------ the scheduler's book
 
-    def _after_step(self, scheduler_output: Any, model_runner_output: Any) -> None:
+    def _after_step(self, scheduler_output: Any, model_runner_output: Any, outputs: Any) -> None:
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         if scheduled:
-            drafted, accepted = map(sum, zip(*self._counted.values(), strict=True)) if self._counted else (0, 0)
-            at_most = accepted
-            for request in scheduled.keys() - self._counted.keys():
-                drafts = len(scheduled[request])
-                low, high = _uncounted(model_runner_output, request, drafts)
-                drafted, accepted, at_most = drafted + drafts, accepted + low, at_most + high
-            self._agreement.step(drafted, accepted, at_most)
+            drafts = {request: len(tokens) for request, tokens in scheduled.items()}
+            counted = _counted(outputs)
+            if counted is not None and counted.num_drafts == len(drafts):
+                low = high = counted.num_accepted_tokens
+            else:
+                accepted = (_accepted(model_runner_output, request, number) for request, number in drafts.items())
+                low, high = map(sum, zip(*accepted, strict=True))
+            self._agreement.step(sum(drafts.values()), low, high)
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + boards.PERIOD
@@ -215,8 +200,14 @@ class SchedulerWatch:
         boards.write(self._path, Board("scheduler", self._instance, self._engine, self._model_name, counts))
 
 
-def _uncounted(model_runner_output: Any, request: str, drafts: int) -> tuple[int, int]:
-    """Least and most accepted drafts of a request that the scheduler threw away."""
+def _counted(outputs: Any) -> Any:
+    """The scheduler's own statistics of a step's drafts, or None."""
+    found = [output.scheduler_stats for output in outputs.values() if output.scheduler_stats is not None]
+    return found[0].spec_decoding_stats if found else None
+
+
+def _accepted(model_runner_output: Any, request: str, drafts: int) -> tuple[int, int]:
+    """Least and most drafts of a request that were accepted, by the tokens that the step returned."""
     index = model_runner_output.req_id_to_index.get(request)
     sampled = model_runner_output.sampled_token_ids
     if index is None or not sampled or not len(sampled[index]):
