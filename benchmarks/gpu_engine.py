@@ -1,18 +1,17 @@
 """vLLM on a GPU, end to end: output tokens per second with NWOR on against off.
 
-    python benchmarks/gpu_engine.py [--mode stage] [--runner v1] [--more control ...] [--seconds S] [--folder FOLDER]
+    python benchmarks/gpu_engine.py [--mode stage] [--apart] [--runner v1] [--seconds S] [--folder FOLDER]
 
 The Llama-3-8B shape with random weights, an EAGLE head of the same width, K = 4, synthetic acceptance of 2.5 tokens
 per step, 64-token prompts, 256 output tokens, vLLM's default CUDA graphs (FULL_AND_PIECEWISE; captured at fewer
-sizes, to start sooner), with a bf16 and with an fp8 cache. The engines, one with NWOR and one without for each cache,
-live in processes of their own on one GPU and take turns, on off, off on, ...; a waiting engine does nothing. A row of
-which the two sides did not accept the same number of drafts is not a row: the run fails. About 4 minutes.
+sizes, to start sooner), with a bf16 and with an fp8 cache: an engine for each cache. In an engine the two sides take
+turns, on off, off on, ...: between two runs everything of NWOR's is taken off the worker, or put on again, and the
+model's FULL graphs, captured with either writer, are exchanged. So both have the same weights at the same addresses,
+the same compiled code and the same process, which alone make two engines of one kind differ by up to 1 %. A row of
+which the two sides did not accept the same number of drafts is not a row: the run fails. Then some decode steps of
+either side are profiled: how long the GPU works, and how long it waits. About 5 minutes.
 
-`--more` says what a difference is made of: `control` is one more engine without NWOR (how far apart two processes of
-one engine lie), `quiet` one with NWOR and without metrics, both over the engine without NWOR; `paused` are runs of the
-engine with NWOR in which begin and commit do nothing: its other runs over these say what the two cost, in one process.
-Then some steps of every engine are profiled: how long the GPU works, and how long it waits. The rows of such a run go
-to a file of their own.
+`--apart` has engines of their own for the two sides instead, as has `--runner v1`; its rows go to a file of their own.
 """
 
 from __future__ import annotations
@@ -69,24 +68,27 @@ SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 SMALL |= {"head_dim": 64, "num_hidden_layers": 2, "vocab_size": 512}
 
 
-def sides_of(mode: str, more: Sequence[str] = ()) -> dict[str, dict[str, str]]:
-    """The environment of each side; nothing of nwor_ops is in an empty one."""
-    on = {"VLLM_NWOR_MODE": mode}
-    sides = {"off": {}, "on": on, "control": {}, "quiet": on | {"VLLM_NWOR_EMIT_METRICS": "0"}}
-    return {side: variables for side, variables in sides.items() if side in ("off", "on", *more)}
+class Side:
+    """An engine with NWOR while NWOR is on, or while it is off. Both sides of an engine answer in turn."""
 
-
-class Paused:
-    """An engine with NWOR whose transactions are paused while it is asked."""
-
-    def __init__(self, engine: EngineProcess) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineProcess, on: bool) -> None:
+        self._engine, self._on = engine, on
 
     def ask(self, command: str) -> dict[str, Any]:
-        self._engine.ask("pause 1")
-        answer = self._engine.ask(command)
-        self._engine.ask("pause 0")
-        return answer
+        self._engine.ask(f"switch {int(self._on)}")
+        return self._engine.ask(command)
+
+
+def start_sides(
+    jobs: dict[str, dict[str, Any]], folder: pathlib.Path, runner: str, mode: str, apart: bool
+) -> tuple[dict[tuple[str, str], EngineProcess], Mapping[tuple[str, str], EngineProcess | Side]]:
+    """The engines, and what to ask for each job and side."""
+    on = {"VLLM_NWOR_MODE": mode}
+    if apart:
+        engines = start_engines(jobs, folder, runner, {"off": {}, "on": on})
+        return engines, engines
+    engines = start_engines(jobs, folder, runner, {"on": on})
+    return engines, {(name, side): Side(engines[name, "on"], side == "on") for name in jobs for side in ("off", "on")}
 
 
 def write_shape(folder: pathlib.Path, shape: dict[str, Any]) -> str:
@@ -174,7 +176,7 @@ def start_engines(
 
 
 def measure(
-    engines: Mapping[tuple[str, str], EngineProcess | Paused], requests: Sequence[int], seconds: float
+    engines: Mapping[tuple[str, str], EngineProcess | Side], requests: Sequence[int], seconds: float
 ) -> dict[Any, Any]:
     """Answers by (job, side, requests). Rounds until the time is up; the order of the sides turns with the round."""
     jobs = sorted({name for name, _ in engines})
@@ -202,18 +204,11 @@ def figures(mode: str, name: str, count: int, off: list[dict[str, Any]], on: lis
     """The rows of one job and one number of requests; raises where the two sides are not comparable."""
     if any(steps for answer in on for steps in answer["vanilla_steps"]):
         raise RuntimeError(f"{name}, {count} requests: steps ran without the transaction, {on[-1]['vanilla_steps']}")
+    if any(answer["windows"] for answer in off) or not all(answer["windows"] for answer in on):
+        raise RuntimeError(
+            f"{name}, {count} requests: NWOR was on where it should be off, or off where it should be on"
+        )
     return comparison(name, f"vanilla{name.removeprefix(mode)}", count, off, on, TARGETS[mode])
-
-
-def explanations(name: str, count: int, answers: dict[Any, Any], more: Sequence[str]) -> list[Row]:
-    """Ratios of the sides that `--more` added."""
-    pairs = {"control": ("control", "off"), "quiet": ("quiet", "off"), "paused": ("on", "paused")}
-    rows = []
-    for what in more:
-        of, over = pairs[what]
-        rates = {side: speeds(answers[name, side, count]) for side in (of, over)}
-        rows.append(row(f"e2e_{name}_{what}/{count}", ratios(rates, of, over), "ratio", "higher"))
-    return rows
 
 
 def per_step(answer: dict[str, Any], what: str) -> Counter[str]:
@@ -228,7 +223,7 @@ def print_differences(title: str, on: Counter[str], off: Counter[str]) -> None:
 
 
 def profile_steps(
-    engines: Mapping[tuple[str, str], EngineProcess], requests: Sequence[int]
+    engines: Mapping[tuple[str, str], EngineProcess | Side], requests: Sequence[int]
 ) -> tuple[list[Row], dict[str, Any]]:
     """What a step of each engine takes on the device, and how long nothing runs there."""
     rows, raw = [], {}
@@ -276,8 +271,8 @@ def comparison(
 def result_name(benchmark: str, options: argparse.Namespace) -> str:
     """Of the file: mode cow and the V2 runner go without saying."""
     mode = "" if options.mode == "cow" else f"_{options.mode}"
-    explained = "_explained" if getattr(options, "more", ()) else ""
-    return benchmark + mode + ("" if options.runner == "v2" else "_v1") + explained
+    apart = "_apart" if getattr(options, "apart", False) else ""
+    return benchmark + mode + ("" if options.runner == "v2" else "_v1") + apart
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -285,9 +280,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="NWOR's")
     parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
-    parser.add_argument("--more", nargs="+", choices=("control", "quiet", "paused"), default=[], help="more sides")
+    parser.add_argument("--apart", action="store_true", help="an engine for each side")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
-    parser.add_argument("--seconds", type=float, default=130.0, help="how long to measure, once all engines are ready")
+    parser.add_argument("--seconds", type=float, default=150.0, help="how long to measure, once all engines are ready")
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
     parser.add_argument("--logs", type=pathlib.Path, help="where the engines' logs go")
     parser.add_argument("--small", action="store_true", help="try this script with a tiny model; nothing is saved")
@@ -306,21 +301,21 @@ def main() -> None:
             )
             for name in options.formats
         }
-        engines = start_engines(jobs, folder, options.runner, sides_of(options.mode, options.more))
-        paused = {(name, "paused"): Paused(engines[name, "on"]) for name in jobs if "paused" in options.more}
+        apart = options.apart or options.runner == "v1"
+        engines, sides = start_sides(jobs, folder, options.runner, options.mode, apart)
         try:
-            answers = measure(engines | paused, requests, options.seconds)
-            profiled, profiles = profile_steps(engines, requests) if options.more else ([], {})
+            answers = measure(sides, requests, options.seconds)
+            profiled, profiles = profile_steps(sides, requests)
         finally:
             for engine in engines.values():
                 engine.close()
         raw = {f"{name} {side} {count}": runs for (name, side, count), runs in answers.items()}
         (folder / "answers.json").write_text(json.dumps(raw | profiles) + "\n")
-    rows = profiled
+    rows = []
     for name in jobs:
         for count in requests:
             rows += figures(options.mode, name, count, answers[name, "off", count], answers[name, "on", count])
-            rows += explanations(name, count, answers, options.more)
+    rows += profiled
     target = pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder
     save("h200", result_name("gpu_engine", options), rows, target)
 

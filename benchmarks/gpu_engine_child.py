@@ -2,9 +2,9 @@
 
 A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``; with
 ``one_process`` the worker is in this process, which ``host`` needs. Commands come on stdin, a line each, answers go to
-stdout, a line of JSON each: ``run N`` serves N requests, ``pause 1`` lets begin and commit do nothing until
-``pause 0``, ``profile N STEPS`` profiles about so many steady decode steps with N requests running, ``drafter N STEPS``
-the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on the host.
+stdout, a line of JSON each: ``run N`` serves N requests, ``switch 0`` makes an engine with NWOR vanilla vLLM until
+``switch 1``, ``profile N STEPS`` profiles about so many steady decode steps with N requests running, ``drafter N
+STEPS`` the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on the host.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TimedEngine:
 
     def run(self, requests: int) -> dict[str, Any]:
         """All at once, to their ends."""
-        counted = self._counted()
+        counted, begun = self._counted(), self._plugin()["windows"]
         engine = self._llm.llm_engine
         gc.collect()  # not in the middle of a run of a second
         tokens: dict[int, list[int]] = {}
@@ -113,11 +113,12 @@ class TimedEngine:
             "tokens": sum(map(len, tokens.values())),
             "tokens_hash": hash(tuple(tuple(tokens[index]) for index in sorted(tokens))),
             "acceptance_length": 1 + accepted / drafts if drafts else None,
-            **self._plugin(),
+            **(plugin := self._plugin()),
+            "windows": plugin["windows"] - begun,
         }
 
-    def pause(self, on: int) -> dict[str, Any]:
-        self._llm.collective_rpc(pause_transactions, args=(bool(on),))
+    def switch(self, on: int) -> dict[str, Any]:
+        self._llm.collective_rpc(switch_transactions, args=(bool(on),))
         return {}
 
     def drafter(self, requests: int, steps: int) -> dict[str, Any]:
@@ -309,13 +310,73 @@ def _covered(spans: list[tuple[int, int]]) -> int:
     return total
 
 
-def pause_transactions(worker: Any, on: bool) -> None:
-    """Steps without a window, or with one again. What graphs have captured goes on as it is."""
-    for session in sys.modules["nwor_ops.vllm"].sessions():
+def switch_transactions(worker: Any, on: bool) -> None:
+    """Take off what nwor_ops has put on this worker, or put it on again; no request may be running.
+
+    Weights, caches, compiled code and drafter stay where they are, so that the two sides differ by NWOR alone. Of the
+    graphs only FULL ones hold a writer, so those are captured a second time, with vLLM's own, when it is first off.
+    The comparison of counters, which lives with the scheduler, rests too: it is in this process.
+    """
+    runner = worker.model_runner
+    if not hasattr(worker, "nwor_parts"):
+        worker.nwor_parts = parts_of_plugin(runner)
+        worker.nwor_graphs = {True: full_graphs(runner)}
+    for owner, name, part in worker.nwor_parts:
         if on:
-            session.begin = lambda step: None
+            setattr(owner, name, part)
         else:
-            vars(session).pop("begin", None)
+            vars(owner).pop(name, None)
+    if on not in worker.nwor_graphs:
+        worker.nwor_graphs[on] = capture_full_graphs(worker)
+    if worker.nwor_graphs[on]:
+        runner.cudagraph_manager.graphs = worker.nwor_graphs[on]
+    watch = sys.modules["nwor_ops.vllm.agreement"].SchedulerWatch
+    if not hasattr(worker, "nwor_after_step"):
+        worker.nwor_after_step = watch._after_step
+    watch._after_step = worker.nwor_after_step if on else lambda *step: None
+
+
+def parts_of_plugin(runner: Any) -> list[tuple[Any, str, Any]]:
+    """Owner, name and function of every method that a session replaced."""
+    layers = runner.compilation_config.static_forward_context.values()
+    owners = (runner, *(getattr(layer, "impl", layer) for layer in layers))
+    parts = [
+        (owner, name, part)
+        for owner in owners
+        for name, part in vars(owner).items()
+        if hasattr(part, "_nwor_wrapper") or getattr(part, "__module__", None) == "nwor_ops.vllm.runner"
+    ]
+    if not parts:
+        raise RuntimeError("nwor_ops has replaced nothing in this engine")
+    return parts
+
+
+def full_graphs(runner: Any) -> dict[Any, Any]:
+    """The model's, by batch; none in an eager engine."""
+    manager = getattr(runner, "cudagraph_manager", None)
+    return manager.graphs if manager is not None else {}
+
+
+def capture_full_graphs(worker: Any) -> dict[Any, Any]:
+    """The model's FULL graphs once more; those of the drafter and the pieces stay as they are."""
+    from vllm.config import CUDAGraphMode, set_current_vllm_config
+
+    runner = worker.model_runner
+    if not full_graphs(runner):
+        return {}
+    manager = runner.cudagraph_manager
+    sizes, manager.graphs = manager._capture_descs, {}
+    manager._capture_descs = {mode: batches for mode, batches in sizes.items() if mode == CUDAGraphMode.FULL}
+    runner.speculator.capture = lambda: None
+    try:
+        with set_current_vllm_config(runner.vllm_config):
+            runner.capture_model()
+    finally:
+        manager._capture_descs = sizes
+        del runner.speculator.capture  # the method again
+    gc.collect()
+    gc.freeze()  # as vLLM leaves it, which a capture undoes
+    return manager.graphs
 
 
 def describe_plugin(worker: Any) -> dict[str, Any]:
@@ -325,6 +386,7 @@ def describe_plugin(worker: Any) -> dict[str, Any]:
     return {
         "sessions": [session.describe() for session in sessions],
         "vanilla_steps": [dict(session.vanilla_steps) for session in sessions],
+        "windows": sum(session.begun for session in sessions),
         "draft_graphs": [report.as_dict() for report in plugin.draft_graph_reports()] if plugin else [],
     }
 

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_step_profile.py [--mode stage] [--runner v1] [--folder FOLDER]
 
-The engines of gpu_engine.py with fewer layers (no count grows with the layers; the time of a kernel does), 16 requests
-that decode with 4 drafts each in FULL CUDA graphs, with NWOR and without. Counted by torch's profiler over the same
-number of steps: kernels by name (those inside of graphs too) and the time each of ours takes, launches, calls that wait
-for the device. Host time: what the wrapped functions take beyond vLLM's own, timed inside and outside. About a minute
-and a half.
+An engine of gpu_engine.py with fewer layers (no count grows with the layers; the time of a kernel does), 16 requests
+that decode with 4 drafts each in FULL CUDA graphs, with NWOR and without, in one process. Counted by torch's profiler
+over the same number of steps: kernels by name (those inside of graphs too) and the time each of ours takes, launches,
+calls that wait for the device. Host time: what the wrapped functions take beyond vLLM's own, timed inside and outside.
+About a minute and a half.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from gpu_engine import (
     per_step,
     print_differences,
     result_name,
-    sides_of,
-    start_engines,
+    start_sides,
 )
 from results import FOLDER, Row, row, save
 
@@ -83,15 +82,15 @@ def main() -> None:
         folder = options.logs or pathlib.Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         job = make_job(folder, LAYERS, "auto", options.small) | {"time_hooks": True, "one_process": True}
-        engines = start_engines({"profiled": job}, folder, options.runner, sides_of(options.mode))
+        engines, sides = start_sides({"profiled": job}, folder, options.runner, options.mode, options.runner == "v1")
         try:
             counted = {}
             for side in ("off", "on"):
-                engine = engines["profiled", side]
-                engine.ask(f"profile {REQUESTS} 5")  # the profiler's own start
-                counted[side] = engine.ask(f"profile {REQUESTS} {PROFILED_STEPS}")
+                asked = sides["profiled", side]
+                asked.ask(f"profile {REQUESTS} 5")  # the profiler's own start
+                counted[side] = asked.ask(f"profile {REQUESTS} {PROFILED_STEPS}")
             steps = 100 if options.small else TIMED_STEPS
-            added = engines["profiled", "on"].ask(f"host {REQUESTS} {steps}")["added"]
+            added = sides["profiled", "on"].ask(f"host {REQUESTS} {steps}")["added"]
         finally:
             for engine in engines.values():
                 engine.close()
