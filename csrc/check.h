@@ -540,7 +540,8 @@ struct RestoreArguments {
     const int64_t* row_slots;
     const bool* row_rejected;
     CacheView cache;  // the first layer's; the others differ in `data` alone
-    RowsView log;     // layer 0
+    std::vector<char*> planes;
+    RowsView log;  // layer 0
     int64_t log_layer_stride;
     PageOffsets page_offsets;
     RowWindows row_windows;
@@ -570,14 +571,56 @@ struct Geometry {
     }
 };
 
-// Planes of one geometry: the view of the first, from which the others differ in `data` alone.
-inline CacheView check_planes(const char* op, const std::vector<Tensor>& caches) {
+// Planes of one geometry.
+struct Planes {
+    CacheView view;           // of the first; the others differ in `data` alone
+    std::vector<char*> data;  // where each begins
+};
+
+// A row of a plane table: where a plane begins, and how many bytes there are from there to the end of its
+// storage. An engine that passes all its layers in every step spends more on looking at them than on the rest
+// of the call; with a table, `caches` is the first one alone.
+struct PlaneRow {
+    int64_t address, room;
+};
+
+inline const PlaneRow* rows_of(const Tensor& plane_table) {
+    return static_cast<const PlaneRow*>(plane_table.data_ptr());
+}
+
+inline Planes check_plane_table(const char* op, const std::vector<Tensor>& caches,
+                                const Tensor& plane_table) {
+    const Argument table{op, "plane_table", plane_table};
+    if (caches.size() != 1)
+        fail(op, "caches must hold the first plane alone where there is a plane_table, got ", caches.size());
+    const Argument first{op, "caches[0]", caches[0]};
+    Planes planes{cache_view(first), {}};
+    check_element_size(first);
+    table.dtype(ScalarType::Long);
+    if (plane_table.dim() != 2 || plane_table.size(0) < 1 || plane_table.size(1) != 2)
+        table.must_be("[>= 1 planes, 2], as nwor_ops.plane_table makes it");
+    table.contiguous();
+    if (!plane_table.is_cpu()) fail(op, "plane_table must be on device cpu, got ", device_name(plane_table));
+    const PlaneRow* rows = rows_of(plane_table);
+    planes.data.reserve(static_cast<size_t>(plane_table.size(0)));
+    for (int64_t i = 0; i < plane_table.size(0); ++i)
+        planes.data.push_back(reinterpret_cast<char*>(rows[i].address));
+    if (planes.data[0] != planes.view.data)
+        fail(op, "plane_table must be of planes that begin with caches[0] and have not moved since");
+    return planes;
+}
+
+inline Planes check_planes(const char* op, const std::vector<Tensor>& caches,
+                           const std::optional<Tensor>& plane_table = std::nullopt) {
+    if (plane_table.has_value()) return check_plane_table(op, caches, *plane_table);
     if (caches.empty()) fail(op, "caches must hold at least one plane, got none");
     const Tensor& first = caches[0];
     const Argument c{op, "caches[0]", first};
-    const CacheView view = cache_view(c);
+    Planes planes{cache_view(c), {}};
     check_element_size(c);
     const Geometry expected(first);
+    planes.data.reserve(caches.size());
+    for (const Tensor& cache : caches) planes.data.push_back(static_cast<char*>(cache.data_ptr()));
     for (size_t i = 1; i < caches.size(); ++i) {
         if (caches[i].dim() == 4 && Geometry(caches[i]) == expected) continue;
         const std::string name = "caches[" + std::to_string(i) + "]";
@@ -586,13 +629,19 @@ inline CacheView check_planes(const char* op, const std::vector<Tensor>& caches)
         a.same_device(first);
         a.must_be("of the shape and strides of caches[0], " + describe(first));
     }
-    return view;
+    return planes;
 }
 
 // One table serves all planes, so the one with the least storage after its start decides.
 inline PageOffsets check_page_offsets(const char* op, const std::optional<Tensor>& page_offsets,
-                                      const std::vector<Tensor>& caches) {
+                                      const std::vector<Tensor>& caches,
+                                      const std::optional<Tensor>& plane_table = std::nullopt) {
     PageOffsets offsets = check_page_offsets(op, page_offsets, caches[0]);
+    if (page_offsets.has_value() && plane_table.has_value()) {
+        const int64_t element_size = static_cast<int64_t>(caches[0].element_size());
+        for (int64_t i = 1; i < plane_table->size(0); ++i)
+            offsets.limit = std::min(offsets.limit, rows_of(*plane_table)[i].room / element_size);
+    }
     for (size_t i = 1; page_offsets.has_value() && i < caches.size(); ++i)
         offsets.limit = std::min(offsets.limit, check_page_offsets(op, page_offsets, caches[i]).limit);
     return offsets;
@@ -603,13 +652,16 @@ inline RestoreArguments check_restore(const char* op, const std::vector<Tensor>&
                                       const std::optional<Tensor>& page_offsets,
                                       const std::optional<Tensor>& window_id,
                                       const std::optional<Tensor>& row_windows,
-                                      const std::optional<int64_t>& num_rows) {
+                                      const std::optional<int64_t>& num_rows,
+                                      const std::optional<Tensor>& plane_table) {
     RestoreArguments r{};
     r.op = op;
-    r.cache = check_planes(op, caches);
+    Planes planes = check_planes(op, caches, plane_table);
+    r.cache = planes.view;
+    r.planes = std::move(planes.data);
     const Tensor& first = caches[0];
     const Argument l{op, "log", log};
-    r.num_layers = static_cast<int64_t>(caches.size());
+    r.num_layers = static_cast<int64_t>(r.planes.size());
     if (log.dim() != 4 || log.size(0) != r.num_layers || log.size(2) != r.cache.num_heads ||
         log.size(3) != r.cache.width) {
         std::ostringstream text;
@@ -633,21 +685,26 @@ inline RestoreArguments check_restore(const char* op, const std::vector<Tensor>&
     rejected.same_device(first);
     const Placed placed_log(l);
     const Range of_first = range_of(first);  // the others are as long
-    for (const Tensor& t : caches) {
-        const char* begin = static_cast<const char*>(t.data_ptr());
+    for (const char* begin : r.planes)
         must_not_overlap(op, placed_log,
-                         Placed("caches", t, {begin, begin + (of_first.end - of_first.begin)}));
-    }
+                         Placed("caches", first, {begin, begin + (of_first.end - of_first.begin)}));
     r.row_slots = static_cast<const int64_t*>(row_slots.data_ptr());
     r.row_rejected = static_cast<const bool*>(row_rejected.data_ptr());
     r.log = rows_view(log, 1);
     r.log_layer_stride = log.stride(0);
-    r.page_offsets = check_page_offsets(op, page_offsets, caches);
+    r.page_offsets = check_page_offsets(op, page_offsets, caches, plane_table);
     r.row_windows = check_row_windows(op, window_id, row_windows, first, log_rows, r.num_layers);
     return r;
 }
 
 // ---------------------------------------------------------------- family accept
+
+// How an engine counts drafts in `cu_num_draft_tokens`: what else it counts for each request, and whether a
+// zero comes before the first request's count.
+struct Counting {
+    int64_t num_bonus_tokens = 0;
+    bool leading_zero = false;
+};
 
 // How many drafts the requests have, where `counts` holds the drafts up to and including each request, and
 // `num_bonus_tokens` more for each request.
@@ -684,17 +741,24 @@ inline void check_counters(const char* op, const Tensor& counters) {
     Argument{op, "counters", counters}.vector(ScalarType::Long, kNumCounters, "[len(COUNTERS)]");
 }
 
-inline CumulativeDrafts cumulative_drafts(const char* op, const Tensor& cu_num_draft_tokens,
-                                          int64_t num_bonus_tokens) {
-    if (num_bonus_tokens < 0) fail(op, "num_bonus_tokens must not be negative, got ", num_bonus_tokens);
-    return {static_cast<const int32_t*>(cu_num_draft_tokens.data_ptr()), num_bonus_tokens};
+inline CumulativeDrafts check_cumulative_drafts(const Argument& cu, const Counting& counting,
+                                                int64_t* num_requests) {
+    if (counting.num_bonus_tokens < 0)
+        fail(cu.op, "num_bonus_tokens must not be negative, got ", counting.num_bonus_tokens);
+    const int64_t zeros = counting.leading_zero ? 1 : 0;
+    cu.vector(ScalarType::Int, zeros, zeros ? "[num_requests + 1]" : "[num_requests]");
+    *num_requests = cu.tensor.size(0) - zeros;
+    const int32_t* counts = static_cast<const int32_t*>(cu.tensor.data_ptr());
+    if (zeros && cu.tensor.is_cpu() && counts[0] != 0)
+        fail(cu.op, cu.name, " must begin with 0 where it has a leading_zero, got ", counts[0]);
+    return {counts + zeros, counting.num_bonus_tokens};
 }
 
 inline PlanArguments check_plan(const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
                                 const std::vector<Tensor>& slot_mappings, const Tensor& log_rows,
                                 const Tensor& row_slots, const Tensor& row_requests,
                                 const Tensor& row_positions, const Tensor& counters,
-                                const std::optional<int64_t>& token_offset, int64_t num_bonus_tokens) {
+                                const std::optional<int64_t>& token_offset, const Counting& counting) {
     const char* op = "plan_window";
     if (slot_mappings.empty()) fail(op, "slot_mappings must hold at least one slot mapping, got none");
     if (token_offset.value_or(0) < 0) fail(op, "token_offset must not be negative, got ", *token_offset);
@@ -706,8 +770,7 @@ inline PlanArguments check_plan(const Tensor& query_start_loc, const Tensor& cu_
         cu{op, "cu_num_draft_tokens", cu_num_draft_tokens}, lr{op, "log_rows", log_rows},
         rs{op, "row_slots", row_slots}, rr{op, "row_requests", row_requests},
         rp{op, "row_positions", row_positions}, ct{op, "counters", counters};
-    cu.vector(ScalarType::Int, 0, "[num_requests]");
-    p.num_requests = cu_num_draft_tokens.size(0);
+    p.drafts_of = check_cumulative_drafts(cu, counting, &p.num_requests);
     qsl.vector(ScalarType::Int, p.num_requests + 1, "[num_requests + 1]");
     p.num_groups = static_cast<int64_t>(slot_mappings.size());
     for (size_t g = 0; g < slot_mappings.size(); ++g) {
@@ -744,7 +807,6 @@ inline PlanArguments check_plan(const Tensor& query_start_loc, const Tensor& cu_
     for (int i = 0; i < 5; ++i)
         for (int j = 0; j < i; ++j) must_not_overlap(op, outputs[i], outputs[j]);
     p.query_start_loc = static_cast<const int32_t*>(query_start_loc.data_ptr());
-    p.drafts_of = cumulative_drafts(op, cu_num_draft_tokens, num_bonus_tokens);
     p.log_rows = static_cast<int32_t*>(log_rows.data_ptr());
     p.row_slots = static_cast<int64_t*>(row_slots.data_ptr());
     p.row_requests = static_cast<int32_t*>(row_requests.data_ptr());
@@ -790,13 +852,11 @@ NWOR_HOST_DEVICE inline int64_t num_accepted_of(int64_t drafts, int64_t rejected
 }
 
 inline AcceptArguments check_accept(const char* op, const Tensor& cu_num_draft_tokens,
-                                    int64_t num_bonus_tokens = 0) {
+                                    const Counting& counting = {}) {
     AcceptArguments a{};
     a.op = op;
     const Argument cu{op, "cu_num_draft_tokens", cu_num_draft_tokens};
-    cu.vector(ScalarType::Int, 0, "[num_requests]");
-    a.num_requests = cu_num_draft_tokens.size(0);
-    a.drafts_of = cumulative_drafts(op, cu_num_draft_tokens, num_bonus_tokens);
+    a.drafts_of = check_cumulative_drafts(cu, counting, &a.num_requests);
     return a;
 }
 
@@ -880,8 +940,8 @@ inline AcceptArguments check_acceptance_mask_from_rejected(const Tensor& num_rej
 inline AcceptArguments check_reject_rows(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
                                          const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
                                          const Tensor& num_accepted, const Tensor& counters,
-                                         int64_t num_bonus_tokens) {
-    AcceptArguments a = check_accept("reject_rows", cu_num_draft_tokens, num_bonus_tokens);
+                                         const Counting& counting) {
+    AcceptArguments a = check_accept("reject_rows", cu_num_draft_tokens, counting);
     check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
     check_reject_outputs(a, row_rejected, num_accepted, counters,
                          {Placed("an input", cu_num_draft_tokens), Placed("an input", draft_token_ids),
@@ -893,8 +953,8 @@ inline AcceptArguments check_reject_rows(const Tensor& draft_token_ids, const Te
 inline AcceptArguments check_reject_counts(const char* op, const Tensor& num_rejected,
                                            const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
                                            const Tensor& num_accepted, const Tensor& counters,
-                                           int64_t num_bonus_tokens, const std::vector<Placed>& others = {}) {
-    AcceptArguments a = check_accept(op, cu_num_draft_tokens, num_bonus_tokens);
+                                           const Counting& counting, const std::vector<Placed>& others = {}) {
+    AcceptArguments a = check_accept(op, cu_num_draft_tokens, counting);
     check_num_rejected(a, num_rejected, cu_num_draft_tokens);
     std::vector<Placed> inputs{Placed("an input", cu_num_draft_tokens), Placed("an input", num_rejected)};
     for (const Placed& other : others) inputs.push_back(other);
@@ -905,25 +965,26 @@ inline AcceptArguments check_reject_counts(const char* op, const Tensor& num_rej
 inline AcceptArguments check_reject_rows_from_rejected(const Tensor& num_rejected,
                                                        const Tensor& cu_num_draft_tokens,
                                                        const Tensor& row_rejected, const Tensor& num_accepted,
-                                                       const Tensor& counters, int64_t num_bonus_tokens) {
+                                                       const Tensor& counters, const Counting& counting) {
     return check_reject_counts("reject_rows_from_rejected", num_rejected, cu_num_draft_tokens, row_rejected,
-                               num_accepted, counters, num_bonus_tokens);
+                               num_accepted, counters, counting);
 }
 
 inline RestoreArguments check_restore_from_rejected(
     const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots, const Tensor& num_rejected,
     const Tensor& cu_num_draft_tokens, const Tensor& row_rejected, const Tensor& num_accepted,
-    const Tensor& counters, int64_t num_bonus_tokens, const std::optional<Tensor>& page_offsets,
+    const Tensor& counters, const Counting& counting, const std::optional<Tensor>& page_offsets,
     const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
-    const std::optional<int64_t>& num_rows, AcceptArguments* accept) {
+    const std::optional<int64_t>& num_rows, const std::optional<Tensor>& plane_table,
+    AcceptArguments* accept) {
     const char* op = "restore_slots_from_rejected";
     const RestoreArguments r = check_restore(op, caches, log, row_slots, row_rejected, page_offsets,
-                                             window_id, row_windows, num_rows);
+                                             window_id, row_windows, num_rows, plane_table);
     Argument{op, "cu_num_draft_tokens", cu_num_draft_tokens}.same_device(caches[0]);
     std::vector<Placed> inputs{Placed("row_slots", row_slots)};
     if (row_windows.has_value()) inputs.emplace_back("row_windows", *row_windows);
     *accept = check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-                                  num_bonus_tokens, inputs);
+                                  counting, inputs);
     return r;
 }
 

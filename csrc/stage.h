@@ -189,6 +189,7 @@ inline AcceptStagedArguments check_accept_staged(const Tensor& row_accepted, con
 struct MoveArguments {
     const char* op;
     CacheView cache;  // the first plane's; the others differ in `data` alone
+    std::vector<char*> planes;
     int64_t num_planes, num_moves;
     const int64_t *from, *to;
     PageOffsets page_offsets;
@@ -199,7 +200,9 @@ inline MoveArguments check_move(const std::vector<Tensor>& caches, const Tensor&
     const char* op = "move_slots";
     MoveArguments m{};
     m.op = op;
-    m.cache = check_planes(op, caches);
+    Planes planes = check_planes(op, caches);
+    m.cache = planes.view;
+    m.planes = std::move(planes.data);
     const Argument from{op, "src_slots", src_slots}, to{op, "dst_slots", dst_slots};
     from.vector(ScalarType::Long, 0, "[num_moves]");
     to.vector(ScalarType::Long, 0, "[num_moves]");
@@ -588,7 +591,7 @@ inline void check_by_group(const Argument& a, ScalarType dtype, int64_t groups, 
     a.contiguous();
 }
 
-inline void check_planes_per_group(WindowArguments& a, const std::vector<Tensor>& caches,
+inline void check_planes_per_group(WindowArguments& a, size_t num_planes,
                                    const std::vector<int64_t>& planes_per_group) {
     a.num_groups = static_cast<int64_t>(planes_per_group.size());
     if (a.num_groups < 1 || a.num_groups > kMostWindowGroups)
@@ -598,8 +601,8 @@ inline void check_planes_per_group(WindowArguments& a, const std::vector<Tensor>
         if (count < 0) fail(a.op, "planes_per_group must not be negative, got ", count);
         planes += count;
     }
-    if (planes != static_cast<int64_t>(caches.size()))
-        fail(a.op, "planes_per_group must add up to the ", caches.size(), " planes of caches, got ", planes);
+    if (planes != static_cast<int64_t>(num_planes))
+        fail(a.op, "planes_per_group must add up to the ", num_planes, " planes of caches, got ", planes);
 }
 
 struct WindowTensors {
@@ -607,27 +610,26 @@ struct WindowTensors {
     const std::vector<int64_t>& planes_per_group;
     const Tensor &query_start_loc, &cu_num_draft_tokens, &shadow_blocks, &saved_slots, &tail_pages;
     const std::vector<Tensor>&slot_mappings, &block_tables;
-    const std::optional<Tensor>&idx_mapping, &held_slots;
+    const std::optional<Tensor>&idx_mapping, &held_slots, &plane_table;
 };
 
-// What open and close have in common; `cache` becomes the view of the first plane.
-inline WindowArguments check_window(const char* op, const WindowTensors& t, int64_t num_bonus_tokens,
-                                    CacheView* cache) {
+// What open and close have in common.
+inline WindowArguments check_window(const char* op, const WindowTensors& t, const Counting& counting,
+                                    Planes* planes) {
     WindowArguments a{};
     a.op = op;
-    *cache = check_planes(op, t.caches);
-    a.num_blocks = cache->num_blocks;
-    a.block_size = cache->block_size;
-    if (a.block_size < 1 || cache->num_slots() > INT32_MAX)
+    *planes = check_planes(op, t.caches, t.plane_table);
+    a.num_blocks = planes->view.num_blocks;
+    a.block_size = planes->view.block_size;
+    if (a.block_size < 1 || planes->view.num_slots() > INT32_MAX)
         fail(op, "caches must have fewer than 2^31 slots in blocks of at least one, got ",
              describe(t.caches[0]));
-    check_planes_per_group(a, t.caches, t.planes_per_group);
+    check_planes_per_group(a, planes->data.size(), t.planes_per_group);
     const Tensor& first = t.caches[0];
     const Argument qsl{op, "query_start_loc", t.query_start_loc},
         cu{op, "cu_num_draft_tokens", t.cu_num_draft_tokens}, shadows{op, "shadow_blocks", t.shadow_blocks},
         saved{op, "saved_slots", t.saved_slots}, tails{op, "tail_pages", t.tail_pages};
-    cu.vector(ScalarType::Int, 0, "[num_requests]");
-    a.num_requests = t.cu_num_draft_tokens.size(0);
+    a.drafts_of = check_cumulative_drafts(cu, counting, &a.num_requests);
     qsl.vector(ScalarType::Int, a.num_requests + 1, "[num_requests + 1]");
     check_by_group(shadows, ScalarType::Int, a.num_groups, 3, "[num_groups, num_states, num_shadow_pages]");
     if (t.shadow_blocks.size(2) < 1) shadows.must_be("of at least one page for each state");
@@ -652,7 +654,6 @@ inline WindowArguments check_window(const char* op, const WindowTensors& t, int6
         a.held_slots = static_cast<int64_t*>(t.held_slots->data_ptr());
     }
     a.query_start_loc = static_cast<const int32_t*>(t.query_start_loc.data_ptr());
-    a.drafts_of = cumulative_drafts(op, t.cu_num_draft_tokens, num_bonus_tokens);
     a.shadow_blocks = static_cast<const int32_t*>(t.shadow_blocks.data_ptr());
     a.num_states = t.shadow_blocks.size(1);
     a.num_shadows = t.shadow_blocks.size(2);
@@ -664,8 +665,8 @@ inline WindowArguments check_window(const char* op, const WindowTensors& t, int6
 }
 
 inline WindowArguments check_open(const WindowTensors& t, const Tensor& seq_lens, const Tensor& row_slots,
-                                  int64_t num_bonus_tokens, CacheView* cache) {
-    WindowArguments a = check_window("open_window", t, num_bonus_tokens, cache);
+                                  const Counting& counting, Planes* planes) {
+    WindowArguments a = check_window("open_window", t, counting, planes);
     const Argument lens{a.op, "seq_lens", seq_lens}, slots{a.op, "row_slots", row_slots};
     lens.vector(ScalarType::Int, a.num_requests, "[num_requests]");
     check_by_group(slots, ScalarType::Long, a.num_groups, 2, "[num_groups, num_rows]");
@@ -677,8 +678,8 @@ inline WindowArguments check_open(const WindowTensors& t, const Tensor& seq_lens
 }
 
 inline WindowArguments check_close(const char* op, const WindowTensors& t, const Tensor& row_rejected,
-                                   int64_t num_bonus_tokens, CacheView* cache) {
-    WindowArguments a = check_window(op, t, num_bonus_tokens, cache);
+                                   const Counting& counting, Planes* planes) {
+    WindowArguments a = check_window(op, t, counting, planes);
     const Argument rejected{a.op, "row_rejected", row_rejected};
     rejected.vector(ScalarType::Bool, 0, "[num_rows]");
     rejected.same_device(t.caches[0]);
@@ -689,10 +690,10 @@ inline WindowArguments check_close(const char* op, const WindowTensors& t, const
 
 inline WindowArguments check_close_from_rejected(const WindowTensors& t, const Tensor& num_rejected,
                                                  const Tensor& row_rejected, const Tensor& num_accepted,
-                                                 const Tensor& counters, int64_t num_bonus_tokens,
-                                                 CacheView* cache, AcceptArguments* accept) {
+                                                 const Tensor& counters, const Counting& counting,
+                                                 Planes* planes, AcceptArguments* accept) {
     const char* op = "close_window_from_rejected";
-    WindowArguments a = check_close(op, t, row_rejected, num_bonus_tokens, cache);
+    WindowArguments a = check_close(op, t, row_rejected, counting, planes);
     std::vector<Placed> others{Placed("query_start_loc", t.query_start_loc),
                                Placed("shadow_blocks", t.shadow_blocks), Placed("saved_slots", t.saved_slots),
                                Placed("tail_pages", t.tail_pages)};
@@ -701,7 +702,7 @@ inline WindowArguments check_close_from_rejected(const WindowTensors& t, const T
     if (t.idx_mapping.has_value()) others.emplace_back("idx_mapping", *t.idx_mapping);
     if (t.held_slots.has_value()) others.emplace_back("held_slots", *t.held_slots);
     *accept = check_reject_counts(op, num_rejected, t.cu_num_draft_tokens, row_rejected, num_accepted,
-                                  counters, num_bonus_tokens, others);
+                                  counters, counting, others);
     a.num_rejected = accept->num_rejected;
     return a;
 }

@@ -20,6 +20,7 @@ def plan_window(
     counters: Tensor,
     token_offset: int | None = None,
     num_bonus_tokens: int = 0,
+    leading_zero: bool = False,
 ) -> None:
     op = "plan_window"
     if not slot_mappings:
@@ -92,6 +93,7 @@ def reject_rows(
     num_accepted: Tensor,
     counters: Tensor,
     num_bonus_tokens: int = 0,
+    leading_zero: bool = False,
 ) -> None:
     _check_tokens("reject_rows", draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
     same_device(
@@ -131,6 +133,7 @@ def reject_rows_from_rejected(
     num_accepted: Tensor,
     counters: Tensor,
     num_bonus_tokens: int = 0,
+    leading_zero: bool = False,
 ) -> None:
     check_reject_counts(
         "reject_rows_from_rejected", num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,

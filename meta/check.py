@@ -32,3 +32,10 @@ def same_device(op: str, like: Tensor, **tensors: Tensor) -> None:
 def is_vector(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: str) -> None:
     has_dtype(op, name, tensor, dtype)
     has_dims(op, name, tensor, 1, shape)
+
+
+def no_plane_table(op: str, plane_table: Tensor | None) -> None:
+    if plane_table is not None:
+        raise RuntimeError(
+            f"{op}: plane_table hides from a compiler which planes are mutated; pass all of them in caches and no table"
+        )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.meta.accept import check_reject_counts
-from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
+from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, no_plane_table, same_device
 from nwor_ops.meta.undo import check_write
 from nwor_ops.ops_stage import MOST_GROUPS
 
@@ -208,8 +208,11 @@ def open_window(
     held_slots: Tensor | None = None,
     page_offsets: Tensor | None = None,
     num_bonus_tokens: int = 0,
+    plane_table: Tensor | None = None,
+    leading_zero: bool = False,
 ) -> None:
     op = "open_window"
+    no_plane_table(op, plane_table)
     _check_window(
         op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
         slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens,
@@ -235,8 +238,11 @@ def close_window(
     held_slots: Tensor | None = None,
     page_offsets: Tensor | None = None,
     num_bonus_tokens: int = 0,
+    plane_table: Tensor | None = None,
+    leading_zero: bool = False,
 ) -> None:
     op = "close_window"
+    no_plane_table(op, plane_table)
     _check_window(
         op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
         slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens,
@@ -263,8 +269,11 @@ def close_window_from_rejected(
     held_slots: Tensor | None = None,
     page_offsets: Tensor | None = None,
     num_bonus_tokens: int = 0,
+    plane_table: Tensor | None = None,
+    leading_zero: bool = False,
 ) -> None:
     op = "close_window_from_rejected"
+    no_plane_table(op, plane_table)
     _check_window(
         op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
         slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.meta.accept import check_reject_counts
-from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
+from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, no_plane_table, same_device
 
 _CACHE = "[num_blocks, block_size, num_kv_heads, width]"
 _FORMATS = {
@@ -147,7 +147,9 @@ def restore_slots(
     window_id: Tensor | None = None,
     row_windows: Tensor | None = None,
     num_rows: int | None = None,
+    plane_table: Tensor | None = None,
 ) -> None:
+    no_plane_table("restore_slots", plane_table)
     _check_restore("restore_slots", caches, log, row_slots, row_rejected, num_rows)
 
 
@@ -165,8 +167,11 @@ def restore_slots_from_rejected(
     window_id: Tensor | None = None,
     row_windows: Tensor | None = None,
     num_rows: int | None = None,
+    plane_table: Tensor | None = None,
+    leading_zero: bool = False,
 ) -> None:
     op = "restore_slots_from_rejected"
+    no_plane_table(op, plane_table)
     _check_restore(op, caches, log, row_slots, row_rejected, num_rows)
     same_device(op, caches[0], cu_num_draft_tokens=cu_num_draft_tokens)
     check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens)

@@ -9,7 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from nwor_ops import ops
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,26 @@ class Plane:
         """What planes must have in common to be restored by one launch."""
         view = self.view
         return view.dtype, tuple(view.shape), view.stride(), id(self.page_offsets)
+
+
+class PlaneList:
+    """Planes of one geometry that ops are called with in every step: compared once, then passed as a table.
+
+    Args:
+        views: of every layer; they stay where they are.
+    """
+
+    def __init__(self, views: list[Tensor]) -> None:
+        self.views = views
+        self._first = views[:1]
+        # Tensors without memory have no addresses.
+        self._table = None if views[0].is_meta or isinstance(views[0], FakeTensor) else ops.plane_table(views)
+
+    def arguments(self) -> tuple[list[Tensor], Tensor | None]:
+        """``caches`` and ``plane_table`` of an op. A trace must see every plane that it mutates."""
+        if self._table is None or torch.compiler.is_compiling():
+            return self.views, None
+        return self._first, self._table
 
 
 @dataclass(frozen=True)

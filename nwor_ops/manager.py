@@ -32,7 +32,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nwor_ops import ops
-from nwor_ops.cache import LayerCache, Plane
+from nwor_ops.cache import LayerCache, Plane, PlaneList
 from nwor_ops.shadow import ShadowPages
 from nwor_ops.stats import Stats
 from nwor_ops.window import Window, WindowBuffers
@@ -97,7 +97,7 @@ class _Layer:
 class _Undo(NamedTuple):
     """One launch of an undo: a plane of every layer of a class."""
 
-    caches: list[Tensor]
+    planes: PlaneList
     log: Tensor
     row_slots: Tensor
     page_offsets: Tensor | None
@@ -373,10 +373,10 @@ class DraftCommitManager:
                 f"begin: window must have at most {self.max_draft_tokens} drafts (max_draft_tokens), got "
                 f"{window.num_draft_tokens}"
             )
-        if window.cu_num_draft_tokens.shape[0] > self.max_num_requests:
+        if window.num_requests > self.max_num_requests:
             raise ValueError(
                 f"begin: window must have at most {self.max_num_requests} requests (max_num_requests), got "
-                f"{window.cu_num_draft_tokens.shape[0]}"
+                f"{window.num_requests}"
             )
         try:
             slot_mappings = [window.slot_mappings[group] for group in self._groups]
@@ -398,6 +398,7 @@ class DraftCommitManager:
             buffers.counters,
             None,
             window.num_bonus_tokens,
+            window.leading_zero,
         )
         self._judged = False
         if self.shadow is not None:
@@ -499,6 +500,7 @@ class DraftCommitManager:
             buffers.num_accepted,
             buffers.counters,
             window.num_bonus_tokens,
+            window.leading_zero,
         )
         self._judged = True
         if window.num_draft_tokens != 0:
@@ -520,6 +522,7 @@ class DraftCommitManager:
                 buffers.num_accepted,
                 buffers.counters,
                 window.num_bonus_tokens,
+                window.leading_zero,
             )
         else:
             try:
@@ -589,7 +592,7 @@ class DraftCommitManager:
     def _plan_undo(self) -> list[_Undo]:
         return [
             _Undo(
-                caches,
+                PlaneList(caches),
                 log,
                 self.buffers.row_slots[self._groups.index(layer_class.group)],
                 plane.page_offsets,
@@ -606,8 +609,9 @@ class DraftCommitManager:
             self.shadow.judge_and_close(window, buffers, num_rejected)
             return
         first = self._undo[0]
+        caches, table = first.planes.arguments()
         ops.restore_slots_from_rejected(
-            first.caches,
+            caches,
             first.log,
             first.row_slots,
             num_rejected,
@@ -620,6 +624,8 @@ class DraftCommitManager:
             buffers.window_id,
             first.row_windows,
             window.num_draft_tokens,
+            table,
+            window.leading_zero,
         )
 
     def _undo_rejected(self, num_drafts: int | None = None, first: int = 0) -> None:
@@ -628,8 +634,9 @@ class DraftCommitManager:
             assert self._window is not None
             self.shadow.close(self._window, self.buffers, first)
         for launch in self._undo[first:]:
+            caches, table = launch.planes.arguments()
             ops.restore_slots(
-                launch.caches,
+                caches,
                 launch.log,
                 launch.row_slots,
                 self.buffers.row_rejected,
@@ -637,6 +644,7 @@ class DraftCommitManager:
                 self.buffers.window_id,
                 launch.row_windows,
                 num_drafts,
+                table,
             )
 
     def _log_rows_from(self, token_offset: int) -> Tensor:

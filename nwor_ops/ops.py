@@ -39,26 +39,27 @@ SCHEMAS = {
     "log_slots": """(Tensor cache, Tensor slot_mapping, Tensor log_rows, Tensor(a!) log,
         Tensor? page_offsets=None, Tensor? window_id=None, Tensor(b!)? row_windows=None) -> ()""",
     "restore_slots": """(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor row_rejected,
-        Tensor? page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None, int? num_rows=None) -> ()""",
+        Tensor? page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None, int? num_rows=None,
+        Tensor? plane_table=None) -> ()""",
     "restore_slots_from_rejected": """(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor num_rejected,
         Tensor cu_num_draft_tokens, Tensor(b!) row_rejected, Tensor(c!) num_accepted, Tensor(d!) counters,
         int num_bonus_tokens=0, Tensor? page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None,
-        int? num_rows=None) -> ()""",
+        int? num_rows=None, Tensor? plane_table=None, bool leading_zero=False) -> ()""",
     # family accept
     "plan_window": """(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
         Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests,
         Tensor(d!) row_positions, Tensor(e!) counters, int? token_offset=None,
-        int num_bonus_tokens=0) -> ()""",
+        int num_bonus_tokens=0, bool leading_zero=False) -> ()""",
     "acceptance_mask": """(Tensor draft_token_ids, Tensor sampled_token_ids,
         Tensor cu_num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)""",
     "acceptance_mask_from_rejected": """(Tensor num_rejected, Tensor cu_num_draft_tokens,
         int num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)""",
     "reject_rows": """(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_num_draft_tokens,
         Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters,
-        int num_bonus_tokens=0) -> ()""",
+        int num_bonus_tokens=0, bool leading_zero=False) -> ()""",
     "reject_rows_from_rejected": """(Tensor num_rejected, Tensor cu_num_draft_tokens,
         Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters,
-        int num_bonus_tokens=0) -> ()""",
+        int num_bonus_tokens=0, bool leading_zero=False) -> ()""",
 }
 
 # Layout of the `counters` tensor, int64 [len(COUNTERS)], which only ever grows.
@@ -256,6 +257,43 @@ def log_slots(
         raise _translated(error) from None
 
 
+def plane_table(caches: Sequence[Tensor]) -> Tensor:
+    """Where planes of one geometry lie, for ops that are called with the same ones in every step.
+
+    Looking at each of an engine's layers costs the host more than the rest of such a call. The table is made, and the
+    planes are compared, once; the planes must outlive it and stay where they are.
+
+    Args:
+        caches: L planes ``[B, N, H, W]`` of one geometry (equal shape, strides, dtype and device).
+
+    Returns:
+        int64 ``[L, 2]`` on the CPU: the address of each plane, and the bytes from there to the end of its storage.
+
+    Raises:
+        ValueError, TypeError: no plane, or another geometry.
+    """
+    if not caches:
+        raise ValueError("plane_table: caches must hold at least one plane, got none")
+    first = caches[0]
+    for index, cache in enumerate(caches):
+        for what, found, expected in (
+            ("have dtype", cache.dtype, first.dtype),
+            ("be on device", cache.device, first.device),
+        ):
+            if found != expected:
+                raise TypeError(f"plane_table: caches[{index}] must {what} {expected}, got {found}")
+        if cache.shape != first.shape or cache.stride() != first.stride():
+            raise ValueError(
+                f"plane_table: caches[{index}] must be of the shape and strides of caches[0], {tuple(first.shape)} and "
+                f"{first.stride()}, got {tuple(cache.shape)} and {cache.stride()}"
+            )
+    rows = [
+        (cache.data_ptr(), cache.untyped_storage().nbytes() - cache.storage_offset() * cache.element_size())
+        for cache in caches
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
+
+
 def restore_slots(
     caches: list[Tensor],
     log: Tensor,
@@ -265,6 +303,7 @@ def restore_slots(
     window_id: Tensor | None = None,
     row_windows: Tensor | None = None,
     num_rows: int | None = None,
+    plane_table: Tensor | None = None,
 ) -> None:
     """Put the logged bytes of every rejected row back, in every layer: one launch.
 
@@ -282,6 +321,9 @@ def restore_slots(
             forward that stopped half-way, the layers it never reached hold nothing to put back.
         num_rows: only the first so many rows are looked at; None = all R. A log made for many requests need not be
             walked through for the drafts of a few.
+        plane_table: :func:`plane_table` of all planes, or None. Where given, ``caches`` holds the first plane alone
+            and the host looks at no other; all of them are **mutated**. For eager and captured calls: a trace, which
+            could not see what is mutated, refuses it.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`write_kv`; ValueError also for ``num_rows`` below 0 or above R.
@@ -291,7 +333,9 @@ def restore_slots(
     if torch.is_grad_enabled():
         _refuse_gradients("restore_slots", log=log, **{f"caches[{i}]": cache for i, cache in enumerate(caches)})
     try:
-        _ops.restore_slots.default(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows)
+        _ops.restore_slots.default(
+            caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows, plane_table
+        )
     except ValueError as error:
         raise _translated(error) from None
 
@@ -310,15 +354,18 @@ def restore_slots_from_rejected(
     window_id: Tensor | None = None,
     row_windows: Tensor | None = None,
     num_rows: int | None = None,
+    plane_table: Tensor | None = None,
+    leading_zero: bool = False,
 ) -> None:
     """:func:`reject_rows_from_rejected`, then :func:`restore_slots` of the rows it rejected, in one launch.
 
     Args:
-        caches, log, row_slots, page_offsets, window_id, row_windows, num_rows: as in :func:`restore_slots`.
+        caches, log, row_slots, page_offsets, window_id, row_windows, num_rows, plane_table: as in
+            :func:`restore_slots`.
         num_rejected: int32 ``[>= Q]``: how many drafts of each request were rejected.
-        cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens: as in :func:`reject_rows`; the
-            three outputs are **mutated**, and share no memory with ``row_slots`` and ``row_windows``. ``window_id``
-            may be ``counters[:1]``, which stays as it is, not another part of them.
+        cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens, leading_zero: as in
+            :func:`reject_rows`; the three outputs are **mutated**, and share no memory with ``row_slots`` and
+            ``row_windows``. ``window_id`` may be ``counters[:1]``, which stays as it is, not another part of them.
 
     Raises:
         As :func:`restore_slots` and :func:`reject_rows`, before anything is written.
@@ -329,7 +376,7 @@ def restore_slots_from_rejected(
     try:
         _ops.restore_slots_from_rejected.default(
             caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-            num_bonus_tokens, page_offsets, window_id, row_windows, num_rows,
+            num_bonus_tokens, page_offsets, window_id, row_windows, num_rows, plane_table, leading_zero,
         )  # fmt: skip
     except ValueError as error:
         raise _translated(error) from None
@@ -346,6 +393,7 @@ def plan_window(
     counters: Tensor,
     token_offset: int | None = None,
     num_bonus_tokens: int = 0,
+    leading_zero: bool = False,
 ) -> None:
     """Work out, on the device, which tokens of this step are drafts and where each is logged.
 
@@ -372,8 +420,10 @@ def plan_window(
             and ``log_rows`` are the tokens ``[token_offset, token_offset + T)`` of the batch, and rows of
             drafts outside it keep slot -1.
         num_bonus_tokens: how many tokens beside its drafts ``cu_num_draft_tokens`` counts for each request,
-            padded ones too: 1 where an engine counts logits, as vLLM's ``cu_num_logits[1:]``. The drafts of
+            padded ones too: 1 where an engine counts logits, as vLLM's ``cu_num_logits``. The drafts of
             request q are then ``num_bonus_tokens`` fewer than the difference above.
+        leading_zero: whether ``cu_num_draft_tokens`` is ``[Q + 1]`` and begins with a 0 before the first request's
+            count, as vLLM's ``cu_num_logits`` and other index pointers do. The 0 is not looked at on CUDA.
 
     Raises:
         ValueError: a shape, stride or overlap; on the CPU also more than R drafts, a cumulative array
@@ -385,7 +435,7 @@ def plan_window(
     try:
         _ops.plan_window.default(
             query_start_loc, cu_num_draft_tokens, list(slot_mappings), log_rows, row_slots,
-            row_requests, row_positions, counters, token_offset, num_bonus_tokens,
+            row_requests, row_positions, counters, token_offset, num_bonus_tokens, leading_zero,
         )  # fmt: skip
     except ValueError as error:
         raise _translated(error) from None
@@ -448,6 +498,7 @@ def reject_rows(
     num_accepted: Tensor,
     counters: Tensor,
     num_bonus_tokens: int = 0,
+    leading_zero: bool = False,
 ) -> None:
     """:func:`acceptance_mask` into a window's own buffers, as :func:`restore_slots` wants it.
 
@@ -458,13 +509,14 @@ def reject_rows(
         row_rejected: bool ``[R]``, contiguous; **mutated**, every element: True for a rejected draft.
         num_accepted: int32 ``[>= Q]``, contiguous; **mutated**, every element; 0 past Q.
         counters: int64 ``[len(COUNTERS)]``; **mutated**: ``accepted`` and ``rejected`` grow.
+        num_bonus_tokens, leading_zero: as in :func:`plan_window`.
 
     A window of more than R drafts was never planned: every row is then False and nothing is counted.
     """
     try:
         _ops.reject_rows.default(
             draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-            num_bonus_tokens,
+            num_bonus_tokens, leading_zero,
         )  # fmt: skip
     except ValueError as error:
         raise _translated(error) from None
@@ -477,11 +529,12 @@ def reject_rows_from_rejected(
     num_accepted: Tensor,
     counters: Tensor,
     num_bonus_tokens: int = 0,
+    leading_zero: bool = False,
 ) -> None:
     """:func:`reject_rows` for runners that already know ``num_rejected``, int32 ``[>= Q]``."""
     try:
         _ops.reject_rows_from_rejected.default(
-            num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens
+            num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens, leading_zero
         )
     except ValueError as error:
         raise _translated(error) from None

@@ -40,16 +40,18 @@ SCHEMAS = {
         Tensor cu_num_draft_tokens, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks,
         Tensor(b!)[] slot_mappings, Tensor(c!)[] block_tables, Tensor(d!) saved_slots, Tensor(e!) tail_pages,
         Tensor? idx_mapping=None, Tensor(f!)? held_slots=None, Tensor? page_offsets=None,
-        int num_bonus_tokens=0) -> ()""",
+        int num_bonus_tokens=0, Tensor? plane_table=None, bool leading_zero=False) -> ()""",
     "close_window": """(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc,
         Tensor cu_num_draft_tokens, Tensor row_rejected, Tensor shadow_blocks, Tensor saved_slots,
         Tensor tail_pages, Tensor(b!)[] slot_mappings, Tensor(c!)[] block_tables, Tensor? idx_mapping=None,
-        Tensor(d!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0) -> ()""",
+        Tensor(d!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0,
+        Tensor? plane_table=None, bool leading_zero=False) -> ()""",
     "close_window_from_rejected": """(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc,
         Tensor cu_num_draft_tokens, Tensor num_rejected, Tensor(b!) row_rejected, Tensor(c!) num_accepted,
         Tensor(d!) counters, Tensor shadow_blocks, Tensor saved_slots, Tensor tail_pages,
         Tensor(e!)[] slot_mappings, Tensor(f!)[] block_tables, Tensor? idx_mapping=None,
-        Tensor(g!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0) -> ()""",
+        Tensor(g!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0,
+        Tensor? plane_table=None, bool leading_zero=False) -> ()""",
 }
 
 # Layout of the `counters` tensor of `accept_staged`, int64 [len(STAGE_COUNTERS)], which only ever grows.
@@ -241,6 +243,8 @@ def open_window(
     held_slots: Tensor | None = None,
     page_offsets: Tensor | None = None,
     num_bonus_tokens: int = 0,
+    plane_table: Tensor | None = None,
+    leading_zero: bool = False,
 ) -> None:
     """Redirect a window to shadow pages: one launch for all layers and all groups of one geometry.
 
@@ -258,7 +262,7 @@ def open_window(
             Layers of another geometry take another call, with empty ``slot_mappings`` and ``block_tables``.
         planes_per_group: how many of ``caches`` belong to each of G groups. Groups share neither slots nor tables, and
             a page of one is never a page of another, even where they share memory.
-        query_start_loc, cu_num_draft_tokens, num_bonus_tokens: as in :func:`plan_window`.
+        query_start_loc, cu_num_draft_tokens, num_bonus_tokens, leading_zero: as in :func:`plan_window`.
         seq_lens: int32 ``[>= Q]``, contiguous: length of each sequence, this step's tokens and drafts included. The
             last token of request q is at position ``seq_lens[q] - 1``.
         row_slots: int64 ``[G, R]``, contiguous: what :func:`plan_window` gave: the slots of the drafts.
@@ -281,6 +285,7 @@ def open_window(
             states that stay (``idx_mapping``) and a call in every step, since a request without drafts is what
             tells that a state has changed hands: a new request first runs its prompt.
         page_offsets: as in :func:`log_slots`.
+        plane_table: as in :func:`restore_slots`.
 
     A request whose numbers do not agree (a first draft without a slot, or whose place in its page is not that of its
     position; fewer pages than it needs; a state, token, page or block outside its buffer) is a ValueError or IndexError
@@ -293,7 +298,7 @@ def open_window(
     _call(
         "open_window", _ops.open_window.default, caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
         seq_lens, row_slots, shadow_blocks, slot_mappings, block_tables, saved_slots, tail_pages, idx_mapping,
-        held_slots, page_offsets, num_bonus_tokens, planes=caches,
+        held_slots, page_offsets, num_bonus_tokens, plane_table, leading_zero, planes=caches,
     )  # fmt: skip
 
 
@@ -312,6 +317,8 @@ def close_window(
     held_slots: Tensor | None = None,
     page_offsets: Tensor | None = None,
     num_bonus_tokens: int = 0,
+    plane_table: Tensor | None = None,
+    leading_zero: bool = False,
 ) -> None:
     """Copy what was accepted to where it belongs, and put slots and tables back: one launch, as :func:`open_window`.
 
@@ -320,8 +327,8 @@ def close_window(
 
     Args:
         caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, idx_mapping, page_offsets,
-            num_bonus_tokens: with the values that :func:`open_window` had; ``caches`` are **mutated** at the slots of
-            the rows copied, nowhere else.
+            num_bonus_tokens, plane_table, leading_zero: with the values that :func:`open_window` had; ``caches`` are
+            **mutated** at the slots of the rows copied, nowhere else.
         row_rejected: bool ``[R]``, contiguous: which drafts were rejected, what :func:`reject_rows` gave. Any pattern.
             All true cancels the window.
         saved_slots, tail_pages: what :func:`open_window` saved.
@@ -336,7 +343,7 @@ def close_window(
     _call(
         "close_window", _ops.close_window.default, caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
         row_rejected, shadow_blocks, saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping, held_slots,
-        page_offsets, num_bonus_tokens, planes=caches,
+        page_offsets, num_bonus_tokens, plane_table, leading_zero, planes=caches,
     )  # fmt: skip
 
 
@@ -358,6 +365,8 @@ def close_window_from_rejected(
     held_slots: Tensor | None = None,
     page_offsets: Tensor | None = None,
     num_bonus_tokens: int = 0,
+    plane_table: Tensor | None = None,
+    leading_zero: bool = False,
 ) -> None:
     """:func:`reject_rows_from_rejected`, then :func:`close_window` with what it rejected, in one launch.
 
@@ -366,8 +375,8 @@ def close_window_from_rejected(
         row_rejected, num_accepted, counters: as in :func:`reject_rows`; **mutated**, and share no memory with the
             window's other tensors.
         caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
-            slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, num_bonus_tokens: as in
-            :func:`close_window`.
+            slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, num_bonus_tokens,
+            plane_table, leading_zero: as in :func:`close_window`.
 
     Raises:
         As :func:`close_window` and :func:`reject_rows`, before anything is written.
@@ -379,5 +388,5 @@ def close_window_from_rejected(
         "close_window_from_rejected", _ops.close_window_from_rejected.default, caches, planes_per_group,
         query_start_loc, cu_num_draft_tokens, num_rejected, row_rejected, num_accepted, counters, shadow_blocks,
         saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping, held_slots, page_offsets,
-        num_bonus_tokens, planes=caches,
+        num_bonus_tokens, plane_table, leading_zero, planes=caches,
     )  # fmt: skip

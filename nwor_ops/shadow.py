@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.cache import Plane
+from nwor_ops.cache import Plane, PlaneList
 from nwor_ops.ops_stage import MOST_GROUPS
 from nwor_ops.window import Window, WindowBuffers
 
@@ -39,7 +39,7 @@ def shadow_pages_per_request(max_drafts_per_request: int, block_size: int) -> in
 class _Launch:
     """What one call of open_window or close_window takes: the planes of one geometry in consecutive groups."""
 
-    caches: list[Tensor]
+    planes: PlaneList
     planes_per_group: list[int]
     groups: slice
     redirects: bool  # whether this call changes the tables of its groups
@@ -108,11 +108,12 @@ class ShadowPages:
         try:
             for launch in self.launches:
                 g = launch.groups
+                caches, table = launch.planes.arguments()
                 ops.open_window(
-                    launch.caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
+                    caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
                     window.seq_lens, buffers.row_slots[g], self.shadow_blocks[g], *self._tables(launch, window),
                     self.saved_slots[g], self.tail_pages[g], window.request_states, self._held(launch, window),
-                    launch.page_offsets, window.num_bonus_tokens,
+                    launch.page_offsets, window.num_bonus_tokens, table, window.leading_zero,
                 )  # fmt: skip
         except Exception:
             self._put_back(window, buffers)
@@ -126,22 +127,24 @@ class ShadowPages:
         """
         for launch in self.launches[first:]:
             g = launch.groups
+            caches, table = launch.planes.arguments()
             ops.close_window(
-                launch.caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
+                caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
                 buffers.row_rejected, self.shadow_blocks[g], self.saved_slots[g], self.tail_pages[g],
                 *self._tables(launch, window), window.request_states, self._held(launch, window),
-                launch.page_offsets, window.num_bonus_tokens,
+                launch.page_offsets, window.num_bonus_tokens, table, window.leading_zero,
             )  # fmt: skip
 
     def judge_and_close(self, window: Window, buffers: WindowBuffers, num_rejected: Tensor) -> None:
         """The first launch of :meth:`close`, which finds out by itself what was rejected."""
         launch = self.launches[0]
         g = launch.groups
+        caches, table = launch.planes.arguments()
         ops.close_window_from_rejected(
-            launch.caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
+            caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
             num_rejected, buffers.row_rejected, buffers.num_accepted, buffers.counters, self.shadow_blocks[g],
             self.saved_slots[g], self.tail_pages[g], *self._tables(launch, window), window.request_states,
-            self._held(launch, window), launch.page_offsets, window.num_bonus_tokens,
+            self._held(launch, window), launch.page_offsets, window.num_bonus_tokens, table, window.leading_zero,
         )  # fmt: skip
 
     def _put_back(self, window: Window, buffers: WindowBuffers) -> None:
@@ -153,16 +156,16 @@ class ShadowPages:
         self.held_slots.fill_(-1)
         for launch in self.launches:
             if not launch.redirects or not any(
-                self._is_redirected(index, window.slot_mappings[self.groups[index]], launch.caches[0].shape[1])
+                self._is_redirected(index, window.slot_mappings[self.groups[index]], launch.planes.views[0].shape[1])
                 for index in range(launch.groups.start, launch.groups.stop)
             ):
                 continue
             g = launch.groups
             ops.close_window(
-                [cache[..., :0] for cache in launch.caches], launch.planes_per_group, window.query_start_loc,
+                [view[..., :0] for view in launch.planes.views], launch.planes_per_group, window.query_start_loc,
                 window.cu_num_draft_tokens, buffers.row_rejected, self.shadow_blocks[g], self.saved_slots[g],
                 self.tail_pages[g], *self._tables(launch, window), window.request_states, None, None,
-                window.num_bonus_tokens,
+                window.num_bonus_tokens, None, window.leading_zero,
             )  # fmt: skip
 
     def _is_redirected(self, group: int, slots: Tensor, block_size: int) -> bool:
@@ -226,7 +229,7 @@ def _plan_launches(planes: Mapping[str, Sequence[Plane]]) -> list[_Launch]:
             of_run = [by_group[index] for index in indices]
             launches.append(
                 _Launch(
-                    [plane.view for of_group in of_run for plane in of_group],
+                    PlaneList([plane.view for of_group in of_run for plane in of_group]),
                     [len(of_group) for of_group in of_run],
                     slice(indices[0], indices[-1] + 1),
                     indices[0] not in redirected,

@@ -22,14 +22,15 @@ class Window(NamedTuple):
     Args:
         query_start_loc: int32 ``[>= Q + 1]``: first token of each request in the flat batch, then the end.
         cu_num_draft_tokens: int32 ``[Q]``: drafts up to and including each request. Padded requests
-            repeat the last value.
+            repeat the last value. With ``leading_zero`` ``[Q + 1]``.
         slot_mappings: int64 ``[T]`` per group of layers: the slot of each token, negative = none.
         num_draft_tokens: drafts in the whole batch (or an upper bound of them) where the host knows it,
             else None. With it a window too large for the log is refused before anything is launched,
             and commit looks at no more drafts than that: where there are more, rejected ones stay. Of a commit that a
             CUDA graph captures it must hold in every replay: None, or the capacity.
         num_bonus_tokens: tokens beside its drafts that ``cu_num_draft_tokens`` counts for each request, padded
-            ones too: 1 where the engine counts logits, as vLLM's ``cu_num_logits[1:]``.
+            ones too: 1 where the engine counts logits, as vLLM's ``cu_num_logits``.
+        leading_zero: whether ``cu_num_draft_tokens`` begins with a 0 before the first request's count.
         seq_lens: int32 ``[>= Q]``: length of each sequence with this step's tokens. Mode ``"stage"`` needs it.
         block_tables: int32 ``[>= Q, pages]`` per group of layers: the tables that attention will read. Mode
             ``"stage"`` needs them, and edits them and the slot mappings in place until the window is closed.
@@ -46,6 +47,12 @@ class Window(NamedTuple):
     seq_lens: Tensor | None = None
     block_tables: Mapping[str, Tensor] | None = None
     request_states: Tensor | None = None
+    leading_zero: bool = False
+
+    @property
+    def num_requests(self) -> int:
+        """Q, padded requests included."""
+        return self.cu_num_draft_tokens.shape[0] - self.leading_zero
 
 
 class WindowBuffers:

@@ -486,8 +486,8 @@ def test_stopped_half_way_needs_row_windows(kinds, monkeypatch):
     """The test above can fail: without the windows of rows, old log rows overwrite committed ones."""
     restore = ops.restore_slots
 
-    def without_row_windows(caches, log, row_slots, row_rejected, page_offsets, *_):
-        restore(caches, log, row_slots, row_rejected, page_offsets)
+    def without_row_windows(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, *rest):
+        restore(caches, log, row_slots, row_rejected, page_offsets, None, None, *rest)
 
     monkeypatch.setattr(nwor_ops.manager.ops, "restore_slots", without_row_windows)
     transactions = Transactions(kinds)

@@ -38,8 +38,11 @@ class Engine:
     pages. A step advances every request by its given and accepted tokens.
     """
 
-    def __init__(self, kinds=ALL, mode="stage", with_states=False, seed=0, pages=24, num_bonus_tokens=0):
+    def __init__(
+        self, kinds=ALL, mode="stage", with_states=False, seed=0, pages=24, num_bonus_tokens=0, leading_zero=False
+    ):
         self.random, self.num_bonus_tokens = torch.Generator().manual_seed(seed), num_bonus_tokens
+        self.leading_zero = leading_zero
         self.manager = DraftCommitManager(
             max_num_tokens=TOKENS, max_num_requests=REQUESTS, max_draft_tokens=REQUESTS * DRAFTS, device="cpu",
             mode=mode, max_drafts_per_request=DRAFTS if mode == "stage" else None,
@@ -79,8 +82,10 @@ class Engine:
         batch = make_batch(requests, slots)
         lengths = [self.lengths[q] + r.given + r.drafts for q, r in enumerate(requests)]
         bonus = self.num_bonus_tokens * torch.arange(1, len(requests) + 1, dtype=torch.int32)
+        counts = batch.window.cu_num_draft_tokens + bonus
         batch.window = batch.window._replace(
-            cu_num_draft_tokens=batch.window.cu_num_draft_tokens + bonus, num_bonus_tokens=self.num_bonus_tokens,
+            cu_num_draft_tokens=torch.nn.functional.pad(counts, (1, 0)) if self.leading_zero else counts,
+            num_bonus_tokens=self.num_bonus_tokens, leading_zero=self.leading_zero,
             seq_lens=torch.tensor(lengths, dtype=torch.int32), block_tables=self.tables, request_states=self.states,
         )  # fmt: skip
         return batch
@@ -216,9 +221,10 @@ def test_requests_in_other_rows(with_states):
         stage.assert_pages(cow)
 
 
-def test_counts_of_logits():
-    """num_bonus_tokens, as vLLM's cu_num_logits: the same as counts of drafts."""
-    stage, cow = Engine(mode="stage", num_bonus_tokens=1), Engine(mode="cow")
+@pytest.mark.parametrize("mode", ["stage", "cow"])
+def test_counts_of_logits(mode):
+    """num_bonus_tokens and leading_zero, as vLLM's cu_num_logits: the same as counts of drafts."""
+    stage, cow = Engine(mode=mode, num_bonus_tokens=1, leading_zero=True), Engine(mode="cow")
     for requests in STEPS:
         for engine in (stage, cow):
             engine.step(requests)

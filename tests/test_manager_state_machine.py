@@ -242,11 +242,19 @@ TestEngine.settings = MACHINE_SETTINGS
 
 
 def without_row_windows(restore):
-    return lambda caches, log, slots, rejected, offsets, *_: restore(caches, log, slots, rejected, offsets)
+    return lambda caches, log, slots, rejected, offsets, window, windows, *rest: restore(
+        caches, log, slots, rejected, offsets, None, None, *rest
+    )
 
 
 def without_last_layer(restore):
-    return lambda caches, log, *rest: restore(caches[:-1] or caches, log[: max(1, len(caches) - 1)], *rest[:-3])
+    def restore_others(caches, log, slots, rejected, offsets, window, windows, num_rows, table):
+        layers = max(1, len(table) - 1)
+        restore(
+            caches, log[:layers], slots, rejected, offsets, window, windows[:layers], num_rows, table[:layers]
+        )  # fmt: skip
+
+    return restore_others
 
 
 def without_page_offsets(restore):

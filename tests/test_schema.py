@@ -38,23 +38,27 @@ nwor::write_kv_logged(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!)
 nwor::log_slots(Tensor cache, Tensor slot_mapping, Tensor log_rows, Tensor(a!) log, Tensor?
     page_offsets=None, Tensor? window_id=None, Tensor(b!)? row_windows=None) -> ()
 nwor::restore_slots(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor row_rejected, Tensor?
-    page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None, int? num_rows=None) -> ()
+    page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None, int? num_rows=None, Tensor?
+    plane_table=None) -> ()
 nwor::restore_slots_from_rejected(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor
     num_rejected, Tensor cu_num_draft_tokens, Tensor(b!) row_rejected, Tensor(c!) num_accepted,
     Tensor(d!) counters, int num_bonus_tokens=0, Tensor? page_offsets=None, Tensor? window_id=None,
-    Tensor? row_windows=None, int? num_rows=None) -> ()
+    Tensor? row_windows=None, int? num_rows=None, Tensor? plane_table=None, bool leading_zero=False)
+    -> ()
 nwor::plan_window(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
     Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests, Tensor(d!) row_positions,
-    Tensor(e!) counters, int? token_offset=None, int num_bonus_tokens=0) -> ()
+    Tensor(e!) counters, int? token_offset=None, int num_bonus_tokens=0, bool leading_zero=False) ->
+    ()
 nwor::acceptance_mask(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_num_draft_tokens)
     -> (Tensor accepted, Tensor num_accepted)
 nwor::acceptance_mask_from_rejected(Tensor num_rejected, Tensor cu_num_draft_tokens, int
     num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)
 nwor::reject_rows(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_num_draft_tokens,
-    Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0)
-    -> ()
+    Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0,
+    bool leading_zero=False) -> ()
 nwor::reject_rows_from_rejected(Tensor num_rejected, Tensor cu_num_draft_tokens, Tensor(a!)
-    row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0) -> ()
+    row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0, bool
+    leading_zero=False) -> ()
 nwor::prepare_prefill_inputs(Tensor target_input_ids, Tensor target_positions, Tensor
     target_query_start_loc, Tensor target_seq_lens, Tensor idx_mapping, Tensor num_sampled, Tensor
     num_rejected, Tensor last_sampled, Tensor next_prefill_tokens, Tensor(a!) input_ids, Tensor(b!)
@@ -108,16 +112,18 @@ nwor::open_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_star
     cu_num_draft_tokens, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks, Tensor(b!)[]
     slot_mappings, Tensor(c!)[] block_tables, Tensor(d!) saved_slots, Tensor(e!) tail_pages, Tensor?
     idx_mapping=None, Tensor(f!)? held_slots=None, Tensor? page_offsets=None, int
-    num_bonus_tokens=0) -> ()
+    num_bonus_tokens=0, Tensor? plane_table=None, bool leading_zero=False) -> ()
 nwor::close_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
     cu_num_draft_tokens, Tensor row_rejected, Tensor shadow_blocks, Tensor saved_slots, Tensor
     tail_pages, Tensor(b!)[] slot_mappings, Tensor(c!)[] block_tables, Tensor? idx_mapping=None,
-    Tensor(d!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0) -> ()
+    Tensor(d!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0, Tensor?
+    plane_table=None, bool leading_zero=False) -> ()
 nwor::close_window_from_rejected(Tensor(a!)[] caches, int[] planes_per_group, Tensor
     query_start_loc, Tensor cu_num_draft_tokens, Tensor num_rejected, Tensor(b!) row_rejected,
     Tensor(c!) num_accepted, Tensor(d!) counters, Tensor shadow_blocks, Tensor saved_slots, Tensor
     tail_pages, Tensor(e!)[] slot_mappings, Tensor(f!)[] block_tables, Tensor? idx_mapping=None,
-    Tensor(g!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0) -> ()""")  # fmt: skip
+    Tensor(g!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0, Tensor?
+    plane_table=None, bool leading_zero=False) -> ()""")  # fmt: skip
 
 
 def test_every_op_is_documented_and_exported():

@@ -78,9 +78,9 @@ void commit_staged(const Tensor& staged_key, const Tensor& staged_value, const T
 
 // ---------------------------------------------------------------- moving slots of one plane
 
-CacheView plane_of(const CacheView& geometry, const Tensor& cache) {
+CacheView plane_of(const CacheView& geometry, char* data) {
     CacheView plane = geometry;
-    plane.data = static_cast<char*>(cache.data_ptr());
+    plane.data = data;
     return plane;
 }
 
@@ -101,12 +101,13 @@ void copy_head(const CacheView& cache, const PageOffsets& offsets, int64_t slot,
 // ---------------------------------------------------------------- move_slots
 
 template <class Raw>
-void move_rows(const MoveArguments& m, const std::vector<Tensor>& caches) {
+void move_rows(const MoveArguments& m) {
     // A head of a plane at a time: all its sources are read before the first destination is written.
     torch::stable::parallel_for(0, m.num_planes * m.cache.num_heads, 1, [&](int64_t begin, int64_t end) {
         std::vector<Raw> rows(static_cast<size_t>(m.num_moves * m.cache.width));
         for (int64_t part = begin; part < end; ++part) {
-            const CacheView cache = plane_of(m.cache, caches[part / m.cache.num_heads]);
+            const CacheView cache =
+                plane_of(m.cache, m.planes[static_cast<size_t>(part / m.cache.num_heads)]);
             const int64_t head = part % m.cache.num_heads;
             const auto each = [&](const int64_t* slots, auto to_page) {
                 for (int64_t i = 0; i < m.num_moves; ++i)
@@ -130,8 +131,7 @@ void move_slots(const std::vector<Tensor>& caches, const Tensor& src_slots, cons
         check_slot(m.op, "dst_slots", i, m.to[i], m.cache);
     }
     check_page_table(m.op, m.page_offsets, m.cache);
-    with_raw_type(m.cache.element_size,
-                  [&](auto tag) { move_rows<typename decltype(tag)::type>(m, caches); });
+    with_raw_type(m.cache.element_size, [&](auto tag) { move_rows<typename decltype(tag)::type>(m); });
 }
 
 // ---------------------------------------------------------------- open_window, close_window
@@ -176,26 +176,27 @@ void copy_slot(const CacheView& cache, const PageOffsets& offsets, const Copy& c
 }
 
 template <class Raw>
-void copy_in_planes(const CacheView& geometry, const std::vector<Tensor>& caches,
-                    const std::vector<int64_t>& planes_per_group, const PageOffsets& offsets,
-                    const std::vector<Copy>& copies) {
+void copy_in_planes(const Planes& planes, const std::vector<int64_t>& planes_per_group,
+                    const PageOffsets& offsets, const std::vector<Copy>& copies) {
     std::vector<int64_t> group_of;
     for (size_t g = 0; g < planes_per_group.size(); ++g)
         group_of.insert(group_of.end(), static_cast<size_t>(planes_per_group[g]), static_cast<int64_t>(g));
-    torch::stable::parallel_for(0, static_cast<int64_t>(caches.size()), 1, [&](int64_t begin, int64_t end) {
-        std::vector<Raw> row(static_cast<size_t>(geometry.width));
-        for (int64_t plane = begin; plane < end; ++plane)
-            for (const Copy& copy : copies)
-                if (copy.group == group_of[plane])
-                    copy_slot(plane_of(geometry, caches[plane]), offsets, copy, row);
-    });
+    torch::stable::parallel_for(
+        0, static_cast<int64_t>(planes.data.size()), 1, [&](int64_t begin, int64_t end) {
+            std::vector<Raw> row(static_cast<size_t>(planes.view.width));
+            for (int64_t plane = begin; plane < end; ++plane)
+                for (const Copy& copy : copies)
+                    if (copy.group == group_of[plane])
+                        copy_slot(plane_of(planes.view, planes.data[static_cast<size_t>(plane)]), offsets,
+                                  copy, row);
+        });
 }
 
-void copy_all(const CacheView& geometry, const WindowTensors& t, const PageOffsets& offsets,
+void copy_all(const Planes& planes, const WindowTensors& t, const PageOffsets& offsets,
               const std::vector<Copy>& copies) {
-    if (copies.empty() || geometry.num_heads * geometry.width == 0) return;
-    with_raw_type(geometry.element_size, [&](auto tag) {
-        copy_in_planes<typename decltype(tag)::type>(geometry, t.caches, t.planes_per_group, offsets, copies);
+    if (copies.empty() || planes.view.num_heads * planes.view.width == 0) return;
+    with_raw_type(planes.view.element_size, [&](auto tag) {
+        copy_in_planes<typename decltype(tag)::type>(planes, t.planes_per_group, offsets, copies);
     });
 }
 
@@ -205,14 +206,15 @@ void open_window(const std::vector<Tensor>& caches, const std::vector<int64_t>& 
                  const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
                  const Tensor& saved_slots, const Tensor& tail_pages,
                  const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& held_slots,
-                 const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens) {
+                 const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens,
+                 const std::optional<Tensor>& plane_table, bool leading_zero) {
     const WindowTensors t{caches,        planes_per_group, query_start_loc, cu_num_draft_tokens,
                           shadow_blocks, saved_slots,      tail_pages,      slot_mappings,
-                          block_tables,  idx_mapping,      held_slots};
-    CacheView cache;
-    const WindowArguments a = check_open(t, seq_lens, row_slots, num_bonus_tokens, &cache);
-    const PageOffsets offsets = check_page_offsets(a.op, page_offsets, caches);
-    check_page_table(a.op, offsets, cache);
+                          block_tables,  idx_mapping,      held_slots,      plane_table};
+    Planes planes;
+    const WindowArguments a = check_open(t, seq_lens, row_slots, {num_bonus_tokens, leading_zero}, &planes);
+    const PageOffsets offsets = check_page_offsets(a.op, page_offsets, caches, plane_table);
+    check_page_table(a.op, offsets, planes.view);
     const std::vector<Redirect> redirects = redirects_of(a, redirect_at_open, problem_at_open);
     std::vector<Copy> copies;
     for (int64_t g = 0; g < a.num_groups; ++g)
@@ -226,13 +228,13 @@ void open_window(const std::vector<Tensor>& caches, const std::vector<int64_t>& 
             for (int64_t token = 0; a.redirects && token < r.tokens(); ++token)
                 redirect_token(a, g, q, r, token);
         }
-    copy_all(cache, t, offsets, copies);
+    copy_all(planes, t, offsets, copies);
 }
 
-void close(const WindowArguments& a, const CacheView& cache, const WindowTensors& t,
+void close(const WindowArguments& a, const Planes& planes, const WindowTensors& t,
            const std::optional<Tensor>& page_offsets, const AcceptArguments* judged) {
-    const PageOffsets offsets = check_page_offsets(a.op, page_offsets, t.caches);
-    check_page_table(a.op, offsets, cache);
+    const PageOffsets offsets = check_page_offsets(a.op, page_offsets, t.caches, t.plane_table);
+    check_page_table(a.op, offsets, planes.view);
     const std::vector<Redirect> redirects = redirects_of(a, redirect_at_close, problem_of_saved);
     if (judged != nullptr) accept(*judged);
     std::vector<Copy> copies;
@@ -247,7 +249,7 @@ void close(const WindowArguments& a, const CacheView& cache, const WindowTensors
                 if (a.redirects) put_back_token(a, g, q, r, token);
             }
         }
-    copy_all(cache, t, offsets, copies);
+    copy_all(planes, t, offsets, copies);
 }
 
 void close_window(const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
@@ -256,13 +258,14 @@ void close_window(const std::vector<Tensor>& caches, const std::vector<int64_t>&
                   const Tensor& tail_pages, const std::vector<Tensor>& slot_mappings,
                   const std::vector<Tensor>& block_tables, const std::optional<Tensor>& idx_mapping,
                   const std::optional<Tensor>& held_slots, const std::optional<Tensor>& page_offsets,
-                  int64_t num_bonus_tokens) {
+                  int64_t num_bonus_tokens, const std::optional<Tensor>& plane_table, bool leading_zero) {
     const WindowTensors t{caches,        planes_per_group, query_start_loc, cu_num_draft_tokens,
                           shadow_blocks, saved_slots,      tail_pages,      slot_mappings,
-                          block_tables,  idx_mapping,      held_slots};
-    CacheView cache;
-    const WindowArguments a = check_close("close_window", t, row_rejected, num_bonus_tokens, &cache);
-    close(a, cache, t, page_offsets, nullptr);
+                          block_tables,  idx_mapping,      held_slots,      plane_table};
+    Planes planes;
+    const WindowArguments a =
+        check_close("close_window", t, row_rejected, {num_bonus_tokens, leading_zero}, &planes);
+    close(a, planes, t, page_offsets, nullptr);
 }
 
 void close_window_from_rejected(
@@ -272,16 +275,17 @@ void close_window_from_rejected(
     const Tensor& shadow_blocks, const Tensor& saved_slots, const Tensor& tail_pages,
     const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
     const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& held_slots,
-    const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens) {
+    const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens,
+    const std::optional<Tensor>& plane_table, bool leading_zero) {
     const WindowTensors t{caches,        planes_per_group, query_start_loc, cu_num_draft_tokens,
                           shadow_blocks, saved_slots,      tail_pages,      slot_mappings,
-                          block_tables,  idx_mapping,      held_slots};
-    CacheView cache;
+                          block_tables,  idx_mapping,      held_slots,      plane_table};
+    Planes planes;
     AcceptArguments judged{};
     const WindowArguments a = check_close_from_rejected(t, num_rejected, row_rejected, num_accepted, counters,
-                                                        num_bonus_tokens, &cache, &judged);
+                                                        {num_bonus_tokens, leading_zero}, &planes, &judged);
     check_cumulative(judged, INT32_MAX, "a 32-bit count");
-    close(a, cache, t, page_offsets, &judged);
+    close(a, planes, t, page_offsets, &judged);
 }
 
 }  // namespace

@@ -59,13 +59,13 @@ void log_slots(const Tensor& cache, const Tensor& slot_mapping, const Tensor& lo
 // ---------------------------------------------------------------- restore_slots
 
 template <class Raw>
-void restore_rows(const RestoreArguments& r, const std::vector<Tensor>& caches) {
+void restore_rows(const RestoreArguments& r) {
     // Layers x rows in one parallel region, so that few rows of many layers still fill the threads.
     torch::stable::parallel_for(
         0, r.num_layers * r.num_rows, kRowsPerThread, [&](int64_t begin, int64_t end) {
             for (int64_t layer = begin / r.num_rows; layer * r.num_rows < end; ++layer) {
                 CacheView cache = r.cache;
-                cache.data = static_cast<char*>(caches[layer].data_ptr());
+                cache.data = r.planes[static_cast<size_t>(layer)];
                 RowsView log = r.log;
                 log.data += layer * r.log_layer_stride * static_cast<int64_t>(sizeof(Raw));
                 const int64_t first = std::max(begin - layer * r.num_rows, int64_t{0});
@@ -103,38 +103,35 @@ void check_rejected_slots(const RestoreArguments& r, const bool* row_rejected) {
     if (r.num_rows > 0) check_page_table(r.op, r.page_offsets, r.cache);
 }
 
-void restore(const RestoreArguments& r, const std::vector<Tensor>& caches) {
+void restore(const RestoreArguments& r) {
     if (r.num_rows == 0) return;
-    with_raw_type(r.cache.element_size,
-                  [&](auto tag) { restore_rows<typename decltype(tag)::type>(r, caches); });
+    with_raw_type(r.cache.element_size, [&](auto tag) { restore_rows<typename decltype(tag)::type>(r); });
 }
 
 void restore_slots(const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots,
                    const Tensor& row_rejected, const std::optional<Tensor>& page_offsets,
                    const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
-                   const std::optional<int64_t>& num_rows) {
+                   const std::optional<int64_t>& num_rows, const std::optional<Tensor>& plane_table) {
     const RestoreArguments r = check_restore("restore_slots", caches, log, row_slots, row_rejected,
-                                             page_offsets, window_id, row_windows, num_rows);
+                                             page_offsets, window_id, row_windows, num_rows, plane_table);
     check_rejected_slots(r, r.row_rejected);
-    restore(r, caches);
+    restore(r);
 }
 
-void restore_slots_from_rejected(const std::vector<Tensor>& caches, const Tensor& log,
-                                 const Tensor& row_slots, const Tensor& num_rejected,
-                                 const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
-                                 const Tensor& num_accepted, const Tensor& counters, int64_t num_bonus_tokens,
-                                 const std::optional<Tensor>& page_offsets,
-                                 const std::optional<Tensor>& window_id,
-                                 const std::optional<Tensor>& row_windows,
-                                 const std::optional<int64_t>& num_rows) {
+void restore_slots_from_rejected(
+    const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots, const Tensor& num_rejected,
+    const Tensor& cu_num_draft_tokens, const Tensor& row_rejected, const Tensor& num_accepted,
+    const Tensor& counters, int64_t num_bonus_tokens, const std::optional<Tensor>& page_offsets,
+    const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
+    const std::optional<int64_t>& num_rows, const std::optional<Tensor>& plane_table, bool leading_zero) {
     AcceptArguments a{};
     const RestoreArguments r = check_restore_from_rejected(
         caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-        num_bonus_tokens, page_offsets, window_id, row_windows, num_rows, &a);
+        {num_bonus_tokens, leading_zero}, page_offsets, window_id, row_windows, num_rows, plane_table, &a);
     check_cumulative(a, INT32_MAX, "a 32-bit count");
     check_rejected_slots(r, Judged(a).marks());
     accept(a);
-    restore(r, caches);
+    restore(r);
 }
 
 }  // namespace

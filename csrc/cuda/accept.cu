@@ -99,10 +99,10 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
 void plan_window(const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
                  const std::vector<Tensor>& slot_mappings, const Tensor& log_rows, const Tensor& row_slots,
                  const Tensor& row_requests, const Tensor& row_positions, const Tensor& counters,
-                 const std::optional<int64_t>& token_offset, int64_t num_bonus_tokens) {
+                 const std::optional<int64_t>& token_offset, int64_t num_bonus_tokens, bool leading_zero) {
     const PlanArguments p =
         check_plan(query_start_loc, cu_num_draft_tokens, slot_mappings, log_rows, row_slots, row_requests,
-                   row_positions, counters, token_offset, num_bonus_tokens);
+                   row_positions, counters, token_offset, {num_bonus_tokens, leading_zero});
     if (p.num_groups > kMostGroups)
         fail(p.op, "slot_mappings must hold at most ", kMostGroups, " slot mappings on CUDA, got ",
              p.num_groups);
@@ -173,17 +173,19 @@ std::tuple<Tensor, Tensor> acceptance_mask_from_rejected(const Tensor& num_rejec
 
 void reject_rows(const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
                  const Tensor& cu_num_draft_tokens, const Tensor& row_rejected, const Tensor& num_accepted,
-                 const Tensor& counters, int64_t num_bonus_tokens) {
-    const AcceptArguments a = check_reject_rows(draft_token_ids, sampled_token_ids, cu_num_draft_tokens,
-                                                row_rejected, num_accepted, counters, num_bonus_tokens);
+                 const Tensor& counters, int64_t num_bonus_tokens, bool leading_zero) {
+    const AcceptArguments a =
+        check_reject_rows(draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted,
+                          counters, {num_bonus_tokens, leading_zero});
     accept(a, a.drafts.length, cu_num_draft_tokens);
 }
 
 void reject_rows_from_rejected(const Tensor& num_rejected, const Tensor& cu_num_draft_tokens,
                                const Tensor& row_rejected, const Tensor& num_accepted, const Tensor& counters,
-                               int64_t num_bonus_tokens) {
-    const AcceptArguments a = check_reject_rows_from_rejected(num_rejected, cu_num_draft_tokens, row_rejected,
-                                                              num_accepted, counters, num_bonus_tokens);
+                               int64_t num_bonus_tokens, bool leading_zero) {
+    const AcceptArguments a =
+        check_reject_rows_from_rejected(num_rejected, cu_num_draft_tokens, row_rejected, num_accepted,
+                                        counters, {num_bonus_tokens, leading_zero});
     accept(a, INT32_MAX, cu_num_draft_tokens);
 }
 

@@ -174,12 +174,10 @@ int64_t elements_per_access(int64_t element_size, const Fits& fits) {
 }
 
 // The same for every plane of a geometry.
-bool planes_fit(const CacheView& geometry, const std::vector<Tensor>& caches, int64_t elements) {
-    return std::all_of(caches.begin(), caches.end(), [&](const Tensor& cache) {
-        CacheView view = geometry;
-        view.data = static_cast<char*>(cache.data_ptr());
-        return fits(view, elements);
-    });
+bool planes_fit(const CacheView& geometry, const std::vector<char*>& planes, int64_t elements) {
+    const int64_t bytes = elements * geometry.element_size;
+    return fits(geometry, elements) && std::all_of(planes.begin(), planes.end(),
+                                                   [&](const char* plane) { return aligned(plane, bytes); });
 }
 
 // Calls `f(Tag<T>)` with an unsigned T of that many bytes, up to the widest access.

@@ -229,14 +229,12 @@ int64_t shared_bytes_of_device(int32_t device) {
 }
 
 template <class Unit, bool kTable>
-void launch_moves(const MoveArguments& m, const std::vector<Tensor>& caches, int64_t elements,
-                  const Launch& launch) {
+void launch_moves(const MoveArguments& m, int64_t elements, const Launch& launch) {
     const auto kernel = move_kernel<Unit, kTable>;
     for (int64_t first = 0; first < m.num_planes; first += kPlanesPerMove) {
         const int64_t planes = std::min(kPlanesPerMove, m.num_planes - first);
         MoveJob job{};
-        for (int64_t i = 0; i < planes; ++i)
-            job.caches[i] = static_cast<char*>(caches[static_cast<size_t>(first + i)].data_ptr());
+        std::copy_n(m.planes.begin() + first, planes, job.caches);
         job.row = RowShape(m.op, m.cache, elements);
         job.slots = slots_of(m.cache);
         job.pages = in_units(m.cache, elements, m.page_offsets);
@@ -265,15 +263,15 @@ void move_slots(const std::vector<Tensor>& caches, const Tensor& src_slots, cons
              m.num_moves);
     const bool table = m.page_offsets.table != nullptr;
     const int64_t elements = elements_per_access(size, [&](int64_t n) {
-        return !table && n * size * m.num_moves <= room && planes_fit(m.cache, caches, n);
+        return !table && n * size * m.num_moves <= room && planes_fit(m.cache, m.planes, n);
     });
     if (table)
         with_raw_type(m.cache.element_size, [&](auto tag) {
-            launch_moves<typename decltype(tag)::type, true>(m, caches, elements, launch);
+            launch_moves<typename decltype(tag)::type, true>(m, elements, launch);
         });
     else
         with_access_type(elements * size, [&](auto tag) {
-            launch_moves<typename decltype(tag)::type, false>(m, caches, elements, launch);
+            launch_moves<typename decltype(tag)::type, false>(m, elements, launch);
         });
     check_launch(launch, complain);
 }
@@ -442,7 +440,7 @@ struct WindowLaunch {
     int64_t group = 0, in_group = 0;  // where the next one goes on
 
     // Fills runs and addresses; false when no plane is left.
-    bool next(WindowJob& job, const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
+    bool next(WindowJob& job, const std::vector<char*>& planes, const std::vector<int64_t>& planes_per_group,
               int64_t& plane) {
         job.num_runs = 0;
         int64_t taken = 0;
@@ -457,8 +455,9 @@ struct WindowLaunch {
             if (count == 0 || job.num_runs == kMostRuns) break;
             job.runs[job.num_runs++] = {static_cast<uint16_t>(taken), static_cast<uint8_t>(count),
                                         static_cast<uint8_t>(group)};
-            for (int64_t i = 0; i < count; ++i)
-                job.caches[taken++] = static_cast<char*>(caches[static_cast<size_t>(plane++)].data_ptr());
+            std::copy_n(planes.begin() + plane, count, job.caches + taken);
+            taken += count;
+            plane += count;
             in_group += count;
         }
         return taken > 0;
@@ -490,18 +489,18 @@ LaunchShape shape_for_window(WindowJob& job, int64_t most_rows, bool redirects) 
 enum class WindowOp { kOpen, kClose, kJudgeAndClose };
 
 template <class Unit, bool kTable, WindowOp kOp>
-void launch_window(const WindowArguments& a, const AcceptArguments& accept, const CacheView& cache,
+void launch_window(const WindowArguments& a, const AcceptArguments& accept, const Planes& planes,
                    const PageOffsets& offsets, const WindowTensors& t, int64_t most_rows, int64_t elements,
                    const Launch& launch) {
     WindowJob job{};
     job.window = a;
-    job.row = RowShape(a.op, cache, elements);
-    job.pages = in_units(cache, elements, offsets);
+    job.row = RowShape(a.op, planes.view, elements);
+    job.pages = in_units(planes.view, elements, offsets);
     job.report_as = report_as(a.op);
     WindowLaunch part;
     bool redirects = a.redirects;
     int64_t plane = 0;
-    for (int64_t plane_of_part = 0; part.next(job, t.caches, t.planes_per_group, plane);
+    for (int64_t plane_of_part = 0; part.next(job, planes.data, t.planes_per_group, plane);
          plane_of_part = plane, redirects = false) {
         LaunchShape shape = shape_for_window(job, most_rows, redirects);
         job.first_judge = shape.grid.x;
@@ -521,23 +520,23 @@ void launch_window(const WindowArguments& a, const AcceptArguments& accept, cons
 }
 
 template <WindowOp kOp>
-void run_window(const WindowArguments& a, const AcceptArguments& accept, const CacheView& cache,
+void run_window(const WindowArguments& a, const AcceptArguments& accept, const Planes& planes,
                 const std::optional<Tensor>& page_offsets, const WindowTensors& t, int64_t most_rows) {
-    const PageOffsets offsets = check_page_offsets(a.op, page_offsets, t.caches);
+    const PageOffsets offsets = check_page_offsets(a.op, page_offsets, t.caches, t.plane_table);
     if (a.num_requests == 0 && items_to_judge(accept) == 0) return;
     const Launch launch(t.caches[0]);
     const bool table = offsets.table != nullptr;
-    const int64_t size = cache.element_size;
-    const int64_t elements =
-        elements_per_access(size, [&](int64_t n) { return !table && planes_fit(cache, t.caches, n); });
+    const int64_t size = planes.view.element_size;
+    const int64_t elements = elements_per_access(
+        size, [&](int64_t n) { return !table && planes_fit(planes.view, planes.data, n); });
     if (table)
-        with_raw_type(cache.element_size, [&](auto tag) {
-            launch_window<typename decltype(tag)::type, true, kOp>(a, accept, cache, offsets, t, most_rows,
+        with_raw_type(planes.view.element_size, [&](auto tag) {
+            launch_window<typename decltype(tag)::type, true, kOp>(a, accept, planes, offsets, t, most_rows,
                                                                    elements, launch);
         });
     else
         with_access_type(elements * size, [&](auto tag) {
-            launch_window<typename decltype(tag)::type, false, kOp>(a, accept, cache, offsets, t, most_rows,
+            launch_window<typename decltype(tag)::type, false, kOp>(a, accept, planes, offsets, t, most_rows,
                                                                     elements, launch);
         });
     check_launch(launch, complain);
@@ -549,13 +548,14 @@ void open_window(const std::vector<Tensor>& caches, const std::vector<int64_t>& 
                  const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
                  const Tensor& saved_slots, const Tensor& tail_pages,
                  const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& held_slots,
-                 const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens) {
+                 const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens,
+                 const std::optional<Tensor>& plane_table, bool leading_zero) {
     const WindowTensors t{caches,        planes_per_group, query_start_loc, cu_num_draft_tokens,
                           shadow_blocks, saved_slots,      tail_pages,      slot_mappings,
-                          block_tables,  idx_mapping,      held_slots};
-    CacheView cache;
-    const WindowArguments a = check_open(t, seq_lens, row_slots, num_bonus_tokens, &cache);
-    run_window<WindowOp::kOpen>(a, {}, cache, page_offsets, t, cache.block_size);
+                          block_tables,  idx_mapping,      held_slots,      plane_table};
+    Planes planes;
+    const WindowArguments a = check_open(t, seq_lens, row_slots, {num_bonus_tokens, leading_zero}, &planes);
+    run_window<WindowOp::kOpen>(a, {}, planes, page_offsets, t, planes.view.block_size);
 }
 
 // A target token and its drafts, where the caller sizes its rows by the batch.
@@ -570,13 +570,14 @@ void close_window(const std::vector<Tensor>& caches, const std::vector<int64_t>&
                   const Tensor& tail_pages, const std::vector<Tensor>& slot_mappings,
                   const std::vector<Tensor>& block_tables, const std::optional<Tensor>& idx_mapping,
                   const std::optional<Tensor>& held_slots, const std::optional<Tensor>& page_offsets,
-                  int64_t num_bonus_tokens) {
+                  int64_t num_bonus_tokens, const std::optional<Tensor>& plane_table, bool leading_zero) {
     const WindowTensors t{caches,        planes_per_group, query_start_loc, cu_num_draft_tokens,
                           shadow_blocks, saved_slots,      tail_pages,      slot_mappings,
-                          block_tables,  idx_mapping,      held_slots};
-    CacheView cache;
-    const WindowArguments a = check_close("close_window", t, row_rejected, num_bonus_tokens, &cache);
-    run_window<WindowOp::kClose>(a, {}, cache, page_offsets, t, most_rows_of(a));
+                          block_tables,  idx_mapping,      held_slots,      plane_table};
+    Planes planes;
+    const WindowArguments a =
+        check_close("close_window", t, row_rejected, {num_bonus_tokens, leading_zero}, &planes);
+    run_window<WindowOp::kClose>(a, {}, planes, page_offsets, t, most_rows_of(a));
 }
 
 void close_window_from_rejected(
@@ -586,15 +587,16 @@ void close_window_from_rejected(
     const Tensor& shadow_blocks, const Tensor& saved_slots, const Tensor& tail_pages,
     const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
     const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& held_slots,
-    const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens) {
+    const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens,
+    const std::optional<Tensor>& plane_table, bool leading_zero) {
     const WindowTensors t{caches,        planes_per_group, query_start_loc, cu_num_draft_tokens,
                           shadow_blocks, saved_slots,      tail_pages,      slot_mappings,
-                          block_tables,  idx_mapping,      held_slots};
-    CacheView cache;
+                          block_tables,  idx_mapping,      held_slots,      plane_table};
+    Planes planes;
     AcceptArguments accept{};
     const WindowArguments a = check_close_from_rejected(t, num_rejected, row_rejected, num_accepted, counters,
-                                                        num_bonus_tokens, &cache, &accept);
-    run_window<WindowOp::kJudgeAndClose>(a, accept, cache, page_offsets, t, most_rows_of(a));
+                                                        {num_bonus_tokens, leading_zero}, &planes, &accept);
+    run_window<WindowOp::kJudgeAndClose>(a, accept, planes, page_offsets, t, most_rows_of(a));
 }
 
 }  // namespace

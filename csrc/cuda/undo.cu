@@ -184,19 +184,18 @@ __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant
         if (layers >> i & 1) reinterpret_cast<Unit*>(job.caches[first_layer + i])[to] = saved[i];
 }
 
-bool layers_fit(const RestoreArguments& r, const std::vector<Tensor>& caches, int64_t elements) {
+bool layers_fit(const RestoreArguments& r, int64_t elements) {
     if (r.num_layers > 1 && r.log_layer_stride % elements != 0) return false;
     if (!fits(r.log, r.cache, r.cache.element_size, elements)) return false;
-    return planes_fit(r.cache, caches, elements);
+    return planes_fit(r.cache, r.planes, elements);
 }
 
 // One launch for the layers [first, first + count); the first one judges, if there is anything to judge.
 template <bool kJudges>
-void launch_restore(const RestoreArguments& r, const AcceptArguments& accept,
-                    const std::vector<Tensor>& caches, int64_t first, int64_t count, int64_t elements,
-                    const Launch& launch) {
+void launch_restore(const RestoreArguments& r, const AcceptArguments& accept, int64_t first, int64_t count,
+                    int64_t elements, const Launch& launch) {
     RestoreJob job{};
-    for (int64_t i = 0; i < count; ++i) job.caches[i] = static_cast<char*>(caches[first + i].data_ptr());
+    std::copy_n(r.planes.begin() + first, count, job.caches);
     job.row = RowShape(r.op, r.cache, elements);
     job.slots = slots_of(r.cache);
     job.pages = in_units(r.cache, elements, r.page_offsets);
@@ -232,39 +231,36 @@ void launch_restore(const RestoreArguments& r, const AcceptArguments& accept,
 }
 
 template <bool kJudges>
-void restore(const RestoreArguments& r, const AcceptArguments& accept, const std::vector<Tensor>& caches) {
-    const Launch launch(caches[0]);
-    const int64_t elements = elements_per_access(r.cache.element_size, [&](int64_t n) {
-        return r.page_offsets.table == nullptr && layers_fit(r, caches, n);
-    });
+void restore(const RestoreArguments& r, const AcceptArguments& accept, const Tensor& first_plane) {
+    const Launch launch(first_plane);
+    const int64_t elements = elements_per_access(
+        r.cache.element_size, [&](int64_t n) { return r.page_offsets.table == nullptr && layers_fit(r, n); });
     for (int64_t first = 0; first < r.num_layers; first += kLayersPerLaunch)
-        launch_restore<kJudges>(r, accept, caches, first, std::min(kLayersPerLaunch, r.num_layers - first),
-                                elements, launch);
+        launch_restore<kJudges>(r, accept, first, std::min(kLayersPerLaunch, r.num_layers - first), elements,
+                                launch);
     check_launch(launch, complain);
 }
 
 void restore_slots(const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots,
                    const Tensor& row_rejected, const std::optional<Tensor>& page_offsets,
                    const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
-                   const std::optional<int64_t>& num_rows) {
+                   const std::optional<int64_t>& num_rows, const std::optional<Tensor>& plane_table) {
     const RestoreArguments r = check_restore("restore_slots", caches, log, row_slots, row_rejected,
-                                             page_offsets, window_id, row_windows, num_rows);
-    restore<false>(r, {}, caches);
+                                             page_offsets, window_id, row_windows, num_rows, plane_table);
+    restore<false>(r, {}, caches[0]);
 }
 
-void restore_slots_from_rejected(const std::vector<Tensor>& caches, const Tensor& log,
-                                 const Tensor& row_slots, const Tensor& num_rejected,
-                                 const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
-                                 const Tensor& num_accepted, const Tensor& counters, int64_t num_bonus_tokens,
-                                 const std::optional<Tensor>& page_offsets,
-                                 const std::optional<Tensor>& window_id,
-                                 const std::optional<Tensor>& row_windows,
-                                 const std::optional<int64_t>& num_rows) {
+void restore_slots_from_rejected(
+    const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots, const Tensor& num_rejected,
+    const Tensor& cu_num_draft_tokens, const Tensor& row_rejected, const Tensor& num_accepted,
+    const Tensor& counters, int64_t num_bonus_tokens, const std::optional<Tensor>& page_offsets,
+    const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
+    const std::optional<int64_t>& num_rows, const std::optional<Tensor>& plane_table, bool leading_zero) {
     AcceptArguments a{};
     const RestoreArguments r = check_restore_from_rejected(
         caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-        num_bonus_tokens, page_offsets, window_id, row_windows, num_rows, &a);
-    restore<true>(r, a, caches);
+        {num_bonus_tokens, leading_zero}, page_offsets, window_id, row_windows, num_rows, plane_table, &a);
+    restore<true>(r, a, caches[0]);
 }
 
 }  // namespace

@@ -50,10 +50,11 @@ def _wrappers(runner: Any, session: Session, groups: list[str]) -> dict[str, Wra
         return Step(
             Window(
                 query_start_loc=input_batch.query_start_loc,
-                cu_num_draft_tokens=input_batch.cu_num_logits[1 : input_batch.num_reqs + 1],
+                cu_num_draft_tokens=input_batch.cu_num_logits,
                 slot_mappings=slot_mappings,
                 num_draft_tokens=input_batch.num_draft_tokens,
-                num_bonus_tokens=1,  # vLLM counts logits
+                num_bonus_tokens=1,  # vLLM counts logits, from a zero on
+                leading_zero=True,
                 seq_lens=input_batch.seq_lens,
                 block_tables=block_tables,
             ),
