@@ -7,9 +7,10 @@ per step, 64-token prompts, 256 output tokens, vLLM's default CUDA graphs (FULL_
 sizes, to start sooner), with a bf16 and with an fp8 cache: an engine for each cache. In an engine the two sides take
 turns, on off, off on, ...: between two runs everything of NWOR's is taken off the worker, or put on again, and the
 model's FULL graphs, captured with either writer, are exchanged. So both have the same weights at the same addresses,
-the same compiled code and the same process, which alone make two engines of one kind differ by up to 1 %. A row of
-which the two sides did not accept the same number of drafts is not a row: the run fails. Then some decode steps of
-either side are profiled: how long the GPU works, and how long it waits. About 5 minutes.
+the same compiled code and the same process, which alone make two engines of one kind differ by up to 1 %. (What stays
+where NWOR is off: see switch_transactions in gpu_engine_child.py.) A row of which the two sides did not accept the same
+number of drafts is not a row: the run fails. Then some decode steps of either side are profiled: whose kernels ran, how
+long the GPU works, and how long it waits. About 5 minutes.
 
 `--apart` has engines of their own for the two sides instead, as has `--runner v1`; its rows go to a file of their own.
 """
@@ -222,8 +223,16 @@ def print_differences(title: str, on: Counter[str], off: Counter[str]) -> None:
             print(f"  {on[name] - off[name]:+8.2f}  ({off[name]:.2f} -> {on[name]:.2f})  {name[:150]}")
 
 
+def check_kernels(mode: str, side: str, kernels: dict[str, int]) -> None:
+    """That NWOR was on, graphs included, or off."""
+    ours = {name for name in kernels if "nwor::" in name}
+    wanted = {"cow": ("plan", "write", "restore"), "stage": ("plan", "open", "close")}[mode] if side == "on" else ()
+    if kernels and (bool(ours) != bool(wanted) or not all(any(f"{w}_kernel" in name for name in ours) for w in wanted)):
+        raise RuntimeError(f"{mode} {side}: kernels {', '.join(wanted) or 'of none of ours'} should run, found {ours}")
+
+
 def profile_steps(
-    engines: Mapping[tuple[str, str], EngineProcess | Side], requests: Sequence[int]
+    mode: str, engines: Mapping[tuple[str, str], EngineProcess | Side], requests: Sequence[int]
 ) -> tuple[list[Row], dict[str, Any]]:
     """What a step of each engine takes on the device, and how long nothing runs there."""
     rows, raw = [], {}
@@ -232,6 +241,7 @@ def profile_steps(
             engine.ask(f"profile {count} 5")  # the profiler's own start
             found = engine.ask(f"profile {count} {PROFILED_STEPS}")
             raw[f"profile {name} {side} {count}"] = found
+            check_kernels(mode, side, found["kernels"])
             busy = [step - idle for step, idle in zip(found["step_us"], found["idle_us"], strict=True)]
             if busy:
                 rows.append(row(f"step_busy_us_{name}_{side}/{count}", busy, "us", "lower", digits=1))
@@ -305,7 +315,7 @@ def main() -> None:
         engines, sides = start_sides(jobs, folder, options.runner, options.mode, apart)
         try:
             answers = measure(sides, requests, options.seconds)
-            profiled, profiles = profile_steps(sides, requests)
+            profiled, profiles = profile_steps(options.mode, sides, requests)
         finally:
             for engine in engines.values():
                 engine.close()

@@ -118,6 +118,9 @@ class TimedEngine:
         }
 
     def switch(self, on: int) -> dict[str, Any]:
+        if self._job.get("one_process"):
+            for _ in range(2):  # the core may hold a step of the requests that have ended
+                self._llm.llm_engine.step()
         self._llm.collective_rpc(switch_transactions, args=(bool(on),))
         return {}
 
@@ -314,26 +317,33 @@ def switch_transactions(worker: Any, on: bool) -> None:
     """Take off what nwor_ops has put on this worker, or put it on again; no request may be running.
 
     Weights, caches, compiled code and drafter stay where they are, so that the two sides differ by NWOR alone. Of the
-    graphs only FULL ones hold a writer, so those are captured a second time, with vLLM's own, when it is first off.
-    The comparison of counters, which lives with the scheduler, rests too: it is in this process.
+    graphs only FULL ones hold a writer; the first call captures them anew for both sides, one after the other, if a
+    writer was replaced. The comparison of counters, which lives with the scheduler, rests too: it is in this process.
+    What is left where NWOR is off: a thread that looks at the counters twice a second, a call around the scheduler's
+    update, and in mode ``stage`` the cache without the spare blocks.
     """
     runner = worker.model_runner
+    watch = sys.modules["nwor_ops.vllm.agreement"].SchedulerWatch
     if not hasattr(worker, "nwor_parts"):
         worker.nwor_parts = parts_of_plugin(runner)
-        worker.nwor_graphs = {True: full_graphs(runner)}
+        worker.nwor_after_step = watch._after_step
+        worker.nwor_graphs = {}
+        if full_graphs(runner) and any(name == "do_kv_cache_update" for _, name, _ in worker.nwor_parts):
+            for side in (False, True):
+                put_parts(worker, side)
+                worker.nwor_graphs[side] = capture_full_graphs(runner)
+    put_parts(worker, on)
+    if worker.nwor_graphs:
+        runner.cudagraph_manager.graphs = worker.nwor_graphs[on]
+    watch._after_step = worker.nwor_after_step if on else lambda *step: None
+
+
+def put_parts(worker: Any, on: bool) -> None:
     for owner, name, part in worker.nwor_parts:
         if on:
             setattr(owner, name, part)
         else:
             vars(owner).pop(name, None)
-    if on not in worker.nwor_graphs:
-        worker.nwor_graphs[on] = capture_full_graphs(worker)
-    if worker.nwor_graphs[on]:
-        runner.cudagraph_manager.graphs = worker.nwor_graphs[on]
-    watch = sys.modules["nwor_ops.vllm.agreement"].SchedulerWatch
-    if not hasattr(worker, "nwor_after_step"):
-        worker.nwor_after_step = watch._after_step
-    watch._after_step = worker.nwor_after_step if on else lambda *step: None
 
 
 def parts_of_plugin(runner: Any) -> list[tuple[Any, str, Any]]:
@@ -357,13 +367,10 @@ def full_graphs(runner: Any) -> dict[Any, Any]:
     return manager.graphs if manager is not None else {}
 
 
-def capture_full_graphs(worker: Any) -> dict[Any, Any]:
+def capture_full_graphs(runner: Any) -> dict[Any, Any]:
     """The model's FULL graphs once more; those of the drafter and the pieces stay as they are."""
     from vllm.config import CUDAGraphMode, set_current_vllm_config
 
-    runner = worker.model_runner
-    if not full_graphs(runner):
-        return {}
     manager = runner.cudagraph_manager
     sizes, manager.graphs = manager._capture_descs, {}
     manager._capture_descs = {mode: batches for mode, batches in sizes.items() if mode == CUDAGraphMode.FULL}

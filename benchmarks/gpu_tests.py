@@ -20,7 +20,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Under a sanitizer: no graphs, compilers, subprocesses or large caches, which are slow there and add no kernel.
 SANITIZED = (
-    "(layout or transaction or judge or micro or acceptance or samples or placement or no_numbers or survives) "
+    "(layout or transaction or judge or micro or acceptance or samples or placement or no_numbers or survives "
+    "or plane_table or leading_zero) "
     "and not (compile or opcheck or graph or debug)"
 )
 

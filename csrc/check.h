@@ -607,6 +607,11 @@ inline Planes check_plane_table(const char* op, const std::vector<Tensor>& cache
         planes.data.push_back(reinterpret_cast<char*>(rows[i].address));
     if (planes.data[0] != planes.view.data)
         fail(op, "plane_table must be of planes that begin with caches[0] and have not moved since");
+    const Range of_first = range_of(caches[0]);
+    for (int64_t i = 0; i < plane_table.size(0); ++i)
+        if (rows[i].room < of_first.end - of_first.begin)
+            fail(op, "plane_table must be of planes as large as caches[0], ", of_first.end - of_first.begin,
+                 " bytes, got ", rows[i].room, " for plane ", i);
     return planes;
 }
 

@@ -602,7 +602,7 @@ inline void check_planes_per_group(WindowArguments& a, size_t num_planes,
         planes += count;
     }
     if (planes != static_cast<int64_t>(num_planes))
-        fail(a.op, "planes_per_group must add up to the ", num_planes, " planes of caches, got ", planes);
+        fail(a.op, "planes_per_group must add up to the ", num_planes, " planes, got ", planes);
 }
 
 struct WindowTensors {

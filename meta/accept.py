@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.meta.check import has_dims, has_dtype, is_vector, same_device
+from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
 
 
 def plan_window(
@@ -31,7 +31,7 @@ def plan_window(
         row_requests=row_requests, row_positions=row_positions, counters=counters,
     )  # fmt: skip
     is_vector(op, "query_start_loc", query_start_loc, torch.int32, "[num_requests + 1]")
-    is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
+    check_counts(op, cu_num_draft_tokens, num_bonus_tokens, leading_zero)
     for group, slot_mapping in enumerate(slot_mappings):
         is_vector(op, f"slot_mappings[{group}]", slot_mapping, torch.int64, "[num_tokens]")
     is_vector(op, "log_rows", log_rows, torch.int32, "[num_tokens]")
@@ -40,12 +40,18 @@ def plan_window(
     is_vector(op, "row_requests", row_requests, torch.int32, "[num_log_rows]")
     is_vector(op, "row_positions", row_positions, torch.int32, "[num_log_rows]")
     is_vector(op, "counters", counters, torch.int64, "[len(COUNTERS)]")
-    _check_bonus(op, num_bonus_tokens)
 
 
-def _check_bonus(op: str, num_bonus_tokens: int) -> None:
+def check_counts(op: str, cu_num_draft_tokens: Tensor, num_bonus_tokens: int = 0, leading_zero: bool = False) -> None:
     if num_bonus_tokens < 0:
         raise ValueError(f"{op}: num_bonus_tokens must not be negative, got {num_bonus_tokens}")
+    shape = "[num_requests + 1]" if leading_zero else "[num_requests]"
+    is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, shape)
+    length = cu_num_draft_tokens.shape[0]
+    if leading_zero and isinstance(length, int) and length == 0:  # not a symbol of a trace
+        raise ValueError(
+            f"{op}: cu_num_draft_tokens must be {shape} with at least 1 elements, got {described(cu_num_draft_tokens)}"
+        )
 
 
 def _check_tokens(op: str, draft_token_ids: Tensor, sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor) -> None:
@@ -54,7 +60,6 @@ def _check_tokens(op: str, draft_token_ids: Tensor, sampled_token_ids: Tensor, c
     has_dims(op, "draft_token_ids", draft_token_ids, 1, "[num_draft_tokens]")
     has_dtype(op, "sampled_token_ids", sampled_token_ids, torch.int32, torch.int64)
     has_dims(op, "sampled_token_ids", sampled_token_ids, 2, "[num_requests, most drafts (+ 1)]")
-    is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
 
 
 def _check_rows(op: str, row_rejected: Tensor, num_accepted: Tensor, counters: Tensor) -> None:
@@ -72,6 +77,7 @@ def acceptance_mask(
     draft_token_ids: Tensor, sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
     _check_tokens("acceptance_mask", draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
+    check_counts("acceptance_mask", cu_num_draft_tokens)
     return _new_mask(cu_num_draft_tokens, draft_token_ids.shape[0])
 
 
@@ -81,7 +87,7 @@ def acceptance_mask_from_rejected(
     op = "acceptance_mask_from_rejected"
     same_device(op, cu_num_draft_tokens, num_rejected=num_rejected)
     is_vector(op, "num_rejected", num_rejected, torch.int32, "[num_requests]")
-    is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
+    check_counts(op, cu_num_draft_tokens)
     return _new_mask(cu_num_draft_tokens, num_draft_tokens)
 
 
@@ -104,7 +110,7 @@ def reject_rows(
         counters=counters,
     )
     _check_rows("reject_rows", row_rejected, num_accepted, counters)
-    _check_bonus("reject_rows", num_bonus_tokens)
+    check_counts("reject_rows", cu_num_draft_tokens, num_bonus_tokens, leading_zero)
 
 
 def check_reject_counts(
@@ -115,15 +121,15 @@ def check_reject_counts(
     num_accepted: Tensor,
     counters: Tensor,
     num_bonus_tokens: int,
+    leading_zero: bool,
 ) -> None:
     same_device(
         op, cu_num_draft_tokens, num_rejected=num_rejected, row_rejected=row_rejected, num_accepted=num_accepted,
         counters=counters,
     )  # fmt: skip
     is_vector(op, "num_rejected", num_rejected, torch.int32, "[num_requests]")
-    is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
+    check_counts(op, cu_num_draft_tokens, num_bonus_tokens, leading_zero)
     _check_rows(op, row_rejected, num_accepted, counters)
-    _check_bonus(op, num_bonus_tokens)
 
 
 def reject_rows_from_rejected(
@@ -137,7 +143,7 @@ def reject_rows_from_rejected(
 ) -> None:
     check_reject_counts(
         "reject_rows_from_rejected", num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-        num_bonus_tokens,
+        num_bonus_tokens, leading_zero,
     )  # fmt: skip
 
 

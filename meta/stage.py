@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.meta.accept import check_reject_counts
+from nwor_ops.meta.accept import check_counts, check_reject_counts
 from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, no_plane_table, same_device
 from nwor_ops.meta.undo import check_write
 from nwor_ops.ops_stage import MOST_GROUPS
@@ -143,23 +143,20 @@ def _check_window(
     idx_mapping: Tensor | None,
     held_slots: Tensor | None,
     num_bonus_tokens: int,
+    leading_zero: bool,
 ) -> None:
     _check_planes(op, caches)
     if not 1 <= len(planes_per_group) <= MOST_GROUPS:
         raise ValueError(f"{op}: planes_per_group must hold 1 to {MOST_GROUPS} groups, got {len(planes_per_group)}")
     if sum(planes_per_group) != len(caches):
-        raise ValueError(
-            f"{op}: planes_per_group must add up to the {len(caches)} planes of caches, got {sum(planes_per_group)}"
-        )
-    if num_bonus_tokens < 0:
-        raise ValueError(f"{op}: num_bonus_tokens must not be negative, got {num_bonus_tokens}")
+        raise ValueError(f"{op}: planes_per_group must add up to the {len(caches)} planes, got {sum(planes_per_group)}")
     tensors = {
         "query_start_loc": query_start_loc, "cu_num_draft_tokens": cu_num_draft_tokens,
         "shadow_blocks": shadow_blocks, "saved_slots": saved_slots, "tail_pages": tail_pages,
     }  # fmt: skip
     same_device(op, caches[0], **tensors)
     is_vector(op, "query_start_loc", query_start_loc, torch.int32, "[num_requests + 1]")
-    is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, "[num_requests]")
+    check_counts(op, cu_num_draft_tokens, num_bonus_tokens, leading_zero)
     by_group = [
         ("shadow_blocks", shadow_blocks, torch.int32, 3, "[num_groups, num_states, num_shadow_pages]"),
         ("saved_slots", saved_slots, torch.int64, 2, "[num_groups, num_tokens]"),
@@ -215,7 +212,7 @@ def open_window(
     no_plane_table(op, plane_table)
     _check_window(
         op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
-        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens,
+        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens, leading_zero,
     )  # fmt: skip
     same_device(op, caches[0], seq_lens=seq_lens, row_slots=row_slots)
     is_vector(op, "seq_lens", seq_lens, torch.int32, "[num_requests]")
@@ -245,7 +242,7 @@ def close_window(
     no_plane_table(op, plane_table)
     _check_window(
         op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
-        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens,
+        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens, leading_zero,
     )  # fmt: skip
     same_device(op, caches[0], row_rejected=row_rejected)
     is_vector(op, "row_rejected", row_rejected, torch.bool, "[num_rows]")
@@ -276,9 +273,11 @@ def close_window_from_rejected(
     no_plane_table(op, plane_table)
     _check_window(
         op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
-        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens,
+        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens, leading_zero,
     )  # fmt: skip
-    check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens)
+    check_reject_counts(
+        op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens, leading_zero
+    )
 
 
 for _fake in (

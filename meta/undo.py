@@ -174,7 +174,9 @@ def restore_slots_from_rejected(
     no_plane_table(op, plane_table)
     _check_restore(op, caches, log, row_slots, row_rejected, num_rows)
     same_device(op, caches[0], cu_num_draft_tokens=cu_num_draft_tokens)
-    check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens)
+    check_reject_counts(
+        op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens, leading_zero
+    )
 
 
 for _fake in (write_kv, write_kv_logged, log_slots, restore_slots, restore_slots_from_rejected):

@@ -261,7 +261,8 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
     """Where planes of one geometry lie, for ops that are called with the same ones in every step.
 
     Looking at each of an engine's layers costs the host more than the rest of such a call. The table is made, and the
-    planes are compared, once; the planes must outlive it and stay where they are.
+    planes are compared, once; the planes must outlive it and stay where they are, and it serves calls with the very
+    first plane that it was made with.
 
     Args:
         caches: L planes ``[B, N, H, W]`` of one geometry (equal shape, strides, dtype and device).
@@ -271,7 +272,10 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
 
     Raises:
         ValueError, TypeError: no plane, or another geometry.
+        RuntimeError: a plane requires a gradient.
     """
+    if torch.is_grad_enabled():
+        _refuse_gradients("plane_table", **{f"caches[{i}]": cache for i, cache in enumerate(caches)})
     if not caches:
         raise ValueError("plane_table: caches must hold at least one plane, got none")
     first = caches[0]
@@ -322,8 +326,8 @@ def restore_slots(
         num_rows: only the first so many rows are looked at; None = all R. A log made for many requests need not be
             walked through for the drafts of a few.
         plane_table: :func:`plane_table` of all planes, or None. Where given, ``caches`` holds the first plane alone
-            and the host looks at no other; all of them are **mutated**. For eager and captured calls: a trace, which
-            could not see what is mutated, refuses it.
+            and the host looks at no other; all of them are **mutated**. For eager and captured calls: torch.compile
+            and export, which could not see what is mutated, refuse it.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`write_kv`; ValueError also for ``num_rows`` below 0 or above R.

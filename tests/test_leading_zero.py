@@ -47,4 +47,7 @@ def test_the_zero_must_be_there(op):
     arguments = sample_inputs(op)[0]
     refuse(op, with_zero(op, arguments, 3), ValueError, "cu_num_draft_tokens must begin with 0 where .*, got 3$")
     empty = with_arguments(op, arguments, cu_num_draft_tokens=int32(), leading_zero=True)
-    refuse(op, empty, ValueError, r"cu_num_draft_tokens must be \[num_requests \+ 1\] with at least 1 elements")
+    sentence = r"cu_num_draft_tokens must be \[num_requests \+ 1\] with at least 1 elements, got torch.int32 \[0\]$"
+    refuse(op, empty, ValueError, sentence)
+    with pytest.raises(ValueError, match=f"^{op}: {sentence}"):
+        getattr(ops, op)(*twin(empty, "meta"))

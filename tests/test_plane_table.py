@@ -77,6 +77,24 @@ def test_wrong_tables(op, change, error, sentence):
     refuse(op, with_table(op, arguments, **changed), error, sentence)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_planes_that_are_smaller_than_the_first_one(op):
+    """A view of more blocks at the same address would have the op write past the end of the others."""
+    arguments = sample_inputs(op)[0]
+    more = arguments[0][0].new_zeros((arguments[0][0].shape[0] + 5, *arguments[0][0].shape[1:]))
+    less = torch.zeros_like(more[:-1])
+    table = ops.plane_table([more[:-1], less])
+    bytes_of = more.numel() * more.element_size()
+    sentence = rf"planes as large as caches\[0\], {bytes_of} bytes, got {bytes_of - more[0].nbytes} for plane 1$"
+    refuse(op, with_arguments(op, arguments, caches=[more], plane_table=table), ValueError, sentence)
+
+
+def test_a_plane_that_requires_a_gradient():
+    plane = torch.zeros(2, 2, 2, 4)
+    with pytest.raises(RuntimeError, match=r"^plane_table: caches\[1\] must not require a gradient"):
+        ops.plane_table([plane, torch.zeros(2, 2, 2, 4, requires_grad=True)])
+
+
 @pytest.mark.parametrize("op", ["restore_slots", "restore_slots_from_rejected"])
 def test_a_log_that_overlaps_a_plane_of_the_table(op):
     planes = make_pages("packed", SMALL, torch.float32).key_caches

@@ -651,7 +651,7 @@ WRONG_ARGUMENTS = [
     ("move_slots", 0, "src_slots", lambda a: a[1].int(), "have dtype torch.int64", "torch.int32 [8]"),
     ("move_slots", 0, "dst_slots", lambda a: a[2][:7], "be one slot for each of src_slots", "torch.int64 [7]"),
     ("move_slots", 1, "page_offsets", lambda a: a[3].long(), "have dtype torch.int32", "torch.int64 [16, 16]"),
-    ("open_window", 0, "planes_per_group", [1], "add up to the 2 planes of caches", "1"),
+    ("open_window", 0, "planes_per_group", [1], "add up to the 2 planes", "1"),
     ("open_window", 0, "planes_per_group", [], "hold 1 to 16 groups", "0"),
     ("open_window", 0, "planes_per_group", [3, -1], "not be negative", "-1"),
     ("open_window", 0, "slot_mappings", [], "hold one tensor for each of the 1 groups", "1"),

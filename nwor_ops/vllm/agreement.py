@@ -130,9 +130,12 @@ class SchedulerWatch:
 
         @functools.wraps(update)
         def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+            sampled = model_runner_output.sampled_token_ids
+            # vLLM cuts the tokens of a request that stops out of these very lists.
+            lengths = [len(tokens) for tokens in sampled] if self._active and sampled else []
             outputs = update(scheduler_output, model_runner_output)
             if self._active:
-                self._guarded(self._after_step, scheduler_output, model_runner_output, outputs)
+                self._guarded(self._after_step, scheduler_output, model_runner_output.req_id_to_index, lengths, outputs)
             return outputs
 
         scheduler.update_from_output = update_from_output
@@ -151,17 +154,20 @@ class SchedulerWatch:
 
     # ------------------------------------------------------------ the scheduler's book
 
-    def _after_step(self, scheduler_output: Any, model_runner_output: Any, outputs: Any) -> None:
+    def _after_step(self, scheduler_output: Any, places: dict[str, int], lengths: list[int], outputs: Any) -> None:
+        """`lengths`: of the tokens that the step returned, at the place of each request."""
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         if scheduled:
-            drafts = {request: len(tokens) for request, tokens in scheduled.items()}
             counted = _counted(outputs)
-            if counted is not None and counted.num_drafts == len(drafts):
+            if counted is not None and counted.num_drafts == len(scheduled):
                 low = high = counted.num_accepted_tokens
             else:
-                accepted = (_accepted(model_runner_output, request, number) for request, number in drafts.items())
+                accepted = (
+                    _accepted(lengths[places[request]] if lengths and request in places else 0, len(drafts))
+                    for request, drafts in scheduled.items()
+                )
                 low, high = map(sum, zip(*accepted, strict=True))
-            self._agreement.step(sum(drafts.values()), low, high)
+            self._agreement.step(sum(map(len, scheduled.values())), low, high)
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + boards.PERIOD
@@ -206,14 +212,9 @@ def _counted(outputs: Any) -> Any:
     return found[0].spec_decoding_stats if found else None
 
 
-def _accepted(model_runner_output: Any, request: str, drafts: int) -> tuple[int, int]:
-    """Least and most drafts of a request that were accepted, by the tokens that the step returned."""
-    index = model_runner_output.req_id_to_index.get(request)
-    sampled = model_runner_output.sampled_token_ids
-    if index is None or not sampled or not len(sampled[index]):
-        return 0, drafts
-    accepted = len(sampled[index]) - 1
-    return accepted, accepted
+def _accepted(sampled: int, drafts: int) -> tuple[int, int]:
+    """Least and most drafts of a request that were accepted, by the number of tokens that the step returned for it."""
+    return (sampled - 1, sampled - 1) if sampled else (0, drafts)
 
 
 def _comparable(scheduler: Any) -> bool:

@@ -3,7 +3,8 @@
 vLLM warns of every ``VLLM_...`` variable that is not in its own table, and stops with
 ``--fail-on-environ-validation``. What is in the table is part of the key of its compile cache. Ours are taken out of
 the key: all that this library does in a forward is behind custom ops of vLLM's, so the compiled code is the same
-whatever they say, and an engine with other settings, or without any, finds what the one before compiled.
+whatever they say, and an engine with others, or with ``VLLM_NWOR_MODE=off``, finds what the one before compiled. (What
+is set by ``additional_config`` stays in the key, as vLLM hashes that with its own configuration.)
 Ray workers need nothing: vLLM copies every variable with its prefix to them.
 """
 

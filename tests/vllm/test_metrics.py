@@ -337,6 +337,7 @@ class Scheduler:
         self.forgotten: set[str] = set()
         self.log_stats = True
         self.miscounts = 0
+        self.stop_after: dict[str, int] = {}  # tokens of a request that stops in the middle of them
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         stats = None
@@ -346,6 +347,7 @@ class Scheduler:
                 stats = stats or SpecDecodingStats.new(len(drafts))
                 # One draft less: a grammar forbade it.
                 stats.observe_draft(len(drafts) - 1, len(sampled) - 1 + self.miscounts)
+                del sampled[self.stop_after.get(request, len(sampled)) :]
         scheduler_stats = SchedulerStats(spec_decoding_stats=stats) if self.log_stats else None
         return {0: EngineCoreOutputs(), 1: EngineCoreOutputs(scheduler_stats=scheduler_stats)}
 
@@ -387,6 +389,17 @@ def test_forgotten_requests_are_added(watched: Scheduler) -> None:
     watched.forgotten.add("b")
     _publish(16, 7)
     _step(watched, a=(4, 1), b=(4, 2))
+    assert _compared() == (1, 0)
+
+
+@pytest.mark.parametrize("forgotten", [(), ("b",)])
+@pytest.mark.parametrize("log_stats", [True, False])
+def test_tokens_past_a_stop_were_accepted_too(watched: Scheduler, log_stats: bool, forgotten: tuple[str, ...]) -> None:
+    """vLLM cuts them out of the step's output, after it has counted them."""
+    watched.log_stats, watched.stop_after = log_stats, {"a": 2}
+    watched.forgotten.update(forgotten)
+    _publish(8, 5)
+    _step(watched, a=(4, 5), b=(4, 2))
     assert _compared() == (1, 0)
 
 
