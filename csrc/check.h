@@ -533,20 +533,6 @@ inline LogArguments check_log_slots(const Tensor& cache, const Tensor& slot_mapp
     return l;
 }
 
-struct RestoreArguments {
-    const char* op;
-    int64_t num_layers, num_rows;  // rows that are looked at; the log may have more
-    int64_t windows_layer_stride;
-    const int64_t* row_slots;
-    const bool* row_rejected;
-    CacheView cache;  // the first layer's; the others differ in `data` alone
-    std::vector<char*> planes;
-    RowsView log;  // layer 0
-    int64_t log_layer_stride;
-    PageOffsets page_offsets;
-    RowWindows row_windows;
-};
-
 // Which device, dtype, shape and strides a plane has. An engine passes all its layers in every step, so that
 // each costs a few calls of torch's, not one for every number.
 struct Geometry {
@@ -574,7 +560,15 @@ struct Geometry {
 // Planes of one geometry.
 struct Planes {
     CacheView view;           // of the first; the others differ in `data` alone
+    int64_t bytes;            // from the first element of a plane to its last
     std::vector<char*> data;  // where each begins
+
+    int64_t count() const { return static_cast<int64_t>(data.size()); }
+    CacheView plane(int64_t i) const {
+        CacheView plane = view;
+        plane.data = data[static_cast<size_t>(i)];
+        return plane;
+    }
 };
 
 // A row of a plane table: where a plane begins, and how many bytes there are from there to the end of its
@@ -588,52 +582,55 @@ inline const PlaneRow* rows_of(const Tensor& plane_table) {
     return static_cast<const PlaneRow*>(plane_table.data_ptr());
 }
 
-inline Planes check_plane_table(const char* op, const std::vector<Tensor>& caches,
-                                const Tensor& plane_table) {
+inline void check_plane_table(const char* op, const std::vector<Tensor>& caches, const Tensor& plane_table,
+                              Planes* planes) {
     const Argument table{op, "plane_table", plane_table};
     if (caches.size() != 1)
         fail(op, "caches must hold the first plane alone where there is a plane_table, got ", caches.size());
-    const Argument first{op, "caches[0]", caches[0]};
-    Planes planes{cache_view(first), {}};
-    check_element_size(first);
     table.dtype(ScalarType::Long);
     if (plane_table.dim() != 2 || plane_table.size(0) < 1 || plane_table.size(1) != 2)
         table.must_be("[>= 1 planes, 2], as nwor_ops.plane_table makes it");
     table.contiguous();
     if (!plane_table.is_cpu()) fail(op, "plane_table must be on device cpu, got ", device_name(plane_table));
     const PlaneRow* rows = rows_of(plane_table);
-    planes.data.reserve(static_cast<size_t>(plane_table.size(0)));
-    for (int64_t i = 0; i < plane_table.size(0); ++i)
-        planes.data.push_back(reinterpret_cast<char*>(rows[i].address));
-    if (planes.data[0] != planes.view.data)
+    if (reinterpret_cast<char*>(rows[0].address) != planes->view.data)
         fail(op, "plane_table must be of planes that begin with caches[0] and have not moved since");
-    const Range of_first = range_of(caches[0]);
-    for (int64_t i = 0; i < plane_table.size(0); ++i)
-        if (rows[i].room < of_first.end - of_first.begin)
-            fail(op, "plane_table must be of planes as large as caches[0], ", of_first.end - of_first.begin,
-                 " bytes, got ", rows[i].room, " for plane ", i);
-    return planes;
+    planes->data.reserve(static_cast<size_t>(plane_table.size(0)));
+    for (int64_t i = 0; i < plane_table.size(0); ++i) {
+        if (rows[i].room < planes->bytes)
+            fail(op, "plane_table must be of planes as large as caches[0], ", planes->bytes, " bytes, got ",
+                 rows[i].room, " for plane ", i);
+        planes->data.push_back(reinterpret_cast<char*>(rows[i].address));
+    }
 }
 
-inline Planes check_planes(const char* op, const std::vector<Tensor>& caches,
-                           const std::optional<Tensor>& plane_table = std::nullopt) {
-    if (plane_table.has_value()) return check_plane_table(op, caches, *plane_table);
-    if (caches.empty()) fail(op, "caches must hold at least one plane, got none");
+inline void check_geometries(const char* op, const std::vector<Tensor>& caches, Planes* planes) {
     const Tensor& first = caches[0];
-    const Argument c{op, "caches[0]", first};
-    Planes planes{cache_view(c), {}};
-    check_element_size(c);
     const Geometry expected(first);
-    planes.data.reserve(caches.size());
-    for (const Tensor& cache : caches) planes.data.push_back(static_cast<char*>(cache.data_ptr()));
-    for (size_t i = 1; i < caches.size(); ++i) {
-        if (caches[i].dim() == 4 && Geometry(caches[i]) == expected) continue;
+    planes->data.reserve(caches.size());
+    for (size_t i = 0; i < caches.size(); ++i) {
+        planes->data.push_back(static_cast<char*>(caches[i].data_ptr()));
+        if (i == 0 || (caches[i].dim() == 4 && Geometry(caches[i]) == expected)) continue;
         const std::string name = "caches[" + std::to_string(i) + "]";
         const Argument a{op, name.c_str(), caches[i]};
         a.dtype(first.scalar_type());
         a.same_device(first);
         a.must_be("of the shape and strides of caches[0], " + describe(first));
     }
+}
+
+inline Planes check_planes(const char* op, const std::vector<Tensor>& caches,
+                           const std::optional<Tensor>& plane_table = std::nullopt) {
+    if (caches.empty()) fail(op, "caches must hold at least one plane, got none");
+    const Argument first{op, "caches[0]", caches[0]};
+    const CacheView view = cache_view(first);
+    check_element_size(first);
+    const Range range = range_of(caches[0]);
+    Planes planes{view, range.end - range.begin, {}};
+    if (plane_table.has_value())
+        check_plane_table(op, caches, *plane_table, &planes);
+    else
+        check_geometries(op, caches, &planes);
     return planes;
 }
 
@@ -652,6 +649,19 @@ inline PageOffsets check_page_offsets(const char* op, const std::optional<Tensor
     return offsets;
 }
 
+struct RestoreArguments {
+    const char* op;
+    int64_t num_rows;  // that are looked at; the log may have more
+    int64_t windows_layer_stride;
+    const int64_t* row_slots;
+    const bool* row_rejected;
+    Planes planes;  // of the layers
+    RowsView log;   // layer 0
+    int64_t log_layer_stride;
+    PageOffsets page_offsets;
+    RowWindows row_windows;
+};
+
 inline RestoreArguments check_restore(const char* op, const std::vector<Tensor>& caches, const Tensor& log,
                                       const Tensor& row_slots, const Tensor& row_rejected,
                                       const std::optional<Tensor>& page_offsets,
@@ -661,17 +671,15 @@ inline RestoreArguments check_restore(const char* op, const std::vector<Tensor>&
                                       const std::optional<Tensor>& plane_table) {
     RestoreArguments r{};
     r.op = op;
-    Planes planes = check_planes(op, caches, plane_table);
-    r.cache = planes.view;
-    r.planes = std::move(planes.data);
+    r.planes = check_planes(op, caches, plane_table);
+    const CacheView& cache = r.planes.view;
     const Tensor& first = caches[0];
     const Argument l{op, "log", log};
-    r.num_layers = static_cast<int64_t>(r.planes.size());
-    if (log.dim() != 4 || log.size(0) != r.num_layers || log.size(2) != r.cache.num_heads ||
-        log.size(3) != r.cache.width) {
+    const int64_t num_layers = r.planes.count();
+    if (log.dim() != 4 || log.size(0) != num_layers || log.size(2) != cache.num_heads ||
+        log.size(3) != cache.width) {
         std::ostringstream text;
-        text << "[" << r.num_layers << ", num_log_rows, " << r.cache.num_heads << ", " << r.cache.width
-             << "]";
+        text << "[" << num_layers << ", num_log_rows, " << cache.num_heads << ", " << cache.width << "]";
         l.must_be(text.str());
     }
     l.dtype(first.scalar_type());
@@ -689,16 +697,14 @@ inline RestoreArguments check_restore(const char* op, const std::vector<Tensor>&
     slots.same_device(first);
     rejected.same_device(first);
     const Placed placed_log(l);
-    const Range of_first = range_of(first);  // the others are as long
-    for (const char* begin : r.planes)
-        must_not_overlap(op, placed_log,
-                         Placed("caches", first, {begin, begin + (of_first.end - of_first.begin)}));
+    for (const char* begin : r.planes.data)
+        must_not_overlap(op, placed_log, Placed("caches", first, {begin, begin + r.planes.bytes}));
     r.row_slots = static_cast<const int64_t*>(row_slots.data_ptr());
     r.row_rejected = static_cast<const bool*>(row_rejected.data_ptr());
     r.log = rows_view(log, 1);
     r.log_layer_stride = log.stride(0);
     r.page_offsets = check_page_offsets(op, page_offsets, caches, plane_table);
-    r.row_windows = check_row_windows(op, window_id, row_windows, first, log_rows, r.num_layers);
+    r.row_windows = check_row_windows(op, window_id, row_windows, first, log_rows, num_layers);
     return r;
 }
 

@@ -188,9 +188,8 @@ inline AcceptStagedArguments check_accept_staged(const Tensor& row_accepted, con
 
 struct MoveArguments {
     const char* op;
-    CacheView cache;  // the first plane's; the others differ in `data` alone
-    std::vector<char*> planes;
-    int64_t num_planes, num_moves;
+    Planes planes;
+    int64_t num_moves;
     const int64_t *from, *to;
     PageOffsets page_offsets;
 };
@@ -200,16 +199,13 @@ inline MoveArguments check_move(const std::vector<Tensor>& caches, const Tensor&
     const char* op = "move_slots";
     MoveArguments m{};
     m.op = op;
-    Planes planes = check_planes(op, caches);
-    m.cache = planes.view;
-    m.planes = std::move(planes.data);
+    m.planes = check_planes(op, caches);
     const Argument from{op, "src_slots", src_slots}, to{op, "dst_slots", dst_slots};
     from.vector(ScalarType::Long, 0, "[num_moves]");
     to.vector(ScalarType::Long, 0, "[num_moves]");
     if (dst_slots.size(0) != src_slots.size(0))
         to.must_be("one slot for each of src_slots, " + describe(src_slots));
     for (const Argument& slots : {from, to}) slots.same_device(caches[0]);
-    m.num_planes = static_cast<int64_t>(caches.size());
     m.num_moves = src_slots.size(0);
     m.from = static_cast<const int64_t*>(src_slots.data_ptr());
     m.to = static_cast<const int64_t*>(dst_slots.data_ptr());
@@ -591,7 +587,7 @@ inline void check_by_group(const Argument& a, ScalarType dtype, int64_t groups, 
     a.contiguous();
 }
 
-inline void check_planes_per_group(WindowArguments& a, size_t num_planes,
+inline void check_planes_per_group(WindowArguments& a, int64_t num_planes,
                                    const std::vector<int64_t>& planes_per_group) {
     a.num_groups = static_cast<int64_t>(planes_per_group.size());
     if (a.num_groups < 1 || a.num_groups > kMostWindowGroups)
@@ -601,7 +597,7 @@ inline void check_planes_per_group(WindowArguments& a, size_t num_planes,
         if (count < 0) fail(a.op, "planes_per_group must not be negative, got ", count);
         planes += count;
     }
-    if (planes != static_cast<int64_t>(num_planes))
+    if (planes != num_planes)
         fail(a.op, "planes_per_group must add up to the ", num_planes, " planes, got ", planes);
 }
 
@@ -624,7 +620,7 @@ inline WindowArguments check_window(const char* op, const WindowTensors& t, cons
     if (a.block_size < 1 || planes->view.num_slots() > INT32_MAX)
         fail(op, "caches must have fewer than 2^31 slots in blocks of at least one, got ",
              describe(t.caches[0]));
-    check_planes_per_group(a, planes->data.size(), t.planes_per_group);
+    check_planes_per_group(a, planes->count(), t.planes_per_group);
     const Tensor& first = t.caches[0];
     const Argument qsl{op, "query_start_loc", t.query_start_loc},
         cu{op, "cu_num_draft_tokens", t.cu_num_draft_tokens}, shadows{op, "shadow_blocks", t.shadow_blocks},

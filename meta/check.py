@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+CACHE_SHAPE = "[num_blocks, block_size, num_kv_heads, width]"
+
 
 def described(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
@@ -34,8 +36,21 @@ def is_vector(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: str
     has_dims(op, name, tensor, 1, shape)
 
 
-def no_plane_table(op: str, plane_table: Tensor | None) -> None:
+def check_planes(op: str, caches: list[Tensor], plane_table: Tensor | None = None) -> None:
+    """Planes of one geometry, all of them in ``caches``."""
     if plane_table is not None:
         raise RuntimeError(
             f"{op}: plane_table hides from a compiler which planes are mutated; pass all of them in caches and no table"
         )
+    if not caches:
+        raise ValueError(f"{op}: caches must hold at least one plane, got none")
+    first = caches[0]
+    same_device(op, first, **{f"caches[{index}]": cache for index, cache in enumerate(caches)})
+    has_dims(op, "caches[0]", first, 4, CACHE_SHAPE)
+    for index, cache in enumerate(caches):
+        has_dtype(op, f"caches[{index}]", cache, first.dtype)
+        if cache.shape != first.shape:
+            raise ValueError(
+                f"{op}: caches[{index}] must be of the shape and strides of caches[0], {described(first)}, got "
+                f"{described(cache)}"
+            )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.meta.accept import check_counts, check_reject_counts
-from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, no_plane_table, same_device
+from nwor_ops.meta.check import check_planes, described, has_dims, has_dtype, is_vector, same_device
 from nwor_ops.meta.undo import check_write
 from nwor_ops.ops_stage import MOST_GROUPS
 
@@ -107,23 +107,9 @@ def commit_staged(
     _check_acceptance(op, staged_key, row_accepted, row_requests, row_positions)
 
 
-def _check_planes(op: str, caches: list[Tensor]) -> None:
-    if not caches:
-        raise ValueError(f"{op}: caches must hold at least one plane, got none")
-    same_device(op, caches[0], **{f"caches[{index}]": cache for index, cache in enumerate(caches)})
-    has_dims(op, "caches[0]", caches[0], 4, "[num_blocks, block_size, num_kv_heads, width]")
-    for index, cache in enumerate(caches):
-        has_dtype(op, f"caches[{index}]", cache, caches[0].dtype)
-        if cache.shape != caches[0].shape:
-            raise ValueError(
-                f"{op}: caches[{index}] must be of the shape and strides of caches[0], "
-                f"{described(caches[0])}, got {described(cache)}"
-            )
-
-
 def move_slots(caches: list[Tensor], src_slots: Tensor, dst_slots: Tensor, page_offsets: Tensor | None = None) -> None:
     op = "move_slots"
-    _check_planes(op, caches)
+    check_planes(op, caches)
     same_device(op, caches[0], src_slots=src_slots, dst_slots=dst_slots)
     is_vector(op, "src_slots", src_slots, torch.int64, "[num_moves]")
     is_vector(op, "dst_slots", dst_slots, torch.int64, "[num_moves]")
@@ -143,9 +129,10 @@ def _check_window(
     idx_mapping: Tensor | None,
     held_slots: Tensor | None,
     num_bonus_tokens: int,
+    plane_table: Tensor | None,
     leading_zero: bool,
 ) -> None:
-    _check_planes(op, caches)
+    check_planes(op, caches, plane_table)
     if not 1 <= len(planes_per_group) <= MOST_GROUPS:
         raise ValueError(f"{op}: planes_per_group must hold 1 to {MOST_GROUPS} groups, got {len(planes_per_group)}")
     if sum(planes_per_group) != len(caches):
@@ -209,10 +196,9 @@ def open_window(
     leading_zero: bool = False,
 ) -> None:
     op = "open_window"
-    no_plane_table(op, plane_table)
     _check_window(
         op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
-        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens, leading_zero,
+        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens, plane_table, leading_zero,
     )  # fmt: skip
     same_device(op, caches[0], seq_lens=seq_lens, row_slots=row_slots)
     is_vector(op, "seq_lens", seq_lens, torch.int32, "[num_requests]")
@@ -239,10 +225,9 @@ def close_window(
     leading_zero: bool = False,
 ) -> None:
     op = "close_window"
-    no_plane_table(op, plane_table)
     _check_window(
         op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
-        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens, leading_zero,
+        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens, plane_table, leading_zero,
     )  # fmt: skip
     same_device(op, caches[0], row_rejected=row_rejected)
     is_vector(op, "row_rejected", row_rejected, torch.bool, "[num_rows]")
@@ -270,10 +255,9 @@ def close_window_from_rejected(
     leading_zero: bool = False,
 ) -> None:
     op = "close_window_from_rejected"
-    no_plane_table(op, plane_table)
     _check_window(
         op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
-        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens, leading_zero,
+        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens, plane_table, leading_zero,
     )  # fmt: skip
     check_reject_counts(
         op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens, leading_zero

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.meta.accept import check_reject_counts
-from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, no_plane_table, same_device
+from nwor_ops.meta.check import CACHE_SHAPE, check_planes, described, has_dims, has_dtype, is_vector, same_device
 
-_CACHE = "[num_blocks, block_size, num_kv_heads, width]"
 _FORMATS = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -30,8 +29,8 @@ def check_write(
     key_name, value_name, slots_name = names
     same_device(op, key, key_cache=key_cache, value_cache=value_cache, **{value_name: value, slots_name: slot_mapping})
     is_vector(op, slots_name, slot_mapping, torch.int64, "[num_tokens]")
-    has_dims(op, "key_cache", key_cache, 4, _CACHE)
-    has_dims(op, "value_cache", value_cache, 4, _CACHE)
+    has_dims(op, "key_cache", key_cache, 4, CACHE_SHAPE)
+    has_dims(op, "value_cache", value_cache, 4, CACHE_SHAPE)
     has_dtype(op, key_name, key, torch.float32, torch.float16, torch.bfloat16)
     has_dtype(op, value_name, value, key.dtype)
     for name, source, cache in ((key_name, key, key_cache), (value_name, value, value_cache)):
@@ -105,27 +104,23 @@ def log_slots(
 ) -> None:
     op = "log_slots"
     same_device(op, cache, slot_mapping=slot_mapping, log_rows=log_rows, log=log)
-    has_dims(op, "cache", cache, 4, _CACHE)
+    has_dims(op, "cache", cache, 4, CACHE_SHAPE)
     is_vector(op, "slot_mapping", slot_mapping, torch.int64, "[num_tokens]")
     is_vector(op, "log_rows", log_rows, torch.int32, "[num_tokens]")
     _check_log(op, "log", log, cache)
 
 
 def _check_restore(
-    op: str, caches: list[Tensor], log: Tensor, row_slots: Tensor, row_rejected: Tensor, num_rows: int | None
+    op: str,
+    caches: list[Tensor],
+    log: Tensor,
+    row_slots: Tensor,
+    row_rejected: Tensor,
+    num_rows: int | None,
+    plane_table: Tensor | None,
 ) -> None:
-    if not caches:
-        raise ValueError(f"{op}: caches must hold at least one plane, got none")
-    same_device(op, caches[0], **{f"caches[{index}]": cache for index, cache in enumerate(caches)})
+    check_planes(op, caches, plane_table)
     same_device(op, caches[0], log=log, row_slots=row_slots, row_rejected=row_rejected)
-    has_dims(op, "caches[0]", caches[0], 4, _CACHE)
-    for index, cache in enumerate(caches):
-        has_dtype(op, f"caches[{index}]", cache, caches[0].dtype)
-        if cache.shape != caches[0].shape:
-            raise ValueError(
-                f"{op}: caches[{index}] must be of the shape and strides of caches[0], "
-                f"{described(caches[0])}, got {described(cache)}"
-            )
     has_dtype(op, "log", log, caches[0].dtype)
     if log.dim() != 4 or log.shape[0] != len(caches) or log.shape[2:] != caches[0].shape[2:]:
         raise ValueError(
@@ -149,8 +144,7 @@ def restore_slots(
     num_rows: int | None = None,
     plane_table: Tensor | None = None,
 ) -> None:
-    no_plane_table("restore_slots", plane_table)
-    _check_restore("restore_slots", caches, log, row_slots, row_rejected, num_rows)
+    _check_restore("restore_slots", caches, log, row_slots, row_rejected, num_rows, plane_table)
 
 
 def restore_slots_from_rejected(
@@ -171,8 +165,7 @@ def restore_slots_from_rejected(
     leading_zero: bool = False,
 ) -> None:
     op = "restore_slots_from_rejected"
-    no_plane_table(op, plane_table)
-    _check_restore(op, caches, log, row_slots, row_rejected, num_rows)
+    _check_restore(op, caches, log, row_slots, row_rejected, num_rows, plane_table)
     same_device(op, caches[0], cu_num_draft_tokens=cu_num_draft_tokens)
     check_reject_counts(
         op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens, leading_zero

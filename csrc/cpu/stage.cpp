@@ -78,12 +78,6 @@ void commit_staged(const Tensor& staged_key, const Tensor& staged_value, const T
 
 // ---------------------------------------------------------------- moving slots of one plane
 
-CacheView plane_of(const CacheView& geometry, char* data) {
-    CacheView plane = geometry;
-    plane.data = data;
-    return plane;
-}
-
 // One head of a slot, into or out of a row [W] of its own.
 template <bool to_page, class T>
 void copy_head(const CacheView& cache, const PageOffsets& offsets, int64_t slot, int64_t head, T* row) {
@@ -102,18 +96,18 @@ void copy_head(const CacheView& cache, const PageOffsets& offsets, int64_t slot,
 
 template <class Raw>
 void move_rows(const MoveArguments& m) {
+    const CacheView& shape = m.planes.view;
     // A head of a plane at a time: all its sources are read before the first destination is written.
-    torch::stable::parallel_for(0, m.num_planes * m.cache.num_heads, 1, [&](int64_t begin, int64_t end) {
-        std::vector<Raw> rows(static_cast<size_t>(m.num_moves * m.cache.width));
+    torch::stable::parallel_for(0, m.planes.count() * shape.num_heads, 1, [&](int64_t begin, int64_t end) {
+        std::vector<Raw> rows(static_cast<size_t>(m.num_moves * shape.width));
         for (int64_t part = begin; part < end; ++part) {
-            const CacheView cache =
-                plane_of(m.cache, m.planes[static_cast<size_t>(part / m.cache.num_heads)]);
-            const int64_t head = part % m.cache.num_heads;
+            const CacheView cache = m.planes.plane(part / shape.num_heads);
+            const int64_t head = part % shape.num_heads;
             const auto each = [&](const int64_t* slots, auto to_page) {
                 for (int64_t i = 0; i < m.num_moves; ++i)
                     if (m.from[i] >= 0 && m.to[i] >= 0)
                         copy_head<decltype(to_page)::value>(cache, m.page_offsets, slots[i], head,
-                                                            rows.data() + i * m.cache.width);
+                                                            rows.data() + i * shape.width);
             };
             each(m.from, std::false_type{});
             each(m.to, std::true_type{});
@@ -124,14 +118,15 @@ void move_rows(const MoveArguments& m) {
 void move_slots(const std::vector<Tensor>& caches, const Tensor& src_slots, const Tensor& dst_slots,
                 const std::optional<Tensor>& page_offsets) {
     const MoveArguments m = check_move(caches, src_slots, dst_slots, page_offsets);
-    if (m.num_moves == 0 || m.cache.num_heads * m.cache.width == 0) return;
+    const CacheView& cache = m.planes.view;
+    if (m.num_moves == 0 || cache.num_heads * cache.width == 0) return;
     for (int64_t i = 0; i < m.num_moves; ++i) {
         if (m.from[i] < 0 || m.to[i] < 0) continue;
-        check_slot(m.op, "src_slots", i, m.from[i], m.cache);
-        check_slot(m.op, "dst_slots", i, m.to[i], m.cache);
+        check_slot(m.op, "src_slots", i, m.from[i], cache);
+        check_slot(m.op, "dst_slots", i, m.to[i], cache);
     }
-    check_page_table(m.op, m.page_offsets, m.cache);
-    with_raw_type(m.cache.element_size, [&](auto tag) { move_rows<typename decltype(tag)::type>(m); });
+    check_page_table(m.op, m.page_offsets, cache);
+    with_raw_type(cache.element_size, [&](auto tag) { move_rows<typename decltype(tag)::type>(m); });
 }
 
 // ---------------------------------------------------------------- open_window, close_window
@@ -181,15 +176,12 @@ void copy_in_planes(const Planes& planes, const std::vector<int64_t>& planes_per
     std::vector<int64_t> group_of;
     for (size_t g = 0; g < planes_per_group.size(); ++g)
         group_of.insert(group_of.end(), static_cast<size_t>(planes_per_group[g]), static_cast<int64_t>(g));
-    torch::stable::parallel_for(
-        0, static_cast<int64_t>(planes.data.size()), 1, [&](int64_t begin, int64_t end) {
-            std::vector<Raw> row(static_cast<size_t>(planes.view.width));
-            for (int64_t plane = begin; plane < end; ++plane)
-                for (const Copy& copy : copies)
-                    if (copy.group == group_of[plane])
-                        copy_slot(plane_of(planes.view, planes.data[static_cast<size_t>(plane)]), offsets,
-                                  copy, row);
-        });
+    torch::stable::parallel_for(0, planes.count(), 1, [&](int64_t begin, int64_t end) {
+        std::vector<Raw> row(static_cast<size_t>(planes.view.width));
+        for (int64_t plane = begin; plane < end; ++plane)
+            for (const Copy& copy : copies)
+                if (copy.group == group_of[plane]) copy_slot(planes.plane(plane), offsets, copy, row);
+    });
 }
 
 void copy_all(const Planes& planes, const WindowTensors& t, const PageOffsets& offsets,

@@ -62,10 +62,9 @@ template <class Raw>
 void restore_rows(const RestoreArguments& r) {
     // Layers x rows in one parallel region, so that few rows of many layers still fill the threads.
     torch::stable::parallel_for(
-        0, r.num_layers * r.num_rows, kRowsPerThread, [&](int64_t begin, int64_t end) {
+        0, r.planes.count() * r.num_rows, kRowsPerThread, [&](int64_t begin, int64_t end) {
             for (int64_t layer = begin / r.num_rows; layer * r.num_rows < end; ++layer) {
-                CacheView cache = r.cache;
-                cache.data = r.planes[static_cast<size_t>(layer)];
+                const CacheView cache = r.planes.plane(layer);
                 RowsView log = r.log;
                 log.data += layer * r.log_layer_stride * static_cast<int64_t>(sizeof(Raw));
                 const int64_t first = std::max(begin - layer * r.num_rows, int64_t{0});
@@ -99,13 +98,14 @@ void restore_rows(const RestoreArguments& r) {
 
 void check_rejected_slots(const RestoreArguments& r, const bool* row_rejected) {
     for (int64_t row = 0; row < r.num_rows; ++row)
-        if (row_rejected[row]) check_slot(r.op, "row_slots", row, r.row_slots[row], r.cache);
-    if (r.num_rows > 0) check_page_table(r.op, r.page_offsets, r.cache);
+        if (row_rejected[row]) check_slot(r.op, "row_slots", row, r.row_slots[row], r.planes.view);
+    if (r.num_rows > 0) check_page_table(r.op, r.page_offsets, r.planes.view);
 }
 
 void restore(const RestoreArguments& r) {
     if (r.num_rows == 0) return;
-    with_raw_type(r.cache.element_size, [&](auto tag) { restore_rows<typename decltype(tag)::type>(r); });
+    with_raw_type(r.planes.view.element_size,
+                  [&](auto tag) { restore_rows<typename decltype(tag)::type>(r); });
 }
 
 void restore_slots(const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots,

@@ -174,10 +174,10 @@ int64_t elements_per_access(int64_t element_size, const Fits& fits) {
 }
 
 // The same for every plane of a geometry.
-bool planes_fit(const CacheView& geometry, const std::vector<char*>& planes, int64_t elements) {
-    const int64_t bytes = elements * geometry.element_size;
-    return fits(geometry, elements) && std::all_of(planes.begin(), planes.end(),
-                                                   [&](const char* plane) { return aligned(plane, bytes); });
+bool planes_fit(const Planes& planes, int64_t elements) {
+    const int64_t bytes = elements * planes.view.element_size;
+    return fits(planes.view, elements) && std::all_of(planes.data.begin(), planes.data.end(),
+                                                      [&](const char* data) { return aligned(data, bytes); });
 }
 
 // Calls `f(Tag<T>)` with an unsigned T of that many bytes, up to the widest access.

@@ -231,13 +231,14 @@ int64_t shared_bytes_of_device(int32_t device) {
 template <class Unit, bool kTable>
 void launch_moves(const MoveArguments& m, int64_t elements, const Launch& launch) {
     const auto kernel = move_kernel<Unit, kTable>;
-    for (int64_t first = 0; first < m.num_planes; first += kPlanesPerMove) {
-        const int64_t planes = std::min(kPlanesPerMove, m.num_planes - first);
+    const CacheView& cache = m.planes.view;
+    for (int64_t first = 0; first < m.planes.count(); first += kPlanesPerMove) {
+        const int64_t planes = std::min(kPlanesPerMove, m.planes.count() - first);
         MoveJob job{};
-        std::copy_n(m.planes.begin() + first, planes, job.caches);
-        job.row = RowShape(m.op, m.cache, elements);
-        job.slots = slots_of(m.cache);
-        job.pages = in_units(m.cache, elements, m.page_offsets);
+        std::copy_n(m.planes.data.begin() + first, planes, job.caches);
+        job.row = RowShape(m.op, cache, elements);
+        job.slots = slots_of(cache);
+        job.pages = in_units(cache, elements, m.page_offsets);
         job.num_moves = m.num_moves;
         job.from = m.from;
         job.to = m.to;
@@ -255,18 +256,18 @@ void launch_moves(const MoveArguments& m, int64_t elements, const Launch& launch
 void move_slots(const std::vector<Tensor>& caches, const Tensor& src_slots, const Tensor& dst_slots,
                 const std::optional<Tensor>& page_offsets) {
     const MoveArguments m = check_move(caches, src_slots, dst_slots, page_offsets);
-    if (m.num_moves == 0 || m.cache.num_heads * m.cache.width == 0) return;
+    const CacheView& cache = m.planes.view;
+    if (m.num_moves == 0 || cache.num_heads * cache.width == 0) return;
     const Launch launch(caches[0]);
-    const int64_t size = m.cache.element_size, room = shared_bytes_of_device(launch.device());
+    const int64_t size = cache.element_size, room = shared_bytes_of_device(launch.device());
     if (m.num_moves * size > room)
         fail(m.op, "src_slots must hold at most ", room / size, " moves for this device and dtype, got ",
              m.num_moves);
     const bool table = m.page_offsets.table != nullptr;
-    const int64_t elements = elements_per_access(size, [&](int64_t n) {
-        return !table && n * size * m.num_moves <= room && planes_fit(m.cache, m.planes, n);
-    });
+    const int64_t elements = elements_per_access(
+        size, [&](int64_t n) { return !table && n * size * m.num_moves <= room && planes_fit(m.planes, n); });
     if (table)
-        with_raw_type(m.cache.element_size, [&](auto tag) {
+        with_raw_type(cache.element_size, [&](auto tag) {
             launch_moves<typename decltype(tag)::type, true>(m, elements, launch);
         });
     else
@@ -527,8 +528,8 @@ void run_window(const WindowArguments& a, const AcceptArguments& accept, const P
     const Launch launch(t.caches[0]);
     const bool table = offsets.table != nullptr;
     const int64_t size = planes.view.element_size;
-    const int64_t elements = elements_per_access(
-        size, [&](int64_t n) { return !table && planes_fit(planes.view, planes.data, n); });
+    const int64_t elements =
+        elements_per_access(size, [&](int64_t n) { return !table && planes_fit(planes, n); });
     if (table)
         with_raw_type(planes.view.element_size, [&](auto tag) {
             launch_window<typename decltype(tag)::type, true, kOp>(a, accept, planes, offsets, t, most_rows,

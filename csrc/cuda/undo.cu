@@ -185,9 +185,10 @@ __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant
 }
 
 bool layers_fit(const RestoreArguments& r, int64_t elements) {
-    if (r.num_layers > 1 && r.log_layer_stride % elements != 0) return false;
-    if (!fits(r.log, r.cache, r.cache.element_size, elements)) return false;
-    return planes_fit(r.cache, r.planes, elements);
+    const CacheView& cache = r.planes.view;
+    if (r.planes.count() > 1 && r.log_layer_stride % elements != 0) return false;
+    if (!fits(r.log, cache, cache.element_size, elements)) return false;
+    return planes_fit(r.planes, elements);
 }
 
 // One launch for the layers [first, first + count); the first one judges, if there is anything to judge.
@@ -195,12 +196,13 @@ template <bool kJudges>
 void launch_restore(const RestoreArguments& r, const AcceptArguments& accept, int64_t first, int64_t count,
                     int64_t elements, const Launch& launch) {
     RestoreJob job{};
-    std::copy_n(r.planes.begin() + first, count, job.caches);
-    job.row = RowShape(r.op, r.cache, elements);
-    job.slots = slots_of(r.cache);
-    job.pages = in_units(r.cache, elements, r.page_offsets);
+    const CacheView& cache = r.planes.view;
+    std::copy_n(r.planes.data.begin() + first, count, job.caches);
+    job.row = RowShape(r.op, cache, elements);
+    job.slots = slots_of(cache);
+    job.pages = in_units(cache, elements, r.page_offsets);
     job.log = in_units(r.log, elements);
-    job.log.data += first * r.log_layer_stride * r.cache.element_size;
+    job.log.data += first * r.log_layer_stride * cache.element_size;
     job.log_layer_stride = r.log_layer_stride / elements;
     job.num_layers = static_cast<int>(count);
     job.windows_layer_stride = r.windows_layer_stride;
@@ -221,11 +223,11 @@ void launch_restore(const RestoreArguments& r, const AcceptArguments& accept, in
     }
     if (shape.grid.x == 0) return;
     if (r.page_offsets.table != nullptr)
-        with_raw_type(r.cache.element_size, [&](auto tag) {
+        with_raw_type(cache.element_size, [&](auto tag) {
             launch.start(restore_kernel<typename decltype(tag)::type, true, kJudges>, shape, job);
         });
     else
-        with_access_type(elements * r.cache.element_size, [&](auto tag) {
+        with_access_type(elements * cache.element_size, [&](auto tag) {
             launch.start(restore_kernel<typename decltype(tag)::type, false, kJudges>, shape, job);
         });
 }
@@ -233,11 +235,12 @@ void launch_restore(const RestoreArguments& r, const AcceptArguments& accept, in
 template <bool kJudges>
 void restore(const RestoreArguments& r, const AcceptArguments& accept, const Tensor& first_plane) {
     const Launch launch(first_plane);
-    const int64_t elements = elements_per_access(
-        r.cache.element_size, [&](int64_t n) { return r.page_offsets.table == nullptr && layers_fit(r, n); });
-    for (int64_t first = 0; first < r.num_layers; first += kLayersPerLaunch)
-        launch_restore<kJudges>(r, accept, first, std::min(kLayersPerLaunch, r.num_layers - first), elements,
-                                launch);
+    const int64_t elements = elements_per_access(r.planes.view.element_size, [&](int64_t n) {
+        return r.page_offsets.table == nullptr && layers_fit(r, n);
+    });
+    for (int64_t first = 0; first < r.planes.count(); first += kLayersPerLaunch)
+        launch_restore<kJudges>(r, accept, first, std::min(kLayersPerLaunch, r.planes.count() - first),
+                                elements, launch);
     check_launch(launch, complain);
 }
 
