@@ -16,6 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from nwor_ops import ops
 
 
+def has_no_data(tensor: Tensor) -> bool:
+    """Tracing, profiling and warm-up pass tensors without storage: there is nothing to write, and no address."""
+    return isinstance(tensor, FakeTensor) or tensor.data_ptr() == 0
+
+
 @dataclass(frozen=True)
 class Plane:
     """One view of a layer's cache.
@@ -53,8 +58,7 @@ class PlaneList:
     def __init__(self, views: list[Tensor]) -> None:
         self.views = views
         self._first = views[:1]
-        # Tensors without memory have no addresses.
-        self._table = None if views[0].is_meta or isinstance(views[0], FakeTensor) else ops.plane_table(views)
+        self._table = None if has_no_data(views[0]) else ops.plane_table(views)
 
     def arguments(self) -> tuple[list[Tensor], Tensor | None]:
         """``caches`` and ``plane_table`` of an op. A trace must see every plane that it mutates."""

@@ -29,10 +29,9 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from nwor_ops import ops
-from nwor_ops.cache import LayerCache, Plane, PlaneList
+from nwor_ops.cache import LayerCache, Plane, PlaneList, has_no_data
 from nwor_ops.shadow import ShadowPages
 from nwor_ops.stats import Stats
 from nwor_ops.window import Window, WindowBuffers
@@ -146,11 +145,6 @@ def _traced_root(view: Tensor, flat: dict[tuple[int, torch.dtype], Tensor]) -> T
     if key not in flat:
         flat[key] = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
     return flat[key]
-
-
-def _has_no_data(tensor: Tensor) -> bool:
-    """Tracing, profiling and warm-up pass tensors without storage: there is nothing to write."""
-    return isinstance(tensor, FakeTensor) or tensor.data_ptr() == 0
 
 
 def is_capturing(tensor: Tensor) -> bool:
@@ -674,7 +668,7 @@ class DraftCommitManager:
         """Whether there is nothing to write. Raises outside a window, where Python can tell."""
         if torch.compiler.is_compiling():
             return False
-        if _has_no_data(tensor) or _has_no_data(layer.cache.planes[0].view):
+        if has_no_data(tensor) or has_no_data(layer.cache.planes[0].view):
             return True
         # A capture is made once, outside any window; its replays happen inside one.
         if self._state is not State.OPEN and not is_capturing(tensor):

@@ -20,26 +20,26 @@ def with_zero(op, arguments, zero=0):
     return with_arguments(op, arguments, cu_num_draft_tokens=longer, leading_zero=True)
 
 
-def others(op, arguments):
-    place = argument_names(op).index("cu_num_draft_tokens")
-    return arguments[:place], arguments[place + 1 :]
-
-
 def test_every_op_that_takes_counts_of_a_window():
     windows = {op for op in ops.SCHEMAS if "num_bonus_tokens" in argument_names(op)}
     assert set(OPS) == windows
 
 
-@pytest.mark.parametrize(("op", "index"), SAMPLES)
-def test_same_bytes_as_without(op, index):
-    plain = sample_inputs(op)[index]
+def assert_same_bytes(op, plain):
+    """And the counts, which are read alone, are as they were."""
     ours = with_zero(op, twin(plain))
-    before = ours[argument_names(op).index("cu_num_draft_tokens")].clone()
+    place = argument_names(op).index("cu_num_draft_tokens")
+    before = ours[place].clone()
     getattr(ops, op)(*ours)
     getattr(ops, op)(*plain)
-    ours_without_flag = ours[: len(plain)]
-    assert same_memory(others(op, ours_without_flag), others(op, plain))
-    assert torch.equal(ours[argument_names(op).index("cu_num_draft_tokens")], before)
+    others_of = [(arguments[:place], arguments[place + 1 : len(plain)]) for arguments in (ours, plain)]
+    assert same_memory(*others_of)
+    assert torch.equal(ours[place], before)
+
+
+@pytest.mark.parametrize(("op", "index"), SAMPLES)
+def test_same_bytes_as_without(op, index):
+    assert_same_bytes(op, sample_inputs(op)[index])
 
 
 @pytest.mark.parametrize("op", OPS)

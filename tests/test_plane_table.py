@@ -20,13 +20,16 @@ def with_table(op, arguments, **others):
     return with_arguments(op, arguments, **{"caches": arguments[0][:1], "plane_table": table, **others})
 
 
-@pytest.mark.parametrize(("op", "index"), SAMPLES)
-def test_same_bytes_as_with_all_planes(op, index):
-    all_planes = sample_inputs(op)[index]
+def assert_same_bytes(op, all_planes):
     by_table = twin(all_planes)
     getattr(ops, op)(*with_table(op, by_table))
     getattr(ops, op)(*all_planes)
     assert same_memory(by_table, all_planes)
+
+
+@pytest.mark.parametrize(("op", "index"), SAMPLES)
+def test_same_bytes_as_with_all_planes(op, index):
+    assert_same_bytes(op, sample_inputs(op)[index])
 
 
 def test_the_table():

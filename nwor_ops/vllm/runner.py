@@ -106,11 +106,8 @@ class RunnerKind:
 
     def detach(self, runner: Any) -> None:
         """Take every wrapper off again: the runner binds a new cache, or is refused."""
-        for name, value in list(vars(runner).items()):
-            if isinstance(value, FunctionType) and hasattr(value, _MARK):
-                delattr(runner, name)
-        for layer in runner.compilation_config.static_forward_context.values():
-            vars(getattr(layer, "impl", layer)).pop("do_kv_cache_update", None)
+        for owner, name, _ in wrapped_methods(runner):
+            vars(owner).pop(name, None)  # layers may share an implementation
 
     def _all_wrappers(self, runner: Any, session: Session, groups: list[str]) -> dict[str, Wrapper]:
         # The two halves of a step: whatever they raise, the drafts are undone before anybody reuses a block.
@@ -174,4 +171,17 @@ def _wrap_writer(impl: Any, name: str, session: Session) -> None:
         session.write(name, latent, rotated_key, kv_cache, slot_mapping, *rest)
 
     latent = f"{type(impl).__module__}.{type(impl).__qualname__}" in LATENT_IMPLS
-    impl.do_kv_cache_update = do_latent_cache_update if latent else do_kv_cache_update
+    wrapper = do_latent_cache_update if latent else do_kv_cache_update
+    setattr(wrapper, _MARK, True)
+    impl.do_kv_cache_update = wrapper
+
+
+def wrapped_methods(runner: Any) -> list[tuple[Any, str, Any]]:
+    """Owner, name and function of all that :meth:`RunnerKind.attach` put on a runner and its layers."""
+    layers = runner.compilation_config.static_forward_context.values()
+    return [
+        (owner, name, value)
+        for owner in (runner, *(getattr(layer, "impl", layer) for layer in layers))
+        for name, value in vars(owner).items()
+        if isinstance(value, FunctionType) and hasattr(value, _MARK)
+    ]

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from layouts import refuse, same_memory, twin
+from layouts import refuse, twin
 from samples import sample_inputs
-from test_plane_table import OPS, SAMPLES, with_table
+from test_plane_table import OPS, SAMPLES, assert_same_bytes, with_table
 
 from nwor_ops import ops
 
 
 @pytest.mark.parametrize(("op", "index"), SAMPLES)
 def test_same_bytes_as_with_all_planes(device, op, index):
-    all_planes = twin(sample_inputs(op)[index], device)
-    by_table = twin(all_planes)
-    getattr(ops, op)(*with_table(op, by_table))
-    getattr(ops, op)(*all_planes)
-    assert same_memory(by_table, all_planes)
+    assert_same_bytes(op, twin(sample_inputs(op)[index], device))
 
 
 @pytest.mark.parametrize("op", OPS)
