@@ -19,6 +19,7 @@ import tempfile
 from typing import Any
 
 import torch
+from gpu_engine import check_windows
 from results import Row, ratios, row, save
 
 from nwor_ops.cli.demo import DemoOptions, make_job
@@ -45,8 +46,7 @@ def measure(name: str, size: Size, rounds: int, folder: pathlib.Path) -> list[Ro
                 answers[side].append(engine.ask(side))
     finally:
         engine.close()
-    if any(a["windows"] for a in answers["off"]) or not all(a["windows"] for a in answers["on"]):
-        raise RuntimeError(f"{name}: NWOR was on where it should be off, or off where it should be on")
+    check_windows(name, answers["off"], answers["on"])
     if any(a["tokens"] != answers["off"][0]["tokens"] for a in answers["off"] + answers["on"]):
         raise RuntimeError(f"{name}: two runs generated different tokens")
     speeds = {side: [sum(map(len, a["tokens"])) / a["seconds"] for a in found[1:]] for side, found in answers.items()}

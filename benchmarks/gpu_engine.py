@@ -201,14 +201,17 @@ def measure(
     return answers
 
 
+def check_windows(what: str, off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
+    """That each run was with NWOR, or without."""
+    if any(answer["windows"] for answer in off) or not all(answer["windows"] for answer in on):
+        raise RuntimeError(f"{what}: NWOR was on where it should be off, or off where it should be on")
+
+
 def figures(mode: str, name: str, count: int, off: list[dict[str, Any]], on: list[dict[str, Any]]) -> list[Row]:
     """The rows of one job and one number of requests; raises where the two sides are not comparable."""
     if any(steps for answer in on for steps in answer["vanilla_steps"]):
         raise RuntimeError(f"{name}, {count} requests: steps ran without the transaction, {on[-1]['vanilla_steps']}")
-    if any(answer["windows"] for answer in off) or not all(answer["windows"] for answer in on):
-        raise RuntimeError(
-            f"{name}, {count} requests: NWOR was on where it should be off, or off where it should be on"
-        )
+    check_windows(f"{name}, {count} requests", off, on)
     return comparison(name, f"vanilla{name.removeprefix(mode)}", count, off, on, TARGETS[mode])
 
 

@@ -14,16 +14,13 @@ import collections
 import contextlib
 import functools
 import gc
-import json
-import pathlib
 import random
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nwor_ops.cli.demo_engine import _answer, _claim_stdout
+from nwor_ops.cli.demo_engine import serve
 
 # Functions of vLLM's runners that a plugin may wrap, on an instance.
 HOOKS = (
@@ -52,17 +49,7 @@ STEPS_BEFORE = 12  # until all prompts are through
 
 
 def main() -> None:
-    answers = _claim_stdout()
-    try:
-        engine = TimedEngine(json.loads(pathlib.Path(sys.argv[1]).read_text()))
-        _answer(answers, {"versions": engine.versions()})
-        for line in sys.stdin:
-            command, *numbers = line.split()
-            _answer(answers, getattr(engine, command)(*map(int, numbers)))
-    except Exception as error:
-        traceback.print_exc()
-        _answer(answers, {"error": f"{type(error).__name__}: {error}"})
-        sys.exit(1)
+    serve(TimedEngine)
 
 
 class TimedEngine:
@@ -81,6 +68,11 @@ class TimedEngine:
         self._runs = 0
         if self._timed is not None:
             self._timed.watch(self._llm.llm_engine.model_executor.driver_worker.worker.model_runner)
+
+    def answer(self, line: str) -> dict[str, Any]:
+        command, *numbers = line.split()
+        answer: dict[str, Any] = getattr(self, command)(*map(int, numbers))
+        return answer
 
     def versions(self) -> dict[str, Any]:
         import torch
@@ -107,13 +99,14 @@ class TimedEngine:
                 if output.finished:
                     tokens[int(output.request_id.split("-")[1])] = list(output.outputs[0].token_ids)
         seconds = time.perf_counter() - start
+        plugin = self._plugin()
         drafts, accepted = (self._counted()[name] - counted[name] for name in counted)
         return {
             "seconds": seconds,
             "tokens": sum(map(len, tokens.values())),
             "tokens_hash": hash(tuple(tuple(tokens[index]) for index in sorted(tokens))),
             "acceptance_length": 1 + accepted / drafts if drafts else None,
-            **(plugin := self._plugin()),
+            **plugin,
             "windows": plugin["windows"] - begun,
         }
 
@@ -322,10 +315,14 @@ def switch_transactions(worker: Any, on: bool) -> None:
     What is left where NWOR is off: a thread that looks at the counters twice a second, a call around the scheduler's
     update, and in mode ``stage`` the cache without the spare blocks.
     """
+    from nwor_ops.vllm.agreement import SchedulerWatch as watch
+    from nwor_ops.vllm.runner import wrapped_methods
+
     runner = worker.model_runner
-    watch = sys.modules["nwor_ops.vllm.agreement"].SchedulerWatch
     if not hasattr(worker, "nwor_parts"):
-        worker.nwor_parts = parts_of_plugin(runner)
+        worker.nwor_parts = wrapped_methods(runner)
+        if not worker.nwor_parts:
+            raise RuntimeError("nwor_ops has wrapped nothing in this engine")
         worker.nwor_after_step = watch._after_step
         worker.nwor_graphs = {}
         if full_graphs(runner) and any(name == "do_kv_cache_update" for _, name, _ in worker.nwor_parts):
@@ -344,21 +341,6 @@ def put_parts(worker: Any, on: bool) -> None:
             setattr(owner, name, part)
         else:
             vars(owner).pop(name, None)
-
-
-def parts_of_plugin(runner: Any) -> list[tuple[Any, str, Any]]:
-    """Owner, name and function of every method that a session replaced."""
-    layers = runner.compilation_config.static_forward_context.values()
-    owners = (runner, *(getattr(layer, "impl", layer) for layer in layers))
-    parts = [
-        (owner, name, part)
-        for owner in owners
-        for name, part in vars(owner).items()
-        if hasattr(part, "_nwor_wrapper") or getattr(part, "__module__", None) == "nwor_ops.vllm.runner"
-    ]
-    if not parts:
-        raise RuntimeError("nwor_ops has replaced nothing in this engine")
-    return parts
 
 
 def full_graphs(runner: Any) -> dict[Any, Any]:

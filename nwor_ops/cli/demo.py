@@ -202,15 +202,13 @@ def _run_audited(options: DemoOptions, job: dict[str, Any]) -> dict[str, dict[st
         close_engines(engines)
 
 
-def run_timed(
-    options: DemoOptions, engines: dict[str, EngineProcess], fewest_rounds: int = FEWEST_ROUNDS
-) -> dict[str, dict[str, Any]]:
+def run_timed(options: DemoOptions, engines: dict[str, EngineProcess]) -> dict[str, dict[str, Any]]:
     """Only one engine runs at a time, and the sides take turns, so that both see the same machine."""
     tokens = {side: engine.ask("run")["tokens"] for side, engine in engines.items()}  # warms up as well
     rates: dict[str, list[float]] = {side: [] for side in engines}
     started = time.monotonic()
     for number in range(options.rounds):
-        if number >= fewest_rounds and time.monotonic() - started > TIMING_SECONDS:
+        if number >= FEWEST_ROUNDS and time.monotonic() - started > TIMING_SECONDS:
             break
         order = list(engines) if number % 2 == 0 else list(reversed(engines))
         for side in order:

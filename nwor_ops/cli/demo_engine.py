@@ -14,19 +14,34 @@ import platform
 import sys
 import time
 import traceback
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import Any, Protocol, TextIO
 
 MOST_STEPS = 20_000
 
 
 def main() -> None:
+    serve(DemoEngine)
+
+
+class Engine(Protocol):
+    """What :func:`serve` asks."""
+
+    def versions(self) -> dict[str, Any]: ...
+
+    def answer(self, line: str) -> dict[str, Any]:
+        """What a line of stdin asks for."""
+        ...
+
+
+def serve(start: Callable[[dict[str, Any]], Engine]) -> None:
+    """Start an engine with the job in the file that the command line names, and answer each line of stdin."""
     answers = _claim_stdout()
     try:
-        engine = DemoEngine(json.loads(pathlib.Path(sys.argv[1]).read_text()))
+        engine = start(json.loads(pathlib.Path(sys.argv[1]).read_text()))
         _answer(answers, {"versions": engine.versions()})
         for line in sys.stdin:
-            command = line.strip()
-            _answer(answers, engine.run() if command == "run" else engine.report())
+            _answer(answers, engine.answer(line.strip()))
     except Exception as error:
         traceback.print_exc()
         _answer(answers, {"error": f"{type(error).__name__}: {error}"})
@@ -54,6 +69,9 @@ class DemoEngine:
         self.llm = LLM(**job["engine"])
         self.requests: list[dict[str, Any]] = job["requests"]
         self.runs = 0
+
+    def answer(self, line: str) -> dict[str, Any]:
+        return self.run() if line == "run" else self.report()
 
     def run(self) -> dict[str, Any]:
         """Serve all requests, each added at its own step; the tokens of each, and the seconds it took."""
