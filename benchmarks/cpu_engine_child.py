@@ -16,8 +16,7 @@ from nwor_ops.cli.demo_engine import DemoEngine, serve
 class SwitchedEngine(DemoEngine):
     def answer(self, line: str) -> dict[str, Any]:
         worker = self.llm.llm_engine.model_executor.driver_worker.worker
-        switch_transactions(worker, line == "on")
-        begun = describe_plugin(worker)["windows"]
+        begun = switch_transactions(worker, line == "on")
         return self.run() | {"windows": describe_plugin(worker)["windows"] - begun}
 
 

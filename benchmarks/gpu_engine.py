@@ -3,16 +3,19 @@
     python benchmarks/gpu_engine.py [--mode stage] [--apart] [--runner v1] [--seconds S] [--folder FOLDER]
 
 The Llama-3-8B shape with random weights, an EAGLE head of the same width, K = 4, synthetic acceptance of 2.5 tokens
-per step, 64-token prompts, 256 output tokens, vLLM's default CUDA graphs (FULL_AND_PIECEWISE; captured at fewer
-sizes, to start sooner), with a bf16 and with an fp8 cache: an engine for each cache. In an engine the two sides take
-turns, on off, off on, ...: between two runs everything of NWOR's is taken off the worker, or put on again, and the
-model's FULL graphs, captured with either writer, are exchanged. So both have the same weights at the same addresses,
-the same compiled code and the same process, which alone make two engines of one kind differ by up to 1 %. (What stays
-where NWOR is off: see switch_transactions in gpu_engine_child.py.) A row of which the two sides did not accept the same
-number of drafts is not a row: the run fails. Then some decode steps of either side are profiled: whose kernels ran, how
-long the GPU works, and how long it waits. About 7 minutes.
+per step, 64-token prompts, vLLM's default CUDA graphs (FULL_AND_PIECEWISE; captured at fewer sizes, to start sooner),
+with a bf16 and with an fp8 cache: an engine for each cache. While its requests decode, the two sides take turns of 20
+steps, off, on, on, off, ...: everything of NWOR's is taken off the worker, or put on again, and the model's FULL graphs
+are exchanged. So both have the same weights at the same addresses, the same compiled code, the same process and the
+same requests at the same length, each of which makes more difference than what is to be measured. (What stays where
+NWOR is off: see switch_transactions in gpu_engine_child.py.) A row is the time of a step off over on, turn by turn:
+with the same acceptance, the ratio of output tokens per second. FULL graphs are captured four times for either side,
+and each pair has its share of turns: where a graph's buffers lie makes a difference too. A row of which the two sides
+did not accept as many drafts is not a row: the run fails. Then some decode steps of either side are profiled: whose
+kernels ran, how long the GPU works, and how long it waits. About 8 minutes.
 
-`--apart` has engines of their own for the two sides instead, as has `--runner v1`; its rows go to a file of their own.
+`--apart` has engines of their own for the two sides instead, which serve whole requests of 256 tokens in turn, as has
+`--runner v1`; its rows go to a file of their own.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, product
+from operator import itemgetter
 from typing import Any
 
 from results import FOLDER, Row, ratios, row, save
@@ -37,6 +43,7 @@ SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_lengt
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
 REQUESTS = (1, 16, 64)
 RUNS_PER_ROUND = {1: 2, 16: 4, 64: 3}  # of either side, in turn: single runs vary by 0.4, 1.0 and 0.4 %
+CAPTURES = 4
 FORMATS = {"bf16": "auto", "fp8": "fp8"}
 # Of each mode: the least that it may leave of vanilla's speed.
 TARGETS = {"cow": 0.998, "stage": 0.995}
@@ -201,6 +208,74 @@ def measure(
     return answers
 
 
+def measure_apart(
+    mode: str, engines: Mapping[tuple[str, str], EngineProcess], requests: Sequence[int], seconds: float
+) -> tuple[list[Row], dict[str, Any]]:
+    """Whole requests, an engine for each side: the rows, and the answers they are made of."""
+    answers = measure(engines, requests, seconds)
+    rows = []
+    for name in dict.fromkeys(name for name, _ in engines):
+        for count in requests:
+            rows += figures(mode, name, count, answers[name, "off", count], answers[name, "on", count])
+    return rows, {f"{name} {side} {count}": runs for (name, side, count), runs in answers.items()}
+
+
+def measure_turns(
+    mode: str, engines: Mapping[str, EngineProcess], requests: Sequence[int], captures: int, seconds: float
+) -> tuple[list[Row], dict[str, Any]]:
+    """Both sides of each engine in turn: the rows, and the answers they are made of. A round has every capture, with
+    either side first; rounds until the time is up."""
+    answers: dict[tuple[str, int], list[dict[str, Any]]] = {(name, count): [] for name in engines for count in requests}
+    for engine in engines.values():
+        engine.ask("switch 0")  # captures; no request may be running
+        for count in requests:
+            engine.ask(f"turns {count} 0 0")  # warms up
+    started = time.monotonic()
+    rounds = 0
+    while not rounds or time.monotonic() - started < seconds:
+        for first, capture in product((0, 1), range(captures)):
+            for name, count in answers:
+                answers[name, count].append(engines[name].ask(f"turns {count} {capture} {first}"))
+        rounds += 1
+    print(f"{rounds} rounds in {time.monotonic() - started:.0f} s", flush=True)
+    rows = []
+    for (name, count), found in answers.items():
+        rows += turn_figures(mode, name, count, captures, found)
+    return rows, {f"{name} {count}": found for (name, count), found in answers.items()}
+
+
+def turn_figures(mode: str, name: str, count: int, captures: int, answers: list[dict[str, Any]]) -> list[Row]:
+    """The rows of one job and one number of requests; raises where the two sides are not comparable."""
+    what = f"{name}, {count} requests"
+    if any(steps for answer in answers for steps in answer["vanilla_steps"]):
+        raise RuntimeError(f"{what}: steps ran without the transaction, {answers[-1]['vanilla_steps']}")
+    ratios_of: dict[int, list[float]] = defaultdict(list)  # by capture
+    sides: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for number, answer in enumerate(answers):
+        turns = answer["turns"]
+        for turn in turns:
+            sides[turn["on"]].append(turn)
+        for pair in zip(turns[::2], turns[1::2], strict=True):
+            off, on = sorted(pair, key=itemgetter("on"))
+            ratios_of[number % captures].append(off["seconds"] / on["seconds"])
+    check_windows(what, sides[False], sides[True])
+    print(f"{what}, by capture:", *(f"{statistics.median(found):.4f}" for found in ratios_of.values()), flush=True)
+    rows = [row(f"e2e_{name}/{count}", list(chain(*ratios_of.values())), "ratio", "higher", TARGETS[mode])]
+    lengths = []
+    for on, side in ((True, name), (False, f"vanilla{name.removeprefix(mode)}")):
+        tokens, steps, seconds = (sum(turn[key] for turn in sides[on]) for key in ("tokens", "steps", "seconds"))
+        step_us = [1e6 * turn["seconds"] / turn["steps"] for turn in sides[on]]
+        lengths.append(tokens / steps / count)
+        rows += [
+            row(f"step_us_{side}/{count}", step_us, "us", "lower", digits=1),
+            row(f"tok_s_{side}/{count}", [tokens / seconds], "tok/s", "higher", digits=1),
+            row(f"acceptance_length_{side}/{count}", lengths[-1:], "tokens", "higher"),
+        ]
+    if abs(lengths[0] - lengths[1]) > ACCEPTANCE_DIFFERENCE:
+        raise RuntimeError(f"{what}: the sides accepted differently, {lengths}: not comparable")
+    return rows
+
+
 def check_windows(what: str, off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
     """That each run was with NWOR, or without."""
     if any(answer["windows"] for answer in off) or not all(answer["windows"] for answer in on):
@@ -236,11 +311,12 @@ def check_kernels(mode: str, side: str, kernels: dict[str, int]) -> None:
 
 def profile_steps(
     mode: str, engines: Mapping[tuple[str, str], EngineProcess | Side], requests: Sequence[int]
-) -> tuple[list[Row], dict[str, Any]]:
+) -> list[Row]:
     """What a step of each engine takes on the device, and how long nothing runs there."""
-    rows, raw = [], {}
-    for (name, side), engine in engines.items():
-        for count in requests:
+    rows: list[Row] = []
+    raw: dict[str, dict[str, Any]] = {}
+    for count in requests:
+        for (name, side), engine in engines.items():
             engine.ask(f"profile {count} 5")  # the profiler's own start
             found = engine.ask(f"profile {count} {PROFILED_STEPS}")
             raw[f"profile {name} {side} {count}"] = found
@@ -254,7 +330,7 @@ def profile_steps(
         if side != "off":
             vanilla = raw[f"profile {name} off {count}"]
             print_differences(f"{key}: us of kernels", per_step(found, "device_us"), per_step(vanilla, "device_us"))
-    return rows, raw
+    return rows
 
 
 def speeds(runs: list[dict[str, Any]]) -> list[float]:
@@ -295,7 +371,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
     parser.add_argument("--apart", action="store_true", help="an engine for each side")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
-    parser.add_argument("--seconds", type=float, default=220.0, help="how long to measure, once all engines are ready")
+    parser.add_argument("--seconds", type=float, default=180.0, help="how long to measure, once all engines are ready")
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
     parser.add_argument("--logs", type=pathlib.Path, help="where the engines' logs go")
     parser.add_argument("--small", action="store_true", help="try this script with a tiny model; nothing is saved")
@@ -315,20 +391,20 @@ def main() -> None:
             for name in options.formats
         }
         apart = options.apart or options.runner == "v1"
+        captures = 1 if options.small else CAPTURES
+        jobs = {name: job | {"captures": captures} for name, job in jobs.items()}
         engines, sides = start_sides(jobs, folder, options.runner, options.mode, apart)
         try:
-            answers = measure(sides, requests, options.seconds)
-            profiled, profiles = profile_steps(options.mode, sides, requests)
+            if apart:
+                rows, raw = measure_apart(options.mode, engines, requests, options.seconds)
+            else:
+                whole = {name: engine for (name, _), engine in engines.items()}
+                rows, raw = measure_turns(options.mode, whole, requests, captures, options.seconds)
+            (folder / "answers.json").write_text(json.dumps(raw) + "\n")
+            rows += profile_steps(options.mode, sides, requests)
         finally:
             for engine in engines.values():
                 engine.close()
-        raw = {f"{name} {side} {count}": runs for (name, side, count), runs in answers.items()}
-        (folder / "answers.json").write_text(json.dumps(raw | profiles) + "\n")
-    rows = []
-    for name in jobs:
-        for count in requests:
-            rows += figures(options.mode, name, count, answers[name, "off", count], answers[name, "on", count])
-    rows += profiled
     target = pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder
     save("h200", result_name("gpu_engine", options), rows, target)
 

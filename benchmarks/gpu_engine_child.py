@@ -1,9 +1,10 @@
 """One vLLM engine of the GPU benchmarks, in a process of its own: ``gpu_engine_child.py JOB.json``.
 
 A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``; with
-``one_process`` the worker is in this process, which ``host`` needs. Commands come on stdin, a line each, answers go to
-stdout, a line of JSON each: ``run N`` serves N requests, ``switch 0`` makes an engine with NWOR vanilla vLLM until
-``switch 1``, ``profile N STEPS`` profiles about so many steady decode steps with N requests running, ``drafter N
+``one_process`` the worker is in this process, which ``host`` needs; ``captures`` are the FULL graphs to take for either
+side. Commands come on stdin, a line each, answers go to stdout, a line of JSON each: ``run N`` serves N requests,
+``switch 0`` makes an engine with NWOR vanilla vLLM until ``switch 1``, ``turns N CAPTURE FIRST`` times steady decode
+steps of N requests with NWOR off and on in turn, ``profile N STEPS`` profiles about so many of them, ``drafter N
 STEPS`` the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on the host.
 """
 
@@ -46,6 +47,8 @@ SYNCS = (
 )
 DRAFTING = "nwor: the drafter"  # a range in the profile
 STEPS_BEFORE = 12  # until all prompts are through
+TURNS, TURN_STEPS = 8, 20
+STEPS_BETWEEN = 4  # until what was under way when the sides changed has arrived
 
 
 def main() -> None:
@@ -114,8 +117,36 @@ class TimedEngine:
         if self._job.get("one_process"):
             for _ in range(2):  # the core may hold a step of the requests that have ended
                 self._llm.llm_engine.step()
-        self._llm.collective_rpc(switch_transactions, args=(bool(on),))
+        self._switch(bool(on), 0)
         return {}
+
+    def turns(self, requests: int, capture: int, first: int) -> dict[str, Any]:
+        """The same requests all the way: off on on off ... or, with `first`, on off off on ..."""
+        found = []
+        gc.collect()
+        self._switch(bool(first), capture)
+        self._llm.collective_rpc(stop_comparing)
+        with self._steady(requests) as step:
+            for turn in range(TURNS):
+                on = bool(first) != (turn % 4 in (1, 2))
+                begun = self._switch(on, capture)
+                for _ in range(STEPS_BETWEEN):
+                    outputs = step()
+                tokens = -_tokens_so_far(outputs, requests)
+                start = time.perf_counter()
+                for _ in range(TURN_STEPS):
+                    outputs = step()
+                seconds = time.perf_counter() - start
+                tokens += _tokens_so_far(outputs, requests)
+                windows = self._switch(on, capture) - begun
+                found.append({"on": on, "seconds": seconds, "steps": TURN_STEPS, "tokens": tokens, "windows": windows})
+        return {"turns": found, **self._plugin()}
+
+    def _switch(self, on: bool, capture: int) -> int:
+        """Windows begun so far."""
+        captures = self._job.get("captures", 1)
+        [windows] = self._llm.collective_rpc(switch_transactions, args=(on, capture, captures))
+        return int(windows)
 
     def drafter(self, requests: int, steps: int) -> dict[str, Any]:
         """What the drafter does in about so many steps: launches, device time from its first kernel to its last, and
@@ -179,6 +210,13 @@ class TimedEngine:
     def _plugin(self) -> dict[str, Any]:
         [worker] = self._llm.collective_rpc(describe_plugin)
         return worker
+
+
+def _tokens_so_far(outputs: list[Any], requests: int) -> int:
+    """Of all requests, as each has some in every step."""
+    if len(outputs) != requests:
+        raise RuntimeError(f"{len(outputs)} of {requests} requests had tokens in a step")
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
 # ---------------------------------------------------------------- in the worker, which may be a process of its own
@@ -306,14 +344,15 @@ def _covered(spans: list[tuple[int, int]]) -> int:
     return total
 
 
-def switch_transactions(worker: Any, on: bool) -> None:
-    """Take off what nwor_ops has put on this worker, or put it on again; no request may be running.
+def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int = 1) -> int:
+    """Take off what nwor_ops has put on this worker, or put it on again, between two steps; the windows begun so far.
 
     Weights, caches, compiled code and drafter stay where they are, so that the two sides differ by NWOR alone. Of the
-    graphs only FULL ones hold a writer; the first call captures them anew for both sides, one after the other, if a
-    writer was replaced. The comparison of counters, which lives with the scheduler, rests too: it is in this process.
-    What is left where NWOR is off: a thread that looks at the counters twice a second, a call around the scheduler's
-    update, and in mode ``stage`` the cache without the spare blocks.
+    graphs only FULL ones hold a writer: the first call, which must find no request running, captures them anew for both
+    sides in turn, `captures` times, if a writer was replaced; `capture` is the one to take from now on. The comparison
+    of counters, which lives with the scheduler, rests too: it is in this process. What is left where NWOR is off: a
+    thread that looks at the counters twice a second, a call around the scheduler's update, and in mode ``stage`` the
+    cache without the spare blocks.
     """
     from nwor_ops.vllm.agreement import SchedulerWatch as watch
     from nwor_ops.vllm.runner import wrapped_methods
@@ -324,15 +363,27 @@ def switch_transactions(worker: Any, on: bool) -> None:
         if not worker.nwor_parts:
             raise RuntimeError("nwor_ops has wrapped nothing in this engine")
         worker.nwor_after_step = watch._after_step
-        worker.nwor_graphs = {}
+        worker.nwor_graphs = []
         if full_graphs(runner) and any(name == "do_kv_cache_update" for _, name, _ in worker.nwor_parts):
-            for side in (False, True):
-                put_parts(worker, side)
-                worker.nwor_graphs[side] = capture_full_graphs(runner)
+            for _ in range(captures):
+                graphs = {}
+                for side in (False, True):
+                    put_parts(worker, side)
+                    graphs[side] = capture_full_graphs(runner)
+                worker.nwor_graphs.append(graphs)
     put_parts(worker, on)
     if worker.nwor_graphs:
-        runner.cudagraph_manager.graphs = worker.nwor_graphs[on]
+        runner.cudagraph_manager.graphs = worker.nwor_graphs[capture][on]
     watch._after_step = worker.nwor_after_step if on else lambda *step: None
+    return describe_plugin(worker)["windows"]
+
+
+def stop_comparing(worker: Any) -> None:
+    """The scheduler's book of a step goes on, but is compared no more: it does not close where a step ran on one side
+    and its tokens arrive on the other."""
+    from nwor_ops.vllm.agreement import SchedulerWatch
+
+    SchedulerWatch._look = lambda self: None  # type: ignore[method-assign]
 
 
 def put_parts(worker: Any, on: bool) -> None:

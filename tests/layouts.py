@@ -45,8 +45,8 @@ def random_bytes(count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def surrounded(content: Tensor, edge: int = EDGE, seed: int = 1) -> Tensor:
-    """A contiguous copy of `content` with random bytes before and after it in one storage."""
-    edges = (random_bytes(edge, torch.uint8, seed + i) for i in (0, 1))
+    """A contiguous copy of `content`, on its device, with random bytes before and after it in one storage."""
+    edges = (random_bytes(edge, torch.uint8, seed + i).to(content.device) for i in (0, 1))
     before, after = (e.bool() if content.dtype == torch.bool else e.to(content.dtype) for e in edges)
     return torch.cat([before, content.reshape(-1), after])[edge : edge + content.numel()].view(content.shape)
 
