@@ -329,7 +329,8 @@ def profile_steps(
         _, name, side, count = key.split()
         if side != "off":
             vanilla = raw[f"profile {name} off {count}"]
-            print_differences(f"{key}: us of kernels", per_step(found, "device_us"), per_step(vanilla, "device_us"))
+            for what in ("device_us", "idle_before_us"):
+                print_differences(f"{key}: {what}", per_step(found, what), per_step(vanilla, what))
     return rows
 
 

@@ -252,21 +252,28 @@ def stop_drafter_profile(worker: Any) -> dict[str, Any]:
 
 
 def stop_profile(worker: Any) -> dict[str, Any]:
-    """What ran on the device and what was called on the host, by name; a step has one call of the drafter."""
+    """What ran on the device, for how long, and for how long nothing had run before it; what was called on the host; by
+    name. A step has one call of the drafter."""
     events = _profiled_events(worker)
     on_host = collections.Counter(event.name() for event in events if event.device_type().name == "CPU")
     # An annotated range has an event on either side.
     ran = [event for event in events if event.device_type().name == "CUDA" and event.name() not in on_host]
     on_device = collections.Counter(event.name() for event in ran)
     device_us: dict[str, float] = collections.defaultdict(float)
-    for event in ran:
+    idle_before_us: dict[str, float] = collections.defaultdict(float)
+    until = None
+    for event in sorted(ran, key=lambda event: event.start_ns()):
         device_us[event.name()] += event.duration_ns() / 1e3
+        if until is not None:
+            idle_before_us[event.name()] += max(0, event.start_ns() - until) / 1e3
+        until = max(until or 0, event.end_ns())
     copies = {name: count for name, count in on_device.items() if name.startswith(("Memcpy", "Memset"))}
     return {
         "steps": on_host[DRAFTING],
         "kernels": {name: count for name, count in on_device.items() if name not in copies},
         "copies": copies,
         "device_us": dict(device_us),
+        "idle_before_us": dict(idle_before_us),
         "calls": {name: count for name, count in on_host.items() if name.startswith("cu")},
         "syncs": {name: count for name, count in on_host.items() if name in SYNCS},
         **step_times(events, ran),

@@ -47,7 +47,8 @@ def figures(on: dict[str, Any], off: dict[str, Any], added: dict[str, list[float
         return round(total(per_step(on, what), names) - total(per_step(off, what), names), 1)
 
     times = per_step(on, "device_us")
-    print_differences("us of kernels", times, per_step(off, "device_us"))
+    for what in ("device_us", "idle_before_us"):
+        print_differences(what, per_step(on, what), per_step(off, what))
     ours: dict[str, float] = defaultdict(float)
     for name, us in times.items():
         if "nwor::" in name and (kernel := re.search(r"\w+_kernel", name)):

