@@ -3,7 +3,8 @@
     python benchmarks/cpu_ops.py
 
 Ratios of times, measured in turn in one process on one thread. Shapes: 8 KV heads x 128, bf16, block size 32.
-The caches are 64 MiB, more than the processor's own caches hold.
+The caches are 64 MiB, more than the processor's own caches hold. On a processor with AMX the pages of its own order are
+measured too, in vLLM's blocks of 128, and the rows go to a file of their own, ``cpu_ops_amx``.
 """
 
 from __future__ import annotations
@@ -13,20 +14,49 @@ from results import Row, alternating, ratios, row, save
 from vllm import _custom_ops as vllm_ops
 
 import nwor_ops
-from nwor_ops.vllm.cpu_pages import strided_pages
+from nwor_ops.vllm.cpu_pages import layer_cache, strided_pages
 
 HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 8, 128, 32, 512
+AMX_BLOCK_SIZE, AMX_BLOCKS = 128, 128
 TOKENS = (5, 64, 1024)
 LAYERS, REJECTED = 32, 0.6
 ROUNDS, CALLS = 15, 20
 
 
+def consecutive_slots(num_tokens: int, blocks: int, block_size: int) -> torch.Tensor:
+    """Requests of a target token and four drafts, each in consecutive slots somewhere."""
+    starts = torch.randperm(blocks * block_size // 8)[: -(-num_tokens // 5), None] * 8
+    return (starts + torch.arange(5)).flatten()[:num_tokens]
+
+
+def drafts(num_tokens: int) -> torch.Tensor:
+    """Log rows: every token but one in five is a draft, as with K = 4."""
+    return torch.where(torch.arange(num_tokens) % 5 == 0, -1, torch.arange(num_tokens)).to(torch.int32)
+
+
+def log_amx_row(num_tokens: int) -> Row:
+    """A log through the table of offsets, which precedes vLLM's own writer."""
+    key, value = torch.randn(2, num_tokens, HEADS, HEAD_SIZE).to(torch.bfloat16)
+    slots, log_rows = consecutive_slots(num_tokens, AMX_BLOCKS, AMX_BLOCK_SIZE), drafts(num_tokens)
+    kv_cache = torch.zeros(AMX_BLOCKS, HEADS, AMX_BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
+    theirs = kv_cache.view(AMX_BLOCKS, HEADS, 2 * AMX_BLOCK_SIZE, HEAD_SIZE).chunk(2, dim=2)
+    [plane] = layer_cache(kv_cache, "amx", writable=False).planes
+    log = torch.zeros(num_tokens, HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16)
+    samples = alternating(
+        {
+            "vllm": lambda: vllm_ops.cpu_attn_reshape_and_cache(key, value, *theirs, slots, "amx"),
+            "log": lambda: nwor_ops.log_slots(plane.view, slots, log_rows, log, plane.page_offsets),
+        },
+        ROUNDS,
+        CALLS,
+    )
+    return row(f"log_slots_over_vllm_writer/amx/{num_tokens}", ratios(samples, "log", "vllm"), "ratio", "lower")
+
+
 def write_rows(num_tokens: int) -> list[Row]:
     shape = (num_tokens, HEADS, HEAD_SIZE)
     key, value = torch.randn(2, *shape).to(torch.bfloat16)
-    # Requests of a target token and four drafts, each in consecutive slots of some block.
-    starts = torch.randperm(BLOCKS)[: -(-num_tokens // 5), None] * BLOCK_SIZE + 7
-    slots = (starts + torch.arange(5)).flatten()[:num_tokens]
+    slots = consecutive_slots(num_tokens, BLOCKS, BLOCK_SIZE)
     kv_cache = torch.zeros(BLOCKS, HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
     theirs = kv_cache.view(BLOCKS, HEADS, 2 * BLOCK_SIZE, HEAD_SIZE).chunk(2, dim=2)
     ours = strided_pages(kv_cache)
@@ -35,8 +65,7 @@ def write_rows(num_tokens: int) -> list[Row]:
     log = torch.zeros(2, *shape, dtype=torch.bfloat16)
     # As the manager lays out the log of such keys: rows next to each other where slots are.
     log_like_vec = torch.zeros(HEADS, HEAD_SIZE, num_tokens, dtype=torch.bfloat16).permute(2, 0, 1), log[1]
-    # Every token but one in five is a draft, as with K = 4.
-    log_rows = torch.where(torch.arange(num_tokens) % 5 == 0, -1, torch.arange(num_tokens)).to(torch.int32)
+    log_rows = drafts(num_tokens)
     one = torch.ones(1)
     copy_to, copy_from = torch.empty(2, *shape, dtype=torch.bfloat16), torch.stack((key, value))
     samples = alternating(
@@ -103,7 +132,10 @@ def main() -> None:
     torch.set_num_threads(1)  # of two cores: vLLM's writer and ours start threads at different sizes
     rows = [figure for tokens in TOKENS for figure in write_rows(tokens)]
     rows += [restore_rows(rows_) for rows_ in (4, 64, 1024)]
-    save("cpu", "cpu_ops", rows)
+    amx = torch.cpu._is_amx_tile_supported()
+    if amx:
+        rows += [log_amx_row(tokens) for tokens in TOKENS]
+    save("cpu", "cpu_ops_amx" if amx else "cpu_ops", rows)
 
 
 if __name__ == "__main__":

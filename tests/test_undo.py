@@ -608,19 +608,26 @@ def test_log_row_of_a_skipped_token_is_not_looked_at():
     assert_same_as_oracle("write_kv_logged", logged_arguments((0, -1, 99), slots=(3, 5, -1)))
 
 
-@pytest.mark.parametrize("offsets", ["below", "beyond"])
-@pytest.mark.parametrize("op", ["log_slots", *RESTORING_OPS])
-def test_page_offsets_outside_the_storage(op, offsets):
-    index = 1 if op == "restore_slots_from_rejected" else 3
-    arguments = sample_inputs(op)[index]
+def _with_page_offset(op, offset):
+    """A sample with one offset replaced: a number, or a function of the room that the plane's last page has."""
+    arguments = sample_inputs(op)[1 if op == "restore_slots_from_rejected" else 3]
+    cache = arguments[0] if op == "log_slots" else arguments[0][-1]
+    first, storage = cache.storage_offset(), cache.untyped_storage().nbytes() // cache.element_size()
+    last_page = (cache.shape[0] - 1) * cache.stride(0) + (cache.shape[2] - 1) * cache.stride(2)
     table = arguments[-1].clone()
-    table[1, 2] = -1 if offsets == "below" else 2**30
-    refuse(
-        op,
-        with_arguments(op, arguments, page_offsets=table),
-        IndexError,
-        "page_offsets must lie within the storage",
-    )
+    table[1, 2] = offset(storage - first - last_page) if callable(offset) else offset
+    return with_arguments(op, arguments, page_offsets=table)
+
+
+@pytest.mark.parametrize("offset", [-1, -(2**31), 2**31 - 1, lambda room: room], ids=["-1", "least", "most", "room"])
+@pytest.mark.parametrize("op", ["log_slots", *RESTORING_OPS])
+def test_page_offsets_outside_the_storage(op, offset):
+    refuse(op, _with_page_offset(op, offset), IndexError, "page_offsets must lie within the storage")
+
+
+@pytest.mark.parametrize("op", ["log_slots", *RESTORING_OPS])
+def test_the_last_page_offset_inside_the_storage(op):
+    assert_same_as_oracle(op, _with_page_offset(op, lambda room: room - 1))
 
 
 # (op, sample, argument): wrong values, each with what the sentence says was expected and what came.
