@@ -1,6 +1,6 @@
 """vLLM on a GPU, end to end: output tokens per second with NWOR on against off.
 
-    python benchmarks/gpu_engine.py [--mode stage] [--apart] [--runner v1] [--seconds S] [--folder FOLDER]
+    python benchmarks/gpu_engine.py [--mode stage] [--control] [--apart] [--runner v1] [--seconds S] [--folder FOLDER]
 
 The Llama-3-8B shape with random weights, an EAGLE head of the same width, K = 4, synthetic acceptance of 2.5 tokens
 per step, 64-token prompts, vLLM's default CUDA graphs (FULL_AND_PIECEWISE; captured at fewer sizes, to start sooner),
@@ -14,8 +14,9 @@ and each pair has its share of turns: where a graph's buffers lie makes a differ
 did not accept as many drafts is not a row: the run fails. Then some decode steps of either side are profiled: whose
 kernels ran, how long the GPU works, and how long it waits. About 8 minutes.
 
-`--apart` has engines of their own for the two sides instead, which serve whole requests of 256 tokens in turn, as has
-`--runner v1`; its rows go to a file of their own.
+`--control` compares off with off, each with the graphs of a capture of its own: what this cannot tell apart. `--apart`
+has engines of their own for the two sides, which serve whole requests of 256 tokens in turn, as has `--runner v1`. The
+rows of either go to a file of their own.
 """
 
 from __future__ import annotations
@@ -221,7 +222,11 @@ def measure_apart(
 
 
 def measure_turns(
-    mode: str, engines: Mapping[str, EngineProcess], requests: Sequence[int], captures: int, seconds: float
+    kind: str,
+    engines: Mapping[str, EngineProcess],
+    requests: Sequence[int],
+    captures: int,
+    seconds: float,
 ) -> tuple[list[Row], dict[str, Any]]:
     """Both sides of each engine in turn: the rows, and the answers they are made of. A round has every capture, with
     either side first; rounds until the time is up."""
@@ -229,22 +234,22 @@ def measure_turns(
     for engine in engines.values():
         engine.ask("switch 0")  # captures; no request may be running
         for count in requests:
-            engine.ask(f"turns {count} 0 0")  # warms up
+            engine.ask(f"turns {count} 0 0 0")  # warms up
     started = time.monotonic()
     rounds = 0
     while not rounds or time.monotonic() - started < seconds:
         for first, capture in product((0, 1), range(captures)):
             for name, count in answers:
-                answers[name, count].append(engines[name].ask(f"turns {count} {capture} {first}"))
+                answers[name, count].append(engines[name].ask(f"turns {count} {capture} {first} {kind == 'control':d}"))
         rounds += 1
     print(f"{rounds} rounds in {time.monotonic() - started:.0f} s", flush=True)
     rows = []
     for (name, count), found in answers.items():
-        rows += turn_figures(mode, name, count, captures, found)
+        rows += turn_figures(kind, name, count, captures, found)
     return rows, {f"{name} {count}": found for (name, count), found in answers.items()}
 
 
-def turn_figures(mode: str, name: str, count: int, captures: int, answers: list[dict[str, Any]]) -> list[Row]:
+def turn_figures(kind: str, name: str, count: int, captures: int, answers: list[dict[str, Any]]) -> list[Row]:
     """The rows of one job and one number of requests; raises where the two sides are not comparable."""
     what = f"{name}, {count} requests"
     if any(steps for answer in answers for steps in answer["vanilla_steps"]):
@@ -258,11 +263,13 @@ def turn_figures(mode: str, name: str, count: int, captures: int, answers: list[
         for pair in zip(turns[::2], turns[1::2], strict=True):
             off, on = sorted(pair, key=itemgetter("on"))
             ratios_of[number % captures].append(off["seconds"] / on["seconds"])
-    check_windows(what, sides[False], sides[True])
+    check_windows(
+        what, sides[False] + (sides[True] if kind == "control" else []), [] if kind == "control" else sides[True]
+    )
     print(f"{what}, by capture:", *(f"{statistics.median(found):.4f}" for found in ratios_of.values()), flush=True)
-    rows = [row(f"e2e_{name}/{count}", list(chain(*ratios_of.values())), "ratio", "higher", TARGETS[mode])]
+    rows = [row(f"e2e_{name}/{count}", list(chain(*ratios_of.values())), "ratio", "higher", TARGETS.get(kind))]
     lengths = []
-    for on, side in ((True, name), (False, f"vanilla{name.removeprefix(mode)}")):
+    for on, side in ((True, name), (False, f"vanilla{name.removeprefix(kind)}")):
         tokens, steps, seconds = (sum(turn[key] for turn in sides[on]) for key in ("tokens", "steps", "seconds"))
         step_us = [1e6 * turn["seconds"] / turn["steps"] for turn in sides[on]]
         lengths.append(tokens / steps / count)
@@ -361,8 +368,8 @@ def comparison(
 def result_name(benchmark: str, options: argparse.Namespace) -> str:
     """Of the file: mode cow and the V2 runner go without saying."""
     mode = "" if options.mode == "cow" else f"_{options.mode}"
-    apart = "_apart" if getattr(options, "apart", False) else ""
-    return benchmark + mode + ("" if options.runner == "v2" else "_v1") + apart
+    compared = next((f"_{name}" for name in ("apart", "control") if getattr(options, name, False)), "")
+    return benchmark + mode + ("" if options.runner == "v2" else "_v1") + compared
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -370,7 +377,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="NWOR's")
     parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
-    parser.add_argument("--apart", action="store_true", help="an engine for each side")
+    compared = parser.add_mutually_exclusive_group()
+    compared.add_argument("--apart", action="store_true", help="an engine for each side")
+    compared.add_argument("--control", action="store_true", help="compare off with off")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
     parser.add_argument("--seconds", type=float, default=180.0, help="how long to measure, once all engines are ready")
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
@@ -385,8 +394,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.logs or pathlib.Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
+        kind = "control" if options.control else options.mode
         jobs = {
-            options.mode + ("" if name == "bf16" else f"_{name}"): make_job(
+            kind + ("" if name == "bf16" else f"_{name}"): make_job(
                 folder, LLAMA_8B["num_hidden_layers"], FORMATS[name], options.small
             )
             for name in options.formats
@@ -400,9 +410,10 @@ def main() -> None:
                 rows, raw = measure_apart(options.mode, engines, requests, options.seconds)
             else:
                 whole = {name: engine for (name, _), engine in engines.items()}
-                rows, raw = measure_turns(options.mode, whole, requests, captures, options.seconds)
+                rows, raw = measure_turns(kind, whole, requests, captures, options.seconds)
             (folder / "answers.json").write_text(json.dumps(raw) + "\n")
-            rows += profile_steps(options.mode, sides, requests)
+            if not options.control:
+                rows += profile_steps(options.mode, sides, requests)
         finally:
             for engine in engines.values():
                 engine.close()

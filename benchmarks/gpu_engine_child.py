@@ -3,8 +3,8 @@
 A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``; with
 ``one_process`` the worker is in this process, which ``host`` needs; ``captures`` are the FULL graphs to take for either
 side. Commands come on stdin, a line each, answers go to stdout, a line of JSON each: ``run N`` serves N requests,
-``switch 0`` makes an engine with NWOR vanilla vLLM until ``switch 1``, ``turns N CAPTURE FIRST`` times steady decode
-steps of N requests with NWOR off and on in turn, ``profile N STEPS`` profiles about so many of them, ``drafter N
+``switch 0`` makes an engine with NWOR vanilla vLLM until ``switch 1``, ``turns N CAPTURE FIRST CONTROL`` times steady
+decode steps of N requests with NWOR off and on in turn, ``profile N STEPS`` profiles about so many of them, ``drafter N
 STEPS`` the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on the host.
 """
 
@@ -120,16 +120,21 @@ class TimedEngine:
         self._switch(bool(on), 0)
         return {}
 
-    def turns(self, requests: int, capture: int, first: int) -> dict[str, Any]:
-        """The same requests all the way: off on on off ... or, with `first`, on off off on ..."""
+    def turns(self, requests: int, capture: int, first: int, control: int) -> dict[str, Any]:
+        """The same requests all the way: off on on off ... or, with `first`, on off off on ... For a `control` "on" is
+        off, too, with the graphs of the next capture."""
+
+        def switch(on: bool) -> int:
+            return self._switch(False, capture + on) if control else self._switch(on, capture)
+
         found = []
         gc.collect()
-        self._switch(bool(first), capture)
+        switch(bool(first))
         self._llm.collective_rpc(stop_comparing)
         with self._steady(requests) as step:
             for turn in range(TURNS):
                 on = bool(first) != (turn % 4 in (1, 2))
-                begun = self._switch(on, capture)
+                begun = switch(on)
                 for _ in range(STEPS_BETWEEN):
                     outputs = step()
                 tokens = -_tokens_so_far(outputs, requests)
@@ -138,7 +143,7 @@ class TimedEngine:
                     outputs = step()
                 seconds = time.perf_counter() - start
                 tokens += _tokens_so_far(outputs, requests)
-                windows = self._switch(on, capture) - begun
+                windows = switch(on) - begun
                 found.append({"on": on, "seconds": seconds, "steps": TURN_STEPS, "tokens": tokens, "windows": windows})
         return {"turns": found, **self._plugin()}
 
@@ -380,7 +385,7 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
                 worker.nwor_graphs.append(graphs)
     put_parts(worker, on)
     if worker.nwor_graphs:
-        runner.cudagraph_manager.graphs = worker.nwor_graphs[capture][on]
+        runner.cudagraph_manager.graphs = worker.nwor_graphs[capture % captures][on]
     watch._after_step = worker.nwor_after_step if on else lambda *step: None
     return describe_plugin(worker)["windows"]
 
