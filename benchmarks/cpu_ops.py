@@ -3,8 +3,8 @@
     python benchmarks/cpu_ops.py
 
 Ratios of times, measured in turn in one process on one thread. Shapes: 8 KV heads x 128, bf16, block size 32.
-The caches are 64 MiB, more than the processor's own caches hold. On a processor with AMX the pages of its own order are
-measured too, in vLLM's blocks of 128, and the rows go to a file of their own, ``cpu_ops_amx``.
+The caches are 64 MiB or more, which is more than the processor's own caches hold. On a processor with AMX the pages of
+its own order are measured too, in vLLM's blocks of 128, and the rows go to a file of their own, ``cpu_ops_amx``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import nwor_ops
 from nwor_ops.vllm.cpu_pages import layer_cache, strided_pages
 
 HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 8, 128, 32, 512
-AMX_BLOCK_SIZE, AMX_BLOCKS = 128, 128
+AMX_BLOCK_SIZE, AMX_BLOCKS = 128, 256
 TOKENS = (5, 64, 1024)
 LAYERS, REJECTED = 32, 0.6
 ROUNDS, CALLS = 15, 20
 
 
 def consecutive_slots(num_tokens: int, blocks: int, block_size: int) -> torch.Tensor:
-    """Requests of a target token and four drafts, each in consecutive slots somewhere."""
-    starts = torch.randperm(blocks * block_size // 8)[: -(-num_tokens // 5), None] * 8
+    """Requests of a target token and four drafts, each in consecutive slots of some block."""
+    starts = torch.randperm(blocks)[: -(-num_tokens // 5), None] * block_size + 7
     return (starts + torch.arange(5)).flatten()[:num_tokens]
 
 

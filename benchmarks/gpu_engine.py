@@ -9,14 +9,14 @@ steps, off, on, on, off, ...: everything of NWOR's is taken off the worker, or p
 are exchanged. So both have the same weights at the same addresses, the same compiled code, the same process and the
 same requests at the same length, each of which makes more difference than what is to be measured. (What stays where
 NWOR is off: see switch_transactions in gpu_engine_child.py.) A row is the time of a step off over on, turn by turn:
-with the same acceptance, the ratio of output tokens per second. FULL graphs are captured four times for either side,
-and each pair has its share of turns: where a graph's buffers lie makes a difference too. A row of which the two sides
-did not accept as many drafts is not a row: the run fails. Then some decode steps of either side are profiled: whose
-kernels ran, how long the GPU works, and how long it waits. About 8 minutes.
+with the same acceptance, the ratio of output tokens per second. In mode `cow` FULL graphs are captured four times for
+either side, each time with their buffers elsewhere, and each pair has its share of turns, and a row. A row of which the
+two sides did not accept as many drafts is not a row: the run fails. Then some decode steps of either side are profiled:
+whose kernels ran and for how long, how long the GPU works, and how long it waits. About 8 minutes.
 
-`--control` compares off with off, each with the graphs of a capture of its own: what this cannot tell apart. `--apart`
-has engines of their own for the two sides, which serve whole requests of 256 tokens in turn, as has `--runner v1`. The
-rows of either go to a file of their own.
+`--control` compares off with off, the graphs of each capture with those of the first: what this cannot tell apart.
+`--apart` has engines of their own for the two sides, which serve whole requests of 256 tokens in turn, as has `--runner
+v1`. The rows of either go to a file of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-import statistics
+import re
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -185,7 +185,7 @@ def start_engines(
 
 
 def measure(
-    engines: Mapping[tuple[str, str], EngineProcess | Side], requests: Sequence[int], seconds: float
+    engines: Mapping[tuple[str, str], EngineProcess], requests: Sequence[int], seconds: float
 ) -> dict[Any, Any]:
     """Answers by (job, side, requests). Rounds until the time is up; the order of the sides turns with the round."""
     jobs = sorted({name for name, _ in engines})
@@ -263,11 +263,14 @@ def turn_figures(kind: str, name: str, count: int, captures: int, answers: list[
         for pair in zip(turns[::2], turns[1::2], strict=True):
             off, on = sorted(pair, key=itemgetter("on"))
             ratios_of[number % captures].append(off["seconds"] / on["seconds"])
-    check_windows(
-        what, sides[False] + (sides[True] if kind == "control" else []), [] if kind == "control" else sides[True]
-    )
-    print(f"{what}, by capture:", *(f"{statistics.median(found):.4f}" for found in ratios_of.values()), flush=True)
+    all_windows = [turn["windows"] >= turn["steps"] for turn in sides[True]]
+    if any(turn["windows"] for turn in sides[False]) or all_windows != [kind != "control"] * len(all_windows):
+        raise RuntimeError(f"{what}: NWOR was on where it should be off, or off where it should be on")
     rows = [row(f"e2e_{name}/{count}", list(chain(*ratios_of.values())), "ratio", "higher", TARGETS.get(kind))]
+    if captures > 1:
+        rows += [
+            row(f"e2e_{name}/{count}/capture_{number}", found, "ratio", "higher") for number, found in ratios_of.items()
+        ]
     lengths = []
     for on, side in ((True, name), (False, f"vanilla{name.removeprefix(kind)}")):
         tokens, steps, seconds = (sum(turn[key] for turn in sides[on]) for key in ("tokens", "steps", "seconds"))
@@ -308,6 +311,15 @@ def print_differences(title: str, on: Counter[str], off: Counter[str]) -> None:
             print(f"  {on[name] - off[name]:+8.2f}  ({off[name]:.2f} -> {on[name]:.2f})  {name[:150]}")
 
 
+def writers_and_ours(device_us: Counter[str]) -> Counter[str]:
+    """vLLM's writer, the drafter's layers included, and all kernels of ours."""
+    found: Counter[str] = Counter()
+    for name, us in device_us.items():
+        if ("nwor::" in name or "reshape_and_cache" in name) and (kernel := re.search(r"\w+_kernel", name)):
+            found[kernel[0]] += us
+    return found
+
+
 def check_kernels(mode: str, side: str, kernels: dict[str, int]) -> None:
     """That NWOR was on, graphs included, or off."""
     ours = {name for name in kernels if "nwor::" in name}
@@ -332,6 +344,8 @@ def profile_steps(
             if busy:
                 rows.append(row(f"step_busy_us_{name}_{side}/{count}", busy, "us", "lower", digits=1))
                 rows.append(row(f"step_idle_us_{name}_{side}/{count}", found["idle_us"], "us", "lower", digits=1))
+            for kernel, us in writers_and_ours(per_step(found, "device_us")).items():
+                rows.append(row(f"kernel_us_{name}_{side}/{count}/{kernel}", [us], "us", "lower", digits=1))
     for key, found in raw.items():
         _, name, side, count = key.split()
         if side != "off":
@@ -385,7 +399,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
     parser.add_argument("--logs", type=pathlib.Path, help="where the engines' logs go")
     parser.add_argument("--small", action="store_true", help="try this script with a tiny model; nothing is saved")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.control and (options.mode, options.runner) != ("cow", "v2"):
+        parser.error("--control needs graphs of two captures: mode cow and runner v2")
+    return options
 
 
 def main() -> None:
@@ -402,7 +419,7 @@ def main() -> None:
             for name in options.formats
         }
         apart = options.apart or options.runner == "v1"
-        captures = 1 if options.small else CAPTURES
+        captures = CAPTURES if options.mode == "cow" and not options.small else 1
         jobs = {name: job | {"captures": captures} for name, job in jobs.items()}
         engines, sides = start_sides(jobs, folder, options.runner, options.mode, apart)
         try:

@@ -15,6 +15,7 @@ import collections
 import contextlib
 import functools
 import gc
+import itertools
 import random
 import sys
 import time
@@ -48,7 +49,7 @@ SYNCS = (
 DRAFTING = "nwor: the drafter"  # a range in the profile
 STEPS_BEFORE = 12  # until all prompts are through
 TURNS, TURN_STEPS = 8, 20
-STEPS_BETWEEN = 4  # until what was under way when the sides changed has arrived
+STEPS_BETWEEN = 6  # until what was under way when the sides changed has arrived
 
 
 def main() -> None:
@@ -122,19 +123,19 @@ class TimedEngine:
 
     def turns(self, requests: int, capture: int, first: int, control: int) -> dict[str, Any]:
         """The same requests all the way: off on on off ... or, with `first`, on off off on ... For a `control` "on" is
-        off, too, with the graphs of the next capture."""
+        off, too, and "off" has the graphs of the first capture."""
 
         def switch(on: bool) -> int:
-            return self._switch(False, capture + on) if control else self._switch(on, capture)
+            return self._switch(on and not control, 0 if control and not on else capture)
 
-        found = []
         gc.collect()
-        switch(bool(first))
+        order = [bool(first) != (turn % 4 in (1, 2)) for turn in range(TURNS)]
+        windows, found = [], []
+        switch(order[0])
         self._llm.collective_rpc(stop_comparing)
         with self._steady(requests) as step:
-            for turn in range(TURNS):
-                on = bool(first) != (turn % 4 in (1, 2))
-                begun = switch(on)
+            for on in order:
+                windows.append(switch(on))
                 for _ in range(STEPS_BETWEEN):
                     outputs = step()
                 tokens = -_tokens_so_far(outputs, requests)
@@ -143,8 +144,10 @@ class TimedEngine:
                     outputs = step()
                 seconds = time.perf_counter() - start
                 tokens += _tokens_so_far(outputs, requests)
-                windows = switch(on) - begun
-                found.append({"on": on, "seconds": seconds, "steps": TURN_STEPS, "tokens": tokens, "windows": windows})
+                found.append({"on": on, "seconds": seconds, "steps": TURN_STEPS, "tokens": tokens})
+            windows.append(switch(on))
+        for turn, (before, after) in zip(found, itertools.pairwise(windows), strict=True):
+            turn["windows"] = after - before
         return {"turns": found, **self._plugin()}
 
     def _switch(self, on: bool, capture: int) -> int:
@@ -363,8 +366,8 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
     graphs only FULL ones hold a writer: the first call, which must find no request running, captures them anew for both
     sides in turn, `captures` times, if a writer was replaced; `capture` is the one to take from now on. The comparison
     of counters, which lives with the scheduler, rests too: it is in this process. What is left where NWOR is off: a
-    thread that looks at the counters twice a second, a call around the scheduler's update, and in mode ``stage`` the
-    cache without the spare blocks.
+    thread that looks at the counters twice a second and may fetch them, a call around the scheduler's update that
+    notes how many tokens each request got, and in mode ``stage`` the cache without the spare blocks.
     """
     from nwor_ops.vllm.agreement import SchedulerWatch as watch
     from nwor_ops.vllm.runner import wrapped_methods
@@ -377,25 +380,25 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
         worker.nwor_after_step = watch._after_step
         worker.nwor_graphs = []
         if full_graphs(runner) and any(name == "do_kv_cache_update" for _, name, _ in worker.nwor_parts):
-            for _ in range(captures):
+            for number in range(captures):
                 graphs = {}
                 for side in (False, True):
                     put_parts(worker, side)
-                    graphs[side] = capture_full_graphs(runner)
+                    graphs[side] = capture_full_graphs(runner, number)
                 worker.nwor_graphs.append(graphs)
     put_parts(worker, on)
     if worker.nwor_graphs:
-        runner.cudagraph_manager.graphs = worker.nwor_graphs[capture % captures][on]
+        runner.cudagraph_manager.graphs = worker.nwor_graphs[capture][on]
     watch._after_step = worker.nwor_after_step if on else lambda *step: None
     return describe_plugin(worker)["windows"]
 
 
 def stop_comparing(worker: Any) -> None:
-    """The scheduler's book of a step goes on, but is compared no more: it does not close where a step ran on one side
-    and its tokens arrive on the other."""
-    from nwor_ops.vllm.agreement import SchedulerWatch
+    """The scheduler's book goes on, and the worker's is read as often as ever, but they are not compared: a step that
+    ran on one side, and whose tokens arrive on the other, is in one of them."""
+    from nwor_ops.vllm.agreement import Agreement
 
-    SchedulerWatch._look = lambda self: None  # type: ignore[method-assign]
+    Agreement.published = lambda self, drafted, accepted: None  # type: ignore[method-assign]
 
 
 def put_parts(worker: Any, on: bool) -> None:
@@ -412,20 +415,33 @@ def full_graphs(runner: Any) -> dict[Any, Any]:
     return manager.graphs if manager is not None else {}
 
 
-def capture_full_graphs(runner: Any) -> dict[Any, Any]:
-    """The model's FULL graphs once more; those of the drafter and the pieces stay as they are."""
+def capture_full_graphs(runner: Any, shift: int) -> dict[Any, Any]:
+    """The model's FULL graphs once more; those of the drafter and the pieces stay as they are. With another `shift`
+    their buffers lie elsewhere, which makes a difference; else each capture would find the memory of the one before."""
+    import torch
     from vllm.config import CUDAGraphMode, set_current_vllm_config
 
     manager = runner.cudagraph_manager
-    sizes, manager.graphs = manager._capture_descs, {}
-    manager._capture_descs = {mode: batches for mode, batches in sizes.items() if mode == CUDAGraphMode.FULL}
+    batches_of, manager.graphs = manager._capture_descs, {}
+    manager._capture_descs = {mode: batches for mode, batches in batches_of.items() if mode == CUDAGraphMode.FULL}
     runner.speculator.capture = lambda: None
+    begin, held = torch.cuda.CUDAGraph.capture_begin, []
+
+    def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+        begin(graph, *args, **kwargs)
+        # torch has a pool for small blocks and one for large ones.
+        sizes = [least + shift * 37 * 1024 for least in (0, 1 << 20)] if shift else []
+        held.extend(torch.empty(size, dtype=torch.uint8, device=runner.device) for size in sizes)
+
+    torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign]
     try:
         with set_current_vllm_config(runner.vllm_config):
             runner.capture_model()
     finally:
-        manager._capture_descs = sizes
+        torch.cuda.CUDAGraph.capture_begin = begin  # type: ignore[method-assign]
+        manager._capture_descs = batches_of
         del runner.speculator.capture  # the method again
+    runner.nwor_held = [*getattr(runner, "nwor_held", ()), *held]  # or the next capture would lie there
     gc.collect()
     gc.freeze()  # as vLLM leaves it, which a capture undoes
     return manager.graphs

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import re
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import Any
 
 from gpu_engine import (
@@ -26,6 +25,7 @@ from gpu_engine import (
     print_differences,
     result_name,
     start_sides,
+    writers_and_ours,
 )
 from results import FOLDER, Row, row, save
 
@@ -49,11 +49,7 @@ def figures(on: dict[str, Any], off: dict[str, Any], added: dict[str, list[float
     times = per_step(on, "device_us")
     for what in ("device_us", "idle_before_us"):
         print_differences(what, per_step(on, what), per_step(off, what))
-    ours: dict[str, float] = defaultdict(float)
-    for name, us in times.items():
-        if "nwor::" in name and (kernel := re.search(r"\w+_kernel", name)):
-            ours[kernel[0]] += us
-
+    ours = writers_and_ours(Counter({name: us for name, us in times.items() if "nwor::" in name}))
     # Every step counts: what all wrapped functions of one step took.
     steps = [1e6 * sum(parts) for parts in zip(*added.values(), strict=False)]
     return [

@@ -61,7 +61,7 @@ def main() -> None:
         engine.axhline(target, **TARGET_STYLE)
     engine.set_ylim(0.9, 1.06)
     engine.set_title("vLLM's output tok/s, on over off (higher is better)", fontsize=10)
-    engine.set_xlabel("requests")
+    engine.set_xlabel("requests (cow: turns of 20 steps; stage: whole requests)")
     figure.savefig(FOLDER.parent.parent / "docs" / "h200.png", dpi=110)
 
 

@@ -90,8 +90,11 @@ def source() -> str | None:
 
 
 def _options(arguments: list[str]) -> list[str]:
-    """Without folders, which change nothing."""
-    return [a for a in arguments if a not in ("--folder", "--logs") and os.sep not in a]
+    """Without folders, which change nothing: a script takes options, or a folder alone."""
+    if not any(argument.startswith("--") for argument in arguments):
+        return []
+    folders = [i for i, argument in enumerate(arguments) if argument in ("--folder", "--logs")]
+    return [argument for i, argument in enumerate(arguments) if i not in folders and i - 1 not in folders]
 
 
 def circumstances() -> dict[str, str | None]:
