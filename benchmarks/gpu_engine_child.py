@@ -148,7 +148,7 @@ class TimedEngine:
             windows.append(switch(on))
         for turn, (before, after) in zip(found, itertools.pairwise(windows), strict=True):
             turn["windows"] = after - before
-        return {"turns": found, **self._plugin()}
+        return {"turns": found, "capture": capture, **self._plugin()}
 
     def _switch(self, on: bool, capture: int) -> int:
         """Windows begun so far."""

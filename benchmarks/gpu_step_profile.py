@@ -18,14 +18,15 @@ from collections import Counter
 from typing import Any
 
 from gpu_engine import (
+    OURS,
     PROFILED_STEPS,
     TARGETS,
+    kernel_times,
     make_job,
     per_step,
     print_differences,
     result_name,
     start_sides,
-    writers_and_ours,
 )
 from results import FOLDER, Row, row, save
 
@@ -49,7 +50,7 @@ def figures(on: dict[str, Any], off: dict[str, Any], added: dict[str, list[float
     times = per_step(on, "device_us")
     for what in ("device_us", "idle_before_us"):
         print_differences(what, per_step(on, what), per_step(off, what))
-    ours = writers_and_ours(Counter({name: us for name, us in times.items() if "nwor::" in name}))
+    ours = kernel_times(times, OURS)
     # Every step counts: what all wrapped functions of one step took.
     steps = [1e6 * sum(parts) for parts in zip(*added.values(), strict=False)]
     return [

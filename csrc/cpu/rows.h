@@ -129,8 +129,7 @@ void check_page_table(const char* op, const PageOffsets& offsets, const CacheVie
         (cache.num_blocks - 1) * cache.block_stride + (cache.num_heads - 1) * cache.head_stride;
     const int64_t room = offsets.limit - last_page;  // more than the largest offset
     const int32_t* end = offsets.table + cache.block_size * cache.width;
-    // Sign bits alone, which takes a tenth of a search for the least and the most: this is read in every
-    // step.
+    // Read in every step: the sign bits alone take a tenth of a search for the least and the most.
     const uint32_t largest = static_cast<uint32_t>(std::min<int64_t>(room - 1, INT32_MAX));
     uint32_t outside = 0;
     for (const int32_t* at = offsets.table; at != end; ++at)
