@@ -127,8 +127,10 @@ class Publisher:
         self._ended = 0  # windows begun when the last step ended
         self._copied = -float("inf")  # when
         self._behind = False  # steps have ended since then
-        # Recorded after a step that was not copied.
-        self._counted = torch.cuda.Event() if self._counters.is_cuda else None
+        # Of CUDA: where steps run; behind all of them once `_marked` is what `_ended` is; where the thread copies.
+        self._stream: torch.cuda.Stream | None = None
+        self._reached = torch.cuda.Event() if self._counters.is_cuda else None
+        self._marked = -1
         self._side: torch.cuda.Stream | None = None
         self._labels = board
         self._published: Board | None = None
@@ -155,8 +157,8 @@ class Publisher:
         if not self._behind:
             self._copied = now
             self._host.copy_(self._counters, non_blocking=True)
-        elif self._counted is not None:
-            self._counted.record()
+            if self._reached is not None:
+                self._stream = torch.cuda.current_stream(self._counters.device)
 
     def flush(self) -> None:
         """Fetch what the last steps counted, if none has followed them for a while. In the thread. It may ask CUDA:
@@ -169,13 +171,23 @@ class Publisher:
             or time.monotonic() - self._copied < boards.PERIOD
         ):
             return
-        if self._counted is not None and not self._counted.query():
+        if not self._has_counted(ended):
             return
         counters = self._fetch()
         # A step that began meanwhile may have counted its drafts and not yet what became of them.
         if session.begun == ended:
             self._behind = False
             self._host.copy_(counters)
+
+    def _has_counted(self, ended: int) -> bool:
+        """Whether the device is through with the steps that have ended. The event is recorded here, not after each
+        step, which would cost the step several times what recording one costs a thread with nothing else to do."""
+        if self._reached is None:
+            return True
+        if self._marked != ended:
+            self._reached.record(self._stream)
+            self._marked = ended
+        return self._reached.query()
 
     def _fetch(self) -> Tensor:
         """The counters, on a stream that waits for no other."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nwor_ops.vllm.runner import RunnerKind, Wrapper
@@ -94,7 +93,6 @@ def _wrappers(runner: Any, session: Session, groups: list[str]) -> dict[str, Wra
             session.commit(lambda manager: manager.commit_rejected(num_rejected), num_sampled=num_sampled.tolist)
 
     def commit(sample: Callable[..., Any]) -> Callable[..., Any]:
-        @torch.inference_mode()
         def sample_tokens(grammar_output: Any) -> Any:
             try:
                 output = sample(grammar_output)
