@@ -71,7 +71,9 @@ def version_of(package: str) -> str | None:
 
 def processor() -> str:
     if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+        return f"{torch.cuda.get_device_name()}, driver {driver}"
     for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return f"{line.split(':', 1)[1].strip()}, {torch.get_num_threads()} threads"
