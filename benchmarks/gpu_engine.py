@@ -4,15 +4,16 @@
 
 The Llama-3-8B shape with random weights, an EAGLE head of the same width, K = 4, synthetic acceptance of 2.5 tokens
 per step, 64-token prompts, vLLM's default CUDA graphs (FULL_AND_PIECEWISE; captured at fewer sizes, to start sooner),
-with a bf16 and with an fp8 cache: an engine for each cache. While its requests decode, the two sides take turns of 20
-steps, off, on, on, off, ...: everything of NWOR's is taken off the worker, or put on again, and the model's FULL graphs
-are exchanged. So both have the same weights at the same addresses, the same compiled code, the same process and the
-same requests at the same length, each of which makes more difference than what is to be measured. (What stays where
-NWOR is off: see switch_transactions in gpu_engine_child.py.) A row is the time of a step off over on, turn by turn:
-with the same acceptance, the ratio of output tokens per second. In mode `cow` FULL graphs are captured four times for
-either side, each time with their buffers elsewhere, and each pair has its share of turns, and a row. A row of which the
-two sides did not accept as many drafts is not a row: the run fails. Then some decode steps of either side are profiled:
-whose kernels ran and for how long, how long the GPU works, and how long it waits. About 8 minutes.
+with a bf16 and with an fp8 cache: an engine for each cache, one after the other, so that each has the GPU to itself.
+While its requests decode, the two sides take turns of 20 steps, off, on, on, off, ...: everything of NWOR's is taken
+off the worker, or put on again, and the model's FULL graphs are exchanged. So both have the same weights at the same
+addresses, the same compiled code, the same process and the same requests at the same length, each of which makes more
+difference than what is to be measured. (What stays where NWOR is off: see switch_transactions in gpu_engine_child.py.)
+A row is the time of a step off over on, turn by turn: with the same acceptance, the ratio of output tokens per second.
+In mode `cow` FULL graphs are captured four times for either side, each time with their buffers elsewhere, and each pair
+has its share of turns, and a row. A row of which the two sides did not accept as many drafts is not a row: the run
+fails. Then some decode steps of either side are profiled: whose kernels ran and for how long, how long the GPU works,
+and how long it waits. About 8 minutes.
 
 `--control` compares off with off, the graphs of each capture with those of the first: what this cannot tell apart.
 `--apart` has engines of their own for the two sides, which serve whole requests of 256 tokens in turn, as has `--runner
@@ -223,27 +224,26 @@ def measure_apart(
 
 
 def measure_turns(
-    kind: str, engines: Mapping[str, EngineProcess], requests: Sequence[int], captures: int, seconds: float
+    kind: str, name: str, engine: EngineProcess, requests: Sequence[int], captures: int, seconds: float
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Both sides of each engine in turn: the rows, and the answers they are made of. A round has every capture, with
+    """Both sides of an engine in turn: the rows, and the answers they are made of. A round has every capture, with
     either side first; rounds until the time is up."""
-    answers: dict[tuple[str, int], list[dict[str, Any]]] = {(name, count): [] for name in engines for count in requests}
-    for engine in engines.values():
-        engine.ask("switch 0")  # captures; no request may be running
-        for count in requests:
-            engine.ask(f"turns {count} 0 0 0")  # warms up
+    answers: dict[int, list[dict[str, Any]]] = {count: [] for count in requests}
+    engine.ask("switch 0")  # captures; no request may be running
+    for count in requests:
+        engine.ask(f"turns {count} 0 0 0")  # warms up
     started = time.monotonic()
     rounds = 0
     while not rounds or time.monotonic() - started < seconds:
         for first, capture in product((0, 1), range(captures)):
-            for name, count in answers:
-                answers[name, count].append(engines[name].ask(f"turns {count} {capture} {first} {kind == 'control':d}"))
+            for count, found in answers.items():
+                found.append(engine.ask(f"turns {count} {capture} {first} {kind == 'control':d}"))
         rounds += 1
     print(f"{rounds} rounds in {time.monotonic() - started:.0f} s", flush=True)
     rows = []
-    for (name, count), found in answers.items():
+    for count, found in answers.items():
         rows += turn_figures(kind, name, count, found)
-    return rows, {f"{name} {count}": found for (name, count), found in answers.items()}
+    return rows, {f"{name} {count}": found for count, found in answers.items()}
 
 
 def turn_figures(kind: str, name: str, count: int, answers: list[dict[str, Any]]) -> list[Row]:
@@ -401,7 +401,7 @@ def parse_arguments() -> argparse.Namespace:
     compared.add_argument("--apart", action="store_true", help="an engine for each side")
     compared.add_argument("--control", action="store_true", help="compare off with off")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
-    parser.add_argument("--seconds", type=float, default=180.0, help="how long to measure, once all engines are ready")
+    parser.add_argument("--seconds", type=float, default=180.0, help="how long to measure, all formats together")
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
     parser.add_argument("--logs", type=pathlib.Path, help="where the engines' logs go")
     parser.add_argument("--small", action="store_true", help="try this script with a tiny model; nothing is saved")
@@ -411,35 +411,41 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
+def measure_format(options: argparse.Namespace, cache: str, folder: pathlib.Path) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of one format of the cache, and the answers they are made of. Its engine has the GPU to itself."""
+    requests = [1, 4] if options.small else options.requests
+    seconds = options.seconds / len(options.formats)
+    kind = "control" if options.control else options.mode
+    apart = options.apart or options.runner == "v1"
+    captures = CAPTURES if options.mode == "cow" and not options.small else 1
+    name = kind + ("" if cache == "bf16" else f"_{cache}")
+    job = make_job(folder, LLAMA_8B["num_hidden_layers"], FORMATS[cache], options.small) | {"captures": captures}
+    engines, sides = start_sides({name: job}, folder, options.runner, options.mode, apart)
+    try:
+        if apart:
+            rows, raw = measure_apart(options.mode, engines, requests, seconds)
+        else:
+            rows, raw = measure_turns(kind, name, engines[name, "on"], requests, captures, seconds)
+        if not options.control:
+            rows += profile_steps(options.mode, sides, requests)
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return rows, raw
+
+
 def main() -> None:
     options = parse_arguments()
-    requests = [1, 4] if options.small else options.requests
+    rows: list[Row] = []
+    raw: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.logs or pathlib.Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        kind = "control" if options.control else options.mode
-        apart = options.apart or options.runner == "v1"
-        captures = CAPTURES if options.mode == "cow" and not options.small else 1
-        jobs = {
-            kind + ("" if name == "bf16" else f"_{name}"): make_job(
-                folder, LLAMA_8B["num_hidden_layers"], FORMATS[name], options.small
-            )
-            | {"captures": captures}
-            for name in options.formats
-        }
-        engines, sides = start_sides(jobs, folder, options.runner, options.mode, apart)
-        try:
-            if apart:
-                rows, raw = measure_apart(options.mode, engines, requests, options.seconds)
-            else:
-                whole = {name: engine for (name, _), engine in engines.items()}
-                rows, raw = measure_turns(kind, whole, requests, captures, options.seconds)
+        for cache in options.formats:
+            more_rows, more_raw = measure_format(options, cache, folder)
+            rows += more_rows
+            raw |= more_raw
             (folder / "answers.json").write_text(json.dumps(raw) + "\n")
-            if not options.control:
-                rows += profile_steps(options.mode, sides, requests)
-        finally:
-            for engine in engines.values():
-                engine.close()
     target = pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder
     save("h200", result_name("gpu_engine", options), rows, target)
 
