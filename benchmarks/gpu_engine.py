@@ -1,23 +1,24 @@
 """vLLM on a GPU, end to end: output tokens per second with NWOR on against off.
 
-    python benchmarks/gpu_engine.py [--mode stage] [--control] [--apart] [--runner v1] [--seconds S] [--folder FOLDER]
+    python benchmarks/gpu_engine.py [--cache fp8] [--mode stage] [--company | --control | --apart] [--runner v1] ...
 
 The Llama-3-8B shape with random weights, an EAGLE head of the same width, K = 4, synthetic acceptance of 2.5 tokens
 per step, 64-token prompts, vLLM's default CUDA graphs (FULL_AND_PIECEWISE; captured at fewer sizes, to start sooner),
-with a bf16 and with an fp8 cache: an engine for each cache, one after the other, so that each has the GPU to itself.
-While its requests decode, the two sides take turns of 20 steps, off, on, on, off, ...: everything of NWOR's is taken
-off the worker, or put on again, and the model's FULL graphs are exchanged. So both have the same weights at the same
-addresses, the same compiled code, the same process and the same requests at the same length, each of which makes more
-difference than what is to be measured. (What stays where NWOR is off: see switch_transactions in gpu_engine_child.py.)
-A row is the time of a step off over on, turn by turn: with the same acceptance, the ratio of output tokens per second.
-In mode `cow` FULL graphs are captured four times for either side, each time with their buffers elsewhere, and each pair
-has its share of turns, and a row. A row of which the two sides did not accept as many drafts is not a row: the run
-fails. Then some decode steps of either side are profiled: whose kernels ran and for how long, how long the GPU works,
-and how long it waits. About 8 minutes.
+in one engine, alone on the GPU. While its requests decode, the two sides take turns of 20 steps, off, on, on, off, ...:
+everything of NWOR's is taken off the worker, or put on again, and the model's FULL graphs are exchanged. So both have
+the same weights at the same addresses, the same compiled code, the same process and the same requests at the same
+length, each of which makes more difference than what is to be measured. (What stays where NWOR is off: see
+switch_transactions in gpu_engine_child.py.) A row is the time of a step off over on, turn by turn: with the same
+acceptance, the ratio of output tokens per second. In mode `cow` FULL graphs are captured four times for either side,
+each time with their buffers elsewhere, and each pair has its share of turns, and a row. A row of which the two sides
+did not accept as many drafts is not a row: the run fails. Then some decode steps of either side are profiled: whose
+kernels ran and for how long, how long the GPU works, and how long it waits. About 7 minutes.
 
-`--control` compares off with off, the graphs of each capture with those of the first: what this cannot tell apart.
-`--apart` has engines of their own for the two sides, which serve whole requests of 256 tokens in turn, as has `--runner
-v1`. The rows of either go to a file of their own.
+Each of these has its rows in a file of its own, as have `--cache fp8`, `--mode stage` and `--runner v1`:
+`--company`: another engine, which does nothing, has memory on the same GPU. It makes vanilla's graphs faster.
+`--control`: off with off, the graphs of each capture with those of the first: what this cannot tell apart.
+`--apart`: engines of their own for the two sides, which serve whole requests of 256 tokens in turn; so does
+`--runner v1`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_lengt
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 256
 REQUESTS = (1, 16, 64)
 RUNS_PER_ROUND = {1: 2, 16: 4, 64: 3}  # of either side, in turn: single runs vary by 0.4, 1.0 and 0.4 %
+TURNS_PER_ROUND = {1: 1, 16: 1, 64: 4}  # eights of turns: pairs of them vary by 1, 1 and 5 %
 CAPTURES = 4
-FORMATS = {"bf16": "auto", "fp8": "fp8"}
+CACHES = {"bf16": "auto", "fp8": "fp8"}
 # Of each mode: the least that it may leave of vanilla's speed.
 TARGETS = {"cow": 0.998, "stage": 0.995}
 FEWEST_ROUNDS = 4
@@ -212,14 +214,13 @@ def measure(
 
 
 def measure_apart(
-    mode: str, engines: Mapping[tuple[str, str], EngineProcess], requests: Sequence[int], seconds: float
+    mode: str, name: str, engines: Mapping[tuple[str, str], EngineProcess], requests: Sequence[int], seconds: float
 ) -> tuple[list[Row], dict[str, Any]]:
     """Whole requests, an engine for each side: the rows, and the answers they are made of."""
     answers = measure(engines, requests, seconds)
     rows = []
-    for name in dict.fromkeys(name for name, _ in engines):
-        for count in requests:
-            rows += figures(mode, name, count, answers[name, "off", count], answers[name, "on", count])
+    for count in requests:
+        rows += figures(mode, name, count, answers[name, "off", count], answers[name, "on", count])
     return rows, {f"{name} {side} {count}": runs for (name, side, count), runs in answers.items()}
 
 
@@ -237,7 +238,8 @@ def measure_turns(
     while not rounds or time.monotonic() - started < seconds:
         for first, capture in product((0, 1), range(captures)):
             for count, found in answers.items():
-                found.append(engine.ask(f"turns {count} {capture} {first} {kind == 'control':d}"))
+                for _ in range(TURNS_PER_ROUND.get(count, 1)):
+                    found.append(engine.ask(f"turns {count} {capture} {first} {kind == 'control':d}"))
         rounds += 1
     print(f"{rounds} rounds in {time.monotonic() - started:.0f} s", flush=True)
     rows = []
@@ -386,66 +388,65 @@ def comparison(
 
 
 def result_name(benchmark: str, options: argparse.Namespace) -> str:
-    """Of the file: mode cow and the V2 runner go without saying."""
-    mode = "" if options.mode == "cow" else f"_{options.mode}"
-    compared = next((f"_{name}" for name in ("apart", "control") if getattr(options, name, False)), "")
-    return benchmark + mode + ("" if options.runner == "v2" else "_v1") + compared
+    """Of the file: mode cow, the V2 runner and a bf16 cache go without saying."""
+    parts = [] if options.mode == "cow" else [options.mode]
+    parts += [] if options.runner == "v2" else [options.runner]
+    parts += ["fp8"] if getattr(options, "cache", "bf16") == "fp8" else []
+    parts += [name for name in ("company", "control", "apart") if getattr(options, name, False)]
+    return "_".join([benchmark, *parts])
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="NWOR's")
     parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
+    parser.add_argument("--cache", choices=list(CACHES), default="bf16", help="format of the cache")
     compared = parser.add_mutually_exclusive_group()
+    compared.add_argument("--company", action="store_true", help="with another engine on the GPU, which does nothing")
     compared.add_argument("--apart", action="store_true", help="an engine for each side")
     compared.add_argument("--control", action="store_true", help="compare off with off")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
-    parser.add_argument("--seconds", type=float, default=180.0, help="how long to measure, all formats together")
+    parser.add_argument("--seconds", type=float, default=180.0, help="how long to measure, once the engine is ready")
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
     parser.add_argument("--logs", type=pathlib.Path, help="where the engines' logs go")
     parser.add_argument("--small", action="store_true", help="try this script with a tiny model; nothing is saved")
     options = parser.parse_args()
     if options.control and (options.mode, options.runner) != ("cow", "v2"):
         parser.error("--control needs graphs of two captures: mode cow and runner v2")
+    if options.company and options.runner == "v1":
+        parser.error("--runner v1 has engines of their own for the two sides: they are company already")
     return options
-
-
-def measure_format(options: argparse.Namespace, cache: str, folder: pathlib.Path) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of one format of the cache, and the answers they are made of. Its engine has the GPU to itself."""
-    requests = [1, 4] if options.small else options.requests
-    seconds = options.seconds / len(options.formats)
-    kind = "control" if options.control else options.mode
-    apart = options.apart or options.runner == "v1"
-    captures = CAPTURES if options.mode == "cow" and not options.small else 1
-    name = kind + ("" if cache == "bf16" else f"_{cache}")
-    job = make_job(folder, LLAMA_8B["num_hidden_layers"], FORMATS[cache], options.small) | {"captures": captures}
-    engines, sides = start_sides({name: job}, folder, options.runner, options.mode, apart)
-    try:
-        if apart:
-            rows, raw = measure_apart(options.mode, engines, requests, seconds)
-        else:
-            rows, raw = measure_turns(kind, name, engines[name, "on"], requests, captures, seconds)
-        if not options.control:
-            rows += profile_steps(options.mode, sides, requests)
-    finally:
-        for engine in engines.values():
-            engine.close()
-    return rows, raw
 
 
 def main() -> None:
     options = parse_arguments()
-    rows: list[Row] = []
-    raw: dict[str, Any] = {}
+    requests = [1, 4] if options.small else options.requests
+    kind = "control" if options.control else options.mode
+    apart = options.apart or options.runner == "v1"
+    captures = CAPTURES if options.mode == "cow" and not options.small else 1
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.logs or pathlib.Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        for cache in options.formats:
-            more_rows, more_raw = measure_format(options, cache, folder)
-            rows += more_rows
-            raw |= more_raw
+        names = {cache: kind + ("" if cache == "bf16" else f"_{cache}") for cache in CACHES}
+        name = names[options.cache]
+        jobs = {
+            names[cache]: make_job(folder, LLAMA_8B["num_hidden_layers"], cache_dtype, options.small)
+            | {"captures": captures}
+            for cache, cache_dtype in CACHES.items()
+            if options.company or cache == options.cache
+        }
+        engines, sides = start_sides(jobs, folder, options.runner, options.mode, apart)
+        try:
+            if apart:
+                rows, raw = measure_apart(options.mode, name, engines, requests, options.seconds)
+            else:
+                rows, raw = measure_turns(kind, name, engines[name, "on"], requests, captures, options.seconds)
             (folder / "answers.json").write_text(json.dumps(raw) + "\n")
+            if not options.control:
+                rows += profile_steps(options.mode, {key: sides[key] for key in sides if key[0] == name}, requests)
+        finally:
+            for engine in engines.values():
+                engine.close()
     target = pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder
     save("h200", result_name("gpu_engine", options), rows, target)
 
