@@ -64,7 +64,7 @@ def main() -> None:
         engine.axhline(target, **TARGET_STYLE)
     engine.set_ylim(0.9, 1.08)
     engine.set_title("vLLM's output tok/s, on over off (higher is better)", fontsize=10)
-    engine.set_xlabel("requests (stage: with a second engine on the GPU)")
+    engine.set_xlabel("requests (stage: with a second engine on the GPU)", fontsize=9)
     figure.savefig(FOLDER.parent.parent / "docs" / "h200.png", dpi=110)
 
 
