@@ -191,9 +191,7 @@ def start_engines(
 def measure(
     engines: Mapping[tuple[str, str], EngineProcess], requests: Sequence[int], seconds: float
 ) -> dict[Any, Any]:
-    """Answers by (job, side, requests). Rounds until the time is up; the order of the sides turns with the round."""
-    jobs = sorted({name for name, _ in engines})
-    sides = list(dict.fromkeys(side for _, side in engines))
+    """Answers by (job, side, requests). Rounds until the time is up; their order turns with the round."""
     answers: dict[Any, list[dict[str, Any]]] = {}
     for (name, side), engine in engines.items():
         for count in requests:
@@ -202,12 +200,11 @@ def measure(
     started = time.monotonic()
     rounds = 0
     while rounds < FEWEST_ROUNDS or time.monotonic() - started < seconds:
-        order = sides if rounds % 2 == 0 else sides[::-1]
-        for name in jobs:
-            for count in requests:
-                for _ in range(RUNS_PER_ROUND.get(count, 1)):
-                    for side in order:
-                        answers[name, side, count].append(engines[name, side].ask(f"run {count}"))
+        order = list(engines) if rounds % 2 == 0 else list(engines)[::-1]
+        for count in requests:
+            for _ in range(RUNS_PER_ROUND.get(count, 1)):
+                for name, side in order:
+                    answers[name, side, count].append(engines[name, side].ask(f"run {count}"))
         rounds += 1
     print(f"{rounds} rounds in {time.monotonic() - started:.0f} s", flush=True)
     return answers
