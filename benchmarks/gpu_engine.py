@@ -17,8 +17,8 @@ kernels ran and for how long, how long the GPU works, and how long it waits. Abo
 Each of these has its rows in a file of its own, as have `--cache fp8`, `--mode stage` and `--runner v1`:
 `--company`: another engine, which does nothing, has memory on the same GPU. It makes vanilla's graphs faster.
 `--control`: off with off, the graphs of each capture with those of the first: what this cannot tell apart.
-`--apart`: engines of their own for the two sides, which serve whole requests of 256 tokens in turn; so does
-`--runner v1`.
+`--apart`: engines of their own for the two sides, company for each other, serve whole requests of 256 tokens in turn;
+so does `--runner v1`.
 """
 
 from __future__ import annotations
@@ -410,8 +410,8 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.control and (options.mode, options.runner) != ("cow", "v2"):
         parser.error("--control needs graphs of two captures: mode cow and runner v2")
-    if options.company and options.runner == "v1":
-        parser.error("--runner v1 has engines of their own for the two sides: they are company already")
+    if options.runner == "v1" and (options.company or options.apart):
+        parser.error("--runner v1 has engines of their own for the two sides, which are company, in any case")
     return options
 
 

@@ -58,7 +58,8 @@ def main() -> None:
     kernels.axhline(1.0, **TARGET_STYLE)
     kernels.set_title("the whole transaction over vLLM's plain writes, 32 layers (lower is better)", fontsize=10)
     kernels.set_xlabel("requests x drafts")
-    found = [rows(f"gpu_engine{mode}{cache}") for mode in ("", "_stage") for cache in ("", "_fp8")]
+    names = ("gpu_engine", "gpu_engine_fp8", "gpu_engine_stage_company", "gpu_engine_stage_fp8_company")
+    found = [rows(name) for name in names]
     draw(engine, functools.reduce(operator.or_, found), ENGINES, REQUESTS)
     for target in (0.998, 0.995):
         engine.axhline(target, **TARGET_STYLE)

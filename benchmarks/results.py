@@ -72,7 +72,10 @@ def version_of(package: str) -> str | None:
 def processor() -> str:
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+        try:
+            driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+        except (OSError, subprocess.CalledProcessError, IndexError):
+            driver = "unknown"
         return f"{torch.cuda.get_device_name()}, driver {driver}"
     for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -93,6 +93,7 @@ def _wrappers(runner: Any, session: Session, groups: list[str]) -> dict[str, Wra
             session.commit(lambda manager: manager.commit_rejected(num_rejected), num_sampled=num_sampled.tolist)
 
     def commit(sample: Callable[..., Any]) -> Callable[..., Any]:
+        # In the inference mode of the worker that calls it: to enter it again would cost as much as an op.
         def sample_tokens(grammar_output: Any) -> Any:
             try:
                 output = sample(grammar_output)

@@ -28,6 +28,11 @@ class Session:
             stats=lambda counters: Stats.read(counters, cancelled=0, abandoned=0),
         )
 
+    def step(self) -> None:
+        self.begun += 1
+        self.counters += 1
+        self.after_step()
+
 
 @pytest.fixture
 def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
@@ -51,8 +56,7 @@ def test_the_last_step_arrives_and_nobody_waits(path: Path) -> None:
     try:
         for _ in range(100):
             torch.cuda._sleep(100_000)
-            session.counters += 1
-            session.after_step()
+            session.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert _published(path, 100) == 100
@@ -65,8 +69,7 @@ def test_a_capture_is_not_disturbed(path: Path) -> None:
     session, board = Session(), boards.Board("worker", "i", 0, "tiny", {})
     warming_up = [True]
     publisher = metrics.Publisher(session, board, path, logging.getLogger(), lambda: warming_up[0])
-    session.counters += 1
-    session.after_step()
+    session.step()
     x, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="global"):
         for _ in range(50):
@@ -76,7 +79,6 @@ def test_a_capture_is_not_disturbed(path: Path) -> None:
     assert x.sum().item() == 400
     warming_up[0] = False
     for _ in range(20):
-        session.counters += 1
-        session.after_step()
+        session.step()
     assert _published(path, 20) == 20
     publisher.stop()
