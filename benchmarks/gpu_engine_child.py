@@ -417,7 +417,7 @@ def full_graphs(runner: Any) -> dict[Any, Any]:
 
 def capture_full_graphs(runner: Any, shift: int) -> dict[Any, Any]:
     """The model's FULL graphs once more; those of the drafter and the pieces stay as they are. With another `shift`
-    their buffers lie elsewhere, which makes a difference; else each capture would find the memory of the one before."""
+    their buffers lie elsewhere, which may matter; else each capture would find the memory of the one before."""
     import torch
     from vllm.config import CUDAGraphMode, set_current_vllm_config
 

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from counted_session import CountedSession
 
-from nwor_ops import COUNTERS, Stats
 from nwor_ops.vllm import boards, metrics
-
-
-class Session:
-    """What the publisher needs of one."""
-
-    def __init__(self) -> None:
-        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device="cuda")
-        self.vanilla_steps: Counter[str] = Counter()
-        self.after_step = None
-        self.begun = 0
-        self.manager = SimpleNamespace(
-            buffers=SimpleNamespace(counters=self.counters),
-            stats=lambda counters: Stats.read(counters, cancelled=0, abandoned=0),
-        )
-
-    def step(self) -> None:
-        self.begun += 1
-        self.counters += 1
-        self.after_step()
 
 
 @pytest.fixture
@@ -49,14 +28,14 @@ def _published(path: Path, windows: int) -> int:
 
 
 def test_the_last_step_arrives_and_nobody_waits(path: Path) -> None:
-    session = Session()
+    session = CountedSession("cuda")
     publisher = metrics.Publisher(session, boards.Board("worker", "i", 0, "tiny", {}), path, logging.getLogger())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(100):
             torch.cuda._sleep(100_000)
-            session.step()
+            session.step(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert _published(path, 100) == 100
@@ -66,10 +45,10 @@ def test_the_last_step_arrives_and_nobody_waits(path: Path) -> None:
 def test_a_capture_is_not_disturbed(path: Path) -> None:
     """In CUDA's strictest mode, which forbids other threads what could wait for the device. vLLM captures before the
     first request, with made-up steps between."""
-    session, board = Session(), boards.Board("worker", "i", 0, "tiny", {})
+    session, board = CountedSession("cuda"), boards.Board("worker", "i", 0, "tiny", {})
     warming_up = [True]
     publisher = metrics.Publisher(session, board, path, logging.getLogger(), lambda: warming_up[0])
-    session.step()
+    session.step(1)
     x, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="global"):
         for _ in range(50):
@@ -79,6 +58,6 @@ def test_a_capture_is_not_disturbed(path: Path) -> None:
     assert x.sum().item() == 400
     warming_up[0] = False
     for _ in range(20):
-        session.step()
+        session.step(1)
     assert _published(path, 20) == 20
     publisher.stop()

@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from counted_session import CountedSession
 from engines import ENGINE, ENVIRONMENT, NGRAM, Engines, _run_requests, _sampling, model_folder, prompts
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,7 +34,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 import nwor_ops
-from nwor_ops import COUNTERS, Stats
+from nwor_ops import COUNTERS
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm import boards, metrics
 from nwor_ops.vllm.agreement import Agreement, SchedulerWatch, wrap_scheduler_module
@@ -554,25 +554,6 @@ def test_what_is_forgotten_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> N
 # ---------------------------------------------------------------- from the device to the counters of Prometheus
 
 
-class Session:
-    """What the publisher needs of one."""
-
-    def __init__(self) -> None:
-        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64)
-        self.vanilla_steps = {}
-        self.after_step = None
-        self.begun = 0
-        self.manager = SimpleNamespace(
-            buffers=SimpleNamespace(counters=self.counters),
-            stats=lambda counters: Stats.read(counters, cancelled=0, abandoned=0),
-        )
-
-    def step(self, *counted: int) -> None:
-        self.begun += 1
-        self.counters += torch.tensor(counted)
-        self.after_step()
-
-
 LABELS = Board("worker", "i", 0, "tiny", {})
 
 
@@ -585,7 +566,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_publisher_leaves_out_the_warm_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, warming_up = Session(), [True, True, False]
+    session, warming_up = CountedSession(), [True, True, False]
     path = boards.new_path("worker", "i", 0)
     publisher = metrics.Publisher(session, LABELS, path, logging.getLogger(), lambda: warming_up.pop(0))
     for _ in range(2):
@@ -622,7 +603,7 @@ def test_publisher_leaves_out_the_warm_up(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_publisher_tells_reasons_apart(folder: Path) -> None:
-    session = Session()
+    session = CountedSession()
     path = boards.new_path("worker", "i", 0)
     publisher = metrics.Publisher(session, LABELS, path, logging.getLogger())
     session.vanilla_steps = {"begin failed": 2, "cancelled": 1}
@@ -633,7 +614,7 @@ def test_publisher_tells_reasons_apart(folder: Path) -> None:
 def test_publisher_that_cannot_write_says_so_once(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = Session()
+    session = CountedSession()
     (tmp_path / "file").touch()
     publisher = metrics.Publisher(session, LABELS, tmp_path / "file" / "board.json", logging.getLogger())
     session.step(1, 4, 2, 2, 0)
@@ -642,7 +623,7 @@ def test_publisher_that_cannot_write_says_so_once(
 
 
 def test_publisher_does_not_keep_a_session_alive(folder: Path) -> None:
-    session = Session()
+    session = CountedSession()
     publisher = metrics.Publisher(session, LABELS, boards.new_path("worker", "i", 0), logging.getLogger())
     del session
     publisher.publish()
