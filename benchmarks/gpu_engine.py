@@ -1,6 +1,6 @@
 """vLLM on a GPU, end to end: output tokens per second with NWOR on against off.
 
-    python benchmarks/gpu_engine.py [--cache fp8] [--mode stage] [--company | --control | --apart] [--runner v1] ...
+    python benchmarks/gpu_engine.py [--cache fp8] [--mode stage] [--unvisited | --control | --apart] [--runner v1] ...
 
 The Llama-3-8B shape with random weights, an EAGLE head of the same width, K = 4, synthetic acceptance of 2.5 tokens
 per step, 64-token prompts, vLLM's default CUDA graphs (FULL_AND_PIECEWISE; captured at fewer sizes, to start sooner),
@@ -9,28 +9,36 @@ everything of NWOR's is taken off the worker, or put on again, and the model's F
 the same weights at the same addresses, the same compiled code, the same process and the same requests at the same
 length, each of which makes more difference than what is to be measured. (What stays where NWOR is off: see
 switch_transactions in gpu_engine_child.py.) A row is the time of a step off over on, turn by turn: with the same
-acceptance, the ratio of output tokens per second. In mode `cow` FULL graphs are captured four times for either side,
-each time with their buffers elsewhere, and each pair has its share of turns, and a row. A row of which the two sides
-did not accept as many drafts is not a row: the run fails. Then some decode steps of either side are profiled: whose
-kernels ran and for how long, how long the GPU works, and how long it waits. About 7 minutes.
+acceptance, the ratio of output tokens per second; `.../median_step` is that of each turn's median step, which a hiccup
+of the host does not move. In mode `cow` FULL graphs are captured four times for either side, each time with their
+buffers elsewhere, and each pair has its share of turns, and a row. A row of which the two sides did not accept as many
+drafts is not a row: the run fails. Then some decode steps of either side are profiled: whose kernels ran and for how
+long, how long the GPU works, and how long it waits. About 7 minutes.
+
+Graphs that are alone on a GPU from the start may leave 0.4 us between two kernels, and one side's may and the other's
+not. Once another process has had a context there, all leave 0.1. So a process that does nothing comes, stays while the
+engine warms up, and goes, before anything is measured.
 
 Each of these has its rows in a file of its own, as have `--cache fp8`, `--mode stage` and `--runner v1`:
-`--company`: another engine, which does nothing, has memory on the same GPU. It makes vanilla's graphs faster.
+`--unvisited`: without that visit.
 `--control`: off with off, the graphs of each capture with those of the first: what this cannot tell apart.
-`--apart`: engines of their own for the two sides, company for each other, serve whole requests of 256 tokens in turn;
-so does `--runner v1`.
+`--apart`: engines of their own for the two sides, at the same time on the GPU, serve whole requests of 256 tokens in
+turn; so does `--runner v1`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pathlib
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, product
 from operator import itemgetter
@@ -222,14 +230,15 @@ def measure_apart(
 
 
 def measure_turns(
-    kind: str, name: str, engine: EngineProcess, requests: Sequence[int], captures: int, seconds: float
+    kind: str, name: str, engine: EngineProcess, requests: Sequence[int], captures: int, visited: bool, seconds: float
 ) -> tuple[list[Row], dict[str, Any]]:
     """Both sides of an engine in turn: the rows, and the answers they are made of. A round has every capture, with
     either side first; rounds until the time is up."""
     answers: dict[int, list[dict[str, Any]]] = {count: [] for count in requests}
     engine.ask("switch 0")  # captures; no request may be running
-    for count in requests:
-        engine.ask(f"turns {count} 0 0 0")  # warms up
+    with visitor() if visited else contextlib.nullcontext():
+        for count in requests:
+            engine.ask(f"turns {count} 0 0 0")  # warms up
     started = time.monotonic()
     rounds = 0
     while not rounds or time.monotonic() - started < seconds:
@@ -245,11 +254,24 @@ def measure_turns(
     return rows, {f"{name} {count}": found for count, found in answers.items()}
 
 
+@contextlib.contextmanager
+def visitor() -> Iterator[None]:
+    """A process that has a context on the GPU, if there is one, and does nothing."""
+    code = "import sys, torch; torch.cuda.is_available() and torch.zeros(1, device='cuda'); print('here', flush=True)"
+    command = [sys.executable, "-c", f"{code}; sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # it goes when this ends
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise RuntimeError("the process that was to visit the GPU has failed")
+        yield
+
+
 def turn_figures(kind: str, name: str, count: int, answers: list[dict[str, Any]]) -> list[Row]:
     """The rows of one job and one number of requests; raises where the two sides are not comparable."""
     what = f"{name}, {count} requests"
     check_vanilla_steps(what, answers)
     ratios_of: dict[int, list[float]] = defaultdict(list)  # by capture
+    median_ratios: list[float] = []
     sides: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for answer in answers:
         turns = answer["turns"]
@@ -258,11 +280,13 @@ def turn_figures(kind: str, name: str, count: int, answers: list[dict[str, Any]]
         for pair in zip(turns[::2], turns[1::2], strict=True):
             off, on = sorted(pair, key=itemgetter("on"))
             ratios_of[answer["capture"]].append(off["seconds"] / on["seconds"])
+            median_ratios.append(off["median_step"] / on["median_step"])
     if kind == "control":
         check_windows(what, sides[False] + sides[True], [])
     else:
         check_windows(what, sides[False], sides[True])
     rows = [row(f"e2e_{name}/{count}", list(chain(*ratios_of.values())), "ratio", "higher", TARGETS.get(kind))]
+    rows.append(row(f"e2e_{name}/{count}/median_step", median_ratios, "ratio", "higher"))
     if len(ratios_of) > 1:
         rows += [
             row(f"e2e_{name}/{count}/capture_{number}", found, "ratio", "higher") for number, found in ratios_of.items()
@@ -389,7 +413,7 @@ def result_name(benchmark: str, options: argparse.Namespace) -> str:
     parts = [] if options.mode == "cow" else [options.mode]
     parts += [] if options.runner == "v2" else [options.runner]
     parts += ["fp8"] if getattr(options, "cache", "bf16") == "fp8" else []
-    parts += [name for name in ("company", "control", "apart") if getattr(options, name, False)]
+    parts += [name for name in ("unvisited", "control", "apart") if getattr(options, name, False)]
     return "_".join([benchmark, *parts])
 
 
@@ -399,7 +423,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
     parser.add_argument("--cache", choices=list(CACHES), default="bf16", help="format of the cache")
     compared = parser.add_mutually_exclusive_group()
-    compared.add_argument("--company", action="store_true", help="with another engine on the GPU, which does nothing")
+    compared.add_argument("--unvisited", action="store_true", help="leave the engine alone on the GPU from the start")
     compared.add_argument("--apart", action="store_true", help="an engine for each side")
     compared.add_argument("--control", action="store_true", help="compare off with off")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
@@ -410,8 +434,8 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.control and (options.mode, options.runner) != ("cow", "v2"):
         parser.error("--control needs graphs of two captures: mode cow and runner v2")
-    if options.runner == "v1" and (options.company or options.apart):
-        parser.error("--runner v1 has engines of their own for the two sides, which are company, in any case")
+    if options.runner == "v1" and (options.unvisited or options.apart):
+        parser.error("--runner v1 has engines of their own for the two sides in any case")
     return options
 
 
@@ -424,23 +448,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.logs or pathlib.Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        names = {cache: kind + ("" if cache == "bf16" else f"_{cache}") for cache in CACHES}
-        name = names[options.cache]
-        jobs = {
-            names[cache]: make_job(folder, LLAMA_8B["num_hidden_layers"], cache_dtype, options.small)
-            | {"captures": captures}
-            for cache, cache_dtype in CACHES.items()
-            if options.company or cache == options.cache
-        }
+        name = kind + ("" if options.cache == "bf16" else f"_{options.cache}")
+        job = make_job(folder, LLAMA_8B["num_hidden_layers"], CACHES[options.cache], options.small)
+        jobs = {name: job | {"captures": captures}}
         engines, sides = start_sides(jobs, folder, options.runner, options.mode, apart)
         try:
             if apart:
                 rows, raw = measure_apart(options.mode, name, engines, requests, options.seconds)
             else:
-                rows, raw = measure_turns(kind, name, engines[name, "on"], requests, captures, options.seconds)
+                rows, raw = measure_turns(
+                    kind, name, engines[name, "on"], requests, captures, not options.unvisited, options.seconds
+                )
             (folder / "answers.json").write_text(json.dumps(raw) + "\n")
             if not options.control:
-                rows += profile_steps(options.mode, {key: sides[key] for key in sides if key[0] == name}, requests)
+                rows += profile_steps(options.mode, sides, requests)
         finally:
             for engine in engines.values():
                 engine.close()

@@ -17,6 +17,7 @@ import functools
 import gc
 import itertools
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -139,12 +140,12 @@ class TimedEngine:
                 for _ in range(STEPS_BETWEEN):
                     outputs = step()
                 tokens = -_tokens_so_far(outputs, requests)
-                start = time.perf_counter()
+                ends = [time.perf_counter()]
                 for _ in range(TURN_STEPS):
                     outputs = step()
-                seconds = time.perf_counter() - start
+                    ends.append(time.perf_counter())
                 tokens += _tokens_so_far(outputs, requests)
-                found.append({"on": on, "seconds": seconds, "steps": TURN_STEPS, "tokens": tokens})
+                found.append({"on": on, "steps": TURN_STEPS, "tokens": tokens, **_step_figures(ends)})
             windows.append(switch(on))
         for turn, (before, after) in zip(found, itertools.pairwise(windows), strict=True):
             turn["windows"] = after - before
@@ -218,6 +219,12 @@ class TimedEngine:
     def _plugin(self) -> dict[str, Any]:
         [worker] = self._llm.collective_rpc(describe_plugin)
         return worker
+
+
+def _step_figures(ends: list[float]) -> dict[str, Any]:
+    """Of steps that follow each other; the first end is their start."""
+    steps = [after - before for before, after in itertools.pairwise(ends)]
+    return {"seconds": ends[-1] - ends[0], "median_step": statistics.median(steps), "step_seconds": steps}
 
 
 def _tokens_so_far(outputs: list[Any], requests: int) -> int:

@@ -99,6 +99,42 @@ __device__ inline void wait_for_earlier_kernels() {
     if (gridDim.x <= kEnoughBlocks) let_next_kernel_in();
 }
 
+// In a graph that only pays behind a kernel that lets it in, as ours do: behind another an early kernel
+// starts later than an ordinary one, by 0.2 us on an H200. So a captured kernel is early behind one of ours
+// alone.
+
+// The last node that a stream being captured has taken; none where the next one will follow several.
+struct CapturedNode {
+    unsigned long long capture = 0;  // which one; 0: none
+    cudaGraphNode_t node = nullptr;
+
+    bool operator==(const CapturedNode& other) const {
+        return capture == other.capture && node == other.node;
+    }
+};
+
+inline CapturedNode last_captured(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    CapturedNode last;
+    const cudaGraphNode_t* nodes = nullptr;
+    const cudaGraphEdgeData* edges = nullptr;
+    size_t count = 0;
+#if CUDART_VERSION >= 13000
+    const auto ask = cudaStreamGetCaptureInfo;
+#else
+    const auto ask = cudaStreamGetCaptureInfo_v3;
+#endif
+    if (ask(stream, &status, &last.capture, nullptr, &nodes, &edges, &count) != cudaSuccess) {
+        cudaGetLastError();  // the launch will fail, and say why
+        return {};
+    }
+    if (status != cudaStreamCaptureStatusActive) return {};
+    if (count == 1) last.node = nodes[0];
+    return last;
+}
+
+inline thread_local CapturedNode last_of_ours;  // of this library's kernels, in this thread
+
 // The device of the arguments, made current, and torch's stream there.
 class Launch {
   public:
@@ -114,6 +150,8 @@ class Launch {
     template <class... Arguments>
     void start(void (*kernel)(Arguments...), const LaunchShape& shape,
                const std::common_type_t<Arguments>&... arguments) const {
+        const CapturedNode before = last_captured(stream_);
+        const bool behind_ours = before.node != nullptr && before == last_of_ours;
         cudaLaunchAttribute early{};
         early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
         early.val.programmaticStreamSerializationAllowed = 1;
@@ -123,10 +161,12 @@ class Launch {
         config.dynamicSmemBytes = shape.shared_bytes;
         config.stream = stream_;
         config.attrs = &early;
-        config.numAttrs = waits(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
+        config.numAttrs =
+            (before.capture == 0 || behind_ours) && waits(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
         const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments...);
         if (launched != cudaSuccess) cudaGetLastError();  // else the next op's check would find it again
         STD_CUDA_CHECK(launched);
+        if (before.capture != 0) last_of_ours = last_captured(stream_);
     }
 
   private:
