@@ -27,7 +27,6 @@ ENGINES = {
     "e2e_cow": "cow, bf16",
     "e2e_cow_fp8": "cow, fp8",
     "e2e_stage": "stage, bf16",
-    "e2e_stage_fp8": "stage, fp8",
 }
 TARGET_STYLE = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
 
@@ -58,13 +57,13 @@ def main() -> None:
     kernels.axhline(1.0, **TARGET_STYLE)
     kernels.set_title("the whole transaction over vLLM's plain writes, 32 layers (lower is better)", fontsize=10)
     kernels.set_xlabel("requests x drafts")
-    names = ("gpu_engine", "gpu_engine_fp8", "gpu_engine_stage_company", "gpu_engine_stage_fp8_company")
+    names = ("gpu_engine", "gpu_engine_fp8", "gpu_engine_stage")
     draw(engine, ChainMap(*map(rows, names)), ENGINES, REQUESTS)
     for target in (0.998, 0.995):
         engine.axhline(target, **TARGET_STYLE)
     engine.set_ylim(0.9, 1.08)
     engine.set_title("vLLM's output tok/s, on over off (higher is better)", fontsize=10)
-    engine.set_xlabel("requests (stage: with a second engine on the GPU)", fontsize=9)
+    engine.set_xlabel("requests")
     figure.savefig(FOLDER.parent.parent / "docs" / "h200.png", dpi=110)
 
 
