@@ -1,13 +1,6 @@
 // What an op may be given. Every argument of every op is checked here, once, for the CPU and the CUDA
 // kernels alike, and handed on as plain pointers and strides that a kernel can take by value.
-//
-// Only the LibTorch stable ABI is used (torch/csrc/stable, torch/headeronly): no ATen, no pybind.
 #pragma once
-
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
 #include <array>
@@ -18,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "stable.h"
+
 #ifdef __CUDACC__
 #define NWOR_HOST_DEVICE __host__ __device__
 #else
@@ -25,9 +20,6 @@
 #endif
 
 namespace nwor {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // ---------------------------------------------------------------- errors
 
@@ -489,7 +481,7 @@ inline PageOffsets check_page_offsets(const char* op, const std::optional<Tensor
     a.contiguous();
     a.same_device(cache);
     int64_t storage_bytes = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(cache.get(), &storage_bytes));
+    NWOR_TORCH_CHECK(aoti_torch_get_storage_size(cache.get(), &storage_bytes));
     return {static_cast<const int32_t*>(page_offsets->data_ptr()),
             storage_bytes / static_cast<int64_t>(cache.element_size()) - cache.storage_offset()};
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nwor_ops import ops
+
 CACHE_SHAPE = "[num_blocks, block_size, num_kv_heads, width]"
 
 
@@ -39,7 +41,7 @@ def is_vector(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: str
 def check_planes(op: str, caches: list[Tensor], plane_table: Tensor | None = None) -> None:
     """Planes of one geometry, all of them in ``caches``."""
     if plane_table is not None:
-        raise RuntimeError(
+        raise ops.Refusal(
             f"{op}: plane_table hides from a compiler which planes are mutated; pass all of them in caches and no table"
         )
     if not caches:

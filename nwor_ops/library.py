@@ -80,7 +80,7 @@ def _load(kind: str, dispatch_key: str) -> CompiledLibrary:
 
 def _refusal(op: str, sentence: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(f"{op}: {sentence}")
+        raise ops.Refusal(f"{op}: {sentence}")
 
     return refuse
 

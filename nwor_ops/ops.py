@@ -67,19 +67,26 @@ COUNTERS = ("windows", "drafted", "accepted", "rejected", "overflowed")
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
+# The overload itself: calling through the packet looks it up again each time.
+_overloads: dict[str, Callable[..., Any]] = {}
+_argument_names: dict[str, tuple[str, ...]] = {}
+
+
+class Refusal(RuntimeError):
+    """There is no kernel for a device, or a trace asks for what it must not have: not a matter of one argument."""
+
 
 def declare(schemas: dict[str, str]) -> None:
     """Define the ops of one family; ``SCHEMAS`` holds all of them."""
     for name, schema in schemas.items():
         _library.define(name + " ".join(schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
+        overload = getattr(torch.ops.nwor, name).default
+        _overloads[name] = overload
+        _argument_names[name] = tuple(argument.name for argument in overload._schema.arguments)
     SCHEMAS.update(schemas)
 
 
 declare(SCHEMAS)
-
-
-# The overload itself: calling through the packet looks it up again each time.
-_ops = torch.ops.nwor
 
 
 def implement(op: str, kernel: Callable[..., Any], dispatch_key: str) -> None:
@@ -96,18 +103,51 @@ def implement_fake(op: str, kernel: Callable[..., Any]) -> None:
 _TYPE_COMPLAINT = re.compile(r" must have dtype | must be on device ")
 
 
-def _refuse_gradients(op: str, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.requires_grad:
-            raise RuntimeError(
-                f"{op}: {name} must not require a gradient, the op has no backward; "
-                "call it under torch.no_grad() or torch.inference_mode(), or pass .detach()"
-            )
+def call(op: str, *arguments: Any) -> Any:
+    """Call one op with the arguments of its schema; every wrapper ends here.
+
+    Raises:
+        TypeError: the kernel complains of a dtype or device.
+        ValueError: of anything else that its arguments say.
+        RuntimeError: a tensor requires a gradient, or there is no kernel for its device.
+    """
+    if torch.is_grad_enabled():  # in serving it is not: then no plane of a cache is looked at
+        _refuse_gradients(op, arguments)
+    try:
+        return _overloads[op](*arguments)
+    except (ValueError, RuntimeError) as error:
+        raise _translated(op, error) from None
 
 
-def _translated(error: ValueError) -> Exception:
-    """The error a caller should see: TypeError for a dtype or device, else the error itself."""
-    return TypeError(str(error)) if _TYPE_COMPLAINT.search(str(error)) else error
+def _refuse_gradients(op: str, arguments: Sequence[Any]) -> None:
+    for name, argument in zip(_argument_names[op], arguments, strict=True):
+        if isinstance(argument, Tensor):
+            _refuse_gradient(op, name, argument)
+        elif isinstance(argument, (list, tuple)):
+            for index, element in enumerate(argument):
+                if isinstance(element, Tensor):
+                    _refuse_gradient(op, f"{name}[{index}]", element)
+
+
+def _refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        raise RuntimeError(
+            f"{op}: {name} must not require a gradient, the op has no backward; "
+            "call it under torch.no_grad() or torch.inference_mode(), or pass .detach()"
+        )
+
+
+def _translated(op: str, error: Exception) -> Exception:
+    """The error a caller should see.
+
+    A kernel throws std::invalid_argument, which Python sees as ValueError up to torch 2.14 and as RuntimeError from
+    2.15 on. Its complaints begin with the name of the op; so do the refusals of ``library.py``, which are
+    RuntimeErrors and stay so.
+    """
+    complaint = str(error)
+    if isinstance(error, Refusal) or not complaint.startswith(f"{op}: "):
+        return error
+    return TypeError(complaint) if _TYPE_COMPLAINT.search(complaint) else ValueError(complaint)
 
 
 def write_kv(
@@ -147,20 +187,7 @@ def write_kv(
 
     All tensors are on one device.
     """
-    if torch.is_grad_enabled():
-        _refuse_gradients(
-            "write_kv",
-            key=key,
-            value=value,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-    try:
-        _ops.write_kv.default(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype)
-    except ValueError as error:
-        raise _translated(error) from None
+    call("write_kv", key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype)
 
 
 def write_kv_logged(
@@ -200,25 +227,10 @@ def write_kv_logged(
         logged, and reported in debug mode); ValueError also where a log shares memory with a cache,
         a source or the other log.
     """
-    if torch.is_grad_enabled():
-        _refuse_gradients(
-            "write_kv_logged",
-            key=key,
-            value=value,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            key_log=key_log,
-            value_log=value_log,
-        )
-    try:
-        _ops.write_kv_logged.default(
-            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype,
-            log_rows, key_log, value_log, window_id, row_windows,
-        )  # fmt: skip
-    except ValueError as error:
-        raise _translated(error) from None
+    call(
+        "write_kv_logged", key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype,
+        log_rows, key_log, value_log, window_id, row_windows,
+    )  # fmt: skip
 
 
 def log_slots(
@@ -249,12 +261,7 @@ def log_slots(
     Raises:
         As :func:`write_kv_logged`.
     """
-    if torch.is_grad_enabled():
-        _refuse_gradients("log_slots", cache=cache, log=log)
-    try:
-        _ops.log_slots.default(cache, slot_mapping, log_rows, log, page_offsets, window_id, row_windows)
-    except ValueError as error:
-        raise _translated(error) from None
+    call("log_slots", cache, slot_mapping, log_rows, log, page_offsets, window_id, row_windows)
 
 
 def plane_table(caches: Sequence[Tensor]) -> Tensor:
@@ -275,7 +282,8 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
         RuntimeError: a plane requires a gradient.
     """
     if torch.is_grad_enabled():
-        _refuse_gradients("plane_table", **{f"caches[{i}]": cache for i, cache in enumerate(caches)})
+        for index, cache in enumerate(caches):
+            _refuse_gradient("plane_table", f"caches[{index}]", cache)
     if not caches:
         raise ValueError("plane_table: caches must hold at least one plane, got none")
     first = caches[0]
@@ -334,14 +342,18 @@ def restore_slots(
         IndexError: on the CPU, a slot >= B * N of a rejected row; nothing is written. On CUDA the row
             is skipped and reported in debug mode.
     """
-    if torch.is_grad_enabled():
-        _refuse_gradients("restore_slots", log=log, **{f"caches[{i}]": cache for i, cache in enumerate(caches)})
-    try:
-        _ops.restore_slots.default(
-            caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows, plane_table
-        )
-    except ValueError as error:
-        raise _translated(error) from None
+    call(
+        "restore_slots",
+        caches,
+        log,
+        row_slots,
+        row_rejected,
+        page_offsets,
+        window_id,
+        row_windows,
+        num_rows,
+        plane_table,
+    )
 
 
 def restore_slots_from_rejected(
@@ -374,16 +386,11 @@ def restore_slots_from_rejected(
     Raises:
         As :func:`restore_slots` and :func:`reject_rows`, before anything is written.
     """
-    if torch.is_grad_enabled():
-        planes = {f"caches[{i}]": cache for i, cache in enumerate(caches)}
-        _refuse_gradients("restore_slots_from_rejected", log=log, **planes)
-    try:
-        _ops.restore_slots_from_rejected.default(
-            caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-            num_bonus_tokens, page_offsets, window_id, row_windows, num_rows, plane_table, leading_zero,
-        )  # fmt: skip
-    except ValueError as error:
-        raise _translated(error) from None
+    call(
+        "restore_slots_from_rejected", caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected,
+        num_accepted, counters, num_bonus_tokens, page_offsets, window_id, row_windows, num_rows, plane_table,
+        leading_zero,
+    )  # fmt: skip
 
 
 def plan_window(
@@ -436,13 +443,10 @@ def plan_window(
             row -1, counted in ``overflowed``) and raises in debug mode.
         TypeError: a dtype or device.
     """
-    try:
-        _ops.plan_window.default(
-            query_start_loc, cu_num_draft_tokens, list(slot_mappings), log_rows, row_slots,
-            row_requests, row_positions, counters, token_offset, num_bonus_tokens, leading_zero,
-        )  # fmt: skip
-    except ValueError as error:
-        raise _translated(error) from None
+    call(
+        "plan_window", query_start_loc, cu_num_draft_tokens, list(slot_mappings), log_rows, row_slots,
+        row_requests, row_positions, counters, token_offset, num_bonus_tokens, leading_zero,
+    )  # fmt: skip
 
 
 def acceptance_mask(
@@ -468,10 +472,7 @@ def acceptance_mask(
     Raises:
         ValueError, TypeError: as above.
     """
-    try:
-        return _ops.acceptance_mask.default(draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
-    except ValueError as error:
-        raise _translated(error) from None
+    return call("acceptance_mask", draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
 
 
 def acceptance_mask_from_rejected(
@@ -488,10 +489,7 @@ def acceptance_mask_from_rejected(
     Returns:
         ``accepted``, bool ``[P]``, and ``num_accepted``, int32 ``[Q]``.
     """
-    try:
-        return _ops.acceptance_mask_from_rejected.default(num_rejected, cu_num_draft_tokens, num_draft_tokens)
-    except ValueError as error:
-        raise _translated(error) from None
+    return call("acceptance_mask_from_rejected", num_rejected, cu_num_draft_tokens, num_draft_tokens)
 
 
 def reject_rows(
@@ -517,13 +515,10 @@ def reject_rows(
 
     A window of more than R drafts was never planned: every row is then False and nothing is counted.
     """
-    try:
-        _ops.reject_rows.default(
-            draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-            num_bonus_tokens, leading_zero,
-        )  # fmt: skip
-    except ValueError as error:
-        raise _translated(error) from None
+    call(
+        "reject_rows", draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters,
+        num_bonus_tokens, leading_zero,
+    )  # fmt: skip
 
 
 def reject_rows_from_rejected(
@@ -536,12 +531,10 @@ def reject_rows_from_rejected(
     leading_zero: bool = False,
 ) -> None:
     """:func:`reject_rows` for runners that already know ``num_rejected``, int32 ``[>= Q]``."""
-    try:
-        _ops.reject_rows_from_rejected.default(
-            num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens, leading_zero
-        )
-    except ValueError as error:
-        raise _translated(error) from None
+    call(
+        "reject_rows_from_rejected", num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
+        num_bonus_tokens, leading_zero,
+    )  # fmt: skip
 
 
 # The families draft and stage are declared and documented in files of their own, which need what stands above.

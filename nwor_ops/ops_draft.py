@@ -22,13 +22,11 @@ left out (the value is 0, the slot PAD) and ``VLLM_NWOR_DEBUG_SYNC=1`` makes the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from nwor_ops import ops as _base
+from nwor_ops.ops import call, declare
 
 SCHEMAS = {
     "prepare_prefill_inputs": """(Tensor target_input_ids, Tensor target_positions,
@@ -86,15 +84,7 @@ __all__ = [
     "update_draft_inputs",
 ]
 
-_base.declare(SCHEMAS)
-_ops = torch.ops.nwor
-
-
-def _call(op: Callable[..., Any], *arguments: Any) -> None:
-    try:
-        op(*arguments)
-    except ValueError as error:
-        raise _base._translated(error) from None
+declare(SCHEMAS)
 
 
 def prepare_prefill_inputs(
@@ -147,8 +137,8 @@ def prepare_prefill_inputs(
         TypeError: a dtype or device.
         IndexError: on the CPU, an index >= S.
     """
-    _call(
-        _ops.prepare_prefill_inputs.default, target_input_ids, target_positions, target_query_start_loc,
+    call(
+        "prepare_prefill_inputs", target_input_ids, target_positions, target_query_start_loc,
         target_seq_lens, idx_mapping, num_sampled, num_rejected, last_sampled, next_prefill_tokens, input_ids,
         positions, query_start_loc, seq_lens, last_token_indices, current_draft_step,
     )  # fmt: skip
@@ -192,8 +182,8 @@ def prepare_decode_inputs(
     Raises:
         As :func:`prepare_prefill_inputs`.
     """
-    _call(
-        _ops.prepare_decode_inputs.default, draft_tokens, target_seq_lens, num_rejected, input_ids, positions,
+    call(
+        "prepare_decode_inputs", draft_tokens, target_seq_lens, num_rejected, input_ids, positions,
         query_start_loc, seq_lens, max_model_len, idx_mapping, sample_positions, advance_positions,
     )  # fmt: skip
 
@@ -242,12 +232,8 @@ def update_draft_inputs(
         IndexError: on the CPU, a step outside the columns of ``draft_tokens``.
         RuntimeError: a hidden state requires a gradient.
     """
-    if torch.is_grad_enabled() and hidden_states is not None and next_hidden_states is not None:
-        _base._refuse_gradients(
-            "update_draft_inputs", hidden_states=hidden_states, next_hidden_states=next_hidden_states
-        )
-    _call(
-        _ops.update_draft_inputs.default, sampled, current_draft_step, draft_tokens, input_ids, positions, seq_lens,
+    call(
+        "update_draft_inputs", sampled, current_draft_step, draft_tokens, input_ids, positions, seq_lens,
         num_speculative_steps, max_model_len, idx_mapping, hidden_states, next_hidden_states, sample_positions,
         advance_positions,
     )  # fmt: skip
@@ -288,8 +274,8 @@ def compute_slot_mappings(
         ValueError, TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: on the CPU, an index >= S, a negative position, or one past the columns.
     """
-    _call(
-        _ops.compute_slot_mappings.default, idx_mapping, query_start_loc, positions, list(block_tables),
+    call(
+        "compute_slot_mappings", idx_mapping, query_start_loc, positions, list(block_tables),
         list(block_sizes), slot_mappings, cp_size, cp_rank, cp_interleave, cp_sharded,
     )  # fmt: skip
 
@@ -323,8 +309,8 @@ def eagle_step(
         ValueError, TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: on the CPU, a position below -1.
     """
-    _call(
-        _ops.eagle_step.default, positions, block_table, seq_lens, new_positions, slot_mapping, block_size,
+    call(
+        "eagle_step", positions, block_table, seq_lens, new_positions, slot_mapping, block_size,
         max_model_len,
     )  # fmt: skip
 
@@ -356,8 +342,8 @@ def prepare_inputs_padded(
         ValueError: a shape, stride or overlap; on the CPU also cumulative drafts that decrease.
         TypeError: a dtype or device.
     """
-    _call(
-        _ops.prepare_inputs_padded.default, cu_num_draft_tokens, valid_sampled_count, query_start_loc,
+    call(
+        "prepare_inputs_padded", cu_num_draft_tokens, valid_sampled_count, query_start_loc,
         token_indices_to_sample, num_rejected, discarded,
     )  # fmt: skip
 
@@ -387,8 +373,8 @@ def prepare_next_token_padded(
     Raises:
         ValueError: a shape or overlap. TypeError: a dtype or device.
     """
-    _call(
-        _ops.prepare_next_token_padded.default, sampled_token_ids, discarded, backup_next_token_ids,
+    call(
+        "prepare_next_token_padded", sampled_token_ids, discarded, backup_next_token_ids,
         next_token_ids, valid_sampled_count, vocab_size,
     )  # fmt: skip
 
@@ -435,13 +421,8 @@ def gumbel_sample(
         IndexError: on the CPU, an index >= S, or a step outside the columns that it names.
         RuntimeError: a tensor requires a gradient.
     """
-    if torch.is_grad_enabled():
-        given = {"logits": logits, "temperature": temperature}
-        if logits_cache is not None:
-            given["logits_cache"] = logits_cache
-        _base._refuse_gradients("gumbel_sample", **given)
-    _call(
-        _ops.gumbel_sample.default, logits, idx_mapping, temperature, seeds, positions, step, sampled, logits_cache,
+    call(
+        "gumbel_sample", logits, idx_mapping, temperature, seeds, positions, step, sampled, logits_cache,
         workspace,
     )  # fmt: skip
 
@@ -504,8 +485,8 @@ def copy_expand_inputs(
             does not hold every token.
         IndexError: on the CPU, an index >= S.
     """
-    _call(
-        _ops.copy_expand_inputs.default, target_input_ids, target_positions, target_query_start_loc, num_rejected,
+    call(
+        "copy_expand_inputs", target_input_ids, target_positions, target_query_start_loc, num_rejected,
         next_token_ids, input_ids, positions, is_rejected, is_masked, new_token_indices, num_new_tokens,
         padding_token_id, mask_token_id, shift_input_ids, max_model_len, idx_mapping, hidden_state_mapping,
     )  # fmt: skip
@@ -550,8 +531,8 @@ def extend_queries(
         ValueError, TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: on the CPU, a position that is negative or past the columns, of a token that needs a slot.
     """
-    _call(
-        _ops.extend_queries.default, target_query_start_loc, target_seq_lens, positions, is_rejected, block_table,
+    call(
+        "extend_queries", target_query_start_loc, target_seq_lens, positions, is_rejected, block_table,
         query_start_loc, seq_lens, slot_mapping, block_size, max_model_len, num_new_tokens, idx_mapping,
     )  # fmt: skip
 
@@ -574,4 +555,4 @@ def dcp_local_seq_lens(
     Raises:
         ValueError, TypeError: as :func:`prepare_prefill_inputs`.
     """
-    _call(_ops.dcp_local_seq_lens.default, seq_lens, local_seq_lens, dcp_size, dcp_rank, cp_interleave)
+    call("dcp_local_seq_lens", seq_lens, local_seq_lens, dcp_size, dcp_rank, cp_interleave)

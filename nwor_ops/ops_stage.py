@@ -18,13 +18,11 @@ L planes. A *staging row* is a row of a staging buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from nwor_ops import ops as _base
+from nwor_ops.ops import call, declare
 
 SCHEMAS = {
     "stage_kv": """(Tensor key, Tensor value, Tensor stage_rows, Tensor(a!) staged_key, Tensor(b!) staged_value,
@@ -71,21 +69,7 @@ __all__ = [
     "stage_kv",
 ]
 
-_base.declare(SCHEMAS)
-_ops = torch.ops.nwor
-
-
-def _call(
-    name: str, op: Callable[..., Any], *arguments: Any, planes: Sequence[Tensor] = (), **differentiable: Tensor
-) -> None:
-    """Call one op. `differentiable` and `planes` (its `caches`) are what could require a gradient."""
-    if torch.is_grad_enabled():  # in serving it is not: then no plane is looked at
-        caches = {f"caches[{index}]": plane for index, plane in enumerate(planes)}
-        _base._refuse_gradients(name, **differentiable, **caches)
-    try:
-        op(*arguments)
-    except ValueError as error:
-        raise _base._translated(error) from None
+declare(SCHEMAS)
 
 
 def stage_kv(
@@ -119,9 +103,8 @@ def stage_kv(
 
     All tensors are on one device.
     """
-    _call(
-        "stage_kv", _ops.stage_kv.default, key, value, stage_rows, staged_key, staged_value, window_id, row_windows,
-        key=key, value=value, staged_key=staged_key, staged_value=staged_value,
+    call(
+        "stage_kv", key, value, stage_rows, staged_key, staged_value, window_id, row_windows,
     )  # fmt: skip
 
 
@@ -160,8 +143,8 @@ def accept_staged(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`stage_kv`.
     """
-    _call(
-        "accept_staged", _ops.accept_staged.default, row_accepted, row_slots, window_id, row_windows, num_slots,
+    call(
+        "accept_staged", row_accepted, row_slots, window_id, row_windows, num_slots,
         row_committed, counters, row_requests, row_positions,
     )  # fmt: skip
 
@@ -196,11 +179,9 @@ def commit_staged(
     Raises:
         As :func:`write_kv`; the IndexError is for the slot of an accepted row.
     """
-    _call(
-        "commit_staged", _ops.commit_staged.default, staged_key, staged_value, row_slots, row_accepted, key_cache,
+    call(
+        "commit_staged", staged_key, staged_value, row_slots, row_accepted, key_cache,
         value_cache, k_scale, v_scale, kv_cache_dtype, row_requests, row_positions,
-        staged_key=staged_key, staged_value=staged_value, key_cache=key_cache, value_cache=value_cache,
-        k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
 
 
@@ -224,7 +205,7 @@ def move_slots(caches: list[Tensor], src_slots: Tensor, dst_slots: Tensor, page_
         IndexError: on the CPU, a source or destination >= B * N; nothing is written. On CUDA the move is left out and
             reported in debug mode.
     """
-    _call("move_slots", _ops.move_slots.default, caches, src_slots, dst_slots, page_offsets, planes=caches)
+    call("move_slots", caches, src_slots, dst_slots, page_offsets)
 
 
 def open_window(
@@ -295,10 +276,10 @@ def open_window(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`stage_kv`; and as said above.
     """
-    _call(
-        "open_window", _ops.open_window.default, caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
+    call(
+        "open_window", caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
         seq_lens, row_slots, shadow_blocks, slot_mappings, block_tables, saved_slots, tail_pages, idx_mapping,
-        held_slots, page_offsets, num_bonus_tokens, plane_table, leading_zero, planes=caches,
+        held_slots, page_offsets, num_bonus_tokens, plane_table, leading_zero,
     )  # fmt: skip
 
 
@@ -340,10 +321,10 @@ def close_window(
     Raises:
         As :func:`open_window`.
     """
-    _call(
-        "close_window", _ops.close_window.default, caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
+    call(
+        "close_window", caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
         row_rejected, shadow_blocks, saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping, held_slots,
-        page_offsets, num_bonus_tokens, plane_table, leading_zero, planes=caches,
+        page_offsets, num_bonus_tokens, plane_table, leading_zero,
     )  # fmt: skip
 
 
@@ -384,9 +365,9 @@ def close_window_from_rejected(
     On CUDA nothing is raised for a window of more than R drafts, which was never planned: where tables were redirected
     for it all the same, the counts decide which rows are copied, not the flags.
     """
-    _call(
-        "close_window_from_rejected", _ops.close_window_from_rejected.default, caches, planes_per_group,
+    call(
+        "close_window_from_rejected", caches, planes_per_group,
         query_start_loc, cu_num_draft_tokens, num_rejected, row_rejected, num_accepted, counters, shadow_blocks,
         saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping, held_slots, page_offsets,
-        num_bonus_tokens, plane_table, leading_zero, planes=caches,
+        num_bonus_tokens, plane_table, leading_zero,
     )  # fmt: skip

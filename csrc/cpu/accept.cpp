@@ -1,8 +1,6 @@
 // Family accept on the CPU: which tokens are drafts, which drafts were accepted. Semantics: nwor_ops/ops.py.
 #include "accept.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <tuple>
 

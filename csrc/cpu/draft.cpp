@@ -1,9 +1,6 @@
 // Family draft on the CPU: what a drafter's loop does between two passes. Semantics: nwor_ops/ops_draft.py.
 #include "../draft.h"
 
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
 #include <cmath>
 #include <limits>
 #include <vector>

@@ -1,8 +1,6 @@
 // What the CPU kernels that move rows of a paged cache share.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cstring>
 

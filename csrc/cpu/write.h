@@ -1,9 +1,6 @@
 // The writer of keys and values, for every op that has one.
 #pragma once
 
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
 #include "../fp8.h"
 #include "rows.h"
 

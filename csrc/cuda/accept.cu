@@ -3,7 +3,6 @@
 // One thread for each element of an output, one launch for each op. What a thread needs of the whole
 // window (is it valid, how many drafts are there) it reads from the inputs alone, so that no thread waits
 // for another block.
-#include <torch/csrc/stable/ops.h>
 
 #include <tuple>
 

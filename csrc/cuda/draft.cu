@@ -4,7 +4,6 @@
 // draft.h. No kernel allocates, none waits for another block, every count that a replay may change is read
 // from the arguments.
 #include <cuda_fp16.h>
-#include <torch/csrc/stable/ops.h>
 
 #include "../dispatch.h"
 #include "../draft.h"

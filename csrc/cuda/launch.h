@@ -2,10 +2,6 @@
 // to, and the device-side record of a bad index that debug mode turns into an exception.
 #pragma once
 
-#include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/macros.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -141,7 +137,7 @@ class Launch {
     explicit Launch(const Tensor& tensor)
         : guard_(tensor.get_device_index()), device_(tensor.get_device_index()) {
         void* stream = nullptr;
-        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
+        NWOR_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
         stream_ = static_cast<cudaStream_t>(stream);
     }
     cudaStream_t stream() const { return stream_; }

@@ -1,0 +1,32 @@
+// Every header of torch that this library includes, the names it uses of them, and what the older ones lack:
+// the LibTorch stable ABI (torch/csrc/stable, torch/headeronly), no ATen, no pybind. Sources compile against
+// the headers of torch 2.11 and of every later one (`make matrix`).
+#pragma once
+
+#ifdef USE_CUDA
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+#endif
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+// A call of torch's C interface that must succeed. The headers of 2.13 brought the name that also says why.
+#ifdef STABLE_TORCH_ERROR_CODE_CHECK
+#define NWOR_TORCH_CHECK STABLE_TORCH_ERROR_CODE_CHECK
+#else
+#define NWOR_TORCH_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
+namespace nwor {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+}  // namespace nwor
