@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from nwor_ops import library as _library
 from nwor_ops import ops as ops
+from nwor_ops import torch_fixes as _torch_fixes
 
 try:
     __version__ = version("nwor_ops")
@@ -16,6 +17,7 @@ except PackageNotFoundError:  # an unpacked tree that was never installed
     __version__ = "0.0.0"
 
 LIBRARIES = _library.loaded_libraries()
+_torch_fixes.correct_slices()
 
 from nwor_ops import meta as _meta  # noqa: E402, F401  (the fakes register themselves)
 from nwor_ops.cache import LayerCache, Plane  # noqa: E402

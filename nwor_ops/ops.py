@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor_ops.torch_fixes import before_lowering
+
 NAMESPACE = "nwor"
 
 SCHEMAS = {
@@ -96,7 +98,7 @@ def implement(op: str, kernel: Callable[..., Any], dispatch_key: str) -> None:
 
 def implement_fake(op: str, kernel: Callable[..., Any]) -> None:
     """Register the fake implementation of one op: what it does to shapes (see ``meta/``)."""
-    torch.library.register_fake(f"{NAMESPACE}::{op}", kernel, lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{op}", before_lowering(kernel), lib=_library)
 
 
 # The compiled kernels word a dtype or device complaint in exactly these two ways (csrc/check.h).

@@ -421,3 +421,37 @@ write_kv_logged = torch.ops.nwor.write_kv_logged.default(key_1, value_1, getitem
     slots_1, scale_1, scale_1, 'auto', rows_1, getitem_2, getitem_3)
 restore_slots = torch.ops.nwor.restore_slots.default([backing_1], log_1, slots_1, rejected_1)
 return None""")  # fmt: skip
+
+
+# ---------------------------------------------------------------- views of inputs that do not start their storage
+
+OFFSET_VIEWS = {
+    "select": lambda rows: [rows.view(2, LOG_ROWS)[0], rows.view(2, LOG_ROWS)[1]],
+    "slice": lambda rows: [rows[:LOG_ROWS], rows[LOG_ROWS:]],
+    "slice of a slice": lambda rows: [rows[1:-1][: LOG_ROWS - 1], rows[2:][LOG_ROWS - 2 : -1]],
+    "split": lambda rows: rows.split(LOG_ROWS),
+    "whole": lambda rows: [rows],
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("view", OFFSET_VIEWS)
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_mutated_views_of_an_input_inside_its_storage(view, backend, dynamic):
+    """torch adds the input's offset twice for some views (nwor_ops/torch_fixes.py): neighbours would be overwritten."""
+
+    def mark_rows(cache, slots, log_rows, window_id, rows, log):
+        for part in OFFSET_VIEWS[view](rows):
+            ops.log_slots(cache, slots, log_rows, log[: part.shape[0]], None, window_id, part)
+        return window_id + 1
+
+    def call(window: int) -> tuple:
+        memory = torch.zeros(5 + 2 * LOG_ROWS + 5, dtype=torch.int64)
+        log = torch.zeros(3 * LOG_ROWS, HEADS, HEAD_SIZE)
+        return (
+            small_integers(BLOCKS, BLOCK_SIZE, HEADS, HEAD_SIZE), int64(9, 2), int32(0, LOG_ROWS - 2),
+            int64(window), memory[5:-5], log[LOG_ROWS:],
+        )  # fmt: skip
+
+    function = compiled(mark_rows, backend=backend, dynamic=dynamic)
+    assert_same_as_eager(mark_rows, function, call(7), call(8))
