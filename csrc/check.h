@@ -110,6 +110,19 @@ struct Argument {
     }
 };
 
+// Sizes and counts that the host gives. Two of them multiply within 64 bits.
+inline void check_below_2_31(const char* op, const char* name, int64_t value) {
+    if (value > INT32_MAX) fail(op, name, " must be below 2^31, got ", value);
+}
+inline void check_positive(const char* op, const char* name, int64_t value) {
+    if (value <= 0) fail(op, name, " must be positive, got ", value);
+    check_below_2_31(op, name, value);
+}
+inline void check_not_negative(const char* op, const char* name, int64_t value) {
+    if (value < 0) fail(op, name, " must not be negative, got ", value);
+    check_below_2_31(op, name, value);
+}
+
 // ---------------------------------------------------------------- memory ranges
 
 struct Range {
@@ -408,6 +421,8 @@ inline WriteArguments check_write(const char* op, const Tensor& key, const Tenso
     w.value = rows_view(value);
 
     w.format = parse_format(op, kv_cache_dtype);
+    const Argument ks{op, "k_scale", k_scale}, vs{op, "v_scale", v_scale};
+    for (const Argument& a : {v, kc, vc, slots, ks, vs}) a.same_device(key);
     if (w.format == Format::kCopy) {
         if (key_cache.scalar_type() != w.source_dtype)
             kc.must_have_dtype(std::string(dtype_name(w.source_dtype)) + " (that of " + names.key +
@@ -418,12 +433,9 @@ inline WriteArguments check_write(const char* op, const Tensor& key, const Tenso
         if (key_cache.scalar_type() != ScalarType::Byte && key_cache.scalar_type() != native)
             kc.must_have_dtype(std::string("torch.uint8 or ") + dtype_name(native) + " for kv_cache_dtype " +
                                kv_cache_dtype);
-        w.k_scale = scale_view({op, "k_scale", k_scale}, w.num_tokens, w.key_cache.num_heads);
-        w.v_scale = scale_view({op, "v_scale", v_scale}, w.num_tokens, w.key_cache.num_heads);
-        Argument{op, "k_scale", k_scale}.same_device(key);
-        Argument{op, "v_scale", v_scale}.same_device(key);
+        w.k_scale = scale_view(ks, w.num_tokens, w.key_cache.num_heads);
+        w.v_scale = scale_view(vs, w.num_tokens, w.key_cache.num_heads);
     }
-    for (const Argument& a : {v, kc, vc, slots}) a.same_device(key);
     for (const Argument& source : {k, v})
         for (const Argument& cache : {kc, vc})
             must_not_overlap(op, source.name, source.tensor, cache.name, cache.tensor);
@@ -746,8 +758,7 @@ inline void check_counters(const char* op, const Tensor& counters) {
 
 inline CumulativeDrafts check_cumulative_drafts(const Argument& cu, const Counting& counting,
                                                 int64_t* num_requests) {
-    if (counting.num_bonus_tokens < 0)
-        fail(cu.op, "num_bonus_tokens must not be negative, got ", counting.num_bonus_tokens);
+    check_not_negative(cu.op, "num_bonus_tokens", counting.num_bonus_tokens);
     const int64_t zeros = counting.leading_zero ? 1 : 0;
     cu.vector(ScalarType::Int, zeros, zeros ? "[num_requests + 1]" : "[num_requests]");
     *num_requests = cu.tensor.size(0) - zeros;
@@ -764,10 +775,10 @@ inline PlanArguments check_plan(const Tensor& query_start_loc, const Tensor& cu_
                                 const std::optional<int64_t>& token_offset, const Counting& counting) {
     const char* op = "plan_window";
     if (slot_mappings.empty()) fail(op, "slot_mappings must hold at least one slot mapping, got none");
-    if (token_offset.value_or(0) < 0) fail(op, "token_offset must not be negative, got ", *token_offset);
     PlanArguments p{};
     p.op = op;
     p.token_offset = token_offset.value_or(0);
+    check_not_negative(op, "token_offset", p.token_offset);
     p.whole_batch = !token_offset.has_value();
     const Argument qsl{op, "query_start_loc", query_start_loc},
         cu{op, "cu_num_draft_tokens", cu_num_draft_tokens}, lr{op, "log_rows", log_rows},
@@ -936,7 +947,7 @@ inline AcceptArguments check_acceptance_mask_from_rejected(const Tensor& num_rej
                                                            int64_t num_draft_tokens) {
     AcceptArguments a = check_accept("acceptance_mask_from_rejected", cu_num_draft_tokens);
     check_num_rejected(a, num_rejected, cu_num_draft_tokens);
-    if (num_draft_tokens < 0) fail(a.op, "num_draft_tokens must not be negative, got ", num_draft_tokens);
+    check_not_negative(a.op, "num_draft_tokens", num_draft_tokens);
     return a;
 }
 

@@ -97,6 +97,14 @@ NWOR_HOST_DEVICE inline int64_t least(int64_t a, int64_t b) {
 NWOR_HOST_DEVICE inline int64_t most(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
+// a + b or `limit`, whichever is less, for b and limit >= 0: a + b itself may not fit 64 bits.
+NWOR_HOST_DEVICE inline int64_t sum_up_to(int64_t limit, int64_t a, int64_t b) {
+    return a > limit - b ? limit : a + b;
+}
+// The nearest number that fits 32 bits.
+NWOR_HOST_DEVICE inline int64_t within_32_bits(int64_t value) {
+    return least(most(value, INT32_MIN), INT32_MAX);
+}
 
 // ---------------------------------------------------------------- what data may get wrong
 
@@ -161,8 +169,9 @@ NWOR_HOST_DEVICE inline Found problem_of_padding(const Rows& rows, int64_t row) 
 
 // ---------------------------------------------------------------- checks of arguments
 
-inline void check_positive(const char* op, const char* name, int64_t value) {
-    if (value <= 0) fail(op, name, " must be positive, got ", value);
+// An id that goes to an int32 tensor.
+inline void check_id(const char* op, const char* name, int64_t id) {
+    if (id != within_32_bits(id)) fail(op, name, " must fit 32 bits, got ", id);
 }
 
 inline Ids ids_view(const Argument& a, int64_t length, const char* shape) {
@@ -224,6 +233,7 @@ inline BlockTable block_table_view(const Argument& a, int64_t rows, int64_t bloc
     a.dtype(ScalarType::Int);
     if (t.dim() != 2 || t.size(0) < rows)
         a.must_be("[num_rows, max_num_blocks] with at least " + std::to_string(rows) + " rows");
+    if (t.size(1) > INT32_MAX) a.must_be("of fewer than 2^31 columns");
     if (t.size(1) > 1 && t.stride(1) != 1) a.must_be("of stride 1 along a row");
     return {static_cast<const int32_t*>(t.data_ptr()), t.stride(0), t.size(0), t.size(1), block_size};
 }
@@ -273,7 +283,7 @@ struct PrefillArguments {
                          int64_t{1}});
     }
     NWOR_HOST_DEVICE int64_t num_valid(int64_t row) const {
-        return int64_t{starts[row + 1]} - starts[row] - most(num_rejected[row], 0);
+        return most(int64_t{starts[row + 1]} - starts[row] - most(num_rejected[row], 0), 0);
     }
 };
 
@@ -427,14 +437,15 @@ NWOR_HOST_DEVICE inline void decode_row(const DecodeArguments& a, int64_t i) {
     if (!real)
         a.positions[i] = 0;
     else if (a.advance)
-        a.positions[i] = least(a.positions[i] + 1, a.max_model_len - 1);
+        a.positions[i] = sum_up_to(a.max_model_len - 1, a.positions[i], 1);
     int64_t length = 0;
     if (real) {
-        length = a.target_seq_lens[i] - a.num_rejected[i];
+        length = a.target_seq_lens[i] - within_32_bits(a.num_rejected[i]);
         if (a.advance) length = least(length + 1, a.max_model_len);
     }
-    a.seq_lens[i] = static_cast<int32_t>(length);
-    if (a.sample_positions != nullptr) a.sample_positions[i] = real ? a.sample_positions[i] + 1 : 0;
+    a.seq_lens[i] = static_cast<int32_t>(within_32_bits(length));
+    if (a.sample_positions != nullptr)
+        a.sample_positions[i] = real ? sum_up_to(INT64_MAX, a.sample_positions[i], 1) : 0;
 }
 
 // ---------------------------------------------------------------- update_draft_inputs
@@ -554,9 +565,10 @@ NWOR_HOST_DEVICE inline void update_row(const UpdateArguments& a, int64_t i) {
     column.set(i, token);
     if (a.is_last_step()) return;
     a.input_ids[i] = static_cast<int32_t>(token);
-    if (a.sample_positions != nullptr) a.sample_positions[i] += 1;
+    if (a.sample_positions != nullptr)
+        a.sample_positions[i] = sum_up_to(INT64_MAX, a.sample_positions[i], 1);
     if (!a.advance) return;
-    a.positions[i] = least(a.positions[i] + 1, a.max_model_len - 1);
+    a.positions[i] = sum_up_to(a.max_model_len - 1, a.positions[i], 1);
     a.seq_lens[i] = static_cast<int32_t>(least(int64_t{a.seq_lens[i]} + 1, a.max_model_len));
 }
 
@@ -619,7 +631,7 @@ inline SlotArguments check_slot_mappings(const Tensor& idx_mapping, const Tensor
     for (size_t g = 0; g < block_tables.size(); ++g) {
         const std::string name = "block_tables[" + std::to_string(g) + "]";
         const Argument table{op, name.c_str(), block_tables[g]};
-        if (block_sizes[g] < 0) fail(op, "block_sizes must not be negative, got ", block_sizes[g]);
+        check_not_negative(op, "block_sizes", block_sizes[g]);
         a.tables[g] = block_table_view(table, 0, block_sizes[g]);
         table.same_device(idx_mapping);
         sm.same_device(idx_mapping);
@@ -722,8 +734,8 @@ NWOR_HOST_DEVICE inline void eagle_row(const EagleArguments& a, int64_t i) {
         a.slots.set(i, kPadSlot);
         return;
     }
-    const int64_t next = a.positions[i] + 1;
-    const bool outside = next >= a.max_model_len;
+    const bool outside = a.positions[i] >= a.max_model_len - 1;
+    const int64_t next = outside ? 0 : a.positions[i] + 1;
     int64_t slot = kPadSlot;
     if (!outside && next >= 0) {
         const int64_t column = least(next / a.table.block_size, a.table.columns - 1);
@@ -731,7 +743,7 @@ NWOR_HOST_DEVICE inline void eagle_row(const EagleArguments& a, int64_t i) {
                next % a.table.block_size;
     }
     const int64_t length = outside ? 1 : int64_t{a.seq_lens[i]} + 1;
-    a.new_positions[i] = outside ? 0 : next;
+    a.new_positions[i] = next;
     a.slots.set(i, slot);
     a.seq_lens[i] = static_cast<int32_t>(least(length, a.max_model_len));
 }
@@ -1036,6 +1048,8 @@ inline ExpandArguments check_expand(const Tensor& target_input_ids, const Tensor
         po{op, "positions", positions}, ir{op, "is_rejected", is_rejected}, ms{op, "is_masked", is_masked},
         ni{op, "new_token_indices", new_token_indices};
     check_positive(op, "num_new_tokens", num_new_tokens);
+    check_id(op, "padding_token_id", padding_token_id);
+    check_id(op, "mask_token_id", mask_token_id);
     if (max_model_len.has_value()) check_positive(op, "max_model_len", *max_model_len);
     ExpandArguments a{};
     a.op = op;
@@ -1097,7 +1111,7 @@ NWOR_HOST_DEVICE inline void expand_token(const ExpandArguments& a, int64_t t, i
     bool rejected = true, masked = false;
     if (row < num_real && a.num_tokens(row) > 0 && a.starts[row] < a.num_target_tokens) {
         const int64_t j = t - a.out_start(row), copied = a.num_copied(row);
-        position = least(a.target_positions[most(a.starts[row], 0)] + j, a.max_position);
+        position = sum_up_to(a.max_position, a.target_positions[most(a.starts[row], 0)], j);
         rejected = j >= copied + a.num_new;
         masked = j > copied && !rejected;
         if (j < copied)
@@ -1159,7 +1173,7 @@ inline ExtendArguments check_extend(const Tensor& target_query_start_loc, const 
         sm{op, "slot_mapping", slot_mapping};
     check_positive(op, "block_size", block_size);
     check_positive(op, "max_model_len", max_model_len);
-    if (num_new_tokens < 0) fail(op, "num_new_tokens must not be negative, got ", num_new_tokens);
+    check_not_negative(op, "num_new_tokens", num_new_tokens);
     ExtendArguments a{};
     a.op = op;
     a.target_seq_lens = int32_view(ts, 0, "[num_rows]").data;
@@ -1243,7 +1257,7 @@ inline LocalLensArguments check_local_seq_lens(const Tensor& seq_lens, const Ten
 NWOR_HOST_DEVICE inline void local_lens_row(const LocalLensArguments& a, int64_t i) {
     int64_t local = 0;
     if (i < a.num_rows) {
-        const int64_t round = a.size * a.interleave, length = a.seq_lens[i];
+        const int64_t round = a.size * a.interleave, length = most(a.seq_lens[i], 0);
         const int64_t rest = most(length % round - a.rank * a.interleave, 0);
         local = length / round * a.interleave + least(rest, a.interleave);
     }

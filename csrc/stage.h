@@ -194,12 +194,25 @@ struct MoveArguments {
     PageOffsets page_offsets;
 };
 
+// A plane that is given twice would be moved twice.
+inline void check_distinct(const char* op, const Planes& planes) {
+    std::vector<char*> starts = planes.data;
+    std::sort(starts.begin(), starts.end());
+    const auto twice = std::adjacent_find(starts.begin(), starts.end());
+    if (twice == starts.end() || planes.bytes == 0) return;
+    const auto first = std::find(planes.data.begin(), planes.data.end(), *twice);
+    const auto second = std::find(first + 1, planes.data.end(), *twice);
+    fail(op, "caches[", first - planes.data.begin(), "] and caches[", second - planes.data.begin(),
+         "] must not share memory");
+}
+
 inline MoveArguments check_move(const std::vector<Tensor>& caches, const Tensor& src_slots,
                                 const Tensor& dst_slots, const std::optional<Tensor>& page_offsets) {
     const char* op = "move_slots";
     MoveArguments m{};
     m.op = op;
     m.planes = check_planes(op, caches);
+    check_distinct(op, m.planes);
     const Argument from{op, "src_slots", src_slots}, to{op, "dst_slots", dst_slots};
     from.vector(ScalarType::Long, 0, "[num_moves]");
     to.vector(ScalarType::Long, 0, "[num_moves]");
@@ -415,8 +428,8 @@ NWOR_HOST_DEVICE inline Redirect redirect_at_open(const WindowArguments& a, int6
     }
     if (a.held_slots != nullptr) {
         const int64_t held = a.held_slots[a.shadow_index(group, state, r.first_shadow)];
-        const int64_t in_page = held - r.tail_block * a.block_size;
-        if (held >= 0 && in_page >= 0 && in_page < a.block_size) r.held = in_page + 1;
+        const int64_t page_start = r.tail_block * a.block_size;
+        if (held >= page_start && held - page_start < a.block_size) r.held = held - page_start + 1;
     }
     return r;
 }
@@ -594,7 +607,7 @@ inline void check_planes_per_group(WindowArguments& a, int64_t num_planes,
         fail(a.op, "planes_per_group must hold 1 to ", kMostWindowGroups, " groups, got ", a.num_groups);
     int64_t planes = 0;
     for (const int64_t count : planes_per_group) {
-        if (count < 0) fail(a.op, "planes_per_group must not be negative, got ", count);
+        check_not_negative(a.op, "planes_per_group", count);
         planes += count;
     }
     if (planes != num_planes)

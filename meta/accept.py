@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
+from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, not_negative, same_device
 
 
 def plan_window(
@@ -25,6 +25,7 @@ def plan_window(
     op = "plan_window"
     if not slot_mappings:
         raise ValueError(f"{op}: slot_mappings must hold at least one slot mapping, got none")
+    not_negative(op, token_offset=token_offset or 0)
     same_device(op, query_start_loc, **{f"slot_mappings[{g}]": slots for g, slots in enumerate(slot_mappings)})
     same_device(
         op, query_start_loc, cu_num_draft_tokens=cu_num_draft_tokens, log_rows=log_rows, row_slots=row_slots,
@@ -43,8 +44,7 @@ def plan_window(
 
 
 def check_counts(op: str, cu_num_draft_tokens: Tensor, num_bonus_tokens: int = 0, leading_zero: bool = False) -> None:
-    if num_bonus_tokens < 0:
-        raise ValueError(f"{op}: num_bonus_tokens must not be negative, got {num_bonus_tokens}")
+    not_negative(op, num_bonus_tokens=num_bonus_tokens)
     shape = "[num_requests + 1]" if leading_zero else "[num_requests]"
     is_vector(op, "cu_num_draft_tokens", cu_num_draft_tokens, torch.int32, shape)
     length = cu_num_draft_tokens.shape[0]
@@ -88,6 +88,7 @@ def acceptance_mask_from_rejected(
     same_device(op, cu_num_draft_tokens, num_rejected=num_rejected)
     is_vector(op, "num_rejected", num_rejected, torch.int32, "[num_requests]")
     check_counts(op, cu_num_draft_tokens)
+    not_negative(op, num_draft_tokens=num_draft_tokens)
     return _new_mask(cu_num_draft_tokens, num_draft_tokens)
 
 

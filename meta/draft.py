@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, same_device
+from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, not_negative, positive, same_device
 
 ROWS, TOKENS, STATES, CAPACITY = "[num_rows]", "[num_tokens]", "[num_states]", "[capacity]"
 STARTS = "[num_rows + 1]"
@@ -43,10 +43,10 @@ def _devices(op: str, like: Tensor, **tensors: Tensor | None) -> None:
     same_device(op, like, **{name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
-def _positive(op: str, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{op}: {name} must be positive, got {value}")
+def _id_of_32_bits(op: str, **ids: int) -> None:
+    for name, value in ids.items():
+        if not -(2**31) <= value < 2**31:
+            raise ValueError(f"{op}: {name} must fit 32 bits, got {value}")
 
 
 def _block_table(op: str, name: str, table: Tensor) -> None:
@@ -117,7 +117,7 @@ def prepare_decode_inputs(
     _vectors(op, torch.int32, ROWS, target_seq_lens=target_seq_lens, seq_lens=seq_lens, input_ids=input_ids)
     _vectors(op, torch.int32, STARTS, query_start_loc=query_start_loc)
     _vectors(op, torch.int64, ROWS, positions=positions, sample_positions=sample_positions)
-    _positive(op, max_model_len=max_model_len)
+    positive(op, max_model_len=max_model_len)
 
 
 def update_draft_inputs(
@@ -146,7 +146,7 @@ def update_draft_inputs(
     _matrix_of_ids(op, "[num_rows, num_speculative_steps]", draft_tokens=draft_tokens)
     _vectors(op, torch.int32, ROWS, input_ids=input_ids, seq_lens=seq_lens)
     _vectors(op, torch.int64, ROWS, positions=positions, sample_positions=sample_positions)
-    _positive(op, num_speculative_steps=num_speculative_steps, max_model_len=max_model_len)
+    positive(op, num_speculative_steps=num_speculative_steps, max_model_len=max_model_len)
     if (hidden_states is None) != (next_hidden_states is None):
         raise ValueError(f"{op}: hidden_states and next_hidden_states must be given together")
     if hidden_states is not None and next_hidden_states is not None:
@@ -178,15 +178,18 @@ def compute_slot_mappings(
         raise ValueError(
             f"{op}: block_sizes must hold one size for each of the {len(block_tables)} tables, got {len(block_sizes)}"
         )
-    for group, table in enumerate(block_tables):
+    for group, (table, block_size) in enumerate(zip(block_tables, block_sizes, strict=True)):
         _block_table(op, f"block_tables[{group}]", table)
+        not_negative(op, block_sizes=block_size)
     _ids(op, ROWS, idx_mapping=idx_mapping)
     _vectors(op, torch.int32, STARTS, query_start_loc=query_start_loc)
     _vectors(op, torch.int64, TOKENS, positions=positions)
     _vectors(op, torch.bool, "[groups]", cp_sharded=cp_sharded)
     has_dtype(op, "slot_mappings", slot_mappings, torch.int64)
     has_dims(op, "slot_mappings", slot_mappings, 2, "[groups, capacity]")
-    _positive(op, cp_size=cp_size, cp_interleave=cp_interleave)
+    positive(op, cp_size=cp_size, cp_interleave=cp_interleave)
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"{op}: cp_rank must be in [0, {cp_size}), got {cp_rank}")
 
 
 def eagle_step(
@@ -206,7 +209,7 @@ def eagle_step(
     _vectors(op, torch.int64, ROWS, positions=positions, new_positions=new_positions, slot_mapping=slot_mapping)
     _vectors(op, torch.int32, ROWS, seq_lens=seq_lens)
     _block_table(op, "block_table", block_table)
-    _positive(op, block_size=block_size, max_model_len=max_model_len)
+    positive(op, block_size=block_size, max_model_len=max_model_len)
 
 
 def prepare_inputs_padded(
@@ -249,7 +252,7 @@ def prepare_next_token_padded(
         op, ROWS, backup_next_token_ids=backup_next_token_ids, next_token_ids=next_token_ids,
         valid_sampled_count=valid_sampled_count,
     )  # fmt: skip
-    _positive(op, vocab_size=vocab_size)
+    positive(op, vocab_size=vocab_size)
 
 
 def gumbel_sample(
@@ -323,7 +326,8 @@ def copy_expand_inputs(
     _vectors(op, torch.int32, CAPACITY, input_ids=input_ids)
     _vectors(op, torch.int64, CAPACITY, positions=positions)
     _vectors(op, torch.bool, CAPACITY, is_rejected=is_rejected, is_masked=is_masked)
-    _positive(op, num_new_tokens=num_new_tokens, max_model_len=max_model_len)
+    positive(op, num_new_tokens=num_new_tokens, max_model_len=max_model_len)
+    _id_of_32_bits(op, padding_token_id=padding_token_id, mask_token_id=mask_token_id)
     if hidden_state_mapping is not None and not shift_input_ids:
         raise ValueError(
             f"{op}: hidden_state_mapping must be None without shift_input_ids, got {described(hidden_state_mapping)}"
@@ -359,7 +363,8 @@ def extend_queries(
     _block_table(op, "block_table", block_table)
     _vectors(op, torch.int64, CAPACITY, slot_mapping=slot_mapping)
     _ids(op, ROWS, idx_mapping=idx_mapping)
-    _positive(op, block_size=block_size, max_model_len=max_model_len)
+    positive(op, block_size=block_size, max_model_len=max_model_len)
+    not_negative(op, num_new_tokens=num_new_tokens)
 
 
 def dcp_local_seq_lens(
@@ -368,7 +373,7 @@ def dcp_local_seq_lens(
     op = "dcp_local_seq_lens"
     _devices(op, seq_lens, local_seq_lens=local_seq_lens)
     _vectors(op, torch.int32, ROWS, seq_lens=seq_lens, local_seq_lens=local_seq_lens)
-    _positive(op, dcp_size=dcp_size, cp_interleave=cp_interleave)
+    positive(op, dcp_size=dcp_size, cp_interleave=cp_interleave)
     if not 0 <= dcp_rank < dcp_size:
         raise ValueError(f"{op}: dcp_rank must be in [0, {dcp_size}), got {dcp_rank}")
 

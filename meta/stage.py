@@ -9,7 +9,17 @@ from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.meta.accept import check_counts, check_reject_counts
-from nwor_ops.meta.check import check_planes, described, has_dims, has_dtype, is_vector, same_device
+from nwor_ops.meta.check import (
+    check_page_offsets,
+    check_planes,
+    check_windows,
+    described,
+    has_dims,
+    has_dtype,
+    is_vector,
+    not_negative,
+    same_device,
+)
 from nwor_ops.meta.undo import check_write
 from nwor_ops.ops_stage import MOST_GROUPS
 
@@ -39,17 +49,7 @@ def stage_kv(
             raise ValueError(
                 f"{op}: staged_{name} must be [num_rows, {source.shape[1]}, {source.shape[2]}], got {described(staged)}"
             )
-    _check_windows(op, key, window_id, row_windows, 1)
-
-
-def _check_windows(op: str, like: Tensor, window_id: Tensor | None, row_windows: Tensor | None, dims: int) -> None:
-    if (window_id is None) != (row_windows is None):
-        raise ValueError(f"{op}: window_id and row_windows must be given together")
-    if window_id is not None and row_windows is not None:
-        same_device(op, like, window_id=window_id, row_windows=row_windows)
-        is_vector(op, "window_id", window_id, torch.int64, "[1]")
-        has_dtype(op, "row_windows", row_windows, torch.int64)
-        has_dims(op, "row_windows", row_windows, dims, "[num_rows]" if dims == 1 else "[num_layers, num_rows]")
+    check_windows(op, key, window_id, row_windows, 1)
 
 
 def _check_acceptance(
@@ -82,7 +82,7 @@ def accept_staged(
     same_device(op, row_slots, row_committed=row_committed, counters=counters)
     is_vector(op, "row_slots", row_slots, torch.int64, "[num_rows]")
     _check_acceptance(op, row_slots, row_accepted, row_requests, row_positions)
-    _check_windows(op, row_slots, window_id, row_windows, 2)
+    check_windows(op, row_slots, window_id, row_windows, 2)
     if num_slots < 0:
         raise ValueError(f"{op}: num_slots must not be negative, got {num_slots}")
     is_vector(op, "row_committed", row_committed, torch.bool, "[num_rows]")
@@ -103,7 +103,9 @@ def commit_staged(
     row_positions: Tensor | None = None,
 ) -> None:
     op, names = "commit_staged", ("staged_key", "staged_value", "row_slots")
-    check_write(op, staged_key, staged_value, key_cache, value_cache, row_slots, kv_cache_dtype, names)
+    check_write(
+        op, staged_key, staged_value, key_cache, value_cache, row_slots, k_scale, v_scale, kv_cache_dtype, names
+    )
     _check_acceptance(op, staged_key, row_accepted, row_requests, row_positions)
 
 
@@ -113,6 +115,7 @@ def move_slots(caches: list[Tensor], src_slots: Tensor, dst_slots: Tensor, page_
     same_device(op, caches[0], src_slots=src_slots, dst_slots=dst_slots)
     is_vector(op, "src_slots", src_slots, torch.int64, "[num_moves]")
     is_vector(op, "dst_slots", dst_slots, torch.int64, "[num_moves]")
+    check_page_offsets(op, caches[0], page_offsets)
 
 
 def _check_window(
@@ -128,13 +131,17 @@ def _check_window(
     block_tables: list[Tensor],
     idx_mapping: Tensor | None,
     held_slots: Tensor | None,
+    page_offsets: Tensor | None,
     num_bonus_tokens: int,
     plane_table: Tensor | None,
     leading_zero: bool,
 ) -> None:
     check_planes(op, caches, plane_table)
+    check_page_offsets(op, caches[0], page_offsets)
     if not 1 <= len(planes_per_group) <= MOST_GROUPS:
         raise ValueError(f"{op}: planes_per_group must hold 1 to {MOST_GROUPS} groups, got {len(planes_per_group)}")
+    for count in planes_per_group:
+        not_negative(op, planes_per_group=count)
     if sum(planes_per_group) != len(caches):
         raise ValueError(f"{op}: planes_per_group must add up to the {len(caches)} planes, got {sum(planes_per_group)}")
     tensors = {
@@ -198,7 +205,7 @@ def open_window(
     op = "open_window"
     _check_window(
         op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
-        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens, plane_table, leading_zero,
+        slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, num_bonus_tokens, plane_table, leading_zero,
     )  # fmt: skip
     same_device(op, caches[0], seq_lens=seq_lens, row_slots=row_slots)
     is_vector(op, "seq_lens", seq_lens, torch.int32, "[num_requests]")
@@ -227,7 +234,7 @@ def close_window(
     op = "close_window"
     _check_window(
         op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
-        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens, plane_table, leading_zero,
+        slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, num_bonus_tokens, plane_table, leading_zero,
     )  # fmt: skip
     same_device(op, caches[0], row_rejected=row_rejected)
     is_vector(op, "row_rejected", row_rejected, torch.bool, "[num_rows]")
@@ -257,7 +264,7 @@ def close_window_from_rejected(
     op = "close_window_from_rejected"
     _check_window(
         op, caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
-        slot_mappings, block_tables, idx_mapping, held_slots, num_bonus_tokens, plane_table, leading_zero,
+        slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, num_bonus_tokens, plane_table, leading_zero,
     )  # fmt: skip
     check_reject_counts(
         op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens, leading_zero

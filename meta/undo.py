@@ -7,7 +7,17 @@ from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.meta.accept import check_reject_counts
-from nwor_ops.meta.check import CACHE_SHAPE, check_planes, described, has_dims, has_dtype, is_vector, same_device
+from nwor_ops.meta.check import (
+    CACHE_SHAPE,
+    check_page_offsets,
+    check_planes,
+    check_windows,
+    described,
+    has_dims,
+    has_dtype,
+    is_vector,
+    same_device,
+)
 
 _FORMATS = {
     "fp8": torch.float8_e4m3fn,
@@ -23,11 +33,16 @@ def check_write(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
     dtype: str,
     names: tuple[str, str, str] = ("key", "value", "slot_mapping"),
 ) -> None:
     key_name, value_name, slots_name = names
-    same_device(op, key, key_cache=key_cache, value_cache=value_cache, **{value_name: value, slots_name: slot_mapping})
+    same_device(
+        op, key, key_cache=key_cache, value_cache=value_cache, k_scale=k_scale, v_scale=v_scale,
+        **{value_name: value, slots_name: slot_mapping},
+    )  # fmt: skip
     is_vector(op, slots_name, slot_mapping, torch.int64, "[num_tokens]")
     has_dims(op, "key_cache", key_cache, 4, CACHE_SHAPE)
     has_dims(op, "value_cache", value_cache, 4, CACHE_SHAPE)
@@ -45,6 +60,9 @@ def check_write(
         allowed = (torch.uint8, _FORMATS[dtype])
     else:
         raise ValueError(f"{op}: kv_cache_dtype must be one of auto, fp8, fp8_e4m3, fp8_e5m2, got {dtype}")
+    if dtype != "auto":
+        has_dtype(op, "k_scale", k_scale, torch.float32)
+        has_dtype(op, "v_scale", v_scale, torch.float32)
     has_dtype(op, "key_cache", key_cache, *allowed)
     has_dtype(op, "value_cache", value_cache, key_cache.dtype)
 
@@ -67,7 +85,7 @@ def write_kv(
     v_scale: Tensor,
     kv_cache_dtype: str,
 ) -> None:
-    check_write("write_kv", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype)
+    check_write("write_kv", key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype)
 
 
 def write_kv_logged(
@@ -86,11 +104,12 @@ def write_kv_logged(
     row_windows: Tensor | None = None,
 ) -> None:
     op = "write_kv_logged"
-    check_write(op, key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype)
+    check_write(op, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype)
     same_device(op, key, log_rows=log_rows, key_log=key_log, value_log=value_log)
     is_vector(op, "log_rows", log_rows, torch.int32, "[num_tokens]")
     _check_log(op, "key_log", key_log, key_cache)
     _check_log(op, "value_log", value_log, value_cache)
+    check_windows(op, key, window_id, row_windows, 1)
 
 
 def log_slots(
@@ -108,6 +127,8 @@ def log_slots(
     is_vector(op, "slot_mapping", slot_mapping, torch.int64, "[num_tokens]")
     is_vector(op, "log_rows", log_rows, torch.int32, "[num_tokens]")
     _check_log(op, "log", log, cache)
+    check_page_offsets(op, cache, page_offsets)
+    check_windows(op, cache, window_id, row_windows, 1)
 
 
 def _check_restore(
@@ -116,6 +137,9 @@ def _check_restore(
     log: Tensor,
     row_slots: Tensor,
     row_rejected: Tensor,
+    page_offsets: Tensor | None,
+    window_id: Tensor | None,
+    row_windows: Tensor | None,
     num_rows: int | None,
     plane_table: Tensor | None,
 ) -> None:
@@ -129,6 +153,8 @@ def _check_restore(
         )
     is_vector(op, "row_slots", row_slots, torch.int64, "[num_log_rows]")
     is_vector(op, "row_rejected", row_rejected, torch.bool, "[num_log_rows]")
+    check_page_offsets(op, caches[0], page_offsets)
+    check_windows(op, caches[0], window_id, row_windows, 2)
     if num_rows is not None and not 0 <= num_rows <= log.shape[1]:
         raise ValueError(f"{op}: num_rows must be from 0 to the {log.shape[1]} rows of log, got {num_rows}")
 
@@ -144,7 +170,10 @@ def restore_slots(
     num_rows: int | None = None,
     plane_table: Tensor | None = None,
 ) -> None:
-    _check_restore("restore_slots", caches, log, row_slots, row_rejected, num_rows, plane_table)
+    _check_restore(
+        "restore_slots", caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows,
+        plane_table,
+    )  # fmt: skip
 
 
 def restore_slots_from_rejected(
@@ -165,7 +194,9 @@ def restore_slots_from_rejected(
     leading_zero: bool = False,
 ) -> None:
     op = "restore_slots_from_rejected"
-    _check_restore(op, caches, log, row_slots, row_rejected, num_rows, plane_table)
+    _check_restore(
+        op, caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows, plane_table
+    )
     same_device(op, caches[0], cu_num_draft_tokens=cu_num_draft_tokens)
     check_reject_counts(
         op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens, leading_zero

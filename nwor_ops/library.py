@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from nwor_ops import ops
 
@@ -85,6 +86,40 @@ def _refusal(op: str, sentence: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+# Views that torch works out when they are read, by dispatch key: who has the key, and how it is read. A kernel would
+# meet the memory behind the view. (torch's own fallback for them copies what an op mutates, whole caches too, and
+# fails when it is to copy it back, after other arguments were written.)
+_LAZY_VIEWS: dict[str, tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor]]] = {
+    "Negative": ("a negative view", Tensor.is_neg, Tensor.resolve_neg),
+    "Conjugate": ("a conjugate view", Tensor.is_conj, Tensor.resolve_conj),
+    "ZeroTensor": ("a zero without memory", Tensor._is_zerotensor, Tensor.clone),
+}
+
+
+def _without_lazy_views(op: str, dispatch_key: str) -> Callable[..., Any]:
+    """The kernel of one op for one such key: refuses what the op would mutate, reads the rest."""
+    overload = getattr(torch.ops.nwor, op).default
+    what, is_lazy, read = _LAZY_VIEWS[dispatch_key]
+
+    def resolved(name: str, mutated: bool, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [resolved(f"{name}[{index}]", mutated, element) for index, element in enumerate(value)]
+        if not isinstance(value, Tensor) or not is_lazy(value):
+            return value
+        if mutated:
+            raise ValueError(f"{op}: {name} must not be {what}, the op writes to it; pass a tensor of its own memory")
+        return read(value)
+
+    def kernel(*arguments: Any) -> Any:
+        declared = overload._schema.arguments[: len(arguments)]
+        return overload(*(
+            resolved(argument.name, argument.alias_info is not None, value)
+            for argument, value in zip(declared, arguments, strict=True)
+        ))  # fmt: skip
+
+    return kernel
+
+
 @cache
 def loaded_libraries() -> tuple[CompiledLibrary, ...]:
     """Both libraries, loaded at the first call (the import of ``nwor_ops``). Every device without kernels
@@ -100,4 +135,7 @@ def loaded_libraries() -> tuple[CompiledLibrary, ...]:
         )
         for op in ops.SCHEMAS:
             ops.implement(op, _refusal(op, sentence), key)
+    for key in _LAZY_VIEWS:
+        for op in ops.SCHEMAS:
+            ops.implement(op, _without_lazy_views(op, key), key)
     return libraries

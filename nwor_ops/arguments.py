@@ -1,0 +1,70 @@
+"""What is wrong with the Python types of a call, said from the op's own schema after the call has failed.
+
+The dispatcher's own words for them are five lines that print whole tensors, or, for None in the place of a tensor, a
+line of a C++ header. Nothing here runs in a call that succeeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def describe_type_error(overload: torch._ops.OpOverload, arguments: Iterable[Any]) -> TypeError | ValueError | None:
+    """The error of the first argument that the schema does not take; None if it takes all of them.
+
+    A ``TypeError``, and a ``ValueError`` for an integer that 64 bits cannot hold. `arguments` are in the schema's
+    order, trailing ones may be missing. Only what torch refuses too is blamed: an error of the op itself stays.
+    """
+    op = overload._schema.name.split("::")[-1]
+    for declared, value in zip(overload._schema.arguments, arguments, strict=False):
+        if error := _error(f"{op}: {declared.name}", declared.type, value):
+            return error
+    return None
+
+
+def _error(name: str, expected: torch._C.JitType, value: Any) -> TypeError | ValueError | None:
+    if isinstance(expected, torch._C.OptionalType):
+        return None if value is None else _error(name, expected.getElementType(), value)
+    if isinstance(expected, torch._C.ListType):
+        return _error_in_list(name, expected.getElementType(), value)
+    if isinstance(expected, torch._C.TensorType):
+        if not isinstance(value, Tensor):
+            return TypeError(f"{name} must be a tensor, got {_named(value)}")
+        if value.layout != torch.strided or value.is_nested or value.is_quantized:
+            kind = "nested" if value.is_nested else value.dtype if value.is_quantized else value.layout
+            return TypeError(f"{name} must be a dense tensor, got {kind}")
+        return None
+    if isinstance(expected, torch._C.IntType) and hasattr(value, "__index__"):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            return ValueError(f"{name} must fit 64 bits, got {value}")
+        return None
+    if isinstance(expected, torch._C.BoolType) and hasattr(value, "__bool__"):
+        return None
+    if isinstance(expected, torch._C.StringType) and isinstance(value, str):
+        return None
+    wanted = {torch._C.IntType: "an int", torch._C.BoolType: "a bool", torch._C.StringType: "a str"}[type(expected)]
+    return TypeError(f"{name} must be {wanted}, got {_named(value)}")
+
+
+def _error_in_list(name: str, expected: torch._C.JitType, values: Any) -> TypeError | ValueError | None:
+    if not isinstance(values, list | tuple):
+        elements = "tensors" if isinstance(expected, torch._C.TensorType) else "ints"
+        return TypeError(f"{name} must be a list of {elements}, got {_named(values)}")
+    errors = (_error(f"{name}[{index}]", expected, value) for index, value in enumerate(values))
+    return next((error for error in errors if error), None)
+
+
+def _named(value: Any) -> str:
+    if value is None:
+        return "None"
+    kind = f"a value of type {type(value).__name__}"
+    return f"{value!r:.40}, {kind}" if isinstance(value, str | int | float) else kind
+
+
+def as_list(values: Any) -> Any:
+    """A sequence as a list, which is what the dispatcher takes; what is none stays what it is, and is refused there."""
+    return list(values) if hasattr(values, "__iter__") else values
