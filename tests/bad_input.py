@@ -1,0 +1,325 @@
+"""Calls that every op must refuse, or answer, made from its schema and from `samples.sample_inputs`.
+
+Shared by `test_bad_input.py` and `gpu/test_bad_input_cuda.py`: the same calls on each device.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from layouts import memory, same_memory, surrounded, twin
+from samples import argument_names, sample_inputs, with_arguments
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from nwor_ops import ops
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and the error that it must end in."""
+
+    label: str
+    arguments: tuple[Any, ...]
+    error: type[Exception]
+    sentence: str  # what the error says behind "OP: ", as a regular expression
+
+
+def declared(op: str) -> list[Any]:
+    return list(getattr(torch.ops.nwor, op).default._schema.arguments)
+
+
+def is_tensor(argument: Any) -> bool:
+    return "Tensor" in str(argument.type)
+
+
+def is_int(argument: Any) -> bool:
+    return "int" in str(argument.type)
+
+
+def is_list(argument: Any) -> bool:
+    return str(argument.type).startswith("List")
+
+
+def is_optional(argument: Any) -> bool:
+    return str(argument.type).startswith("Optional")
+
+
+def is_mutated(argument: Any) -> bool:
+    return argument.alias_info is not None
+
+
+@functools.cache
+def _samples(op: str) -> list[tuple[Any, ...]]:
+    found = sample_inputs(op)
+    if op == "gumbel_sample":
+        found.append(with_arguments(op, found[0], workspace=surrounded(torch.zeros(10, dtype=torch.int64))))
+    return found
+
+
+def sample_with(op: str, *names: str, device: str = "cpu") -> tuple[Any, ...] | None:
+    """A valid call that gives all of these arguments, on memory of its own; None if no sample does."""
+    places = [argument_names(op).index(name) for name in names]
+    for sample in _samples(op):
+        if all(place < len(sample) and sample[place] is not None and sample[place] != [] for place in places):
+            return twin(sample, device)
+    return None
+
+
+def _given(op: str, name: str, device: str) -> tuple[Any, ...]:
+    """The same; where no sample gives the argument, with its default written out."""
+    if name == "plane_table":
+        arguments = twin(_samples(op)[0], device)
+        return with_arguments(op, arguments, plane_table=ops.plane_table(arguments[0]), caches=arguments[0][:1])
+    found = sample_with(op, name, device=device)
+    if found is not None:
+        return found
+    defaults = {argument.name: argument.default_value for argument in declared(op)}
+    return with_arguments(op, twin(_samples(op)[0], device), **{name: defaults[name]})
+
+
+def _value(op: str, arguments: tuple[Any, ...], name: str) -> Any:
+    return arguments[argument_names(op).index(name)]
+
+
+def _replacements(
+    op: str, device: str, wanted: Callable[[Any], bool]
+) -> Iterator[tuple[str, Any, Any, Callable[[Any], tuple[Any, ...]]]]:
+    """For every place of an argument: its name in messages, its declaration, its value, and the call with another."""
+    for argument in filter(wanted, declared(op)):
+        arguments = _given(op, argument.name, device)
+        value = _value(op, arguments, argument.name)
+
+        def replaced(new: Any, arguments: Any = arguments, name: str = argument.name) -> tuple[Any, ...]:
+            return with_arguments(op, arguments, **{name: new})
+
+        if not is_list(argument):
+            yield argument.name, argument, value, replaced
+            continue
+        for index in range(len(value)):
+
+            def with_element(new: Any, index: int = index, value: Any = value, replaced: Any = replaced) -> Any:
+                return replaced([*value[:index], new, *value[index + 1 :]])
+
+            yield f"{argument.name}[{index}]", argument, value[index], with_element
+
+
+# ---------------------------------------------------------------- kinds of bad input
+
+
+def another_device(op: str, device: str, others: tuple[str, ...]) -> Iterator[Case]:
+    """Any tensor alone on another device. Where it is the one that the rest is compared with, another is named."""
+    for (name, argument, value, call), other in itertools.product(_replacements(op, device, is_tensor), others):
+        sentence = (
+            rf"{re.escape(name)} must be on device {device}\S* like the other arguments, got {other}"
+            rf"|\S+ must be on device {other}\S* like the other arguments, got {device}"
+        )
+        if argument.name == "plane_table":
+            if other == "cpu":
+                other = device
+            sentence = rf"plane_table must be on device cpu, got {other}"
+        if value.device.type != other:
+            yield Case(f"{name} on {other}", call(value.to(other)), TypeError, sentence)
+
+
+def no_tensor(op: str, device: str) -> Iterator[Case]:
+    """None, text, a number, a list and an array in the place of a tensor, or of a list of tensors."""
+    others: list[Any] = ["x", 3.5, [1, 2]]
+    if find_spec("numpy"):
+        import numpy
+
+        others.append(numpy.zeros(3))
+    for name, argument, _, call in _replacements(op, device, is_tensor):
+        if is_list(argument) or not is_optional(argument):
+            yield Case(f"{name}=None", call(None), TypeError, rf"{re.escape(name)} must be a tensor, got None")
+        for other in others:
+            kind = type(other).__name__
+            yield Case(f"{name}: {kind}", call(other), TypeError, rf"{re.escape(name)} must be a tensor, got .*{kind}$")
+    for argument in filter(is_list, declared(op)):
+        arguments = _given(op, argument.name, device)
+        for other, named in ((None, "None"), (3.5, "3.5, a value of type float")):
+            yield Case(
+                f"{argument.name}={other}", with_arguments(op, arguments, **{argument.name: other}), TypeError,
+                rf"{argument.name} must be a list of (tensors|ints), got {re.escape(named)}",
+            )  # fmt: skip
+
+
+def no_number(op: str, device: str) -> Iterator[Case]:
+    """Text, None, a fraction and 65 bits in the place of an integer; a number in the place of text."""
+    for name, argument, _, call in _replacements(op, device, lambda argument: not is_tensor(argument)):
+        of_type = str(argument.type)
+        sentence = rf"{re.escape(name)} must be an? \w+, got "
+        yield Case(f"{name}: object", call(object()), TypeError, sentence) if of_type != "bool" else Case(
+            f"{name}: str", call("x"), TypeError, sentence
+        )
+        if is_int(argument):
+            yield Case(f"{name}: str", call("x"), TypeError, sentence)
+            yield Case(f"{name}: float", call(2.0), TypeError, sentence)
+            for wide in (2**63, -(2**63) - 1):
+                yield Case(f"{name}={wide}", call(wide), ValueError, rf"{re.escape(name)} must fit 64 bits, got {wide}")
+        if of_type == "str":
+            yield Case(f"{name}: int", call(1), TypeError, sentence)
+        if not is_optional(argument) and of_type != "bool":
+            yield Case(f"{name}=None", call(None), TypeError, sentence + "None")
+
+
+def wrong_dtype(op: str, device: str) -> Iterator[Case]:
+    """16 bytes per element, which no argument may have; where others must be alike, one of them is named."""
+    for name, argument, value, call in _replacements(op, device, is_tensor):
+        if "scale" in argument.name:  # read only for fp8
+            arguments = next(twin(s, device) for s in _samples(op) if "fp8" in s)
+            call = functools.partial(_with, op, arguments, argument.name)
+            value = _value(op, arguments, argument.name)
+        alike = r"\S+" if "cache" in argument.name else re.escape(name)
+        wide = torch.zeros(value.shape, dtype=torch.complex128, device=value.device)
+        yield Case(f"{name}: complex128", call(wide), TypeError, rf"{alike} must have dtype ")
+
+
+def _with(op: str, arguments: tuple[Any, ...], name: str, new: Any) -> tuple[Any, ...]:
+    return with_arguments(op, arguments, **{name: new})
+
+
+def lazy_view(op: str, device: str) -> Iterator[Case]:
+    """What an op would write is a view that torch works out when it is read."""
+    for name, argument, value, call in _replacements(op, device, lambda a: is_tensor(a) and is_mutated(a)):
+        if value.dtype != torch.bool:
+            yield Case(
+                f"{name} negative", call(torch._neg_view(value)), ValueError, rf"{re.escape(name)} must not be a negative"
+            )
+
+
+# Pairs that may share memory or that are not compared, which docs/ops.md says under "Not checked" and the docstrings.
+_SCALES = [(cache, scale) for cache in ("key_cache", "value_cache") for scale in ("k_scale", "v_scale")]
+_WINDOW = [
+    ("shadow_blocks", "block_tables"), ("saved_slots", "held_slots"), ("slot_mappings", "held_slots"),
+    ("block_tables", "idx_mapping"),
+]  # fmt: skip
+_NOT_COMPARED: dict[str, list[tuple[str, str]]] = {
+    "write_kv": _SCALES,
+    "write_kv_logged": [*_SCALES, ("slot_mapping", "row_windows")],
+    "commit_staged": _SCALES,
+    "log_slots": [("slot_mapping", "row_windows")],
+    "restore_slots_from_rejected": [("counters", "window_id")],
+    "accept_staged": [("counters", "window_id")],
+    "update_draft_inputs": [("hidden_states", "next_hidden_states")],
+    "eagle_step": [("positions", "new_positions")],
+    "dcp_local_seq_lens": [("seq_lens", "local_seq_lens")],
+    "open_window": [
+        *_WINDOW, ("row_slots", "slot_mappings"), ("row_slots", "saved_slots"), ("row_slots", "held_slots"),
+        *(("tail_pages", other) for other in (
+            "query_start_loc", "cu_num_draft_tokens", "seq_lens", "shadow_blocks", "block_tables", "idx_mapping",
+        )),
+    ],
+    "close_window": _WINDOW,
+    "close_window_from_rejected": _WINDOW,
+}  # fmt: skip
+
+
+def shared_memory(op: str, device: str) -> Iterator[Case]:
+    """Each pair of a mutated argument and another of its dtype begins at one address."""
+    tensors = list(filter(is_tensor, declared(op)))
+    for one, other in itertools.combinations(tensors, 2):
+        if not (is_mutated(one) or is_mutated(other)) or "plane_table" in (one.name, other.name):
+            continue
+        if {one.name, other.name} in map(set, _NOT_COMPARED.get(op, ())):
+            continue
+        arguments = sample_with(op, one.name, other.name, device=device)
+        if arguments is None:
+            continue
+        a, b = _value(op, arguments, one.name), _value(op, arguments, other.name)
+        first = [x[0] if isinstance(x, list) else x for x in (a, b)]
+        moved = _at(first[0], first[1])
+        if moved is None:
+            continue
+        new = [moved, *b[1:]] if isinstance(b, list) else moved
+        yield Case(
+            f"{one.name} and {other.name}", with_arguments(op, arguments, **{other.name: new}), ValueError,
+            r"\S+ and .* must not share memory",
+        )  # fmt: skip
+
+
+def _at(place: Tensor, tensor: Tensor) -> Tensor | None:
+    """`tensor`'s dtype, shape and strides where `place` begins; None if its storage is too short or it differs in dtype."""
+    if tensor.dtype != place.dtype or tensor.numel() == 0 or place.numel() == 0:
+        return None
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    if (place.storage_offset() + extent) * place.element_size() > place.untyped_storage().nbytes():
+        return None
+    return place.as_strided(tensor.shape, tensor.stride(), place.storage_offset())
+
+
+KINDS: dict[str, Callable[..., Iterator[Case]]] = {
+    "no tensor": no_tensor,
+    "no number": no_number,
+    "wrong dtype": wrong_dtype,
+    "lazy view": lazy_view,
+    "shared memory": shared_memory,
+}
+
+
+def check_refused(op: str, case: Case) -> None:
+    """The call ends in the error of the case, and no byte behind its arguments has changed."""
+    real = [leaf for leaf in _leaves(case.arguments) if leaf.device.type != "meta"]
+    before = memory(real)
+    try:
+        getattr(ops, op)(*case.arguments)
+    except Exception as error:
+        assert type(error) is case.error, f"{case.label}: {error!r}"
+        assert re.match(rf"{op}: ({case.sentence})", str(error)), f"{case.label}: {error}"
+    else:
+        raise AssertionError(f"{case.label} was accepted")
+    assert all(torch.equal(a, b) for a, b in zip(before, memory(real), strict=True)), f"{case.label} wrote"
+
+
+def _leaves(arguments: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) and not leaf.is_neg() else None, arguments)
+    return found
+
+
+# ---------------------------------------------------------------- any integers
+
+INTEGERS = (0, -1, 2**31, 2**62, 2**63 - 1)
+
+
+def any_integer(op: str, device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Every integer that the host gives, at the ends of its range."""
+    for name, _, _, call in _replacements(op, device, is_int):
+        for value in INTEGERS:
+            yield f"{name}={value}", twin(call(value))
+
+
+_DATA = {
+    torch.int32: (-(2**31), -1, 0, 1, 2**31 - 1),
+    torch.int64: (-(2**63), -(2**31), -1, 0, 1, 2**31, 2**62, 2**63 - 1),
+}
+
+
+def any_data(op: str, device: str, seeds: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Some elements of integer tensors, at the ends of their range."""
+    samples = _samples(op)
+    for seed in range(seeds):
+        dice = random.Random(seed)
+        arguments = twin(samples[seed % len(samples)])
+        integers = [t for t in _leaves(arguments) if t.dtype in _DATA and t.numel()]
+        for tensor in dice.sample(integers, min(len(integers), dice.choice((1, 1, 2, 4)))):
+            for _ in range(dice.choice((1, 1, 3))):
+                tensor[tuple(dice.randrange(size) for size in tensor.shape)] = dice.choice(_DATA[tensor.dtype])
+        yield f"seed {seed}", twin(arguments, device)
+
+
+def only_declared_changed(op: str, arguments: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Whether nothing but what the schema marks as mutated differs; takes the differences back."""
+    for argument, now, then in zip(declared(op), arguments, before, strict=False):
+        if is_tensor(argument) and is_mutated(argument):
+            for a, b in zip(_leaves([now]), _leaves([then]), strict=True):
+                a.copy_(b)
+    return same_memory(arguments, before)
