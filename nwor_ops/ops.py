@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor_ops.arguments import as_list, describe_type_error
 from nwor_ops.torch_fixes import before_lowering
 
 NAMESPACE = "nwor"
@@ -70,7 +71,7 @@ COUNTERS = ("windows", "drafted", "accepted", "rejected", "overflowed")
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 # The overload itself: calling through the packet looks it up again each time.
-_overloads: dict[str, Callable[..., Any]] = {}
+_overloads: dict[str, torch._ops.OpOverload] = {}
 _argument_names: dict[str, tuple[str, ...]] = {}
 
 
@@ -109,16 +110,16 @@ def call(op: str, *arguments: Any) -> Any:
     """Call one op with the arguments of its schema; every wrapper ends here.
 
     Raises:
-        TypeError: the kernel complains of a dtype or device.
-        ValueError: of anything else that its arguments say.
+        TypeError: an argument is of a type that the schema does not take, or of a wrong dtype or device.
+        ValueError: anything else is wrong with an argument.
         RuntimeError: a tensor requires a gradient, or there is no kernel for its device.
     """
     if torch.is_grad_enabled():  # in serving it is not: then no plane of a cache is looked at
         _refuse_gradients(op, arguments)
     try:
         return _overloads[op](*arguments)
-    except (ValueError, RuntimeError) as error:
-        raise _translated(op, error) from None
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise _translated(op, arguments, error) from None
 
 
 def _refuse_gradients(op: str, arguments: Sequence[Any]) -> None:
@@ -139,13 +140,15 @@ def _refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def _translated(op: str, error: Exception) -> Exception:
+def _translated(op: str, arguments: Sequence[Any], error: Exception) -> Exception:
     """The error a caller should see.
 
     A kernel throws std::invalid_argument, which Python sees as ValueError up to torch 2.14 and as RuntimeError from
     2.15 on. Its complaints begin with the name of the op; so do the refusals of ``library.py``, which are
     RuntimeErrors and stay so.
     """
+    if wrong_type := describe_type_error(_overloads[op], arguments):
+        return wrong_type
     complaint = str(error)
     if isinstance(error, Refusal) or not complaint.startswith(f"{op}: "):
         return error
@@ -446,7 +449,7 @@ def plan_window(
         TypeError: a dtype or device.
     """
     call(
-        "plan_window", query_start_loc, cu_num_draft_tokens, list(slot_mappings), log_rows, row_slots,
+        "plan_window", query_start_loc, cu_num_draft_tokens, as_list(slot_mappings), log_rows, row_slots,
         row_requests, row_positions, counters, token_offset, num_bonus_tokens, leading_zero,
     )  # fmt: skip
 

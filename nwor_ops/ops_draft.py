@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from nwor_ops.arguments import as_list
 from nwor_ops.ops import call, declare
 
 SCHEMAS = {
@@ -275,8 +276,8 @@ def compute_slot_mappings(
         IndexError: on the CPU, an index >= S, a negative position, or one past the columns.
     """
     call(
-        "compute_slot_mappings", idx_mapping, query_start_loc, positions, list(block_tables),
-        list(block_sizes), slot_mappings, cp_size, cp_rank, cp_interleave, cp_sharded,
+        "compute_slot_mappings", idx_mapping, query_start_loc, positions, as_list(block_tables),
+        as_list(block_sizes), slot_mappings, cp_size, cp_rank, cp_interleave, cp_sharded,
     )  # fmt: skip
 
 
