@@ -565,8 +565,7 @@ NWOR_HOST_DEVICE inline void update_row(const UpdateArguments& a, int64_t i) {
     column.set(i, token);
     if (a.is_last_step()) return;
     a.input_ids[i] = static_cast<int32_t>(token);
-    if (a.sample_positions != nullptr)
-        a.sample_positions[i] = sum_up_to(INT64_MAX, a.sample_positions[i], 1);
+    if (a.sample_positions != nullptr) a.sample_positions[i] = sum_up_to(INT64_MAX, a.sample_positions[i], 1);
     if (!a.advance) return;
     a.positions[i] = sum_up_to(a.max_model_len - 1, a.positions[i], 1);
     a.seq_lens[i] = static_cast<int32_t>(least(int64_t{a.seq_lens[i]} + 1, a.max_model_len));

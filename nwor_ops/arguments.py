@@ -58,6 +58,11 @@ def _error_in_list(name: str, expected: torch._C.JitType, values: Any) -> TypeEr
     return next((error for error in errors if error), None)
 
 
+def type_error_in_list(name: str, tensors: Any) -> TypeError | ValueError | None:
+    """The same of one list of tensors that goes to no op."""
+    return _error_in_list(name, torch._C.TensorType.get(), tensors)
+
+
 def _named(value: Any) -> str:
     if value is None:
         return "None"

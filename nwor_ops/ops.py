@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.arguments import as_list, describe_type_error
+from nwor_ops.arguments import as_list, describe_type_error, type_error_in_list
 from nwor_ops.torch_fixes import before_lowering
 
 NAMESPACE = "nwor"
@@ -178,7 +178,7 @@ def write_kv(
         slot_mapping: int64 ``[T]``, contiguous. Slot of each token; -1 (any negative) = skip the token.
             The slots of one call must be distinct.
         k_scale: float32: one element, per head ``[H]``, or per token ``[T, 1]``. A stored fp8 key is
-            ``key / k_scale``, saturated. Not read when ``kv_cache_dtype`` is ``"auto"``.
+            ``key / k_scale``, saturated. Not read when ``kv_cache_dtype`` is ``"auto"``, but on the same device.
         v_scale: the same for ``value``.
         kv_cache_dtype: ``"auto"`` (caches have the dtype of ``key``, bytes are copied), ``"fp8"`` =
             ``"fp8_e4m3"``, or ``"fp8_e5m2"`` (caches are uint8 or the float8 dtype of that format).
@@ -286,6 +286,8 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
         ValueError, TypeError: no plane, or another geometry.
         RuntimeError: a plane requires a gradient.
     """
+    if wrong_type := type_error_in_list("plane_table: caches", caches):
+        raise wrong_type
     if torch.is_grad_enabled():
         for index, cache in enumerate(caches):
             _refuse_gradient("plane_table", f"caches[{index}]", cache)
@@ -293,6 +295,8 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
         raise ValueError("plane_table: caches must hold at least one plane, got none")
     first = caches[0]
     for index, cache in enumerate(caches):
+        if cache.is_neg() or cache.is_conj() or cache._is_zerotensor():
+            raise ValueError(f"plane_table: caches[{index}] must be a tensor of its own memory, got a lazy view")
         for what, found, expected in (
             ("have dtype", cache.dtype, first.dtype),
             ("be on device", cache.device, first.device),
@@ -489,7 +493,7 @@ def acceptance_mask_from_rejected(
         num_rejected: int32 ``[>= Q]``, contiguous: the last so many drafts of each request were
             rejected; clamped to [0, its drafts].
         cu_num_draft_tokens: int32 ``[Q]``, contiguous.
-        num_draft_tokens: P, the length of the mask (a host integer, an upper bound of the drafts).
+        num_draft_tokens: P, the length of the mask (a host integer below 2^31, an upper bound of the drafts).
 
     Returns:
         ``accepted``, bool ``[P]``, and ``num_accepted``, int32 ``[Q]``.

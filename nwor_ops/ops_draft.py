@@ -16,6 +16,9 @@ there. Where ``idx_mapping`` is optional, None means that all N rows are real.
 *Tails.* Unless an op says otherwise every element of an output is written, so nothing of an earlier batch
 survives in it. A slot of -1 (PAD) is one that no cache writer writes.
 
+*Ends.* Sizes and counts that the host gives are below 2^31. A sum of data that its place cannot hold comes to the
+nearest number that it can: no position, length or slot is ever one that wrapped round.
+
 Indices that lie outside a buffer are IndexErrors on the CPU, before anything is written. On CUDA such a read is
 left out (the value is 0, the slot PAD) and ``VLLM_NWOR_DEBUG_SYNC=1`` makes the call raise.
 """
@@ -473,7 +476,7 @@ def copy_expand_inputs(
         new_token_indices: int32 or int64 ``[>= N * P]``, any stride; **mutated**: places of each request's bonus
             and mask tokens; 0 past the last request. With P = 1 the indices to sample at.
         num_new_tokens: P, > 0.
-        padding_token_id: id of tokens that count for nothing.
+        padding_token_id: id of tokens that count for nothing, of 32 bits, as ``mask_token_id``.
         mask_token_id: id of the P - 1 tokens that are drafted in parallel.
         shift_input_ids: whether ids move up by one against positions (EAGLE) or not.
         max_model_len: L, or None: positions are clamped to L - 1, or not at all.
@@ -546,7 +549,7 @@ def dcp_local_seq_lens(
     Tokens go round the ranks in runs of ``cp_interleave``. ``prepare_dcp_local_seq_lens`` of vLLM 0.33.
 
     Args:
-        seq_lens: int32 ``[N]``, contiguous; 0 in padded rows.
+        seq_lens: int32 ``[N]``, contiguous; 0 in padded rows, and so counts a negative length.
         local_seq_lens: int32 ``[>= N]``, contiguous; **mutated**; 0 from row N on. It may start where
             ``seq_lens`` does (in place); otherwise the two may share no memory.
         dcp_size: ranks, > 0.

@@ -193,8 +193,9 @@ def move_slots(caches: list[Tensor], src_slots: Tensor, dst_slots: Tensor, page_
     token tree is compacted in place.
 
     Args:
-        caches: L planes ``[B, N, H, W]`` of one geometry (equal shape, strides and dtype); **mutated** at the
-            destinations, nowhere else. The dtype may be any of 1, 2, 4 or 8 bytes; bytes are not interpreted.
+        caches: L planes ``[B, N, H, W]`` of one geometry (equal shape, strides and dtype), none of them twice;
+            **mutated** at the destinations, nowhere else. The dtype may be any of 1, 2, 4 or 8 bytes; bytes are not
+            interpreted.
         src_slots: int64 ``[C]``, contiguous.
         dst_slots: int64 ``[C]``, contiguous. Destinations must be distinct. A move with a negative source or
             destination is left out.

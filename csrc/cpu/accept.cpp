@@ -54,8 +54,8 @@ void plan(const PlanArguments& p) {
             ++drafted;
         }
     }
-    p.counters[kWindows] += 1;
-    p.counters[kDrafted] += drafted;
+    grow(p.counters[kWindows], 1);
+    grow(p.counters[kDrafted], drafted);
 }
 
 void plan_window(const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,

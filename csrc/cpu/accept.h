@@ -10,6 +10,11 @@
 namespace nwor {
 namespace {
 
+// A counter that was given full goes round, as on CUDA.
+void grow(int64_t& counter, int64_t by) {
+    counter = static_cast<int64_t>(static_cast<uint64_t>(counter) + static_cast<uint64_t>(by));
+}
+
 int64_t id_at(const IdsView& ids, int64_t index) {
     return ids.is_int64 ? static_cast<const int64_t*>(ids.data)[index]
                         : static_cast<const int32_t*>(ids.data)[index];
@@ -56,8 +61,8 @@ void accept(const AcceptArguments& a) {
         accepted_total += accepted;
     }
     if (a.counters == nullptr) return;
-    a.counters[kAccepted] += accepted_total;
-    a.counters[kRejected] += total - accepted_total;
+    grow(a.counters[kAccepted], accepted_total);
+    grow(a.counters[kRejected], total - accepted_total);
 }
 
 // The marks that `accept` would write, on the side: an op that does more than judge checks what follows from

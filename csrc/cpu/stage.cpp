@@ -60,12 +60,12 @@ void accept_staged(const Tensor& row_accepted, const Tensor& row_slots, const Te
         a.row_committed[row] = complete && a.wanted(row);
         committed += a.row_committed[row];
     }
-    a.counters[kStageWindows] += 1;
-    a.counters[kStageStaged] += staged;
-    a.counters[kStageOperations] += operations;
-    a.counters[kStageCommitted] += committed;
-    a.counters[kStageRejected] += staged - committed;
-    a.counters[kStageIncomplete] += !complete;
+    grow(a.counters[kStageWindows], 1);
+    grow(a.counters[kStageStaged], staged);
+    grow(a.counters[kStageOperations], operations);
+    grow(a.counters[kStageCommitted], committed);
+    grow(a.counters[kStageRejected], staged - committed);
+    grow(a.counters[kStageIncomplete], !complete);
 }
 
 void commit_staged(const Tensor& staged_key, const Tensor& staged_value, const Tensor& row_slots,
