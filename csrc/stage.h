@@ -176,8 +176,6 @@ inline AcceptStagedArguments check_accept_staged(const Tensor& row_accepted, con
     counts.vector(ScalarType::Long, kNumStageCounters, "[len(STAGE_COUNTERS)]");
     for (const Argument& other : {committed, counts}) other.same_device(row_slots);
     must_not_overlap(op, committed.name, row_committed, "row_accepted", row_accepted);
-    must_not_overlap(op, counts.name, counters, slots.name, row_slots);
-    must_not_overlap(op, counts.name, counters, windows.name, row_windows);
     a.row_slots = static_cast<const int64_t*>(row_slots.data_ptr());
     a.window_id = static_cast<const int64_t*>(window_id.data_ptr());
     a.row_windows = static_cast<const int64_t*>(row_windows.data_ptr());

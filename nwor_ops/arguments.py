@@ -72,4 +72,4 @@ def _named(value: Any) -> str:
 
 def as_list(values: Any) -> Any:
     """A sequence as a list, which is what the dispatcher takes; what is none stays what it is, and is refused there."""
-    return list(values) if hasattr(values, "__iter__") else values
+    return values if type(values) is list or not hasattr(values, "__iter__") else list(values)

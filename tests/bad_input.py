@@ -213,7 +213,7 @@ _NOT_COMPARED: dict[str, list[tuple[str, str]]] = {
     "commit_staged": _SCALES,
     "log_slots": [("slot_mapping", "row_windows")],
     "restore_slots_from_rejected": [("counters", "window_id")],
-    "accept_staged": [("counters", "window_id")],
+    "accept_staged": [("counters", other) for other in ("window_id", "row_slots", "row_windows")],
     "update_draft_inputs": [("hidden_states", "next_hidden_states")],
     "eagle_step": [("positions", "new_positions")],
     "dcp_local_seq_lens": [("seq_lens", "local_seq_lens")],
