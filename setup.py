@@ -11,6 +11,8 @@ Environment:
     CXX, CUDA_HOME          compilers
 """
 
+import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import re
@@ -19,14 +21,23 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import setuptools
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # the older ones fail on pyproject.toml, in many lines
+    sys.exit(
+        f"nwor_ops: building needs setuptools >= 77, found {setuptools.__version__}; upgrade it: "
+        "pip install --upgrade 'setuptools>=77,<82'"
+    )
+
 from setuptools import Distribution, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = pathlib.Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-MIN_TORCH = (2, 11)
-TARGET = "0x020b000000000000"  # the stable ABI of torch 2.11
+# Python 3.10 has no reader of TOML.
+MAJOR, MINOR = map(int, re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text()).groups())
+TARGET = f"0x{MAJOR:02x}{MINOR:02x}000000000000"  # the oldest torch whose stable ABI the libraries use
 RELEASE_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
 MIN_NVCC = (12, 8)  # the first that knows compute capability 12.0
 BUILD_VARIABLES = ("CXX", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST")
@@ -37,18 +48,18 @@ def stop(sentence: str) -> None:
     sys.exit(f"nwor_ops: {sentence}")
 
 
-def import_torch():
-    try:
-        import torch
-    except ImportError:
+def find_torch() -> tuple[pathlib.Path, str]:
+    """Its folder and version. It is not imported: a CUDA build may lie here without the libraries that it needs."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         stop(
-            "building needs torch >= 2.11, which is not installed in this environment; install it first "
+            f"building needs torch >= {MAJOR}.{MINOR}, which is not installed in this environment; install it first "
             "and build with `pip install --no-build-isolation .`"
         )
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < MIN_TORCH:
-        stop(f"building needs torch >= 2.11 (stable ABI), found torch {torch.__version__}; upgrade torch")
-    return torch
+    version = importlib.metadata.version("torch")
+    if tuple(map(int, version.split("+")[0].split(".")[:2])) < (MAJOR, MINOR):
+        stop(f"building needs torch >= {MAJOR}.{MINOR} (stable ABI), found torch {version}; upgrade torch")
+    return pathlib.Path(spec.origin).parent, version
 
 
 def find_compiler() -> str:
@@ -118,7 +129,7 @@ class Library(Extension):
     """One shared library; `kind` is "cpu" or "cuda"."""
 
     def __init__(self, kind: str):
-        sources = sorted(str(path.relative_to(ROOT)) for path in (CSRC / kind).glob("*.c[pu]*"))
+        sources = sorted(str(path.relative_to(ROOT)) for path in (*(CSRC / kind).glob("*.c[pu]*"), CSRC / "glibc.cpp"))
         headers = sorted(str(path.relative_to(ROOT)) for path in CSRC.rglob("*.h"))
         super().__init__(f"nwor_ops.libnwor_{kind}", sources, depends=headers)
         self.kind = kind
@@ -129,8 +140,7 @@ class BuildLibraries(build_ext):
         return name.replace(".", os.sep) + ".so"  # no Python ABI tag: it is not a Python module
 
     def build_extension(self, library: Library) -> None:
-        torch = import_torch()
-        self.torch_folder = pathlib.Path(torch.__file__).parent
+        self.torch_folder, torch_version = find_torch()
         self.scratch = pathlib.Path(self.build_temp) / library.kind
         self.scratch.mkdir(parents=True, exist_ok=True)
         target = pathlib.Path(self.get_ext_fullpath(library.name))
@@ -138,7 +148,7 @@ class BuildLibraries(build_ext):
         inputs = [pathlib.Path(path) for path in (*library.sources, *library.depends, __file__)]
         # Built with other compilers, flags or headers it is not fresh either.
         built_with = self.scratch / "built_with.txt"
-        wanted = f"{torch.__version__} {target} {[os.environ.get(name) for name in BUILD_VARIABLES]}"
+        wanted = f"{torch_version} {target} {[os.environ.get(name) for name in BUILD_VARIABLES]}"
         same = built_with.exists() and built_with.read_text() == wanted
         if not self.force and same and target.exists() and self.is_fresh(target, inputs):
             return

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nwor_ops import ops
 
-MIN_TORCH = (2, 11)
-STABLE_ABI_TARGET = "2.11"
+MIN_TORCH = (2, 11)  # as pyproject.toml says, from which setup.py has the stable ABI's version
+STABLE_ABI_TARGET = f"{MIN_TORCH[0]}.{MIN_TORCH[1]}"
 FOLDER = pathlib.Path(__file__).resolve().parent
 
 # Dispatch keys that get a sentence where they have no kernel.
@@ -51,7 +51,7 @@ def check_torch() -> None:
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if version < MIN_TORCH:
         raise ImportError(
-            f"nwor_ops needs torch >= {MIN_TORCH[0]}.{MIN_TORCH[1]} (its kernels use that version of the "
+            f"nwor_ops needs torch >= {STABLE_ABI_TARGET} (its kernels use that version of the "
             f"LibTorch stable ABI), found torch {torch.__version__}; upgrade torch"
         )
 

@@ -1,0 +1,312 @@
+"""Builds and tests nwor_ops with every torch that pyproject.toml names ([tool.nwor_ops] torch-matrix): `make matrix`.
+
+In an environment of its own for each version:
+1. setup.py builds a wheel with that version's headers: the CPU library, and where nvcc is found the CUDA library for
+   one architecture.
+2. The wheel of the OLDEST version is installed under every version; both libraries are loaded, and the CPU tests that
+   need nothing but torch run against it.
+
+A CUDA build of torch is installed without NVIDIA's packages; tools/cuda_stubs.py lets it be imported. So no GPU is used
+here: the CUDA library is compiled, linked and loaded, and tests/gpu says what it computes.
+
+What was found is printed as the table of docs/compatibility.md and written to FOLDER/result.json. Exits with 1 if
+anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, dataclass, field
+
+from cuda_stubs import write_stubs
+from step import run_step
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+VERSIONS: list[str] = PROJECT["tool"]["nwor_ops"]["torch-matrix"]
+# What torch, setup.py and the tests import, beside NVIDIA's packages and triton (which CPU code does not need).
+PURE_PYTHON = ["filelock", "fsspec", "jinja2", "networkx", "sympy>=1.13.3", "typing-extensions>=4.13"]
+TOOLS = ["setuptools>=77,<82", "wheel", "numpy", "pytest", "hypothesis", "expecttest"]
+# tests/gpu and tests/vllm need a GPU and vLLM; these need the checkout itself or the demo's packages.
+NOT_HERE = ["tests/gpu", "tests/vllm", "tests/packages", "tests/test_cli.py", "tests/test_examples.py",
+            "tests/test_package.py"]  # fmt: skip
+ARCHITECTURE = "9.0"
+LOADED = """
+import json, nwor_ops, torch
+print(json.dumps({"torch": torch.__version__,
+                  "libraries": {lib.kind: lib.problem or "loaded" for lib in nwor_ops.LIBRARIES}}))
+"""
+
+
+@dataclass
+class Row:
+    """What is known of one version."""
+
+    version: str
+    torch: str = ""
+    cpu_headers: str = "not tried"
+    cuda_headers: str = "not tried"
+    cpu_library: str = "not tried"
+    cuda_library: str = "not tried"
+    passed: int = 0
+    failed: list[str] = field(default_factory=list)
+    skipped: dict[str, int] = field(default_factory=dict)  # reason -> tests
+    seconds: float = 0.0
+    problem: str = ""
+
+    @property
+    def good(self) -> bool:
+        return not (self.problem or self.failed) and self.passed > 0
+
+    @property
+    def tests(self) -> str:
+        if self.problem:
+            return self.problem
+        skipped = sum(self.skipped.values())
+        return f"{self.passed} passed, {len(self.failed)} failed, {skipped} skipped"
+
+
+class Environment:
+    """A virtual environment with one torch."""
+
+    def __init__(self, folder: pathlib.Path, version: str):
+        self.version = version
+        self.folder = folder / version
+        self.python = str(self.folder / "bin" / "python")
+        self.stubs = self.folder / "stubs"
+
+    def variables(self, **more: str) -> dict[str, str]:
+        libraries = f"{self.stubs}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
+        # Neither the checkout's nwor_ops nor what the user has installed for himself.
+        clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        return clean | {"LD_LIBRARY_PATH": libraries, "PYTHONNOUSERSITE": "1"} | more
+
+    def make(self, wheels: pathlib.Path) -> None:
+        """Nothing is done again where it was finished before."""
+        finished = self.folder / ".finished"
+        if finished.exists():
+            return
+        command(sys.executable, "-m", "venv", "--clear", str(self.folder))
+        pip = (self.python, "-m", "pip", "--disable-pip-version-check")
+        command(*pip, "install", "--no-deps", str(self.torch_wheel(wheels)))
+        command(*pip, "install", *PURE_PYTHON, *TOOLS)
+        purelib = subprocess.run(
+            [self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            capture_output=True, text=True, check=True,
+        ).stdout.strip()  # fmt: skip
+        print(write_stubs(pathlib.Path(purelib) / "torch" / "lib", self.stubs), "stub libraries")
+        command(self.python, "-c", "import torch; print(torch.__version__)", environment=self.variables())
+        finished.touch()
+
+    def torch_wheel(self, wheels: pathlib.Path) -> pathlib.Path:
+        """From the cache, else downloaded into it."""
+        pattern = f"torch-{self.version}[-+]*cp{sys.version_info.major}{sys.version_info.minor}-*.whl"
+        if not list(wheels.glob(pattern)):
+            wheels.mkdir(parents=True, exist_ok=True)
+            index = ["--extra-index-url", url] if (url := os.environ.get("TORCH_INDEX")) else []
+            pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", *index)
+            command(*pip, "--dest", str(wheels), f"torch=={self.version}")
+        return sorted(wheels.glob(pattern))[0]
+
+
+def command(*words: str, environment: dict[str, str] | None = None) -> None:
+    print("$", *words, flush=True)
+    subprocess.run(words, env=environment, check=True)
+
+
+class Matrix:
+    def __init__(self, folder: pathlib.Path, wheels: pathlib.Path, versions: list[str]):
+        self.folder = folder
+        self.wheels = wheels
+        self.rows = {version: Row(version) for version in versions}
+        self.environments = {version: Environment(folder, version) for version in versions}
+        self.step = 0
+        self.nvcc = nvcc_problem()
+
+    def run(self) -> None:
+        for work in (self.make, self.compile, self.test):
+            for row in self.rows.values():
+                if row.problem:
+                    self.step += 1
+                else:
+                    work(row, self.environments[row.version])
+
+    def do(self, title: str, words: list[str], environment: dict[str, str] | None = None) -> bool:
+        self.step += 1
+        return run_step(f"{self.step}/{3 * len(self.rows)}", title, words, environment=environment) == 0
+
+    def make(self, row: Row, environment: Environment) -> None:
+        words = [sys.executable, __file__, "--only-environment", row.version, "--folder", str(self.folder)]
+        if not self.do(f"environment with torch {row.version}", [*words, "--wheels", str(self.wheels)]):
+            row.problem = "no environment: this torch was not installed or cannot be imported"
+
+    def compile(self, row: Row, environment: Environment) -> None:
+        base = environment.folder / "build"
+        words = [environment.python, "setup.py", "egg_info", "--egg-base", str(environment.folder)]
+        words += ["build", "--build-base", str(base), "bdist_wheel", "--dist-dir", str(environment.folder / "dist")]
+        flags = {"NWOR_BUILD_CUDA": "0" if self.nvcc else "1", "TORCH_CUDA_ARCH_LIST": ARCHITECTURE}
+        shutil.rmtree(environment.folder / "dist", ignore_errors=True)
+        what = "CPU library" if self.nvcc else f"CPU and CUDA libraries (sm_{ARCHITECTURE.replace('.', '')})"
+        done = self.do(f"{what} with the headers of {row.version}", words, environment.variables(**flags))
+        built = {path.stem.removeprefix("libnwor_") for path in base.rglob("libnwor_*.so")}
+        row.cpu_headers = "built" if done or "cpu" in built else "failed"
+        row.cuda_headers = self.nvcc or ("built" if done or "cuda" in built else "failed")
+        if not done and row.version == min_version(self.rows):
+            for other in self.rows.values():
+                other.problem = other.problem or f"no library: it was not built with torch {row.version}"
+
+    def test(self, row: Row, environment: Environment) -> None:
+        oldest = self.environments[min_version(self.rows)]
+        [wheel] = (oldest.folder / "dist").glob("*.whl")
+        report = environment.folder / "report.xml"
+        report.unlink(missing_ok=True)
+        start = time.monotonic()
+        words = [sys.executable, __file__, "--only-tests", row.version, "--wheel", str(wheel)]
+        done = self.do(f"tests under torch {row.version}", [*words, "--folder", str(self.folder)])
+        row.seconds = round(time.monotonic() - start, 1)
+        loaded = environment.folder / "loaded.json"
+        if not loaded.exists() or not report.exists():
+            row.problem = "the library built with the oldest headers cannot be imported, or no test ran"
+            return
+        found = json.loads(loaded.read_text())
+        row.torch = found["torch"]
+        row.cpu_library, row.cuda_library = found["libraries"]["cpu"], found["libraries"]["cuda"]
+        read_report(row, report)
+        if not done and not row.failed:
+            row.problem = "the tests were cut short"
+
+    def result(self) -> dict:
+        return {
+            "nwor_ops": PROJECT["project"]["version"],
+            "commit": first_line("git", "describe", "--always", "--dirty"),
+            "date": time.strftime("%Y-%m-%d"),
+            "python": platform.python_version(),
+            "processor": first_line("sh", "-c", "grep -m1 'model name' /proc/cpuinfo").partition(": ")[2],
+            "compiler": first_line(os.environ.get("CXX", "g++"), "--version"),
+            "nvcc": self.nvcc or "found",
+            "library_built_with": f"the headers of torch {min_version(self.rows)}",
+            "rows": [asdict(row) for row in self.rows.values()],
+        }
+
+
+def run_tests(environment: Environment, wheel: str) -> None:
+    """Away from the checkout, so that what is imported is what was installed."""
+    folder = environment.folder
+    (folder / "loaded.json").unlink(missing_ok=True)
+    pip = (environment.python, "-m", "pip", "--disable-pip-version-check")
+    command(*pip, "install", "--no-deps", "--force-reinstall", wheel)
+    tree = folder / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    for name in ("tests", "examples"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    os.chdir(tree)
+    variables = environment.variables()
+    found = subprocess.run([environment.python, "-c", LOADED], env=variables, text=True, stdout=subprocess.PIPE)
+    if found.returncode == 0:
+        (folder / "loaded.json").write_text(found.stdout)
+    leave_out = [f"--ignore={path}" for path in NOT_HERE]
+    tests = [environment.python, "-m", "pytest", "-q", "-m", "not nightly", *leave_out]
+    command(*tests, f"--junitxml={folder / 'report.xml'}", environment=variables)
+
+
+def read_report(row: Row, report: pathlib.Path) -> None:
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            row.failed.append(name)
+        elif (skip := case.find("skipped")) is not None:
+            reason = skip.get("message") or "no reason given"
+            row.skipped[reason] = row.skipped.get(reason, 0) + 1
+        else:
+            row.passed += 1
+
+
+def min_version(versions) -> str:
+    return min(versions, key=lambda version: [int(part) for part in version.split(".")])
+
+
+def nvcc_problem() -> str:
+    """Why no CUDA library can be built here, in setup.py's own words; empty where it can."""
+    code = "import runpy; print(runpy.run_path('setup.py')['cuda_problem']() or '')"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def first_line(*words: str) -> str:
+    try:
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+    except OSError:
+        return "unknown"
+
+
+def print_table(rows: list[Row]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    # Markdown, to be read here and put into the document as it is.
+    table = Table(box=box.MARKDOWN)
+    for name in ("torch", "CPU sources", "CUDA sources", "CPU library", "CUDA library", "tests"):
+        table.add_column(name)
+    for row in rows:
+        table.add_row(row.torch or row.version, row.cpu_headers, row.cuda_headers, row.cpu_library, row.cuda_library,
+                      row.tests)  # fmt: skip
+    console = Console(width=200, highlight=False, markup=False)
+    console.print(table)
+    for row in rows:
+        for name in row.failed:
+            console.print(f"torch {row.version}: failed: {name}")
+        for reason, number in row.skipped.items():
+            console.print(f"torch {row.version}: {number} skipped: {reason}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", help=f"default: {' '.join(VERSIONS)}")
+    parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build" / "matrix", help="environments and results")
+    parser.add_argument("--wheels", type=pathlib.Path, default=ROOT / "build" / "matrix" / "wheels",
+                        help="where torch's wheels are looked for, and downloaded to")  # fmt: skip
+    parser.add_argument("--only-environment", help=argparse.SUPPRESS)  # a step of this program, as a process
+    parser.add_argument("--only-tests", help=argparse.SUPPRESS)
+    parser.add_argument("--wheel", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    folder, wheels = options.folder.resolve(), options.wheels.resolve()
+    if options.only_environment:
+        Environment(folder, options.only_environment).make(wheels)
+        return 0
+    if options.only_tests:
+        run_tests(Environment(folder, options.only_tests), options.wheel)
+        return 0
+
+    os.chdir(ROOT)
+    matrix = Matrix(folder, wheels, options.versions or VERSIONS)
+    if matrix.nvcc:
+        print(f"the CUDA sources are not compiled: {matrix.nvcc}", flush=True)
+    matrix.run()
+    result = folder / "result.json"
+    result.write_text(json.dumps(matrix.result(), indent=2) + "\n")
+    rows = list(matrix.rows.values())
+    print_table(rows)
+    print(f"written to {result}")
+    return 0 if all(row.good and "failed" not in (row.cpu_headers, row.cuda_headers) for row in rows) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"exit status {error.returncode}: {' '.join(map(str, error.cmd))}")
