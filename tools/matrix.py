@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from cuda_stubs import write_stubs
@@ -236,14 +237,16 @@ def read_report(row: Row, report: pathlib.Path) -> None:
             row.passed += 1
 
 
-def min_version(versions) -> str:
+def min_version(versions: Iterable[str]) -> str:
     return min(versions, key=lambda version: [int(part) for part in version.split(".")])
 
 
 def nvcc_problem() -> str:
     """Why no CUDA library can be built here, in setup.py's own words; empty where it can."""
     code = "import runpy; print(runpy.run_path('setup.py')['cuda_problem']() or '')"
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def first_line(*words: str) -> str:
@@ -277,7 +280,9 @@ def print_table(rows: list[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", help=f"default: {' '.join(VERSIONS)}")
-    parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build" / "matrix", help="environments and results")
+    parser.add_argument(
+        "--folder", type=pathlib.Path, default=ROOT / "build" / "matrix", help="environments and results"
+    )
     parser.add_argument("--wheels", type=pathlib.Path, default=ROOT / "build" / "matrix" / "wheels",
                         help="where torch's wheels are looked for, and downloaded to")  # fmt: skip
     parser.add_argument("--only-environment", help=argparse.SUPPRESS)  # a step of this program, as a process

@@ -10,7 +10,7 @@ anything is installed.
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import pathlib
 import re
 import shlex
@@ -32,7 +32,9 @@ def show(line: str, end: str = "\n") -> None:
     print(f"\r\033[K{line}" if sys.stdout.isatty() else line, end=end, flush=True)
 
 
-def run_step(number: str, title: str, command: list[str], hint: str = "", environment: dict | None = None) -> int:
+def run_step(
+    number: str, title: str, command: list[str], hint: str = "", environment: dict[str, str] | None = None
+) -> int:
     log = log_file(title)
     log.parent.mkdir(parents=True, exist_ok=True)
     head = f"[{number}] {title} ..."
@@ -54,22 +56,24 @@ def run_step(number: str, title: str, command: list[str], hint: str = "", enviro
     show(f"{head} failed after {seconds:.0f} s; the end of its log:")
     lines = log.read_text(errors="replace").splitlines()
     print("".join(f"    {line}\n" for line in lines[-LAST_LINES:]), end="")
-    print(f"make: {title}: exit status {status}; the whole log: {log}" + (f"\nmake: {hint}" if hint else ""), flush=True)
+    print(
+        f"make: {title}: exit status {status}; the whole log: {log}" + (f"\nmake: {hint}" if hint else ""), flush=True
+    )
     return status if status > 0 else 1
 
 
 def wait(process: subprocess.Popen, head: str, start: float) -> int:
     try:
-        while True:
-            try:
-                return process.wait(timeout=1)
-            except subprocess.TimeoutExpired:
-                if sys.stdout.isatty():
-                    show(f"{head} {time.monotonic() - start:.0f} s", end="")
+        while process.poll() is None:
+            if sys.stdout.isatty():
+                show(f"{head} {time.monotonic() - start:.0f} s", end="")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
         raise
+    return process.returncode
 
 
 def main() -> int:
@@ -77,12 +81,12 @@ def main() -> int:
     parser.add_argument("number", help="which step of how many, e.g. 2/5")
     parser.add_argument("title")
     parser.add_argument("--hint", default="", help="a sentence for the case that the step fails")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args()
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not command:
+    words = sys.argv[1:]
+    if "--" not in words or words[-1] == "--":
         parser.error("name the command after --")
-    return run_step(options.number, options.title, command, options.hint, dict(os.environ))
+    where = words.index("--")
+    options = parser.parse_args(words[:where])
+    return run_step(options.number, options.title, words[where + 1 :], options.hint)
 
 
 if __name__ == "__main__":
