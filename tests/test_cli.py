@@ -90,6 +90,16 @@ def test_a_missing_package_is_named_with_its_extra(package):
     )
 
 
+def test_the_module_is_the_command():
+    module = "import runpy; runpy.run_module('nwor_ops', run_name='__main__', alter_sys=True)"
+    assert "self-test" in run_cli("doctor", code=module).stdout
+    finished = run_cli("doctor", code=without("typer").replace(MAIN, module))
+    assert (finished.returncode, finished.stderr.strip()) == (
+        1,
+        "nwor-ops: typer is not installed; install it with: pip install 'nwor_ops[cli]'",
+    )
+
+
 @pytest.mark.parametrize(("package", "extra"), [("matplotlib", "cli"), ("vllm", "vllm")])
 def test_the_demo_names_what_it_needs(package, extra):
     pytest.importorskip("vllm")

