@@ -39,9 +39,10 @@ else:
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERSIONS: list[str] = PROJECT["tool"]["nwor_ops"]["torch-matrix"]
-# What torch, setup.py and the tests import, beside NVIDIA's packages and triton (which CPU code does not need).
-PURE_PYTHON = ["filelock", "fsspec", "jinja2", "networkx", "sympy>=1.13.3", "typing-extensions>=4.13"]
-TOOLS = ["setuptools>=77,<82", "wheel", "numpy", "pytest", "hypothesis", "expecttest"]
+# What torch needs, beside NVIDIA's packages and triton (which CPU code does without).
+PURE_PYTHON = ["filelock", "fsspec", "jinja2", "networkx", "setuptools>=77,<82", "sympy>=1.13.3",
+               "typing-extensions>=4.13"]  # fmt: skip
+TESTS_NEED = ("numpy", "pytest", "hypothesis", "expecttest")
 # tests/gpu and tests/vllm need a GPU and vLLM; these need the checkout itself or the demo's packages.
 NOT_HERE = ["tests/gpu", "tests/vllm", "tests/packages", "tests/test_cli.py", "tests/test_examples.py",
             "tests/test_package.py"]  # fmt: skip
@@ -82,10 +83,11 @@ class Row:
 
 
 class Environment:
-    """A virtual environment with one torch."""
+    """A virtual environment with one torch, `packages`, and no nwor_ops."""
 
-    def __init__(self, folder: pathlib.Path, version: str):
+    def __init__(self, folder: pathlib.Path, version: str, packages: Iterable[str] = TESTS_NEED):
         self.version = version
+        self.packages = packages
         self.folder = folder / version
         self.python = str(self.folder / "bin" / "python")
         self.stubs = self.folder / "stubs"
@@ -104,7 +106,7 @@ class Environment:
         command(sys.executable, "-m", "venv", "--clear", str(self.folder))
         pip = (self.python, "-m", "pip", "--disable-pip-version-check")
         command(*pip, "install", "--no-deps", str(self.torch_wheel(wheels)))
-        command(*pip, "install", *PURE_PYTHON, *TOOLS)
+        command(*pip, "install", *PURE_PYTHON, *self.packages)
         purelib = subprocess.run(
             [self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
             capture_output=True, text=True, check=True,

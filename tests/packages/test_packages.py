@@ -24,7 +24,7 @@ VERSION = PROJECT["project"]["version"]
 [WHEEL] = (ROOT / "dist").glob("*.whl")
 [SDIST] = (ROOT / "dist").glob("*.tar.gz")
 CLI = ["typer", "rich", "matplotlib"]
-# What manylinux_2_28 allows, pep600_compliance and auditwheel's policy.
+# What manylinux_2_28 allows: the system libraries of Red Hat Enterprise Linux 8.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (8, 0, 0)}
 SENTENCE = "nwor-ops: typer is not installed; install it with: pip install 'nwor_ops[cli]'"
 AN_OP = """
@@ -47,7 +47,7 @@ class Fresh(Environment):
     """An environment without nwor_ops, however the last run left it."""
 
     def __init__(self, version: str):
-        super().__init__(ROOT / "build" / "packages", version)
+        super().__init__(ROOT / "build" / "packages", version, packages=())
         wheels = Path(os.environ.get("MATRIX_WHEELS") or ROOT / "build" / "matrix" / "wheels")
         self.make(wheels.resolve())
         self.pip("uninstall", "--yes", "nwor_ops", *CLI)
