@@ -98,7 +98,7 @@ matrix: setup
 # The wheel is made from the sdist, which shows that the sdist is complete. torch brings its own libraries.
 dist: setup
 	@rm -rf build/dist dist
-	@$(STEP) 1/2 "sdist, and a wheel from it (with the CUDA library: minutes)" -- \
+	@NWOR_GLIBC=$(subst _,.,$(MANYLINUX)) $(STEP) 1/2 "sdist, and a wheel from it (with the CUDA library: minutes)" -- \
 	  $(BIN)/python -m build --no-isolation --outdir build/dist
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(STEP) 2/2 "manylinux_$(MANYLINUX) wheel" -- bash -c '\
 	  auditwheel repair --plat manylinux_$(MANYLINUX)_x86_64 --only-plat --wheel-dir dist \

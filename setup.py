@@ -8,6 +8,7 @@ and torch >= 2.11.
 Environment:
     TORCH_CUDA_ARCH_LIST    architectures, e.g. "9.0" or "8.0;9.0+PTX" (default: the release list)
     NWOR_BUILD_CUDA=0       leave the CUDA library out;  =1: fail where nvcc is missing
+    NWOR_GLIBC=2.28         link so that the libraries run with that glibc, where this machine's is newer (`make dist`)
     CXX, CUDA_HOME          compilers
 """
 
@@ -40,7 +41,7 @@ MAJOR, MINOR = map(int, re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.t
 TARGET = f"0x{MAJOR:02x}{MINOR:02x}000000000000"  # the oldest torch whose stable ABI the libraries use
 RELEASE_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
 MIN_NVCC = (12, 8)  # the first that knows compute capability 12.0
-BUILD_VARIABLES = ("CXX", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST")
+BUILD_VARIABLES = ("CXX", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "NWOR_GLIBC")
 COMMON = ["-std=c++17", "-DTORCH_STABLE_ONLY", f"-DTORCH_TARGET_VERSION={TARGET}"]
 
 
@@ -155,7 +156,10 @@ class BuildLibraries(build_ext):
         link = self.compile_cpu if library.kind == "cpu" else self.compile_cuda
         # Linked beside the target and renamed: a process that has the old file open keeps it.
         unfinished = target.with_suffix(".unfinished")
-        run([*link(library.sources), "-o", str(unfinished)])
+        command = [*link(library.sources), "-o", str(unfinished)]
+        run(command)
+        if glibc := os.environ.get("NWOR_GLIBC"):
+            self.link_for(glibc, command, unfinished)
         built_with.unlink(missing_ok=True)  # until here what it says is true, also where the compiler failed
         unfinished.replace(target)
         built_with.write_text(wanted)
@@ -163,6 +167,14 @@ class BuildLibraries(build_ext):
     @staticmethod
     def is_fresh(target: pathlib.Path, inputs: list[pathlib.Path]) -> bool:
         return all(path.stat().st_mtime <= target.stat().st_mtime for path in inputs)
+
+    def link_for(self, glibc: str, command: list[str], library: pathlib.Path) -> None:
+        sys.path.insert(0, str(ROOT / "tools"))
+        from older_glibc import link_flags
+
+        newest = tuple(int(part) for part in glibc.split("."))
+        if flags := link_flags(library, newest, find_compiler(), self.scratch / "older_glibc"):
+            run([*command, *flags])
 
     def includes(self) -> list[str]:
         # torch's headers as system headers: their warnings are not ours.

@@ -1,4 +1,5 @@
-"""What the Makefile runs: one step with its log, and the libraries that let a CUDA build of torch be imported."""
+"""What the Makefile runs: one step with its log, the libraries that let a CUDA build of torch be imported, and links
+for an older glibc."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from pathlib import Path
 import pytest
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
+sys.path.insert(0, str(TOOLS))
+
+from older_glibc import link_flags  # noqa: E402
 
 
 def step(folder: Path, *words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -60,7 +64,7 @@ def test_on_a_terminal_a_step_is_one_line(tmp_path: Path) -> None:
 
 
 def build(source: str, *flags: str, folder: Path) -> None:
-    command = ["g++", "-shared", "-fPIC", "-x", "c", "-", *flags]
+    command = ["g++", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", *flags]
     subprocess.run(command, input=source, text=True, cwd=folder, check=True)
 
 
@@ -101,3 +105,38 @@ def test_no_stubs_where_nothing_is_missing(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0 libraries"
     assert not (tmp_path / "stubs").exists()
+
+
+# ---------------------------------------------------------------- older_glibc
+
+
+def versions(library: Path) -> dict[str, str]:
+    table = subprocess.run(["objdump", "-T", str(library)], capture_output=True, text=True, check=True).stdout
+    return {name: version for version, name in re.findall(r"\*UND\*.*\(GLIBC_([\d.]+)\)\s+(\S+)", table)}
+
+
+def test_a_library_is_linked_for_an_older_glibc(tmp_path: Path) -> None:
+    """dlsym and pthread_key_create have a new version since 2.34, sqrt has none."""
+    source = (
+        "typedef double function(double);\n"
+        "void *dlsym(void *, const char *); int pthread_key_create(unsigned *, void *); double sqrt(double);\n"
+        'double ask(double x) { unsigned key; return pthread_key_create(&key, 0) + ((function *)dlsym(0, "cbrt"))(x)'
+        " + sqrt(x); }\n"
+    )
+    build(source, "-o", "plain.so", "-lm", folder=tmp_path)
+    flags = link_flags(tmp_path / "plain.so", (2, 28), "g++", tmp_path / "older")
+    build(source, "-o", "older.so", *flags, "-lm", folder=tmp_path)
+    plain, older = versions(tmp_path / "plain.so"), versions(tmp_path / "older.so")
+    assert plain.keys() == older.keys() >= {"dlsym", "pthread_key_create", "sqrt"}
+    assert all(tuple(map(int, version.split("."))) <= (2, 28) for version in older.values())
+    if plain["dlsym"] != "2.34":
+        pytest.skip(f"this machine's glibc has dlsym at version {plain['dlsym']}: nothing was to be done")
+    assert flags
+    ask = ctypes.CDLL(str(tmp_path / "older.so")).ask
+    ask.restype = ctypes.c_double
+    assert ask(ctypes.c_double(64.0)) == 4.0 + 8.0
+
+
+def test_nothing_is_added_where_nothing_is_too_new(tmp_path: Path) -> None:
+    build("double sqrt(double); double f(double x) { return sqrt(x); }", "-o", "plain.so", "-lm", folder=tmp_path)
+    assert link_flags(tmp_path / "plain.so", (2, 28), "g++", tmp_path / "older") == []

@@ -223,7 +223,9 @@ def run_tests(environment: Environment, wheel: str) -> None:
     if found.returncode == 0:
         (folder / "loaded.json").write_text(found.stdout)
     leave_out = [f"--ignore={path}" for path in NOT_HERE]
-    tests = [environment.python, "-m", "pytest", "-q", "-m", "not nightly", *leave_out]
+    markers = PROJECT["tool"]["pytest"]["ini_options"]["markers"]
+    quick = ["-m", "not nightly"] if any(marker.startswith("nightly:") for marker in markers) else []
+    tests = [environment.python, "-m", "pytest", "-q", *quick, *leave_out]
     command(*tests, f"--junitxml={folder / 'report.xml'}", environment=variables)
 
 

@@ -1,0 +1,61 @@
+"""Lets a library that is linked here run with an older glibc.
+
+glibc 2.34 moved what was in libpthread, libdl and librt into libc, and gave it a new version there. The old versions
+are still in libc, for programs that were linked before; the linker just never chooses them. Here it is given libraries
+of the three names that have nothing but them. What comes out is what an older system's linker would have written; on a
+newer system the loader finds the same functions in libc.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+
+HOMES = {"libdl.so.2": r"dl", "libpthread.so.0": r"(pthread|sem)_", "librt.so.1": r"(shm|mq|timer|aio|clock)_"}
+Version = tuple[int, ...]
+
+
+def output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def symbols(library: str, undefined: bool) -> list[tuple[str, Version]]:
+    """(name, version of glibc) of what a library needs, or of what it has in all versions."""
+    rows = re.findall(r"^(.*?)\(?\bGLIBC_([\d.]+)\)?\s+(\S+)$", output("objdump", "-T", library), re.MULTILINE)
+    return [
+        (name, tuple(map(int, version.split(".")))) for start, version, name in rows if ("*UND*" in start) == undefined
+    ]
+
+
+def link_flags(library: pathlib.Path, newest: Version, compiler: str, folder: pathlib.Path) -> list[str]:
+    """What to add to the command that linked `library`, so that it needs no glibc newer than `newest`. Symbols that
+    have no older version are left: `auditwheel` names them."""
+    too_new = {name for name, version in symbols(str(library), undefined=True) if version > newest}
+    older: dict[str, Version] = {}
+    for name, version in symbols(output(compiler, "-print-file-name=libc.so.6").strip(), undefined=False):
+        if name in too_new and older.get(name, ()) < version <= newest:
+            older[name] = version
+    flags = []
+    for home, pattern in HOMES.items():
+        names = {name: version for name, version in older.items() if re.match(pattern, name)}
+        if names:
+            flags.append(str(write_library(home, names, compiler, folder)))
+    return ["-Wl,--no-as-needed", *flags] if flags else []
+
+
+def write_library(home: str, names: dict[str, Version], compiler: str, folder: pathlib.Path) -> pathlib.Path:
+    """To link against, never to load: functions of these names and versions that do nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source, versions, library = folder / f"{home}.c", folder / f"{home}.map", folder / home
+    source.write_text("".join(f"void {name}(void) {{}}\n" for name in names))
+    nodes = {
+        version: [name for name, its in names.items() if its == version] for version in sorted(set(names.values()))
+    }
+    versions.write_text(
+        "".join(f"GLIBC_{'.'.join(map(str, version))} {{ {'; '.join(of)}; }};\n" for version, of in nodes.items())
+    )
+    flags = ["-shared", "-fPIC", "-w", "-nostdlib", "-fno-builtin", f"-Wl,-soname,{home}"]
+    script = f"-Wl,--version-script={versions}"
+    subprocess.run([compiler, *flags, script, "-x", "c", str(source), "-o", str(library)], check=True)
+    return library
