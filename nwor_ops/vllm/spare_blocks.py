@@ -107,7 +107,8 @@ def spare_blocks(vllm_config: Any, kv_cache_config: Any) -> SpareBlocks:
     requests = vllm_config.scheduler_config.max_num_seqs
     drafts = vllm_config.speculative_config.num_speculative_tokens
     num_blocks = kv_cache_config.num_blocks
-    block_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // num_blocks
+    # One allocation; each of its tensors names the size of all of it.
+    block_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0) // num_blocks
     spare = SpareBlocks(num_blocks, len(groups), num_shadow_blocks(requests, drafts, block_size), block_bytes)
     # One block of the pool is vLLM's null block.
     per_request = round(num_blocks / get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config))

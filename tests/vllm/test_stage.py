@@ -77,6 +77,46 @@ def test_a_cache_that_is_just_large_enough(monkeypatch: pytest.MonkeyPatch) -> N
             spare_blocks(vllm_config, cache)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_bytes_of_a_block_are_those_of_vllms_allocation(groups: int) -> None:
+    """vLLM has a tensor for each group, and each says how large the whole allocation is: groups lie in one another's
+    memory."""
+    from vllm.v1 import kv_cache_interface
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    page = {"block_size": 16, "num_kv_heads": HEADS, "head_size": WIDTH, "dtype": torch.bfloat16}
+    specs = (
+        kv_cache_interface.FullAttentionSpec(**page),
+        kv_cache_interface.SlidingWindowSpec(**page, sliding_window=64),
+    )
+    kv_cache_groups = [
+        kv_cache_interface.KVCacheGroupSpec([f"{group}.{layer}" for layer in range(3)], spec)
+        for group, spec in enumerate(specs[:groups])
+    ]
+    vllm_config: Any = SimpleNamespace(
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config=SimpleNamespace(
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBHNC,
+            num_gpu_blocks_override=None,
+            prefix_cache_retention_interval=None,
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        speculative_config=SimpleNamespace(num_speculative_tokens=4),
+        model_config=SimpleNamespace(max_model_len=256),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        max_in_flight_tokens=512,
+    )
+    cache = get_kv_cache_config_from_groups(vllm_config, kv_cache_groups, available_memory=1 << 20)
+    assert len(cache.kv_cache_tensors) == groups
+    allocated = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout.LBHNC)["0.0"].untyped_storage().nbytes()
+    spare = spare_blocks(vllm_config, cache)
+    assert spare.block_bytes * cache.num_blocks == allocated
+    withheld = 8 * groups / cache.num_blocks * allocated / 2**20  # 4 requests, each a tail and one more
+    assert f"{withheld:.1f} MiB) are shadow pages" in spare.describe()
+
+
 def test_a_refused_engine_goes_on_with_all_its_blocks(engines: Engines) -> None:
     """Where that is asked for: 4 requests at once need blocks that mode stage would have withheld."""
     nwor = {"mode": "stage", "on_unsupported": "vanilla"}
