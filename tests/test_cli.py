@@ -9,13 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import oracle_draft
 import pytest
 import torch
+from torch import Tensor
 
 import nwor_ops
-from nwor_ops.cli import doctor, self_test
+from nwor_ops.cli import doctor, self_test, self_test_draft
 from nwor_ops.cli.engine_process import EngineFailed, EngineProcess, engine_environment
 
+CPU = torch.device("cpu")
 MAIN = "from nwor_ops.cli import main; main()"
 
 
@@ -52,15 +55,87 @@ def test_doctor_json_is_only_json_and_every_self_test_passes():
     assert examination["usable"] is True
     self_tests = [finding for finding in examination["findings"] if finding["section"] == doctor.SELF_TEST]
     assert {finding["name"] for finding in self_tests} >= {f"{op}, cpu" for op in self_test.SELF_TESTS}
-    assert all(finding["ok"] for finding in self_tests if finding["detail"] != "has no self-test")
+    assert all(finding["ok"] for finding in self_tests)
 
 
-def test_a_self_test_sees_a_wrong_op(monkeypatch):
+def test_every_op_has_a_self_test_that_passes():
+    assert set(self_test.SELF_TESTS) >= set(nwor_ops.ops.SCHEMAS)
+    wrong = {op: problem for op in self_test.SELF_TESTS if (problem := doctor._run_self_test(op, CPU))}
+    assert wrong == {}
+
+
+def outputs(op: str, arguments: tuple, named: dict, returned: object) -> dict[str, list[Tensor]]:
+    """What a call wrote and what it returned, by name."""
+    found = {}
+    given = dict(zip((a.name for a in schema(op).arguments), arguments, strict=False)) | named
+    for argument in schema(op).arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write and given.get(argument.name) is not None:
+            tensors = given[argument.name]
+            found[argument.name] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    results = returned if isinstance(returned, tuple) else ()
+    return found | {f"result {number}": [tensor] for number, tensor in enumerate(results)}
+
+
+def schema(op: str) -> torch.FunctionSchema:
+    return getattr(torch.ops.nwor, op).default._schema
+
+
+def left_alone(tensor: Tensor, before: Tensor) -> None:
+    tensor.copy_(before)
+
+
+def wrong_at_first(tensor: Tensor, before: Tensor) -> None:
+    first = (0,) * tensor.dim()
+    tensor[first] = not tensor[first] if tensor.dtype == torch.bool else tensor[first] + 1
+
+
+@pytest.mark.parametrize("op", nwor_ops.ops.SCHEMAS)
+def test_a_self_test_sees_each_output_of_a_wrong_kernel(op, monkeypatch):
+    """The op does its work, but one of its outputs is as it was before, or has one wrong element."""
+    real, written = getattr(nwor_ops.ops, op), set()
+
+    def broken(fault, name):
+        def wrong(*arguments, **named):
+            before = {n: [t.clone() for t in ts] for n, ts in outputs(op, arguments, named, None).items()}
+            returned = real(*arguments, **named)
+            for output, tensors in outputs(op, arguments, named, returned).items():
+                written.add(output)
+                if output == name:
+                    for tensor, old in zip(tensors, before.get(output, map(torch.zeros_like, tensors)), strict=False):
+                        fault(tensor, old)
+            return returned
+
+        return wrong
+
+    monkeypatch.setattr(nwor_ops.ops, op, broken(left_alone, None))
+    assert doctor._run_self_test(op, CPU) is None
+    assert written
+    for name in sorted(written):
+        for fault in (left_alone, wrong_at_first):
+            monkeypatch.setattr(nwor_ops.ops, op, broken(fault, name))
+            problem = doctor._run_self_test(op, CPU)
+            assert problem is not None, f"{op}: {name} {fault.__name__}"
+            assert "is not what it should be" in problem
+
+
+def test_a_self_test_that_fails_is_a_finding(monkeypatch):
     monkeypatch.setattr(nwor_ops.ops, "log_slots", lambda *arguments: None)
     findings = [finding for finding in doctor._self_tests() if finding.name == "log_slots, cpu"]
     assert [finding.ok for finding in findings] == [False]
-    assert "log is not what plain torch computes" in findings[0].detail
+    assert "log is not what it should be" in findings[0].detail
     assert not doctor.Examination((doctor.Finding(doctor.LIBRARIES, "cpu", True, ""), *findings)).usable
+
+
+def test_an_op_without_a_self_test_is_a_finding(monkeypatch):
+    monkeypatch.delitem(self_test.SELF_TESTS, "log_slots")
+    findings = [finding for finding in doctor._self_tests() if finding.name == "log_slots, cpu"]
+    assert [(finding.ok, finding.detail) for finding in findings] == [(False, "has no self-test; report it")]
+
+
+def test_the_draws_of_the_self_test_are_the_oracles():
+    for seed, position, step, token in self_test_draft.DRAWS:
+        noise = oracle_draft.noise(seed, position, step, self_test_draft.VOCABULARY)
+        assert noise.index(max(noise)) == token
 
 
 def test_a_self_test_that_raises_is_a_finding(monkeypatch):

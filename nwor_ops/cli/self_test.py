@@ -1,6 +1,7 @@
-"""One small transaction per op, compared with what plain torch makes of it. For ``nwor-ops doctor``.
+"""One small call of every op, compared with what plain torch makes of it. For ``nwor-ops doctor``.
 
-The test suite is where the ops are tested; this answers "do they run on this machine?".
+The test suite is where the ops are tested; this answers "do they run on this machine?". Those of family ``draft`` are
+in :mod:`nwor_ops.cli.self_test_draft`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.cache import LayerCache
+from nwor_ops.cli import self_test_draft
+from nwor_ops.cli.comparison import difference
 from nwor_ops.manager import DraftCommitManager
 from nwor_ops.shadow import num_shadow_blocks
 from nwor_ops.window import Window
@@ -74,15 +77,6 @@ class _Sample:
         return log
 
 
-def _difference(**pairs: tuple[Tensor, object]) -> str | None:
-    """A sentence about the first result that is not what was expected."""
-    for name, (result, expected) in pairs.items():
-        wanted = torch.as_tensor(expected, dtype=result.dtype, device=result.device)
-        if result.shape != wanted.shape or not torch.equal(result, wanted):
-            return f"{name} is not what plain torch computes; run the test suite (pytest tests) and report it"
-    return None
-
-
 def _write_kv(device: torch.device) -> str | None:
     sample = _Sample(device)
     ops.write_kv(
@@ -94,7 +88,7 @@ def _write_kv(device: torch.device) -> str | None:
         sample.scale,
         "auto",
     )
-    return _difference(cache=(sample.cache, sample.written()))
+    return difference(cache=(sample.cache, sample.written()))
 
 
 def _write_kv_logged(device: torch.device) -> str | None:
@@ -103,13 +97,13 @@ def _write_kv_logged(device: torch.device) -> str | None:
         sample.key, sample.value, *sample.key_value(sample.cache), sample.slots, sample.scale, sample.scale, "auto",
         sample.log_rows, *sample.key_value(sample.log),
     )  # fmt: skip
-    return _difference(cache=(sample.cache, sample.written()), log=(sample.log, sample.logged()))
+    return difference(cache=(sample.cache, sample.written()), log=(sample.log, sample.logged()))
 
 
 def _log_slots(device: torch.device) -> str | None:
     sample = _Sample(device)
     ops.log_slots(sample.cache, sample.slots, sample.log_rows, sample.log)
-    return _difference(cache=(sample.cache, sample.before), log=(sample.log, sample.logged()))
+    return difference(cache=(sample.cache, sample.before), log=(sample.log, sample.logged()))
 
 
 def _row_slots(sample: _Sample) -> Tensor:
@@ -123,7 +117,7 @@ def _restore_slots(device: torch.device) -> str | None:
     row_rejected = sample.tensor((*(not accepted for accepted in ACCEPTED), False), torch.bool)
     sample.cache.copy_(sample.written())
     ops.restore_slots([sample.cache], sample.logged().unsqueeze(0), row_slots, row_rejected)
-    return _difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
+    return difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
 
 
 def _restore_slots_from_rejected(device: torch.device) -> str | None:
@@ -135,7 +129,7 @@ def _restore_slots_from_rejected(device: torch.device) -> str | None:
         [sample.cache], sample.logged().unsqueeze(0), _row_slots(sample), sample.tensor(NUM_REJECTED, torch.int32),
         sample.cu_num_draft_tokens, row_rejected, num_accepted, sample.counters,
     )  # fmt: skip
-    restored = _difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
+    restored = difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
     return restored or _rejection_difference(row_rejected, num_accepted, sample.counters)
 
 
@@ -148,7 +142,7 @@ def _plan_window(device: torch.device) -> str | None:
         sample.tensor(QUERY_START_LOC, torch.int32), sample.cu_num_draft_tokens, [sample.slots],
         log_rows, row_slots, row_requests, row_positions, sample.counters,
     )  # fmt: skip
-    return _difference(
+    return difference(
         log_rows=(log_rows, LOG_ROWS),
         row_slots=(row_slots, [[9, 10, 11, 19, -1, -1]]),
         row_requests=(row_requests, [0, 0, 0, 1, 1, -1]),
@@ -164,7 +158,7 @@ def _acceptance_mask(device: torch.device) -> str | None:
         sample.tensor(SAMPLED_TOKEN_IDS, torch.int32),
         sample.cu_num_draft_tokens,
     )
-    return _difference(accepted=(accepted, ACCEPTED), num_accepted=(num_accepted, NUM_ACCEPTED))
+    return difference(accepted=(accepted, ACCEPTED), num_accepted=(num_accepted, NUM_ACCEPTED))
 
 
 def _acceptance_mask_from_rejected(device: torch.device) -> str | None:
@@ -172,7 +166,7 @@ def _acceptance_mask_from_rejected(device: torch.device) -> str | None:
     accepted, num_accepted = ops.acceptance_mask_from_rejected(
         sample.tensor(NUM_REJECTED, torch.int32), sample.cu_num_draft_tokens, len(ACCEPTED)
     )
-    return _difference(accepted=(accepted, ACCEPTED), num_accepted=(num_accepted, NUM_ACCEPTED))
+    return difference(accepted=(accepted, ACCEPTED), num_accepted=(num_accepted, NUM_ACCEPTED))
 
 
 def _reject_rows(device: torch.device) -> str | None:
@@ -198,7 +192,7 @@ def _reject_rows_from_rejected(device: torch.device) -> str | None:
 
 
 def _rejection_difference(row_rejected: Tensor, num_accepted: Tensor, counters: Tensor) -> str | None:
-    return _difference(
+    return difference(
         row_rejected=(row_rejected, [*(not accepted for accepted in ACCEPTED), False]),
         num_accepted=(num_accepted, [*NUM_ACCEPTED, 0]),
         counters=(counters, [0, 0, 1, 4, 0]),
@@ -218,13 +212,13 @@ def _transaction(device: torch.device) -> str | None:
     )
     manager.write("layer", sample.key, sample.value, sample.slots)
     manager.commit(sample.tensor(DRAFT_TOKEN_IDS, torch.int32), sample.tensor(SAMPLED_TOKEN_IDS, torch.int32))
-    return _difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
+    return difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
 
 
 def _stage_kv(device: torch.device) -> str | None:
     sample = _Sample(device)
     ops.stage_kv(sample.key, sample.value, sample.log_rows, *sample.key_value(sample.log))
-    return _difference(staged=(sample.log, _staged_rows(sample)))
+    return difference(staged=(sample.log, _staged_rows(sample)))
 
 
 def _staged_rows(sample: _Sample) -> Tensor:
@@ -245,9 +239,9 @@ def _accept_staged(device: torch.device) -> str | None:
     for accepted in ((True, False, True), (False, True, False)):
         flags = sample.tensor(accepted, torch.bool)
         ops.accept_staged(flags, slots, window_id, row_windows, BLOCKS * BLOCK_SIZE, committed, counters)
-        if accepted[0] and (problem := _difference(row_committed=(committed, accepted))):
+        if accepted[0] and (problem := difference(row_committed=(committed, accepted))):
             return problem
-    return _difference(row_committed=(committed, (False,) * 3), counters=(counters, [2, 6, 10, 2, 4, 1]))
+    return difference(row_committed=(committed, (False,) * 3), counters=(counters, [2, 6, 10, 2, 4, 1]))
 
 
 def _commit_staged(device: torch.device) -> str | None:
@@ -258,7 +252,7 @@ def _commit_staged(device: torch.device) -> str | None:
         *sample.key_value(_staged_rows(sample)), row_slots, sample.tensor((*ACCEPTED, True), torch.bool),
         *sample.key_value(sample.cache), sample.scale, sample.scale, "auto",
     )  # fmt: skip
-    return _difference(cache=(sample.cache, sample.written(tokens=(1,))))
+    return difference(cache=(sample.cache, sample.written(tokens=(1,))))
 
 
 def _move_slots(device: torch.device) -> str | None:
@@ -267,7 +261,7 @@ def _move_slots(device: torch.device) -> str | None:
     ops.move_slots([sample.cache], sample.tensor((3, 17, 3), torch.int64), sample.tensor((17, 3, 9), torch.int64))
     expected = sample.before.clone().flatten(0, 1)
     expected[[17, 3, 9]] = sample.before.flatten(0, 1)[[3, 17, 3]]
-    return _difference(cache=(sample.cache, expected.unflatten(0, (BLOCKS, BLOCK_SIZE))))
+    return difference(cache=(sample.cache, expected.unflatten(0, (BLOCKS, BLOCK_SIZE))))
 
 
 def _staged_transaction(device: torch.device, by_counts: bool = False) -> str | None:
@@ -287,18 +281,33 @@ def _staged_transaction(device: torch.device, by_counts: bool = False) -> str | 
         seq_lens=sample.tensor((4, 5), torch.int32), block_tables={"default": table},
     )  # fmt: skip
     manager.begin(window)
-    redirected = int(table[0, 0]) >= BLOCKS and int(table[1, 0]) >= BLOCKS
+    # Two shadow pages for each request; the tail page of the second has a row that was there before this step.
+    first, second = BLOCKS, BLOCKS + shadows // 2
+    opened = difference(
+        redirected_slots=(sample.slots, [*(first * BLOCK_SIZE + n for n in range(4)),
+                                         *(second * BLOCK_SIZE + n for n in range(1, 4)), -1]),
+        redirected_table=(table, ((first, 0), (second, 0))),
+        committed_row=(cache[second, 0], sample.before[2, 0]),
+        cache_while_open=(cache[:BLOCKS], sample.before),
+    )  # fmt: skip
     manager.write("layer", sample.key, sample.value, sample.slots)
-    untouched = _difference(cache_before_commit=(cache[:BLOCKS], sample.before))
+    untouched = difference(cache_before_commit=(cache[:BLOCKS], sample.before))
     if by_counts:
         manager.commit_rejected(sample.tensor(NUM_REJECTED, torch.int32))
     else:
         manager.commit(sample.tensor(DRAFT_TOKEN_IDS, torch.int32), sample.tensor(SAMPLED_TOKEN_IDS, torch.int32))
-    return untouched or _difference(
-        redirected=(torch.tensor(redirected), True),
-        cache=(cache[:BLOCKS], sample.written(tokens=(0, 1, 4, 5))),
-        block_table=(table, ((1, 0), (2, 0))),
-        slot_mapping=(sample.slots, SLOTS),
+    buffers = manager.buffers
+    return (
+        opened
+        or untouched
+        or difference(
+            cache=(cache[:BLOCKS], sample.written(tokens=(0, 1, 4, 5))),
+            block_table=(table, ((1, 0), (2, 0))),
+            slot_mapping=(sample.slots, SLOTS),
+            row_rejected=(buffers.row_rejected[: len(ACCEPTED)], [not accepted for accepted in ACCEPTED]),
+            num_accepted=(buffers.num_accepted, NUM_ACCEPTED),
+            counters=(buffers.counters, [1, 5, 1, 4, 0]),
+        )
     )
 
 
@@ -321,5 +330,6 @@ SELF_TESTS: dict[str, Callable[[torch.device], str | None]] = {
     "open_window": _staged_transaction,
     "close_window": _staged_transaction,
     "close_window_from_rejected": functools.partial(_staged_transaction, by_counts=True),
+    **self_test_draft.SELF_TESTS,
     "a whole transaction": _transaction,
 }
