@@ -38,7 +38,7 @@ def demo(
     ] = Mode.COW,
     model: Annotated[
         str | None,
-        typer.Option(help="A model of your own, folder or name. Default: a small Llama made on the spot."),
+        typer.Option(help="A model of your own, folder or name, for both parts. Default: two Llamas made on the spot."),
     ] = None,
     method: Annotated[str, typer.Option(help="Speculation method of vLLM: ngram, draft_model, eagle, ...")] = "ngram",
     draft_model: Annotated[str | None, typer.Option(help="The drafter's model, for methods that have one.")] = None,
@@ -53,10 +53,10 @@ def demo(
 ) -> None:
     """Run a real vLLM engine without and with NWOR: same tokens, no stale row in the cache.
 
-    Exits with 1 if anything is not as promised.
+    Exits with 1 if anything is not as promised or an engine fails, with 2 for an option that makes no sense.
     """
     require("vllm", "matplotlib")
-    from nwor_ops.cli.demo import DemoOptions, run_demo
+    from nwor_ops.cli.demo import DemoOptions, check_options, run_demo
 
     options = DemoOptions(
         output=output,
@@ -69,6 +69,11 @@ def demo(
         rounds=rounds,
         compile=compile,
     )
+    try:
+        check_options(options)
+    except ValueError as error:
+        typer.echo(f"nwor-ops demo: {error}", err=True)
+        raise typer.Exit(2) from None
     raise typer.Exit(run_demo(options, as_json=json))
 
 

@@ -1,7 +1,8 @@
 """``nwor-ops demo``: the same requests through a real vLLM engine, without and with NWOR.
 
 Two engines are audited: one runs vanilla vLLM and only watches, one runs NWOR, and every byte of the
-cache is compared after every step. Two more engines are timed, without an audit, in turns.
+cache is compared after every step. Two more engines are timed, without an audit, in turns, on a larger
+model: a step of the audited one is so short that its time says nothing about a model that is served.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import pathlib
 import shlex
 import statistics
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,22 +23,25 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from nwor_ops.cli.engine_process import EngineFailed, EngineProcess, engine_environment
 from nwor_ops.cli.picture import cache_panels, draw_caches
-from nwor_ops.cli.tiny_llama import write_tiny_llama
+from nwor_ops.cli.tiny_llama import TIMED_SIZE, Size, write_tiny_llama
 from nwor_ops.cli.workload import MAX_RUNNING, Request, text_requests, tiny_llama_requests
 from nwor_ops.shadow import num_shadow_blocks
 
 SIDES = ("vanilla", "nwor")
+PARTS = ("audited", "timed")
+SIZES = {"audited": Size(), "timed": TIMED_SIZE}
 MODEL_TOKENS = 512
 BLOCK_SIZE = 32
 BLOCKS = 64
 # Fewer than a prompt may have: prompts come in chunks, beside other requests' drafts.
 BATCH_TOKENS = 64
 # On a busy machine the timing stops after so long, but not before so many rounds.
-TIMING_SECONDS = 40.0
+TIMING_SECONDS = 30.0
 FEWEST_ROUNDS = 3
 # Both sides must be seen: drafts that were accepted, and drafts that were not.
 ACCEPTANCE = (0.2, 0.8)
@@ -61,6 +66,11 @@ class DemoOptions:
         return self.model is not None
 
     @property
+    def models(self) -> dict[str, str]:
+        """What each part runs, for people."""
+        return {part: self.model or str(SIZES[part]) for part in PARTS}
+
+    @property
     def modes(self) -> dict[str, str]:
         """What each side runs in."""
         return {"vanilla": "off", "nwor": self.mode}
@@ -68,6 +78,26 @@ class DemoOptions:
     @property
     def titles(self) -> dict[str, str]:
         return {"vanilla": "vanilla vLLM", "nwor": f"NWOR ({self.mode})"}
+
+
+def check_options(options: DemoOptions) -> None:
+    """Raise ValueError, a sentence, for what no engine needs to be started to refuse.
+
+    A name that is no folder may be one that vLLM fetches; what is spelled like a path may not.
+    """
+    for option, model in (("--model", options.model), ("--draft-model", options.draft_model)):
+        if model is None:
+            continue
+        folder = pathlib.Path(model).expanduser()
+        if not folder.exists():
+            if model.startswith(("/", ".", "~")):
+                raise ValueError(f"{option}: there is no folder {model}")
+        elif not folder.is_dir():
+            raise ValueError(f"{option}: {model} is a file, not the folder of a model")
+        elif not (folder / "config.json").is_file():
+            raise ValueError(f"{option}: {model} has no config.json, so it is not the folder of a model")
+    if options.output.exists() and not options.output.is_dir():
+        raise ValueError(f"--output: {options.output} is a file, not a folder")
 
 
 def run_demo(options: DemoOptions, as_json: bool) -> int:
@@ -78,9 +108,9 @@ def run_demo(options: DemoOptions, as_json: bool) -> int:
     try:
         measured = _measure(options, console)
     except EngineFailed as error:
-        console.print(f"[bold red]failed:[/] {escape(str(error))}", soft_wrap=True)
+        console.print(f"[bold red]failed:[/] {escape(error.sentence or str(error))}", soft_wrap=True)
         if as_json:
-            print(json.dumps({"ok": False, "problems": [str(error).splitlines()[0]]}, indent=2))
+            print(json.dumps({"ok": False, "problems": [error.sentence or str(error).splitlines()[0]]}, indent=2))
         return 1
     result = _judged(options, measured)
     result["seconds"] = round(time.monotonic() - started, 1)
@@ -137,33 +167,53 @@ def _requests(options: DemoOptions) -> list[Request]:
 
 
 def _measure(options: DemoOptions, console: Console) -> dict[str, Any]:
-    model = options.model
-    if model is None:
-        with _shown(console, "making a small Llama"):
-            model = str(write_tiny_llama(options.output / "model"))
-    job = make_job(options, model)
-    with _shown(console, f"{len(job['requests'])} requests, audited: vanilla vLLM and NWOR at the same time"):
-        audited = _run_audited(options, job)
-    with _shown(console, "starting two more engines, without an audit"):
-        engines = start_engines(options, job, audit=False)
+    stages = Stages(console, 4 if options.own_model else 5)
+    models = dict.fromkeys(PARTS, options.model)
+    if not options.own_model:
+        with stages.stage("making two models: " + ", ".join(options.models.values())):
+            models = {part: str(write_tiny_llama(options.output / part, size=SIZES[part])) for part in PARTS}
+    jobs = {part: make_job(options, str(model)) for part, model in models.items()}
+    with stages.stage("starting two engines, vanilla vLLM and NWOR, both audited"):
+        engines = start_engines(options, jobs["audited"], audit=True)
     try:
-        with _shown(console, f"timing them in turns, up to {options.rounds} rounds each"):
-            timed = run_timed(options, engines)
+        with stages.stage(f"running {len(jobs['audited']['requests'])} requests in both, every byte compared"):
+            audited = _run_audited(engines)
+    finally:
+        close_engines(engines)
+    with stages.stage("starting two more engines, without an audit"):
+        engines = start_engines(options, jobs["timed"], audit=False)
+    try:
+        with stages.stage("timing them in turns", options.rounds) as advance:
+            timed = run_timed(options, engines, advance)
     finally:
         close_engines(engines)
     return {"audited": audited, "timed": timed}
 
 
-@contextmanager
-def _shown(console: Console, what: str) -> Iterator[None]:
-    started = time.monotonic()
-    if console.is_terminal:
-        with console.status(f"{what} ..."):
-            yield
-    else:
-        console.print(f"{what} ...", soft_wrap=True)
-        yield
-    console.print(f"[green]done[/] in {time.monotonic() - started:4.0f} s: {what}", soft_wrap=True)
+class Stages:
+    """Shows what is done, and how far it is: a live line on a terminal, elsewhere a line before and one behind."""
+
+    def __init__(self, console: Console, count: int) -> None:
+        self._console = console
+        self._count = count
+        self._begun = 0
+
+    @contextmanager
+    def stage(self, what: str, most: int | None = None) -> Iterator[Callable[[], None]]:
+        """Yields what to call when one of ``most`` parts of it is done."""
+        self._begun += 1
+        title = f"{self._begun}/{self._count} {what}"
+        started = time.monotonic()
+        if self._console.is_terminal:
+            bar = () if most is None else (BarColumn(), MofNCompleteColumn())
+            columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), *bar, TimeElapsedColumn())
+            with Progress(*columns, console=self._console, transient=True) as progress:
+                task = progress.add_task(title, total=most)
+                yield lambda: progress.advance(task)
+        else:
+            self._console.print(f"{title} ...", soft_wrap=True, markup=False)
+            yield lambda: None
+        self._console.print(f"[green]done[/] in {time.monotonic() - started:3.0f} s: {escape(title)}", soft_wrap=True)
 
 
 def start_engines(options: DemoOptions, job: dict[str, Any], audit: bool) -> dict[str, EngineProcess]:
@@ -192,29 +242,39 @@ def close_engines(engines: dict[str, EngineProcess]) -> None:
         engine.close()
 
 
-def _run_audited(options: DemoOptions, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    engines = start_engines(options, job, audit=True)
-    try:
-        with ThreadPoolExecutor(len(engines)) as pool:
-            answers = pool.map(lambda engine: engine.ask("run") | engine.ask("report"), engines.values())
-            return dict(zip(engines, answers, strict=True))
-    finally:
-        close_engines(engines)
+def _run_audited(engines: dict[str, EngineProcess]) -> dict[str, dict[str, Any]]:
+    def run(engine: EngineProcess) -> dict[str, Any]:
+        answer = engine.ask("run")
+        return answer | {"tokens": [answer["tokens"]]} | engine.ask("report")
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        return dict(zip(engines, pool.map(run, engines.values()), strict=True))
 
 
-def run_timed(options: DemoOptions, engines: dict[str, EngineProcess]) -> dict[str, dict[str, Any]]:
+def run_timed(
+    options: DemoOptions, engines: dict[str, EngineProcess], advance: Callable[[], None]
+) -> dict[str, dict[str, Any]]:
     """Only one engine runs at a time, and the sides take turns, so that both see the same machine."""
-    tokens = {side: engine.ask("run")["tokens"] for side, engine in engines.items()}  # warms up as well
-    rates: dict[str, list[float]] = {side: [] for side in engines}
+    runs = {side: [engine.ask("run")] for side, engine in engines.items()}  # warms up
     started = time.monotonic()
     for number in range(options.rounds):
         if number >= FEWEST_ROUNDS and time.monotonic() - started > TIMING_SECONDS:
             break
         order = list(engines) if number % 2 == 0 else list(reversed(engines))
         for side in order:
-            answer = engines[side].ask("run")
-            rates[side].append(sum(map(len, answer["tokens"])) / answer["seconds"])
-    return {side: {"tokens": tokens[side], "rates": rates[side]} | engines[side].ask("report") for side in engines}
+            runs[side].append(engines[side].ask("run"))
+        advance()
+    return {side: timed_figures(answers) | engines[side].ask("report") for side, answers in runs.items()}
+
+
+def timed_figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of one side: everything but the first answer, which warmed up, counts."""
+    counted = answers[1:]
+    return {
+        "tokens": [answer["tokens"] for answer in answers],
+        "rates": [sum(map(len, answer["tokens"])) / answer["seconds"] for answer in counted],
+        "step_ms": [1e3 * answer["seconds"] / answer["steps"] for answer in counted],
+    }
 
 
 # ---------------------------------------------------------------- judging
@@ -222,22 +282,22 @@ def run_timed(options: DemoOptions, engines: dict[str, EngineProcess]) -> dict[s
 
 def _judged(options: DemoOptions, measured: dict[str, Any]) -> dict[str, Any]:
     sides = {side: _side_result(options, measured, side) for side in SIDES}
-    runs = [measured[kind][side]["tokens"] for kind in ("audited", "timed") for side in SIDES]
-    drafted, accepted = (sides["vanilla"]["vllm"][name] for name in ("drafted", "accepted"))
+    tokens = {part: [run for side in SIDES for run in measured[part][side]["tokens"]] for part in PARTS}
+    rounds = zip(*(measured["timed"][side]["rates"] for side in SIDES), strict=True)
     result: dict[str, Any] = {
         "command": shlex.join(["nwor-ops", *sys.argv[1:]]),
         "versions": measured["audited"]["nwor"]["versions"],
-        "model": options.model or "a small Llama with made-up weights, nwor_ops/cli/tiny_llama.py",
+        "models": options.models,
         "method": options.method,
         "draft_model": options.draft_model,
         "num_speculative_tokens": options.num_speculative_tokens,
         "enforce_eager": not options.compile,
-        "requests": len(runs[0]),
-        "output_tokens": sum(map(len, runs[0])),
-        "acceptance": accepted / drafted if drafted else 0.0,
-        "outputs_identical": all(run == runs[0] for run in runs),
+        "requests": len(tokens["audited"][0]),
+        "output_tokens": sum(map(len, tokens["audited"][0])),
+        "acceptance": {part: _acceptance(measured[part]["vanilla"]["vllm"]) for part in PARTS},
+        "outputs_identical": all(run == runs[0] for runs in tokens.values() for run in runs),
         **sides,
-        "speed_ratio": sides["nwor"]["tokens_per_second"]["median"] / sides["vanilla"]["tokens_per_second"]["median"],
+        "speed_ratio": _spread([nwor / vanilla for vanilla, nwor in rounds]),
     }
     result["problems"] = list(_problems(options, result))
     result["warnings"] = list(_workload_remarks(result)) if options.own_model else []
@@ -245,24 +305,27 @@ def _judged(options: DemoOptions, measured: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _acceptance(counted: dict[str, int]) -> float:
+    return counted["accepted"] / counted["drafted"] if counted["drafted"] else 0.0
+
+
+def _spread(rounds: list[float]) -> dict[str, Any]:
+    return {"median": statistics.median(rounds), "lowest": min(rounds), "highest": max(rounds), "rounds": rounds}
+
+
 def _side_result(options: DemoOptions, measured: dict[str, Any], side: str) -> dict[str, Any]:
     audited, timed = measured["audited"][side], measured["timed"][side]
     session = audited["sessions"][0] if audited["sessions"] else {}
-    rates = timed["rates"]
     return {
         "mode": options.modes[side],
         "session": session.get("description"),
         "audit": session.get("audit"),
         "stats": session.get("stats"),
         "vllm": audited["vllm"],
-        "timed_rounds": len(rates),
+        "timed_vllm": timed["vllm"],
         "timed_mode": timed["sessions"][0]["mode"] if timed["sessions"] else "none",
-        "tokens_per_second": {
-            "median": statistics.median(rates),
-            "lowest": min(rates),
-            "highest": max(rates),
-            "rounds": rates,
-        },
+        "step_ms": _spread(timed["step_ms"]),
+        "tokens_per_second": _spread(timed["rates"]),
     }
 
 
@@ -306,11 +369,12 @@ def _disagreements(options: DemoOptions, result: dict[str, Any]) -> Iterator[str
 
 def _workload_remarks(result: dict[str, Any]) -> Iterator[str]:
     low, high = ACCEPTANCE
-    if not low <= result["acceptance"] <= high:
-        yield (
-            f"the demo's workload does not show both sides: {result['acceptance']:.0%} of the drafts were "
-            f"accepted, outside {low:.0%} to {high:.0%}"
-        )
+    for part, acceptance in result["acceptance"].items():
+        if not low <= acceptance <= high:
+            yield (
+                f"the demo's workload does not show both sides: {acceptance:.0%} of the drafts of the {part} part "
+                f"were accepted, outside {low:.0%} to {high:.0%}"
+            )
     if result["vanilla"]["audit"] and not result["vanilla"]["audit"]["stale_rows"]:
         yield "the demo's workload does not show both sides: vanilla vLLM left no stale row"
 
@@ -342,8 +406,11 @@ def _print_result(console: Console, options: DemoOptions, result: dict[str, Any]
     table.add_column("", no_wrap=True)
     for title in options.titles.values():
         table.add_column(title, justify="right")
-    for row in _table_rows(result):
-        table.add_row(*row)
+    for part, rows in (("audited", _audited_rows(result)), ("timed", _timed_rows(result))):
+        table.add_section()
+        table.add_row(f"[bold]{part}[/]: {escape(textwrap.shorten(result['models'][part], 30))}")
+        for row in rows:
+            table.add_row(*row)
     console.print(table)
     console.print(
         f"vLLM {versions['vllm']}, torch {versions['torch']}, nwor_ops {versions['nwor_ops']}, "
@@ -362,8 +429,8 @@ def _print_result(console: Console, options: DemoOptions, result: dict[str, Any]
         console.print(f"[bold green]as promised:[/] the same tokens, and {kept[options.mode]}")
 
 
-def _table_rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    vanilla, nwor = result["vanilla"], result["nwor"]
+def _audited_rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    sides = [result[side] for side in SIDES]
     for label, name in (
         ("steps", "steps"),
         ("verify steps", "verify_steps"),
@@ -374,13 +441,19 @@ def _table_rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         ("stale rows left after a step (sum)", "stale_rows"),
         ("stale rows in the cache at the end", "stale_rows_at_end"),
     ):
-        yield label, *(f"{side['audit'][name]:,}" if side["audit"] else "-" for side in (vanilla, nwor))
+        yield label, *(f"{side['audit'][name]:,}" if side["audit"] else "-" for side in sides)
         if name == "rejected":
-            shares = (side["vllm"]["accepted"] / max(1, side["vllm"]["drafted"]) for side in (vanilla, nwor))
-            yield "acceptance", *(f"{share:.1%}" for share in shares)
-    identical = "yes" if result["outputs_identical"] else "[bold red]no[/]"
-    yield "outputs identical, token by token", "", identical
-    rates = [side["tokens_per_second"] for side in (vanilla, nwor)]
+            yield "acceptance", *(f"{_acceptance(side['vllm']):.1%}" for side in sides)
+    yield "outputs identical, both parts", "", "yes" if result["outputs_identical"] else "[bold red]no[/]"
+
+
+def _timed_rows(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    sides = [result[side] for side in SIDES]
+    yield "acceptance", *(f"{_acceptance(side['timed_vllm']):.1%}" for side in sides)
+    yield "a step, median", *(f"{side['step_ms']['median']:.1f} ms" for side in sides)
+    rates = [side["tokens_per_second"] for side in sides]
     yield "output tok/s, median", *(f"{rate['median']:,.0f}" for rate in rates)
     yield "  lowest to highest", *(f"{rate['lowest']:,.0f} to {rate['highest']:,.0f}" for rate in rates)
-    yield "  NWOR / vanilla", "", f"{result['speed_ratio']:.3f}"
+    ratio = result["speed_ratio"]
+    yield f"NWOR / vanilla, median of {len(ratio['rounds'])} rounds", "", f"{ratio['median']:.3f}"
+    yield "  lowest to highest", "", f"{ratio['lowest']:.3f} to {ratio['highest']:.3f}"

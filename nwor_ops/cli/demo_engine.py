@@ -74,7 +74,7 @@ class DemoEngine:
         return self.run() if line == "run" else self.report()
 
     def run(self) -> dict[str, Any]:
-        """Serve all requests, each added at its own step; the tokens of each, and the seconds it took."""
+        """Serve all requests, each added at its own step; the tokens of each, the steps, and the seconds they took."""
         # A later run must not find the blocks of an earlier one.
         self.llm.reset_prefix_cache()
         self.runs += 1
@@ -93,7 +93,11 @@ class DemoEngine:
         else:
             raise RuntimeError(f"demo: {len(self.requests)} requests are not done after {MOST_STEPS} steps")
         seconds = time.perf_counter() - start
-        return {"tokens": [tokens[str(index)] for index in range(len(self.requests))], "seconds": seconds}
+        return {
+            "tokens": [tokens[str(index)] for index in range(len(self.requests))],
+            "steps": step + 1,
+            "seconds": seconds,
+        }
 
     def _add(self, index: int) -> None:
         from vllm import SamplingParams

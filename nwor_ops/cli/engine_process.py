@@ -8,16 +8,26 @@ import pathlib
 import selectors
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any
 
 PATIENCE_SECONDS = 900.0
 TAIL_LINES = 25
+LONGEST_SENTENCE = 400
 
 
 class EngineFailed(RuntimeError):
-    """An engine ended before it answered; the message ends with the tail of its log."""
+    """An engine ended before it answered; the message ends with the tail of its log.
+
+    Attributes:
+        sentence: what the engine itself said about it, and where its log is; None where it said nothing.
+    """
+
+    def __init__(self, message: str, sentence: str | None = None) -> None:
+        super().__init__(message)
+        self.sentence = sentence
 
 
 def engine_environment(mode: str, audit: bool, offline: bool) -> dict[str, str]:
@@ -106,7 +116,9 @@ class EngineProcess:
         line = self._read_line(time.monotonic() + PATIENCE_SECONDS)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            self._fail(f"stopped: {answer['error']}")
+            # The messages of vLLM's checks come with the fields' values, over many lines.
+            said = textwrap.shorten(answer["error"], width=LONGEST_SENTENCE, placeholder=" ...")
+            self._fail("stopped", said)
         return answer
 
     def _read_line(self, deadline: float) -> bytes:
@@ -123,7 +135,8 @@ class EngineProcess:
         line, self._unread = self._unread.split(b"\n", 1)
         return line
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, what: str, said: str | None = None) -> None:
         lines = self.log.read_text(errors="replace").splitlines()
         tail = "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
-        raise EngineFailed(f"the engine {self.name!r} {what}; the end of {self.log}:\n{tail}")
+        what = f"the engine {self.name!r} {what}" + (f": {said}" if said else "")
+        raise EngineFailed(f"{what}; the end of {self.log}:\n{tail}", f"{what} (log: {self.log})" if said else None)
