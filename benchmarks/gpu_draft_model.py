@@ -1,12 +1,24 @@
-"""vLLM 0.33 on a GPU with a draft model of its own: output tokens per second with draft graphs over vanilla.
+"""vLLM 0.33 on a GPU with a draft model of its own: output tokens per second with draft graphs, and without.
 
-    python benchmarks/gpu_draft_model.py [--seconds S] [--backend TRITON_ATTN] [--cow] [--folder FOLDER]
+    python benchmarks/gpu_draft_model.py [--seconds S] [--requests N ...] [--sides SIDE ...] [--no-profile] ...
 
 The Llama-3-8B shape with random weights, a draft model of the Llama-3.2-1B shape, K = 4, synthetic acceptance of 2.5
-tokens per step, 64-token prompts, 256 output tokens, vLLM's default CUDA graphs. Two engines, with draft graphs and
-without, live in processes of their own on one GPU and take turns, as in gpu_engine.py. Then the drafter's share of a
-step in either engine, from torch's profiler: launches, its time on the device, and how much of that the device idles.
-Also what capturing takes, in memory and at start-up. About 5 minutes.
+tokens per step, 64-token prompts, 256 output tokens, vLLM's default CUDA graphs. Three engines live in processes of
+their own on one GPU (30 GiB each) and take turns, in every order, with the same prompts:
+
+    off  vanilla vLLM with its default model runner, V2, which runs a draft model without CUDA graphs
+    v1   vanilla vLLM with VLLM_USE_V2_MODEL_RUNNER=0: piecewise graphs, the best that vanilla does
+    on   the V2 runner with draft graphs
+
+A run's speed is what it would be at 2.5 tokens a step: its tokens per second, times 2.5, over what it accepted. The V2
+runner draws what it accepts from the requests' seeds, so `off` and `on` accept the same; V1 draws anew in every run.
+A row is the ratio of two sides run by run, or the speed of one. Then the drafter's share of a step in each engine, from
+torch's profiler: launches, its time on the device, and how much of that the device idles. Also what capturing takes, in
+memory and at start-up.
+
+A side that fails is reported and left out, the others go on; rows are written after every round, so that a run which is
+cut off has some. With `--requests` or `--sides`, rows of other requests and sides that are in the file stay. About 7
+minutes with the defaults: 2 until all three are ready, `--seconds` (200) of measuring, 1 of profiling.
 """
 
 from __future__ import annotations
@@ -15,25 +27,38 @@ import argparse
 import itertools
 import json
 import pathlib
+import statistics
+import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from gpu_engine import (
+    ACCEPTANCE_DIFFERENCE,
+    ACCEPTANCE_LENGTH,
+    CAPTURED_REQUESTS,
     LLAMA_8B,
     REQUESTS,
     SMALL,
     SYNTHETIC,
     K,
-    comparison,
     engine_job,
-    measure,
-    start_engines,
+    launch_engine,
     write_shape,
 )
-from results import FOLDER, Row, row, save
+from results import FOLDER, Row, row, show, write
+
+from nwor_ops.cli.engine_process import EngineFailed, EngineProcess
 
 NAME = "draft_model"
+# Side -> vLLM's model runner, and the name of its rows.
+SIDES = {"off": ("v2", f"{NAME}_vanilla"), "v1": ("v1", f"{NAME}_vanilla_v1"), "on": ("v2", NAME)}
+RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.model_runner"}
+# Of draft graphs over the default runner.
 TARGETS = {1: 2.1, 16: 2.1, 64: 1.65}
+FEWEST_ROUNDS = 4
 LLAMA_1B = LLAMA_8B | {
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -46,7 +71,10 @@ GRAPH_LAUNCHES = ("cudaGraphLaunch",)
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", *GRAPH_LAUNCHES)
 
 
-def draft_job(folder: pathlib.Path, backend: str, small: bool) -> dict[str, Any]:
+Answers = dict[tuple[str, int], list[dict[str, Any]]]  # of the runs, by side and number of requests
+
+
+def draft_job(folder: pathlib.Path, backend: str, runner: str, small: bool) -> dict[str, Any]:
     tiny = SMALL if small else {}
     target, draft = LLAMA_8B | tiny, LLAMA_1B | tiny
     speculation = {
@@ -54,20 +82,172 @@ def draft_job(folder: pathlib.Path, backend: str, small: bool) -> dict[str, Any]
         "model": write_shape(folder / "draft", draft),
         **({} if small else SYNTHETIC),
     }
-    more = {} if small else {"attention_config": {"backend": backend}}
+    more: dict[str, Any] = {}
+    if not small:
+        more = {"attention_config": {"backend": backend}}
+        more["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(runner)}
     job = engine_job(write_shape(folder / "target", target), speculation, small, **more)
     return job | {"vocabulary": target["vocab_size"], "one_process": True}  # where its drafter can be profiled
 
 
-def check_graphs_ran(answers: dict[Any, list[dict[str, Any]]]) -> None:
-    """Every step of a run but its first ones, which have prompts in them, from graphs."""
-    for (_, side, count), runs in answers.items():
-        if side == "off":
-            continue
-        for before, after in itertools.pairwise(runs):
-            [first], [last] = before["draft_graphs"], after["draft_graphs"]
-            if last["replays"]["decode"] <= first["replays"]["decode"]:
-                raise RuntimeError(f"{count} requests: no draft graph was replayed in a run; {last}")
+def capture_sizes(runner: str) -> list[int]:
+    """In tokens: K + 1 of each request for the target. V1 runs its drafter from graphs of these sizes too, K + 2 tokens
+    of each request in the first pass and one in the others, and rounds them all up to multiples of K + 1: none of its
+    passes is to be padded more than it must, or to go without a graph."""
+    query = K + 1
+    sizes = {query * requests for requests in CAPTURED_REQUESTS}
+    if runner == "v1":
+        sizes |= {-(-tokens // query) * query for n in REQUESTS for tokens in (n, (K + 2) * n)}
+    return sorted(sizes)
+
+
+class Run:
+    """The engines that still answer, and what went wrong with the others."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, EngineProcess] = {}
+        self.problems: list[str] = []
+
+    def start(self, sides: Sequence[str], folder: pathlib.Path, options: argparse.Namespace) -> dict[str, Any]:
+        """All together, each compiling for itself: their starts can be compared. What they say of themselves."""
+        for side in sides:
+            runner, _ = SIDES[side]
+            job = draft_job(folder, options.backend, runner, options.small)
+            environment = side_environment(side, options)
+            self.engines[side] = launch_engine(
+                f"{NAME}-{side}", job, folder, folder / f"cache-{NAME}-{side}", runner, environment
+            )
+        with ThreadPoolExecutor(len(sides)) as pool:
+            found = dict(zip(sides, pool.map(self._ready, sides), strict=True))
+        for side, versions in found.items():
+            if versions is not None:
+                print(f"{side}: {versions}", flush=True)
+                if wrong := what_is_wrong(side, versions, options.small):
+                    self.drop(side, wrong)
+        return {side: found[side] for side in self.engines}
+
+    def _ready(self, side: str) -> dict[str, Any] | None:
+        try:
+            return self.engines[side].wait_until_ready()
+        except EngineFailed as error:
+            self.drop(side, str(error))
+            return None
+
+    def ask(self, side: str, command: str) -> dict[str, Any] | None:
+        """None, and the side is out, if it fails."""
+        if side not in self.engines:
+            return None
+        try:
+            return self.engines[side].ask(command)
+        except EngineFailed as error:
+            self.drop(side, str(error))
+            return None
+
+    def drop(self, side: str, why: str) -> None:
+        self.engines.pop(side).close()
+        self.report(f"{side}: {why}")
+
+    def report(self, problem: str) -> None:
+        self.problems.append(problem)
+        print(f"PROBLEM: {problem}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+
+
+def side_environment(side: str, options: argparse.Namespace) -> dict[str, str]:
+    if side != "on":
+        return {}
+    # Without a GPU there is nothing to switch on; see --small.
+    graphs = {} if options.small else {"VLLM_NWOR_DRAFT_GRAPHS": "1"}
+    return graphs | ({"VLLM_NWOR_MODE": "cow"} if options.cow or options.small else {})
+
+
+def what_is_wrong(side: str, versions: dict[str, Any], small: bool) -> str | None:
+    is_on = bool(versions["sessions"] or versions["draft_graphs"])
+    if is_on != (side == "on"):
+        return f"nwor_ops is {'on' if is_on else 'not on'} in that engine"
+    runner, _ = SIDES[side]
+    if not small and versions["runner"] != RUNNERS[runner]:
+        return f"its model runner is {versions['runner']}, not {runner}"
+    return None
+
+
+def measure(run: Run, requests: Sequence[int], options: argparse.Namespace) -> Answers:
+    """Rounds until the time is up, a run of each side and number of requests in each; in every order of the sides. Rows
+    are written after each round."""
+    sides = list(run.engines)
+    answers: Answers = {}
+    for side, count in itertools.product(sides, requests):
+        run.ask(side, f"run {count}")  # warms up
+        answers[side, count] = []
+    orders = itertools.cycle(itertools.permutations(sides))
+    started, rounds = time.monotonic(), 0
+    while run.engines and (rounds < FEWEST_ROUNDS or time.monotonic() - started < options.seconds):
+        order = next(orders)
+        for count in requests:
+            # No two requests of any round have a seed in common.
+            found = {side: run.ask(side, f"run {count} {(rounds + 1) * max(REQUESTS)}") for side in order}
+            for side, answer in found.items():
+                if answer is not None:
+                    answers[side, count].append(answer)
+        rounds += 1
+        save(speed_rows(answers, requests), options)
+    print(f"{rounds} rounds in {time.monotonic() - started:.0f} s", flush=True)
+    return answers
+
+
+def speeds(runs: list[dict[str, Any]]) -> list[float]:
+    """Output tokens per second at the acceptance that was asked for, run by run."""
+    return [r["tokens"] / r["seconds"] * ACCEPTANCE_LENGTH / r["acceptance_length"] for r in runs]
+
+
+def speed_rows(answers: Answers, requests: Sequence[int]) -> list[Row]:
+    """Draft graphs over either vanilla, then each side's speed and what it accepted."""
+    rows: list[Row] = []
+    for count in requests:
+        found = {side: answers[side, count] for side in SIDES if answers.get((side, count))}
+        rates = {side: speeds(runs) for side, runs in found.items()}
+        for vanilla, name, target in (("off", NAME, TARGETS.get(count)), ("v1", f"{NAME}_over_v1", None)):
+            if vanilla in found and "on" in found:
+                # A side that failed has fewer runs.
+                pairs = zip(rates["on"], rates[vanilla], strict=False)
+                rows.append(row(f"e2e_{name}/{count}", [on / off for on, off in pairs], "ratio", "higher", target))
+        for side, runs in found.items():
+            _, name = SIDES[side]
+            lengths = [answer["acceptance_length"] for answer in runs]
+            rows.append(row(f"tok_s_{name}/{count}", rates[side], "tok/s", "higher", digits=1))
+            rows.append(row(f"acceptance_length_{name}/{count}", [statistics.mean(lengths)], "tokens", "higher"))
+    return rows
+
+
+def check(run: Run, answers: Answers) -> None:
+    """Report, and leave out, runs that do not show what they should: draft graphs replayed in each, and as many drafts
+    accepted as were asked for."""
+    for (side, count), runs in list(answers.items()):
+        what = f"{side}, {count} requests"
+        lengths = [answer["acceptance_length"] for answer in runs]
+        # A run of one request has a hundred steps, and their mean a standard deviation of 0.05 tokens.
+        if runs and abs(statistics.mean(lengths) - ACCEPTANCE_LENGTH) > 2 * ACCEPTANCE_DIFFERENCE:
+            run.report(f"{what}: {statistics.mean(lengths):.2f} tokens a step in place of {ACCEPTANCE_LENGTH}")
+            del answers[side, count]
+        elif side == "on" and not all(answer["draft_graph_replays"] for answer in runs):
+            run.report(f"{what}: no draft graph was replayed in a run; {runs[-1]['draft_graphs']}")
+            del answers[side, count]
+
+
+def profile(run: Run, requests: Sequence[int], options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+    """The rows, and what they are made of."""
+    rows: list[Row] = []
+    raw: dict[str, Any] = {}
+    for count, side in itertools.product(requests, list(run.engines)):
+        run.ask(side, f"drafter {count} 3")  # the profiler's own start
+        found = run.ask(side, f"drafter {count} {PROFILED_STEPS}")
+        if found is not None:
+            raw[f"drafter {side} {count}"] = found
+            rows += drafter_rows(side, count, found)
+    return rows, raw
 
 
 def drafter_rows(side: str, count: int, found: dict[str, Any]) -> list[Row]:
@@ -94,64 +274,66 @@ def drafter_rows(side: str, count: int, found: dict[str, Any]) -> list[Row]:
 
 
 def cost_rows(versions: dict[str, dict[str, Any]]) -> list[Row]:
-    [report] = versions["on"]["draft_graphs"]
-    return [
-        row("draft_graphs_memory", [report["capture_bytes"] / 2**20], "MiB", "lower", digits=1),
-        row("draft_graphs_capture_seconds", [report["capture_seconds"]], "s", "lower", digits=2),
-        row("start_seconds/on", [versions["on"]["start_seconds"]], "s", "lower", digits=1),
-        row("start_seconds/off", [versions["off"]["start_seconds"]], "s", "lower", digits=1),
+    rows = [
+        row(f"start_seconds/{side}", [found["start_seconds"]], "s", "lower", digits=1)
+        for side, found in versions.items()
     ]
+    for report in versions["on"]["draft_graphs"] if "on" in versions else ():
+        rows.append(row("draft_graphs_memory", [report["capture_bytes"] / 2**20], "MiB", "lower", digits=1))
+        rows.append(row("draft_graphs_capture_seconds", [report["capture_seconds"]], "s", "lower", digits=2))
+    return rows
+
+
+def save(rows: list[Row], options: argparse.Namespace) -> None:
+    name = "gpu_draft_model" + ("" if options.backend == "FLASH_ATTN" else "_triton") + ("_cow" if options.cow else "")
+    in_part = set(options.requests) != set(REQUESTS) or set(options.sides) != set(SIDES)
+    if rows and not options.small:
+        write("h200", name, rows, options.folder, keep=in_part)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("FLASH_ATTN", "TRITON_ATTN"), default="FLASH_ATTN")
     parser.add_argument("--cow", action="store_true", help="with NWOR's transaction, too, on the side with graphs")
-    parser.add_argument("--seconds", type=float, default=130.0, help="how long to measure, once both engines are ready")
+    parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="two fit in 80 GiB")
+    parser.add_argument("--seconds", type=float, default=200.0, help="how long to measure, once the engines are ready")
+    parser.add_argument("--no-profile", dest="profile", action="store_false", help="leave the profiler out")
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
-    parser.add_argument("--logs", type=pathlib.Path, help="where the engines' logs go")
+    parser.add_argument("--logs", type=pathlib.Path, help="where logs, answers and what vLLM compiles go")
     parser.add_argument("--small", action="store_true", help="try this script with tiny models; nothing is saved")
     return parser.parse_args()
 
 
-def main() -> None:
+def main() -> int:
     options = parse_arguments()
-    requests = (1, 4) if options.small else REQUESTS
-    # Without a GPU there is nothing to switch on; see --small.
-    on = {} if options.small else {"VLLM_NWOR_DRAFT_GRAPHS": "1"}
-    if options.cow or options.small:
-        on["VLLM_NWOR_MODE"] = "cow"
+    requests = (1, 4) if options.small else options.requests
+    sides = [side for side in SIDES if side in options.sides]
+    run = Run()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.logs or pathlib.Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        job = draft_job(folder, options.backend, options.small)
-        engines = start_engines({NAME: job}, folder, "v2", {"off": {}, "on": on}, compile_once=False)
-        profiles: dict[tuple[str, int], dict[str, Any]] = {}
         try:
-            versions = {side: engine.ask("versions") for (_, side), engine in engines.items()}
-            answers = measure(engines, requests, options.seconds)
-            for count in () if options.small else requests:
-                for side in ("off", "on"):
-                    engines[NAME, side].ask(f"drafter {count} 3")  # the profiler's own start
-                    profiles[side, count] = engines[NAME, side].ask(f"drafter {count} {PROFILED_STEPS}")
+            versions = run.start(sides, folder, options)
+            answers = measure(run, requests, options)
+            if not options.small:
+                check(run, answers)
+            rows = speed_rows(answers, requests) + cost_rows(versions)
+            save(rows, options)
+            raw: dict[str, Any] = {f"{side} {count}": runs for (side, count), runs in answers.items()}
+            if options.profile and not options.small:
+                profiled, found = profile(run, requests, options)
+                rows, raw = rows + profiled, raw | found
+                save(rows, options)
+            (folder / "answers.json").write_text(json.dumps(raw) + "\n")
         finally:
-            for engine in engines.values():
-                engine.close()
-        raw = {f"{side} {count}": runs for (_, side, count), runs in answers.items()}
-        raw |= {f"drafter {side} {count}": found for (side, count), found in profiles.items()}
-        (folder / "answers.json").write_text(json.dumps(raw) + "\n")
-    rows = []
-    for count in requests:
-        off, with_graphs = (answers[NAME, side, count] for side in ("off", "on"))
-        rows += comparison(NAME, f"{NAME}_vanilla", count, off, with_graphs, TARGETS.get(count))
-    if not options.small:
-        check_graphs_ran(answers)
-        for (side, count), found in profiles.items():
-            rows += drafter_rows(side, count, found)
-        rows += cost_rows(versions)
-    name = "gpu_draft_model" + ("" if options.backend == "FLASH_ATTN" else "_triton") + ("_cow" if options.cow else "")
-    save("h200", name, rows, pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder)
+            run.close()
+    if rows:
+        show(rows)
+    for problem in run.problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    return 1 if run.problems else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

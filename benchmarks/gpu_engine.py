@@ -158,32 +158,42 @@ def engine_job(model: str, speculation: dict[str, Any], small: bool, **more: Any
     return {"engine": engine | more, "prompt_tokens": PROMPT_TOKENS, "max_tokens": OUTPUT_TOKENS}
 
 
+def launch_engine(
+    name: str,
+    job: dict[str, Any],
+    folder: pathlib.Path,
+    cache: pathlib.Path,
+    runner: str,
+    environment: dict[str, str],
+) -> EngineProcess:
+    """An engine that is starting; `cache` is the folder of what vLLM compiles, `environment` comes on top."""
+    environment = engine_environment("off", audit=False, offline=True) | environment
+    environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    # As a server runs it: the engine core in a process that does nothing else.
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.get("one_process") else "1"
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc takes a function
+    if runner == "v1":
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    environment["VLLM_CACHE_ROOT"] = str(cache)
+    return EngineProcess(name, job, folder, environment, program=(str(HERE / "gpu_engine_child.py"),))
+
+
 def start_engines(
     jobs: dict[str, dict[str, Any]],
     folder: pathlib.Path,
     runner: str,
     sides: dict[str, dict[str, str]],
-    compile_once: bool = True,
 ) -> dict[tuple[str, str], EngineProcess]:
     """An engine per job and side, all ready; by (job, side). The first side's compile for the others: which kernels the
-    compiler takes depends on how long each of them takes while others run, and would differ from engine to engine.
-    Without `compile_once` all start together and each compiles for itself: their starts can be compared."""
+    compiler takes depends on how long each of them takes while others run, and would differ from engine to engine."""
     engines: dict[tuple[str, str], EngineProcess] = {}
     first, *others = sides
-    for together in ([first], others) if compile_once else ([*sides],):
+    for together in ([first], others):
         started = {}
         for name, job in jobs.items():
             for side in together:
-                environment = engine_environment("off", audit=False, offline=True) | sides[side]
-                environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-                # As a server runs it: the engine core in a process that does nothing else.
-                environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.get("one_process") else "1"
-                environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc takes a function
-                if runner == "v1":
-                    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-                environment["VLLM_CACHE_ROOT"] = str(folder / (f"cache-{name}" + ("" if compile_once else f"-{side}")))
-                started[name, side] = EngineProcess(
-                    f"{name}-{side}", job, folder, environment, program=(str(HERE / "gpu_engine_child.py"),)
+                started[name, side] = launch_engine(
+                    f"{name}-{side}", job, folder, folder / f"cache-{name}", runner, sides[side]
                 )
         engines |= started
         with ThreadPoolExecutor(max(len(started), 1)) as pool:

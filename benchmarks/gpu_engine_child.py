@@ -2,10 +2,10 @@
 
 A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``; with
 ``one_process`` the worker is in this process, which ``host`` needs; ``captures`` are the FULL graphs to take for either
-side. Commands come on stdin, a line each, answers go to stdout, a line of JSON each: ``run N`` serves N requests,
-``switch 0`` makes an engine with NWOR vanilla vLLM until ``switch 1``, ``turns N CAPTURE FIRST CONTROL`` times steady
-decode steps of N requests with NWOR off and on in turn, ``profile N STEPS`` profiles about so many of them, ``drafter N
-STEPS`` the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on the host.
+side. Commands come on stdin, a line each, answers go to stdout, a line of JSON each: ``run N [SEED]`` serves N
+requests, ``switch 0`` makes an engine with NWOR vanilla vLLM until ``switch 1``, ``turns N CAPTURE FIRST CONTROL``
+times steady decode steps of N requests with NWOR off and on in turn, ``profile N STEPS`` profiles about so many of
+them, ``drafter N STEPS`` the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on the host.
 """
 
 from __future__ import annotations
@@ -87,18 +87,19 @@ class TimedEngine:
             "vllm": vllm.__version__,
             "torch": torch.__version__,
             "start_seconds": self._start_seconds,
+            "runner": self._llm.collective_rpc(runner_module)[0],
             **self._plugin(),
         }
 
-    def run(self, requests: int) -> dict[str, Any]:
-        """All at once, to their ends."""
-        counted, begun = self._counted(), self._plugin()["windows"]
+    def run(self, requests: int, seed: int = 0) -> dict[str, Any]:
+        """All at once, to their ends. In the V2 runner the first request's seed decides what is accepted."""
+        counted, before = self._counted(), self._plugin()
         engine = self._llm.llm_engine
         gc.collect()  # not in the middle of a run of a second
         tokens: dict[int, list[int]] = {}
         # An engine core in a process of its own starts with the first request that is added.
         start = time.perf_counter()
-        self._add(requests, self._job["max_tokens"])
+        self._add(requests, self._job["max_tokens"], seed)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
@@ -112,7 +113,8 @@ class TimedEngine:
             "tokens_hash": hash(tuple(tuple(tokens[index]) for index in sorted(tokens))),
             "acceptance_length": 1 + accepted / drafts if drafts else None,
             **plugin,
-            "windows": plugin["windows"] - begun,
+            "windows": plugin["windows"] - before["windows"],
+            "draft_graph_replays": _replays(plugin) - _replays(before),
         }
 
     def switch(self, on: int) -> dict[str, Any]:
@@ -198,16 +200,16 @@ class TimedEngine:
         while engine.has_unfinished_requests():
             engine.step()
 
-    def _add(self, requests: int, max_tokens: int) -> None:
+    def _add(self, requests: int, max_tokens: int, seed: int = 0) -> None:
         from vllm import SamplingParams
 
         self._runs += 1
         generator = random.Random(1)
         for index in range(requests):
             prompt = [generator.randrange(self._job["vocabulary"]) for _ in range(self._job["prompt_tokens"])]
-            # The synthetic sampler draws from the request's seed: both engines accept the same drafts.
+            # The V2 runner's synthetic sampler draws from the request's seed: two engines accept the same drafts.
             params = SamplingParams(
-                temperature=0.0, seed=index, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+                temperature=0.0, seed=seed + index, max_tokens=max_tokens, ignore_eos=True, detokenize=False
             )
             self._llm.llm_engine.add_request(f"{self._runs}-{index}", {"prompt_token_ids": prompt}, params)
 
@@ -219,6 +221,11 @@ class TimedEngine:
     def _plugin(self) -> dict[str, Any]:
         [worker] = self._llm.collective_rpc(describe_plugin)
         return worker
+
+
+def _replays(plugin: dict[str, Any]) -> int:
+    """Of the graphs of a draft model's loop."""
+    return sum(report["replays"]["decode"] for report in plugin["draft_graphs"])
 
 
 def _step_figures(ends: list[float]) -> dict[str, Any]:
@@ -235,6 +242,11 @@ def _tokens_so_far(outputs: list[Any], requests: int) -> int:
 
 
 # ---------------------------------------------------------------- in the worker, which may be a process of its own
+
+
+def runner_module(worker: Any) -> str:
+    """Where its model runner is defined: vLLM has two."""
+    return type(worker.model_runner).__module__
 
 
 def start_profile(worker: Any) -> None:

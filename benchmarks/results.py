@@ -114,16 +114,27 @@ def circumstances() -> dict[str, str | None]:
     }
 
 
-def save(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER) -> None:
-    """Print the rows and write them to ``folder/machine/name.json``."""
+def write(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER, *, keep: bool = False) -> None:
+    """Write the rows to ``folder/machine/name.json``; with ``keep``, beside those with other names that are there."""
     common = circumstances()
     target = folder / machine / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps([asdict(r) | common for r in rows], indent=1) + "\n")
+    known = {found["name"]: found for found in json.loads(target.read_text())} if keep and target.exists() else {}
+    known |= {r.name: asdict(r) | common for r in rows}
+    target.write_text(json.dumps(list(known.values()), indent=1) + "\n")
+
+
+def save(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER) -> None:
+    """Write the rows, and print them."""
+    write(machine, name, rows, folder)
+    show(rows)
+
+
+def show(rows: list[Row]) -> None:
     width = max(len(r.name) for r in rows)
     for r in rows:
         goal = "" if r.target is None else f"  target {r.target:g} {'met' if r.met else 'MISSED'}"
-        print(f"{r.name:<{width}}  {r.value:>10g} {r.unit:<8} [{r.spread[0]:g}, {r.spread[1]:g}]{goal}")
+        print(f"{r.name:<{width}}  {r.value:>10g} {r.unit:<8} [{r.spread[0]:g}, {r.spread[1]:g}]{goal}", flush=True)
 
 
 def alternating(variants: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, list[float]]:
