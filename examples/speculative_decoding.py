@@ -11,8 +11,8 @@ makes the cache writes of each such step one transaction:
     commit     two kernels find the rejected drafts and put the saved bytes back, in all layers at once.
 
 With `--mode stage` begin sends the drafts to spare pages instead, and commit copies the accepted ones over; nothing
-else changes. None of them allocates or waits for the device. After commit, the cache holds exactly what it would
-hold had the rejected drafts never been there.
+else changes. None of them allocates or waits for the device. After commit, the cache is as if no rejected row had been
+written.
 """
 
 from __future__ import annotations

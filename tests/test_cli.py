@@ -3,8 +3,10 @@
 A whole demo is run by ``make demo``; here are only the parts that need no engine.
 """
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -252,7 +254,7 @@ def demo_result(**changes):
     audit |= {"drafted": 100, "accepted": 40, "rejected": 60, "exposed_rows": 0, "steps": 30, "moments": 60}
     vllm = {"drafted": 100, "accepted": 40}
     result = {
-        "acceptance": 0.4,
+        "acceptance": {"audited": 0.4, "timed": 0.5},
         "outputs_identical": True,
         "vanilla": {"audit": audit | {"stale_rows": 60}, "vllm": vllm, "timed_mode": "none", "stats": None},
         "nwor": {"audit": dict(audit), "vllm": vllm, "timed_mode": "cow", "stats": audit},
@@ -296,7 +298,8 @@ def test_what_mode_stage_promises_besides(changes, complaint, tmp_path):
         ({"vanilla__timed_mode": "cow"}, "did not run in the modes"),
         ({"vanilla__vllm__drafted": 101}, "the audit counted 100 drafted tokens, vLLM's metrics 101"),
         ({"nwor__stats__rejected": 59}, "NWOR counted 59 rejected tokens on the device, the audit 60"),
-        ({"acceptance": 0.9}, "does not show both sides: 90%"),
+        ({"acceptance__audited": 0.9}, "does not show both sides: 90% of the drafts of the audited part"),
+        ({"acceptance__timed": 0.1}, "does not show both sides: 10% of the drafts of the timed part"),
         ({"vanilla__audit__stale_rows": 0}, "vanilla vLLM left no stale row"),
     ],
 )
@@ -316,16 +319,130 @@ def test_with_a_model_of_ones_own_the_workload_is_no_promise(tmp_path):
     pytest.importorskip("rich")
     from nwor_ops.cli.demo import DemoOptions, _problems
 
-    assert list(_problems(DemoOptions(tmp_path, model="mine"), demo_result(acceptance=0.99))) == []
+    assert list(_problems(DemoOptions(tmp_path, model="mine"), demo_result(acceptance__timed=0.99))) == []
 
 
-def test_an_engine_that_fails_is_reported_with_the_end_of_its_log(tmp_path):
-    engine = EngineProcess("broken", {"engine": {}}, tmp_path, dict(os.environ) | {"PYTHONPATH": "/nowhere"})
+def failed_start(tmp_path: Path, program: str) -> EngineFailed:
+    """Of an engine whose process is this program."""
+    (tmp_path / "program.py").write_text(program)
+    engine = EngineProcess("broken", {}, tmp_path, dict(os.environ), program=(str(tmp_path / "program.py"),))
     try:
-        with pytest.raises(EngineFailed, match=r"(?s)'broken' .*broken\.log:\n    "):
+        with pytest.raises(EngineFailed) as caught:
             engine.wait_until_ready()
     finally:
         engine.close()
+    return caught.value
+
+
+def test_an_engine_that_cannot_start_says_so_in_a_sentence(tmp_path):
+    refusing = """
+from nwor_ops.cli.demo_engine import serve
+def start(job):
+    raise ValueError("1 validation error\\n  Value error, no such\\n   model " + 999 * "x ")
+serve(start)
+"""
+    error = failed_start(tmp_path, refusing)
+    assert re.match(r"(?s)the engine 'broken' stopped: ValueError: .*broken\.log:\n    .*Traceback", str(error))
+    assert re.fullmatch(
+        r"the engine 'broken' stopped: ValueError: 1 validation error Value error, no such model [x ]{300,400} \.\.\. "
+        r"\(log: \S+broken\.log\)",
+        error.sentence,
+    )
+
+
+def test_an_engine_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
+    error = failed_start(tmp_path, "import sys; print('the reason', file=sys.stderr); sys.exit(3)")
+    assert re.fullmatch(r"(?s)the engine 'broken' ended with exit code 3; .*broken\.log:\n    the reason", str(error))
+    assert error.sentence is None
+
+
+def test_what_cannot_be_a_model_is_refused_in_a_sentence(tmp_path):
+    pytest.importorskip("vllm")
+    finished = run_cli("demo", "--model", "/nonexistent", "--output", str(tmp_path / "output"))
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert finished.stderr == "nwor-ops demo: --model: there is no folder /nonexistent\n"
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model": "./nonexistent"}, "--model: there is no folder ./nonexistent"),
+        ({"model": "FOLDER"}, "--model: FOLDER has no config.json, so it is not the folder of a model"),
+        ({"draft_model": "FOLDER/file"}, "--draft-model: FOLDER/file is a file, not the folder of a model"),
+        ({"output": "FOLDER/file"}, "--output: FOLDER/file is a file, not a folder"),
+    ],
+)
+def test_options_that_make_no_sense(changes, complaint, tmp_path):
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo import DemoOptions, check_options
+
+    (tmp_path / "file").touch()
+    named = {name: value.replace("FOLDER", str(tmp_path)) for name, value in changes.items()}
+    options = DemoOptions(**{"output": tmp_path} | named | {"output": Path(named.get("output", tmp_path))})
+    with pytest.raises(ValueError, match=f"^{re.escape(complaint.replace('FOLDER', str(tmp_path)))}$"):
+        check_options(options)
+    # A name: vLLM fetches it, or says that it cannot.
+    check_options(DemoOptions(tmp_path, model="someone/some-model"))
+
+
+def test_timed_rounds_are_in_turns_and_the_first_answers_do_not_count(tmp_path):
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo import DemoOptions, run_timed
+
+    asked, advanced = [], []
+
+    class Engine:
+        def __init__(self, name, seconds):
+            self.name, self.seconds = name, seconds
+
+        def ask(self, command):
+            asked.append(f"{self.name} {command}")
+            return {"tokens": [[1, 2], [3]], "steps": 10, "seconds": self.seconds} if command == "run" else {"vllm": {}}
+
+    engines = {"vanilla": Engine("vanilla", 0.5), "nwor": Engine("nwor", 0.6)}
+    timed = run_timed(DemoOptions(tmp_path, rounds=2), engines, lambda: advanced.append(1))
+    first, second = ["vanilla run", "nwor run"], ["nwor run", "vanilla run"]
+    assert asked == [*first, *first, *second, "vanilla report", "nwor report"]
+    assert len(advanced) == 2
+    assert timed["nwor"] == {
+        "tokens": [[[1, 2], [3]]] * 3,
+        "rates": [pytest.approx(5.0)] * 2,
+        "step_ms": [pytest.approx(60.0)] * 2,
+        "vllm": {},
+    }
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_stages_say_what_is_done_and_how_far_it_is(terminal):
+    console_module = pytest.importorskip("rich.console")
+    from nwor_ops.cli.demo import Stages
+
+    console = console_module.Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
+    stages = Stages(console, 2)
+    with stages.stage("making [a model]"):
+        pass
+    with stages.stage("timing", most=7) as advance:
+        advance()
+        advance()
+    printed = console.file.getvalue()
+    if terminal:
+        assert "2/7" in printed
+        assert "━" in printed
+    else:
+        assert re.sub(r"in +\d+ s", "in 0 s", printed).splitlines() == [
+            "1/2 making [a model] ...", "done in 0 s: 1/2 making [a model]",
+            "2/2 timing ...", "done in 0 s: 2/2 timing",
+        ]  # fmt: skip
+
+
+def test_the_timed_model_is_the_size_that_its_name_says():
+    from nwor_ops.cli import tiny_llama
+
+    for size in (tiny_llama.Size(), tiny_llama.Size(layers=1, kv_heads=1)):
+        assert size.parameters == sum(tensor.numel() for _, tensor in tiny_llama._weights(0, size))
+    assert 20e6 < tiny_llama.TIMED_SIZE.parameters < 100e6
+    assert str(tiny_llama.TIMED_SIZE) == "Llama, 43 M parameters"
 
 
 def test_the_vanilla_engine_has_nothing_of_ours_in_its_environment(monkeypatch):
