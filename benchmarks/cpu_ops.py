@@ -14,7 +14,7 @@ from results import Row, alternating, ratios, row, save
 from vllm import _custom_ops as vllm_ops
 
 import nwor_ops
-from nwor_ops.vllm.cpu_pages import layer_cache, strided_pages
+from nwor_ops.vllm.cpu_pages import layer_cache, learn_pages, strided_pages
 
 HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 8, 128, 32, 512
 AMX_BLOCK_SIZE, AMX_BLOCKS = 128, 256
@@ -34,13 +34,22 @@ def drafts(num_tokens: int) -> torch.Tensor:
     return torch.where(torch.arange(num_tokens) % 5 == 0, -1, torch.arange(num_tokens)).to(torch.int32)
 
 
+def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What vLLM's writer takes."""
+    return kv_cache.view(*kv_cache.shape[:2], -1, HEAD_SIZE).chunk(2, dim=2)
+
+
+def write_amx(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    vllm_ops.cpu_attn_reshape_and_cache(key, value, *halves(kv_cache), slots, "amx")
+
+
 def log_amx_row(num_tokens: int) -> Row:
     """A log through the table of offsets, which precedes vLLM's own writer."""
     key, value = torch.randn(2, num_tokens, HEADS, HEAD_SIZE).to(torch.bfloat16)
     slots, log_rows = consecutive_slots(num_tokens, AMX_BLOCKS, AMX_BLOCK_SIZE), drafts(num_tokens)
     kv_cache = torch.zeros(AMX_BLOCKS, HEADS, AMX_BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
-    theirs = kv_cache.view(AMX_BLOCKS, HEADS, 2 * AMX_BLOCK_SIZE, HEAD_SIZE).chunk(2, dim=2)
-    [plane] = layer_cache(kv_cache, "amx", writable=False).planes
+    theirs = halves(kv_cache)
+    [plane] = layer_cache(kv_cache, learn_pages(write_amx, kv_cache, torch.bfloat16), writable=False).planes
     log = torch.zeros(num_tokens, HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16)
     samples = alternating(
         {
@@ -58,7 +67,7 @@ def write_rows(num_tokens: int) -> list[Row]:
     key, value = torch.randn(2, *shape).to(torch.bfloat16)
     slots = consecutive_slots(num_tokens, BLOCKS, BLOCK_SIZE)
     kv_cache = torch.zeros(BLOCKS, HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
-    theirs = kv_cache.view(BLOCKS, HEADS, 2 * BLOCK_SIZE, HEAD_SIZE).chunk(2, dim=2)
+    theirs = halves(kv_cache)
     ours = strided_pages(kv_cache)
     rows_contiguous = torch.zeros(BLOCKS, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16)
     packed = rows_contiguous.split(HEAD_SIZE, dim=-1)

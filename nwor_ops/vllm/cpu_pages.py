@@ -1,45 +1,28 @@
 """The pages of vLLM's CPU attention back end, as planes.
 
-``layer.kv_cache`` is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, but the bytes of one
-(block, head) page are in an order of the instruction set's choosing: all keys, then all values
-(``vllm/csrc/cpu/cpu_attn_*.hpp``). With o = slot % block_size, N = block_size, D = head_size and
-d < D, element (o, d) lies at
-
-- ``vec``, ``vec16``: key ``d * N + o`` (transposed), value ``N * D + o * D + d``;
-- ``amx``: key ``(o // 16) * 16 * D + (d // 2) * 32 + (o % 16) * 2 + d % 2``,
-  value ``N * D + (d // 16) * 16 * N + (o // 2) * 32 + (d % 16) * 2 + o % 2``.
-
-The first is a matter of strides, the second needs a table. No formula is trusted:
-:func:`verify_pages` lets vLLM's own writer write a token and looks where it went.
+``layer.kv_cache`` is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, but the bytes of one (block, head)
+page are in an order of vLLM's choosing, by processor, dtype and sizes (``vllm/csrc/cpu/cpu_attn_*.hpp``): on x86-64
+keys transposed before values, or the tiles of AMX. Nothing here knows which: :func:`learn_pages` lets vLLM's own writer
+write and looks where each element went. The first of these orders is a matter of strides and our writer can fill such
+pages; any other is a table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from nwor_ops.cache import LayerCache, Plane
 
-STRIDED = ("vec", "vec16")
-TABLED = ("amx",)
-SUPPORTED = STRIDED + TABLED
+Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # key, value, kv_cache, slot_mapping
 
-
-@lru_cache
-def amx_page_offsets(block_size: int, head_size: int) -> Tensor:
-    """int32 ``[N, 2 * D]``: where in a page the key and the value of each slot lie."""
-    offset = torch.arange(block_size)[:, None]
-    d = torch.arange(head_size)[None, :]
-    key = offset // 16 * 16 * head_size + d // 2 * 32 + offset % 16 * 2 + d % 2
-    value = block_size * head_size + d // 16 * 16 * block_size + offset // 2 * 32 + d % 16 * 2 + offset % 2
-    return torch.cat((key, value), dim=1).to(torch.int32)
+_known: dict[tuple[int, int, bytes], Tensor] = {}  # planes of one order must share its table
 
 
 def strided_pages(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value views ``[B, N, H, D]`` of ``vec`` and ``vec16`` pages."""
+    """Key and value views ``[B, N, H, D]`` of pages in which keys lie transposed before values."""
     num_blocks, num_heads, block_size, width = kv_cache.shape
     head_size = width // 2
     shape = (num_blocks, block_size, num_heads, head_size)
@@ -50,31 +33,63 @@ def strided_pages(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def layer_cache(kv_cache: Tensor, isa: str, writable: bool) -> LayerCache:
+def learn_pages(write: Writer, like: Tensor, source_dtype: torch.dtype) -> Tensor | None:
+    """How vLLM's writer orders a page: None where :func:`strided_pages` says it, else int32 ``[N, 2 * D]``, where in
+    the page each element of each slot's key and value lies.
+
+    Args:
+        write: vLLM's writer of one layer.
+        like: a cache of that layer ``[B, H, N, 2 * D]``, for its shape and dtype; not written.
+        source_dtype: dtype of keys and values.
+
+    Raises:
+        ValueError: no order of a page is what it does: it writes an element twice or not at all, or outside the block.
+    """
+    _, num_heads, block_size, width = like.shape
+    # The bits of each element's number, one a time, as values that no quantisation turns into zero or back.
+    numbers = torch.arange(1, block_size * width + 1).view(block_size, 1, width).expand(-1, num_heads, -1)
+    slots = torch.arange(block_size, 2 * block_size)
+    found = torch.zeros((2, num_heads, block_size * width), dtype=torch.int32)
+    for bit in range((block_size * width).bit_length()):
+        row = (numbers >> bit & 1).to(source_dtype) * 1.5
+        scratch = torch.zeros((2, num_heads, block_size, width), dtype=like.dtype)
+        write(*(half.contiguous() for half in row.chunk(2, dim=-1)), scratch, slots)
+        found |= _written(scratch).view_as(found).int() << bit
+    order = found[1, 0]
+    if found[0].any() or (found[1] != order).any() or not torch.equal(order.sort().values, numbers[:, 0].flatten()):
+        raise ValueError(
+            f"vLLM's CPU writer ({like.dtype}, block size {block_size}, head size {width // 2}) was given one block to "
+            "fill and did not put each element of its keys and values in one place of it, the same in every head"
+        )
+    offsets = order.argsort().to(torch.int32).view(block_size, width)
+    page = torch.arange(block_size * width, dtype=torch.int32).view(1, 1, block_size, width)
+    if torch.equal(offsets, torch.cat(strided_pages(page), dim=-1)[0, :, 0]):
+        return None
+    return _known.setdefault((block_size, width, offsets.numpy().tobytes()), offsets)
+
+
+def layer_cache(kv_cache: Tensor, page_offsets: Tensor | None, writable: bool) -> LayerCache:
     """The planes of one layer.
 
     Args:
         kv_cache: ``[B, H, N, 2 * D]`` as vLLM binds it.
-        isa: ``layer.isa``.
+        page_offsets: what :func:`learn_pages` returned.
         writable: whether our writer may fill the planes (strided pages without quantisation).
 
     Raises:
-        ValueError: another instruction set, or pages that are not contiguous.
+        ValueError: pages that are not contiguous.
     """
-    _, _, block_size, width = kv_cache.shape
-    if isa not in SUPPORTED:
-        raise ValueError(
-            f"the CPU cache pages of instruction set {isa!r} are not known; known are {', '.join(SUPPORTED)}"
-        )
-    if kv_cache.stride(3) != 1 or kv_cache.stride(2) != width:
+    if kv_cache.stride(3) != 1 or kv_cache.stride(2) != kv_cache.shape[3]:
         raise ValueError(f"CPU cache pages must be contiguous, got strides {kv_cache.stride()}")
-    if isa in TABLED:
-        return LayerCache.opaque(Plane(kv_cache.transpose(1, 2), amx_page_offsets(block_size, width // 2)))
+    if page_offsets is not None:
+        return LayerCache.opaque(Plane(kv_cache.transpose(1, 2), page_offsets))
     key, value = strided_pages(kv_cache)
     return LayerCache.split(key, value) if writable else LayerCache.opaque(key, value)
 
 
-Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # key, value, kv_cache, slot_mapping
+def _written(scratch: Tensor) -> Tensor:
+    """Which elements of a cache that was zero are no longer."""
+    return scratch.view(torch.uint8 if scratch.element_size() == 1 else scratch.dtype) != 0
 
 
 def _slot_elements(kv_cache: Tensor, cache: LayerCache, slot: int) -> Tensor:
@@ -91,13 +106,16 @@ def _slot_elements(kv_cache: Tensor, cache: LayerCache, slot: int) -> Tensor:
     return marked.bool()
 
 
-def verify_pages(write: Writer, like: Tensor, isa: str, source_dtype: torch.dtype, writable: bool) -> None:
-    """Write single tokens with vLLM's own writer and check that exactly the planes' elements changed.
+def verify_pages(
+    write: Writer, like: Tensor, page_offsets: Tensor | None, source_dtype: torch.dtype, writable: bool
+) -> None:
+    """Write single tokens with vLLM's own writer and check that exactly the planes' elements changed: what was learned
+    of whole blocks holds of a token too.
 
     Args:
         write: vLLM's writer of one layer.
         like: a cache of that layer, for its shape and dtype; not written.
-        isa: its instruction set.
+        page_offsets: what :func:`learn_pages` returned.
         source_dtype: dtype of keys and values.
         writable: as in :func:`layer_cache`.
 
@@ -112,11 +130,11 @@ def verify_pages(write: Writer, like: Tensor, isa: str, source_dtype: torch.dtyp
         row = torch.rand((2, 1, num_heads, width // 2), generator=generator) + 1
         key, value = row.to(source_dtype).unbind(0)
         write(key, value, scratch, torch.tensor([slot]))
-        expected = _slot_elements(scratch, layer_cache(scratch, isa, writable), slot)
-        written = scratch.view(torch.uint8 if scratch.element_size() == 1 else scratch.dtype) != 0
+        expected = _slot_elements(scratch, layer_cache(scratch, page_offsets, writable), slot)
+        written = _written(scratch)
         if not torch.equal(written, expected):
             raise ValueError(
-                f"vLLM's CPU writer ({isa}, {like.dtype}, block size {block_size}, head size {width // 2}) puts "
+                f"vLLM's CPU writer ({like.dtype}, block size {block_size}, head size {width // 2}) puts "
                 f"slot {slot} elsewhere than expected: {int((written & ~expected).sum())} elements outside the "
                 f"slot changed, {int((expected & ~written).sum())} inside did not"
             )

@@ -157,13 +157,13 @@ def _cpu_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype)
     """vLLM's CPU pages: keys transposed within a page, or an order that only a table can express."""
     # The class's own writer, bound: what the instance attribute will be wrapped around.
     own_writer = functools.partial(type(attention.impl).do_kv_cache_update, attention.impl, attention)
-    isa: str = attention.isa
-    writable = isa in cpu_pages.STRIDED and attention.impl.kv_cache_dtype == "auto"
+    page_offsets = cpu_pages.learn_pages(own_writer, attention.kv_cache, source_dtype)
+    writable = page_offsets is None and attention.impl.kv_cache_dtype == "auto"
 
     def planes(kv_cache: Tensor) -> LayerCache:
-        return cpu_pages.layer_cache(kv_cache, isa, writable)
+        return cpu_pages.layer_cache(kv_cache, page_offsets, writable)
 
-    cpu_pages.verify_pages(own_writer, attention.kv_cache, isa, source_dtype, writable)
+    cpu_pages.verify_pages(own_writer, attention.kv_cache, page_offsets, source_dtype, writable)
     return TargetLayer(AuditedLayer(name, group, attention.kv_cache, planes, own_writer), fused=writable)
 
 
