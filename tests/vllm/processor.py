@@ -1,0 +1,107 @@
+"""A processor that can less than this one, for vLLM: ``NWOR_TEST_CPU`` names what it has at most.
+
+vLLM asks ``torch.cpu`` which of its libraries to load (``_C``, ``_C_AVX512``, ``_C_AVX2``) and which attention to run.
+Every Python process that a limited test run starts, vLLM's own among them, imports ``limited/sitecustomize.py``, and is
+then told no more than the variable permits.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from types import MappingProxyType, ModuleType
+from typing import NamedTuple
+
+VARIABLE = "NWOR_TEST_CPU"
+
+
+class Level(NamedTuple):
+    needs: str  # of torch.cpu.get_capabilities()
+    lacks: tuple[str, ...]  # how those begin that are kept from vLLM
+    library: str  # that vLLM is to load
+    environment: dict[str, str]  # of torch and oneDNN, which do not ask torch.cpu
+
+
+LEVELS = {
+    "avx2": Level("avx2", ("avx512", "amx"), "_C_AVX2", {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}),
+    "avx512": Level(
+        "avx512_f", ("avx512_bf16", "avx512_fp16", "amx"), "_C_AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}
+    ),
+    "avx512_bf16": Level("avx512_bf16", ("amx",), "_C", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}),
+    "amx": Level("amx_tile", (), "_C", {}),
+}
+
+
+def apply() -> None:
+    """Limit this process and those that it starts.
+
+    Raises:
+        ValueError: the variable names nothing known, or more than this processor has.
+    """
+    name = os.environ.get(VARIABLE)
+    if not name:
+        return
+    if name not in LEVELS:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(LEVELS)}, got {name!r}")
+    import torch.cpu
+
+    has = torch.cpu.get_capabilities()
+    if not has.get(LEVELS[name].needs):
+        most = [other for other, level in LEVELS.items() if has.get(level.needs)]
+        raise ValueError(f"{VARIABLE}={name}, but this processor has none; it can be {' or '.join(most) or 'nothing'}")
+    os.environ |= environment(name)
+    _deny(torch.cpu, LEVELS[name])
+
+
+def environment(name: str) -> dict[str, str]:
+    """Of a process that is limited from its start."""
+    here = pathlib.Path(__file__).parent
+    path = [str(here / "limited"), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return LEVELS[name].environment | {VARIABLE: name, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def apply_at_import() -> None:
+    """The same in a process that has just started: nothing is imported before it is wanted."""
+    if level := LEVELS.get(os.environ.get(VARIABLE, "")):
+        sys.meta_path.insert(0, _AfterImport("torch.cpu", lambda module: _deny(module, level)))
+
+
+def _deny(module: ModuleType, level: Level) -> None:
+    ask = module.get_capabilities
+    module.get_capabilities = lambda: MappingProxyType(  # type: ignore[attr-defined]
+        {name: has and not name.startswith(level.lacks) for name, has in ask().items() if name != "architecture"}
+        | {"architecture": ask()["architecture"]}
+    )
+
+
+class _AfterImport:
+    """A finder that lets one module be imported as ever, and then calls a function with it."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = importlib.machinery.PathFinder.find_spec(name, path)  # type: ignore[arg-type]
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.then(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def vllm_library() -> str:
+    """Which of its CPU libraries vLLM has loaded into this process."""
+    maps = pathlib.Path("/proc/self/maps").read_text().split()
+    [name] = {path.rpartition("/")[2] for path in maps if "/vllm/_C" in path}
+    return name.removesuffix(".abi3.so")
