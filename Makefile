@@ -21,12 +21,15 @@ MATRIX_WHEELS := $(MATRIX_FOLDER)/wheels
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 STEP := $(PYTHON) tools/step.py
-CPP := csrc/*.h csrc/*.cpp csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.h
+# Tests run in as many processes as there are cores, four at most.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+CPP := csrc/*.h csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda/*.cu csrc/cuda/*.h
 
 # What a recipe that failed or was interrupted has begun is not taken for done.
 .DELETE_ON_ERROR:
 .PHONY: setup demo test lint types build test-cpu test-vllm format clean
-.PHONY: matrix dist test-dist
+.PHONY: check test-nightly matrix dist test-dist
 
 export TORCH_INDEX
 
@@ -73,6 +76,17 @@ demo: setup
 
 test: lint types build test-cpu test-vllm
 
+# Where there is no GPU to run it, the CUDA code is compiled for the one architecture that takes every branch of it.
+ifeq ($(shell command -v nvidia-smi),)
+test test-cpu test-vllm test-nightly: export TORCH_CUDA_ARCH_LIST ?= 9.0
+endif
+
+# What to run after each change: three minutes at most.
+check: lint types
+	@NWOR_BUILD_CUDA=0 $(STEP) 5/5 "CPU library" -- $(BIN)/python setup.py -q build_ext --inplace
+	@echo "== tests of what changed"
+	@$(BIN)/python tests/touched.py -n $(WORKERS) --dist loadgroup
+
 lint: setup
 	@echo "== lint"
 	$(BIN)/ruff check .
@@ -85,11 +99,16 @@ types: setup
 
 test-cpu: build
 	@echo "== tests"
-	$(BIN)/python -m pytest --ignore=tests/vllm --ignore=tests/gpu
+	$(PYTEST) tests --ignore=tests/vllm --ignore=tests/gpu
 
 test-vllm: build
 	@echo "== tests with a real vLLM engine"
-	$(BIN)/python -m pytest tests/vllm
+	$(PYTEST) tests/vllm
+
+# More examples of every property, others each time, and what is too slow for `make test`.
+test-nightly: build
+	@echo "== tests, the slow ones too"
+	$(PYTEST) --nightly tests --ignore=tests/gpu
 
 # Every torch of pyproject.toml, [tool.nwor_ops]: sources against its headers, one library under each.
 matrix: setup

@@ -41,7 +41,10 @@ MAJOR, MINOR = map(int, re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.t
 TARGET = f"0x{MAJOR:02x}{MINOR:02x}000000000000"  # the oldest torch whose stable ABI the libraries use
 RELEASE_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
 MIN_NVCC = (12, 8)  # the first that knows compute capability 12.0
-BUILD_VARIABLES = ("CXX", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "NWOR_GLIBC")
+BUILD_VARIABLES = {
+    "cpu": ("CXX", "NWOR_GLIBC"),
+    "cuda": ("CXX", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "NWOR_GLIBC"),
+}
 COMMON = ["-std=c++17", "-DTORCH_STABLE_ONLY", f"-DTORCH_TARGET_VERSION={TARGET}"]
 
 
@@ -149,7 +152,7 @@ class BuildLibraries(build_ext):
         inputs = [pathlib.Path(path) for path in (*library.sources, *library.depends, __file__)]
         # Built with other compilers, flags or headers it is not fresh either.
         built_with = self.scratch / "built_with.txt"
-        wanted = f"{torch_version} {target} {[os.environ.get(name) for name in BUILD_VARIABLES]}"
+        wanted = f"{torch_version} {target} {[os.environ.get(name) for name in BUILD_VARIABLES[library.kind]]}"
         same = built_with.exists() and built_with.read_text() == wanted
         if not self.force and same and target.exists() and self.is_fresh(target, inputs):
             return

@@ -64,7 +64,7 @@ def test_every_mode_drafts_what_reading_the_whole_text_drafts(num_drafts, temper
                 assert (drafter.buffers.draft_tokens[num_reqs:, 1:] == NEVER).all()
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples * 2 // 3)
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 5), st.integers(0, 2**20), st.sampled_from([0.0, 0.6, 2.0]))
 def test_any_batch(num_drafts, num_reqs, spare, seed, temperature):
     drafter = make_drafter(num_drafts, num_reqs + spare, max_len=2 * num_drafts + 9)

@@ -122,7 +122,8 @@ def test_staged_rows_carry_their_window():
     assert ours[-1].tolist() == [WINDOW if row in STAGE_ROWS else EARLIER_WINDOW for row in range(4)]
 
 
-def test_many_rows_on_all_threads():
+@pytest.mark.usefixtures("four_threads")
+def test_many_rows_on_several_threads():
     order = torch.randperm(400, generator=torch.Generator().manual_seed(0)).tolist()
     assert_same_as_oracle("stage_kv", stage_arguments(SMALL, torch.float16, tuple(order[:300]), rows=400))
 

@@ -260,7 +260,8 @@ def test_layout_is_not_guessed_when_block_size_equals_num_heads(layout):
     assert torch.equal(ours[3][1, 2], ours[1][0])
 
 
-def test_many_tokens_on_all_threads():
+@pytest.mark.usefixtures("four_threads")
+def test_many_tokens_on_several_threads():
     """More rows than one thread takes, so that the work is split."""
     shape = Shape(40, 16, 2, 32, 32, layers=3)
     slots = torch.randperm(640, generator=torch.Generator().manual_seed(3)).tolist()[:500]

