@@ -7,13 +7,15 @@ strides is the engine's business; nothing here guesses a layout from a shape.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nwor_ops import ops
+from nwor_ops import ops, validation
+from nwor_ops.validation import BoundToMemory
 
 
 def has_no_data(tensor: Tensor) -> bool:
@@ -29,16 +31,30 @@ class Plane:
         view: ``[B, N, H, W]``, any strides, any dtype of 1, 2, 4 or 8 bytes.
         page_offsets: int32 ``[N, W]`` or None; see :func:`nwor_ops.log_slots`. Planes that share a
             page order must share the tensor.
+
+    Raises:
+        ValueError, TypeError: another shape or dtype.
     """
 
     view: Tensor
     page_offsets: Tensor | None = None
 
     def __post_init__(self) -> None:
+        validation.tensor("Plane: view", self.view)
         if self.view.dim() != 4:
             raise ValueError(
                 "Plane: view must be [num_blocks, block_size, num_kv_heads, width], got "
                 f"{self.view.dtype} {list(self.view.shape)}"
+            )
+        if self.view.element_size() not in (1, 2, 4, 8):
+            raise TypeError(f"Plane: view must have dtype of 1, 2, 4 or 8 bytes, got {self.view.dtype}")
+        if self.page_offsets is None:
+            return
+        validation.tensor("Plane: page_offsets", self.page_offsets, torch.int32, device=self.view.device)
+        if self.page_offsets.shape != (self.view.shape[1], self.view.shape[3]):
+            raise ValueError(
+                f"Plane: page_offsets must be [block_size, width], {[self.view.shape[1], self.view.shape[3]]}, got "
+                f"{list(self.page_offsets.shape)}"
             )
 
     @property
@@ -48,7 +64,7 @@ class Plane:
         return view.dtype, tuple(view.shape), view.stride(), id(self.page_offsets)
 
 
-class PlaneList:
+class PlaneList(BoundToMemory):
     """Planes of one geometry that ops are called with in every step: compared once, then passed as a table.
 
     Args:
@@ -86,16 +102,16 @@ class LayerCache:
     @classmethod
     def packed(cls, cache: Tensor, key_size: int | None = None) -> LayerCache:
         """``cache`` is ``[B, N, H, Dk + Dv]``; ``key_size`` is Dk (default: half)."""
-        size = cache.shape[-1] // 2 if key_size is None else key_size
-        if not 0 < size < cache.shape[-1]:
-            raise ValueError(
-                f"LayerCache.packed: key_size must lie between 0 and the width {cache.shape[-1]}, got {size}"
-            )
-        return cls((Plane(cache),), key_size=size)
+        validation.tensor("LayerCache.packed: cache", cache, dims=4)
+        if key_size is None:
+            key_size = cache.shape[-1] // 2
+        return cls((Plane(cache),), key_size=_key_size("LayerCache.packed", key_size, cache.shape[-1]))
 
     @classmethod
     def split(cls, key_cache: Tensor, value_cache: Tensor) -> LayerCache:
         """``key_cache`` is ``[B, N, H, Dk]``, ``value_cache`` ``[B, N, H, Dv]``."""
+        for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+            validation.tensor(f"LayerCache.split: {name}", cache, dims=4)
         if key_cache.shape[:3] != value_cache.shape[:3] or key_cache.dtype != value_cache.dtype:
             raise ValueError(
                 "LayerCache.split: value_cache must have the dtype, blocks, block size and heads of key_cache "
@@ -108,9 +124,22 @@ class LayerCache:
         """Planes whose writer is not ours."""
         if not planes:
             raise ValueError("LayerCache.opaque: planes must hold at least one plane, got none")
+        for index, plane in enumerate(planes):
+            if not isinstance(plane, Plane):
+                validation.tensor(f"LayerCache.opaque: planes[{index}]", plane, dims=4)
         return cls(tuple(plane if isinstance(plane, Plane) else Plane(plane) for plane in planes), writable=False)
 
     def __post_init__(self) -> None:
+        validation.instance("LayerCache: planes", self.planes, tuple, "a tuple")
+        for index, plane in enumerate(self.planes):
+            validation.instance(f"LayerCache: planes[{index}]", plane, Plane, "a Plane")
+        validation.boolean("LayerCache: writable", self.writable)
+        wanted = 1 if self.key_size is not None else 2
+        if not self.planes or (self.writable and len(self.planes) != wanted):
+            count = "at least one plane" if not self.writable else f"{wanted}, of key and value"
+            raise ValueError(f"LayerCache: planes must hold {count}, got {len(self.planes)}")
+        if self.key_size is not None:
+            _key_size("LayerCache", self.key_size, self.planes[0].view.shape[3])
         slots = {(plane.view.shape[0] * plane.view.shape[1], plane.view.device) for plane in self.planes}
         if len(slots) != 1:
             raise ValueError(f"LayerCache: planes must agree on slots and device, got {sorted(map(str, slots))}")
@@ -124,3 +153,10 @@ class LayerCache:
         if self.key_size is not None:
             return planes[0][..., : self.key_size], planes[0][..., self.key_size :]
         return planes[0], planes[1]
+
+
+def _key_size(where: str, key_size: int, width: int) -> int:
+    validation.instance(f"{where}: key_size", key_size, Integral, "an integer")
+    if isinstance(key_size, bool) or not 0 < key_size < width:
+        raise ValueError(f"{where}: key_size must lie between 0 and the width {width}, got {key_size}")
+    return int(key_size)

@@ -30,10 +30,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from nwor_ops import ops
+from nwor_ops import ops, validation
 from nwor_ops.cache import LayerCache, Plane, PlaneList, has_no_data
-from nwor_ops.shadow import ShadowPages
+from nwor_ops.shadow import LaunchTables, ShadowPages
 from nwor_ops.stats import Stats
+from nwor_ops.validation import BoundToMemory, explained
 from nwor_ops.window import Window, WindowBuffers
 
 DEFAULT_GROUP = "default"
@@ -147,12 +148,23 @@ def _traced_root(view: Tensor, flat: dict[tuple[int, torch.dtype], Tensor]) -> T
     return flat[key]
 
 
+def _check_write(
+    key: object, value: object, slot_mapping: object, k_scale: object, v_scale: object, kv_cache_dtype: object
+) -> None:
+    """Raises TypeError for the first argument of a write that failed which no op could take."""
+    validation.tensors("write", key=key, value=value, slot_mapping=slot_mapping)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            validation.tensor(f"write: {name}", scale)
+    validation.instance("write: kv_cache_dtype", kv_cache_dtype, str, "a string")
+
+
 def is_capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured on the stream that this tensor's ops would go to."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-class DraftCommitManager:
+class DraftCommitManager(BoundToMemory):
     """Makes the cache writes of speculative decoding a transaction on one device.
 
     Args:
@@ -168,8 +180,10 @@ class DraftCommitManager:
             not share shadow pages.
 
     Not thread-safe: one manager belongs to the thread that runs the model, and its calls are ordered
-    by the current stream.
+    by the current stream. It cannot be copied or pickled.
     """
+
+    _in_place_of_a_copy = "make another DraftCommitManager, register the layers' own caches and allocate() it"
 
     def __init__(
         self,
@@ -184,32 +198,34 @@ class DraftCommitManager:
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"DraftCommitManager: mode must be one of {', '.join(MODES)}, got {mode!r}")
-        if mode == "stage" and (max_drafts_per_request is None or max_drafts_per_request < 1):
-            raise ValueError(
-                'DraftCommitManager: max_drafts_per_request must be at least 1 in mode "stage", got '
-                f"{max_drafts_per_request}"
-            )
-        for name, value in (
-            ("max_num_tokens", max_num_tokens),
-            ("max_num_requests", max_num_requests),
-            ("max_draft_tokens", max_draft_tokens),
-        ):
-            if value < 1:
-                raise ValueError(f"DraftCommitManager: {name} must be at least 1, got {value}")
-        self.max_num_tokens = max_num_tokens
-        self.max_num_requests = max_num_requests
-        self.max_draft_tokens = max_draft_tokens
-        self.device = _normalized(device)
+        if mode == "stage" and max_drafts_per_request is None:
+            raise ValueError('DraftCommitManager: max_drafts_per_request must be at least 1 in mode "stage", got None')
+
+        def size(name: str, value: int, least: int = 1) -> int:
+            return validation.integer(f"DraftCommitManager: {name}", value, least)
+
+        self.max_num_tokens = size("max_num_tokens", max_num_tokens)
+        self.max_num_requests = size("max_num_requests", max_num_requests)
+        self.max_draft_tokens = size("max_draft_tokens", max_draft_tokens)
+        self.max_drafts_per_request = (
+            None if max_drafts_per_request is None else size("max_drafts_per_request", max_drafts_per_request)
+        )
+        self.device = validation.device("DraftCommitManager: device", device)
         self.mode = mode
-        self.max_drafts_per_request = max_drafts_per_request
-        self._first_shadow_blocks = dict(shadow_blocks or {})
+        if shadow_blocks is not None:
+            validation.instance("DraftCommitManager: shadow_blocks", shadow_blocks, Mapping, "a mapping or None")
+        self._first_shadow_blocks = {
+            group: size(f"shadow_blocks[{group!r}]", first, 0) for group, first in (shadow_blocks or {}).items()
+        }
         self.shadow: ShadowPages | None = None  # made by allocate() in mode "stage"
         self._state = State.REGISTERING
         self._layers: dict[str, _Layer] = {}
         self._classes: list[_LayerClass] = []
         self._groups: list[str] = []
         self._window: Window | None = None
-        self._judged = False  # whether the open window's drafts were counted as accepted or rejected
+        self._tables: list[LaunchTables] = []  # of the open window, in mode "stage"
+        self._judged = False  # whether row_rejected says of the open window's drafts what the counters count
+        self._ending = ""  # "cancel" or "abandon" once it has begun in the open window
         self._cancelled = 0
         self._abandoned = 0
 
@@ -235,12 +251,19 @@ class DraftCommitManager:
             name: the engine's name of the layer; unique.
             cache: its planes; their storage must stay where it is while this manager lives.
             group: layers that share a slot mapping. Geometries may differ within a group.
+
+        Raises:
+            RuntimeError: the manager is allocated already.
+            ValueError, TypeError: a name that is taken, a cache on another device; no layer was registered then.
         """
         self._require(State.REGISTERING, "register_layer")
+        for what, value in (("name", name), ("group", group)):
+            validation.instance(f"register_layer: {what}", value, str, "a string")
+        validation.instance("register_layer: cache", cache, LayerCache, "a LayerCache")
         if name in self._layers:
             raise ValueError(f"register_layer: name must be new, {name!r} is registered already")
         device = cache.planes[0].view.device
-        if _normalized(device) != self.device:
+        if device != self.device:
             raise TypeError(f"register_layer: cache of {name!r} must be on device {self.device}, got {device}")
         if group not in self._groups:
             self._groups.append(group)
@@ -268,14 +291,14 @@ class DraftCommitManager:
         self._require(State.REGISTERING, "allocate")
         if not self._layers:
             raise RuntimeError("allocate: no layer is registered")
-        if self.mode == "stage":
-            self.shadow = self._new_shadow_pages()
-        else:
-            self._allocate_logs()
-        self._plan_tracing()
+        shadow = self._new_shadow_pages() if self.mode == "stage" else None
         self.buffers = WindowBuffers(
             len(self._groups), self.max_num_tokens, self.max_draft_tokens, self.max_num_requests, self.device
         )
+        if shadow is None:
+            self._allocate_logs()
+        self.shadow = shadow
+        self._plan_tracing()
         self._undo = self._plan_undo() if self.shadow is None else []
         self._unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
         self._state = State.CLOSED
@@ -299,8 +322,8 @@ class DraftCommitManager:
     def _allocate_logs(self) -> None:
         for layer_class in self._classes:
             layers = len(layer_class.names)
-            for plane in layer_class.planes:
-                layer_class.logs.append(_new_log(plane, layers, self.max_draft_tokens))
+            # All at once: an allocation that fails can be tried again.
+            layer_class.logs = [_new_log(plane, layers, self.max_draft_tokens) for plane in layer_class.planes]
             layer_class.row_windows = torch.zeros(
                 (layers, self.max_draft_tokens), dtype=torch.int64, device=self.device
             )
@@ -353,56 +376,84 @@ class DraftCommitManager:
 
         Raises:
             RuntimeError: a window is open already.
-            ValueError: more drafts, tokens or requests than this manager was made for, or a missing
-                slot mapping, table or length; nothing has changed then.
+            ValueError, TypeError: more drafts, tokens or requests than this manager was made for, or a slot mapping,
+                table or length that is missing or of another shape, dtype or device; nothing has changed then.
             ValueError, IndexError: in mode ``"stage"`` on the CPU, a request whose numbers do not agree
                 (:func:`nwor_ops.open_window`); the pages of requests, slots and tables have not changed then, and the
                 window counts as cancelled.
         """
         self._require(State.CLOSED, "begin")
-        if window.num_draft_tokens is not None and window.num_draft_tokens < 0:
-            raise ValueError(f"begin: window.num_draft_tokens must not be negative, got {window.num_draft_tokens}")
-        if window.num_draft_tokens is not None and window.num_draft_tokens > self.max_draft_tokens:
-            raise ValueError(
-                f"begin: window must have at most {self.max_draft_tokens} drafts (max_draft_tokens), got "
-                f"{window.num_draft_tokens}"
+        if not isinstance(window, Window):
+            raise TypeError(f"begin: window must be a Window, got {validation.shown(window)}")
+        buffers = self.buffers
+        try:
+            slot_mappings = self._slot_mappings(window)
+            tables = [] if self.shadow is None else self.shadow.tables(window)
+            ops.plan_window(
+                window.query_start_loc,
+                window.cu_num_draft_tokens,
+                slot_mappings,
+                buffers.log_rows,
+                buffers.row_slots,
+                buffers.row_requests,
+                buffers.row_positions,
+                buffers.counters,
+                None,
+                window.num_bonus_tokens,
+                window.leading_zero,
             )
+        except Exception as error:
+            raise explained(error, self._check_window, window) from None
+        self._judged, self._ending = False, ""
+        if self.shadow is not None:
+            try:
+                self.shadow.open(window, tables, buffers)
+            except Exception:
+                self._count_as_rejected()
+                self._cancelled += 1
+                raise
+        self._window, self._tables = window, tables
+        self._state = State.OPEN
+
+    def _slot_mappings(self, window: Window) -> list[Tensor]:
+        """One for each group. Raises ValueError for a window that is larger than this manager was made for."""
+        drafts, bonus = window.num_draft_tokens, window.num_bonus_tokens
+        if drafts is not None:
+            if type(drafts) is not int:
+                validation.integer("begin: window.num_draft_tokens", drafts, 0)
+            if drafts < 0:
+                raise ValueError(f"begin: window.num_draft_tokens must not be negative, got {drafts}")
+            if drafts > self.max_draft_tokens:
+                raise ValueError(
+                    f"begin: window must have at most {self.max_draft_tokens} drafts (max_draft_tokens), got {drafts}"
+                )
+        if type(bonus) is not int or not 0 <= bonus <= validation.INT32_MAX:
+            validation.integer("begin: window.num_bonus_tokens", bonus, 0)
         if window.num_requests > self.max_num_requests:
             raise ValueError(
                 f"begin: window must have at most {self.max_num_requests} requests (max_num_requests), got "
                 f"{window.num_requests}"
             )
         try:
-            slot_mappings = [window.slot_mappings[group] for group in self._groups]
+            return [window.slot_mappings[group] for group in self._groups]
         except KeyError as missing:
             raise ValueError(
                 f"begin: window.slot_mappings must have a slot mapping for each group, got none for {missing}"
             ) from None
-        if self.shadow is not None:
-            self.shadow.check(window)
-        buffers = self.buffers
-        ops.plan_window(
-            window.query_start_loc,
-            window.cu_num_draft_tokens,
-            slot_mappings,
-            buffers.log_rows,
-            buffers.row_slots,
-            buffers.row_requests,
-            buffers.row_positions,
-            buffers.counters,
-            None,
-            window.num_bonus_tokens,
-            window.leading_zero,
-        )
-        self._judged = False
-        if self.shadow is not None:
-            try:
-                self.shadow.open(window, buffers)
-            except Exception:
-                self._count_cancelled()
-                raise
-        self._window = window
-        self._state = State.OPEN
+
+    def _check_window(self, window: Window) -> None:
+        """Raises for the first field that cannot be what it should be. For sentences: begin has failed already."""
+
+        def check(name: str, value: object, *dtypes: torch.dtype, least: int = 0) -> None:
+            validation.tensor(f"begin: window.{name}", value, *dtypes, dims=1, least=least, device=self.device)
+
+        validation.boolean("begin: window.leading_zero", window.leading_zero)
+        check("cu_num_draft_tokens", window.cu_num_draft_tokens, torch.int32, least=int(window.leading_zero))
+        check("query_start_loc", window.query_start_loc, torch.int32, least=window.num_requests + 1)
+        validation.instance("begin: window.slot_mappings", window.slot_mappings, Mapping, "a mapping")
+        for group in self._groups:
+            if group in window.slot_mappings:
+                check(f"slot_mappings[{group!r}]", window.slot_mappings[group], torch.int64)
 
     def write(
         self,
@@ -426,50 +477,66 @@ class DraftCommitManager:
 
         Write each token of a layer once per window: a second write would log the first one's row.
         Tensors without data (fake, meta, freed storage) pass through: nothing is written.
+
+        Raises:
+            RuntimeError: no window is open, or the layer's planes are opaque.
+            KeyError: no such layer.
+            ValueError, TypeError: a ``token_offset`` with which the tokens do not lie in the batch; nothing is written.
+            ValueError, TypeError, IndexError: as :func:`nwor_ops.write_kv_logged`.
         """
         layer = self._layer(name, "write")
-        if self._passes_through("write", name, layer, key):
+        if self._passes_through("write", name, layer, "key", key):
             return
         if not layer.cache.writable:
             raise RuntimeError(f"write: the planes of layer {name!r} are opaque; call log(), then their own writer")
-        if self.shadow is not None:  # the slots are redirected already
-            ops.write_kv(
+        try:
+            log_rows = self._log_rows_from("write", token_offset, slot_mapping)
+            if self.shadow is not None:  # the slots are redirected already
+                ops.write_kv(
+                    key,
+                    value,
+                    *layer.cache.key_value(layer.planes()),
+                    slot_mapping,
+                    self._unscaled if k_scale is None else k_scale,
+                    self._unscaled if v_scale is None else v_scale,
+                    kv_cache_dtype,
+                )
+                return
+            tensors = layer.tensors()
+            assert tensors.key_value is not None
+            assert tensors.key_value_logs is not None
+            ops.write_kv_logged(
                 key,
                 value,
-                *layer.cache.key_value(layer.planes()),
+                *tensors.key_value,
                 slot_mapping,
                 self._unscaled if k_scale is None else k_scale,
                 self._unscaled if v_scale is None else v_scale,
                 kv_cache_dtype,
+                log_rows,
+                *tensors.key_value_logs,
+                self.buffers.window_id,
+                tensors.row_windows,
             )
-            return
-        tensors = layer.tensors()
-        assert tensors.key_value is not None
-        assert tensors.key_value_logs is not None
-        ops.write_kv_logged(
-            key,
-            value,
-            *tensors.key_value,
-            slot_mapping,
-            self._unscaled if k_scale is None else k_scale,
-            self._unscaled if v_scale is None else v_scale,
-            kv_cache_dtype,
-            self._log_rows_from(token_offset),
-            *tensors.key_value_logs,
-            self.buffers.window_id,
-            tensors.row_windows,
-        )
+        except Exception as error:
+            raise explained(error, _check_write, key, value, slot_mapping, k_scale, v_scale, kv_cache_dtype) from None
 
     def log(self, name: str, slot_mapping: Tensor, *, token_offset: int = 0) -> None:
         """Log what the drafts' slots of a layer hold, before a writer that is not ours runs.
 
         Once for each token of a window, as :meth:`write`. In mode ``"stage"`` there is nothing to log: that writer
         follows the redirected slots.
+
+        Raises:
+            RuntimeError, KeyError, ValueError, TypeError, IndexError: as :meth:`write`.
         """
         layer = self._layer(name, "log")
-        if self._passes_through("log", name, layer, slot_mapping) or self.shadow is not None:
+        if self._passes_through("log", name, layer, "slot_mapping", slot_mapping):
             return
-        tensors, log_rows = layer.tensors(), self._log_rows_from(token_offset)
+        log_rows = self._log_rows_from("log", token_offset, slot_mapping)
+        if self.shadow is not None:
+            return
+        tensors = layer.tensors()
         last = len(layer.cache.planes) - 1
         for index, plane in enumerate(layer.cache.planes):
             # Only the last plane marks the rows: a layer counts as logged when all of it is.
@@ -482,21 +549,36 @@ class DraftCommitManager:
         Args:
             draft_token_ids, sampled_token_ids: as in :func:`nwor_ops.acceptance_mask`.
 
-        If this raises, the window is still open. Either :meth:`cancel` it, which undoes the accepted
-        drafts too, or :meth:`abandon` it, which keeps them and may keep some rejected ones.
+        If this raises, the window is still open:
+
+        - Arguments are looked at first. Where they are refused nothing has changed.
+        - Drafts are judged once, and then undone (mode ``"stage"``: copied) in one launch for each geometry. What a
+          launch needs was checked before the first one, at :meth:`begin`, so only the device can fail between two.
+        - Call this, or :meth:`commit_rejected`, again to finish a commit that had judged: its verdict stands, the
+          arguments of the second call are not asked.
+        - :meth:`cancel` or :meth:`abandon` end the window otherwise; they say what they make of half a commit.
+
+        Raises:
+            RuntimeError: no window is open; or a cancel or abandon of it has begun and failed.
+            ValueError, TypeError: as :func:`nwor_ops.reject_rows`.
         """
-        window, buffers = self._open_window("commit"), self.buffers
-        ops.reject_rows(
-            draft_token_ids,
-            sampled_token_ids,
-            window.cu_num_draft_tokens,
-            buffers.row_rejected,
-            buffers.num_accepted,
-            buffers.counters,
-            window.num_bonus_tokens,
-            window.leading_zero,
-        )
-        self._judged = True
+        window, buffers = self._window_to_commit("commit"), self.buffers
+        if not self._judged:
+            try:
+                ops.reject_rows(
+                    draft_token_ids,
+                    sampled_token_ids,
+                    window.cu_num_draft_tokens,
+                    buffers.row_rejected,
+                    buffers.num_accepted,
+                    buffers.counters,
+                    window.num_bonus_tokens,
+                    window.leading_zero,
+                )
+            except Exception as error:
+                ids = {"draft_token_ids": draft_token_ids, "sampled_token_ids": sampled_token_ids}
+                raise explained(error, validation.tensors, "commit", **ids) from None
+            self._judged = True
         if window.num_draft_tokens != 0:
             self._undo_rejected(window.num_draft_tokens)
         self._close()
@@ -507,68 +589,80 @@ class DraftCommitManager:
         Args:
             num_rejected: int32 ``[>= Q]``.
         """
-        window, buffers = self._open_window("commit_rejected"), self.buffers
-        if window.num_draft_tokens == 0:
-            ops.reject_rows_from_rejected(
-                num_rejected,
-                window.cu_num_draft_tokens,
-                buffers.row_rejected,
-                buffers.num_accepted,
-                buffers.counters,
-                window.num_bonus_tokens,
-                window.leading_zero,
-            )
-        else:
+        window, first = self._window_to_commit("commit_rejected"), 0
+        if not self._judged:
             try:
-                self._judge_and_undo(window, num_rejected)
-            except IndexError:
+                first = self._judge_rejected(window, num_rejected)
+            except Exception as error:
                 # On CUDA only debug mode finds a bad index: behind the launch, which has counted.
-                self._judged = self.device.type != "cpu"
-                raise
+                self._judged = isinstance(error, IndexError) and self.device.type != "cpu"
+                raise explained(error, validation.tensors, "commit_rejected", num_rejected=num_rejected) from None
             self._judged = True
-            self._undo_rejected(window.num_draft_tokens, first=1)
+        if window.num_draft_tokens != 0:
+            self._undo_rejected(window.num_draft_tokens, first)
         self._close()
 
     def cancel(self) -> None:
-        """Undo every draft written since begin, and close the window.
+        """Undo every draft written since begin, and close the window. All its drafts count as rejected.
 
         Safe wherever the forward stopped: a layer it never reached has logged nothing in this window
         and is left alone. In mode ``"stage"``, which does not know the layers reached, the rows of this step's other
         tokens come from the shadow pages in all of them: a layer that was not reached gets stale rows at these
         slots, which hold nothing until the step is repeated, and nowhere else.
+
+        After a :meth:`commit` that failed between two launches: in mode ``"cow"`` the accepted drafts are undone too,
+        in every layer, from the log. In mode ``"stage"``, which has none, the layers of the launches that were made
+        keep the accepted drafts' rows (never a rejected one's), at slots past the end of the cancelled step's
+        sequences; slots and tables are put back, and no other layer gets one. Finish that commit to have all layers
+        alike.
+
+        If this raises, the window is still open, for another cancel or an abandon.
         """
         self._open_window("cancel")
-        self._count_cancelled()
-        self.buffers.row_rejected.fill_(True)
+        self._ending = "cancel"
+        self._count_as_rejected()
         self._undo_rejected()
+        self._cancelled += 1
         self._close()
 
-    def _count_cancelled(self) -> None:
-        """Every draft of the planned window counts as rejected."""
-        buffers = self.buffers
-        undone = buffers.row_requests >= 0
-        if self._judged:  # a commit that failed after it had counted
-            undone &= ~buffers.row_rejected
-        buffers.num_accepted.zero_()
-        count = undone.sum()
-        if self._judged:
-            buffers.counters[ops.COUNTERS.index("accepted")].sub_(count)
-        buffers.counters[ops.COUNTERS.index("rejected")].add_(count)
-        self._cancelled += 1
-
     def abandon(self) -> None:
-        """Close the window without undoing anything: this step ends as it would without the library.
+        """Close the window without undoing anything: this step ends as it would without the library. Its drafts count
+        neither as accepted nor as rejected.
 
         For engines whose own error handling prefers a plain step to a stopped one. In mode ``"stage"`` all rows are
-        copied to their slots.
+        copied to their slots. After a :meth:`commit` that failed every accepted draft stays, and so do, in mode
+        ``"cow"``, the rejected ones of the layers that it had not come to; in mode ``"stage"``, all.
+
+        If this raises, the window is still open, for another abandon or a cancel.
         """
         window = self._open_window("abandon")
+        self._ending = "abandon"
+        self._take_back_counts()
         self.buffers.num_accepted.zero_()
         if self.shadow is not None:
             self.buffers.row_rejected.fill_(False)
-            self.shadow.close(window, self.buffers)
+            self.shadow.close(window, self._tables, self.buffers)
         self._abandoned += 1
         self._close()
+
+    def _take_back_counts(self) -> None:
+        """Uncount what :meth:`_judged` drafts of this window were counted as."""
+        if not self._judged:
+            return
+        buffers = self.buffers
+        planned = buffers.row_requests >= 0
+        for name, rows in (("accepted", ~buffers.row_rejected), ("rejected", buffers.row_rejected)):
+            buffers.counters[ops.COUNTERS.index(name)].sub_((planned & rows).sum())
+        self._judged = False
+
+    def _count_as_rejected(self) -> None:
+        """Every draft of the planned window, whatever it was counted as before."""
+        self._take_back_counts()
+        buffers = self.buffers
+        buffers.num_accepted.zero_()
+        buffers.row_rejected.fill_(True)
+        buffers.counters[ops.COUNTERS.index("rejected")].add_((buffers.row_requests >= 0).sum())
+        self._judged = True
 
     def stats(self, counters: Tensor | None = None) -> Stats:
         """Totals so far.
@@ -579,6 +673,8 @@ class DraftCommitManager:
         """
         if self._state is State.REGISTERING:
             return Stats(0, 0, 0, 0, 0, 0, 0)
+        if counters is not None:
+            validation.tensor("stats: counters", counters, torch.int64, dims=1, least=len(ops.COUNTERS))
         return Stats.read(self.buffers.counters if counters is None else counters, self._cancelled, self._abandoned)
 
     # ------------------------------------------------------------ inside
@@ -596,12 +692,23 @@ class DraftCommitManager:
             for plane, caches, log in zip(layer_class.planes, layer_class.caches, layer_class.logs, strict=True)
         ]
 
-    def _judge_and_undo(self, window: Window, num_rejected: Tensor) -> None:
-        """The first launch of an undo, which finds out by itself what was rejected."""
+    def _judge_rejected(self, window: Window, num_rejected: Tensor) -> int:
+        """Judge by numbers: the first launch of the undo does it, if there is one. Returns how many were made."""
         buffers = self.buffers
+        if window.num_draft_tokens == 0:
+            ops.reject_rows_from_rejected(
+                num_rejected,
+                window.cu_num_draft_tokens,
+                buffers.row_rejected,
+                buffers.num_accepted,
+                buffers.counters,
+                window.num_bonus_tokens,
+                window.leading_zero,
+            )
+            return 0
         if self.shadow is not None:
-            self.shadow.judge_and_close(window, buffers, num_rejected)
-            return
+            self.shadow.judge_and_close(window, self._tables, buffers, num_rejected)
+            return 1
         first = self._undo[0]
         caches, table = first.planes.arguments()
         ops.restore_slots_from_rejected(
@@ -621,12 +728,13 @@ class DraftCommitManager:
             table,
             window.leading_zero,
         )
+        return 1
 
     def _undo_rejected(self, num_drafts: int | None = None, first: int = 0) -> None:
         """Undo those of the first so many drafts (None = of all) that ``row_rejected`` names, from some launch on."""
         if self.shadow is not None:
             assert self._window is not None
-            self.shadow.close(self._window, self.buffers, first)
+            self.shadow.close(self._window, self._tables, self.buffers, first)
         for launch in self._undo[first:]:
             caches, table = launch.planes.arguments()
             ops.restore_slots(
@@ -641,16 +749,21 @@ class DraftCommitManager:
                 table,
             )
 
-    def _log_rows_from(self, token_offset: int) -> Tensor:
+    def _log_rows_from(self, method: str, token_offset: int, slot_mapping: Tensor) -> Tensor:
         # The ops take more log rows than tokens, so only a micro-batch needs a view.
         log_rows = self.buffers.log_rows
-        return log_rows[token_offset:] if token_offset else log_rows
+        if type(token_offset) is int and token_offset == 0:
+            return log_rows
+        validation.token_offset(method, token_offset, slot_mapping.shape[0], self.max_num_tokens)
+        return log_rows[token_offset:]
 
     def _close(self) -> None:
-        self._window = None
+        self._window, self._tables = None, []
         self._state = State.CLOSED
 
     def _layer(self, name: str, method: str) -> _Layer:
+        if not isinstance(name, str):
+            raise TypeError(f"{method}: name must be a string, got {validation.shown(name)}")
         if name not in self._layers:
             raise KeyError(f"{method}: layer {name!r} is not registered")
         return self._layers[name]
@@ -664,10 +777,20 @@ class DraftCommitManager:
         assert self._window is not None
         return self._window
 
-    def _passes_through(self, method: str, name: str, layer: _Layer, tensor: Tensor) -> bool:
+    def _window_to_commit(self, method: str) -> Window:
+        window = self._open_window(method)
+        if self._ending:
+            raise RuntimeError(
+                f"{method}: the window must not be one whose {self._ending}() has begun; call that again"
+            )
+        return window
+
+    def _passes_through(self, method: str, name: str, layer: _Layer, argument: str, tensor: Tensor) -> bool:
         """Whether there is nothing to write. Raises outside a window, where Python can tell."""
         if torch.compiler.is_compiling():
             return False
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{method}: {argument} must be a tensor, got {validation.shown(tensor)}")
         if has_no_data(tensor) or has_no_data(layer.cache.planes[0].view):
             return True
         # A capture is made once, outside any window; its replays happen inside one.
@@ -679,13 +802,6 @@ class DraftCommitManager:
 # ---------------------------------------------------------------- one manager per device, found from anywhere
 
 
-def _normalized(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 # Whoever made a manager keeps it: this must not hold an engine's cache for longer than the engine lives.
 _current: WeakValueDictionary[torch.device, DraftCommitManager] = WeakValueDictionary()
 
@@ -693,13 +809,14 @@ _current: WeakValueDictionary[torch.device, DraftCommitManager] = WeakValueDicti
 def set_current_manager(manager: DraftCommitManager | None, device: torch.device | str | None = None) -> None:
     """Make a manager the one that :func:`current_manager` finds for its device; None removes it."""
     if manager is not None:
+        validation.instance("set_current_manager: manager", manager, DraftCommitManager, "a DraftCommitManager or None")
         _current[manager.device] = manager
     elif device is not None:
-        _current.pop(_normalized(device), None)
+        _current.pop(validation.device("set_current_manager: device", device), None)
     else:
         _current.clear()
 
 
 def current_manager(device: torch.device | str) -> DraftCommitManager | None:
     """The manager of a device, for attention back ends that hold no reference to one."""
-    return _current.get(_normalized(device))
+    return _current.get(validation.device("current_manager: device", device))

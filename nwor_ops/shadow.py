@@ -13,10 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nwor_ops import ops
+from nwor_ops import ops, validation
 from nwor_ops.cache import Plane, PlaneList
 from nwor_ops.ops_stage import MOST_GROUPS
+from nwor_ops.validation import BoundToMemory
 from nwor_ops.window import Window, WindowBuffers
+
+# Slot mappings and block tables that a launch changes and puts back; none where another launch of its groups does.
+LaunchTables = tuple[list[Tensor], list[Tensor]]
 
 
 def num_shadow_blocks(max_num_requests: int, max_drafts_per_request: int, block_size: int) -> int:
@@ -26,7 +30,16 @@ def num_shadow_blocks(max_num_requests: int, max_drafts_per_request: int, block_
         max_num_requests: most requests in one batch.
         max_drafts_per_request: most drafts of one request.
         block_size: slots in a page; with several groups, the smallest.
+
+    Raises:
+        ValueError, TypeError: a number that is no integer above 0.
     """
+    for name, value in (
+        ("max_num_requests", max_num_requests),
+        ("max_drafts_per_request", max_drafts_per_request),
+        ("block_size", block_size),
+    ):
+        validation.integer(f"num_shadow_blocks: {name}", value)
     return max_num_requests * shadow_pages_per_request(max_drafts_per_request, block_size)
 
 
@@ -46,7 +59,7 @@ class _Launch:
     page_offsets: Tensor | None
 
 
-class ShadowPages:
+class ShadowPages(BoundToMemory):
     """Opens and closes windows over the planes of some groups.
 
     Args:
@@ -93,49 +106,77 @@ class ShadowPages:
             )
         return torch.arange(first, first + self.blocks_per_group, dtype=torch.int32)
 
-    def check(self, window: Window) -> None:
-        """Raises ValueError where a window lacks what staging needs."""
+    def tables(self, window: Window) -> list[LaunchTables]:
+        """What each launch will redirect and put back. To be kept while the window is open: ``window`` holds mappings
+        that an engine may fill anew.
+
+        Raises:
+            ValueError, TypeError: the window lacks what staging needs, or has it in another shape, dtype or device.
+        """
         if window.seq_lens is None or window.block_tables is None:
             lacking = " and no ".join(name for name in ("seq_lens", "block_tables") if getattr(window, name) is None)
             raise ValueError(f'begin: window must have seq_lens and block_tables in mode "stage", got no {lacking}')
+        validation.instance("begin: window.block_tables", window.block_tables, Mapping, "a mapping")
         missing = [group for group in self.groups if group not in window.block_tables]
         if missing:
             raise ValueError(f"begin: window.block_tables must have a table for each group, got none for {missing}")
+        requests, device = window.num_requests, self.held_slots.device
+        int32, int64 = torch.int32, torch.int64
+        validation.tensor("begin: window.seq_lens", window.seq_lens, int32, dims=1, least=requests, device=device)
+        if window.request_states is not None:
+            states = window.request_states
+            validation.tensor(
+                "begin: window.request_states", states, int32, int64, dims=1, least=requests, device=device
+            )
+        slot_mappings, block_tables = [], []
+        for group in self.groups:
+            slots, table = window.slot_mappings[group], window.block_tables[group]
+            what = f"begin: window.block_tables[{group!r}]"
+            validation.tensor(what, table, int32, dims=2, least=requests, device=device)
+            slot_mappings.append(slots)
+            block_tables.append(table)
+        return [
+            (slot_mappings[launch.groups], block_tables[launch.groups]) if launch.redirects else ([], [])
+            for launch in self.launches
+        ]
 
-    def open(self, window: Window, buffers: WindowBuffers) -> None:
+    def open(self, window: Window, tables: list[LaunchTables], buffers: WindowBuffers) -> None:
         """Redirect a window that ``plan_window`` has planned. If this raises, slots and tables are as they were."""
         assert window.seq_lens is not None
         try:
-            for launch in self.launches:
+            for launch, own_tables in zip(self.launches, tables, strict=True):
                 g = launch.groups
                 caches, table = launch.planes.arguments()
                 ops.open_window(
                     caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
-                    window.seq_lens, buffers.row_slots[g], self.shadow_blocks[g], *self._tables(launch, window),
+                    window.seq_lens, buffers.row_slots[g], self.shadow_blocks[g], *own_tables,
                     self.saved_slots[g], self.tail_pages[g], window.request_states, self._held(launch, window),
                     launch.page_offsets, window.num_bonus_tokens, table, window.leading_zero,
                 )  # fmt: skip
         except Exception:
-            self._put_back(window, buffers)
+            self._put_back(window, tables, buffers)
             raise
 
-    def close(self, window: Window, buffers: WindowBuffers, first: int = 0) -> None:
-        """Keep the rows that ``buffers.row_rejected`` does not name; put slots and tables back.
+    def close(self, window: Window, tables: list[LaunchTables], buffers: WindowBuffers, first: int = 0) -> None:
+        """Keep the rows that ``buffers.row_rejected`` does not name; put slots and tables back. Twice is the same as
+        once: what is copied and put back stays where it is copied from.
 
         Args:
             first: the launch to begin with; those before it were made.
         """
-        for launch in self.launches[first:]:
+        for launch, own_tables in zip(self.launches[first:], tables[first:], strict=True):
             g = launch.groups
             caches, table = launch.planes.arguments()
             ops.close_window(
                 caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
                 buffers.row_rejected, self.shadow_blocks[g], self.saved_slots[g], self.tail_pages[g],
-                *self._tables(launch, window), window.request_states, self._held(launch, window),
-                launch.page_offsets, window.num_bonus_tokens, table, window.leading_zero,
+                *own_tables, window.request_states, self._held(launch, window), launch.page_offsets,
+                window.num_bonus_tokens, table, window.leading_zero,
             )  # fmt: skip
 
-    def judge_and_close(self, window: Window, buffers: WindowBuffers, num_rejected: Tensor) -> None:
+    def judge_and_close(
+        self, window: Window, tables: list[LaunchTables], buffers: WindowBuffers, num_rejected: Tensor
+    ) -> None:
         """The first launch of :meth:`close`, which finds out by itself what was rejected."""
         launch = self.launches[0]
         g = launch.groups
@@ -143,41 +184,33 @@ class ShadowPages:
         ops.close_window_from_rejected(
             caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
             num_rejected, buffers.row_rejected, buffers.num_accepted, buffers.counters, self.shadow_blocks[g],
-            self.saved_slots[g], self.tail_pages[g], *self._tables(launch, window), window.request_states,
+            self.saved_slots[g], self.tail_pages[g], *tables[0], window.request_states,
             self._held(launch, window), launch.page_offsets, window.num_bonus_tokens, table, window.leading_zero,
         )  # fmt: skip
 
-    def _put_back(self, window: Window, buffers: WindowBuffers) -> None:
+    def _put_back(self, window: Window, tables: list[LaunchTables], buffers: WindowBuffers) -> None:
         """Undo the launches of an open that failed; waits for the device.
 
         No row is copied, since none was written: planes without columns. Which launches ran, the slots tell: nobody
         else's lie in shadow pages. What the others have saved is of an earlier window.
         """
         self.held_slots.fill_(-1)
-        for launch in self.launches:
-            if not launch.redirects or not any(
-                self._is_redirected(index, window.slot_mappings[self.groups[index]], launch.planes.views[0].shape[1])
-                for index in range(launch.groups.start, launch.groups.stop)
+        for launch, own_tables in zip(self.launches, tables, strict=True):
+            g, block_size = launch.groups, launch.planes.views[0].shape[1]
+            if not any(
+                self._is_redirected(g.start + place, slots, block_size) for place, slots in enumerate(own_tables[0])
             ):
                 continue
-            g = launch.groups
             ops.close_window(
                 [view[..., :0] for view in launch.planes.views], launch.planes_per_group, window.query_start_loc,
                 window.cu_num_draft_tokens, buffers.row_rejected, self.shadow_blocks[g], self.saved_slots[g],
-                self.tail_pages[g], *self._tables(launch, window), window.request_states, None, None,
+                self.tail_pages[g], *own_tables, window.request_states, None, None,
                 window.num_bonus_tokens, None, window.leading_zero,
             )  # fmt: skip
 
     def _is_redirected(self, group: int, slots: Tensor, block_size: int) -> bool:
         blocks = slots[slots >= 0] // block_size
         return bool(torch.isin(blocks, self.shadow_blocks[group]).any())
-
-    def _tables(self, launch: _Launch, window: Window) -> tuple[list[Tensor], list[Tensor]]:
-        if not launch.redirects:
-            return [], []
-        assert window.block_tables is not None
-        names = self.groups[launch.groups]
-        return [window.slot_mappings[name] for name in names], [window.block_tables[name] for name in names]
 
     def _held(self, launch: _Launch, window: Window) -> Tensor | None:
         return None if window.request_states is None else self.held_slots[launch.groups]

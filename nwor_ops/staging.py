@@ -25,10 +25,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nwor_ops import ops
+from nwor_ops import ops, validation
 from nwor_ops.cache import LayerCache
 from nwor_ops.manager import State, is_capturing
 from nwor_ops.stats import InterceptorStats, StagingStats
+from nwor_ops.validation import BoundToMemory, explained
 
 
 @dataclass
@@ -42,7 +43,7 @@ class _StagedLayer:
     staged: tuple[Tensor, Tensor] | None = None  # [R, H, Dk] and [R, H, Dv]; filled by allocate()
 
 
-class StagingBuffer:
+class StagingBuffer(BoundToMemory):
     """Rows of keys and values of every layer, with one record of where they are to go.
 
     Args:
@@ -50,18 +51,20 @@ class StagingBuffer:
         max_num_rows: most rows staged in one window.
         device: where the caches are.
 
-    Not thread-safe: it belongs to the thread that runs the model, and its calls are ordered by the current stream.
+    Not thread-safe: it belongs to the thread that runs the model, and its calls are ordered by the current stream. It
+    cannot be copied or pickled.
     """
 
+    _in_place_of_a_copy = "make another StagingBuffer, register the layers' own caches and allocate() it"
+
     def __init__(self, *, max_num_tokens: int, max_num_rows: int, device: torch.device | str) -> None:
-        for name, value in (("max_num_tokens", max_num_tokens), ("max_num_rows", max_num_rows)):
-            if value < 1:
-                raise ValueError(f"StagingBuffer: {name} must be at least 1, got {value}")
-        self.max_num_tokens, self.max_num_rows = max_num_tokens, max_num_rows
-        self.device = torch.device(device)
+        self.max_num_tokens = validation.integer("StagingBuffer: max_num_tokens", max_num_tokens)
+        self.max_num_rows = validation.integer("StagingBuffer: max_num_rows", max_num_rows)
+        self.device = validation.device("StagingBuffer: device", device)
         self._layers: dict[str, _StagedLayer] = {}
         self._state = State.REGISTERING
         self._by_request = False  # whether the open window's rows have requests and positions
+        self._destinations: Tensor | None = None  # once a commit has judged the open window: slots of its rows
 
     # ------------------------------------------------------------ set-up
 
@@ -87,14 +90,26 @@ class StagingBuffer:
             dtype: of its keys and values; None = the cache's (``kv_cache_dtype="auto"``).
             kv_cache_dtype, k_scale, v_scale: as in :func:`nwor_ops.write_kv`; None = 1. Rows are staged as they are
                 and quantised at commit, so a scale per row is one for each row of the buffer.
+
+        Raises:
+            RuntimeError: the buffer is allocated already.
+            ValueError, TypeError: a name that is taken, or a cache that cannot be staged; no layer was registered then.
         """
         self._require(State.REGISTERING, "register_layer")
+        validation.instance("register_layer: name", name, str, "a string")
+        validation.instance("register_layer: cache", cache, LayerCache, "a LayerCache")
+        validation.instance("register_layer: kv_cache_dtype", kv_cache_dtype, str, "a string")
+        if dtype is not None:
+            validation.instance("register_layer: dtype", dtype, torch.dtype, "a torch.dtype or None")
+        for what, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None:
+                validation.tensor(f"register_layer: {what}", scale)
         if name in self._layers:
             raise ValueError(f"register_layer: name must be new, {name!r} is registered already")
         if not cache.writable:
             raise ValueError(f"register_layer: the planes of {name!r} must hold a key and a value, they are opaque")
         plane = cache.planes[0].view
-        if plane.device.type != self.device.type:
+        if plane.device != self.device:
             raise TypeError(f"register_layer: cache of {name!r} must be on device {self.device}, got {plane.device}")
         if dtype is None:
             if kv_cache_dtype != "auto":
@@ -126,6 +141,7 @@ class StagingBuffer:
             layer.staged = key, value
         self.stage_rows = filled(-1, self.max_num_tokens, dtype=torch.int32)
         self.row_slots = filled(-1, rows, dtype=torch.int64)
+        self._other_slots = filled(-1, rows, dtype=torch.int64)  # those of a commit that names its own
         self.row_requests = filled(-1, rows, dtype=torch.int32)
         self.row_positions = filled(-1, rows, dtype=torch.int32)
         self.row_accepted = filled(0, rows, dtype=torch.bool)
@@ -189,7 +205,7 @@ class StagingBuffer:
                     )
             _fill(self.row_requests, row_requests)
             _fill(self.row_positions, row_positions)
-        self._by_request = row_requests is not None
+        self._by_request, self._destinations = row_requests is not None, None
         _fill(self.row_slots, row_slots)
         _fill(self.stage_rows, stage_rows)
         self.window_id.add_(1)
@@ -205,10 +221,16 @@ class StagingBuffer:
 
         Raises:
             RuntimeError: no window is open.
-            ValueError: more tokens than this buffer was made for.
+            KeyError: no such layer.
+            ValueError, TypeError: more tokens than this buffer was made for, or a ``token_offset`` that is not in the
+                batch; nothing is staged.
             ValueError, TypeError, IndexError: as :func:`nwor_ops.stage_kv`.
         """
         layer = self._layer(name, "stage")
+        if not isinstance(key, Tensor) or key.dim() == 0:
+            validation.tensor("stage: key", key, dims=3)
+        if type(token_offset) is not int or token_offset != 0:
+            validation.token_offset("stage", token_offset, 0, self.max_num_tokens)
         room = self.max_num_tokens - token_offset
         if key.shape[0] > room:
             raise ValueError(
@@ -220,7 +242,10 @@ class StagingBuffer:
             raise RuntimeError(f"stage of layer {name!r}: no window is open; call begin() first")
         assert layer.staged is not None
         rows = self.stage_rows[token_offset : token_offset + key.shape[0]]
-        ops.stage_kv(key, value, rows, *layer.staged, self.window_id, self.row_windows[layer.index])
+        try:
+            ops.stage_kv(key, value, rows, *layer.staged, self.window_id, self.row_windows[layer.index])
+        except Exception as error:
+            raise explained(error, validation.tensors, "stage", value=value) from None
 
     def rows(self, name: str) -> tuple[Tensor, Tensor]:
         """The staged keys and values of a layer, ``[max_num_rows, H, D]``. Rows that this window has not staged hold
@@ -241,33 +266,46 @@ class StagingBuffer:
                 rows of each request, where begin was given ``row_requests`` and ``row_positions``.
             row_slots: int64, as at begin: other destinations, or None.
 
+        If this raises, the window is still open, and what it was begun with is as it was. Arguments are looked at
+        first: where they are refused nothing has changed. Rows are then judged once, and written layer by layer with
+        arguments that :meth:`allocate` has tried, so only the device can fail between two layers. Call this again to
+        finish: the first verdict stands, to its slots. Or :meth:`reject`.
+
         Raises:
             RuntimeError: no window is open.
-            ValueError, TypeError: a wrong shape or dtype; the window is still open then.
+            ValueError, TypeError: a wrong shape, dtype or device.
         """
         self._require(State.OPEN, "commit")
-        by_request = self._by_request and accepted.dtype == torch.int32
+        by_request = self._by_request and isinstance(accepted, Tensor) and accepted.dtype == torch.int32
         if by_request:
             self._check("commit", "accepted", accepted, torch.int32)
+            if not accepted.is_contiguous():
+                raise ValueError(f"commit: accepted must be contiguous, got strides {list(accepted.stride())}")
         else:
             self._check("commit", "accepted", accepted, torch.bool, self.max_num_rows)
         if row_slots is not None:
             self._check("commit", "row_slots", row_slots, torch.int64, self.max_num_rows)
-            _fill(self.row_slots, row_slots)
-        if by_request:
-            self._accept(accepted, self.row_requests, self.row_positions)
-        else:
-            _fill(self.row_accepted, accepted)
-            self._accept(self.row_accepted)
+        if self._destinations is None:
+            self._destinations = self._judge(accepted, row_slots, by_request)
         for layer in self._layers.values():
-            self._commit_layer(layer)
+            self._commit_layer(layer, self._destinations)
         self._state = State.CLOSED
 
     def reject(self) -> None:
-        """Close the window; no row reaches a cache. Also for a forward that failed, wherever it stopped."""
+        """Close the window; no row reaches a cache. Also for a forward that failed, wherever it stopped.
+
+        After a :meth:`commit` that failed between two layers, the rows that it has written stay in their caches (what
+        they replaced is gone), and all rows count as rejected. Finish that commit to have all layers alike.
+        """
         self._require(State.OPEN, "reject")
-        self.row_accepted.fill_(False)
-        self._accept(self.row_accepted)
+        if self._destinations is None:
+            self.row_accepted.fill_(False)
+            self._accept(self.row_accepted, self.row_slots)
+        else:  # the window is counted
+            committed, rejected = (ops.STAGE_COUNTERS.index(name) for name in ("committed", "rejected"))
+            count = self.row_committed.sum()
+            self.counters[committed].sub_(count)
+            self.counters[rejected].add_(count)
         self._state = State.CLOSED
 
     def stats(self) -> StagingStats:
@@ -278,31 +316,44 @@ class StagingBuffer:
 
     # ------------------------------------------------------------ inside
 
-    def _accept(self, accepted: Tensor, *of_requests: Tensor) -> None:
+    def _judge(self, accepted: Tensor, row_slots: Tensor | None, by_request: bool) -> Tensor:
+        """Decide which rows are committed; returns the slots that they go to. The record of begin stays as it is."""
+        slots = self.row_slots
+        if row_slots is not None:
+            slots = self._other_slots
+            _fill(slots, row_slots)
+        if by_request:
+            self._accept(accepted, slots, self.row_requests, self.row_positions)
+        else:
+            _fill(self.row_accepted, accepted)
+            self._accept(self.row_accepted, slots)
+        return slots
+
+    def _accept(self, accepted: Tensor, slots: Tensor, *of_requests: Tensor) -> None:
         ops.accept_staged(
-            accepted, self.row_slots, self.window_id, self.row_windows, self._num_slots, self.row_committed,
-            self.counters, *of_requests,
+            accepted, slots, self.window_id, self.row_windows, self._num_slots, self.row_committed, self.counters,
+            *of_requests,
         )  # fmt: skip
 
     def _try_commit(self, name: str, layer: _StagedLayer) -> None:
         """Before any window: no row is accepted, so it only looks at the arguments."""
         try:
-            self._commit_layer(layer)
+            self._commit_layer(layer, self.row_slots)
         except (ValueError, TypeError) as error:
             raise type(error)(f"allocate: layer {name!r} could not be committed: {error}") from error
 
-    def _commit_layer(self, layer: _StagedLayer) -> None:
+    def _commit_layer(self, layer: _StagedLayer, slots: Tensor) -> None:
         assert layer.staged is not None
         caches = layer.cache.key_value(tuple(plane.view for plane in layer.cache.planes))
         scales = [self._unscaled if scale is None else scale for scale in (layer.k_scale, layer.v_scale)]
-        ops.commit_staged(
-            *layer.staged, self.row_slots, self.row_committed, *caches, scales[0], scales[1], layer.kv_cache_dtype
-        )
+        ops.commit_staged(*layer.staged, slots, self.row_committed, *caches, scales[0], scales[1], layer.kv_cache_dtype)
 
     def _check(self, method: str, name: str, tensor: Tensor, dtype: torch.dtype, most: int | None = None) -> int:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{method}: {name} must be a tensor, got {validation.shown(tensor)}")
         if tensor.dtype != dtype:
             raise TypeError(f"{method}: {name} must have dtype {dtype}, got {tensor.dtype}")
-        if tensor.device.type != self.device.type:
+        if tensor.device != self.device:
             raise TypeError(f"{method}: {name} must be on device {self.device}, got {tensor.device}")
         if tensor.dim() != 1 or (most is not None and tensor.shape[0] > most):
             limit = "" if most is None else f" of at most {most}"
@@ -310,6 +361,8 @@ class StagingBuffer:
         return tensor.shape[0]
 
     def _layer(self, name: str, method: str) -> _StagedLayer:
+        if not isinstance(name, str):
+            raise TypeError(f"{method}: name must be a string, got {validation.shown(name)}")
         if name not in self._layers:
             raise KeyError(f"{method}: layer {name!r} is not registered")
         return self._layers[name]
@@ -326,7 +379,11 @@ def _fill(buffer: Tensor, values: Tensor) -> None:
     buffer[count:].fill_(False if buffer.dtype == torch.bool else -1)
 
 
-class KVCacheInterceptor:
+# What an op or a buffer answers arguments with that it does not take.
+_REFUSALS = (ValueError, TypeError, IndexError, RuntimeError)
+
+
+class KVCacheInterceptor(BoundToMemory):
     """The one call at the KV-write sites of an engine: writes into the cache, or stages, as the window asks.
 
     Args:
@@ -335,7 +392,7 @@ class KVCacheInterceptor:
             as without this library. Switching is this one value.
 
     A window is staged if the mode says so, warm-up is over (:meth:`finish_warm_up`: profiling and capture runs must
-    not open windows) and the buffer takes it. Where something is wrong before the first row was staged (too many
+    not open windows) and the buffer takes it. Where something is wrong before the first layer was staged (too many
     rows, a wrong dtype), the window is written directly and counted as a fallback. After that it is an error: layers
     before have staged their rows and attention has read them there; :meth:`cancel` closes the window.
 
@@ -343,9 +400,10 @@ class KVCacheInterceptor:
     CUDA graphs call :meth:`StagingBuffer.stage` itself.
     """
 
+    _in_place_of_a_copy = "make another KVCacheInterceptor for the same buffer"
+
     def __init__(self, buffer: StagingBuffer, mode: str = "staging") -> None:
-        if mode not in ("direct", "staging"):
-            raise ValueError(f"KVCacheInterceptor: mode must be one of direct, staging, got {mode!r}")
+        validation.instance("KVCacheInterceptor: buffer", buffer, StagingBuffer, "a StagingBuffer")
         if buffer.state is State.REGISTERING:
             raise RuntimeError("KVCacheInterceptor: the staging buffer must be allocated first")
         self.buffer, self.mode = buffer, mode
@@ -354,6 +412,17 @@ class KVCacheInterceptor:
         self._staged_layers = 0
         self._direct_windows = 0
         self._fallbacks = 0
+
+    @property
+    def mode(self) -> str:
+        """``"staging"`` or ``"direct"``; a new value holds from the next window on."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        if mode not in ("direct", "staging"):
+            raise ValueError(f"KVCacheInterceptor: mode must be one of direct, staging, got {mode!r}")
+        self._mode = mode
 
     @property
     def staging(self) -> bool:
@@ -380,7 +449,7 @@ class KVCacheInterceptor:
             return False
         try:
             self.buffer.begin(row_slots, stage_rows, row_requests, row_positions)
-        except (ValueError, TypeError) as error:
+        except _REFUSALS as error:
             self._fall_back(error)
             return False
         self.reason = ""
@@ -402,14 +471,21 @@ class KVCacheInterceptor:
             name: a layer that the buffer has registered; it says the format of the cache.
             key, value, slot_mapping: as in :func:`nwor_ops.write_kv`.
             k_scale, v_scale: for a direct write, where they are not those registered.
+
+        Raises:
+            KeyError: no such layer. Like any other error of the first layer, it leaves no staged window open.
+            ValueError, TypeError, IndexError, RuntimeError: as :func:`nwor_ops.write_kv`; or, of a later layer of a
+                staged window, as :meth:`StagingBuffer.stage`.
         """
         if self.staging:
             try:
                 self.buffer.stage(name, key, value)
-            except (ValueError, TypeError, IndexError) as error:
+            except BaseException as error:
                 if self._staged_layers > 0:
                     raise
                 self.buffer.reject()
+                if not isinstance(error, _REFUSALS):
+                    raise
                 self._fall_back(error)
             else:
                 self._staged_layers += 1
@@ -420,7 +496,11 @@ class KVCacheInterceptor:
             next((scale for scale in given if scale is not None), unscaled)
             for given in ((k_scale, layer.k_scale), (v_scale, layer.v_scale))
         ]
-        ops.write_kv(key, value, *caches, slot_mapping, scales[0], scales[1], layer.kv_cache_dtype)
+        try:
+            ops.write_kv(key, value, *caches, slot_mapping, scales[0], scales[1], layer.kv_cache_dtype)
+        except Exception as error:
+            arguments = {"key": key, "value": value, "slot_mapping": slot_mapping}
+            raise explained(error, validation.tensors, "write", **arguments) from None
 
     def commit(self, accepted: Tensor, row_slots: Tensor | None = None) -> None:
         """Commit a staged window as :meth:`StagingBuffer.commit` does. A direct one has kept all its rows already."""
