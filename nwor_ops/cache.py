@@ -7,7 +7,6 @@ strides is the engine's business; nothing here guesses a layout from a shape.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -105,7 +104,8 @@ class LayerCache:
         validation.tensor("LayerCache.packed: cache", cache, dims=4)
         if key_size is None:
             key_size = cache.shape[-1] // 2
-        return cls((Plane(cache),), key_size=_key_size("LayerCache.packed", key_size, cache.shape[-1]))
+        size = validation.integer("LayerCache.packed: key_size", key_size, 1, cache.shape[-1] - 1)
+        return cls((Plane(cache),), key_size=size)
 
     @classmethod
     def split(cls, key_cache: Tensor, value_cache: Tensor) -> LayerCache:
@@ -139,7 +139,7 @@ class LayerCache:
             count = "at least one plane" if not self.writable else f"{wanted}, of key and value"
             raise ValueError(f"LayerCache: planes must hold {count}, got {len(self.planes)}")
         if self.key_size is not None:
-            _key_size("LayerCache", self.key_size, self.planes[0].view.shape[3])
+            validation.integer("LayerCache: key_size", self.key_size, 1, self.planes[0].view.shape[3] - 1)
         slots = {(plane.view.shape[0] * plane.view.shape[1], plane.view.device) for plane in self.planes}
         if len(slots) != 1:
             raise ValueError(f"LayerCache: planes must agree on slots and device, got {sorted(map(str, slots))}")
@@ -153,10 +153,3 @@ class LayerCache:
         if self.key_size is not None:
             return planes[0][..., : self.key_size], planes[0][..., self.key_size :]
         return planes[0], planes[1]
-
-
-def _key_size(where: str, key_size: int, width: int) -> int:
-    validation.instance(f"{where}: key_size", key_size, Integral, "an integer")
-    if isinstance(key_size, bool) or not 0 < key_size < width:
-        raise ValueError(f"{where}: key_size must lie between 0 and the width {width}, got {key_size}")
-    return int(key_size)

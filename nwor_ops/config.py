@@ -90,7 +90,7 @@ def _from_additional_config(additional_config: Any) -> dict[str, Any]:
     settings = additional_config.get(ADDITIONAL_CONFIG_KEY, {})
     if not isinstance(settings, Mapping):
         raise ValueError(f'nwor: additional_config["{ADDITIONAL_CONFIG_KEY}"] must be a dict, got {settings!r}')
-    unknown = sorted(set(settings) - set(_known()))
+    unknown = sorted((key for key in settings if key not in _known()), key=str)
     if unknown:
         raise ValueError(f"nwor: unknown settings {unknown}; known are {', '.join(_known())}")
     return dict(settings)
@@ -101,6 +101,8 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     names = {ENVIRONMENT_PREFIX + name.upper(): name for name in _known()}
     for variable, value in environment.items():
+        if not isinstance(variable, str) or not isinstance(value, str):
+            raise TypeError(f"nwor: environment must map strings to strings, got {variable!r}: {value!r}")
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _READ_ELSEWHERE:
             continue
         if variable not in names:

@@ -106,12 +106,13 @@ def device(what: str, value: Any) -> torch.device:
 
 def token_offset(method: str, value: Any, num_tokens: int, max_num_tokens: int) -> None:
     """Raises where a micro-batch of ``num_tokens`` does not lie in a batch of ``max_num_tokens``."""
-    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt))):
         raise TypeError(f"{method}: token_offset must be an integer, got {shown(value)}")
-    if value < 0 or value > max(max_num_tokens - num_tokens, 0):
+    most: Any = max(max_num_tokens - num_tokens, 0)
+    if value < 0 or value > most:
         raise ValueError(
-            f"{method}: token_offset must be 0 to {max(max_num_tokens - num_tokens, 0)} for {num_tokens} of "
-            f"{max_num_tokens} tokens (max_num_tokens), got {value}"
+            f"{method}: token_offset must be 0 to {most} for {num_tokens} of {max_num_tokens} tokens "
+            f"(max_num_tokens), got {value}"
         )
 
 

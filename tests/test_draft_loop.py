@@ -494,8 +494,8 @@ def test_bad_arguments():
         )  # fmt: skip
 
     for changes, message in (
-        ({"num_steps": 0}, "DraftLoop: num_steps and max_len must be > 0, got 0 and 9"),
-        ({"max_len": 0}, "DraftLoop: num_steps and max_len must be > 0, got 3 and 0"),
+        ({"num_steps": 0}, "DraftLoop: num_steps must be at least 1, got 0"),
+        ({"max_len": 0}, "DraftLoop: max_len must be at least 1, got 0"),
         ({"num_steps": 4}, r"DraftLoop: draft_tokens must have a column for each of 4 steps, got \[4, 3\]"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -517,9 +517,9 @@ def test_bad_arguments():
             "model_fn must return no hidden states: buffers.h",
         ),
         (lambda: loop(sample_fn=lambda key, out: out[:1, 0]).run(2), r"sample_fn must return \[2\] tokens, got \[1\]"),
-        (lambda: GraphKey(0), "GraphKey: num_reqs and query_len must be > 0, got num_reqs=0, query_len=1"),
-        (lambda: keys_of_token_counts([3], 0, 4), "GraphKey: num_reqs and query_len must be > 0"),
-        (lambda: keys_of_token_counts([-3], 1, 4), "GraphKey: num_reqs and query_len must be > 0"),
+        (lambda: GraphKey(0), "GraphKey: num_reqs must be at least 1, got 0"),
+        (lambda: keys_of_token_counts([3], 0, 4), "keys_of_token_counts: query_len must be at least 1, got 0"),
+        (lambda: keys_of_token_counts([-3], 1, 4), "each of token_counts must be at least 1, got -3"),
     ):
         with pytest.raises(ValueError, match=message):
             run()

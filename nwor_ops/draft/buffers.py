@@ -8,18 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor_ops import validation
 from nwor_ops.draft.dispatch import GraphKey
+from nwor_ops.validation import BoundToMemory
 
 _INT32, _INT64 = (torch.int32,), (torch.int64,)
 _INDEX = (torch.int32, torch.int64)
 
 
 @dataclass
-class DraftBuffers:
+class DraftBuffers(BoundToMemory):
     """What the steps of a draft loop read and write.
 
     Letters: M rows (the most requests of a batch), K drafts of each. All tensors are on one device and contiguous,
-    but for ``hidden_states``. Make them with :meth:`allocate`, or hand in those of an engine.
+    but for ``hidden_states``. Make them with :meth:`allocate`, or hand in those of an engine. Graphs know them by their
+    addresses, so they cannot be copied or pickled.
 
     Attributes:
         input_ids: int32 ``[>= M]``. Token of each row.
@@ -46,6 +49,10 @@ class DraftBuffers:
     registered: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        validation.tensor("DraftBuffers: seq_lens", self.seq_lens, *_INT32, dims=1, least=1)
+        validation.instance("DraftBuffers: registered", self.registered, dict, "a dict")
+        for name, tensor in self.registered.items():
+            validation.tensor(f"DraftBuffers: registered[{name!r}]", tensor)
         rows = self.max_num_reqs
         self._check("input_ids", _INT32, 1, rows)
         self._check("positions", _INT64, 1, rows)
@@ -82,7 +89,22 @@ class DraftBuffers:
             hidden_size: width of the hidden states; None = a drafter that carries none.
             hidden_dtype: their dtype.
             sample_positions: whether the noise is keyed by positions of its own.
+
+        Raises:
+            ValueError, TypeError: a number that is no integer in its range; nothing is allocated then.
         """
+
+        def size(name: str, value: int, least: int = 1) -> int:
+            return validation.integer(f"DraftBuffers.allocate: {name}", value, least)
+
+        max_num_reqs, num_steps = size("max_num_reqs", max_num_reqs), size("num_steps", num_steps)
+        if max_num_tokens is not None:
+            size("max_num_tokens", max_num_tokens, max_num_reqs)
+        if hidden_size is not None:
+            size("hidden_size", hidden_size)
+        validation.instance("DraftBuffers.allocate: hidden_dtype", hidden_dtype, torch.dtype, "a torch.dtype")
+        validation.boolean("DraftBuffers.allocate: sample_positions", sample_positions)
+        device = validation.device("DraftBuffers.allocate: device", device)
         tokens = max_num_reqs if max_num_tokens is None else max_num_tokens
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -116,7 +138,10 @@ class DraftBuffers:
 
         Raises:
             ValueError: the name is taken by another tensor.
+            TypeError: no tensor.
         """
+        for name, tensor in tensors.items():
+            validation.tensor(f"DraftBuffers.register: {name}", tensor)
         for name, tensor in tensors.items():
             if name in self.tensors() and self.tensors()[name] is not tensor:
                 raise ValueError(f"DraftBuffers.register: {name} is registered already, with another tensor")
@@ -172,6 +197,7 @@ class DraftBuffers:
 
     def _check(self, name: str, dtypes: tuple[torch.dtype, ...] | None, dims: int, rows: int) -> None:
         tensor: Any = getattr(self, name)
+        validation.tensor(f"DraftBuffers: {name}", tensor)
         if dtypes is not None and tensor.dtype not in dtypes:
             wanted = " or ".join(str(dtype) for dtype in dtypes)
             raise TypeError(f"DraftBuffers: {name} must have dtype {wanted}, got {tensor.dtype}")

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from nwor_ops import validation
+
 Mode = Literal["eager", "step", "loop"]
 MODES: tuple[Mode, ...] = ("eager", "step", "loop")
 
@@ -24,11 +26,9 @@ class GraphKey:
     query_len: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_reqs <= 0 or self.query_len <= 0:
-            raise ValueError(
-                f"GraphKey: num_reqs and query_len must be > 0, got num_reqs={self.num_reqs}, "
-                f"query_len={self.query_len}"
-            )
+        for name, value in (("num_reqs", self.num_reqs), ("query_len", self.query_len)):
+            if type(value) is not int or not 0 < value <= validation.INT32_MAX:
+                validation.integer(f"GraphKey: {name}", value)
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +65,9 @@ class DispatchTable:
 
     def add(self, keys: Iterable[GraphKey]) -> None:
         """Take more keys in; those known stay."""
+        keys = list(keys)
+        for key in keys:
+            validation.instance("DispatchTable: each of keys", key, GraphKey, "a GraphKey")
         for key in keys:
             counts = self._counts.setdefault(key.query_len, [])
             place = bisect_left(counts, key.num_reqs)
@@ -100,7 +103,10 @@ def keys_of_token_counts(token_counts: Iterable[int], query_len: int, max_num_re
         Distinct keys, largest first.
 
     Raises:
-        ValueError: a size or ``query_len`` is not positive.
+        ValueError, TypeError: a number that is no integer above 0.
     """
-    counts = {-(-tokens // query_len) for tokens in token_counts} if query_len > 0 else {0}
+    validation.integer("keys_of_token_counts: query_len", query_len)
+    validation.integer("keys_of_token_counts: max_num_reqs", max_num_reqs)
+    token_counts = [validation.integer("keys_of_token_counts: each of token_counts", tokens) for tokens in token_counts]
+    counts = {-(-tokens // query_len) for tokens in token_counts}
     return [GraphKey(count, query_len) for count in sorted(counts, reverse=True) if count <= max_num_reqs]

@@ -11,11 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nwor_ops import ops
+from nwor_ops import ops, validation
 from nwor_ops.draft.buffers import DraftBuffers
 from nwor_ops.draft.dispatch import Dispatch, DispatchTable, GraphKey, Mode
 from nwor_ops.draft.graphs import Recording, capture_stream, places_of, record, require_unmoved, warm_up
 from nwor_ops.draft.metadata import DraftMetadata, FirstPass
+from nwor_ops.validation import BoundToMemory
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,13 @@ Pool = Any  # torch.cuda.graph_pool_handle()
 AnyMode = Literal["auto", "eager", "step", "loop"]
 
 
-class DraftLoop:
+def _require_methods(argument: str, value: object, *names: str) -> None:
+    for name in names:
+        if not callable(getattr(value, name, None)):
+            raise TypeError(f"DraftLoop: {argument} must have the method {name}, got {validation.shown(value)}")
+
+
+class DraftLoop(BoundToMemory):
     """Steps 1 to K - 1 of a drafter, and its first pass if it is given one.
 
     One step is: forward, logits, sampling, update. Around it lie the attention metadata, made on the host or on
@@ -61,7 +68,10 @@ class DraftLoop:
 
     Raises:
         ValueError: ``num_steps`` or ``max_len`` is not positive, or ``draft_tokens`` has fewer than K columns.
+        TypeError: an argument that is not what it should be, or lacks a method.
     """
+
+    _in_place_of_a_copy = "make another DraftLoop with buffers and metadata of its own, and capture() its graphs"
 
     counts: Counter[tuple[str, Mode]]
 
@@ -79,8 +89,16 @@ class DraftLoop:
         pool: Pool | Callable[[], AbstractContextManager[Pool]] | None = None,
         debug: bool = False,
     ) -> None:
-        if num_steps <= 0 or max_len <= 0:
-            raise ValueError(f"DraftLoop: num_steps and max_len must be > 0, got {num_steps} and {max_len}")
+        for name, function in (("model_fn", model_fn), ("sample_fn", sample_fn)):
+            validation.function(f"DraftLoop: {name}", function)
+        validation.instance("DraftLoop: buffers", buffers, DraftBuffers, "a DraftBuffers")
+        _require_methods("metadata", metadata, "prepare", "build", "update")
+        if first_pass is not None:
+            _require_methods("first_pass", first_pass, "expand", "finish")
+        num_steps = validation.integer("DraftLoop: num_steps", num_steps)
+        max_len = validation.integer("DraftLoop: max_len", max_len)
+        for name, switch in (("advance_positions", advance_positions), ("debug", debug)):
+            validation.boolean(f"DraftLoop: {name}", switch)
         if buffers.draft_tokens.shape[1] < num_steps:
             raise ValueError(
                 f"DraftLoop: draft_tokens must have a column for each of {num_steps} steps, "

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nwor_ops import ops
+from nwor_ops import ops, validation
 from nwor_ops.draft.buffers import DraftBuffers
 from nwor_ops.draft.dispatch import GraphKey
+from nwor_ops.validation import BoundToMemory
 
 
-class DraftSampler:
+class DraftSampler(BoundToMemory):
     """Samples one token per row with the library's own noise; capturable, greedy and random alike.
 
     Args:
@@ -21,6 +23,9 @@ class DraftSampler:
         seeds: int64 ``[S]``, by request-state index.
         compute_logits: from what ``model_fn`` returned, ``[N, ...]``, to logits ``[N, V]``; None = they are the logits.
         logits_cache: ``[S, K, >= V]``, or None: keeps the logits of every draft for rejection sampling.
+
+    Raises:
+        ValueError, TypeError: an argument of another type, dtype, shape or device; nothing is registered then.
     """
 
     def __init__(
@@ -31,6 +36,14 @@ class DraftSampler:
         compute_logits: Callable[[Tensor], Tensor] | None = None,
         logits_cache: Tensor | None = None,
     ) -> None:
+        validation.instance("DraftSampler: buffers", buffers, DraftBuffers, "a DraftBuffers")
+        place: Any = {"dims": 1, "device": buffers.device}
+        validation.tensor("DraftSampler: temperature", temperature, torch.float32, **place)
+        validation.tensor("DraftSampler: seeds", seeds, torch.int64, **place)
+        if compute_logits is not None:
+            validation.function("DraftSampler: compute_logits", compute_logits)
+        if logits_cache is not None:
+            validation.tensor("DraftSampler: logits_cache", logits_cache, dims=3, device=buffers.device)
         self.buffers, self.temperature, self.seeds = buffers, temperature, seeds
         self.compute_logits, self.logits_cache = compute_logits, logits_cache
         rows, device = buffers.max_num_reqs, buffers.device
