@@ -25,16 +25,19 @@ class Lost(Exception):
 def fail_at(launch):
     """The launch with this number, counted from 0, is not made; nor is any after it."""
     made, patch = [0], pytest.MonkeyPatch()
+
+    def failing(op):
+        def run(*arguments):
+            if made[0] >= launch:
+                raise Lost
+            made[0] += 1
+            op(*arguments)
+
+        return run
+
     with patch.context() as patched:
         for name in OF_COMMIT:
-
-            def run(*arguments, op=getattr(nwor_ops.manager.ops, name)):
-                if made[0] >= launch:
-                    raise Lost
-                made[0] += 1
-                op(*arguments)
-
-            patched.setattr(nwor_ops.manager.ops, name, run)
+            patched.setattr(nwor_ops.manager.ops, name, failing(getattr(nwor_ops.manager.ops, name)))
         yield made
 
 
