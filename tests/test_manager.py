@@ -629,6 +629,37 @@ def test_compiled(kinds, backend, read):
         transactions.assert_as_expected()
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
+def test_compiled_micro_batches(dynamic):
+    """An offset is a value of the host: a graph may hold any, and is refused none that fits."""
+    torch.compiler.reset()
+    transactions = Transactions(["packed", "latent"])
+
+    def forward(rows_of, slots_of, offset):
+        for name, cache in transactions.caches.items():
+            slots = slots_of[transactions.group_of[name]]
+            if cache.writable:
+                transactions.manager.write(name, *cache.key_value(rows_of[name]), slots, token_offset=offset)
+            else:
+                transactions.manager.log(name, slots, token_offset=offset)
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for seed, cut in enumerate((5, 3)):
+        batch = transactions.batch(MIXED, seed=seed)
+        rows = {name: transactions.rows(name, batch.num_tokens) for name in transactions.caches}
+        transactions.manager.begin(batch.window)
+        for part in (slice(0, cut), slice(cut, None)):
+            some = {name: tuple(plane_rows[part] for plane_rows in rows[name]) for name in rows}
+            compiled(some, {group: slots[part] for group, slots in batch.slots.items()}, part.start)
+        for name, cache in transactions.caches.items():
+            slots = batch.slots[transactions.group_of[name]]
+            if not cache.writable:
+                put_rows(cache.planes, rows[name], slots.tolist())
+            transactions.expect(name, rows[name], slots, batch.rejected)
+        commit(transactions, batch)
+        transactions.assert_as_expected()
+
+
 # ---------------------------------------------------------------- several managers
 
 
