@@ -69,6 +69,7 @@ class _Layer:
     index: int  # within its class
     # Filled by allocate().
     eager: _LayerTensors | None = None
+    key_value: tuple[Tensor, Tensor] | None = None  # the caches, None where the planes are opaque
     # How a traced graph makes the planes: root, shape, strides, offset; empty = it takes them as they are.
     traced_caches: tuple[tuple[Tensor, tuple[int, ...], tuple[int, ...], int], ...] = ()
 
@@ -77,6 +78,13 @@ class _Layer:
         if torch.compiler.is_compiling() and self.traced_caches:
             return tuple(root.as_strided(shape, stride, offset) for root, shape, stride, offset in self.traced_caches)
         return tuple(plane.view for plane in self.cache.planes)
+
+    def caches(self) -> tuple[Tensor, Tensor]:
+        """Key and value cache of this layer, likewise."""
+        if torch.compiler.is_compiling():
+            return self.cache.key_value(self.planes())
+        assert self.key_value is not None
+        return self.key_value
 
     def tensors(self) -> _LayerTensors:
         """This layer's tensors, likewise."""
@@ -297,6 +305,9 @@ class DraftCommitManager(BoundToMemory):
         )
         if shadow is None:
             self._allocate_logs()
+        for layer in self._layers.values():
+            if layer.cache.writable:
+                layer.key_value = layer.cache.key_value(tuple(plane.view for plane in layer.cache.planes))
         self.shadow = shadow
         self._plan_tracing()
         self._undo = self._plan_undo() if self.shadow is None else []
@@ -429,10 +440,9 @@ class DraftCommitManager(BoundToMemory):
                 )
         if type(bonus) is not int or not 0 <= bonus <= validation.INT32_MAX:
             validation.integer("begin: window.num_bonus_tokens", bonus, 0)
-        if window.num_requests > self.max_num_requests:
+        if (requests := window.num_requests) > self.max_num_requests:
             raise ValueError(
-                f"begin: window must have at most {self.max_num_requests} requests (max_num_requests), got "
-                f"{window.num_requests}"
+                f"begin: window must have at most {self.max_num_requests} requests (max_num_requests), got {requests}"
             )
         try:
             return [window.slot_mappings[group] for group in self._groups]
@@ -454,6 +464,8 @@ class DraftCommitManager(BoundToMemory):
         for group in self._groups:
             if group in window.slot_mappings:
                 check(f"slot_mappings[{group!r}]", window.slot_mappings[group], torch.int64)
+        if self.shadow is not None:
+            self.shadow.check(window)
 
     def write(
         self,
@@ -495,7 +507,7 @@ class DraftCommitManager(BoundToMemory):
                 ops.write_kv(
                     key,
                     value,
-                    *layer.cache.key_value(layer.planes()),
+                    *layer.caches(),
                     slot_mapping,
                     self._unscaled if k_scale is None else k_scale,
                     self._unscaled if v_scale is None else v_scale,
@@ -779,7 +791,7 @@ class DraftCommitManager(BoundToMemory):
 
     def _window_to_commit(self, method: str) -> Window:
         window = self._open_window(method)
-        if self._ending:
+        if self._ending:  # what it has done is not to be committed
             raise RuntimeError(
                 f"{method}: the window must not be one whose {self._ending}() has begun; call that again"
             )

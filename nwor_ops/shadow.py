@@ -108,11 +108,27 @@ class ShadowPages(BoundToMemory):
 
     def tables(self, window: Window) -> list[LaunchTables]:
         """What each launch will redirect and put back. To be kept while the window is open: ``window`` holds mappings
-        that an engine may fill anew.
+        that an engine may fill anew. Any exception means that :meth:`check` has something to say."""
+        slot_mappings = [window.slot_mappings[group] for group in self.groups]
+        block_tables = [window.block_tables[group] for group in self.groups]  # type: ignore[index]
+        requests, states, device = window.num_requests, window.request_states, self.held_slots.device
+        fits = validation.fits(window.seq_lens, torch.int32, 1, requests, device)
+        for table in block_tables:
+            fits = fits and validation.fits(table, torch.int32, 2, requests, device)
+        if states is not None:
+            dtype = torch.int32 if states.dtype is torch.int32 else torch.int64
+            fits = fits and validation.fits(states, dtype, 1, requests, device)
+        if not fits:
+            raise ValueError('begin: window must have what mode "stage" needs')
+        if len(self.launches) == 1:
+            return [(slot_mappings, block_tables)]
+        return [
+            (slot_mappings[launch.groups], block_tables[launch.groups]) if launch.redirects else ([], [])
+            for launch in self.launches
+        ]
 
-        Raises:
-            ValueError, TypeError: the window lacks what staging needs, or has it in another shape, dtype or device.
-        """
+    def check(self, window: Window) -> None:
+        """Raises ValueError or TypeError where a window lacks what staging needs, or has it in another form."""
         if window.seq_lens is None or window.block_tables is None:
             lacking = " and no ".join(name for name in ("seq_lens", "block_tables") if getattr(window, name) is None)
             raise ValueError(f'begin: window must have seq_lens and block_tables in mode "stage", got no {lacking}')
@@ -120,25 +136,16 @@ class ShadowPages(BoundToMemory):
         missing = [group for group in self.groups if group not in window.block_tables]
         if missing:
             raise ValueError(f"begin: window.block_tables must have a table for each group, got none for {missing}")
-        requests, device = window.num_requests, self.held_slots.device
-        int32, int64 = torch.int32, torch.int64
-        validation.tensor("begin: window.seq_lens", window.seq_lens, int32, dims=1, least=requests, device=device)
+
+        def check(name: str, value: object, *dtypes: torch.dtype, dims: int = 1) -> None:
+            least, device = window.num_requests, self.held_slots.device
+            validation.tensor(f"begin: window.{name}", value, *dtypes, dims=dims, least=least, device=device)
+
+        check("seq_lens", window.seq_lens, torch.int32)
         if window.request_states is not None:
-            states = window.request_states
-            validation.tensor(
-                "begin: window.request_states", states, int32, int64, dims=1, least=requests, device=device
-            )
-        slot_mappings, block_tables = [], []
+            check("request_states", window.request_states, torch.int32, torch.int64)
         for group in self.groups:
-            slots, table = window.slot_mappings[group], window.block_tables[group]
-            what = f"begin: window.block_tables[{group!r}]"
-            validation.tensor(what, table, int32, dims=2, least=requests, device=device)
-            slot_mappings.append(slots)
-            block_tables.append(table)
-        return [
-            (slot_mappings[launch.groups], block_tables[launch.groups]) if launch.redirects else ([], [])
-            for launch in self.launches
-        ]
+            check(f"block_tables[{group!r}]", window.block_tables[group], torch.int32, dims=2)
 
     def open(self, window: Window, tables: list[LaunchTables], buffers: WindowBuffers) -> None:
         """Redirect a window that ``plan_window`` has planned. If this raises, slots and tables are as they were."""

@@ -19,9 +19,12 @@ class Stats:
         drafted: draft tokens that got a log row.
         accepted: drafts committed.
         rejected: drafts undone, those of cancelled windows included.
-        overflowed: windows left unplanned because they had more drafts than the log has rows.
+        overflowed: windows left unplanned because they had more drafts than the log has rows; none of them is drafted.
         cancelled: windows cancelled: every draft undone.
         abandoned: windows closed without an undo: the drafts' rows stayed, as without this library.
+
+    Between windows, drafted = accepted + rejected + the drafts of abandoned windows, however often a commit failed and
+    was tried again before.
     """
 
     windows: int
