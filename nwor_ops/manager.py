@@ -387,11 +387,11 @@ class DraftCommitManager(BoundToMemory):
 
         Raises:
             RuntimeError: a window is open already.
-            ValueError, TypeError: more drafts, tokens or requests than this manager was made for, or a slot mapping,
-                table or length that is missing or of another shape, dtype or device; nothing has changed then.
-            ValueError, IndexError: in mode ``"stage"`` on the CPU, a request whose numbers do not agree
-                (:func:`nwor_ops.open_window`); the pages of requests, slots and tables have not changed then, and the
-                window counts as cancelled.
+            ValueError, TypeError: more drafts, tokens or requests than this manager was made for, a slot mapping, table
+                or length that is missing, or a tensor of another shape, dtype or device; nothing has changed then.
+            ValueError, TypeError, IndexError: in mode ``"stage"``, lengths, tables or states of another shape, dtype or
+                device, or on the CPU a request whose numbers do not agree (:func:`nwor_ops.open_window`); the pages of
+                requests, slots and tables have not changed then, and the window counts as cancelled.
         """
         self._require(State.CLOSED, "begin")
         if not isinstance(window, Window):
@@ -399,7 +399,7 @@ class DraftCommitManager(BoundToMemory):
         buffers = self.buffers
         try:
             slot_mappings = self._slot_mappings(window)
-            tables = [] if self.shadow is None else self.shadow.tables(window)
+            tables = [] if self.shadow is None else self.shadow.tables(window, slot_mappings)
             ops.plan_window(
                 window.query_start_loc,
                 window.cu_num_draft_tokens,
@@ -419,16 +419,16 @@ class DraftCommitManager(BoundToMemory):
         if self.shadow is not None:
             try:
                 self.shadow.open(window, tables, buffers)
-            except Exception:
+            except Exception as error:
                 self._count_as_rejected()
                 self._cancelled += 1
-                raise
+                raise explained(error, self.shadow.check, window) from None
         self._window, self._tables = window, tables
         self._state = State.OPEN
 
     def _slot_mappings(self, window: Window) -> list[Tensor]:
         """One for each group. Raises ValueError for a window that is larger than this manager was made for."""
-        drafts, bonus = window.num_draft_tokens, window.num_bonus_tokens
+        drafts = window.num_draft_tokens
         if drafts is not None:
             if type(drafts) is not int:
                 validation.integer("begin: window.num_draft_tokens", drafts, 0)
@@ -438,8 +438,6 @@ class DraftCommitManager(BoundToMemory):
                 raise ValueError(
                     f"begin: window must have at most {self.max_draft_tokens} drafts (max_draft_tokens), got {drafts}"
                 )
-        if type(bonus) is not int or not 0 <= bonus <= validation.INT32_MAX:
-            validation.integer("begin: window.num_bonus_tokens", bonus, 0)
         if (requests := window.num_requests) > self.max_num_requests:
             raise ValueError(
                 f"begin: window must have at most {self.max_num_requests} requests (max_num_requests), got {requests}"
@@ -458,6 +456,7 @@ class DraftCommitManager(BoundToMemory):
             validation.tensor(f"begin: window.{name}", value, *dtypes, dims=1, least=least, device=self.device)
 
         validation.boolean("begin: window.leading_zero", window.leading_zero)
+        validation.integer("begin: window.num_bonus_tokens", window.num_bonus_tokens, 0)
         check("cu_num_draft_tokens", window.cu_num_draft_tokens, torch.int32, least=int(window.leading_zero))
         check("query_start_loc", window.query_start_loc, torch.int32, least=window.num_requests + 1)
         validation.instance("begin: window.slot_mappings", window.slot_mappings, Mapping, "a mapping")
@@ -774,11 +773,11 @@ class DraftCommitManager(BoundToMemory):
         self._state = State.CLOSED
 
     def _layer(self, name: str, method: str) -> _Layer:
-        if not isinstance(name, str):
-            raise TypeError(f"{method}: name must be a string, got {validation.shown(name)}")
-        if name not in self._layers:
-            raise KeyError(f"{method}: layer {name!r} is not registered")
-        return self._layers[name]
+        try:
+            return self._layers[name]
+        except (KeyError, TypeError):
+            validation.instance(f"{method}: name", name, str, "a string")
+            raise KeyError(f"{method}: layer {name!r} is not registered") from None
 
     def _require(self, state: State, method: str) -> None:
         if self._state is not state:
@@ -801,10 +800,11 @@ class DraftCommitManager(BoundToMemory):
         """Whether there is nothing to write. Raises outside a window, where Python can tell."""
         if torch.compiler.is_compiling():
             return False
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{method}: {argument} must be a tensor, got {validation.shown(tensor)}")
-        if has_no_data(tensor) or has_no_data(layer.cache.planes[0].view):
-            return True
+        try:
+            if has_no_data(tensor) or has_no_data(layer.cache.planes[0].view):
+                return True
+        except AttributeError as error:
+            raise explained(error, validation.tensor, f"{method}: {argument}", tensor) from None
         # A capture is made once, outside any window; its replays happen inside one.
         if self._state is not State.OPEN and not is_capturing(tensor):
             raise RuntimeError(f"{method} of layer {name!r}: no window is open; call begin() first")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class ShadowPages(BoundToMemory):
         max_drafts_per_request: int,
         device: torch.device,
     ) -> None:
-        self.groups = list(planes)
+        self.groups, self._device = list(planes), device
         unknown = sorted(set(first_blocks) - set(planes))
         if unknown:
             raise ValueError(f"allocate: shadow_blocks must name groups of {self.groups}, got {unknown}")
@@ -106,20 +107,13 @@ class ShadowPages(BoundToMemory):
             )
         return torch.arange(first, first + self.blocks_per_group, dtype=torch.int32)
 
-    def tables(self, window: Window) -> list[LaunchTables]:
+    def tables(self, window: Window, slot_mappings: list[Tensor]) -> list[LaunchTables]:
         """What each launch will redirect and put back. To be kept while the window is open: ``window`` holds mappings
         that an engine may fill anew. Any exception means that :meth:`check` has something to say."""
-        slot_mappings = [window.slot_mappings[group] for group in self.groups]
-        block_tables = [window.block_tables[group] for group in self.groups]  # type: ignore[index]
-        requests, states, device = window.num_requests, window.request_states, self.held_slots.device
-        fits = validation.fits(window.seq_lens, torch.int32, 1, requests, device)
-        for table in block_tables:
-            fits = fits and validation.fits(table, torch.int32, 2, requests, device)
-        if states is not None:
-            dtype = torch.int32 if states.dtype is torch.int32 else torch.int64
-            fits = fits and validation.fits(states, dtype, 1, requests, device)
-        if not fits:
-            raise ValueError('begin: window must have what mode "stage" needs')
+        if window.seq_lens is None:
+            raise ValueError("begin: window must have seq_lens")
+        given: Any = window.block_tables
+        block_tables = [given[group] for group in self.groups]
         if len(self.launches) == 1:
             return [(slot_mappings, block_tables)]
         return [
@@ -138,8 +132,8 @@ class ShadowPages(BoundToMemory):
             raise ValueError(f"begin: window.block_tables must have a table for each group, got none for {missing}")
 
         def check(name: str, value: object, *dtypes: torch.dtype, dims: int = 1) -> None:
-            least, device = window.num_requests, self.held_slots.device
-            validation.tensor(f"begin: window.{name}", value, *dtypes, dims=dims, least=least, device=device)
+            least = window.num_requests
+            validation.tensor(f"begin: window.{name}", value, *dtypes, dims=dims, least=least, device=self._device)
 
         check("seq_lens", window.seq_lens, torch.int32)
         if window.request_states is not None:

@@ -361,11 +361,11 @@ class StagingBuffer(BoundToMemory):
         return tensor.shape[0]
 
     def _layer(self, name: str, method: str) -> _StagedLayer:
-        if not isinstance(name, str):
-            raise TypeError(f"{method}: name must be a string, got {validation.shown(name)}")
-        if name not in self._layers:
-            raise KeyError(f"{method}: layer {name!r} is not registered")
-        return self._layers[name]
+        try:
+            return self._layers[name]
+        except (KeyError, TypeError):
+            validation.instance(f"{method}: name", name, str, "a string")
+            raise KeyError(f"{method}: layer {name!r} is not registered") from None
 
     def _require(self, state: State, method: str) -> None:
         if self._state is not state:

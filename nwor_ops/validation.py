@@ -77,12 +77,6 @@ def tensor(
         raise ValueError(f"{what} must have {words}, the first of at least {least}, got {list(value.shape)}")
 
 
-def fits(value: Any, dtype: torch.dtype, dims: int, least: int, device: torch.device) -> bool:
-    """What :func:`tensor` asks, where it is asked in every step."""
-    shape = value.shape
-    return len(shape) == dims and shape[0] >= least and value.dtype is dtype and value.device == device
-
-
 def tensors(method: str, **arguments: object) -> None:
     """Raises TypeError for the first argument of a method that is no tensor."""
     for name, value in arguments.items():
