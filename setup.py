@@ -134,7 +134,7 @@ class Library(Extension):
 
     def __init__(self, kind: str):
         sources = sorted(str(path.relative_to(ROOT)) for path in (*(CSRC / kind).glob("*.c[pu]*"), CSRC / "glibc.cpp"))
-        headers = sorted(str(path.relative_to(ROOT)) for path in CSRC.rglob("*.h"))
+        headers = sorted(str(path.relative_to(ROOT)) for path in (*CSRC.rglob("*.h"), CSRC / "exports.map"))
         super().__init__(f"nwor_ops.libnwor_{kind}", sources, depends=headers)
         self.kind = kind
 
@@ -190,7 +190,8 @@ class BuildLibraries(build_ext):
     def link_flags(self, *libraries: str) -> list[str]:
         # Python loads torch's libraries with local visibility, so ours must name the ones it needs.
         folder = self.torch_folder / "lib"
-        return [f"-L{folder}", "-Wl,--no-as-needed", *(f"-l{name}" for name in libraries)]
+        exports = f"-Wl,--version-script={CSRC / 'exports.map'}"
+        return [exports, f"-L{folder}", "-Wl,--no-as-needed", *(f"-l{name}" for name in libraries)]
 
     def compile_cpu(self, sources: list[str]) -> list[str]:
         compiler = find_compiler()
@@ -227,7 +228,7 @@ class BuildLibraries(build_ext):
             run([compiler, "-shared", "-x", "c", os.devnull, "-Wl,-soname,libtorch_cuda.so", "-o", stub])
         # Linked by the host compiler: nvcc would write its own command line into the library.
         folders = [self.scratch, *cuda_library_folders(nvcc)]
-        return [compiler, "-shared", *objects, *(f"-L{folder}" for folder in folders), "-Wl,--exclude-libs,ALL",
+        return [compiler, "-shared", *objects, *(f"-L{folder}" for folder in folders),
                 "-lcudart_static", "-ldl", "-lrt", "-lpthread",
                 *self.link_flags("torch", "torch_cpu", "torch_cuda", "c10")]  # fmt: skip
 
