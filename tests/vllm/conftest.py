@@ -28,13 +28,11 @@ def engines() -> Engines:
     return Engines()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests with an engine are marked. Of several workers (pytest-xdist), one runs all that share servers, or a vanilla
     engine."""
-    for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        if "engines" in fixtures:
-            item.add_marker(pytest.mark.vllm)
-            group = "servers" if "servers" in fixtures else item.nodeid.partition("[")[0]
-            item.add_marker(pytest.mark.xdist_group(group))
+    fixtures = getattr(item, "fixturenames", ())
+    if "engines" in fixtures:
+        item.add_marker(pytest.mark.vllm)
+        group = "servers" if "servers" in fixtures else item.nodeid.partition("[")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
