@@ -82,8 +82,9 @@ test test-cpu test-vllm test-nightly: export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 
 # What to run after each change: three minutes at most.
+check: export NWOR_BUILD_CUDA := 0
 check: lint types
-	@NWOR_BUILD_CUDA=0 $(STEP) 5/5 "CPU library" -- $(BIN)/python setup.py -q build_ext --inplace
+	@$(STEP) 5/5 "CPU library" -- $(BIN)/python setup.py -q build_ext --inplace
 	@echo "== tests of what changed"
 	@$(BIN)/python tests/touched.py -n $(WORKERS) --dist loadgroup
 

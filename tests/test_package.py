@@ -42,6 +42,7 @@ def test_the_cpu_library_is_built() -> None:
     assert library.FOLDER / "libnwor_cpu.so" in BUILT
 
 
+@pytest.mark.skipif(os.environ.get("NWOR_BUILD_CUDA") == "0", reason="NWOR_BUILD_CUDA=0")
 @pytest.mark.skipif(
     not any(shutil.which(n) or pathlib.Path(n).exists() for n in ("nvcc", "/usr/local/cuda/bin/nvcc")),
     reason="no nvcc on this machine",
