@@ -183,6 +183,7 @@ def test_torch_too_old() -> None:
 
 def test_library_missing() -> None:
     """Importing works; calling an op says what to do."""
+    assert issubclass(nwor_ops.ops.Refusal, RuntimeError)
     done = python(
         "import pathlib, torch\n"
         "exists = pathlib.Path.exists\n"
@@ -191,7 +192,7 @@ def test_library_missing() -> None:
         "cache = torch.zeros(1, 4, 2, 8)\n"
         "nwor_ops.log_slots(cache, torch.tensor([0]), torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, 8))\n"
     )
-    assert "RuntimeError: log_slots: the CPU library of nwor_ops is not built (libnwor_cpu.so is missing)" in (
+    assert "Refusal: log_slots: the CPU library of nwor_ops is not built (libnwor_cpu.so is missing)" in (
         done.stderr
     )
     assert "pip install --no-build-isolation" in done.stderr
@@ -221,7 +222,7 @@ def test_device_without_a_kernel() -> None:
         "torch.ops.nwor.acceptance_mask_from_rejected.default.redispatch(keys, torch.zeros(1), torch.zeros(1), 1)\n"
     )
     assert (
-        "RuntimeError: acceptance_mask_from_rejected: there is no kernel for xpu; nwor_ops has kernels for cpu and "
+        "Refusal: acceptance_mask_from_rejected: there is no kernel for xpu; nwor_ops has kernels for cpu and "
         "cuda, move the tensors there"
     ) in done.stderr
 
