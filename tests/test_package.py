@@ -192,9 +192,7 @@ def test_library_missing() -> None:
         "cache = torch.zeros(1, 4, 2, 8)\n"
         "nwor_ops.log_slots(cache, torch.tensor([0]), torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, 8))\n"
     )
-    assert "Refusal: log_slots: the CPU library of nwor_ops is not built (libnwor_cpu.so is missing)" in (
-        done.stderr
-    )
+    assert "Refusal: log_slots: the CPU library of nwor_ops is not built (libnwor_cpu.so is missing)" in (done.stderr)
     assert "pip install --no-build-isolation" in done.stderr
 
 
