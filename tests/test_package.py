@@ -68,6 +68,13 @@ def test_the_symbol_check_can_fail() -> None:
 
 
 @pytest.mark.parametrize("path", BUILT, ids=lambda path: path.name)
+def test_nothing_is_exported(path: pathlib.Path) -> None:
+    """A compiler may link a libstdc++ of its own into the library. Exported, parts of it were used in the place of the
+    one that torch uses, and the first complaint of a kernel ended the process."""
+    assert run("nm", "-D", "--defined-only", str(path)).stdout == ""
+
+
+@pytest.mark.parametrize("path", BUILT, ids=lambda path: path.name)
 def test_no_path_of_the_build_machine(path: pathlib.Path) -> None:
     assert str(ROOT).encode() not in path.read_bytes()
 

@@ -215,6 +215,17 @@ def _transaction(device: torch.device) -> str | None:
     return difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
 
 
+def _refused_call(device: torch.device) -> str | None:
+    """What a kernel complains of arrives as an exception: it crosses from our compiler's run time to torch's."""
+    sample = _Sample(device)
+    try:
+        ops.log_slots(sample.cache, sample.slots, sample.log_rows[:-1], sample.log)
+    except ValueError as error:
+        expected = f"log_slots: log_rows must be [num_tokens] with at least {len(SLOTS)} elements"
+        return None if str(error).startswith(expected) else f"the wrong sentence: {error}"
+    return "did not raise"
+
+
 def _stage_kv(device: torch.device) -> str | None:
     sample = _Sample(device)
     ops.stage_kv(sample.key, sample.value, sample.log_rows, *sample.key_value(sample.log))
@@ -332,4 +343,5 @@ SELF_TESTS: dict[str, Callable[[torch.device], str | None]] = {
     "close_window_from_rejected": functools.partial(_staged_transaction, by_counts=True),
     **self_test_draft.SELF_TESTS,
     "a whole transaction": _transaction,
+    "a call that is refused": _refused_call,
 }
