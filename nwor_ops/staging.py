@@ -349,12 +349,7 @@ class StagingBuffer(BoundToMemory):
         ops.commit_staged(*layer.staged, slots, self.row_committed, *caches, scales[0], scales[1], layer.kv_cache_dtype)
 
     def _check(self, method: str, name: str, tensor: Tensor, dtype: torch.dtype, most: int | None = None) -> int:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{method}: {name} must be a tensor, got {validation.shown(tensor)}")
-        if tensor.dtype != dtype:
-            raise TypeError(f"{method}: {name} must have dtype {dtype}, got {tensor.dtype}")
-        if tensor.device != self.device:
-            raise TypeError(f"{method}: {name} must be on device {self.device}, got {tensor.device}")
+        validation.tensor(f"{method}: {name}", tensor, dtype, device=self.device)
         if tensor.dim() != 1 or (most is not None and tensor.shape[0] > most):
             limit = "" if most is None else f" of at most {most}"
             raise ValueError(f"{method}: {name} must have one dimension{limit}, got {list(tensor.shape)}")
