@@ -86,7 +86,7 @@ check: export NWOR_BUILD_CUDA := 0
 check: lint types
 	@$(STEP) 5/5 "CPU library" -- $(BIN)/python setup.py -q build_ext --inplace
 	@echo "== tests of what changed"
-	@$(BIN)/python tests/touched.py -n $(WORKERS) --dist loadgroup
+	@$(BIN)/python tools/touched.py -n $(WORKERS) --dist loadgroup
 
 lint: setup
 	@echo "== lint"

@@ -23,8 +23,8 @@ from gpu_engine import check_windows
 from results import Row, ratios, row, save
 
 from nwor_ops.cli.demo import DemoOptions, make_job
-from nwor_ops.cli.engine_process import EngineProcess, engine_environment
-from nwor_ops.cli.tiny_llama import Size, write_tiny_llama
+from nwor_ops.testing.engine_process import EngineProcess, engine_environment
+from nwor_ops.testing.tiny_llama import Size, write_tiny_llama
 
 SIZES = {
     "tiny": (Size(), 60),

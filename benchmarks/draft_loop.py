@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.profiler import profile, supported_activities
 
 from nwor_ops import ops
-from nwor_ops.draft import DraftBuffers, DraftLoop, DraftMetadata, DraftSampler, GraphKey
+from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftMetadata, DraftSampler, GraphKey
 
 BLOCK_SIZE, MAX_LEN, START = 16, 1024, 900
 BATCHES, NUM_DRAFTS = (1, 4, 16, 64), (2, 3, 4, 6, 8)

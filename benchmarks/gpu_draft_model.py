@@ -50,7 +50,7 @@ from gpu_engine import (
 )
 from results import FOLDER, Row, row, show, write
 
-from nwor_ops.cli.engine_process import EngineFailed, EngineProcess
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
 
 NAME = "draft_model"
 # Side -> vLLM's model runner, and the name of its rows.

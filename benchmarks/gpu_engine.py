@@ -46,7 +46,7 @@ from typing import Any
 
 from results import FOLDER, Row, ratios, row, save
 
-from nwor_ops.cli.engine_process import EngineProcess, engine_environment
+from nwor_ops.testing.engine_process import EngineProcess, engine_environment
 
 HERE = pathlib.Path(__file__).resolve().parent
 K, ACCEPTANCE_LENGTH, ACCEPTANCE_DIFFERENCE = 4, 2.5, 0.05

@@ -388,8 +388,8 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
     thread that looks at the counters twice a second and may fetch them, a call around the scheduler's update that
     notes how many tokens each request got, and in mode ``stage`` the cache without the spare blocks.
     """
-    from nwor_ops.vllm.agreement import SchedulerWatch as watch
-    from nwor_ops.vllm.runner import wrapped_methods
+    from nwor_ops.vllm.audit.agreement import SchedulerWatch as watch
+    from nwor_ops.vllm.runners.base import wrapped_methods
 
     runner = worker.model_runner
     if not hasattr(worker, "nwor_parts"):
@@ -415,7 +415,7 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
 def stop_comparing(worker: Any) -> None:
     """The scheduler's book goes on, and the worker's is read as often as ever, but they are not compared: a step that
     ran on one side, and whose tokens arrive on the other, is in one of them."""
-    from nwor_ops.vllm.agreement import Agreement
+    from nwor_ops.vllm.audit.agreement import Agreement
 
     Agreement.published = lambda self, drafted, accepted: None  # type: ignore[method-assign]
 

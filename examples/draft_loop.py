@@ -24,7 +24,7 @@ from paged_llama import make_caches
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.draft import DraftBuffers, DraftLoop, DraftSampler, FirstPass, GraphKey
+from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftSampler, FirstPass, GraphKey
 
 
 @dataclass

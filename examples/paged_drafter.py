@@ -1,6 +1,6 @@
 """A small drafter over a paged KV cache, and its metadata adapter: the back end's side of a draft loop.
 
-:class:`PagedMetadataAdapter` is what a back end writes for :class:`nwor_ops.draft.DraftLoop`. Its metadata has all
+:class:`PagedMetadataAdapter` is what a back end writes for :class:`nwor_ops.drafter.DraftLoop`. Its metadata has all
 three kinds of field that matter there:
 
 - ``positions`` and ``seq_lens``: aliases of loop buffers. They are up to date by themselves.
@@ -23,7 +23,7 @@ from paged_llama import MLP, LlamaConfig, RMSNorm, rotary_embedding
 from torch import Tensor, nn
 
 from nwor_ops import ops
-from nwor_ops.draft import DraftBuffers, DraftMetadata, GraphKey
+from nwor_ops.drafter import DraftBuffers, DraftMetadata, GraphKey
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from paged_llama import Batch, LlamaConfig, PagedLlama, make_caches
 from torch import Tensor
 
 from nwor_ops import DraftCommitManager, LayerCache, Window, num_shadow_blocks
-from nwor_ops.manager import DEFAULT_GROUP
+from nwor_ops.transaction.manager import DEFAULT_GROUP
 
 BLOCK_SIZE = 8
 

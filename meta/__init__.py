@@ -5,6 +5,6 @@ still must exist (a missing one shows only when the op is traced) and it still c
 checked without data, so that a wrong model fails while it is traced.
 """
 
-from nwor_ops.meta import accept, draft, stage, undo
+from nwor_ops.meta import accept, drafter, shadow, staging, undo
 
-__all__ = ["accept", "draft", "stage", "undo"]
+__all__ = ["accept", "drafter", "shadow", "staging", "undo"]

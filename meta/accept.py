@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nwor_ops import ops
 from nwor_ops.meta.check import described, has_dims, has_dtype, is_vector, not_negative, same_device
+from nwor_ops.ops.registry import implement_fake
 
 
 def plan_window(
@@ -155,4 +155,4 @@ for _fake in (
     reject_rows,
     reject_rows_from_rejected,
 ):
-    ops.implement_fake(_fake.__name__, _fake)
+    implement_fake(_fake.__name__, _fake)

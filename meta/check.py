@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nwor_ops import ops
+from nwor_ops.ops.registry import Refusal
 
 CACHE_SHAPE = "[num_blocks, block_size, num_kv_heads, width]"
 
@@ -83,7 +83,7 @@ def check_planes(op: str, caches: list[Tensor], plane_table: Tensor | None = Non
     if plane_table is not None:
         if plane_table.device.type != "cpu":
             raise TypeError(f"{op}: plane_table must be on device cpu, got {plane_table.device}")
-        raise ops.Refusal(
+        raise Refusal(
             f"{op}: plane_table hides from a compiler which planes are mutated; pass all of them in caches and no table"
         )
     if not caches:

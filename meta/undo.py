@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nwor_ops import ops
 from nwor_ops.meta.accept import check_reject_counts
 from nwor_ops.meta.check import (
     CACHE_SHAPE,
@@ -18,6 +17,7 @@ from nwor_ops.meta.check import (
     is_vector,
     same_device,
 )
+from nwor_ops.ops.registry import implement_fake
 
 _FORMATS = {
     "fp8": torch.float8_e4m3fn,
@@ -204,4 +204,4 @@ def restore_slots_from_rejected(
 
 
 for _fake in (write_kv, write_kv_logged, log_slots, restore_slots, restore_slots_from_rejected):
-    ops.implement_fake(_fake.__name__, _fake)
+    implement_fake(_fake.__name__, _fake)

@@ -2,7 +2,7 @@
 
 >>> import nwor_ops                      # declares torch.ops.nwor.*, loads the kernels
 >>> nwor_ops.write_kv_logged(...)        # the ops, one documented wrapper each: nwor_ops.ops
->>> manager = nwor_ops.DraftCommitManager(...)   # begin, write, commit or cancel: nwor_ops.manager
+>>> manager = nwor_ops.DraftCommitManager(...)   # begin, write, commit or cancel: nwor_ops.transaction.manager
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -20,8 +20,7 @@ LIBRARIES = _library.loaded_libraries()
 _torch_fixes.correct_slices()
 
 from nwor_ops import meta as _meta  # noqa: E402, F401  (the fakes register themselves)
-from nwor_ops.cache import LayerCache, Plane  # noqa: E402
-from nwor_ops.manager import DraftCommitManager, current_manager, set_current_manager  # noqa: E402
+from nwor_ops.kv_cache import LayerCache, Plane  # noqa: E402
 from nwor_ops.ops import (  # noqa: E402
     COUNTERS,
     STAGE_COUNTERS,
@@ -55,10 +54,11 @@ from nwor_ops.ops import (  # noqa: E402
     write_kv,
     write_kv_logged,
 )
-from nwor_ops.shadow import num_shadow_blocks  # noqa: E402
 from nwor_ops.staging import KVCacheInterceptor, StagingBuffer  # noqa: E402
-from nwor_ops.stats import EngineStats, InterceptorStats, StagingStats, Stats, stats  # noqa: E402
-from nwor_ops.window import Window  # noqa: E402
+from nwor_ops.transaction.counters import EngineStats, InterceptorStats, StagingStats, Stats, stats  # noqa: E402
+from nwor_ops.transaction.manager import DraftCommitManager, current_manager, set_current_manager  # noqa: E402
+from nwor_ops.transaction.shadow_pages import num_shadow_blocks  # noqa: E402
+from nwor_ops.transaction.window import Window  # noqa: E402
 
 __all__ = [
     "COUNTERS",

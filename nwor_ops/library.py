@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from nwor_ops import ops
+from nwor_ops.ops import registry
 
 MIN_TORCH = (2, 11)  # as pyproject.toml says, from which setup.py has the stable ABI's version
 STABLE_ABI_TARGET = f"{MIN_TORCH[0]}.{MIN_TORCH[1]}"
@@ -81,7 +81,7 @@ def _load(kind: str, dispatch_key: str) -> CompiledLibrary:
 
 def _refusal(op: str, sentence: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise ops.Refusal(f"{op}: {sentence}")
+        raise registry.Refusal(f"{op}: {sentence}")
 
     return refuse
 
@@ -133,9 +133,9 @@ def loaded_libraries() -> tuple[CompiledLibrary, ...]:
         sentence = missing.get(key) or (
             f"there is no kernel for {device}; nwor_ops has kernels for cpu and cuda, move the tensors there"
         )
-        for op in ops.SCHEMAS:
-            ops.implement(op, _refusal(op, sentence), key)
+        for op in registry.SCHEMAS:
+            registry.implement(op, _refusal(op, sentence), key)
     for key in _LAZY_VIEWS:
-        for op in ops.SCHEMAS:
-            ops.implement(op, _without_lazy_views(op, key), key)
+        for op in registry.SCHEMAS:
+            registry.implement(op, _without_lazy_views(op, key), key)
     return libraries

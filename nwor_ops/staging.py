@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
-from nwor_ops.cache import LayerCache
-from nwor_ops.manager import State, is_capturing
-from nwor_ops.stats import InterceptorStats, StagingStats
+from nwor_ops.kv_cache import LayerCache
+from nwor_ops.transaction.counters import InterceptorStats, StagingStats
+from nwor_ops.transaction.manager import State, is_capturing
 from nwor_ops.validation import BoundToMemory, explained
 
 

@@ -1,20 +1,13 @@
 """Settings that all tests share."""
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 # Before torch is imported: tensors are small, and processes run beside each other. What needs threads asks for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
-
-# For `import oracle` also where pytest's `pythonpath` setting is not read.
-_TESTS = str(Path(__file__).parent)
-if _TESTS not in sys.path:
-    sys.path.insert(0, _TESTS)
 
 # Compiling and thread start-up make single examples slow; the same examples every time keep a red test red. At night
 # there are more, and others each time.

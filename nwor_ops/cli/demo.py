@@ -26,11 +26,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from nwor_ops.cli.engine_process import EngineFailed, EngineProcess, engine_environment
 from nwor_ops.cli.picture import cache_panels, draw_caches
-from nwor_ops.cli.tiny_llama import TIMED_SIZE, Size, write_tiny_llama
-from nwor_ops.cli.workload import MAX_RUNNING, Request, text_requests, tiny_llama_requests
-from nwor_ops.shadow import num_shadow_blocks
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, engine_environment
+from nwor_ops.testing.tiny_llama import TIMED_SIZE, Size, write_tiny_llama
+from nwor_ops.testing.workload import MAX_RUNNING, Request, text_requests, tiny_llama_requests
+from nwor_ops.transaction.shadow_pages import num_shadow_blocks
 
 SIDES = ("vanilla", "nwor")
 PARTS = ("audited", "timed")

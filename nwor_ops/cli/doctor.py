@@ -18,7 +18,7 @@ import torch
 import nwor_ops
 from nwor_ops.cli.self_test import SELF_TESTS
 from nwor_ops.library import STABLE_ABI_TARGET
-from nwor_ops.ops import SCHEMAS
+from nwor_ops.ops.registry import SCHEMAS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.cache import LayerCache
 from nwor_ops.cli import self_test_draft
-from nwor_ops.cli.comparison import difference
-from nwor_ops.manager import DraftCommitManager
-from nwor_ops.shadow import num_shadow_blocks
-from nwor_ops.window import Window
+from nwor_ops.kv_cache import LayerCache
+from nwor_ops.testing.comparison import difference
+from nwor_ops.transaction.manager import DraftCommitManager
+from nwor_ops.transaction.shadow_pages import num_shadow_blocks
+from nwor_ops.transaction.window import Window
 
 # Two requests: a target and drafts 60 to 62; a prompt token, a target and drafts 70 and 71.
 QUERY_START_LOC = (0, 4, 8)

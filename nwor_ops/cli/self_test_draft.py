@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.cli.comparison import difference
+from nwor_ops.testing.comparison import difference
 
 POISON = 77  # what an output holds before; gone wherever an op says that it writes
 PAD = -1
@@ -151,7 +151,7 @@ def prepare_next_token_padded(device: torch.device) -> str | None:
     )
 
 
-# Which of 64 equal logits the noise of seed, position and step chooses; see `noise` in tests/oracle_draft.py.
+# Which of 64 equal logits the noise of seed, position and step chooses; see `noise` in tests/oracle_drafter.py.
 VOCABULARY = 64
 DRAWS = ((0, 0, 0, 61), (1, 7, 0, 33), (2**40, 7, 1, 45), (2**40, 8, 1, 17))
 

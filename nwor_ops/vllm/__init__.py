@@ -7,7 +7,7 @@ runners begin and end, ``layers`` knows the attention back ends, ``session`` is 
 about graphs for a draft model; ``draft_model`` is the speculator that has them, ``draft_metadata`` its metadata.
 """
 
-from nwor_ops.vllm.draft_graphs import DraftGraphReport, draft_graph_reports
+from nwor_ops.vllm.drafter.plugin import DraftGraphReport, draft_graph_reports
 from nwor_ops.vllm.plugin import check, register, sessions
 
 __all__ = ["DraftGraphReport", "check", "draft_graph_reports", "register", "sessions"]

@@ -6,7 +6,7 @@ it). So it leaves a note with Python's import system; when vLLM imports a runner
 methods of ``GPUModelRunner`` are wrapped that look at the engine's configuration:
 ``initialize_kv_cache``, after which everything else is wrapped, on instances, if the configuration
 asks for it, and ``profile_run``, so that the memory of the undo log is taken into account. In the V2
-runner's module also ``init_speculator`` (see :mod:`nwor_ops.vllm.draft_graphs`), in the scheduler's what mode
+runner's module also ``init_speculator`` (see :mod:`nwor_ops.vllm.drafter.plugin`), in the scheduler's what mode
 ``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`) and the metrics need, and the V2 runner's warm-up, for mode ``"stage"``.
 With ``VLLM_NWOR_MODE=off`` in the environment not even that happens.
 """
@@ -26,11 +26,14 @@ from typing import Any
 import torch
 
 from nwor_ops.config import NworConfig, mode_from_environment
-from nwor_ops.vllm import agreement, draft_graphs, metrics, spare_blocks
+from nwor_ops.vllm import spare_blocks
+from nwor_ops.vllm.audit import agreement
+from nwor_ops.vllm.drafter import plugin as draft_graphs
 from nwor_ops.vllm.environment import announce_variables
-from nwor_ops.vllm.runner import log_bytes
-from nwor_ops.vllm.runner_v1 import V1
-from nwor_ops.vllm.runner_v2 import V2
+from nwor_ops.vllm.metrics import exporter as metrics
+from nwor_ops.vllm.runners.base import log_bytes
+from nwor_ops.vllm.runners.v1 import V1
+from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.session import Session
 from nwor_ops.vllm.support import SUPPORTED_VERSIONS, Unsupported, check_engine, version_problem, wrap_once
 

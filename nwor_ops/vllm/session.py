@@ -20,12 +20,12 @@ from torch import Tensor
 
 from nwor_ops import library
 from nwor_ops.config import NworConfig
-from nwor_ops.manager import DraftCommitManager, State, is_capturing, set_current_manager
-from nwor_ops.stats import Stats
-from nwor_ops.vllm.audit import AuditedLayer, CacheAudit
-from nwor_ops.vllm.audit_stage import StageAudit
+from nwor_ops.transaction.counters import Stats
+from nwor_ops.transaction.manager import DraftCommitManager, State, is_capturing, set_current_manager
+from nwor_ops.transaction.window import Window
+from nwor_ops.vllm.audit.shadow import StageAudit
+from nwor_ops.vllm.audit.undo import AuditedLayer, CacheAudit
 from nwor_ops.vllm.spare_blocks import SpareBlocks
-from nwor_ops.window import Window
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from nwor_ops.config import NworConfig
-from nwor_ops.shadow import num_shadow_blocks
+from nwor_ops.transaction.shadow_pages import num_shadow_blocks
 from nwor_ops.vllm.support import Hook, Unsupported, check_engine, wrap_once
 
 HOOKS = (

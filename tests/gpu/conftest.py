@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import oracle
 import pytest
 import torch
+from layouts import same_memory, twin
 
-_TESTS = Path(__file__).resolve().parent.parent
-if str(_TESTS) not in sys.path:
-    sys.path.insert(0, str(_TESTS))
-
-import oracle  # noqa: E402
-from layouts import same_memory, twin  # noqa: E402
-
-import nwor_ops  # noqa: E402
+import nwor_ops
 
 DEVICE = "cuda"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from draft_loops import Follower
 
-from nwor_ops.draft import GraphKey
+from nwor_ops.drafter import GraphKey
 
 
 class SpreadFollower(Follower):

@@ -32,8 +32,8 @@ from draft_loops import (
 )
 
 import nwor_ops
-from nwor_ops.draft import GraphKey
-from nwor_ops.draft.graphs import places_of
+from nwor_ops.drafter import GraphKey
+from nwor_ops.drafter.graphs import places_of
 
 NUM_DRAFTS = (1, 2, 3, 5, 8)
 SIZES = (1, 4, 16, 64)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from counted_session import CountedSession
 
-from nwor_ops.vllm import boards, metrics
+from nwor_ops.vllm.metrics import exporter as metrics
+from nwor_ops.vllm.metrics import transport as boards
 
 
 @pytest.fixture

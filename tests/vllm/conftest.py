@@ -23,7 +23,7 @@ def engines() -> Engines:
     for name in [name for name in os.environ if name.startswith("VLLM_NWOR_")]:
         del os.environ[name]
     # The fork server takes modules from nowhere else.
-    path = [str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(pathlib.Path(__file__).parents[1] / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ.update(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path)})
     return Engines()
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nwor_ops.cache import LayerCache
-from nwor_ops.vllm.audit import AuditedLayer, AuditError, CacheAudit
+from nwor_ops.kv_cache import LayerCache
+from nwor_ops.vllm.audit.undo import AuditedLayer, AuditError, CacheAudit
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 4, 4, 2, 8
 SLOTS = torch.tensor([0, 1, 2])  # a token and its two drafts, of which the second is rejected

@@ -20,7 +20,10 @@ from engines import Engines, prompts
 
 import nwor_ops
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm import boards, draft_counters, draft_graphs, metrics
+from nwor_ops.vllm.drafter import counters as draft_counters
+from nwor_ops.vllm.drafter import plugin as draft_graphs
+from nwor_ops.vllm.metrics import exporter as metrics
+from nwor_ops.vllm.metrics import transport as boards
 from nwor_ops.vllm.support import Unsupported
 
 LOGGER = logging.getLogger("nwor")
@@ -30,7 +33,7 @@ def test_drafts_are_those_of_vllm_s_speculator() -> None:
     """Real speculators of the installed vLLM on the CPU, ours running from the host what its graphs would hold. In a
     process of its own: Triton must be told to interpret before it is imported."""
     pytest.importorskip("triton")
-    script = pathlib.Path(__file__).with_name("draft_speculators.py")
+    script = pathlib.Path(__file__).parents[1] / "support" / "draft_speculators.py"
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=600,
         env={**os.environ, "TRITON_INTERPRET": "1"}, check=False,
@@ -294,7 +297,7 @@ def test_hooks_match_this_vllm() -> None:
     ],
 )
 def test_captured_request_counts(sizes: list[int], rows: int, tokens: int, first: list[int], decode: list[int]) -> None:
-    from nwor_ops.vllm.draft_model import GraphedDraftModelSpeculator
+    from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
 
     config = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes, default=0))
     speculator = SimpleNamespace(
@@ -394,7 +397,7 @@ class Interrupted(str):
 
 def test_a_runner_may_count_while_the_publisher_reads() -> None:
     """A thread that ended with "dictionary changed size during iteration" would publish nothing any more."""
-    from nwor_ops.vllm.draft_model import GraphedDraftModelSpeculator
+    from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
 
     mode, reason = Interrupted("loop"), Interrupted("more requests than the largest graph")
     mode.counter, reason.counter = Counter({("decode", mode): 3}), Counter({reason: 2})

@@ -13,7 +13,7 @@ import pytest
 
 def test_ops_are_vllm_s_kernels(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("triton")
-    script = pathlib.Path(__file__).with_name("draft_kernels.py")
+    script = pathlib.Path(__file__).parents[1] / "support" / "draft_kernels.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "vllm_kernels.py")], capture_output=True, text=True, timeout=600,
         env={**os.environ, "TRITON_INTERPRET": "1"}, check=False,

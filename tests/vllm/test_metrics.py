@@ -36,10 +36,11 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 import nwor_ops
 from nwor_ops import COUNTERS
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm import boards, metrics
-from nwor_ops.vllm.agreement import Agreement, SchedulerWatch, wrap_scheduler_module
-from nwor_ops.vllm.boards import Board
+from nwor_ops.vllm.audit.agreement import Agreement, SchedulerWatch, wrap_scheduler_module
 from nwor_ops.vllm.environment import announce_variables
+from nwor_ops.vllm.metrics import exporter as metrics
+from nwor_ops.vllm.metrics import transport as boards
+from nwor_ops.vllm.metrics.transport import Board
 
 K = NGRAM["num_speculative_tokens"]
 
@@ -560,7 +561,7 @@ def test_totals_never_go_back() -> None:
 
 
 def test_what_is_forgotten_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nwor_ops.vllm.agreement._MOST_STEPS", 8)
+    monkeypatch.setattr("nwor_ops.vllm.audit.agreement._MOST_STEPS", 8)
     agreement = Agreement()
     for _ in range(20):
         agreement.step(4, 2, 2)
@@ -721,7 +722,7 @@ def test_only_the_first_process_names_the_folder(monkeypatch: pytest.MonkeyPatch
 
 
 _CHILD = """
-import multiprocessing, nwor_ops.vllm.boards as boards
+import multiprocessing, nwor_ops.vllm.metrics.transport as boards
 
 def child():
     boards.choose_directory()

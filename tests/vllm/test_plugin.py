@@ -133,7 +133,7 @@ def test_hooks_match_this_vllm() -> None:
 def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.v1.worker.gpu_model_runner as runner_module
 
-    from nwor_ops.vllm.runner_v1 import V1
+    from nwor_ops.vllm.runners.v1 import V1
     from nwor_ops.vllm.support import Unsupported, check_vllm
 
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any, more: Any) -> None: ...

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nwor_ops.cache import LayerCache
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.audit import AuditedLayer
-from nwor_ops.vllm.runner_v2 import V2
+from nwor_ops.kv_cache import LayerCache
+from nwor_ops.vllm.audit.undo import AuditedLayer
+from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.session import Session, TargetLayer
 from nwor_ops.vllm.spare_blocks import SpareBlocks
 

@@ -12,10 +12,10 @@ from engines import Engines, prompts
 from test_engine import STAGE, check_transaction, check_vllm_counts
 from torch import Tensor
 
-from nwor_ops.cache import LayerCache
-from nwor_ops.vllm.audit import AuditedLayer, AuditError
-from nwor_ops.vllm.audit_stage import StageAudit
-from nwor_ops.vllm.layers import PACKED_IMPLS, TRITON_IMPL, check_tables
+from nwor_ops.kv_cache import LayerCache
+from nwor_ops.vllm.audit.shadow import StageAudit
+from nwor_ops.vllm.audit.undo import AuditedLayer, AuditError
+from nwor_ops.vllm.layers.back_ends import PACKED_IMPLS, TRITON_IMPL, check_tables
 from nwor_ops.vllm.session import TargetLayer
 from nwor_ops.vllm.spare_blocks import SpareBlocks, spare_blocks
 from nwor_ops.vllm.support import Unsupported

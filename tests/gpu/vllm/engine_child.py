@@ -148,7 +148,7 @@ def _record_drafts(llm: Any) -> dict[str, Any]:
 
 def _requests(job: dict[str, Any]) -> list[Any]:
     """The demo's requests: of many lengths, arriving while others run. With a prefix that they share, or without."""
-    from nwor_ops.cli.workload import tiny_llama_requests
+    from nwor_ops.testing.workload import tiny_llama_requests
 
     requests = tiny_llama_requests(job["max_tokens"])[: job["requests"]]
     prefix = [(7 * position + position // 5) % 64 for position in range(job["shared_prefix"])]

@@ -1,4 +1,4 @@
-"""The models of these tests: folders with made-up weights, in the language of :mod:`nwor_ops.cli.tiny_llama`.
+"""The models of these tests: folders with made-up weights, in the language of :mod:`nwor_ops.testing.tiny_llama`.
 
 In it a token is followed by its successor, most of the time, so a good part of what any drafter proposes is
 accepted and a good part is not. vLLM's own dummy weights would not do: such models soon repeat themselves and
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.cli.tiny_llama import BLOCK_SCALE, LOGIT_SCALE, RULE, VOCABULARY, Size, successor, write_tiny_llama
+from nwor_ops.testing.tiny_llama import BLOCK_SCALE, LOGIT_SCALE, RULE, VOCABULARY, Size, successor, write_tiny_llama
 
 # The head sizes that vLLM's MLA kernels are made for; all else is small.
 MLA = {"layers": 2, "hidden": 256, "heads": 4, "latent": 512, "rope": 64, "nope": 128, "value": 128, "mlp": 512}

@@ -1,0 +1,211 @@
+"""The memory of a draft loop: allocated once, at addresses that every graph keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwor_ops import validation
+from nwor_ops.drafter.dispatch import GraphKey
+from nwor_ops.validation import BoundToMemory
+
+_INT32, _INT64 = (torch.int32,), (torch.int64,)
+_INDEX = (torch.int32, torch.int64)
+
+
+@dataclass
+class DraftBuffers(BoundToMemory):
+    """What the steps of a draft loop read and write.
+
+    Letters: M rows (the most requests of a batch), K drafts of each. All tensors are on one device and contiguous,
+    but for ``hidden_states``. Make them with :meth:`allocate`, or hand in those of an engine. Graphs know them by their
+    addresses, so they cannot be copied or pickled.
+
+    Attributes:
+        input_ids: int32 ``[>= M]``. Token of each row.
+        positions: int64 ``[>= M]``. Its position.
+        query_start_loc: int32 ``[>= M + 1]``. First token of each row, then the end.
+        seq_lens: int32 ``[M]``. Tokens of each request once this step's are counted.
+        idx_mapping: int32 or int64 ``[M]``. Request-state index of each row; negative = padded, and last.
+        draft_tokens: int64 ``[M, K]``. The result: column s holds the tokens of step s.
+        current_draft_step: int64 ``[]``. 0 in the first pass, set before each step.
+        sample_positions: int64 ``[>= M]``, or None. What keys the noise of each row where ``positions`` does not.
+        hidden_states: ``[>= M, width]``, or None. What a drafter that follows the target carries to the next step.
+        registered: other tensors at fixed addresses that a graph reads, by name; see :meth:`register`.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    idx_mapping: Tensor
+    draft_tokens: Tensor
+    current_draft_step: Tensor
+    sample_positions: Tensor | None = None
+    hidden_states: Tensor | None = None
+    registered: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        validation.tensor("DraftBuffers: seq_lens", self.seq_lens, *_INT32, dims=1, least=1)
+        validation.instance("DraftBuffers: registered", self.registered, dict, "a dict")
+        for name, tensor in self.registered.items():
+            validation.tensor(f"DraftBuffers: registered[{name!r}]", tensor)
+        rows = self.max_num_reqs
+        self._check("input_ids", _INT32, 1, rows)
+        self._check("positions", _INT64, 1, rows)
+        self._check("query_start_loc", _INT32, 1, rows + 1)
+        self._check("seq_lens", _INT32, 1, rows)
+        self._check("idx_mapping", _INDEX, 1, rows)
+        self._check("draft_tokens", _INT64, 2, rows)
+        self._check("current_draft_step", _INT64, 0, 0)
+        if self.sample_positions is not None:
+            self._check("sample_positions", _INT64, 1, rows)
+        if self.hidden_states is not None:
+            self._check("hidden_states", None, 2, rows)
+
+    @classmethod
+    def allocate(
+        cls,
+        max_num_reqs: int,
+        num_steps: int,
+        device: torch.device | str,
+        *,
+        max_num_tokens: int | None = None,
+        hidden_size: int | None = None,
+        hidden_dtype: torch.dtype = torch.bfloat16,
+        sample_positions: bool = False,
+    ) -> DraftBuffers:
+        """Make all buffers.
+
+        Args:
+            max_num_reqs: M, > 0.
+            num_steps: K, > 0.
+            device: where.
+            max_num_tokens: places for tokens in ``input_ids`` and ``positions``, >= M; None = M. A first pass that
+                uses these two needs ``M * query_len``.
+            hidden_size: width of the hidden states; None = a drafter that carries none.
+            hidden_dtype: their dtype.
+            sample_positions: whether the noise is keyed by positions of its own.
+
+        Raises:
+            ValueError, TypeError: a number that is no integer in its range; nothing is allocated then.
+        """
+
+        def size(name: str, value: int, least: int = 1) -> int:
+            return validation.integer(f"DraftBuffers.allocate: {name}", value, least)
+
+        max_num_reqs, num_steps = size("max_num_reqs", max_num_reqs), size("num_steps", num_steps)
+        if max_num_tokens is not None:
+            size("max_num_tokens", max_num_tokens, max_num_reqs)
+        if hidden_size is not None:
+            size("hidden_size", hidden_size)
+        validation.instance("DraftBuffers.allocate: hidden_dtype", hidden_dtype, torch.dtype, "a torch.dtype")
+        validation.boolean("DraftBuffers.allocate: sample_positions", sample_positions)
+        device = validation.device("DraftBuffers.allocate: device", device)
+        tokens = max_num_reqs if max_num_tokens is None else max_num_tokens
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        return cls(
+            input_ids=zeros(tokens, dtype=torch.int32),
+            positions=zeros(tokens),
+            query_start_loc=zeros(max_num_reqs + 1, dtype=torch.int32),
+            seq_lens=zeros(max_num_reqs, dtype=torch.int32),
+            idx_mapping=zeros(max_num_reqs).fill_(-1),
+            draft_tokens=zeros(max_num_reqs, num_steps),
+            current_draft_step=torch.zeros((), dtype=torch.int64, device=device),
+            sample_positions=zeros(max_num_reqs) if sample_positions else None,
+            hidden_states=None if hidden_size is None else zeros(max_num_reqs, hidden_size, dtype=hidden_dtype),
+        )
+
+    @property
+    def max_num_reqs(self) -> int:
+        """M."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.seq_lens.device
+
+    def register(self, **tensors: Tensor) -> None:
+        """Name more tensors that graphs read at fixed addresses (temperatures, block tables, ...).
+
+        With ``debug=True`` the loop refuses to replay once one of them has moved or changed its shape.
+
+        Raises:
+            ValueError: the name is taken by another tensor.
+            TypeError: no tensor.
+        """
+        for name, tensor in tensors.items():
+            validation.tensor(f"DraftBuffers.register: {name}", tensor)
+        for name, tensor in tensors.items():
+            if name in self.tensors() and self.tensors()[name] is not tensor:
+                raise ValueError(f"DraftBuffers.register: {name} is registered already, with another tensor")
+            self.registered[name] = tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the loop, by name."""
+        own = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return own | self.registered
+
+    def pad_rows(self, num_reqs: int, padded: int) -> None:
+        """Make rows [num_reqs, padded) inert for a pass of one token per row. Nothing is launched if there are none.
+
+        Request-state index -1, id, position and length 0, and no tokens. What the other rows hold stays.
+        """
+        if num_reqs == padded:
+            return
+        self.idx_mapping[num_reqs:padded].fill_(-1)
+        self.query_start_loc[num_reqs : padded + 1].fill_(num_reqs)
+        for tensor in (self.input_ids, self.positions, self.seq_lens):
+            tensor[num_reqs:padded].zero_()
+
+    def require_inert(self, num_reqs: int, padded: int) -> None:
+        """Refuse rows [num_reqs, padded) that are not as :meth:`pad_rows` leaves them; waits for the device.
+
+        Raises:
+            RuntimeError: names the buffer.
+        """
+        inert = {"idx_mapping": -1, "query_start_loc": num_reqs, "input_ids": 0, "positions": 0, "seq_lens": 0}
+        for name, value in inert.items():
+            tail = getattr(self, name)[num_reqs : padded + (name == "query_start_loc" and num_reqs < padded)]
+            wrong = tail >= 0 if name == "idx_mapping" else tail != value
+            if bool(wrong.any()):
+                rows = f"the padded rows [{num_reqs}, {padded})"
+                raise RuntimeError(f"DraftBuffers: {name} must be {value} in {rows}, got {tail.tolist()}")
+
+    def stage(self, key: GraphKey) -> None:
+        """Put in place what a warm-up runs on: ``key.num_reqs`` rows of ``key.query_len`` tokens, all of them padded.
+
+        Lengths and starts are those of real rows, so that kernels do their work; every index is -1, so no key is
+        written. The rows past the key are inert.
+        """
+        rows, length = key.num_reqs, key.query_len
+        self.idx_mapping.fill_(-1)
+        self.input_ids.zero_()
+        self.positions.zero_()
+        self.seq_lens.zero_()
+        self.seq_lens[:rows].fill_(length)
+        starts = torch.arange(len(self.query_start_loc), device=self.device) * length
+        self.query_start_loc.copy_(starts.clamp(max=key.num_tokens))
+        places = self.positions[: key.num_tokens]
+        places.copy_(torch.arange(len(places), device=self.device) % length)
+
+    def _check(self, name: str, dtypes: tuple[torch.dtype, ...] | None, dims: int, rows: int) -> None:
+        tensor: Any = getattr(self, name)
+        validation.tensor(f"DraftBuffers: {name}", tensor)
+        if dtypes is not None and tensor.dtype not in dtypes:
+            wanted = " or ".join(str(dtype) for dtype in dtypes)
+            raise TypeError(f"DraftBuffers: {name} must have dtype {wanted}, got {tensor.dtype}")
+        if tensor.device != self.device:
+            raise TypeError(f"DraftBuffers: {name} must be on device {self.device}, got {tensor.device}")
+        if tensor.dim() != dims or (dims and tensor.shape[0] < rows):
+            raise ValueError(
+                f"DraftBuffers: {name} must have {dims} dimensions and at least {rows} rows, got {list(tensor.shape)}"
+            )
+        if name not in ("hidden_states", "draft_tokens") and not tensor.is_contiguous():
+            raise ValueError(f"DraftBuffers: {name} must be contiguous, got strides {list(tensor.stride())}")

@@ -1,0 +1,436 @@
+"""The draft loop itself: one step body, three ways to run it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops, validation
+from nwor_ops.drafter.buffers import DraftBuffers
+from nwor_ops.drafter.dispatch import Dispatch, DispatchTable, GraphKey, Mode
+from nwor_ops.drafter.graphs import Recording, capture_stream, places_of, record, require_unmoved, warm_up
+from nwor_ops.drafter.metadata import DraftMetadata, FirstPass
+from nwor_ops.validation import BoundToMemory
+
+logger = logging.getLogger(__name__)
+
+ModelFn = Callable[[GraphKey, Any], "Tensor | tuple[Tensor, Tensor]"]
+SampleFn = Callable[[GraphKey, Tensor], Tensor]
+Pool = Any  # torch.cuda.graph_pool_handle()
+AnyMode = Literal["auto", "eager", "step", "loop"]
+
+
+def _require_methods(argument: str, value: object, *names: str) -> None:
+    for name in names:
+        if not callable(getattr(value, name, None)):
+            raise TypeError(f"DraftLoop: {argument} must have the method {name}, got {validation.shown(value)}")
+
+
+class DraftLoop(BoundToMemory):
+    """Steps 1 to K - 1 of a drafter, and its first pass if it is given one.
+
+    One step is: forward, logits, sampling, update. Around it lie the attention metadata, made on the host or on
+    the device. The same body runs in three ways:
+
+    - ``"eager"``: metadata built before each step, kernels launched one by one. Any batch, any device.
+    - ``"step"``: the same, with the body in a CUDA graph. One graph serves all steps: the step is a device tensor.
+    - ``"loop"``: all steps in one graph, metadata updated in place between them.
+
+    Args:
+        model_fn: ``model_fn(key, metadata)`` runs the model over the first ``key.num_tokens`` tokens of the buffers
+            and returns what ``sample_fn`` takes, ``[key.num_tokens, ...]``; where hidden states are carried, a pair:
+            that, and the hidden states ``[>= key.num_reqs, width]`` of the next step. It is captured: it may not
+            wait for the device or depend on its values. Collectives of tensor parallelism are fine if they are
+            capturable (NCCL is) and every rank captures the same keys in the same order.
+        sample_fn: ``sample_fn(key, output)`` returns int32 or int64 ``[key.num_reqs]``, a token per row; it reads what
+            else it needs from the buffers (``idx_mapping``, ``current_draft_step``, ...). :class:`DraftSampler`, or an
+            engine's own. Captured likewise. Called in steps >= 1 only.
+        buffers: what the steps read and write.
+        metadata: the back end's metadata.
+        num_steps: K, > 0: drafts per request, the one of the first pass included.
+        max_len: the longest sequence that the model takes; positions are clamped below it, lengths at it.
+        first_pass: step 0, or None where the caller runs it.
+        advance_positions: False for a drafter that writes no keys: positions and lengths stay.
+        pool: memory pool of the graphs (``torch.cuda.graph_pool_handle()``), or a function that gives a context
+            manager around each capture which yields the pool. None = one of its own.
+        debug: compare addresses, shapes and strides of all buffers and metadata with those of the capture before each
+            replay, and look whether the padded rows are inert (this one waits for the device).
+
+    Attributes:
+        counts: how often what ran: ``counts["decode", "loop"]``, ``counts["first_pass", "eager"]``, ... A run counts
+            once, whatever its steps.
+
+    Raises:
+        ValueError: ``num_steps`` or ``max_len`` is not positive, or ``draft_tokens`` has fewer than K columns.
+        TypeError: an argument that is not what it should be, or lacks a method.
+    """
+
+    _in_place_of_a_copy = "make another DraftLoop with buffers and metadata of its own, and capture() its graphs"
+
+    counts: Counter[tuple[str, Mode]]
+
+    def __init__(
+        self,
+        model_fn: ModelFn,
+        sample_fn: SampleFn,
+        buffers: DraftBuffers,
+        metadata: DraftMetadata,
+        num_steps: int,
+        max_len: int,
+        *,
+        first_pass: FirstPass | None = None,
+        advance_positions: bool = True,
+        pool: Pool | Callable[[], AbstractContextManager[Pool]] | None = None,
+        debug: bool = False,
+    ) -> None:
+        for name, function in (("model_fn", model_fn), ("sample_fn", sample_fn)):
+            validation.function(f"DraftLoop: {name}", function)
+        validation.instance("DraftLoop: buffers", buffers, DraftBuffers, "a DraftBuffers")
+        _require_methods("metadata", metadata, "prepare", "build", "update")
+        if first_pass is not None:
+            _require_methods("first_pass", first_pass, "expand", "finish")
+        num_steps = validation.integer("DraftLoop: num_steps", num_steps)
+        max_len = validation.integer("DraftLoop: max_len", max_len)
+        for name, switch in (("advance_positions", advance_positions), ("debug", debug)):
+            validation.boolean(f"DraftLoop: {name}", switch)
+        if buffers.draft_tokens.shape[1] < num_steps:
+            raise ValueError(
+                f"DraftLoop: draft_tokens must have a column for each of {num_steps} steps, "
+                f"got {list(buffers.draft_tokens.shape)}"
+            )
+        self.model_fn, self.sample_fn, self.first_pass = model_fn, sample_fn, first_pass
+        self.buffers, self.metadata = buffers, metadata
+        self.num_steps, self.max_len = num_steps, max_len
+        self.advance_positions, self.debug = advance_positions, debug
+        self.counts = Counter()
+        self._pool = pool
+        self._own_pool: Any = None
+        self._recordings: dict[tuple[Mode, GraphKey], Recording] = {}
+        self._tables: dict[Mode, DispatchTable] = {"loop": DispatchTable(), "step": DispatchTable()}
+        self._why_no_graphs = "nothing was captured"
+        self._logged: set[tuple[str, str]] = set()
+
+    @torch.no_grad()
+    def capture(self, keys: Iterable[GraphKey], modes: Iterable[Literal["auto", "step", "loop"]] = ("auto",)) -> None:
+        """Record graphs: at start-up, or after :meth:`invalidate`. Never done at run time.
+
+        First the keys with ``query_len > 1`` (first pass), then those of the loop; in both the largest first, so that
+        the smaller graphs fit into the memory of the larger. Before each recording the same body runs once as a
+        warm-up on the stream that then records: the current one, or a side stream if that is the default stream.
+        Both see ``build(..., capturing=True)``. All rows are padded meanwhile: no key is written to the cache. The
+        contents of the buffers are lost.
+
+        Args:
+            keys: shapes. Doubles and keys that have their graph are left out.
+            modes: "auto" = the one graph that ``run`` would choose; or name them, to have both.
+
+        Raises:
+            ValueError: a key has more rows than the buffers, or a query length > 1 without a first pass; "loop" where
+                the metadata cannot be updated in place.
+            RuntimeError: the buffers are not on a CUDA device.
+        """
+        if self.buffers.device.type != "cuda":
+            raise RuntimeError(f"DraftLoop.capture: needs a CUDA device, the buffers are on {self.buffers.device}")
+        keys, modes = list(keys), list(modes)
+        wanted = [(self._graph_mode(mode), self._checked(key, key.num_reqs)) for mode in modes for key in keys]
+        # The first pass before the loop, and the largest first: later graphs fit into the pool's memory.
+        # Ties are settled by name: every rank of a tensor-parallel group has to capture in the same order.
+        missing = set(wanted) - set(self._recordings)
+        order = sorted(missing, key=lambda job: (job[1].query_len == 1, -job[1].num_tokens, job[0]))
+        if self._pool is None and self._own_pool is None:
+            self._own_pool = torch.cuda.graph_pool_handle()
+        stream = capture_stream(self.buffers.device)
+        for mode, key in order:
+            if key.query_len > 1 or self.num_steps > 1:
+                self._recordings[mode, key] = self._record(mode, key, stream)
+                self._tables[mode].add([key])
+
+    def dispatch(self, num_reqs: int, query_len: int = 1) -> Dispatch:
+        """What ``run(num_reqs)`` (or the first pass, with its query length) would do, and why. Launches nothing."""
+        key = self._tables["loop"].smallest(num_reqs, query_len)
+        if key is not None:
+            return Dispatch(key, "loop", "the metadata is updated in place")
+        key = self._tables["step"].smallest(num_reqs, query_len)
+        if key is not None:
+            return Dispatch(key, "step", self.metadata.why_not_in_place or "no graph of the whole was captured")
+        largest = max(table.largest(query_len) for table in self._tables.values())
+        if largest:
+            reason = f"no graph holds more than {largest} requests"
+        elif self._recordings:
+            reason = f"no graph has query length {query_len}"
+        else:
+            reason = self._why_no_graphs
+        return Dispatch(GraphKey(max(num_reqs, 1), query_len), "eager", reason)
+
+    @torch.no_grad()
+    def run(
+        self,
+        num_reqs: int,
+        mode: AnyMode = "auto",
+        *,
+        key: GraphKey | None = None,
+        replay: bool = True,
+        inert_tails: bool = False,
+    ) -> Tensor:
+        """Run steps 1 to K - 1 for the first ``num_reqs`` rows of the buffers.
+
+        The rows must stand as :func:`~nwor_ops.ops.prepare_decode_inputs` makes them: ids, positions, lengths and
+        ``query_start_loc`` of step 1.
+
+        Args:
+            num_reqs: real requests, >= 0; with 0 nothing runs.
+            mode: "auto" = the whole loop in one graph if there is one, else a graph per step, else eager; the reason is
+                logged once. Any other must be possible.
+            key: the padded shape to run in; None = that of the smallest graph, or, eager, no padding.
+            replay: False runs the very body of that mode from the host instead of from its graph: tells a wrong graph
+                from wrong metadata, and needs no capture and no GPU.
+            inert_tails: the caller vouches that the rows past ``num_reqs`` are inert already, as they are after
+                ``prepare_decode_inputs`` with a padded ``idx_mapping``. Otherwise they are made so here (five fills, if
+                there is padding).
+
+        Returns:
+            ``draft_tokens[:num_reqs]``, int64 ``[num_reqs, K]``: a view.
+
+        Raises:
+            ValueError: ``num_reqs`` or ``key`` does not fit, or the metadata cannot do "loop".
+            RuntimeError: the mode needs a graph that was not captured; with ``debug=True`` also: something that a
+                graph reads has moved, or padded rows that are said to be inert are not.
+        """
+        self._check_num_reqs(num_reqs)
+        if num_reqs > 0 and self.num_steps > 1:
+            chosen, key = self._choose(num_reqs, 1, mode, key)
+            recording = self._recording(chosen, key, replay)
+            if not inert_tails:
+                self.buffers.pad_rows(num_reqs, key.num_reqs)
+            elif self.debug:
+                self.buffers.require_inert(num_reqs, key.num_reqs)
+            self.counts["decode", chosen] += 1
+            self._run_steps(chosen, key, num_reqs, recording)
+        return self.buffers.draft_tokens[:num_reqs]
+
+    @torch.no_grad()
+    def run_first_pass(
+        self,
+        num_reqs: int,
+        query_len: int,
+        mode: AnyMode = "auto",
+        *,
+        key: GraphKey | None = None,
+        replay: bool = True,
+    ) -> Tensor:
+        """Run step 0 for ``num_reqs`` requests of ``query_len`` tokens each; arguments and errors as :meth:`run`.
+
+        ``idx_mapping[num_reqs:rows]`` is set to -1 here; all else that concerns padded rows is
+        :meth:`FirstPass.expand`'s. Mode "loop" has expansion, metadata update, forward and sampling in one graph;
+        "step" has the expansion and a metadata build before the graph.
+
+        Returns:
+            ``draft_tokens[:num_reqs, :1]``: a view.
+        """
+        self._check_num_reqs(num_reqs)
+        if query_len < 2:
+            raise ValueError(f"DraftLoop.run_first_pass: query_len must be > 1, got {query_len}")
+        if num_reqs > 0:
+            chosen, key = self._choose(num_reqs, query_len, mode, key)
+            recording = self._recording(chosen, key, replay)
+            if key.num_reqs > num_reqs:
+                self.buffers.idx_mapping[num_reqs : key.num_reqs].fill_(-1)
+            self.counts["first_pass", chosen] += 1
+            self._run_first(chosen, key, num_reqs, recording)
+        return self.buffers.draft_tokens[:num_reqs, :1]
+
+    def invalidate(self, reason: str) -> None:
+        """Drop every graph: what they read is about to move or has moved. Until the next ``capture`` all runs eagerly.
+
+        Call it when the KV cache is allocated anew, before sleep, after a weight swap that does not keep addresses,
+        or when a registered tensor is replaced.
+
+        Args:
+            reason: why, in a few words, for the log.
+        """
+        self._recordings.clear()
+        self._own_pool = None  # a pool whose graphs are gone cannot be recorded into again
+        for table in self._tables.values():
+            table.clear()
+        self._why_no_graphs = f"the graphs were dropped: {reason}"
+
+    # ---------------------------------------------------------------- the bodies: what a graph holds
+
+    def _step(self, key: GraphKey, metadata: Any) -> None:
+        """One step >= 1: forward, logits, sampling, update."""
+        buffers = self.buffers
+        output, next_hidden = self._forward(key, metadata)
+        sampled = self.sample_fn(key, output)
+        if list(sampled.shape) != [key.num_reqs]:
+            raise ValueError(f"DraftLoop: sample_fn must return [{key.num_reqs}] tokens, got {list(sampled.shape)}")
+        ops.update_draft_inputs(
+            sampled, buffers.current_draft_step, buffers.draft_tokens, buffers.input_ids, buffers.positions,
+            buffers.seq_lens, self.num_steps, self.max_len, buffers.idx_mapping, next_hidden, buffers.hidden_states,
+            buffers.sample_positions, self.advance_positions,
+        )  # fmt: skip
+
+    def _all_steps(self, key: GraphKey, metadata: Any) -> None:
+        for step in range(1, self.num_steps):
+            self.buffers.current_draft_step.fill_(step)
+            if self.advance_positions or step == 1:
+                self.metadata.update(key, metadata)
+            self._step(key, metadata)
+
+    def _first_step(self, key: GraphKey, metadata: Any) -> None:
+        assert self.first_pass is not None
+        self.first_pass.finish(key, *self._forward(key, metadata))
+
+    def _whole_first_pass(self, key: GraphKey, metadata: Any) -> None:
+        assert self.first_pass is not None
+        self.buffers.current_draft_step.zero_()
+        self.first_pass.expand(key)
+        self.metadata.update(key, metadata)
+        self._first_step(key, metadata)
+
+    def _forward(self, key: GraphKey, metadata: Any) -> tuple[Tensor, Tensor | None]:
+        result = self.model_fn(key, metadata)
+        output, next_hidden = result if isinstance(result, tuple) else (result, None)
+        if (next_hidden is None) != (self.buffers.hidden_states is None):
+            expected = "no hidden states" if next_hidden is not None else "hidden states, in a pair with its output"
+            raise ValueError(
+                f"DraftLoop: model_fn must return {expected}: buffers.hidden_states is "
+                f"{'None' if next_hidden is not None else 'given'}"
+            )
+        return output, next_hidden
+
+    # ---------------------------------------------------------------- around the bodies: what the host does
+
+    def _run_steps(self, mode: Mode, key: GraphKey, num_reqs: int, recording: Recording | None) -> None:
+        self.metadata.prepare(key, num_reqs)
+        if mode == "loop":
+            if recording is None:
+                self.buffers.current_draft_step.fill_(1)
+                self._all_steps(key, self.metadata.build(key, num_reqs, 1))
+            else:
+                recording.graph.replay()
+            return
+        metadata: Any = None
+        for step in range(1, self.num_steps):
+            self.buffers.current_draft_step.fill_(step)
+            if self.advance_positions or step == 1:
+                metadata = self.metadata.build(key, num_reqs, step)
+            if recording is None:
+                self._step(key, metadata)
+            else:
+                self._replay_built(recording, metadata)
+
+    def _run_first(self, mode: Mode, key: GraphKey, num_reqs: int, recording: Recording | None) -> None:
+        assert self.first_pass is not None
+        self.metadata.prepare(key, num_reqs)
+        if mode == "loop":
+            if recording is None:  # a build may look at the buffers
+                self.buffers.current_draft_step.zero_()
+                self.first_pass.expand(key)
+                self._whole_first_pass(key, self.metadata.build(key, num_reqs, 0))
+            else:
+                recording.graph.replay()
+            return
+        self.buffers.current_draft_step.zero_()
+        self.first_pass.expand(key)
+        metadata = self.metadata.build(key, num_reqs, 0)
+        if recording is None:
+            self._first_step(key, metadata)
+        else:
+            self._replay_built(recording, metadata)
+
+    def _replay_built(self, recording: Recording, metadata: Any) -> None:
+        if self.debug:  # what was built anew must lie where the graph reads
+            require_unmoved(recording.metadata_places, places_of(metadata, "metadata", self.buffers.device))
+        recording.graph.replay()
+
+    def _recording(self, mode: Mode, key: GraphKey, replay: bool) -> Recording | None:
+        """The graph to replay; None = run from the host. In debug it looks for what has moved."""
+        if mode == "eager" or not replay:
+            return None
+        recording = self._recordings.get((mode, key))
+        if recording is None:
+            raise RuntimeError(f"DraftLoop: no graph was captured for {key} in mode {mode!r}; capture() it at start-up")
+        if self.debug:
+            require_unmoved(recording.buffer_places, places_of(self.buffers.tensors(), "buffers", self.buffers.device))
+            now = places_of(recording.metadata, "metadata", self.buffers.device)
+            require_unmoved(recording.metadata_places, now)
+        return recording
+
+    def _choose(self, num_reqs: int, query_len: int, mode: AnyMode, key: GraphKey | None) -> tuple[Mode, GraphKey]:
+        if mode == "auto":
+            found = self.dispatch(num_reqs, query_len)
+            chosen, default = found.mode, found.key
+            self._log_once(query_len, found)
+        elif mode == "eager":
+            chosen, default = mode, GraphKey(num_reqs, query_len)
+        else:
+            chosen = self._graph_mode(mode)
+            default = self._tables[mode].smallest(num_reqs, query_len) or GraphKey(num_reqs, query_len)
+        return chosen, self._checked(key or default, num_reqs, query_len)
+
+    def _graph_mode(self, mode: str) -> Mode:
+        """The mode of a graph by its name, "auto" for the best that the metadata permits."""
+        why_not = self.metadata.why_not_in_place
+        if mode == "auto":
+            return "step" if why_not else "loop"
+        if mode == "step":
+            return "step"
+        if mode != "loop":
+            raise ValueError(f"DraftLoop: mode must be auto, eager (not to be captured), step or loop, got {mode!r}")
+        if why_not:
+            raise ValueError(f"DraftLoop: mode 'loop' needs metadata that is updated in place: {why_not}")
+        return "loop"
+
+    def _check_num_reqs(self, num_reqs: int) -> None:
+        if not 0 <= num_reqs <= self.buffers.max_num_reqs:
+            raise ValueError(
+                f"DraftLoop: num_reqs must be 0 to {self.buffers.max_num_reqs}, the rows of the buffers, got {num_reqs}"
+            )
+
+    def _checked(self, key: GraphKey, num_reqs: int, query_len: int | None = None) -> GraphKey:
+        most = self.buffers.max_num_reqs
+        if not num_reqs <= key.num_reqs <= most:
+            raise ValueError(
+                f"DraftLoop: {key} must hold the {num_reqs} requests of the batch and fit into buffers of {most} rows"
+            )
+        if query_len is not None and key.query_len != query_len:
+            raise ValueError(f"DraftLoop: {key} must have the query length of this pass, {query_len}")
+        if key.query_len > 1 and self.first_pass is None:
+            raise ValueError(f"DraftLoop: {key} is of a first pass, but the loop was given none")
+        return key
+
+    def _log_once(self, query_len: int, found: Dispatch) -> None:
+        what = "decode steps" if query_len == 1 else f"first pass of {query_len} tokens"
+        line = (f"{what}: {found.mode}", found.reason)
+        if line not in self._logged:
+            self._logged.add(line)
+            logger.info("nwor draft loop, %s, because: %s", *line)
+
+    # ---------------------------------------------------------------- capture
+
+    def _record(self, mode: Mode, key: GraphKey, stream: torch.cuda.Stream) -> Recording:
+        first = key.query_len > 1
+        whole, single = (self._whole_first_pass, self._first_step) if first else (self._all_steps, self._step)
+        body = whole if mode == "loop" else single
+
+        def built() -> Any:
+            self.buffers.stage(key)
+            self.buffers.current_draft_step.fill_(0 if first else 1)
+            return self.metadata.build(key, 0, 0 if first else 1, capturing=True)
+
+        metadata = built()
+        warm_up(lambda: body(key, metadata), stream)
+        metadata = built()  # back ends may plan or allocate in the warm-up
+        pool = self._own_pool if self._pool is None else self._pool
+        return Recording(
+            graph=record(lambda: body(key, metadata), stream, pool),
+            metadata=metadata,
+            buffer_places=places_of(self.buffers.tensors(), "buffers", self.buffers.device),
+            metadata_places=places_of(metadata, "metadata", self.buffers.device),
+        )

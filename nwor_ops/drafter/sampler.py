@@ -1,0 +1,76 @@
+"""A ``sample_fn`` made of :func:`~nwor_ops.ops.gumbel_sample`: greedy at temperature 0, else the Gumbel-max trick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops, validation
+from nwor_ops.drafter.buffers import DraftBuffers
+from nwor_ops.drafter.dispatch import GraphKey
+from nwor_ops.validation import BoundToMemory
+
+
+class DraftSampler(BoundToMemory):
+    """Samples one token per row with the library's own noise; capturable, greedy and random alike.
+
+    Args:
+        buffers: the loop's; ``temperature``, ``seeds`` and ``logits_cache`` are registered with them.
+        temperature: float32 ``[S]``, by request-state index; 0 = argmax.
+        seeds: int64 ``[S]``, by request-state index.
+        compute_logits: from what ``model_fn`` returned, ``[N, ...]``, to logits ``[N, V]``; None = they are the logits.
+        logits_cache: ``[S, K, >= V]``, or None: keeps the logits of every draft for rejection sampling.
+
+    Raises:
+        ValueError, TypeError: an argument of another type, dtype, shape or device; nothing is registered then.
+    """
+
+    def __init__(
+        self,
+        buffers: DraftBuffers,
+        temperature: Tensor,
+        seeds: Tensor,
+        compute_logits: Callable[[Tensor], Tensor] | None = None,
+        logits_cache: Tensor | None = None,
+    ) -> None:
+        validation.instance("DraftSampler: buffers", buffers, DraftBuffers, "a DraftBuffers")
+        place: Any = {"dims": 1, "device": buffers.device}
+        validation.tensor("DraftSampler: temperature", temperature, torch.float32, **place)
+        validation.tensor("DraftSampler: seeds", seeds, torch.int64, **place)
+        if compute_logits is not None:
+            validation.function("DraftSampler: compute_logits", compute_logits)
+        if logits_cache is not None:
+            validation.tensor("DraftSampler: logits_cache", logits_cache, dims=3, device=buffers.device)
+        self.buffers, self.temperature, self.seeds = buffers, temperature, seeds
+        self.compute_logits, self.logits_cache = compute_logits, logits_cache
+        rows, device = buffers.max_num_reqs, buffers.device
+        self._sampled = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._workspace = torch.zeros(2 * rows, dtype=torch.int64, device=device)
+        buffers.register(temperature=temperature, seeds=seeds)
+        if logits_cache is not None:
+            buffers.register(logits_cache=logits_cache)
+
+    def __call__(self, key: GraphKey, output: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Draw a token for each of ``key.num_reqs`` rows; 0 in padded ones.
+
+        Args:
+            key: the padded shape.
+            output: ``[N, ...]``, one row per request: what ``compute_logits`` takes.
+            positions: int64 ``[>= N]``: what keys the noise; None = ``sample_positions``, or else ``positions``.
+
+        Returns:
+            int64 ``[N]``: a view of one buffer, overwritten by the next call.
+        """
+        rows, buffers = key.num_reqs, self.buffers
+        logits = output if self.compute_logits is None else self.compute_logits(output)
+        if positions is None:
+            positions = buffers.positions if buffers.sample_positions is None else buffers.sample_positions
+        sampled = self._sampled[:rows]
+        ops.gumbel_sample(
+            logits[:rows], buffers.idx_mapping[:rows], self.temperature, self.seeds, positions,
+            buffers.current_draft_step, sampled, self.logits_cache, self._workspace,
+        )  # fmt: skip
+        return sampled

@@ -1,0 +1,89 @@
+"""The requests of the demo: different lengths, arriving while others run, so that one batch mixes prompts
+and drafts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from nwor_ops.testing.tiny_llama import VOCABULARY, successor
+
+REQUESTS = 24
+MAX_RUNNING = 12
+# Arrivals, in engine steps: bursts and gaps. More arrive than may run, so some wait for a place.
+ARRIVAL_STEPS = (0, 0, 0, 2, 5, 5, 8, 9, 12, 12, 13, 20, 20, 21, 24, 26, 28, 28, 30, 31, 32, 32, 33, 34)
+PROMPT_TOKENS = (
+    24,
+    70,
+    41,
+    96,
+    33,
+    18,
+    90,
+    29,
+    53,
+    47,
+    14,
+    38,
+    27,
+    61,
+    20,
+    45,
+    36,
+    12,
+    31,
+    22,
+    52,
+    17,
+    40,
+    26,
+)
+
+_TEXTS = (
+    "Repeat the list twice, in the same order: apple, pear, plum, cherry, apple, pear, plum, cherry.",
+    "Rewrite this function with a docstring:\ndef area(width, height):\n    return width * height\n",
+    "Translate to French, keeping the names: Anna met Boris. Boris met Clara. Clara met Anna.",
+    "Count from one to thirty in words: one, two, three, four,",
+    "Fix the indentation:\nfor i in range(3):\nprint(i)\nfor j in range(3):\nprint(j)\n",
+    "Summarise, quoting the text: the cat sat on the mat, and the dog sat on the cat that sat on the mat.",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request; the prompt is text for a model with a tokenizer, else token ids."""
+
+    prompt: str | list[int]
+    max_tokens: int
+    arrival_step: int
+
+
+def tiny_llama_requests(max_tokens: int) -> list[Request]:
+    """Prompts of recurring phrases in the language of :mod:`nwor_ops.testing.tiny_llama`."""
+    generator = random.Random(7)
+    requests = []
+    for index in range(REQUESTS):
+        phrases = [_phrase(generator) for _ in range(5)]
+        prompt: list[int] = []
+        while len(prompt) < PROMPT_TOKENS[index]:
+            prompt += generator.choice(phrases)
+        requests.append(_request(index, prompt[: PROMPT_TOKENS[index]], max_tokens))
+    return requests
+
+
+def _phrase(generator: random.Random) -> list[int]:
+    tokens = [generator.randrange(VOCABULARY)]
+    for _ in range(generator.randint(2, 5)):
+        tokens.append(successor(tokens[-1]))
+    return tokens
+
+
+def text_requests(max_tokens: int) -> list[Request]:
+    """Prompts whose answers repeat parts of them."""
+    return [_request(index, _TEXTS[index % len(_TEXTS)], max_tokens) for index in range(REQUESTS)]
+
+
+def _request(index: int, prompt: str | list[int], max_tokens: int) -> Request:
+    # Different lengths, a quarter to all of max_tokens: requests end at different steps.
+    shorter = (index * 5) % 7 * max_tokens // 8
+    return Request(prompt, max_tokens - shorter, ARRIVAL_STEPS[index])

@@ -1,0 +1,834 @@
+"""The transaction: begin, write, then commit or cancel.
+
+    manager = DraftCommitManager(max_num_tokens=..., max_num_requests=..., max_draft_tokens=..., device=...)
+    manager.register_layer("layers.0", LayerCache.packed(kv_cache))      # every layer, then
+    manager.allocate()                                                     # once, before any capture
+
+    manager.begin(Window(query_start_loc, cu_num_draft_tokens, {"default": slot_mapping}))
+    ...  manager.write("layers.0", key, value, slot_mapping)               # at each KV-write site
+    manager.commit(draft_token_ids, sampled_token_ids)                     # after sampling
+
+There are two modes, with the same calls. ``"cow"``: drafts are written to their slots, what they overwrite is logged,
+commit puts it back where a draft was rejected. ``"stage"``: begin redirects the window to spare pages, commit copies
+the accepted rows to their slots; a rejected row never reaches a page of a request.
+
+Between begin and commit nothing is allocated, nothing waits for the device, and nothing depends on a
+value that only the host has (cancel, which is for failures, does allocate): the same calls may run
+eagerly, be traced by ``torch.compile`` (``write`` at the KV-write site of a compiled model) or be
+captured in a CUDA graph. Inside compiled or captured code Python runs once, so the protocol is
+enforced where Python does run: begin, commit, cancel, and eager writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops, validation
+from nwor_ops.kv_cache import LayerCache, Plane, PlaneList, has_no_data
+from nwor_ops.transaction.counters import Stats
+from nwor_ops.transaction.shadow_pages import LaunchTables, ShadowPages
+from nwor_ops.transaction.window import Window, WindowBuffers
+from nwor_ops.validation import BoundToMemory, explained
+
+DEFAULT_GROUP = "default"
+MODES = ("cow", "stage")
+
+
+class State(Enum):
+    """Where a manager is in the protocol."""
+
+    REGISTERING = "registering layers"
+    CLOSED = "between windows"
+    OPEN = "inside a window"
+
+
+@dataclass
+class _LayerClass:
+    """Layers of one group whose planes have the same geometries: their rows are restored together,
+    one launch per plane."""
+
+    group: str
+    planes: tuple[Plane, ...]
+    names: list[str] = field(default_factory=list)
+    caches: list[list[Tensor]] = field(default_factory=list)  # per plane, per layer
+    logs: list[Tensor] = field(default_factory=list)  # per plane: [layers, R, H, W]
+    row_windows: Tensor | None = None  # int64 [layers, R]
+
+
+@dataclass
+class _Layer:
+    cache: LayerCache
+    layer_class: _LayerClass
+    index: int  # within its class
+    # Filled by allocate().
+    eager: _LayerTensors | None = None
+    key_value: tuple[Tensor, Tensor] | None = None  # the caches, None where the planes are opaque
+    # How a traced graph makes the planes: root, shape, strides, offset; empty = it takes them as they are.
+    traced_caches: tuple[tuple[Tensor, tuple[int, ...], tuple[int, ...], int], ...] = ()
+
+    def planes(self) -> tuple[Tensor, ...]:
+        """This layer's planes, as eager calls or as a trace should see them."""
+        if torch.compiler.is_compiling() and self.traced_caches:
+            return tuple(root.as_strided(shape, stride, offset) for root, shape, stride, offset in self.traced_caches)
+        return tuple(plane.view for plane in self.cache.planes)
+
+    def caches(self) -> tuple[Tensor, Tensor]:
+        """Key and value cache of this layer, likewise."""
+        if torch.compiler.is_compiling():
+            return self.cache.key_value(self.planes())
+        assert self.key_value is not None
+        return self.key_value
+
+    def tensors(self) -> _LayerTensors:
+        """This layer's tensors, likewise."""
+        if not torch.compiler.is_compiling():
+            assert self.eager is not None
+            return self.eager
+        # A traced graph that mutates many inputs which share one storage is a hard case for
+        # functionalization: it sees the one tensor of the class, or of the storage, and selects from it.
+        assert self.layer_class.row_windows is not None
+        return _layer_tensors(
+            self.cache,
+            self.planes(),
+            tuple(log[self.index] for log in self.layer_class.logs),
+            self.layer_class.row_windows[self.index],
+        )
+
+
+class _Undo(NamedTuple):
+    """One launch of an undo: a plane of every layer of a class."""
+
+    planes: PlaneList
+    log: Tensor
+    row_slots: Tensor
+    page_offsets: Tensor | None
+    row_windows: Tensor | None
+
+
+class _LayerTensors(NamedTuple):
+    """What the ops of one layer take."""
+
+    logs: tuple[Tensor, ...]  # per plane: [R, H, W]
+    row_windows: Tensor  # [R]
+    key_value: tuple[Tensor, Tensor] | None  # the caches, None where the planes are opaque
+    key_value_logs: tuple[Tensor, Tensor] | None
+
+
+def _layer_tensors(
+    cache: LayerCache, caches: tuple[Tensor, ...], logs: tuple[Tensor, ...], row_windows: Tensor
+) -> _LayerTensors:
+    if not cache.writable:
+        return _LayerTensors(logs, row_windows, None, None)
+    return _LayerTensors(logs, row_windows, cache.key_value(caches), cache.key_value(logs))
+
+
+def _new_log(plane: Plane, layers: int, rows: int) -> Tensor:
+    """``[layers, rows, H, W]``, in memory like the plane: rows next to each other where slots are, so that
+    the drafts of a request, in consecutive slots, move together."""
+    _, _, heads, width = plane.view.shape
+    if plane.page_offsets is None and plane.view.stride(1) == 1 and width > 1:
+        return plane.view.new_zeros((layers, heads, width, rows)).permute(0, 3, 1, 2)
+    return plane.view.new_zeros((layers, rows, heads, width))
+
+
+def _traced_root(view: Tensor, flat: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
+    """The tensor of which a traced graph should make a plane that does not start its storage.
+
+    torch 2.13 forgets the storage offset of a graph input when it makes a mutated slice of it anew
+    (try_use_slice in torch/_higher_order_ops/auto_functionalize.py), and sees layers that lie between each
+    other as overlapping inputs. A root starts its storage and is one input for all layers in it: what the
+    planes are views of for autograd, so that a model may read them as well; else the whole storage, flat.
+    """
+    root = view if view._base is None else view._base
+    if root.dtype == view.dtype and root.storage_offset() == 0:
+        return root
+    storage = view.untyped_storage()
+    key = storage._cdata, view.dtype
+    if key not in flat:
+        flat[key] = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
+    return flat[key]
+
+
+def _check_write(
+    key: object, value: object, slot_mapping: object, k_scale: object, v_scale: object, kv_cache_dtype: object
+) -> None:
+    """Raises TypeError for the first argument of a write that failed which no op could take."""
+    validation.tensors("write", key=key, value=value, slot_mapping=slot_mapping)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            validation.tensor(f"write: {name}", scale)
+    validation.instance("write: kv_cache_dtype", kv_cache_dtype, str, "a string")
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the stream that this tensor's ops would go to."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class DraftCommitManager(BoundToMemory):
+    """Makes the cache writes of speculative decoding a transaction on one device.
+
+    Args:
+        max_num_tokens: most tokens in one batch, padding included.
+        max_num_requests: most requests in one batch, padding included.
+        max_draft_tokens: most drafts in one batch: rows of the undo log. The log takes this many rows
+            of every registered layer; see :attr:`log_bytes`.
+        device: where the caches are. One process may have a manager per device.
+        mode: ``"cow"`` or ``"stage"``. ``"stage"`` has no log, but takes pages: the last
+            :func:`nwor_ops.num_shadow_blocks` ones of each group's caches, which the engine must not give to a request.
+        max_drafts_per_request: most drafts of one request; mode ``"stage"`` needs it.
+        shadow_blocks: first shadow page of each group, where they are not its last ones: groups that share memory must
+            not share shadow pages.
+
+    Not thread-safe: one manager belongs to the thread that runs the model, and its calls are ordered
+    by the current stream. It cannot be copied or pickled.
+    """
+
+    _in_place_of_a_copy = "make another DraftCommitManager, register the layers' own caches and allocate() it"
+
+    def __init__(
+        self,
+        *,
+        max_num_tokens: int,
+        max_num_requests: int,
+        max_draft_tokens: int,
+        device: torch.device | str,
+        mode: str = "cow",
+        max_drafts_per_request: int | None = None,
+        shadow_blocks: Mapping[str, int] | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"DraftCommitManager: mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if mode == "stage" and max_drafts_per_request is None:
+            raise ValueError('DraftCommitManager: max_drafts_per_request must be at least 1 in mode "stage", got None')
+
+        def size(name: str, value: int, least: int = 1) -> int:
+            return validation.integer(f"DraftCommitManager: {name}", value, least)
+
+        self.max_num_tokens = size("max_num_tokens", max_num_tokens)
+        self.max_num_requests = size("max_num_requests", max_num_requests)
+        self.max_draft_tokens = size("max_draft_tokens", max_draft_tokens)
+        self.max_drafts_per_request = (
+            None if max_drafts_per_request is None else size("max_drafts_per_request", max_drafts_per_request)
+        )
+        self.device = validation.device("DraftCommitManager: device", device)
+        self.mode = mode
+        if shadow_blocks is not None:
+            validation.instance("DraftCommitManager: shadow_blocks", shadow_blocks, Mapping, "a mapping or None")
+        self._first_shadow_blocks = {
+            group: size(f"shadow_blocks[{group!r}]", first, 0) for group, first in (shadow_blocks or {}).items()
+        }
+        self.shadow: ShadowPages | None = None  # made by allocate() in mode "stage"
+        self._state = State.REGISTERING
+        self._layers: dict[str, _Layer] = {}
+        self._classes: list[_LayerClass] = []
+        self._groups: list[str] = []
+        self._window: Window | None = None
+        self._tables: list[LaunchTables] = []  # of the open window, in mode "stage"
+        self._judged = False  # whether row_rejected says of the open window's drafts what the counters count
+        self._ending = ""  # "cancel" or "abandon" once it has begun in the open window
+        self._cancelled = 0
+        self._abandoned = 0
+
+    # ------------------------------------------------------------ set-up
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of layers, in the order of ``WindowBuffers.row_slots``."""
+        return tuple(self._groups)
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(self._layers)
+
+    def register_layer(self, name: str, cache: LayerCache, group: str = DEFAULT_GROUP) -> None:
+        """Make a layer part of every transaction.
+
+        Args:
+            name: the engine's name of the layer; unique.
+            cache: its planes; their storage must stay where it is while this manager lives.
+            group: layers that share a slot mapping. Geometries may differ within a group.
+
+        Raises:
+            RuntimeError: the manager is allocated already.
+            ValueError, TypeError: a name that is taken, a cache on another device; no layer was registered then.
+        """
+        self._require(State.REGISTERING, "register_layer")
+        for what, value in (("name", name), ("group", group)):
+            validation.instance(f"register_layer: {what}", value, str, "a string")
+        validation.instance("register_layer: cache", cache, LayerCache, "a LayerCache")
+        if name in self._layers:
+            raise ValueError(f"register_layer: name must be new, {name!r} is registered already")
+        device = cache.planes[0].view.device
+        if device != self.device:
+            raise TypeError(f"register_layer: cache of {name!r} must be on device {self.device}, got {device}")
+        if group not in self._groups:
+            self._groups.append(group)
+        layer_class = self._class_of(group, cache)
+        for caches, plane in zip(layer_class.caches, cache.planes, strict=True):
+            caches.append(plane.view)
+        self._layers[name] = _Layer(cache, layer_class, len(layer_class.names))
+        layer_class.names.append(name)
+
+    def _class_of(self, group: str, cache: LayerCache) -> _LayerClass:
+        geometries = [plane.geometry for plane in cache.planes]
+        for layer_class in self._classes:
+            if layer_class.group == group and [p.geometry for p in layer_class.planes] == geometries:
+                return layer_class
+        self._classes.append(_LayerClass(group, cache.planes, caches=[[] for _ in cache.planes]))
+        return self._classes[-1]
+
+    def allocate(self) -> None:
+        """Allocate the undo log, or the records of shadow pages, and the window buffers: all that a manager allocates.
+
+        Raises:
+            ValueError: in mode ``"stage"``, a group without enough pages, or whose layers differ in their pages; groups
+                that share memory and shadow pages; ``shadow_blocks`` of a group that has no layer.
+        """
+        self._require(State.REGISTERING, "allocate")
+        if not self._layers:
+            raise RuntimeError("allocate: no layer is registered")
+        shadow = self._new_shadow_pages() if self.mode == "stage" else None
+        self.buffers = WindowBuffers(
+            len(self._groups), self.max_num_tokens, self.max_draft_tokens, self.max_num_requests, self.device
+        )
+        if shadow is None:
+            self._allocate_logs()
+        for layer in self._layers.values():
+            if layer.cache.writable:
+                layer.key_value = layer.cache.key_value(tuple(plane.view for plane in layer.cache.planes))
+        self.shadow = shadow
+        self._plan_tracing()
+        self._undo = self._plan_undo() if self.shadow is None else []
+        self._unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
+        self._state = State.CLOSED
+
+    def _new_shadow_pages(self) -> ShadowPages:
+        assert self.max_drafts_per_request is not None
+        planes = {
+            group: [Plane(view, plane.page_offsets) for layer_class in self._classes if layer_class.group == group
+                    for plane, views in zip(layer_class.planes, layer_class.caches, strict=True) for view in views]
+            for group in self._groups
+        }  # fmt: skip
+        return ShadowPages(
+            planes,
+            self._first_shadow_blocks,
+            max_num_tokens=self.max_num_tokens,
+            max_num_requests=self.max_num_requests,
+            max_drafts_per_request=self.max_drafts_per_request,
+            device=self.device,
+        )
+
+    def _allocate_logs(self) -> None:
+        for layer_class in self._classes:
+            layers = len(layer_class.names)
+            # All at once: an allocation that fails can be tried again.
+            layer_class.logs = [_new_log(plane, layers, self.max_draft_tokens) for plane in layer_class.planes]
+            layer_class.row_windows = torch.zeros(
+                (layers, self.max_draft_tokens), dtype=torch.int64, device=self.device
+            )
+        for layer in self._layers.values():
+            assert layer.layer_class.row_windows is not None
+            layer.eager = _layer_tensors(
+                layer.cache,
+                tuple(plane.view for plane in layer.cache.planes),
+                tuple(log[layer.index] for log in layer.layer_class.logs),
+                layer.layer_class.row_windows[layer.index],
+            )
+
+    def _plan_tracing(self) -> None:
+        every_view = (plane.view for layer in self._layers.values() for plane in layer.cache.planes)
+        offset = {view.untyped_storage()._cdata for view in every_view if view.storage_offset() != 0}
+        flat: dict[tuple[int, torch.dtype], Tensor] = {}
+        for layer in self._layers.values():
+            views = [plane.view for plane in layer.cache.planes]
+            if any(view.untyped_storage()._cdata in offset for view in views):
+                layer.traced_caches = tuple(
+                    (_traced_root(view, flat), tuple(view.shape), view.stride(), int(view.storage_offset()))
+                    for view in views
+                )
+
+    @property
+    def log_bytes(self) -> int:
+        """Memory of the undo log."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for layer_class in self._classes
+            for tensor in (*layer_class.logs, layer_class.row_windows)
+            if tensor is not None
+        )
+
+    @property
+    def launches_per_window(self) -> int:
+        """Kernels that begin and commit launch together at most, whatever the number of layers; with
+        :meth:`commit_rejected`, which judges in the first launch of the undo, one fewer."""
+        if self.mode == "stage":
+            return 2 + (2 * len(self.shadow.launches) if self.shadow is not None else 0)
+        return 2 + sum(len(layer_class.planes) for layer_class in self._classes)
+
+    # ------------------------------------------------------------ the transaction
+
+    def begin(self, window: Window) -> None:
+        """Open a window: one kernel works out which tokens are drafts and where each is logged.
+
+        In mode ``"stage"`` one more fills the shadow pages and redirects the window's slot mappings and block tables,
+        in place: they must not change, nor move, until the window is closed.
+
+        Raises:
+            RuntimeError: a window is open already.
+            ValueError, TypeError: more drafts, tokens or requests than this manager was made for, a slot mapping, table
+                or length that is missing, or a tensor of another shape, dtype or device; nothing has changed then.
+            ValueError, TypeError, IndexError: in mode ``"stage"``, lengths, tables or states of another shape, dtype or
+                device, or on the CPU a request whose numbers do not agree (:func:`nwor_ops.open_window`); the pages of
+                requests, slots and tables have not changed then, and the window counts as cancelled.
+        """
+        self._require(State.CLOSED, "begin")
+        if not isinstance(window, Window):
+            raise TypeError(f"begin: window must be a Window, got {validation.shown(window)}")
+        buffers = self.buffers
+        try:
+            slot_mappings = self._slot_mappings(window)
+            tables = [] if self.shadow is None else self.shadow.tables(window, slot_mappings)
+            ops.plan_window(
+                window.query_start_loc,
+                window.cu_num_draft_tokens,
+                slot_mappings,
+                buffers.log_rows,
+                buffers.row_slots,
+                buffers.row_requests,
+                buffers.row_positions,
+                buffers.counters,
+                None,
+                window.num_bonus_tokens,
+                window.leading_zero,
+            )
+        except Exception as error:
+            raise explained(error, self._check_window, window) from None
+        self._judged, self._ending = False, ""
+        if self.shadow is not None:
+            try:
+                self.shadow.open(window, tables, buffers)
+            except Exception as error:
+                self._count_as_rejected()
+                self._cancelled += 1
+                raise explained(error, self.shadow.check, window) from None
+        self._window, self._tables = window, tables
+        self._state = State.OPEN
+
+    def _slot_mappings(self, window: Window) -> list[Tensor]:
+        """One for each group. Raises ValueError for a window that is larger than this manager was made for."""
+        drafts = window.num_draft_tokens
+        if drafts is not None:
+            if type(drafts) is not int:
+                validation.integer("begin: window.num_draft_tokens", drafts, 0)
+            if drafts < 0:
+                raise ValueError(f"begin: window.num_draft_tokens must not be negative, got {drafts}")
+            if drafts > self.max_draft_tokens:
+                raise ValueError(
+                    f"begin: window must have at most {self.max_draft_tokens} drafts (max_draft_tokens), got {drafts}"
+                )
+        if (requests := window.num_requests) > self.max_num_requests:
+            raise ValueError(
+                f"begin: window must have at most {self.max_num_requests} requests (max_num_requests), got {requests}"
+            )
+        try:
+            return [window.slot_mappings[group] for group in self._groups]
+        except KeyError as missing:
+            raise ValueError(
+                f"begin: window.slot_mappings must have a slot mapping for each group, got none for {missing}"
+            ) from None
+
+    def _check_window(self, window: Window) -> None:
+        """Raises for the first field that cannot be what it should be. For sentences: begin has failed already."""
+
+        def check(name: str, value: object, *dtypes: torch.dtype, least: int = 0) -> None:
+            validation.tensor(f"begin: window.{name}", value, *dtypes, dims=1, least=least, device=self.device)
+
+        validation.boolean("begin: window.leading_zero", window.leading_zero)
+        validation.integer("begin: window.num_bonus_tokens", window.num_bonus_tokens, 0)
+        check("cu_num_draft_tokens", window.cu_num_draft_tokens, torch.int32, least=int(window.leading_zero))
+        check("query_start_loc", window.query_start_loc, torch.int32, least=window.num_requests + 1)
+        validation.instance("begin: window.slot_mappings", window.slot_mappings, Mapping, "a mapping")
+        for group in self._groups:
+            if group in window.slot_mappings:
+                check(f"slot_mappings[{group!r}]", window.slot_mappings[group], torch.int64)
+        if self.shadow is not None:
+            self.shadow.check(window)
+
+    def write(
+        self,
+        name: str,
+        key: Tensor,
+        value: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        kv_cache_dtype: str = "auto",
+        token_offset: int = 0,
+    ) -> None:
+        """Write a layer's keys and values, logging what the drafts' slots held: one kernel.
+
+        Args:
+            name: a registered layer whose planes hold a key and a value.
+            key, value, slot_mapping, kv_cache_dtype: as in :func:`nwor_ops.write_kv`.
+            k_scale, v_scale: likewise; None = 1.
+            token_offset: place in the batch of the first token of ``slot_mapping`` (micro-batches).
+
+        Write each token of a layer once per window: a second write would log the first one's row.
+        Tensors without data (fake, meta, freed storage) pass through: nothing is written.
+
+        Raises:
+            RuntimeError: no window is open, or the layer's planes are opaque.
+            KeyError: no such layer.
+            ValueError, TypeError: a ``token_offset`` with which the tokens do not lie in the batch; nothing is written.
+            ValueError, TypeError, IndexError: as :func:`nwor_ops.write_kv_logged`.
+        """
+        layer = self._layer(name, "write")
+        if self._passes_through("write", name, layer, "key", key):
+            return
+        if not layer.cache.writable:
+            raise RuntimeError(f"write: the planes of layer {name!r} are opaque; call log(), then their own writer")
+        try:
+            log_rows = self._log_rows_from("write", token_offset, slot_mapping)
+            if self.shadow is not None:  # the slots are redirected already
+                ops.write_kv(
+                    key,
+                    value,
+                    *layer.caches(),
+                    slot_mapping,
+                    self._unscaled if k_scale is None else k_scale,
+                    self._unscaled if v_scale is None else v_scale,
+                    kv_cache_dtype,
+                )
+                return
+            tensors = layer.tensors()
+            assert tensors.key_value is not None
+            assert tensors.key_value_logs is not None
+            ops.write_kv_logged(
+                key,
+                value,
+                *tensors.key_value,
+                slot_mapping,
+                self._unscaled if k_scale is None else k_scale,
+                self._unscaled if v_scale is None else v_scale,
+                kv_cache_dtype,
+                log_rows,
+                *tensors.key_value_logs,
+                self.buffers.window_id,
+                tensors.row_windows,
+            )
+        except Exception as error:
+            raise explained(error, _check_write, key, value, slot_mapping, k_scale, v_scale, kv_cache_dtype) from None
+
+    def log(self, name: str, slot_mapping: Tensor, *, token_offset: int = 0) -> None:
+        """Log what the drafts' slots of a layer hold, before a writer that is not ours runs.
+
+        Once for each token of a window, as :meth:`write`. In mode ``"stage"`` there is nothing to log: that writer
+        follows the redirected slots.
+
+        Raises:
+            RuntimeError, KeyError, ValueError, TypeError, IndexError: as :meth:`write`.
+        """
+        layer = self._layer(name, "log")
+        if self._passes_through("log", name, layer, "slot_mapping", slot_mapping):
+            return
+        log_rows = self._log_rows_from("log", token_offset, slot_mapping)
+        if self.shadow is not None:
+            return
+        tensors = layer.tensors()
+        last = len(layer.cache.planes) - 1
+        for index, plane in enumerate(layer.cache.planes):
+            # Only the last plane marks the rows: a layer counts as logged when all of it is.
+            marks = (self.buffers.window_id, tensors.row_windows) if index == last else (None, None)
+            ops.log_slots(plane.view, slot_mapping, log_rows, tensors.logs[index], plane.page_offsets, *marks)
+
+    def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> None:
+        """Keep the accepted drafts, undo the rest, and close the window.
+
+        Args:
+            draft_token_ids, sampled_token_ids: as in :func:`nwor_ops.acceptance_mask`.
+
+        If this raises, the window is still open:
+
+        - Arguments are looked at first. Where they are refused nothing has changed.
+        - Drafts are judged once, and then undone (mode ``"stage"``: copied) in one launch for each geometry. What a
+          launch needs was checked before the first one, at :meth:`begin`, so only the device can fail between two.
+        - Call this, or :meth:`commit_rejected`, again to finish a commit that had judged: its verdict stands, the
+          arguments of the second call are not asked.
+        - :meth:`cancel` or :meth:`abandon` end the window otherwise; they say what they make of half a commit.
+
+        Raises:
+            RuntimeError: no window is open; or a cancel or abandon of it has begun and failed.
+            ValueError, TypeError: as :func:`nwor_ops.reject_rows`.
+        """
+        window, buffers = self._window_to_commit("commit"), self.buffers
+        if not self._judged:
+            try:
+                ops.reject_rows(
+                    draft_token_ids,
+                    sampled_token_ids,
+                    window.cu_num_draft_tokens,
+                    buffers.row_rejected,
+                    buffers.num_accepted,
+                    buffers.counters,
+                    window.num_bonus_tokens,
+                    window.leading_zero,
+                )
+            except Exception as error:
+                ids = {"draft_token_ids": draft_token_ids, "sampled_token_ids": sampled_token_ids}
+                raise explained(error, validation.tensors, "commit", **ids) from None
+            self._judged = True
+        if window.num_draft_tokens != 0:
+            self._undo_rejected(window.num_draft_tokens)
+        self._close()
+
+    def commit_rejected(self, num_rejected: Tensor) -> None:
+        """:meth:`commit` for engines that know how many drafts of each request were rejected.
+
+        Args:
+            num_rejected: int32 ``[>= Q]``.
+        """
+        window, first = self._window_to_commit("commit_rejected"), 0
+        if not self._judged:
+            try:
+                first = self._judge_rejected(window, num_rejected)
+            except Exception as error:
+                # On CUDA only debug mode finds a bad index: behind the launch, which has counted.
+                self._judged = isinstance(error, IndexError) and self.device.type != "cpu"
+                raise explained(error, validation.tensors, "commit_rejected", num_rejected=num_rejected) from None
+            self._judged = True
+        if window.num_draft_tokens != 0:
+            self._undo_rejected(window.num_draft_tokens, first)
+        self._close()
+
+    def cancel(self) -> None:
+        """Undo every draft written since begin, and close the window. All its drafts count as rejected.
+
+        Safe wherever the forward stopped: a layer it never reached has logged nothing in this window
+        and is left alone. In mode ``"stage"``, which does not know the layers reached, the rows of this step's other
+        tokens come from the shadow pages in all of them: a layer that was not reached gets stale rows at these
+        slots, which hold nothing until the step is repeated, and nowhere else.
+
+        After a :meth:`commit` that failed between two launches: in mode ``"cow"`` the accepted drafts are undone too,
+        in every layer, from the log. In mode ``"stage"``, which has none, the layers of the launches that were made
+        keep the accepted drafts' rows (never a rejected one's), at slots past the end of the cancelled step's
+        sequences; slots and tables are put back, and no other layer gets one. Finish that commit to have all layers
+        alike.
+
+        If this raises, the window is still open, for another cancel or an abandon.
+        """
+        self._open_window("cancel")
+        self._ending = "cancel"
+        self._count_as_rejected()
+        self._undo_rejected()
+        self._cancelled += 1
+        self._close()
+
+    def abandon(self) -> None:
+        """Close the window without undoing anything: this step ends as it would without the library. Its drafts count
+        neither as accepted nor as rejected.
+
+        For engines whose own error handling prefers a plain step to a stopped one. In mode ``"stage"`` all rows are
+        copied to their slots. After a :meth:`commit` that failed every accepted draft stays, and so do, in mode
+        ``"cow"``, the rejected ones of the layers that it had not come to; in mode ``"stage"``, all.
+
+        If this raises, the window is still open, for another abandon or a cancel.
+        """
+        window = self._open_window("abandon")
+        self._ending = "abandon"
+        self._take_back_counts()
+        self.buffers.num_accepted.zero_()
+        if self.shadow is not None:
+            self.buffers.row_rejected.fill_(False)
+            self.shadow.close(window, self._tables, self.buffers)
+        self._abandoned += 1
+        self._close()
+
+    def _take_back_counts(self) -> None:
+        """Uncount what :meth:`_judged` drafts of this window were counted as."""
+        if not self._judged:
+            return
+        buffers = self.buffers
+        planned = buffers.row_requests >= 0
+        for name, rows in (("accepted", ~buffers.row_rejected), ("rejected", buffers.row_rejected)):
+            buffers.counters[ops.COUNTERS.index(name)].sub_((planned & rows).sum())
+        self._judged = False
+
+    def _count_as_rejected(self) -> None:
+        """Every draft of the planned window, whatever it was counted as before."""
+        self._take_back_counts()
+        buffers = self.buffers
+        buffers.num_accepted.zero_()
+        buffers.row_rejected.fill_(True)
+        buffers.counters[ops.COUNTERS.index("rejected")].add_((buffers.row_requests >= 0).sum())
+        self._judged = True
+
+    def stats(self, counters: Tensor | None = None) -> Stats:
+        """Totals so far.
+
+        Args:
+            counters: a copy of ``buffers.counters`` on the host. None = the device's own: waits for the device, so
+                never call it between begin and commit of a hot loop.
+        """
+        if self._state is State.REGISTERING:
+            return Stats(0, 0, 0, 0, 0, 0, 0)
+        if counters is not None:
+            validation.tensor("stats: counters", counters, torch.int64, dims=1, least=len(ops.COUNTERS))
+        return Stats.read(self.buffers.counters if counters is None else counters, self._cancelled, self._abandoned)
+
+    # ------------------------------------------------------------ inside
+
+    def _plan_undo(self) -> list[_Undo]:
+        return [
+            _Undo(
+                PlaneList(caches),
+                log,
+                self.buffers.row_slots[self._groups.index(layer_class.group)],
+                plane.page_offsets,
+                layer_class.row_windows,
+            )
+            for layer_class in self._classes
+            for plane, caches, log in zip(layer_class.planes, layer_class.caches, layer_class.logs, strict=True)
+        ]
+
+    def _judge_rejected(self, window: Window, num_rejected: Tensor) -> int:
+        """Judge by numbers: the first launch of the undo does it, if there is one. Returns how many were made."""
+        buffers = self.buffers
+        if window.num_draft_tokens == 0:
+            ops.reject_rows_from_rejected(
+                num_rejected,
+                window.cu_num_draft_tokens,
+                buffers.row_rejected,
+                buffers.num_accepted,
+                buffers.counters,
+                window.num_bonus_tokens,
+                window.leading_zero,
+            )
+            return 0
+        if self.shadow is not None:
+            self.shadow.judge_and_close(window, self._tables, buffers, num_rejected)
+            return 1
+        first = self._undo[0]
+        caches, table = first.planes.arguments()
+        ops.restore_slots_from_rejected(
+            caches,
+            first.log,
+            first.row_slots,
+            num_rejected,
+            window.cu_num_draft_tokens,
+            buffers.row_rejected,
+            buffers.num_accepted,
+            buffers.counters,
+            window.num_bonus_tokens,
+            first.page_offsets,
+            buffers.window_id,
+            first.row_windows,
+            window.num_draft_tokens,
+            table,
+            window.leading_zero,
+        )
+        return 1
+
+    def _undo_rejected(self, num_drafts: int | None = None, first: int = 0) -> None:
+        """Undo those of the first so many drafts (None = of all) that ``row_rejected`` names, from some launch on."""
+        if self.shadow is not None:
+            assert self._window is not None
+            self.shadow.close(self._window, self._tables, self.buffers, first)
+        for launch in self._undo[first:]:
+            caches, table = launch.planes.arguments()
+            ops.restore_slots(
+                caches,
+                launch.log,
+                launch.row_slots,
+                self.buffers.row_rejected,
+                launch.page_offsets,
+                self.buffers.window_id,
+                launch.row_windows,
+                num_drafts,
+                table,
+            )
+
+    def _log_rows_from(self, method: str, token_offset: int, slot_mapping: Tensor) -> Tensor:
+        # The ops take more log rows than tokens, so only a micro-batch needs a view.
+        log_rows = self.buffers.log_rows
+        if type(token_offset) is int and token_offset == 0:
+            return log_rows
+        validation.token_offset(method, token_offset, slot_mapping.shape[0], self.max_num_tokens)
+        return log_rows[token_offset:]
+
+    def _close(self) -> None:
+        self._window, self._tables = None, []
+        self._state = State.CLOSED
+
+    def _layer(self, name: str, method: str) -> _Layer:
+        try:
+            return self._layers[name]
+        except (KeyError, TypeError):
+            validation.instance(f"{method}: name", name, str, "a string")
+            raise KeyError(f"{method}: layer {name!r} is not registered") from None
+
+    def _require(self, state: State, method: str) -> None:
+        if self._state is not state:
+            raise RuntimeError(f"{method}: the manager must be {state.value}, it is {self._state.value}")
+
+    def _open_window(self, method: str) -> Window:
+        self._require(State.OPEN, method)
+        assert self._window is not None
+        return self._window
+
+    def _window_to_commit(self, method: str) -> Window:
+        window = self._open_window(method)
+        if self._ending:  # what it has done is not to be committed
+            raise RuntimeError(
+                f"{method}: the window must not be one whose {self._ending}() has begun; call that again"
+            )
+        return window
+
+    def _passes_through(self, method: str, name: str, layer: _Layer, argument: str, tensor: Tensor) -> bool:
+        """Whether there is nothing to write. Raises outside a window, where Python can tell."""
+        if torch.compiler.is_compiling():
+            return False
+        try:
+            if has_no_data(tensor) or has_no_data(layer.cache.planes[0].view):
+                return True
+        except AttributeError as error:
+            raise explained(error, validation.tensor, f"{method}: {argument}", tensor) from None
+        # A capture is made once, outside any window; its replays happen inside one.
+        if self._state is not State.OPEN and not is_capturing(tensor):
+            raise RuntimeError(f"{method} of layer {name!r}: no window is open; call begin() first")
+        return False
+
+
+# ---------------------------------------------------------------- one manager per device, found from anywhere
+
+
+# Whoever made a manager keeps it: this must not hold an engine's cache for longer than the engine lives.
+_current: WeakValueDictionary[torch.device, DraftCommitManager] = WeakValueDictionary()
+
+
+def set_current_manager(manager: DraftCommitManager | None, device: torch.device | str | None = None) -> None:
+    """Make a manager the one that :func:`current_manager` finds for its device; None removes it."""
+    if manager is not None:
+        validation.instance("set_current_manager: manager", manager, DraftCommitManager, "a DraftCommitManager or None")
+        _current[manager.device] = manager
+    elif device is not None:
+        _current.pop(validation.device("set_current_manager: device", device), None)
+    else:
+        _current.clear()
+
+
+def current_manager(device: torch.device | str) -> DraftCommitManager | None:
+    """The manager of a device, for attention back ends that hold no reference to one."""
+    return _current.get(validation.device("current_manager: device", device))

@@ -1,0 +1,1 @@
+"""What was promised, checked: bytes at every step, and the counts of the scheduler."""

@@ -1,0 +1,196 @@
+"""The audit of mode ``"stage"``: not only after commit, at every moment of a step no page that a request owns holds a
+rejected row.
+
+- When a window has been opened: every draft names a slot of a shadow page of its group.
+- After the forward, and once more before sampling: outside the shadow pages the cache holds what it held before the
+  step, and the rows of tokens that were not redirected (prompts, tokens before the tail page); nothing else.
+- After commit: as in mode ``"cow"``, outside the shadow pages.
+
+Rows are expected as vLLM's own writer makes them, from the keys and values that it was given. Where it was not asked
+(a fused kernel wrote, or the model itself), what such a row should be is what was found in the shadow page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nwor_ops.kv_cache import Plane
+from nwor_ops.vllm.audit.undo import (
+    _INTEGERS,
+    SHADOW,
+    AuditedLayer,
+    AuditError,
+    CacheAudit,
+    _bytes_of,
+    _elements_of,
+    _listed,
+    _slot_elements,
+    _slots,
+    _Step,
+)
+
+
+class StageAudit(CacheAudit):
+    """Audits one model runner in mode ``"stage"``.
+
+    Args:
+        layers, max_num_tokens: as in :class:`CacheAudit`.
+        shadow_blocks: the shadow pages of each group.
+    """
+
+    def __init__(self, layers: list[AuditedLayer], max_num_tokens: int, shadow_blocks: Mapping[str, range]) -> None:
+        super().__init__(layers, max_num_tokens)
+        self._shadow_blocks = shadow_blocks
+        self._shadows = {address: self._shadow_bytes(address) for address in self._storages()}
+        # Of the open window, per group: the slots that its tokens were redirected to, else their own.
+        self._redirected: dict[str, Tensor] = {}
+        self._forwarded: dict[int, torch.UntypedStorage] = {}
+        self._cancelled = False  # whether the step that is compared ended without sampling
+
+    # ------------------------------------------------------------ called by the session
+
+    def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
+        """Raises AuditError for a draft that was not redirected."""
+        step = self._step
+        if step is None:
+            return
+        self._forwarded = {}
+        for group, own in step.slot_mappings.items():
+            found = self._redirected[group] = slot_mappings[group][: len(own)].cpu().clone()
+            blocks, size = self._shadow_blocks[group], self._block_sizes[group]
+            in_shadow = (found >= blocks.start * size) & (found < blocks.stop * size)
+            must = found != own
+            must[self._draft_tokens(step)] = True
+            wrong = must & (own >= 0) & ~in_shadow
+            if wrong.any():
+                raise AuditError(
+                    f"nwor audit, step {self._totals.steps}: group {group}: these tokens must name a slot of blocks "
+                    f"{blocks.start} to {blocks.stop - 1}: {_listed(_slots(found[wrong]), found)}"
+                )
+
+    def forwarded(self, moment: str) -> None:
+        """Raises AuditError where a page outside the shadow pages holds what is not committed yet."""
+        super().forwarded(moment)
+        step = self._step
+        if step is None or not self._redirected:
+            return
+        images = {address: storage.clone() for address, storage in step.before.items()}
+        self._write_rows(step, images, {group: self._redirected_tokens(step, group) for group in step.slot_mappings})
+        unrecorded = self._unrecorded()
+        self._forwarded = self._copies() if unrecorded else {}
+        for layer in unrecorded:
+            tokens = self._own_tokens(step, layer.group)
+            self._copy_rows(layer, self._forwarded, images, step.slot_mappings[layer.group][tokens],
+                            step.slot_mappings[layer.group][tokens])  # fmt: skip
+        self._totals.moments += 1
+        for address, storage in self._storages().items():
+            wrong = self._differences(address, storage, images[address])
+            if wrong is not None:
+                raise AuditError(f"{moment}, " + self._complaint(step, self._layers_in(address), wrong, {}))
+
+    def commit(self, num_sampled: list[int] | None, enforce: bool) -> None:
+        """As :meth:`CacheAudit.commit`. Of a cancelled window nothing is promised of the slots that a layer was to
+        write, and did not, but those of drafts."""
+        self._cancelled = num_sampled is None
+        try:
+            super().commit(num_sampled, enforce)
+        finally:
+            self._redirected = {}
+
+    def drop(self) -> None:
+        super().drop()
+        self._redirected = {}
+
+    def slot_states(self) -> dict[str, Tensor]:
+        """As :meth:`CacheAudit.slot_states`; slots of shadow pages are SHADOW."""
+        states = super().slot_states()
+        for group, blocks in self._shadow_blocks.items():
+            states[group][blocks.start : blocks.stop] = SHADOW
+        return states
+
+    # ------------------------------------------------------------ inside
+
+    def _make_expected(self, step: _Step, rejected: list[int]) -> None:
+        super()._make_expected(step, rejected)
+        left_out = set(rejected)
+        for group in self._redirected:
+            tokens = [token for token in self._redirected_tokens(step, group) if token not in left_out]
+            layers = [layer for layer in self._layers.values() if layer.group == group]
+            self._totals.committed_rows += len(tokens) * len(layers)
+            self._totals.committed_bytes += len(tokens) * sum(map(self._row_bytes, layers))
+        for layer in self._unrecorded() if self._forwarded else ():
+            own = torch.ones(len(step.slot_mappings[layer.group]), dtype=torch.bool)
+            own[rejected] = False
+            found = self._redirected[layer.group]
+            self._copy_rows(layer, self._forwarded, step.before, found[own], step.slot_mappings[layer.group][own])
+        if self._cancelled and self._redirected:
+            self._expect_what_is_there(step, rejected)
+
+    def _expect_what_is_there(self, step: _Step, rejected: list[int]) -> None:
+        """At the slots of tokens that a layer was not seen to write: cancel copied what their shadow pages held."""
+        found = self._copies()
+        for name, layer in self._layers.items():
+            slots = step.slot_mappings[layer.group].clone()
+            slots[rejected] = -1
+            if name in self._recorders:
+                slots[self._recorders[name].slot_mapping[: len(slots)].cpu() >= 0] = -1
+            self._copy_rows(layer, found, step.before, slots, slots)
+
+    def _draft_tokens(self, step: _Step) -> list[int]:
+        ends = step.query_start_loc[1:]
+        return [token for end, drafts in zip(ends, step.num_draft_tokens, strict=False)
+                for token in range(end - drafts, end)]  # fmt: skip
+
+    def _redirected_tokens(self, step: _Step, group: str) -> list[int]:
+        return torch.nonzero(self._redirected[group] != step.slot_mappings[group]).flatten().tolist()
+
+    def _own_tokens(self, step: _Step, group: str) -> list[int]:
+        own = step.slot_mappings[group]
+        return torch.nonzero((self._redirected[group] == own) & (own >= 0)).flatten().tolist()
+
+    def _unrecorded(self) -> list[AuditedLayer]:
+        """Layers whose own writer was never called."""
+        return [layer for name, layer in self._layers.items() if name not in self._recorders]
+
+    def _copy_rows(
+        self,
+        layer: AuditedLayer,
+        source: dict[int, torch.UntypedStorage],
+        target: dict[int, torch.UntypedStorage],
+        source_slots: Tensor,
+        target_slots: Tensor,
+    ) -> None:
+        address = layer.kv_cache.untyped_storage().data_ptr()
+        for plane in layer.planes(layer.kv_cache).planes:
+            found, made = _elements_of(source[address], plane), _elements_of(target[address], plane)
+            for from_slot, to_slot in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
+                if to_slot >= 0:
+                    made[_slot_elements(plane, to_slot)] = found[_slot_elements(plane, from_slot)]
+
+    def _row_bytes(self, layer: AuditedLayer) -> int:
+        views = (plane.view for plane in layer.planes(layer.kv_cache).planes)
+        return sum(view.shape[2] * view.shape[3] * view.element_size() for view in views)
+
+    def _ignored(self, address: int) -> Tensor | None:
+        return self._shadows[address]
+
+    def _shadow_bytes(self, address: int) -> Tensor:
+        """Which bytes of a storage lie in shadow pages of the layers there; bool, on its device."""
+        storage = self._storages()[address]
+        marked = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+        _bytes_of(marked).zero_()
+        for layer in self._layers_in(address):
+            blocks = self._shadow_blocks[layer.group]
+            for plane in layer.planes(layer.kv_cache).planes:
+                _pages(plane, marked)[blocks.start : blocks.stop] = -1
+        return _bytes_of(marked) != 0
+
+
+def _pages(plane: Plane, storage: torch.UntypedStorage) -> Tensor:
+    """A plane's view of another storage, as integers."""
+    view = plane.view
+    like = torch.empty(0, dtype=_INTEGERS[view.element_size()], device=storage.device)
+    return like.set_(storage, view.storage_offset(), view.shape, view.stride())

@@ -1,0 +1,418 @@
+"""The audit: after every step with drafts the whole cache is compared, byte for byte, with what it should hold.
+(With vLLM's V1 runner after every step.)
+
+What it should hold is made by vLLM itself: the cache as it was before the step, written by the
+layer's own, unwrapped writer with this step's keys and values, at the slots of prompt, target and
+accepted tokens only. So the audit shares no code with what it checks: neither our kernels nor our
+idea of which draft was rejected (it counts vLLM's sampled tokens on the host).
+
+What a step writes is recorded on the device, in buffers that never move: a copy at each write site,
+which a CUDA graph captures with the rest, so that a replay is audited like an eager step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwor_ops.kv_cache import LayerCache, Plane
+
+FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
+
+
+class AuditError(AssertionError):
+    """The cache does not hold what was promised."""
+
+
+@dataclass
+class AuditedLayer:
+    """One target layer, as the audit needs it.
+
+    Attributes:
+        name: the layer's name in vLLM.
+        group: its KV-cache group.
+        kv_cache: the tensor vLLM bound to it.
+        planes: a function from such a tensor to its planes.
+        write: the layer's own writer: (key, value, kv_cache, slot_mapping, *rest), where the rest is what
+            its back end takes beyond these.
+    """
+
+    name: str
+    group: str
+    kv_cache: Tensor
+    planes: Callable[[Tensor], LayerCache]
+    write: Callable[..., None]
+
+
+@dataclass
+class AuditSummary:
+    """Totals of an audited run.
+
+    Attributes:
+        steps: steps compared.
+        verify_steps: steps with at least one draft.
+        drafted, accepted, rejected: draft tokens.
+        rows_checked: slots whose bytes were compared, summed over layers and steps.
+        bytes_compared: likewise.
+        stale_rows: slots of rejected drafts whose bytes had changed after the step, summed over steps.
+        stale_rows_at_end: slots that still hold a rejected draft's row.
+        exposed_rows: slots of rejected drafts whose bytes had changed between the forward and sampling, summed over
+            steps: rows of a request's pages that held what was then rejected. In mode ``"stage"`` there are none.
+        moments: comparisons in the middle of a step: after the forward, and before sampling (mode ``"stage"``).
+        committed_rows: rows that commit copied to pages of a request, summed over layers and steps (mode
+            ``"stage"``): of accepted drafts, and of the tokens before them that had been redirected too.
+        committed_bytes: their bytes.
+    """
+
+    steps: int = 0
+    verify_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    rows_checked: int = 0
+    bytes_compared: int = 0
+    stale_rows: int = 0
+    stale_rows_at_end: int = 0
+    exposed_rows: int = 0
+    moments: int = 0
+    committed_rows: int = 0
+    committed_bytes: int = 0
+
+
+class _Recorder:
+    """What a layer is given to write in one step. Row t belongs to token t of the batch."""
+
+    def __init__(self, max_num_tokens: int, key: Tensor, value: Tensor) -> None:
+        self.key = key.new_zeros((max_num_tokens, *key.shape[1:]))
+        self.value = value.new_zeros((max_num_tokens, *value.shape[1:]))
+        self.slot_mapping = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=key.device)
+        self.rest: tuple[Any, ...] = ()
+
+    def record(
+        self, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
+    ) -> None:
+        num_tokens = slot_mapping.shape[0]  # key and value may be padded beyond it
+        tokens = slice(token_offset, token_offset + num_tokens)
+        self.key[tokens].copy_(key[:num_tokens])
+        self.value[tokens].copy_(value[:num_tokens])
+        self.slot_mapping[tokens].copy_(slot_mapping)
+        self.rest = rest
+
+
+@dataclass
+class _Step:
+    """What is kept from begin to commit. `before` has a copy of each storage that holds a layer's cache."""
+
+    query_start_loc: list[int]
+    num_draft_tokens: list[int]
+    slot_mappings: dict[str, Tensor]
+    before: dict[int, torch.UntypedStorage]
+    # Where the drafter runs before the commit: what it found, then what it changed and left there.
+    sampled: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    drafted: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # Which bytes the forward had changed.
+    touched: dict[int, Tensor] = field(default_factory=dict)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def same_place(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """What `tensor` is a view of, in another storage."""
+    like = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return like.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _slot_elements(plane: Plane, slot: int) -> Tensor:
+    """Where in its storage, in elements, a plane keeps a slot."""
+    view = plane.view
+    _, block_size, num_heads, width = view.shape
+    block, offset = divmod(slot, block_size)
+    block_stride, slot_stride, head_stride, width_stride = view.stride()
+    start = int(view.storage_offset()) + block * block_stride
+    if plane.page_offsets is None:
+        row = offset * slot_stride + torch.arange(width) * width_stride
+    else:
+        row = plane.page_offsets[offset].long().cpu()
+    return start + torch.arange(num_heads)[:, None] * head_stride + row
+
+
+def _elements_of(storage: torch.UntypedStorage, plane: Plane) -> Tensor:
+    dtype = _INTEGERS[plane.view.element_size()]
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+
+
+def _slots(slot_mapping: Tensor) -> list[int]:
+    return [slot for slot in slot_mapping.tolist() if slot >= 0]
+
+
+def _listed(slots: list[int], slot_mapping: Tensor) -> str:
+    token_of = {slot: token for token, slot in enumerate(slot_mapping.tolist())}
+    texts = [f"{slot} (token {token_of[slot]})" for slot in slots[:8]]
+    return ", ".join(texts) + (f" and {len(slots) - 8} more" if len(slots) > 8 else "")
+
+
+class CacheAudit:
+    """Audits one model runner.
+
+    Caches of several layers, and of several groups, may lie in one storage and even share bytes: the audit
+    compares storages, and says afterwards which slot of which layer a wrong byte belongs to.
+
+    Args:
+        layers: the target layers.
+        max_num_tokens: most tokens in one batch, padding included.
+    """
+
+    def __init__(self, layers: list[AuditedLayer], max_num_tokens: int) -> None:
+        self._layers = {layer.name: layer for layer in layers}
+        self._max_num_tokens = max_num_tokens
+        self._recorders: dict[str, _Recorder] = {}
+        self._step: _Step | None = None
+        self._totals = AuditSummary()
+        self._states: dict[str, Tensor] = {}
+        for layer in layers:
+            planes = layer.planes(layer.kv_cache)
+            self._states.setdefault(layer.group, torch.zeros(planes.num_slots, dtype=torch.uint8))
+        self._block_sizes = {layer.group: layer.planes(layer.kv_cache).planes[0].view.shape[1] for layer in layers}
+
+    # ------------------------------------------------------------ called by the session
+
+    def begin(self, query_start_loc: list[int], num_draft_tokens: list[int], slot_mappings: dict[str, Tensor]) -> None:
+        """Before the forward: remember the whole cache. ``slot_mappings`` hold the step's tokens, unpadded."""
+        self._step = _Step(
+            query_start_loc,
+            num_draft_tokens,
+            {group: slots.cpu().clone() for group, slots in slot_mappings.items()},
+            self._copies(),
+        )
+        for recorder in self._recorders.values():
+            recorder.slot_mapping.fill_(-1)
+        self._forget_zeroed_blocks()
+
+    def write(
+        self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
+    ) -> None:
+        """At a layer's write site, also outside a window: a graph captured there replays inside one."""
+        if name not in self._recorders:
+            self._recorders[name] = _Recorder(self._max_num_tokens, key, value)
+        self._recorders[name].record(key, value, slot_mapping, token_offset, rest)
+
+    def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
+        """Behind begin. ``slot_mappings`` are the buffers that the forward will read, per group."""
+
+    def forwarded(self, moment: str) -> None:
+        """After the forward, and once more before sampling: what the drafts' slots hold before anybody knows which
+        are accepted."""
+        step = self._step
+        if step is None:
+            return
+        for address, storage in self._storages().items():
+            step.touched[address] = _bytes_of(storage) != _bytes_of(step.before[address])
+
+    def sampled(self) -> None:
+        """Before the drafter, if it runs before the commit: its layers may lie in the same storage."""
+        if self._step is not None:
+            self._step.sampled = self._copies()
+
+    def drafted(self) -> None:
+        """Behind the drafter, before the commit: what the drafter wrote must stay.
+
+        Raises:
+            AuditError: it wrote where a target layer has a token of this step.
+        """
+        step = self._step
+        if step is None:
+            return
+        for address, found in step.sampled.items():
+            left = _bytes_of(self._storages()[address])
+            changed = left != _bytes_of(found)
+            step.drafted[address] = changed, left[changed]
+            if not changed.any():
+                continue
+            for layer in self._layers_in(address):
+                if slots := self._changed_slots(changed.cpu(), layer, _slots(step.slot_mappings[layer.group])):
+                    tokens = _listed(sorted(slots), step.slot_mappings[layer.group])
+                    raise AuditError(
+                        f"nwor audit, step {self._totals.steps}: between sampling and commit somebody wrote to layer "
+                        f"{layer.name}, slots {tokens}"
+                    )
+
+    def commit(self, num_sampled: list[int] | None, enforce: bool) -> None:
+        """After commit: compare.
+
+        Args:
+            num_sampled: tokens that vLLM sampled for each request; None if the window was cancelled:
+                every draft counts as rejected.
+            enforce: raise :class:`AuditError` at a stale row. False only counts them: vanilla vLLM, and a
+                step that fell back to it, leave them by design. A change anywhere else is an error either way.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            return
+        rejected = self._rejected_tokens(step, num_sampled)
+        rejected_slots = {group: _slots(slots[rejected]) for group, slots in step.slot_mappings.items()}
+        self._count_exposed(step, rejected_slots)
+        self._make_expected(step, rejected)
+        stale = self._stale_slots(step, rejected_slots, enforce)
+        self._record(step, rejected, stale)
+
+    def drop(self) -> None:
+        """Forget the open step: it ends in a way that nothing is promised of."""
+        self._step = None
+
+    def summary(self) -> dict[str, int]:
+        """Totals so far (see :class:`AuditSummary`)."""
+        self._totals.stale_rows_at_end = sum(int((states == STALE).sum()) for states in self._states.values())
+        return asdict(self._totals)
+
+    @property
+    def recorded_layers(self) -> list[str]:
+        """The layers whose own writer was called at least once."""
+        return list(self._recorders)
+
+    def slot_states(self) -> dict[str, Tensor]:
+        """Per group uint8 ``[num_blocks, block_size]``: what each slot holds now: FREE, COMMITTED or STALE."""
+        return {group: states.reshape(-1, self._block_sizes[group]).clone() for group, states in self._states.items()}
+
+    # ------------------------------------------------------------ inside
+
+    def _rejected_tokens(self, step: _Step, num_sampled: list[int] | None) -> list[int]:
+        rejected: list[int] = []
+        for request, drafts in enumerate(step.num_draft_tokens):
+            if drafts == 0:
+                continue
+            accepted = 0 if num_sampled is None else max(num_sampled[request] - 1, 0)
+            end = step.query_start_loc[request + 1]
+            rejected += range(end - (drafts - accepted), end)
+            self._totals.drafted += drafts
+            self._totals.accepted += accepted
+            self._totals.rejected += drafts - accepted
+        return rejected
+
+    def _storages(self) -> dict[int, torch.UntypedStorage]:
+        storages = (layer.kv_cache.untyped_storage() for layer in self._layers.values())
+        return {storage.data_ptr(): storage for storage in storages}
+
+    def _layers_in(self, address: int) -> list[AuditedLayer]:
+        return [la for la in self._layers.values() if la.kv_cache.untyped_storage().data_ptr() == address]
+
+    def _copies(self) -> dict[int, torch.UntypedStorage]:
+        return {address: storage.clone() for address, storage in self._storages().items()}
+
+    def _count_exposed(self, step: _Step, rejected_slots: dict[str, list[int]]) -> None:
+        exposed: dict[str, set[int]] = {group: set() for group in rejected_slots}
+        for address, touched in step.touched.items():
+            found = touched.cpu()
+            for layer in self._layers_in(address):
+                exposed[layer.group] |= self._changed_slots(found, layer, rejected_slots[layer.group])
+        self._totals.exposed_rows += sum(map(len, exposed.values()))
+
+    def _make_expected(self, step: _Step, rejected: list[int]) -> None:
+        """Turn the image of before the step into what should be there after it."""
+        self._write_rows(step, step.before, dict.fromkeys(step.slot_mappings, rejected))
+        for address, (changed, left) in step.drafted.items():
+            _bytes_of(step.before[address])[changed] = left
+        self._totals.rows_checked += sum(layer.planes(layer.kv_cache).num_slots for layer in self._layers.values())
+
+    def _write_rows(
+        self, step: _Step, images: dict[int, torch.UntypedStorage], left_out: Mapping[str, list[int]]
+    ) -> None:
+        """Write to images of the cache what the layers wrote in this step, each token at its own slot, but for the
+        tokens left out of each group."""
+        slots_of: dict[str, Tensor] = {}  # sent to the device once for each group, not for each layer
+        for group, own in step.slot_mappings.items():
+            slots = torch.full((self._max_num_tokens,), -1, dtype=torch.int64)
+            slots[: len(own)] = own
+            slots[left_out[group]] = -1
+            slots_of[group] = slots
+        for name, recorder in self._recorders.items():
+            layer = self._layers[name]
+            slots_of[layer.group] = slots = slots_of[layer.group].to(recorder.slot_mapping.device)
+            slots = slots.masked_fill(recorder.slot_mapping < 0, -1)
+            image = images[layer.kv_cache.untyped_storage().data_ptr()]
+            layer.write(recorder.key, recorder.value, same_place(layer.kv_cache, image), slots, *recorder.rest)
+
+    def _ignored(self, address: int) -> Tensor | None:
+        """Bytes of a storage of which nothing is promised, on its device; or None."""
+        return None
+
+    def _stale_slots(self, step: _Step, rejected_slots: dict[str, list[int]], enforce: bool) -> dict[str, list[int]]:
+        """Per group, the rejected slots that changed. Raises where anything else is wrong."""
+        stale: dict[str, set[int]] = {group: set() for group in rejected_slots}
+        for address, storage in self._storages().items():
+            differs = self._differences(address, storage, step.before[address])
+            if differs is None:
+                continue
+            layers = self._layers_in(address)
+            explained = torch.UntypedStorage(storage.nbytes())
+            _bytes_of(explained).zero_()
+            for layer in layers:
+                for plane in layer.planes(layer.kv_cache).planes:
+                    for slot in rejected_slots[layer.group]:
+                        _elements_of(explained, plane)[_slot_elements(plane, slot)] = -1
+                stale[layer.group] |= self._changed_slots(differs, layer, rejected_slots[layer.group])
+            wrong = differs & (_bytes_of(explained) == 0)
+            if wrong.any() or enforce:
+                raise AuditError(self._complaint(step, layers, wrong, stale if enforce else {}))
+        return {group: sorted(slots) for group, slots in stale.items()}
+
+    def _differences(self, address: int, storage: torch.UntypedStorage, image: torch.UntypedStorage) -> Tensor | None:
+        """Which bytes of a storage are not as in its image: bool, on the host; None if all are."""
+        self._totals.bytes_compared += storage.nbytes()
+        differs = _bytes_of(storage) != _bytes_of(image)
+        ignored = self._ignored(address)
+        if ignored is not None:
+            differs &= ~ignored
+        return differs.cpu() if differs.any() else None
+
+    def _changed_slots(self, differs: Tensor, layer: AuditedLayer, slots: list[int]) -> set[int]:
+        """Which of the slots hold a byte that differs."""
+        storage = differs.view(torch.uint8).untyped_storage()
+        planes = layer.planes(layer.kv_cache).planes
+        return {
+            slot
+            for slot in slots
+            if any(bool((_elements_of(storage, p)[_slot_elements(p, slot)] != 0).any()) for p in planes)
+        }
+
+    def _complaint(self, step: _Step, layers: list[AuditedLayer], wrong: Tensor, stale: dict[str, set[int]]) -> str:
+        text = f"nwor audit, step {self._totals.steps}:"
+        for group, slots in stale.items():
+            if slots:
+                tokens = _listed(sorted(slots), step.slot_mappings[group])
+                text += f" rejected drafts of group {group} left their rows in slots {tokens};"
+        if wrong.any():
+            text += f" {int(wrong.sum())} bytes are not what this step should leave there"
+            for layer in layers:
+                written = _slots(step.slot_mappings[layer.group])
+                if slots := self._changed_slots(wrong, layer, written):
+                    tokens = _listed(sorted(slots), step.slot_mappings[layer.group])
+                    text += f", in layer {layer.name} slots {tokens}"
+            text += ";"
+        return text + f" query_start_loc {step.query_start_loc}, drafts {step.num_draft_tokens}"
+
+    def _record(self, step: _Step, rejected: list[int], stale: dict[str, list[int]]) -> None:
+        self._totals.steps += 1
+        self._totals.verify_steps += any(step.num_draft_tokens)
+        for group, slots in step.slot_mappings.items():
+            kept = torch.ones(len(slots), dtype=torch.bool)
+            kept[rejected] = False
+            kept &= slots >= 0
+            self._states[group][slots[kept]] = COMMITTED
+            self._states[group][stale[group]] = STALE
+            self._totals.stale_rows += len(stale[group])
+
+    def _forget_zeroed_blocks(self) -> None:
+        """vLLM zeroes blocks it hands out anew: whatever they held is gone."""
+        for group, states in self._states.items():
+            layer = next(layer for layer in self._layers.values() if layer.group == group)
+            blocks = layer.kv_cache.reshape(layer.kv_cache.shape[0], -1)
+            states.reshape(-1, self._block_sizes[group])[(blocks == 0).all(-1).cpu()] = FREE

@@ -1,0 +1,1 @@
+"""CUDA graphs for vLLM's draft models."""

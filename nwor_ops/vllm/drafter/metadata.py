@@ -1,0 +1,104 @@
+"""Attention metadata of a draft loop, from the builders of vLLM's FlashAttention and Triton back ends.
+
+vLLM's builders make an object per step on the host. All tensors in it are views of persistent buffers: the
+drafter's ids, positions, lengths and starts, the runner's block tables, the slot mappings, and FlashAttention's
+scheduler metadata, which its builder keeps for graphs. So one object serves every replay, provided that on the
+device, in the graph, before each step, the slots are computed anew and the builders are asked for what else depends
+on lengths (``update_draft_decode_metadata``: the scheduler metadata of FlashAttention 3, nothing for Triton).
+
+What an object keeps as a number is an upper bound: the longest query (``key.query_len``) and the longest sequence
+(the model's limit), as in vLLM's own eager drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+from nwor_ops.drafter import DraftMetadata, GraphKey
+
+
+@dataclass(frozen=True)
+class LayerMetadata:
+    """What vLLM's forward context wants.
+
+    Attributes:
+        attention: the back end's metadata object, by layer.
+        slot_mappings: int64 ``[num_tokens]``, by layer.
+    """
+
+    attention: dict[str, Any]
+    slot_mappings: dict[str, Tensor]
+
+
+class VllmDraftMetadata(DraftMetadata):
+    """Metadata of both passes of a standalone draft model.
+
+    Args:
+        speculator: a ``StandaloneARSpeculator`` whose ``set_attn`` was called. Its ``input_buffers``,
+            ``idx_mapping``, ``block_tables`` and ``expanded_slot_mappings`` are what the metadata refers to.
+    """
+
+    def __init__(self, speculator: Any) -> None:
+        self._speculator = speculator
+        # vLLM adds to it and clamps it at the model's limit: an upper bound for any batch.
+        self._longest = torch.full((speculator.max_num_reqs,), speculator.max_model_len, dtype=torch.int32)
+
+    @property
+    def why_not_in_place(self) -> str | None:
+        names = {group.backend.get_name() for group in self.groups() if not group.supports_draft_decode_metadata_update}
+        return f"{', '.join(sorted(names))} cannot update draft metadata in place" if names else None
+
+    def groups(self) -> Iterator[Any]:
+        """vLLM's attention groups that have layers of the drafter."""
+        for groups in self._speculator.attn_groups:
+            yield from groups
+
+    def prepare(self, key: GraphKey, num_reqs: int) -> None:
+        """Bring this batch's block tables to where kernels with smaller blocks than the cache manager's read them."""
+        for group in self.groups():
+            group.map_to_kernel_block_table(self._speculator.block_tables.input_block_tables[group.kv_cache_group_id])
+
+    def build(self, key: GraphKey, num_reqs: int, step: int, capturing: bool = False) -> LayerMetadata:
+        speculator, rows = self._speculator, key.num_reqs
+        slots = self._slot_mappings(key)
+        attention = speculator._build_attn_metadata(
+            num_reqs=rows,
+            batch_desc=BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.FULL,  # vLLM's word for: attention sees every row, padded ones too
+                num_tokens=key.num_tokens,
+                num_reqs=rows,
+                uniform_token_count=key.query_len,
+            ),
+            query_start_loc_np=numpy.arange(rows + 1, dtype=numpy.int32) * key.query_len,
+            seq_lens_cpu_upper_bound=self._longest,
+            step=step,
+            slot_mappings=slots,
+        )
+        return LayerMetadata(attention, build_slot_mappings_by_layer(slots, speculator.kv_cache_config))
+
+    def update(self, key: GraphKey, metadata: LayerMetadata) -> None:
+        self._slot_mappings(key)
+        for group in self.groups():
+            group.update_draft_decode_metadata(metadata.attention)
+
+    def _slot_mappings(self, key: GraphKey) -> Tensor:
+        """int64 ``[groups, key.num_tokens]``, from the positions as they stand; padded rows get no slot."""
+        speculator, rows, tokens = self._speculator, key.num_reqs, key.num_tokens
+        if key.query_len > 1:
+            return speculator.expanded_slot_mappings[:, :tokens]  # the expansion has written them
+        # The runner's own buffer, as in vLLM's drafter: the target is done with it.
+        return speculator.block_tables.compute_slot_mappings(
+            speculator.idx_mapping[:rows],
+            speculator.input_buffers.query_start_loc[: rows + 1],
+            speculator.input_buffers.positions[:rows],
+            tokens,
+        )

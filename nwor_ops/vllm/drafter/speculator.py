@@ -1,0 +1,452 @@
+"""vLLM's speculator for a draft model of its own (``method="draft_model"``), with its passes in CUDA graphs.
+
+vLLM 0.33 runs this drafter eagerly: small tensor operations, a metadata build on the host and a model's worth of
+launches, for each of K tokens. Here a step of a decode batch is two graph launches:
+
+- the *first pass*, for batches in which every request has K + 1 tokens (its last token and K drafts): expansion to
+  K + 2 tokens each, attention metadata, forward, sampling, and the inputs of the next pass;
+- the *decode loop*, for any batch: steps 1 to K - 1 with slots and metadata updated on the device.
+
+Before them this batch's request indices and rejections are copied to where the graphs read them. Everything else
+that they read lies in persistent buffers of vLLM's runner. What has no graph runs vLLM's own code, inherited: prompts
+and mixed batches (first pass), batches larger than the largest graph, profiling, dummy runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.compilation.cudagraph_pool import capture_pool
+from vllm.distributed.parallel_state import graph_capture
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+from nwor_ops import ops
+from nwor_ops.drafter import DraftBuffers, DraftLoop, GraphKey, keys_of_token_counts
+from nwor_ops.vllm.drafter import counters as draft_counters
+from nwor_ops.vllm.drafter.metadata import LayerMetadata, VllmDraftMetadata
+from nwor_ops.vllm.drafter.plugin import DraftGraphReport, check_attention, check_graph_mode
+from nwor_ops.vllm.support import Unsupported
+
+Refuse = Callable[[Unsupported], None]
+# Why a pass runs vLLM's code that no request asked for: warm-up, profiling, the time before graphs are captured.
+_NOTHING_CAPTURED, _DUMMY_RUN = _NO_REQUESTS = ("nothing captured", "dummy run")
+# The runner's buffers of the batch that the target has just verified.
+_TARGET_INPUTS = ("input_ids", "positions", "query_start_loc", "seq_lens")
+
+
+class DraftGraphManager(CudaGraphManager):
+    """vLLM's handle on a drafter's graphs.
+
+    vLLM looks for attributes of this class: it drops them after its memory profiling, which captures into a pool and
+    a cache that it throws away, and has them release their graphs when elastic expert parallelism changes size.
+
+    Args:
+        vllm_config, device, cudagraph_mode: the engine's.
+        make_loop: makes the draft loop, given what :class:`~nwor_ops.drafter.DraftLoop` takes for ``pool``.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        cudagraph_mode: Any,
+        make_loop: Callable[[Callable[[], AbstractContextManager[Any]]], DraftLoop],
+    ) -> None:
+        super().__init__(vllm_config, device, cudagraph_mode, decode_query_len=1)
+        pool = self.pool
+        # The engine's pool, or that of sleep mode, decided anew for each capture.
+        self.loop = make_loop(lambda: capture_pool(pool, vllm_config))
+        self.keys: list[GraphKey] = []
+        self.seconds, self.bytes = 0.0, 0
+
+    def capture_keys(self, keys: list[GraphKey]) -> None:
+        """Capture, and measure what it takes."""
+        torch.cuda.synchronize(self.device)
+        free, started = torch.cuda.mem_get_info(self.device)[0], time.perf_counter()
+        with graph_capture(device=self.device):
+            self.loop.capture(keys)
+        torch.cuda.synchronize(self.device)
+        self.keys = keys
+        self.seconds = time.perf_counter() - started
+        self.bytes = free - torch.cuda.mem_get_info(self.device)[0]
+
+    @property
+    def most_requests(self) -> int:
+        """Requests of the largest graph; 0 while nothing is captured."""
+        return max((key.num_reqs for key in self.keys), default=0)
+
+    def release_graphs(self) -> None:
+        super().release_graphs()
+        self.loop.invalidate("vLLM released its graphs")
+        self.keys = []
+
+
+class ExpandedFirstPass:
+    """The first pass: accepted tokens, the target's own token, rejected tokens, of each request.
+
+    Args:
+        speculator: whose buffers it writes.
+    """
+
+    def __init__(self, speculator: GraphedDraftModelSpeculator) -> None:
+        self._speculator = speculator
+        tokens = speculator.expanded_input_ids.shape[0]
+        # vLLM writes the keys of rejected tokens like any others; later passes write over them before they are read.
+        self._none, self._is_rejected, self._is_masked = torch.zeros(
+            3, tokens, dtype=torch.bool, device=speculator.device
+        ).unbind()
+
+    def expand(self, key: GraphKey) -> None:
+        s, rows, tokens = self._speculator, key.num_reqs, key.num_tokens
+        target, idx_mapping = s.target_input_buffers, s.idx_mapping[:rows]
+        positions = s.expanded_positions[:tokens]
+        ops.copy_expand_inputs(
+            target.input_ids,
+            target.positions,
+            target.query_start_loc,
+            s.num_rejected[:rows],
+            s.last_sampled,
+            s.expanded_input_ids[:tokens],
+            positions,
+            self._is_rejected[:tokens],
+            self._is_masked[:tokens],
+            s.last_token_indices,
+            max_model_len=s.max_model_len,
+            idx_mapping=idx_mapping,
+        )
+        for group in sorted({group.kv_cache_group_id for groups in s.attn_groups for group in groups}):
+            ops.extend_queries(
+                target.query_start_loc,
+                target.seq_lens[:rows],
+                positions,
+                self._none,
+                s.block_tables.input_block_tables[group][:rows],
+                s.input_buffers.query_start_loc,
+                s.input_buffers.seq_lens,
+                s.expanded_slot_mappings[group, :tokens],
+                s.block_tables.block_sizes[group],
+                s.max_model_len,
+                idx_mapping=idx_mapping,
+            )
+
+    def finish(self, key: GraphKey, output: Tensor, next_hidden: Tensor | None) -> None:
+        s, rows = self._speculator, key.num_reqs
+        last = s.last_token_indices[:rows]
+        s.draft_tokens[:rows, 0] = s.sample_rows(rows, output[last], s.expanded_positions[last])
+        s.start_decode(rows)
+
+
+class GraphedDraftModelSpeculator(StandaloneARSpeculator):
+    """See the module. Made by the plugin in the place of its base class.
+
+    Args:
+        vllm_config: the engine's.
+        device: where the drafter runs.
+        last_sampled: int64 ``[max_num_reqs, 1]``, by request-state index: the runner's, at its fixed address.
+        refuse: what to do where graphs turn out to be impossible: raises, or returns to go on without them.
+        logger: vLLM's.
+    """
+
+    def __init__(
+        self, vllm_config: Any, device: torch.device, last_sampled: Tensor, refuse: Refuse, logger: Any
+    ) -> None:
+        super().__init__(vllm_config, device)
+        self.graphs: DraftGraphManager | None = None
+        self.last_sampled = last_sampled.view(-1)
+        self.num_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        # Lengths with the target's own token, which the expansion inserted; not clamped at the model's limit.
+        self._expanded_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self._refuse: Refuse = refuse
+        self._refused = False
+        self._logger = logger
+        self._eager: Counter[str] = Counter()
+
+    # ------------------------------------------------------------ set up
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(*args, **kwargs)
+        self._refused = False
+        self._or_refuse(check_attention, self.attn_groups)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """A cache was bound: graphs of the one before are worth nothing."""
+        self.graphs = None
+        self._or_refuse(check_graph_mode, cudagraph_mode)
+        if not self._refused:
+            self.graphs = DraftGraphManager(self.vllm_config, self.device, cudagraph_mode, self.make_loop)
+
+    def _or_refuse(self, check: Callable[[Any], None], checked: Any) -> None:
+        """Once is enough: whoever goes on without graphs was told why."""
+        if self._refused:
+            return
+        try:
+            check(checked)
+        except Unsupported as error:
+            self._refused = True
+            self._refuse(error)
+
+    def make_loop(self, pool: Any = None) -> DraftLoop:
+        """The draft loop over vLLM's buffers. It holds no graphs yet."""
+        target = self.target_input_buffers
+        self._addresses = {name: getattr(target, name).data_ptr() for name in _TARGET_INPUTS}
+        buffers = DraftBuffers(
+            input_ids=self.input_buffers.input_ids,
+            positions=self.input_buffers.positions,
+            query_start_loc=self.input_buffers.query_start_loc,
+            seq_lens=self.input_buffers.seq_lens,
+            idx_mapping=self.idx_mapping,
+            draft_tokens=self.draft_tokens,
+            current_draft_step=self.current_draft_step,
+        )
+        buffers.register(**self._registered())
+        return DraftLoop(
+            self._forward,
+            lambda key, output: self.sample_rows(key.num_reqs, output, self.input_buffers.positions[: key.num_reqs]),
+            buffers,
+            VllmDraftMetadata(self),
+            self.num_speculative_steps,
+            self.max_model_len,
+            first_pass=ExpandedFirstPass(self),
+            pool=pool,
+        )
+
+    def _registered(self) -> dict[str, Tensor]:
+        """What the graphs read beside the loop's own buffers."""
+        tensors = {
+            **{f"target_{name}": getattr(self.target_input_buffers, name) for name in _TARGET_INPUTS},
+            "last_sampled": self.last_sampled,
+            "num_rejected": self.num_rejected,
+            "expanded_input_ids": self.expanded_input_ids,
+            "expanded_positions": self.expanded_positions,
+            "expanded_slot_mappings": self.expanded_slot_mappings,
+            "last_token_indices": self.last_token_indices,
+            "temperature": self.temperature,
+            "seeds": self.seeds,
+        }
+        return tensors if self.draft_logits is None else tensors | {"draft_logits": self.draft_logits}
+
+    def capture_keys(self) -> list[GraphKey]:
+        """The request counts of the target's graphs, for both passes.
+
+        vLLM's capture sizes count the target's tokens, K + 1 of each request. A size that is no multiple is rounded up,
+        as vLLM does, and left out where that exceeds the largest.
+        """
+        config, query_len = self.vllm_config.compilation_config, self.num_speculative_steps + 1
+        counts = [
+            key.num_reqs
+            for key in keys_of_token_counts(config.cudagraph_capture_sizes or (), query_len, self.max_num_reqs)
+            if key.num_tokens <= config.max_cudagraph_capture_size
+        ]
+        # The compiled model takes max_num_batched_tokens at most.
+        keys = [GraphKey(count, query_len + 1) for count in counts if count * (query_len + 1) <= self.max_num_tokens]
+        if self.num_speculative_steps > 1:
+            keys += [GraphKey(count) for count in counts]
+        return keys
+
+    def capture(self) -> None:
+        """vLLM captures: the target's graphs are there."""
+        if self.graphs is None:
+            return
+        keys = self.capture_keys()
+        if not keys:
+            self.graphs, sizes = None, self.vllm_config.compilation_config.cudagraph_capture_sizes
+            tokens = self.num_speculative_steps + 1
+            self._refuse(
+                Unsupported(f"cudagraph_capture_sizes {sizes}: none holds a batch of {tokens} tokens per request")
+            )
+            return
+        self.graphs.capture_keys(keys)
+        draft_counters.start(self, self.vllm_config, self._logger)
+        self._logger.info(
+            "nwor: draft graphs: active: %d graphs (first pass of %s, decode loop of %s requests) in %.1f s, %.0f MiB",
+            len(keys),
+            self._counts_of(keys, first_pass=True),
+            self._counts_of(keys, first_pass=False),
+            self.graphs.seconds,
+            self.graphs.bytes / 2**20,
+        )
+
+    @staticmethod
+    def _counts_of(keys: list[GraphKey], first_pass: bool) -> list[int]:
+        return sorted(key.num_reqs for key in keys if (key.query_len > 1) == first_pass)
+
+    def report(self) -> DraftGraphReport:
+        """What was captured, and what ran."""
+        if self.graphs is None:
+            return DraftGraphReport(eager=dict(self._eager))
+        keys, counts = self.graphs.keys, self.graphs.loop.counts
+        return DraftGraphReport(
+            captured={
+                "first_pass": self._counts_of(keys, first_pass=True),
+                "decode": self._counts_of(keys, first_pass=False),
+            },
+            capture_seconds=self.graphs.seconds,
+            capture_bytes=self.graphs.bytes,
+            replays={name: counts[name, "loop"] for name in ("first_pass", "decode")},
+            eager=dict(self._eager),
+        )
+
+    def counted(self) -> dict[str, int]:
+        """For ``/metrics``: only what requests have caused. The publisher's thread asks while the runner counts."""
+        graphs = self.graphs
+        replays = [] if graphs is None else list(graphs.loop.counts.items())
+        return {
+            "draft_graph_replays": sum(count for (_, mode), count in replays if mode == "loop"),
+            "draft_eager_passes": sum(count for why, count in list(self._eager.items()) if why not in _NO_REQUESTS),
+        }
+
+    # ------------------------------------------------------------ the captured bodies
+
+    def _forward(self, key: GraphKey, metadata: LayerMetadata) -> Tensor:
+        """The model, as vLLM's drafter calls it: compiled, and without graphs of its own."""
+        if key.query_len > 1:
+            ids, positions = self.expanded_input_ids, self.expanded_positions
+        else:
+            ids, positions = self.input_buffers.input_ids, self.input_buffers.positions
+        tokens = key.num_tokens
+        return self._run_model(ids[:tokens], positions[:tokens], metadata.attention, metadata.slot_mappings, None)
+
+    def sample_rows(self, rows: int, hidden_states: Tensor, positions: Tensor) -> Tensor:
+        """vLLM's sampling: int64 ``[rows]``. Rows without a request get some token."""
+        return self.sample_draft(
+            hidden_states[:rows],
+            positions,
+            self.idx_mapping[:rows],
+            self.temperature,
+            self.seeds,
+            self.current_draft_step,
+            self.draft_logits,
+        )
+
+    def start_decode(self, rows: int) -> None:
+        """From the first pass, whoever ran it, to step 1: the inputs of the decode loop, padded rows inert."""
+        if self.num_speculative_steps == 1:
+            return
+        buffers = self.input_buffers
+        torch.index_select(self.expanded_positions, 0, self.last_token_indices[:rows], out=buffers.positions[:rows])
+        torch.add(self.target_input_buffers.seq_lens[:rows], 1, out=self._expanded_lens[:rows])
+        ops.prepare_decode_inputs(
+            self.draft_tokens[:rows],
+            self._expanded_lens,
+            self.num_rejected,
+            buffers.input_ids,
+            buffers.positions,
+            buffers.query_start_loc,
+            buffers.seq_lens,
+            self.max_model_len,
+            self.idx_mapping[:rows],
+        )
+
+    # ------------------------------------------------------------ a step
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, Tensor],
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> Tensor:
+        """Draft K tokens for each request. Arguments and result as in vLLM."""
+        rows = input_batch.num_reqs
+        why_eager = self._why_eager(input_batch, last_sampled, dummy_run or is_profile)
+        if why_eager is not None:
+            self._eager[why_eager] += 1
+            return super().propose(
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                aux_hidden_states,
+                num_sampled,
+                num_rejected,
+                last_sampled,
+                next_prefill_tokens,
+                temperature,
+                seeds,
+                dp_sync_state,
+                dummy_run,
+                skip_attn_for_dummy_run,
+                mm_inputs,
+                is_profile,
+                num_speculative_tokens,
+            )
+        self._stage(rows, input_batch.idx_mapping, num_rejected, temperature, seeds)
+        self._run_first_pass(input_batch, num_rejected, last_sampled, rows)
+        if self.num_speculative_steps == 1:
+            return self.draft_tokens[:rows, :1]
+        return self._run_decode_loop(rows)
+
+    def _why_eager(self, input_batch: Any, last_sampled: Tensor, dummy: bool) -> str | None:
+        """Why this whole step runs vLLM's code, or None."""
+        if self.graphs is None or self.graphs.most_requests == 0:
+            return _NOTHING_CAPTURED
+        if dummy:
+            return _DUMMY_RUN
+        if self._moved(input_batch, last_sampled):
+            return "the runner's buffers moved"
+        if input_batch.num_reqs > self.graphs.most_requests:
+            return "more requests than the largest graph"
+        return None
+
+    def _moved(self, input_batch: Any, last_sampled: Tensor) -> bool:
+        return last_sampled.data_ptr() != self.last_sampled.data_ptr() or any(
+            getattr(input_batch, name).data_ptr() != address for name, address in self._addresses.items()
+        )
+
+    def _stage(self, rows: int, idx_mapping: Tensor, num_rejected: Tensor, temperature: Tensor, seeds: Tensor) -> None:
+        """Copy what is new in this batch to where the graphs read it."""
+        if self.draft_logits is not None:  # else drafts are the most likely tokens, whatever the temperature
+            self.temperature.copy_(temperature)
+            self.seeds.copy_(seeds)
+        self.idx_mapping[:rows].copy_(idx_mapping)
+        self.idx_mapping[rows:].fill_(-1)
+        self.num_rejected[:rows].copy_(num_rejected)
+
+    def _run_first_pass(self, input_batch: Any, num_rejected: Tensor, last_sampled: Tensor, rows: int) -> None:
+        assert self.graphs is not None
+        query_len = self.num_speculative_steps + 2
+        why_eager = None
+        if not self._is_uniform(input_batch):
+            why_eager = "first pass of a batch with prompts, or with fewer drafts in some request"
+        elif self.graphs.loop.dispatch(rows, query_len).mode == "eager":
+            why_eager = "first pass with more tokens than max_num_batched_tokens"
+        if why_eager is None:
+            self.graphs.loop.run_first_pass(rows, query_len)
+            return
+        self._eager[why_eager] += 1
+        self._prefill(input_batch, num_rejected, last_sampled, rows, False, None)
+        self.start_decode(self.graphs.loop.dispatch(rows).key.num_reqs)
+
+    def _run_decode_loop(self, rows: int) -> Tensor:
+        assert self.graphs is not None
+        return self.graphs.loop.run(rows, inert_tails=True)
+
+    def _is_uniform(self, input_batch: Any) -> bool:
+        """Whether every request has its last token and K drafts, as the first pass was captured."""
+        query_len = self.num_speculative_steps + 1
+        return (
+            input_batch.decode_graph_eligible
+            and input_batch.num_tokens == input_batch.num_reqs * query_len
+            and int(input_batch.num_scheduled_tokens.max()) == query_len
+        )

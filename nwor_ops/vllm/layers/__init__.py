@@ -1,0 +1,1 @@
+"""What a target layer is: where its cache's slots lie, and who writes them."""

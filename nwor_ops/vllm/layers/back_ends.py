@@ -1,0 +1,362 @@
+"""Which layers take part, and how each attention back end keeps and writes its cache.
+
+A back end is supported if it is listed here. What the list says of it is tried on a scratch page when
+the engine starts, with vLLM's own writer as the judge: where a slot's bytes lie, and whether our writer
+leaves the very same ones. If it does, one kernel logs and writes; if not, ours logs and vLLM's writes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops
+from nwor_ops.kv_cache import LayerCache
+from nwor_ops.vllm.audit.undo import AuditedLayer, same_place
+from nwor_ops.vllm.layers import cpu_pages
+from nwor_ops.vllm.session import TargetLayer
+from nwor_ops.vllm.support import Unsupported, check_group_spec, check_passes
+
+_ATTENTION = "vllm.model_executor.layers.attention.attention.Attention"
+_MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention.MLAAttention"
+
+_BACK_ENDS = "vllm.v1.attention.backends."
+CPU_IMPL = _BACK_ENDS + "cpu_attn.CPUAttentionBackendImpl"
+TRITON_IMPL = _BACK_ENDS + "triton_attn.TritonAttentionImpl"
+# Key and value of a token and head lie next to each other: [B, H, N, 2 * D].
+PACKED_IMPLS = (
+    _BACK_ENDS + "flash_attn.FlashAttentionImpl",
+    TRITON_IMPL,
+    _BACK_ENDS + "flashinfer.FlashInferImpl",
+    _BACK_ENDS + "flex_attention.FlexAttentionImpl",
+)
+# One latent row per token: [B, N, C], written by vLLM, logged by us.
+LATENT_IMPLS = tuple(
+    _BACK_ENDS + "mla." + name
+    for name in (
+        "triton_mla.TritonMLAImpl",
+        "flashmla.FlashMLAImpl",
+        "flashattn_mla.FlashAttnMLAImpl",
+        "cutlass_mla.CutlassMLAImpl",
+        "flashinfer_mla.FlashInferMLAImpl",
+    )
+)
+# Their metadata holds the runner's own block table, not a copy of it or of what it says: it is right again once the
+# table is.
+_TABLE_READERS = (
+    CPU_IMPL,
+    TRITON_IMPL,
+    _BACK_ENDS + "flash_attn.FlashAttentionImpl",
+    _BACK_ENDS + "mla.triton_mla.TritonMLAImpl",
+    _BACK_ENDS + "mla.flashattn_mla.FlashAttnMLAImpl",
+)
+# Without this library too: of three engines of vLLM 0.33.0 on an H200, two ended in a device-side assertion.
+_UNRELIABLE = ("int4_per_token_head",)
+_FORMATS = {
+    "auto": "auto",
+    "bfloat16": "auto",
+    "float16": "auto",
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+}
+
+
+def target_layers(runner: Any, drafter_layers: set[str], mode: str) -> list[TargetLayer]:
+    """The layers whose writes belong to the transaction, in the order of vLLM's groups.
+
+    Args:
+        runner: of either generation, its cache bound.
+        drafter_layers: the drafter's own: their writes are its business.
+        mode: in ``"stage"`` it does not matter who writes, only where.
+
+    Raises:
+        Unsupported: a layer whose cache is not slots of tokens, or whose writer is not known.
+    """
+    context = runner.compilation_config.static_forward_context
+    layers = []
+    for group, name, spec in _layers_of_groups(runner.kv_cache_config):
+        attention = context[name]
+        if name in drafter_layers or getattr(attention, "kv_sharing_target_layer_name", None) is not None:
+            continue  # the second kind writes nothing
+        check_group_spec(group, spec)
+        if _qualified_name(attention) == _MLA_ATTENTION and mode != "stage":
+            check_passes(runner.compilation_config.pass_config)
+        layers.append(_target_layer(name, group, attention, runner.model_config.dtype))
+    return layers
+
+
+def check_tables(runner: Any, layers: list[TargetLayer], borrowers: set[str]) -> None:
+    """Whether the slots and tables that the runner holds are all that attention goes by.
+
+    Args:
+        runner: of either generation.
+        layers: the target layers.
+        borrowers: layers of a drafter that attend with metadata that was made for the target's step, so while the
+            tables named shadow pages. Their back end need not be the target's.
+
+    Raises:
+        Unsupported: pages of another size than the tables', or a drafter that would read shadow pages.
+    """
+    context = runner.compilation_config.static_forward_context
+    for layer in layers:
+        audited = layer.audited
+        page = audited.planes(audited.kv_cache).planes[0].view.shape[1]
+        block = runner.kv_cache_config.kv_cache_groups[int(audited.group)].kv_cache_spec.block_size
+        if page != block:
+            raise Unsupported(
+                f"layer {audited.name}: its back end splits blocks of {block} tokens into pages of {page}; mode stage "
+                f"needs whole ones: set --block-size {page}"
+            )
+    if not borrowers:
+        return
+    for name in (*(layer.audited.name for layer in layers), *sorted(borrowers)):
+        impl = _qualified_name(context[name].impl)
+        if impl not in _TABLE_READERS:
+            raise Unsupported(
+                f"speculation by {runner.speculative_config.method} with back end {impl} (layer {name}): the drafter "
+                "goes by a copy of the block table that was made for the target's step, which mode stage had redirected"
+            )
+
+
+def _layers_of_groups(kv_cache_config: Any) -> Iterator[tuple[str, str, Any]]:
+    """Group, name and spec of each layer. Layers of one group may have specs of their own."""
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        for name in group.layer_names:
+            yield str(number), name, specs.get(name, group.kv_cache_spec)
+
+
+def _qualified_name(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _target_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:
+    layer_class, impl = _qualified_name(attention), _qualified_name(getattr(attention, "impl", None))
+    makers: dict[tuple[str, str], Callable[[str, str, Any, torch.dtype], TargetLayer]] = {
+        (_ATTENTION, CPU_IMPL): _cpu_layer,
+        **{(_ATTENTION, known): _packed_layer for known in PACKED_IMPLS},
+        **{(_MLA_ATTENTION, known): _latent_layer for known in LATENT_IMPLS},
+    }
+    if (layer_class, impl) not in makers:
+        raise Unsupported(f"layer {name}: its class {layer_class} with back end {impl} is not known")
+    try:
+        return makers[layer_class, impl](name, group, attention, source_dtype)
+    except ValueError as error:
+        raise Unsupported(f"layer {name}: {error}") from error
+
+
+# ---------------------------------------------------------------- the kinds of layers
+
+
+def _cpu_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:
+    """vLLM's CPU pages: keys transposed within a page, or an order that only a table can express."""
+    # The class's own writer, bound: what the instance attribute will be wrapped around.
+    own_writer = functools.partial(type(attention.impl).do_kv_cache_update, attention.impl, attention)
+    page_offsets = cpu_pages.learn_pages(own_writer, attention.kv_cache, source_dtype)
+    writable = page_offsets is None and attention.impl.kv_cache_dtype == "auto"
+
+    def planes(kv_cache: Tensor) -> LayerCache:
+        return cpu_pages.layer_cache(kv_cache, page_offsets, writable)
+
+    cpu_pages.verify_pages(own_writer, attention.kv_cache, page_offsets, source_dtype, writable)
+    return TargetLayer(AuditedLayer(name, group, attention.kv_cache, planes, own_writer), fused=writable)
+
+
+def _packed_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:
+    """Key | value rows in strided pages: the GPU back ends."""
+    impl, kv_cache = attention.impl, attention.kv_cache
+    if kv_cache.dim() != 4 or kv_cache.shape[-1] % 2 != 0:
+        raise ValueError(f"its cache must be [num_blocks, num_kv_heads, block_size, 2 * width], got {kv_cache.shape}")
+    if impl.kv_cache_dtype in _UNRELIABLE:
+        raise ValueError(f"vLLM's own engines with a cache of {impl.kv_cache_dtype} fail now and then")
+    own_writer: Callable[..., None] = functools.partial(type(impl).do_kv_cache_update, impl, attention)
+    scales_within = getattr(impl, "_is_per_token_head_quant", False)
+    if scales_within:
+        own_writer = _WriterOfScales(attention, own_writer)
+    written_as = None if scales_within else _FORMATS.get(impl.kv_cache_dtype)
+
+    def opaque(kv_cache: Tensor) -> LayerCache:
+        return LayerCache.opaque(kv_cache.transpose(1, 2))
+
+    def packed(kv_cache: Tensor) -> LayerCache:
+        return LayerCache.packed(kv_cache.transpose(1, 2))
+
+    check_slots(own_writer, opaque, kv_cache, _trial(attention, source_dtype))
+    fused = written_as is not None and _writes_the_same(attention, own_writer, packed, written_as, source_dtype)
+    audited = AuditedLayer(name, group, kv_cache, packed if fused else opaque, own_writer)
+    if not fused:
+        return TargetLayer(audited, fused=False)
+    assert written_as is not None
+    return TargetLayer(audited, True, written_as, lambda: (attention._k_scale, attention._v_scale))
+
+
+def _latent_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:
+    """MLA: one row of latents per token. vLLM's writer takes what it needs besides as further arguments."""
+    impl, kv_cache = attention.impl, attention.kv_cache
+    if getattr(attention, "hisparse_cache", None) is not None:
+        raise ValueError("HiSparse writes to slots of its own")
+    if kv_cache.dim() != 3:
+        raise ValueError(f"its cache must be [num_blocks, block_size, width], got {kv_cache.shape}")
+    own_writer = functools.partial(type(impl).do_kv_cache_update, impl)
+
+    def planes(kv_cache: Tensor) -> LayerCache:
+        return LayerCache.opaque(kv_cache.unsqueeze(2))
+
+    def tried(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        own_writer(key, value, kv_cache, slot_mapping, impl.kv_cache_dtype, attention._k_scale)
+
+    heads = (attention.kv_lora_rank,), (1, attention.qk_rope_head_dim)
+    check_slots(tried, planes, kv_cache, _Trial(heads, source_dtype, kv_cache.device))
+    return TargetLayer(AuditedLayer(name, group, kv_cache, planes, own_writer), fused=False)
+
+
+class _WriterOfScales:
+    """vLLM's writer of one layer whose cache holds its scales (Triton's per-token-head formats).
+
+    The back end writes the scales through views that it makes of the cache it meets first, setting all scales to 1,
+    and keeps. Any cache but the layer's own (a scratch page, the audit's image) needs views of itself, for the time
+    of the write.
+    """
+
+    def __init__(self, attention: Any, write: Callable[..., None]) -> None:
+        self._attention, self._write = attention, write
+        self._of_scratch: tuple[Tensor | None, Tensor | None] = (None, None)  # keep their storage alive
+
+    def __call__(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        impl, given = self._attention.impl, kv_cache.untyped_storage()
+        own = self._attention.kv_cache.untyped_storage()
+        if own.data_ptr() == given.data_ptr():
+            self._write(key, value, kv_cache, slot_mapping)
+            return
+        bound = impl._k_scale_cache, impl._v_scale_cache
+        is_image = bound[0] is not None and own.nbytes() == given.nbytes()
+        views = tuple(same_place(view, given) for view in bound) if is_image else self._scratch_views(given)
+        try:
+            impl._k_scale_cache, impl._v_scale_cache = views
+            self._write(key, value, kv_cache, slot_mapping)
+            if not is_image:
+                self._of_scratch = impl._k_scale_cache, impl._v_scale_cache
+        finally:
+            impl._k_scale_cache, impl._v_scale_cache = bound
+
+    def _scratch_views(self, given: torch.UntypedStorage) -> tuple[Tensor | None, Tensor | None]:
+        known = self._of_scratch[0]
+        if known is not None and known.untyped_storage().data_ptr() == given.data_ptr():
+            return self._of_scratch
+        return None, None  # the back end makes them, once for each scratch page
+
+
+# ---------------------------------------------------------------- trials
+
+
+class _Trial:
+    """Keys and values to try a writer with."""
+
+    def __init__(
+        self, shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shapes, self.dtype, self.device = shapes, dtype, device
+
+    def rows(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """At least 1 and below 2 in magnitude: no quantisation turns such a number into zero."""
+        generator = torch.Generator().manual_seed(num_tokens)
+        key, value = (torch.rand((num_tokens, *shape), generator=generator) + 1 for shape in self.shapes)
+        return key.to(self.device, self.dtype), value.to(self.device, self.dtype)
+
+    def extreme_rows(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Every magnitude, both signs, zeros, infinities and NaN."""
+        generator = torch.Generator().manual_seed(num_tokens)
+        made = []
+        for shape in self.shapes:
+            size = (num_tokens, *shape)
+            rows = torch.randn(size, generator=generator) * 2.0 ** torch.randint(-24, 24, size, generator=generator)
+            flat = rows.flatten()
+            flat[: 6 * (len(flat) // 6)].view(-1, 6)[::7] = torch.tensor(
+                [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 448.0]
+            )
+            made.append(rows.to(self.device, self.dtype))
+        return made[0], made[1]
+
+
+def _trial(attention: Any, dtype: torch.dtype) -> _Trial:
+    key = (attention.num_kv_heads, attention.head_size)
+    return _Trial((key, (attention.num_kv_heads, attention.head_size_v)), dtype, attention.kv_cache.device)
+
+
+_TRIAL_BLOCKS = 3
+
+
+def _scratch(like: Tensor) -> Tensor:
+    """A small cache with the dimensions of `like` in the same order in memory."""
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    shape = (_TRIAL_BLOCKS, *like.shape[1:])
+    memory = like.new_zeros([shape[dim] for dim in order])
+    return memory.permute([order.index(dim) for dim in range(like.dim())])
+
+
+def check_slots(write: Callable[..., None], planes: Callable[[Tensor], LayerCache], like: Tensor, trial: Any) -> None:
+    """Write single tokens with vLLM's own writer and see that nothing but the planes' slots changes.
+
+    Args:
+        write: vLLM's writer of one layer.
+        planes: where we think that a slot lies.
+        like: a cache of that layer, for its shape and dtype; not written.
+        trial: what to write.
+
+    Raises:
+        ValueError: the writer puts something elsewhere, or leaves the slot alone.
+    """
+    block_size = planes(like).planes[0].view.shape[1]
+    for slot in sorted({0, 1, block_size - 1, block_size + block_size // 2}):
+        scratch = _scratch(like)
+        # The first write may also set what does not depend on the slot (initial scales): look at the second.
+        rows = trial.rows(1)
+        mapping = torch.tensor([slot], device=like.device)
+        write(*rows, scratch, torch.full_like(mapping, (_TRIAL_BLOCKS - 1) * block_size))
+        before = scratch.clone()
+        write(*rows, scratch, mapping)
+        changed = (_bytes(scratch) != _bytes(before)).any(-1)
+        expected = torch.zeros_like(scratch, dtype=torch.bool)
+        for plane in planes(expected).planes:
+            plane.view[slot // block_size, slot % block_size] = True
+        inside = expected.any(-1)
+        if bool((changed & ~inside).any()) or not bool(changed.any()):
+            raise ValueError(
+                f"vLLM's writer ({like.dtype}, block size {block_size}) puts slot {slot} elsewhere than expected"
+            )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _writes_the_same(
+    attention: Any,
+    own_writer: Callable[..., None],
+    packed: Callable[[Tensor], LayerCache],
+    kv_cache_dtype: str,
+    source_dtype: torch.dtype,
+) -> bool:
+    """Whether our writer leaves the same bytes as vLLM's, infinities, NaN and saturation included. It also
+    loads our kernel, which must not happen for the first time while a CUDA graph is captured."""
+    cache = attention.kv_cache
+    block_size = packed(cache).planes[0].view.shape[1]
+    num_tokens = 2 * block_size
+    key, value = _trial(attention, source_dtype).extreme_rows(num_tokens)
+    slots = torch.randperm(_TRIAL_BLOCKS * block_size, generator=torch.Generator().manual_seed(0))[:num_tokens]
+    slots[::5] = -1
+    slots = slots.to(cache.device)
+    theirs, ours = _scratch(cache), _scratch(cache)
+    own_writer(key, value, theirs, slots)
+    layer = packed(ours)
+    try:
+        views = layer.key_value(tuple(plane.view for plane in layer.planes))
+        ops.write_kv(key, value, *views, slots, attention._k_scale, attention._v_scale, kv_cache_dtype)
+    except (ValueError, TypeError):
+        return False  # a dtype or shape that only vLLM's writer knows
+    return torch.equal(_bytes(theirs), _bytes(ours))

@@ -1,0 +1,1 @@
+"""Counters, from the device to Prometheus."""

@@ -1,0 +1,1 @@
+"""How each generation of vLLM's model runner is attached to."""

@@ -1,0 +1,155 @@
+"""Bad input to every op: argument by argument, from the schema (`bad_input`). Refusals write nothing."""
+
+from __future__ import annotations
+
+import re
+
+import bad_input
+import oracle
+import pytest
+import torch
+from bad_input import KINDS, any_data, any_integer, attempt, check_refused, only_declared_changed
+from layouts import refuse, same_memory, twin
+from samples import OPS, int64, sample_inputs, with_arguments
+from samples_drafter import decode_arguments, eagle_arguments, expand_arguments, local_lens_arguments
+from samples_staging import move_arguments
+
+from nwor_ops import ops
+from nwor_ops.arguments import describe_type_error
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_another_device(op):
+    """`meta` stands for any other device: the fake answers, which must not take the call for one of its own."""
+    for case in bad_input.another_device(op, "cpu", ("meta",)):
+        check_refused(op, case)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("op", OPS)
+def test_refused(op, kind):
+    for case in KINDS[kind](op, "cpu"):
+        check_refused(op, case)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_any_integer(op):
+    """An error that names the op and the argument, or what the oracle gives."""
+    for label, arguments in any_integer(op, "cpu"):
+        ours, theirs, name = twin(arguments), twin(arguments), re.match(r"\w+", label)[0]
+        result, error = attempt(op, ours)
+        if error is not None:
+            assert type(error) in (ValueError, IndexError), f"{label}: {error!r}"
+            # A count of drafts that the data goes past is told from there.
+            assert re.match(rf"{op}: .*\b({name}|cu_num_draft_tokens)\b", str(error)), f"{label}: {error}"
+            assert same_memory(ours, arguments), label
+            continue
+        expected = getattr(oracle, op)(*theirs)
+        assert same_memory(ours, theirs), label
+        for one, other in zip(result or (), expected or (), strict=True):
+            assert torch.equal(one, other), label
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_any_data(op):
+    """An error that names the op and writes nothing, or a result inside the outputs."""
+    for label, arguments in any_data(op, "cpu", seeds=60):
+        before = twin(arguments)
+        _, error = attempt(op, arguments)
+        if error is None:
+            assert only_declared_changed(op, arguments, before), label
+            continue
+        assert type(error) in (ValueError, IndexError), f"{label}: {error!r}"
+        assert str(error).startswith(f"{op}: "), f"{label}: {error}"
+        assert same_memory(arguments, before), label
+
+
+# ---------------------------------------------------------------- beyond the table
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_tensor_is_asked_about(op):
+    """No argument escapes the table: each stands in a call on another device and in one with no tensor in its place."""
+    tensors = {argument.name for argument in bad_input.declared(op) if bad_input.is_tensor(argument)}
+    for made in (bad_input.another_device(op, "cpu", ("meta",)), bad_input.no_tensor(op, "cpu")):
+        assert {re.match(r"\w+", case.label)[0] for case in made} >= tensors
+
+
+def test_lazy_views_are_read():
+    """What an op only reads may be a view that torch works out."""
+    arguments = sample_inputs("write_kv")[0]
+    key, value = arguments[:2]
+    plain, lazy = twin(with_arguments("write_kv", arguments, key=-key, value=-value)), twin(arguments)
+    ops.write_kv(*plain)
+    ops.write_kv(torch._neg_view(lazy[0]), torch._neg_view(lazy[1]), *lazy[2:])
+    assert torch.equal(lazy[2].view(torch.int32), plain[2].view(torch.int32))
+    assert torch.equal(lazy[3].view(torch.int32), plain[3].view(torch.int32))
+
+
+def test_conjugate_and_zero_views_are_not_written():
+    pages = torch.randn(1, 4, 1, 2, dtype=torch.complex64)
+    before = pages.clone()
+    for plane, what in ((pages.conj(), "conjugate view"), (torch._efficientzerotensor(1, 4, 1, 2), "zero without")):
+        with pytest.raises(ValueError, match=rf"^move_slots: caches\[0\] must not be a {what}"):
+            ops.move_slots([plane], int64(0), int64(1))
+        with pytest.raises(ValueError, match=r"^plane_table: caches\[0\] must be a tensor of its own memory"):
+            ops.plane_table([plane])
+    assert torch.equal(pages, before)
+
+
+def test_planes_that_begin_together_are_not_moved():
+    """A chain of moves in a plane that is given twice would be done twice."""
+    (first, second), *moves = move_arguments()
+    refuse("move_slots", ([first, second, first], *moves), ValueError, r"caches\[0\] and caches\[2\] must not share")
+
+
+def test_plane_table_refuses_what_is_no_list_of_tensors():
+    for caches, got in (
+        (None, "caches must be a list of tensors, got None"),
+        ([None], r"caches\[0\] must be a tensor"),
+    ):
+        with pytest.raises(TypeError, match=f"plane_table: {got}"):
+            ops.plane_table(caches)
+
+
+def test_type_error_is_described_only_where_there_is_one():
+    overload = torch.ops.nwor.dcp_local_seq_lens.default
+    lens = torch.zeros(1, dtype=torch.int32)
+    for rank in (0, True, torch.tensor(0)):  # the dispatcher takes them
+        assert describe_type_error(overload, (lens, lens.clone(), 4, rank)) is None
+    assert describe_type_error(overload, (lens,)) is None
+    error = describe_type_error(overload, (lens, lens.clone(), 4, 0.5, None))
+    assert isinstance(error, TypeError)
+    assert str(error) == "dcp_local_seq_lens: dcp_rank must be an int, got 0.5, a value of type float"
+    error = describe_type_error(overload, (lens.to_sparse(),))
+    assert str(error) == "dcp_local_seq_lens: seq_lens must be a dense tensor, got torch.sparse_coo"
+
+
+LAST = 2**63 - 1
+
+
+def test_positions_at_the_end_of_64_bits():
+    """Sums that 64 bits cannot hold: the limit where there is one, else the largest number."""
+    positions = decode_arguments(positions=(LAST, 30, LAST - 1, 0, 0, 0))
+    ops.prepare_decode_inputs(*positions)
+    assert positions[4].tolist()[:3] == [31, 31, 31]
+
+    rejected = with_arguments(
+        "prepare_decode_inputs", decode_arguments(advance=False), num_rejected=int64(-LAST, 0, LAST, 0)
+    )
+    ops.prepare_decode_inputs(*rejected)
+    assert rejected[6].tolist()[:3] == [2**31 - 1, 32, 33 - (2**31 - 1)]
+
+    step = with_arguments("eagle_step", eagle_arguments(positions=(0, 0, 3)), positions=int64(LAST, LAST - 1, 3))
+    ops.eagle_step(*step)
+    assert [t.tolist()[:3] for t in (step[3], step[4])] == [[0, 0, 4], [-1, -1, 4 * int(step[1][2, 1])]]
+
+    expanded = with_arguments("copy_expand_inputs", expand_arguments(), target_positions=int64(*[LAST - 1] * 10))
+    ops.copy_expand_inputs(*expanded)
+    assert expanded[6].tolist()[:4] == [LAST - 1, LAST, LAST, LAST]
+
+
+def test_negative_lengths_count_as_none():
+    arguments = local_lens_arguments((-1, -(2**31), 9), size=1, rank=0)
+    ops.dcp_local_seq_lens(*arguments)
+    assert arguments[1].tolist()[:3] == [0, 0, 9]

@@ -1,0 +1,778 @@
+"""Family draft: the ops of a drafter's loop; against the oracle, on all memory around, and by hand."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import oracle_drafter
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import assert_same_as_oracle, memory, refuse, same_memory, surrounded, twin
+from samples import argument_names, flags, int32, int64, numbers, sample_inputs, with_arguments
+from samples_drafter import (
+    PADDED,
+    batches,
+    decode_arguments,
+    eagle_arguments,
+    every_second,
+    expand_arguments,
+    extend_arguments,
+    local_lens_arguments,
+    next_token_arguments,
+    padded_inputs_arguments,
+    poisoned,
+    prefill_arguments,
+    sample_arguments,
+    slot_arguments,
+    update_arguments,
+)
+
+from nwor_ops import ops
+from nwor_ops.ops import drafter as ops_draft
+
+OPS = tuple(ops_draft.SCHEMAS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_samples(op):
+    for arguments in sample_inputs(op):
+        assert_same_as_oracle(op, arguments)
+
+
+def named(op, arguments):
+    return dict(zip(argument_names(op), arguments, strict=False))
+
+
+def run(op, arguments):
+    """The arguments by name after the op ran on a twin of them."""
+    ours = twin(arguments)
+    getattr(ops, op)(*ours)
+    return named(op, ours)
+
+
+# ---------------------------------------------------------------- by hand, without the oracle
+
+
+def test_prefill_by_hand():
+    """Two of four tokens rejected; a chunk of a prompt; one of four rejected; a padded row that lies."""
+    after = run("prepare_prefill_inputs", prefill_arguments())
+    # row 0: tokens 100, 101 | 102, 103 rejected; row 1: token 104; row 2: 105, 106, 107 | 108 rejected
+    assert after["input_ids"].tolist() == [101, 503, 0, 0, 600, 106, 107, 502, 0, 0, 0, 0]
+    assert after["positions"].tolist() == [*range(1000, 1009), 0, 0, 0]
+    assert after["query_start_loc"].tolist() == [0, 4, 5, 9, 9, 9, 9]
+    assert after["seq_lens"].tolist() == [10, 11, 12, 0, 0, 0]
+    assert after["last_token_indices"].tolist() == [1, 4, 7, 0, 0, 0]
+    assert after["current_draft_step"].item() == 0
+
+
+@pytest.mark.parametrize("rejected", [2, 3, 99])
+def test_prefill_of_a_row_without_a_valid_token(rejected):
+    """vLLM's kernel writes index -1 and the id before the buffer for row 0."""
+    after = run("prepare_prefill_inputs", prefill_arguments((0, 2, 3), (1, 0), (rejected, 0), (1, 1), capacity=4))
+    assert after["last_token_indices"].tolist() == [0, 2, 0, 0, 0, 0]
+    assert after["input_ids"].tolist() == [0, 0, 500, 0]
+
+
+def test_decode_by_hand():
+    after = run("prepare_decode_inputs", decode_arguments())
+    assert after["input_ids"].tolist() == [200, 203, 206, 0, 0, 0, 77, 77]
+    assert after["positions"].tolist() == [8, 31, 31, 0, 0, 0]
+    assert after["query_start_loc"].tolist() == [0, 1, 2, 3, 3, 3, 3]
+    assert after["seq_lens"].tolist() == [9, 32, 32, 0, 0, 0]
+    assert after["sample_positions"].tolist() == [2**33 + 1, 2**33 + 2, 2**33 + 3, 0, 0, 0]
+
+
+def test_decode_where_positions_stay():
+    after = run("prepare_decode_inputs", decode_arguments(advance=False))
+    assert after["positions"].tolist() == [7, 30, 31, 0, 0, 0]
+    assert after["seq_lens"].tolist() == [8, 32, 32, 0, 0, 0]
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_update_by_hand(step):
+    """The last step keeps its token and leaves everything else; a padded row is left in every step."""
+    before = update_arguments(step)
+    after = run("update_draft_inputs", before)
+    drafts = [[300 + row if column == step and row < 3 else 77 for column in range(3)] for row in range(5)]
+    assert after["draft_tokens"].tolist() == drafts
+    if step == 2:
+        kept = [i for i, name in enumerate(argument_names("update_draft_inputs")) if name != "draft_tokens"]
+        ours = list(after.values())
+        assert same_memory([before[i] for i in kept], [ours[i] for i in kept])
+        return
+    assert after["input_ids"].tolist() == [300, 301, 302, 77, 77]
+    assert after["positions"].tolist() == [9, 31, 31, -1]
+    assert after["seq_lens"].tolist() == [10, 32, 32, 0]
+    assert torch.equal(after["next_hidden_states"][:3], after["hidden_states"][:3])
+    assert torch.equal(after["next_hidden_states"][3:], named("update_draft_inputs", before)["next_hidden_states"][3:])
+
+
+def test_update_in_place_copies_nothing():
+    """The model may have written its hidden states where it will read them."""
+    arguments = update_arguments()
+    hidden = numbers(4, 24, dtype=torch.bfloat16)
+    shared = with_arguments("update_draft_inputs", arguments, hidden_states=hidden, next_hidden_states=hidden[:, :])
+    after = run("update_draft_inputs", shared)
+    assert torch.equal(after["next_hidden_states"], hidden)
+    assert after["input_ids"].tolist() == [300, 301, 302, 77, 77]
+    refuse(
+        "update_draft_inputs",
+        with_arguments(
+            "update_draft_inputs", arguments, hidden_states=hidden[:, 1:], next_hidden_states=hidden[:, :-1]
+        ),
+        ValueError,
+        "next_hidden_states and hidden_states must not share memory",
+    )
+
+
+def test_slots_by_hand():
+    """Block size 4, columns 50 + 6 * state + block; row 3 is padded."""
+    after = run("compute_slot_mappings", slot_arguments())
+    first = [68 * 4 + 2, 68 * 4 + 3, 69 * 4, 69 * 4 + 1]  # state 3, positions 2 to 5
+    second = [51 * 4 + 2]  # state 0, position 6
+    third = [63 * 4 + 3, 64 * 4, 64 * 4 + 1, 64 * 4 + 2]  # state 2, positions 7 to 10
+    assert after["slot_mappings"].tolist() == [[*first, *second, *third, -1, -1, -1]]
+
+
+def test_ranks_of_a_context_share_the_slots_among_them():
+    """Every token has a slot on one rank, and the tokens of a rank fill its blocks without a hole."""
+    for interleave in (1, 2, 4):
+        slots = []
+        for rank in range(2):
+            arguments = slot_arguments(
+                (0, 16), (0,), (4,), 16, first_position=0, size=2, rank=rank, interleave=interleave
+            )
+            slots.append(run("compute_slot_mappings", arguments)["slot_mappings"][0])
+        assert ((slots[0] >= 0) != (slots[1] >= 0)).all()
+        for of_rank in slots:
+            assert of_rank[of_rank >= 0].tolist() == [*range(200, 208)]
+
+
+def test_eagle_step_by_hand():
+    after = run("eagle_step", eagle_arguments())
+    # rows of 7 columns from 50 on; positions 3, 4, 31 | 32 and 41 are past the end | 0
+    assert after["new_positions"].tolist() == [3, 4, 31, 0, 0, 0, 77]
+    assert after["seq_lens"].tolist() == [4, 5, 32, 1, 1, 1, 77, 77, 77]
+    assert after["slot_mapping"].tolist() == [203, 58 * 4, 70 * 4 + 3, -1, -1, 85 * 4, -1, -1, -1]
+
+
+def test_eagle_step_in_place():
+    arguments = eagle_arguments()
+    separate = run("eagle_step", arguments)
+    positions = arguments[0]
+    after = run("eagle_step", with_arguments("eagle_step", arguments, new_positions=positions))
+    assert after["positions"].tolist() == separate["new_positions"][:6].tolist()
+    assert torch.equal(after["slot_mapping"], separate["slot_mapping"])
+
+
+def test_padded_inputs_by_hand():
+    """Two rejected of four; no drafts; none rejected; nothing sampled; a row without tokens; padded rows."""
+    after = run("prepare_inputs_padded", padded_inputs_arguments())
+    assert after["num_rejected"].tolist() == [2, 0, 0, 0, 0, 0, 0]
+    assert after["token_indices_to_sample"].tolist() == [1, 4, 8, 0, 0, 0, 0]
+    marked = run("prepare_inputs_padded", padded_inputs_arguments(discarded=(1, 1, 0, 0, 0)))
+    assert marked["num_rejected"].tolist() == [0] * 7
+    assert marked["token_indices_to_sample"].tolist() == [0, 0, 8, 0, 0, 0, 0]
+
+
+def test_next_token_by_hand():
+    after = run("prepare_next_token_padded", next_token_arguments())
+    assert after["next_token_ids"].tolist() == [6, 401, 7, 403, 8, 0, 0]
+    assert after["valid_sampled_count"].tolist() == [2, 0, 1, 0, 1, 0, 0]
+
+
+def test_expand_by_hand():
+    """Shifted, with two mask tokens: each request grows by two."""
+    after = run("copy_expand_inputs", expand_arguments())
+    first = [101, 503, 12, 12, 11, 11]  # 100, 101 accepted, 102, 103 rejected
+    second = [500, 12, 12]
+    third = [106, 107, 502, 12, 12, 11]
+    assert after["input_ids"].tolist() == [*first, *second, *third, *[11] * 9]
+    expected = [*range(1000, 1006), *range(1004, 1007), *range(1005, 1011), *[0] * 9]
+    assert after["positions"].tolist() == expected
+    assert after["is_rejected"].nonzero().flatten().tolist() == [4, 5, 14, *range(15, 24)]
+    assert after["is_masked"].nonzero().flatten().tolist() == [2, 3, 7, 8, 12, 13]
+    assert after["new_token_indices"].tolist() == [1, 2, 3, 6, 7, 8, 11, 12, 13, 0, 0, 0, 0]
+    mapping = after["hidden_state_mapping"].tolist()
+    assert mapping == [0, 1, 2, 3, 6, 9, 10, 11, 12, -1, -1]
+
+
+def test_expand_of_a_standalone_drafter():
+    """vLLM's standalone_ar: accepted | correction | rejected, positions clamped."""
+    arguments = expand_arguments(num_new=1, shift=False, max_model_len=1007, mapping=False)
+    after = run("copy_expand_inputs", arguments)
+    first, second, third = [100, 101, 503, 11, 11], [104, 500], [105, 106, 107, 502, 11]
+    assert after["input_ids"].tolist() == [*first, *second, *third, *[11] * 12]
+    assert after["positions"].tolist()[:12] == [*range(1000, 1005), 1004, 1005, 1005, 1006, 1006, 1006, 1006]
+    assert after["new_token_indices"].tolist() == [2, 6, 10, 0, 0]
+
+
+def test_extend_by_hand():
+    after = run("extend_queries", extend_arguments())
+    assert after["query_start_loc"].tolist() == [0, 5, 7, 12, 12, 12, 12]
+    assert after["seq_lens"].tolist() == [11, 32, 32, 0, 0, 0]
+
+    def slot(row, position):
+        return (50 + row * 8 + position // 4) * 4 + position % 4
+
+    first = [slot(0, 20), slot(0, 21), slot(0, 22), -1, slot(0, 24)]  # every fifth token from 3 on is rejected
+    second = [slot(1, 25), slot(1, 26)]
+    third = [slot(2, 27), -1, slot(2, 29), slot(2, 30), slot(2, 31)]
+    assert after["slot_mapping"].tolist() == [*first, *second, *third, -1, -1, -1, -1]
+    late = run("extend_queries", extend_arguments(first_position=29))
+    assert late["slot_mapping"].tolist() == [slot(0, 29), slot(0, 30), slot(0, 31), *[-1] * 13]
+
+
+def test_local_lens_by_hand():
+    """Two tokens a turn, four ranks: rank 1 holds tokens 2, 3, 10, 11, 18, ..."""
+    after = run("dcp_local_seq_lens", local_lens_arguments())
+    assert after["local_seq_lens"].tolist() == [0, 0, 2, 2, 2, 26, 0, 0]
+
+
+@pytest.mark.parametrize("interleave", [1, 3])
+def test_local_lens_of_all_ranks_add_up(interleave):
+    lengths = tuple(range(50))
+    parts = [
+        run("dcp_local_seq_lens", local_lens_arguments(lengths, 4, rank, interleave))["local_seq_lens"]
+        for rank in range(4)
+    ]
+    assert sum(parts)[:50].tolist() == list(lengths)
+    one = int32(*lengths)
+    ops.dcp_local_seq_lens(one, one, 4, 0, interleave)
+    assert torch.equal(one, parts[0][:50])
+
+
+# ---------------------------------------------------------------- any batch
+
+
+@given(batches(), st.integers(0, 3))
+def test_prefill_of_any_batch(batch, spare):
+    starts = batch[0]
+    assert_same_as_oracle(
+        "prepare_prefill_inputs", prefill_arguments(*batch, capacity=max(starts) + spare, rows=len(batch[1]) + spare)
+    )
+
+
+@given(batches(), st.integers(1, 3), st.booleans(), st.integers(0, 3), st.sampled_from([None, 1003]))
+def test_expand_of_any_batch(batch, num_new, shift, spare, max_len):
+    starts, states, rejected, _ = batch
+    growth = num_new - shift
+    capacity = max(starts) + growth * len(states) + spare
+    arguments = expand_arguments(starts, states, rejected, num_new, shift, max_len, shift, capacity)
+    after = assert_same_as_oracle("copy_expand_inputs", arguments)
+    of = named("copy_expand_inputs", after)
+    seq_lens = tuple(range(1, len(states) + 1))
+    extend = with_arguments(
+        "extend_queries",
+        extend_arguments(starts, states, seq_lens, growth, capacity=capacity),
+        positions=of["positions"] % 40,
+        is_rejected=of["is_rejected"],
+    )
+    extended = named("extend_queries", assert_same_as_oracle("extend_queries", extend))
+    assert (extended["slot_mapping"][of["is_rejected"]] == -1).all()
+
+
+@given(batches(), st.integers(0, 3), st.sampled_from([(4,), (2, 0, 4)]), st.integers(1, 3), st.booleans())
+def test_slots_of_any_batch(batch, spare, block_sizes, cp_size, some_sharded):
+    starts, states, _, _ = batch
+    clean = (*[start for start in starts if start >= 0], *[max(starts) for start in starts if start < 0])
+    sharded = flags(*[g % 2 for g in range(len(block_sizes))]) if some_sharded else None
+    arguments = slot_arguments(
+        clean, states, block_sizes, max(starts) + spare, columns=20, size=cp_size, rank=cp_size - 1, interleave=2,
+        sharded=sharded,
+    )  # fmt: skip
+    assert_same_as_oracle("compute_slot_mappings", arguments)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ids_of_either_width_and_any_stride(op):
+    """What is documented as int32 or int64 of any stride gives the same as the plain one."""
+    arguments = sample_inputs(op)[0]
+    plain = named(op, twin(arguments))
+    getattr(ops, op)(*plain.values())
+    for name, value in named(op, arguments).items():
+        either = f" {name}: int32 or int64" in getattr(ops, op).__doc__
+        if not isinstance(value, torch.Tensor) or value.dim() != 1 or not either:
+            continue
+        for dtype in (torch.int32, torch.int64):
+            changed = named(op, with_arguments(op, twin(arguments), **{name: every_second(value.to(dtype))}))
+            getattr(ops, op)(*changed.values())
+            for other, expected in plain.items():
+                if isinstance(expected, torch.Tensor):
+                    assert torch.equal(changed[other].to(expected.dtype), expected), (name, other)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_matrices_of_any_strides(op):
+    arguments = sample_inputs(op)[0]
+    expected = twin(arguments)
+    getattr(ops, op)(*expected)
+    free = {
+        "draft_tokens", "hidden_states", "next_hidden_states", "sampled_token_ids", "logits", "sampled", "logits_cache"
+    }  # fmt: skip
+    for place, name in enumerate(argument_names(op)[: len(arguments)]):
+        if name not in free or arguments[place].dim() < 2:
+            continue
+        strided = list(twin(arguments))
+        backwards = tuple(reversed(range(arguments[place].dim())))
+        strided[place] = surrounded(arguments[place].permute(backwards).contiguous()).permute(backwards)
+        getattr(ops, op)(*strided)
+        for one, other in zip(strided, expected, strict=True):
+            if isinstance(one, torch.Tensor):
+                assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def test_a_whole_loop_advances_as_told():
+    """Prefill, then K - 1 steps: ids, positions, lengths and slots of every step, across a block boundary."""
+    rows, steps, max_len, block = 3, 4, 64, 4
+    prefill = twin(prefill_arguments())
+    ops.prepare_prefill_inputs(*prefill)
+    of = named("prepare_prefill_inputs", prefill)
+    last = of["last_token_indices"][:rows]
+    positions = of["positions"][last] - 1000 + 2
+    start = positions.clone()
+    drafts = torch.full((4, steps), 9, dtype=torch.int64)
+    drafts[:rows, 0] = torch.tensor([1, 2, 3])
+    ids, idx = torch.zeros(4, dtype=torch.int32), of["idx_mapping"]
+    positions = torch.cat([positions, torch.tensor([5])])
+    seq_lens, starts = torch.zeros(4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    lengths = torch.cat([start + 1, torch.tensor([7])]).int()
+    none_rejected = torch.zeros(4, dtype=torch.int32)
+    ops.prepare_decode_inputs(drafts, lengths, none_rejected, ids, positions, starts, seq_lens, max_len, idx)
+    step = torch.zeros((), dtype=torch.int64)
+    table = torch.arange(100, dtype=torch.int32).view(5, 20)
+    slots = torch.zeros(1, 4, dtype=torch.int64)
+    for number in range(1, steps):
+        step.fill_(number)
+        assert ids.tolist() == [*drafts[:rows, number - 1].tolist(), 0]
+        assert positions.tolist() == [*(start + number).tolist(), 0]
+        assert seq_lens.tolist() == [*(start + number + 1).tolist(), 0]
+        ops.compute_slot_mappings(idx, starts, positions, [table], [block], slots)
+        expected = [
+            int(table[state, p // block]) * block + p % block
+            for state, p in zip(idx[:rows].tolist(), (start + number).tolist(), strict=True)
+        ]
+        assert slots.tolist() == [[*expected, -1]]
+        sampled = torch.tensor([10, 20, 30, 40]) + number
+        ops.update_draft_inputs(sampled, step, drafts, ids, positions, seq_lens, steps, max_len, idx)
+    assert drafts.tolist() == [[1, 11, 12, 13], [2, 21, 22, 23], [3, 31, 32, 33], [9, 9, 9, 9]]
+    assert positions.tolist() == [*(start + steps - 1).tolist(), 0]
+
+
+# ---------------------------------------------------------------- gumbel_sample
+
+
+def draw(logits, temperature=1.0, seeds=None, positions=None, step=0, states=None, **options):
+    rows = len(logits)
+    states = torch.arange(rows) if states is None else torch.tensor(states)
+    count = max([rows, *(states + 1).tolist()])
+    sampled = torch.full((rows,), 77, dtype=torch.int64)
+    ops.gumbel_sample(
+        logits, states, torch.full((count,), float(temperature)),
+        torch.zeros(count, dtype=torch.int64) if seeds is None else torch.as_tensor(seeds),
+        torch.arange(rows) if positions is None else torch.as_tensor(positions),
+        torch.tensor(step), sampled, **options,
+    )  # fmt: skip
+    return sampled
+
+
+def random_logits(rows, vocab, dtype=torch.float32, seed=0, scale=1.0):
+    return (scale * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_temperature_zero_is_argmax(dtype):
+    logits = random_logits(20, 3001, dtype)
+    assert torch.equal(draw(logits, 0.0), logits.argmax(-1))
+    assert torch.equal(draw(logits, 1e-39), logits.argmax(-1))  # too small to divide by
+    few_values = torch.randint(0, 3, (20, 500)).to(dtype)  # many equal
+    few_values[:, 7] = 2
+    first = [int((row == row.max()).nonzero()[0]) for row in few_values]
+    assert draw(few_values, 0.0).tolist() == first
+    signed_zeros = torch.tensor([[-1.0, -0.0, 0.0], [-1.0, 0.0, -0.0]]).to(dtype)
+    assert draw(signed_zeros, 0.0).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_nan_is_drawn(temperature):
+    nan, inf = math.nan, math.inf
+    rows = [
+        [nan, 1.0, nan, nan], [nan, nan, nan, nan], [-inf, -inf, -inf, -inf], [-inf, nan, -inf, 5.0],
+        [1.0, inf, nan, inf], [nan, -inf, nan, -inf],
+    ]  # fmt: skip
+    assert draw(torch.tensor(rows), temperature).tolist() == [1, 0, 0, 3, 1, 0]
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 17, 4099])
+@pytest.mark.parametrize("temperature", [1e-30, 0.05, 0.7, 1.0, 30.0, 1e30])
+def test_draws_are_those_of_the_oracle(vocab, temperature):
+    arguments = sample_arguments(6, vocab, temperatures=(temperature,) * 6, states=None, steps=(0, 1, 2, 0, 1, 2))
+    assert_same_as_oracle("gumbel_sample", arguments)
+
+
+def test_noise_is_pinned():
+    """CPU and CUDA come to these, and so does every later version: seeds mean what they meant."""
+    of_tokens = oracle_drafter.noise(-(2**62) + 5, 2**33 + 1, 3, 4)
+    tokens = draw(torch.zeros(8, 50_000), seeds=range(8), step=2).tolist()
+    assert_expected_inline(
+        f"{[round(x, 9) for x in of_tokens]}\n{tokens}",
+        """\
+[1.427382963, -0.275704801, -0.950371418, -0.819763607]
+[35447, 21429, 17192, 33897, 3706, 3421, 1544, 45420]""",
+    )
+
+
+def test_a_row_does_not_depend_on_its_company():
+    """The same (seed, position, step): the same token in any row, order, batch, beside any padding."""
+    logits = random_logits(7, 5000)
+    seeds, positions = torch.arange(7) * 11, torch.arange(7) + 2**35
+    together = draw(logits, 0.9, seeds, positions, step=4)
+    for row in range(7):
+        alone = draw(logits[row : row + 1], 0.9, seeds[row : row + 1], positions[row : row + 1], step=4)
+        assert alone.item() == together[row]
+    order = torch.tensor([3, 1, 6, 0, 2, 5, 4])
+    assert torch.equal(draw(logits[order], 0.9, seeds[order], positions[order], step=4), together[order])
+    padded = torch.cat([logits, torch.full((3, 5000), math.nan)])
+    states = [*range(7), -1, -1, -1]
+    with_padding = draw(padded, 0.9, torch.cat([seeds, seeds])[:10], [*positions.tolist(), 9, 9, 9], 4, states)
+    assert with_padding.tolist() == [*together.tolist(), 0, 0, 0]
+    strided = surrounded(logits.T.contiguous()).T
+    assert torch.equal(draw(strided, 0.9, seeds, positions, step=4), together)
+    wider = torch.cat([logits, torch.full((7, 99), -math.inf)], 1)  # a longer vocabulary that nothing can win
+    assert torch.equal(draw(wider, 0.9, seeds, positions, step=4), together)
+
+
+@pytest.mark.parametrize("changed", ["seeds", "positions", "step"])
+def test_each_part_of_the_key_matters(changed):
+    base = {"seeds": torch.zeros(1, dtype=torch.int64), "positions": torch.zeros(1, dtype=torch.int64), "step": 0}
+    logits = torch.zeros(1, 5000)
+    drawn = {draw(logits, **base).item()}
+    for bit in (0, 1, 31, 32, 62):
+        drawn.add(draw(logits, **base | {changed: 2**bit if changed == "step" else torch.tensor([2**bit])}).item())
+    assert len(drawn) == 6
+
+
+# Upper 0.1 % points of chi-square.
+CRITICAL = {9: 27.9, 31: 61.1, 255: 330.5}
+
+
+def chi_square(counts, probabilities):
+    expected = probabilities * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("varied", ["seeds", "positions", "step"])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 2.0])
+def test_distribution(varied, temperature):
+    """60,000 draws that differ in one part of the key only."""
+    count, vocab = 60_000, 10
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 0.5, -2.0, 1.5, 0.0, 1.0])
+    key = dict.fromkeys(("seeds", "positions", "step"), torch.full((count,), 12345))
+    key[varied] = torch.arange(count) * (1 if varied != "seeds" else 2**20 + 1)
+    sampled = torch.zeros(count, dtype=torch.int64)
+    ops.gumbel_sample(
+        logits.expand(count, -1), torch.arange(count), torch.full((count,), temperature), key["seeds"],
+        key["positions"], key["step"], sampled,
+    )  # fmt: skip
+    counts = torch.bincount(sampled, minlength=vocab).double()
+    probabilities = torch.softmax(logits.double() / temperature, 0)
+    assert chi_square(counts, probabilities) < CRITICAL[9]
+
+
+@pytest.mark.parametrize(("vocab", "cells"), [(128_256, 32), (256, 256)])
+def test_uniform_over_a_large_vocabulary(vocab, cells):
+    """Equal logits: every part of the vocabulary is as likely, its ends and odd tokens too."""
+    count = 600 if vocab > 1000 else 20_000
+    sampled = draw(torch.zeros(1, vocab).expand(count, -1), seeds=torch.arange(count))
+    place = sampled * cells // vocab
+    counts = torch.bincount(place, minlength=cells).double()
+    assert chi_square(counts, torch.full((cells,), 1 / cells, dtype=torch.float64)) < CRITICAL[cells - 1]
+    odd = int((sampled % 2).sum())
+    assert abs(odd - count / 2) < 3.3 * math.sqrt(count) / 2
+
+
+def test_two_tokens_of_a_pair_are_independent():
+    """They share a hash; their noises must not share anything."""
+    noises = torch.tensor([oracle_drafter.noise(seed, 3, 0, 2) for seed in range(20_000)]).double()
+    correlation = torch.corrcoef(noises.T)[0, 1].item()
+    assert abs(correlation) < 4 / math.sqrt(20_000)
+    # E = exp(-noise) of each is exponential: mean 1, variance 1.
+    exponential = torch.exp(-noises)
+    assert (exponential.mean(0) - 1).abs().max() < 4 / math.sqrt(20_000)
+    assert (exponential.var(0) - 1).abs().max() < 4 * math.sqrt(8 / 20_000)
+
+
+def test_cache_keeps_the_raw_logits():
+    """At [state, step, :V], whatever the temperature; nothing for a padded row, nothing past V."""
+    before = sample_arguments(dtype=torch.bfloat16)
+    after = run("gumbel_sample", before)
+    logits, cache = before[0], after["logits_cache"]
+    expected = before[7].clone()
+    for row, (state, step) in enumerate(zip((3, 1, PADDED, 0, 5), (1, 0, 2, 1, 1), strict=True)):
+        if state >= 0:
+            expected[state, step, :40] = logits[row]
+    assert torch.equal(cache.view(torch.int16), expected.view(torch.int16))
+    without = run("gumbel_sample", with_arguments("gumbel_sample", before, logits_cache=None))
+    assert torch.equal(without["sampled"], after["sampled"])
+
+
+def test_the_column_is_a_number_on_the_device():
+    """Only column `step` of a matrix of drafts is written; one step for all rows or one for each."""
+    after = run("gumbel_sample", sample_arguments(steps=(2,)))
+    assert (after["sampled"][:, :2] == 77).all()
+    assert after["sampled"][:5, 2].max() < 40
+    each = run("gumbel_sample", sample_arguments())
+    written = (each["sampled"] != 77).nonzero().tolist()
+    assert written == [[0, 1], [1, 0], [2, 2], [3, 1], [4, 1]]
+
+
+def test_a_padded_row_may_hold_any_step():
+    """It has no column then, and writes none."""
+    after = run("gumbel_sample", sample_arguments(steps=(1, 0, 2**40, 1, 1)))
+    assert (after["sampled"][2] == 77).all()
+
+
+def test_workspace_is_given_back_as_it_came():
+    arguments = (*sample_arguments(), int64(*[0] * 11))
+    after = run("gumbel_sample", arguments)
+    assert not after["workspace"].any()
+    short = with_arguments("gumbel_sample", arguments, workspace=int64(*[0] * 9))
+    refuse("gumbel_sample", short, ValueError, r"workspace must be \[2 \* num_rows\] with at least 10 elements")
+
+
+# ---------------------------------------------------------------- errors: the sentence, and nothing written
+
+
+TENSORS = [
+    (op, name)
+    for op in OPS
+    for name, value in named(op, sample_inputs(op)[0]).items()
+    if isinstance(value, torch.Tensor)
+]
+
+
+@pytest.mark.parametrize(("op", "name"), TENSORS)
+def test_wrong_dtype(op, name):
+    arguments = sample_inputs(op)[0]
+    if name in ("hidden_states", "logits"):  # of several dtypes
+        value = torch.zeros(named(op, arguments)[name].shape, dtype=torch.complex128)
+    else:
+        value = torch.zeros(named(op, arguments)[name].shape, dtype=torch.float64)
+    wrong = "complex|another dtype|float64"
+    refuse(op, with_arguments(op, arguments, **{name: value}), TypeError, f"must have dtype .*, got .*({wrong})")
+
+
+@pytest.mark.parametrize(("op", "name"), TENSORS)
+def test_one_dimension_too_many(op, name):
+    arguments = sample_inputs(op)[0]
+    value = named(op, arguments)[name]
+    if name == "current_draft_step":
+        value = value.view(-1)
+    refuse(op, with_arguments(op, arguments, **{name: value[None]}), ValueError, f"{name} must be ")
+
+
+# Arguments that fix the length of the others, or only bound data.
+FREE_LENGTHS = {
+    ("prepare_prefill_inputs", "idx_mapping"), ("prepare_decode_inputs", "draft_tokens"),
+    ("prepare_decode_inputs", "seq_lens"), ("update_draft_inputs", "sampled"),
+    ("compute_slot_mappings", "idx_mapping"), ("eagle_step", "positions"),
+    ("prepare_inputs_padded", "cu_num_draft_tokens"), ("prepare_next_token_padded", "sampled_token_ids"),
+    ("gumbel_sample", "logits"), ("copy_expand_inputs", "num_rejected"), ("extend_queries", "target_seq_lens"),
+    ("dcp_local_seq_lens", "seq_lens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "name"), [case for case in TENSORS if tuple(case) not in FREE_LENGTHS])
+def test_too_few(op, name):
+    """Every length that another argument fixes."""
+    arguments = sample_inputs(op)[0]
+    value = named(op, arguments)[name]
+    with pytest.raises((ValueError, IndexError), match=f"^{op}: "):
+        getattr(ops, op)(*with_arguments(op, arguments, **{name: value[:0]}))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_on_two_devices(op):
+    arguments = sample_inputs(op)[0]
+    for name, value in named(op, arguments).items():
+        if isinstance(value, torch.Tensor):
+            with pytest.raises(TypeError, match=f"^{op}: .* must be on device "):
+                getattr(ops, op)(*with_arguments(op, arguments, **{name: value.to("meta")}))
+
+
+BAD_NUMBERS = {
+    "prepare_decode_inputs": {"max_model_len": 0},
+    "update_draft_inputs": {"max_model_len": 0, "num_speculative_steps": 0},
+    "compute_slot_mappings": {"cp_size": 0, "cp_interleave": 0, "cp_rank": 1, "block_sizes": [-1]},
+    "eagle_step": {"block_size": 0, "max_model_len": -1},
+    "prepare_next_token_padded": {"vocab_size": 0},
+    "copy_expand_inputs": {"num_new_tokens": 0, "max_model_len": 0},
+    "extend_queries": {"block_size": 0, "max_model_len": 0, "num_new_tokens": -1},
+    "dcp_local_seq_lens": {"dcp_size": 0, "cp_interleave": 0, "dcp_rank": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "value"), [(op, *wrong) for op, wrongs in BAD_NUMBERS.items() for wrong in wrongs.items()]
+)
+def test_bad_number(op, name, value):
+    sentence = rf"{name} must (be positive|not be negative|be in \[0, \d+\)), got "
+    refuse(op, with_arguments(op, sample_inputs(op)[0], **{name: value}), ValueError, sentence)
+
+
+BAD_DATA = {
+    "starts that decrease": ("prepare_prefill_inputs", prefill_arguments((0, 4, 3, 9, 9)), ValueError,
+        "query_start_loc must start at 0 or above and not decrease, got 4 and 3 around request 1"),
+    "negative start": ("extend_queries", extend_arguments((-2, 4, 5, 9, 9)), ValueError, "got -2 and 4"),
+    "tokens past the target's": ("prepare_prefill_inputs", with_arguments("prepare_prefill_inputs",
+        prefill_arguments(), target_positions=int64(1, 2, 3, 4, 5)), ValueError,
+        "got 5 where request 2 ends at token 9"),
+    "tokens past the capacity": ("prepare_prefill_inputs", prefill_arguments(capacity=8), ValueError,
+        "got 8 places where request 2 ends at token 9"),
+    "a real row after a padded one": ("prepare_prefill_inputs", prefill_arguments(states=(3, -1, 2, -1)), ValueError,
+        "idx_mapping must have its negative entries last, got 2 at row 2"),
+    "an unknown state": ("prepare_prefill_inputs", prefill_arguments(states=(3, 5, 2, -1)), IndexError,
+        "idx_mapping must be below 5, the number of request states, got 5 at row 1"),
+    "real after padded in a step": ("prepare_decode_inputs", decode_arguments(states=(1, -1, 0, -1)), ValueError,
+        "negative entries last"),
+    "a step past the columns": ("update_draft_inputs", update_arguments(step=3), IndexError,
+        r"the step must be in \[0, 3\), got 3"),
+    "a negative step": ("update_draft_inputs", update_arguments(step=-1), IndexError, "got -1"),
+    "a state without blocks": ("compute_slot_mappings", slot_arguments(states=(3, 5, 2, -1)), IndexError, "got 5"),
+    "a position past the blocks": ("compute_slot_mappings", slot_arguments(first_position=16), IndexError,
+        r"positions must be in \[0, 24\), got 24 at token 8"),
+    "a negative position": ("compute_slot_mappings", slot_arguments(first_position=-1), IndexError,
+        "got -1 at token 0"),
+    "more tokens than slots": ("compute_slot_mappings", slot_arguments(capacity=8), ValueError, "got 8 places"),
+    "an eagle before the start": ("eagle_step", eagle_arguments((3, -2)), IndexError, "got -1 at token 1"),
+    "drafts that decrease": ("prepare_inputs_padded", padded_inputs_arguments((3, 2, 6, 9, 9)), ValueError,
+        "cu_num_draft_tokens must not decrease, got 2 at request 1 after 3"),
+    "a state without a temperature": ("gumbel_sample", sample_arguments(states=(3, 6, -1, 0, 5)), IndexError,
+        "idx_mapping must be below 6"),
+    "a step past the drafts": ("gumbel_sample", sample_arguments(steps=(1, 0, 2, 3, 1)), IndexError, "got 3 at row 3"),
+    "a step past the cache": ("gumbel_sample", sample_arguments(steps=(1, 0, 9, 3, 1), matrix=False), IndexError,
+        "got 3 at row 3"),
+    "no room to expand": ("copy_expand_inputs", expand_arguments(capacity=14), ValueError, "got 14 places"),
+    "a bonus of no state": ("copy_expand_inputs", expand_arguments(states=(3, 6, 2, -1)), IndexError, "got 6 at row 1"),
+    "positions past the table": ("extend_queries", extend_arguments(columns=7), IndexError,
+        r"positions must be in \[0, 28\), got 29 at token 9"),
+    "fewer blocks than queries": ("extend_queries", with_arguments("extend_queries", extend_arguments(),
+        block_table=int32(*range(40)).view(5, 8)), ValueError,
+        "block_table must be of as many rows as there are queries"),
+    "no tables": ("compute_slot_mappings", with_arguments("compute_slot_mappings", slot_arguments(), block_tables=[]),
+        ValueError, "block_tables must hold 1 to 64 tables, got 0"),
+    "fewer sizes than tables": ("compute_slot_mappings", with_arguments("compute_slot_mappings", slot_arguments(),
+        block_sizes=[]), ValueError, "block_sizes must hold one size for each of the 1 tables, got 0"),
+    "one half of the hidden states": ("update_draft_inputs", with_arguments("update_draft_inputs", update_arguments(),
+        next_hidden_states=None), ValueError, "must be given together"),
+    "hidden states of two widths": ("update_draft_inputs", with_arguments("update_draft_inputs", update_arguments(),
+        next_hidden_states=numbers(4, 23, dtype=torch.bfloat16)), ValueError, "of the width of hidden_states"),
+    "a mapping without a shift": ("copy_expand_inputs", expand_arguments(shift=False), ValueError,
+        "hidden_state_mapping must be None without shift_input_ids"),
+    "seeds and temperatures of two lengths": ("gumbel_sample", with_arguments("gumbel_sample", sample_arguments(),
+        seeds=int64(1, 2, 3)), ValueError, "seeds must be one for each entry of temperature"),
+    "a vocabulary of nothing": ("gumbel_sample", with_arguments("gumbel_sample", sample_arguments(),
+        logits=torch.zeros(5, 0)), ValueError, "logits must be .* with at least one token"),
+    "a cache that is too narrow": ("gumbel_sample", sample_arguments(spare=-1), ValueError, "logits_cache must be "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_data_is_refused_whole(case):
+    op, arguments, error, sentence = BAD_DATA[case]
+    refuse(op, twin(arguments), error, sentence)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_outputs_may_share_no_memory(op):
+    """Each output with each other argument of its dtype that is as long."""
+    arguments = sample_inputs(op)[0]
+    declared = getattr(torch.ops.nwor, op).default._schema.arguments
+    in_place = {("new_positions", "positions"), ("local_seq_lens", "seq_lens"), ("next_hidden_states", "hidden_states")}
+    checked = 0
+    for output, one in zip(declared, arguments, strict=False):
+        for other, two in zip(declared, arguments, strict=False):
+            tensors = isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
+            if output.alias_info is None or output.name == other.name or not tensors or one.dtype != two.dtype:
+                continue
+            if (output.name, other.name) in in_place or one.dim() != 1 or two.dim() != 1:
+                continue
+            whole = surrounded(torch.zeros(max(len(one), len(two)), dtype=one.dtype))
+            shared = {output.name: whole[: len(one)], other.name: whole[: len(two)]}
+            refuse(op, with_arguments(op, arguments, **shared), ValueError, "must not share memory")
+            checked += 1
+    assert checked or op in ("compute_slot_mappings", "gumbel_sample", "dcp_local_seq_lens")
+
+
+def test_matrices_may_share_no_memory():
+    whole = int64(*range(24))
+    slots = with_arguments(
+        "compute_slot_mappings", slot_arguments(), positions=whole[:12], slot_mappings=whole[8:20].view(1, 12)
+    )
+    refuse("compute_slot_mappings", slots, ValueError, "slot_mappings and positions must not share memory")
+    steps = int64(*[1] * 18)
+    shared = with_arguments("gumbel_sample", sample_arguments(), step=steps[:5], sampled=steps.view(6, 3))
+    refuse("gumbel_sample", shared, ValueError, "sampled and step must not share memory")
+    drafts = int64(*range(12)).view(4, 3)
+    own = with_arguments("update_draft_inputs", update_arguments(), draft_tokens=drafts, sampled=drafts[:, 0])
+    refuse("update_draft_inputs", own, ValueError, "draft_tokens and sampled must not share memory")
+    lengths = int32(*range(9))
+    shifted = (lengths[1:], lengths[:8], 2, 0)
+    refuse("dcp_local_seq_lens", shifted, ValueError, "local_seq_lens and seq_lens must not share memory")
+
+
+def test_gradients_are_refused():
+    arguments = sample_inputs("gumbel_sample")[0]
+    with pytest.raises(RuntimeError, match="gumbel_sample: logits must not require a gradient"):
+        ops.gumbel_sample(*with_arguments("gumbel_sample", arguments, logits=arguments[0].requires_grad_()))
+    with torch.no_grad():
+        ops.gumbel_sample(*arguments)
+    arguments = sample_inputs("update_draft_inputs")[0]
+    hidden = numbers(4, 24, dtype=torch.bfloat16).requires_grad_()
+    with pytest.raises(RuntimeError, match="update_draft_inputs: hidden_states must not require a gradient"):
+        ops.update_draft_inputs(*with_arguments("update_draft_inputs", arguments, hidden_states=hidden))
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_whole(op):
+    """fullgraph: no graph break at an op, and nothing of a mutation is lost."""
+    eager, compiled = twin(sample_inputs(op)[0]), twin(sample_inputs(op)[0])
+
+    def call(*arguments):
+        getattr(ops, op)(*arguments)
+        return sum(a.sum().double() for a in arguments if isinstance(a, torch.Tensor) and not a.is_floating_point())
+
+    torch._dynamo.reset()
+    expected = call(*eager)
+    assert torch.compile(call, fullgraph=True)(*compiled) == expected
+    assert all(torch.equal(a, b) for a, b in zip(memory(eager), memory(compiled), strict=True))
+
+
+def test_the_docstrings_name_every_argument():
+    for op in OPS:
+        for name in argument_names(op):
+            assert re.search(rf"\b{name}\b", getattr(ops, op).__doc__), (op, name)
+
+
+def test_draft_columns_stay_where_they_are():
+    """Three steps through one captured body would each write their own column."""
+    step, drafts = torch.zeros(1, dtype=torch.int64), poisoned(3, 3, dtype=torch.int64)
+    logits = random_logits(3, 64)
+    ids, positions, lengths = (torch.ones(3, dtype=d) for d in (torch.int32, torch.int64, torch.int32))
+    token = torch.zeros(3, dtype=torch.int64)
+    for number in range(3):
+        step.fill_(number)
+        ops.gumbel_sample(
+            logits + number, torch.arange(3), torch.ones(3), torch.arange(3), positions, step, token
+        )  # fmt: skip
+        ops.update_draft_inputs(token, step, drafts, ids, positions, lengths, 3, 99)
+        assert (drafts[:, number + 1 :] == 77).all()
+        assert torch.equal(drafts[:, number], token)
+    assert positions.tolist() == [3, 3, 3]

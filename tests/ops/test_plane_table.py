@@ -1,0 +1,151 @@
+"""Planes passed as a table (``plane_table``): the same bytes as with all of them in ``caches``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layouts import Shape, make_amx_pages, make_pages, refuse, same_memory, surrounded, twin
+from samples import SMALL, argument_names, int64, sample_inputs, surrounded_layers, with_arguments
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nwor_ops import ops
+from nwor_ops.ops import registry
+
+OPS = ("restore_slots", "restore_slots_from_rejected", "open_window", "close_window", "close_window_from_rejected")
+SAMPLES = [(op, index) for op in OPS for index in range(len(sample_inputs(op)))]
+
+
+def with_table(op, arguments, **others):
+    """The same call with the first plane alone and a table of all."""
+    table = ops.plane_table(arguments[0])
+    return with_arguments(op, arguments, **{"caches": arguments[0][:1], "plane_table": table, **others})
+
+
+def assert_same_bytes(op, all_planes):
+    by_table = twin(all_planes)
+    getattr(ops, op)(*with_table(op, by_table))
+    getattr(ops, op)(*all_planes)
+    assert same_memory(by_table, all_planes)
+
+
+@pytest.mark.parametrize(("op", "index"), SAMPLES)
+def test_same_bytes_as_with_all_planes(op, index):
+    assert_same_bytes(op, sample_inputs(op)[index])
+
+
+def test_the_table():
+    storage = torch.zeros(1000, dtype=torch.int16)
+    planes = [storage[start : start + 64].view(2, 4, 2, 4) for start in (7, 500)]
+    table = ops.plane_table(planes)
+    assert (table.dtype, table.device.type) == (torch.int64, "cpu")
+    assert table.tolist() == [
+        [plane.data_ptr(), 2 * (1000 - start)] for plane, start in zip(planes, (7, 500), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("second", "error", "sentence"),
+    [
+        (lambda p: p.float(), TypeError, r"caches\[1\] must have dtype torch.bfloat16, got torch.float32$"),
+        (lambda p: p.to("meta"), TypeError, r"caches\[1\] must be on device cpu, got meta$"),
+        (lambda p: p[:1], ValueError, r"caches\[1\] must be of the shape and strides of caches\[0\]"),
+        (lambda p: p.transpose(0, 1), ValueError, r"caches\[1\] must be of the shape and strides of caches\[0\]"),
+    ],
+)
+def test_planes_of_another_geometry(second, error, sentence):
+    plane = torch.zeros(2, 2, 2, 4, dtype=torch.bfloat16)
+    with pytest.raises(error, match=f"^plane_table: {sentence}"):
+        ops.plane_table([plane, second(plane)])
+
+
+def test_no_planes():
+    with pytest.raises(ValueError, match=r"^plane_table: caches must hold at least one plane, got none$"):
+        ops.plane_table([])
+
+
+WRONG = [
+    (lambda caches, table: {"plane_table": table.int()}, TypeError, "plane_table must have dtype torch.int64"),
+    (lambda caches, table: {"plane_table": table[:, :1]}, ValueError, r"plane_table must be \[>= 1 planes, 2\]"),
+    (lambda caches, table: {"plane_table": table[:0]}, ValueError, r"plane_table must be \[>= 1 planes, 2\]"),
+    (lambda caches, table: {"plane_table": table.T.contiguous().T}, ValueError, "plane_table must be contiguous"),
+    (lambda caches, table: {"caches": caches}, ValueError, "caches must hold the first plane alone .*, got 2$"),
+    (lambda caches, table: {"caches": caches[1:]}, ValueError, "plane_table must be of planes that begin with caches"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("change", "error", "sentence"), WRONG)
+def test_wrong_tables(op, change, error, sentence):
+    arguments = sample_inputs(op)[0]
+    changed = change(arguments[0], ops.plane_table(arguments[0]))
+    refuse(op, with_table(op, arguments, **changed), error, sentence)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_planes_that_are_smaller_than_the_first_one(op):
+    """A view of more blocks at the same address would have the op write past the end of the others."""
+    arguments = sample_inputs(op)[0]
+    more = arguments[0][0].new_zeros((arguments[0][0].shape[0] + 5, *arguments[0][0].shape[1:]))
+    less = torch.zeros_like(more[:-1])
+    table = ops.plane_table([more[:-1], less])
+    bytes_of = more.numel() * more.element_size()
+    sentence = rf"planes as large as caches\[0\], {bytes_of} bytes, got {bytes_of - more[0].nbytes} for plane 1$"
+    refuse(op, with_arguments(op, arguments, caches=[more], plane_table=table), ValueError, sentence)
+
+
+def test_a_plane_that_requires_a_gradient():
+    plane = torch.zeros(2, 2, 2, 4)
+    with pytest.raises(RuntimeError, match=r"^plane_table: caches\[1\] must not require a gradient"):
+        ops.plane_table([plane, torch.zeros(2, 2, 2, 4, requires_grad=True)])
+
+
+@pytest.mark.parametrize("op", ["restore_slots", "restore_slots_from_rejected"])
+def test_a_log_that_overlaps_a_plane_of_the_table(op):
+    planes = make_pages("packed", SMALL, torch.float32).key_caches
+    arguments = with_arguments(op, sample_inputs(op)[0], caches=planes)
+    overlapping = planes[1].as_strided((2, 4, 4, 8), planes[1].stride(), planes[1].storage_offset())
+    arguments = with_table(op, with_arguments(op, arguments, log=overlapping))
+    refuse(op, arguments, ValueError, "log and caches must not share memory$")
+
+
+def test_the_plane_with_the_least_room_limits_page_offsets():
+    """Not the first one: a table that fits it may reach past the storage of another."""
+    pages = make_amx_pages(Shape(2, 16, 2, 16, 16, layers=2), torch.bfloat16)
+    planes, offsets = pages.value_caches, pages.value_offsets
+    assert offsets is not None
+    size, strides = planes[0].shape, planes[0].stride()
+    roomy, exact = (
+        torch.zeros(elements, dtype=torch.bfloat16).as_strided(size, strides)
+        for elements in (4 * planes[0].untyped_storage().nbytes(), (size[0] - 1) * strides[0] + strides[0])
+    )
+    table = offsets.clone()
+    table[15, 15] = int(offsets.max()) + strides[0]
+    log = surrounded_layers([torch.zeros(1, 2, 16, dtype=torch.bfloat16)] * 2)
+    for caches in ([roomy, exact], [exact, roomy]):
+        arguments = (caches, log, int64(31), torch.ones(1, dtype=torch.bool), table)
+        refuse("restore_slots", with_table("restore_slots", arguments), IndexError, "page_offsets must lie within")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_trace_refuses_it(op):
+    """It could not see that the other planes are mutated, and would move their readers across the op."""
+    arguments = sample_inputs(op)[0]
+    table = ops.plane_table(arguments[0])
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match=f"^{op}: plane_table hides"):
+        getattr(torch.ops.nwor, op).default(*with_arguments(op, arguments, plane_table=table))
+
+
+def test_every_op_that_takes_planes_and_belongs_to_a_step_is_here():
+    takes = {op for op in registry.SCHEMAS if "plane_table" in argument_names(op)}
+    assert takes == set(OPS)
+
+
+def test_one_plane_and_views_in_the_middle_of_a_storage():
+    backing = surrounded(torch.arange(96, dtype=torch.int32).view(3, 4, 2, 4))
+    log = surrounded(torch.full((1, 2, 2, 4), -5, dtype=torch.int32))
+    arguments = ([backing[1:]], log, int64(7, -1), torch.ones(2, dtype=torch.bool))
+    by_table = twin(arguments)
+    ops.restore_slots(*with_table("restore_slots", by_table))
+    ops.restore_slots(*arguments)
+    assert same_memory(by_table, arguments)
+    assert by_table[0][0][1, 3].eq(-5).all()

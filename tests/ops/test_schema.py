@@ -1,0 +1,245 @@
+"""The declared contract: schemas, kernels and fakes of every op, and what opcheck says of them."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from layouts import memory, twin
+from samples import OPS, sample_inputs
+from torch.utils._pytree import tree_map
+
+from nwor_ops import ops
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = [(op, index) for op in OPS for index in range(len(sample_inputs(op)))]
+RETURNING = ("acceptance_mask", "acceptance_mask_from_rejected")
+WRITING = tuple(op for op in OPS if op not in RETURNING)
+
+
+def overload(op):
+    return getattr(torch.ops.nwor, op).default
+
+
+def test_schema_table():
+    """Users' compiled graphs hold these: change one only under a new name (EXPECTTEST_ACCEPT=1 rewrites)."""
+    schemas = [str(overload(op)._schema) for op in OPS]
+    table = "\n".join(textwrap.fill(schema, 100, subsequent_indent="    ") for schema in schemas)
+    assert_expected_inline(table, """\
+nwor::plan_window(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
+    Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests, Tensor(d!) row_positions,
+    Tensor(e!) counters, int? token_offset=None, int num_bonus_tokens=0, bool leading_zero=False) ->
+    ()
+nwor::acceptance_mask(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_num_draft_tokens)
+    -> (Tensor accepted, Tensor num_accepted)
+nwor::acceptance_mask_from_rejected(Tensor num_rejected, Tensor cu_num_draft_tokens, int
+    num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)
+nwor::reject_rows(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_num_draft_tokens,
+    Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0,
+    bool leading_zero=False) -> ()
+nwor::reject_rows_from_rejected(Tensor num_rejected, Tensor cu_num_draft_tokens, Tensor(a!)
+    row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0, bool
+    leading_zero=False) -> ()
+nwor::prepare_prefill_inputs(Tensor target_input_ids, Tensor target_positions, Tensor
+    target_query_start_loc, Tensor target_seq_lens, Tensor idx_mapping, Tensor num_sampled, Tensor
+    num_rejected, Tensor last_sampled, Tensor next_prefill_tokens, Tensor(a!) input_ids, Tensor(b!)
+    positions, Tensor(c!) query_start_loc, Tensor(d!) seq_lens, Tensor(e!) last_token_indices,
+    Tensor(f!) current_draft_step) -> ()
+nwor::prepare_decode_inputs(Tensor draft_tokens, Tensor target_seq_lens, Tensor num_rejected,
+    Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) query_start_loc, Tensor(d!) seq_lens, int
+    max_model_len, Tensor? idx_mapping=None, Tensor(e!)? sample_positions=None, bool
+    advance_positions=True) -> ()
+nwor::update_draft_inputs(Tensor sampled, Tensor current_draft_step, Tensor(a!) draft_tokens,
+    Tensor(b!) input_ids, Tensor(c!) positions, Tensor(d!) seq_lens, int num_speculative_steps, int
+    max_model_len, Tensor? idx_mapping=None, Tensor? hidden_states=None, Tensor(e!)?
+    next_hidden_states=None, Tensor(f!)? sample_positions=None, bool advance_positions=True) -> ()
+nwor::compute_slot_mappings(Tensor idx_mapping, Tensor query_start_loc, Tensor positions, Tensor[]
+    block_tables, int[] block_sizes, Tensor(a!) slot_mappings, int cp_size=1, int cp_rank=0, int
+    cp_interleave=1, Tensor? cp_sharded=None) -> ()
+nwor::eagle_step(Tensor positions, Tensor block_table, Tensor(a!) seq_lens, Tensor(b!)
+    new_positions, Tensor(c!) slot_mapping, int block_size, int max_model_len) -> ()
+nwor::prepare_inputs_padded(Tensor cu_num_draft_tokens, Tensor valid_sampled_count, Tensor
+    query_start_loc, Tensor(a!) token_indices_to_sample, Tensor(b!) num_rejected, Tensor?
+    discarded=None) -> ()
+nwor::prepare_next_token_padded(Tensor sampled_token_ids, Tensor discarded, Tensor
+    backup_next_token_ids, Tensor(a!) next_token_ids, Tensor(b!) valid_sampled_count, int
+    vocab_size) -> ()
+nwor::gumbel_sample(Tensor logits, Tensor idx_mapping, Tensor temperature, Tensor seeds, Tensor
+    positions, Tensor step, Tensor(a!) sampled, Tensor(b!)? logits_cache=None, Tensor(c!)?
+    workspace=None) -> ()
+nwor::copy_expand_inputs(Tensor target_input_ids, Tensor target_positions, Tensor
+    target_query_start_loc, Tensor num_rejected, Tensor next_token_ids, Tensor(a!) input_ids,
+    Tensor(b!) positions, Tensor(c!) is_rejected, Tensor(d!) is_masked, Tensor(e!)
+    new_token_indices, int num_new_tokens=1, int padding_token_id=0, int mask_token_id=0, bool
+    shift_input_ids=False, int? max_model_len=None, Tensor? idx_mapping=None, Tensor(f!)?
+    hidden_state_mapping=None) -> ()
+nwor::extend_queries(Tensor target_query_start_loc, Tensor target_seq_lens, Tensor positions, Tensor
+    is_rejected, Tensor block_table, Tensor(a!) query_start_loc, Tensor(b!) seq_lens, Tensor(c!)
+    slot_mapping, int block_size, int max_model_len, int num_new_tokens=1, Tensor? idx_mapping=None)
+    -> ()
+nwor::dcp_local_seq_lens(Tensor seq_lens, Tensor(a!) local_seq_lens, int dcp_size, int dcp_rank, int
+    cp_interleave=1) -> ()
+nwor::open_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
+    cu_num_draft_tokens, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks, Tensor(b!)[]
+    slot_mappings, Tensor(c!)[] block_tables, Tensor(d!) saved_slots, Tensor(e!) tail_pages, Tensor?
+    idx_mapping=None, Tensor(f!)? held_slots=None, Tensor? page_offsets=None, int
+    num_bonus_tokens=0, Tensor? plane_table=None, bool leading_zero=False) -> ()
+nwor::close_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
+    cu_num_draft_tokens, Tensor row_rejected, Tensor shadow_blocks, Tensor saved_slots, Tensor
+    tail_pages, Tensor(b!)[] slot_mappings, Tensor(c!)[] block_tables, Tensor? idx_mapping=None,
+    Tensor(d!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0, Tensor?
+    plane_table=None, bool leading_zero=False) -> ()
+nwor::close_window_from_rejected(Tensor(a!)[] caches, int[] planes_per_group, Tensor
+    query_start_loc, Tensor cu_num_draft_tokens, Tensor num_rejected, Tensor(b!) row_rejected,
+    Tensor(c!) num_accepted, Tensor(d!) counters, Tensor shadow_blocks, Tensor saved_slots, Tensor
+    tail_pages, Tensor(e!)[] slot_mappings, Tensor(f!)[] block_tables, Tensor? idx_mapping=None,
+    Tensor(g!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0, Tensor?
+    plane_table=None, bool leading_zero=False) -> ()
+nwor::stage_kv(Tensor key, Tensor value, Tensor stage_rows, Tensor(a!) staged_key, Tensor(b!)
+    staged_value, Tensor? window_id=None, Tensor(c!)? row_windows=None) -> ()
+nwor::accept_staged(Tensor row_accepted, Tensor row_slots, Tensor window_id, Tensor row_windows, int
+    num_slots, Tensor(a!) row_committed, Tensor(b!) counters, Tensor? row_requests=None, Tensor?
+    row_positions=None) -> ()
+nwor::commit_staged(Tensor staged_key, Tensor staged_value, Tensor row_slots, Tensor row_accepted,
+    Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor k_scale, Tensor v_scale, str
+    kv_cache_dtype, Tensor? row_requests=None, Tensor? row_positions=None) -> ()
+nwor::move_slots(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots, Tensor? page_offsets=None)
+    -> ()
+nwor::write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor
+    slot_mapping, Tensor k_scale, Tensor v_scale, str kv_cache_dtype) -> ()
+nwor::write_kv_logged(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor
+    slot_mapping, Tensor k_scale, Tensor v_scale, str kv_cache_dtype, Tensor log_rows, Tensor(c!)
+    key_log, Tensor(d!) value_log, Tensor? window_id=None, Tensor(e!)? row_windows=None) -> ()
+nwor::log_slots(Tensor cache, Tensor slot_mapping, Tensor log_rows, Tensor(a!) log, Tensor?
+    page_offsets=None, Tensor? window_id=None, Tensor(b!)? row_windows=None) -> ()
+nwor::restore_slots(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor row_rejected, Tensor?
+    page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None, int? num_rows=None, Tensor?
+    plane_table=None) -> ()
+nwor::restore_slots_from_rejected(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor
+    num_rejected, Tensor cu_num_draft_tokens, Tensor(b!) row_rejected, Tensor(c!) num_accepted,
+    Tensor(d!) counters, int num_bonus_tokens=0, Tensor? page_offsets=None, Tensor? window_id=None,
+    Tensor? row_windows=None, int? num_rows=None, Tensor? plane_table=None, bool leading_zero=False)
+    -> ()""")  # fmt: skip
+
+
+def test_every_op_is_documented_and_exported():
+    import nwor_ops
+
+    for op in OPS:
+        wrapper = getattr(ops, op)
+        assert wrapper.__doc__
+        assert getattr(nwor_ops, op) is wrapper
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_wrapper_takes_the_arguments_of_the_schema(op):
+    """Same names, same order, same defaults: moving a call from one to the other changes nothing."""
+    import inspect
+
+    parameters = inspect.signature(getattr(ops, op)).parameters.values()
+    arguments = overload(op)._schema.arguments
+    assert [p.name for p in parameters] == [a.name for a in arguments]
+    for parameter, argument in zip(parameters, arguments, strict=True):
+        default = None if parameter.default is parameter.empty else parameter.default
+        assert default == argument.default_value
+
+
+@pytest.mark.parametrize("key", ["CPU", "Meta"])
+@pytest.mark.parametrize("op", OPS)
+def test_kernel_and_fake_are_registered(op, key):
+    """opcheck does not miss a fake of an op that returns nothing; this does."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"nwor::{op}", key)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tag_and_results(op):
+    assert torch.Tag.pt2_compliant_tag in overload(op).tags
+    returns = overload(op)._schema.returns
+    assert len(returns) == (2 if op in RETURNING else 0)
+    assert all(r.alias_info is None for r in returns)
+
+
+def test_counters_have_the_order_of_the_kernels():
+    """`COUNTERS` names what csrc/check.h counts, in the order of its enum."""
+    source = (ROOT / "csrc" / "check.h").read_text()
+    names = re.search(r"enum Counter \{([^}]*)\}", source).group(1).split(",")
+    assert [name.strip() for name in names] == [
+        *(f"k{name.capitalize()}" for name in ops.COUNTERS),
+        "kNumCounters",
+    ]
+
+
+@pytest.mark.parametrize(("op", "index"), SAMPLES)
+def test_opcheck(op, index):
+    """All utilities: schema, autograd registration, fake tensor, AOT dispatch with dynamic shapes."""
+    arguments = sample_inputs(op)[index]
+    utilities = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e5m2 for a in arguments):
+        utilities.remove("test_schema")  # its comparison of tensors is not implemented for this dtype
+    torch.library.opcheck(overload(op), arguments, test_utils=utilities)
+
+
+@pytest.mark.parametrize(("op", "index"), SAMPLES)
+def test_only_declared_arguments_are_written(op, index):
+    """What the schema does not mark as mutated keeps its bytes."""
+    arguments = sample_inputs(op)[index]
+    before = twin(arguments)
+    getattr(ops, op)(*arguments)
+    for declared, argument, old in zip(overload(op)._schema.arguments, arguments, before, strict=False):
+        if declared.alias_info is None and argument is not None:
+            assert all(torch.equal(a, b) for a, b in zip(memory([argument]), memory([old]), strict=True))
+
+
+@pytest.mark.parametrize("op", WRITING)
+def test_every_declared_argument_is_written(op):
+    """A kernel that forgets one makes the schema lie; no check of torch sees that."""
+    sample = -1 if op in ("write_kv_logged", "log_slots") else 0  # one that gives every mutated argument
+    arguments = sample_inputs(op)[sample]
+    before = twin(arguments)
+    getattr(ops, op)(*arguments)
+    for declared, argument, old in zip(overload(op)._schema.arguments, arguments, before, strict=False):
+        if declared.alias_info is not None:
+            one, other = (x if isinstance(x, list) else [x] for x in (argument, old))
+            same = [torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+                    for a, b in zip(one, other, strict=True)]  # fmt: skip
+            assert not any(same), declared.name
+
+
+@pytest.mark.parametrize(("op", "index"), SAMPLES)
+def test_meta(op, index):
+    """Every op on `device="meta"`: the right shapes and dtypes out, and no error."""
+    arguments = sample_inputs(op)[index]
+    result = getattr(ops, op)(*twin(arguments, "meta"))
+    expected = getattr(ops, op)(*arguments)
+    if op in RETURNING:
+        assert [(r.device.type, r.dtype, r.shape) for r in result] == [("meta", e.dtype, e.shape) for e in expected]
+    else:
+        assert result is None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_meta_checks_what_needs_no_data(op):
+    """A wrong model fails while it is traced: one dimension too many in any tensor is refused."""
+    for argument, declared in enumerate(overload(op)._schema.arguments):
+        arguments = list(twin(sample_inputs(op)[0], "meta"))
+        given = argument < len(arguments) and isinstance(arguments[argument], torch.Tensor)
+        if given and "scale" not in declared.name:
+            arguments[argument] = arguments[argument][None]
+            with pytest.raises(ValueError, match=rf"^{op}: \w+ must be "):
+                getattr(ops, op)(*arguments)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_results_own_their_memory(op):
+    """What an op returns is fresh; a caller may write it without touching an argument."""
+    if op not in RETURNING:
+        assert getattr(ops, op)(*sample_inputs(op)[0]) is None
+        return
+    arguments = sample_inputs(op)[0]
+    before = twin(arguments)
+    tree_map(lambda result: result.fill_(1), getattr(ops, op)(*arguments))
+    assert all(torch.equal(a, b) for a, b in zip(memory(arguments), memory(before), strict=True))

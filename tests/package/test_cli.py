@@ -1,0 +1,501 @@
+"""The command line: doctor, the demo's parts, and what is said where a package is missing.
+
+A whole demo is run by ``make demo``; here are only the parts that need no engine.
+"""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import oracle_drafter
+import pytest
+import torch
+from torch import Tensor
+
+import nwor_ops
+from nwor_ops.cli import doctor, self_test, self_test_draft
+from nwor_ops.ops import registry
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, engine_environment
+
+CPU = torch.device("cpu")
+MAIN = "from nwor_ops.cli import main; main()"
+
+
+def run_cli(*arguments: str, code: str = MAIN) -> subprocess.CompletedProcess:
+    environment = os.environ | {"COLUMNS": "200", "TERM": "dumb"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def without(package: str) -> str:
+    """A program that runs ``nwor-ops`` where ``package`` is not installed."""
+    return (
+        "import importlib.util as u\n"
+        "found = u.find_spec\n"
+        f"u.find_spec = lambda name, *a: None if name.split('.')[0] == {package!r} else found(name, *a)\n"
+        f"{MAIN}"
+    )
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def test_doctor_prints_every_section_and_exits_with_0():
+    finished = run_cli("doctor")
+    assert finished.returncode == 0, finished.stderr
+    for expected in ("torch", torch.__version__, "libnwor_cpu.so", "write_kv_logged, cpu", "can be used here"):
+        assert expected in finished.stdout
+
+
+def test_doctor_json_is_only_json_and_every_self_test_passes():
+    finished = run_cli("doctor", "--json")
+    assert finished.returncode == 0, finished.stderr
+    examination = json.loads(finished.stdout)
+    assert examination["usable"] is True
+    self_tests = [finding for finding in examination["findings"] if finding["section"] == doctor.SELF_TEST]
+    assert {finding["name"] for finding in self_tests} >= {f"{op}, cpu" for op in self_test.SELF_TESTS}
+    assert all(finding["ok"] for finding in self_tests)
+
+
+def test_every_op_has_a_self_test_that_passes():
+    assert set(self_test.SELF_TESTS) >= set(registry.SCHEMAS)
+    wrong = {op: problem for op in self_test.SELF_TESTS if (problem := doctor._run_self_test(op, CPU))}
+    assert wrong == {}
+
+
+def outputs(op: str, arguments: tuple, named: dict, returned: object) -> dict[str, list[Tensor]]:
+    """What a call wrote and what it returned, by name."""
+    found = {}
+    given = dict(zip((a.name for a in schema(op).arguments), arguments, strict=False)) | named
+    for argument in schema(op).arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write and given.get(argument.name) is not None:
+            tensors = given[argument.name]
+            found[argument.name] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    results = returned if isinstance(returned, tuple) else ()
+    return found | {f"result {number}": [tensor] for number, tensor in enumerate(results)}
+
+
+def schema(op: str) -> torch.FunctionSchema:
+    return getattr(torch.ops.nwor, op).default._schema
+
+
+def left_alone(tensor: Tensor, before: Tensor) -> None:
+    tensor.copy_(before)
+
+
+def wrong_at_first(tensor: Tensor, before: Tensor) -> None:
+    first = (0,) * tensor.dim()
+    tensor[first] = not tensor[first] if tensor.dtype == torch.bool else tensor[first] + 1
+
+
+@pytest.mark.parametrize("op", registry.SCHEMAS)
+def test_a_self_test_sees_each_output_of_a_wrong_kernel(op, monkeypatch):
+    """The op does its work, but one of its outputs is as it was before, or has one wrong element."""
+    real, written = getattr(nwor_ops.ops, op), set()
+
+    def broken(fault, name):
+        def wrong(*arguments, **named):
+            before = {n: [t.clone() for t in ts] for n, ts in outputs(op, arguments, named, None).items()}
+            returned = real(*arguments, **named)
+            for output, tensors in outputs(op, arguments, named, returned).items():
+                written.add(output)
+                if output == name:
+                    for tensor, old in zip(tensors, before.get(output, map(torch.zeros_like, tensors)), strict=False):
+                        fault(tensor, old)
+            return returned
+
+        return wrong
+
+    monkeypatch.setattr(nwor_ops.ops, op, broken(left_alone, None))
+    assert doctor._run_self_test(op, CPU) is None
+    assert written
+    for name in sorted(written):
+        for fault in (left_alone, wrong_at_first):
+            monkeypatch.setattr(nwor_ops.ops, op, broken(fault, name))
+            problem = doctor._run_self_test(op, CPU)
+            assert problem is not None, f"{op}: {name} {fault.__name__}"
+            assert "is not what it should be" in problem
+
+
+def test_a_self_test_that_fails_is_a_finding(monkeypatch):
+    monkeypatch.setattr(nwor_ops.ops, "log_slots", lambda *arguments: None)
+    findings = [finding for finding in doctor._self_tests() if finding.name == "log_slots, cpu"]
+    assert [finding.ok for finding in findings] == [False]
+    assert "log is not what it should be" in findings[0].detail
+    assert not doctor.Examination((doctor.Finding(doctor.LIBRARIES, "cpu", True, ""), *findings)).usable
+
+
+def test_an_op_without_a_self_test_is_a_finding(monkeypatch):
+    monkeypatch.delitem(self_test.SELF_TESTS, "log_slots")
+    findings = [finding for finding in doctor._self_tests() if finding.name == "log_slots, cpu"]
+    assert [(finding.ok, finding.detail) for finding in findings] == [(False, "has no self-test; report it")]
+
+
+def test_the_draws_of_the_self_test_are_the_oracles():
+    for seed, position, step, token in self_test_draft.DRAWS:
+        noise = oracle_drafter.noise(seed, position, step, self_test_draft.VOCABULARY)
+        assert noise.index(max(noise)) == token
+
+
+def test_a_self_test_that_raises_is_a_finding(monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(nwor_ops.ops, "log_slots", broken)
+    findings = [finding for finding in doctor._self_tests() if finding.name == "log_slots, cpu"]
+    assert findings[0].ok is False
+    assert findings[0].detail == "raised RuntimeError: no such kernel"
+
+
+def test_without_a_library_nothing_is_usable():
+    missing = doctor.Finding(doctor.LIBRARIES, "cpu", False, "the CPU library of nwor_ops is not built")
+    assert not doctor.Examination((missing,)).usable
+
+
+# ---------------------------------------------------------------- missing packages
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_a_missing_package_is_named_with_its_extra(package):
+    finished = run_cli("doctor", code=without(package))
+    assert finished.returncode == 1
+    assert finished.stderr.strip() == (
+        f"nwor-ops: {package} is not installed; install it with: pip install 'nwor_ops[cli]'"
+    )
+
+
+def test_the_module_is_the_command():
+    module = "import runpy; runpy.run_module('nwor_ops', run_name='__main__', alter_sys=True)"
+    assert "self-test" in run_cli("doctor", code=module).stdout
+    finished = run_cli("doctor", code=without("typer").replace(MAIN, module))
+    assert (finished.returncode, finished.stderr.strip()) == (
+        1,
+        "nwor-ops: typer is not installed; install it with: pip install 'nwor_ops[cli]'",
+    )
+
+
+@pytest.mark.parametrize(("package", "extra"), [("matplotlib", "cli"), ("vllm", "vllm")])
+def test_the_demo_names_what_it_needs(package, extra):
+    pytest.importorskip("vllm")
+    finished = run_cli("demo", code=without(package))
+    assert finished.returncode == 1
+    assert f"{package} is not installed" in finished.stderr
+    assert f"nwor_ops[{extra}]" in finished.stderr
+
+
+def test_importing_nwor_ops_imports_nothing_optional():
+    code = (
+        "import sys, nwor_ops, nwor_ops.cli\n"
+        "print([name for name in ('typer', 'rich', 'matplotlib', 'vllm') if name in sys.modules])"
+    )
+    assert run_cli(code=code).stdout.strip() == "[]"
+
+
+# ---------------------------------------------------------------- demo
+
+
+def test_demo_help_names_every_option():
+    finished = run_cli("demo", "--help")
+    assert finished.returncode == 0
+    for option in (
+        "--model", "--method", "--draft-model", "--num-speculative-tokens", "--json", "--output", "--rounds",
+        "--max-tokens", "--compile", "--no-compile",
+    ):  # fmt: skip
+        assert option in finished.stdout
+
+
+def test_tiny_llama_folder_is_complete_and_always_the_same(tmp_path):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    from nwor_ops.testing import tiny_llama
+
+    first = tiny_llama.write_tiny_llama(tmp_path / "first")
+    second = tiny_llama.write_tiny_llama(tmp_path / "second")
+    assert sorted(path.name for path in first.iterdir()) == ["config.json", "model.safetensors"]
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes()
+    config = json.loads((first / "config.json").read_text())
+    weights = load_file(str(first / "model.safetensors"))
+    assert len(weights) == 3 + 9 * config["num_hidden_layers"]
+    assert weights["lm_head.weight"].shape == (config["vocab_size"], config["hidden_size"])
+
+
+def test_tiny_llama_knows_its_rule(tmp_path):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    from nwor_ops.testing import tiny_llama
+
+    weights = load_file(str(tiny_llama.write_tiny_llama(tmp_path) / "model.safetensors"))
+    logits = weights["model.embed_tokens.weight"].float() @ weights["lm_head.weight"].float().T
+    likeliest = logits.argmax(-1).tolist()
+    follow = sum(likeliest[token] == tiny_llama.successor(token) for token in range(tiny_llama.VOCABULARY))
+    assert follow > 0.8 * tiny_llama.VOCABULARY
+
+
+def test_requests_differ_in_length_and_arrival_and_fit_the_model():
+    from nwor_ops.testing import tiny_llama, workload
+
+    requests = workload.tiny_llama_requests(max_tokens=64)
+    assert len(requests) > workload.MAX_RUNNING
+    assert len({len(request.prompt) for request in requests}) > 10
+    assert len({request.max_tokens for request in requests}) > 3
+    assert [request.arrival_step for request in requests] == sorted(request.arrival_step for request in requests)
+    assert all(len(r.prompt) + r.max_tokens < tiny_llama.MAX_TOKENS for r in requests)
+    assert all(0 <= token < tiny_llama.VOCABULARY for request in requests for token in request.prompt)
+    assert requests == workload.tiny_llama_requests(max_tokens=64)
+
+
+# ---------------------------------------------------------------- what the demo promises
+
+
+def demo_result(**changes):
+    audit = dict.fromkeys(("drafted", "accepted", "rejected", "stale_rows", "stale_rows_at_end"), 0)
+    audit |= {"drafted": 100, "accepted": 40, "rejected": 60, "exposed_rows": 0, "steps": 30, "moments": 60}
+    vllm = {"drafted": 100, "accepted": 40}
+    result = {
+        "acceptance": {"audited": 0.4, "timed": 0.5},
+        "outputs_identical": True,
+        "vanilla": {"audit": audit | {"stale_rows": 60}, "vllm": vllm, "timed_mode": "none", "stats": None},
+        "nwor": {"audit": dict(audit), "vllm": vllm, "timed_mode": "cow", "stats": audit},
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        target = result
+        for parent in parents:
+            target[parent] = dict(target[parent])
+            target = target[parent]
+        target[last] = value
+    return result
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"nwor__audit__exposed_rows": 2}, "NWOR wrote 2 rows of rejected drafts to pages of a request"),
+        ({"nwor__audit__moments": 59}, "the audit looked 59 times, not twice in the middle of each of 30 steps"),
+        ({"nwor__timed_mode": "cow"}, "did not run in the modes"),
+    ],
+)
+def test_what_mode_stage_promises_besides(changes, complaint, tmp_path):
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo import DemoOptions, _problems
+
+    options = DemoOptions(tmp_path, mode="stage")
+    assert list(_problems(options, demo_result(nwor__timed_mode="stage"))) == []
+    [problem] = _problems(options, demo_result(**{"nwor__timed_mode": "stage"} | changes))
+    assert complaint in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({}, None),
+        ({"outputs_identical": False}, "did not generate the same tokens"),
+        ({"nwor__audit__stale_rows": 3}, "NWOR left 3 stale rows"),
+        ({"nwor__audit__stale_rows_at_end": 2}, "NWOR left 2 stale rows"),
+        ({"nwor__audit": None}, "was not audited"),
+        ({"vanilla__timed_mode": "cow"}, "did not run in the modes"),
+        ({"vanilla__vllm__drafted": 101}, "the audit counted 100 drafted tokens, vLLM's metrics 101"),
+        ({"nwor__stats__rejected": 59}, "NWOR counted 59 rejected tokens on the device, the audit 60"),
+        ({"acceptance__audited": 0.9}, "does not show both sides: 90% of the drafts of the audited part"),
+        ({"acceptance__timed": 0.1}, "does not show both sides: 10% of the drafts of the timed part"),
+        ({"vanilla__audit__stale_rows": 0}, "vanilla vLLM left no stale row"),
+    ],
+)
+def test_what_is_not_as_promised_is_said(changes, complaint, tmp_path):
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo import DemoOptions, _problems
+
+    problems = list(_problems(DemoOptions(tmp_path), demo_result(**changes)))
+    if complaint is None:
+        assert problems == []
+    else:
+        assert len(problems) == 1
+        assert complaint in problems[0]
+
+
+def test_with_a_model_of_ones_own_the_workload_is_no_promise(tmp_path):
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo import DemoOptions, _problems
+
+    assert list(_problems(DemoOptions(tmp_path, model="mine"), demo_result(acceptance__timed=0.99))) == []
+
+
+def failed_start(tmp_path: Path, program: str) -> EngineFailed:
+    """Of an engine whose process is this program."""
+    (tmp_path / "program.py").write_text(program)
+    engine = EngineProcess("broken", {}, tmp_path, dict(os.environ), program=(str(tmp_path / "program.py"),))
+    try:
+        with pytest.raises(EngineFailed) as caught:
+            engine.wait_until_ready()
+    finally:
+        engine.close()
+    return caught.value
+
+
+def test_an_engine_that_cannot_start_says_so_in_a_sentence(tmp_path):
+    refusing = """
+from nwor_ops.cli.demo_engine import serve
+def start(job):
+    raise ValueError("1 validation error\\n  Value error, no such\\n   model " + 999 * "x ")
+serve(start)
+"""
+    error = failed_start(tmp_path, refusing)
+    assert re.match(r"(?s)the engine 'broken' stopped: ValueError: .*broken\.log:\n    .*Traceback", str(error))
+    assert re.fullmatch(
+        r"the engine 'broken' stopped: ValueError: 1 validation error Value error, no such model [x ]{300,400} \.\.\. "
+        r"\(log: \S+broken\.log\)",
+        error.sentence,
+    )
+
+
+def test_an_engine_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
+    error = failed_start(tmp_path, "import sys; print('the reason', file=sys.stderr); sys.exit(3)")
+    assert re.fullmatch(r"(?s)the engine 'broken' ended with exit code 3; .*broken\.log:\n    the reason", str(error))
+    assert error.sentence is None
+
+
+def test_what_cannot_be_a_model_is_refused_in_a_sentence(tmp_path):
+    pytest.importorskip("vllm")
+    finished = run_cli("demo", "--model", "/nonexistent", "--output", str(tmp_path / "output"))
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert finished.stderr == "nwor-ops demo: --model: there is no folder /nonexistent\n"
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"model": "./nonexistent"}, "--model: there is no folder ./nonexistent"),
+        ({"model": "FOLDER"}, "--model: FOLDER has no config.json, so it is not the folder of a model"),
+        ({"draft_model": "FOLDER/file"}, "--draft-model: FOLDER/file is a file, not the folder of a model"),
+        ({"output": "FOLDER/file"}, "--output: FOLDER/file is a file, not a folder"),
+    ],
+)
+def test_options_that_make_no_sense(changes, complaint, tmp_path):
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo import DemoOptions, check_options
+
+    (tmp_path / "file").touch()
+    named = {name: value.replace("FOLDER", str(tmp_path)) for name, value in changes.items()}
+    options = DemoOptions(**{"output": tmp_path} | named | {"output": Path(named.get("output", tmp_path))})
+    with pytest.raises(ValueError, match=f"^{re.escape(complaint.replace('FOLDER', str(tmp_path)))}$"):
+        check_options(options)
+    # A name: vLLM fetches it, or says that it cannot.
+    check_options(DemoOptions(tmp_path, model="someone/some-model"))
+
+
+def test_timed_rounds_are_in_turns_and_the_first_answers_do_not_count(tmp_path):
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo import DemoOptions, run_timed
+
+    asked, advanced = [], []
+
+    class Engine:
+        def __init__(self, name, seconds):
+            self.name, self.seconds = name, seconds
+
+        def ask(self, command):
+            asked.append(f"{self.name} {command}")
+            return {"tokens": [[1, 2], [3]], "steps": 10, "seconds": self.seconds} if command == "run" else {"vllm": {}}
+
+    engines = {"vanilla": Engine("vanilla", 0.5), "nwor": Engine("nwor", 0.6)}
+    timed = run_timed(DemoOptions(tmp_path, rounds=2), engines, lambda: advanced.append(1))
+    first, second = ["vanilla run", "nwor run"], ["nwor run", "vanilla run"]
+    assert asked == [*first, *first, *second, "vanilla report", "nwor report"]
+    assert len(advanced) == 2
+    assert timed["nwor"] == {
+        "tokens": [[[1, 2], [3]]] * 3,
+        "rates": [pytest.approx(5.0)] * 2,
+        "step_ms": [pytest.approx(60.0)] * 2,
+        "vllm": {},
+    }
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_stages_say_what_is_done_and_how_far_it_is(terminal):
+    console_module = pytest.importorskip("rich.console")
+    from nwor_ops.cli.demo import Stages
+
+    console = console_module.Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
+    stages = Stages(console, 2)
+    with stages.stage("making [a model]"):
+        pass
+    with stages.stage("timing", most=7) as advance:
+        advance()
+        advance()
+    printed = console.file.getvalue()
+    if terminal:
+        assert "2/7" in printed
+        assert "━" in printed
+    else:
+        assert re.sub(r"in +\d+ s", "in 0 s", printed).splitlines() == [
+            "1/2 making [a model] ...", "done in 0 s: 1/2 making [a model]",
+            "2/2 timing ...", "done in 0 s: 2/2 timing",
+        ]  # fmt: skip
+
+
+def test_the_timed_model_is_the_size_that_its_name_says():
+    from nwor_ops.testing import tiny_llama
+
+    for size in (tiny_llama.Size(), tiny_llama.Size(layers=1, kv_heads=1)):
+        assert size.parameters == sum(tensor.numel() for _, tensor in tiny_llama._weights(0, size))
+    assert 20e6 < tiny_llama.TIMED_SIZE.parameters < 100e6
+    assert str(tiny_llama.TIMED_SIZE) == "Llama, 28 M parameters"
+
+
+def test_the_vanilla_engine_has_nothing_of_ours_in_its_environment(monkeypatch):
+    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    monkeypatch.setenv("VLLM_NWOR_DEBUG_SYNC", "1")
+    vanilla = engine_environment("off", audit=False, offline=True)
+    assert not [name for name in vanilla if "NWOR" in name]
+    audited = engine_environment("cow", audit=True, offline=True)
+    assert (audited["VLLM_NWOR_MODE"], audited["VLLM_NWOR_AUDIT"]) == ("cow", "1")
+
+
+# ---------------------------------------------------------------- the picture
+
+BLOCKS = ["1" * 32, "1" * 20 + "2" * 4 + "0" * 8, "0" * 32, "1" * 32]
+
+
+def count_pixels(image, colour: str) -> int:
+    wanted = torch.tensor([int(colour[index : index + 2], 16) for index in (1, 3, 5)])
+    pixels = (torch.from_numpy(image)[..., :3] * 255).round().long()
+    return int((pixels == wanted).all(-1).sum())
+
+
+def test_the_picture_shows_each_state_in_its_colour(tmp_path):
+    pyplot_image = pytest.importorskip("matplotlib.image")
+    from nwor_ops.cli import picture
+
+    path = tmp_path / "cache.png"
+    clean = [block.replace("2", "0") for block in BLOCKS]
+    panels = picture.cache_panels({"vanilla": {"group": BLOCKS}, "nwor": {"group": clean}})
+    assert [panel.count(picture.STALE) for panel in panels] == [4, 0]
+    picture.draw_caches(panels, path, "both")
+    image = pyplot_image.imread(path)
+    assert image.shape[1] == picture.WIDTH_INCHES * picture.DPI
+    left, right = image[:, : image.shape[1] // 2].copy(), image[:, image.shape[1] // 2 :].copy()
+    # The legend shows each colour once, so compare the panels: below it.
+    below = int(1.1 * picture.DPI)
+    stale = picture.COLOURS[picture.STALE]
+    assert count_pixels(left[below:], stale) > 100
+    assert count_pixels(right[below:], stale) == 0
+    for state in (picture.COMMITTED, picture.FREE):
+        assert count_pixels(left[below:], picture.COLOURS[state]) > 1000
+        assert count_pixels(right[below:], picture.COLOURS[state]) > 1000
+
+
+def test_a_cache_of_several_groups_gets_a_row_of_panels_per_group(tmp_path):
+    pytest.importorskip("matplotlib")
+    from nwor_ops.cli import picture
+
+    caches = {"vanilla": {"full": BLOCKS, "window": BLOCKS}, "nwor": {"full": BLOCKS, "window": BLOCKS}}
+    panels = picture.cache_panels(caches)
+    assert [panel.title for panel in panels] == [
+        "vanilla, group full", "nwor, group full", "vanilla, group window", "nwor, group window",
+    ]  # fmt: skip
+    picture.draw_caches(panels, Path(tmp_path) / "cache.png", "groups")
+    assert (tmp_path / "cache.png").stat().st_size > 5000

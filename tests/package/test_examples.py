@@ -1,0 +1,396 @@
+"""The examples do what they say: the text of plain decoding, and a cache no rejected draft ever touched."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+from transactions import one_thread  # noqa: F401
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import draft_loop  # noqa: E402
+from paged_llama import LlamaConfig, rotary_embedding  # noqa: E402
+from speculative_decoding import BLOCK_SIZE, Engine, make_prompts, prompt_lookup  # noqa: E402
+from token_tree import NO_PARENT, TreeVerifier, lookup_tree  # noqa: E402
+
+CONFIG = LlamaConfig(num_layers=3)
+PROMPTS = make_prompts(5, CONFIG.vocab_size)
+NUM_OUTPUT_TOKENS = 24
+NUM_DRAFTS = 3
+
+
+def make_engine(kind: type[Engine] = Engine, **options) -> Engine:
+    options = {"num_drafts": NUM_DRAFTS, "max_requests": 3, "max_context": 64} | options
+    engine = kind(CONFIG, **options)
+    generator = torch.Generator().manual_seed(1)
+    for cache in engine.caches:  # what earlier requests left behind
+        pages = cache[: engine.max_requests * engine.max_blocks]
+        pages.copy_(torch.randn(pages.shape, generator=generator))
+    return engine
+
+
+def generate(engine: Engine) -> list[list[int]]:
+    return engine.generate(PROMPTS, NUM_OUTPUT_TOKENS)
+
+
+class Audited(Engine):
+    """Compares the whole cache before and after every step, and remembers which tokens were rejected."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.rejected: list[list[int]] = []  # of each step, places in the batch
+        self.mixed_steps = 0
+        self.num_pages = self.max_requests * self.max_blocks  # of requests; behind them lie shadow pages
+
+    def step(self, running):
+        before = [cache.clone() for cache in self.caches]
+        sampled = super().step(running)
+        for cache, old in zip(self.caches, before, strict=True):
+            changed = (cache != old)[: self.num_pages].any(dim=(2, 3)).flatten().nonzero().flatten().tolist()
+            assert set(changed) <= set(self.kept_slots), "a rejected draft left something behind"
+        return sampled
+
+    def build_step(self, running):
+        step = super().build_step(running)
+        self.own_slots = step.batch.slot_mapping.tolist()  # inside a window, mode "stage" has others there
+        return step
+
+    def sample(self, logits, step):
+        sampled = super().sample(logits, step)
+        ends = step.window.query_start_loc[1:].tolist()
+        drafts = (step.drafts >= 0).sum(dim=1).tolist()
+        accepted = ((sampled >= 0).sum(dim=1) - 1).tolist()
+        rejected = [t for e, n, a in zip(ends, drafts, accepted, strict=True) for t in range(e - n + a, e)]
+        self.rejected.append(rejected)
+        slots = self.own_slots
+        self.kept_slots = [s for t, s in enumerate(slots) if s >= 0 and t not in rejected]
+        has_prompt = len(slots) == self.token_budgets[-1]
+        self.mixed_steps += has_prompt and sum(drafts) > 0
+        return sampled
+
+
+class Foreknowing(Engine):
+    """Gives no slot to the drafts that another run found to be rejected: they are never written at all."""
+
+    rejected: list[list[int]]
+
+    def build_step(self, running):
+        step = super().build_step(running)
+        step.batch.slot_mapping[self.rejected.pop(0)] = -1
+        return step
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return generate(make_engine(num_drafts=0))
+
+
+def dense_greedy(model, prompt: list[int]) -> list[int]:
+    """Greedy decoding without any cache: the whole text again for every token."""
+    tokens = list(prompt)
+    for _ in range(NUM_OUTPUT_TOKENS):
+        positions = torch.arange(len(tokens))
+        x = model.embedding(torch.tensor(tokens))
+        for block in model.blocks:
+            attention, c = block.attention, CONFIG
+            sizes = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
+            qkv = attention.qkv(block.attention_norm(x)).view(len(tokens), -1, c.head_size)
+            query, key, value = qkv.split(sizes, dim=1)
+            query = rotary_embedding(query, positions, c.rope_theta)
+            key = rotary_embedding(key, positions, c.rope_theta)
+            q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = x + attention.out(attended[0].transpose(0, 1).flatten(1))
+            x = x + block.mlp(block.mlp_norm(x))
+        tokens.append(int(model.head(model.norm(x))[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def test_plain_paged_decoding_equals_decoding_without_a_cache(plain):
+    model = make_engine(num_drafts=0).model
+    assert plain == [dense_greedy(model, prompt) for prompt in PROMPTS]
+
+
+def test_prompt_lookup():
+    assert prompt_lookup([1, 2, 3, 1, 4, 5, 1], 2) == [4, 5]
+    assert prompt_lookup([1, 2, 1], 5) == [2, 1]
+    assert prompt_lookup([1, 2, 3], 4) == []
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_speculative_decoding_keeps_no_rejected_draft(plain, layout, mode):
+    engine = make_engine(Audited, layout=layout, mode=mode)
+    assert generate(engine) == plain
+
+    # The workload is one that can fail: drafts of both fates, beside prompts, and blocks that are reused.
+    stats = engine.manager.stats()
+    assert stats.accepted > 20
+    assert stats.rejected > 20
+    assert stats.drafted == stats.accepted + stats.rejected
+    assert stats.rejected == sum(map(len, engine.rejected))
+    assert engine.mixed_steps > 0
+    blocks_used = sum(-(-(len(prompt) + NUM_OUTPUT_TOKENS) // BLOCK_SIZE) for prompt in PROMPTS)
+    assert blocks_used > engine.max_requests * engine.max_blocks / 2
+
+    never_saw = make_engine(Foreknowing, layout=layout)
+    never_saw.rejected = list(engine.rejected)
+    assert generate(never_saw) == plain
+    assert never_saw.manager.stats().rejected == stats.rejected
+    for cache, expected in zip(engine.caches, never_saw.caches, strict=True):
+        assert torch.equal(cache[: engine.num_pages], expected)
+
+
+def test_without_the_undo_the_audit_fails():
+    """The tests above can fail: a plain write leaves rejected drafts behind."""
+    engine = make_engine(Audited)
+    engine.manager._undo_rejected = lambda *_: None
+    with pytest.raises(AssertionError, match="left something behind"):
+        generate(engine)
+
+
+class Boom(Exception):
+    pass
+
+
+class Fragile(Engine):
+    """Every third forward fails in its second layer; the engine tries the step again."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.calls = 0
+        self.model.blocks[1].attention_norm.register_forward_pre_hook(self.fail_sometimes)
+
+    def fail_sometimes(self, module, arguments) -> None:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            raise Boom
+
+    def step(self, running):
+        try:
+            return super().step(running)
+        except Boom:
+            return super().step(running)
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_a_failing_forward_is_undone(plain, mode):
+    fragile, steady = make_engine(Fragile, mode=mode), make_engine()
+    assert generate(fragile) == generate(steady) == plain
+    assert fragile.manager.stats().cancelled > 5
+    for cache, expected in zip(fragile.caches, steady.caches, strict=True):
+        assert torch.equal(cache[: len(expected)], expected)
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A compiled engine after one run, its output, and the code that inductor made."""
+    torch.compiler.reset()
+    counters.clear()
+    with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph shows no code
+        engine = make_engine(compile=True)
+        output, code = run_and_get_code(generate, engine)
+    return engine, output, code
+
+
+def test_compiled_output(compiled, plain):
+    engine, output, _ = compiled
+    assert output == plain
+    stats = engine.manager.stats()
+    assert min(stats.accepted, stats.rejected) > 20
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == len(engine.token_budgets)
+
+
+def test_compiled_code_writes_in_place(compiled):
+    """Each layer's op is called once on the cache itself; nothing of a cache's or log's size is allocated."""
+    engine, _, code = compiled
+    assert len(code) == len(engine.token_budgets)
+    cache = engine.caches[0]
+    log = CONFIG.num_layers * engine.manager.max_draft_tokens * prod(cache.shape[2:])
+    for source in code:
+        assert source.count("torch.ops.nwor.write_kv_logged.default(") == CONFIG.num_layers
+        allocated = re.findall(r"empty_strided\w*\(\(([\d, ]*)\)", source)
+        sizes = [prod(int(size) for size in shape.split(",") if size.strip()) for shape in allocated]
+        assert sizes, "the pattern no longer matches what inductor writes"
+        assert not {cache.numel(), CONFIG.num_layers * cache.numel(), log} & set(sizes)
+        assert "clone" not in source
+
+
+def test_compiled_code_runs_the_op_and_never_recompiles(compiled, plain):
+    engine, *_ = compiled
+    steps = engine.manager.stats().windows
+    with (
+        torch.compiler.set_stance("fail_on_recompile"),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
+        assert generate(engine) == plain
+    ran = {event.key: event.count for event in profile.key_averages()}
+    steps = engine.manager.stats().windows - steps
+    assert ran["nwor::write_kv_logged"] == steps * CONFIG.num_layers
+    assert ran["nwor::plan_window"] == steps
+    assert ran["nwor::reject_rows"] == steps
+    assert 0 < ran["nwor::restore_slots"] < steps  # not in steps without drafts
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_compiled_cache(compiled, plain, layout):
+    engine = make_engine(Audited, layout=layout, compile=True)
+    assert generate(engine) == plain
+    never_saw = make_engine(Foreknowing, layout=layout, compile=True)
+    never_saw.rejected = list(engine.rejected)
+    assert generate(never_saw) == plain
+    for cache, expected in zip(engine.caches, never_saw.caches, strict=True):
+        assert torch.equal(cache, expected)
+
+
+# ---------------------------------------------------------------- as a reader runs it
+
+
+def test_command_line():
+    command = [sys.executable, str(EXAMPLES / "speculative_decoding.py"), "--num-prompts", "3"]
+    command += ["--output-tokens", "16", "--layout", "HND", "--no-compile"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "same output as plain greedy decoding: yes" in done.stdout
+    assert re.search(r"speculative .* [1-9]\d* accepted, [1-9]\d* rejected", done.stdout)
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_draft_loop_command_line(temperature):
+    """The drafts themselves are compared with drafting without a loop in test_draft_loop.py."""
+    command = [sys.executable, str(EXAMPLES / "draft_loop.py"), "--num-drafts", "3", "--temperature", temperature]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the same 135 drafts in all three modes: yes" in done.stdout
+
+
+def test_draft_loop_notices_other_drafts(monkeypatch, capsys):
+    class Forgetful(draft_loop.PagedMetadataAdapter):
+        """A back end whose update in place forgets; its build does not."""
+
+        def update(self, key, metadata):
+            if self.buffers.current_draft_step < 2:
+                super().update(key, metadata)
+
+        def build(self, key, *arguments):
+            metadata = super().build(key, *arguments)
+            super().update(key, metadata)
+            return metadata
+
+    monkeypatch.setitem(draft_loop.Drafter.__init__.__kwdefaults__, "adapter", Forgetful)
+    monkeypatch.setattr(sys, "argv", ["draft_loop.py"])
+    assert draft_loop.main() == 1
+    assert "in all three modes: NO" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- token trees
+
+
+class AuditedTrees(TreeVerifier):
+    """Compares the whole cache before and after every step, and counts what trees gain."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(CONFIG, **{"branches": 3, "depth": 4, "max_requests": 3, "max_context": 64} | options)
+        generator = torch.Generator().manual_seed(1)
+        for cache in self.caches:  # what earlier requests left behind
+            cache.copy_(torch.randn(cache.shape, generator=generator))
+        self.rejected = self.second_branches = 0
+
+    def step(self, running):
+        before = [cache.clone() for cache in self.caches]
+        super().step(running)
+        for cache, old in zip(self.caches, before, strict=True):
+            changed = (cache != old).any(dim=(2, 3)).flatten().nonzero().flatten().tolist()
+            assert sorted(changed) == sorted(self.kept_slots), "something else than the accepted path was written"
+
+    def accept(self, batch, best):
+        accepted = super().accept(batch, best)
+        self.kept_slots = batch.slot_mapping[accepted].tolist()
+        assert len(set(self.kept_slots)) == len(self.kept_slots)
+        self.rejected += int((~accepted).sum())
+        first_children = {}
+        for token, parent in enumerate(batch.parents.tolist()):
+            first_children.setdefault(parent if batch.is_draft[token] else -1, token)
+        self.second_branches += sum(
+            bool(accepted[token]) and first_children[parent] != token
+            for token, parent in enumerate(batch.parents.tolist()) if batch.is_draft[token]
+        )  # fmt: skip
+        return accepted
+
+
+def test_lookup_tree():
+    text = [1, 2, 3, 1, 2, 4, 1, 5, 1]
+    assert lookup_tree(text, 3, 2) == [(5, NO_PARENT), (1, 0), (2, NO_PARENT), (4, 2), (3, 2)]
+    assert lookup_tree(text, 1, 3) == [(5, NO_PARENT), (1, 0)]
+    assert lookup_tree(text, 0, 3) == lookup_tree([1, 2], 3, 3) == lookup_tree(text, 3, 0) == []
+
+
+def test_a_text_that_fills_its_pages(plain):
+    """Trees take pages for no more tokens than there is room for."""
+    prompt = PROMPTS[1]
+    length = len(prompt) + NUM_OUTPUT_TOKENS
+    assert length % BLOCK_SIZE == 0
+    assert AuditedTrees(max_requests=1, max_context=length).generate([prompt], NUM_OUTPUT_TOKENS) == plain[1:2]
+
+
+@pytest.mark.parametrize("branches", [0, 1, 3])
+def test_token_trees_decode_as_plain_decoding_does(plain, branches):
+    verifier = AuditedTrees(branches=branches)
+    assert verifier.generate(PROMPTS, NUM_OUTPUT_TOKENS) == plain
+    stats = verifier.buffer.stats()
+    assert stats.rejected == verifier.rejected
+    assert stats.incomplete == 0
+    assert stats.stage_operations == CONFIG.num_layers * stats.staged
+    # Every token but the last of each request was committed, once.
+    assert stats.committed == sum(map(len, PROMPTS)) + len(PROMPTS) * (NUM_OUTPUT_TOKENS - 1)
+    if branches > 1:
+        assert verifier.second_branches > 2  # paths that a chain would have missed
+        assert verifier.rejected > 20
+
+
+def test_without_ancestors_the_test_fails(plain):
+    """Nodes that see no node above them are not judged as plain decoding would."""
+
+    class Blind(AuditedTrees):
+        def build_batch(self, running):
+            batch, ends = super().build_batch(running)
+            itself = torch.eye(len(batch.is_draft), dtype=torch.bool)
+            batch.tree_mask &= itself | ~(batch.is_draft[:, None] & batch.is_draft)
+            return batch, ends
+
+    assert Blind().generate(PROMPTS, NUM_OUTPUT_TOKENS) != plain
+
+
+def test_a_tree_step_that_fails_writes_nothing():
+    verifier = AuditedTrees()
+    before = [cache.clone() for cache in verifier.caches]
+    block = verifier.model.blocks[1]
+    block.mlp.forward = lambda x: (_ for _ in ()).throw(RuntimeError("stopped half-way"))
+    with pytest.raises(RuntimeError, match="stopped half-way"):
+        verifier.generate(PROMPTS, 4)
+    assert all(torch.equal(cache, old) for cache, old in zip(verifier.caches, before, strict=True))
+    assert verifier.buffer.stats().committed == 0
+
+
+def test_token_tree_script():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "token_tree.py"), "--num-prompts", "3", "--output-tokens", "16"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "same output as plain greedy decoding: yes" in done.stdout

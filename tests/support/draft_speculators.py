@@ -1,0 +1,333 @@
+"""vLLM's speculator for a draft model beside ours, on random batches. Run by test_draft_graphs.py:
+
+    TRITON_INTERPRET=1 python draft_speculators.py
+
+Both are the real classes of the installed vLLM; Triton's interpreter runs vLLM's kernels on the CPU. The bodies that
+would be captured run from the host, padded as a graph is. The draft model is a few lines: each token's key goes to
+its slot, and the next token is a hash of all keys that the token may see, in order. So one wrong slot, position,
+length, block or start gives other drafts. The caches are compared, too: padded rows write nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+ROWS, K, LONGEST, VOCABULARY, BLOCKS = 6, 4, 48, 97, 64
+MAX_TOKENS = 64
+BLOCK_SIZES = (4, 8)
+BATCHES = 40
+PADDED = (1, 2, 5)  # request counts that "have a graph"; larger batches, up to ROWS, have none
+PRIME = 1_000_003
+
+
+def use_interpreter() -> None:
+    """vLLM's CPU build leaves Triton out; here its interpreter is wanted."""
+    import triton
+    import triton.language as tl
+    import vllm.triton_utils as utils
+
+    utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
+
+
+class Model(torch.nn.Module):
+    """Two layers, each of a group with a cache of its own; the drafter's next token depends on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caches = [torch.zeros(BLOCKS * size, dtype=torch.int64) for size in BLOCK_SIZES]
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        from vllm.forward_context import get_forward_context
+
+        context = get_forward_context()
+        hidden = torch.zeros(len(input_ids), dtype=torch.int64)
+        for number, (cache, size) in enumerate(zip(self.caches, BLOCK_SIZES, strict=True)):
+            metadata, slots = context.attn_metadata[f"draft.{number}"], context.slot_mapping[f"draft.{number}"]
+            for token, slot in enumerate(slots.tolist()):
+                if slot >= 0:
+                    cache[slot] = int(input_ids[token]) * 100 + int(positions[token]) + 1
+            hidden += self._attend(metadata, cache, size, len(input_ids))
+        return hidden
+
+    @staticmethod
+    def _attend(metadata: Any, cache: Tensor, size: int, tokens: int) -> Tensor:
+        seen = torch.zeros(tokens, dtype=torch.int64)
+        starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        for row, length in enumerate(lengths):
+            for token in range(starts[row], starts[row + 1]):
+                last = length - (starts[row + 1] - token)
+                value = 7
+                for position in range(last + 1):
+                    block = int(metadata.block_table_tensor[row, position // size])
+                    value = (value * 31 + int(cache[block * size + position % size])) % PRIME
+                seen[token] = value
+        return seen
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        token = torch.arange(VOCABULARY)
+        mixed = (hidden_states[:, None] * 7919 + token * 104_729 + hidden_states[:, None] * token * 13) % 9973
+        return mixed.float() / 1500.0
+
+
+class Builder:
+    """Metadata is the description of the batch itself: views of persistent buffers, as with Triton's back end."""
+
+    supports_draft_decode_metadata_update = True
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> Any:
+        return common_attn_metadata
+
+
+class Group:
+    def __init__(self, number: int) -> None:
+        self.layer_names, self.kv_cache_group_id = [f"draft.{number}"], number
+        self.kv_cache_spec, self.backend = None, SimpleNamespace(get_name=lambda: "TRITON_ATTN")
+        self.supports_draft_decode_metadata_update = True
+
+    def get_metadata_builder(self, ubatch_id: int = 0) -> Any:
+        return SimpleNamespace(supports_update_block_table=False)
+
+    def build_metadata(self, common: Any, ubatch_idx: int = 0) -> Any:
+        return common
+
+    def update_draft_decode_metadata(self, attn_metadata: Any) -> None:
+        pass
+
+    def map_to_kernel_block_table(self, block_table: Tensor) -> Tensor:
+        return block_table
+
+
+class BlockTables:
+    """vLLM's, as far as a drafter sees it; slots by a plain loop."""
+
+    cp_size = 1
+
+    def __init__(self) -> None:
+        self.block_sizes, self.num_kv_cache_groups = list(BLOCK_SIZES), len(BLOCK_SIZES)
+        columns = [LONGEST // size + 2 for size in BLOCK_SIZES]
+        self.states = [torch.zeros(ROWS, count, dtype=torch.int32) for count in columns]
+        self.input_block_tables = [torch.zeros(ROWS, count, dtype=torch.int32) for count in columns]
+        self.slot_mappings = torch.zeros(len(BLOCK_SIZES), MAX_TOKENS, dtype=torch.int64)
+
+    def gather(self, idx_mapping: Tensor) -> None:
+        for table, state in zip(self.input_block_tables, self.states, strict=True):
+            table.zero_()
+            table[: len(idx_mapping)] = state[idx_mapping]
+
+    def compute_slot_mappings(
+        self, idx_mapping: Tensor, starts: Tensor, positions: Tensor, num_tokens: int, out: Tensor | None = None
+    ) -> Tensor:
+        slots = self.slot_mappings if out is None else out
+        slots.fill_(-1)
+        for row, state in enumerate(idx_mapping.tolist()):
+            for token in range(int(starts[row]), int(starts[row + 1])):
+                for group, size in enumerate(BLOCK_SIZES):
+                    position = int(positions[token])
+                    block = int(self.states[group][state, position // size])
+                    slots[group, token] = block * size + position % size if state >= 0 else -1
+        return slots[:, :num_tokens]
+
+
+def make_config(probabilistic: bool) -> Any:
+    draft = SimpleNamespace(get_hidden_size=lambda: 1, get_vocab_size=lambda: VOCABULARY)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            dtype=torch.float32, head_dtype=torch.float32, use_fp64_gumbel=False, max_model_len=LONGEST
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=ROWS, max_num_batched_tokens=MAX_TOKENS),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=1,
+            data_parallel_rank=0,
+            decode_context_parallel_size=1,
+            use_sequence_parallel_moe=False,
+            is_moe_model=False,
+        ),
+        speculative_config=SimpleNamespace(
+            method="draft_model",
+            num_speculative_tokens=K,
+            draft_model_config=draft,
+            use_local_argmax_reduction=False,
+            enable_adaptive_verification=False,
+            draft_sample_method="probabilistic" if probabilistic else "greedy",
+            kv_cache_dtype=None,
+        ),
+        compilation_config=SimpleNamespace(
+            static_forward_context={}, fast_moe_cold_start=False, static_all_moe_layers=None
+        ),
+        watermark_config=None,
+    )
+
+
+class Side:
+    """One speculator with a cache, block tables and runner's buffers of its own."""
+
+    def __init__(self, kind: Any, probabilistic: bool, *more: Any) -> None:
+        from vllm.v1.worker.gpu.input_batch import InputBuffers
+
+        config, device = make_config(probabilistic), torch.device("cpu")
+        self.speculator = kind(config, device, *more)
+        self.speculator.model = Model()
+        self.tables = BlockTables()
+        self.target = InputBuffers(ROWS, MAX_TOKENS, device)
+        s = self.speculator
+        s.attn_groups = [[Group(number)] for number in range(len(BLOCK_SIZES))]
+        s.block_tables, s.target_input_buffers = self.tables, self.target
+        groups = [SimpleNamespace(layer_names=[f"draft.{number}"]) for number in range(len(BLOCK_SIZES))]
+        s.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
+        s.expanded_slot_mappings = torch.zeros(len(BLOCK_SIZES), MAX_TOKENS + ROWS, dtype=torch.int64)
+
+
+class Batch:
+    """R requests in the step after the target verified their drafts, or prompts among them."""
+
+    def __init__(self, rng: random.Random, uniform: bool, near_end: bool, moved: bool) -> None:
+        self.rows, self.moved = rng.randint(1, ROWS), moved
+        self.states = rng.sample(range(ROWS), self.rows)
+        self.lengths = [K + 1 if uniform else rng.randint(1, K + 1) for _ in range(self.rows)]
+        if not uniform:
+            self.lengths[rng.randrange(self.rows)] = rng.randint(K + 2, 12)  # a piece of a prompt
+        first = LONGEST - K - 4 if near_end else 0
+        self.first = [
+            rng.randint(min(first, LONGEST - length), LONGEST - length - (0 if near_end else 2 * K + 2))
+            for length in self.lengths
+        ]
+        self.rejected = [rng.randint(0, min(K, length - 1)) for length in self.lengths]
+        self.ids = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in self.lengths]
+        self.last_sampled = torch.tensor([[rng.randrange(VOCABULARY)] for _ in range(ROWS)])
+        self.uniform = uniform
+        blocks = rng.sample(range(1, BLOCKS), BLOCKS - 1)
+        self.tables = []
+        for size in BLOCK_SIZES:
+            columns = LONGEST // size + 2
+            self.tables.append(torch.tensor([[rng.choice(blocks) for _ in range(columns)] for _ in range(ROWS)]))
+        self.caches = [torch.tensor([rng.randrange(9999) for _ in range(BLOCKS * size)]) for size in BLOCK_SIZES]
+        self.temperature = torch.tensor([rng.choice([0.0, 0.7, 1.3]) for _ in range(ROWS)])
+        self.seeds = torch.tensor([rng.randrange(2**40) for _ in range(ROWS)])
+
+    def propose(self, side: Side) -> Tensor:
+        for table, state in zip(self.tables, side.tables.states, strict=True):
+            state.copy_(table)
+        for cache, wanted in zip(side.speculator.model.caches, self.caches, strict=True):
+            cache.copy_(wanted)
+        idx_mapping = torch.tensor(self.states)
+        side.tables.gather(idx_mapping)
+        batch = self._input_batch(side.target, idx_mapping)
+        rejected = torch.tensor(self.rejected, dtype=torch.int32)
+        last_sampled = self.last_sampled
+        if not self.moved and hasattr(side.speculator, "last_sampled"):  # the runner's own, at its address
+            last_sampled = side.speculator.last_sampled.view(-1, 1).copy_(last_sampled)
+        return side.speculator.propose(
+            batch, {}, {}, torch.empty(0), None, torch.ones_like(rejected), rejected, last_sampled, torch.empty(0),
+            self.temperature, self.seeds,
+        ).clone()  # fmt: skip
+
+    def _input_batch(self, target: Any, idx_mapping: Tensor) -> Any:
+        starts = numpy.concatenate(([0], numpy.cumsum(self.lengths))).astype(numpy.int32)
+        tokens = int(starts[-1])
+        target.query_start_loc.fill_(tokens)
+        target.query_start_loc[: self.rows + 1] = torch.from_numpy(starts)
+        target.seq_lens.zero_()
+        target.seq_lens[: self.rows] = torch.tensor(self.first) + torch.tensor(self.lengths)
+        target.input_ids[:tokens] = torch.tensor([token for ids in self.ids for token in ids])
+        target.positions[:tokens] = torch.cat(
+            [torch.arange(first, first + length) for first, length in zip(self.first, self.lengths, strict=True)]
+        )
+        return SimpleNamespace(
+            num_reqs=self.rows,
+            num_tokens=tokens,
+            num_scheduled_tokens=numpy.array(self.lengths),
+            decode_graph_eligible=self.uniform,
+            idx_mapping=idx_mapping,
+            query_start_loc=target.query_start_loc[: self.rows + 1],
+            query_start_loc_np=starts,
+            seq_lens=target.seq_lens[: self.rows],
+            seq_lens_cpu_upper_bound=torch.full((self.rows,), LONGEST, dtype=torch.int32),
+            input_ids=target.input_ids[:tokens],
+            positions=target.positions[:tokens],
+        )
+
+
+def sample(
+    logits: Tensor, idx_mapping: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, **more: Any
+) -> Tensor:
+    """In the place of vLLM's kernel, whose masks the interpreter does not take: the same inputs, another noise."""
+    cache, column = more["logits_cache"], int(more["logits_cache_col"])
+    tokens = []
+    for row, state in enumerate(idx_mapping.tolist()):
+        if state < 0:
+            tokens.append(0)
+            continue
+        cache[state, column] = logits[row]
+        key = int(seeds[state]) ^ (column << 32)
+        noise = random.Random(key * 1_000_033 + int(positions[row]))
+        heat = float(temperature[state])
+        tokens.append(int((logits[row] + heat * torch.tensor([noise.random() for _ in range(VOCABULARY)])).argmax()))
+    return torch.tensor(tokens)
+
+
+def make_sides(probabilistic: bool) -> tuple[Side, Side]:
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+    from nwor_ops.drafter import Dispatch, DraftLoop, GraphKey
+    from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
+
+    class HostLoop(DraftLoop):
+        """Runs from the host what its graphs would hold, in the shapes that they would have."""
+
+        def dispatch(self, num_reqs: int, query_len: int = 1) -> Dispatch:
+            rows = min(count for count in PADDED if count >= num_reqs)
+            return Dispatch(GraphKey(rows, query_len), "loop", "as if captured")
+
+        def run(self, num_reqs: int, inert_tails: bool = False, **_: Any) -> Tensor:
+            key = self.dispatch(num_reqs).key
+            return super().run(num_reqs, "loop", key=key, replay=False, inert_tails=inert_tails)
+
+        def run_first_pass(self, num_reqs: int, query_len: int, **_: Any) -> Tensor:
+            key = self.dispatch(num_reqs, query_len).key
+            return super().run_first_pass(num_reqs, query_len, "loop", key=key, replay=False)
+
+    vanilla = Side(StandaloneARSpeculator, probabilistic)
+    ours = Side(GraphedDraftModelSpeculator, probabilistic, torch.zeros(ROWS, 1, dtype=torch.int64), None, None)
+    loop = ours.speculator.make_loop()
+    loop.__class__ = HostLoop
+    ours.speculator.graphs = SimpleNamespace(loop=loop, most_requests=max(PADDED), keys=[], seconds=0.0, bytes=0)
+    return vanilla, ours
+
+
+def compare(probabilistic: bool) -> str:
+    rng = random.Random(probabilistic)
+    vanilla, ours = make_sides(probabilistic)
+    for number in range(BATCHES):
+        batch = Batch(rng, uniform=number % 4 != 3, near_end=number % 5 == 4, moved=number % 9 == 8)
+        wanted, found = batch.propose(vanilla), batch.propose(ours)
+        where = f"batch {number}: {vars(batch)}"
+        assert torch.equal(wanted, found), f"{where}\nvLLM {wanted.tolist()}\nours {found.tolist()}"
+        for ours_now, theirs in zip(ours.speculator.model.caches, vanilla.speculator.model.caches, strict=True):
+            assert torch.equal(ours_now, theirs), f"{where}: the caches differ"
+        if probabilistic:
+            states = torch.tensor(batch.states)
+            logits = (side.speculator.draft_logits[states] for side in (vanilla, ours))
+            assert torch.equal(*logits), f"{where}: the logits kept for the verification differ"
+    report = ours.speculator.report()
+    return json.dumps({"replays": report.replays, "eager": report.eager})
+
+
+def main() -> None:
+    use_interpreter()
+    from vllm.v1.worker.gpu.spec_decode import speculator
+
+    speculator._target_feeds_hc_residual = lambda _: False
+    speculator.gumbel_sample = sample
+    for probabilistic in (False, True):
+        print("probabilistic" if probabilistic else "greedy", compare(probabilistic))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Every op of nwor_ops again in plain Python: slow, obvious, one token at a time.
+
+Same names, argument order and in-place behaviour as `nwor_ops.ops`, on CPU tensors. Bytes are moved as
+integers of the element's size, so no NaN payload is lost; fp8 codes come from a table of the values
+that the 256 codes stand for, not from torch's casts.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from oracle_drafter import *  # noqa: F403
+from oracle_staging import *  # noqa: F403
+from torch import Tensor
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same size: assigning moves bytes and interprets nothing."""
+    return tensor.view(_INTEGER[tensor.element_size()])
+
+
+# ---------------------------------------------------------------- fp8
+
+
+@functools.cache
+def fp8_values(kv_cache_dtype: str) -> Tensor:
+    """What the non-negative finite codes 0, 1, 2, ... stand for (OCP 8-bit formats), float64."""
+    exponent_bits, mantissa_bits, last_code = {"e4m3": (4, 3, 0x7E), "e5m2": (5, 2, 0x7B)}[kv_cache_dtype[-4:]]
+    bias = 2 ** (exponent_bits - 1) - 1
+    values = []
+    for code in range(last_code + 1):
+        exponent, mantissa = code >> mantissa_bits, code & (2**mantissa_bits - 1)
+        fraction = mantissa / 2**mantissa_bits
+        values.append(fraction * 2.0 ** (1 - bias) if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - bias))
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def to_fp8(numbers: Tensor, kv_cache_dtype: str) -> Tensor:
+    """uint8 codes of float32 numbers: nearest, ties to the even code, saturated; NaN is 0x7f in both formats.
+
+    What CUDA's `__nv_cvt_float_to_fp8(x, __NV_SATFINITE, format)` gives.
+    """
+    values = fp8_values("fp8_e4m3" if kv_cache_dtype == "fp8" else kv_cache_dtype)
+    midpoints = (values[1:] + values[:-1]) / 2
+    magnitude = numbers.double().abs()
+    code = torch.searchsorted(midpoints, magnitude)  # on a midpoint: its lower neighbour
+    on_midpoint = magnitude == midpoints[code.clamp(max=len(midpoints) - 1)]
+    code = code + (on_midpoint & (code % 2 == 1))
+    code = code.clamp(max=len(values) - 1) + 0x80 * torch.signbit(numbers)
+    return torch.where(numbers.isnan(), 0x7F, code).to(torch.uint8)
+
+
+def _scale_of(scale: Tensor, token: int, num_heads: int) -> Tensor:
+    """The scale of each head of one token, float32 [H, 1]."""
+    if scale.numel() == 1 and scale.dim() <= 1:
+        return scale.reshape(1, 1).expand(num_heads, 1)
+    if scale.dim() == 1:
+        return scale.reshape(num_heads, 1)
+    return scale[token].reshape(1, 1).expand(num_heads, 1)
+
+
+def _stored(source: Tensor, token: int, scale: Tensor, kv_cache_dtype: str) -> Tensor:
+    """What the cache holds after writing one token of `source`: integers [H, W]."""
+    if kv_cache_dtype == "auto":
+        return raw(source)[token]
+    numbers = source[token].float() / _scale_of(scale, token, source.size(1))
+    return to_fp8(numbers, kv_cache_dtype)
+
+
+# ---------------------------------------------------------------- family undo
+
+
+def write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype) -> None:
+    block_size = key_cache.size(1)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        block, offset = divmod(slot, block_size)
+        raw(key_cache)[block, offset] = _stored(key, token, k_scale, kv_cache_dtype)
+        raw(value_cache)[block, offset] = _stored(value, token, v_scale, kv_cache_dtype)
+
+
+def write_kv_logged(
+    key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype,
+    log_rows, key_log, value_log, window_id=None, row_windows=None,
+) -> None:  # fmt: skip
+    log_slots(key_cache, slot_mapping, log_rows, key_log, None, window_id, row_windows)
+    log_slots(value_cache, slot_mapping, log_rows, value_log, None, window_id, row_windows)
+    write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype)
+
+
+def _element_view(cache: Tensor, block: int, offset: int, head: int, width: int, page_offsets: Tensor) -> Tensor:
+    """One element of a page whose inner order is a table: a view [1] of the same storage."""
+    place = block * cache.stride(0) + head * cache.stride(2) + int(page_offsets[offset, width])
+    return raw(cache.as_strided((1,), (1,), cache.storage_offset() + place))
+
+
+def log_slots(cache, slot_mapping, log_rows, log, page_offsets=None, window_id=None, row_windows=None) -> None:
+    _, block_size, num_heads, width = cache.shape
+    for slot, row in zip(slot_mapping.tolist(), log_rows.tolist(), strict=False):
+        if slot < 0 or row < 0:
+            continue
+        if row_windows is not None:
+            row_windows[row] = window_id[0]
+        block, offset = divmod(slot, block_size)
+        if page_offsets is None:
+            raw(log)[row] = raw(cache)[block, offset]
+            continue
+        for head in range(num_heads):
+            for w in range(width):
+                raw(log)[row, head, w] = _element_view(cache, block, offset, head, w, page_offsets)[0]
+
+
+def restore_slots(
+    caches, log, row_slots, row_rejected, page_offsets=None, window_id=None, row_windows=None, num_rows=None
+) -> None:
+    _, block_size, num_heads, width = caches[0].shape
+    last = log.shape[1] if num_rows is None else num_rows
+    for layer, cache in enumerate(caches):
+        for row, (slot, rejected) in enumerate(zip(row_slots.tolist(), row_rejected.tolist(), strict=True)):
+            if slot < 0 or not rejected or row >= last:
+                continue
+            if row_windows is not None and row_windows[layer, row] != window_id[0]:
+                continue  # this layer did not log the row in this window
+            block, offset = divmod(slot, block_size)
+            if page_offsets is None:
+                raw(cache)[block, offset] = raw(log)[layer, row]
+                continue
+            for head in range(num_heads):
+                for w in range(width):
+                    element = _element_view(cache, block, offset, head, w, page_offsets)
+                    element[0] = raw(log)[layer, row, head, w]
+
+
+def restore_slots_from_rejected(
+    caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
+    num_bonus_tokens=0, page_offsets=None, window_id=None, row_windows=None, num_rows=None,
+) -> None:  # fmt: skip
+    reject_rows_from_rejected(num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens)
+    restore_slots(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows)
+
+
+# ---------------------------------------------------------------- family accept
+
+WINDOWS, DRAFTED, ACCEPTED, REJECTED = range(4)  # places in `counters`
+
+
+def _without_bonus(cu_num_draft_tokens: Tensor, num_bonus_tokens: int) -> Tensor:
+    counted = [count - num_bonus_tokens * (q + 1) for q, count in enumerate(cu_num_draft_tokens.tolist())]
+    return torch.tensor(counted, dtype=torch.int32)
+
+
+def _drafts_of_requests(cu_num_draft_tokens: Tensor) -> list[range]:
+    """For each request, the numbers of its drafts in the batch."""
+    ends = cu_num_draft_tokens.tolist()
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def plan_window(
+    query_start_loc, cu_num_draft_tokens, slot_mappings, log_rows, row_slots, row_requests,
+    row_positions, counters, token_offset=None, num_bonus_tokens=0,
+) -> None:  # fmt: skip
+    cu_num_draft_tokens = _without_bonus(cu_num_draft_tokens, num_bonus_tokens)
+    for output in (log_rows, row_slots, row_requests, row_positions):
+        output.fill_(-1)
+    counters[WINDOWS] += 1
+    for request, drafts in enumerate(_drafts_of_requests(cu_num_draft_tokens)):
+        first_token = int(query_start_loc[request + 1]) - len(drafts)
+        for position, row in enumerate(drafts):
+            row_requests[row] = request
+            row_positions[row] = position
+            token = first_token + position - (token_offset or 0)
+            if 0 <= token < len(slot_mappings[0]):  # else in another micro-batch, which counts it
+                counters[DRAFTED] += 1
+                log_rows[token] = row
+                for group, slot_mapping in enumerate(slot_mappings):
+                    row_slots[group, row] = max(-1, int(slot_mapping[token]))
+
+
+def acceptance_mask(draft_token_ids, sampled_token_ids, cu_num_draft_tokens):
+    accepted = torch.zeros(len(draft_token_ids), dtype=torch.bool)
+    num_accepted = torch.zeros(len(cu_num_draft_tokens), dtype=torch.int32)
+    for request, drafts in enumerate(_drafts_of_requests(cu_num_draft_tokens)):
+        sampled = sampled_token_ids[request].tolist()
+        for position, draft in enumerate(drafts):
+            token = sampled[position] if position < len(sampled) else -1
+            went_on = position + 1 >= len(sampled) or sampled[position + 1] >= 0
+            if token < 0 or token != int(draft_token_ids[draft]) or not went_on:
+                break
+            accepted[draft] = True
+            num_accepted[request] += 1
+    return accepted, num_accepted
+
+
+def acceptance_mask_from_rejected(num_rejected, cu_num_draft_tokens, num_draft_tokens):
+    accepted = torch.zeros(num_draft_tokens, dtype=torch.bool)
+    num_accepted = torch.zeros(len(cu_num_draft_tokens), dtype=torch.int32)
+    for request, drafts in enumerate(_drafts_of_requests(cu_num_draft_tokens)):
+        rejected = min(max(int(num_rejected[request]), 0), len(drafts))
+        num_accepted[request] = len(drafts) - rejected
+        for draft in drafts[: len(drafts) - rejected]:
+            accepted[draft] = True
+    return accepted, num_accepted
+
+
+def _mark_rejected(accepted, num_accepted_of_requests, cu_num_draft_tokens, row_rejected, num_accepted, counters):
+    num_drafts = int(cu_num_draft_tokens[-1]) if len(cu_num_draft_tokens) else 0
+    row_rejected.fill_(False)
+    num_accepted.fill_(0)
+    num_accepted[: len(num_accepted_of_requests)] = num_accepted_of_requests
+    if num_drafts > len(row_rejected):  # never planned
+        num_accepted.fill_(0)
+        return
+    for row in range(num_drafts):
+        row_rejected[row] = not accepted[row]
+        counters[ACCEPTED if accepted[row] else REJECTED] += 1
+
+
+def reject_rows(
+    draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens=0
+) -> None:
+    cu_num_draft_tokens = _without_bonus(cu_num_draft_tokens, num_bonus_tokens)
+    accepted, of_requests = acceptance_mask(draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
+    _mark_rejected(accepted, of_requests, cu_num_draft_tokens, row_rejected, num_accepted, counters)
+
+
+def reject_rows_from_rejected(
+    num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens=0
+) -> None:
+    cu_num_draft_tokens = _without_bonus(cu_num_draft_tokens, num_bonus_tokens)
+    num_drafts = int(cu_num_draft_tokens[-1]) if len(cu_num_draft_tokens) else 0
+    accepted, of_requests = acceptance_mask_from_rejected(num_rejected, cu_num_draft_tokens, num_drafts)
+    _mark_rejected(accepted, of_requests, cu_num_draft_tokens, row_rejected, num_accepted, counters)
