@@ -721,7 +721,7 @@ def test_source_and_destination_may_share_no_memory(op, argument, value, names):
     refuse(op, arguments, ValueError, f"{names} must not share memory$")
 
 
-@pytest.mark.parametrize("op", (*shadow.SCHEMAS, *staging.SCHEMAS))
+@pytest.mark.parametrize("op", [*shadow.SCHEMAS, *staging.SCHEMAS])
 def test_tensors_on_two_devices(op):
     """`meta` stands in for a second device. It must be an error, not a call that does nothing."""
     arguments = sample_inputs(op)[0]

@@ -8,7 +8,6 @@ import torch
 from layouts import Shape, make_amx_pages, make_pages, random_bytes, surrounded, twin
 from torch import Tensor
 
-from nwor_ops.ops import drafter as ops_draft
 from nwor_ops.ops import registry, shadow, staging
 
 SMALL = Shape(blocks=3, block_size=4, heads=4, key_width=8, value_width=8, layers=2)
