@@ -60,11 +60,11 @@ $(VENV)/.vllm: $(VENV)/.torch
 
 $(VENV)/.ready: pyproject.toml $(VENV)/.vllm
 	@$(STEP) 4/5 "nwor_ops and its tools (about 60 s)" -- bash -c '\
-	  $(PIP) install wheel "setuptools>=77" && \
+	  $(PIP) install wheel "setuptools>=77" ninja && \
 	  NWOR_BUILD_CUDA=0 $(PIP) install --no-build-isolation --editable ".[cli,dev]"'
 	@touch $@
 
-# Incremental: setup.py compiles only what changed.
+# Seconds where nothing changed: ninja compiles what did.
 build: setup
 	@$(STEP) 5/5 "compiled libraries (the CUDA one too where nvcc is: minutes the first time)" -- \
 	  $(BIN)/python setup.py -q build_ext --inplace

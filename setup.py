@@ -10,6 +10,8 @@ Environment:
     NWOR_BUILD_CUDA=0       leave the CUDA library out;  =1: fail where nvcc is missing
     NWOR_GLIBC=2.28         link so that the libraries run with that glibc, where this machine's is newer (`make dist`)
     CXX, CUDA_HOME          compilers
+
+What has to be compiled is ninja's to know: what no command compiled so far, and what includes a header that changed.
 """
 
 import importlib.metadata
@@ -17,10 +19,10 @@ import importlib.util
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import setuptools
 
@@ -41,10 +43,6 @@ MAJOR, MINOR = map(int, re.search(r'"torch>=(\d+)\.(\d+)"', (ROOT / "pyproject.t
 TARGET = f"0x{MAJOR:02x}{MINOR:02x}000000000000"  # the oldest torch whose stable ABI the libraries use
 RELEASE_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
 MIN_NVCC = (12, 8)  # the first that knows compute capability 12.0
-BUILD_VARIABLES = {
-    "cpu": ("CXX", "NWOR_GLIBC"),
-    "cuda": ("CXX", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "NWOR_GLIBC"),
-}
 COMMON = ["-std=c++17", "-DTORCH_STABLE_ONLY", f"-DTORCH_TARGET_VERSION={TARGET}"]
 
 
@@ -66,6 +64,17 @@ def find_torch() -> tuple[pathlib.Path, str]:
     return pathlib.Path(spec.origin).parent, version
 
 
+def find_ninja() -> list[str]:
+    if importlib.util.find_spec("ninja") is not None:  # also where this environment's programs are not on the PATH
+        return [sys.executable, "-m", "ninja"]
+    if (found := shutil.which("ninja")) is None:
+        stop(
+            "building needs ninja, which is neither in this environment nor on the PATH; install it: pip install ninja "
+            "(Debian: apt-get install ninja-build)"
+        )
+    return [found]
+
+
 def find_compiler() -> str:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
@@ -84,9 +93,12 @@ def find_nvcc() -> str | None:
     return next((str(path) for path in candidates if path.exists()), None)
 
 
+def version_text(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+
+
 def nvcc_version(nvcc: str) -> tuple[int, int]:
-    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"release (\d+)\.(\d+)", text)
+    found = re.search(r"release (\d+)\.(\d+)", version_text(nvcc))
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
@@ -124,19 +136,37 @@ def architecture_flags(names: str) -> list[str]:
     return flags
 
 
-def run(command: list[str]) -> None:
-    print(" ".join(command), flush=True)
-    subprocess.run(command, check=True)
-
-
 class Library(Extension):
     """One shared library; `kind` is "cpu" or "cuda"."""
 
     def __init__(self, kind: str):
-        sources = sorted(str(path.relative_to(ROOT)) for path in (*(CSRC / kind).glob("*.c[pu]*"), CSRC / "glibc.cpp"))
-        headers = sorted(str(path.relative_to(ROOT)) for path in (*CSRC.rglob("*.h"), CSRC / "exports.map"))
-        super().__init__(f"nwor_ops.libnwor_{kind}", sources, depends=headers)
+        paths = (*(CSRC / kind).glob("*.c[pu]*"), CSRC / "glibc.cpp")
+        super().__init__(f"nwor_ops.libnwor_{kind}", sorted(str(path.relative_to(ROOT)) for path in paths))
         self.kind = kind
+
+
+class Plan:
+    """A build.ninja. Its commands run where this file lies."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.file = folder / "build.ninja"
+        self.lines = [f"builddir = {escape(folder)}"]
+        self.outputs: list[str] = []
+
+    def add(self, output: pathlib.Path, command: str, inputs: list, *more: str) -> None:
+        rule = f"rule{len(self.outputs)}"
+        self.lines += [f"rule {rule}", f"  command = {escape(command, '$')}", *more]
+        self.lines += [f"build {escape(output)}: {rule} {' '.join(map(escape, inputs))}"]
+        self.outputs.append(str(output))
+
+    def run(self) -> None:
+        self.file.write_text("\n".join(self.lines) + "\n")
+        if subprocess.run([*find_ninja(), "-v", "-f", str(self.file)], cwd=ROOT, check=False).returncode != 0:
+            stop("building failed; behind FAILED stands what failed, and why")
+
+
+def escape(text: str | pathlib.Path, special: str = "$ :") -> str:
+    return re.sub(f"([{special}])", r"$\1", str(text))
 
 
 class BuildLibraries(build_ext):
@@ -145,53 +175,58 @@ class BuildLibraries(build_ext):
 
     def build_extension(self, library: Library) -> None:
         self.torch_folder, torch_version = find_torch()
-        self.scratch = pathlib.Path(self.build_temp) / library.kind
+        self.scratch = pathlib.Path(self.build_temp).resolve() / library.kind
         self.scratch.mkdir(parents=True, exist_ok=True)
-        target = pathlib.Path(self.get_ext_fullpath(library.name))
+        self.plan = Plan(self.scratch)
+        # What every object depends on, and neither a command nor a header of ours tells.
+        self.built_with = self.scratch / "built_with.txt"
+        compilers = [find_compiler(), *([find_nvcc()] if library.kind == "cuda" else [])]
+        versions = "\n".join([f"torch {torch_version}", *map(version_text, compilers)])
+        if self.force or not self.built_with.exists() or self.built_with.read_text() != versions:
+            self.built_with.write_text(versions)
+        target = pathlib.Path(self.get_ext_fullpath(library.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        inputs = [pathlib.Path(path) for path in (*library.sources, *library.depends, __file__)]
-        # Built with other compilers, flags or headers it is not fresh either.
-        built_with = self.scratch / "built_with.txt"
-        wanted = f"{torch_version} {target} {[os.environ.get(name) for name in BUILD_VARIABLES[library.kind]]}"
-        same = built_with.exists() and built_with.read_text() == wanted
-        if not self.force and same and target.exists() and self.is_fresh(target, inputs):
-            return
-        link = self.compile_cpu if library.kind == "cpu" else self.compile_cuda
+        command = self.compile_cpu(library.sources) if library.kind == "cpu" else self.compile_cuda(library.sources)
+        self.link(command, target)
+        self.plan.run()
+
+    def link(self, command: list[str], target: pathlib.Path) -> None:
         # Linked beside the target and renamed: a process that has the old file open keeps it.
         unfinished = target.with_suffix(".unfinished")
-        command = [*link(library.sources), "-o", str(unfinished)]
-        run(command)
+        exports = CSRC / "exports.map"
+        command = [*command, f"-Wl,--version-script={exports}", "-o", str(unfinished)]
         if glibc := os.environ.get("NWOR_GLIBC"):
-            self.link_for(glibc, command, unfinished)
-        built_with.unlink(missing_ok=True)  # until here what it says is true, also where the compiler failed
-        unfinished.replace(target)
-        built_with.write_text(wanted)
+            tool = str(ROOT / "tools" / "older_glibc.py")
+            command = [sys.executable, tool, glibc, str(self.scratch / "older_glibc"), *command]
+        rename = shlex.join(["mv", "-f", str(unfinished), str(target)])
+        self.plan.add(target, f"{shlex.join(command)} && {rename}", [*self.plan.outputs, exports])
 
-    @staticmethod
-    def is_fresh(target: pathlib.Path, inputs: list[pathlib.Path]) -> bool:
-        return all(path.stat().st_mtime <= target.stat().st_mtime for path in inputs)
-
-    def link_for(self, glibc: str, command: list[str], library: pathlib.Path) -> None:
-        sys.path.insert(0, str(ROOT / "tools"))
-        from older_glibc import link_flags
-
-        newest = tuple(int(part) for part in glibc.split("."))
-        if flags := link_flags(library, newest, find_compiler(), self.scratch / "older_glibc"):
-            run([*command, *flags])
+    def copy_extensions_to_source(self) -> None:
+        for library in self.extensions:
+            target = pathlib.Path(self.get_ext_fullpath(library.name))
+            unfinished = target.with_suffix(".unfinished")
+            shutil.copy2(pathlib.Path(self.build_lib) / self.get_ext_filename(library.name), unfinished)
+            unfinished.replace(target)
 
     def includes(self) -> list[str]:
         # torch's headers as system headers: their warnings are not ours.
         return ["-isystem", str(self.torch_folder / "include"), f"-I{CSRC}"]
 
-    def compile_each(self, sources: list[str], compile_one) -> list[str]:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(compile_one, sources))
+    def compile_each(self, sources: list[str], command: list[str]) -> list[str]:
+        """The objects. The compiler writes down which headers each of them includes, the system's left out."""
+        first = len(self.plan.outputs)
+        for source in sources:
+            target = self.scratch / f"{pathlib.Path(source).stem}.o"
+            depfile = f"{target}.d"
+            words = [*command, "-MMD", "-MF", depfile, "-c", source, "-o", str(target)]
+            record = ("  deps = gcc", f"  depfile = {escape(depfile)}")
+            self.plan.add(target, shlex.join(words), [source, self.built_with], *record)
+        return self.plan.outputs[first:]
 
     def link_flags(self, *libraries: str) -> list[str]:
         # Python loads torch's libraries with local visibility, so ours must name the ones it needs.
         folder = self.torch_folder / "lib"
-        exports = f"-Wl,--version-script={CSRC / 'exports.map'}"
-        return [exports, f"-L{folder}", "-Wl,--no-as-needed", *(f"-l{name}" for name in libraries)]
+        return [f"-L{folder}", "-Wl,--no-as-needed", *(f"-l{name}" for name in libraries)]
 
     def compile_cpu(self, sources: list[str]) -> list[str]:
         compiler = find_compiler()
@@ -199,33 +234,21 @@ class BuildLibraries(build_ext):
         # The stable ABI's headers are the same for every torch; its location is not ours to keep.
         flags += [f"-ffile-prefix-map={ROOT}=.", *self.includes()]
         flags += ["-ffp-contract=off"]  # csrc/gumbel.h: the same bits as on CUDA
-
-        def compile_one(source: str) -> str:
-            target = str(self.scratch / (pathlib.Path(source).stem + ".o"))
-            run([compiler, *flags, "-c", source, "-o", target])
-            return target
-
-        return [compiler, "-shared", *self.compile_each(sources, compile_one),
-                *self.link_flags("torch", "torch_cpu", "c10")]  # fmt: skip
+        objects = self.compile_each(sources, [compiler, *flags])
+        return [compiler, "-shared", *objects, *self.link_flags("torch", "torch_cpu", "c10")]
 
     def compile_cuda(self, sources: list[str]) -> list[str]:
-        nvcc = find_nvcc()
+        nvcc, compiler = find_nvcc(), find_compiler()
         assert nvcc is not None
         host_flags = f"-fPIC,-fvisibility=hidden,-ffile-prefix-map={ROOT}=."
         flags = [*COMMON, "-DUSE_CUDA", "-O3", "-cudart", "static", "-Xcompiler", host_flags, *self.includes()]
         architectures = architecture_flags(os.environ.get("TORCH_CUDA_ARCH_LIST") or RELEASE_ARCHITECTURES)
-
-        def compile_one(source: str) -> str:
-            target = str(self.scratch / (pathlib.Path(source).stem + ".o"))
-            run([nvcc, *flags, *architectures, "-c", source, "-o", target])
-            return target
-
-        objects = self.compile_each(sources, compile_one)
-        compiler = find_compiler()
+        objects = self.compile_each(sources, [nvcc, *flags, *architectures])
         if not (self.torch_folder / "lib" / "libtorch_cuda.so").exists():
             # A CPU build of torch: link against an empty library of that name. Only the name is kept.
-            stub = str(self.scratch / "libtorch_cuda.so")
-            run([compiler, "-shared", "-x", "c", os.devnull, "-Wl,-soname,libtorch_cuda.so", "-o", stub])
+            stub = self.scratch / "libtorch_cuda.so"
+            words = ["-shared", "-x", "c", os.devnull, "-Wl,-soname,libtorch_cuda.so", "-o", str(stub)]
+            self.plan.add(stub, shlex.join([compiler, *words]), [])
         # Linked by the host compiler: nvcc would write its own command line into the library.
         folders = [self.scratch, *cuda_library_folders(nvcc)]
         return [compiler, "-shared", *objects, *(f"-L{folder}" for folder in folders),

@@ -39,9 +39,9 @@ else:
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERSIONS: list[str] = PROJECT["tool"]["nwor_ops"]["torch-matrix"]
-# What torch needs, beside NVIDIA's packages and triton (which CPU code does without).
-PURE_PYTHON = ["filelock", "fsspec", "jinja2", "networkx", "setuptools>=77,<82", "sympy>=1.13.3",
-               "typing-extensions>=4.13"]  # fmt: skip
+# What torch needs, beside NVIDIA's packages and triton (which CPU code does without), and what building needs.
+NEEDED = ["filelock", "fsspec", "jinja2", "networkx", "ninja", "setuptools>=77,<82", "sympy>=1.13.3",
+          "typing-extensions>=4.13"]  # fmt: skip
 TESTS_NEED = ("numpy", "pytest", "pytest-xdist", "hypothesis", "expecttest")
 # tests/gpu and tests/vllm need a GPU and vLLM; the others try the checkout itself, or need the demo's packages.
 NOT_HERE = ["tests/gpu", "tests/vllm", "tests/packages", "tests/package"]
@@ -99,7 +99,7 @@ class Environment:
 
     def make(self, wheels: pathlib.Path) -> None:
         """Nothing is done again where it was finished before."""
-        finished, packages = self.folder / ".finished", [*PURE_PYTHON, *self.packages]
+        finished, packages = self.folder / ".finished", [*NEEDED, *self.packages]
         if finished.exists() and finished.read_text() == str(packages):
             return
         command(sys.executable, "-m", "venv", "--clear", str(self.folder))

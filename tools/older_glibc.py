@@ -4,6 +4,11 @@ glibc 2.34 moved what was in libpthread, libdl and librt into libc, and gave it 
 are still in libc, for programs that were linked before; the linker just never chooses them. Here it is given libraries
 of the three names that have nothing but them. What comes out is what an older system's linker would have written; on a
 newer system the loader finds the same functions in libc.
+
+    python tools/older_glibc.py 2.28 FOLDER g++ -shared ... -o LIBRARY
+
+links with the command that follows FOLDER, looks at what the library needs, and links again where that is too new. The
+three libraries are written to FOLDER.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import pathlib
 import re
 import subprocess
+import sys
 
 HOMES = {"libdl.so.2": r"dl", "libpthread.so.0": r"(pthread|sem)_", "librt.so.1": r"(shm|mq|timer|aio|clock)_"}
 Version = tuple[int, ...]
@@ -59,3 +65,19 @@ def write_library(home: str, names: dict[str, Version], compiler: str, folder: p
     script = f"-Wl,--version-script={versions}"
     subprocess.run([compiler, *flags, script, "-x", "c", str(source), "-o", str(library)], check=True)
     return library
+
+
+def main(glibc: str, folder: str, *command: str) -> None:
+    subprocess.run(command, check=True)
+    newest = tuple(int(part) for part in glibc.split("."))
+    if flags := link_flags(pathlib.Path(command[-1]), newest, command[0], pathlib.Path(folder)):
+        subprocess.run([*command, *flags], check=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
+    try:
+        main(*sys.argv[1:])
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)

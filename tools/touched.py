@@ -41,6 +41,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"nwor_ops/vllm/(metrics/\w+|audit/agreement|environment)\.py", ("vllm/test_metrics.py",)),
     (r"nwor_ops/vllm/(?!metrics|drafter).*", VLLM),
     (r"setup\.py|pyproject\.toml|MANIFEST\.in|Makefile", ("package/test_package.py",)),
+    (r"setup\.py|tools/older_glibc\.py", ("package/test_build.py",)),
     (r"tools/\w+\.py", ("package/test_tools.py", "package/test_touched.py")),
     (r"examples/.*", ("package/test_examples.py",)),
     (

@@ -1,0 +1,175 @@
+"""What setup.py compiles anew, shown on a few sources of a line each."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TWO = 'extern "C" __attribute__((visibility("default"))) int two()'
+SOURCES = {
+    "csrc/one.h": "#define ONE 1\n",
+    "csrc/two.h": '#include "one.h"\n#define TWO (ONE + 1)\n',
+    "csrc/glibc.cpp": "",
+    "csrc/cpu/one.cpp": '#include "one.h"\nint one() { return ONE; }\n',
+    "csrc/cpu/two.cpp": '#include "two.h"\n' + TWO + " { return TWO; }\n",
+    "csrc/exports.map": "{ global: two; local: *; };\n",
+}
+LIBRARY = "nwor_ops/libnwor_cpu.so"
+
+
+class Tree:
+    """A checkout with other sources."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        for name in ("setup.py", "pyproject.toml", "tools/older_glibc.py", "README.md", "LICENSE"):
+            self.write(name, (ROOT / name).read_text())
+        for package in ("nwor_ops/__init__.py", "nwor_ops/__main__.py"):
+            self.write(package, "")
+        for name, text in SOURCES.items():
+            self.write(name, text)
+
+    def write(self, name: str, text: str) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def build(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", *words]
+        variables = {name: value for name, value in os.environ.items() if name not in ("CXX", "NWOR_GLIBC")}
+        return subprocess.run(command, cwd=self.folder, env=variables | {"NWOR_BUILD_CUDA": "0"} | environment,
+                              capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+
+    def made(self, *words: str, **environment: str) -> list[str]:
+        """Build, and the names of the files that a command made."""
+        done = self.build(*words, **environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("[")]
+        return sorted(pathlib.Path(words[words.index("-o") + 1]).name for words in commands)
+
+    def two(self) -> str:
+        code = f"import ctypes; print(ctypes.CDLL('./{LIBRARY}').two())"
+        environment = os.environ | {"LD_LIBRARY_PATH": torch_libraries()}
+        return subprocess.run([sys.executable, "-c", code], cwd=self.folder, env=environment, capture_output=True,
+                              text=True, check=True).stdout.strip()  # fmt: skip
+
+
+def torch_libraries() -> str:
+    import torch
+
+    return str(pathlib.Path(torch.__file__).parent / "lib")
+
+
+@pytest.fixture
+def tree(tmp_path: pathlib.Path) -> Tree:
+    tree = Tree(tmp_path / "a checkout")  # a space: commands and paths are quoted
+    assert tree.made() == ["glibc.o", "libnwor_cpu.unfinished", "one.o", "two.o"]
+    return tree
+
+
+def test_nothing_is_made_twice(tree: Tree) -> None:
+    assert tree.made() == []
+
+
+def test_a_source_is_compiled_alone(tree: Tree) -> None:
+    tree.write("csrc/cpu/two.cpp", f"{TWO} {{ return 22; }}\n")
+    assert tree.made() == ["libnwor_cpu.unfinished", "two.o"]
+    assert tree.two() == "22"
+
+
+@pytest.mark.parametrize(("header", "objects"), [("csrc/two.h", ["two.o"]), ("csrc/one.h", ["one.o", "two.o"])])
+def test_a_header_compiles_what_includes_it(tree: Tree, header: str, objects: list[str]) -> None:
+    tree.write(header, SOURCES[header].replace("1", "5"))
+    assert tree.made() == ["libnwor_cpu.unfinished", *objects]
+    assert tree.two() == {"csrc/two.h": "6", "csrc/one.h": "6"}[header]
+
+
+def test_a_header_may_move(tree: Tree) -> None:
+    (tree.folder / "csrc/one.h").unlink()
+    tree.write("csrc/common/one.h", "#define ONE 7\n")
+    tree.write("csrc/two.h", '#include "common/one.h"\n#define TWO (ONE + 1)\n')
+    tree.write("csrc/cpu/one.cpp", "int one() { return 1; }\n")
+    assert tree.made() == ["libnwor_cpu.unfinished", "one.o", "two.o"]
+    assert tree.two() == "8"
+
+
+def test_a_new_source_is_linked_and_one_that_went_is_not(tree: Tree) -> None:
+    (tree.folder / "csrc/cpu/two.cpp").rename(tree.folder / "csrc/cpu/three.cpp")
+    assert tree.made() == ["libnwor_cpu.unfinished", "three.o"]
+    assert tree.two() == "2"
+
+
+def test_the_map_of_exports_links_anew(tree: Tree) -> None:
+    tree.write("csrc/exports.map", "{ local: *; };\n")
+    assert tree.made() == ["libnwor_cpu.unfinished"]
+
+
+def test_force_compiles_everything(tree: Tree) -> None:
+    assert tree.made("--force") == ["glibc.o", "libnwor_cpu.unfinished", "one.o", "two.o"]
+
+
+def test_other_compilers_and_torch_versions_compile_everything(tree: Tree) -> None:
+    assert len(tree.made(CXX=shutil.which("g++"))) == 4
+    assert tree.made(CXX=shutil.which("g++")) == []
+    newer = tree.folder / "packages"
+    tree.write("packages/torch-99.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 99.0\n")
+    assert len(tree.made(CXX=shutil.which("g++"), PYTHONPATH=str(newer))) == 4
+
+
+def test_an_older_glibc_links_anew(tree: Tree) -> None:
+    assert tree.made(NWOR_GLIBC="2.28") == ["libnwor_cpu.unfinished"]
+    assert tree.made(NWOR_GLIBC="2.28") == []
+    assert tree.two() == "2"
+
+
+def test_a_library_stays_where_a_source_does_not_compile(tree: Tree) -> None:
+    tree.write("csrc/cpu/two.cpp", f"{TWO} {{ return no_such_name; }}\n")
+    for _ in range(2):
+        done = tree.build()
+        assert done.returncode == 1
+        assert "no_such_name" in done.stdout
+        assert done.stderr.strip() == "nwor_ops: building failed; behind FAILED stands what failed, and why"
+        assert tree.two() == "2"
+
+
+def test_a_process_keeps_the_library_that_it_has_opened(tree: Tree) -> None:
+    library = tree.folder / LIBRARY
+    with library.open("rb") as opened:
+        before = library.read_bytes()
+        tree.write("csrc/cpu/two.cpp", f"{TWO} {{ return 22; }}\n")
+        tree.made()
+        assert opened.read() == before != library.read_bytes()
+    assert not list(tree.folder.rglob("*.unfinished"))
+
+
+@pytest.mark.parametrize(
+    ("module", "program", "found"),
+    [("ninja", "/bin/ninja", [sys.executable, "-m", "ninja"]), (None, "/bin/ninja", ["/bin/ninja"])],
+)
+def test_whose_ninja(module: str | None, program: str | None, found: list[str]) -> None:
+    done = find_ninja(module, program)
+    assert done.stdout.strip() == str(found), done.stderr
+
+
+def test_no_ninja() -> None:
+    assert find_ninja(None, None).stderr.strip() == (
+        "nwor_ops: building needs ninja, which is neither in this environment nor on the PATH; install it: "
+        "pip install ninja (Debian: apt-get install ninja-build)"
+    )
+
+
+def find_ninja(module: str | None, program: str | None) -> subprocess.CompletedProcess[str]:
+    code = f"""
+import importlib.util, runpy, shutil
+find = runpy.run_path("setup.py")["find_ninja"]
+importlib.util.find_spec, shutil.which = lambda name: {module!r}, lambda name: {program!r}
+print(find())
+"""
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
