@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_engines.py [FOLDER] [-- arguments of pytest, such as -k v1]
 
-Runs ``tests/gpu/vllm`` and writes one entry per case to FOLDER/h200/engines.json (default benchmarks/results): what
+Runs ``tests/gpu/vllm`` and writes one entry per case to FOLDER/h200/engines.jsonl (default benchmarks/results): what
 ran, steps, drafts, rows compared, outcome. Where pytest was told to run some cases only, the others' entries
 stay. About 20 minutes. Stopped before its end (control-C), it writes what it has.
 """
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 
-from results import FOLDER, circumstances
+from results import FOLDER, write_entries
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -37,12 +37,7 @@ def main() -> int:
         report = logs / "engines.json"
         entries = json.loads(report.read_text()) if report.exists() else []
         entries = [entry for entry in entries if "outcome" in entry]
-    common = circumstances()
-    target = folder / "h200" / "engines.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    known = {entry["case"]: entry for entry in json.loads(target.read_text())} if target.exists() and more else {}
-    known |= {entry["case"]: _without_paths(entry) | common for entry in entries}
-    target.write_text(json.dumps(list(known.values()), indent=1) + "\n")
+    target = write_entries("h200", "engines", [_without_paths(entry) for entry in entries], folder, keep=bool(more))
     passed = sum(entry.get("outcome") == "passed" for entry in entries)
     print(f"{passed} of {len(entries)} cases passed; {target}")
     return returncode
@@ -50,7 +45,7 @@ def main() -> int:
 
 def _without_paths(entry: dict) -> dict:
     """The first line of what went wrong, without the folders of one machine."""
-    found = dict(entry)
+    found = {"name": entry["case"]} | {key: value for key, value in entry.items() if key != "case"}
     for name in ("why", "error"):
         if found.get(name):
             found[name] = re.sub(r"/\S+", "...", found[name].splitlines()[0])[:300]

@@ -5,7 +5,6 @@ python benchmarks/picture.py
 
 from __future__ import annotations
 
-import json
 from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from results import FOLDER
+from results import FOLDER, read
 
 SHAPES = ("1x4", "16x4", "64x4", "256x4", "64x16", "256x8")
 CACHES = {
@@ -29,10 +28,6 @@ ENGINES = {
     "e2e_stage": "stage, bf16",
 }
 TARGET_STYLE = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
-
-
-def rows(name: str) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in json.loads((FOLDER / "h200" / f"{name}.json").read_text())}
 
 
 def draw(axes: Axes, found: Mapping[str, dict[str, Any]], series: dict[str, str], places: tuple[Any, ...]) -> None:
@@ -53,12 +48,12 @@ def main() -> None:
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     kernels, engine = figure.subplots(1, 2, width_ratios=(2, 1))
-    draw(kernels, rows("cow_transaction"), CACHES, SHAPES)
+    draw(kernels, read("h200", "cow_transaction"), CACHES, SHAPES)
     kernels.axhline(1.0, **TARGET_STYLE)
     kernels.set_title("the whole transaction over vLLM's plain writes, 32 layers (lower is better)", fontsize=10)
     kernels.set_xlabel("requests x drafts")
     names = ("gpu_engine", "gpu_engine_fp8", "gpu_engine_stage")
-    draw(engine, ChainMap(*map(rows, names)), ENGINES, REQUESTS)
+    draw(engine, ChainMap(*(read("h200", name) for name in names)), ENGINES, REQUESTS)
     for target in (0.998, 0.995):
         engine.axhline(target, **TARGET_STYLE)
     engine.set_ylim(0.9, 1.08)

@@ -1,6 +1,7 @@
-"""The format of every committed figure: ``benchmarks/results/MACHINE/NAME.json``, a list of rows.
+"""Reads and writes every committed figure: ``benchmarks/results/MACHINE/NAME.jsonl``, one measurement a line.
 
-A row whose target was missed stays in, with its target.
+A line without a name says how, where and when the measurements below it were made. A row whose target was missed stays
+in, with its target.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -114,14 +116,44 @@ def circumstances() -> dict[str, str | None]:
     }
 
 
-def write(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER, *, keep: bool = False) -> None:
-    """Write the rows to ``folder/machine/name.json``; with ``keep``, beside those with other names that are there."""
-    common = circumstances()
-    target = folder / machine / f"{name}.json"
+CIRCUMSTANCES = ("command", "machine", "torch", "vllm", "commit", "date")
+
+
+def read(machine: str, name: str, folder: pathlib.Path = FOLDER) -> dict[str, dict[str, Any]]:
+    """Measurements by name, each with its circumstances."""
+    common: dict[str, Any] = {}
+    found = {}
+    for line in (folder / machine / f"{name}.jsonl").read_text().splitlines():
+        if "name" in (entry := json.loads(line)):
+            found[entry["name"]] = entry | common
+        else:
+            common = entry
+    return found
+
+
+def write_entries(
+    machine: str, name: str, entries: list[dict[str, Any]], folder: pathlib.Path = FOLDER, *, keep: bool = False
+) -> pathlib.Path:
+    """Write measurements made now, each with a name, to ``folder/machine/name.jsonl`` and return its path; with
+    ``keep``, beside those with other names that are there."""
+    target = folder / machine / f"{name}.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
-    known = {found["name"]: found for found in json.loads(target.read_text())} if keep and target.exists() else {}
-    known |= {r.name: asdict(r) | common for r in rows}
-    target.write_text(json.dumps(list(known.values()), indent=1) + "\n")
+    known = read(machine, name, folder) if keep and target.exists() else {}
+    common = circumstances()
+    known |= {entry["name"]: entry | common for entry in entries}
+    runs: dict[str, list[str]] = {}
+    for entry in known.values():
+        made = json.dumps({key: entry[key] for key in CIRCUMSTANCES})
+        measured = {key: value for key, value in entry.items() if key not in CIRCUMSTANCES}
+        runs.setdefault(made, []).append(json.dumps(measured))
+    target.write_text("".join(f"{line}\n" for made, lines in runs.items() for line in (made, *lines)))
+    return target
+
+
+def write(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER, *, keep: bool = False) -> None:
+    """Write the rows, as `write_entries`; a row without a target has none there."""
+    entries = [{key: value for key, value in asdict(r).items() if value is not None} for r in rows]
+    write_entries(machine, name, entries, folder, keep=keep)
 
 
 def save(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER) -> None:

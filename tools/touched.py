@@ -43,6 +43,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"setup\.py|pyproject\.toml|MANIFEST\.in|Makefile", ("package/test_package.py",)),
     (r"setup\.py|tools/older_glibc\.py", ("package/test_build.py",)),
     (r"tools/\w+\.py", ("package/test_tools.py", "package/test_touched.py")),
+    (r"benchmarks/results.*|docs/benchmarks\.md|README\.md", ("package/test_results.py",)),
     (r"examples/.*", ("package/test_examples.py",)),
     (
         r"tests/support/(transactions|staged_windows|counted_session)\.py",
