@@ -47,7 +47,7 @@ def _takes_offsets_as_places(try_use_slice: Callable[..., Any]) -> bool:
 
 def before_lowering(fake: _Function) -> _Function:
     """A fake that corrects ``as_strided`` when it first runs: before Inductor lowers what was traced with it, and not
-    before somebody compiles, since importing Inductor takes seconds."""
+    before the first compilation, since importing Inductor takes seconds."""
     if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
         return fake
 

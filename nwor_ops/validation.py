@@ -126,7 +126,7 @@ def explained(error: Exception, check: Callable[..., None], *arguments: Any, **n
 
 
 class BoundToMemory:
-    """What finds tensors by their addresses: a copy would write to memory of the original, or to memory that nobody
+    """What finds tensors by their addresses: a copy would write to memory of the original, or to memory that nothing
     reads. So there is none, by ``copy``, ``deepcopy`` or ``pickle``."""
 
     _in_place_of_a_copy = "make another one"

@@ -93,7 +93,7 @@ class Environment:
 
     def variables(self, **more: str) -> dict[str, str]:
         libraries = f"{self.stubs}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
-        # Neither the checkout's nwor_ops nor what the user has installed for himself.
+        # Neither the checkout's nwor_ops nor the packages in the user's home.
         clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         return clean | {"LD_LIBRARY_PATH": libraries, "PYTHONNOUSERSITE": "1"} | more
 

@@ -13,7 +13,7 @@ LABELS = {
     FREE: "free (never written, or zeroed)",
     COMMITTED: "committed row",
     STALE: "stale row of a rejected draft",
-    SHADOW: "shadow page (mode stage): nobody's",
+    SHADOW: "shadow page (mode stage): no request's",
 }
 WIDTH_INCHES = 11.0
 DPI = 120

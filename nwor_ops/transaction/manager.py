@@ -814,7 +814,7 @@ class DraftCommitManager(BoundToMemory):
 # ---------------------------------------------------------------- one manager per device, found from anywhere
 
 
-# Whoever made a manager keeps it: this must not hold an engine's cache for longer than the engine lives.
+# A manager's owner keeps it alive: this must not hold an engine's cache for longer than the engine lives.
 _current: WeakValueDictionary[torch.device, DraftCommitManager] = WeakValueDictionary()
 
 

@@ -192,8 +192,8 @@ class ShadowPages(BoundToMemory):
     def _put_back(self, window: Window, tables: list[LaunchTables], buffers: WindowBuffers) -> None:
         """Undo the launches of an open that failed; waits for the device.
 
-        No row is copied, since none was written: planes without columns. Which launches ran, the slots tell: nobody
-        else's lie in shadow pages. What the others have saved is of an earlier window.
+        No row is copied, since none was written: planes without columns. Which launches ran, the slots tell: no
+        others lie in shadow pages. What the others have saved is of an earlier window.
         """
         self.held_slots.fill_(-1)
         for launch, own_tables in zip(self.launches, tables, strict=True):

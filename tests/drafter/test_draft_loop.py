@@ -93,7 +93,7 @@ def test_at_the_model_s_limit(num_drafts):
 
 
 def test_beyond_the_model_s_limit():
-    """The target's token itself has no place any more: its drafts serve nobody, but touch nobody's cache either."""
+    """The target's token itself has no place any more: its drafts are of no use, and touch no request's cache."""
     drafter = make_drafter(4, 4, max_len=24)
     batch = make_round(drafter, 3, 0, lengths=[24 - 5, 24 - 5, 7])
     batch.num_rejected[:2] = 0
@@ -106,7 +106,7 @@ def test_beyond_the_model_s_limit():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_first_pass_pads_too(mode):
-    """34880-9: what an earlier batch left in idx_mapping is somebody's request."""
+    """34880-9: what an earlier batch left in idx_mapping is a real request."""
     drafter = make_drafter(3, 8)
     batch = make_round(drafter, 5, 0)
     expected = plain_drafts(drafter, batch.texts, batch.states)

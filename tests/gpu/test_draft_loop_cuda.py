@@ -281,7 +281,7 @@ def test_invalidate(device):
         draft(drafter, batch, "loop")
     for layer, cache in enumerate(drafter.caches):
         drafter.caches[layer] = drafter.model.attention[layer].cache = cache.clone()
-        cache.fill_(float("nan"))  # whoever still reads it shows
+        cache.fill_(float("nan"))  # what still reads it shows
     assert draft(drafter, batch, "auto") == expected
     drafter.capture([8])
     for _ in range(2):

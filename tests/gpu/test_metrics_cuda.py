@@ -1,4 +1,4 @@
-"""The plugin's counters on their way from the device: nobody waits, and a graph capture is not disturbed."""
+"""The plugin's counters on their way from the device: nothing waits, and a graph capture is not disturbed."""
 
 from __future__ import annotations
 

@@ -852,7 +852,7 @@ def test_tensors_on_two_devices(op):
 
 @pytest.mark.parametrize("op", LOGGING_OPS)
 def test_logged_rows_carry_their_window(op):
-    """Rows of skipped tokens, and rows nobody logs, keep the number they had."""
+    """Rows of skipped tokens, and rows that nothing logs, keep the number they had."""
     arguments = sample_inputs(op)[-1]
     ours = assert_same_as_oracle(op, arguments)
     logged = [row for slot, row in zip(SLOTS, LOG_ROWS, strict=True) if slot >= 0 and row >= 0]

@@ -140,7 +140,7 @@ def draft(drafter: Drafter, batch: Round, mode: str, **options) -> list[list[int
     buffers.draft_tokens.fill_(NEVER)
     for junk in (buffers.input_ids, buffers.positions, buffers.seq_lens, buffers.query_start_loc[1:]):
         junk.fill_(77)
-    drafter.loop.metadata.slots.fill_(0)  # a slot that is somebody's
+    drafter.loop.metadata.slots.fill_(0)  # a slot that is in use
     drafter.loop.metadata.window_slots.fill_(3)
     drafter.target.load(batch.verified, batch.lengths, batch.num_rejected, batch.states, batch.next_tokens)
     return drafter.propose(batch.states, batch.verified.shape[1], mode, **options).tolist()

@@ -245,7 +245,7 @@ class Transactions:
         put_rows(self.expected[name], rows, kept)
 
     def expect_any_shadow_pages(self) -> None:
-        """What they hold is nobody's business."""
+        """What they hold does not matter."""
         for name, cache in self.caches.items():
             for plane, expected in zip(cache.planes, self.expected[name], strict=True):
                 real = plane.view.shape[0] - self.shadows

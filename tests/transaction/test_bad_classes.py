@@ -326,7 +326,7 @@ STAGED_WINDOWS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_windows(mode, field):
     if mode == "cow" and field in STAGED_WINDOWS:
-        return  # nobody looks at them
+        return  # they are not looked at
     for value in (WINDOWS | STAGED_WINDOWS)[field]:
         manager, window = new_manager(mode), new_window()
         caches = [layer_class.caches for layer_class in manager._classes]
@@ -656,7 +656,7 @@ BOUND = {
 
 @pytest.mark.parametrize("kind", BOUND)
 def test_no_copies(kind):
-    """They would name the memory of the original, or memory that nobody reads. Nor in a module that holds one."""
+    """They would name the memory of the original, or memory that nothing reads. Nor in a module that holds one."""
     thing = BOUND[kind]()
     module = torch.nn.Module()
     module.thing = thing

@@ -304,8 +304,8 @@ def test_a_forward_that_stopped_half_way_is_cancelled():
 
 @pytest.mark.parametrize("with_states", [False, True])
 def test_a_step_that_stopped_half_way_is_repeated(with_states):
-    """With given tokens: the layers reached are as in cow, the others but for the slots of these tokens, which nobody
-    reads. The same step again then leaves the same pages everywhere."""
+    """With given tokens: the layers reached are as in cow, the others but for the slots of these tokens, which are not
+    read. The same step again then leaves the same pages everywhere."""
     stage, cow = Engine(mode="stage", with_states=with_states), Engine(mode="cow", with_states=with_states)
     reached = list(stage.caches)[:3]
     for requests in STEPS[:2]:
@@ -455,7 +455,7 @@ def test_groups_that_share_memory_must_not_share_shadow_pages():
 
 
 def test_shadow_blocks_of_a_group_that_is_none():
-    """A misspelt name would mean the last pages, which may be somebody's."""
+    """A misspelt name would mean the last pages, which may be in use."""
     _, construct, layout, shape, dtype = KINDS["packed"]
     manager = staged_manager({"full": construct(layout, shape, dtype, 0)[0]}, {"ful": 3})
     with pytest.raises(ValueError, match=r"^allocate: shadow_blocks must name groups of \['full'\], got \['ful'\]$"):

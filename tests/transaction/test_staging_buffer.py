@@ -103,13 +103,13 @@ def test_lengths_of_requests():
     staged.buffer.commit(torch.tensor([2, 0, 1], dtype=torch.int32))
     staged.expect(written, range(6), range(6), {0, 1, 5})
     staged.assert_as_expected()
-    staged.buffer.begin(torch.arange(6))  # rows of nobody: the lengths of the window before are no use
+    staged.buffer.begin(torch.arange(6))  # rows of no request: the lengths of the window before are no use
     with pytest.raises(TypeError, match=r"^commit: accepted must have dtype torch.bool"):
         staged.buffer.commit(torch.tensor([2, 0, 1], dtype=torch.int32))
 
 
 def test_new_destinations():
-    """The nodes of a tree shared slots while nobody knew which is accepted; the path goes to consecutive ones."""
+    """The nodes of a tree shared slots before it was known which is accepted; the path goes to consecutive ones."""
     staged = Staged()
     staged.buffer.begin(torch.tensor([8, 9, 9, 10, 10]))
     written = staged.stage_all(5)
@@ -332,7 +332,7 @@ def test_a_layer_that_could_not_be_committed_is_refused_before_any_window(case):
 
 
 def test_more_tokens_than_the_buffer_was_made_for():
-    """Tokens past the record would be staged nowhere, and nobody would know."""
+    """Tokens past the record would be staged nowhere, without a word."""
     staged = Staged(("packed",))
     staged.buffer.begin(torch.arange(3))
     for tokens, offset in ((TOKENS + 1, 0), (4, TOKENS - 3)):

@@ -82,7 +82,7 @@ def test_a_drafter_that_writes_to_the_target_is_found(slot: int) -> None:
 
 
 def test_a_drafter_that_the_audit_was_not_told_of_is_found() -> None:
-    """A write between sampling and commit that is nobody's."""
+    """A write between sampling and commit that no part of the step makes."""
     step = Step()
     step.drafter[0] = 7
     step.undo()

@@ -329,7 +329,7 @@ class Counted:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """Of boards; nobody looks by himself."""
+    """Of boards; nothing looks at them unasked."""
     monkeypatch.setenv(boards.DIRECTORY_VARIABLE, str(tmp_path / "boards"))
     monkeypatch.setattr(boards, "PERIOD", 3600)
     return tmp_path / "boards"
@@ -384,7 +384,7 @@ def test_counters_are_published_for_other_processes(folder: pathlib.Path, rank: 
 
 
 class Interrupted(str):
-    """A word that somebody compares: just then another thread counts something for the first time."""
+    """A word that is being compared: just then another thread counts something for the first time."""
 
     counter: Counter[Any]
 

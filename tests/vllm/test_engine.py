@@ -99,7 +99,7 @@ def test_abort_in_mid_flight(engines: Engines, nwor: dict[str, Any]) -> None:
 
 @MODES
 def test_prefix_caching(engines: Engines, nwor: dict[str, Any]) -> None:
-    """Blocks are shared and reused: a stale row in a hashed block would be somebody else's prefix."""
+    """Blocks are shared and reused: a stale row in a hashed block would be another request's prefix."""
     shared = prompts(1, longest=90, seed=5)[0] * 8
     requests = [shared[:96] + tokens[:20] for tokens in prompts(8)] * 3
     vanilla, ours = engines.pair(requests, nwor, enable_prefix_caching=True)

@@ -581,7 +581,7 @@ LABELS = Board("worker", "i", 0, "tiny", {})
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Of boards; nobody looks by himself."""
+    """Of boards; nothing looks at them unasked."""
     monkeypatch.setenv(boards.DIRECTORY_VARIABLE, str(tmp_path / "boards"))
     monkeypatch.setattr(boards, "PERIOD", 3600)
     return tmp_path / "boards"
@@ -713,7 +713,7 @@ def test_only_the_first_process_names_the_folder(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(boards.DIRECTORY_VARIABLE, "/inherited")
     monkeypatch.setattr(boards, "_own_directory", None)
     monkeypatch.setattr("multiprocessing.util.Finalize", lambda *_, **__: None)
-    assert _choose() != "/inherited"  # this process is nobody's multiprocessing child
+    assert _choose() != "/inherited"  # this process is no multiprocessing child
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     mine = os.environ[boards.DIRECTORY_VARIABLE]
     assert _choose() == mine  # a child keeps its parent's
@@ -744,7 +744,7 @@ if __name__ == "__main__":
     "start", ["parent()", "p = multiprocessing.get_context('fork').Process(target=parent); p.start(); p.join()"]
 )
 def test_the_first_process_removes_the_folder(start: str) -> None:
-    """Also where it is somebody's child itself. Its own children write to it and leave it."""
+    """Also where it is a child itself. Its own children write to it and leave it."""
     ran = subprocess.run([sys.executable, "-c", _CHILD % start], capture_output=True, text=True, check=True)
     count, folder = ran.stdout.split()
     assert count == "2"
@@ -757,7 +757,7 @@ def test_leftovers_of_killed_processes_are_removed(monkeypatch: pytest.MonkeyPat
     gone.wait()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     dead, alive, strange = (
-        tmp_path / f"{boards._prefix()}{owner}-0123" for owner in (gone.pid, os.getpid(), "somebody")
+        tmp_path / f"{boards._prefix()}{owner}-0123" for owner in (gone.pid, os.getpid(), "unknown")
     )
     for folder in (dead, alive, strange):
         folder.mkdir()

@@ -260,7 +260,7 @@ class Step:
         if self.recorded:
             self.audit.write("layer", *ROWS, REDIRECTED, 0, ())
         _write(*ROWS, self.cache, REDIRECTED)
-        self.row(17)[:] = 7  # what a shadow page holds besides is nobody's business
+        self.row(17)[:] = 7  # what a shadow page holds besides does not matter
 
     def commit(self) -> None:
         for own, shadow in zip((6, 7), (18, 19), strict=True):
@@ -291,7 +291,7 @@ def test_a_step_as_it_should_be(recorded: bool) -> None:
 
 @pytest.mark.parametrize("slot", [8, 16, 12])
 def test_a_draft_that_is_not_redirected_is_found(slot: int) -> None:
-    """Left at its own slot, or sent to a page that is not of its group: block 3 is nobody's, 4 and 5 are the shadow."""
+    """Left at its own slot, or sent to a page that is not of its group: block 3 is free, 4 and 5 are the shadow."""
     redirected = REDIRECTED.clone()
     redirected[3] = slot
     step = Step()
@@ -305,7 +305,7 @@ def test_a_draft_that_is_not_redirected_is_found(slot: int) -> None:
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("slot", [7, 8, 0])
 def test_a_draft_in_a_page_of_its_request_is_found_before_sampling(slot: int, recorded: bool) -> None:
-    """An accepted draft's row as well: nobody knows yet that it will be. And a page that the step has no part in."""
+    """An accepted draft's row as well: it is not known yet that it will be. And a page that the step has no part in."""
     step = Step(recorded)
     step.begin()
     step.forward()

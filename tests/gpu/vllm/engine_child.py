@@ -25,7 +25,7 @@ RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner")
 
 def run(job: dict[str, Any], answer: str, log: str) -> None:
     """The whole life of the process."""
-    os.setpgid(0, 0)  # whoever ends it ends its children too
+    os.setpgid(0, 0)  # what ends it ends its children too
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
