@@ -24,7 +24,7 @@ STEP := $(PYTHON) tools/step.py
 # Tests run in as many processes as there are cores, four at most.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
-CPP := csrc/*.h csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda/*.cu csrc/cuda/*.h
+CPP := csrc/*.h csrc/*.cpp csrc/common/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda/*.cu csrc/cuda/*.h
 
 # What a recipe that failed or was interrupted has begun is not taken for done.
 .DELETE_ON_ERROR:

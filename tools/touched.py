@@ -17,7 +17,7 @@ FAMILY = r"(?:csrc/(?:\w+/)?|meta/|nwor_ops/ops/|tests/support/(?:oracle_|sample
 # Every rule that matches counts.
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (FAMILY + r"(undo|write|rows)\.\w+|tests/support/(oracle|layouts|samples)\.py", ("ops/test_undo.py",)),
-    (FAMILY + r"accept\.\w+", ("ops/test_accept.py", "ops/test_leading_zero.py")),
+    (FAMILY + r"(accept|judge)\.\w+", ("ops/test_accept.py", "ops/test_leading_zero.py")),
     (FAMILY + r"(shadow|staging|stage|write|rows)\.\w+", ("ops/test_staging.py",)),
     (FAMILY + r"(drafter|draft|gumbel)\.\w+", ("ops/test_drafter.py",)),
     (r"(csrc|meta|nwor_ops/ops)/.*", ("ops/test_schema.py", "ops/test_plane_table.py")),

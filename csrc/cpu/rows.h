@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../check.h"
-#include "../dispatch.h"
+#include "../common/dispatch.h"
+#include "../common/planes.h"
+#include "device.h"
 
 namespace nwor {
 namespace {
@@ -104,24 +105,35 @@ void copy_page_row(const CacheView& cache, const PageOffsets& offsets, int64_t s
         }
 }
 
+// One head of a slot, into or out of a row [W] of its own.
+template <bool to_page, class T>
+void copy_head(const CacheView& cache, const PageOffsets& offsets, int64_t slot, int64_t head, T* row) {
+    CacheView one = cache;
+    one.data += head * cache.head_stride * static_cast<int64_t>(sizeof(T));
+    one.num_heads = 1;
+    if (offsets.table != nullptr) return copy_page_row<to_page>(one, offsets, slot, row, {0, 1});
+    T* at = slot_data<T>(one, slot);
+    if constexpr (to_page)
+        copy_row(at, strides_of(one), const_cast<const T*>(row), {0, 1}, 1, one.width);
+    else
+        copy_row(row, {0, 1}, const_cast<const T*>(at), strides_of(one), 1, one.width);
+}
+
 // ---------------------------------------------------------------- bounds, before the first write
 
-void check_slot(const char* op, const char* name, int64_t index, int64_t slot, const CacheView& cache) {
-    if (slot >= cache.num_slots())
-        fail<std::out_of_range>(op, name, "[", index, "] must be below ", cache.num_slots(), " (",
-                                cache.num_blocks, " blocks of ", cache.block_size, " slots), got ", slot);
+inline Found problem_of_slot(Problem problem, int64_t index, int64_t slot, const CacheView& cache) {
+    return slot < cache.num_slots() ? Found{} : Found{problem, index, slot, cache.num_slots()};
 }
 
-void check_token(const char* op, const char* slots_name, int64_t token, int64_t slot, const int32_t* log_rows,
-                 int64_t num_log_rows, const CacheView& cache) {
-    if (slot < 0) return;
-    check_slot(op, slots_name, token, slot, cache);
-    if (log_rows != nullptr && log_rows[token] >= num_log_rows)
-        fail<std::out_of_range>(op, "log_rows[", token, "] must be below the ", num_log_rows,
-                                " rows of the log, got ", log_rows[token]);
+inline Found problem_of_token(Problem of_slot, int64_t token, int64_t slot, const int32_t* log_rows,
+                              int64_t num_log_rows, const CacheView& cache) {
+    if (slot < 0) return {};
+    if (log_rows != nullptr && slot < cache.num_slots() && log_rows[token] >= num_log_rows)
+        return {kLogRows, token, log_rows[token], num_log_rows};
+    return problem_of_slot(of_slot, token, slot, cache);
 }
 
-void check_page_table(const char* op, const PageOffsets& offsets, const CacheView& cache) {
+inline void check_page_table(const char* op, const PageOffsets& offsets, const CacheView& cache) {
     if (offsets.table == nullptr || cache.num_slots() * cache.width == 0) return;
     const int64_t last_page =
         (cache.num_blocks - 1) * cache.block_stride + (cache.num_heads - 1) * cache.head_stride;

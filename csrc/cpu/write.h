@@ -1,7 +1,8 @@
 // The writer of keys and values, for every op that has one.
 #pragma once
 
-#include "../fp8.h"
+#include "../common/fp8.h"
+#include "../common/write.h"
 #include "rows.h"
 
 namespace nwor {
@@ -80,7 +81,7 @@ void write_tokens(const WriteArguments& w) {
     using Raw = std::conditional_t<format == Format::kCopy, Source, uint8_t>;
     const Plane<Source> planes[] = {{w.key, w.key_cache, w.k_scale, w.key_log},
                                     {w.value, w.value_cache, w.v_scale, w.value_log}};
-    torch::stable::parallel_for(0, w.num_tokens, kRowsPerThread, [&](int64_t begin, int64_t end) {
+    parallel_for(0, w.num_tokens, kRowsPerThread, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin, together = 1; t < end; t += together) {
             together = 1;
             const int64_t slot = slot_of(w, t);
@@ -115,16 +116,17 @@ void write_source(const WriteArguments& w) {
         write_tokens<Format::kCopy, uint16_t>(w);
 }
 
-void write(const WriteArguments& w) {
-    for (int64_t t = 0; t < w.num_tokens; ++t)
-        check_token(w.op, w.names.slots, t, slot_of(w, t), w.log_rows, w.num_log_rows, w.key_cache);
+void write(const WriteArguments& w, Problem of_slot = kSlotMapping) {
+    check_each(w.op, w.num_tokens, [&](int64_t t) {
+        return problem_of_token(of_slot, t, slot_of(w, t), w.log_rows, w.num_log_rows, w.key_cache);
+    });
     switch (w.source_dtype) {
         case ScalarType::Float:
             return write_source<float>(w);
         case ScalarType::Half:
-            return write_source<c10::Half>(w);
+            return write_source<Half>(w);
         default:
-            return write_source<c10::BFloat16>(w);
+            return write_source<BFloat16>(w);
     }
 }
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <type_traits>
 
-#include "../check.h"
+#include "../common/problems.h"
 
 namespace nwor {
 
@@ -131,17 +131,72 @@ inline CapturedNode last_captured(cudaStream_t stream) {
 
 inline thread_local CapturedNode last_of_ours;  // of this library's kernels, in this thread
 
-// The device of the arguments, made current, and torch's stream there.
+// ---------------------------------------------------------------- division without a divide
+
+// n / divisor for 0 <= n < 2^31 by a multiplication and a shift (Granlund and Montgomery, 1994): an integer
+// division costs a GPU some twenty instructions.
+struct FastDivisor {
+    uint32_t divisor, magic, shift;
+
+    FastDivisor() = default;
+    explicit FastDivisor(int64_t d) : divisor(static_cast<uint32_t>(std::max<int64_t>(d, 1))), shift(0) {
+        while ((uint64_t{1} << shift) < divisor) ++shift;
+        magic = static_cast<uint32_t>((uint64_t{1} << 32) * ((uint64_t{1} << shift) - divisor) / divisor + 1);
+    }
+    __device__ uint32_t quotient(uint32_t n) const { return (__umulhi(n, magic) + n) >> shift; }
+};
+
+// ---------------------------------------------------------------- debug mode
+
+// VLLM_NWOR_DEBUG_SYNC=1: every op waits for its kernel and raises what the kernel reported.
+inline bool debug_sync() {
+    static const bool enabled = [] {
+        const char* value = std::getenv("VLLM_NWOR_DEBUG_SYNC");
+        return value != nullptr && (std::string(value) == "1" || std::string(value) == "true");
+    }();
+    return enabled;
+}
+
+// The first bad value that a kernel met. `op` is a string of the host that only the host follows; carrying
+// it here names the right op even where a graph replay left the report and a later call finds it.
+struct ErrorRecord {
+    unsigned taken;
+    const char* op;
+    Found found;
+};
+
+// One for each source file, and with it everything that names it: an inline function outside this namespace
+// would be merged by the linker and read the record of another file.
+namespace {
+
+__device__ ErrorRecord error_record;
+
+// `op` is null outside debug mode: then a bad value is skipped and leaves no trace.
+__device__ void report(const char* op, const Found& found) {
+    if (op == nullptr || atomicExch(&error_record.taken, 1u) != 0) return;
+    error_record.op = op;
+    error_record.found = found;
+}
+
+inline const char* report_as(const char* op) {
+    return debug_sync() ? op : nullptr;
+}
+
+// ---------------------------------------------------------------- a launch
+
+// The device of an op's arguments, made current, and torch's stream there. It is what `run` of common/op.h
+// takes.
 class Launch {
   public:
     explicit Launch(const Tensor& tensor)
-        : guard_(tensor.get_device_index()), device_(tensor.get_device_index()) {
+        : like_(tensor), guard_(tensor.get_device_index()), device_(tensor.get_device_index()) {
         void* stream = nullptr;
         NWOR_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
         stream_ = static_cast<cudaStream_t>(stream);
     }
     cudaStream_t stream() const { return stream_; }
     int32_t device() const { return device_; }
+    const Tensor& like() const { return like_; }  // the first argument on the device
 
     template <class... Arguments>
     void start(void (*kernel)(Arguments...), const LaunchShape& shape,
@@ -179,85 +234,30 @@ class Launch {
         return version >= 90;
     }
 
-    torch::stable::accelerator::DeviceGuard guard_;
+    const Tensor& like_;
+    DeviceGuard guard_;
     int32_t device_;
     cudaStream_t stream_;
 };
 
-// ---------------------------------------------------------------- division without a divide
-
-// n / divisor for 0 <= n < 2^31 by a multiplication and a shift (Granlund and Montgomery, 1994): an integer
-// division costs a GPU some twenty instructions.
-struct FastDivisor {
-    uint32_t divisor, magic, shift;
-
-    FastDivisor() = default;
-    explicit FastDivisor(int64_t d) : divisor(static_cast<uint32_t>(std::max<int64_t>(d, 1))), shift(0) {
-        while ((uint64_t{1} << shift) < divisor) ++shift;
-        magic = static_cast<uint32_t>((uint64_t{1} << 32) * ((uint64_t{1} << shift) - divisor) / divisor + 1);
-    }
-    __device__ uint32_t quotient(uint32_t n) const { return (__umulhi(n, magic) + n) >> shift; }
-};
-
-// ---------------------------------------------------------------- debug mode
-
-// VLLM_NWOR_DEBUG_SYNC=1: every op waits for its kernel and raises what the kernel reported.
-inline bool debug_sync() {
-    static const bool enabled = [] {
-        const char* value = std::getenv("VLLM_NWOR_DEBUG_SYNC");
-        return value != nullptr && (std::string(value) == "1" || std::string(value) == "true");
-    }();
-    return enabled;
-}
-
-// The first bad value that a kernel met. `op` is a string of the host that only the host follows; carrying
-// it here names the right op even where a graph replay left the report and a later call finds it.
-struct ErrorRecord {
-    unsigned taken;
-    int problem;
-    const char* op;
-    int64_t index, value, limit;
-};
-
-// One for each source file, and with it everything that names it: an inline function outside this namespace
-// would be merged by the linker and read the record of another file.
-namespace {
-
-__device__ ErrorRecord error_record;
-
-// `op` is null outside debug mode: then a bad value is skipped and leaves no trace.
-__device__ void report(const char* op, int problem, int64_t index, int64_t value, int64_t limit) {
-    if (op == nullptr || atomicExch(&error_record.taken, 1u) != 0) return;
-    error_record.problem = problem;
-    error_record.op = op;
-    error_record.index = index;
-    error_record.value = value;
-    error_record.limit = limit;
-}
-
-inline const char* report_as(const char* op) {
-    return debug_sync() ? op : nullptr;
-}
-
-// The end of every host function. `complain` words and throws a report. A stream that is being captured
-// must not be waited for: the report of a replay waits in the record for the next eager call.
-template <class Complain>
-void check_launch(const Launch& launch, const Complain& complain) {
+// The end of every host function, which raises what a kernel reported. A stream that is being captured must
+// not be waited for: the report of a replay waits in the record for the next eager call.
+inline void check_launch(const Launch& launch) {
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     if (!debug_sync()) return;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     STD_CUDA_CHECK(cudaStreamIsCapturing(launch.stream(), &capture));
     if (capture != cudaStreamCaptureStatusNone) return;
-    ErrorRecord found{};
-    STD_CUDA_CHECK(cudaMemcpyFromSymbolAsync(&found, error_record, sizeof found, 0, cudaMemcpyDeviceToHost,
+    ErrorRecord record{};
+    STD_CUDA_CHECK(cudaMemcpyFromSymbolAsync(&record, error_record, sizeof record, 0, cudaMemcpyDeviceToHost,
                                              launch.stream()));
     STD_CUDA_CHECK(cudaStreamSynchronize(launch.stream()));
-    if (found.taken == 0) return;
+    if (record.taken == 0) return;
     const ErrorRecord none{};
     STD_CUDA_CHECK(cudaMemcpyToSymbolAsync(error_record, &none, sizeof none, 0, cudaMemcpyHostToDevice,
                                            launch.stream()));
     STD_CUDA_CHECK(cudaStreamSynchronize(launch.stream()));
-    complain(found);
+    complain(record.op, record.found);
 }
 
 }  // namespace

@@ -6,9 +6,9 @@
 // and loads all of them, and whatever says where they go, before it stores the first.
 #pragma once
 
-#include "../dispatch.h"
-#include "../stage.h"
-#include "accept.h"
+#include "../common/dispatch.h"
+#include "../common/planes.h"
+#include "launch.h"
 
 namespace nwor {
 
@@ -21,53 +21,6 @@ namespace {
 
 constexpr int kLayersPerThread = 4;  // planes of one thread: they share slot, flag and offsets
 constexpr int64_t kWidestAccess = 16;
-
-// ---------------------------------------------------------------- what a kernel may meet
-
-enum Problem {
-    kSlotMapping = 1,
-    kRowSlots,
-    kSrcSlots,
-    kDstSlots,
-    kLogRows,
-    kStageRows,
-    kPageOffsets,
-    kOfWindow,  // and above: a WindowProblem
-};
-
-inline const char* slots_of_problem(int problem) {
-    switch (problem) {
-        case kSlotMapping:
-            return "slot_mapping[";
-        case kRowSlots:
-            return "row_slots[";
-        case kSrcSlots:
-            return "src_slots[";
-        default:
-            return "dst_slots[";
-    }
-}
-
-static_assert(kOfWindow + kWindowSlot < kOfAcceptance, "each problem has one number");
-
-[[noreturn]] void complain(const ErrorRecord& e) {
-    if (e.problem >= kOfAcceptance) complain_of_acceptance(e);
-    if (e.problem >= kOfWindow) complain_of_window(e.op, {e.problem - kOfWindow, e.index, e.value, e.limit});
-    switch (e.problem) {
-        case kLogRows:
-            fail<std::out_of_range>(e.op, "log_rows[", e.index, "] must be below the ", e.limit,
-                                    " rows of the log, got ", e.value);
-        case kStageRows:
-            fail<std::out_of_range>(e.op, "stage_rows[", e.index, "] must be below the ", e.limit,
-                                    " rows of the staging buffer, got ", e.value);
-        case kPageOffsets:
-            fail<std::out_of_range>(e.op, "page_offsets must lie within the storage of the cache (", e.limit,
-                                    " elements), got the place ", e.value);
-        default:
-            fail<std::out_of_range>(e.op, slots_of_problem(e.problem), e.index, "] must be below ", e.limit,
-                                    " (num_blocks * block_size), got ", e.value);
-    }
-}
 
 // ---------------------------------------------------------------- places, in units
 
@@ -109,7 +62,7 @@ struct Slot {
 template <bool kTable>
 __device__ bool within(const Pages& pages, int64_t offset, const char* report_as) {
     if (!kTable || (offset >= 0 && offset < pages.offsets.limit)) return true;
-    report(report_as, kPageOffsets, 0, offset, pages.offsets.limit);
+    report(report_as, {kPageOffsets, 0, offset, pages.offsets.limit});
     return false;
 }
 

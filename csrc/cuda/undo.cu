@@ -1,4 +1,6 @@
-// Family undo on CUDA: write, write with a log, log, restore. Semantics: nwor_ops/ops.py.
+// Family undo on CUDA: write, write with a log, log, restore. Semantics: nwor_ops/ops/undo.py.
+#include "../undo.h"
+#include "judge.h"
 #include "write.h"
 
 namespace nwor {
@@ -10,24 +12,11 @@ constexpr int64_t kLayersPerLaunch = 384;
 
 // ---------------------------------------------------------------- write_kv, write_kv_logged
 
-void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
-              const Tensor& slot_mapping, const Tensor& k_scale, const Tensor& v_scale,
-              const std::string& kv_cache_dtype) {
-    write<Writer::kPlain>(check_write("write_kv", key, value, key_cache, value_cache, slot_mapping, k_scale,
-                                      v_scale, kv_cache_dtype),
-                          key_cache);
-}
-
-void write_kv_logged(const Tensor& key, const Tensor& value, const Tensor& key_cache,
-                     const Tensor& value_cache, const Tensor& slot_mapping, const Tensor& k_scale,
-                     const Tensor& v_scale, const std::string& kv_cache_dtype, const Tensor& log_rows,
-                     const Tensor& key_log, const Tensor& value_log, const std::optional<Tensor>& window_id,
-                     const std::optional<Tensor>& row_windows) {
-    WriteArguments w = check_write("write_kv_logged", key, value, key_cache, value_cache, slot_mapping,
-                                   k_scale, v_scale, kv_cache_dtype);
-    check_write_log(w, key, value, key_cache, value_cache, log_rows, key_log, value_log, window_id,
-                    row_windows);
-    write<Writer::kLogged>(w, key_cache);
+void run(const WriteArguments& w, const Launch& launch) {
+    if (w.log_rows == nullptr)
+        write<Writer::kPlain>(w, launch);
+    else
+        write<Writer::kLogged>(w, launch);
 }
 
 // ---------------------------------------------------------------- log_slots
@@ -77,13 +66,8 @@ __global__ void __launch_bounds__(kThreads) log_kernel(const __grid_constant__ L
     }
 }
 
-void log_slots(const Tensor& cache, const Tensor& slot_mapping, const Tensor& log_rows, const Tensor& log,
-               const std::optional<Tensor>& page_offsets, const std::optional<Tensor>& window_id,
-               const std::optional<Tensor>& row_windows) {
-    const LogArguments l =
-        check_log_slots(cache, slot_mapping, log_rows, log, page_offsets, window_id, row_windows);
+void run(const LogArguments& l, const Launch& launch) {
     if (l.num_tokens == 0 || l.cache.num_heads * l.cache.width == 0) return;
-    const Launch launch(cache);
     const bool table = l.page_offsets.table != nullptr;
     const int64_t size = l.cache.element_size;
     const int64_t elements = elements_per_access(
@@ -106,7 +90,7 @@ void log_slots(const Tensor& cache, const Tensor& slot_mapping, const Tensor& lo
         with_access_type(elements * size, [&](auto tag) {
             launch.start(log_kernel<typename decltype(tag)::type, false>, shape, job);
         });
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
 // ---------------------------------------------------------------- restore_slots
@@ -169,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant
     const bool rejected = kJudges ? was_rejected(job.judge.accept, row) : job.row_rejected[row];
     if (!rejected || slot_number < 0 || layers == 0) return;
     if (slot_number >= job.slots.count)
-        return report(job.report_as, kRowSlots, row, slot_number, job.slots.count);
+        return report(job.report_as, {kRowSlots, row, slot_number, job.slots.count});
 
     const Unit* log = reinterpret_cast<const Unit*>(job.log.data) + first_layer * job.log_layer_stride +
                       offset_in(job.log, row, place);
@@ -216,7 +200,7 @@ void launch_restore(const RestoreArguments& r, const AcceptArguments& accept, in
     LaunchShape shape = shape_for_rows(r.op, moves ? r.num_rows * ceil_div(count, kLayersPerThread) : 0,
                                        std::max<int64_t>(job.row.num_heads, 1), job.row.columns);
     if constexpr (kJudges) {
-        job.judge = {accept, INT32_MAX, report_as(r.op)};
+        job.judge = {accept, report_as(r.op)};
         const int64_t threads = shape.block.x * shape.block.y * shape.block.z;
         if (first == 0) job.judge_blocks = static_cast<uint32_t>(ceil_div(items_to_judge(accept), threads));
         shape.grid.x += job.judge_blocks;
@@ -233,47 +217,28 @@ void launch_restore(const RestoreArguments& r, const AcceptArguments& accept, in
 }
 
 template <bool kJudges>
-void restore(const RestoreArguments& r, const AcceptArguments& accept, const Tensor& first_plane) {
-    const Launch launch(first_plane);
+void restore(const RestoreArguments& r, const AcceptArguments& accept, const Launch& launch) {
     const int64_t elements = elements_per_access(r.planes.view.element_size, [&](int64_t n) {
         return r.page_offsets.table == nullptr && layers_fit(r, n);
     });
     for (int64_t first = 0; first < r.planes.count(); first += kLayersPerLaunch)
         launch_restore<kJudges>(r, accept, first, std::min(kLayersPerLaunch, r.planes.count() - first),
                                 elements, launch);
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
-void restore_slots(const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots,
-                   const Tensor& row_rejected, const std::optional<Tensor>& page_offsets,
-                   const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
-                   const std::optional<int64_t>& num_rows, const std::optional<Tensor>& plane_table) {
-    const RestoreArguments r = check_restore("restore_slots", caches, log, row_slots, row_rejected,
-                                             page_offsets, window_id, row_windows, num_rows, plane_table);
-    restore<false>(r, {}, caches[0]);
+void run(const RestoreArguments& r, const Launch& launch) {
+    restore<false>(r, {}, launch);
 }
 
-void restore_slots_from_rejected(
-    const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots, const Tensor& num_rejected,
-    const Tensor& cu_num_draft_tokens, const Tensor& row_rejected, const Tensor& num_accepted,
-    const Tensor& counters, int64_t num_bonus_tokens, const std::optional<Tensor>& page_offsets,
-    const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
-    const std::optional<int64_t>& num_rows, const std::optional<Tensor>& plane_table, bool leading_zero) {
-    AcceptArguments a{};
-    const RestoreArguments r = check_restore_from_rejected(
-        caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-        {num_bonus_tokens, leading_zero}, page_offsets, window_id, row_windows, num_rows, plane_table, &a);
-    restore<true>(r, a, caches[0]);
+void run(const RestoreCall& call, const Launch& launch) {
+    restore<true>(call.restore, call.accept, launch);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(nwor, CUDA, m) {
-    m.impl("write_kv", TORCH_BOX(&write_kv));
-    m.impl("write_kv_logged", TORCH_BOX(&write_kv_logged));
-    m.impl("log_slots", TORCH_BOX(&log_slots));
-    m.impl("restore_slots", TORCH_BOX(&restore_slots));
-    m.impl("restore_slots_from_rejected", TORCH_BOX(&restore_slots_from_rejected));
+    register_undo<Launch>(m);
 }
 
 }  // namespace nwor

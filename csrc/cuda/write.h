@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "../common/write.h"
 #include "rows.h"
 
 namespace nwor {
@@ -35,13 +36,13 @@ __device__ Destination destination(const int64_t* slot_mapping, const int32_t* l
 }
 
 __device__ Destination checked(Destination to, int64_t token, const Limits& limits,
-                               Problem slots = kSlotMapping) {
+                               Problem of_slot = kSlotMapping) {
     if (to.slot >= limits.slots.count) {
-        report(limits.report_as, slots, token, to.slot, limits.slots.count);
+        report(limits.report_as, {of_slot, token, to.slot, limits.slots.count});
         to.slot = -1;
     }
     if (to.slot >= 0 && to.log_row >= limits.num_log_rows) {
-        report(limits.report_as, kLogRows, token, to.log_row, limits.num_log_rows);
+        report(limits.report_as, {kLogRows, token, to.log_row, limits.num_log_rows});
         to.log_row = -1;
     }
     return to;
@@ -220,9 +221,8 @@ bool plane_fits(const RowsView& source, int64_t source_size, const CacheView& ca
 }
 
 template <Writer kWriter>
-void write(const WriteArguments& w, const Tensor& key_cache) {
+void write(const WriteArguments& w, const Launch& launch) {
     if (w.num_tokens == 0 || w.key_cache.num_heads * (w.key_cache.width + w.value_cache.width) == 0) return;
-    const Launch launch(key_cache);
     constexpr bool logged = kWriter == Writer::kLogged;
     const int64_t source_size = w.source_dtype == ScalarType::Float ? 4 : 2;
     const int64_t elements = elements_per_access(source_size, [&](int64_t n) {
@@ -239,7 +239,7 @@ void write(const WriteArguments& w, const Tensor& key_cache) {
         launch_quantized<kWriter, __half>(w, elements, launch);
     else
         launch_quantized<kWriter, __nv_bfloat16>(w, elements, launch);
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
 }  // namespace

@@ -236,7 +236,7 @@ def test_stage_counters():
 def test_stage_counters_have_the_order_of_the_kernels():
     from test_schema import ROOT
 
-    names = re.search(r"enum StageCounter \{([^}]*)\}", (ROOT / "csrc" / "stage.h").read_text()).group(1).split(",")
+    names = re.search(r"enum StageCounter \{([^}]*)\}", (ROOT / "csrc" / "staging.h").read_text()).group(1).split(",")
     plain = [name.strip().removeprefix("kStage").lower() for name in names if name.strip()]
     assert plain == [*(name.removeprefix("stage_") for name in staging.STAGE_COUNTERS), "knumstagecounters"]
 

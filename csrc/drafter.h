@@ -1,56 +1,24 @@
-// Family draft: what its ops may be given, and what one row or one token of each op comes to. The CPU kernels
-// loop over these functions and the CUDA kernels call one in each thread, so the two cannot drift apart.
+// Family drafter: what its ops may be given, and what one row or one token of each op comes to. The CPU
+// kernels loop over these functions and the CUDA kernels call one in each thread, so the two cannot drift
+// apart.
 //
 // Whatever the data says, a function here reads and writes inside the buffers only. What is wrong with the
 // data is found by a `problem_of_...` function: the CPU asks it before anything is written, CUDA in debug
 // mode.
 #pragma once
 
-#include "check.h"
+#include <algorithm>
+#include <vector>
+
+#include "common/op.h"
+#include "common/problems.h"
+#include "common/views.h"
 
 namespace nwor {
 
 constexpr int64_t kPadSlot = -1;
 
-// ---------------------------------------------------------------- views
-
-// Ids of either width, any stride.
-struct Ids {
-    const void* data;
-    bool is_int64;
-    int64_t stride, length;
-
-    NWOR_HOST_DEVICE int64_t operator[](int64_t i) const {
-        return is_int64 ? static_cast<const int64_t*>(data)[i * stride]
-                        : static_cast<const int32_t*>(data)[i * stride];
-    }
-    // 0 outside.
-    NWOR_HOST_DEVICE int64_t at(int64_t i) const { return i >= 0 && i < length ? (*this)[i] : 0; }
-};
-
-struct MutableIds {
-    void* data;
-    bool is_int64;
-    int64_t stride, length;
-
-    NWOR_HOST_DEVICE void set(int64_t i, int64_t value) const {
-        if (is_int64)
-            static_cast<int64_t*>(data)[i * stride] = value;
-        else
-            static_cast<int32_t*>(data)[i * stride] = static_cast<int32_t>(value);
-    }
-};
-
-template <class T>
-struct Vector {
-    T* data;
-    int64_t length;
-
-    NWOR_HOST_DEVICE T& operator[](int64_t i) const { return data[i]; }
-    NWOR_HOST_DEVICE void set(int64_t i, int64_t value) const {
-        if (i < length) data[i] = static_cast<T>(value);
-    }
-};
+// ---------------------------------------------------------------- rows and block tables
 
 // The rows of a call: real ones first, then padded ones, which a negative index marks.
 struct Rows {
@@ -91,125 +59,6 @@ NWOR_HOST_DEVICE inline int64_t row_of_token(const int32_t* starts, int64_t rows
     return low < rows && token >= starts[low] + low * growth ? low : rows;
 }
 
-NWOR_HOST_DEVICE inline int64_t least(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-NWOR_HOST_DEVICE inline int64_t most(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
-// a + b or `limit`, whichever is less, for b and limit >= 0: a + b itself may not fit 64 bits.
-NWOR_HOST_DEVICE inline int64_t sum_up_to(int64_t limit, int64_t a, int64_t b) {
-    return a > limit - b ? limit : a + b;
-}
-// The nearest number that fits 32 bits.
-NWOR_HOST_DEVICE inline int64_t within_32_bits(int64_t value) {
-    return least(most(value, INT32_MIN), INT32_MAX);
-}
-
-// ---------------------------------------------------------------- what data may get wrong
-
-enum DraftProblem {
-    kNoProblem,
-    kStartsDecrease,
-    kDraftCountsDecrease,
-    kTokensPastTarget,
-    kTokensPastCapacity,
-    kRealAfterPadded,
-    kStateOutside,
-    kStepOutside,
-    kPositionOutside,
-};
-
-struct Found {
-    int problem;
-    int64_t index, value, limit;
-};
-
-[[noreturn]] inline void complain_of_data(const char* op, const Found& f) {
-    switch (f.problem) {
-        case kStartsDecrease:
-            fail(op, "query_start_loc must start at 0 or above and not decrease, got ", f.limit, " and ",
-                 f.value, " around request ", f.index);
-        case kDraftCountsDecrease:
-            fail(op, "cu_num_draft_tokens must not decrease, got ", f.value, " at request ", f.index,
-                 " after ", f.limit);
-        case kTokensPastTarget:
-            fail(op, "the target's ids and positions must cover every token, got ", f.limit,
-                 " where request ", f.index, " ends at token ", f.value);
-        case kTokensPastCapacity:
-            fail(op, "the outputs must hold every token, got ", f.limit, " places where request ", f.index,
-                 " ends at token ", f.value);
-        case kRealAfterPadded:
-            fail(op, "idx_mapping must have its negative entries last, got ", f.value, " at row ", f.index,
-                 " after a negative one");
-        case kStateOutside:
-            fail<std::out_of_range>(op, "idx_mapping must be below ", f.limit,
-                                    ", the number of request states, got ", f.value, " at row ", f.index);
-        case kStepOutside:
-            fail<std::out_of_range>(op, "the step must be in [0, ", f.limit, "), got ", f.value, " at row ",
-                                    f.index);
-        default:
-            fail<std::out_of_range>(op, "positions must be in [0, ", f.limit, "), got ", f.value,
-                                    " at token ", f.index);
-    }
-}
-
-NWOR_HOST_DEVICE inline Found problem_of_starts(const int32_t* starts, int64_t row) {
-    if (starts[row] < 0 || starts[row + 1] < starts[row])
-        return {kStartsDecrease, row, starts[row + 1], starts[row]};
-    return {};
-}
-
-NWOR_HOST_DEVICE inline Found problem_of_padding(const Rows& rows, int64_t row) {
-    if (rows.idx_mapping.data != nullptr && row > 0 && rows.idx_mapping[row] >= 0 &&
-        rows.idx_mapping[row - 1] < 0)
-        return {kRealAfterPadded, row, rows.idx_mapping[row], 0};
-    return {};
-}
-
-// ---------------------------------------------------------------- checks of arguments
-
-// An id that goes to an int32 tensor.
-inline void check_id(const char* op, const char* name, int64_t id) {
-    if (id != within_32_bits(id)) fail(op, name, " must fit 32 bits, got ", id);
-}
-
-inline Ids ids_view(const Argument& a, int64_t length, const char* shape) {
-    check_ids(a);
-    if (a.tensor.dim() != 1 || a.tensor.size(0) < length)
-        a.must_be(std::string(shape) + " with at least " + std::to_string(length) + " elements");
-    return {a.tensor.data_ptr(), a.tensor.scalar_type() == ScalarType::Long, a.tensor.stride(0),
-            a.tensor.size(0)};
-}
-
-inline MutableIds mutable_ids_view(const Argument& a, int64_t length, const char* shape) {
-    const Ids ids = ids_view(a, length, shape);
-    return {const_cast<void*>(ids.data), ids.is_int64, ids.stride, ids.length};
-}
-
-template <class T>
-Vector<T> vector_view(const Argument& a, ScalarType dtype, int64_t length, const char* shape) {
-    a.vector(dtype, length, shape);
-    return {static_cast<T*>(a.tensor.data_ptr()), a.tensor.size(0)};
-}
-
-inline Vector<int32_t> int32_view(const Argument& a, int64_t length, const char* shape) {
-    return vector_view<int32_t>(a, ScalarType::Int, length, shape);
-}
-inline Vector<int64_t> int64_view(const Argument& a, int64_t length, const char* shape) {
-    return vector_view<int64_t>(a, ScalarType::Long, length, shape);
-}
-inline Vector<bool> bool_view(const Argument& a, int64_t length, const char* shape) {
-    return vector_view<bool>(a, ScalarType::Bool, length, shape);
-}
-
-// One number on the device.
-inline int64_t* scalar_view(const Argument& a) {
-    a.dtype(ScalarType::Long);
-    if (a.tensor.dim() > 1 || a.tensor.numel() != 1) a.must_be("one element, [] or [1]");
-    return static_cast<int64_t*>(a.tensor.data_ptr());
-}
-
 inline Rows rows_of(const char* op, const std::optional<Tensor>& idx_mapping, int64_t count) {
     if (!idx_mapping.has_value()) return {{}, count};
     return {ids_view({op, "idx_mapping", *idx_mapping}, count, "[num_rows]"), count};
@@ -232,33 +81,25 @@ inline BlockTable block_table_view(const Argument& a, int64_t rows, int64_t bloc
     const Tensor& t = a.tensor;
     a.dtype(ScalarType::Int);
     if (t.dim() != 2 || t.size(0) < rows)
-        a.must_be("[num_rows, max_num_blocks] with at least " + std::to_string(rows) + " rows");
+        a.must_be("[num_rows, max_num_blocks] with at least ", rows, " rows");
     if (t.size(1) > INT32_MAX) a.must_be("of fewer than 2^31 columns");
     if (t.size(1) > 1 && t.stride(1) != 1) a.must_be("of stride 1 along a row");
     return {static_cast<const int32_t*>(t.data_ptr()), t.stride(0), t.size(0), t.size(1), block_size};
 }
 
-// All on the device of the first; no output shares memory with an input or another output.
-inline void check_placement(const char* op, const std::vector<Argument>& inputs,
-                            const std::vector<Argument>& outputs) {
-    const Tensor& first = inputs[0].tensor;
-    for (const Argument& a : inputs) a.same_device(first);
-    for (const Argument& a : outputs) a.same_device(first);
-    std::vector<Placed> placed_inputs, placed_outputs;
-    for (const Argument& a : inputs) placed_inputs.emplace_back(a);
-    for (const Argument& a : outputs) placed_outputs.emplace_back(a);
-    for (size_t i = 0; i < placed_outputs.size(); ++i) {
-        for (const Placed& in : placed_inputs) must_not_overlap(op, placed_outputs[i], in);
-        for (size_t j = 0; j < i; ++j) must_not_overlap(op, placed_outputs[i], placed_outputs[j]);
-    }
+// ---------------------------------------------------------------- problems of rows
+
+NWOR_HOST_DEVICE inline Found problem_of_starts(const int32_t* starts, int64_t row) {
+    if (starts[row] < 0 || starts[row + 1] < starts[row])
+        return {kQueriesDecrease, row, starts[row + 1], starts[row]};
+    return {};
 }
 
-// Whether a result goes exactly where its source lies.
-inline bool same_view(const Tensor& a, const Tensor& b) {
-    if (a.data_ptr() != b.data_ptr() || a.dim() != b.dim()) return false;
-    for (int64_t i = 0; i < a.dim(); ++i)
-        if (a.stride(i) != b.stride(i)) return false;
-    return true;
+NWOR_HOST_DEVICE inline Found problem_of_padding(const Rows& rows, int64_t row) {
+    if (rows.idx_mapping.data != nullptr && row > 0 && rows.idx_mapping[row] >= 0 &&
+        rows.idx_mapping[row - 1] < 0)
+        return {kRealAfterPadded, row, rows.idx_mapping[row], 0};
+    return {};
 }
 
 // ---------------------------------------------------------------- prepare_prefill_inputs
@@ -287,15 +128,14 @@ struct PrefillArguments {
     }
 };
 
-inline PrefillArguments check_prefill(const Tensor& target_input_ids, const Tensor& target_positions,
-                                      const Tensor& target_query_start_loc, const Tensor& target_seq_lens,
-                                      const Tensor& idx_mapping, const Tensor& num_sampled,
-                                      const Tensor& num_rejected, const Tensor& last_sampled,
-                                      const Tensor& next_prefill_tokens, const Tensor& input_ids,
-                                      const Tensor& positions, const Tensor& query_start_loc,
-                                      const Tensor& seq_lens, const Tensor& last_token_indices,
-                                      const Tensor& current_draft_step) {
-    const char* op = "prepare_prefill_inputs";
+inline PrefillArguments check_prefill(const char* op, const Tensor& target_input_ids,
+                                      const Tensor& target_positions, const Tensor& target_query_start_loc,
+                                      const Tensor& target_seq_lens, const Tensor& idx_mapping,
+                                      const Tensor& num_sampled, const Tensor& num_rejected,
+                                      const Tensor& last_sampled, const Tensor& next_prefill_tokens,
+                                      const Tensor& input_ids, const Tensor& positions,
+                                      const Tensor& query_start_loc, const Tensor& seq_lens,
+                                      const Tensor& last_token_indices, const Tensor& current_draft_step) {
     const Argument ti{op, "target_input_ids", target_input_ids}, tp{op, "target_positions", target_positions},
         tq{op, "target_query_start_loc", target_query_start_loc}, ts{op, "target_seq_lens", target_seq_lens},
         im{op, "idx_mapping", idx_mapping}, ns{op, "num_sampled", num_sampled},
@@ -319,7 +159,7 @@ inline PrefillArguments check_prefill(const Tensor& target_input_ids, const Tens
     a.next_prefill_tokens = ids_view(np, 0, "[num_states]");
     a.input_ids = int32_view(ii, 0, "[capacity]");
     a.positions = int64_view(po, 0, "[capacity]");
-    if (positions.size(0) != input_ids.size(0)) po.must_be("as long as input_ids, " + describe(input_ids));
+    if (positions.size(0) != input_ids.size(0)) po.must_be("as long as input_ids, ", describe(input_ids));
     a.query_start_loc = int32_view(qs, n + 1, "[num_rows + 1]");
     a.seq_lens = int32_view(sl, n, "[num_rows]");
     a.last_token_indices = int64_view(lt, n, "[num_rows]");
@@ -329,10 +169,10 @@ inline PrefillArguments check_prefill(const Tensor& target_input_ids, const Tens
 }
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const PrefillArguments& a, int64_t row) {
-    if (const Found f = problem_of_padding(a.rows, row); f.problem != kNoProblem) return f;
+    if (const Found f = problem_of_padding(a.rows, row)) return f;
     const int64_t state = a.rows.idx_mapping[row];
     if (state < 0) return {};
-    if (const Found f = problem_of_starts(a.starts, row); f.problem != kNoProblem) return f;
+    if (const Found f = problem_of_starts(a.starts, row)) return f;
     if (a.starts[row + 1] > a.num_target_tokens)
         return {kTokensPastTarget, row, a.starts[row + 1], a.num_target_tokens};
     if (a.starts[row + 1] > a.input_ids.length)
@@ -386,13 +226,12 @@ struct DecodeArguments {
     int64_t num_items() const { return std::max(query_start_loc.length, seq_lens.length); }
 };
 
-inline DecodeArguments check_decode(const Tensor& draft_tokens, const Tensor& target_seq_lens,
+inline DecodeArguments check_decode(const char* op, const Tensor& draft_tokens, const Tensor& target_seq_lens,
                                     const Tensor& num_rejected, const Tensor& input_ids,
                                     const Tensor& positions, const Tensor& query_start_loc,
                                     const Tensor& seq_lens, int64_t max_model_len,
                                     const std::optional<Tensor>& idx_mapping,
                                     const std::optional<Tensor>& sample_positions, bool advance_positions) {
-    const char* op = "prepare_decode_inputs";
     const Argument dt{op, "draft_tokens", draft_tokens}, ts{op, "target_seq_lens", target_seq_lens},
         nr{op, "num_rejected", num_rejected}, ii{op, "input_ids", input_ids}, po{op, "positions", positions},
         qs{op, "query_start_loc", query_start_loc}, sl{op, "seq_lens", seq_lens};
@@ -476,11 +315,11 @@ inline void check_hidden_states(UpdateArguments& a, const Argument& from, const 
     for (const Argument& h : {from, to}) {
         check_element_size(h);
         if (h.tensor.dim() != 2 || h.tensor.size(0) < a.rows.count)
-            h.must_be("[num_rows, hidden_size] with at least " + std::to_string(a.rows.count) + " rows");
+            h.must_be("[num_rows, hidden_size] with at least ", a.rows.count, " rows");
     }
     to.dtype(from.tensor.scalar_type());
     if (from.tensor.size(1) != to.tensor.size(1))
-        to.must_be("of the width of hidden_states, " + describe(from.tensor));
+        to.must_be("of the width of hidden_states, ", describe(from.tensor));
     from.same_device(to.tensor);
     if (same_view(from.tensor, to.tensor)) return;
     must_not_overlap(a.op, Placed(to), Placed(from));
@@ -494,7 +333,7 @@ inline void check_hidden_states(UpdateArguments& a, const Argument& from, const 
     a.element_size = static_cast<int32_t>(from.tensor.element_size());
 }
 
-inline UpdateArguments check_update(const Tensor& sampled, const Tensor& current_draft_step,
+inline UpdateArguments check_update(const char* op, const Tensor& sampled, const Tensor& current_draft_step,
                                     const Tensor& draft_tokens, const Tensor& input_ids,
                                     const Tensor& positions, const Tensor& seq_lens,
                                     int64_t num_speculative_steps, int64_t max_model_len,
@@ -502,7 +341,6 @@ inline UpdateArguments check_update(const Tensor& sampled, const Tensor& current
                                     const std::optional<Tensor>& hidden_states,
                                     const std::optional<Tensor>& next_hidden_states,
                                     const std::optional<Tensor>& sample_positions, bool advance_positions) {
-    const char* op = "update_draft_inputs";
     const Argument sa{op, "sampled", sampled}, st{op, "current_draft_step", current_draft_step},
         dt{op, "draft_tokens", draft_tokens}, ii{op, "input_ids", input_ids}, po{op, "positions", positions},
         sl{op, "seq_lens", seq_lens};
@@ -516,8 +354,7 @@ inline UpdateArguments check_update(const Tensor& sampled, const Tensor& current
     a.step = scalar_view(st);
     check_ids(dt);
     if (draft_tokens.dim() != 2 || draft_tokens.size(0) < n || draft_tokens.size(1) < num_speculative_steps)
-        dt.must_be("[>= " + std::to_string(n) + " rows, >= " + std::to_string(num_speculative_steps) +
-                   " steps]");
+        dt.must_be("[>= ", n, " rows, >= ", num_speculative_steps, " steps]");
     a.draft_tokens = {draft_tokens.data_ptr(), draft_tokens.scalar_type() == ScalarType::Long,
                       draft_tokens.stride(0), n};
     a.draft_column_stride = draft_tokens.stride(1);
@@ -549,7 +386,7 @@ inline UpdateArguments check_update(const Tensor& sampled, const Tensor& current
 }
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const UpdateArguments& a, int64_t row) {
-    if (const Found f = problem_of_padding(a.rows, row); f.problem != kNoProblem) return f;
+    if (const Found f = problem_of_padding(a.rows, row)) return f;
     if (a.rows.is_real(row) && (*a.step < 0 || *a.step >= a.draft_columns))
         return {kStepOutside, row, *a.step, a.draft_columns};
     return {};
@@ -593,12 +430,12 @@ struct SlotArguments {
     const bool* cp_sharded;  // null: all
 };
 
-inline SlotArguments check_slot_mappings(const Tensor& idx_mapping, const Tensor& query_start_loc,
-                                         const Tensor& positions, const std::vector<Tensor>& block_tables,
+inline SlotArguments check_slot_mappings(const char* op, const Tensor& idx_mapping,
+                                         const Tensor& query_start_loc, const Tensor& positions,
+                                         const std::vector<Tensor>& block_tables,
                                          const std::vector<int64_t>& block_sizes, const Tensor& slot_mappings,
                                          int64_t cp_size, int64_t cp_rank, int64_t cp_interleave,
                                          const std::optional<Tensor>& cp_sharded) {
-    const char* op = "compute_slot_mappings";
     const Argument im{op, "idx_mapping", idx_mapping}, qs{op, "query_start_loc", query_start_loc},
         po{op, "positions", positions}, sm{op, "slot_mappings", slot_mappings};
     SlotArguments a{};
@@ -615,7 +452,7 @@ inline SlotArguments check_slot_mappings(const Tensor& idx_mapping, const Tensor
     a.positions = {int64_view(po, 0, "[num_tokens]").data, positions.size(0)};
     sm.dtype(ScalarType::Long);
     if (slot_mappings.dim() != 2 || slot_mappings.size(0) != a.num_groups)
-        sm.must_be("[" + std::to_string(a.num_groups) + " groups, capacity]");
+        sm.must_be("[", a.num_groups, " groups, capacity]");
     if (slot_mappings.size(1) > 1 && slot_mappings.stride(1) != 1) sm.must_be("of stride 1 along a row");
     a.capacity = slot_mappings.size(1);
     a.slots = static_cast<int64_t*>(slot_mappings.data_ptr());
@@ -665,7 +502,7 @@ NWOR_HOST_DEVICE inline int64_t slot_of_token(const SlotArguments& a, int64_t gr
 }
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const SlotArguments& a, int64_t row) {
-    if (const Found f = problem_of_starts(a.starts, row); f.problem != kNoProblem) return f;
+    if (const Found f = problem_of_starts(a.starts, row)) return f;
     const int64_t state = a.rows.idx_mapping[row], end = a.starts[row + 1];
     if (end > a.starts[row] && end > a.capacity) return {kTokensPastCapacity, row, end, a.capacity};
     if (state < 0 || end == a.starts[row]) return {};
@@ -694,11 +531,10 @@ struct EagleArguments {
     int64_t max_model_len;
 };
 
-inline EagleArguments check_eagle_step(const Tensor& positions, const Tensor& block_table,
+inline EagleArguments check_eagle_step(const char* op, const Tensor& positions, const Tensor& block_table,
                                        const Tensor& seq_lens, const Tensor& new_positions,
                                        const Tensor& slot_mapping, int64_t block_size,
                                        int64_t max_model_len) {
-    const char* op = "eagle_step";
     const Argument po{op, "positions", positions}, bt{op, "block_table", block_table},
         sl{op, "seq_lens", seq_lens}, np{op, "new_positions", new_positions},
         sm{op, "slot_mapping", slot_mapping};
@@ -761,13 +597,12 @@ struct PaddedInputsArguments {
     int64_t num_items() const { return std::max(indices.length, num_rejected.length); }
 };
 
-inline PaddedInputsArguments check_inputs_padded(const Tensor& cu_num_draft_tokens,
+inline PaddedInputsArguments check_inputs_padded(const char* op, const Tensor& cu_num_draft_tokens,
                                                  const Tensor& valid_sampled_count,
                                                  const Tensor& query_start_loc,
                                                  const Tensor& token_indices_to_sample,
                                                  const Tensor& num_rejected,
                                                  const std::optional<Tensor>& discarded) {
-    const char* op = "prepare_inputs_padded";
     const Argument cu{op, "cu_num_draft_tokens", cu_num_draft_tokens},
         vc{op, "valid_sampled_count", valid_sampled_count}, qs{op, "query_start_loc", query_start_loc},
         ti{op, "token_indices_to_sample", token_indices_to_sample}, nr{op, "num_rejected", num_rejected};
@@ -790,7 +625,7 @@ inline PaddedInputsArguments check_inputs_padded(const Tensor& cu_num_draft_toke
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const PaddedInputsArguments& a, int64_t row) {
     const int64_t before = row == 0 ? 0 : a.cu_num_drafts[row - 1];
-    if (a.cu_num_drafts[row] < before) return {kDraftCountsDecrease, row, a.cu_num_drafts[row], before};
+    if (a.cu_num_drafts[row] < before) return {kDraftsDecrease, row, a.cu_num_drafts[row], before};
     return problem_of_starts(a.starts, row);
 }
 
@@ -825,11 +660,11 @@ struct NextTokenArguments {
     int64_t num_items() const { return std::max(next_ids.length, valid_count.length); }
 };
 
-inline NextTokenArguments check_next_token_padded(const Tensor& sampled_token_ids, const Tensor& discarded,
+inline NextTokenArguments check_next_token_padded(const char* op, const Tensor& sampled_token_ids,
+                                                  const Tensor& discarded,
                                                   const Tensor& backup_next_token_ids,
                                                   const Tensor& next_token_ids,
                                                   const Tensor& valid_sampled_count, int64_t vocab_size) {
-    const char* op = "prepare_next_token_padded";
     const Argument sa{op, "sampled_token_ids", sampled_token_ids}, di{op, "discarded", discarded},
         ba{op, "backup_next_token_ids", backup_next_token_ids}, nt{op, "next_token_ids", next_token_ids},
         vc{op, "valid_sampled_count", valid_sampled_count};
@@ -902,11 +737,8 @@ struct SampleArguments {
 inline void check_logits_cache(SampleArguments& a, const Argument& c, const Tensor& logits) {
     const Tensor& cache = c.tensor;
     c.dtype(logits.scalar_type());
-    if (cache.dim() != 3 || cache.size(0) < a.num_states || cache.size(2) < a.vocab_size) {
-        std::ostringstream text;
-        text << "[>= " << a.num_states << " request states, steps, >= " << a.vocab_size << " logits]";
-        c.must_be(text.str());
-    }
+    if (cache.dim() != 3 || cache.size(0) < a.num_states || cache.size(2) < a.vocab_size)
+        c.must_be("[>= ", a.num_states, " request states, steps, >= ", a.vocab_size, " logits]");
     a.cache = static_cast<char*>(cache.data_ptr());
     a.cache_columns = cache.size(1);
     a.cache_state_stride = cache.stride(0);
@@ -914,20 +746,18 @@ inline void check_logits_cache(SampleArguments& a, const Argument& c, const Tens
     a.cache_vocab_stride = cache.stride(2);
 }
 
-inline SampleArguments check_gumbel_sample(const Tensor& logits, const Tensor& idx_mapping,
+inline SampleArguments check_gumbel_sample(const char* op, const Tensor& logits, const Tensor& idx_mapping,
                                            const Tensor& temperature, const Tensor& seeds,
                                            const Tensor& positions, const Tensor& step, const Tensor& sampled,
                                            const std::optional<Tensor>& logits_cache,
                                            const std::optional<Tensor>& workspace) {
-    const char* op = "gumbel_sample";
     const Argument lo{op, "logits", logits}, im{op, "idx_mapping", idx_mapping},
         te{op, "temperature", temperature}, se{op, "seeds", seeds}, po{op, "positions", positions},
         st{op, "step", step}, sa{op, "sampled", sampled};
     SampleArguments a{};
     a.op = op;
     a.dtype = logits.scalar_type();
-    if (a.dtype != ScalarType::Float && a.dtype != ScalarType::Half && a.dtype != ScalarType::BFloat16)
-        lo.must_have_dtype("torch.float32, torch.float16 or torch.bfloat16");
+    check_floats(lo);
     if (logits.dim() != 2 || logits.size(1) < 1 || logits.size(1) > INT32_MAX)
         lo.must_be("[num_rows, vocab_size] with at least one token and fewer than 2^31");
     const int64_t n = a.num_rows = logits.size(0);
@@ -940,18 +770,18 @@ inline SampleArguments check_gumbel_sample(const Tensor& logits, const Tensor& i
     a.temperature = vector_view<float>(te, ScalarType::Float, 0, "[num_states]").data;
     a.seeds = int64_view(se, 0, "[num_states]").data;
     if (seeds.size(0) != temperature.size(0))
-        se.must_be("one for each entry of temperature, " + describe(temperature));
+        se.must_be("one for each entry of temperature, ", describe(temperature));
     a.num_states = temperature.size(0);
     a.positions = int64_view(po, n, "[num_rows]").data;
     st.dtype(ScalarType::Long);
     if (step.dim() > 1 || (step.numel() != 1 && step.numel() < n))
-        st.must_be("one element or one for each of " + std::to_string(n) + " rows");
+        st.must_be("one element or one for each of ", n, " rows");
     st.contiguous();
     a.step = static_cast<const int64_t*>(step.data_ptr());
     a.step_stride = step.dim() == 1 && step.size(0) != 1 ? 1 : 0;
     check_ids(sa);
     if (sampled.dim() < 1 || sampled.dim() > 2 || sampled.size(0) < n)
-        sa.must_be("[num_rows] or [num_rows, steps] with at least " + std::to_string(n) + " rows");
+        sa.must_be("[num_rows] or [num_rows, steps] with at least ", n, " rows");
     a.sampled = {sampled.data_ptr(), sampled.scalar_type() == ScalarType::Long, sampled.stride(0), n};
     a.sampled_columns = sampled.dim() == 2 ? sampled.size(1) : 0;
     a.sampled_column_stride = sampled.dim() == 2 ? sampled.stride(1) : 0;
@@ -1031,16 +861,13 @@ struct ExpandArguments {
     NWOR_HOST_DEVICE int64_t out_start(int64_t row) const { return starts[row] + row * growth; }
 };
 
-inline ExpandArguments check_expand(const Tensor& target_input_ids, const Tensor& target_positions,
-                                    const Tensor& target_query_start_loc, const Tensor& num_rejected,
-                                    const Tensor& next_token_ids, const Tensor& input_ids,
-                                    const Tensor& positions, const Tensor& is_rejected,
-                                    const Tensor& is_masked, const Tensor& new_token_indices,
-                                    int64_t num_new_tokens, int64_t padding_token_id, int64_t mask_token_id,
-                                    bool shift_input_ids, const std::optional<int64_t>& max_model_len,
-                                    const std::optional<Tensor>& idx_mapping,
-                                    const std::optional<Tensor>& hidden_state_mapping) {
-    const char* op = "copy_expand_inputs";
+inline ExpandArguments check_expand(
+    const char* op, const Tensor& target_input_ids, const Tensor& target_positions,
+    const Tensor& target_query_start_loc, const Tensor& num_rejected, const Tensor& next_token_ids,
+    const Tensor& input_ids, const Tensor& positions, const Tensor& is_rejected, const Tensor& is_masked,
+    const Tensor& new_token_indices, int64_t num_new_tokens, int64_t padding_token_id, int64_t mask_token_id,
+    bool shift_input_ids, const std::optional<int64_t>& max_model_len,
+    const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& hidden_state_mapping) {
     const Argument ti{op, "target_input_ids", target_input_ids}, tp{op, "target_positions", target_positions},
         tq{op, "target_query_start_loc", target_query_start_loc}, nr{op, "num_rejected", num_rejected},
         nt{op, "next_token_ids", next_token_ids}, ii{op, "input_ids", input_ids},
@@ -1067,7 +894,7 @@ inline ExpandArguments check_expand(const Tensor& target_input_ids, const Tensor
     a.is_rejected = bool_view(ir, 0, "[capacity]");
     a.is_masked = bool_view(ms, 0, "[capacity]");
     for (const Argument& out : {po, ir, ms})
-        if (out.tensor.size(0) != capacity) out.must_be("as long as input_ids, " + describe(input_ids));
+        if (out.tensor.size(0) != capacity) out.must_be("as long as input_ids, ", describe(input_ids));
     a.new_indices = mutable_ids_view(ni, n * num_new_tokens, "[num_rows * num_new_tokens]");
     a.num_new = num_new_tokens;
     a.growth = num_new_tokens - (shift_input_ids ? 1 : 0);
@@ -1090,9 +917,9 @@ inline ExpandArguments check_expand(const Tensor& target_input_ids, const Tensor
 }
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const ExpandArguments& a, int64_t row) {
-    if (const Found f = problem_of_padding(a.rows, row); f.problem != kNoProblem) return f;
+    if (const Found f = problem_of_padding(a.rows, row)) return f;
     if (a.by_state && a.rows.idx_mapping[row] < 0) return {};
-    if (const Found f = problem_of_starts(a.starts, row); f.problem != kNoProblem) return f;
+    if (const Found f = problem_of_starts(a.starts, row)) return f;
     const int64_t end = a.starts[row + 1], new_end = a.out_start(row + 1);
     if (end > a.num_target_tokens) return {kTokensPastTarget, row, end, a.num_target_tokens};
     if (a.maps_hidden && end > a.hidden_mapping.length)
@@ -1158,13 +985,12 @@ struct ExtendArguments {
     NWOR_HOST_DEVICE int64_t num_tokens() const { return least(positions.length, is_rejected.length); }
 };
 
-inline ExtendArguments check_extend(const Tensor& target_query_start_loc, const Tensor& target_seq_lens,
-                                    const Tensor& positions, const Tensor& is_rejected,
-                                    const Tensor& block_table, const Tensor& query_start_loc,
-                                    const Tensor& seq_lens, const Tensor& slot_mapping, int64_t block_size,
-                                    int64_t max_model_len, int64_t num_new_tokens,
-                                    const std::optional<Tensor>& idx_mapping) {
-    const char* op = "extend_queries";
+inline ExtendArguments check_extend(const char* op, const Tensor& target_query_start_loc,
+                                    const Tensor& target_seq_lens, const Tensor& positions,
+                                    const Tensor& is_rejected, const Tensor& block_table,
+                                    const Tensor& query_start_loc, const Tensor& seq_lens,
+                                    const Tensor& slot_mapping, int64_t block_size, int64_t max_model_len,
+                                    int64_t num_new_tokens, const std::optional<Tensor>& idx_mapping) {
     const Argument tq{op, "target_query_start_loc", target_query_start_loc},
         ts{op, "target_seq_lens", target_seq_lens}, po{op, "positions", positions},
         ir{op, "is_rejected", is_rejected}, bt{op, "block_table", block_table},
@@ -1182,7 +1008,7 @@ inline ExtendArguments check_extend(const Tensor& target_query_start_loc, const 
     a.positions = {int64_view(po, 0, "[num_tokens]").data, positions.size(0)};
     a.is_rejected = {bool_view(ir, 0, "[num_tokens]").data, is_rejected.size(0)};
     a.table = block_table_view(bt, n, block_size);
-    if (block_table.size(0) != n) bt.must_be("of as many rows as there are queries, " + std::to_string(n));
+    if (block_table.size(0) != n) bt.must_be("of as many rows as there are queries, ", n);
     a.query_start_loc = int32_view(qs, n + 1, "[num_rows + 1]");
     a.seq_lens = int32_view(sl, n, "[num_rows]");
     a.slots = int64_view(sm, 0, "[capacity]");
@@ -1199,9 +1025,9 @@ NWOR_HOST_DEVICE inline bool needs_slot(const ExtendArguments& a, int64_t token)
 }
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const ExtendArguments& a, int64_t row) {
-    if (const Found f = problem_of_padding(a.rows, row); f.problem != kNoProblem) return f;
+    if (const Found f = problem_of_padding(a.rows, row)) return f;
     if (a.rows.idx_mapping.data != nullptr && a.rows.idx_mapping[row] < 0) return {};
-    if (const Found f = problem_of_starts(a.starts, row); f.problem != kNoProblem) return f;
+    if (const Found f = problem_of_starts(a.starts, row)) return f;
     const int64_t end = a.out_start(row + 1);
     if (end > a.num_tokens()) return {kTokensPastTarget, row, end, a.num_tokens()};
     if (end > a.slots.length) return {kTokensPastCapacity, row, end, a.slots.length};
@@ -1230,9 +1056,9 @@ struct LocalLensArguments {
     int64_t size, rank, interleave;
 };
 
-inline LocalLensArguments check_local_seq_lens(const Tensor& seq_lens, const Tensor& local_seq_lens,
-                                               int64_t dcp_size, int64_t dcp_rank, int64_t cp_interleave) {
-    const char* op = "dcp_local_seq_lens";
+inline LocalLensArguments check_local_seq_lens(const char* op, const Tensor& seq_lens,
+                                               const Tensor& local_seq_lens, int64_t dcp_size,
+                                               int64_t dcp_rank, int64_t cp_interleave) {
     const Argument sl{op, "seq_lens", seq_lens}, lo{op, "local_seq_lens", local_seq_lens};
     check_positive(op, "dcp_size", dcp_size);
     check_positive(op, "cp_interleave", cp_interleave);
@@ -1261,6 +1087,23 @@ NWOR_HOST_DEVICE inline void local_lens_row(const LocalLensArguments& a, int64_t
         local = length / round * a.interleave + least(rest, a.interleave);
     }
     a.local.set(i, local);
+}
+
+// ---------------------------------------------------------------- the ops
+
+template <class Device>
+void register_drafter(Library& m) {
+    NWOR_OP(m, prepare_prefill_inputs, check_prefill);
+    NWOR_OP(m, prepare_decode_inputs, check_decode);
+    NWOR_OP(m, update_draft_inputs, check_update);
+    NWOR_OP(m, compute_slot_mappings, check_slot_mappings);
+    NWOR_OP(m, eagle_step, check_eagle_step);
+    NWOR_OP(m, prepare_inputs_padded, check_inputs_padded);
+    NWOR_OP(m, prepare_next_token_padded, check_next_token_padded);
+    NWOR_OP(m, gumbel_sample, check_gumbel_sample);
+    NWOR_OP(m, copy_expand_inputs, check_expand);
+    NWOR_OP(m, extend_queries, check_extend);
+    NWOR_OP(m, dcp_local_seq_lens, check_local_seq_lens);
 }
 
 }  // namespace nwor

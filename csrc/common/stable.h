@@ -26,7 +26,15 @@
 
 namespace nwor {
 
+using Library = torch::stable::detail::StableLibrary;
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
+using torch::stable::new_empty;
+using torch::stable::parallel_for;
 using torch::stable::Tensor;
+#ifdef USE_CUDA
+using torch::stable::accelerator::DeviceGuard;
+#endif
 
 }  // namespace nwor

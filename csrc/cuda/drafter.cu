@@ -1,21 +1,17 @@
-// Family draft on CUDA: what a drafter's loop does between two passes. Semantics: nwor_ops/ops_draft.py.
+// Family drafter on CUDA: what a drafter's loop does between two passes. Semantics: nwor_ops/ops/drafter.py.
 //
 // All but gumbel_sample are a thread for each element of an output, and what the thread does stands in
-// draft.h. No kernel allocates, none waits for another block, every count that a replay may change is read
+// drafter.h. No kernel allocates, none waits for another block, every count that a replay may change is read
 // from the arguments.
 #include <cuda_fp16.h>
 
-#include "../dispatch.h"
-#include "../draft.h"
-#include "../gumbel.h"
+#include "../common/dispatch.h"
+#include "../common/gumbel.h"
+#include "../drafter.h"
 #include "launch.h"
 
 namespace nwor {
 namespace {
-
-void complain(const ErrorRecord& e) {
-    complain_of_data(e.op, {e.problem, e.index, e.value, e.limit});
-}
 
 __device__ int64_t item_of_thread() {
     return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -25,8 +21,7 @@ __device__ int64_t item_of_thread() {
 template <class Arguments>
 __device__ void report_row(const Arguments& a, int64_t row, int64_t num_rows, const char* report_as) {
     if (report_as == nullptr || row >= num_rows) return;
-    const Found f = problem_of_row(a, row);
-    if (f.problem != kNoProblem) report(report_as, f.problem, f.index, f.value, f.limit);
+    if (const Found found = problem_of_row(a, row)) report(report_as, found);
 }
 
 // ---------------------------------------------------------------- a thread for each element
@@ -99,123 +94,57 @@ __global__ void __launch_bounds__(kThreads) local_lens_kernel(const __grid_const
     local_lens_row(a, item_of_thread());
 }
 
-void prepare_prefill_inputs(const Tensor& target_input_ids, const Tensor& target_positions,
-                            const Tensor& target_query_start_loc, const Tensor& target_seq_lens,
-                            const Tensor& idx_mapping, const Tensor& num_sampled, const Tensor& num_rejected,
-                            const Tensor& last_sampled, const Tensor& next_prefill_tokens,
-                            const Tensor& input_ids, const Tensor& positions, const Tensor& query_start_loc,
-                            const Tensor& seq_lens, const Tensor& last_token_indices,
-                            const Tensor& current_draft_step) {
-    const PrefillArguments a =
-        check_prefill(target_input_ids, target_positions, target_query_start_loc, target_seq_lens,
-                      idx_mapping, num_sampled, num_rejected, last_sampled, next_prefill_tokens, input_ids,
-                      positions, query_start_loc, seq_lens, last_token_indices, current_draft_step);
-    const Launch launch(input_ids);
+void run(const PrefillArguments& a, const Launch& launch) {
     launch.start(prefill_kernel, shape_for_items(a.num_items()), a, report_as(a.op));
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
-void prepare_decode_inputs(const Tensor& draft_tokens, const Tensor& target_seq_lens,
-                           const Tensor& num_rejected, const Tensor& input_ids, const Tensor& positions,
-                           const Tensor& query_start_loc, const Tensor& seq_lens, int64_t max_model_len,
-                           const std::optional<Tensor>& idx_mapping,
-                           const std::optional<Tensor>& sample_positions, bool advance_positions) {
-    const DecodeArguments a =
-        check_decode(draft_tokens, target_seq_lens, num_rejected, input_ids, positions, query_start_loc,
-                     seq_lens, max_model_len, idx_mapping, sample_positions, advance_positions);
-    const Launch launch(input_ids);
+void run(const DecodeArguments& a, const Launch& launch) {
     launch.start(decode_kernel, shape_for_items(a.num_items()), a, report_as(a.op));
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
-void compute_slot_mappings(const Tensor& idx_mapping, const Tensor& query_start_loc, const Tensor& positions,
-                           const std::vector<Tensor>& block_tables, const std::vector<int64_t>& block_sizes,
-                           const Tensor& slot_mappings, int64_t cp_size, int64_t cp_rank,
-                           int64_t cp_interleave, const std::optional<Tensor>& cp_sharded) {
-    const SlotArguments a =
-        check_slot_mappings(idx_mapping, query_start_loc, positions, block_tables, block_sizes, slot_mappings,
-                            cp_size, cp_rank, cp_interleave, cp_sharded);
+void run(const SlotArguments& a, const Launch& launch) {
     if (a.capacity == 0) return;
-    const Launch launch(slot_mappings);
     LaunchShape shape = shape_for_items(std::max(a.capacity, a.rows.count));
     shape.grid.y = static_cast<unsigned>(a.num_groups);
     launch.start(slots_kernel, shape, a, report_as(a.op));
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
-void eagle_step(const Tensor& positions, const Tensor& block_table, const Tensor& seq_lens,
-                const Tensor& new_positions, const Tensor& slot_mapping, int64_t block_size,
-                int64_t max_model_len) {
-    const EagleArguments a = check_eagle_step(positions, block_table, seq_lens, new_positions, slot_mapping,
-                                              block_size, max_model_len);
+void run(const EagleArguments& a, const Launch& launch) {
     if (a.slots.length == 0) return;
-    const Launch launch(positions);
     launch.start(eagle_kernel, shape_for_items(a.slots.length), a, report_as(a.op));
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
-void prepare_inputs_padded(const Tensor& cu_num_draft_tokens, const Tensor& valid_sampled_count,
-                           const Tensor& query_start_loc, const Tensor& token_indices_to_sample,
-                           const Tensor& num_rejected, const std::optional<Tensor>& discarded) {
-    const PaddedInputsArguments a =
-        check_inputs_padded(cu_num_draft_tokens, valid_sampled_count, query_start_loc,
-                            token_indices_to_sample, num_rejected, discarded);
+void run(const PaddedInputsArguments& a, const Launch& launch) {
     if (a.num_items() == 0) return;
-    const Launch launch(num_rejected);
     launch.start(padded_inputs_kernel, shape_for_items(a.num_items()), a, report_as(a.op));
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
-void prepare_next_token_padded(const Tensor& sampled_token_ids, const Tensor& discarded,
-                               const Tensor& backup_next_token_ids, const Tensor& next_token_ids,
-                               const Tensor& valid_sampled_count, int64_t vocab_size) {
-    const NextTokenArguments a = check_next_token_padded(sampled_token_ids, discarded, backup_next_token_ids,
-                                                         next_token_ids, valid_sampled_count, vocab_size);
+void run(const NextTokenArguments& a, const Launch& launch) {
     if (a.num_items() == 0) return;
-    const Launch launch(next_token_ids);
     launch.start(next_token_kernel, shape_for_items(a.num_items()), a);
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
-void copy_expand_inputs(const Tensor& target_input_ids, const Tensor& target_positions,
-                        const Tensor& target_query_start_loc, const Tensor& num_rejected,
-                        const Tensor& next_token_ids, const Tensor& input_ids, const Tensor& positions,
-                        const Tensor& is_rejected, const Tensor& is_masked, const Tensor& new_token_indices,
-                        int64_t num_new_tokens, int64_t padding_token_id, int64_t mask_token_id,
-                        bool shift_input_ids, const std::optional<int64_t>& max_model_len,
-                        const std::optional<Tensor>& idx_mapping,
-                        const std::optional<Tensor>& hidden_state_mapping) {
-    const ExpandArguments a = check_expand(
-        target_input_ids, target_positions, target_query_start_loc, num_rejected, next_token_ids, input_ids,
-        positions, is_rejected, is_masked, new_token_indices, num_new_tokens, padding_token_id, mask_token_id,
-        shift_input_ids, max_model_len, idx_mapping, hidden_state_mapping);
+void run(const ExpandArguments& a, const Launch& launch) {
     if (a.num_items() == 0) return;
-    const Launch launch(input_ids);
     launch.start(expand_kernel, shape_for_items(a.num_items()), a, report_as(a.op));
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
-void extend_queries(const Tensor& target_query_start_loc, const Tensor& target_seq_lens,
-                    const Tensor& positions, const Tensor& is_rejected, const Tensor& block_table,
-                    const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& slot_mapping,
-                    int64_t block_size, int64_t max_model_len, int64_t num_new_tokens,
-                    const std::optional<Tensor>& idx_mapping) {
-    const ExtendArguments a = check_extend(target_query_start_loc, target_seq_lens, positions, is_rejected,
-                                           block_table, query_start_loc, seq_lens, slot_mapping, block_size,
-                                           max_model_len, num_new_tokens, idx_mapping);
-    const Launch launch(query_start_loc);
+void run(const ExtendArguments& a, const Launch& launch) {
     launch.start(extend_kernel, shape_for_items(a.num_items()), a, report_as(a.op));
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
-void dcp_local_seq_lens(const Tensor& seq_lens, const Tensor& local_seq_lens, int64_t dcp_size,
-                        int64_t dcp_rank, int64_t cp_interleave) {
-    const LocalLensArguments a =
-        check_local_seq_lens(seq_lens, local_seq_lens, dcp_size, dcp_rank, cp_interleave);
+void run(const LocalLensArguments& a, const Launch& launch) {
     if (a.local.length == 0) return;
-    const Launch launch(local_seq_lens);
     launch.start(local_lens_kernel, shape_for_items(a.local.length), a);
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
 // ---------------------------------------------------------------- update_draft_inputs
@@ -252,18 +181,9 @@ void start_update(const UpdateArguments& a, const Launch& launch) {
     launch.start(update_kernel<Access>, shape, a, accesses, report_as(a.op));
 }
 
-void update_draft_inputs(const Tensor& sampled, const Tensor& current_draft_step, const Tensor& draft_tokens,
-                         const Tensor& input_ids, const Tensor& positions, const Tensor& seq_lens,
-                         int64_t num_speculative_steps, int64_t max_model_len,
-                         const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& hidden_states,
-                         const std::optional<Tensor>& next_hidden_states,
-                         const std::optional<Tensor>& sample_positions, bool advance_positions) {
-    UpdateArguments a = check_update(sampled, current_draft_step, draft_tokens, input_ids, positions,
-                                     seq_lens, num_speculative_steps, max_model_len, idx_mapping,
-                                     hidden_states, next_hidden_states, sample_positions, advance_positions);
+void run(UpdateArguments a, const Launch& launch) {
     if (a.rows.count == 0) return;
     if (a.width == 0) a.element_size = 1;
-    const Launch launch(sampled);
     const bool whole_vectors = a.hidden_stride == 1 && a.next_stride == 1 &&
                                a.width * a.element_size % 16 == 0 &&
                                in_16_bytes(a.hidden, a.hidden_row_stride, a.element_size) &&
@@ -273,7 +193,7 @@ void update_draft_inputs(const Tensor& sampled, const Tensor& current_draft_step
     else
         with_raw_type(a.element_size,
                       [&](auto raw) { start_update<typename decltype(raw)::type>(a, launch); });
-    check_launch(launch, complain);
+    check_launch(launch);
 }
 
 // ---------------------------------------------------------------- gumbel_sample
@@ -287,19 +207,19 @@ void update_draft_inputs(const Tensor& sampled, const Tensor& current_draft_step
 
 constexpr int kVectors = 4;  // loads of 16 bytes in flight in each thread
 
-struct Float32 {
+struct Float32Logits {
     using Raw = uint32_t;
     static constexpr Raw kMinusInfinity = 0xFF800000u;
     static __device__ float value(Raw raw) { return __uint_as_float(raw); }
 };
 
-struct Float16 {
+struct HalfLogits {
     using Raw = uint16_t;
     static constexpr Raw kMinusInfinity = 0xFC00u;
     static __device__ float value(Raw raw) { return __half2float(__ushort_as_half(raw)); }
 };
 
-struct BFloat16 {
+struct BFloat16Logits {
     using Raw = uint16_t;
     static constexpr Raw kMinusInfinity = 0xFF80u;
     static __device__ float value(Raw raw) { return __uint_as_float(static_cast<uint32_t>(raw) << 16); }
@@ -598,13 +518,13 @@ __global__ void __launch_bounds__(kThreads, 4)
 }
 
 template <class Format>
-void start_sample(SampleArguments& a, const Tensor& logits, const Launch& launch) {
+void start_sample(SampleArguments& a, const Launch& launch) {
     const int64_t num_chunks = ceil_div(a.vocab_size, kChunk<Format>);
     if (a.num_rows * num_chunks > INT32_MAX)
-        fail(a.op, "logits must fit in one launch, got ", describe(logits));
+        fail(a.op, "logits must fit in one launch, got ", describe(launch.like()));
     Tensor own;  // lives until the launch is in the stream, which is all that the allocator asks for
     if (a.workspace == nullptr && num_chunks > 1) {
-        own = torch::stable::new_empty(logits, {2 * a.num_rows}, ScalarType::Long);
+        own = new_empty(launch.like(), {2 * a.num_rows}, ScalarType::Long);
         a.workspace = static_cast<int64_t*>(own.data_ptr());
         launch.start(clear_kernel, shape_for_items(2 * a.num_rows), a.workspace, 2 * a.num_rows);
     }
@@ -617,36 +537,21 @@ void start_sample(SampleArguments& a, const Tensor& logits, const Launch& launch
                  static_cast<uint32_t>(num_chunks), cache_in_vectors, report_as(a.op));
 }
 
-void gumbel_sample(const Tensor& logits, const Tensor& idx_mapping, const Tensor& temperature,
-                   const Tensor& seeds, const Tensor& positions, const Tensor& step, const Tensor& sampled,
-                   const std::optional<Tensor>& logits_cache, const std::optional<Tensor>& workspace) {
-    SampleArguments a = check_gumbel_sample(logits, idx_mapping, temperature, seeds, positions, step, sampled,
-                                            logits_cache, workspace);
+void run(SampleArguments a, const Launch& launch) {
     if (a.num_rows == 0) return;
-    const Launch launch(logits);
     if (a.dtype == ScalarType::Float)
-        start_sample<Float32>(a, logits, launch);
+        start_sample<Float32Logits>(a, launch);
     else if (a.dtype == ScalarType::Half)
-        start_sample<Float16>(a, logits, launch);
+        start_sample<HalfLogits>(a, launch);
     else
-        start_sample<BFloat16>(a, logits, launch);
-    check_launch(launch, complain);
+        start_sample<BFloat16Logits>(a, launch);
+    check_launch(launch);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(nwor, CUDA, m) {
-    m.impl("prepare_prefill_inputs", TORCH_BOX(&prepare_prefill_inputs));
-    m.impl("prepare_decode_inputs", TORCH_BOX(&prepare_decode_inputs));
-    m.impl("update_draft_inputs", TORCH_BOX(&update_draft_inputs));
-    m.impl("compute_slot_mappings", TORCH_BOX(&compute_slot_mappings));
-    m.impl("eagle_step", TORCH_BOX(&eagle_step));
-    m.impl("prepare_inputs_padded", TORCH_BOX(&prepare_inputs_padded));
-    m.impl("prepare_next_token_padded", TORCH_BOX(&prepare_next_token_padded));
-    m.impl("gumbel_sample", TORCH_BOX(&gumbel_sample));
-    m.impl("copy_expand_inputs", TORCH_BOX(&copy_expand_inputs));
-    m.impl("extend_queries", TORCH_BOX(&extend_queries));
-    m.impl("dcp_local_seq_lens", TORCH_BOX(&dcp_local_seq_lens));
+    register_drafter<Launch>(m);
 }
 
 }  // namespace nwor

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "check.h"
+#include "numbers.h"
 
 namespace nwor {
 

@@ -3,8 +3,6 @@
 
 #include <cstdint>
 
-#include "check.h"
-
 namespace nwor {
 
 // A scalar of `kBytes` that is only ever copied.

@@ -1,0 +1,379 @@
+// Family accept: what its ops may be given, and what one row or one request of each comes to. The CPU kernels
+// loop over these functions and the CUDA kernels call them in each thread, so the two cannot drift apart.
+#pragma once
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "common/op.h"
+#include "common/problems.h"
+#include "common/views.h"
+
+namespace nwor {
+
+// ---------------------------------------------------------------- counts of drafts
+
+// How an engine counts drafts in `cu_num_draft_tokens`: what else it counts for each request, and whether a
+// zero comes before the first request's count.
+struct Counting {
+    int64_t num_bonus_tokens = 0;
+    bool leading_zero = false;
+};
+
+// How many drafts the requests have, where `counts` holds the drafts up to and including each request, and
+// `num_bonus_tokens` more for each request.
+struct CumulativeDrafts {
+    const int32_t* counts;
+    int64_t num_bonus_tokens;
+
+    // Drafts of requests [0, request], that is the log row after the request's last.
+    NWOR_HOST_DEVICE int64_t until(int64_t request) const {
+        return counts[request] - num_bonus_tokens * (request + 1);
+    }
+    // Drafts of requests [0, request), that is the first log row of `request`.
+    NWOR_HOST_DEVICE int64_t before(int64_t request) const { return request == 0 ? 0 : until(request - 1); }
+};
+
+inline CumulativeDrafts check_cumulative_drafts(const Argument& cu, const Counting& counting,
+                                                int64_t* num_requests) {
+    check_not_negative(cu.op, "num_bonus_tokens", counting.num_bonus_tokens);
+    const int64_t zeros = counting.leading_zero ? 1 : 0;
+    const int32_t* counts = int32_view(cu, zeros, zeros ? "[num_requests + 1]" : "[num_requests]").data;
+    *num_requests = cu.tensor.size(0) - zeros;
+    if (zeros && cu.tensor.is_cpu() && counts[0] != 0)
+        fail(cu.op, cu.name, " must begin with 0 where it has a leading_zero, got ", counts[0]);
+    return {counts + zeros, counting.num_bonus_tokens};
+}
+
+// Order of the `counters` tensor; the names are COUNTERS of nwor_ops.
+enum Counter { kWindows, kDrafted, kAccepted, kRejected, kOverflowed, kNumCounters };
+
+inline int64_t* counters_view(const Argument& counters) {
+    return int64_view(counters, kNumCounters, "[len(COUNTERS)]").data;
+}
+
+// ---------------------------------------------------------------- plan_window
+
+struct PlanArguments {
+    const char* op;
+    int64_t num_requests, num_tokens, token_offset, num_rows, num_groups, log_rows_length;
+    bool whole_batch;  // not a micro-batch: every draft must be among the tokens
+    const int32_t* query_start_loc;
+    CumulativeDrafts drafts_of;
+    int32_t* log_rows;
+    int64_t* row_slots;
+    int32_t* row_requests;
+    int32_t* row_positions;
+    int64_t* counters;
+};
+
+struct PlanCall {
+    PlanArguments plan;
+    std::vector<const int64_t*> slot_mappings;
+};
+
+inline PlanCall check_plan(const char* op, const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
+                           const std::vector<Tensor>& slot_mappings, const Tensor& log_rows,
+                           const Tensor& row_slots, const Tensor& row_requests, const Tensor& row_positions,
+                           const Tensor& counters, const std::optional<int64_t>& token_offset,
+                           int64_t num_bonus_tokens, bool leading_zero) {
+    if (slot_mappings.empty()) fail(op, "slot_mappings must hold at least one slot mapping, got none");
+    PlanCall call{};
+    PlanArguments& p = call.plan;
+    p.op = op;
+    p.token_offset = token_offset.value_or(0);
+    check_not_negative(op, "token_offset", p.token_offset);
+    p.whole_batch = !token_offset.has_value();
+    const Argument qsl{op, "query_start_loc", query_start_loc},
+        cu{op, "cu_num_draft_tokens", cu_num_draft_tokens}, lr{op, "log_rows", log_rows},
+        rs{op, "row_slots", row_slots}, rr{op, "row_requests", row_requests},
+        rp{op, "row_positions", row_positions}, ct{op, "counters", counters};
+    p.drafts_of = check_cumulative_drafts(cu, {num_bonus_tokens, leading_zero}, &p.num_requests);
+    p.query_start_loc = int32_view(qsl, p.num_requests + 1, "[num_requests + 1]").data;
+    p.num_groups = static_cast<int64_t>(slot_mappings.size());
+    for (size_t g = 0; g < slot_mappings.size(); ++g) {
+        const std::string name = "slot_mappings[" + std::to_string(g) + "]";
+        const Argument s{op, name.c_str(), slot_mappings[g]};
+        call.slot_mappings.push_back(int64_view(s, 0, "[num_tokens]").data);
+        if (s.tensor.size(0) != slot_mappings[0].size(0))
+            s.must_be("of the length of slot_mappings[0], ", describe(slot_mappings[0]));
+        s.same_device(query_start_loc);
+        must_not_overlap(op, s, rs);
+        must_not_overlap(op, s, ct);
+    }
+    p.num_tokens = slot_mappings[0].size(0);
+    p.log_rows = int32_view(lr, p.num_tokens, "[num_tokens]").data;
+    p.log_rows_length = log_rows.size(0);
+    rs.dtype(ScalarType::Long);
+    if (row_slots.dim() != 2 || row_slots.size(0) != p.num_groups)
+        rs.must_be("[", p.num_groups, " groups, num_log_rows]");
+    rs.contiguous();
+    p.num_rows = row_slots.size(1);
+    p.row_slots = static_cast<int64_t*>(row_slots.data_ptr());
+    p.row_requests = int32_view(rr, p.num_rows, "[num_log_rows]").data;
+    p.row_positions = int32_view(rp, p.num_rows, "[num_log_rows]").data;
+    for (const Argument& rows : {rr, rp})
+        if (rows.tensor.size(0) != p.num_rows)
+            rows.must_be("of as many rows as row_slots, ", describe(row_slots));
+    p.counters = counters_view(ct);
+    check_placement(op, {qsl, cu}, {lr, rs, rr, rp, ct});
+    return call;
+}
+
+// Whether and how request q breaks the window. Differences of 32-bit values are taken in 64.
+NWOR_HOST_DEVICE inline Found problem_of_request(const PlanArguments& p, int64_t q) {
+    const int64_t before = p.drafts_of.before(q), until = p.drafts_of.until(q);
+    const int64_t begin = p.query_start_loc[q], end = p.query_start_loc[q + 1];
+    const int64_t drafts = until - before;
+    if (drafts < 0) return {kDraftsDecrease, q, until, before};
+    if (begin < 0 || end < begin) return {kQueriesDecrease, q, end, begin};
+    if (drafts > end - begin) return {kMoreDraftsThanTokens, q, drafts, end - begin};
+    // A micro-batch cannot tell, from here, a draft of another one from a draft past the end.
+    if (drafts > 0 && p.whole_batch && end > p.num_tokens) return {kDraftPastTokens, q, end, p.num_tokens};
+    if (until > p.num_rows && q == p.num_requests - 1) return {kMoreDraftsThanRows, q, until, p.num_rows};
+    return {};
+}
+
+// Fills a log row, whose draft is one of request q's; of none where q is `num_requests`. Returns which of
+// this call's tokens the draft is, or less than 0.
+NWOR_HOST_DEVICE inline int64_t plan_row(const PlanArguments& p, const int64_t* const* slot_mappings,
+                                         int64_t row, int64_t q) {
+    const bool is_draft = q < p.num_requests;
+    int64_t token = -1;
+    if (is_draft) token = p.query_start_loc[q + 1] - (p.drafts_of.until(q) - row) - p.token_offset;
+    const bool here = is_draft && token >= 0 && token < p.num_tokens;
+    p.row_requests[row] = is_draft ? static_cast<int32_t>(q) : -1;
+    p.row_positions[row] = is_draft ? static_cast<int32_t>(row - p.drafts_of.before(q)) : -1;
+    for (int64_t g = 0; g < p.num_groups; ++g) {
+        const int64_t slot = here ? slot_mappings[g][token] : -1;
+        p.row_slots[g * p.num_rows + row] = slot < 0 ? -1 : slot;
+    }
+    return here ? token : -1;
+}
+
+// ---------------------------------------------------------------- acceptance
+
+// Token ids of either width: drafts, which are contiguous, or sampled tokens. (As one view with strides, an
+// accepting kernel takes more registers.)
+struct TokensView {
+    const void* data;
+    bool is_int64;
+    int64_t length;                              // of drafts
+    int64_t columns, row_stride, column_stride;  // of sampled tokens
+
+    NWOR_HOST_DEVICE int64_t operator[](int64_t i) const {
+        return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+    }
+    NWOR_HOST_DEVICE int64_t at(int64_t request, int64_t column) const {
+        return (*this)[request * row_stride + column * column_stride];
+    }
+};
+
+struct AcceptArguments {
+    const char* op;
+    int64_t num_requests;
+    CumulativeDrafts drafts_of;
+    // Either the tokens (num_rejected is null) or the counts.
+    TokensView drafts, sampled;
+    const int32_t* num_rejected;
+    int64_t most_drafts;  // what the ids (or the caller's bound) provide for
+    // Outputs. `marks` is true for a rejected draft if `marks_rejected`, else for an accepted one.
+    bool* marks;
+    bool marks_rejected;
+    int64_t num_marks;
+    int32_t* num_accepted;
+    int64_t num_accepted_length;
+    int64_t* counters;  // null in the forms that return fresh tensors
+};
+
+inline AcceptArguments check_accept(const char* op, const Tensor& cu_num_draft_tokens,
+                                    const Counting& counting = {}) {
+    AcceptArguments a{};
+    a.op = op;
+    a.drafts_of =
+        check_cumulative_drafts({op, "cu_num_draft_tokens", cu_num_draft_tokens}, counting, &a.num_requests);
+    return a;
+}
+
+inline void check_tokens(AcceptArguments& a, const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
+                         const Tensor& cu_num_draft_tokens) {
+    const Argument drafts{a.op, "draft_token_ids", draft_token_ids},
+        sampled{a.op, "sampled_token_ids", sampled_token_ids};
+    check_ids(drafts);
+    if (draft_token_ids.dim() != 1) drafts.must_be("[num_draft_tokens]");
+    drafts.contiguous();
+    check_ids(sampled);
+    if (sampled_token_ids.dim() != 2 || sampled_token_ids.size(0) < a.num_requests)
+        sampled.must_be("[>= ", a.num_requests, " requests, most drafts (+ 1)]");
+    drafts.same_device(cu_num_draft_tokens);
+    sampled.same_device(cu_num_draft_tokens);
+    a.drafts = {draft_token_ids.data_ptr(),
+                draft_token_ids.scalar_type() == ScalarType::Long,
+                draft_token_ids.size(0),
+                0,
+                0,
+                0};
+    a.most_drafts = a.drafts.length;
+    a.sampled = {sampled_token_ids.data_ptr(),
+                 sampled_token_ids.scalar_type() == ScalarType::Long,
+                 0,
+                 sampled_token_ids.size(1),
+                 sampled_token_ids.stride(0),
+                 sampled_token_ids.stride(1)};
+}
+
+inline void check_num_rejected(AcceptArguments& a, const Tensor& num_rejected,
+                               const Tensor& cu_num_draft_tokens, int64_t most_drafts = INT32_MAX) {
+    const Argument r{a.op, "num_rejected", num_rejected};
+    a.num_rejected = int32_view(r, a.num_requests, "[num_requests]").data;
+    r.same_device(cu_num_draft_tokens);
+    a.most_drafts = most_drafts;
+}
+
+// `inputs` are what the outputs may not overlap.
+inline void check_reject_outputs(AcceptArguments& a, const Tensor& row_rejected, const Tensor& num_accepted,
+                                 const Tensor& counters, const std::vector<Argument>& inputs) {
+    const Argument rows{a.op, "row_rejected", row_rejected}, accepted{a.op, "num_accepted", num_accepted},
+        counts{a.op, "counters", counters};
+    a.marks = bool_view(rows, 0, "[num_log_rows]").data;
+    a.marks_rejected = true;
+    a.num_marks = row_rejected.size(0);
+    a.num_accepted = int32_view(accepted, a.num_requests, "[num_requests]").data;
+    a.num_accepted_length = num_accepted.size(0);
+    a.counters = counters_view(counts);
+    check_placement(a.op, inputs, {counts, accepted, rows});
+}
+
+inline AcceptArguments check_reject_rows(const char* op, const Tensor& draft_token_ids,
+                                         const Tensor& sampled_token_ids, const Tensor& cu_num_draft_tokens,
+                                         const Tensor& row_rejected, const Tensor& num_accepted,
+                                         const Tensor& counters, int64_t num_bonus_tokens,
+                                         bool leading_zero) {
+    AcceptArguments a = check_accept(op, cu_num_draft_tokens, {num_bonus_tokens, leading_zero});
+    check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
+    check_reject_outputs(a, row_rejected, num_accepted, counters,
+                         {{op, "an input", cu_num_draft_tokens},
+                          {op, "an input", draft_token_ids},
+                          {op, "an input", sampled_token_ids}});
+    return a;
+}
+
+// `others` are further inputs of an op that also moves rows: blocks of one launch do both in any order.
+inline AcceptArguments check_reject_counts(const char* op, const Tensor& num_rejected,
+                                           const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
+                                           const Tensor& num_accepted, const Tensor& counters,
+                                           const Counting& counting,
+                                           const std::vector<Argument>& others = {}) {
+    AcceptArguments a = check_accept(op, cu_num_draft_tokens, counting);
+    check_num_rejected(a, num_rejected, cu_num_draft_tokens);
+    std::vector<Argument> inputs{{op, "an input", cu_num_draft_tokens}, {op, "an input", num_rejected}};
+    for (const Argument& other : others) inputs.push_back(other);
+    check_reject_outputs(a, row_rejected, num_accepted, counters, inputs);
+    return a;
+}
+
+inline AcceptArguments check_reject_rows_from_rejected(const char* op, const Tensor& num_rejected,
+                                                       const Tensor& cu_num_draft_tokens,
+                                                       const Tensor& row_rejected, const Tensor& num_accepted,
+                                                       const Tensor& counters, int64_t num_bonus_tokens,
+                                                       bool leading_zero) {
+    return check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
+                               {num_bonus_tokens, leading_zero});
+}
+
+// Fresh results instead of a window's buffers.
+struct MaskCall {
+    AcceptArguments accept;
+    Tensor accepted, num_accepted;
+
+    MaskCall(const AcceptArguments& a, const Tensor& like, int64_t num_drafts)
+        : accept(a),
+          accepted(new_empty(like, {num_drafts}, ScalarType::Bool)),
+          num_accepted(new_empty(like, {a.num_requests}, ScalarType::Int)) {
+        accept.marks = static_cast<bool*>(accepted.data_ptr());
+        accept.num_marks = num_drafts;
+        accept.num_accepted = static_cast<int32_t*>(num_accepted.data_ptr());
+        accept.num_accepted_length = a.num_requests;
+    }
+};
+
+inline MaskCall check_acceptance_mask(const char* op, const Tensor& draft_token_ids,
+                                      const Tensor& sampled_token_ids, const Tensor& cu_num_draft_tokens) {
+    AcceptArguments a = check_accept(op, cu_num_draft_tokens);
+    check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
+    return {a, cu_num_draft_tokens, a.drafts.length};
+}
+
+inline MaskCall check_acceptance_mask_from_rejected(const char* op, const Tensor& num_rejected,
+                                                    const Tensor& cu_num_draft_tokens,
+                                                    int64_t num_draft_tokens) {
+    AcceptArguments a = check_accept(op, cu_num_draft_tokens);
+    check_num_rejected(a, num_rejected, cu_num_draft_tokens, num_draft_tokens);
+    check_not_negative(op, "num_draft_tokens", num_draft_tokens);
+    return {a, cu_num_draft_tokens, num_draft_tokens};
+}
+
+// A window that was never planned has more drafts than rows; only ops with rows of a window get one.
+NWOR_HOST_DEVICE inline bool was_planned(const AcceptArguments& a) {
+    return a.drafts_of.before(a.num_requests) <= a.num_marks;
+}
+
+NWOR_HOST_DEVICE inline Found problem_of_request(const AcceptArguments& a, int64_t q) {
+    const int64_t before = a.drafts_of.before(q), until = a.drafts_of.until(q);
+    if (until < before) return {kDraftsDecrease, q, until, before};
+    if (q == a.num_requests - 1 && until > a.most_drafts)
+        return {a.num_rejected == nullptr ? kMoreDraftsThanIds : kMoreDraftsThanMarks, q, until,
+                a.most_drafts};
+    return {};
+}
+
+// How many of a request's drafts stay, where the counts say how many do not.
+NWOR_HOST_DEVICE inline int64_t num_accepted_of(int64_t drafts, int64_t rejected) {
+    if (rejected <= 0) return drafts;
+    return rejected < drafts ? drafts - rejected : 0;
+}
+
+// How many of the first `drafts` drafts of a request were accepted, counted up to the first that was not.
+NWOR_HOST_DEVICE inline int64_t leading_matches(const AcceptArguments& a, int64_t request, int64_t first_row,
+                                                int64_t drafts) {
+    drafts = least(least(drafts, a.sampled.columns), a.drafts.length - first_row);
+    int64_t j = 0;
+    for (; j < drafts; ++j) {
+        const int64_t token = a.sampled.at(request, j);
+        if (token < 0 || token != a.drafts[first_row + j]) break;
+        if (j + 1 < a.sampled.columns && a.sampled.at(request, j + 1) < 0) break;
+    }
+    return j;
+}
+
+// How many drafts of a request were accepted, looking no further than its first `most_looked_at`.
+NWOR_HOST_DEVICE inline int64_t count_accepted(const AcceptArguments& a, int64_t request,
+                                               int64_t most_looked_at = INT32_MAX) {
+    const int64_t first_row = a.drafts_of.before(request);
+    // A device cannot refuse a cumulative array that lies; it must not follow it past the rows either.
+    const int64_t until = least(a.drafts_of.until(request), a.num_marks);
+    const int64_t drafts = first_row < 0 ? 0 : most(until - first_row, 0);
+    if (a.num_rejected == nullptr)
+        return leading_matches(a, request, first_row, least(drafts, most_looked_at));
+    return num_accepted_of(drafts, a.num_rejected[request]);
+}
+
+// ---------------------------------------------------------------- the ops
+
+template <class Device>
+std::tuple<Tensor, Tensor> run(const MaskCall& call, const Device& device) {
+    run(call.accept, device);
+    return {call.accepted, call.num_accepted};
+}
+
+template <class Device>
+void register_accept(Library& m) {
+    NWOR_OP(m, plan_window, check_plan);
+    NWOR_OP(m, acceptance_mask, check_acceptance_mask);
+    NWOR_OP(m, acceptance_mask_from_rejected, check_acceptance_mask_from_rejected);
+    NWOR_OP(m, reject_rows, check_reject_rows);
+    NWOR_OP(m, reject_rows_from_rejected, check_reject_rows_from_rejected);
+}
+
+}  // namespace nwor

@@ -1,0 +1,40 @@
+// How a family's ops are registered: once, for every device.
+#pragma once
+
+#include <vector>
+
+#include "stable.h"
+
+namespace nwor {
+
+template <class... Others>
+const Tensor& first_of(const Tensor& tensor, const Others&...) {
+    return tensor;
+}
+template <class... Others>
+const Tensor& first_of(const std::vector<Tensor>& tensors, const Others&...) {
+    return tensors[0];
+}
+
+// What an op does: `check` makes arguments of its parameters, which are those of the schema behind the op's
+// name, and `run(arguments, device)` of the file that registers the op takes them. `Device` is a type of that
+// file, so that the call finds this `run` and not another device's.
+template <class Device, const char* op, auto check>
+struct Op;
+
+template <class Device, const char* op, class Arguments, class... Parameters,
+          Arguments (*check)(const char*, Parameters...)>
+struct Op<Device, op, check> {
+    static auto call(Parameters... parameters) {
+        const Arguments arguments = check(op, parameters...);
+        return run(arguments, Device(first_of(parameters...)));
+    }
+};
+
+#define NWOR_OP(library, name, check)                                           \
+    do {                                                                        \
+        static constexpr char op_name[] = #name;                                \
+        library.impl(op_name, TORCH_BOX((&Op<Device, op_name, &check>::call))); \
+    } while (false)
+
+}  // namespace nwor

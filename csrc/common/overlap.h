@@ -1,0 +1,137 @@
+// Which bytes a tensor spans, and whether two tensors share any.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "argument.h"
+
+namespace nwor {
+
+struct Range {
+    const char* begin;
+    const char* end;
+};
+
+// The bytes between the first and the last element of a strided view. Strides of torch views are never
+// negative, so the first element has the lowest address.
+inline Range range_of(const Tensor& tensor) {
+    const char* begin = static_cast<const char*>(tensor.data_ptr());
+    if (tensor.numel() == 0) return {begin, begin};
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    int64_t last = 0;
+    for (size_t i = 0; i < sizes.size(); ++i) last += (sizes[i] - 1) * strides[i];
+    return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size())};
+}
+
+// Whether two strided views share a byte. Key and value packed in one row, or in one page, span the same
+// range of addresses and share none. Exact: a byte is shared where the distance of the two starts is a sum of
+// the views' strides, so the search goes through the strides from the largest down and keeps to the multiples
+// that the smaller ones can still make good. For views of nested dimensions that is one or two each.
+class SharedBytes {
+  public:
+    SharedBytes(const Tensor& a, const Tensor& b)
+        : size_a_(static_cast<int64_t>(a.element_size())), size_b_(static_cast<int64_t>(b.element_size())) {
+        add_dimensions(a, size_a_, 1);
+        add_dimensions(b, size_b_, -1);
+        std::sort(terms_.begin(), terms_.begin() + num_terms_,
+                  [](const Term& x, const Term& y) { return x.stride > y.stride; });
+        least_[num_terms_] = 1 - size_a_;
+        most_[num_terms_] = size_b_ - 1;
+        for (size_t i = num_terms_; i-- > 0;) {
+            least_[i] = least_[i + 1] + terms_[i].least * terms_[i].stride;
+            most_[i] = most_[i + 1] + terms_[i].most * terms_[i].stride;
+        }
+    }
+
+    // `distance`: from the start of a to the start of b, in bytes.
+    bool at(int64_t distance) { return search(0, distance); }
+
+  private:
+    struct Term {
+        int64_t stride, least, most;  // the multiples of a stride that an index difference can make
+    };
+
+    void add_dimensions(const Tensor& tensor, int64_t element_size, int sign) {
+        if (tensor.dim() > kMostDimensions)
+            fail("nwor", "a tensor of ", tensor.dim(), " dimensions is compared for shared memory");
+        for (int64_t i = 0; i < tensor.dim(); ++i) {
+            const int64_t last = tensor.size(i) - 1, stride = tensor.stride(i) * element_size;
+            if (last < 1 || stride == 0) continue;
+            Term* term = nullptr;
+            for (size_t known = 0; known < num_terms_; ++known)
+                if (terms_[known].stride == stride) term = &terms_[known];
+            if (term == nullptr) {
+                term = &terms_[num_terms_++];
+                *term = Term{stride, 0, 0};
+            }
+            (sign > 0 ? term->most : term->least) += sign * last;
+        }
+    }
+
+    bool search(size_t i, int64_t distance) {
+        if (distance < least_[i] || distance > most_[i]) return false;
+        if (i == num_terms_ || ++visited_ > kMostVisited) return true;
+        const Term& term = terms_[i];
+        const auto floor = [&](int64_t x) { return x / term.stride - (x % term.stride < 0); };
+        const int64_t first = std::max(term.least, -floor(most_[i + 1] - distance));
+        const int64_t last = std::min(term.most, floor(distance - least_[i + 1]));
+        for (int64_t multiple = first; multiple <= last; ++multiple)
+            if (search(i + 1, distance - multiple * term.stride)) return true;
+        return false;
+    }
+
+    // Strides so tangled that this does not settle it count as shared.
+    static constexpr int kMostVisited = 4096;
+    static constexpr int kMostDimensions = 4;  // of any argument that is checked
+    int64_t size_a_, size_b_;
+    int visited_ = 0;
+    size_t num_terms_ = 0;
+    std::array<Term, 2 * kMostDimensions> terms_;
+    std::array<int64_t, 2 * kMostDimensions + 1> least_,
+        most_;  // what the terms from i on can add up to, within an element
+};
+
+// An argument and where it lies, for one that is compared with several others.
+struct Placed {
+    const char* name;
+    const Tensor& tensor;
+    Range range;
+
+    Placed(const char* name, const Tensor& tensor, Range range) : name(name), tensor(tensor), range(range) {}
+    Placed(const char* name, const Tensor& tensor) : Placed(name, tensor, range_of(tensor)) {}
+    Placed(const Argument& a) : Placed(a.name, a.tensor) {}
+};
+
+inline void must_not_overlap(const char* op, const Placed& a, const Placed& b) {
+    if (a.range.begin >= b.range.end || b.range.begin >= a.range.end) return;
+    if (SharedBytes(a.tensor, b.tensor).at(b.range.begin - a.range.begin))
+        fail(op, a.name, " and ", b.name, " must not share memory");
+}
+
+// All on the device of the first; no output shares memory with an input or another output.
+inline void check_placement(const char* op, const std::vector<Argument>& inputs,
+                            const std::vector<Argument>& outputs) {
+    const Tensor& first = inputs[0].tensor;
+    for (const Argument& a : inputs) a.same_device(first);
+    for (const Argument& a : outputs) a.same_device(first);
+    std::vector<Placed> placed_inputs, placed_outputs;
+    for (const Argument& a : inputs) placed_inputs.emplace_back(a);
+    for (const Argument& a : outputs) placed_outputs.emplace_back(a);
+    for (size_t i = 0; i < placed_outputs.size(); ++i) {
+        for (const Placed& in : placed_inputs) must_not_overlap(op, placed_outputs[i], in);
+        for (size_t j = 0; j < i; ++j) must_not_overlap(op, placed_outputs[i], placed_outputs[j]);
+    }
+}
+
+// Whether a result goes exactly where its source lies.
+inline bool same_view(const Tensor& a, const Tensor& b) {
+    if (a.data_ptr() != b.data_ptr() || a.dim() != b.dim()) return false;
+    for (int64_t i = 0; i < a.dim(); ++i)
+        if (a.stride(i) != b.stride(i)) return false;
+    return true;
+}
+
+}  // namespace nwor

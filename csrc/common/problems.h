@@ -1,0 +1,146 @@
+// What data may get wrong, with one wording each. The CPU kernels ask before they write and raise it; a CUDA
+// kernel leaves it in a record, which debug mode raises.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+
+#include "argument.h"
+
+namespace nwor {
+
+enum Problem {
+    kNoProblem,
+    // Slots and rows.
+    kSlotMapping,
+    kRowSlots,
+    kSrcSlots,
+    kDstSlots,
+    kLogRows,
+    kStageRows,
+    kPageOffsets,
+    // Counts of tokens and drafts.
+    kQueriesDecrease,
+    kDraftsDecrease,
+    kMoreDraftsThanTokens,
+    kDraftPastTokens,
+    kMoreDraftsThanRows,
+    kMoreDraftsThanIds,
+    kMoreDraftsThanMarks,
+    // Redirected pages.
+    kWindowTokens,
+    kWindowRows,
+    kWindowState,
+    kWindowPosition,
+    kWindowPages,
+    kWindowColumns,
+    kWindowShadow,
+    kWindowSlot,
+    // Rows of a drafter.
+    kTokensPastTarget,
+    kTokensPastCapacity,
+    kRealAfterPadded,
+    kStateOutside,
+    kStepOutside,
+    kPositionOutside,
+    kNumProblems
+};
+
+// The first problem of a row: where, which value, and what it had to keep to.
+struct Found {
+    int problem;
+    int64_t index, value, limit;
+
+    NWOR_HOST_DEVICE explicit operator bool() const { return problem != kNoProblem; }
+};
+
+enum PythonError { kValueError, kIndexError };
+
+struct Wording {
+    Problem problem;
+    PythonError error;
+    const char* text;
+};
+
+constexpr Wording kWordings[] = {
+    {kSlotMapping, kIndexError,
+     "slot_mapping[{index}] must be below {limit} (num_blocks * block_size), got {value}"},
+    {kRowSlots, kIndexError,
+     "row_slots[{index}] must be below {limit} (num_blocks * block_size), got {value}"},
+    {kSrcSlots, kIndexError,
+     "src_slots[{index}] must be below {limit} (num_blocks * block_size), got {value}"},
+    {kDstSlots, kIndexError,
+     "dst_slots[{index}] must be below {limit} (num_blocks * block_size), got {value}"},
+    {kLogRows, kIndexError, "log_rows[{index}] must be below the {limit} rows of the log, got {value}"},
+    {kStageRows, kIndexError,
+     "stage_rows[{index}] must be below the {limit} rows of the staging buffer, got {value}"},
+    {kPageOffsets, kIndexError,
+     "page_offsets must lie within the storage of the cache ({limit} elements), got the place {value}"},
+    {kQueriesDecrease, kValueError,
+     "query_start_loc must start at 0 or above and not decrease, got {limit} and {value} around request "
+     "{index}"},
+    {kDraftsDecrease, kValueError,
+     "cu_num_draft_tokens must not decrease, got {value} at request {index} after {limit}"},
+    {kMoreDraftsThanTokens, kValueError,
+     "cu_num_draft_tokens must give a request no more drafts than tokens, got {value} drafts in the {limit} "
+     "tokens of request {index}"},
+    {kDraftPastTokens, kValueError,
+     "slot_mappings must cover every draft, got {limit} tokens where request {index} ends at token {value}"},
+    {kMoreDraftsThanRows, kValueError,
+     "row_slots must have a row for each draft, got {limit} rows for {value} drafts"},
+    {kMoreDraftsThanIds, kValueError,
+     "cu_num_draft_tokens must not exceed the {limit} entries of draft_token_ids, got {value}"},
+    {kMoreDraftsThanMarks, kValueError,
+     "cu_num_draft_tokens must not exceed the {limit} num_draft_tokens, got {value}"},
+    {kWindowTokens, kValueError,
+     "query_start_loc must give each request its drafts among the {limit} tokens, got the end {value} for "
+     "request {index}"},
+    {kWindowRows, kValueError,
+     "cu_num_draft_tokens must not exceed the {limit} rows of the window, got {value} at request {index}"},
+    {kWindowState, kIndexError,
+     "idx_mapping must be in [0, {limit}) for a request with drafts, got {value} for request {index}"},
+    {kWindowPosition, kValueError,
+     "row_slots must name the place in a page that the position of a draft has, got slot {value} at position "
+     "{limit} of request {index}"},
+    {kWindowPages, kValueError,
+     "shadow_blocks must have a page for each page that a request's drafts touch, got {limit} pages where "
+     "request {index} needs {value}"},
+    {kWindowColumns, kIndexError,
+     "block_tables must have a column for every page, got {limit} columns where request {index} has page "
+     "{value}"},
+    {kWindowShadow, kIndexError, "shadow_blocks must be in [0, {limit}), got {value} for request {index}"},
+    {kWindowSlot, kIndexError,
+     "the slots of a request must be below {limit}, got {value} for request {index}"},
+    {kTokensPastTarget, kValueError,
+     "the target's ids and positions must cover every token, got {limit} where request {index} ends at token "
+     "{value}"},
+    {kTokensPastCapacity, kValueError,
+     "the outputs must hold every token, got {limit} places where request {index} ends at token {value}"},
+    {kRealAfterPadded, kValueError,
+     "idx_mapping must have its negative entries last, got {value} at row {index} after a negative one"},
+    {kStateOutside, kIndexError,
+     "idx_mapping must be below {limit}, the number of request states, got {value} at row {index}"},
+    {kStepOutside, kIndexError, "the step must be in [0, {limit}), got {value} at row {index}"},
+    {kPositionOutside, kIndexError, "positions must be in [0, {limit}), got {value} at token {index}"},
+};
+static_assert(std::size(kWordings) == kNumProblems - 1, "each problem has one wording");
+
+[[noreturn]] inline void complain(const char* op, const Found& found) {
+    const Wording& wording = *std::find_if(std::begin(kWordings), std::end(kWordings),
+                                           [&](const Wording& w) { return w.problem == found.problem; });
+    std::string text = wording.text;
+    const auto put = [&text](const std::string& name, int64_t number) {
+        const size_t at = text.find(name);
+        if (at != std::string::npos) text.replace(at, name.size(), std::to_string(number));
+    };
+    put("{index}", found.index);
+    put("{value}", found.value);
+    put("{limit}", found.limit);
+    if (wording.error == kIndexError) fail<std::out_of_range>(op, text);
+    fail(op, text);
+}
+
+}  // namespace nwor

@@ -1,0 +1,175 @@
+// Family drafter on the CPU: what a drafter's loop does between two passes. Semantics:
+// nwor_ops/ops/drafter.py.
+#include "../drafter.h"
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "../common/gumbel.h"
+#include "device.h"
+
+namespace nwor {
+namespace {
+
+// What is wrong with any row is said before the first write.
+template <class Arguments>
+void check_rows(const Arguments& a, int64_t num_rows) {
+    check_each(a.op, num_rows, [&](int64_t row) { return problem_of_row(a, row); });
+}
+
+void run(const PrefillArguments& a, const Cpu&) {
+    check_rows(a, a.rows.count);
+    const int64_t num_real = a.rows.num_real();
+    for (int64_t i = 0; i < a.num_items(); ++i) {
+        prefill_row(a, i, num_real);
+        if (i < a.input_ids.length) prefill_token(a, i, num_real);
+    }
+}
+
+void run(const DecodeArguments& a, const Cpu&) {
+    check_rows(a, a.rows.count);
+    for (int64_t i = 0; i < a.num_items(); ++i) decode_row(a, i);
+}
+
+void copy_hidden_row(const UpdateArguments& a, int64_t row) {
+    const size_t size = static_cast<size_t>(a.element_size);
+    const char* from = a.hidden + row * a.hidden_row_stride * a.element_size;
+    char* to = a.next_hidden + row * a.next_row_stride * a.element_size;
+    if (a.hidden_stride == 1 && a.next_stride == 1) {
+        std::memcpy(to, from, static_cast<size_t>(a.width) * size);
+        return;
+    }
+    for (int64_t w = 0; w < a.width; ++w)
+        std::memcpy(to + w * a.next_stride * a.element_size, from + w * a.hidden_stride * a.element_size,
+                    size);
+}
+
+void run(const UpdateArguments& a, const Cpu&) {
+    check_rows(a, a.rows.count);
+    for (int64_t i = 0; i < a.rows.count; ++i) {
+        if (a.width > 0 && moves_hidden(a, i)) copy_hidden_row(a, i);
+        update_row(a, i);
+    }
+}
+
+void run(const SlotArguments& a, const Cpu&) {
+    check_rows(a, a.rows.count);
+    for (int64_t g = 0; g < a.num_groups; ++g)
+        for (int64_t t = 0; t < a.capacity; ++t) a.slots[g * a.slots_stride + t] = slot_of_token(a, g, t);
+}
+
+void run(const EagleArguments& a, const Cpu&) {
+    check_rows(a, a.num_rows);
+    for (int64_t i = 0; i < a.slots.length; ++i) eagle_row(a, i);
+}
+
+void run(const PaddedInputsArguments& a, const Cpu&) {
+    check_rows(a, a.num_rows);
+    for (int64_t i = 0; i < a.num_items(); ++i) padded_inputs_row(a, i);
+}
+
+void run(const NextTokenArguments& a, const Cpu&) {
+    for (int64_t i = 0; i < a.num_items(); ++i) next_token_row(a, i);
+}
+
+// ---------------------------------------------------------------- gumbel_sample
+
+// For each value of a token's coarse noise, no less than the noise can be. A sum of floats rounds the same
+// way for both, so a token whose logit and bound do not exceed the best score cannot beat it.
+const std::vector<float>& noise_bounds() {
+    static const std::vector<float> bounds = [] {
+        std::vector<float> table(1 << 16);
+        for (uint64_t coarse = 0; coarse < table.size(); ++coarse)
+            table[coarse] = std::nextafter(static_cast<float>(gumbel_of_bits(coarse << 32)), HUGE_VALF);
+        return table;
+    }();
+    return bounds;
+}
+
+struct Best {
+    float score = -std::numeric_limits<float>::infinity();
+    int64_t token = 0;
+
+    // A NaN is never better, nor is an equal score: the lowest token wins.
+    void offer(float other, int64_t other_token) {
+        if (other > score) *this = {other, other_token};
+    }
+};
+
+template <class T>
+int64_t sample_row(const SampleArguments& a, int64_t row, int64_t state) {
+    const T* logits = reinterpret_cast<const T*>(a.logits) + row * a.row_stride;
+    const float temperature = a.temperature[state];
+    Best best;
+    if (!draws_noise(temperature)) {
+        for (int64_t v = 0; v < a.vocab_size; ++v)
+            best.offer(static_cast<float>(logits[v * a.vocab_stride]), v);
+        return best.token;
+    }
+    const NoiseKey key = noise_key(a.seeds[state], a.positions[row], a.step_of(row));
+    const std::vector<float>& bounds = noise_bounds();
+    for (int64_t v = 0; v < a.vocab_size; ++v) {
+        const float logit = static_cast<float>(logits[v * a.vocab_stride]);
+        const uint32_t token = static_cast<uint32_t>(v);
+        if (exact_divide(logit, temperature) + bounds[coarse_noise(key, token)] > best.score)
+            best.offer(noisy_score(key, token, logit, temperature), v);
+    }
+    return best.token;
+}
+
+void keep_logits(const SampleArguments& a, int64_t row, char* to) {
+    const char* from = a.logits + row * a.row_stride * a.element_size;
+    for (int64_t v = 0; v < a.vocab_size; ++v)
+        std::memcpy(to + v * a.cache_vocab_stride * a.element_size,
+                    from + v * a.vocab_stride * a.element_size, static_cast<size_t>(a.element_size));
+}
+
+int64_t sample_row(const SampleArguments& a, int64_t row, int64_t state) {
+    switch (a.dtype) {
+        case ScalarType::Float:
+            return sample_row<float>(a, row, state);
+        case ScalarType::Half:
+            return sample_row<Half>(a, row, state);
+        default:
+            return sample_row<BFloat16>(a, row, state);
+    }
+}
+
+void run(const SampleArguments& a, const Cpu&) {
+    check_rows(a, a.num_rows);
+    for (int64_t row = 0; row < a.num_rows; ++row) {
+        const int64_t state = a.state_of(row);
+        if (char* to = cache_row(a, row)) keep_logits(a, row, to);
+        set_sampled(a, row, state < 0 ? 0 : sample_row(a, row, state));
+    }
+}
+
+// ---------------------------------------------------------------- longer queries
+
+void run(const ExpandArguments& a, const Cpu&) {
+    check_rows(a, a.rows.count);
+    const int64_t num_real = a.rows.num_real();
+    for (int64_t i = 0; i < a.num_items(); ++i) {
+        if (i < a.input_ids.length) expand_token(a, i, num_real);
+        expand_index(a, i, num_real);
+    }
+}
+
+void run(const ExtendArguments& a, const Cpu&) {
+    check_rows(a, a.rows.count);
+    const int64_t num_real = a.rows.num_real();
+    for (int64_t i = 0; i < a.num_items(); ++i) extend_item(a, i, num_real);
+}
+
+void run(const LocalLensArguments& a, const Cpu&) {
+    for (int64_t i = 0; i < a.local.length; ++i) local_lens_row(a, i);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(nwor, CPU, m) {
+    register_drafter<Cpu>(m);
+}
+
+}  // namespace nwor

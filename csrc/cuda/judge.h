@@ -1,0 +1,97 @@
+// What the kernels share that judge drafts.
+#pragma once
+
+#include "../accept.h"
+#include "launch.h"
+
+namespace nwor {
+namespace {
+
+// ---------------------------------------------------------------- cumulative arrays
+
+// The first i in [0, length) with element(i) > value, else `length`. In a cumulative array that is where
+// element `value` belongs; requests that own nothing are passed over.
+template <class Element>
+__device__ int64_t first_above(const Element& element, int64_t length, int64_t value) {
+    int64_t low = 0, high = length;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (element(middle) > value)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+__device__ void add(int64_t* counters, Counter counter, int64_t amount) {
+    if (amount > 0)
+        atomicAdd(reinterpret_cast<unsigned long long*>(counters + counter),
+                  static_cast<unsigned long long>(amount));
+}
+
+// ---------------------------------------------------------------- acceptance
+
+enum Outcome { kNoDraft, kWasAccepted, kWasRejected };
+
+__device__ Outcome outcome_of_row(const AcceptArguments& a, int64_t row) {
+    const int64_t q = first_above([&](int64_t i) { return a.drafts_of.until(i); }, a.num_requests, row);
+    if (q == a.num_requests) return kNoDraft;
+    const int64_t position = row - a.drafts_of.before(q);
+    return position < count_accepted(a, q, position + 1) ? kWasAccepted : kWasRejected;
+}
+
+__device__ bool was_rejected(const AcceptArguments& a, int64_t row) {
+    return was_planned(a) && outcome_of_row(a, row) == kWasRejected;
+}
+
+// Brings what the searches below read near, all at once: they would wait for one line of it after another,
+// and a forward has passed since anybody read it.
+__device__ void fetch_requests(const AcceptArguments& a) {
+    const uint32_t threads = blockDim.x * blockDim.y * blockDim.z;
+    for (int64_t q = thread_of_block(); q < a.num_requests; q += threads) {
+        asm volatile("prefetch.global.L1 [%0];" ::"l"(a.drafts_of.counts + q));
+        if (a.num_rejected != nullptr) asm volatile("prefetch.global.L1 [%0];" ::"l"(a.num_rejected + q));
+    }
+}
+
+// One thread for each element of an output.
+struct JudgeJob {
+    AcceptArguments accept;
+    const char* report_as;
+};
+
+// Call it from all threads of a block.
+__device__ void judge(const JudgeJob& job, int64_t i) {
+    const AcceptArguments& a = job.accept;
+    const bool planned = was_planned(a);
+    // What the CPU refuses, reported after the fact; no output depends on it.
+    if (job.report_as != nullptr && i < a.num_requests)
+        if (const Found found = problem_of_request(a, i)) report(job.report_as, found);
+    Outcome outcome = kNoDraft;
+    if (i < a.num_marks) {
+        if (planned) outcome = outcome_of_row(a, i);
+        a.marks[i] = outcome == (a.marks_rejected ? kWasRejected : kWasAccepted);
+    }
+    if (i < a.num_accepted_length)
+        a.num_accepted[i] = planned && i < a.num_requests ? static_cast<int32_t>(count_accepted(a, i)) : 0;
+    if (a.counters == nullptr) return;
+    const int accepted = __syncthreads_count(outcome == kWasAccepted);
+    const int rejected = __syncthreads_count(outcome == kWasRejected);
+    if (threadIdx.x + threadIdx.y + threadIdx.z > 0) return;
+    add(a.counters, kAccepted, accepted);
+    add(a.counters, kRejected, rejected);
+}
+
+// A block of any shape, the n-th of those that judge.
+__device__ void judge_items(const JudgeJob& job, uint32_t n) {
+    judge(job, static_cast<int64_t>(n) * (blockDim.x * blockDim.y * blockDim.z) + thread_of_block());
+}
+
+inline int64_t items_to_judge(const AcceptArguments& a) {
+    return std::max(a.num_marks, a.num_accepted_length);
+}
+
+}  // namespace
+
+}  // namespace nwor

@@ -1,0 +1,529 @@
+// Family shadow: what its ops may be given, and what one request of a window comes to. The CPU kernels loop
+// over these functions and the CUDA kernels call them in each thread, so the two cannot drift apart.
+#pragma once
+
+#include "accept.h"
+#include "common/planes.h"
+
+namespace nwor {
+
+// A launch's parameters are 4 KB in all.
+constexpr int64_t kMostWindowGroups = 16;
+
+struct GroupTables {
+    int64_t* slot_mapping;
+    int32_t* block_table;
+    int64_t row_stride, columns;
+};
+
+// What both ops are given, by value. Every index is checked where it is used: a kernel may be replayed with
+// any data.
+struct WindowArguments {
+    const char* op;
+    bool redirects;  // slot mappings and block tables are given
+    int64_t num_groups, num_requests, num_tokens, num_rows;
+    int64_t num_blocks, block_size;
+    const int32_t* query_start_loc;
+    CumulativeDrafts drafts_of;
+    const int32_t* seq_lens;          // open
+    const int64_t* row_slots;         // open: [G, R]
+    const bool* row_rejected;         // close: [R]
+    const int32_t* num_rejected;      // close: [Q], or null: in place of row_rejected
+    const int32_t* shadow_blocks;     // [G, S, P]
+    int64_t num_states, num_shadows;  // S, P
+    Ids idx_mapping;                  // without data: request q has state q
+    int64_t* saved_slots;             // [G, saved_stride]
+    int64_t saved_stride;
+    int32_t* tail_pages;  // [G, tail_stride]
+    int64_t tail_stride;
+    int64_t* held_slots;  // [G, S, P], or null
+    GroupTables groups[kMostWindowGroups];
+
+    NWOR_HOST_DEVICE int64_t shadow_index(int64_t group, int64_t state, int64_t shadow) const {
+        return (group * num_states + state) * num_shadows + shadow;
+    }
+    NWOR_HOST_DEVICE int64_t state_of(int64_t request) const {
+        return idx_mapping.data == nullptr ? request : idx_mapping[request];
+    }
+};
+
+// The redirected tokens of one request in one group: those of this step from the start of its tail page on.
+struct Redirect {
+    int64_t state;          // less than 0: nothing is redirected
+    int64_t first_token;    // its number in the batch
+    int64_t given, drafts;  // tokens that are no drafts, and drafts
+    int64_t without_slot;   // drafts at the end, past the longest sequence: they need no page
+    int64_t first_row;      // of the first draft
+    int64_t first_offset;   // place of the first token in the tail page
+    int64_t tail_page;      // in the sequence
+    int64_t first_shadow;   // tail_page % P
+    int64_t tail_block;     // the real page
+    int64_t held;           // rows of the tail page that the shadow page has already
+    int64_t accepted;       // drafts that stay, by num_rejected
+
+    NWOR_HOST_DEVICE bool any() const { return state >= 0; }
+    NWOR_HOST_DEVICE int64_t tokens() const { return given + drafts; }
+};
+
+// A token of a redirected request: its page, counted from the tail page, its place in it, and its shadow
+// page.
+struct RedirectedPlace {
+    int64_t page, offset, shadow;
+};
+
+// By subtraction: a window spans a few pages, and a GPU divides slowly.
+NWOR_HOST_DEVICE inline RedirectedPlace place_of(const WindowArguments& a, const Redirect& r, int64_t token) {
+    RedirectedPlace place{0, r.first_offset + token, r.first_shadow};
+    while (place.offset >= a.block_size) {
+        place.offset -= a.block_size;
+        ++place.page;
+        if (++place.shadow == a.num_shadows) place.shadow = 0;
+    }
+    return place;
+}
+
+// What open and close find alike. `found` tells what is wrong with a request that has drafts.
+NWOR_HOST_DEVICE inline Redirect drafts_of_request(const WindowArguments& a, int64_t request, Found* found) {
+    Redirect r{};
+    r.state = -1;
+    r.first_row = a.drafts_of.before(request);
+    r.drafts = a.drafts_of.until(request) - r.first_row;
+    if (r.drafts <= 0) return r;
+    const int64_t start = a.query_start_loc[request], end = a.query_start_loc[request + 1];
+    const int64_t state = a.state_of(request);
+    r.first_token = end - r.drafts;
+    r.given = r.first_token - start;
+    if (r.first_row < 0 || r.first_row + r.drafts > a.num_rows)
+        *found = {kWindowRows, request, r.first_row + r.drafts, a.num_rows};
+    else if (start < 0 || r.given < 0 || end > a.num_tokens)
+        *found = {kWindowTokens, request, end, a.num_tokens};
+    else if (state < 0 || state >= a.num_states)
+        *found = {kWindowState, request, state, a.num_states};
+    else
+        r.state = state;
+    return r;
+}
+
+// From the drafts alone to all redirected tokens, given where the first draft lies.
+NWOR_HOST_DEVICE inline void set_tail(const WindowArguments& a, Redirect& r, int64_t tail_page,
+                                      int64_t draft_offset) {
+    r.tail_page = tail_page;
+    r.first_shadow = tail_page - quotient(tail_page, a.num_shadows) * a.num_shadows;
+    if (r.given > draft_offset) r.given = draft_offset;
+    r.first_token -= r.given;
+    r.first_offset = draft_offset - r.given;
+}
+
+// What is wrong with the pages of a request, if anything.
+NWOR_HOST_DEVICE inline Found problem_of_pages(const WindowArguments& a, int64_t group, int64_t request,
+                                               const Redirect& r) {
+    const int64_t pages = quotient(r.first_offset + r.tokens() - r.without_slot - 1, a.block_size) + 1;
+    if (pages > a.num_shadows) return {kWindowPages, request, pages, a.num_shadows};
+    if (a.redirects && r.tail_page + pages > a.groups[group].columns)
+        return {kWindowColumns, request, r.tail_page + pages - 1, a.groups[group].columns};
+    for (int64_t page = 0, shadow = r.first_shadow; page < pages; ++page) {
+        const int64_t block = a.shadow_blocks[a.shadow_index(group, r.state, shadow)];
+        if (block < 0 || block >= a.num_blocks) return {kWindowShadow, request, block, a.num_blocks};
+        if (++shadow == a.num_shadows) shadow = 0;
+    }
+    return {};
+}
+
+// What open_window redirects. Reads nothing that the same launch writes, so every thread finds the same.
+NWOR_HOST_DEVICE inline Redirect redirect_at_open(const WindowArguments& a, int64_t group, int64_t request,
+                                                  Found* found) {
+    Redirect r = drafts_of_request(a, request, found);
+    if (!r.any()) return r;
+    const int64_t slot = a.row_slots[group * a.num_rows + r.first_row];
+    const int64_t position = a.seq_lens[request] - r.drafts;
+    const int64_t state = r.state;
+    r.state = -1;
+    if (slot < 0) return r;
+    if (slot >= a.num_blocks * a.block_size) {
+        *found = {kWindowSlot, request, slot, a.num_blocks * a.block_size};
+        return r;
+    }
+    r.tail_block = quotient(slot, a.block_size);
+    const int64_t offset = slot - r.tail_block * a.block_size;
+    const int64_t tail_page = position < 0 ? 0 : quotient(position, a.block_size);
+    if (position - tail_page * a.block_size != offset) {
+        *found = {kWindowPosition, request, slot, position};
+        return r;
+    }
+    r.state = state;
+    while (a.row_slots[group * a.num_rows + r.first_row + r.drafts - 1 - r.without_slot] < 0)
+        ++r.without_slot;
+    set_tail(a, r, tail_page, offset);
+    if (const Found wrong = problem_of_pages(a, group, request, r)) {
+        *found = wrong;
+        r.state = -1;
+        return r;
+    }
+    if (a.held_slots != nullptr) {
+        const int64_t held = a.held_slots[a.shadow_index(group, state, r.first_shadow)];
+        const int64_t page_start = r.tail_block * a.block_size;
+        if (held >= page_start && held - page_start < a.block_size) r.held = held - page_start + 1;
+    }
+    return r;
+}
+
+// The own slot of a token that was redirected, else less than 0.
+NWOR_HOST_DEVICE inline int64_t saved_slot(const WindowArguments& a, int64_t group, const Redirect& r,
+                                           int64_t token) {
+    const int64_t slot = a.saved_slots[group * a.saved_stride + r.first_token + token];
+    return slot < a.num_blocks * a.block_size ? slot : -1;
+}
+
+// What open_window has redirected.
+NWOR_HOST_DEVICE inline Redirect redirect_at_close(const WindowArguments& a, int64_t group, int64_t request,
+                                                   Found* found) {
+    Redirect r = drafts_of_request(a, request, found);
+    if (!r.any()) return r;
+    if (a.num_rejected != nullptr) r.accepted = num_accepted_of(r.drafts, a.num_rejected[request]);
+    const int64_t tail_page = a.tail_pages[group * a.tail_stride + request];
+    const int64_t slot = saved_slot(a, group, r, 0);  // of the first draft: set_tail comes later
+    if (tail_page < 0 || slot < 0) {
+        r.state = -1;
+        return r;
+    }
+    while (a.saved_slots[group * a.saved_stride + r.first_token + r.drafts - 1 - r.without_slot] < 0)
+        ++r.without_slot;
+    r.tail_block = quotient(slot, a.block_size);
+    set_tail(a, r, tail_page, slot - r.tail_block * a.block_size);
+    if (const Found wrong = problem_of_pages(a, group, request, r)) {
+        *found = wrong;
+        r.state = -1;
+    }
+    return r;
+}
+
+NWOR_HOST_DEVICE inline int64_t shadow_slot(const WindowArguments& a, int64_t group, const Redirect& r,
+                                            const RedirectedPlace& place) {
+    const int64_t block = a.shadow_blocks[a.shadow_index(group, r.state, place.shadow)];
+    return block * a.block_size + place.offset;
+}
+
+// What is wrong with the slot of a token that is to be redirected, if anything.
+NWOR_HOST_DEVICE inline Found problem_of_token(const WindowArguments& a, int64_t group, int64_t request,
+                                               const Redirect& r, int64_t token) {
+    const int64_t slot = a.groups[group].slot_mapping[r.first_token + token];
+    if (slot < 0) return {};
+    if (slot >= a.num_blocks * a.block_size) return {kWindowSlot, request, slot, a.num_blocks * a.block_size};
+    const RedirectedPlace place = place_of(a, r, token);
+    // Pages were counted without the drafts that have no slot in row_slots.
+    if (token >= r.tokens() - r.without_slot ||
+        slot - quotient(slot, a.block_size) * a.block_size != place.offset)
+        return {kWindowPosition, request, slot, (r.tail_page + place.page) * a.block_size + place.offset};
+    return {};
+}
+
+// Redirects the slot of one token and its page, and saves what was there. Only its own thread touches the
+// token; all tokens of a page write the same entry.
+NWOR_HOST_DEVICE inline Found redirect_token(const WindowArguments& a, int64_t group, int64_t request,
+                                             const Redirect& r, int64_t token) {
+    const GroupTables& tables = a.groups[group];
+    const int64_t t = r.first_token + token, slot = tables.slot_mapping[t];
+    const Found found = problem_of_token(a, group, request, r, token);
+    const bool redirected = slot >= 0 && !found;
+    a.saved_slots[group * a.saved_stride + t] = redirected ? slot : -1;
+    if (!redirected) return found;
+    const RedirectedPlace place = place_of(a, r, token);
+    const int64_t shadow = shadow_slot(a, group, r, place);
+    tables.slot_mapping[t] = shadow;
+    tables.block_table[request * tables.row_stride + r.tail_page + place.page] =
+        static_cast<int32_t>(quotient(shadow, a.block_size));
+    return {};
+}
+
+// What is wrong with the slot that was saved for a token, if anything.
+NWOR_HOST_DEVICE inline Found problem_of_saved(const WindowArguments& a, int64_t group, int64_t request,
+                                               const Redirect& r, int64_t token) {
+    const int64_t slot = a.saved_slots[group * a.saved_stride + r.first_token + token];
+    const int64_t limit = a.num_blocks * a.block_size;
+    return slot < limit ? Found{} : Found{kWindowSlot, request, slot, limit};
+}
+
+// Puts back what redirect_token changed.
+NWOR_HOST_DEVICE inline void put_back_token(const WindowArguments& a, int64_t group, int64_t request,
+                                            const Redirect& r, int64_t token) {
+    const GroupTables& tables = a.groups[group];
+    const int64_t slot = saved_slot(a, group, r, token);
+    if (slot < 0) return;
+    tables.slot_mapping[r.first_token + token] = slot;
+    tables.block_table[request * tables.row_stride + r.tail_page + place_of(a, r, token).page] =
+        static_cast<int32_t>(quotient(slot, a.block_size));
+}
+
+// What a request needs once, at open: which page its tail is, and that a state without drafts holds nothing.
+NWOR_HOST_DEVICE inline void open_request(const WindowArguments& a, int64_t group, int64_t request,
+                                          const Redirect& r) {
+    a.tail_pages[group * a.tail_stride + request] = r.any() ? static_cast<int32_t>(r.tail_page) : -1;
+    const int64_t state = a.state_of(request);
+    if (a.held_slots == nullptr || r.drafts > 0 || state < 0 || state >= a.num_states) return;
+    for (int64_t shadow = 0; shadow < a.num_shadows; ++shadow)
+        a.held_slots[a.shadow_index(group, state, shadow)] = -1;
+}
+
+NWOR_HOST_DEVICE inline bool kept(const WindowArguments& a, const Redirect& r, int64_t token) {
+    const int64_t draft = token - r.given;
+    if (draft < 0) return true;
+    return a.num_rejected != nullptr ? draft < r.accepted : !a.row_rejected[r.first_row + draft];
+}
+
+// The same at close: what the shadow pages hold from now on. Rows are alike up to the first that was not
+// kept.
+NWOR_HOST_DEVICE inline void close_request(const WindowArguments& a, int64_t group, int64_t request,
+                                           const Redirect& r) {
+    const int64_t state = a.state_of(request);
+    if (a.held_slots == nullptr || r.drafts <= 0 || state < 0 || state >= a.num_states) return;
+    for (int64_t shadow = 0; shadow < a.num_shadows; ++shadow)
+        a.held_slots[a.shadow_index(group, state, shadow)] = -1;
+    if (!r.any()) return;
+    if (r.first_offset > 0)
+        a.held_slots[a.shadow_index(group, state, r.first_shadow)] =
+            r.tail_block * a.block_size + r.first_offset - 1;
+    for (int64_t token = 0; token < r.tokens() && kept(a, r, token); ++token) {
+        const int64_t slot = saved_slot(a, group, r, token);
+        if (slot < 0) return;
+        a.held_slots[a.shadow_index(group, state, place_of(a, r, token).shadow)] = slot;
+    }
+}
+
+// The tables of each group, or none of any.
+inline void check_tables(WindowArguments& a, const std::vector<Tensor>& slot_mappings,
+                         const std::vector<Tensor>& block_tables, const Argument& saved, const Tensor& like) {
+    a.redirects = !slot_mappings.empty();
+    for (const auto* tables : {&slot_mappings, &block_tables})
+        if (tables->size() != static_cast<size_t>(a.redirects ? a.num_groups : 0))
+            fail(a.op, tables == &slot_mappings ? "slot_mappings" : "block_tables",
+                 " must hold one tensor for each of the ", a.num_groups,
+                 " groups, or slot_mappings and block_tables none, got ", tables->size());
+    a.num_tokens = a.redirects ? slot_mappings[0].numel() : saved.tensor.size(1);
+    for (size_t g = 0; g < slot_mappings.size(); ++g) {
+        const std::string of_group = "[" + std::to_string(g) + "]";
+        const std::string slots_name = "slot_mappings" + of_group, table_name = "block_tables" + of_group;
+        const Argument slots{a.op, slots_name.c_str(), slot_mappings[g]},
+            table{a.op, table_name.c_str(), block_tables[g]};
+        a.groups[g].slot_mapping = int64_view(slots, 0, "[num_tokens]").data;
+        if (slots.tensor.size(0) != a.num_tokens)
+            slots.must_be("of the length of slot_mappings[0], ", describe(slot_mappings[0]));
+        table.dtype(ScalarType::Int);
+        if (table.tensor.dim() != 2 || table.tensor.size(0) < a.num_requests)
+            table.must_be("[>= ", a.num_requests, ", max_num_blocks]");
+        if (table.tensor.size(1) > 1 && table.tensor.stride(1) != 1) table.must_be("contiguous along a row");
+        for (const Argument& other : {slots, table}) other.same_device(like);
+        must_not_overlap(a.op, slots, saved);
+        a.groups[g].block_table = static_cast<int32_t*>(table.tensor.data_ptr());
+        a.groups[g].row_stride = table.tensor.stride(0);
+        a.groups[g].columns = table.tensor.size(1);
+    }
+    if (saved.tensor.size(1) < a.num_tokens)
+        saved.must_be("[num_groups, >= ", a.num_tokens, "], a place for each token");
+}
+
+// A contiguous tensor whose first dimension is the group.
+template <class T>
+T* by_group_view(const Argument& a, ScalarType dtype, int64_t groups, int64_t dims, const char* shape) {
+    a.dtype(dtype);
+    if (a.tensor.dim() != dims || a.tensor.size(0) != groups) a.must_be(shape, " with ", groups, " groups");
+    a.contiguous();
+    return static_cast<T*>(a.tensor.data_ptr());
+}
+
+inline void check_planes_per_group(WindowArguments& a, int64_t num_planes,
+                                   const std::vector<int64_t>& planes_per_group) {
+    a.num_groups = static_cast<int64_t>(planes_per_group.size());
+    if (a.num_groups < 1 || a.num_groups > kMostWindowGroups)
+        fail(a.op, "planes_per_group must hold 1 to ", kMostWindowGroups, " groups, got ", a.num_groups);
+    int64_t planes = 0;
+    for (const int64_t count : planes_per_group) {
+        check_not_negative(a.op, "planes_per_group", count);
+        planes += count;
+    }
+    if (planes != num_planes)
+        fail(a.op, "planes_per_group must add up to the ", num_planes, " planes, got ", planes);
+}
+
+// What the three ops have in common.
+struct WindowTensors {
+    const std::vector<Tensor>& caches;
+    const std::vector<int64_t>& planes_per_group;
+    const Tensor &query_start_loc, &cu_num_draft_tokens, &shadow_blocks, &saved_slots, &tail_pages;
+    const std::vector<Tensor>&slot_mappings, &block_tables;
+    const std::optional<Tensor>&idx_mapping, &held_slots, &page_offsets, &plane_table;
+    Counting counting;
+};
+
+enum class WindowOp { kOpen, kClose, kJudgeAndClose };
+
+struct WindowCall {
+    WindowOp kind;
+    WindowArguments window;
+    Planes planes;
+    std::vector<int64_t> planes_per_group;
+    PageOffsets page_offsets;
+    AcceptArguments accept;  // of kJudgeAndClose
+};
+
+inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensors& t) {
+    WindowCall call{};
+    call.kind = kind;
+    call.planes = check_planes(op, t.caches, t.plane_table);
+    call.planes_per_group = t.planes_per_group;
+    const CacheView& cache = call.planes.view;
+    WindowArguments& a = call.window;
+    a.op = op;
+    a.num_blocks = cache.num_blocks;
+    a.block_size = cache.block_size;
+    if (a.block_size < 1 || cache.num_slots() > INT32_MAX)
+        fail(op, "caches must have fewer than 2^31 slots in blocks of at least one, got ",
+             describe(t.caches[0]));
+    check_planes_per_group(a, call.planes.count(), t.planes_per_group);
+    const Tensor& first = t.caches[0];
+    const Argument qsl{op, "query_start_loc", t.query_start_loc},
+        cu{op, "cu_num_draft_tokens", t.cu_num_draft_tokens}, shadows{op, "shadow_blocks", t.shadow_blocks},
+        saved{op, "saved_slots", t.saved_slots}, tails{op, "tail_pages", t.tail_pages};
+    a.drafts_of = check_cumulative_drafts(cu, t.counting, &a.num_requests);
+    a.query_start_loc = int32_view(qsl, a.num_requests + 1, "[num_requests + 1]").data;
+    const char* by_page = "[num_groups, num_states, num_shadow_pages]";
+    a.shadow_blocks = by_group_view<int32_t>(shadows, ScalarType::Int, a.num_groups, 3, by_page);
+    a.num_states = t.shadow_blocks.size(1);
+    a.num_shadows = t.shadow_blocks.size(2);
+    if (a.num_shadows < 1) shadows.must_be("of at least one page for each state");
+    a.saved_slots =
+        by_group_view<int64_t>(saved, ScalarType::Long, a.num_groups, 2, "[num_groups, num_tokens]");
+    a.saved_stride = t.saved_slots.size(1);
+    a.tail_pages =
+        by_group_view<int32_t>(tails, ScalarType::Int, a.num_groups, 2, "[num_groups, num_requests]");
+    a.tail_stride = t.tail_pages.size(1);
+    if (a.tail_stride < a.num_requests) tails.must_be("[num_groups, >= ", a.num_requests, "]");
+    for (const Argument& other : {qsl, cu, shadows, saved, tails}) other.same_device(first);
+    check_tables(a, t.slot_mappings, t.block_tables, saved, first);
+    if (t.idx_mapping.has_value()) {
+        const Argument idx{op, "idx_mapping", *t.idx_mapping};
+        a.idx_mapping = ids_view(idx, a.num_requests, "[num_requests]");
+        idx.same_device(first);
+    }
+    if (t.held_slots.has_value()) {
+        const Argument held{op, "held_slots", *t.held_slots};
+        a.held_slots = by_group_view<int64_t>(held, ScalarType::Long, a.num_groups, 3, by_page);
+        if (t.held_slots->size(1) != a.num_states || t.held_slots->size(2) != a.num_shadows)
+            held.must_be("of the shape of shadow_blocks, ", describe(t.shadow_blocks));
+        held.same_device(first);
+    }
+    call.page_offsets = check_page_offsets(op, t.page_offsets, t.caches, t.plane_table);
+    return call;
+}
+
+inline WindowCall check_open(const char* op, const std::vector<Tensor>& caches,
+                             const std::vector<int64_t>& planes_per_group, const Tensor& query_start_loc,
+                             const Tensor& cu_num_draft_tokens, const Tensor& seq_lens,
+                             const Tensor& row_slots, const Tensor& shadow_blocks,
+                             const std::vector<Tensor>& slot_mappings,
+                             const std::vector<Tensor>& block_tables, const Tensor& saved_slots,
+                             const Tensor& tail_pages, const std::optional<Tensor>& idx_mapping,
+                             const std::optional<Tensor>& held_slots,
+                             const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens,
+                             const std::optional<Tensor>& plane_table, bool leading_zero) {
+    WindowCall call = check_window(op, WindowOp::kOpen,
+                                   {caches,
+                                    planes_per_group,
+                                    query_start_loc,
+                                    cu_num_draft_tokens,
+                                    shadow_blocks,
+                                    saved_slots,
+                                    tail_pages,
+                                    slot_mappings,
+                                    block_tables,
+                                    idx_mapping,
+                                    held_slots,
+                                    page_offsets,
+                                    plane_table,
+                                    {num_bonus_tokens, leading_zero}});
+    WindowArguments& a = call.window;
+    const Argument lens{op, "seq_lens", seq_lens}, slots{op, "row_slots", row_slots};
+    a.seq_lens = int32_view(lens, a.num_requests, "[num_requests]").data;
+    a.row_slots = by_group_view<int64_t>(slots, ScalarType::Long, a.num_groups, 2, "[num_groups, num_rows]");
+    a.num_rows = row_slots.size(1);
+    for (const Argument& other : {lens, slots}) other.same_device(caches[0]);
+    return call;
+}
+
+inline WindowCall check_closing(const char* op, WindowOp kind, const WindowTensors& t,
+                                const Tensor& row_rejected) {
+    WindowCall call = check_window(op, kind, t);
+    const Argument rejected{op, "row_rejected", row_rejected};
+    call.window.row_rejected = bool_view(rejected, 0, "[num_rows]").data;
+    rejected.same_device(t.caches[0]);
+    call.window.num_rows = row_rejected.size(0);
+    return call;
+}
+
+inline WindowCall check_close(const char* op, const std::vector<Tensor>& caches,
+                              const std::vector<int64_t>& planes_per_group, const Tensor& query_start_loc,
+                              const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
+                              const Tensor& shadow_blocks, const Tensor& saved_slots,
+                              const Tensor& tail_pages, const std::vector<Tensor>& slot_mappings,
+                              const std::vector<Tensor>& block_tables,
+                              const std::optional<Tensor>& idx_mapping,
+                              const std::optional<Tensor>& held_slots,
+                              const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens,
+                              const std::optional<Tensor>& plane_table, bool leading_zero) {
+    WindowCall call = check_closing(op, WindowOp::kClose,
+                                    {caches,
+                                     planes_per_group,
+                                     query_start_loc,
+                                     cu_num_draft_tokens,
+                                     shadow_blocks,
+                                     saved_slots,
+                                     tail_pages,
+                                     slot_mappings,
+                                     block_tables,
+                                     idx_mapping,
+                                     held_slots,
+                                     page_offsets,
+                                     plane_table,
+                                     {num_bonus_tokens, leading_zero}},
+                                    row_rejected);
+    return call;
+}
+
+inline WindowCall check_close_from_rejected(
+    const char* op, const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
+    const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens, const Tensor& num_rejected,
+    const Tensor& row_rejected, const Tensor& num_accepted, const Tensor& counters,
+    const Tensor& shadow_blocks, const Tensor& saved_slots, const Tensor& tail_pages,
+    const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
+    const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& held_slots,
+    const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens,
+    const std::optional<Tensor>& plane_table, bool leading_zero) {
+    const Counting counting{num_bonus_tokens, leading_zero};
+    WindowCall call = check_closing(op, WindowOp::kJudgeAndClose,
+                                    {caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
+                                     shadow_blocks, saved_slots, tail_pages, slot_mappings, block_tables,
+                                     idx_mapping, held_slots, page_offsets, plane_table, counting},
+                                    row_rejected);
+    std::vector<Argument> inputs{{op, "query_start_loc", query_start_loc},
+                                 {op, "shadow_blocks", shadow_blocks},
+                                 {op, "saved_slots", saved_slots},
+                                 {op, "tail_pages", tail_pages}};
+    for (const Tensor& slots : slot_mappings) inputs.push_back({op, "slot_mappings", slots});
+    for (const Tensor& table : block_tables) inputs.push_back({op, "block_tables", table});
+    if (idx_mapping.has_value()) inputs.push_back({op, "idx_mapping", *idx_mapping});
+    if (held_slots.has_value()) inputs.push_back({op, "held_slots", *held_slots});
+    call.accept = check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted,
+                                      counters, counting, inputs);
+    call.window.num_rejected = call.accept.num_rejected;
+    return call;
+}
+
+// ---------------------------------------------------------------- the ops
+
+template <class Device>
+void register_shadow(Library& m) {
+    NWOR_OP(m, open_window, check_open);
+    NWOR_OP(m, close_window, check_close);
+    NWOR_OP(m, close_window_from_rejected, check_close_from_rejected);
+}
+
+}  // namespace nwor

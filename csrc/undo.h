@@ -1,0 +1,185 @@
+// Family undo: what its ops may be given, and which rows of its log they restore. The CPU kernels loop over
+// these functions and the CUDA kernels call them in each thread, so the two cannot drift apart.
+#pragma once
+
+#include "accept.h"
+#include "common/op.h"
+#include "common/planes.h"
+#include "common/write.h"
+
+namespace nwor {
+
+// ---------------------------------------------------------------- write_kv, write_kv_logged
+
+inline WriteArguments check_write_kv(const char* op, const Tensor& key, const Tensor& value,
+                                     const Tensor& key_cache, const Tensor& value_cache,
+                                     const Tensor& slot_mapping, const Tensor& k_scale, const Tensor& v_scale,
+                                     const std::string& kv_cache_dtype) {
+    return check_write(op, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale,
+                       kv_cache_dtype);
+}
+
+inline RowsView log_view(const Argument& a, const Tensor& cache, const CacheView& view) {
+    const Tensor& t = a.tensor;
+    if (t.dim() != 3 || t.size(1) != view.num_heads || t.size(2) != view.width)
+        a.must_be("[num_log_rows, ", view.num_heads, ", ", view.width, "]");
+    a.dtype(cache.scalar_type());
+    a.same_device(cache);
+    return rows_view(t);
+}
+
+inline WriteArguments check_write_logged(const char* op, const Tensor& key, const Tensor& value,
+                                         const Tensor& key_cache, const Tensor& value_cache,
+                                         const Tensor& slot_mapping, const Tensor& k_scale,
+                                         const Tensor& v_scale, const std::string& kv_cache_dtype,
+                                         const Tensor& log_rows, const Tensor& key_log,
+                                         const Tensor& value_log, const std::optional<Tensor>& window_id,
+                                         const std::optional<Tensor>& row_windows) {
+    WriteArguments w =
+        check_write(op, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype);
+    const Argument rows{op, "log_rows", log_rows}, kl{op, "key_log", key_log}, vl{op, "value_log", value_log};
+    w.log_rows = int32_view(rows, w.num_tokens, "[num_tokens]").data;
+    rows.same_device(key);
+    w.key_log = log_view(kl, key_cache, w.key_cache);
+    w.value_log = log_view(vl, value_cache, w.value_cache);
+    w.num_log_rows = key_log.size(0);
+    if (value_log.size(0) != w.num_log_rows) vl.must_be("of as many rows as key_log, ", describe(key_log));
+    check_placement(op,
+                    {{op, "key", key},
+                     {op, "value", value},
+                     {op, "key_cache", key_cache},
+                     {op, "value_cache", value_cache}},
+                    {vl, kl});
+    w.row_windows = check_row_windows(op, window_id, row_windows, key, w.num_log_rows);
+    return w;
+}
+
+// ---------------------------------------------------------------- log_slots
+
+struct LogArguments {
+    const char* op;
+    int64_t num_tokens;
+    const int64_t* slot_mapping;
+    const int32_t* log_rows;
+    int64_t num_log_rows;
+    CacheView cache;
+    RowsView log;
+    PageOffsets page_offsets;
+    RowWindows row_windows;
+};
+
+inline LogArguments check_log_slots(const char* op, const Tensor& cache, const Tensor& slot_mapping,
+                                    const Tensor& log_rows, const Tensor& log,
+                                    const std::optional<Tensor>& page_offsets,
+                                    const std::optional<Tensor>& window_id,
+                                    const std::optional<Tensor>& row_windows) {
+    LogArguments l{};
+    l.op = op;
+    const Argument c{op, "cache", cache}, slots{op, "slot_mapping", slot_mapping},
+        rows{op, "log_rows", log_rows}, to{op, "log", log};
+    l.cache = cache_view(c);
+    check_element_size(c);
+    l.slot_mapping = int64_view(slots, 0, "[num_tokens]").data;
+    slots.same_device(cache);
+    l.num_tokens = slot_mapping.size(0);
+    l.log_rows = int32_view(rows, l.num_tokens, "[num_tokens]").data;
+    rows.same_device(cache);
+    l.log = log_view(to, cache, l.cache);
+    must_not_overlap(op, to, c);
+    l.num_log_rows = log.size(0);
+    l.page_offsets = check_page_offsets(op, page_offsets, cache);
+    l.row_windows = check_row_windows(op, window_id, row_windows, cache, l.num_log_rows);
+    return l;
+}
+// ---------------------------------------------------------------- restore_slots
+
+struct RestoreArguments {
+    const char* op;
+    int64_t num_rows;  // that are looked at; the log may have more
+    int64_t windows_layer_stride;
+    const int64_t* row_slots;
+    const bool* row_rejected;
+    Planes planes;  // of the layers
+    RowsView log;   // layer 0
+    int64_t log_layer_stride;
+    PageOffsets page_offsets;
+    RowWindows row_windows;
+};
+
+inline RestoreArguments check_restore(const char* op, const std::vector<Tensor>& caches, const Tensor& log,
+                                      const Tensor& row_slots, const Tensor& row_rejected,
+                                      const std::optional<Tensor>& page_offsets,
+                                      const std::optional<Tensor>& window_id,
+                                      const std::optional<Tensor>& row_windows,
+                                      const std::optional<int64_t>& num_rows,
+                                      const std::optional<Tensor>& plane_table) {
+    RestoreArguments r{};
+    r.op = op;
+    r.planes = check_planes(op, caches, plane_table);
+    const CacheView& cache = r.planes.view;
+    const Tensor& first = caches[0];
+    const Argument l{op, "log", log};
+    const int64_t num_layers = r.planes.count();
+    if (log.dim() != 4 || log.size(0) != num_layers || log.size(2) != cache.num_heads ||
+        log.size(3) != cache.width)
+        l.must_be("[", num_layers, ", num_log_rows, ", cache.num_heads, ", ", cache.width, "]");
+    l.dtype(first.scalar_type());
+    l.same_device(first);
+    const int64_t log_rows = log.size(1);
+    const Argument slots{op, "row_slots", row_slots}, rejected{op, "row_rejected", row_rejected};
+    r.row_slots = int64_view(slots, 0, "[num_log_rows]").data;
+    r.row_rejected = bool_view(rejected, 0, "[num_log_rows]").data;
+    if (row_slots.size(0) != log_rows) slots.must_be("one slot for each row of log, ", describe(log));
+    if (row_rejected.size(0) != log_rows) rejected.must_be("one flag for each row of log, ", describe(log));
+    r.num_rows = num_rows.value_or(log_rows);
+    if (r.num_rows < 0 || r.num_rows > log_rows)
+        fail(op, "num_rows must be from 0 to the ", log_rows, " rows of log, got ", r.num_rows);
+    r.windows_layer_stride = log_rows;
+    slots.same_device(first);
+    rejected.same_device(first);
+    const Placed placed_log(l);
+    for (const char* begin : r.planes.data)
+        must_not_overlap(op, placed_log, Placed("caches", first, {begin, begin + r.planes.bytes}));
+    r.log = rows_view(log, 1);
+    r.log_layer_stride = log.stride(0);
+    r.page_offsets = check_page_offsets(op, page_offsets, caches, plane_table);
+    r.row_windows = check_row_windows(op, window_id, row_windows, first, log_rows, num_layers);
+    return r;
+}
+
+// An op that judges first, in the launch that restores.
+struct RestoreCall {
+    RestoreArguments restore;
+    AcceptArguments accept;
+};
+
+inline RestoreCall check_restore_from_rejected(
+    const char* op, const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots,
+    const Tensor& num_rejected, const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
+    const Tensor& num_accepted, const Tensor& counters, int64_t num_bonus_tokens,
+    const std::optional<Tensor>& page_offsets, const std::optional<Tensor>& window_id,
+    const std::optional<Tensor>& row_windows, const std::optional<int64_t>& num_rows,
+    const std::optional<Tensor>& plane_table, bool leading_zero) {
+    RestoreCall call{check_restore(op, caches, log, row_slots, row_rejected, page_offsets, window_id,
+                                   row_windows, num_rows, plane_table),
+                     {}};
+    Argument{op, "cu_num_draft_tokens", cu_num_draft_tokens}.same_device(caches[0]);
+    std::vector<Argument> inputs{{op, "row_slots", row_slots}};
+    if (row_windows.has_value()) inputs.push_back({op, "row_windows", *row_windows});
+    call.accept = check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted,
+                                      counters, {num_bonus_tokens, leading_zero}, inputs);
+    return call;
+}
+
+// ---------------------------------------------------------------- the ops
+
+template <class Device>
+void register_undo(Library& m) {
+    NWOR_OP(m, write_kv, check_write_kv);
+    NWOR_OP(m, write_kv_logged, check_write_logged);
+    NWOR_OP(m, log_slots, check_log_slots);
+    NWOR_OP(m, restore_slots, check_restore);
+    NWOR_OP(m, restore_slots_from_rejected, check_restore_from_rejected);
+}
+
+}  // namespace nwor
