@@ -83,8 +83,10 @@ struct Argument {
         if (tensor.scalar_type() != expected) must_have_dtype(dtype_name(expected));
     }
     void same_device(const Tensor& other) const {
-        if (tensor.is_cpu() != other.is_cpu() || tensor.is_cuda() != other.is_cuda() ||
-            tensor.get_device_index() != other.get_device_index())
+        const bool same = tensor.is_cpu() ? other.is_cpu()
+                                          : tensor.is_cuda() && other.is_cuda() &&
+                                                tensor.get_device_index() == other.get_device_index();
+        if (!same)
             fail(op, name, " must be on device ", device_name(other), " like the other arguments, got ",
                  device_name(tensor));
     }

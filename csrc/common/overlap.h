@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "argument.h"
@@ -112,18 +113,18 @@ inline void must_not_overlap(const char* op, const Placed& a, const Placed& b) {
 }
 
 // All on the device of the first; no output shares memory with an input or another output.
-inline void check_placement(const char* op, const std::vector<Argument>& inputs,
-                            const std::vector<Argument>& outputs) {
-    const Tensor& first = inputs[0].tensor;
-    for (const Argument& a : inputs) a.same_device(first);
-    for (const Argument& a : outputs) a.same_device(first);
-    std::vector<Placed> placed_inputs, placed_outputs;
-    for (const Argument& a : inputs) placed_inputs.emplace_back(a);
-    for (const Argument& a : outputs) placed_outputs.emplace_back(a);
-    for (size_t i = 0; i < placed_outputs.size(); ++i) {
-        for (const Placed& in : placed_inputs) must_not_overlap(op, placed_outputs[i], in);
-        for (size_t j = 0; j < i; ++j) must_not_overlap(op, placed_outputs[i], placed_outputs[j]);
-    }
+template <class Inputs = std::initializer_list<Argument>, class Outputs = std::initializer_list<Argument>>
+void check_placement(const char* op, const Inputs& inputs, const Outputs& outputs) {
+    std::vector<Placed> placed;  // inputs, then outputs
+    placed.reserve(inputs.size() + outputs.size());
+    const auto place = [&](const Argument& a) {
+        a.same_device(inputs.begin()->tensor);
+        placed.emplace_back(a);
+    };
+    std::for_each(inputs.begin(), inputs.end(), place);
+    std::for_each(outputs.begin(), outputs.end(), place);
+    for (size_t i = inputs.size(); i < placed.size(); ++i)
+        for (size_t j = 0; j < i; ++j) must_not_overlap(op, placed[i], placed[j]);
 }
 
 // Whether a result goes exactly where its source lies.
