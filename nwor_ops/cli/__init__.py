@@ -1,12 +1,6 @@
 """The command ``nwor-ops``. Its packages (typer, rich, matplotlib) are optional: ``nwor_ops[cli]``."""
 
-from __future__ import annotations
-
-import importlib.util
-import sys
-
-# Package -> the extra of nwor_ops that brings it.
-_EXTRAS = {"typer": "cli", "rich": "cli", "matplotlib": "cli", "vllm": "vllm"}
+from nwor_ops.cli.extras import require
 
 
 def main() -> None:
@@ -14,12 +8,3 @@ def main() -> None:
     from nwor_ops.cli.app import app
 
     app()
-
-
-def require(*packages: str) -> None:
-    """Exit with a sentence if one of these packages is not installed."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            sys.exit(
-                f"nwor-ops: {package} is not installed; install it with: pip install 'nwor_ops[{_EXTRAS[package]}]'"
-            )

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from nwor_ops.cli import require
+from nwor_ops.cli.extras import require
 
 app = typer.Typer(
     help="No Write On Reject: transactional KV-cache writes for speculative decoding.",
