@@ -1,0 +1,70 @@
+"""What the documents name exists: the files, the links and their anchors."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+from samples import OPS
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(path for folder in ("", "docs", "examples", "tests/gpu") for path in (ROOT / folder).glob("*.md"))
+FAMILIES = sorted(path.stem for path in (ROOT / "csrc" / "cpu").glob("*.cpp"))
+FOLDERS = "benchmarks|csrc|docs|examples|meta|nwor_ops|tests|tools|\\.ci|\\.github"
+SUFFIXES = "py|h|cpp|cu|map|md|toml|yml|yaml|in"
+
+
+def names(text: str) -> set[str]:
+    """Paths in backticks, from the top of the tree, and bare names of files."""
+    words = {word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()}
+    return {word for word in words if re.fullmatch(rf"(?:{FOLDERS})/[\w./*-]*|[\w-]+\.(?:{SUFFIXES})", word)}
+
+
+def missing(name: str) -> bool:
+    """Of a name with FAMILY some family's file must be there; a bare name is that of a file anywhere."""
+    wanted = [name.replace("FAMILY", family) for family in FAMILIES] if "FAMILY" in name else [name]
+    return not any(any(ROOT.glob(path)) if "/" in path else found_anywhere(path) for path in wanted)
+
+
+def found_anywhere(name: str) -> bool:
+    folders = ["", *FOLDERS.replace("\\", "").split("|")]
+    return any((ROOT / name).exists() if not folder else any((ROOT / folder).rglob(name)) for folder in folders)
+
+
+def anchors(text: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_every_file_that_is_named_exists(document: str) -> None:
+    named = names((ROOT / document).read_text())
+    assert len(named) > 20, "the search finds too little to show anything"
+    assert [name for name in sorted(named) if missing(name)] == []
+
+
+def test_every_op_is_on_the_map() -> None:
+    text = (ROOT / "docs" / "ops.md").read_text()
+    assert [op for op in OPS if f"`{op}`" not in text] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(document: pathlib.Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", document.read_text()):
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            broken.append(link)
+    assert broken == []
+
+
+def test_what_is_missing_is_found() -> None:
+    text = "`csrc/cpu/no_such.cpp`, `python benchmarks/no_such.py --all` and `no_such.h`, but not `what/case` or `a.b`"
+    assert names(text) == {"csrc/cpu/no_such.cpp", "benchmarks/no_such.py", "no_such.h"}
+    assert [name for name in sorted(names(text)) if missing(name)] == sorted(names(text))
+    assert missing("meta/no_FAMILY.py")
+    assert not any(map(missing, ("csrc/cpu/FAMILY.cpp", "csrc/cpu/*.cpp", "setup.py", "planes.h")))
+    assert anchors("# A (`b_c.json`), d\n```\n# no heading\n```\n") == {"a-b_cjson-d"}
