@@ -94,14 +94,37 @@ __global__ void __launch_bounds__(kThreads) local_lens_kernel(const __grid_const
     local_lens_row(a, item_of_thread());
 }
 
-void run(const PrefillArguments& a, const Launch& launch) {
-    launch.start(prefill_kernel, shape_for_items(a.num_items()), a, report_as(a.op));
+template <class Arguments, class... More>
+void start_items(void (*kernel)(Arguments, More...), const Arguments& a, int64_t items, const Launch& launch,
+                 const More&... more) {
+    if (items == 0) return;
+    launch.start(kernel, shape_for_items(items), a, more...);
     check_launch(launch);
 }
 
+void run(const PrefillArguments& a, const Launch& launch) {
+    start_items(prefill_kernel, a, a.num_items(), launch, report_as(a.op));
+}
 void run(const DecodeArguments& a, const Launch& launch) {
-    launch.start(decode_kernel, shape_for_items(a.num_items()), a, report_as(a.op));
-    check_launch(launch);
+    start_items(decode_kernel, a, a.num_items(), launch, report_as(a.op));
+}
+void run(const EagleArguments& a, const Launch& launch) {
+    start_items(eagle_kernel, a, a.slots.length, launch, report_as(a.op));
+}
+void run(const PaddedInputsArguments& a, const Launch& launch) {
+    start_items(padded_inputs_kernel, a, a.num_items(), launch, report_as(a.op));
+}
+void run(const NextTokenArguments& a, const Launch& launch) {
+    start_items(next_token_kernel, a, a.num_items(), launch);
+}
+void run(const ExpandArguments& a, const Launch& launch) {
+    start_items(expand_kernel, a, a.num_items(), launch, report_as(a.op));
+}
+void run(const ExtendArguments& a, const Launch& launch) {
+    start_items(extend_kernel, a, a.num_items(), launch, report_as(a.op));
+}
+void run(const LocalLensArguments& a, const Launch& launch) {
+    start_items(local_lens_kernel, a, a.local.length, launch);
 }
 
 void run(const SlotArguments& a, const Launch& launch) {
@@ -109,41 +132,6 @@ void run(const SlotArguments& a, const Launch& launch) {
     LaunchShape shape = shape_for_items(std::max(a.capacity, a.rows.count));
     shape.grid.y = static_cast<unsigned>(a.num_groups);
     launch.start(slots_kernel, shape, a, report_as(a.op));
-    check_launch(launch);
-}
-
-void run(const EagleArguments& a, const Launch& launch) {
-    if (a.slots.length == 0) return;
-    launch.start(eagle_kernel, shape_for_items(a.slots.length), a, report_as(a.op));
-    check_launch(launch);
-}
-
-void run(const PaddedInputsArguments& a, const Launch& launch) {
-    if (a.num_items() == 0) return;
-    launch.start(padded_inputs_kernel, shape_for_items(a.num_items()), a, report_as(a.op));
-    check_launch(launch);
-}
-
-void run(const NextTokenArguments& a, const Launch& launch) {
-    if (a.num_items() == 0) return;
-    launch.start(next_token_kernel, shape_for_items(a.num_items()), a);
-    check_launch(launch);
-}
-
-void run(const ExpandArguments& a, const Launch& launch) {
-    if (a.num_items() == 0) return;
-    launch.start(expand_kernel, shape_for_items(a.num_items()), a, report_as(a.op));
-    check_launch(launch);
-}
-
-void run(const ExtendArguments& a, const Launch& launch) {
-    launch.start(extend_kernel, shape_for_items(a.num_items()), a, report_as(a.op));
-    check_launch(launch);
-}
-
-void run(const LocalLensArguments& a, const Launch& launch) {
-    if (a.local.length == 0) return;
-    launch.start(local_lens_kernel, shape_for_items(a.local.length), a);
     check_launch(launch);
 }
 
