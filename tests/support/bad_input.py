@@ -1,12 +1,13 @@
 """Calls that every op must refuse, or answer, made from its schema and from `samples.sample_inputs`.
 
-Shared by `test_bad_input.py` and `gpu/test_bad_input_cuda.py`: the same calls on each device.
+And `check_bad_data`, which says once how a call with wrong data ends on the CPU and how on CUDA.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import oracle
+import pytest
 import torch
-from layouts import memory, same_memory, surrounded, twin
+from layouts import memory, refuse, same_memory, surrounded, twin
 from samples import argument_names, sample_inputs, with_arguments
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -332,3 +335,54 @@ def only_declared_changed(op: str, arguments: tuple[Any, ...], before: tuple[Any
             for a, b in zip(_leaves([now]), _leaves([then]), strict=True):
                 a.copy_(b)
     return same_memory(arguments, before)
+
+
+# ---------------------------------------------------------------- data that no kernel may follow
+
+DEBUG_MODE = os.environ.get("VLLM_NWOR_DEBUG_SYNC") == "1"
+
+
+def left_by_the_oracle(op: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    after = twin(arguments)
+    getattr(oracle, op)(*after)
+    return after
+
+
+def check_bad_data(
+    op: str,
+    arguments: tuple[Any, ...],
+    error: type[Exception],
+    sentence: str,
+    device: str,
+    left: tuple[Any, ...] | None = None,
+    reported: str | None = None,
+) -> tuple[Any, ...] | None:
+    """What comes of indices, counts or starts that are wrong.
+
+    The CPU refuses the call, and writes nothing. CUDA meets them in the kernel, which leaves them out: the call leaves
+    what ``left`` holds, or, where that is not given, has changed its outputs alone. In debug mode it raises what the
+    CPU raises, after the launch: ``reported`` if of several wrong values any may be met first. Tests that come here are
+    marked ``debug_mode``, which ``gpu/test_debug_mode.py`` runs once more.
+
+    Returns:
+        the arguments as CUDA left them; None where the call raised.
+    """
+    if device == "cpu":
+        refuse(op, arguments, error, sentence)
+        return None
+    ours = twin(arguments, device)
+    if DEBUG_MODE:
+        with pytest.raises(error, match=sentence if reported is None else reported) as caught:
+            getattr(ops, op)(*ours)
+        assert type(caught.value) is error
+        assert str(caught.value).startswith(f"{op}: ")
+        getattr(ops, op)(*sample_inputs(op, device)[0])  # the report is gone
+        return None
+    getattr(ops, op)(*ours)
+    if left is None:
+        after = twin(ours)
+        assert only_declared_changed(op, after, arguments)
+    else:
+        for argument, one, wanted, given in zip(declared(op), ours, left, arguments, strict=False):
+            assert same_memory([one], [wanted if is_mutated(argument) else given]), argument.name
+    return ours

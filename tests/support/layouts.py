@@ -211,15 +211,21 @@ def same_memory(a: Any, b: Any) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
-def assert_same_as_oracle(op: str, arguments: Any) -> Any:
-    """Run an op and its oracle on twins, compare results and all memory; returns the op's twin."""
-    ours, theirs = twin(arguments), twin(arguments)
+def assert_same_as_oracle(op: str, arguments: Any, device: str = "cpu") -> Any:
+    """Run an op and its oracle on twins, compare results and all memory; returns the op's twin, on its device."""
+    ours, theirs = twin(arguments, device), twin(arguments)
     result, expected = getattr(ops, op)(*ours), getattr(oracle, op)(*theirs)
-    assert tree_flatten(result)[1] == tree_flatten(expected)[1]
-    for one, other in zip(tree_flatten(result)[0], tree_flatten(expected)[0], strict=True):
-        assert one is other is None or (one.dtype == other.dtype and torch.equal(one, other))
+    assert_same_results(result, expected)
     assert same_memory(ours, theirs)
     return ours
+
+
+def assert_same_results(result: Any, expected: Any) -> None:
+    """Trees of tensors, the first of them of any device."""
+    (one, shape), (other, expected_shape) = tree_flatten(result), tree_flatten(expected)
+    assert shape == expected_shape
+    for a, b in zip(one, other, strict=True):
+        assert a is b is None or (a.dtype == b.dtype and torch.equal(a.cpu(), b))
 
 
 def refuse(op: str, arguments: Any, error: type[Exception], sentence: str) -> None:
