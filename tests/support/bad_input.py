@@ -365,7 +365,7 @@ def check_bad_data(
     marked ``debug_mode``, which ``gpu/test_debug_mode.py`` runs once more.
 
     Returns:
-        the arguments as CUDA left them; None where the call raised.
+        the arguments as CUDA left them, and its results; None where the call raised.
     """
     if device == "cpu":
         refuse(op, arguments, error, sentence)
@@ -378,11 +378,11 @@ def check_bad_data(
         assert str(caught.value).startswith(f"{op}: ")
         getattr(ops, op)(*sample_inputs(op, device)[0])  # the report is gone
         return None
-    getattr(ops, op)(*ours)
+    results = getattr(ops, op)(*ours)
     if left is None:
         after = twin(ours)
         assert only_declared_changed(op, after, arguments)
     else:
         for argument, one, wanted, given in zip(declared(op), ours, left, arguments, strict=False):
             assert same_memory([one], [wanted if is_mutated(argument) else given]), argument.name
-    return ours
+    return (*ours, *(results or ()))
