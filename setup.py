@@ -233,7 +233,7 @@ class BuildLibraries(build_ext):
         flags = [*COMMON, "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror=return-type"]
         # The stable ABI's headers are the same for every torch; its location is not ours to keep.
         flags += [f"-ffile-prefix-map={ROOT}=.", *self.includes()]
-        flags += ["-ffp-contract=off"]  # csrc/gumbel.h: the same bits as on CUDA
+        flags += ["-ffp-contract=off"]  # csrc/common/gumbel.h: the same bits as on CUDA
         objects = self.compile_each(sources, [compiler, *flags])
         return [compiler, "-shared", *objects, *self.link_flags("torch", "torch_cpu", "c10")]
 

@@ -294,8 +294,7 @@ struct UpdateArguments {
     Rows rows;
     Ids sampled;
     const int64_t* step;
-    MutableIds draft_tokens;  // of column 0
-    int64_t draft_column_stride, draft_columns;
+    MutableIdColumns draft_tokens;
     int32_t* input_ids;
     int64_t* positions;
     int32_t* seq_lens;
@@ -355,10 +354,7 @@ inline UpdateArguments check_update(const char* op, const Tensor& sampled, const
     check_ids(dt);
     if (draft_tokens.dim() != 2 || draft_tokens.size(0) < n || draft_tokens.size(1) < num_speculative_steps)
         dt.must_be("[>= ", n, " rows, >= ", num_speculative_steps, " steps]");
-    a.draft_tokens = {draft_tokens.data_ptr(), draft_tokens.scalar_type() == ScalarType::Long,
-                      draft_tokens.stride(0), n};
-    a.draft_column_stride = draft_tokens.stride(1);
-    a.draft_columns = draft_tokens.size(1);
+    a.draft_tokens = mutable_columns_view(draft_tokens, n);
     a.input_ids = int32_view(ii, n, "[num_rows]").data;
     a.positions = int64_view(po, n, "[num_rows]").data;
     a.seq_lens = int32_view(sl, n, "[num_rows]").data;
@@ -387,8 +383,8 @@ inline UpdateArguments check_update(const char* op, const Tensor& sampled, const
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const UpdateArguments& a, int64_t row) {
     if (const Found f = problem_of_padding(a.rows, row)) return f;
-    if (a.rows.is_real(row) && (*a.step < 0 || *a.step >= a.draft_columns))
-        return {kStepOutside, row, *a.step, a.draft_columns};
+    if (a.rows.is_real(row) && !a.draft_tokens.has(*a.step))
+        return {kStepOutside, row, *a.step, a.draft_tokens.count};
     return {};
 }
 
@@ -396,10 +392,8 @@ NWOR_HOST_DEVICE inline Found problem_of_row(const UpdateArguments& a, int64_t r
 NWOR_HOST_DEVICE inline void update_row(const UpdateArguments& a, int64_t i) {
     if (!a.rows.is_real(i)) return;
     const int64_t step = *a.step, token = a.sampled[i];
-    if (step < 0 || step >= a.draft_columns) return;
-    MutableIds column = a.draft_tokens;
-    column.data = static_cast<char*>(column.data) + step * a.draft_column_stride * (column.is_int64 ? 8 : 4);
-    column.set(i, token);
+    if (!a.draft_tokens.has(step)) return;
+    a.draft_tokens[step].set(i, token);
     if (a.is_last_step()) return;
     a.input_ids[i] = static_cast<int32_t>(token);
     if (a.sample_positions != nullptr) a.sample_positions[i] = sum_up_to(INT64_MAX, a.sample_positions[i], 1);
@@ -719,10 +713,9 @@ struct SampleArguments {
     const int64_t* seeds;
     const int64_t* positions;
     const int64_t* step;
-    int64_t step_stride;                             // 0: one for all rows
-    MutableIds sampled;                              // of column 0
-    int64_t sampled_column_stride, sampled_columns;  // 0 columns: a vector
-    char* cache;                                     // null where not given
+    int64_t step_stride;       // 0: one for all rows
+    MutableIdColumns sampled;  // no column: a vector
+    char* cache;               // null where not given
     int64_t cache_state_stride, cache_column_stride, cache_vocab_stride, cache_columns;
     int64_t* workspace;  // null where not given
 
@@ -782,10 +775,8 @@ inline SampleArguments check_gumbel_sample(const char* op, const Tensor& logits,
     check_ids(sa);
     if (sampled.dim() < 1 || sampled.dim() > 2 || sampled.size(0) < n)
         sa.must_be("[num_rows] or [num_rows, steps] with at least ", n, " rows");
-    a.sampled = {sampled.data_ptr(), sampled.scalar_type() == ScalarType::Long, sampled.stride(0), n};
-    a.sampled_columns = sampled.dim() == 2 ? sampled.size(1) : 0;
-    a.sampled_column_stride = sampled.dim() == 2 ? sampled.stride(1) : 0;
-    if (sampled.dim() == 2 && a.sampled_columns == 0) sa.must_be("[num_rows, steps] with at least one step");
+    a.sampled = mutable_columns_view(sampled, n);
+    if (sampled.dim() == 2 && a.sampled.count == 0) sa.must_be("[num_rows, steps] with at least one step");
     std::vector<Argument> outputs{sa};
     if (logits_cache.has_value()) {
         outputs.push_back({op, "logits_cache", *logits_cache});
@@ -803,22 +794,16 @@ NWOR_HOST_DEVICE inline Found problem_of_row(const SampleArguments& a, int64_t r
     const int64_t state = a.idx_mapping[row], step = a.step_of(row);
     if (state < 0) return {};
     if (state >= a.num_states) return {kStateOutside, row, state, a.num_states};
-    if (a.sampled_columns > 0 && (step < 0 || step >= a.sampled_columns))
-        return {kStepOutside, row, step, a.sampled_columns};
+    if (a.sampled.count > 0 && !a.sampled.has(step)) return {kStepOutside, row, step, a.sampled.count};
     if (a.cache != nullptr && (step < 0 || step >= a.cache_columns))
         return {kStepOutside, row, step, a.cache_columns};
     return {};
 }
 
 NWOR_HOST_DEVICE inline void set_sampled(const SampleArguments& a, int64_t row, int64_t token) {
-    MutableIds column = a.sampled;
-    if (a.sampled_columns > 0) {
-        const int64_t step = a.step_of(row);
-        if (step < 0 || step >= a.sampled_columns) return;
-        column.data =
-            static_cast<char*>(column.data) + step * a.sampled_column_stride * (column.is_int64 ? 8 : 4);
-    }
-    column.set(row, token);
+    if (a.sampled.count == 0) return a.sampled.first.set(row, token);
+    const int64_t step = a.step_of(row);
+    if (a.sampled.has(step)) a.sampled[step].set(row, token);
 }
 
 // Where the logits of a row are kept, or null.

@@ -127,6 +127,19 @@ struct MutableIds {
     }
 };
 
+// Ids [rows, columns], of which a kernel writes one column.
+struct MutableIdColumns {
+    MutableIds first;
+    int64_t stride, count;
+
+    NWOR_HOST_DEVICE bool has(int64_t column) const { return column >= 0 && column < count; }
+    NWOR_HOST_DEVICE MutableIds operator[](int64_t column) const {
+        MutableIds ids = first;
+        ids.data = static_cast<char*>(ids.data) + column * stride * (ids.is_int64 ? 8 : 4);
+        return ids;
+    }
+};
+
 template <class T>
 struct Vector {
     T* data;
@@ -149,6 +162,14 @@ inline Ids ids_view(const Argument& a, int64_t length, const char* shape) {
 inline MutableIds mutable_ids_view(const Argument& a, int64_t length, const char* shape) {
     const Ids ids = ids_view(a, length, shape);
     return {const_cast<void*>(ids.data), ids.is_int64, ids.stride, ids.length};
+}
+
+// Of ids that were checked, [rows, columns], or [rows] with no column.
+inline MutableIdColumns mutable_columns_view(const Tensor& ids, int64_t rows) {
+    const bool columns = ids.dim() == 2;
+    return {{ids.data_ptr(), ids.scalar_type() == ScalarType::Long, ids.stride(0), rows},
+            columns ? ids.stride(1) : 0,
+            columns ? ids.size(1) : 0};
 }
 
 template <class T>
