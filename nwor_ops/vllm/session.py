@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,25 +23,9 @@ from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.manager import DraftCommitManager, State, is_capturing, set_current_manager
 from nwor_ops.transaction.window import Window
 from nwor_ops.vllm.audit.shadow import StageAudit
-from nwor_ops.vllm.audit.undo import AuditedLayer, CacheAudit
+from nwor_ops.vllm.audit.undo import CacheAudit
+from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.spare_blocks import SpareBlocks
-
-
-@dataclass(frozen=True)
-class TargetLayer:
-    """A layer of the target model whose cache writes belong to the transaction.
-
-    Attributes:
-        audited: the layer as the audit sees it; also names it.
-        fused: our kernel logs and writes; else it logs, and the layer's own writer writes.
-        kv_cache_dtype: what our kernel writes, as in :func:`nwor_ops.write_kv`.
-        scales: gives the layer's current key and value scale; None = 1.
-    """
-
-    audited: AuditedLayer
-    fused: bool
-    kv_cache_dtype: str = "auto"
-    scales: Callable[[], tuple[Tensor, Tensor]] | None = None
 
 
 class Step(NamedTuple):
@@ -87,8 +70,8 @@ class Session:
         self.config = config
         self.mode = config.mode
         self.spare = spare
-        self._layers = {layer.audited.name: layer for layer in layers}
-        self._addresses = {name: layer.audited.kv_cache.data_ptr() for name, layer in self._layers.items()}
+        self._layers = {layer.name: layer for layer in layers}
+        self._addresses = {name: layer.kv_cache.data_ptr() for name, layer in self._layers.items()}
         self._logger = logger
         self._step: Step | None = None
         self.begun = 0  # windows, counted before the device counts them
@@ -105,26 +88,25 @@ class Session:
                 max_draft_tokens=max_draft_tokens,
                 max_drafts_per_request=max_drafts_per_request,
             )
-        self.audit = self._make_audit([layer.audited for layer in layers], max_num_tokens) if config.audit else None
+        self.audit = self._make_audit(layers, max_num_tokens) if config.audit else None
 
     def _make_manager(self, layers: list[TargetLayer], **limits: Any) -> DraftCommitManager:
-        device = layers[0].audited.kv_cache.device
+        device = layers[0].kv_cache.device
         kind = "cuda" if device.type == "cuda" else "cpu"
         problem = next(lib.problem for lib in library.loaded_libraries() if lib.kind == kind)
         if problem:
             raise RuntimeError(problem)
         shadow = None
         if self.spare is not None:
-            shadow = {layer.audited.group: self.spare.of_group(int(layer.audited.group)).start for layer in layers}
+            shadow = {layer.group: self.spare.of_group(int(layer.group)).start for layer in layers}
         manager = DraftCommitManager(**limits, device=device, mode=self.mode, shadow_blocks=shadow)
         for layer in layers:
-            audited = layer.audited
-            manager.register_layer(audited.name, audited.planes(audited.kv_cache), audited.group)
+            manager.register_layer(layer.name, layer.cache, layer.group)
         manager.allocate()
         set_current_manager(manager)
         return manager
 
-    def _make_audit(self, layers: list[AuditedLayer], max_num_tokens: int) -> CacheAudit:
+    def _make_audit(self, layers: list[TargetLayer], max_num_tokens: int) -> CacheAudit:
         if self.spare is None:
             return CacheAudit(layers, max_num_tokens)
         shadow = {layer.group: self.spare.of_group(int(layer.group)) for layer in layers}
@@ -169,12 +151,12 @@ class Session:
         """
         layer = self._layers[name]
         if self.audit is not None:
-            token_offset = self._token_offset(layer.audited.group, slot_mapping)
+            token_offset = self._token_offset(layer.group, slot_mapping)
             self.audit.write(name, key, value, slot_mapping, token_offset, rest)
         in_window = self._step is not None or (self.manager is not None and is_capturing(slot_mapping))
         logs = in_window and self.mode == "cow"
         if not logs or not self._write_in_window(layer, key, value, kv_cache, slot_mapping):
-            layer.audited.write(key, value, kv_cache, slot_mapping, *rest)
+            layer.own_writer(key, value, kv_cache, slot_mapping, *rest)
 
     def forwarded(self, moment: str) -> None:
         """After the forward, and again before sampling: only an audit has something to do then."""
@@ -269,15 +251,14 @@ class Session:
     ) -> bool:
         """Log, and write if fused. True if nothing is left to do."""
         assert self.manager is not None
-        audited = layer.audited
         try:
-            if kv_cache.data_ptr() != self._addresses[audited.name]:
-                raise RuntimeError(f"the cache of layer {audited.name} is not where it was when the engine started")
-            token_offset = self._token_offset(audited.group, slot_mapping)
+            if kv_cache.data_ptr() != self._addresses[layer.name]:
+                raise RuntimeError(f"the cache of layer {layer.name} is not where it was when the engine started")
+            token_offset = self._token_offset(layer.group, slot_mapping)
             if layer.fused:
                 k_scale, v_scale = layer.scales() if layer.scales is not None else (None, None)
                 self.manager.write(
-                    audited.name,
+                    layer.name,
                     key,
                     value,
                     slot_mapping,
@@ -287,7 +268,7 @@ class Session:
                     token_offset=token_offset,
                 )
                 return True
-            self.manager.log(audited.name, slot_mapping, token_offset=token_offset)
+            self.manager.log(layer.name, slot_mapping, token_offset=token_offset)
         except Exception as error:
             self._fall_back("write", error)
         return False

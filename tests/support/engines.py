@@ -247,7 +247,7 @@ def _job(
             "stats": session.stats().as_dict(),
             "audit": session.audit.summary() if session.audit else None,
             "vanilla_steps": dict(session.vanilla_steps),
-            "groups": sorted({layer.audited.group for layer in session._layers.values()}),
+            "groups": sorted({layer.group for layer in session._layers.values()}),
             "layers": {name: layer.fused for name, layer in session._layers.items()},
             "describe": session.describe(),
         }

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.audit.undo import AuditedLayer, AuditError, CacheAudit
+from nwor_ops.vllm.audit.undo import AuditError, CacheAudit
+from nwor_ops.vllm.layers.target import TargetLayer
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 4, 4, 2, 8
 SLOTS = torch.tensor([0, 1, 2])  # a token and its two drafts, of which the second is rejected
@@ -24,7 +25,7 @@ class Step:
 
     def __init__(self) -> None:
         self.target, self.drafter = torch.ones(2, BLOCKS, BLOCK_SIZE, HEADS, 2 * WIDTH)
-        self.audit = CacheAudit([AuditedLayer("target", "0", self.target, LayerCache.packed, _write)], 8)
+        self.audit = CacheAudit([TargetLayer("target", "0", self.target, LayerCache.packed(self.target), _write)], 8)
         rows = torch.arange(2.0 * 3 * HEADS * WIDTH).view(2, 3, HEADS, WIDTH) + 2
         self.audit.begin([0, 3], [2], {"0": SLOTS})
         self.before = self.target.clone()

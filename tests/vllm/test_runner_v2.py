@@ -14,9 +14,9 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.audit.undo import AuditedLayer
+from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.runners.v2 import V2
-from nwor_ops.vllm.session import Session, TargetLayer
+from nwor_ops.vllm.session import Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 16, 4, 2, 8
@@ -47,7 +47,7 @@ class Runner:
         self.block_tables = SimpleNamespace(slot_mappings=self.slots, input_block_tables=[self.table])
         self.drafted_with: list[list[int]] = []
         self.failure: BaseException | None = None
-        layer = TargetLayer(AuditedLayer("target", "0", self.kv_cache, LayerCache.packed, self.write), fused=True)
+        layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), self.write, fused=True)
         config = NworConfig.load({"nwor": {"mode": mode, "audit": audit}}, {})
         self.session = Session(
             config,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from nwor_ops.kv_cache import LayerCache
 from nwor_ops.vllm.audit.shadow import StageAudit
-from nwor_ops.vllm.audit.undo import AuditedLayer, AuditError
+from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.layers.back_ends import PACKED_IMPLS, TRITON_IMPL, check_tables
-from nwor_ops.vllm.session import TargetLayer
+from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.spare_blocks import SpareBlocks, spare_blocks
 from nwor_ops.vllm.support import Unsupported
 
@@ -149,7 +149,7 @@ def test_a_drafter_that_copies_the_targets_table_is_refused(
         return SimpleNamespace(impl=type(name, (), {"__module__": module})())
 
     cache = torch.zeros(BLOCKS, SIZE, HEADS, 2 * WIDTH)
-    layers = [TargetLayer(AuditedLayer("target", "0", cache, LayerCache.packed, _write), fused=False)]
+    layers = [TargetLayer("target", "0", cache, LayerCache.packed(cache), _write)]
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=SIZE))
     runner = SimpleNamespace(
         compilation_config=SimpleNamespace(
@@ -246,7 +246,8 @@ class Step:
 
     def __init__(self, recorded: bool = True) -> None:
         self.cache = torch.ones(BLOCKS, SIZE, HEADS, 2 * WIDTH)
-        self.audit = StageAudit([AuditedLayer("layer", "0", self.cache, LayerCache.packed, _write)], 8, {"0": SHADOW})
+        layer = TargetLayer("layer", "0", self.cache, LayerCache.packed(self.cache), _write)
+        self.audit = StageAudit([layer], 8, {"0": SHADOW})
         self.recorded = recorded
 
     def row(self, slot: int) -> Tensor:

@@ -21,7 +21,6 @@ from nwor_ops.kv_cache import Plane
 from nwor_ops.vllm.audit.undo import (
     _INTEGERS,
     SHADOW,
-    AuditedLayer,
     AuditError,
     CacheAudit,
     _bytes_of,
@@ -31,6 +30,7 @@ from nwor_ops.vllm.audit.undo import (
     _slots,
     _Step,
 )
+from nwor_ops.vllm.layers.target import TargetLayer
 
 
 class StageAudit(CacheAudit):
@@ -41,7 +41,7 @@ class StageAudit(CacheAudit):
         shadow_blocks: the shadow pages of each group.
     """
 
-    def __init__(self, layers: list[AuditedLayer], max_num_tokens: int, shadow_blocks: Mapping[str, range]) -> None:
+    def __init__(self, layers: list[TargetLayer], max_num_tokens: int, shadow_blocks: Mapping[str, range]) -> None:
         super().__init__(layers, max_num_tokens)
         self._shadow_blocks = shadow_blocks
         self._shadows = {address: self._shadow_bytes(address) for address in self._storages()}
@@ -151,27 +151,27 @@ class StageAudit(CacheAudit):
         own = step.slot_mappings[group]
         return torch.nonzero((self._redirected[group] == own) & (own >= 0)).flatten().tolist()
 
-    def _unrecorded(self) -> list[AuditedLayer]:
+    def _unrecorded(self) -> list[TargetLayer]:
         """Layers whose own writer was never called."""
         return [layer for name, layer in self._layers.items() if name not in self._recorders]
 
     def _copy_rows(
         self,
-        layer: AuditedLayer,
+        layer: TargetLayer,
         source: dict[int, torch.UntypedStorage],
         target: dict[int, torch.UntypedStorage],
         source_slots: Tensor,
         target_slots: Tensor,
     ) -> None:
         address = layer.kv_cache.untyped_storage().data_ptr()
-        for plane in layer.planes(layer.kv_cache).planes:
+        for plane in layer.cache.planes:
             found, made = _elements_of(source[address], plane), _elements_of(target[address], plane)
             for from_slot, to_slot in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
                 if to_slot >= 0:
                     made[_slot_elements(plane, to_slot)] = found[_slot_elements(plane, from_slot)]
 
-    def _row_bytes(self, layer: AuditedLayer) -> int:
-        views = (plane.view for plane in layer.planes(layer.kv_cache).planes)
+    def _row_bytes(self, layer: TargetLayer) -> int:
+        views = (plane.view for plane in layer.cache.planes)
         return sum(view.shape[2] * view.shape[3] * view.element_size() for view in views)
 
     def _ignored(self, address: int) -> Tensor | None:
@@ -184,7 +184,7 @@ class StageAudit(CacheAudit):
         _bytes_of(marked).zero_()
         for layer in self._layers_in(address):
             blocks = self._shadow_blocks[layer.group]
-            for plane in layer.planes(layer.kv_cache).planes:
+            for plane in layer.cache.planes:
                 _pages(plane, marked)[blocks.start : blocks.stop] = -1
         return _bytes_of(marked) != 0
 

@@ -12,40 +12,21 @@ which a CUDA graph captures with the rest, so that a replay is audited like an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nwor_ops.kv_cache import LayerCache, Plane
+from nwor_ops.kv_cache import Plane
+from nwor_ops.vllm.layers.target import TargetLayer, same_place
 
 FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
 
 
 class AuditError(AssertionError):
     """The cache does not hold what was promised."""
-
-
-@dataclass
-class AuditedLayer:
-    """One target layer, as the audit needs it.
-
-    Attributes:
-        name: the layer's name in vLLM.
-        group: its KV-cache group.
-        kv_cache: the tensor vLLM bound to it.
-        planes: a function from such a tensor to its planes.
-        write: the layer's own writer: (key, value, kv_cache, slot_mapping, *rest), where the rest is what
-            its back end takes beyond these.
-    """
-
-    name: str
-    group: str
-    kv_cache: Tensor
-    planes: Callable[[Tensor], LayerCache]
-    write: Callable[..., None]
 
 
 @dataclass
@@ -122,12 +103,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def same_place(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """What `tensor` is a view of, in another storage."""
-    like = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    return like.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -171,7 +146,7 @@ class CacheAudit:
         max_num_tokens: most tokens in one batch, padding included.
     """
 
-    def __init__(self, layers: list[AuditedLayer], max_num_tokens: int) -> None:
+    def __init__(self, layers: list[TargetLayer], max_num_tokens: int) -> None:
         self._layers = {layer.name: layer for layer in layers}
         self._max_num_tokens = max_num_tokens
         self._recorders: dict[str, _Recorder] = {}
@@ -179,9 +154,8 @@ class CacheAudit:
         self._totals = AuditSummary()
         self._states: dict[str, Tensor] = {}
         for layer in layers:
-            planes = layer.planes(layer.kv_cache)
-            self._states.setdefault(layer.group, torch.zeros(planes.num_slots, dtype=torch.uint8))
-        self._block_sizes = {layer.group: layer.planes(layer.kv_cache).planes[0].view.shape[1] for layer in layers}
+            self._states.setdefault(layer.group, torch.zeros(layer.cache.num_slots, dtype=torch.uint8))
+        self._block_sizes = {layer.group: layer.cache.planes[0].view.shape[1] for layer in layers}
 
     # ------------------------------------------------------------ called by the session
 
@@ -301,7 +275,7 @@ class CacheAudit:
         storages = (layer.kv_cache.untyped_storage() for layer in self._layers.values())
         return {storage.data_ptr(): storage for storage in storages}
 
-    def _layers_in(self, address: int) -> list[AuditedLayer]:
+    def _layers_in(self, address: int) -> list[TargetLayer]:
         return [la for la in self._layers.values() if la.kv_cache.untyped_storage().data_ptr() == address]
 
     def _copies(self) -> dict[int, torch.UntypedStorage]:
@@ -320,7 +294,7 @@ class CacheAudit:
         self._write_rows(step, step.before, dict.fromkeys(step.slot_mappings, rejected))
         for address, (changed, left) in step.drafted.items():
             _bytes_of(step.before[address])[changed] = left
-        self._totals.rows_checked += sum(layer.planes(layer.kv_cache).num_slots for layer in self._layers.values())
+        self._totals.rows_checked += sum(layer.cache.num_slots for layer in self._layers.values())
 
     def _write_rows(
         self, step: _Step, images: dict[int, torch.UntypedStorage], left_out: Mapping[str, list[int]]
@@ -338,7 +312,7 @@ class CacheAudit:
             slots_of[layer.group] = slots = slots_of[layer.group].to(recorder.slot_mapping.device)
             slots = slots.masked_fill(recorder.slot_mapping < 0, -1)
             image = images[layer.kv_cache.untyped_storage().data_ptr()]
-            layer.write(recorder.key, recorder.value, same_place(layer.kv_cache, image), slots, *recorder.rest)
+            layer.own_writer(recorder.key, recorder.value, same_place(layer.kv_cache, image), slots, *recorder.rest)
 
     def _ignored(self, address: int) -> Tensor | None:
         """Bytes of a storage of which nothing is promised, on its device; or None."""
@@ -355,7 +329,7 @@ class CacheAudit:
             explained = torch.UntypedStorage(storage.nbytes())
             _bytes_of(explained).zero_()
             for layer in layers:
-                for plane in layer.planes(layer.kv_cache).planes:
+                for plane in layer.cache.planes:
                     for slot in rejected_slots[layer.group]:
                         _elements_of(explained, plane)[_slot_elements(plane, slot)] = -1
                 stale[layer.group] |= self._changed_slots(differs, layer, rejected_slots[layer.group])
@@ -373,17 +347,17 @@ class CacheAudit:
             differs &= ~ignored
         return differs.cpu() if differs.any() else None
 
-    def _changed_slots(self, differs: Tensor, layer: AuditedLayer, slots: list[int]) -> set[int]:
+    def _changed_slots(self, differs: Tensor, layer: TargetLayer, slots: list[int]) -> set[int]:
         """Which of the slots hold a byte that differs."""
         storage = differs.view(torch.uint8).untyped_storage()
-        planes = layer.planes(layer.kv_cache).planes
+        planes = layer.cache.planes
         return {
             slot
             for slot in slots
             if any(bool((_elements_of(storage, p)[_slot_elements(p, slot)] != 0).any()) for p in planes)
         }
 
-    def _complaint(self, step: _Step, layers: list[AuditedLayer], wrong: Tensor, stale: dict[str, set[int]]) -> str:
+    def _complaint(self, step: _Step, layers: list[TargetLayer], wrong: Tensor, stale: dict[str, set[int]]) -> str:
         text = f"nwor audit, step {self._totals.steps}:"
         for group, slots in stale.items():
             if slots:

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops import ops
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.audit.undo import AuditedLayer, same_place
-from nwor_ops.vllm.layers import cpu_pages
-from nwor_ops.vllm.session import TargetLayer
+from nwor_ops.vllm.layers import cpu_pages, trial
+from nwor_ops.vllm.layers.target import TargetLayer, same_place
 from nwor_ops.vllm.support import Unsupported, check_group_spec, check_passes
 
 _ATTENTION = "vllm.model_executor.layers.attention.attention.Attention"
@@ -104,17 +102,16 @@ def check_tables(runner: Any, layers: list[TargetLayer], borrowers: set[str]) ->
     """
     context = runner.compilation_config.static_forward_context
     for layer in layers:
-        audited = layer.audited
-        page = audited.planes(audited.kv_cache).planes[0].view.shape[1]
-        block = runner.kv_cache_config.kv_cache_groups[int(audited.group)].kv_cache_spec.block_size
+        page = layer.cache.planes[0].view.shape[1]
+        block = runner.kv_cache_config.kv_cache_groups[int(layer.group)].kv_cache_spec.block_size
         if page != block:
             raise Unsupported(
-                f"layer {audited.name}: its back end splits blocks of {block} tokens into pages of {page}; mode stage "
+                f"layer {layer.name}: its back end splits blocks of {block} tokens into pages of {page}; mode stage "
                 f"needs whole ones: set --block-size {page}"
             )
     if not borrowers:
         return
-    for name in (*(layer.audited.name for layer in layers), *sorted(borrowers)):
+    for name in (*(layer.name for layer in layers), *sorted(borrowers)):
         impl = _qualified_name(context[name].impl)
         if impl not in _TABLE_READERS:
             raise Unsupported(
@@ -159,12 +156,9 @@ def _cpu_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype)
     own_writer = functools.partial(type(attention.impl).do_kv_cache_update, attention.impl, attention)
     page_offsets = cpu_pages.learn_pages(own_writer, attention.kv_cache, source_dtype)
     writable = page_offsets is None and attention.impl.kv_cache_dtype == "auto"
-
-    def planes(kv_cache: Tensor) -> LayerCache:
-        return cpu_pages.layer_cache(kv_cache, page_offsets, writable)
-
     cpu_pages.verify_pages(own_writer, attention.kv_cache, page_offsets, source_dtype, writable)
-    return TargetLayer(AuditedLayer(name, group, attention.kv_cache, planes, own_writer), fused=writable)
+    cache = cpu_pages.layer_cache(attention.kv_cache, page_offsets, writable)
+    return TargetLayer(name, group, attention.kv_cache, cache, own_writer, fused=writable)
 
 
 def _packed_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:
@@ -186,13 +180,15 @@ def _packed_layer(name: str, group: str, attention: Any, source_dtype: torch.dty
     def packed(kv_cache: Tensor) -> LayerCache:
         return LayerCache.packed(kv_cache.transpose(1, 2))
 
-    check_slots(own_writer, opaque, kv_cache, _trial(attention, source_dtype))
-    fused = written_as is not None and _writes_the_same(attention, own_writer, packed, written_as, source_dtype)
-    audited = AuditedLayer(name, group, kv_cache, packed if fused else opaque, own_writer)
-    if not fused:
-        return TargetLayer(audited, fused=False)
-    assert written_as is not None
-    return TargetLayer(audited, True, written_as, lambda: (attention._k_scale, attention._v_scale))
+    def scales() -> tuple[Tensor, Tensor]:
+        return attention._k_scale, attention._v_scale
+
+    heads = attention.num_kv_heads
+    rows = trial.Rows(((heads, attention.head_size), (heads, attention.head_size_v)), source_dtype, kv_cache.device)
+    trial.check_slots(own_writer, opaque, kv_cache, rows)
+    if written_as is None or not trial.writes_the_same(own_writer, packed, kv_cache, rows, scales(), written_as):
+        return TargetLayer(name, group, kv_cache, opaque(kv_cache), own_writer)
+    return TargetLayer(name, group, kv_cache, packed(kv_cache), own_writer, True, written_as, scales)
 
 
 def _latent_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:
@@ -210,9 +206,9 @@ def _latent_layer(name: str, group: str, attention: Any, source_dtype: torch.dty
     def tried(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         own_writer(key, value, kv_cache, slot_mapping, impl.kv_cache_dtype, attention._k_scale)
 
-    heads = (attention.kv_lora_rank,), (1, attention.qk_rope_head_dim)
-    check_slots(tried, planes, kv_cache, _Trial(heads, source_dtype, kv_cache.device))
-    return TargetLayer(AuditedLayer(name, group, kv_cache, planes, own_writer), fused=False)
+    shapes = (attention.kv_lora_rank,), (1, attention.qk_rope_head_dim)
+    trial.check_slots(tried, planes, kv_cache, trial.Rows(shapes, source_dtype, kv_cache.device))
+    return TargetLayer(name, group, kv_cache, planes(kv_cache), own_writer)
 
 
 class _WriterOfScales:
@@ -249,114 +245,3 @@ class _WriterOfScales:
         if known is not None and known.untyped_storage().data_ptr() == given.data_ptr():
             return self._of_scratch
         return None, None  # the back end makes them, once for each scratch page
-
-
-# ---------------------------------------------------------------- trials
-
-
-class _Trial:
-    """Keys and values to try a writer with."""
-
-    def __init__(
-        self, shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.shapes, self.dtype, self.device = shapes, dtype, device
-
-    def rows(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """At least 1 and below 2 in magnitude: no quantisation turns such a number into zero."""
-        generator = torch.Generator().manual_seed(num_tokens)
-        key, value = (torch.rand((num_tokens, *shape), generator=generator) + 1 for shape in self.shapes)
-        return key.to(self.device, self.dtype), value.to(self.device, self.dtype)
-
-    def extreme_rows(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Every magnitude, both signs, zeros, infinities and NaN."""
-        generator = torch.Generator().manual_seed(num_tokens)
-        made = []
-        for shape in self.shapes:
-            size = (num_tokens, *shape)
-            rows = torch.randn(size, generator=generator) * 2.0 ** torch.randint(-24, 24, size, generator=generator)
-            flat = rows.flatten()
-            flat[: 6 * (len(flat) // 6)].view(-1, 6)[::7] = torch.tensor(
-                [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 448.0]
-            )
-            made.append(rows.to(self.device, self.dtype))
-        return made[0], made[1]
-
-
-def _trial(attention: Any, dtype: torch.dtype) -> _Trial:
-    key = (attention.num_kv_heads, attention.head_size)
-    return _Trial((key, (attention.num_kv_heads, attention.head_size_v)), dtype, attention.kv_cache.device)
-
-
-_TRIAL_BLOCKS = 3
-
-
-def _scratch(like: Tensor) -> Tensor:
-    """A small cache with the dimensions of `like` in the same order in memory."""
-    order = sorted(range(like.dim()), key=like.stride, reverse=True)
-    shape = (_TRIAL_BLOCKS, *like.shape[1:])
-    memory = like.new_zeros([shape[dim] for dim in order])
-    return memory.permute([order.index(dim) for dim in range(like.dim())])
-
-
-def check_slots(write: Callable[..., None], planes: Callable[[Tensor], LayerCache], like: Tensor, trial: Any) -> None:
-    """Write single tokens with vLLM's own writer and see that nothing but the planes' slots changes.
-
-    Args:
-        write: vLLM's writer of one layer.
-        planes: where we think that a slot lies.
-        like: a cache of that layer, for its shape and dtype; not written.
-        trial: what to write.
-
-    Raises:
-        ValueError: the writer puts something elsewhere, or leaves the slot alone.
-    """
-    block_size = planes(like).planes[0].view.shape[1]
-    for slot in sorted({0, 1, block_size - 1, block_size + block_size // 2}):
-        scratch = _scratch(like)
-        # The first write may also set what does not depend on the slot (initial scales): look at the second.
-        rows = trial.rows(1)
-        mapping = torch.tensor([slot], device=like.device)
-        write(*rows, scratch, torch.full_like(mapping, (_TRIAL_BLOCKS - 1) * block_size))
-        before = scratch.clone()
-        write(*rows, scratch, mapping)
-        changed = (_bytes(scratch) != _bytes(before)).any(-1)
-        expected = torch.zeros_like(scratch, dtype=torch.bool)
-        for plane in planes(expected).planes:
-            plane.view[slot // block_size, slot % block_size] = True
-        inside = expected.any(-1)
-        if bool((changed & ~inside).any()) or not bool(changed.any()):
-            raise ValueError(
-                f"vLLM's writer ({like.dtype}, block size {block_size}) puts slot {slot} elsewhere than expected"
-            )
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def _writes_the_same(
-    attention: Any,
-    own_writer: Callable[..., None],
-    packed: Callable[[Tensor], LayerCache],
-    kv_cache_dtype: str,
-    source_dtype: torch.dtype,
-) -> bool:
-    """Whether our writer leaves the same bytes as vLLM's, infinities, NaN and saturation included. It also
-    loads our kernel, which must not happen for the first time while a CUDA graph is captured."""
-    cache = attention.kv_cache
-    block_size = packed(cache).planes[0].view.shape[1]
-    num_tokens = 2 * block_size
-    key, value = _trial(attention, source_dtype).extreme_rows(num_tokens)
-    slots = torch.randperm(_TRIAL_BLOCKS * block_size, generator=torch.Generator().manual_seed(0))[:num_tokens]
-    slots[::5] = -1
-    slots = slots.to(cache.device)
-    theirs, ours = _scratch(cache), _scratch(cache)
-    own_writer(key, value, theirs, slots)
-    layer = packed(ours)
-    try:
-        views = layer.key_value(tuple(plane.view for plane in layer.planes))
-        ops.write_kv(key, value, *views, slots, attention._k_scale, attention._v_scale, kv_cache_dtype)
-    except (ValueError, TypeError):
-        return False  # a dtype or shape that only vLLM's writer knows
-    return torch.equal(_bytes(theirs), _bytes(ours))

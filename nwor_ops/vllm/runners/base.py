@@ -19,7 +19,8 @@ from torch import Tensor
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm import spare_blocks
 from nwor_ops.vllm.layers.back_ends import LATENT_IMPLS, check_tables, target_layers
-from nwor_ops.vllm.session import Session, TargetLayer
+from nwor_ops.vllm.layers.target import TargetLayer
+from nwor_ops.vllm.session import Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
 from nwor_ops.vllm.support import Hook, Unsupported, check_engine, check_vllm
 
@@ -71,7 +72,7 @@ class RunnerKind:
         if not layers:
             raise Unsupported("no layer of the target model writes a KV cache of its own")
         spare = self._spare_blocks(runner, layers, drafter_layers) if config.mode == "stage" else None
-        groups = sorted({layer.audited.group for layer in layers})
+        groups = sorted({layer.group for layer in layers})
         slot_mappings = {group: self.slot_mapping(runner, group) for group in groups}
         try:
             session = Session(
@@ -88,7 +89,7 @@ class RunnerKind:
             raise Unsupported(str(error)) from error
         context = runner.compilation_config.static_forward_context
         for layer in layers if session.wraps_writers else ():
-            _wrap_writer(context[layer.audited.name].impl, layer.audited.name, session)
+            _wrap_writer(context[layer.name].impl, layer.name, session)
         for name, wrapper in self._all_wrappers(runner, session, groups).items():
             # An attribute of the instance hides the method of the class; a second attach replaces the first.
             method = getattr(type(runner), name).__get__(runner)

@@ -1,0 +1,113 @@
+"""Trials of vLLM's writers, on scratch pages: where a slot's bytes lie, and whether our writer leaves the very same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops
+from nwor_ops.kv_cache import LayerCache
+
+_BLOCKS = 3
+
+
+class Rows:
+    """Keys and values to try a writer with."""
+
+    def __init__(
+        self, shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shapes, self.dtype, self.device = shapes, dtype, device
+
+    def plain(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """At least 1 and below 2 in magnitude: no quantisation turns such a number into zero."""
+        generator = torch.Generator().manual_seed(num_tokens)
+        key, value = (torch.rand((num_tokens, *shape), generator=generator) + 1 for shape in self.shapes)
+        return key.to(self.device, self.dtype), value.to(self.device, self.dtype)
+
+    def extreme(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Every magnitude, both signs, zeros, infinities and NaN."""
+        generator = torch.Generator().manual_seed(num_tokens)
+        made = []
+        for shape in self.shapes:
+            size = (num_tokens, *shape)
+            rows = torch.randn(size, generator=generator) * 2.0 ** torch.randint(-24, 24, size, generator=generator)
+            flat = rows.flatten()
+            flat[: 6 * (len(flat) // 6)].view(-1, 6)[::7] = torch.tensor(
+                [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 448.0]
+            )
+            made.append(rows.to(self.device, self.dtype))
+        return made[0], made[1]
+
+
+def _scratch(like: Tensor) -> Tensor:
+    """A small cache with the dimensions of `like` in the same order in memory."""
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    shape = (_BLOCKS, *like.shape[1:])
+    memory = like.new_zeros([shape[dim] for dim in order])
+    return memory.permute([order.index(dim) for dim in range(like.dim())])
+
+
+def check_slots(write: Callable[..., None], planes: Callable[[Tensor], LayerCache], like: Tensor, rows: Rows) -> None:
+    """Write single tokens with vLLM's own writer and see that nothing but the planes' slots changes.
+
+    Args:
+        write: vLLM's writer of one layer.
+        planes: where we think that a slot lies.
+        like: a cache of that layer, for its shape and dtype; not written.
+        rows: what to write.
+
+    Raises:
+        ValueError: the writer puts something elsewhere, or leaves the slot alone.
+    """
+    block_size = planes(like).planes[0].view.shape[1]
+    for slot in sorted({0, 1, block_size - 1, block_size + block_size // 2}):
+        scratch = _scratch(like)
+        # The first write may also set what does not depend on the slot (initial scales): look at the second.
+        row = rows.plain(1)
+        mapping = torch.tensor([slot], device=like.device)
+        write(*row, scratch, torch.full_like(mapping, (_BLOCKS - 1) * block_size))
+        before = scratch.clone()
+        write(*row, scratch, mapping)
+        changed = (_bytes(scratch) != _bytes(before)).any(-1)
+        expected = torch.zeros_like(scratch, dtype=torch.bool)
+        for plane in planes(expected).planes:
+            plane.view[slot // block_size, slot % block_size] = True
+        inside = expected.any(-1)
+        if bool((changed & ~inside).any()) or not bool(changed.any()):
+            raise ValueError(
+                f"vLLM's writer ({like.dtype}, block size {block_size}) puts slot {slot} elsewhere than expected"
+            )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def writes_the_same(
+    write: Callable[..., None],
+    planes: Callable[[Tensor], LayerCache],
+    like: Tensor,
+    rows: Rows,
+    scales: tuple[Tensor, Tensor],
+    kv_cache_dtype: str,
+) -> bool:
+    """Whether our writer leaves the same bytes as vLLM's, infinities, NaN and saturation included. It also
+    loads our kernel, which must not happen for the first time while a CUDA graph is captured."""
+    block_size = planes(like).planes[0].view.shape[1]
+    num_tokens = 2 * block_size
+    key, value = rows.extreme(num_tokens)
+    slots = torch.randperm(_BLOCKS * block_size, generator=torch.Generator().manual_seed(0))[:num_tokens]
+    slots[::5] = -1
+    slots = slots.to(like.device)
+    theirs, ours = _scratch(like), _scratch(like)
+    write(key, value, theirs, slots)
+    layer = planes(ours)
+    try:
+        views = layer.key_value(tuple(plane.view for plane in layer.planes))
+        ops.write_kv(key, value, *views, slots, *scales, kv_cache_dtype)
+    except (ValueError, TypeError):
+        return False  # a dtype or shape that only vLLM's writer knows
+    return torch.equal(_bytes(theirs), _bytes(ours))
