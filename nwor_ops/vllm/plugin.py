@@ -31,7 +31,7 @@ from nwor_ops.vllm.audit import agreement
 from nwor_ops.vllm.drafter import plugin as draft_graphs
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.metrics import exporter as metrics
-from nwor_ops.vllm.runners.base import log_bytes
+from nwor_ops.vllm.runners.base import detach, log_bytes
 from nwor_ops.vllm.runners.v1 import V1
 from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.session import Session
@@ -166,13 +166,12 @@ def _attach(runner: Any, module: str) -> None:
     draft_graphs.check_runner(runner, module, logger)
     if not config.wants_transaction:
         return
-    kind = RUNNERS[module]
     previous = _sessions.pop(runner, None)
     if previous is not None:
         metrics.stop(previous)
-        kind.detach(runner)
+        detach(runner)
     try:
-        session = kind.attach(runner, config, logger)
+        session = RUNNERS[module](runner).attach(config, logger)
     except Unsupported as error:
         if config.strict:
             raise RuntimeError(

@@ -1,9 +1,10 @@
 """One model runner's transactions: what is the same for every generation of vLLM's runner.
 
-A runner module (``runner_v1``, ``runner_v2``) turns its runner's objects into a :class:`Step` and calls
-:meth:`Session.begin` and :meth:`Session.commit`; in mode ``"cow"`` the wrapped writer of each target layer calls
+A generation of runners (``runners.v1``, ``runners.v2``) turns its runner's objects into a :class:`Step` and calls
+:meth:`Session.begin` and :meth:`Session.commit`; in mode ``"cow"`` each target layer's writer is replaced by
 :meth:`Session.write`. In mode ``"stage"`` begin redirects the step to shadow pages, and writers need no wrapper.
-The policy for errors is here and nowhere else:
+What happens in a step is told to those who subscribe: an audit, for one. The policy for errors is here and nowhere
+else:
 
 - strict (default): the error goes up, the engine stops with the reason;
 - ``on_unsupported="vanilla"``: the step goes on as if this library were not there, and is counted.
@@ -22,8 +23,6 @@ from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.manager import DraftCommitManager, State, is_capturing, set_current_manager
 from nwor_ops.transaction.window import Window
-from nwor_ops.vllm.audit.shadow import StageAudit
-from nwor_ops.vllm.audit.undo import CacheAudit
 from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.spare_blocks import SpareBlocks
 
@@ -33,13 +32,17 @@ class Step(NamedTuple):
 
     Attributes:
         window: device tensors for the manager.
-        query_start_loc: the same on the host; for the audit, which copies it at begin.
-        num_draft_tokens: on the host, per request; for the audit.
+        query_start_loc: the same on the host.
+        num_draft_tokens: on the host, per request.
     """
 
     window: Window
     query_start_loc: Sequence[int]
     num_draft_tokens: Sequence[int]
+
+
+# In the order of a step; what each is told of is in :meth:`Session.subscribe`.
+EVENTS = ("begin", "opened", "write", "forwarded", "sampled", "drafted", "commit", "drop")
 
 
 class Session:
@@ -54,6 +57,9 @@ class Session:
         max_drafts_per_request: most of one request.
         spare: the blocks that belong to no request, in mode ``"stage"``.
         logger: vLLM's.
+
+    Attributes:
+        audit: what checks every step, if the configuration asks for it. It subscribes; nothing here asks for it.
     """
 
     def __init__(
@@ -76,19 +82,20 @@ class Session:
         self._step: Step | None = None
         self.begun = 0  # windows, counted before the device counts them
         self._slot_mappings = slot_mappings
-        max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
+        self.max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
         self.vanilla_steps: Counter[str] = Counter()
+        self.audit: Any = None
+        self._listeners: dict[str, list[Callable[..., None]]] = {event: [] for event in EVENTS}
         self.after_step: Callable[[], None] | None = None  # set by metrics.start
         self.manager: DraftCommitManager | None = None
         if config.mode != "off":
             self.manager = self._make_manager(
                 layers,
-                max_num_tokens=max_num_tokens,
+                max_num_tokens=self.max_num_tokens,
                 max_num_requests=max_num_requests,
                 max_draft_tokens=max_draft_tokens,
                 max_drafts_per_request=max_drafts_per_request,
             )
-        self.audit = self._make_audit(layers, max_num_tokens) if config.audit else None
 
     def _make_manager(self, layers: list[TargetLayer], **limits: Any) -> DraftCommitManager:
         device = layers[0].kv_cache.device
@@ -106,30 +113,43 @@ class Session:
         set_current_manager(manager)
         return manager
 
-    def _make_audit(self, layers: list[TargetLayer], max_num_tokens: int) -> CacheAudit:
-        if self.spare is None:
-            return CacheAudit(layers, max_num_tokens)
-        shadow = {layer.group: self.spare.of_group(int(layer.group)) for layer in layers}
-        return StageAudit(layers, max_num_tokens, shadow)
+    def subscribe(self, **listeners: Callable[..., None]) -> None:
+        """Tell functions what happens, each of the event that it is passed for:
+
+        - ``begin(query_start_loc, num_draft_tokens, slot_mappings)``: the step's inputs are prepared, nothing of it is
+          redirected or written. Not every step that begins is opened.
+        - ``opened(slot_mappings)``: as the forward will read them, per group.
+        - ``write(name, key, value, slot_mapping, token_offset, rest)``: a layer writes. Also outside a window: a graph
+          captured there replays inside one.
+        - ``forwarded(moment)``: after the forward, and again before sampling.
+        - ``sampled()``: the drafter runs, before the commit.
+        - ``drafted()``: the commit, or the cancellation of an interrupted step, follows.
+        - ``commit(num_sampled, undone)``: it is over; ``num_sampled`` waits for the device and gives the tokens sampled
+          for each request, None after a cancellation. ``undone``: whether the rejected drafts' rows are.
+        - ``drop()``: a step that may have begun will not be told of to its end.
+        """
+        for event, listener in listeners.items():
+            self._listeners[event].append(listener)
+
+    def _tell(self, event: str, *what: Any) -> None:
+        for listener in self._listeners[event]:
+            listener(*what)
 
     @property
     def wraps_writers(self) -> bool:
         """Whether what the target layers write is to come through :meth:`write`."""
-        return self.mode != "stage" or self.audit is not None
+        return self.mode != "stage" or bool(self._listeners["write"])
 
     # ------------------------------------------------------------ the moments of a step
 
     def begin(self, step: Step) -> None:
         """After the runner prepared its inputs, before the forward."""
         self.close_interrupted()
-        if self.audit is not None:
-            starts = [int(start) for start in step.query_start_loc]
-            slots = {group: mapping[: starts[-1]] for group, mapping in step.window.slot_mappings.items()}
-            self.audit.begin(starts, [int(number) for number in step.num_draft_tokens], slots)
+        self._tell("begin", step.query_start_loc, step.num_draft_tokens, step.window.slot_mappings)
         if self.manager is None:
             return
         drafts, rows = step.window.num_draft_tokens, self.manager.max_draft_tokens
-        if drafts is not None and drafts > rows:  # not a fault of anybody's: the step is plain vLLM's, strict or not
+        if drafts is not None and drafts > rows:  # no fault: the step is plain vLLM's, strict or not
             self._count("more drafts than log rows", f"{drafts} drafts, {rows} rows; this step runs without an undo")
             return
         self.begun += 1
@@ -139,46 +159,41 @@ class Session:
             self._fall_back("begin", error)
             return
         self._step = step
-        if self.audit is not None:
-            self.audit.opened(step.window.slot_mappings)
+        self._tell("opened", step.window.slot_mappings)
 
     def write(self, name: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any) -> None:
-        """In place of the layer's own writer, with its arguments. In mode ``"stage"`` only an audit wants to see them.
+        """In place of the layer's own writer, with its arguments.
 
         Python is here at every step of an eager or piecewise-compiled forward, and once, outside any
         window, where a graph of the whole forward is captured: the captured kernel logs in every replay
-        that happens inside a window. (In one without drafts it logs what nobody will restore.)
+        that happens inside a window. (In one without drafts it logs what is not restored.)
         """
         layer = self._layers[name]
-        if self.audit is not None:
-            token_offset = self._token_offset(layer.group, slot_mapping)
-            self.audit.write(name, key, value, slot_mapping, token_offset, rest)
+        for listener in self._listeners["write"]:
+            listener(name, key, value, slot_mapping, self._token_offset(layer.group, slot_mapping), rest)
         in_window = self._step is not None or (self.manager is not None and is_capturing(slot_mapping))
         logs = in_window and self.mode == "cow"
-        if not logs or not self._write_in_window(layer, key, value, kv_cache, slot_mapping):
+        if not logs or not self._log(layer, key, value, kv_cache, slot_mapping):
             layer.own_writer(key, value, kv_cache, slot_mapping, *rest)
 
     def forwarded(self, moment: str) -> None:
-        """After the forward, and again before sampling: only an audit has something to do then."""
-        if self.audit is not None:
-            self.audit.forwarded(moment)
+        """After the forward, and again before sampling."""
+        self._tell("forwarded", moment)
 
     def sampled(self) -> None:
         """After sampling, where the drafter runs before the commit."""
-        if self.audit is not None:
-            self.audit.sampled()
+        self._tell("sampled")
 
     def commit(self, close: Callable[[DraftCommitManager], None], num_sampled: Callable[[], list[int]]) -> None:
         """After sampling, before the next forward.
 
         Args:
             close: commits the manager's window with what the sampler said.
-            num_sampled: tokens sampled for each request, on the host: for the audit alone, as it waits.
+            num_sampled: tokens sampled for each request, on the host. Waits: called where that is listened to alone.
         """
         step, self._step = self._step, None
         committed = False
-        if self.audit is not None:
-            self.audit.drafted()
+        self._tell("drafted")
         if step is not None:
             assert self.manager is not None
             try:
@@ -186,8 +201,7 @@ class Session:
                 committed = True
             except Exception as error:
                 self._fall_back("commit", error)
-        if self.audit is not None:
-            self.audit.commit(num_sampled(), enforce=committed)
+        self._tell("commit", num_sampled, committed)
         if self.after_step is not None:
             self.after_step()
 
@@ -202,19 +216,16 @@ class Session:
         """A window that is still open belongs to a step that failed: undo every draft it wrote."""
         self._step = None
         if self.manager is None or self.manager.state is not State.OPEN:
-            if self.audit is not None:
-                self.audit.drop()
+            self._tell("drop")
             return
-        if self.audit is not None:
-            self.audit.drafted()
+        self._tell("drafted")
         try:
             self.manager.cancel()
         except Exception as error:
             self._fall_back("cancel", error)
             return
         self._count("cancelled", "a step ended without sampling; its drafts were undone")
-        if self.audit is not None:
-            self.audit.commit(None, enforce=True)
+        self._tell("commit", None, True)
         if self.after_step is not None:
             self.after_step()
 
@@ -246,32 +257,32 @@ class Session:
 
     # ------------------------------------------------------------ inside
 
-    def _write_in_window(
-        self, layer: TargetLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> bool:
-        """Log, and write if fused. True if nothing is left to do."""
+    def _log(self, layer: TargetLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> bool:
+        """Log what a layer is about to overwrite, and where our kernel does both, write. True if it wrote."""
         assert self.manager is not None
+        name = layer.name
         try:
-            if kv_cache.data_ptr() != self._addresses[layer.name]:
-                raise RuntimeError(f"the cache of layer {layer.name} is not where it was when the engine started")
-            token_offset = self._token_offset(layer.group, slot_mapping)
-            if layer.fused:
-                k_scale, v_scale = layer.scales() if layer.scales is not None else (None, None)
-                self.manager.write(
-                    layer.name,
-                    key,
-                    value,
-                    slot_mapping,
-                    k_scale=k_scale,
-                    v_scale=v_scale,
-                    kv_cache_dtype=layer.kv_cache_dtype,
-                    token_offset=token_offset,
-                )
-                return True
-            self.manager.log(layer.name, slot_mapping, token_offset=token_offset)
+            if kv_cache.data_ptr() != self._addresses[name]:
+                raise RuntimeError(f"the cache of layer {name} is not where it was when the engine started")
+            offset = self._token_offset(layer.group, slot_mapping)
+            if not layer.fused:
+                self.manager.log(name, slot_mapping, token_offset=offset)
+                return False
+            k_scale, v_scale = layer.scales() if layer.scales is not None else (None, None)
+            self.manager.write(
+                name,
+                key,
+                value,
+                slot_mapping,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                kv_cache_dtype=layer.kv_cache_dtype,
+                token_offset=offset,
+            )
+            return True
         except Exception as error:
             self._fall_back("write", error)
-        return False
+            return False
 
     def _token_offset(self, group: str, slot_mapping: Tensor) -> int:
         """Where in the batch a slot mapping begins: 0, or the start of a micro-batch's slice. Both are views

@@ -29,7 +29,7 @@ class Step:
         rows = torch.arange(2.0 * 3 * HEADS * WIDTH).view(2, 3, HEADS, WIDTH) + 2
         self.audit.begin([0, 3], [2], {"0": SLOTS})
         self.before = self.target.clone()
-        self.audit.write("target", rows[0], rows[1], SLOTS, 0, ())
+        self.audit.record("target", rows[0], rows[1], SLOTS, 0, ())
         _write(rows[0], rows[1], self.target, SLOTS)
 
     def draft(self) -> None:
@@ -41,7 +41,7 @@ class Step:
         self.target[0, 2] = self.before[0, 2]
 
     def compare(self) -> None:
-        self.audit.commit([2], enforce=True)
+        self.audit.commit(lambda: [2], undone=True)
 
 
 def test_what_the_drafter_wrote_is_expected() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from nwor_ops.config import NworConfig
 from nwor_ops.kv_cache import LayerCache
 from nwor_ops.vllm.layers.target import TargetLayer
+from nwor_ops.vllm.runners.base import start_audit
 from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.session import Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
@@ -59,8 +60,9 @@ class Runner:
             spare=SPARE if mode == "stage" else None,
             logger=logging.getLogger("nwor"),
         )
-        for name, wrapper in V2._all_wrappers(self, self.session, ["0"]).items():
-            setattr(self, name, wrapper(getattr(self, name)))
+        if audit:
+            start_audit(self.session, [layer])
+        V2(self).wrap(self.session, ["0"])
 
     @staticmethod
     def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

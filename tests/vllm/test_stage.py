@@ -259,7 +259,7 @@ class Step:
 
     def forward(self) -> None:
         if self.recorded:
-            self.audit.write("layer", *ROWS, REDIRECTED, 0, ())
+            self.audit.record("layer", *ROWS, REDIRECTED, 0, ())
         _write(*ROWS, self.cache, REDIRECTED)
         self.row(17)[:] = 7  # what a shadow page holds besides does not matter
 
@@ -268,7 +268,7 @@ class Step:
             self.row(own)[:] = self.row(shadow)
 
     def compare(self) -> None:
-        self.audit.commit([1, 2], enforce=True)
+        self.audit.commit(lambda: [1, 2], undone=True)
 
     def whole(self) -> None:
         self.begin()
@@ -362,8 +362,8 @@ def test_a_layer_that_a_failed_forward_did_not_reach(earlier: str) -> None:
     step.begin()
     step.row(18)[:] = 3
     step.row(6)[:] = step.row(18)
-    step.audit.commit(None, enforce=True)
+    step.audit.commit(None, undone=True)
     step.begin()
     step.row(7)[:] = 3
     with pytest.raises(AuditError, match="rejected drafts of group 0 left their rows in slots 7"):
-        step.audit.commit(None, enforce=True)
+        step.audit.commit(None, undone=True)

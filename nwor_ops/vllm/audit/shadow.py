@@ -12,23 +12,23 @@ Rows are expected as vLLM's own writer makes them, from the keys and values that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from nwor_ops.kv_cache import Plane
 from nwor_ops.vllm.audit.undo import (
-    _INTEGERS,
+    INTEGERS,
     SHADOW,
+    AuditedStep,
     AuditError,
     CacheAudit,
-    _bytes_of,
-    _elements_of,
-    _listed,
-    _slot_elements,
-    _slots,
-    _Step,
+    bytes_of,
+    elements_of,
+    listed,
+    slot_elements,
+    slots_of,
 )
 from nwor_ops.vllm.layers.target import TargetLayer
 
@@ -68,7 +68,7 @@ class StageAudit(CacheAudit):
             if wrong.any():
                 raise AuditError(
                     f"nwor audit, step {self._totals.steps}: group {group}: these tokens must name a slot of blocks "
-                    f"{blocks.start} to {blocks.stop - 1}: {_listed(_slots(found[wrong]), found)}"
+                    f"{blocks.start} to {blocks.stop - 1}: {listed(slots_of(found[wrong]), found)}"
                 )
 
     def forwarded(self, moment: str) -> None:
@@ -91,12 +91,12 @@ class StageAudit(CacheAudit):
             if wrong is not None:
                 raise AuditError(f"{moment}, " + self._complaint(step, self._layers_in(address), wrong, {}))
 
-    def commit(self, num_sampled: list[int] | None, enforce: bool) -> None:
+    def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """As :meth:`CacheAudit.commit`. Of a cancelled window nothing is promised of the slots that a layer was to
         write, and did not, but those of drafts."""
         self._cancelled = num_sampled is None
         try:
-            super().commit(num_sampled, enforce)
+            super().commit(num_sampled, undone)
         finally:
             self._redirected = {}
 
@@ -113,7 +113,7 @@ class StageAudit(CacheAudit):
 
     # ------------------------------------------------------------ inside
 
-    def _make_expected(self, step: _Step, rejected: list[int]) -> None:
+    def _make_expected(self, step: AuditedStep, rejected: list[int]) -> None:
         super()._make_expected(step, rejected)
         left_out = set(rejected)
         for group in self._redirected:
@@ -129,7 +129,7 @@ class StageAudit(CacheAudit):
         if self._cancelled and self._redirected:
             self._expect_what_is_there(step, rejected)
 
-    def _expect_what_is_there(self, step: _Step, rejected: list[int]) -> None:
+    def _expect_what_is_there(self, step: AuditedStep, rejected: list[int]) -> None:
         """At the slots of tokens that a layer was not seen to write: cancel copied what their shadow pages held."""
         found = self._copies()
         for name, layer in self._layers.items():
@@ -139,15 +139,15 @@ class StageAudit(CacheAudit):
                 slots[self._recorders[name].slot_mapping[: len(slots)].cpu() >= 0] = -1
             self._copy_rows(layer, found, step.before, slots, slots)
 
-    def _draft_tokens(self, step: _Step) -> list[int]:
+    def _draft_tokens(self, step: AuditedStep) -> list[int]:
         ends = step.query_start_loc[1:]
         return [token for end, drafts in zip(ends, step.num_draft_tokens, strict=False)
                 for token in range(end - drafts, end)]  # fmt: skip
 
-    def _redirected_tokens(self, step: _Step, group: str) -> list[int]:
+    def _redirected_tokens(self, step: AuditedStep, group: str) -> list[int]:
         return torch.nonzero(self._redirected[group] != step.slot_mappings[group]).flatten().tolist()
 
-    def _own_tokens(self, step: _Step, group: str) -> list[int]:
+    def _own_tokens(self, step: AuditedStep, group: str) -> list[int]:
         own = step.slot_mappings[group]
         return torch.nonzero((self._redirected[group] == own) & (own >= 0)).flatten().tolist()
 
@@ -165,10 +165,10 @@ class StageAudit(CacheAudit):
     ) -> None:
         address = layer.kv_cache.untyped_storage().data_ptr()
         for plane in layer.cache.planes:
-            found, made = _elements_of(source[address], plane), _elements_of(target[address], plane)
+            found, made = elements_of(source[address], plane), elements_of(target[address], plane)
             for from_slot, to_slot in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
                 if to_slot >= 0:
-                    made[_slot_elements(plane, to_slot)] = found[_slot_elements(plane, from_slot)]
+                    made[slot_elements(plane, to_slot)] = found[slot_elements(plane, from_slot)]
 
     def _row_bytes(self, layer: TargetLayer) -> int:
         views = (plane.view for plane in layer.cache.planes)
@@ -181,16 +181,16 @@ class StageAudit(CacheAudit):
         """Which bytes of a storage lie in shadow pages of the layers there; bool, on its device."""
         storage = self._storages()[address]
         marked = torch.UntypedStorage(storage.nbytes(), device=storage.device)
-        _bytes_of(marked).zero_()
+        bytes_of(marked).zero_()
         for layer in self._layers_in(address):
             blocks = self._shadow_blocks[layer.group]
             for plane in layer.cache.planes:
                 _pages(plane, marked)[blocks.start : blocks.stop] = -1
-        return _bytes_of(marked) != 0
+        return bytes_of(marked) != 0
 
 
 def _pages(plane: Plane, storage: torch.UntypedStorage) -> Tensor:
     """A plane's view of another storage, as integers."""
     view = plane.view
-    like = torch.empty(0, dtype=_INTEGERS[view.element_size()], device=storage.device)
+    like = torch.empty(0, dtype=INTEGERS[view.element_size()], device=storage.device)
     return like.set_(storage, view.storage_offset(), view.shape, view.stride())

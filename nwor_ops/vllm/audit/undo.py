@@ -12,7 +12,7 @@ which a CUDA graph captures with the rest, so that a replay is audited like an e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nwor_ops.kv_cache import Plane
 from nwor_ops.vllm.layers.target import TargetLayer, same_place
+from nwor_ops.vllm.session import Session
 
 FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
 
@@ -85,7 +86,7 @@ class _Recorder:
 
 
 @dataclass
-class _Step:
+class AuditedStep:
     """What is kept from begin to commit. `before` has a copy of each storage that holds a layer's cache."""
 
     query_start_loc: list[int]
@@ -99,14 +100,14 @@ class _Step:
     touched: dict[int, Tensor] = field(default_factory=dict)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _slot_elements(plane: Plane, slot: int) -> Tensor:
+def slot_elements(plane: Plane, slot: int) -> Tensor:
     """Where in its storage, in elements, a plane keeps a slot."""
     view = plane.view
     _, block_size, num_heads, width = view.shape
@@ -120,16 +121,16 @@ def _slot_elements(plane: Plane, slot: int) -> Tensor:
     return start + torch.arange(num_heads)[:, None] * head_stride + row
 
 
-def _elements_of(storage: torch.UntypedStorage, plane: Plane) -> Tensor:
-    dtype = _INTEGERS[plane.view.element_size()]
+def elements_of(storage: torch.UntypedStorage, plane: Plane) -> Tensor:
+    dtype = INTEGERS[plane.view.element_size()]
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
 
 
-def _slots(slot_mapping: Tensor) -> list[int]:
+def slots_of(slot_mapping: Tensor) -> list[int]:
     return [slot for slot in slot_mapping.tolist() if slot >= 0]
 
 
-def _listed(slots: list[int], slot_mapping: Tensor) -> str:
+def listed(slots: list[int], slot_mapping: Tensor) -> str:
     token_of = {slot: token for token, slot in enumerate(slot_mapping.tolist())}
     texts = [f"{slot} (token {token_of[slot]})" for slot in slots[:8]]
     return ", ".join(texts) + (f" and {len(slots) - 8} more" if len(slots) > 8 else "")
@@ -150,7 +151,7 @@ class CacheAudit:
         self._layers = {layer.name: layer for layer in layers}
         self._max_num_tokens = max_num_tokens
         self._recorders: dict[str, _Recorder] = {}
-        self._step: _Step | None = None
+        self._step: AuditedStep | None = None
         self._totals = AuditSummary()
         self._states: dict[str, Tensor] = {}
         for layer in layers:
@@ -159,19 +160,32 @@ class CacheAudit:
 
     # ------------------------------------------------------------ called by the session
 
-    def begin(self, query_start_loc: list[int], num_draft_tokens: list[int], slot_mappings: dict[str, Tensor]) -> None:
-        """Before the forward: remember the whole cache. ``slot_mappings`` hold the step's tokens, unpadded."""
-        self._step = _Step(
-            query_start_loc,
-            num_draft_tokens,
-            {group: slots.cpu().clone() for group, slots in slot_mappings.items()},
-            self._copies(),
+    def subscribe(self, session: Session) -> None:
+        """Check all steps of a session from now on."""
+        session.audit = self
+        session.subscribe(
+            begin=self.begin,
+            opened=self.opened,
+            write=self.record,
+            forwarded=self.forwarded,
+            sampled=self.sampled,
+            drafted=self.drafted,
+            commit=self.commit,
+            drop=self.drop,
         )
+
+    def begin(
+        self, query_start_loc: Sequence[int], num_draft_tokens: Sequence[int], slot_mappings: Mapping[str, Tensor]
+    ) -> None:
+        """Before the forward: remember the whole cache."""
+        starts = [int(start) for start in query_start_loc]
+        slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
+        self._step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots, self._copies())
         for recorder in self._recorders.values():
             recorder.slot_mapping.fill_(-1)
         self._forget_zeroed_blocks()
 
-    def write(
+    def record(
         self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
     ) -> None:
         """At a layer's write site, also outside a window: a graph captured there replays inside one."""
@@ -180,16 +194,16 @@ class CacheAudit:
         self._recorders[name].record(key, value, slot_mapping, token_offset, rest)
 
     def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
-        """Behind begin. ``slot_mappings`` are the buffers that the forward will read, per group."""
+        """The window is open. ``slot_mappings`` are the buffers that the forward will read, per group."""
 
     def forwarded(self, moment: str) -> None:
-        """After the forward, and once more before sampling: what the drafts' slots hold before anybody knows which
+        """After the forward, and once more before sampling: what the drafts' slots hold before it is known which
         are accepted."""
         step = self._step
         if step is None:
             return
         for address, storage in self._storages().items():
-            step.touched[address] = _bytes_of(storage) != _bytes_of(step.before[address])
+            step.touched[address] = bytes_of(storage) != bytes_of(step.before[address])
 
     def sampled(self) -> None:
         """Before the drafter, if it runs before the commit: its layers may lie in the same storage."""
@@ -206,36 +220,36 @@ class CacheAudit:
         if step is None:
             return
         for address, found in step.sampled.items():
-            left = _bytes_of(self._storages()[address])
-            changed = left != _bytes_of(found)
+            left = bytes_of(self._storages()[address])
+            changed = left != bytes_of(found)
             step.drafted[address] = changed, left[changed]
             if not changed.any():
                 continue
             for layer in self._layers_in(address):
-                if slots := self._changed_slots(changed.cpu(), layer, _slots(step.slot_mappings[layer.group])):
-                    tokens = _listed(sorted(slots), step.slot_mappings[layer.group])
+                if slots := self._changed_slots(changed.cpu(), layer, slots_of(step.slot_mappings[layer.group])):
+                    tokens = listed(sorted(slots), step.slot_mappings[layer.group])
                     raise AuditError(
-                        f"nwor audit, step {self._totals.steps}: between sampling and commit somebody wrote to layer "
+                        f"nwor audit, step {self._totals.steps}: between sampling and commit something wrote to layer "
                         f"{layer.name}, slots {tokens}"
                     )
 
-    def commit(self, num_sampled: list[int] | None, enforce: bool) -> None:
+    def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """After commit: compare.
 
         Args:
-            num_sampled: tokens that vLLM sampled for each request; None if the window was cancelled:
+            num_sampled: gives the tokens that vLLM sampled for each request; None if the window was cancelled:
                 every draft counts as rejected.
-            enforce: raise :class:`AuditError` at a stale row. False only counts them: vanilla vLLM, and a
+            undone: raise :class:`AuditError` at a stale row. False only counts them: vanilla vLLM, and a
                 step that fell back to it, leave them by design. A change anywhere else is an error either way.
         """
         step, self._step = self._step, None
         if step is None:
             return
-        rejected = self._rejected_tokens(step, num_sampled)
-        rejected_slots = {group: _slots(slots[rejected]) for group, slots in step.slot_mappings.items()}
+        rejected = self._rejected_tokens(step, None if num_sampled is None else num_sampled())
+        rejected_slots = {group: slots_of(slots[rejected]) for group, slots in step.slot_mappings.items()}
         self._count_exposed(step, rejected_slots)
         self._make_expected(step, rejected)
-        stale = self._stale_slots(step, rejected_slots, enforce)
+        stale = self._stale_slots(step, rejected_slots, undone)
         self._record(step, rejected, stale)
 
     def drop(self) -> None:
@@ -258,7 +272,7 @@ class CacheAudit:
 
     # ------------------------------------------------------------ inside
 
-    def _rejected_tokens(self, step: _Step, num_sampled: list[int] | None) -> list[int]:
+    def _rejected_tokens(self, step: AuditedStep, num_sampled: list[int] | None) -> list[int]:
         rejected: list[int] = []
         for request, drafts in enumerate(step.num_draft_tokens):
             if drafts == 0:
@@ -281,7 +295,7 @@ class CacheAudit:
     def _copies(self) -> dict[int, torch.UntypedStorage]:
         return {address: storage.clone() for address, storage in self._storages().items()}
 
-    def _count_exposed(self, step: _Step, rejected_slots: dict[str, list[int]]) -> None:
+    def _count_exposed(self, step: AuditedStep, rejected_slots: dict[str, list[int]]) -> None:
         exposed: dict[str, set[int]] = {group: set() for group in rejected_slots}
         for address, touched in step.touched.items():
             found = touched.cpu()
@@ -289,27 +303,27 @@ class CacheAudit:
                 exposed[layer.group] |= self._changed_slots(found, layer, rejected_slots[layer.group])
         self._totals.exposed_rows += sum(map(len, exposed.values()))
 
-    def _make_expected(self, step: _Step, rejected: list[int]) -> None:
+    def _make_expected(self, step: AuditedStep, rejected: list[int]) -> None:
         """Turn the image of before the step into what should be there after it."""
         self._write_rows(step, step.before, dict.fromkeys(step.slot_mappings, rejected))
         for address, (changed, left) in step.drafted.items():
-            _bytes_of(step.before[address])[changed] = left
+            bytes_of(step.before[address])[changed] = left
         self._totals.rows_checked += sum(layer.cache.num_slots for layer in self._layers.values())
 
     def _write_rows(
-        self, step: _Step, images: dict[int, torch.UntypedStorage], left_out: Mapping[str, list[int]]
+        self, step: AuditedStep, images: dict[int, torch.UntypedStorage], left_out: Mapping[str, list[int]]
     ) -> None:
         """Write to images of the cache what the layers wrote in this step, each token at its own slot, but for the
         tokens left out of each group."""
-        slots_of: dict[str, Tensor] = {}  # sent to the device once for each group, not for each layer
+        sent: dict[str, Tensor] = {}  # sent to the device once for each group, not for each layer
         for group, own in step.slot_mappings.items():
             slots = torch.full((self._max_num_tokens,), -1, dtype=torch.int64)
             slots[: len(own)] = own
             slots[left_out[group]] = -1
-            slots_of[group] = slots
+            sent[group] = slots
         for name, recorder in self._recorders.items():
             layer = self._layers[name]
-            slots_of[layer.group] = slots = slots_of[layer.group].to(recorder.slot_mapping.device)
+            sent[layer.group] = slots = sent[layer.group].to(recorder.slot_mapping.device)
             slots = slots.masked_fill(recorder.slot_mapping < 0, -1)
             image = images[layer.kv_cache.untyped_storage().data_ptr()]
             layer.own_writer(recorder.key, recorder.value, same_place(layer.kv_cache, image), slots, *recorder.rest)
@@ -318,7 +332,9 @@ class CacheAudit:
         """Bytes of a storage of which nothing is promised, on its device; or None."""
         return None
 
-    def _stale_slots(self, step: _Step, rejected_slots: dict[str, list[int]], enforce: bool) -> dict[str, list[int]]:
+    def _stale_slots(
+        self, step: AuditedStep, rejected_slots: dict[str, list[int]], undone: bool
+    ) -> dict[str, list[int]]:
         """Per group, the rejected slots that changed. Raises where anything else is wrong."""
         stale: dict[str, set[int]] = {group: set() for group in rejected_slots}
         for address, storage in self._storages().items():
@@ -327,21 +343,21 @@ class CacheAudit:
                 continue
             layers = self._layers_in(address)
             explained = torch.UntypedStorage(storage.nbytes())
-            _bytes_of(explained).zero_()
+            bytes_of(explained).zero_()
             for layer in layers:
                 for plane in layer.cache.planes:
                     for slot in rejected_slots[layer.group]:
-                        _elements_of(explained, plane)[_slot_elements(plane, slot)] = -1
+                        elements_of(explained, plane)[slot_elements(plane, slot)] = -1
                 stale[layer.group] |= self._changed_slots(differs, layer, rejected_slots[layer.group])
-            wrong = differs & (_bytes_of(explained) == 0)
-            if wrong.any() or enforce:
-                raise AuditError(self._complaint(step, layers, wrong, stale if enforce else {}))
+            wrong = differs & (bytes_of(explained) == 0)
+            if wrong.any() or undone:
+                raise AuditError(self._complaint(step, layers, wrong, stale if undone else {}))
         return {group: sorted(slots) for group, slots in stale.items()}
 
     def _differences(self, address: int, storage: torch.UntypedStorage, image: torch.UntypedStorage) -> Tensor | None:
         """Which bytes of a storage are not as in its image: bool, on the host; None if all are."""
         self._totals.bytes_compared += storage.nbytes()
-        differs = _bytes_of(storage) != _bytes_of(image)
+        differs = bytes_of(storage) != bytes_of(image)
         ignored = self._ignored(address)
         if ignored is not None:
             differs &= ~ignored
@@ -354,26 +370,28 @@ class CacheAudit:
         return {
             slot
             for slot in slots
-            if any(bool((_elements_of(storage, p)[_slot_elements(p, slot)] != 0).any()) for p in planes)
+            if any(bool((elements_of(storage, p)[slot_elements(p, slot)] != 0).any()) for p in planes)
         }
 
-    def _complaint(self, step: _Step, layers: list[TargetLayer], wrong: Tensor, stale: dict[str, set[int]]) -> str:
+    def _complaint(
+        self, step: AuditedStep, layers: list[TargetLayer], wrong: Tensor, stale: dict[str, set[int]]
+    ) -> str:
         text = f"nwor audit, step {self._totals.steps}:"
         for group, slots in stale.items():
             if slots:
-                tokens = _listed(sorted(slots), step.slot_mappings[group])
+                tokens = listed(sorted(slots), step.slot_mappings[group])
                 text += f" rejected drafts of group {group} left their rows in slots {tokens};"
         if wrong.any():
             text += f" {int(wrong.sum())} bytes are not what this step should leave there"
             for layer in layers:
-                written = _slots(step.slot_mappings[layer.group])
+                written = slots_of(step.slot_mappings[layer.group])
                 if slots := self._changed_slots(wrong, layer, written):
-                    tokens = _listed(sorted(slots), step.slot_mappings[layer.group])
+                    tokens = listed(sorted(slots), step.slot_mappings[layer.group])
                     text += f", in layer {layer.name} slots {tokens}"
             text += ";"
         return text + f" query_start_loc {step.query_start_loc}, drafts {step.num_draft_tokens}"
 
-    def _record(self, step: _Step, rejected: list[int], stale: dict[str, list[int]]) -> None:
+    def _record(self, step: AuditedStep, rejected: list[int], stale: dict[str, list[int]]) -> None:
         self._totals.steps += 1
         self._totals.verify_steps += any(step.num_draft_tokens)
         for group, slots in step.slot_mappings.items():

@@ -1,59 +1,81 @@
 """What attaching to a model runner is, whichever generation of vLLM's it is.
 
-A generation is a :class:`RunnerKind` (``runner_v1.py``, ``runner_v2.py``): where its step begins and ends, and
+A generation is a subclass of :class:`RunnerAttachment` (``v1.py``, ``v2.py``): where its step begins and ends, and
 what it calls its buffers. Everything is wrapped on **instances**, of the runner and of each target layer's
 ``impl``; classes stay as they are, so another engine in the same process is not touched.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm import spare_blocks
+from nwor_ops.vllm.audit.shadow import StageAudit
+from nwor_ops.vllm.audit.undo import CacheAudit
 from nwor_ops.vllm.layers.back_ends import LATENT_IMPLS, check_tables, target_layers
 from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.session import Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
 from nwor_ops.vllm.support import Hook, Unsupported, check_engine, check_vllm
 
-# What a wrapper takes in place of a method: that method, bound. What it returns replaces it.
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _MARK = "_nwor_wrapper"
 
 
-@dataclass(frozen=True)
-class RunnerKind:
-    """One generation of vLLM's model runner.
+class RunnerAttachment(abc.ABC):
+    """Makes one model runner's verification steps transactions.
+
+    Args:
+        runner: a ``GPUModelRunner`` or a subclass, its KV cache bound.
 
     Attributes:
-        module: where its ``GPUModelRunner`` is.
+        module: where the runner's class is.
         hooks: everything of vLLM's that is wrapped or called.
-        drafter_layers: the attention layers of the drafter's own model.
-        slot_mapping: the persistent slot mapping of a group, padding included.
-        drafter_borrows: whether the drafter attends with metadata that was made for the target.
-        wrappers: for a runner, its session and the groups: method name -> wrapper.
+        wrapped: methods of the runner in whose place the method of that name here is called: with the runner's own,
+            bound, and then with its arguments.
+        session: what :meth:`attach` made.
     """
 
-    module: str
-    hooks: tuple[Hook, ...]
-    drafter_layers: Callable[[Any], set[str]]
-    slot_mapping: Callable[[Any, str], Tensor]
-    drafter_borrows: Callable[[Any], bool]
-    wrappers: Callable[[Any, Session, list[str]], Mapping[str, Wrapper]]
+    module: ClassVar[str]
+    hooks: ClassVar[tuple[Hook, ...]]
+    wrapped: ClassVar[tuple[str, ...]] = ("execute_model", "sample_tokens")
+    session: Session
 
-    def attach(self, runner: Any, config: NworConfig, logger: Any) -> Session | None:
-        """Make a runner's verification steps transactions. Called once its KV cache is bound.
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+
+    # ------------------------------------------------------------ what a generation knows
+
+    @abc.abstractmethod
+    def slot_mapping(self, group: str) -> Tensor:
+        """The persistent slot mapping of a group, padding included."""
+
+    @abc.abstractmethod
+    def block_table(self, group: str) -> Tensor:
+        """The persistent block table of a group, which attention reads."""
+
+    @abc.abstractmethod
+    def drafter_layers(self) -> set[str]:
+        """The attention layers of the drafter's own model. Raises :class:`Unsupported` where they are not known."""
+
+    @property
+    @abc.abstractmethod
+    def drafter_borrows(self) -> bool:
+        """Whether the drafter attends with metadata that was made for the target."""
+
+    # ------------------------------------------------------------ attaching
+
+    def attach(self, config: NworConfig, logger: Any) -> Session | None:
+        """Wrap the runner and its target layers.
 
         Args:
-            runner: a ``GPUModelRunner`` or a subclass.
             config: settings that want something.
             logger: vLLM's.
 
@@ -63,22 +85,22 @@ class RunnerKind:
         Raises:
             Unsupported: before anything is wrapped or allocated.
         """
+        runner = self.runner
         if runner.speculative_config is None:
             return None
         check_vllm(self.hooks)
         check_engine(runner.vllm_config, runner.device.type)
-        drafter_layers = self.drafter_layers(runner)
+        drafter_layers = self.drafter_layers()
         layers = target_layers(runner, drafter_layers, config.mode)
         if not layers:
             raise Unsupported("no layer of the target model writes a KV cache of its own")
-        spare = self._spare_blocks(runner, layers, drafter_layers) if config.mode == "stage" else None
+        spare = self._spare_blocks(layers, drafter_layers) if config.mode == "stage" else None
         groups = sorted({layer.group for layer in layers})
-        slot_mappings = {group: self.slot_mapping(runner, group) for group in groups}
         try:
             session = Session(
                 config,
                 layers,
-                slot_mappings,
+                {group: self.slot_mapping(group) for group in groups},
                 max_num_requests=runner.max_num_reqs,
                 max_draft_tokens=_max_draft_tokens(runner),
                 max_drafts_per_request=runner.speculative_config.num_speculative_tokens,
@@ -87,66 +109,71 @@ class RunnerKind:
             )
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             raise Unsupported(str(error)) from error
+        if config.audit:
+            start_audit(session, layers)
+        self.wrap(session, groups)
         context = runner.compilation_config.static_forward_context
         for layer in layers if session.wraps_writers else ():
             _wrap_writer(context[layer.name].impl, layer.name, session)
-        for name, wrapper in self._all_wrappers(runner, session, groups).items():
-            # An attribute of the instance hides the method of the class; a second attach replaces the first.
-            method = getattr(type(runner), name).__get__(runner)
-            wrapped = functools.wraps(method)(wrapper(method))
-            setattr(wrapped, _MARK, True)
-            setattr(runner, name, wrapped)
         return session
 
-    def _spare_blocks(self, runner: Any, layers: list[TargetLayer], drafter_layers: set[str]) -> SpareBlocks:
+    def _spare_blocks(self, layers: list[TargetLayer], drafter_layers: set[str]) -> SpareBlocks:
         """What mode ``"stage"`` needs, or :class:`Unsupported`."""
         check_vllm(spare_blocks.HOOKS)
-        spare_blocks.check_scheduler(runner.vllm_config)
-        check_tables(runner, layers, drafter_layers if self.drafter_borrows(runner) else set())
-        return spare_blocks.spare_blocks(runner.vllm_config, runner.kv_cache_config)
+        spare_blocks.check_scheduler(self.runner.vllm_config)
+        check_tables(self.runner, layers, drafter_layers if self.drafter_borrows else set())
+        return spare_blocks.spare_blocks(self.runner.vllm_config, self.runner.kv_cache_config)
 
-    def detach(self, runner: Any) -> None:
-        """Take every wrapper off again: the runner binds a new cache, or is refused."""
-        for owner, name, _ in wrapped_methods(runner):
-            vars(owner).pop(name, None)  # layers may share an implementation
+    def wrap(self, session: Session, groups: list[str]) -> None:
+        """Put our methods in the place of the runner's."""
+        self.session = session
+        self.slot_mappings = {group: self.slot_mapping(group) for group in groups}
+        self.block_tables = {group: self.block_table(group) for group in groups}
+        for name in self.wrapped:
+            # An attribute of the instance hides the method of the class; a second attach replaces the first.
+            method = getattr(type(self.runner), name).__get__(self.runner)
+            setattr(self.runner, name, _around(method, getattr(self, name)))
 
-    def _all_wrappers(self, runner: Any, session: Session, groups: list[str]) -> dict[str, Wrapper]:
-        # The two halves of a step: whatever they raise, the drafts are undone before anybody reuses a block.
-        def closing(half: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    return half(*args, **kwargs)
-                except BaseException:
-                    session.after_failure(session.close_interrupted)
-                    raise
+    # ------------------------------------------------------------ in the place of the runner's methods
 
-            return run
+    # The two halves of a step: whatever they raise, the drafts are undone before a block is used again.
 
-        def whole(method: Callable[..., Any]) -> Callable[..., Any]:
-            return method
+    def execute_model(self, execute: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """From the blocks that it is given to the end of the forward."""
+        session = self.session
+        try:
+            if session.spare is not None:
+                session.spare.check(scheduler_output)
+            output = execute(scheduler_output, *args, **kwargs)
+            session.forwarded("after the forward")
+            return output
+        except BaseException:
+            session.after_failure(session.close_interrupted)
+            raise
 
-        def closing_around(inner: Wrapper) -> Wrapper:
-            return lambda method: closing(inner(method))
+    def sample_tokens(self, sample: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """From sampling to the drafter's end."""
+        try:
+            output = sample(*args, **kwargs)
+            self.commit_sampled()
+            return output
+        except BaseException:
+            # vLLM has counted the accepted drafts already: they stay, whatever became of the drafter.
+            self.session.after_failure(self.commit_sampled)
+            self.session.after_failure(self.session.close_interrupted)
+            raise
 
-        wrappers = dict(self.wrappers(runner, session, groups))
-        if session.spare is not None or session.audit is not None:
-            wrappers["execute_model"] = functools.partial(_forward, session)
-        for half in ("execute_model", "sample_tokens"):
-            wrappers[half] = closing_around(wrappers.get(half, whole))
-        return wrappers
+    def commit_sampled(self) -> None:  # noqa: B027
+        """Commit a step that was sampled, where its runner commits behind the drafter."""
 
 
-def _forward(session: Session, execute: Callable[..., Any]) -> Callable[..., Any]:
-    """``execute_model``, from the blocks that it is given to the end of the forward."""
-
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if session.spare is not None:
-            session.spare.check(scheduler_output)
-        output = execute(scheduler_output, *args, **kwargs)
-        session.forwarded("after the forward")
-        return output
-
-    return execute_model
+def start_audit(session: Session, layers: list[TargetLayer]) -> None:
+    """Audit a session from now on."""
+    audit = CacheAudit(layers, session.max_num_tokens)
+    if session.spare is not None:
+        shadow = {layer.group: session.spare.of_group(int(layer.group)) for layer in layers}
+        audit = StageAudit(layers, session.max_num_tokens, shadow)
+    audit.subscribe(session)
 
 
 def _max_draft_tokens(runner: Any) -> int:
@@ -158,6 +185,15 @@ def log_bytes(runner: Any) -> int:
     """Memory that the undo log of a runner will take, before there is a cache: a row of each layer per draft."""
     row_bytes = sum(-(-spec.page_size_bytes // spec.block_size) for spec in runner.get_kv_cache_spec().values())
     return _max_draft_tokens(runner) * row_bytes
+
+
+def _around(method: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return ours(method, *args, **kwargs)
+
+    setattr(wrapped, _MARK, True)
+    return wrapped
 
 
 def _wrap_writer(impl: Any, name: str, session: Session) -> None:
@@ -178,7 +214,7 @@ def _wrap_writer(impl: Any, name: str, session: Session) -> None:
 
 
 def wrapped_methods(runner: Any) -> list[tuple[Any, str, Any]]:
-    """Owner, name and function of all that :meth:`RunnerKind.attach` put on a runner and its layers."""
+    """Owner, name and function of all that was put on a runner and its layers."""
     layers = runner.compilation_config.static_forward_context.values()
     return [
         (owner, name, value)
@@ -186,3 +222,9 @@ def wrapped_methods(runner: Any) -> list[tuple[Any, str, Any]]:
         for name, value in vars(owner).items()
         if isinstance(value, FunctionType) and hasattr(value, _MARK)
     ]
+
+
+def detach(runner: Any) -> None:
+    """Take every wrapper off again: the runner binds a new cache, or is refused."""
+    for owner, name, _ in wrapped_methods(runner):
+        vars(owner).pop(name, None)  # layers may share an implementation
