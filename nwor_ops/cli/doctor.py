@@ -59,6 +59,7 @@ VERSIONS = "versions"
 LIBRARIES = "compiled libraries"
 CUDA = "CUDA"
 VLLM = "vLLM plugin"
+REFUSED = "refused with vLLM, when an engine starts"
 SELF_TEST = "self-test"
 
 
@@ -115,9 +116,12 @@ def _vllm() -> Iterator[Finding]:
         return
     try:
         from nwor_ops.vllm import check
+        from nwor_ops.vllm.support import REFUSALS
 
         for row in check():
             yield Finding(VLLM, row["hook"], row["ok"], row["detail"])
+        for refusal in REFUSALS:
+            yield Finding(REFUSED, refusal.feature, None, refusal.reasons())
     except Exception as error:
         yield Finding(VLLM, "vllm", False, f"is installed but cannot be looked at: {type(error).__name__}: {error}")
 

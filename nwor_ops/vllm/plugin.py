@@ -35,7 +35,14 @@ from nwor_ops.vllm.runners.base import detach, log_bytes
 from nwor_ops.vllm.runners.v1 import V1
 from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.support import SUPPORTED_VERSIONS, Unsupported, check_engine, version_problem, wrap_once
+from nwor_ops.vllm.support import (
+    SUPPORTED_VERSIONS,
+    TRANSACTION,
+    Unsupported,
+    check_engine,
+    version_problem,
+    wrap_once,
+)
 
 RUNNERS = {kind.module: kind for kind in (V1, V2)}
 
@@ -73,7 +80,7 @@ def _wrappers() -> dict[str, Callable[[ModuleType], None]]:
 
 
 class _ModuleFinder(importlib.abc.MetaPathFinder):
-    """Wraps a module of vLLM's right after it is imported by whoever needs it."""
+    """Wraps a module of vLLM's right after its first import."""
 
     def __init__(self) -> None:
         self._wrappers = _wrappers()
@@ -202,7 +209,7 @@ def check() -> list[dict[str, Any]]:
         {
             "hook": "vLLM version",
             "ok": problem is None,
-            "detail": problem or f"supported: {', '.join(SUPPORTED_VERSIONS)}",
+            "detail": problem or f"supported: {', '.join(SUPPORTED_VERSIONS[TRANSACTION])}",
         }
     ]
     of_runners = (hook for kind in RUNNERS.values() for hook in kind.hooks)

@@ -19,7 +19,7 @@ from typing import Any
 
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
-from nwor_ops.vllm.support import Hook, Unsupported, check_engine, wrap_once
+from nwor_ops.vllm.support import SCHEDULER, SMALL_CACHE, Hook, Unsupported, check_engine, wrap_once
 
 HOOKS = (
     Hook(
@@ -113,24 +113,27 @@ def spare_blocks(vllm_config: Any, kv_cache_config: Any) -> SpareBlocks:
     # One block of the pool is vLLM's null block.
     per_request = round(num_blocks / get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config))
     if spare.first - 1 < per_request:
-        raise Unsupported(
-            f"mode stage withholds {num_blocks - spare.first} blocks ({spare.num_groups} groups, {requests} requests "
-            f"of up to {drafts} drafts in blocks of {block_size}) of the {num_blocks} that the cache has; of the "
-            f"{max(spare.first - 1, 0)} left a request of {vllm_config.model_config.max_model_len} tokens needs "
-            f"{per_request}: give the cache more memory, or lower max_num_seqs or max_model_len"
+        raise SMALL_CACHE.because(
+            withheld=num_blocks - spare.first,
+            groups=spare.num_groups,
+            requests=requests,
+            drafts=drafts,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            left=max(spare.first - 1, 0),
+            max_model_len=vllm_config.model_config.max_model_len,
+            needed=per_request,
         )
     return spare
 
 
 def check_scheduler(vllm_config: Any) -> None:
-    """Raises :class:`Unsupported` for a scheduler that is not vLLM's own: nobody would keep the blocks from it."""
+    """Raises :class:`Unsupported` for a scheduler that is not vLLM's own: it would hand the blocks out."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
     if not issubclass(scheduler_class, Scheduler):
-        raise Unsupported(
-            f"scheduler {scheduler_class.__qualname__}: mode stage withholds blocks from vLLM's own alone"
-        )
+        raise SCHEDULER.because(name=scheduler_class.__qualname__)
 
 
 def wrap_scheduler_module(module: ModuleType) -> None:

@@ -1,7 +1,8 @@
-"""What this plugin was built against, and the checks that stop it before it touches anything else.
+"""What this plugin was built against and what it refuses, and the checks that stop it before it touches anything else.
 
-Every function that is wrapped is named here with the parameters it must have. A vLLM that differs is
-refused with a sentence; nothing is guessed.
+Every function that is wrapped is named with the parameters it must have (:class:`Hook`). A vLLM that differs is refused
+with a sentence; nothing is guessed. The tables here are the only ones: the refusals at start-up, what ``nwor-ops
+doctor`` prints and the tables of docs/vllm.md (``python tools/support_tables.py``) are made from them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-SUPPORTED_VERSIONS = ("0.32", "0.33")
-# Ways to draft, by the device of the target model.
-TRIED_METHODS = {"cpu": ("ngram", "draft_model"), "cuda": ("ngram", "draft_model", "eagle")}
-# A pass of vLLM's compiler that replaces the writer of MLA layers by a kernel that also rotates the key. Its
-# sisters for other layers exist for ROCm alone.
+# What an engine may be asked for: the modes cow and stage, and draft graphs.
+TRANSACTION, DRAFT_GRAPHS = "transaction", "draft graphs"
+SUPPORTED_VERSIONS = {TRANSACTION: ("0.32", "0.33"), DRAFT_GRAPHS: ("0.33",)}
+# Ways to draft that were tried, by the device of the target model.
+METHODS: dict[str, dict[str, tuple[str, ...]]] = {
+    TRANSACTION: {"cpu": ("ngram", "draft_model"), "cuda": ("ngram", "draft_model", "eagle")},
+    DRAFT_GRAPHS: {"cuda": ("draft_model",)},  # a method with another speculator has graphs of its own, or needs none
+}
+# Of a drafter with graphs. (Of the transaction: layers/back_ends.py.)
+DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN")
+DRAFT_CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
+CACHE_SPECS = (*DRAFT_CACHE_SPECS, "MLAAttentionSpec")
+# A pass of vLLM's compiler that replaces the writer of MLA layers by a kernel that also rotates the key. The passes for
+# other layers exist for ROCm alone.
 FUSED_MLA_WRITER = "fuse_rope_kvcache_cat_mla"
 
 
@@ -73,70 +83,211 @@ def wrap_once(
     setattr(owner, name, wrapped)
 
 
-def version_problem() -> str | None:
+# ---------------------------------------------------------------- what is refused
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What an engine may have with which it is refused.
+
+    Attributes:
+        feature: what it is.
+        transaction, draft_graphs: why it is refused there; empty: it is not.
+        found: whether a configuration of vLLM's has it. None: it shows later, in layers, groups or the device.
+        message: what is said then, with the values to fill in. Else it is the feature and why.
+        modes: the modes in which the transaction is refused.
+        engines: those that can have it, if not all.
+    """
+
+    feature: str
+    transaction: str = ""
+    draft_graphs: str = ""
+    found: Callable[[Any], bool] | None = None
+    message: str = ""
+    modes: tuple[str, ...] = ("cow", "stage")
+    engines: str = ""
+
+    def why(self, use: str) -> str:
+        return self.transaction if use == TRANSACTION else self.draft_graphs
+
+    def reasons(self) -> str:
+        """Why, for those who read of it before they meet it."""
+        modes = ", ".join(filter(None, [*self.modes, self.engines]))
+        by_use = {modes: self.transaction, DRAFT_GRAPHS: self.draft_graphs}
+        return "; ".join(f"{use}: {why}" for use, why in by_use.items() if why)
+
+    def because(self, **values: Any) -> Unsupported:
+        return Unsupported(self.message.format(**values))
+
+
+def _has(*paths: str, above: int = 0) -> Callable[[Any], bool]:
+    """Whether a configuration holds, at one of these places, a number above that, or something that is not empty."""
+
+    def holds(thing: Any, path: str) -> bool:
+        for name in path.split("."):
+            thing = getattr(thing, name, None)
+        return thing > above if isinstance(thing, int | float) else bool(thing)
+
+    return lambda config: any(holds(config, path) for path in paths)
+
+
+_NOT_TRIED = "it has not been tried"
+_CUDA = "CUDA"
+_PARALLEL = "parallel_config."
+
+# fmt: off
+DEVICE = Refusal(
+    "a device other than cpu and cuda; for draft graphs, than cuda",
+    "only cpu and cuda are known", "CUDA graphs need CUDA", message="device {device}: {why}")
+METHOD = Refusal(
+    "speculation by another method than those above",
+    _NOT_TRIED, "it has graphs of its own, or needs none", message="speculation by {method}: {why}")
+FUSED_WRITER = Refusal(
+    f"the compiler pass `{FUSED_MLA_WRITER}` with MLA layers",
+    "it writes the cache past the layer's writer; the message says how to switch it off",
+    message="compilation pass {name} writes the cache past the layer's writer; switch it off with "
+    "-cc.pass_config.{name}=False", modes=("cow",), engines=_CUDA)
+UNKNOWN_LAYER = Refusal(
+    "layers or back ends not in `nwor_ops/vllm/layers/back_ends.py` (model-owned writers, turboquant, sparse MLA, ...)",
+    "where their writer puts a row is not known",
+    message="layer {layer}: its class {layer_class} with back end {impl} is not known")
+UNRELIABLE_CACHE = Refusal(
+    "a cache of `int4_per_token_head`",
+    "vLLM 0.33.0's own engines with it fail now and then: of three on the H200, two ended in a device-side assertion",
+    message="layer {layer}: vLLM's own engines with a cache of {kv_cache_dtype} fail now and then", engines=_CUDA)
+CACHE_SPEC = Refusal(
+    "Mamba, ring buffers, cross attention, other KV-cache specs", "their states are not slots of tokens",
+    message=f"KV-cache group {{group}} is a {{spec}}; supported are {', '.join(CACHE_SPECS)}")
+SMALL_CACHE = Refusal(
+    "a cache too small for the shadow pages and one request of the longest length", "the message has the numbers",
+    message="mode stage withholds {withheld} blocks ({groups} groups, {requests} requests of up to {drafts} drafts in "
+    "blocks of {block_size}) of the {num_blocks} that the cache has; of the {left} left a request of {max_model_len} "
+    "tokens needs {needed}: give the cache more memory, or lower max_num_seqs or max_model_len", modes=("stage",))
+SCHEDULER = Refusal(
+    "a scheduler that is not vLLM's", "nothing would withhold the shadow pages from it",
+    message="scheduler {name}: mode stage withholds blocks from vLLM's own alone", modes=("stage",))
+SPLIT_BLOCKS = Refusal(
+    "a back end whose pages are smaller than vLLM's blocks", "table entries would not be pages",
+    message="layer {layer}: its back end splits blocks of {block} tokens into pages of {page}; mode stage needs whole "
+    "ones: set --block-size {page}", modes=("stage",), engines=_CUDA)
+COPIED_TABLE = Refusal(
+    "EAGLE with FLASHINFER or FLEX_ATTENTION, for the target or for the drafter",
+    "the drafter goes by a copy of the block table that was made for the target's step",
+    message="speculation by {method} with back end {impl} (layer {layer}): the drafter goes by a copy of the block "
+    "table that was made for the target's step, which mode stage had redirected", modes=("stage",), engines="runner V2")
+RUNNER_V1 = Refusal(
+    "model runner V1 and the CPU engine", draft_graphs="its drafter is another",
+    message=f"model runner V1: draft graphs are for model runner V2 of vLLM {SUPPORTED_VERSIONS[DRAFT_GRAPHS][-1]}")
+GRAPH_MODE = Refusal(
+    "decode batches of the target that do not run from FULL graphs (`enforce_eager`, PIECEWISE)",
+    draft_graphs="the drafter follows the target",
+    message="cudagraph_mode {mode}: draft graphs follow the target, whose decode batches must run from FULL graphs (no "
+    "enforce_eager; cudagraph_mode FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE)")
+CAPTURE_SIZES = Refusal(
+    "no capture size that holds a decode batch", draft_graphs="the drafter follows the target",
+    message="cudagraph_capture_sizes {sizes}: none holds a batch of {tokens} tokens per request")
+
+REFUSALS = (
+    DEVICE, METHOD,
+    Refusal("KV connectors", "a connector may export a layer inside its attention op, before commit",
+            "a connector moves a layer's keys in Python, which graphs do not run", _has("kv_transfer_config")),
+    Refusal("pipeline parallelism", "only the last stage learns in time which drafts were accepted", _NOT_TRIED,
+            _has(_PARALLEL + "pipeline_parallel_size", above=1)),
+    Refusal("prefill context parallelism", "its slot mappings are made anew inside the forward",
+            "its batches are cut up on the host", _has(_PARALLEL + "prefill_context_parallel_size", above=1)),
+    Refusal("decode context parallelism", _NOT_TRIED, "attention metadata is planned on the host there",
+            _has(_PARALLEL + "decode_context_parallel_size", above=1)),
+    Refusal("data parallelism", _NOT_TRIED, "ranks would have to agree on a graph first",
+            _has(_PARALLEL + "data_parallel_size", above=1)),
+    Refusal("dual batch overlap", _NOT_TRIED, _NOT_TRIED, _has(_PARALLEL + "use_ubatching")),
+    Refusal("adaptive verification", _NOT_TRIED, _NOT_TRIED, _has("speculative_config.enable_adaptive_verification")),
+    Refusal("HiSparse", "it writes to slots of its own", found=_has("attention_config.hisparse_config"), engines=_CUDA),
+    FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, CACHE_SPEC, SMALL_CACHE, SCHEDULER, SPLIT_BLOCKS, COPIED_TABLE,
+    RUNNER_V1, GRAPH_MODE, CAPTURE_SIZES,
+    Refusal("attention of the drafter other than above, or with a cache other than full and sliding-window attention",
+            draft_graphs="its metadata is planned on the host, or was not looked at"),
+    Refusal("expert load balancing", "", _NOT_TRIED, _has(_PARALLEL + "enable_eplb")),
+    Refusal("a multimodal model", "", "its drafts have not been tried",
+            _has("model_config.is_multimodal_model", "speculative_config.draft_model_config.is_multimodal_model")),
+    Refusal("an encoder-decoder model", "", _NOT_TRIED, _has("model_config.is_encoder_decoder")),
+    Refusal("LoRA", "", _NOT_TRIED, _has("lora_config")),
+    Refusal("dynamic speculative decoding", "", "a graph has the number of drafts it was captured with",
+            _has("speculative_config.num_speculative_tokens_per_batch_size")),
+    Refusal("watermarking", "", "it samples from contexts that are prepared on the host", _has("watermark_config")),
+    Refusal("weight offloading", "", _NOT_TRIED,
+            _has("offload_config.uva.cpu_offload_gb", "offload_config.prefetch.offload_group_size")),
+)
+# fmt: on
+
+
+# ---------------------------------------------------------------- checks: each raises Unsupported
+
+
+def version_problem(use: str = TRANSACTION) -> str | None:
     """None, or why this vLLM is not supported."""
     import vllm
 
-    found = re.match(r"\d+\.\d+", vllm.__version__)
-    if found is None or found[0] not in SUPPORTED_VERSIONS:
-        return f"vLLM {vllm.__version__} is not supported; supported are {', '.join(SUPPORTED_VERSIONS)}"
-    return None
+    found, supported = re.match(r"\d+\.\d+", vllm.__version__), SUPPORTED_VERSIONS[use]
+    if found is not None and found[0] in supported:
+        return None
+    purpose, are = ("", "are") if use == TRANSACTION else (f" for {use}", "is")
+    return f"vLLM {vllm.__version__} is not supported{purpose}; supported {are} {', '.join(supported)}"
 
 
-def check_vllm(hooks: Iterable[Hook]) -> None:
-    """Raises :class:`Unsupported` unless this vLLM is one that the hooks were written for."""
-    problems = [version_problem(), *(hook.problem() for hook in hooks)]
+def check_vllm(hooks: Iterable[Hook], use: str = TRANSACTION) -> None:
+    """Is this vLLM one that the hooks were written for?"""
+    problems = [version_problem(use), *(hook.problem() for hook in hooks)]
     if any(problems):
         raise Unsupported("; ".join(problem for problem in problems if problem))
 
 
-def check_engine(vllm_config: Any, device_type: str) -> None:
-    """Raises :class:`Unsupported` for an engine configuration in which the promise cannot be kept."""
-    parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
-    tried = TRIED_METHODS.get(device_type, ())
-    refusals = {
-        f"device {device_type}: only {' and '.join(TRIED_METHODS)} are known": device_type not in TRIED_METHODS,
-        f"speculation by {speculation.method}: on {device_type} only {', '.join(tried)} have been tried": (
-            speculation.method not in tried
-        ),
-        "adaptive verification: it has not been tried": getattr(speculation, "enable_adaptive_verification", False),
-        "data parallelism: it has not been tried": parallel.data_parallel_size > 1,
-        "dual batch overlap: it has not been tried": getattr(parallel, "use_ubatching", False),
-        "pipeline parallelism: only the last stage learns in time which drafts were accepted": (
-            parallel.pipeline_parallel_size > 1
-        ),
-        "prefill context parallelism: its slot mappings are made anew inside the forward": (
-            getattr(parallel, "prefill_context_parallel_size", 1) > 1
-        ),
-        "decode context parallelism: it has not been tried": getattr(parallel, "decode_context_parallel_size", 1) > 1,
-        "HiSparse: it writes to slots of its own": (
-            getattr(getattr(vllm_config, "attention_config", None), "hisparse_config", None) is not None
-        ),
-        "KV connectors: a connector may export a layer inside its attention op, before commit": (
-            vllm_config.kv_transfer_config is not None
-        ),
-    }
-    found = [sentence for sentence, applies in refusals.items() if applies]
+def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION) -> None:
+    """Can the promise be kept in an engine of this configuration? Some of it shows in its layers alone."""
+    method, methods = vllm_config.speculative_config.method, METHODS[use].get(device_type)
+    found = []
+    if methods is None:
+        found.append(DEVICE.message.format(device=device_type, why=DEVICE.why(use)))
+    elif method not in methods:
+        tried = f"on {device_type} only {', '.join(methods)} have been tried"
+        why = tried if use == TRANSACTION else f"draft graphs are for method {', '.join(methods)}"
+        found.append(METHOD.message.format(method=method, why=why))
+    found += [
+        f"{refusal.feature}: {refusal.why(use)}"
+        for refusal in REFUSALS
+        if refusal.found is not None and refusal.why(use) and refusal.found(vllm_config)
+    ]
     if found:
         raise Unsupported("; ".join(found))
 
 
 def check_passes(pass_config: Any) -> None:
-    """Raises :class:`Unsupported` for a compilation pass that writes MLA caches past the layer's writer."""
+    """Does a compilation pass write MLA caches past the layer's writer?"""
     if getattr(pass_config, FUSED_MLA_WRITER, False):
-        raise Unsupported(
-            f"compilation pass {FUSED_MLA_WRITER} writes the cache past the layer's writer; switch it off with "
-            f"-cc.pass_config.{FUSED_MLA_WRITER}=False"
-        )
+        raise FUSED_WRITER.because(name=FUSED_MLA_WRITER)
 
 
-def check_group_spec(name: str, spec: Any) -> None:
-    """Raises :class:`Unsupported` for a KV-cache group whose states are not slots of tokens."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+def check_group_spec(group: str, spec: Any) -> None:
+    """Are the states of a KV-cache group slots of tokens?"""
+    if type(spec).__name__ not in CACHE_SPECS:
+        raise CACHE_SPEC.because(group=group, spec=type(spec).__name__)
 
-    known = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
-    if type(spec) not in known:
-        raise Unsupported(
-            f"KV-cache group {name} is a {type(spec).__name__}; supported are "
-            + ", ".join(kind.__name__ for kind in known)
-        )
+
+def check_attention(attn_groups: Iterable[Iterable[Any]]) -> None:
+    """Can a graph keep the metadata of the drafter's attention groups up to date?"""
+    problems = set()
+    for group in (group for groups in attn_groups for group in groups):
+        backend, spec = group.backend.get_name(), type(group.kv_cache_spec).__name__
+        if backend not in DRAFT_BACK_ENDS:
+            problems.add(f"attention back end {backend}: only {' and '.join(DRAFT_BACK_ENDS)} are known")
+        elif spec not in DRAFT_CACHE_SPECS:
+            problems.add(f"a cache of kind {spec}: only {' and '.join(DRAFT_CACHE_SPECS)} are known")
+        elif not group.supports_draft_decode_metadata_update:
+            problems.add(f"attention back end {backend}: it cannot update its metadata on the device here")
+    if problems:
+        raise Unsupported("; ".join(sorted(problems)))
+
+
+def check_graph_mode(cudagraph_mode: Any) -> None:
+    """Do the target's decode batches run from FULL graphs?"""
+    if cudagraph_mode.decode_mode().name != "FULL":
+        raise GRAPH_MODE.because(mode=cudagraph_mode.name)

@@ -24,7 +24,14 @@ from nwor_ops.vllm.drafter import counters as draft_counters
 from nwor_ops.vllm.drafter import plugin as draft_graphs
 from nwor_ops.vllm.metrics import exporter as metrics
 from nwor_ops.vllm.metrics import transport as boards
-from nwor_ops.vllm.support import Unsupported
+from nwor_ops.vllm.support import (
+    DRAFT_GRAPHS,
+    Unsupported,
+    check_attention,
+    check_engine,
+    check_graph_mode,
+    check_vllm,
+)
 
 LOGGER = logging.getLogger("nwor")
 
@@ -101,7 +108,7 @@ def engine_config(**changes: Any) -> Any:
 
 
 def test_what_is_supported_is_not_refused() -> None:
-    draft_graphs.check_draft_graphs(engine_config(parallel_config__tensor_parallel_size=2), "cuda")
+    check_engine(engine_config(parallel_config__tensor_parallel_size=2), "cuda", DRAFT_GRAPHS)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +135,12 @@ def test_what_is_supported_is_not_refused() -> None:
 )
 def test_each_refusal_has_its_sentence(changes: dict[str, Any], because: str) -> None:
     with pytest.raises(Unsupported, match=f"^{because}"):
-        draft_graphs.check_draft_graphs(engine_config(**changes), "cuda")
+        check_engine(engine_config(**changes), "cuda", DRAFT_GRAPHS)
 
 
 def test_a_cpu_has_no_graphs() -> None:
     with pytest.raises(Unsupported, match="device cpu: CUDA graphs need CUDA"):
-        draft_graphs.check_draft_graphs(engine_config(), "cpu")
+        check_engine(engine_config(), "cpu", DRAFT_GRAPHS)
 
 
 class FullAttentionSpec: ...
@@ -151,24 +158,24 @@ def group(backend: str, spec: Any = FullAttentionSpec, in_place: bool = True) ->
 
 
 def test_attention_that_a_graph_cannot_follow_is_refused() -> None:
-    draft_graphs.check_attention([[group("FLASH_ATTN")], [], [group("TRITON_ATTN")]])
+    check_attention([[group("FLASH_ATTN")], [], [group("TRITON_ATTN")]])
     for groups, because in (
         ([[group("FLASHINFER")]], "attention back end FLASHINFER: only FLASH_ATTN and TRITON_ATTN are known"),
         ([[group("FLASH_ATTN", MambaSpec)]], "a cache of kind MambaSpec"),
         ([[group("FLASH_ATTN")], [group("TRITON_ATTN", in_place=False)]], "TRITON_ATTN: it cannot update its metadata"),
     ):
         with pytest.raises(Unsupported, match=because):
-            draft_graphs.check_attention(groups)
+            check_attention(groups)
 
 
 def test_graph_modes() -> None:
     from vllm.config.compilation import CUDAGraphMode
 
     for name in ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
-        draft_graphs.check_graph_mode(CUDAGraphMode[name])
+        check_graph_mode(CUDAGraphMode[name])
     for name in ("NONE", "PIECEWISE"):
         with pytest.raises(Unsupported, match=f"cudagraph_mode {name}: .*no enforce_eager"):
-            draft_graphs.check_graph_mode(CUDAGraphMode[name])
+            check_graph_mode(CUDAGraphMode[name])
 
 
 def test_other_versions_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +184,7 @@ def test_other_versions_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     for version in ("0.32.0", "0.34.0", "0.330.1"):
         monkeypatch.setattr(vllm, "__version__", version)
         with pytest.raises(Unsupported, match=f"vLLM {version} is not supported for draft graphs"):
-            draft_graphs.check_version()
+            check_vllm(draft_graphs.HOOKS, DRAFT_GRAPHS)
 
 
 def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +192,10 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    draft_graphs.check_version()
+    check_vllm(draft_graphs.HOOKS, DRAFT_GRAPHS)
     monkeypatch.setattr(StandaloneARSpeculator, "capture", lambda self, more: None)
     with pytest.raises(Unsupported, match=r"capture takes .*'more'.*, expected \(\)"):
-        draft_graphs.check_version()
+        check_vllm(draft_graphs.HOOKS, DRAFT_GRAPHS)
 
 
 # ---------------------------------------------------------------- getting in
@@ -227,7 +234,7 @@ def test_the_v1_runner_s_module_is_left_alone() -> None:
 
 
 def test_refused_at_start_up_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_graphs, "check_version", lambda: None)
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
     module = runner_module()
     draft_graphs.wrap_runner_module(module, LOGGER)
     with pytest.raises(RuntimeError, match=r"^nwor: speculation by eagle: .*VLLM_NWOR_ON_UNSUPPORTED=vanilla"):
@@ -240,7 +247,7 @@ def test_a_missing_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         SimpleNamespace(kind="cuda", problem="libnwor_cuda.so is missing"),
     )
     monkeypatch.setattr(draft_graphs.library, "loaded_libraries", lambda: found)
-    monkeypatch.setattr(draft_graphs, "check_version", lambda: None)
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
     module = runner_module()
     draft_graphs.wrap_runner_module(module, LOGGER)
     with pytest.raises(RuntimeError, match=r"^nwor: libnwor_cuda.so is missing \(draft graphs were asked for"):
@@ -248,7 +255,7 @@ def test_a_missing_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refused_and_vanilla_on_request(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(draft_graphs, "check_version", lambda: None)
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
     module = runner_module()
     draft_graphs.wrap_runner_module(module, LOGGER)
     settings = {"nwor": {"draft_graphs": True, "on_unsupported": "vanilla"}}

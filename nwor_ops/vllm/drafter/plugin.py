@@ -4,27 +4,24 @@ vLLM's V2 runner makes its speculator by ``init_speculator``, a name in the runn
 where the configuration asks for draft graphs, the speculator of :mod:`nwor_ops.vllm.drafter.speculator` takes the
 place of ``StandaloneARSpeculator``, of which it is a subclass. Nothing else of vLLM's is touched.
 
-This module imports nothing of vLLM's at the top; ``draft_model`` and ``draft_metadata``, which subclass and call it,
-are imported when the first speculator is made.
+This module imports nothing of vLLM's at the top; ``speculator`` and ``metadata``, which subclass and call it, are
+imported when the first speculator is made.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from nwor_ops import library
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.support import Hook, Unsupported, check_vllm, wrap_once
+from nwor_ops.vllm.drafter.report import DraftGraphReport
+from nwor_ops.vllm.support import DRAFT_GRAPHS, RUNNER_V1, Hook, Unsupported, check_engine, check_vllm, wrap_once
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
-SUPPORTED_VERSIONS = ("0.33",)
-BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN")
-CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 
 _GPU = "vllm.v1.worker.gpu."
 _SPECULATOR = _GPU + "spec_decode.speculator"
@@ -100,28 +97,6 @@ HOOKS = (
 )
 
 
-@dataclass(frozen=True)
-class DraftGraphReport:
-    """What one engine's draft graphs have done so far.
-
-    Attributes:
-        captured: request counts that have a graph, by pass (``"first_pass"``, ``"decode"``).
-        capture_seconds: how long capturing took.
-        capture_bytes: GPU memory that it took.
-        replays: graph launches, by pass.
-        eager: passes that ran vLLM's own code instead, by reason. Warm-up and profiling included.
-    """
-
-    captured: dict[str, list[int]] = field(default_factory=dict)
-    capture_seconds: float = 0.0
-    capture_bytes: int = 0
-    replays: dict[str, int] = field(default_factory=dict)
-    eager: dict[str, int] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 _speculators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -133,102 +108,11 @@ def draft_graph_reports() -> list[DraftGraphReport]:
 # ---------------------------------------------------------------- what is refused
 
 
-def check_draft_graphs(vllm_config: Any, device_type: str) -> None:
-    """Raises :class:`Unsupported` for an engine whose drafter cannot, or was never seen to, run from graphs.
-
-    Back ends and the graphs of the target are known later: :func:`check_attention`, :func:`check_graph_mode`.
-    """
-    parallel, speculation, model = (
-        vllm_config.parallel_config,
-        vllm_config.speculative_config,
-        vllm_config.model_config,
-    )
-    # A method with another speculator has graphs of its own, or needs none.
-    if speculation.method != "draft_model":
-        raise Unsupported(f"speculation by {speculation.method}: draft graphs are for method draft_model")
-
-    def more_than_one(name: str) -> bool:
-        return getattr(parallel, name, 1) > 1
-
-    offload = getattr(vllm_config, "offload_config", None)
-    refusals = {
-        f"device {device_type}: CUDA graphs need CUDA": device_type != "cuda",
-        "decode context parallelism: attention metadata is planned on the host there": (
-            more_than_one("decode_context_parallel_size")
-        ),
-        "prefill context parallelism: its batches are cut up on the host": (
-            more_than_one("prefill_context_parallel_size")
-        ),
-        "data parallelism: ranks would have to agree on a graph first": more_than_one("data_parallel_size"),
-        "pipeline parallelism: it has not been tried": more_than_one("pipeline_parallel_size"),
-        "dual batch overlap: it has not been tried": getattr(parallel, "use_ubatching", False),
-        "expert load balancing: it has not been tried": getattr(parallel, "enable_eplb", False),
-        "a multimodal model: its drafts have not been tried": (
-            model.is_multimodal_model or speculation.draft_model_config.is_multimodal_model
-        ),
-        "an encoder-decoder model: it has not been tried": getattr(model, "is_encoder_decoder", False),
-        "LoRA: it has not been tried": vllm_config.lora_config is not None,
-        "dynamic speculative decoding: a graph has the number of drafts it was captured with": (
-            speculation.num_speculative_tokens_per_batch_size is not None
-        ),
-        "adaptive verification: it has not been tried": getattr(speculation, "enable_adaptive_verification", False),
-        "watermarking: it samples from contexts that are prepared on the host": (
-            getattr(vllm_config, "watermark_config", None) is not None
-        ),
-        "KV connectors: a connector moves a layer's keys in Python, which graphs do not run": (
-            vllm_config.kv_transfer_config is not None
-        ),
-        "weight offloading: it has not been tried": offload is not None and _offloads(offload),
-    }
-    found = [sentence for sentence, applies in refusals.items() if applies]
-    if found:
-        raise Unsupported("; ".join(found))
-
-
-def _offloads(offload: Any) -> bool:
-    return offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
-
-
-def check_version(hooks: Iterable[Hook] = HOOKS) -> None:
-    """Raises :class:`Unsupported` unless this vLLM is the one that the speculator was written for."""
-    import vllm
-
-    if not vllm.__version__.startswith(tuple(f"{version}." for version in SUPPORTED_VERSIONS)):
-        raise Unsupported(
-            f"vLLM {vllm.__version__} is not supported for draft graphs; supported is {', '.join(SUPPORTED_VERSIONS)}"
-        )
-    check_vllm(hooks)
-
-
 def check_library() -> None:
     """Raises :class:`Unsupported` where the ops that go into the graphs have no CUDA kernels."""
     problem = next(compiled.problem for compiled in library.loaded_libraries() if compiled.kind == "cuda")
     if problem:
         raise Unsupported(problem)
-
-
-def check_attention(attn_groups: Iterable[Iterable[Any]]) -> None:
-    """Raises :class:`Unsupported` for attention groups of the drafter whose metadata a graph cannot keep up to date."""
-    problems = set()
-    for group in (group for groups in attn_groups for group in groups):
-        backend, spec = group.backend.get_name(), type(group.kv_cache_spec).__name__
-        if backend not in BACK_ENDS:
-            problems.add(f"attention back end {backend}: only {' and '.join(BACK_ENDS)} are known")
-        elif spec not in CACHE_SPECS:
-            problems.add(f"a cache of kind {spec}: only {' and '.join(CACHE_SPECS)} are known")
-        elif not group.supports_draft_decode_metadata_update:
-            problems.add(f"attention back end {backend}: it cannot update its metadata on the device here")
-    if problems:
-        raise Unsupported("; ".join(sorted(problems)))
-
-
-def check_graph_mode(cudagraph_mode: Any) -> None:
-    """Raises :class:`Unsupported` unless the target's decode batches run from FULL graphs: the drafter follows."""
-    if cudagraph_mode.decode_mode().name != "FULL":
-        raise Unsupported(
-            f"cudagraph_mode {cudagraph_mode.name}: draft graphs follow the target, whose decode batches must run from "
-            "FULL graphs (no enforce_eager; cudagraph_mode FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE)"
-        )
 
 
 def refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
@@ -264,8 +148,8 @@ def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any)
     if not config.draft_graphs:
         return None
     try:
-        check_version()
-        check_draft_graphs(vllm_config, device.type)
+        check_vllm(HOOKS, DRAFT_GRAPHS)
+        check_engine(vllm_config, device.type, DRAFT_GRAPHS)
         check_library()
     except Unsupported as error:
         refuse(config, error, logger)
@@ -289,4 +173,4 @@ def check_runner(runner: Any, module: str, logger: Any) -> None:
     if not config.draft_graphs or runner.speculative_config is None:
         return
     if module != RUNNER_MODULE:
-        refuse(config, Unsupported("model runner V1: draft graphs are for model runner V2 of vLLM 0.33"), logger)
+        refuse(config, RUNNER_V1.because(), logger)

@@ -31,8 +31,8 @@ from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, GraphKey, keys_of_token_counts
 from nwor_ops.vllm.drafter import counters as draft_counters
 from nwor_ops.vllm.drafter.metadata import LayerMetadata, VllmDraftMetadata
-from nwor_ops.vllm.drafter.plugin import DraftGraphReport, check_attention, check_graph_mode
-from nwor_ops.vllm.support import Unsupported
+from nwor_ops.vllm.drafter.report import DraftGraphReport
+from nwor_ops.vllm.support import CAPTURE_SIZES, Unsupported, check_attention, check_graph_mode
 
 Refuse = Callable[[Unsupported], None]
 # Why a pass runs vLLM's code that no request asked for: warm-up, profiling, the time before graphs are captured.
@@ -183,7 +183,7 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
             self.graphs = DraftGraphManager(self.vllm_config, self.device, cudagraph_mode, self.make_loop)
 
     def _or_refuse(self, check: Callable[[Any], None], checked: Any) -> None:
-        """Once is enough: whoever goes on without graphs was told why."""
+        """Once is enough: who goes on without graphs was told why."""
         if self._refused:
             return
         try:
@@ -258,9 +258,7 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         if not keys:
             self.graphs, sizes = None, self.vllm_config.compilation_config.cudagraph_capture_sizes
             tokens = self.num_speculative_steps + 1
-            self._refuse(
-                Unsupported(f"cudagraph_capture_sizes {sizes}: none holds a batch of {tokens} tokens per request")
-            )
+            self._refuse(CAPTURE_SIZES.because(sizes=sizes, tokens=tokens))
             return
         self.graphs.capture_keys(keys)
         draft_counters.start(self, self.vllm_config, self._logger)
@@ -326,7 +324,7 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         )
 
     def start_decode(self, rows: int) -> None:
-        """From the first pass, whoever ran it, to step 1: the inputs of the decode loop, padded rows inert."""
+        """From the first pass, whichever code ran it, to step 1: the inputs of the decode loop, padded rows inert."""
         if self.num_speculative_steps == 1:
             return
         buffers = self.input_buffers

@@ -17,7 +17,15 @@ from torch import Tensor
 from nwor_ops.kv_cache import LayerCache
 from nwor_ops.vllm.layers import cpu_pages, trial
 from nwor_ops.vllm.layers.target import TargetLayer, same_place
-from nwor_ops.vllm.support import Unsupported, check_group_spec, check_passes
+from nwor_ops.vllm.support import (
+    COPIED_TABLE,
+    SPLIT_BLOCKS,
+    UNKNOWN_LAYER,
+    UNRELIABLE_CACHE,
+    Unsupported,
+    check_group_spec,
+    check_passes,
+)
 
 _ATTENTION = "vllm.model_executor.layers.attention.attention.Attention"
 _MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention.MLAAttention"
@@ -52,7 +60,6 @@ _TABLE_READERS = (
     _BACK_ENDS + "mla.triton_mla.TritonMLAImpl",
     _BACK_ENDS + "mla.flashattn_mla.FlashAttnMLAImpl",
 )
-# Without this library too: of three engines of vLLM 0.33.0 on an H200, two ended in a device-side assertion.
 _UNRELIABLE = ("int4_per_token_head",)
 _FORMATS = {
     "auto": "auto",
@@ -105,19 +112,13 @@ def check_tables(runner: Any, layers: list[TargetLayer], borrowers: set[str]) ->
         page = layer.cache.planes[0].view.shape[1]
         block = runner.kv_cache_config.kv_cache_groups[int(layer.group)].kv_cache_spec.block_size
         if page != block:
-            raise Unsupported(
-                f"layer {layer.name}: its back end splits blocks of {block} tokens into pages of {page}; mode stage "
-                f"needs whole ones: set --block-size {page}"
-            )
+            raise SPLIT_BLOCKS.because(layer=layer.name, block=block, page=page)
     if not borrowers:
         return
     for name in (*(layer.name for layer in layers), *sorted(borrowers)):
         impl = _qualified_name(context[name].impl)
         if impl not in _TABLE_READERS:
-            raise Unsupported(
-                f"speculation by {runner.speculative_config.method} with back end {impl} (layer {name}): the drafter "
-                "goes by a copy of the block table that was made for the target's step, which mode stage had redirected"
-            )
+            raise COPIED_TABLE.because(method=runner.speculative_config.method, impl=impl, layer=name)
 
 
 def _layers_of_groups(kv_cache_config: Any) -> Iterator[tuple[str, str, Any]]:
@@ -140,7 +141,7 @@ def _target_layer(name: str, group: str, attention: Any, source_dtype: torch.dty
         **{(_MLA_ATTENTION, known): _latent_layer for known in LATENT_IMPLS},
     }
     if (layer_class, impl) not in makers:
-        raise Unsupported(f"layer {name}: its class {layer_class} with back end {impl} is not known")
+        raise UNKNOWN_LAYER.because(layer=name, layer_class=layer_class, impl=impl)
     try:
         return makers[layer_class, impl](name, group, attention, source_dtype)
     except ValueError as error:
@@ -167,7 +168,7 @@ def _packed_layer(name: str, group: str, attention: Any, source_dtype: torch.dty
     if kv_cache.dim() != 4 or kv_cache.shape[-1] % 2 != 0:
         raise ValueError(f"its cache must be [num_blocks, num_kv_heads, block_size, 2 * width], got {kv_cache.shape}")
     if impl.kv_cache_dtype in _UNRELIABLE:
-        raise ValueError(f"vLLM's own engines with a cache of {impl.kv_cache_dtype} fail now and then")
+        raise UNRELIABLE_CACHE.because(layer=name, kv_cache_dtype=impl.kv_cache_dtype)
     own_writer: Callable[..., None] = functools.partial(type(impl).do_kv_cache_update, impl, attention)
     scales_within = getattr(impl, "_is_per_token_head_quant", False)
     if scales_within:

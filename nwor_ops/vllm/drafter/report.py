@@ -1,0 +1,28 @@
+"""What the draft graphs of an engine have done."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DraftGraphReport:
+    """What one engine's draft graphs have done so far.
+
+    Attributes:
+        captured: request counts that have a graph, by pass (``"first_pass"``, ``"decode"``).
+        capture_seconds: how long capturing took.
+        capture_bytes: GPU memory that it took.
+        replays: graph launches, by pass.
+        eager: passes that ran vLLM's own code instead, by reason. Warm-up and profiling included.
+    """
+
+    captured: dict[str, list[int]] = field(default_factory=dict)
+    capture_seconds: float = 0.0
+    capture_bytes: int = 0
+    replays: dict[str, int] = field(default_factory=dict)
+    eager: dict[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

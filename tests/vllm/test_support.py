@@ -1,0 +1,79 @@
+"""The table of what is supported and refused: its sentences, and the tables of docs/vllm.md that are made from it."""
+
+from __future__ import annotations
+
+import string
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import support_tables
+
+from nwor_ops.vllm.support import DRAFT_GRAPHS, REFUSALS, TRANSACTION, Refusal, Unsupported, check_engine
+
+
+def engine(method: str = "ngram", **found: Any) -> Any:
+    """A configuration that has nothing but what is named, as ``a__b``."""
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method=method))
+    for path, value in found.items():
+        thing, (*parents, name) = config, path.split("__")
+        for parent in parents:
+            vars(thing).setdefault(parent, SimpleNamespace())
+            thing = getattr(thing, parent)
+        setattr(thing, name, value)
+    return config
+
+
+def test_the_tables_of_the_document_are_up_to_date() -> None:
+    text = support_tables.DOCUMENT.read_text()
+    assert support_tables.filled(text) == text, "run python tools/support_tables.py"
+
+
+def test_a_document_without_the_marks_is_an_error() -> None:
+    with pytest.raises(SystemExit, match=r"must have the mark '<!-- supported: .*' once, got 0"):
+        support_tables.filled("")
+
+
+@pytest.mark.parametrize(
+    ("found", "because"),
+    [
+        ({"kv_transfer_config": object()}, "KV connectors: a connector may export a layer"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism: only the last stage"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism: its slot mappings"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism: it has not been tried"),
+        ({"parallel_config__data_parallel_size": 2}, "data parallelism: it has not been tried"),
+        ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
+        ({"speculative_config__enable_adaptive_verification": True}, "adaptive verification: it has not been tried"),
+        ({"attention_config__hisparse_config": object()}, "HiSparse: it writes to slots of its own"),
+        ({"method": "eagle"}, "speculation by eagle: on cpu only ngram, draft_model have been tried"),
+    ],
+)
+def test_each_refusal_has_its_sentence(found: dict[str, Any], because: str) -> None:
+    with pytest.raises(Unsupported, match=f"^{because}"):
+        check_engine(engine(**found), "cpu")
+
+
+def test_what_is_not_refused() -> None:
+    sizes = {f"parallel_config__{kind}_parallel_size": 1 for kind in ("data", "pipeline", "decode_context")}
+    check_engine(engine(**sizes, parallel_config__tensor_parallel_size=8, kv_transfer_config=None), "cpu")
+    check_engine(engine("eagle", lora_config=object()), "cuda")
+    check_engine(engine("draft_model", attention_config__hisparse_config=object()), "cuda", DRAFT_GRAPHS)
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"^device xpu: only cpu and cuda are known$"):
+        check_engine(engine(), "xpu")
+
+
+def test_several_reasons_are_all_named() -> None:
+    with pytest.raises(Unsupported, match=r"^KV connectors: .*; data parallelism: "):
+        check_engine(engine(kv_transfer_config=object(), parallel_config__data_parallel_size=2), "cpu")
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.feature)
+def test_a_row_says_why_and_its_message_can_be_filled_in(refusal: Refusal) -> None:
+    assert refusal.reasons()
+    assert refusal.why(TRANSACTION) or refusal.why(DRAFT_GRAPHS)
+    names = [name for _, name, _, _ in string.Formatter().parse(refusal.message) if name]
+    filled = str(refusal.because(**{name: f"<{name}>" for name in names}))
+    assert all(f"<{name}>" in filled for name in names)

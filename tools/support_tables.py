@@ -1,0 +1,79 @@
+"""Writes the tables of docs/vllm.md that say what is supported and what is refused, from ``nwor_ops.vllm.support``.
+
+python tools/support_tables.py
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterable
+
+from nwor_ops.vllm.layers.back_ends import CPU_IMPL, LATENT_IMPLS, PACKED_IMPLS
+from nwor_ops.vllm.support import (
+    DRAFT_BACK_ENDS,
+    DRAFT_GRAPHS,
+    METHODS,
+    REFUSALS,
+    SUPPORTED_VERSIONS,
+    TRANSACTION,
+)
+
+DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "vllm.md"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _classes(impls: Iterable[str]) -> str:
+    return _code(impl.rpartition(".")[2] for impl in impls)
+
+
+def supported() -> str:
+    """By engine, and for draft graphs."""
+    versions = ", ".join(SUPPORTED_VERSIONS[TRANSACTION])
+    cuda = f"{_classes(PACKED_IMPLS)}; MLA: {_classes(LATENT_IMPLS)}"
+    methods = METHODS[TRANSACTION]
+    rows = (
+        ("", "CUDA, runner V1 or V2", "CPU engine", "draft graphs (V2)"),
+        ("---",) * 4,
+        ("vLLM", versions, versions, ", ".join(SUPPORTED_VERSIONS[DRAFT_GRAPHS])),
+        ("speculation by", _code(methods["cuda"]), _code(methods["cpu"]), _code(METHODS[DRAFT_GRAPHS]["cuda"])),
+        ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS)),
+    )
+    return "\n".join(_row(*row) for row in rows)
+
+
+def refused() -> str:
+    """Why, for the transaction and for draft graphs; an empty cell is not refused."""
+    rows = [("", "`cow` and `stage`", "draft graphs"), ("---",) * 3]
+    for refusal in REFUSALS:
+        only = [f"`{refusal.modes[0]}`"] if len(refusal.modes) == 1 else []
+        only += [refusal.engines] if refusal.engines else []
+        prefix = f"({', '.join(only)}) " if only and refusal.transaction else ""
+        rows.append((refusal.feature, prefix + refusal.transaction, refusal.draft_graphs))
+    return "\n".join(_row(*row) for row in rows)
+
+
+def filled(text: str) -> str:
+    """The document with both tables between their marks."""
+    for name, table in (("supported", supported()), ("refused", refused())):
+        marks = f"<!-- {name}: made by tools/support_tables.py -->", f"<!-- end of {name} -->"
+        text, found = re.subn(
+            f"{re.escape(marks[0])}.*?{re.escape(marks[1])}",
+            f"{marks[0]}\n{table}\n{marks[1]}".replace("\\", r"\\"),
+            text,
+            flags=re.DOTALL,
+        )
+        if found != 1:
+            raise SystemExit(f"{DOCUMENT.name} must have the mark {marks[0]!r} once, got {found}")
+    return text
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(filled(DOCUMENT.read_text()))
