@@ -180,11 +180,7 @@ def _attach(runner: Any, module: str) -> None:
     try:
         session = RUNNERS[module](runner).attach(config, logger)
     except Unsupported as error:
-        if config.strict:
-            raise RuntimeError(
-                f"nwor: {error} (mode {config.mode} was asked for; VLLM_NWOR_ON_UNSUPPORTED=vanilla or "
-                '{"nwor": {"on_unsupported": "vanilla"}} runs such an engine without it)'
-            ) from error
+        error.stop_if(config.strict, f"mode {config.mode} was asked for", "without it")
         logger.warning("nwor: not active: %s", error)
         return
     if session is None:
@@ -204,17 +200,9 @@ def sessions() -> list[Session]:
 
 def check() -> list[dict[str, Any]]:
     """What ``nwor-ops doctor`` says of this vLLM: its version and each hook, without starting an engine."""
-    problem = version_problem()
-    rows: list[dict[str, Any]] = [
-        {
-            "hook": "vLLM version",
-            "ok": problem is None,
-            "detail": problem or f"supported: {', '.join(SUPPORTED_VERSIONS[TRANSACTION])}",
-        }
-    ]
+    rows = [("vLLM version", version_problem(), f"supported: {', '.join(SUPPORTED_VERSIONS[TRANSACTION])}")]
     of_runners = (hook for kind in RUNNERS.values() for hook in kind.hooks)
     for hook in (*of_runners, *draft_graphs.HOOKS, *spare_blocks.HOOKS):
-        problem = hook.problem()
         name = f"{hook.module}.{hook.name}" if hook.module in RUNNERS else hook.name
-        rows.append({"hook": name, "ok": problem is None, "detail": problem or ", ".join(hook.parameters)})
-    return rows
+        rows.append((name, hook.problem(), hook.signature))
+    return [{"hook": name, "ok": problem is None, "detail": problem or detail} for name, problem, detail in rows]

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from nwor_ops import library
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.manager import DraftCommitManager, State, is_capturing, set_current_manager
 from nwor_ops.transaction.window import Window
 from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.spare_blocks import SpareBlocks
+from nwor_ops.vllm.support import check_library
 
 
 class Step(NamedTuple):
@@ -41,10 +41,6 @@ class Step(NamedTuple):
     num_draft_tokens: Sequence[int]
 
 
-# In the order of a step; what each is told of is in :meth:`Session.subscribe`.
-EVENTS = ("begin", "opened", "write", "forwarded", "sampled", "drafted", "commit", "drop")
-
-
 class Session:
     """Everything this library holds for one model runner.
 
@@ -59,7 +55,7 @@ class Session:
         logger: vLLM's.
 
     Attributes:
-        audit: what checks every step, if the configuration asks for it. It subscribes; nothing here asks for it.
+        audit: what checks every step, if the configuration asks for it: a listener like any other.
     """
 
     def __init__(
@@ -81,11 +77,11 @@ class Session:
         self._logger = logger
         self._step: Step | None = None
         self.begun = 0  # windows, counted before the device counts them
-        self._slot_mappings = slot_mappings
+        self.slot_mappings = slot_mappings
         self.max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
         self.vanilla_steps: Counter[str] = Counter()
         self.audit: Any = None
-        self._listeners: dict[str, list[Callable[..., None]]] = {event: [] for event in EVENTS}
+        self._listeners: list[Any] = []
         self.after_step: Callable[[], None] | None = None  # set by metrics.start
         self.manager: DraftCommitManager | None = None
         if config.mode != "off":
@@ -99,10 +95,7 @@ class Session:
 
     def _make_manager(self, layers: list[TargetLayer], **limits: Any) -> DraftCommitManager:
         device = layers[0].kv_cache.device
-        kind = "cuda" if device.type == "cuda" else "cpu"
-        problem = next(lib.problem for lib in library.loaded_libraries() if lib.kind == kind)
-        if problem:
-            raise RuntimeError(problem)
+        check_library(device.type)
         shadow = None
         if self.spare is not None:
             shadow = {layer.group: self.spare.of_group(int(layer.group)).start for layer in layers}
@@ -113,14 +106,14 @@ class Session:
         set_current_manager(manager)
         return manager
 
-    def subscribe(self, **listeners: Callable[..., None]) -> None:
-        """Tell functions what happens, each of the event that it is passed for:
+    def subscribe(self, listener: Any) -> None:
+        """Tell a listener what happens, by its methods, in the order of a step:
 
         - ``begin(query_start_loc, num_draft_tokens, slot_mappings)``: the step's inputs are prepared, nothing of it is
           redirected or written. Not every step that begins is opened.
         - ``opened(slot_mappings)``: as the forward will read them, per group.
-        - ``write(name, key, value, slot_mapping, token_offset, rest)``: a layer writes. Also outside a window: a graph
-          captured there replays inside one.
+        - ``record(name, key, value, slot_mapping, token_offset, rest)``: what a layer is about to write. Also outside a
+          window: a graph captured there replays inside one.
         - ``forwarded(moment)``: after the forward, and again before sampling.
         - ``sampled()``: the drafter runs, before the commit.
         - ``drafted()``: the commit, or the cancellation of an interrupted step, follows.
@@ -128,24 +121,24 @@ class Session:
           for each request, None after a cancellation. ``undone``: whether the rejected drafts' rows are.
         - ``drop()``: a step that may have begun will not be told of to its end.
         """
-        for event, listener in listeners.items():
-            self._listeners[event].append(listener)
+        self._listeners.append(listener)
 
-    def _tell(self, event: str, *what: Any) -> None:
-        for listener in self._listeners[event]:
-            listener(*what)
+    def tell(self, event: str, *what: Any) -> None:
+        """Runners say what the session does not see: ``forwarded`` and ``sampled``."""
+        for listener in self._listeners:
+            getattr(listener, event)(*what)
 
     @property
     def wraps_writers(self) -> bool:
         """Whether what the target layers write is to come through :meth:`write`."""
-        return self.mode != "stage" or bool(self._listeners["write"])
+        return self.mode != "stage" or bool(self._listeners)
 
     # ------------------------------------------------------------ the moments of a step
 
     def begin(self, step: Step) -> None:
         """After the runner prepared its inputs, before the forward."""
         self.close_interrupted()
-        self._tell("begin", step.query_start_loc, step.num_draft_tokens, step.window.slot_mappings)
+        self.tell("begin", step.query_start_loc, step.num_draft_tokens, step.window.slot_mappings)
         if self.manager is None:
             return
         drafts, rows = step.window.num_draft_tokens, self.manager.max_draft_tokens
@@ -159,7 +152,7 @@ class Session:
             self._fall_back("begin", error)
             return
         self._step = step
-        self._tell("opened", step.window.slot_mappings)
+        self.tell("opened", step.window.slot_mappings)
 
     def write(self, name: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any) -> None:
         """In place of the layer's own writer, with its arguments.
@@ -169,20 +162,12 @@ class Session:
         that happens inside a window. (In one without drafts it logs what is not restored.)
         """
         layer = self._layers[name]
-        for listener in self._listeners["write"]:
-            listener(name, key, value, slot_mapping, self._token_offset(layer.group, slot_mapping), rest)
+        for listener in self._listeners:
+            listener.record(name, key, value, slot_mapping, self._token_offset(layer.group, slot_mapping), rest)
         in_window = self._step is not None or (self.manager is not None and is_capturing(slot_mapping))
         logs = in_window and self.mode == "cow"
         if not logs or not self._log(layer, key, value, kv_cache, slot_mapping):
             layer.own_writer(key, value, kv_cache, slot_mapping, *rest)
-
-    def forwarded(self, moment: str) -> None:
-        """After the forward, and again before sampling."""
-        self._tell("forwarded", moment)
-
-    def sampled(self) -> None:
-        """After sampling, where the drafter runs before the commit."""
-        self._tell("sampled")
 
     def commit(self, close: Callable[[DraftCommitManager], None], num_sampled: Callable[[], list[int]]) -> None:
         """After sampling, before the next forward.
@@ -193,7 +178,7 @@ class Session:
         """
         step, self._step = self._step, None
         committed = False
-        self._tell("drafted")
+        self.tell("drafted")
         if step is not None:
             assert self.manager is not None
             try:
@@ -201,7 +186,7 @@ class Session:
                 committed = True
             except Exception as error:
                 self._fall_back("commit", error)
-        self._tell("commit", num_sampled, committed)
+        self.tell("commit", num_sampled, committed)
         if self.after_step is not None:
             self.after_step()
 
@@ -216,16 +201,16 @@ class Session:
         """A window that is still open belongs to a step that failed: undo every draft it wrote."""
         self._step = None
         if self.manager is None or self.manager.state is not State.OPEN:
-            self._tell("drop")
+            self.tell("drop")
             return
-        self._tell("drafted")
+        self.tell("drafted")
         try:
             self.manager.cancel()
         except Exception as error:
             self._fall_back("cancel", error)
             return
         self._count("cancelled", "a step ended without sampling; its drafts were undone")
-        self._tell("commit", None, True)
+        self.tell("commit", None, True)
         if self.after_step is not None:
             self.after_step()
 
@@ -287,7 +272,7 @@ class Session:
     def _token_offset(self, group: str, slot_mapping: Tensor) -> int:
         """Where in the batch a slot mapping begins: 0, or the start of a micro-batch's slice. Both are views
         of one persistent buffer, so the addresses tell."""
-        batch = self._slot_mappings[group]
+        batch = self.slot_mappings[group]
         start, batch_start = slot_mapping.data_ptr(), batch.data_ptr()
         if start == batch_start:
             return 0

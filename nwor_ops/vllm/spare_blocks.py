@@ -25,22 +25,10 @@ HOOKS = (
     Hook(
         "vllm.v1.core.sched.scheduler",
         "Scheduler.__init__",
-        (
-            "vllm_config",
-            "kv_cache_config",
-            "structured_output_manager",
-            "block_size",
-            "hash_block_size",
-            "mm_registry",
-            "include_finished_set",
-            "log_stats",
-        ),
+        "vllm_config, kv_cache_config, structured_output_manager, block_size, hash_block_size, "
+        "mm_registry, include_finished_set, log_stats",
     ),
-    Hook(
-        "vllm.v1.core.kv_cache_utils",
-        "get_max_concurrency_for_kv_cache_config",
-        ("vllm_config", "kv_cache_config"),
-    ),
+    Hook("vllm.v1.core.kv_cache_utils", "get_max_concurrency_for_kv_cache_config", "vllm_config, kv_cache_config"),
 )
 _WARM_UPS = ("warmup_kernels", "run_mixed_prefill_decode_warmup")
 _WRAPPED = "_nwor_spares_blocks"

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from nwor_ops import library
+
 # What an engine may be asked for: the modes cow and stage, and draft graphs.
 TRANSACTION, DRAFT_GRAPHS = "transaction", "draft graphs"
 SUPPORTED_VERSIONS = {TRANSACTION: ("0.32", "0.33"), DRAFT_GRAPHS: ("0.33",)}
@@ -35,6 +37,14 @@ FUSED_MLA_WRITER = "fuse_rope_kvcache_cat_mla"
 class Unsupported(Exception):
     """This engine cannot keep the promise; the message says what and why."""
 
+    def stop_if(self, strict: bool, asked_for: str, without: str) -> None:
+        """Raises RuntimeError with the reason, and the way out of it."""
+        if strict:
+            raise RuntimeError(
+                f"nwor: {self} ({asked_for}; VLLM_NWOR_ON_UNSUPPORTED=vanilla or "
+                f'{{"nwor": {{"on_unsupported": "vanilla"}}}} runs such an engine {without})'
+            ) from self
+
 
 @dataclass(frozen=True)
 class Hook:
@@ -42,12 +52,12 @@ class Hook:
 
     Attributes:
         module, name: where it is; ``name`` may have one dot.
-        parameters: its parameters, in order, without ``self``.
+        signature: its parameters, in order, without ``self``.
     """
 
     module: str
     name: str
-    parameters: tuple[str, ...]
+    signature: str
 
     def problem(self) -> str | None:
         """None, or what does not match."""
@@ -58,8 +68,9 @@ class Hook:
         except (ImportError, AttributeError) as error:
             return f"{self.module}.{self.name} is not there ({error})"
         found = tuple(name for name in inspect.signature(target).parameters if name != "self")
-        if found != self.parameters:
-            return f"{self.module}.{self.name} takes {found}, expected {self.parameters}"
+        expected = tuple(self.signature.split(", ")) if self.signature else ()
+        if found != expected:
+            return f"{self.module}.{self.name} takes {found}, expected {expected}"
         return None
 
 
@@ -258,6 +269,13 @@ def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION) -> 
     ]
     if found:
         raise Unsupported("; ".join(found))
+
+
+def check_library(device_type: str) -> None:
+    """Have the ops kernels for a device?"""
+    problem = next(compiled.problem for compiled in library.loaded_libraries() if compiled.kind == device_type)
+    if problem:
+        raise Unsupported(problem)
 
 
 def check_passes(pass_config: Any) -> None:

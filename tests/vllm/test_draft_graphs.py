@@ -246,7 +246,7 @@ def test_a_missing_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         SimpleNamespace(kind="cpu", problem=None),
         SimpleNamespace(kind="cuda", problem="libnwor_cuda.so is missing"),
     )
-    monkeypatch.setattr(draft_graphs.library, "loaded_libraries", lambda: found)
+    monkeypatch.setattr("nwor_ops.library.loaded_libraries", lambda: found)
     monkeypatch.setattr("vllm.__version__", "0.33.0")
     module = runner_module()
     draft_graphs.wrap_runner_module(module, LOGGER)

@@ -50,7 +50,7 @@ class StageAudit(CacheAudit):
         self._forwarded: dict[int, torch.UntypedStorage] = {}
         self._cancelled = False  # whether the step that is compared ended without sampling
 
-    # ------------------------------------------------------------ called by the session
+    # ------------------------------------------------------------ what the session tells of
 
     def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
         """Raises AuditError for a draft that was not redirected."""

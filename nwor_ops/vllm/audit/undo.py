@@ -21,7 +21,6 @@ from torch import Tensor
 
 from nwor_ops.kv_cache import Plane
 from nwor_ops.vllm.layers.target import TargetLayer, same_place
-from nwor_ops.vllm.session import Session
 
 FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
 
@@ -158,21 +157,7 @@ class CacheAudit:
             self._states.setdefault(layer.group, torch.zeros(layer.cache.num_slots, dtype=torch.uint8))
         self._block_sizes = {layer.group: layer.cache.planes[0].view.shape[1] for layer in layers}
 
-    # ------------------------------------------------------------ called by the session
-
-    def subscribe(self, session: Session) -> None:
-        """Check all steps of a session from now on."""
-        session.audit = self
-        session.subscribe(
-            begin=self.begin,
-            opened=self.opened,
-            write=self.record,
-            forwarded=self.forwarded,
-            sampled=self.sampled,
-            drafted=self.drafted,
-            commit=self.commit,
-            drop=self.drop,
-        )
+    # ------------------------------------------------------------ what the session tells of
 
     def begin(
         self, query_start_loc: Sequence[int], num_draft_tokens: Sequence[int], slot_mappings: Mapping[str, Tensor]

@@ -16,84 +16,72 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from nwor_ops import library
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.drafter.report import DraftGraphReport
-from nwor_ops.vllm.support import DRAFT_GRAPHS, RUNNER_V1, Hook, Unsupported, check_engine, check_vllm, wrap_once
+from nwor_ops.vllm.support import (
+    DRAFT_GRAPHS,
+    RUNNER_V1,
+    Hook,
+    Unsupported,
+    check_engine,
+    check_library,
+    check_vllm,
+    wrap_once,
+)
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 
 _GPU = "vllm.v1.worker.gpu."
 _SPECULATOR = _GPU + "spec_decode.speculator"
 _STANDALONE = _GPU + "spec_decode.standalone_ar.speculator"
-_PASS_PARAMETERS = ("num_reqs", "skip_attn", "num_tokens_across_dp")
 # What of vLLM's the speculator overrides and builds on.
 HOOKS = (
-    Hook(RUNNER_MODULE, "init_speculator", ("vllm_config", "device", "req_states")),
-    Hook(_STANDALONE, "StandaloneARSpeculator.init_cudagraph_manager", ("cudagraph_mode",)),
-    Hook(_STANDALONE, "StandaloneARSpeculator.capture", ()),
+    Hook(RUNNER_MODULE, "init_speculator", "vllm_config, device, req_states"),
+    Hook(_STANDALONE, "StandaloneARSpeculator.init_cudagraph_manager", "cudagraph_mode"),
+    Hook(_STANDALONE, "StandaloneARSpeculator.capture", ""),
     Hook(
         _STANDALONE,
         "StandaloneARSpeculator.set_attn",
-        ("model_state", "kv_cache_config", "block_tables", "target_input_buffers", "target_attn_groups"),
+        "model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups",
     ),
     Hook(
         _STANDALONE,
         "StandaloneARSpeculator.propose",
-        (
-            "input_batch",
-            "attn_metadata",
-            "slot_mappings",
-            "last_hidden_states",
-            "aux_hidden_states",
-            "num_sampled",
-            "num_rejected",
-            "last_sampled",
-            "next_prefill_tokens",
-            "temperature",
-            "seeds",
-            "dp_sync_state",
-            "dummy_run",
-            "skip_attn_for_dummy_run",
-            "mm_inputs",
-            "is_profile",
-            "num_speculative_tokens",
-        ),
+        "input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, "
+        "num_sampled, num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, "
+        "dp_sync_state, dummy_run, skip_attn_for_dummy_run, mm_inputs, is_profile, "
+        "num_speculative_tokens",
     ),
     Hook(
         _STANDALONE,
         "StandaloneARSpeculator._prefill",
-        ("input_batch", "num_rejected", "last_sampled", *_PASS_PARAMETERS),
+        "input_batch, num_rejected, last_sampled, num_reqs, skip_attn, num_tokens_across_dp",
     ),
-    Hook(_STANDALONE, "StandaloneARSpeculator._multi_step_decode", ("input_batch", "num_rejected", *_PASS_PARAMETERS)),
+    Hook(
+        _STANDALONE,
+        "StandaloneARSpeculator._multi_step_decode",
+        "input_batch, num_rejected, num_reqs, skip_attn, num_tokens_across_dp",
+    ),
     Hook(
         _STANDALONE,
         "StandaloneARSpeculator._run_model",
-        ("input_ids", "positions", "attn_metadata", "slot_mappings", "num_tokens_across_dp"),
+        "input_ids, positions, attn_metadata, slot_mappings, num_tokens_across_dp",
     ),
     Hook(
         _SPECULATOR,
         "DraftModelSpeculator._build_attn_metadata",
-        (
-            "num_reqs",
-            "batch_desc",
-            "query_start_loc_np",
-            "seq_lens_cpu_upper_bound",
-            "step",
-            "causal",
-            "dcp_local_seq_lens",
-            "slot_mappings",
-        ),
+        "num_reqs, batch_desc, query_start_loc_np, seq_lens_cpu_upper_bound, step, causal, "
+        "dcp_local_seq_lens, slot_mappings",
     ),
     Hook(
         _GPU + "block_table",
         "BlockTables.compute_slot_mappings",
-        ("idx_mapping", "query_start_loc", "positions", "num_tokens_padded", "out"),
+        "idx_mapping, query_start_loc, positions, num_tokens_padded, out",
     ),
-    Hook("vllm.v1.worker.utils", "AttentionGroup.update_draft_decode_metadata", ("attn_metadata",)),
-    Hook("vllm.v1.worker.utils", "AttentionGroup.map_to_kernel_block_table", ("block_table", "ubatch_idx")),
-    Hook("vllm.compilation.cudagraph_pool", "capture_pool", ("pool", "vllm_config")),
-    Hook("vllm.distributed.parallel_state", "graph_capture", ("device",)),
+    Hook("vllm.v1.worker.utils", "AttentionGroup.update_draft_decode_metadata", "attn_metadata"),
+    Hook("vllm.v1.worker.utils", "AttentionGroup.map_to_kernel_block_table", "block_table, ubatch_idx"),
+    Hook("vllm.compilation.cudagraph_pool", "capture_pool", "pool, vllm_config"),
+    Hook("vllm.distributed.parallel_state", "graph_capture", "device"),
 )
 
 
@@ -108,20 +96,9 @@ def draft_graph_reports() -> list[DraftGraphReport]:
 # ---------------------------------------------------------------- what is refused
 
 
-def check_library() -> None:
-    """Raises :class:`Unsupported` where the ops that go into the graphs have no CUDA kernels."""
-    problem = next(compiled.problem for compiled in library.loaded_libraries() if compiled.kind == "cuda")
-    if problem:
-        raise Unsupported(problem)
-
-
 def refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
     """Stop with the reason, or, where that was asked for, say it and go on with vLLM's own drafter."""
-    if config.strict:
-        raise RuntimeError(
-            f"nwor: {error} (draft graphs were asked for; VLLM_NWOR_ON_UNSUPPORTED=vanilla or "
-            '{"nwor": {"on_unsupported": "vanilla"}} runs such an engine without them)'
-        ) from error
+    error.stop_if(config.strict, "draft graphs were asked for", "without them")
     logger.warning("nwor: draft graphs: not active: %s", error)
 
 
@@ -150,7 +127,7 @@ def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any)
     try:
         check_vllm(HOOKS, DRAFT_GRAPHS)
         check_engine(vllm_config, device.type, DRAFT_GRAPHS)
-        check_library()
+        check_library("cuda")
     except Unsupported as error:
         refuse(config, error, logger)
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,13 +14,13 @@ from nwor_ops.kv_cache import LayerCache
 _BLOCKS = 3
 
 
+@dataclass(frozen=True)
 class Rows:
-    """Keys and values to try a writer with."""
+    """Keys and values to try a writer with. The shapes are those of one token's."""
 
-    def __init__(
-        self, shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.shapes, self.dtype, self.device = shapes, dtype, device
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: torch.dtype
+    device: torch.device
 
     def plain(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """At least 1 and below 2 in magnitude: no quantisation turns such a number into zero."""

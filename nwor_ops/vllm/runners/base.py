@@ -29,6 +29,17 @@ from nwor_ops.vllm.support import Hook, Unsupported, check_engine, check_vllm
 _MARK = "_nwor_wrapper"
 
 
+def runner_hooks(module: str, **more: str) -> tuple[Hook, ...]:
+    """Methods of a ``GPUModelRunner`` that are wrapped or called, by signature: those of every generation, and more."""
+    common = {
+        "initialize_kv_cache": "kv_cache_config, is_profiling, kv_cache_allocation_context",
+        "sample_tokens": "grammar_output",
+        "profile_run": "randomize_inputs",
+        "get_kv_cache_spec": "",
+    }
+    return tuple(Hook(module, f"GPUModelRunner.{name}", signature) for name, signature in (common | more).items())
+
+
 class RunnerAttachment(abc.ABC):
     """Makes one model runner's verification steps transactions.
 
@@ -66,9 +77,9 @@ class RunnerAttachment(abc.ABC):
         """The attention layers of the drafter's own model. Raises :class:`Unsupported` where they are not known."""
 
     @property
-    @abc.abstractmethod
     def drafter_borrows(self) -> bool:
-        """Whether the drafter attends with metadata that was made for the target."""
+        """Whether the drafter attends with metadata that was made for the target, not when it drafts."""
+        return False
 
     # ------------------------------------------------------------ attaching
 
@@ -95,12 +106,11 @@ class RunnerAttachment(abc.ABC):
         if not layers:
             raise Unsupported("no layer of the target model writes a KV cache of its own")
         spare = self._spare_blocks(layers, drafter_layers) if config.mode == "stage" else None
-        groups = sorted({layer.group for layer in layers})
         try:
             session = Session(
                 config,
                 layers,
-                {group: self.slot_mapping(group) for group in groups},
+                {group: self.slot_mapping(group) for group in sorted({layer.group for layer in layers})},
                 max_num_requests=runner.max_num_reqs,
                 max_draft_tokens=_max_draft_tokens(runner),
                 max_drafts_per_request=runner.speculative_config.num_speculative_tokens,
@@ -111,7 +121,7 @@ class RunnerAttachment(abc.ABC):
             raise Unsupported(str(error)) from error
         if config.audit:
             start_audit(session, layers)
-        self.wrap(session, groups)
+        self.wrap(session)
         context = runner.compilation_config.static_forward_context
         for layer in layers if session.wraps_writers else ():
             _wrap_writer(context[layer.name].impl, layer.name, session)
@@ -124,11 +134,10 @@ class RunnerAttachment(abc.ABC):
         check_tables(self.runner, layers, drafter_layers if self.drafter_borrows else set())
         return spare_blocks.spare_blocks(self.runner.vllm_config, self.runner.kv_cache_config)
 
-    def wrap(self, session: Session, groups: list[str]) -> None:
+    def wrap(self, session: Session) -> None:
         """Put our methods in the place of the runner's."""
         self.session = session
-        self.slot_mappings = {group: self.slot_mapping(group) for group in groups}
-        self.block_tables = {group: self.block_table(group) for group in groups}
+        self.block_tables = {group: self.block_table(group) for group in session.slot_mappings}
         for name in self.wrapped:
             # An attribute of the instance hides the method of the class; a second attach replaces the first.
             method = getattr(type(self.runner), name).__get__(self.runner)
@@ -145,7 +154,7 @@ class RunnerAttachment(abc.ABC):
             if session.spare is not None:
                 session.spare.check(scheduler_output)
             output = execute(scheduler_output, *args, **kwargs)
-            session.forwarded("after the forward")
+            session.tell("forwarded", "after the forward")
             return output
         except BaseException:
             session.after_failure(session.close_interrupted)
@@ -173,7 +182,8 @@ def start_audit(session: Session, layers: list[TargetLayer]) -> None:
     if session.spare is not None:
         shadow = {layer.group: session.spare.of_group(int(layer.group)) for layer in layers}
         audit = StageAudit(layers, session.max_num_tokens, shadow)
-    audit.subscribe(session)
+    session.audit = audit
+    session.subscribe(audit)
 
 
 def _max_draft_tokens(runner: Any) -> int:

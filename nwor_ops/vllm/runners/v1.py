@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from nwor_ops.transaction.window import Window
-from nwor_ops.vllm.runners.base import RunnerAttachment
+from nwor_ops.vllm.runners.base import RunnerAttachment, runner_hooks
 from nwor_ops.vllm.session import Step
 from nwor_ops.vllm.support import Hook, Unsupported
 
@@ -20,29 +20,17 @@ class V1(RunnerAttachment):
 
     module = _MODULE
     hooks = (
-        Hook(
+        *runner_hooks(
             _MODULE,
-            "GPUModelRunner.initialize_kv_cache",
-            ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+            _prepare_inputs="scheduler_output, num_scheduled_tokens",
+            _sample="logits, spec_decode_metadata",
+            execute_model="scheduler_output, intermediate_tensors",
         ),
-        Hook(_MODULE, "GPUModelRunner._prepare_inputs", ("scheduler_output", "num_scheduled_tokens")),
-        Hook(_MODULE, "GPUModelRunner._sample", ("logits", "spec_decode_metadata")),
-        Hook(_MODULE, "GPUModelRunner.execute_model", ("scheduler_output", "intermediate_tensors")),
-        Hook(_MODULE, "GPUModelRunner.sample_tokens", ("grammar_output",)),
-        Hook(_MODULE, "GPUModelRunner.profile_run", ("randomize_inputs",)),
-        Hook(_MODULE, "GPUModelRunner.get_kv_cache_spec", ()),
         Hook(
             "vllm.v1.spec_decode.metadata",
             "SpecDecodeMetadata",
-            (
-                "draft_token_ids",
-                "num_draft_tokens",
-                "cu_num_draft_tokens",
-                "cu_num_sampled_tokens",
-                "target_logits_indices",
-                "bonus_logits_indices",
-                "logits_indices",
-            ),
+            "draft_token_ids, num_draft_tokens, cu_num_draft_tokens, cu_num_sampled_tokens, target_logits_indices, "
+            "bonus_logits_indices, logits_indices",
         ),
     )
     wrapped = (*RunnerAttachment.wrapped, "_prepare_inputs", "_sample")
@@ -62,10 +50,6 @@ class V1(RunnerAttachment):
             raise Unsupported("the drafter does not say which attention layers are its own")
         return names
 
-    @property
-    def drafter_borrows(self) -> bool:
-        return False  # its metadata is made when it drafts
-
     def _step(self, metadata: Any) -> Step:
         """One forward: metadata is vLLM's ``SpecDecodeMetadata``, on the host and on the device."""
         runner, num_requests = self.runner, len(metadata.num_draft_tokens)
@@ -73,7 +57,7 @@ class V1(RunnerAttachment):
             Window(
                 query_start_loc=runner.query_start_loc.gpu,
                 cu_num_draft_tokens=metadata.cu_num_draft_tokens,
-                slot_mappings=self.slot_mappings,
+                slot_mappings=self.session.slot_mappings,
                 num_draft_tokens=sum(metadata.num_draft_tokens),
                 seq_lens=runner.seq_lens,
                 block_tables=self.block_tables,
@@ -89,7 +73,7 @@ class V1(RunnerAttachment):
         return result
 
     def _sample(self, sample: Callable[..., Any], logits: Any, spec_decode_metadata: Any) -> Any:
-        self.session.forwarded("before sampling")
+        self.session.tell("forwarded", "before sampling")
         output = sample(logits, spec_decode_metadata)
         if spec_decode_metadata is not None:
             drafted, sampled = spec_decode_metadata.draft_token_ids, output.sampled_token_ids

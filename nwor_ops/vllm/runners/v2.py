@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from nwor_ops.transaction.window import Window
-from nwor_ops.vllm.runners.base import RunnerAttachment
+from nwor_ops.vllm.runners.base import RunnerAttachment, runner_hooks
 from nwor_ops.vllm.session import Step
 from nwor_ops.vllm.support import Hook, Unsupported
 
@@ -21,42 +21,18 @@ class V2(RunnerAttachment):
 
     module = _MODULE
     hooks = (
-        Hook(
+        *runner_hooks(
             _MODULE,
-            "GPUModelRunner.initialize_kv_cache",
-            ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+            prepare_attn="input_batch",
+            sample="hidden_states, input_batch, grammar_output",
+            execute_model="scheduler_output, intermediate_tensors, dummy_run, skip_attn_for_dummy_run, is_profile, "
+            "context_len, valid_dummy_state_slots, randomize_inputs",
         ),
-        Hook(_MODULE, "GPUModelRunner.prepare_attn", ("input_batch",)),
-        Hook(_MODULE, "GPUModelRunner.sample", ("hidden_states", "input_batch", "grammar_output")),
-        Hook(
-            _MODULE,
-            "GPUModelRunner.execute_model",
-            (
-                "scheduler_output",
-                "intermediate_tensors",
-                "dummy_run",
-                "skip_attn_for_dummy_run",
-                "is_profile",
-                "context_len",
-                "valid_dummy_state_slots",
-                "randomize_inputs",
-            ),
-        ),
-        Hook(_MODULE, "GPUModelRunner.sample_tokens", ("grammar_output",)),
-        Hook(_MODULE, "GPUModelRunner.profile_run", ("randomize_inputs",)),
-        Hook(_MODULE, "GPUModelRunner.get_kv_cache_spec", ()),
-        Hook(_WARM_UP, "warmup_kernels", ("model_runner", "worker_execute_model", "worker_sample_tokens")),
+        Hook(_WARM_UP, "warmup_kernels", "model_runner, worker_execute_model, worker_sample_tokens"),
         Hook(
             _WARM_UP,
             "run_mixed_prefill_decode_warmup",
-            (
-                "model_runner",
-                "worker_execute_model",
-                "worker_sample_tokens",
-                "num_tokens",
-                "mixed_step_context",
-                "req_id_prefix",
-            ),
+            "model_runner, worker_execute_model, worker_sample_tokens, num_tokens, mixed_step_context, req_id_prefix",
         ),
     )
     wrapped = (*RunnerAttachment.wrapped, "prepare_attn", "sample")
@@ -89,7 +65,7 @@ class V2(RunnerAttachment):
             Window(
                 query_start_loc=input_batch.query_start_loc,
                 cu_num_draft_tokens=input_batch.cu_num_logits,
-                slot_mappings=self.slot_mappings,
+                slot_mappings=self.session.slot_mappings,
                 num_draft_tokens=input_batch.num_draft_tokens,
                 num_bonus_tokens=1,  # vLLM counts logits, from a zero on
                 leading_zero=True,
@@ -108,14 +84,14 @@ class V2(RunnerAttachment):
         return prepared
 
     def sample(self, sample: Callable[..., Any], hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
-        self.session.forwarded("before sampling")
+        self.session.tell("forwarded", "before sampling")
         output = sample(hidden_states, input_batch, grammar_output)
         if input_batch.num_draft_tokens > 0:
             self._sampled = output[1:]
             if self.session.mode == "stage":  # the drafter follows the tables, so they are put back before it runs
                 self.commit_sampled()
             else:
-                self.session.sampled()
+                self.session.tell("sampled")
         return output
 
     # Else behind the drafter, which neither reads nor writes the target's layers: the sampled tokens are on their way
