@@ -1,9 +1,11 @@
 """No Write On Reject: the KV-cache writes of speculative decoding as a transaction.
 
 >>> import nwor_ops                      # declares torch.ops.nwor.*, loads the kernels
->>> nwor_ops.write_kv_logged(...)        # the ops, one documented wrapper each: nwor_ops.ops
+>>> nwor_ops.write_kv_logged(...)        # the ops, one documented function each: nwor_ops.ops
 >>> manager = nwor_ops.DraftCommitManager(...)   # begin, write, commit or cancel: nwor_ops.transaction.manager
 """
+
+# ruff: noqa: I001  (`name as name` re-exports; isort would give each a statement of its own)
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -20,91 +22,58 @@ LIBRARIES = _library.loaded_libraries()
 _torch_fixes.correct_slices()
 
 from nwor_ops import meta as _meta  # noqa: E402, F401  (the fakes register themselves)
-from nwor_ops.kv_cache import LayerCache, Plane  # noqa: E402
-from nwor_ops.ops import (  # noqa: E402
-    COUNTERS,
-    STAGE_COUNTERS,
-    accept_staged,
-    acceptance_mask,
-    acceptance_mask_from_rejected,
-    close_window,
-    close_window_from_rejected,
-    commit_staged,
-    compute_slot_mappings,
-    copy_expand_inputs,
-    dcp_local_seq_lens,
-    eagle_step,
-    extend_queries,
-    gumbel_sample,
-    log_slots,
-    move_slots,
-    open_window,
-    plan_window,
-    plane_table,
-    prepare_decode_inputs,
-    prepare_inputs_padded,
-    prepare_next_token_padded,
-    prepare_prefill_inputs,
-    reject_rows,
-    reject_rows_from_rejected,
-    restore_slots,
-    restore_slots_from_rejected,
-    stage_kv,
-    update_draft_inputs,
-    write_kv,
-    write_kv_logged,
+from nwor_ops.kv_cache import (  # noqa: E402
+    LayerCache as LayerCache,
+    Plane as Plane,
 )
-from nwor_ops.staging import KVCacheInterceptor, StagingBuffer  # noqa: E402
-from nwor_ops.transaction.counters import EngineStats, InterceptorStats, StagingStats, Stats, stats  # noqa: E402
-from nwor_ops.transaction.manager import DraftCommitManager, current_manager, set_current_manager  # noqa: E402
-from nwor_ops.transaction.shadow_pages import num_shadow_blocks  # noqa: E402
-from nwor_ops.transaction.window import Window  # noqa: E402
-
-__all__ = [
-    "COUNTERS",
-    "LIBRARIES",
-    "STAGE_COUNTERS",
-    "DraftCommitManager",
-    "EngineStats",
-    "InterceptorStats",
-    "KVCacheInterceptor",
-    "LayerCache",
-    "Plane",
-    "StagingBuffer",
-    "StagingStats",
-    "Stats",
-    "Window",
-    "accept_staged",
-    "acceptance_mask",
-    "acceptance_mask_from_rejected",
-    "close_window",
-    "close_window_from_rejected",
-    "commit_staged",
-    "compute_slot_mappings",
-    "copy_expand_inputs",
-    "current_manager",
-    "dcp_local_seq_lens",
-    "eagle_step",
-    "extend_queries",
-    "gumbel_sample",
-    "log_slots",
-    "move_slots",
-    "num_shadow_blocks",
-    "open_window",
-    "plan_window",
-    "plane_table",
-    "prepare_decode_inputs",
-    "prepare_inputs_padded",
-    "prepare_next_token_padded",
-    "prepare_prefill_inputs",
-    "reject_rows",
-    "reject_rows_from_rejected",
-    "restore_slots",
-    "restore_slots_from_rejected",
-    "set_current_manager",
-    "stage_kv",
-    "stats",
-    "update_draft_inputs",
-    "write_kv",
-    "write_kv_logged",
-]
+from nwor_ops.ops import (  # noqa: E402
+    COUNTERS as COUNTERS,
+    STAGE_COUNTERS as STAGE_COUNTERS,
+    accept_staged as accept_staged,
+    acceptance_mask as acceptance_mask,
+    acceptance_mask_from_rejected as acceptance_mask_from_rejected,
+    close_window as close_window,
+    close_window_from_rejected as close_window_from_rejected,
+    commit_staged as commit_staged,
+    compute_slot_mappings as compute_slot_mappings,
+    copy_expand_inputs as copy_expand_inputs,
+    dcp_local_seq_lens as dcp_local_seq_lens,
+    eagle_step as eagle_step,
+    extend_queries as extend_queries,
+    gumbel_sample as gumbel_sample,
+    log_slots as log_slots,
+    move_slots as move_slots,
+    open_window as open_window,
+    plan_window as plan_window,
+    plane_table as plane_table,
+    prepare_decode_inputs as prepare_decode_inputs,
+    prepare_inputs_padded as prepare_inputs_padded,
+    prepare_next_token_padded as prepare_next_token_padded,
+    prepare_prefill_inputs as prepare_prefill_inputs,
+    reject_rows as reject_rows,
+    reject_rows_from_rejected as reject_rows_from_rejected,
+    restore_slots as restore_slots,
+    restore_slots_from_rejected as restore_slots_from_rejected,
+    stage_kv as stage_kv,
+    update_draft_inputs as update_draft_inputs,
+    write_kv as write_kv,
+    write_kv_logged as write_kv_logged,
+)
+from nwor_ops.staging import (  # noqa: E402
+    KVCacheInterceptor as KVCacheInterceptor,
+    StagingBuffer as StagingBuffer,
+)
+from nwor_ops.transaction.counters import (  # noqa: E402
+    EngineStats as EngineStats,
+    InterceptorStats as InterceptorStats,
+    StagingStats as StagingStats,
+    Stats as Stats,
+    stats as stats,
+)
+from nwor_ops.transaction.manager import (  # noqa: E402
+    DraftCommitManager as DraftCommitManager,
+    current_manager as current_manager,
+    set_current_manager as set_current_manager,
+)
+from nwor_ops.transaction.shadow_pages import num_shadow_blocks as num_shadow_blocks  # noqa: E402
+from nwor_ops.transaction.window import Window as Window  # noqa: E402

@@ -68,8 +68,3 @@ def _named(value: Any) -> str:
         return "None"
     kind = f"a value of type {type(value).__name__}"
     return f"{value!r:.40}, {kind}" if isinstance(value, str | int | float) else kind
-
-
-def as_list(values: Any) -> Any:
-    """A sequence as a list, which is what the dispatcher takes; what is none stays what it is, and is refused there."""
-    return values if type(values) is list or not hasattr(values, "__iter__") else list(values)

@@ -98,7 +98,7 @@ _LAZY_VIEWS: dict[str, tuple[str, Callable[[Tensor], bool], Callable[[Tensor], T
 
 def _without_lazy_views(op: str, dispatch_key: str) -> Callable[..., Any]:
     """The kernel of one op for one such key: refuses what the op would mutate, reads the rest."""
-    overload = getattr(torch.ops.nwor, op).default
+    overload = registry.OPS[op].overload
     what, is_lazy, read = _LAZY_VIEWS[dispatch_key]
 
     def resolved(name: str, mutated: bool, value: Any) -> Any:
@@ -133,9 +133,9 @@ def loaded_libraries() -> tuple[CompiledLibrary, ...]:
         sentence = missing.get(key) or (
             f"there is no kernel for {device}; nwor_ops has kernels for cpu and cuda, move the tensors there"
         )
-        for op in registry.SCHEMAS:
+        for op in registry.OPS:
             registry.implement(op, _refusal(op, sentence), key)
     for key in _LAZY_VIEWS:
-        for op in registry.SCHEMAS:
+        for op in registry.OPS:
             registry.implement(op, _without_lazy_views(op, key), key)
     return libraries

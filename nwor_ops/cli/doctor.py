@@ -18,7 +18,7 @@ import torch
 import nwor_ops
 from nwor_ops.cli.self_test import SELF_TESTS
 from nwor_ops.library import STABLE_ABI_TARGET
-from nwor_ops.ops.registry import SCHEMAS
+from nwor_ops.ops.registry import OPS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -128,7 +128,7 @@ def _vllm() -> Iterator[Finding]:
 
 def _self_tests() -> Iterator[Finding]:
     for device in _devices():
-        for op in (*SCHEMAS, *(name for name in SELF_TESTS if name not in SCHEMAS)):
+        for op in (*OPS, *(name for name in SELF_TESTS if name not in OPS)):
             problem = _run_self_test(op, torch.device(device))
             yield Finding(SELF_TEST, f"{op}, {device}", problem is None, problem or "")
 

@@ -1,8 +1,8 @@
-"""Every op of the library: its schema and one documented wrapper, in the file of its family.
+"""Every op of the library: declared, typed and documented as one function, in the file of its family.
 
 The kernels live in ``csrc/cpu/FAMILY.cpp`` and ``csrc/cuda/FAMILY.cu``, the fake implementations in ``meta/FAMILY.py``.
-``torch.ops.nwor.NAME`` and the wrapper of the same name take the same arguments in the same order.
-The wrapper adds two things: it refuses tensors that require a gradient (these ops have none, and
+``torch.ops.nwor.NAME`` and the function of the same name take the same arguments in the same order.
+The function adds two things: it refuses tensors that require a gradient (these ops have none, and
 an in-place op without one would corrupt a backward pass in silence), and it raises ``TypeError``
 for a wrong dtype or device where the dispatcher can only raise ``ValueError``.
 
@@ -14,78 +14,46 @@ one row, one backing buffer for all layers and MLA latents (H = 1) are all such 
 ``block * N + offset``, as in vLLM. No op here has a return value unless it says so.
 """
 
+# ruff: noqa: I001  (`name as name` re-exports; isort would give each a statement of its own)
+
 from nwor_ops.ops.accept import (
-    COUNTERS,
-    acceptance_mask,
-    acceptance_mask_from_rejected,
-    plan_window,
-    reject_rows,
-    reject_rows_from_rejected,
+    COUNTERS as COUNTERS,
+    acceptance_mask as acceptance_mask,
+    acceptance_mask_from_rejected as acceptance_mask_from_rejected,
+    plan_window as plan_window,
+    reject_rows as reject_rows,
+    reject_rows_from_rejected as reject_rows_from_rejected,
 )
 from nwor_ops.ops.drafter import (
-    compute_slot_mappings,
-    copy_expand_inputs,
-    dcp_local_seq_lens,
-    eagle_step,
-    extend_queries,
-    gumbel_sample,
-    prepare_decode_inputs,
-    prepare_inputs_padded,
-    prepare_next_token_padded,
-    prepare_prefill_inputs,
-    update_draft_inputs,
+    compute_slot_mappings as compute_slot_mappings,
+    copy_expand_inputs as copy_expand_inputs,
+    dcp_local_seq_lens as dcp_local_seq_lens,
+    eagle_step as eagle_step,
+    extend_queries as extend_queries,
+    gumbel_sample as gumbel_sample,
+    prepare_decode_inputs as prepare_decode_inputs,
+    prepare_inputs_padded as prepare_inputs_padded,
+    prepare_next_token_padded as prepare_next_token_padded,
+    prepare_prefill_inputs as prepare_prefill_inputs,
+    update_draft_inputs as update_draft_inputs,
 )
 from nwor_ops.ops.shadow import (
-    close_window,
-    close_window_from_rejected,
-    open_window,
+    close_window as close_window,
+    close_window_from_rejected as close_window_from_rejected,
+    open_window as open_window,
 )
 from nwor_ops.ops.staging import (
-    STAGE_COUNTERS,
-    accept_staged,
-    commit_staged,
-    move_slots,
-    stage_kv,
+    STAGE_COUNTERS as STAGE_COUNTERS,
+    accept_staged as accept_staged,
+    commit_staged as commit_staged,
+    move_slots as move_slots,
+    stage_kv as stage_kv,
 )
 from nwor_ops.ops.undo import (
-    log_slots,
-    plane_table,
-    restore_slots,
-    restore_slots_from_rejected,
-    write_kv,
-    write_kv_logged,
+    log_slots as log_slots,
+    plane_table as plane_table,
+    restore_slots as restore_slots,
+    restore_slots_from_rejected as restore_slots_from_rejected,
+    write_kv as write_kv,
+    write_kv_logged as write_kv_logged,
 )
-
-__all__ = [
-    "COUNTERS",
-    "STAGE_COUNTERS",
-    "accept_staged",
-    "acceptance_mask",
-    "acceptance_mask_from_rejected",
-    "close_window",
-    "close_window_from_rejected",
-    "commit_staged",
-    "compute_slot_mappings",
-    "copy_expand_inputs",
-    "dcp_local_seq_lens",
-    "eagle_step",
-    "extend_queries",
-    "gumbel_sample",
-    "log_slots",
-    "move_slots",
-    "open_window",
-    "plan_window",
-    "plane_table",
-    "prepare_decode_inputs",
-    "prepare_inputs_padded",
-    "prepare_next_token_padded",
-    "prepare_prefill_inputs",
-    "reject_rows",
-    "reject_rows_from_rejected",
-    "restore_slots",
-    "restore_slots_from_rejected",
-    "stage_kv",
-    "update_draft_inputs",
-    "write_kv",
-    "write_kv_logged",
-]

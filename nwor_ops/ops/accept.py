@@ -4,34 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from nwor_ops.arguments import as_list
-from nwor_ops.ops.registry import call, declare
-
-SCHEMAS = {
-    "plan_window": """(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
-        Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests,
-        Tensor(d!) row_positions, Tensor(e!) counters, int? token_offset=None,
-        int num_bonus_tokens=0, bool leading_zero=False) -> ()""",
-    "acceptance_mask": """(Tensor draft_token_ids, Tensor sampled_token_ids,
-        Tensor cu_num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)""",
-    "acceptance_mask_from_rejected": """(Tensor num_rejected, Tensor cu_num_draft_tokens,
-        int num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)""",
-    "reject_rows": """(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_num_draft_tokens,
-        Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters,
-        int num_bonus_tokens=0, bool leading_zero=False) -> ()""",
-    "reject_rows_from_rejected": """(Tensor num_rejected, Tensor cu_num_draft_tokens,
-        Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters,
-        int num_bonus_tokens=0, bool leading_zero=False) -> ()""",
-}
+from nwor_ops.ops.registry import op
 
 # Layout of the `counters` tensor, int64 [len(COUNTERS)], which only ever grows.
 COUNTERS = ("windows", "drafted", "accepted", "rejected", "overflowed")
 
-declare(SCHEMAS)
+
+def _new_mask(cu_num_draft_tokens: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+    """What the ops that return a mask return."""
+    accepted = cu_num_draft_tokens.new_empty(num_draft_tokens, dtype=torch.bool)
+    return accepted, cu_num_draft_tokens.new_empty(cu_num_draft_tokens.shape[0], dtype=torch.int32)
 
 
+@op(mutates=("log_rows", "row_slots", "row_requests", "row_positions", "counters"))
 def plan_window(
     query_start_loc: Tensor,
     cu_num_draft_tokens: Tensor,
@@ -82,12 +70,9 @@ def plan_window(
             row -1, counted in ``overflowed``) and raises in debug mode.
         TypeError: a dtype or device.
     """
-    call(
-        "plan_window", query_start_loc, cu_num_draft_tokens, as_list(slot_mappings), log_rows, row_slots,
-        row_requests, row_positions, counters, token_offset, num_bonus_tokens, leading_zero,
-    )  # fmt: skip
 
 
+@op(mutates=(), results=("accepted", "num_accepted"))
 def acceptance_mask(
     draft_token_ids: Tensor, sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -111,9 +96,10 @@ def acceptance_mask(
     Raises:
         ValueError, TypeError: as above.
     """
-    return call("acceptance_mask", draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
+    return _new_mask(cu_num_draft_tokens, draft_token_ids.shape[0])
 
 
+@op(mutates=(), results=("accepted", "num_accepted"))
 def acceptance_mask_from_rejected(
     num_rejected: Tensor, cu_num_draft_tokens: Tensor, num_draft_tokens: int
 ) -> tuple[Tensor, Tensor]:
@@ -128,9 +114,10 @@ def acceptance_mask_from_rejected(
     Returns:
         ``accepted``, bool ``[P]``, and ``num_accepted``, int32 ``[Q]``.
     """
-    return call("acceptance_mask_from_rejected", num_rejected, cu_num_draft_tokens, num_draft_tokens)
+    return _new_mask(cu_num_draft_tokens, num_draft_tokens)
 
 
+@op(mutates=("row_rejected", "num_accepted", "counters"))
 def reject_rows(
     draft_token_ids: Tensor,
     sampled_token_ids: Tensor,
@@ -154,12 +141,9 @@ def reject_rows(
 
     A window of more than R drafts was never planned: every row is then False and nothing is counted.
     """
-    call(
-        "reject_rows", draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-        num_bonus_tokens, leading_zero,
-    )  # fmt: skip
 
 
+@op(mutates=("row_rejected", "num_accepted", "counters"))
 def reject_rows_from_rejected(
     num_rejected: Tensor,
     cu_num_draft_tokens: Tensor,
@@ -170,10 +154,3 @@ def reject_rows_from_rejected(
     leading_zero: bool = False,
 ) -> None:
     """:func:`reject_rows` for runners that already know ``num_rejected``, int32 ``[>= Q]``."""
-    call(
-        "reject_rows_from_rejected", num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-        num_bonus_tokens, leading_zero,
-    )  # fmt: skip
-
-
-# The families draft and stage are declared and documented in files of their own, which need what stands above.

@@ -29,54 +29,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from nwor_ops.arguments import as_list
-from nwor_ops.ops.registry import call, declare
-
-SCHEMAS = {
-    "prepare_prefill_inputs": """(Tensor target_input_ids, Tensor target_positions,
-        Tensor target_query_start_loc, Tensor target_seq_lens, Tensor idx_mapping, Tensor num_sampled,
-        Tensor num_rejected, Tensor last_sampled, Tensor next_prefill_tokens, Tensor(a!) input_ids,
-        Tensor(b!) positions, Tensor(c!) query_start_loc, Tensor(d!) seq_lens,
-        Tensor(e!) last_token_indices, Tensor(f!) current_draft_step) -> ()""",
-    "prepare_decode_inputs": """(Tensor draft_tokens, Tensor target_seq_lens, Tensor num_rejected,
-        Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) query_start_loc, Tensor(d!) seq_lens,
-        int max_model_len, Tensor? idx_mapping=None, Tensor(e!)? sample_positions=None,
-        bool advance_positions=True) -> ()""",
-    "update_draft_inputs": """(Tensor sampled, Tensor current_draft_step, Tensor(a!) draft_tokens,
-        Tensor(b!) input_ids, Tensor(c!) positions, Tensor(d!) seq_lens, int num_speculative_steps,
-        int max_model_len, Tensor? idx_mapping=None, Tensor? hidden_states=None,
-        Tensor(e!)? next_hidden_states=None, Tensor(f!)? sample_positions=None,
-        bool advance_positions=True) -> ()""",
-    "compute_slot_mappings": """(Tensor idx_mapping, Tensor query_start_loc, Tensor positions,
-        Tensor[] block_tables, int[] block_sizes, Tensor(a!) slot_mappings, int cp_size=1, int cp_rank=0,
-        int cp_interleave=1, Tensor? cp_sharded=None) -> ()""",
-    "eagle_step": """(Tensor positions, Tensor block_table, Tensor(a!) seq_lens, Tensor(b!) new_positions,
-        Tensor(c!) slot_mapping, int block_size, int max_model_len) -> ()""",
-    "prepare_inputs_padded": """(Tensor cu_num_draft_tokens, Tensor valid_sampled_count,
-        Tensor query_start_loc, Tensor(a!) token_indices_to_sample, Tensor(b!) num_rejected,
-        Tensor? discarded=None) -> ()""",
-    "prepare_next_token_padded": """(Tensor sampled_token_ids, Tensor discarded,
-        Tensor backup_next_token_ids, Tensor(a!) next_token_ids, Tensor(b!) valid_sampled_count,
-        int vocab_size) -> ()""",
-    "gumbel_sample": """(Tensor logits, Tensor idx_mapping, Tensor temperature, Tensor seeds,
-        Tensor positions, Tensor step, Tensor(a!) sampled, Tensor(b!)? logits_cache=None,
-        Tensor(c!)? workspace=None) -> ()""",
-    "copy_expand_inputs": """(Tensor target_input_ids, Tensor target_positions,
-        Tensor target_query_start_loc, Tensor num_rejected, Tensor next_token_ids, Tensor(a!) input_ids,
-        Tensor(b!) positions, Tensor(c!) is_rejected, Tensor(d!) is_masked, Tensor(e!) new_token_indices,
-        int num_new_tokens=1, int padding_token_id=0, int mask_token_id=0, bool shift_input_ids=False,
-        int? max_model_len=None, Tensor? idx_mapping=None, Tensor(f!)? hidden_state_mapping=None) -> ()""",
-    "extend_queries": """(Tensor target_query_start_loc, Tensor target_seq_lens, Tensor positions,
-        Tensor is_rejected, Tensor block_table, Tensor(a!) query_start_loc, Tensor(b!) seq_lens,
-        Tensor(c!) slot_mapping, int block_size, int max_model_len, int num_new_tokens=1,
-        Tensor? idx_mapping=None) -> ()""",
-    "dcp_local_seq_lens": """(Tensor seq_lens, Tensor(a!) local_seq_lens, int dcp_size, int dcp_rank,
-        int cp_interleave=1) -> ()""",
-}
-
-declare(SCHEMAS)
+from nwor_ops.ops.registry import op
 
 
+@op(mutates=("input_ids", "positions", "query_start_loc", "seq_lens", "last_token_indices", "current_draft_step"))
 def prepare_prefill_inputs(
     target_input_ids: Tensor,
     target_positions: Tensor,
@@ -127,13 +83,9 @@ def prepare_prefill_inputs(
         TypeError: a dtype or device.
         IndexError: on the CPU, an index >= S.
     """
-    call(
-        "prepare_prefill_inputs", target_input_ids, target_positions, target_query_start_loc,
-        target_seq_lens, idx_mapping, num_sampled, num_rejected, last_sampled, next_prefill_tokens, input_ids,
-        positions, query_start_loc, seq_lens, last_token_indices, current_draft_step,
-    )  # fmt: skip
 
 
+@op(mutates=("input_ids", "positions", "query_start_loc", "seq_lens", "sample_positions"))
 def prepare_decode_inputs(
     draft_tokens: Tensor,
     target_seq_lens: Tensor,
@@ -172,12 +124,9 @@ def prepare_decode_inputs(
     Raises:
         As :func:`prepare_prefill_inputs`.
     """
-    call(
-        "prepare_decode_inputs", draft_tokens, target_seq_lens, num_rejected, input_ids, positions,
-        query_start_loc, seq_lens, max_model_len, idx_mapping, sample_positions, advance_positions,
-    )  # fmt: skip
 
 
+@op(mutates=("draft_tokens", "input_ids", "positions", "seq_lens", "next_hidden_states", "sample_positions"))
 def update_draft_inputs(
     sampled: Tensor,
     current_draft_step: Tensor,
@@ -222,13 +171,9 @@ def update_draft_inputs(
         IndexError: on the CPU, a step outside the columns of ``draft_tokens``.
         RuntimeError: a hidden state requires a gradient.
     """
-    call(
-        "update_draft_inputs", sampled, current_draft_step, draft_tokens, input_ids, positions, seq_lens,
-        num_speculative_steps, max_model_len, idx_mapping, hidden_states, next_hidden_states, sample_positions,
-        advance_positions,
-    )  # fmt: skip
 
 
+@op(mutates=("slot_mappings",))
 def compute_slot_mappings(
     idx_mapping: Tensor,
     query_start_loc: Tensor,
@@ -264,12 +209,9 @@ def compute_slot_mappings(
         ValueError, TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: on the CPU, an index >= S, a negative position, or one past the columns.
     """
-    call(
-        "compute_slot_mappings", idx_mapping, query_start_loc, positions, as_list(block_tables),
-        as_list(block_sizes), slot_mappings, cp_size, cp_rank, cp_interleave, cp_sharded,
-    )  # fmt: skip
 
 
+@op(mutates=("seq_lens", "new_positions", "slot_mapping"))
 def eagle_step(
     positions: Tensor,
     block_table: Tensor,
@@ -299,12 +241,9 @@ def eagle_step(
         ValueError, TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: on the CPU, a position below -1.
     """
-    call(
-        "eagle_step", positions, block_table, seq_lens, new_positions, slot_mapping, block_size,
-        max_model_len,
-    )  # fmt: skip
 
 
+@op(mutates=("token_indices_to_sample", "num_rejected"))
 def prepare_inputs_padded(
     cu_num_draft_tokens: Tensor,
     valid_sampled_count: Tensor,
@@ -332,12 +271,9 @@ def prepare_inputs_padded(
         ValueError: a shape, stride or overlap; on the CPU also cumulative drafts that decrease.
         TypeError: a dtype or device.
     """
-    call(
-        "prepare_inputs_padded", cu_num_draft_tokens, valid_sampled_count, query_start_loc,
-        token_indices_to_sample, num_rejected, discarded,
-    )  # fmt: skip
 
 
+@op(mutates=("next_token_ids", "valid_sampled_count"))
 def prepare_next_token_padded(
     sampled_token_ids: Tensor,
     discarded: Tensor,
@@ -363,12 +299,9 @@ def prepare_next_token_padded(
     Raises:
         ValueError: a shape or overlap. TypeError: a dtype or device.
     """
-    call(
-        "prepare_next_token_padded", sampled_token_ids, discarded, backup_next_token_ids,
-        next_token_ids, valid_sampled_count, vocab_size,
-    )  # fmt: skip
 
 
+@op(mutates=("sampled", "logits_cache", "workspace"))
 def gumbel_sample(
     logits: Tensor,
     idx_mapping: Tensor,
@@ -411,12 +344,9 @@ def gumbel_sample(
         IndexError: on the CPU, an index >= S, or a step outside the columns that it names.
         RuntimeError: a tensor requires a gradient.
     """
-    call(
-        "gumbel_sample", logits, idx_mapping, temperature, seeds, positions, step, sampled, logits_cache,
-        workspace,
-    )  # fmt: skip
 
 
+@op(mutates=("input_ids", "positions", "is_rejected", "is_masked", "new_token_indices", "hidden_state_mapping"))
 def copy_expand_inputs(
     target_input_ids: Tensor,
     target_positions: Tensor,
@@ -475,13 +405,9 @@ def copy_expand_inputs(
             does not hold every token.
         IndexError: on the CPU, an index >= S.
     """
-    call(
-        "copy_expand_inputs", target_input_ids, target_positions, target_query_start_loc, num_rejected,
-        next_token_ids, input_ids, positions, is_rejected, is_masked, new_token_indices, num_new_tokens,
-        padding_token_id, mask_token_id, shift_input_ids, max_model_len, idx_mapping, hidden_state_mapping,
-    )  # fmt: skip
 
 
+@op(mutates=("query_start_loc", "seq_lens", "slot_mapping"))
 def extend_queries(
     target_query_start_loc: Tensor,
     target_seq_lens: Tensor,
@@ -521,12 +447,9 @@ def extend_queries(
         ValueError, TypeError: as :func:`prepare_prefill_inputs`.
         IndexError: on the CPU, a position that is negative or past the columns, of a token that needs a slot.
     """
-    call(
-        "extend_queries", target_query_start_loc, target_seq_lens, positions, is_rejected, block_table,
-        query_start_loc, seq_lens, slot_mapping, block_size, max_model_len, num_new_tokens, idx_mapping,
-    )  # fmt: skip
 
 
+@op(mutates=("local_seq_lens",))
 def dcp_local_seq_lens(
     seq_lens: Tensor, local_seq_lens: Tensor, dcp_size: int, dcp_rank: int, cp_interleave: int = 1
 ) -> None:
@@ -545,4 +468,3 @@ def dcp_local_seq_lens(
     Raises:
         ValueError, TypeError: as :func:`prepare_prefill_inputs`.
     """
-    call("dcp_local_seq_lens", seq_lens, local_seq_lens, dcp_size, dcp_rank, cp_interleave)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,27 +17,94 @@ from nwor_ops.torch_fixes import before_lowering
 
 NAMESPACE = "nwor"
 
-SCHEMAS: dict[str, str] = {}  # of all ops
-
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# The overload itself: calling through the packet looks it up again each time.
-_overloads: dict[str, torch._ops.OpOverload] = {}
-_argument_names: dict[str, tuple[str, ...]] = {}
+
+@dataclass(frozen=True)
+class Op:
+    """A declared op.
+
+    Attributes:
+        family: name of the file that declares it.
+        function: as it is written there: signature, docstring, and a body that says what a trace gets.
+        overload: calling it through its packet would look it up again each time.
+    """
+
+    name: str
+    family: str
+    function: Callable[..., Any]
+    overload: torch._ops.OpOverload
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        return tuple(argument.name for argument in self.overload._schema.arguments)
+
+    def arguments(self, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of a call by name, in the order of the schema, defaults filled in; TypeError where one is
+        missing or unknown."""
+        try:
+            bound = inspect.signature(self.function).bind(*positional, **named)
+        except TypeError as wrong_call:
+            raise TypeError(f"{self.name}: {wrong_call}") from None
+        bound.apply_defaults()
+        return bound.arguments
+
+
+OPS: dict[str, Op] = {}  # in the order of their declaration
+
+
+def family(name: str) -> tuple[str, ...]:
+    """The ops of a family."""
+    return tuple(op.name for op in OPS.values() if op.family == name)
 
 
 class Refusal(RuntimeError):
     """There is no kernel for a device, or a trace asks for what it must not have: not a matter of one argument."""
 
 
-def declare(schemas: dict[str, str]) -> None:
-    """Define the ops of one family; ``SCHEMAS`` holds all of them."""
-    for name, schema in schemas.items():
-        _library.define(name + " ".join(schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
-        overload = getattr(torch.ops.nwor, name).default
-        _overloads[name] = overload
-        _argument_names[name] = tuple(argument.name for argument in overload._schema.arguments)
-    SCHEMAS.update(schemas)
+def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Function], _Function]:
+    """Declare the op of a function: its schema is inferred from the signature, and a call of the function calls the op.
+
+    The body is run in traces alone, behind the checks of ``meta/``: it returns what the op returns.
+
+    Args:
+        mutates: the arguments that the op writes to.
+        results: names of what it returns.
+
+    A call raises:
+        TypeError: an argument is of a type that the schema does not take, or of a wrong dtype or device.
+        ValueError: anything else is wrong with an argument.
+        RuntimeError: a tensor requires a gradient, or there is no kernel for its device.
+    """
+
+    def declare(function: _Function) -> _Function:
+        name = function.__name__
+        _library.define(name + _schema(function, mutates, results), tags=(torch.Tag.pt2_compliant_tag,))
+        overload: torch._ops.OpOverload = getattr(torch.ops.nwor, name).default
+        declared = OPS[name] = Op(name, function.__module__.rpartition(".")[2], function, overload)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if torch.is_grad_enabled():  # in serving it is not: then no plane of a cache is looked at
+                _refuse_gradients(declared, arguments, named)
+            try:
+                return overload(*arguments, **named)
+            except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+                raise _translated(declared, arguments, named, error) from None
+
+        return call  # type: ignore[return-value]
+
+    return declare
+
+
+def _schema(function: Callable[..., Any], mutates: Sequence[str], results: Sequence[str]) -> str:
+    """What torch infers, in the form that compiled graphs hold since version 0.1: a letter for each mutated argument,
+    integers that are never symbols (the kernels' stable ABI has none), named results."""
+    letters = iter("abcdefgh")
+    arguments = torch.library.infer_schema(function, mutates_args=mutates).rpartition(" -> ")[0]
+    arguments = re.sub(r"\(a\d+!\)", lambda _: f"({next(letters)}!)", arguments).replace("SymInt", "int")
+    return f"{arguments} -> ({', '.join(f'Tensor {result}' for result in results)})"
 
 
 def implement(op: str, kernel: Callable[..., Any], dispatch_key: str) -> None:
@@ -51,30 +121,22 @@ def implement_fake(op: str, kernel: Callable[..., Any]) -> None:
 _TYPE_COMPLAINT = re.compile(r" must have dtype | must be on device ")
 
 
-def call(op: str, *arguments: Any) -> Any:
-    """Call one op with the arguments of its schema; every wrapper ends here.
-
-    Raises:
-        TypeError: an argument is of a type that the schema does not take, or of a wrong dtype or device.
-        ValueError: anything else is wrong with an argument.
-        RuntimeError: a tensor requires a gradient, or there is no kernel for its device.
-    """
-    if torch.is_grad_enabled():  # in serving it is not: then no plane of a cache is looked at
-        _refuse_gradients(op, arguments)
-    try:
-        return _overloads[op](*arguments)
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise _translated(op, arguments, error) from None
-
-
-def _refuse_gradients(op: str, arguments: Sequence[Any]) -> None:
-    for name, argument in zip(_argument_names[op], arguments, strict=True):
+def _refuse_gradients(op: Op, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    for argument in (*arguments, *named.values()):
         if isinstance(argument, Tensor):
-            refuse_gradient(op, name, argument)
+            if argument.requires_grad:
+                break
+        elif isinstance(argument, (list, tuple)) and any(isinstance(e, Tensor) and e.requires_grad for e in argument):
+            break
+    else:
+        return
+    for name, argument in op.arguments(arguments, named).items():
+        if isinstance(argument, Tensor):
+            refuse_gradient(op.name, name, argument)
         elif isinstance(argument, (list, tuple)):
             for index, element in enumerate(argument):
                 if isinstance(element, Tensor):
-                    refuse_gradient(op, f"{name}[{index}]", element)
+                    refuse_gradient(op.name, f"{name}[{index}]", element)
 
 
 def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
@@ -85,16 +147,16 @@ def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def _translated(op: str, arguments: Sequence[Any], error: Exception) -> Exception:
+def _translated(op: Op, arguments: Sequence[Any], named: Mapping[str, Any], error: Exception) -> Exception:
     """The error a caller should see.
 
     A kernel throws std::invalid_argument, which Python sees as ValueError up to torch 2.14 and as RuntimeError from
     2.15 on. Its complaints begin with the name of the op; so do the refusals of ``library.py``, which are
     RuntimeErrors and stay so.
     """
-    if wrong_type := describe_type_error(_overloads[op], arguments):
+    if wrong_type := describe_type_error(op.overload, op.arguments(arguments, named).values()):
         return wrong_type
     complaint = str(error)
-    if isinstance(error, Refusal) or not complaint.startswith(f"{op}: "):
+    if isinstance(error, Refusal) or not complaint.startswith(f"{op.name}: "):
         return error
     return TypeError(complaint) if _TYPE_COMPLAINT.search(complaint) else ValueError(complaint)

@@ -14,33 +14,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from nwor_ops.ops.registry import call, declare
-
-SCHEMAS = {
-    "open_window": """(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc,
-        Tensor cu_num_draft_tokens, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks,
-        Tensor(b!)[] slot_mappings, Tensor(c!)[] block_tables, Tensor(d!) saved_slots, Tensor(e!) tail_pages,
-        Tensor? idx_mapping=None, Tensor(f!)? held_slots=None, Tensor? page_offsets=None,
-        int num_bonus_tokens=0, Tensor? plane_table=None, bool leading_zero=False) -> ()""",
-    "close_window": """(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc,
-        Tensor cu_num_draft_tokens, Tensor row_rejected, Tensor shadow_blocks, Tensor saved_slots,
-        Tensor tail_pages, Tensor(b!)[] slot_mappings, Tensor(c!)[] block_tables, Tensor? idx_mapping=None,
-        Tensor(d!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0,
-        Tensor? plane_table=None, bool leading_zero=False) -> ()""",
-    "close_window_from_rejected": """(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc,
-        Tensor cu_num_draft_tokens, Tensor num_rejected, Tensor(b!) row_rejected, Tensor(c!) num_accepted,
-        Tensor(d!) counters, Tensor shadow_blocks, Tensor saved_slots, Tensor tail_pages,
-        Tensor(e!)[] slot_mappings, Tensor(f!)[] block_tables, Tensor? idx_mapping=None,
-        Tensor(g!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0,
-        Tensor? plane_table=None, bool leading_zero=False) -> ()""",
-}
+from nwor_ops.ops.registry import op
 
 # Groups of one call of `open_window` or `close_window` (kMostWindowGroups in csrc/stage.h).
 MOST_GROUPS = 16
 
-declare(SCHEMAS)
 
-
+@op(mutates=("caches", "slot_mappings", "block_tables", "saved_slots", "tail_pages", "held_slots"))
 def open_window(
     caches: list[Tensor],
     planes_per_group: Sequence[int],
@@ -109,13 +89,9 @@ def open_window(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`stage_kv`; and as said above.
     """
-    call(
-        "open_window", caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
-        seq_lens, row_slots, shadow_blocks, slot_mappings, block_tables, saved_slots, tail_pages, idx_mapping,
-        held_slots, page_offsets, num_bonus_tokens, plane_table, leading_zero,
-    )  # fmt: skip
 
 
+@op(mutates=("caches", "slot_mappings", "block_tables", "held_slots"))
 def close_window(
     caches: list[Tensor],
     planes_per_group: Sequence[int],
@@ -154,13 +130,9 @@ def close_window(
     Raises:
         As :func:`open_window`.
     """
-    call(
-        "close_window", caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
-        row_rejected, shadow_blocks, saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping, held_slots,
-        page_offsets, num_bonus_tokens, plane_table, leading_zero,
-    )  # fmt: skip
 
 
+@op(mutates=("caches", "row_rejected", "num_accepted", "counters", "slot_mappings", "block_tables", "held_slots"))
 def close_window_from_rejected(
     caches: list[Tensor],
     planes_per_group: Sequence[int],
@@ -198,9 +170,3 @@ def close_window_from_rejected(
     On CUDA nothing is raised for a window of more than R drafts, which was never planned: where tables were redirected
     for it all the same, the counts decide which rows are copied, not the flags.
     """
-    call(
-        "close_window_from_rejected", caches, planes_per_group,
-        query_start_loc, cu_num_draft_tokens, num_rejected, row_rejected, num_accepted, counters, shadow_blocks,
-        saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping, held_slots, page_offsets,
-        num_bonus_tokens, plane_table, leading_zero,
-    )  # fmt: skip

@@ -13,26 +13,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nwor_ops.ops.registry import call, declare
-
-SCHEMAS = {
-    "stage_kv": """(Tensor key, Tensor value, Tensor stage_rows, Tensor(a!) staged_key, Tensor(b!) staged_value,
-        Tensor? window_id=None, Tensor(c!)? row_windows=None) -> ()""",
-    "accept_staged": """(Tensor row_accepted, Tensor row_slots, Tensor window_id, Tensor row_windows, int num_slots,
-        Tensor(a!) row_committed, Tensor(b!) counters, Tensor? row_requests=None,
-        Tensor? row_positions=None) -> ()""",
-    "commit_staged": """(Tensor staged_key, Tensor staged_value, Tensor row_slots, Tensor row_accepted,
-        Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor k_scale, Tensor v_scale, str kv_cache_dtype,
-        Tensor? row_requests=None, Tensor? row_positions=None) -> ()""",
-    "move_slots": """(Tensor(a!)[] caches, Tensor src_slots, Tensor dst_slots, Tensor? page_offsets=None) -> ()""",
-}
+from nwor_ops.ops.registry import op
 
 # Layout of the `counters` tensor of `accept_staged`, int64 [len(STAGE_COUNTERS)], which only ever grows.
 STAGE_COUNTERS = ("windows", "staged", "stage_operations", "committed", "rejected", "incomplete")
 
-declare(SCHEMAS)
 
-
+@op(mutates=("staged_key", "staged_value", "row_windows"))
 def stage_kv(
     key: Tensor,
     value: Tensor,
@@ -64,11 +51,9 @@ def stage_kv(
 
     All tensors are on one device.
     """
-    call(
-        "stage_kv", key, value, stage_rows, staged_key, staged_value, window_id, row_windows,
-    )  # fmt: skip
 
 
+@op(mutates=("row_committed", "counters"))
 def accept_staged(
     row_accepted: Tensor,
     row_slots: Tensor,
@@ -104,12 +89,9 @@ def accept_staged(
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`stage_kv`.
     """
-    call(
-        "accept_staged", row_accepted, row_slots, window_id, row_windows, num_slots,
-        row_committed, counters, row_requests, row_positions,
-    )  # fmt: skip
 
 
+@op(mutates=("key_cache", "value_cache"))
 def commit_staged(
     staged_key: Tensor,
     staged_value: Tensor,
@@ -140,12 +122,9 @@ def commit_staged(
     Raises:
         As :func:`write_kv`; the IndexError is for the slot of an accepted row.
     """
-    call(
-        "commit_staged", staged_key, staged_value, row_slots, row_accepted, key_cache,
-        value_cache, k_scale, v_scale, kv_cache_dtype, row_requests, row_positions,
-    )  # fmt: skip
 
 
+@op(mutates=("caches",))
 def move_slots(caches: list[Tensor], src_slots: Tensor, dst_slots: Tensor, page_offsets: Tensor | None = None) -> None:
     """Move rows inside the caches, in every layer: one launch. All moves happen at once.
 
@@ -167,4 +146,3 @@ def move_slots(caches: list[Tensor], src_slots: Tensor, dst_slots: Tensor, page_
         IndexError: on the CPU, a source or destination >= B * N; nothing is written. On CUDA the move is left out and
             reported in debug mode.
     """
-    call("move_slots", caches, src_slots, dst_slots, page_offsets)

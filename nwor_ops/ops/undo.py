@@ -8,29 +8,10 @@ import torch
 from torch import Tensor
 
 from nwor_ops.arguments import type_error_in_list
-from nwor_ops.ops.registry import call, declare, refuse_gradient
-
-SCHEMAS = {
-    "write_kv": """(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,
-        Tensor slot_mapping, Tensor k_scale, Tensor v_scale, str kv_cache_dtype) -> ()""",
-    "write_kv_logged": """(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,
-        Tensor slot_mapping, Tensor k_scale, Tensor v_scale, str kv_cache_dtype,
-        Tensor log_rows, Tensor(c!) key_log, Tensor(d!) value_log, Tensor? window_id=None,
-        Tensor(e!)? row_windows=None) -> ()""",
-    "log_slots": """(Tensor cache, Tensor slot_mapping, Tensor log_rows, Tensor(a!) log,
-        Tensor? page_offsets=None, Tensor? window_id=None, Tensor(b!)? row_windows=None) -> ()""",
-    "restore_slots": """(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor row_rejected,
-        Tensor? page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None, int? num_rows=None,
-        Tensor? plane_table=None) -> ()""",
-    "restore_slots_from_rejected": """(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor num_rejected,
-        Tensor cu_num_draft_tokens, Tensor(b!) row_rejected, Tensor(c!) num_accepted, Tensor(d!) counters,
-        int num_bonus_tokens=0, Tensor? page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None,
-        int? num_rows=None, Tensor? plane_table=None, bool leading_zero=False) -> ()""",
-}
-
-declare(SCHEMAS)
+from nwor_ops.ops.registry import op, refuse_gradient
 
 
+@op(mutates=("key_cache", "value_cache"))
 def write_kv(
     key: Tensor,
     value: Tensor,
@@ -68,9 +49,9 @@ def write_kv(
 
     All tensors are on one device.
     """
-    call("write_kv", key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype)
 
 
+@op(mutates=("key_cache", "value_cache", "key_log", "value_log", "row_windows"))
 def write_kv_logged(
     key: Tensor,
     value: Tensor,
@@ -108,12 +89,9 @@ def write_kv_logged(
         logged, and reported in debug mode); ValueError also where a log shares memory with a cache,
         a source or the other log.
     """
-    call(
-        "write_kv_logged", key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype,
-        log_rows, key_log, value_log, window_id, row_windows,
-    )  # fmt: skip
 
 
+@op(mutates=("log", "row_windows"))
 def log_slots(
     cache: Tensor,
     slot_mapping: Tensor,
@@ -142,7 +120,6 @@ def log_slots(
     Raises:
         As :func:`write_kv_logged`.
     """
-    call("log_slots", cache, slot_mapping, log_rows, log, page_offsets, window_id, row_windows)
 
 
 def plane_table(caches: Sequence[Tensor]) -> Tensor:
@@ -191,6 +168,7 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
+@op(mutates=("caches",))
 def restore_slots(
     caches: list[Tensor],
     log: Tensor,
@@ -227,20 +205,9 @@ def restore_slots(
         IndexError: on the CPU, a slot >= B * N of a rejected row; nothing is written. On CUDA the row
             is skipped and reported in debug mode.
     """
-    call(
-        "restore_slots",
-        caches,
-        log,
-        row_slots,
-        row_rejected,
-        page_offsets,
-        window_id,
-        row_windows,
-        num_rows,
-        plane_table,
-    )
 
 
+@op(mutates=("caches", "row_rejected", "num_accepted", "counters"))
 def restore_slots_from_rejected(
     caches: list[Tensor],
     log: Tensor,
@@ -271,8 +238,3 @@ def restore_slots_from_rejected(
     Raises:
         As :func:`restore_slots` and :func:`reject_rows`, before anything is written.
     """
-    call(
-        "restore_slots_from_rejected", caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected,
-        num_accepted, counters, num_bonus_tokens, page_offsets, window_id, row_windows, num_rows, plane_table,
-        leading_zero,
-    )  # fmt: skip

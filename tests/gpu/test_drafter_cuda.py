@@ -32,9 +32,9 @@ from samples_drafter import (
 )
 
 from nwor_ops import ops
-from nwor_ops.ops import drafter as ops_draft
+from nwor_ops.ops import registry
 
-OPS = tuple(ops_draft.SCHEMAS)
+OPS = registry.family("drafter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -25,7 +25,7 @@ from staged_windows import WINDOW_SHAPE, Sequence, assert_keeps_the_promise, mak
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.ops import shadow, staging
+from nwor_ops.ops import registry, staging
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ELEMENT_DTYPES = (torch.uint8, torch.float8_e5m2, torch.int16, torch.bfloat16, torch.float32, torch.int64)
@@ -40,7 +40,7 @@ SHAPES = {
     "one_element": Shape(13, 1, 1, 1, 1, layers=2),
     "more_units_than_a_block": Shape(3, 4, 40, 256, 128),
 }
-STAGE = (*shadow.SCHEMAS, *staging.SCHEMAS)
+STAGE = (*registry.family("shadow"), *registry.family("staging"))
 
 
 @pytest.mark.parametrize("op", STAGE)

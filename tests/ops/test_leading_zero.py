@@ -10,7 +10,7 @@ from samples import argument_names, int32, sample_inputs, with_arguments
 from nwor_ops import ops
 from nwor_ops.ops import registry
 
-OPS = tuple(op for op in registry.SCHEMAS if "leading_zero" in argument_names(op))
+OPS = tuple(op for op in registry.OPS if "leading_zero" in argument_names(op))
 SAMPLES = [(op, index) for op in OPS for index in range(len(sample_inputs(op)))]
 
 
@@ -22,7 +22,7 @@ def with_zero(op, arguments, zero=0):
 
 
 def test_every_op_that_takes_counts_of_a_window():
-    windows = {op for op in registry.SCHEMAS if "num_bonus_tokens" in argument_names(op)}
+    windows = {op for op in registry.OPS if "num_bonus_tokens" in argument_names(op)}
     assert set(OPS) == windows
 
 

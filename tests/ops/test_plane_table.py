@@ -136,7 +136,7 @@ def test_a_trace_refuses_it(op):
 
 
 def test_every_op_that_takes_planes_and_belongs_to_a_step_is_here():
-    takes = {op for op in registry.SCHEMAS if "plane_table" in argument_names(op)}
+    takes = {op for op in registry.OPS if "plane_table" in argument_names(op)}
     assert takes == set(OPS)
 
 

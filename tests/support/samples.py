@@ -8,7 +8,7 @@ import torch
 from layouts import Shape, make_amx_pages, make_pages, random_bytes, surrounded, twin
 from torch import Tensor
 
-from nwor_ops.ops import drafter, registry, shadow, staging
+from nwor_ops.ops import registry
 
 SMALL = Shape(blocks=3, block_size=4, heads=4, key_width=8, value_width=8, layers=2)
 WIDE_VALUES = Shape(blocks=3, block_size=5, heads=2, key_width=16, value_width=24)
@@ -233,8 +233,8 @@ def plan_arguments(
 
 def sample_inputs(op: str, device: str = "cpu") -> list[tuple[Any, ...]]:
     """Arguments of `op`, each on memory of its own."""
-    families = ((drafter, draft_samples), (shadow, stage_samples), (staging, stage_samples))
-    samples = next((made for family, made in families if op in family.SCHEMAS), _samples)(op)
+    families = {"drafter": draft_samples, "shadow": stage_samples, "staging": stage_samples}
+    samples = families.get(registry.OPS[op].family, _samples)(op)
     return [twin(arguments, device) for arguments in samples]
 
 
@@ -253,7 +253,7 @@ def with_arguments(op: str, arguments: tuple[Any, ...], **replaced: Any) -> tupl
     return tuple(values)
 
 
-OPS = tuple(registry.SCHEMAS)
+OPS = tuple(registry.OPS)
 
 
 # ---------------------------------------------------------------- acceptance, decided by hand
