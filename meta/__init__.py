@@ -1,10 +1,34 @@
 """Fake implementations: what each op does to shapes, for ``torch.compile``, FakeTensor and ``device="meta"``.
 
-One module per family, as everywhere. A fake of an op without a result has nothing to compute; it
-still must exist (a missing one shows only when the op is traced) and it still checks what can be
-checked without data, so that a wrong model fails while it is traced.
+A fake checks what needs no data, so that a wrong model fails while it is traced: each argument alone against the
+table of its family (``ARGUMENTS``: one module per family, as everywhere), then what arguments ask of each other
+(``relations``). What the op returns is the body of its declaration in ``nwor_ops/ops/``.
 """
 
-from nwor_ops.meta import accept, drafter, shadow, staging, undo
+from typing import Any
 
-__all__ = ["accept", "drafter", "shadow", "staging", "undo"]
+from nwor_ops.meta import accept, drafter, shadow, staging, undo
+from nwor_ops.meta.check import Spec, check, specs_of
+from nwor_ops.meta.relations import check_relations
+from nwor_ops.ops import registry
+
+_FAMILIES = {"accept": accept, "drafter": drafter, "shadow": shadow, "staging": staging, "undo": undo}
+
+# Of every op: what each argument must be, by name.
+SPECS: dict[str, dict[str, Spec]] = {
+    name: specs_of(op, _FAMILIES[op.family].ARGUMENTS) for name, op in registry.OPS.items()
+}
+
+
+def _register(op: registry.Op) -> None:
+    def fake(*positional: Any, **named: Any) -> Any:
+        given = op.arguments(positional, named)
+        check(op.name, SPECS[op.name], given)
+        check_relations(op.name, given)
+        return op.function(*positional, **named)
+
+    registry.implement_fake(op.name, fake)
+
+
+for _op in registry.OPS.values():
+    _register(_op)

@@ -1,100 +1,132 @@
-"""The checks that need no data, in the words of ``csrc/check.h``."""
+"""What an argument must be by itself, and the check of it, in the words of the compiled kernels."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nwor_ops.ops.registry import Refusal
+from nwor_ops.ops.registry import Op
 
-CACHE_SHAPE = "[num_blocks, block_size, num_kv_heads, width]"
+
+class Array(NamedTuple):
+    """What a tensor must be; where a list is wanted, each tensor of it.
+
+    Attributes:
+        shape: as messages say it. What stands in brackets says how many dimensions there may be; none = any number.
+        dtypes: one of these; none = any.
+        like: the argument whose dtype it must have; of a list, its first tensor's.
+    """
+
+    shape: str
+    dtypes: tuple[torch.dtype, ...] = ()
+    like: str | None = None
+
+    @property
+    def dims(self) -> set[int]:
+        inside = re.findall(r"\[([^\]]*)\]", self.shape)
+        return {text.count(",") + (text != "") for text in inside}
+
+
+class Number(NamedTuple):
+    """What an integer must be; where a list is wanted, each of it.
+
+    Attributes:
+        least: it must not be below; None = what 32 bits hold.
+        bounded: whether it must be below 2^31.
+    """
+
+    least: int | None
+    bounded: bool = True
+
+
+Spec = Array | Number
+
+POSITIVE, NOT_NEGATIVE, ID, SIZE = Number(1), Number(0), Number(None), Number(0, bounded=False)
+SOURCES = (torch.float32, torch.float16, torch.bfloat16)
+CACHE = "[num_blocks, block_size, num_kv_heads, width]"
+ANY = Array("")
+
+
+def ids(shape: str) -> Array:
+    return Array(shape, (torch.int32, torch.int64))
+
+
+def int32(shape: str) -> Array:
+    return Array(shape, (torch.int32,))
+
+
+def int64(shape: str) -> Array:
+    return Array(shape, (torch.int64,))
+
+
+def flags(shape: str) -> Array:
+    return Array(shape, (torch.bool,))
+
+
+def by_name(table: Mapping[Spec, str]) -> dict[str, Spec]:
+    """The table of a family, by argument. An argument that differs in one op is named ``OP.ARGUMENT`` there."""
+    return {name: spec for spec, names in table.items() for name in names.split()}
+
+
+def specs_of(op: Op, table: Mapping[str, Spec]) -> dict[str, Spec]:
+    """The arguments of one op, in their order."""
+    checked = [a.name for a in op.overload._schema.arguments if str(a.type) not in ("bool", "str")]
+    return {name: table[f"{op.name}.{name}" if f"{op.name}.{name}" in table else name] for name in checked}
+
+
+def check(op: str, specs: Mapping[str, Spec], given: Mapping[str, Any]) -> None:
+    """Raises ValueError or TypeError for the first argument that is not what it must be."""
+    values = [
+        (name if value is given[name] else f"{name}[{index}]", spec, value)
+        for name, spec in specs.items()
+        for index, value in enumerate(elements(given[name]))
+    ]
+    tensors = [(name, spec, value) for name, spec, value in values if isinstance(spec, Array) and name != "plane_table"]
+    for name, _, tensor in tensors:
+        same_device(op, name, tensor, tensors[0][2])
+    for name, spec, tensor in tensors:
+        like = elements(given[spec.like])[:1] if spec.like else []
+        has_dtype(op, name, tensor, *spec.dtypes, *(other.dtype for other in like))
+        if spec.dims and tensor.dim() not in spec.dims:
+            raise ValueError(f"{op}: {name} must be {spec.shape}, got {described(tensor)}")
+    for name, limits, number in [(name, spec, value) for name, spec, value in values if isinstance(spec, Number)]:
+        is_number(op, name, number, limits)
+
+
+def elements(value: Any) -> list[Any]:
+    """Of a list, its elements; of another value, itself; of None, nothing."""
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
 def described(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def has_dims(op: str, name: str, tensor: Tensor, dims: int, shape: str) -> None:
-    if tensor.dim() != dims:
-        raise ValueError(f"{op}: {name} must be {shape}, got {described(tensor)}")
+def one_of(dtypes: Sequence[torch.dtype]) -> str:
+    *others, last = map(str, dtypes)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def has_dtype(op: str, name: str, tensor: Tensor, *expected: torch.dtype) -> None:
-    if tensor.dtype not in expected:
-        names = " or ".join(str(dtype) for dtype in expected)
-        raise TypeError(f"{op}: {name} must have dtype {names}, got {described(tensor)}")
+    if expected and tensor.dtype not in expected:
+        raise TypeError(f"{op}: {name} must have dtype {one_of(expected)}, got {described(tensor)}")
 
 
-def same_device(op: str, like: Tensor, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.device != like.device:
-            raise TypeError(
-                f"{op}: {name} must be on device {like.device} like the other arguments, got {tensor.device}"
-            )
+def same_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.device != like.device:
+        raise TypeError(f"{op}: {name} must be on device {like.device} like the other arguments, got {tensor.device}")
 
 
-def not_negative(op: str, **values: int) -> None:
-    for name, value in values.items():
-        if value < 0:
-            raise ValueError(f"{op}: {name} must not be negative, got {value}")
-        _below_2_31(op, name, value)
-
-
-def positive(op: str, **values: int | None) -> None:
-    for name, value in values.items():
-        if value is None:
-            continue
-        if value <= 0:
-            raise ValueError(f"{op}: {name} must be positive, got {value}")
-        _below_2_31(op, name, value)
-
-
-def _below_2_31(op: str, name: str, value: int) -> None:
-    if value >= 2**31:
-        raise ValueError(f"{op}: {name} must be below 2^31, got {value}")
-
-
-def is_vector(op: str, name: str, tensor: Tensor, dtype: torch.dtype, shape: str) -> None:
-    has_dtype(op, name, tensor, dtype)
-    has_dims(op, name, tensor, 1, shape)
-
-
-def check_page_offsets(op: str, like: Tensor, page_offsets: Tensor | None) -> None:
-    if page_offsets is None:
+def is_number(op: str, name: str, value: int, spec: Number) -> None:
+    if spec.least is None:
+        if not -(2**31) <= value < 2**31:
+            raise ValueError(f"{op}: {name} must fit 32 bits, got {value}")
         return
-    same_device(op, like, page_offsets=page_offsets)
-    has_dtype(op, "page_offsets", page_offsets, torch.int32)
-    has_dims(op, "page_offsets", page_offsets, 2, "[block_size, width]")
-
-
-def check_windows(op: str, like: Tensor, window_id: Tensor | None, row_windows: Tensor | None, dims: int) -> None:
-    """The number of the open window, and those of a row's windows, in one layer (1 dimension) or in all."""
-    if (window_id is None) != (row_windows is None):
-        raise ValueError(f"{op}: window_id and row_windows must be given together")
-    if window_id is not None and row_windows is not None:
-        same_device(op, like, window_id=window_id, row_windows=row_windows)
-        is_vector(op, "window_id", window_id, torch.int64, "[1]")
-        has_dtype(op, "row_windows", row_windows, torch.int64)
-        has_dims(op, "row_windows", row_windows, dims, "[num_rows]" if dims == 1 else "[num_layers, num_rows]")
-
-
-def check_planes(op: str, caches: list[Tensor], plane_table: Tensor | None = None) -> None:
-    """Planes of one geometry, all of them in ``caches``."""
-    if plane_table is not None:
-        if plane_table.device.type != "cpu":
-            raise TypeError(f"{op}: plane_table must be on device cpu, got {plane_table.device}")
-        raise Refusal(
-            f"{op}: plane_table hides from a compiler which planes are mutated; pass all of them in caches and no table"
-        )
-    if not caches:
-        raise ValueError(f"{op}: caches must hold at least one plane, got none")
-    first = caches[0]
-    same_device(op, first, **{f"caches[{index}]": cache for index, cache in enumerate(caches)})
-    has_dims(op, "caches[0]", first, 4, CACHE_SHAPE)
-    for index, cache in enumerate(caches):
-        has_dtype(op, f"caches[{index}]", cache, first.dtype)
-        if cache.shape != first.shape:
-            raise ValueError(
-                f"{op}: caches[{index}] must be of the shape and strides of caches[0], {described(first)}, got "
-                f"{described(cache)}"
-            )
+    if value < spec.least:
+        raise ValueError(f"{op}: {name} must {'be positive' if spec.least else 'not be negative'}, got {value}")
+    if spec.bounded and value >= 2**31:
+        raise ValueError(f"{op}: {name} must be below 2^31, got {value}")

@@ -32,6 +32,14 @@ def test_refused(op, kind):
         check_refused(op, case)
 
 
+@pytest.mark.parametrize("kind", bad_input.WITHOUT_DATA)
+@pytest.mark.parametrize("op", OPS)
+def test_fake_refuses(op, kind):
+    """A wrong model fails while it is traced."""
+    for case in KINDS[kind](op, "meta"):
+        check_refused(op, case)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_any_integer(op):
     """An error that names the op and the argument, or what the oracle gives."""

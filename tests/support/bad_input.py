@@ -1,4 +1,4 @@
-"""Calls that every op must refuse, or answer, made from its schema and from `samples.sample_inputs`.
+"""Calls that every op must refuse, or answer, made from its schema, its table of arguments and `samples.sample_inputs`.
 
 And `check_bad_data`, which says once how a call with wrong data ends on the CPU and how on CUDA.
 """
@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from nwor_ops import ops
+from nwor_ops.meta import SPECS
+from nwor_ops.meta.check import Array, one_of
 
 
 @dataclass(frozen=True)
@@ -176,16 +178,42 @@ def no_number(op: str, device: str) -> Iterator[Case]:
             yield Case(f"{name}=None", call(None), TypeError, sentence + "None")
 
 
+DTYPES = (torch.bool, torch.int16, torch.int32, torch.int64, torch.float64)
+
+
+def _spec(op: str, argument: Any) -> Array:
+    return SPECS[op][argument.name]
+
+
 def wrong_dtype(op: str, device: str) -> Iterator[Case]:
-    """16 bytes per element, which no argument may have; where others must be alike, one of them is named."""
+    """Every dtype that the table of arguments does not allow. Where others must be alike, one of them is named."""
     for name, argument, value, call in _replacements(op, device, is_tensor):
+        spec = _spec(op, argument)
+        if argument.name == "plane_table" and device == "meta":  # of which there is none
+            continue
         if "scale" in argument.name:  # read only for fp8
             arguments = next(twin(s, device) for s in _samples(op) if "fp8" in s)
             call = functools.partial(_with, op, arguments, argument.name)
             value = _value(op, arguments, argument.name)
-        alike = r"\S+" if "cache" in argument.name else re.escape(name)
-        wide = torch.zeros(value.shape, dtype=torch.complex128, device=value.device)
-        yield Case(f"{name}: complex128", call(wide), TypeError, rf"{alike} must have dtype ")
+        alike = re.escape(name) if spec.dtypes else r"\S+"
+        sentence = rf"{alike} must have dtype {re.escape(one_of(spec.dtypes)) if spec.dtypes else ''}"
+        if argument.name == "row_accepted":  # flags or lengths
+            sentence = r"row_accepted must have dtype torch\.(bool|int32)"
+        # 16 bytes per element, which no argument may have.
+        wrong = [dtype for dtype in DTYPES if spec.dtypes and dtype not in spec.dtypes]
+        for dtype in (torch.complex128, *wrong):
+            yield Case(
+                f"{name}: {dtype}", call(torch.zeros(value.shape, dtype=dtype, device=device)), TypeError, sentence
+            )
+
+
+def wrong_dims(op: str, device: str) -> Iterator[Case]:
+    """One dimension too many, and all dimensions in one."""
+    for name, argument, value, call in _replacements(op, device, is_tensor):
+        dims = _spec(op, argument).dims
+        for other in (value[None], value.flatten()):
+            if dims and other.dim() not in dims:
+                yield Case(f"{name}: {list(other.shape)}", call(other), ValueError, rf"{re.escape(name)} must be ")
 
 
 def _with(op: str, arguments: tuple[Any, ...], name: str, new: Any) -> tuple[Any, ...]:
@@ -264,10 +292,13 @@ def _at(place: Tensor, tensor: Tensor) -> Tensor | None:
     return place.as_strided(tensor.shape, tensor.stride(), place.storage_offset())
 
 
+# What needs no data, so that the fakes must find it too.
+WITHOUT_DATA: dict[str, Callable[..., Iterator[Case]]] = {"wrong dtype": wrong_dtype, "wrong dims": wrong_dims}
+
 KINDS: dict[str, Callable[..., Iterator[Case]]] = {
     "no tensor": no_tensor,
     "no number": no_number,
-    "wrong dtype": wrong_dtype,
+    **WITHOUT_DATA,
     "lazy view": lazy_view,
     "shared memory": shared_memory,
 }
