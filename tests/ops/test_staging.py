@@ -58,7 +58,7 @@ from staged_windows import (
 )
 
 from nwor_ops import ops
-from nwor_ops.ops import shadow, staging
+from nwor_ops.ops import registry, staging
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ELEMENT_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16, torch.float32, torch.int64)
@@ -83,7 +83,7 @@ SHAPES = {
     "more_units_than_a_block": Shape(3, 4, 40, 256, 128),
 }
 OFFSETS = range(9)
-OPS = (*shadow.SCHEMAS, *staging.SCHEMAS)
+OPS = (*registry.family("shadow"), *registry.family("staging"))
 
 
 @pytest.mark.parametrize("op", OPS)
