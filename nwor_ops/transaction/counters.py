@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -118,6 +120,15 @@ class EngineStats:
         return asdict(self)
 
 
+_sources: list[Callable[[], EngineStats]] = []
+
+
+def add_source(source: Callable[[], EngineStats]) -> None:
+    """Let :func:`stats` add what ``source()`` returns. Safe to call again."""
+    if source not in _sources:
+        _sources.append(source)
+
+
 def stats() -> EngineStats:
     """What the engines of this process have done so far: for vLLM's ``LLM`` beside its ``get_metrics()``.
 
@@ -130,8 +141,11 @@ def stats() -> EngineStats:
     Returns:
         Totals; zeros where no engine with the plugin was started.
     """
-    from nwor_ops.vllm.metrics import (
-        exporter as metrics,  # imports torch alone, but most users of the ops never need it
-    )
-
-    return metrics.totals()
+    counts: Counter[str] = Counter()
+    vanilla_steps: Counter[str] = Counter()
+    for source in _sources:
+        found = source().as_dict()
+        vanilla_steps.update(found.pop("vanilla_steps"))
+        counts.update(found)
+    names = (entry.name for entry in fields(EngineStats) if entry.name != "vanilla_steps")
+    return EngineStats(**{name: counts[name] for name in names}, vanilla_steps=dict(vanilla_steps))

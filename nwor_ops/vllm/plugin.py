@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 from nwor_ops.config import NworConfig, mode_from_environment
-from nwor_ops.vllm import spare_blocks
+from nwor_ops.transaction.counters import EngineStats, add_source
+from nwor_ops.vllm import metrics, spare_blocks
 from nwor_ops.vllm.audit import agreement
 from nwor_ops.vllm.drafter import plugin as draft_graphs
 from nwor_ops.vllm.environment import announce_variables
-from nwor_ops.vllm.metrics import exporter as metrics
 from nwor_ops.vllm.runners.base import detach, log_bytes
 from nwor_ops.vllm.runners.v1 import V1
 from nwor_ops.vllm.runners.v2 import V2
@@ -61,7 +61,9 @@ def register() -> None:
     announce_variables()
     if mode_from_environment() == "off" and not config.wants_anything:
         return
-    metrics.prepare(config)
+    add_source(_stats)
+    if config.emit_metrics:
+        metrics.choose_directory()
     for name, wrap in _wrappers().items():
         if name in sys.modules:
             wrap(sys.modules[name])
@@ -196,6 +198,10 @@ def _attach(runner: Any, module: str) -> None:
 def sessions() -> list[Session]:
     """The sessions of the engines that run in this process."""
     return list(_sessions.values())
+
+
+def _stats() -> EngineStats:
+    return metrics.totals(sessions())
 
 
 def check() -> list[dict[str, Any]]:

@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from counted_session import CountedSession
 
-from nwor_ops.vllm.metrics import exporter as metrics
-from nwor_ops.vllm.metrics import transport as boards
+from nwor_ops.vllm.metrics import transport
+from nwor_ops.vllm.metrics.transport import Totals
+from nwor_ops.vllm.metrics.worker import SessionPublisher
+
+
+class Written:
+    """In the place of a file: what a publisher has written, without a need of prometheus_client."""
+
+    def __init__(self) -> None:
+        self.path, self.totals = None, Totals()
+
+    def write(self, totals: Totals) -> None:
+        self.totals = totals
 
 
 @pytest.fixture
-def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(boards, "PERIOD", 0.001)
-    return boards.new_path("worker", "i", 0)
+def file(monkeypatch: pytest.MonkeyPatch) -> Written:
+    monkeypatch.setattr(transport, "PERIOD", 0.001)
+    return Written()
 
 
-def _published(path: Path, windows: int) -> int:
+def _published(file: Written, windows: int) -> int:
     deadline = time.monotonic() + 5
-    while (found := boards.read()[path].counts["windows"]) != windows and time.monotonic() < deadline:
+    while (found := file.totals.counts["windows"]) != windows and time.monotonic() < deadline:
         time.sleep(0.001)
     return found
 
 
-def test_the_last_step_arrives_and_nobody_waits(path: Path) -> None:
+def test_the_last_step_arrives_and_nothing_waits(file: Written) -> None:
     session = CountedSession("cuda")
-    publisher = metrics.Publisher(session, boards.Board("worker", "i", 0, "tiny", {}), path, logging.getLogger())
+    publisher = SessionPublisher(session, file, logging.getLogger())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -39,16 +48,15 @@ def test_the_last_step_arrives_and_nobody_waits(path: Path) -> None:
             session.step(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert _published(path, 100) == 100
+    assert _published(file, 100) == 100
     publisher.stop()
 
 
-def test_a_capture_is_not_disturbed(path: Path) -> None:
+def test_a_capture_is_not_disturbed(file: Written) -> None:
     """In CUDA's strictest mode, which forbids other threads what could wait for the device. vLLM captures before the
     first request, with made-up steps between."""
-    session, board = CountedSession("cuda"), boards.Board("worker", "i", 0, "tiny", {})
-    warming_up = [True]
-    publisher = metrics.Publisher(session, board, path, logging.getLogger(), lambda: warming_up[0])
+    session, warming_up = CountedSession("cuda"), [True]
+    publisher = SessionPublisher(session, file, logging.getLogger(), lambda: warming_up[0])
     session.step(1)
     x, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="global"):
@@ -60,5 +68,5 @@ def test_a_capture_is_not_disturbed(path: Path) -> None:
     warming_up[0] = False
     for _ in range(20):
         session.step(1)
-    assert _published(path, 20) == 20
+    assert _published(file, 20) == 20
     publisher.stop()

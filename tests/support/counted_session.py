@@ -1,4 +1,4 @@
-"""What ``nwor_ops.vllm.metrics.exporter.Publisher`` needs of a session, without an engine."""
+"""What ``nwor_ops.vllm.metrics.worker.SessionPublisher`` needs of a session, without an engine."""
 
 from __future__ import annotations
 

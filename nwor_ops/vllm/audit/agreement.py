@@ -20,20 +20,19 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.metrics import transport as boards
-from nwor_ops.vllm.metrics.transport import Board
+from nwor_ops.vllm.metrics import transport
+from nwor_ops.vllm.metrics.transport import CounterFile, Totals
 from nwor_ops.vllm.support import wrap_once
 
 _UPDATE = ("scheduler_output", "model_runner_output")
-_MOST_STEPS = 1 << 16  # remembered while no board comes
+_MOST_STEPS = 1 << 16  # remembered while nothing is published
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Agreement:
 
 
 class SchedulerWatch:
-    """Keeps the scheduler's book of one engine, and compares it with the worker's board.
+    """Keeps the scheduler's book of one engine, and compares it with what the worker has published.
 
     Args:
         scheduler: vLLM's, before its first step. One method of this instance is wrapped.
@@ -107,18 +106,12 @@ class SchedulerWatch:
     """
 
     def __init__(self, scheduler: Any, logger: Any) -> None:
-        config = scheduler.vllm_config
         self._logger = logger
-        self._instance = str(config.instance_id)
-        self._engine = int(config.parallel_config.data_parallel_index)
-        self._model_name = str(config.model_config.served_model_name)
         self._agreement = Agreement()
         self._next_look = time.monotonic()
-        self._worker: Path | None = None
-        self._path = boards.new_path("scheduler", self._instance, self._engine)
-        self._active = self._path is not None
-        if self._active:
-            self._guarded(self._wrap, scheduler)
+        self._file = CounterFile("scheduler", scheduler.vllm_config)
+        self._active = True
+        self._guarded(self._wrap, scheduler)
         if self._active:
             self._guarded(self._publish)
 
@@ -170,7 +163,7 @@ class SchedulerWatch:
             self._agreement.step(sum(map(len, scheduled.values())), low, high)
         now = time.monotonic()
         if now >= self._next_look:
-            self._next_look = now + boards.PERIOD
+            self._next_look = now + transport.PERIOD
             self._look()
 
     # ------------------------------------------------------------ the comparison
@@ -178,32 +171,28 @@ class SchedulerWatch:
     def _look(self) -> None:
         agreement = self._agreement
         if not agreement.waiting:
-            board = self._worker_board()
-            if board is None:
+            worker = self._of_worker()
+            if worker is None:
                 return
-            if board.vanilla_steps or board.counts["abandoned"]:
+            if worker.vanilla_steps or worker.counts["abandoned"]:
                 self._stop("a step ran without the transaction")
                 return
-            agreement.published(board.counts["drafted"], board.counts["accepted"])
+            agreement.published(worker.counts["drafted"], worker.counts["accepted"])
         disagreement = agreement.compare()
         if disagreement is not None and agreement.disagreements == 1:
             self._logger.warning("nwor: counters disagree: %s (further ones are counted, not logged)", disagreement)
         if not agreement.waiting:
             self._publish()
 
-    def _worker_board(self) -> Board | None:
-        found = boards.read_engine("worker", self._instance, self._engine)
-        if self._worker is None and found:
-            self._worker = next(iter(found))
+    def _of_worker(self) -> Totals | None:
+        found = self._file.of_same_engine("worker")
         if len(found) > 1:
             self._stop("the worker has bound a new cache")
-            return None
-        return found.get(self._worker) if self._worker is not None else None
+        return transport.read(found) if len(found) == 1 else None
 
     def _publish(self) -> None:
-        assert self._path is not None
-        counts = {"comparisons": self._agreement.comparisons, "disagreements": self._agreement.disagreements}
-        boards.write(self._path, Board("scheduler", self._instance, self._engine, self._model_name, counts))
+        counted = self._agreement
+        self._file.write(Totals(Counter(comparisons=counted.comparisons, disagreements=counted.disagreements)))
 
 
 def _counted(outputs: Any) -> Any:
@@ -235,7 +224,7 @@ def wrap_scheduler_module(module: ModuleType) -> None:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             config = NworConfig.load(self.vllm_config.additional_config)
-            if config.mode != "off" and config.emit_metrics and _comparable(self):
+            if config.mode != "off" and config.emit_metrics and transport.directory() and _comparable(self):
                 SchedulerWatch(self, module.logger)
 
         return __init__

@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, GraphKey, keys_of_token_counts
-from nwor_ops.vllm.drafter import counters as draft_counters
+from nwor_ops.vllm import metrics
 from nwor_ops.vllm.drafter.metadata import LayerMetadata, VllmDraftMetadata
 from nwor_ops.vllm.drafter.report import DraftGraphReport
 from nwor_ops.vllm.support import CAPTURE_SIZES, Unsupported, check_attention, check_graph_mode
@@ -261,7 +261,7 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
             self._refuse(CAPTURE_SIZES.because(sizes=sizes, tokens=tokens))
             return
         self.graphs.capture_keys(keys)
-        draft_counters.start(self, self.vllm_config, self._logger)
+        metrics.start_drafter(self, self.vllm_config, self._logger)
         self._logger.info(
             "nwor: draft graphs: active: %d graphs (first pass of %s, decode loop of %s requests) in %.1f s, %.0f MiB",
             len(keys),

@@ -1,1 +1,7 @@
-"""Counters, from the device to Prometheus."""
+"""Counters, from where they are counted to ``/metrics`` and ``nwor_ops.stats()``."""
+
+from nwor_ops.vllm.metrics.exporter import totals, wrap_loggers_module
+from nwor_ops.vllm.metrics.transport import choose_directory
+from nwor_ops.vllm.metrics.worker import start, start_drafter, stop
+
+__all__ = ["choose_directory", "start", "start_drafter", "stop", "totals", "wrap_loggers_module"]
