@@ -9,23 +9,18 @@ import pytest
 from house import ROOT, House, circles, edges_of, includes, uphill
 
 HOUSE = House()
-# Takes itself off: where one of these passes, it fails.
-UNFINISHED = pytest.mark.xfail(strict=True, reason="session, metrics and counters of the plugin import one another")
 
 
-@UNFINISHED
 def test_no_circle_of_rooms() -> None:
     rooms = HOUSE.rooms()
     assert [edges_of(circle, rooms) for circle in circles(rooms)] == []
 
 
-@UNFINISHED
 def test_no_circle_of_files() -> None:
     files = HOUSE.files()
     assert [edges_of(circle, files) for circle in circles(files)] == []
 
 
-@UNFINISHED
 def test_no_private_name_crosses_a_file() -> None:
     assert HOUSE.private_names() == []
 
@@ -41,7 +36,7 @@ def test_no_include_leaves_its_floor() -> None:
 
 def test_a_family_has_one_name_on_every_floor() -> None:
     floors = {
-        pattern: {path.stem for path in ROOT.glob(pattern)} - {"__init__", "registry", "check"}
+        pattern: {path.stem for path in ROOT.glob(pattern)} - {"__init__", "registry", "check", "relations"}
         for pattern in ("csrc/*.h", "csrc/cpu/*.cpp", "csrc/cuda/*.cu", "meta/*.py", "nwor_ops/ops/*.py")
     }
     assert len({frozenset(families) for families in floors.values()}) == 1, floors
