@@ -7,13 +7,11 @@ A number like 41162-1 names a requirement of docs/draft_loop.md.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,8 +28,8 @@ from draft_loops import (
     require_metadata_of_every_step,
     require_only_own_slots_written,
 )
+from processes import SUPPORT, environment
 
-import nwor_ops
 from nwor_ops.drafter import GraphKey
 from nwor_ops.drafter.graphs import places_of
 
@@ -439,13 +437,11 @@ def test_ranks(ranks):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    script = Path(__file__).with_name("draft_loop_ranks.py")
-    root = str(Path(nwor_ops.__file__).parents[1])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *(path for path in sys.path if path)])}
+    script = SUPPORT / "draft_loop_ranks.py"
     running = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(ranks), str(port)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
         )
         for rank in range(ranks)
     ]  # fmt: skip

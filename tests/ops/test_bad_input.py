@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from bad_input import KINDS, any_data, any_integer, attempt, check_refused, only_declared_changed
-from layouts import refuse, same_memory, twin
+from layouts import assert_same_results, refuse, same_memory, twin
 from samples import OPS, int64, sample_inputs, with_arguments
 from samples_drafter import decode_arguments, eagle_arguments, expand_arguments, local_lens_arguments
 from samples_staging import move_arguments
@@ -19,16 +19,25 @@ from nwor_ops.arguments import describe_type_error
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_another_device(op):
-    """`meta` stands for any other device: the fake answers, which must not take the call for one of its own."""
-    for case in bad_input.another_device(op, "cpu", ("meta",)):
+def test_another_device(device, op):
+    """A tensor elsewhere beside those on this device, which goes to CUDA's kernel or to the fake: no address of another
+    device reaches a kernel."""
+    for case in bad_input.another_device(op, device, ("cpu", "meta")):
+        check_refused(op, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_one_argument_on_cuda(device, op):
+    """As seen from the CPU: the one stray tensor decides that the CUDA kernel is called."""
+    for case in bad_input.another_device(op, "cpu", (device,)):
         check_refused(op, case)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", OPS)
-def test_refused(op, kind):
-    for case in KINDS[kind](op, "cpu"):
+def test_refused(device, op, kind):
+    for case in KINDS[kind](op, device):
         check_refused(op, case)
 
 
@@ -41,32 +50,46 @@ def test_fake_refuses(op, kind):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_any_integer(op):
-    """An error that names the op and the argument, or what the oracle gives."""
+def test_any_integer(device, op):
+    """An error that names the op and the argument, or what the oracle gives. CUDA does what the CPU does; data that the
+    CPU complains of it leaves out, and writes inside the outputs."""
     for label, arguments in any_integer(op, "cpu"):
-        ours, theirs, name = twin(arguments), twin(arguments), re.match(r"\w+", label)[0]
+        on_cpu, name = twin(arguments), re.match(r"\w+", label)[0]
+        expected, refused = attempt(op, on_cpu)
+        if refused is not None:
+            assert type(refused) in (ValueError, IndexError), f"{label}: {refused!r}"
+            # A count of drafts that the data goes past is told from there.
+            assert re.match(rf"{op}: .*\b({name}|cu_num_draft_tokens)\b", str(refused)), f"{label}: {refused}"
+            assert same_memory(on_cpu, arguments), label
+        else:
+            theirs = twin(arguments)
+            assert_same_results(expected, getattr(oracle, op)(*theirs))
+            assert same_memory(on_cpu, theirs), label
+        if device == "cpu":
+            continue
+        ours = twin(arguments, device)
         result, error = attempt(op, ours)
         if error is not None:
-            assert type(error) in (ValueError, IndexError), f"{label}: {error!r}"
-            # A count of drafts that the data goes past is told from there.
-            assert re.match(rf"{op}: .*\b({name}|cu_num_draft_tokens)\b", str(error)), f"{label}: {error}"
+            assert repr(error) == repr(refused), label
             assert same_memory(ours, arguments), label
-            continue
-        expected = getattr(oracle, op)(*theirs)
-        assert same_memory(ours, theirs), label
-        for one, other in zip(result or (), expected or (), strict=True):
-            assert torch.equal(one, other), label
+        elif refused is not None:
+            assert only_declared_changed(op, ours, arguments), label
+        else:
+            assert_same_results(result, expected)
+            assert same_memory(ours, on_cpu), label
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_any_data(op):
-    """An error that names the op and writes nothing, or a result inside the outputs."""
-    for label, arguments in any_data(op, "cpu", seeds=60):
+def test_any_data(device, op):
+    """Whatever indices, counts and starts say: on the CPU an error that names the op, and nothing written, or a result
+    inside the outputs; on CUDA always the latter. compute-sanitizer sees reads too."""
+    for label, arguments in any_data(op, device, seeds={"cpu": 60, "cuda": 20}[device]):
         before = twin(arguments)
         _, error = attempt(op, arguments)
         if error is None:
             assert only_declared_changed(op, arguments, before), label
             continue
+        assert device == "cpu", f"{label}: {error!r}"
         assert type(error) in (ValueError, IndexError), f"{label}: {error!r}"
         assert str(error).startswith(f"{op}: "), f"{label}: {error}"
         assert same_memory(arguments, before), label

@@ -8,6 +8,7 @@ import re
 import oracle_drafter
 import pytest
 import torch
+from bad_input import check_bad_data
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,19 +38,20 @@ from nwor_ops.ops import registry
 OPS = registry.family("drafter")
 
 
+@pytest.mark.debug_mode
 @pytest.mark.parametrize("op", OPS)
-def test_samples(op):
+def test_samples(device, op):
     for arguments in sample_inputs(op):
-        assert_same_as_oracle(op, arguments)
+        assert_same_as_oracle(op, arguments, device)
 
 
 def named(op, arguments):
     return dict(zip(argument_names(op), arguments, strict=False))
 
 
-def run(op, arguments):
+def run(op, arguments, device="cpu"):
     """The arguments by name after the op ran on a twin of them."""
-    ours = twin(arguments)
+    ours = twin(arguments, device)
     getattr(ops, op)(*ours)
     return named(op, ours)
 
@@ -57,9 +59,9 @@ def run(op, arguments):
 # ---------------------------------------------------------------- by hand, without the oracle
 
 
-def test_prefill_by_hand():
+def test_prefill_by_hand(device):
     """Two of four tokens rejected; a chunk of a prompt; one of four rejected; a padded row that lies."""
-    after = run("prepare_prefill_inputs", prefill_arguments())
+    after = run("prepare_prefill_inputs", prefill_arguments(), device)
     # row 0: tokens 100, 101 | 102, 103 rejected; row 1: token 104; row 2: 105, 106, 107 | 108 rejected
     assert after["input_ids"].tolist() == [101, 503, 0, 0, 600, 106, 107, 502, 0, 0, 0, 0]
     assert after["positions"].tolist() == [*range(1000, 1009), 0, 0, 0]
@@ -70,15 +72,16 @@ def test_prefill_by_hand():
 
 
 @pytest.mark.parametrize("rejected", [2, 3, 99])
-def test_prefill_of_a_row_without_a_valid_token(rejected):
+def test_prefill_of_a_row_without_a_valid_token(device, rejected):
     """vLLM's kernel writes index -1 and the id before the buffer for row 0."""
-    after = run("prepare_prefill_inputs", prefill_arguments((0, 2, 3), (1, 0), (rejected, 0), (1, 1), capacity=4))
+    arguments = prefill_arguments((0, 2, 3), (1, 0), (rejected, 0), (1, 1), capacity=4)
+    after = run("prepare_prefill_inputs", arguments, device)
     assert after["last_token_indices"].tolist() == [0, 2, 0, 0, 0, 0]
     assert after["input_ids"].tolist() == [0, 0, 500, 0]
 
 
-def test_decode_by_hand():
-    after = run("prepare_decode_inputs", decode_arguments())
+def test_decode_by_hand(device):
+    after = run("prepare_decode_inputs", decode_arguments(), device)
     assert after["input_ids"].tolist() == [200, 203, 206, 0, 0, 0, 77, 77]
     assert after["positions"].tolist() == [8, 31, 31, 0, 0, 0]
     assert after["query_start_loc"].tolist() == [0, 1, 2, 3, 3, 3, 3]
@@ -86,8 +89,8 @@ def test_decode_by_hand():
     assert after["sample_positions"].tolist() == [2**33 + 1, 2**33 + 2, 2**33 + 3, 0, 0, 0]
 
 
-def test_decode_where_positions_stay():
-    after = run("prepare_decode_inputs", decode_arguments(advance=False))
+def test_decode_where_positions_stay(device):
+    after = run("prepare_decode_inputs", decode_arguments(advance=False), device)
     assert after["positions"].tolist() == [7, 30, 31, 0, 0, 0]
     assert after["seq_lens"].tolist() == [8, 32, 32, 0, 0, 0]
 
@@ -129,9 +132,9 @@ def test_update_in_place_copies_nothing():
     )
 
 
-def test_slots_by_hand():
+def test_slots_by_hand(device):
     """Block size 4, columns 50 + 6 * state + block; row 3 is padded."""
-    after = run("compute_slot_mappings", slot_arguments())
+    after = run("compute_slot_mappings", slot_arguments(), device)
     first = [68 * 4 + 2, 68 * 4 + 3, 69 * 4, 69 * 4 + 1]  # state 3, positions 2 to 5
     second = [51 * 4 + 2]  # state 0, position 6
     third = [63 * 4 + 3, 64 * 4, 64 * 4 + 1, 64 * 4 + 2]  # state 2, positions 7 to 10
@@ -152,8 +155,8 @@ def test_ranks_of_a_context_share_the_slots_among_them():
             assert of_rank[of_rank >= 0].tolist() == [*range(200, 208)]
 
 
-def test_eagle_step_by_hand():
-    after = run("eagle_step", eagle_arguments())
+def test_eagle_step_by_hand(device):
+    after = run("eagle_step", eagle_arguments(), device)
     # rows of 7 columns from 50 on; positions 3, 4, 31 | 32 and 41 are past the end | 0
     assert after["new_positions"].tolist() == [3, 4, 31, 0, 0, 0, 77]
     assert after["seq_lens"].tolist() == [4, 5, 32, 1, 1, 1, 77, 77, 77]
@@ -169,25 +172,25 @@ def test_eagle_step_in_place():
     assert torch.equal(after["slot_mapping"], separate["slot_mapping"])
 
 
-def test_padded_inputs_by_hand():
+def test_padded_inputs_by_hand(device):
     """Two rejected of four; no drafts; none rejected; nothing sampled; a row without tokens; padded rows."""
-    after = run("prepare_inputs_padded", padded_inputs_arguments())
+    after = run("prepare_inputs_padded", padded_inputs_arguments(), device)
     assert after["num_rejected"].tolist() == [2, 0, 0, 0, 0, 0, 0]
     assert after["token_indices_to_sample"].tolist() == [1, 4, 8, 0, 0, 0, 0]
-    marked = run("prepare_inputs_padded", padded_inputs_arguments(discarded=(1, 1, 0, 0, 0)))
+    marked = run("prepare_inputs_padded", padded_inputs_arguments(discarded=(1, 1, 0, 0, 0)), device)
     assert marked["num_rejected"].tolist() == [0] * 7
     assert marked["token_indices_to_sample"].tolist() == [0, 0, 8, 0, 0, 0, 0]
 
 
-def test_next_token_by_hand():
-    after = run("prepare_next_token_padded", next_token_arguments())
+def test_next_token_by_hand(device):
+    after = run("prepare_next_token_padded", next_token_arguments(), device)
     assert after["next_token_ids"].tolist() == [6, 401, 7, 403, 8, 0, 0]
     assert after["valid_sampled_count"].tolist() == [2, 0, 1, 0, 1, 0, 0]
 
 
-def test_expand_by_hand():
+def test_expand_by_hand(device):
     """Shifted, with two mask tokens: each request grows by two."""
-    after = run("copy_expand_inputs", expand_arguments())
+    after = run("copy_expand_inputs", expand_arguments(), device)
     first = [101, 503, 12, 12, 11, 11]  # 100, 101 accepted, 102, 103 rejected
     second = [500, 12, 12]
     third = [106, 107, 502, 12, 12, 11]
@@ -201,18 +204,18 @@ def test_expand_by_hand():
     assert mapping == [0, 1, 2, 3, 6, 9, 10, 11, 12, -1, -1]
 
 
-def test_expand_of_a_standalone_drafter():
+def test_expand_of_a_standalone_drafter(device):
     """vLLM's standalone_ar: accepted | correction | rejected, positions clamped."""
     arguments = expand_arguments(num_new=1, shift=False, max_model_len=1007, mapping=False)
-    after = run("copy_expand_inputs", arguments)
+    after = run("copy_expand_inputs", arguments, device)
     first, second, third = [100, 101, 503, 11, 11], [104, 500], [105, 106, 107, 502, 11]
     assert after["input_ids"].tolist() == [*first, *second, *third, *[11] * 12]
     assert after["positions"].tolist()[:12] == [*range(1000, 1005), 1004, 1005, 1005, 1006, 1006, 1006, 1006]
     assert after["new_token_indices"].tolist() == [2, 6, 10, 0, 0]
 
 
-def test_extend_by_hand():
-    after = run("extend_queries", extend_arguments())
+def test_extend_by_hand(device):
+    after = run("extend_queries", extend_arguments(), device)
     assert after["query_start_loc"].tolist() == [0, 5, 7, 12, 12, 12, 12]
     assert after["seq_lens"].tolist() == [11, 32, 32, 0, 0, 0]
 
@@ -223,13 +226,13 @@ def test_extend_by_hand():
     second = [slot(1, 25), slot(1, 26)]
     third = [slot(2, 27), -1, slot(2, 29), slot(2, 30), slot(2, 31)]
     assert after["slot_mapping"].tolist() == [*first, *second, *third, -1, -1, -1, -1]
-    late = run("extend_queries", extend_arguments(first_position=29))
+    late = run("extend_queries", extend_arguments(first_position=29), device)
     assert late["slot_mapping"].tolist() == [slot(0, 29), slot(0, 30), slot(0, 31), *[-1] * 13]
 
 
-def test_local_lens_by_hand():
+def test_local_lens_by_hand(device):
     """Two tokens a turn, four ranks: rank 1 holds tokens 2, 3, 10, 11, 18, ..."""
-    after = run("dcp_local_seq_lens", local_lens_arguments())
+    after = run("dcp_local_seq_lens", local_lens_arguments(), device)
     assert after["local_seq_lens"].tolist() == [0, 0, 2, 2, 2, 26, 0, 0]
 
 
@@ -250,34 +253,32 @@ def test_local_lens_of_all_ranks_add_up(interleave):
 
 
 @given(batches(), st.integers(0, 3))
-def test_prefill_of_any_batch(batch, spare):
-    starts = batch[0]
-    assert_same_as_oracle(
-        "prepare_prefill_inputs", prefill_arguments(*batch, capacity=max(starts) + spare, rows=len(batch[1]) + spare)
-    )
+def test_prefill_of_any_batch(device, batch, spare):
+    arguments = prefill_arguments(*batch, capacity=max(batch[0]) + spare, rows=len(batch[1]) + spare)
+    assert_same_as_oracle("prepare_prefill_inputs", arguments, device)
 
 
 @given(batches(), st.integers(1, 3), st.booleans(), st.integers(0, 3), st.sampled_from([None, 1003]))
-def test_expand_of_any_batch(batch, num_new, shift, spare, max_len):
+def test_expand_of_any_batch(device, batch, num_new, shift, spare, max_len):
     starts, states, rejected, _ = batch
     growth = num_new - shift
     capacity = max(starts) + growth * len(states) + spare
     arguments = expand_arguments(starts, states, rejected, num_new, shift, max_len, shift, capacity)
-    after = assert_same_as_oracle("copy_expand_inputs", arguments)
+    after = assert_same_as_oracle("copy_expand_inputs", arguments, device)
     of = named("copy_expand_inputs", after)
     seq_lens = tuple(range(1, len(states) + 1))
     extend = with_arguments(
         "extend_queries",
         extend_arguments(starts, states, seq_lens, growth, capacity=capacity),
-        positions=of["positions"] % 40,
-        is_rejected=of["is_rejected"],
+        positions=of["positions"].cpu() % 40,
+        is_rejected=of["is_rejected"].cpu(),
     )
-    extended = named("extend_queries", assert_same_as_oracle("extend_queries", extend))
+    extended = named("extend_queries", assert_same_as_oracle("extend_queries", extend, device))
     assert (extended["slot_mapping"][of["is_rejected"]] == -1).all()
 
 
 @given(batches(), st.integers(0, 3), st.sampled_from([(4,), (2, 0, 4)]), st.integers(1, 3), st.booleans())
-def test_slots_of_any_batch(batch, spare, block_sizes, cp_size, some_sharded):
+def test_slots_of_any_batch(device, batch, spare, block_sizes, cp_size, some_sharded):
     starts, states, _, _ = batch
     clean = (*[start for start in starts if start >= 0], *[max(starts) for start in starts if start < 0])
     sharded = flags(*[g % 2 for g in range(len(block_sizes))]) if some_sharded else None
@@ -285,13 +286,76 @@ def test_slots_of_any_batch(batch, spare, block_sizes, cp_size, some_sharded):
         clean, states, block_sizes, max(starts) + spare, columns=20, size=cp_size, rank=cp_size - 1, interleave=2,
         sharded=sharded,
     )  # fmt: skip
-    assert_same_as_oracle("compute_slot_mappings", arguments)
+    assert_same_as_oracle("compute_slot_mappings", arguments, device)
+
+
+@pytest.mark.parametrize("requests", [255, 256, 257, 1500])
+def test_many_requests(device, requests):
+    """More rows than threads in a block, tokens over many blocks, a third of the rows padded."""
+    random = torch.Generator().manual_seed(requests)
+    real = requests * 2 // 3
+    lengths = torch.randint(0, 9, (real,), generator=random)
+    starts = (0, *lengths.cumsum(0).tolist(), *[-7] * (requests - real))
+    states = (*torch.randperm(real, generator=random).tolist(), *[PADDED] * (requests - real))
+    rejected = tuple(torch.randint(0, 4, (requests,), generator=random).tolist())
+    tokens, rows = max(starts), tuple(range(requests))
+    capacity = tokens + 2 * requests + 5
+    expand = expand_arguments(starts, states, rejected, 3, True, None, True, capacity)
+    clean = tuple(start if start >= 0 else tokens for start in starts)
+    cu = torch.randint(0, 5, (requests,), generator=random).cumsum(0)
+    query_ends = (cu + torch.arange(1, requests + 1)).tolist()
+    sampled = torch.randint(-1, 60, (requests, 5), generator=random).tolist()
+    calls = {
+        "prepare_prefill_inputs": prefill_arguments(
+            starts, states, rejected, rejected, tokens + 77, requests + 9, real
+        ),
+        "copy_expand_inputs": with_arguments("copy_expand_inputs", expand, next_token_ids=int64(*range(real))),
+        "extend_queries": extend_arguments(starts, states, rows, 2, 0, capacity, capacity),
+        "compute_slot_mappings": slot_arguments(
+            clean, states, (4, 8), tokens + 99, tokens, real, size=2, rank=1, interleave=2
+        ),
+        "prepare_decode_inputs": decode_arguments(rows, rows, rejected, states, max_model_len=requests // 2),
+        "eagle_step": eagle_arguments(rows, padded=30, max_model_len=requests // 2),
+        "prepare_inputs_padded": padded_inputs_arguments(tuple(cu.tolist()), rejected, (0, *query_ends), None, 99),
+        "prepare_next_token_padded": next_token_arguments(sampled, rows, 50),
+        "dcp_local_seq_lens": local_lens_arguments(rows),
+    }
+    for op, arguments in calls.items():
+        assert_same_as_oracle(op, arguments, device)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("width", [1, 24, 33, 64, 4096, 4100])
+def test_hidden_rows_of_any_width(device, width, dtype, step):
+    """Vectors of 16 bytes and single elements, over several blocks; misaligned by the memory before them."""
+    op, arguments = "update_draft_inputs", update_arguments(step, width=width, rows=5, states=(1, 2, 3, 0, PADDED))
+    for offset in (0, 1, 8):
+        hidden = torch.arange(5 * width + offset).to(dtype)[offset:].view(5, width)
+        target = torch.zeros(5 * width + 16, dtype=dtype)[8 : 8 + 5 * width].view(5, width)
+        strided = torch.zeros(5, 2 * width, dtype=dtype)[:, ::2]
+        for into in (target, strided):
+            changed = with_arguments(op, arguments, hidden_states=hidden, next_hidden_states=into)
+            assert_same_as_oracle(op, changed, device)
+
+
+def test_most_tables(device):
+    assert_same_as_oracle("compute_slot_mappings", slot_arguments(block_sizes=(4,) * 64), device)
+    more = twin(slot_arguments(block_sizes=(4,) * 65), device)
+    refuse("compute_slot_mappings", more, ValueError, "block_tables must hold 1 to 64 tables, got 65")
+
+
+def test_some_tables_are_sharded(device):
+    arguments = slot_arguments(block_sizes=(4, 8, 2), size=2, rank=0, interleave=2, sharded=flags(1, 0, 1))
+    assert_same_as_oracle("compute_slot_mappings", arguments, device)
+    padded = (int32(2), int32(1), int32(0, 3), int32(9), int32(9))
+    assert_same_as_oracle("prepare_inputs_padded", padded, device)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_ids_of_either_width_and_any_stride(op):
+def test_ids_of_either_width_and_any_stride(device, op):
     """What is documented as int32 or int64 of any stride gives the same as the plain one."""
-    arguments = sample_inputs(op)[0]
+    arguments = sample_inputs(op, device)[0]
     plain = named(op, twin(arguments))
     getattr(ops, op)(*plain.values())
     for name, value in named(op, arguments).items():
@@ -307,8 +371,8 @@ def test_ids_of_either_width_and_any_stride(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_matrices_of_any_strides(op):
-    arguments = sample_inputs(op)[0]
+def test_matrices_of_any_strides(device, op):
+    arguments = sample_inputs(op, device)[0]
     expected = twin(arguments)
     getattr(ops, op)(*expected)
     free = {
@@ -366,18 +430,19 @@ def test_a_whole_loop_advances_as_told():
 # ---------------------------------------------------------------- gumbel_sample
 
 
-def draw(logits, temperature=1.0, seeds=None, positions=None, step=0, states=None, **options):
+def draw(logits, temperature=1.0, seeds=None, positions=None, step=0, states=None, device="cpu", **options):
     rows = len(logits)
     states = torch.arange(rows) if states is None else torch.tensor(states)
     count = max([rows, *(states + 1).tolist()])
-    sampled = torch.full((rows,), 77, dtype=torch.int64)
-    ops.gumbel_sample(
+    arguments = (
         logits, states, torch.full((count,), float(temperature)),
         torch.zeros(count, dtype=torch.int64) if seeds is None else torch.as_tensor(seeds),
         torch.arange(rows) if positions is None else torch.as_tensor(positions),
-        torch.tensor(step), sampled, **options,
+        torch.tensor(step), torch.full((rows,), 77, dtype=torch.int64),
     )  # fmt: skip
-    return sampled
+    ours = twin(arguments, device)
+    ops.gumbel_sample(*ours, **options)
+    return ours[6].cpu()
 
 
 def random_logits(rows, vocab, dtype=torch.float32, seed=0, scale=1.0):
@@ -385,39 +450,39 @@ def random_logits(rows, vocab, dtype=torch.float32, seed=0, scale=1.0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_temperature_zero_is_argmax(dtype):
+def test_temperature_zero_is_argmax(device, dtype):
     logits = random_logits(20, 3001, dtype)
-    assert torch.equal(draw(logits, 0.0), logits.argmax(-1))
-    assert torch.equal(draw(logits, 1e-39), logits.argmax(-1))  # too small to divide by
+    assert torch.equal(draw(logits, 0.0, device=device), logits.argmax(-1))
+    assert torch.equal(draw(logits, 1e-39, device=device), logits.argmax(-1))  # too small to divide by
     few_values = torch.randint(0, 3, (20, 500)).to(dtype)  # many equal
     few_values[:, 7] = 2
     first = [int((row == row.max()).nonzero()[0]) for row in few_values]
-    assert draw(few_values, 0.0).tolist() == first
+    assert draw(few_values, 0.0, device=device).tolist() == first
     signed_zeros = torch.tensor([[-1.0, -0.0, 0.0], [-1.0, 0.0, -0.0]]).to(dtype)
-    assert draw(signed_zeros, 0.0).tolist() == [1, 1]
+    assert draw(signed_zeros, 0.0, device=device).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_nan_is_drawn(temperature):
+def test_no_nan_is_drawn(device, temperature):
     nan, inf = math.nan, math.inf
     rows = [
         [nan, 1.0, nan, nan], [nan, nan, nan, nan], [-inf, -inf, -inf, -inf], [-inf, nan, -inf, 5.0],
         [1.0, inf, nan, inf], [nan, -inf, nan, -inf],
     ]  # fmt: skip
-    assert draw(torch.tensor(rows), temperature).tolist() == [1, 0, 0, 3, 1, 0]
+    assert draw(torch.tensor(rows), temperature, device=device).tolist() == [1, 0, 0, 3, 1, 0]
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 17, 4099])
 @pytest.mark.parametrize("temperature", [1e-30, 0.05, 0.7, 1.0, 30.0, 1e30])
-def test_draws_are_those_of_the_oracle(vocab, temperature):
+def test_draws_are_those_of_the_oracle(device, vocab, temperature):
     arguments = sample_arguments(6, vocab, temperatures=(temperature,) * 6, states=None, steps=(0, 1, 2, 0, 1, 2))
-    assert_same_as_oracle("gumbel_sample", arguments)
+    assert_same_as_oracle("gumbel_sample", arguments, device)
 
 
-def test_noise_is_pinned():
+def test_noise_is_pinned(device):
     """CPU and CUDA come to these, and so does every later version: seeds mean what they meant."""
     of_tokens = oracle_drafter.noise(-(2**62) + 5, 2**33 + 1, 3, 4)
-    tokens = draw(torch.zeros(8, 50_000), seeds=range(8), step=2).tolist()
+    tokens = draw(torch.zeros(8, 50_000), seeds=range(8), step=2, device=device).tolist()
     assert_expected_inline(
         f"{[round(x, 9) for x in of_tokens]}\n{tokens}",
         """\
@@ -426,24 +491,38 @@ def test_noise_is_pinned():
     )
 
 
-def test_a_row_does_not_depend_on_its_company():
+@pytest.mark.parametrize(("vocab", "dtype"), [(5000, torch.float32), (50_000, torch.bfloat16)], ids=str)
+def test_a_row_does_not_depend_on_its_company(device, vocab, dtype):
     """The same (seed, position, step): the same token in any row, order, batch, beside any padding."""
-    logits = random_logits(7, 5000)
+    logits = random_logits(7, vocab, dtype)
     seeds, positions = torch.arange(7) * 11, torch.arange(7) + 2**35
-    together = draw(logits, 0.9, seeds, positions, step=4)
+    key = {"temperature": 0.9, "step": 4, "device": device}
+    together = draw(logits, seeds=seeds, positions=positions, **key)
     for row in range(7):
-        alone = draw(logits[row : row + 1], 0.9, seeds[row : row + 1], positions[row : row + 1], step=4)
-        assert alone.item() == together[row]
+        only = slice(row, row + 1)
+        assert draw(logits[only], seeds=seeds[only], positions=positions[only], **key).item() == together[row]
     order = torch.tensor([3, 1, 6, 0, 2, 5, 4])
-    assert torch.equal(draw(logits[order], 0.9, seeds[order], positions[order], step=4), together[order])
-    padded = torch.cat([logits, torch.full((3, 5000), math.nan)])
-    states = [*range(7), -1, -1, -1]
-    with_padding = draw(padded, 0.9, torch.cat([seeds, seeds])[:10], [*positions.tolist(), 9, 9, 9], 4, states)
+    assert torch.equal(draw(logits[order], seeds=seeds[order], positions=positions[order], **key), together[order])
+    padded = torch.cat([logits, torch.full((3, vocab), math.nan, dtype=dtype)])
+    more = {"seeds": torch.cat([seeds, seeds])[:10], "positions": [*positions.tolist(), 9, 9, 9]}
+    with_padding = draw(padded, states=[*range(7), -1, -1, -1], **more, **key)
     assert with_padding.tolist() == [*together.tolist(), 0, 0, 0]
     strided = surrounded(logits.T.contiguous()).T
-    assert torch.equal(draw(strided, 0.9, seeds, positions, step=4), together)
-    wider = torch.cat([logits, torch.full((7, 99), -math.inf)], 1)  # a longer vocabulary that nothing can win
-    assert torch.equal(draw(wider, 0.9, seeds, positions, step=4), together)
+    assert torch.equal(draw(strided, seeds=seeds, positions=positions, **key), together)
+    # A longer vocabulary that nothing can win.
+    wider = torch.cat([logits, torch.full((7, 99), -math.inf, dtype=dtype)], 1)
+    assert torch.equal(draw(wider, seeds=seeds, positions=positions, **key), together)
+
+
+def test_workspace_serves_again_and_again(device):
+    """Zero after every call; with it and without it the same tokens."""
+    workspace = torch.zeros(200, dtype=torch.int64, device=device)
+    for number in range(20):
+        rows = 1 + 7 * number % 64
+        logits = random_logits(rows, 40_000, torch.bfloat16, seed=number)
+        key = {"seeds": range(number, number + rows), "device": device}
+        assert torch.equal(draw(logits, **key), draw(logits, workspace=workspace, **key))
+        assert not workspace.any()
 
 
 @pytest.mark.parametrize("changed", ["seeds", "positions", "step"])
@@ -467,18 +546,19 @@ def chi_square(counts, probabilities):
 
 @pytest.mark.parametrize("varied", ["seeds", "positions", "step"])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 2.0])
-def test_distribution(varied, temperature):
-    """60,000 draws that differ in one part of the key only."""
-    count, vocab = 60_000, 10
-    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 0.5, -2.0, 1.5, 0.0, 1.0])
-    key = dict.fromkeys(("seeds", "positions", "step"), torch.full((count,), 12345))
-    key[varied] = torch.arange(count) * (1 if varied != "seeds" else 2**20 + 1)
-    sampled = torch.zeros(count, dtype=torch.int64)
+def test_distribution(device, varied, temperature):
+    """60,000 draws (a million on CUDA) that differ in one part of the key only."""
+    count = {"cpu": 60_000, "cuda": 1_000_000}[device]
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 0.5, -2.0, 1.5, 0.0, 1.0], device=device)
+    key = dict.fromkeys(("seeds", "positions", "step"), torch.full((count,), 12345, device=device))
+    rows = torch.arange(count, device=device)
+    key[varied] = rows * (1 if varied != "seeds" else 2**20 + 1)
+    sampled = torch.zeros(count, dtype=torch.int64, device=device)
     ops.gumbel_sample(
-        logits.expand(count, -1), torch.arange(count), torch.full((count,), temperature), key["seeds"],
+        logits.expand(count, -1), rows, torch.full((count,), temperature, device=device), key["seeds"],
         key["positions"], key["step"], sampled,
     )  # fmt: skip
-    counts = torch.bincount(sampled, minlength=vocab).double()
+    counts = torch.bincount(sampled, minlength=len(logits)).double()
     probabilities = torch.softmax(logits.double() / temperature, 0)
     assert chi_square(counts, probabilities) < CRITICAL[9]
 
@@ -520,19 +600,19 @@ def test_cache_keeps_the_raw_logits():
     assert torch.equal(without["sampled"], after["sampled"])
 
 
-def test_the_column_is_a_number_on_the_device():
+def test_the_column_is_a_number_on_the_device(device):
     """Only column `step` of a matrix of drafts is written; one step for all rows or one for each."""
-    after = run("gumbel_sample", sample_arguments(steps=(2,)))
+    after = run("gumbel_sample", sample_arguments(steps=(2,)), device)
     assert (after["sampled"][:, :2] == 77).all()
     assert after["sampled"][:5, 2].max() < 40
-    each = run("gumbel_sample", sample_arguments())
+    each = run("gumbel_sample", sample_arguments(), device)
     written = (each["sampled"] != 77).nonzero().tolist()
     assert written == [[0, 1], [1, 0], [2, 2], [3, 1], [4, 1]]
 
 
-def test_a_padded_row_may_hold_any_step():
+def test_a_padded_row_may_hold_any_step(device):
     """It has no column then, and writes none."""
-    after = run("gumbel_sample", sample_arguments(steps=(1, 0, 2**40, 1, 1)))
+    after = run("gumbel_sample", sample_arguments(steps=(1, 0, 2**40, 1, 1)), device)
     assert (after["sampled"][2] == 77).all()
 
 
@@ -595,15 +675,6 @@ def test_too_few(op, name):
         getattr(ops, op)(*with_arguments(op, arguments, **{name: value[:0]}))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_tensors_on_two_devices(op):
-    arguments = sample_inputs(op)[0]
-    for name, value in named(op, arguments).items():
-        if isinstance(value, torch.Tensor):
-            with pytest.raises(TypeError, match=f"^{op}: .* must be on device "):
-                getattr(ops, op)(*with_arguments(op, arguments, **{name: value.to("meta")}))
-
-
 BAD_NUMBERS = {
     "prepare_decode_inputs": {"max_model_len": 0},
     "update_draft_inputs": {"max_model_len": 0, "num_speculative_steps": 0},
@@ -660,6 +731,30 @@ BAD_DATA = {
     "a bonus of no state": ("copy_expand_inputs", expand_arguments(states=(3, 6, 2, -1)), IndexError, "got 6 at row 1"),
     "positions past the table": ("extend_queries", extend_arguments(columns=7), IndexError,
         r"positions must be in \[0, 28\), got 29 at token 9"),
+    "far fewer places than tokens": ("prepare_prefill_inputs", prefill_arguments(capacity=6), ValueError,
+        "got 6 places"),
+    "a state far outside": ("prepare_prefill_inputs", prefill_arguments(states=(3, 2**31 - 1, 2, -1)), IndexError,
+        "got 2147483647 at row 1"),
+    "a state far from the blocks": ("compute_slot_mappings", slot_arguments(states=(3, 99, 2, -1)), IndexError,
+        "got 99"),
+    "positions far past the blocks": ("compute_slot_mappings", slot_arguments(first_position=10**6), IndexError,
+        r"positions must be in \[0, 24\), got 100000\d at token"),
+    "positions far before the start": ("compute_slot_mappings", slot_arguments(first_position=-(10**6)), IndexError,
+        r"got -\d+ at token"),
+    "an eagle far before the start": ("eagle_step", eagle_arguments((3, -(2**30))), IndexError,
+        "got -1073741823 at token 1"),
+    "a state far from the temperatures": ("gumbel_sample", sample_arguments(states=(3, 10**6, -1, 0, 5)), IndexError,
+        "idx_mapping must be below 6, .*, got 1000000 at row 1"),
+    "steps outside on either side": ("gumbel_sample", sample_arguments(steps=(1, 0, 10**6, 3, -1)), IndexError,
+        r"got (3 at row 3|-1 at row 4)"),
+    "a bonus far from the states": ("copy_expand_inputs", expand_arguments(states=(3, 10**6, 2, -1)), IndexError,
+        "got 1000000 at row 1"),
+    "positions far past the table": ("extend_queries", extend_arguments(first_position=25, columns=1), IndexError,
+        r"positions must be in \[0, 4\), got \d+ at token"),
+}  # fmt: skip
+
+
+BAD_SHAPES = {
     "fewer blocks than queries": ("extend_queries", with_arguments("extend_queries", extend_arguments(),
         block_table=int32(*range(40)).view(5, 8)), ValueError,
         "block_table must be of as many rows as there are queries"),
@@ -681,9 +776,16 @@ BAD_DATA = {
 }  # fmt: skip
 
 
+@pytest.mark.debug_mode
 @pytest.mark.parametrize("case", BAD_DATA)
-def test_bad_data_is_refused_whole(case):
+def test_bad_data(device, case):
     op, arguments, error, sentence = BAD_DATA[case]
+    check_bad_data(op, twin(arguments), error, sentence, device)
+
+
+@pytest.mark.parametrize("case", BAD_SHAPES)
+def test_bad_shapes_are_refused_whole(case):
+    op, arguments, error, sentence = BAD_SHAPES[case]
     refuse(op, twin(arguments), error, sentence)
 
 

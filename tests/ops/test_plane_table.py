@@ -21,16 +21,23 @@ def with_table(op, arguments, **others):
     return with_arguments(op, arguments, **{"caches": arguments[0][:1], "plane_table": table, **others})
 
 
-def assert_same_bytes(op, all_planes):
+@pytest.mark.parametrize(("op", "index"), SAMPLES)
+def test_same_bytes_as_with_all_planes(device, op, index):
+    all_planes = sample_inputs(op, device)[index]
     by_table = twin(all_planes)
     getattr(ops, op)(*with_table(op, by_table))
     getattr(ops, op)(*all_planes)
     assert same_memory(by_table, all_planes)
 
 
-@pytest.mark.parametrize(("op", "index"), SAMPLES)
-def test_same_bytes_as_with_all_planes(op, index):
-    assert_same_bytes(op, sample_inputs(op)[index])
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_a_table_on_the_device_is_refused(device, op):
+    arguments = sample_inputs(op, device)[0]
+    table = ops.plane_table(arguments[0]).to(device)
+    refuse(
+        op, with_table(op, arguments, plane_table=table), TypeError, "plane_table must be on device cpu, got cuda:0$"
+    )
 
 
 def test_the_table():

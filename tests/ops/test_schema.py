@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from layouts import memory, twin
+from processes import ROOT
 from samples import OPS, sample_inputs
 from torch.utils._pytree import tree_map
 
 from nwor_ops import ops
 
-ROOT = Path(__file__).parents[2]
 SAMPLES = [(op, index) for op in OPS for index in range(len(sample_inputs(op)))]
 RETURNING = ("acceptance_mask", "acceptance_mask_from_rejected")
 WRITING = tuple(op for op in OPS if op not in RETURNING)
@@ -174,9 +173,9 @@ def test_counters_have_the_order_of_the_kernels():
 
 
 @pytest.mark.parametrize(("op", "index"), SAMPLES)
-def test_opcheck(op, index):
+def test_opcheck(device, op, index):
     """All utilities: schema, autograd registration, fake tensor, AOT dispatch with dynamic shapes."""
-    arguments = sample_inputs(op)[index]
+    arguments = sample_inputs(op, device)[index]
     utilities = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e5m2 for a in arguments):
         utilities.remove("test_schema")  # its comparison of tensors is not implemented for this dtype
@@ -184,9 +183,9 @@ def test_opcheck(op, index):
 
 
 @pytest.mark.parametrize(("op", "index"), SAMPLES)
-def test_only_declared_arguments_are_written(op, index):
+def test_only_declared_arguments_are_written(device, op, index):
     """What the schema does not mark as mutated keeps its bytes."""
-    arguments = sample_inputs(op)[index]
+    arguments = sample_inputs(op, device)[index]
     before = twin(arguments)
     getattr(ops, op)(*arguments)
     for declared, argument, old in zip(overload(op)._schema.arguments, arguments, before, strict=False):
@@ -195,10 +194,10 @@ def test_only_declared_arguments_are_written(op, index):
 
 
 @pytest.mark.parametrize("op", WRITING)
-def test_every_declared_argument_is_written(op):
+def test_every_declared_argument_is_written(device, op):
     """A kernel that forgets one makes the schema lie; no check of torch sees that."""
     sample = -1 if op in ("write_kv_logged", "log_slots") else 0  # one that gives every mutated argument
-    arguments = sample_inputs(op)[sample]
+    arguments = sample_inputs(op, device)[sample]
     before = twin(arguments)
     getattr(ops, op)(*arguments)
     for declared, argument, old in zip(overload(op)._schema.arguments, arguments, before, strict=False):

@@ -23,6 +23,7 @@ from layouts import (
     surrounded,
     twin,
 )
+from processes import ROOT
 from samples import (
     EARLIER_WINDOW,
     SMALL,
@@ -299,8 +300,6 @@ def test_stage_counters(device):
 
 
 def test_stage_counters_have_the_order_of_the_kernels():
-    from test_schema import ROOT
-
     names = re.search(r"enum StageCounter \{([^}]*)\}", (ROOT / "csrc" / "staging.h").read_text()).group(1).split(",")
     plain = [name.strip().removeprefix("kStage").lower() for name in names if name.strip()]
     assert plain == [*(name.removeprefix("stage_") for name in staging.STAGE_COUNTERS), "knumstagecounters"]

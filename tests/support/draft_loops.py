@@ -5,20 +5,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import oracle
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 from draft_loop import Drafter, play  # noqa: F401
 from paged_drafter import DrafterConfig, PagedMetadataAdapter
 from paged_llama import rotary_embedding
+from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftMetadata, DraftSampler

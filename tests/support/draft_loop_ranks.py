@@ -6,13 +6,9 @@ python draft_loop_ranks.py RANK RANKS PORT
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-
 from draft_loops import Follower
 
 from nwor_ops.drafter import GraphKey
