@@ -11,9 +11,9 @@ from samples_staging import accept_staged_arguments, stage_arguments
 from staged_windows import Sequence, make_window
 
 from nwor_ops import ops
-from nwor_ops.ops import staging
+from nwor_ops.ops import registry
 
-STAGE = (*XX, *staging.SCHEMAS)
+STAGE = (*registry.family("shadow"), *registry.family("staging"))
 
 
 class Replayed:
