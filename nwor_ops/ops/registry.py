@@ -117,7 +117,7 @@ def implement_fake(op: str, kernel: Callable[..., Any]) -> None:
     torch.library.register_fake(f"{NAMESPACE}::{op}", before_lowering(kernel), lib=_library)
 
 
-# The compiled kernels word a dtype or device complaint in exactly these two ways (csrc/check.h).
+# The compiled kernels word a dtype or device complaint in exactly these two ways (csrc/common/argument.h).
 _TYPE_COMPLAINT = re.compile(r" must have dtype | must be on device ")
 
 

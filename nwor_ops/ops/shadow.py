@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nwor_ops.ops.registry import op
 
-# Groups of one call of `open_window` or `close_window` (kMostWindowGroups in csrc/stage.h).
+# Groups of one call of `open_window` or `close_window` (kMostWindowGroups in csrc/shadow.h).
 MOST_GROUPS = 16
 
 
