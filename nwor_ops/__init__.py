@@ -7,15 +7,15 @@
 
 # ruff: noqa: I001  (`name as name` re-exports; isort would give each a statement of its own)
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata as _metadata
 
 from nwor_ops import library as _library
 from nwor_ops import ops as ops
 from nwor_ops import torch_fixes as _torch_fixes
 
 try:
-    __version__ = version("nwor_ops")
-except PackageNotFoundError:  # an unpacked tree that was never installed
+    __version__ = _metadata.version("nwor_ops")
+except _metadata.PackageNotFoundError:  # an unpacked tree that was never installed
     __version__ = "0.0.0"
 
 LIBRARIES = _library.loaded_libraries()

@@ -28,7 +28,7 @@ from torch import Tensor
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import LayerCache
 from nwor_ops.transaction.counters import InterceptorStats, StagingStats
-from nwor_ops.transaction.manager import State, is_capturing
+from nwor_ops.transaction.state import State, Stateful
 from nwor_ops.validation import BoundToMemory, explained
 
 
@@ -43,7 +43,7 @@ class _StagedLayer:
     staged: tuple[Tensor, Tensor] | None = None  # [R, H, Dk] and [R, H, Dv]; filled by allocate()
 
 
-class StagingBuffer(BoundToMemory):
+class StagingBuffer(Stateful[_StagedLayer]):
     """Rows of keys and values of every layer, with one record of where they are to go.
 
     Args:
@@ -55,22 +55,19 @@ class StagingBuffer(BoundToMemory):
     cannot be copied or pickled.
     """
 
+    _called = "staging buffer"
+    _layers: dict[str, _StagedLayer]
     _in_place_of_a_copy = "make another StagingBuffer, register the layers' own caches and allocate() it"
 
     def __init__(self, *, max_num_tokens: int, max_num_rows: int, device: torch.device | str) -> None:
         self.max_num_tokens = validation.integer("StagingBuffer: max_num_tokens", max_num_tokens)
         self.max_num_rows = validation.integer("StagingBuffer: max_num_rows", max_num_rows)
         self.device = validation.device("StagingBuffer: device", device)
-        self._layers: dict[str, _StagedLayer] = {}
-        self._state = State.REGISTERING
+        self._layers = {}
         self._by_request = False  # whether the open window's rows have requests and positions
         self._destinations: Tensor | None = None  # once a commit has judged the open window: slots of its rows
 
     # ------------------------------------------------------------ set-up
-
-    @property
-    def state(self) -> State:
-        return self._state
 
     def register_layer(
         self,
@@ -96,25 +93,19 @@ class StagingBuffer(BoundToMemory):
             ValueError, TypeError: a name that is taken, or a cache that cannot be staged; no layer was registered then.
         """
         self._require(State.REGISTERING, "register_layer")
-        validation.instance("register_layer: name", name, str, "a string")
-        validation.instance("register_layer: cache", cache, LayerCache, "a LayerCache")
+        self._check_new_layer(name, cache)
         validation.instance("register_layer: kv_cache_dtype", kv_cache_dtype, str, "a string")
         if dtype is not None:
             validation.instance("register_layer: dtype", dtype, torch.dtype, "a torch.dtype or None")
         for what, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if scale is not None:
                 validation.tensor(f"register_layer: {what}", scale)
-        if name in self._layers:
-            raise ValueError(f"register_layer: name must be new, {name!r} is registered already")
         if not cache.writable:
             raise ValueError(f"register_layer: the planes of {name!r} must hold a key and a value, they are opaque")
-        plane = cache.planes[0].view
-        if plane.device != self.device:
-            raise TypeError(f"register_layer: cache of {name!r} must be on device {self.device}, got {plane.device}")
         if dtype is None:
             if kv_cache_dtype != "auto":
                 raise ValueError(f"register_layer: dtype must be given for kv_cache_dtype {kv_cache_dtype}, got None")
-            dtype = plane.dtype
+            dtype = cache.planes[0].view.dtype
         self._layers[name] = _StagedLayer(cache, len(self._layers), dtype, kv_cache_dtype, k_scale, v_scale)
 
     def allocate(self) -> None:
@@ -187,22 +178,17 @@ class StagingBuffer(BoundToMemory):
                 changed then.
         """
         self._require(State.CLOSED, "begin")
-        count = self._check("begin", "row_slots", row_slots, torch.int64, self.max_num_rows)
+        count = self._check("begin", "row_slots", row_slots, self.row_slots)
         if stage_rows is None:
             if count > self.max_num_tokens:
                 raise ValueError(f"begin: row_slots must have at most {self.max_num_tokens} rows, one per token")
             stage_rows = self._in_order[:count]
-        self._check("begin", "stage_rows", stage_rows, torch.int32, self.max_num_tokens)
+        self._check("begin", "stage_rows", stage_rows, self.stage_rows)
         if (row_requests is None) != (row_positions is None):
             raise ValueError("begin: row_requests and row_positions must be given together")
         if row_requests is not None and row_positions is not None:
-            for name, ids in (("row_requests", row_requests), ("row_positions", row_positions)):
-                self._check("begin", name, ids, torch.int32)
-                if ids.shape[0] != count:
-                    raise ValueError(
-                        f"begin: {name} must have one dimension of {count}, one for each of row_slots, "
-                        f"got {list(ids.shape)}"
-                    )
+            self._check("begin", "row_requests", row_requests, self.row_requests, count)
+            self._check("begin", "row_positions", row_positions, self.row_positions, count)
             _fill(self.row_requests, row_requests)
             _fill(self.row_positions, row_positions)
         self._by_request, self._destinations = row_requests is not None, None
@@ -237,9 +223,7 @@ class StagingBuffer(BoundToMemory):
                 f"stage: key must have at most {room} tokens (max_num_tokens {self.max_num_tokens}, "
                 f"token_offset {token_offset}), got {key.shape[0]}"
             )
-        # A capture is made once, outside any window; its replays happen inside one.
-        if not torch.compiler.is_compiling() and self._state is not State.OPEN and not is_capturing(key):
-            raise RuntimeError(f"stage of layer {name!r}: no window is open; call begin() first")
+        self._require_window("stage", name, key)
         assert layer.staged is not None
         rows = self.stage_rows[token_offset : token_offset + key.shape[0]]
         try:
@@ -278,15 +262,15 @@ class StagingBuffer(BoundToMemory):
         self._require(State.OPEN, "commit")
         by_request = self._by_request and isinstance(accepted, Tensor) and accepted.dtype == torch.int32
         if by_request:
-            self._check("commit", "accepted", accepted, torch.int32)
+            validation.tensor("commit: accepted", accepted, torch.int32, dims=1, device=self.device)
             if not accepted.is_contiguous():
                 raise ValueError(f"commit: accepted must be contiguous, got strides {list(accepted.stride())}")
         else:
-            self._check("commit", "accepted", accepted, torch.bool, self.max_num_rows)
+            self._check("commit", "accepted", accepted, self.row_accepted)
         if row_slots is not None:
-            self._check("commit", "row_slots", row_slots, torch.int64, self.max_num_rows)
+            self._check("commit", "row_slots", row_slots, self.row_slots)
         if self._destinations is None:
-            self._destinations = self._judge(accepted, row_slots, by_request)
+            self._destinations = self._verdict(accepted, row_slots, by_request)
         for layer in self._layers.values():
             self._commit_layer(layer, self._destinations)
         self._state = State.CLOSED
@@ -300,7 +284,7 @@ class StagingBuffer(BoundToMemory):
         self._require(State.OPEN, "reject")
         if self._destinations is None:
             self.row_accepted.fill_(False)
-            self._accept(self.row_accepted, self.row_slots)
+            self._judge(self.row_accepted, self.row_slots)
         else:  # the window is counted
             committed, rejected = (ops.STAGE_COUNTERS.index(name) for name in ("committed", "rejected"))
             count = self.row_committed.sum()
@@ -316,20 +300,20 @@ class StagingBuffer(BoundToMemory):
 
     # ------------------------------------------------------------ inside
 
-    def _judge(self, accepted: Tensor, row_slots: Tensor | None, by_request: bool) -> Tensor:
-        """Decide which rows are committed; returns the slots that they go to. The record of begin stays as it is."""
+    def _verdict(self, accepted: Tensor, row_slots: Tensor | None, by_request: bool) -> Tensor:
+        """Judge which rows are committed; returns the slots that they go to. The record of begin stays as it is."""
         slots = self.row_slots
         if row_slots is not None:
             slots = self._other_slots
             _fill(slots, row_slots)
         if by_request:
-            self._accept(accepted, slots, self.row_requests, self.row_positions)
+            self._judge(accepted, slots, self.row_requests, self.row_positions)
         else:
             _fill(self.row_accepted, accepted)
-            self._accept(self.row_accepted, slots)
+            self._judge(self.row_accepted, slots)
         return slots
 
-    def _accept(self, accepted: Tensor, slots: Tensor, *of_requests: Tensor) -> None:
+    def _judge(self, accepted: Tensor, slots: Tensor, *of_requests: Tensor) -> None:
         ops.accept_staged(
             accepted, slots, self.window_id, self.row_windows, self._num_slots, self.row_committed, self.counters,
             *of_requests,
@@ -348,23 +332,14 @@ class StagingBuffer(BoundToMemory):
         scales = [self._unscaled if scale is None else scale for scale in (layer.k_scale, layer.v_scale)]
         ops.commit_staged(*layer.staged, slots, self.row_committed, *caches, scales[0], scales[1], layer.kv_cache_dtype)
 
-    def _check(self, method: str, name: str, tensor: Tensor, dtype: torch.dtype, most: int | None = None) -> int:
-        validation.tensor(f"{method}: {name}", tensor, dtype, device=self.device)
-        if tensor.dim() != 1 or (most is not None and tensor.shape[0] > most):
-            limit = "" if most is None else f" of at most {most}"
-            raise ValueError(f"{method}: {name} must have one dimension{limit}, got {list(tensor.shape)}")
+    def _check(self, method: str, name: str, tensor: Tensor, buffer: Tensor, count: int | None = None) -> int:
+        """Raises where a tensor does not fit the buffer that it fills, or has not so many elements; returns how many
+        it has."""
+        validation.tensor(f"{method}: {name}", tensor, buffer.dtype, device=self.device)
+        if tensor.dim() != 1 or tensor.shape[0] > buffer.shape[0] or count not in (None, tensor.shape[0]):
+            wanted = f"at most {buffer.shape[0]}" if count is None else f"{count}, one for each of row_slots"
+            raise ValueError(f"{method}: {name} must have one dimension of {wanted}, got {list(tensor.shape)}")
         return tensor.shape[0]
-
-    def _layer(self, name: str, method: str) -> _StagedLayer:
-        try:
-            return self._layers[name]
-        except (KeyError, TypeError):
-            validation.instance(f"{method}: name", name, str, "a string")
-            raise KeyError(f"{method}: layer {name!r} is not registered") from None
-
-    def _require(self, state: State, method: str) -> None:
-        if self._state is not state:
-            raise RuntimeError(f"{method}: the staging buffer must be {state.value}, it is {self._state.value}")
 
 
 def _fill(buffer: Tensor, values: Tensor) -> None:

@@ -22,138 +22,25 @@ enforced where Python does run: begin, commit, cancel, and eager writes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
-from nwor_ops.kv_cache import LayerCache, Plane, PlaneList, has_no_data
+from nwor_ops.kv_cache import LayerCache, has_no_data
 from nwor_ops.transaction.counters import Stats
-from nwor_ops.transaction.shadow_pages import LaunchTables, ShadowPages
+from nwor_ops.transaction.layers import Layer, LayerTable
+from nwor_ops.transaction.recovery import Capacity, Recovery, Redirects
+from nwor_ops.transaction.shadow_pages import ShadowPages
+from nwor_ops.transaction.state import State, Stateful
+from nwor_ops.transaction.undo_log import UndoLog
 from nwor_ops.transaction.window import Window, WindowBuffers
-from nwor_ops.validation import BoundToMemory, explained
+from nwor_ops.validation import explained
 
 DEFAULT_GROUP = "default"
-MODES = ("cow", "stage")
-
-
-class State(Enum):
-    """Where a manager is in the protocol."""
-
-    REGISTERING = "registering layers"
-    CLOSED = "between windows"
-    OPEN = "inside a window"
-
-
-@dataclass
-class _LayerClass:
-    """Layers of one group whose planes have the same geometries: their rows are restored together,
-    one launch per plane."""
-
-    group: str
-    planes: tuple[Plane, ...]
-    names: list[str] = field(default_factory=list)
-    caches: list[list[Tensor]] = field(default_factory=list)  # per plane, per layer
-    logs: list[Tensor] = field(default_factory=list)  # per plane: [layers, R, H, W]
-    row_windows: Tensor | None = None  # int64 [layers, R]
-
-
-@dataclass
-class _Layer:
-    cache: LayerCache
-    layer_class: _LayerClass
-    index: int  # within its class
-    # Filled by allocate().
-    eager: _LayerTensors | None = None
-    key_value: tuple[Tensor, Tensor] | None = None  # the caches, None where the planes are opaque
-    # How a traced graph makes the planes: root, shape, strides, offset; empty = it takes them as they are.
-    traced_caches: tuple[tuple[Tensor, tuple[int, ...], tuple[int, ...], int], ...] = ()
-
-    def planes(self) -> tuple[Tensor, ...]:
-        """This layer's planes, as eager calls or as a trace should see them."""
-        if torch.compiler.is_compiling() and self.traced_caches:
-            return tuple(root.as_strided(shape, stride, offset) for root, shape, stride, offset in self.traced_caches)
-        return tuple(plane.view for plane in self.cache.planes)
-
-    def caches(self) -> tuple[Tensor, Tensor]:
-        """Key and value cache of this layer, likewise."""
-        if torch.compiler.is_compiling():
-            return self.cache.key_value(self.planes())
-        assert self.key_value is not None
-        return self.key_value
-
-    def tensors(self) -> _LayerTensors:
-        """This layer's tensors, likewise."""
-        if not torch.compiler.is_compiling():
-            assert self.eager is not None
-            return self.eager
-        # A traced graph that mutates many inputs which share one storage is a hard case for
-        # functionalization: it sees the one tensor of the class, or of the storage, and selects from it.
-        assert self.layer_class.row_windows is not None
-        return _layer_tensors(
-            self.cache,
-            self.planes(),
-            tuple(log[self.index] for log in self.layer_class.logs),
-            self.layer_class.row_windows[self.index],
-        )
-
-
-class _Undo(NamedTuple):
-    """One launch of an undo: a plane of every layer of a class."""
-
-    planes: PlaneList
-    log: Tensor
-    row_slots: Tensor
-    page_offsets: Tensor | None
-    row_windows: Tensor | None
-
-
-class _LayerTensors(NamedTuple):
-    """What the ops of one layer take."""
-
-    logs: tuple[Tensor, ...]  # per plane: [R, H, W]
-    row_windows: Tensor  # [R]
-    key_value: tuple[Tensor, Tensor] | None  # the caches, None where the planes are opaque
-    key_value_logs: tuple[Tensor, Tensor] | None
-
-
-def _layer_tensors(
-    cache: LayerCache, caches: tuple[Tensor, ...], logs: tuple[Tensor, ...], row_windows: Tensor
-) -> _LayerTensors:
-    if not cache.writable:
-        return _LayerTensors(logs, row_windows, None, None)
-    return _LayerTensors(logs, row_windows, cache.key_value(caches), cache.key_value(logs))
-
-
-def _new_log(plane: Plane, layers: int, rows: int) -> Tensor:
-    """``[layers, rows, H, W]``, in memory like the plane: rows next to each other where slots are, so that
-    the drafts of a request, in consecutive slots, move together."""
-    _, _, heads, width = plane.view.shape
-    if plane.page_offsets is None and plane.view.stride(1) == 1 and width > 1:
-        return plane.view.new_zeros((layers, heads, width, rows)).permute(0, 3, 1, 2)
-    return plane.view.new_zeros((layers, rows, heads, width))
-
-
-def _traced_root(view: Tensor, flat: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
-    """The tensor of which a traced graph should make a plane that does not start its storage.
-
-    torch 2.13 forgets the storage offset of a graph input when it makes a mutated slice of it anew
-    (try_use_slice in torch/_higher_order_ops/auto_functionalize.py), and sees layers that lie between each
-    other as overlapping inputs. A root starts its storage and is one input for all layers in it: what the
-    planes are views of for autograd, so that a model may read them as well; else the whole storage, flat.
-    """
-    root = view if view._base is None else view._base
-    if root.dtype == view.dtype and root.storage_offset() == 0:
-        return root
-    storage = view.untyped_storage()
-    key = storage._cdata, view.dtype
-    if key not in flat:
-        flat[key] = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
-    return flat[key]
+_RECOVERIES: dict[str, type[UndoLog] | type[ShadowPages]] = {"cow": UndoLog, "stage": ShadowPages}
+MODES = tuple(_RECOVERIES)
 
 
 def _check_write(
@@ -167,12 +54,7 @@ def _check_write(
     validation.instance("write: kv_cache_dtype", kv_cache_dtype, str, "a string")
 
 
-def is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured on the stream that this tensor's ops would go to."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-class DraftCommitManager(BoundToMemory):
+class DraftCommitManager(Stateful[Layer]):
     """Makes the cache writes of speculative decoding a transaction on one device.
 
     Args:
@@ -191,6 +73,8 @@ class DraftCommitManager(BoundToMemory):
     by the current stream. It cannot be copied or pickled.
     """
 
+    _called = "manager"
+    _layers: LayerTable
     _in_place_of_a_copy = "make another DraftCommitManager, register the layers' own caches and allocate() it"
 
     def __init__(
@@ -206,8 +90,6 @@ class DraftCommitManager(BoundToMemory):
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"DraftCommitManager: mode must be one of {', '.join(MODES)}, got {mode!r}")
-        if mode == "stage" and max_drafts_per_request is None:
-            raise ValueError('DraftCommitManager: max_drafts_per_request must be at least 1 in mode "stage", got None')
 
         def size(name: str, value: int, least: int = 1) -> int:
             return validation.integer(f"DraftCommitManager: {name}", value, least)
@@ -222,26 +104,24 @@ class DraftCommitManager(BoundToMemory):
         self.mode = mode
         if shadow_blocks is not None:
             validation.instance("DraftCommitManager: shadow_blocks", shadow_blocks, Mapping, "a mapping or None")
-        self._first_shadow_blocks = {
+        first_blocks = {
             group: size(f"shadow_blocks[{group!r}]", first, 0) for group, first in (shadow_blocks or {}).items()
         }
-        self.shadow: ShadowPages | None = None  # made by allocate() in mode "stage"
-        self._state = State.REGISTERING
-        self._layers: dict[str, _Layer] = {}
-        self._classes: list[_LayerClass] = []
-        self._groups: list[str] = []
+        self._layers = LayerTable()
+        self._groups = self._layers.groups
+        capacity = Capacity(
+            self.max_num_tokens, self.max_num_requests, self.max_draft_tokens, self.max_drafts_per_request,
+            first_blocks, self.device,
+        )  # fmt: skip
+        self.recovery: Recovery = _RECOVERIES[mode](self._layers, capacity)
         self._window: Window | None = None
-        self._tables: list[LaunchTables] = []  # of the open window, in mode "stage"
+        self._redirects: Redirects = []  # of the open window
         self._judged = False  # whether row_rejected says of the open window's drafts what the counters count
         self._ending = ""  # "cancel" or "abandon" once it has begun in the open window
         self._cancelled = 0
         self._abandoned = 0
 
     # ------------------------------------------------------------ set-up
-
-    @property
-    def state(self) -> State:
-        return self._state
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -265,29 +145,9 @@ class DraftCommitManager(BoundToMemory):
             ValueError, TypeError: a name that is taken, a cache on another device; no layer was registered then.
         """
         self._require(State.REGISTERING, "register_layer")
-        for what, value in (("name", name), ("group", group)):
-            validation.instance(f"register_layer: {what}", value, str, "a string")
-        validation.instance("register_layer: cache", cache, LayerCache, "a LayerCache")
-        if name in self._layers:
-            raise ValueError(f"register_layer: name must be new, {name!r} is registered already")
-        device = cache.planes[0].view.device
-        if device != self.device:
-            raise TypeError(f"register_layer: cache of {name!r} must be on device {self.device}, got {device}")
-        if group not in self._groups:
-            self._groups.append(group)
-        layer_class = self._class_of(group, cache)
-        for caches, plane in zip(layer_class.caches, cache.planes, strict=True):
-            caches.append(plane.view)
-        self._layers[name] = _Layer(cache, layer_class, len(layer_class.names))
-        layer_class.names.append(name)
-
-    def _class_of(self, group: str, cache: LayerCache) -> _LayerClass:
-        geometries = [plane.geometry for plane in cache.planes]
-        for layer_class in self._classes:
-            if layer_class.group == group and [p.geometry for p in layer_class.planes] == geometries:
-                return layer_class
-        self._classes.append(_LayerClass(group, cache.planes, caches=[[] for _ in cache.planes]))
-        return self._classes[-1]
+        self._check_new_layer(name, cache)
+        validation.instance("register_layer: group", group, str, "a string")
+        self._layers.add(name, cache, group)
 
     def allocate(self) -> None:
         """Allocate the undo log, or the records of shadow pages, and the window buffers: all that a manager allocates.
@@ -299,83 +159,25 @@ class DraftCommitManager(BoundToMemory):
         self._require(State.REGISTERING, "allocate")
         if not self._layers:
             raise RuntimeError("allocate: no layer is registered")
-        shadow = self._new_shadow_pages() if self.mode == "stage" else None
-        self.buffers = WindowBuffers(
-            len(self._groups), self.max_num_tokens, self.max_draft_tokens, self.max_num_requests, self.device
+        buffers = WindowBuffers(
+            len(self.groups), self.max_num_tokens, self.max_draft_tokens, self.max_num_requests, self.device
         )
-        if shadow is None:
-            self._allocate_logs()
-        for layer in self._layers.values():
-            if layer.cache.writable:
-                layer.key_value = layer.cache.key_value(tuple(plane.view for plane in layer.cache.planes))
-        self.shadow = shadow
-        self._plan_tracing()
-        self._undo = self._plan_undo() if self.shadow is None else []
+        self._layers.prepare()
+        self.recovery.allocate(buffers)
         self._unscaled = torch.ones(1, dtype=torch.float32, device=self.device)
+        self.buffers = buffers
         self._state = State.CLOSED
-
-    def _new_shadow_pages(self) -> ShadowPages:
-        assert self.max_drafts_per_request is not None
-        planes = {
-            group: [Plane(view, plane.page_offsets) for layer_class in self._classes if layer_class.group == group
-                    for plane, views in zip(layer_class.planes, layer_class.caches, strict=True) for view in views]
-            for group in self._groups
-        }  # fmt: skip
-        return ShadowPages(
-            planes,
-            self._first_shadow_blocks,
-            max_num_tokens=self.max_num_tokens,
-            max_num_requests=self.max_num_requests,
-            max_drafts_per_request=self.max_drafts_per_request,
-            device=self.device,
-        )
-
-    def _allocate_logs(self) -> None:
-        for layer_class in self._classes:
-            layers = len(layer_class.names)
-            # All at once: an allocation that fails can be tried again.
-            layer_class.logs = [_new_log(plane, layers, self.max_draft_tokens) for plane in layer_class.planes]
-            layer_class.row_windows = torch.zeros(
-                (layers, self.max_draft_tokens), dtype=torch.int64, device=self.device
-            )
-        for layer in self._layers.values():
-            assert layer.layer_class.row_windows is not None
-            layer.eager = _layer_tensors(
-                layer.cache,
-                tuple(plane.view for plane in layer.cache.planes),
-                tuple(log[layer.index] for log in layer.layer_class.logs),
-                layer.layer_class.row_windows[layer.index],
-            )
-
-    def _plan_tracing(self) -> None:
-        every_view = (plane.view for layer in self._layers.values() for plane in layer.cache.planes)
-        offset = {view.untyped_storage()._cdata for view in every_view if view.storage_offset() != 0}
-        flat: dict[tuple[int, torch.dtype], Tensor] = {}
-        for layer in self._layers.values():
-            views = [plane.view for plane in layer.cache.planes]
-            if any(view.untyped_storage()._cdata in offset for view in views):
-                layer.traced_caches = tuple(
-                    (_traced_root(view, flat), tuple(view.shape), view.stride(), int(view.storage_offset()))
-                    for view in views
-                )
 
     @property
     def log_bytes(self) -> int:
         """Memory of the undo log."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for layer_class in self._classes
-            for tensor in (*layer_class.logs, layer_class.row_windows)
-            if tensor is not None
-        )
+        return self.recovery.log_bytes
 
     @property
     def launches_per_window(self) -> int:
         """Kernels that begin and commit launch together at most, whatever the number of layers; with
         :meth:`commit_rejected`, which judges in the first launch of the undo, one fewer."""
-        if self.mode == "stage":
-            return 2 + (2 * len(self.shadow.launches) if self.shadow is not None else 0)
-        return 2 + sum(len(layer_class.planes) for layer_class in self._classes)
+        return 2 + self.recovery.launches_per_window
 
     # ------------------------------------------------------------ the transaction
 
@@ -399,31 +201,22 @@ class DraftCommitManager(BoundToMemory):
         buffers = self.buffers
         try:
             slot_mappings = self._slot_mappings(window)
-            tables = [] if self.shadow is None else self.shadow.tables(window, slot_mappings)
+            redirects = self.recovery.redirects(window, slot_mappings)
             ops.plan_window(
-                window.query_start_loc,
-                window.cu_num_draft_tokens,
-                slot_mappings,
-                buffers.log_rows,
-                buffers.row_slots,
-                buffers.row_requests,
-                buffers.row_positions,
-                buffers.counters,
-                None,
-                window.num_bonus_tokens,
-                window.leading_zero,
-            )
+                window.query_start_loc, window.cu_num_draft_tokens, slot_mappings, buffers.log_rows,
+                buffers.row_slots, buffers.row_requests, buffers.row_positions, buffers.counters, None,
+                window.num_bonus_tokens, window.leading_zero,
+            )  # fmt: skip
         except Exception as error:
             raise explained(error, self._check_window, window) from None
         self._judged, self._ending = False, ""
-        if self.shadow is not None:
-            try:
-                self.shadow.open(window, tables, buffers)
-            except Exception as error:
-                self._count_as_rejected()
-                self._cancelled += 1
-                raise explained(error, self.shadow.check, window) from None
-        self._window, self._tables = window, tables
+        try:
+            self.recovery.open(window, redirects)
+        except Exception as error:
+            self._count_as_rejected()
+            self._cancelled += 1
+            raise explained(error, self.recovery.check, window) from None
+        self._window, self._redirects = window, redirects
         self._state = State.OPEN
 
     def _slot_mappings(self, window: Window) -> list[Tensor]:
@@ -463,8 +256,7 @@ class DraftCommitManager(BoundToMemory):
         for group in self._groups:
             if group in window.slot_mappings:
                 check(f"slot_mappings[{group!r}]", window.slot_mappings[group], torch.int64)
-        if self.shadow is not None:
-            self.shadow.check(window)
+        self.recovery.check(window)
 
     def write(
         self,
@@ -502,33 +294,11 @@ class DraftCommitManager(BoundToMemory):
             raise RuntimeError(f"write: the planes of layer {name!r} are opaque; call log(), then their own writer")
         try:
             log_rows = self._log_rows_from("write", token_offset, slot_mapping)
-            if self.shadow is not None:  # the slots are redirected already
-                ops.write_kv(
-                    key,
-                    value,
-                    *layer.caches(),
-                    slot_mapping,
-                    self._unscaled if k_scale is None else k_scale,
-                    self._unscaled if v_scale is None else v_scale,
-                    kv_cache_dtype,
-                )
-                return
-            tensors = layer.tensors()
-            assert tensors.key_value is not None
-            assert tensors.key_value_logs is not None
-            ops.write_kv_logged(
-                key,
-                value,
-                *tensors.key_value,
-                slot_mapping,
-                self._unscaled if k_scale is None else k_scale,
-                self._unscaled if v_scale is None else v_scale,
+            self.recovery.write(
+                layer, log_rows, key, value, slot_mapping,
+                self._unscaled if k_scale is None else k_scale, self._unscaled if v_scale is None else v_scale,
                 kv_cache_dtype,
-                log_rows,
-                *tensors.key_value_logs,
-                self.buffers.window_id,
-                tensors.row_windows,
-            )
+            )  # fmt: skip
         except Exception as error:
             raise explained(error, _check_write, key, value, slot_mapping, k_scale, v_scale, kv_cache_dtype) from None
 
@@ -544,15 +314,7 @@ class DraftCommitManager(BoundToMemory):
         layer = self._layer(name, "log")
         if self._passes_through("log", name, layer, "slot_mapping", slot_mapping):
             return
-        log_rows = self._log_rows_from("log", token_offset, slot_mapping)
-        if self.shadow is not None:
-            return
-        tensors = layer.tensors()
-        last = len(layer.cache.planes) - 1
-        for index, plane in enumerate(layer.cache.planes):
-            # Only the last plane marks the rows: a layer counts as logged when all of it is.
-            marks = (self.buffers.window_id, tensors.row_windows) if index == last else (None, None)
-            ops.log_slots(plane.view, slot_mapping, log_rows, tensors.logs[index], plane.page_offsets, *marks)
+        self.recovery.log(layer, self._log_rows_from("log", token_offset, slot_mapping), slot_mapping)
 
     def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> None:
         """Keep the accepted drafts, undo the rest, and close the window.
@@ -577,22 +339,14 @@ class DraftCommitManager(BoundToMemory):
         if not self._judged:
             try:
                 ops.reject_rows(
-                    draft_token_ids,
-                    sampled_token_ids,
-                    window.cu_num_draft_tokens,
-                    buffers.row_rejected,
-                    buffers.num_accepted,
-                    buffers.counters,
-                    window.num_bonus_tokens,
-                    window.leading_zero,
-                )
+                    draft_token_ids, sampled_token_ids, window.cu_num_draft_tokens, buffers.row_rejected,
+                    buffers.num_accepted, buffers.counters, window.num_bonus_tokens, window.leading_zero,
+                )  # fmt: skip
             except Exception as error:
                 ids = {"draft_token_ids": draft_token_ids, "sampled_token_ids": sampled_token_ids}
                 raise explained(error, validation.tensors, "commit", **ids) from None
             self._judged = True
-        if window.num_draft_tokens != 0:
-            self._undo_rejected(window.num_draft_tokens)
-        self._close()
+        self._close(window)
 
     def commit_rejected(self, num_rejected: Tensor) -> None:
         """:meth:`commit` for engines that know how many drafts of each request were rejected.
@@ -600,18 +354,23 @@ class DraftCommitManager(BoundToMemory):
         Args:
             num_rejected: int32 ``[>= Q]``.
         """
-        window, first = self._window_to_commit("commit_rejected"), 0
+        window, buffers, first = self._window_to_commit("commit_rejected"), self.buffers, 0
         if not self._judged:
             try:
-                first = self._judge_rejected(window, num_rejected)
+                if window.num_draft_tokens == 0:
+                    ops.reject_rows_from_rejected(
+                        num_rejected, window.cu_num_draft_tokens, buffers.row_rejected, buffers.num_accepted,
+                        buffers.counters, window.num_bonus_tokens, window.leading_zero,
+                    )  # fmt: skip
+                else:
+                    self.recovery.close_from_rejected(window, self._redirects, num_rejected)
+                    first = 1
             except Exception as error:
                 # On CUDA only debug mode finds a bad index: behind the launch, which has counted.
                 self._judged = isinstance(error, IndexError) and self.device.type != "cpu"
                 raise explained(error, validation.tensors, "commit_rejected", num_rejected=num_rejected) from None
             self._judged = True
-        if window.num_draft_tokens != 0:
-            self._undo_rejected(window.num_draft_tokens, first)
-        self._close()
+        self._close(window, first)
 
     def cancel(self) -> None:
         """Undo every draft written since begin, and close the window. All its drafts count as rejected.
@@ -629,12 +388,12 @@ class DraftCommitManager(BoundToMemory):
 
         If this raises, the window is still open, for another cancel or an abandon.
         """
-        self._open_window("cancel")
+        window = self._open_window("cancel")
         self._ending = "cancel"
         self._count_as_rejected()
-        self._undo_rejected()
+        self.recovery.close(window, self._redirects)
         self._cancelled += 1
-        self._close()
+        self._end()
 
     def abandon(self) -> None:
         """Close the window without undoing anything: this step ends as it would without the library. Its drafts count
@@ -650,11 +409,9 @@ class DraftCommitManager(BoundToMemory):
         self._ending = "abandon"
         self._take_back_counts()
         self.buffers.num_accepted.zero_()
-        if self.shadow is not None:
-            self.buffers.row_rejected.fill_(False)
-            self.shadow.close(window, self._tables, self.buffers)
+        self.recovery.close_keeping_all(window, self._redirects)
         self._abandoned += 1
-        self._close()
+        self._end()
 
     def _take_back_counts(self) -> None:
         """Uncount what :meth:`_judged` drafts of this window were counted as."""
@@ -690,76 +447,6 @@ class DraftCommitManager(BoundToMemory):
 
     # ------------------------------------------------------------ inside
 
-    def _plan_undo(self) -> list[_Undo]:
-        return [
-            _Undo(
-                PlaneList(caches),
-                log,
-                self.buffers.row_slots[self._groups.index(layer_class.group)],
-                plane.page_offsets,
-                layer_class.row_windows,
-            )
-            for layer_class in self._classes
-            for plane, caches, log in zip(layer_class.planes, layer_class.caches, layer_class.logs, strict=True)
-        ]
-
-    def _judge_rejected(self, window: Window, num_rejected: Tensor) -> int:
-        """Judge by numbers: the first launch of the undo does it, if there is one. Returns how many were made."""
-        buffers = self.buffers
-        if window.num_draft_tokens == 0:
-            ops.reject_rows_from_rejected(
-                num_rejected,
-                window.cu_num_draft_tokens,
-                buffers.row_rejected,
-                buffers.num_accepted,
-                buffers.counters,
-                window.num_bonus_tokens,
-                window.leading_zero,
-            )
-            return 0
-        if self.shadow is not None:
-            self.shadow.judge_and_close(window, self._tables, buffers, num_rejected)
-            return 1
-        first = self._undo[0]
-        caches, table = first.planes.arguments()
-        ops.restore_slots_from_rejected(
-            caches,
-            first.log,
-            first.row_slots,
-            num_rejected,
-            window.cu_num_draft_tokens,
-            buffers.row_rejected,
-            buffers.num_accepted,
-            buffers.counters,
-            window.num_bonus_tokens,
-            first.page_offsets,
-            buffers.window_id,
-            first.row_windows,
-            window.num_draft_tokens,
-            table,
-            window.leading_zero,
-        )
-        return 1
-
-    def _undo_rejected(self, num_drafts: int | None = None, first: int = 0) -> None:
-        """Undo those of the first so many drafts (None = of all) that ``row_rejected`` names, from some launch on."""
-        if self.shadow is not None:
-            assert self._window is not None
-            self.shadow.close(self._window, self._tables, self.buffers, first)
-        for launch in self._undo[first:]:
-            caches, table = launch.planes.arguments()
-            ops.restore_slots(
-                caches,
-                launch.log,
-                launch.row_slots,
-                self.buffers.row_rejected,
-                launch.page_offsets,
-                self.buffers.window_id,
-                launch.row_windows,
-                num_drafts,
-                table,
-            )
-
     def _log_rows_from(self, method: str, token_offset: int, slot_mapping: Tensor) -> Tensor:
         # The ops take more log rows than tokens, so only a micro-batch needs a view.
         log_rows = self.buffers.log_rows
@@ -768,20 +455,15 @@ class DraftCommitManager(BoundToMemory):
         validation.token_offset(method, token_offset, slot_mapping.shape[0], self.max_num_tokens)
         return log_rows[token_offset:]
 
-    def _close(self) -> None:
-        self._window, self._tables = None, []
+    def _close(self, window: Window, first: int = 0) -> None:
+        """The launches of a commit from some launch on; where the host knows of no draft there is none."""
+        if window.num_draft_tokens != 0:
+            self.recovery.close(window, self._redirects, first, window.num_draft_tokens)
+        self._end()
+
+    def _end(self) -> None:
+        self._window, self._redirects = None, []
         self._state = State.CLOSED
-
-    def _layer(self, name: str, method: str) -> _Layer:
-        try:
-            return self._layers[name]
-        except (KeyError, TypeError):
-            validation.instance(f"{method}: name", name, str, "a string")
-            raise KeyError(f"{method}: layer {name!r} is not registered") from None
-
-    def _require(self, state: State, method: str) -> None:
-        if self._state is not state:
-            raise RuntimeError(f"{method}: the manager must be {state.value}, it is {self._state.value}")
 
     def _open_window(self, method: str) -> Window:
         self._require(State.OPEN, method)
@@ -796,7 +478,7 @@ class DraftCommitManager(BoundToMemory):
             )
         return window
 
-    def _passes_through(self, method: str, name: str, layer: _Layer, argument: str, tensor: Tensor) -> bool:
+    def _passes_through(self, method: str, name: str, layer: Layer, argument: str, tensor: Tensor) -> bool:
         """Whether there is nothing to write. Raises outside a window, where Python can tell."""
         if torch.compiler.is_compiling():
             return False
@@ -805,9 +487,8 @@ class DraftCommitManager(BoundToMemory):
                 return True
         except AttributeError as error:
             raise explained(error, validation.tensor, f"{method}: {argument}", tensor) from None
-        # A capture is made once, outside any window; its replays happen inside one.
-        if self._state is not State.OPEN and not is_capturing(tensor):
-            raise RuntimeError(f"{method} of layer {name!r}: no window is open; call begin() first")
+        if self._state is not State.OPEN:
+            self._require_window(method, name, tensor)
         return False
 
 

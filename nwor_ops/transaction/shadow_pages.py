@@ -1,4 +1,4 @@
-"""Shadow pages: the pages that a window's drafts are written to in mode ``"stage"``.
+"""Shadow paging, mode ``"stage"``: the pages that a window's drafts are written to.
 
 The last pages of each group's caches belong to no request; the engine withholds them from its allocator. While a window
 is open, slots and block tables name them in place of the pages that drafts touch; see
@@ -17,11 +17,10 @@ from torch import Tensor
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import Plane, PlaneList
 from nwor_ops.ops.shadow import MOST_GROUPS
+from nwor_ops.transaction.layers import Layer, LayerTable
+from nwor_ops.transaction.recovery import Capacity, Redirects
 from nwor_ops.transaction.window import Window, WindowBuffers
 from nwor_ops.validation import BoundToMemory
-
-# Slot mappings and block tables that a launch changes and puts back; none where another launch of its groups does.
-LaunchTables = tuple[list[Tensor], list[Tensor]]
 
 
 def num_shadow_blocks(max_num_requests: int, max_drafts_per_request: int, block_size: int) -> int:
@@ -50,7 +49,7 @@ def shadow_pages_per_request(max_drafts_per_request: int, block_size: int) -> in
 
 
 @dataclass(frozen=True)
-class _Launch:
+class Launch:
     """What one call of open_window or close_window takes: the planes of one geometry in consecutive groups."""
 
     planes: PlaneList
@@ -61,42 +60,50 @@ class _Launch:
 
 
 class ShadowPages(BoundToMemory):
-    """Opens and closes windows over the planes of some groups.
+    """See :class:`nwor_ops.transaction.recovery.Recovery`. All planes of a group have the same pages."""
 
-    Args:
-        planes: of each group, in the order of ``WindowBuffers.row_slots``. All planes of a group have the same pages.
-        first_blocks: first shadow page of each group, or None where they are its last pages.
-        max_num_tokens, max_num_requests, max_drafts_per_request: most of each in one batch.
-    """
+    log_bytes = 0
 
-    def __init__(
-        self,
-        planes: Mapping[str, Sequence[Plane]],
-        first_blocks: Mapping[str, int],
-        *,
-        max_num_tokens: int,
-        max_num_requests: int,
-        max_drafts_per_request: int,
-        device: torch.device,
-    ) -> None:
-        self.groups, self._device = list(planes), device
+    def __init__(self, layers: LayerTable, capacity: Capacity) -> None:
+        if capacity.max_drafts_per_request is None:
+            raise ValueError('DraftCommitManager: max_drafts_per_request must be at least 1 in mode "stage", got None')
+        self._layers, self._capacity, self._drafts = layers, capacity, capacity.max_drafts_per_request
+        self.groups = layers.groups
+        self.launches: list[Launch] = []
+
+    def allocate(self, buffers: WindowBuffers) -> None:
+        """
+        Raises:
+            ValueError: a group without enough pages, or whose layers differ in their pages; groups that share memory
+                and shadow pages; ``shadow_blocks`` of a group that has no layer.
+        """
+        capacity, first_blocks = self._capacity, self._capacity.shadow_blocks
+        planes = {group: self._layers.planes_of(group) for group in self.groups}
         unknown = sorted(set(first_blocks) - set(planes))
         if unknown:
             raise ValueError(f"allocate: shadow_blocks must name groups of {self.groups}, got {unknown}")
         block_size = min(_pages_of(name, of_group)[1] for name, of_group in planes.items())
-        shadows = shadow_pages_per_request(max_drafts_per_request, block_size)
-        self.blocks_per_group = max_num_requests * shadows
+        shadows = shadow_pages_per_request(self._drafts, block_size)
+        self.blocks_per_group = capacity.max_num_requests * shadows
         ids = [
             self._block_ids(name, _pages_of(name, of_group)[0], first_blocks.get(name))
             for name, of_group in planes.items()
         ]
         _check_shared_memory(planes, {name: int(own[0]) for name, own in zip(planes, ids, strict=True)}, len(ids[0]))
-        shape = (len(self.groups), max_num_requests, shadows)
-        self.shadow_blocks = torch.stack(ids).view(shape).to(device)
-        self.held_slots = torch.full(shape, -1, dtype=torch.int64, device=device)
-        self.saved_slots = torch.full((shape[0], max_num_tokens), -1, dtype=torch.int64, device=device)
-        self.tail_pages = torch.full(shape[:2], -1, dtype=torch.int32, device=device)
-        self.launches = _plan_launches(planes)
+        shape = (len(self.groups), capacity.max_num_requests, shadows)
+
+        def filled(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.full(shape, -1, dtype=dtype, device=capacity.device)
+
+        self.shadow_blocks = torch.stack(ids).view(shape).to(capacity.device)
+        self.held_slots = filled(*shape, dtype=torch.int64)
+        self.saved_slots = filled(shape[0], capacity.max_num_tokens, dtype=torch.int64)
+        self.tail_pages = filled(*shape[:2], dtype=torch.int32)
+        self.launches, self._buffers = _plan_launches(planes), buffers
+
+    @property
+    def launches_per_window(self) -> int:
+        return 2 * len(self.launches)
 
     def _block_ids(self, group: str, num_blocks: int, first: int | None) -> Tensor:
         first = num_blocks - self.blocks_per_group if first is None else first
@@ -107,9 +114,7 @@ class ShadowPages(BoundToMemory):
             )
         return torch.arange(first, first + self.blocks_per_group, dtype=torch.int32)
 
-    def tables(self, window: Window, slot_mappings: list[Tensor]) -> list[LaunchTables]:
-        """What each launch will redirect and put back. To be kept while the window is open: ``window`` holds mappings
-        that an engine may fill anew. Any exception means that :meth:`check` has something to say."""
+    def redirects(self, window: Window, slot_mappings: list[Tensor]) -> Redirects:
         if window.seq_lens is None:
             raise ValueError("begin: window must have seq_lens")
         given: Any = window.block_tables
@@ -122,7 +127,6 @@ class ShadowPages(BoundToMemory):
         ]
 
     def check(self, window: Window) -> None:
-        """Raises ValueError or TypeError where a window lacks what staging needs, or has it in another form."""
         if window.seq_lens is None or window.block_tables is None:
             lacking = " and no ".join(name for name in ("seq_lens", "block_tables") if getattr(window, name) is None)
             raise ValueError(f'begin: window must have seq_lens and block_tables in mode "stage", got no {lacking}')
@@ -133,7 +137,9 @@ class ShadowPages(BoundToMemory):
 
         def check(name: str, value: object, *dtypes: torch.dtype, dims: int = 1) -> None:
             least = window.num_requests
-            validation.tensor(f"begin: window.{name}", value, *dtypes, dims=dims, least=least, device=self._device)
+            validation.tensor(
+                f"begin: window.{name}", value, *dtypes, dims=dims, least=least, device=self._capacity.device
+            )
 
         check("seq_lens", window.seq_lens, torch.int32)
         if window.request_states is not None:
@@ -141,79 +147,96 @@ class ShadowPages(BoundToMemory):
         for group in self.groups:
             check(f"block_tables[{group!r}]", window.block_tables[group], torch.int32, dims=2)
 
-    def open(self, window: Window, tables: list[LaunchTables], buffers: WindowBuffers) -> None:
-        """Redirect a window that ``plan_window`` has planned. If this raises, slots and tables are as they were."""
+    def open(self, window: Window, redirects: Redirects) -> None:
         assert window.seq_lens is not None
         try:
-            for launch, own_tables in zip(self.launches, tables, strict=True):
+            for launch, (slot_mappings, block_tables) in zip(self.launches, redirects, strict=True):
                 g = launch.groups
                 caches, table = launch.planes.arguments()
                 ops.open_window(
                     caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
-                    window.seq_lens, buffers.row_slots[g], self.shadow_blocks[g], *own_tables,
+                    window.seq_lens, self._buffers.row_slots[g], self.shadow_blocks[g], slot_mappings, block_tables,
                     self.saved_slots[g], self.tail_pages[g], window.request_states, self._held(launch, window),
                     launch.page_offsets, window.num_bonus_tokens, table, window.leading_zero,
                 )  # fmt: skip
         except Exception:
-            self._put_back(window, tables, buffers)
+            self._put_back(window, redirects)
             raise
 
-    def close(self, window: Window, tables: list[LaunchTables], buffers: WindowBuffers, first: int = 0) -> None:
-        """Keep the rows that ``buffers.row_rejected`` does not name; put slots and tables back. Twice is the same as
-        once: what is copied and put back stays where it is copied from.
-
-        Args:
-            first: the launch to begin with; those before it were made.
-        """
-        for launch, own_tables in zip(self.launches[first:], tables[first:], strict=True):
-            g = launch.groups
-            caches, table = launch.planes.arguments()
-            ops.close_window(
-                caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
-                buffers.row_rejected, self.shadow_blocks[g], self.saved_slots[g], self.tail_pages[g],
-                *own_tables, window.request_states, self._held(launch, window), launch.page_offsets,
-                window.num_bonus_tokens, table, window.leading_zero,
-            )  # fmt: skip
-
-    def judge_and_close(
-        self, window: Window, tables: list[LaunchTables], buffers: WindowBuffers, num_rejected: Tensor
+    def write(
+        self,
+        layer: Layer,
+        log_rows: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slot_mapping: Tensor,
+        k_scale: Tensor,
+        v_scale: Tensor,
+        kv_cache_dtype: str,
     ) -> None:
-        """The first launch of :meth:`close`, which finds out by itself what was rejected."""
-        launch = self.launches[0]
+        """The slots are redirected already."""
+        ops.write_kv(key, value, *layer.caches(), slot_mapping, k_scale, v_scale, kv_cache_dtype)
+
+    def log(self, layer: Layer, log_rows: Tensor, slot_mapping: Tensor) -> None:
+        """There is nothing to log: the other writer follows the redirected slots."""
+
+    def close(self, window: Window, redirects: Redirects, first: int = 0, num_drafts: int | None = None) -> None:
+        """And put slots and tables back: what is copied and put back stays where it is copied from."""
+        for launch, own in zip(self.launches[first:], redirects[first:], strict=True):
+            caches, table = launch.planes.arguments()
+            held = self._held(launch, window)
+            self._close(launch, window, own, caches, table, held, launch.page_offsets)
+
+    def _close(
+        self,
+        launch: Launch,
+        window: Window,
+        redirects: tuple[list[Tensor], list[Tensor]],
+        caches: list[Tensor],
+        plane_table: Tensor | None,
+        held_slots: Tensor | None,
+        page_offsets: Tensor | None,
+    ) -> None:
+        g = launch.groups
+        ops.close_window(
+            caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
+            self._buffers.row_rejected, self.shadow_blocks[g], self.saved_slots[g], self.tail_pages[g], *redirects,
+            window.request_states, held_slots, page_offsets, window.num_bonus_tokens, plane_table,
+            window.leading_zero,
+        )  # fmt: skip
+
+    def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
+        launch, buffers = self.launches[0], self._buffers
         g = launch.groups
         caches, table = launch.planes.arguments()
         ops.close_window_from_rejected(
             caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
             num_rejected, buffers.row_rejected, buffers.num_accepted, buffers.counters, self.shadow_blocks[g],
-            self.saved_slots[g], self.tail_pages[g], *tables[0], window.request_states,
+            self.saved_slots[g], self.tail_pages[g], *redirects[0], window.request_states,
             self._held(launch, window), launch.page_offsets, window.num_bonus_tokens, table, window.leading_zero,
         )  # fmt: skip
 
-    def _put_back(self, window: Window, tables: list[LaunchTables], buffers: WindowBuffers) -> None:
+    def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
+        self._buffers.row_rejected.fill_(False)
+        self.close(window, redirects)
+
+    def _put_back(self, window: Window, redirects: Redirects) -> None:
         """Undo the launches of an open that failed; waits for the device.
 
         No row is copied, since none was written: planes without columns. Which launches ran, the slots tell: no
         others lie in shadow pages. What the others have saved is of an earlier window.
         """
         self.held_slots.fill_(-1)
-        for launch, own_tables in zip(self.launches, tables, strict=True):
-            g, block_size = launch.groups, launch.planes.views[0].shape[1]
-            if not any(
-                self._is_redirected(g.start + place, slots, block_size) for place, slots in enumerate(own_tables[0])
-            ):
-                continue
-            ops.close_window(
-                [view[..., :0] for view in launch.planes.views], launch.planes_per_group, window.query_start_loc,
-                window.cu_num_draft_tokens, buffers.row_rejected, self.shadow_blocks[g], self.saved_slots[g],
-                self.tail_pages[g], *own_tables, window.request_states, None, None,
-                window.num_bonus_tokens, None, window.leading_zero,
-            )  # fmt: skip
+        for launch, own in zip(self.launches, redirects, strict=True):
+            first, block_size = launch.groups.start, launch.planes.views[0].shape[1]
+            if any(self._is_redirected(first + place, slots, block_size) for place, slots in enumerate(own[0])):
+                self._close(launch, window, own, [view[..., :0] for view in launch.planes.views], None, None, None)
 
     def _is_redirected(self, group: int, slots: Tensor, block_size: int) -> bool:
         blocks = slots[slots >= 0] // block_size
         return bool(torch.isin(blocks, self.shadow_blocks[group]).any())
 
-    def _held(self, launch: _Launch, window: Window) -> Tensor | None:
+    def _held(self, launch: Launch, window: Window) -> Tensor | None:
         return None if window.request_states is None else self.held_slots[launch.groups]
 
 
@@ -246,13 +269,13 @@ def _check_shared_memory(planes: Mapping[str, Sequence[Plane]], first_blocks: Ma
             sharing.append(name)
 
 
-def _plan_launches(planes: Mapping[str, Sequence[Plane]]) -> list[_Launch]:
+def _plan_launches(planes: Mapping[str, Sequence[Plane]]) -> list[Launch]:
     """One launch for each geometry, if the groups that have it are neighbours; the first one of a group redirects."""
     of_geometry: dict[object, dict[int, list[Plane]]] = {}
     for index, of_group in enumerate(planes.values()):
         for plane in of_group:
             of_geometry.setdefault(plane.geometry, {}).setdefault(index, []).append(plane)
-    launches: list[_Launch] = []
+    launches: list[Launch] = []
     redirected: set[int] = set()
     for by_group in of_geometry.values():
         runs: dict[tuple[int, bool, int], list[int]] = {}
@@ -262,7 +285,7 @@ def _plan_launches(planes: Mapping[str, Sequence[Plane]]) -> list[_Launch]:
         for indices in runs.values():
             of_run = [by_group[index] for index in indices]
             launches.append(
-                _Launch(
+                Launch(
                     PlaneList([plane.view for of_group in of_run for plane in of_group]),
                     [len(of_group) for of_group in of_run],
                     slice(indices[0], indices[-1] + 1),

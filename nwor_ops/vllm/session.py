@@ -20,7 +20,8 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import Stats
-from nwor_ops.transaction.manager import DraftCommitManager, State, is_capturing, set_current_manager
+from nwor_ops.transaction.manager import DraftCommitManager, set_current_manager
+from nwor_ops.transaction.state import State, is_capturing
 from nwor_ops.transaction.window import Window
 from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.spare_blocks import SpareBlocks

@@ -43,7 +43,7 @@ class Replays:
         for layer, cache in enumerate(self.cache):
             self.manager.register_layer(str(layer), LayerCache.packed(cache))
         self.manager.allocate()
-        [[self.log]] = [layer_class.logs for layer_class in self.manager._classes]
+        [[self.log]] = [found.logs for found in self.manager.recovery.classes]
 
     def new_step(self) -> None:
         device = self.slots.device
@@ -140,7 +140,7 @@ def test_the_audit_sees_a_row_that_was_not_put_back(device):
     """Without the commit's restore the same audit counts differences."""
     torch.manual_seed(0)
     replays = Replays(device, "auto", by_counts=False)
-    replays.manager._undo = []
+    replays.manager.recovery.launches = []
     for _ in range(3):
         replays.new_step()
         replays.transaction()

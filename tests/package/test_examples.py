@@ -155,7 +155,7 @@ def test_speculative_decoding_keeps_no_rejected_draft(plain, layout, mode):
 def test_without_the_undo_the_audit_fails():
     """The tests above can fail: a plain write leaves rejected drafts behind."""
     engine = make_engine(Audited)
-    engine.manager._undo_rejected = lambda *_: None
+    engine.manager.recovery.close = lambda *_: None
     with pytest.raises(AssertionError, match="left something behind"):
         generate(engine)
 

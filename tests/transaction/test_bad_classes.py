@@ -256,9 +256,10 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def everything(manager: DraftCommitManager) -> list[Any]:
-    classes = manager._classes
-    shadow = [] if manager.shadow is None else [manager.shadow.held_slots, manager.shadow.saved_slots]
-    return [vars(manager.buffers), [c.caches for c in classes], [c.logs for c in classes], shadow]
+    kept, caches = manager.recovery, [layer_class.caches for layer_class in manager._layers.classes]
+    stage = manager.mode == "stage"
+    records = [kept.held_slots, kept.saved_slots] if stage else [list(found.logs) for found in kept.classes]
+    return [vars(manager.buffers), caches, records]
 
 
 def steps(manager: DraftCommitManager, window: Window) -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -329,7 +330,7 @@ def test_windows(mode, field):
         return  # they are not looked at
     for value in (WINDOWS | STAGED_WINDOWS)[field]:
         manager, window = new_manager(mode), new_window()
-        caches = [layer_class.caches for layer_class in manager._classes]
+        caches = [layer_class.caches for layer_class in manager._layers.classes]
         # What open_window refuses, the window was planned for: it counts as cancelled.
         unchanged = [caches if field in STAGED_WINDOWS else everything(manager), window]
         before = twin(unchanged)
@@ -410,7 +411,8 @@ def test_an_allocation_that_fails_can_be_tried_again(mode, maker, monkeypatch):
     manager, untroubled = DraftCommitManager(**STAGE | {"mode": mode}), new_manager(mode)
     manager.register_layer("a", LayerCache.packed(torch.zeros(8, 4, 2, 16)))
     manager.register_layer("b", LayerCache.opaque(torch.zeros(8, 4, 1, 8)))
-    made, room = getattr(nwor_ops.transaction.manager, maker), [0 if maker == "WindowBuffers" else 1]
+    module = nwor_ops.transaction.manager if maker == "WindowBuffers" else nwor_ops.transaction.undo_log
+    made, room = getattr(module, maker), [0 if maker == "WindowBuffers" else 1]
 
     def make(*arguments):
         if not room:
@@ -420,7 +422,7 @@ def test_an_allocation_that_fails_can_be_tried_again(mode, maker, monkeypatch):
             raise torch.OutOfMemoryError("no memory")
         return made(*arguments)
 
-    monkeypatch.setattr(nwor_ops.transaction.manager, maker, make)
+    monkeypatch.setattr(module, maker, make)
     with pytest.raises(torch.OutOfMemoryError):
         manager.allocate()
     room.clear()

@@ -178,7 +178,7 @@ def test_outside_a_window(call, earlier):
     with pytest.raises(RuntimeError, match=r"window"):
         call(manager)
     assert manager.state is State.CLOSED
-    assert not memory(manager._classes[0].caches)[0].any()
+    assert not memory(manager._layers.classes[0].caches)[0].any()
 
 
 @pytest.mark.parametrize("method", ["write", "log"])
@@ -276,7 +276,7 @@ def test_refused(window, sentence):
     manager.begin(small_window())
     manager.write("a", *key_value(), torch.arange(4))
     manager.commit_rejected(int32(1, 0))
-    everything = [vars(manager.buffers), manager._classes[0].logs, manager._classes[0].caches]
+    everything = [vars(manager.buffers), manager.recovery.classes[0].logs, manager._layers.classes[0].caches]
     before = memory(everything)
     with pytest.raises(ValueError, match=sentence):
         manager.begin(window)
@@ -508,7 +508,13 @@ def test_stopped_between_two_planes():
     layer = transactions.manager._layers["amx.0"]
     plane = layer.cache.planes[0]
     log_rows = transactions.manager.buffers.log_rows[: second.num_tokens]
-    ops.log_slots(plane.view, second.slots["cpu"], log_rows, layer.tensors().logs[0], plane.page_offsets)
+    ops.log_slots(
+        plane.view,
+        second.slots["cpu"],
+        log_rows,
+        transactions.manager.recovery.of_layer(layer).logs[0],
+        plane.page_offsets,
+    )
     transactions.manager.cancel()
     transactions.assert_as_expected()
 
@@ -563,8 +569,8 @@ def test_tensors_without_data_pass_through(kind, window):
     manager = allocated_manager()
     if window == "open":
         manager.begin(small_window())
-    everything = [vars(manager.buffers), manager._classes[0].logs, manager._classes[0].caches]
-    everything.append(manager._classes[0].row_windows)
+    everything = [vars(manager.buffers), manager.recovery.classes[0].logs, manager._layers.classes[0].caches]
+    everything.append(manager.recovery.classes[0].row_windows)
     before = memory(everything)
     key, value, slots = without_data(kind)
     manager.write("a", key, value, slots)
@@ -606,7 +612,7 @@ def compiled_forward(transactions: Transactions, read: bool, backend: str):
 def test_compiled(kinds, backend, read):
     """Layers that share a storage, lie between each other in it, or start inside of it, in one full graph.
 
-    All of them are such here: left to itself (see `_traced_root`), torch 2.13 fails on the packed kinds.
+    All of them are such here: left to itself (see `_traced_root` of layers.py), torch 2.13 fails on the packed kinds.
     """
     torch.compiler.reset()
     transactions = Transactions(kinds)

@@ -480,8 +480,8 @@ def test_neighbouring_groups_of_one_geometry_share_a_launch():
             manager.register_layer(f"{group}{layer}", cache, group)
     manager.allocate()
     assert manager.launches_per_window == 4
-    assert [launch.planes_per_group for launch in manager.shadow.launches] == [[2, 2, 2]]
-    assert manager.shadow.shadow_blocks[:, 0, 0].tolist() == [12, 8, 4]
+    assert [launch.planes_per_group for launch in manager.recovery.launches] == [[2, 2, 2]]
+    assert manager.recovery.shadow_blocks[:, 0, 0].tolist() == [12, 8, 4]
 
 
 def test_groups_that_are_no_neighbours_have_launches_of_their_own():
@@ -490,12 +490,12 @@ def test_groups_that_are_no_neighbours_have_launches_of_their_own():
     caches = {f"{n:02}": construct(layout, shape, dtype, n)[0] for n in range(17)}
     manager = staged_manager(caches, None)
     manager.allocate()
-    assert [(x.groups, x.redirects) for x in manager.shadow.launches] == [(slice(0, 16), True), (slice(16, 17), True)]
+    assert [(x.groups, x.redirects) for x in manager.recovery.launches] == [(slice(0, 16), True), (slice(16, 17), True)]
     other = construct("packed_hnd", shape, dtype, 0)[0]
     manager = staged_manager({"a": caches["00"], "b": other, "c": caches["01"]}, None)
     manager.register_layer("another of c", construct("packed_hnd", shape, dtype, 1)[0], "c")
     manager.allocate()
-    launches = [(x.groups, x.planes_per_group, x.redirects) for x in manager.shadow.launches]
+    launches = [(x.groups, x.planes_per_group, x.redirects) for x in manager.recovery.launches]
     assert launches == [
         (slice(0, 1), [1], True), (slice(2, 3), [1], True), (slice(1, 2), [1], True), (slice(2, 3), [1], False),
     ]  # fmt: skip

@@ -112,7 +112,7 @@ class Engine(RuleBasedStateMachine):
         of_view = {
             id(plane.view): (name, n) for name, cache in self.caches.items() for n, plane in enumerate(cache.planes)
         }
-        launches = self.manager.shadow.launches if self.mode == "stage" else self.manager._undo
+        launches = self.manager.recovery.launches
         self.launches = [[of_view[id(view)] for view in launch.planes.views] for launch in launches]
         assert len(self.launches) > len(LAYER_KINDS) - 1
         self.requests: list[Request] = []

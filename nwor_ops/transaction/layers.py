@@ -1,0 +1,115 @@
+"""The layers of a manager: which of them go together in one launch, and what a traced graph sees of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nwor_ops.kv_cache import LayerCache, Plane
+
+
+@dataclass
+class LayerClass:
+    """Layers of one group whose planes have the same geometries: one launch per plane serves them all."""
+
+    number: int  # its place among the classes
+    group: str
+    planes: tuple[Plane, ...]
+    names: list[str] = field(default_factory=list)
+    caches: list[list[Tensor]] = field(default_factory=list)  # per plane, per layer
+
+
+@dataclass
+class Layer:
+    name: str
+    cache: LayerCache
+    layer_class: LayerClass
+    index: int  # within its class
+    # Filled by LayerTable.prepare().
+    key_value: tuple[Tensor, Tensor] | None = None  # the caches, None where the planes are opaque
+    # How a traced graph makes the planes: root, shape, strides, offset; empty = it takes them as they are.
+    traced_planes: tuple[tuple[Tensor, tuple[int, ...], tuple[int, ...], int], ...] = ()
+
+    def caches(self) -> tuple[Tensor, Tensor]:
+        """Key and value cache of this layer, as eager calls or as a trace should see them."""
+        if not torch.compiler.is_compiling():
+            assert self.key_value is not None
+            return self.key_value
+        if not self.traced_planes:
+            return self.cache.key_value(tuple(plane.view for plane in self.cache.planes))
+        return self.cache.key_value(
+            tuple(root.as_strided(shape, stride, offset) for root, shape, stride, offset in self.traced_planes)
+        )
+
+
+class LayerTable(dict[str, Layer]):
+    """Layers by their names.
+
+    Attributes:
+        groups: in the order of ``WindowBuffers.row_slots``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[str] = []
+        self.classes: list[LayerClass] = []
+
+    def add(self, name: str, cache: LayerCache, group: str) -> None:
+        if group not in self.groups:
+            self.groups.append(group)
+        layer_class = self._class_of(group, cache)
+        for caches, plane in zip(layer_class.caches, cache.planes, strict=True):
+            caches.append(plane.view)
+        self[name] = Layer(name, cache, layer_class, len(layer_class.names))
+        layer_class.names.append(name)
+
+    def _class_of(self, group: str, cache: LayerCache) -> LayerClass:
+        geometries = [plane.geometry for plane in cache.planes]
+        for layer_class in self.classes:
+            if layer_class.group == group and [p.geometry for p in layer_class.planes] == geometries:
+                return layer_class
+        self.classes.append(LayerClass(len(self.classes), group, cache.planes, caches=[[] for _ in cache.planes]))
+        return self.classes[-1]
+
+    def planes_of(self, group: str) -> list[Plane]:
+        """The planes of all layers of a group."""
+        return [
+            Plane(view, plane.page_offsets)
+            for layer_class in self.classes if layer_class.group == group
+            for plane, views in zip(layer_class.planes, layer_class.caches, strict=True) for view in views
+        ]  # fmt: skip
+
+    def prepare(self) -> None:
+        """Work out what :meth:`Layer.caches` answers, once all layers are there."""
+        every_view = (plane.view for layer in self.values() for plane in layer.cache.planes)
+        offset = {view.untyped_storage()._cdata for view in every_view if view.storage_offset() != 0}
+        flat: dict[tuple[int, torch.dtype], Tensor] = {}
+        for layer in self.values():
+            views = tuple(plane.view for plane in layer.cache.planes)
+            if layer.cache.writable:
+                layer.key_value = layer.cache.key_value(views)
+            if any(view.untyped_storage()._cdata in offset for view in views):
+                layer.traced_planes = tuple(
+                    (_traced_root(view, flat), tuple(view.shape), view.stride(), int(view.storage_offset()))
+                    for view in views
+                )
+
+
+def _traced_root(view: Tensor, flat: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
+    """The tensor of which a traced graph should make a plane that does not start its storage.
+
+    torch 2.13 forgets the storage offset of a graph input when it makes a mutated slice of it anew
+    (try_use_slice in torch/_higher_order_ops/auto_functionalize.py), and sees layers that lie between each
+    other as overlapping inputs. A root starts its storage and is one input for all layers in it: what the
+    planes are views of for autograd, so that a model may read them as well; else the whole storage, flat.
+    """
+    root = view if view._base is None else view._base
+    if root.dtype == view.dtype and root.storage_offset() == 0:
+        return root
+    storage = view.untyped_storage()
+    key = storage._cdata, view.dtype
+    if key not in flat:
+        flat[key] = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
+    return flat[key]

@@ -1,0 +1,70 @@
+"""What a manager and a staging buffer have in common: layers by name, and calls that must come in an order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from nwor_ops import validation
+from nwor_ops.kv_cache import LayerCache
+from nwor_ops.validation import BoundToMemory
+
+_Layer = TypeVar("_Layer")
+
+
+class State(Enum):
+    """Where a manager or a staging buffer is in the protocol."""
+
+    REGISTERING = "registering layers"
+    CLOSED = "between windows"
+    OPEN = "inside a window"
+
+
+class Stateful(BoundToMemory, Generic[_Layer]):
+    """A state, and layers that are registered before it is first ``CLOSED``."""
+
+    _called = ""  # in messages
+    device: torch.device
+    _layers: Mapping[str, _Layer]
+    _state = State.REGISTERING
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def _require(self, state: State, method: str) -> None:
+        if self._state is not state:
+            raise RuntimeError(f"{method}: the {self._called} must be {state.value}, it is {self._state.value}")
+
+    def _check_new_layer(self, name: object, cache: object) -> None:
+        """Raises where a layer cannot be registered under this name."""
+        validation.instance("register_layer: name", name, str, "a string")
+        validation.instance("register_layer: cache", cache, LayerCache, "a LayerCache")
+        assert isinstance(cache, LayerCache)
+        if name in self._layers:
+            raise ValueError(f"register_layer: name must be new, {name!r} is registered already")
+        device = cache.planes[0].view.device
+        if device != self.device:
+            raise TypeError(f"register_layer: cache of {name!r} must be on device {self.device}, got {device}")
+
+    def _layer(self, name: str, method: str) -> _Layer:
+        try:
+            return self._layers[name]
+        except (KeyError, TypeError):
+            validation.instance(f"{method}: name", name, str, "a string")
+            raise KeyError(f"{method}: layer {name!r} is not registered") from None
+
+    def _require_window(self, method: str, name: str, tensor: Tensor) -> None:
+        """Raises for a layer that is called outside a window, where Python can tell."""
+        # A capture is made once, outside any window; its replays happen inside one.
+        if self._state is not State.OPEN and not torch.compiler.is_compiling() and not is_capturing(tensor):
+            raise RuntimeError(f"{method} of layer {name!r}: no window is open; call begin() first")
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the stream that this tensor's ops would go to."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,168 @@
+"""The undo log, mode ``"cow"``: drafts are written in place, and what their slots held is kept until commit.
+
+The log holds raw bytes (before-images), a row for each draft of a window in every layer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops
+from nwor_ops.kv_cache import Plane, PlaneList
+from nwor_ops.transaction.layers import Layer, LayerClass, LayerTable
+from nwor_ops.transaction.recovery import Capacity, Redirects
+from nwor_ops.transaction.window import Window, WindowBuffers
+from nwor_ops.validation import BoundToMemory
+
+
+class Launch(NamedTuple):
+    """What one call of restore_slots takes: a plane of every layer of a class."""
+
+    planes: PlaneList
+    log: Tensor
+    row_slots: Tensor
+    page_offsets: Tensor | None
+    row_windows: Tensor
+
+
+class ClassLog(NamedTuple):
+    """The log of a class of layers."""
+
+    of: LayerClass
+    logs: tuple[Tensor, ...]  # per plane: [layers, R, H, W]
+    row_windows: Tensor  # int64 [layers, R]
+
+    def of_layer(self, layer: Layer) -> LayerLog:
+        logs = tuple(log[layer.index] for log in self.logs)
+        writable = layer.cache.writable
+        key_value = (*layer.caches(), *layer.cache.key_value(logs)) if writable else None
+        return LayerLog(logs, self.row_windows[layer.index], key_value)
+
+
+class LayerLog(NamedTuple):
+    """The log of a layer, as eager calls or as a trace should see it."""
+
+    logs: tuple[Tensor, ...]  # per plane: [R, H, W]
+    row_windows: Tensor  # int64 [R]
+    key_value: tuple[Tensor, Tensor, Tensor, Tensor] | None  # both caches, both logs; None where the planes are opaque
+
+
+class UndoLog(BoundToMemory):
+    """See :class:`nwor_ops.transaction.recovery.Recovery`."""
+
+    def __init__(self, layers: LayerTable, capacity: Capacity) -> None:
+        self._layers, self._capacity = layers, capacity
+        self.classes: list[ClassLog] = []
+        self.launches: list[Launch] = []
+
+    def allocate(self, buffers: WindowBuffers) -> None:
+        rows = self._capacity.max_draft_tokens
+        classes = [
+            ClassLog(
+                layer_class,
+                tuple(_new_log(plane, len(layer_class.names), rows) for plane in layer_class.planes),
+                torch.zeros((len(layer_class.names), rows), dtype=torch.int64, device=self._capacity.device),
+            )
+            for layer_class in self._layers.classes
+        ]
+        launches = [
+            Launch(
+                PlaneList(caches),
+                log,
+                buffers.row_slots[self._layers.groups.index(found.of.group)],
+                plane.page_offsets,
+                found.row_windows,
+            )
+            for found in classes
+            for plane, caches, log in zip(found.of.planes, found.of.caches, found.logs, strict=True)
+        ]
+        # All at once: an allocation that fails can be tried again.
+        self.classes, self.launches, self._buffers = classes, launches, buffers
+        self._of_layer = {
+            name: classes[layer.layer_class.number].of_layer(layer) for name, layer in self._layers.items()
+        }
+
+    @property
+    def log_bytes(self) -> int:
+        tensors = [tensor for found in self.classes for tensor in (*found.logs, found.row_windows)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @property
+    def launches_per_window(self) -> int:
+        return sum(len(layer_class.planes) for layer_class in self._layers.classes)
+
+    def check(self, window: Window) -> None:
+        """A window needs nothing beyond what every window does."""
+
+    def redirects(self, window: Window, slot_mappings: list[Tensor]) -> Redirects:
+        return []
+
+    def open(self, window: Window, redirects: Redirects) -> None:
+        """Drafts are logged where they are written."""
+
+    def write(
+        self,
+        layer: Layer,
+        log_rows: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slot_mapping: Tensor,
+        k_scale: Tensor,
+        v_scale: Tensor,
+        kv_cache_dtype: str,
+    ) -> None:
+        log = self.of_layer(layer)
+        assert log.key_value is not None
+        key_cache, value_cache, key_log, value_log = log.key_value
+        ops.write_kv_logged(
+            key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype,
+            log_rows, key_log, value_log, self._buffers.window_id, log.row_windows,
+        )  # fmt: skip
+
+    def log(self, layer: Layer, log_rows: Tensor, slot_mapping: Tensor) -> None:
+        log = self.of_layer(layer)
+        last = len(layer.cache.planes) - 1
+        for index, plane in enumerate(layer.cache.planes):
+            # Only the last plane marks the rows: a layer counts as logged when all of it is.
+            marks = (self._buffers.window_id, log.row_windows) if index == last else (None, None)
+            ops.log_slots(plane.view, slot_mapping, log_rows, log.logs[index], plane.page_offsets, *marks)
+
+    def close(self, window: Window, redirects: Redirects, first: int = 0, num_drafts: int | None = None) -> None:
+        buffers = self._buffers
+        for launch in self.launches[first:]:
+            caches, table = launch.planes.arguments()
+            ops.restore_slots(
+                caches, launch.log, launch.row_slots, buffers.row_rejected, launch.page_offsets, buffers.window_id,
+                launch.row_windows, num_drafts, table,
+            )  # fmt: skip
+
+    def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
+        launch, buffers = self.launches[0], self._buffers
+        caches, table = launch.planes.arguments()
+        ops.restore_slots_from_rejected(
+            caches, launch.log, launch.row_slots, num_rejected, window.cu_num_draft_tokens, buffers.row_rejected,
+            buffers.num_accepted, buffers.counters, window.num_bonus_tokens, launch.page_offsets, buffers.window_id,
+            launch.row_windows, window.num_draft_tokens, table, window.leading_zero,
+        )  # fmt: skip
+
+    def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
+        """Every row is where it was written."""
+
+    def of_layer(self, layer: Layer) -> LayerLog:
+        if not torch.compiler.is_compiling():
+            return self._of_layer[layer.name]
+        # A traced graph that mutates many inputs which share one storage is a hard case for
+        # functionalization: it sees the one tensor of the class and selects from it.
+        return self.classes[layer.layer_class.number].of_layer(layer)
+
+
+def _new_log(plane: Plane, layers: int, rows: int) -> Tensor:
+    """``[layers, rows, H, W]``, in memory like the plane: rows next to each other where slots are, so that
+    the drafts of a request, in consecutive slots, move together."""
+    _, _, heads, width = plane.view.shape
+    if plane.page_offsets is None and plane.view.stride(1) == 1 and width > 1:
+        return plane.view.new_zeros((layers, heads, width, rows)).permute(0, 3, 1, 2)
+    return plane.view.new_zeros((layers, rows, heads, width))
