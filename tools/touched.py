@@ -12,7 +12,9 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-VLLM = tuple(f"vllm/test_{name}.py" for name in ("engine", "plugin", "runner_v2", "stage", "audit", "cpu_writer"))
+VLLM = tuple(
+    f"vllm/test_{name}.py" for name in ("engine", "plugin", "runner_v2", "stage", "audit", "support", "cpu_writer")
+)
 FAMILY = r"(?:csrc/(?:\w+/)?|meta/|nwor_ops/ops/|tests/support/(?:oracle_|samples_))"
 # Every rule that matches counts.
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -44,6 +46,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"setup\.py|tools/older_glibc\.py", ("package/test_build.py",)),
     (r"tools/\w+\.py", ("package/test_tools.py", "package/test_touched.py")),
     (r"benchmarks/results.*|docs/benchmarks\.md|README\.md", ("package/test_results.py",)),
+    (r"docs/vllm\.md|tools/support_tables\.py", ("vllm/test_support.py",)),
     (r".*\.md", ("package/test_documents.py",)),
     (r"tests/support/house\.py", ("package/test_house.py",)),
     (r"examples/.*", ("package/test_examples.py",)),
