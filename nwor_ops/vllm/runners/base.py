@@ -117,10 +117,10 @@ class RunnerAttachment(abc.ABC):
                 spare=spare,
                 logger=logger,
             )
+            if config.audit:
+                start_audit(session, layers)
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             raise Unsupported(str(error)) from error
-        if config.audit:
-            start_audit(session, layers)
         self.wrap(session)
         context = runner.compilation_config.static_forward_context
         for layer in layers if session.wraps_writers else ():
@@ -145,7 +145,7 @@ class RunnerAttachment(abc.ABC):
 
     # ------------------------------------------------------------ in the place of the runner's methods
 
-    # The two halves of a step: whatever they raise, the drafts are undone before a block is used again.
+    # Of the two halves of a step: whatever they raise, the drafts are undone before a block is used again.
 
     def execute_model(self, execute: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """From the blocks that it is given to the end of the forward."""
