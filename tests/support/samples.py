@@ -233,6 +233,9 @@ def plan_arguments(
 
 def sample_inputs(op: str, device: str = "cpu") -> list[tuple[Any, ...]]:
     """Arguments of `op`, each on memory of its own."""
+    from samples_drafter import draft_samples  # these make their tensors with what stands here
+    from samples_staging import stage_samples
+
     families = {"drafter": draft_samples, "shadow": stage_samples, "staging": stage_samples}
     samples = families.get(registry.OPS[op].family, _samples)(op)
     return [twin(arguments, device) for arguments in samples]
@@ -286,7 +289,3 @@ def decided(
     cu = [sum(map(len, drafts[: q + 1])) for q in range(len(drafts))]
     flat = surrounded(torch.tensor([d for ids in drafts for d in ids], dtype=draft_dtype))
     return (flat, surrounded(torch.tensor(sampled, dtype=sampled_dtype)), int32(*cu)), accepted
-
-
-from samples_drafter import draft_samples  # noqa: E402  (it makes its tensors with what stands above)
-from samples_staging import stage_samples  # noqa: E402
