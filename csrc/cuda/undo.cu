@@ -129,7 +129,7 @@ __device__ unsigned layers_to_restore(const RestoreJob& job, int first_layer, in
 
 // The rows of this launch are those of the log, once for each group of layers that share a thread. The last
 // layers come first: what was written last is still in the L2 cache. With kJudges, every thread finds the
-// fate of its row by itself, and the blocks that write it down are waited for by nobody.
+// fate of its row by itself, and no block waits for those that write it down.
 template <class Unit, bool kTable, bool kJudges>
 __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant__ RestoreJob job) {
     const Place place = place_of_thread();

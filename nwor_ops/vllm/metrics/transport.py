@@ -115,7 +115,7 @@ class CounterFile:
 
 
 def files(whose: str = "*") -> list[Path]:
-    """The files of this process and its relatives, of one role or all."""
+    """The files of all processes that share the folder, of one role or all."""
     pattern = _path(f"{whose}-*") if directory() is not None else Path()
     return sorted(pattern.parent.glob(pattern.name))
 
