@@ -17,13 +17,11 @@ from typing import Any
 import prometheus_client
 import pytest
 from engines import Engines, prompts
+from prometheus_client.multiprocess import MultiProcessCollector
 
-import nwor_ops
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.drafter import counters as draft_counters
 from nwor_ops.vllm.drafter import plugin as draft_graphs
-from nwor_ops.vllm.metrics import exporter as metrics
-from nwor_ops.vllm.metrics import transport as boards
+from nwor_ops.vllm.metrics import exporter, transport, worker
 from nwor_ops.vllm.support import (
     DRAFT_GRAPHS,
     Unsupported,
@@ -336,10 +334,10 @@ class Counted:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """Of boards; nothing looks at them unasked."""
-    monkeypatch.setenv(boards.DIRECTORY_VARIABLE, str(tmp_path / "boards"))
-    monkeypatch.setattr(boards, "PERIOD", 3600)
-    return tmp_path / "boards"
+    """Of counters; no thread looks at anything."""
+    monkeypatch.setenv(transport.DIRECTORY_VARIABLE, str(tmp_path / "private"))
+    monkeypatch.setattr(transport, "PERIOD", 3600)
+    return tmp_path / "private"
 
 
 def start_counting(speculator: Counted, **settings: Any) -> None:
@@ -349,7 +347,7 @@ def start_counting(speculator: Counted, **settings: Any) -> None:
         model_config__served_model_name="tiny",
         additional_config={"nwor": {"draft_graphs": True, **settings}},
     )
-    draft_counters.start(speculator, config, LOGGER)
+    worker.start_drafter(speculator, config, LOGGER)
 
 
 @pytest.fixture
@@ -367,27 +365,25 @@ def test_counters_of_this_process_are_those_of_the_moment(folder: pathlib.Path, 
     speculator = Counted(draft_graph_replays=3, draft_eager_passes=1)
     start_counting(speculator)
     start_counting(speculator)  # once is enough
+    [file] = transport.files("drafter")
     speculator.totals["draft_graph_replays"] = 8
-    stats = nwor_ops.stats()
+    stats = exporter.totals([])
     assert (stats.draft_graph_replays, stats.draft_eager_passes, stats.engines) == (8, 1, 0)
+    assert transport.read([file]).counts["draft_graph_replays"] == 3
     del speculator
-    assert draft_counters.here() == {}
+    assert exporter.totals([]).draft_graph_replays == 3  # what was published last
 
 
 def test_counters_are_published_for_other_processes(folder: pathlib.Path, rank: Any) -> None:
     speculator = Counted(draft_graph_replays=3, draft_eager_passes=0)
-    path = boards.new_path("drafter", "i", 0)
-    assert path is not None
-    publisher = draft_counters.DraftPublisher(speculator, boards.Board("drafter", "i", 0, "tiny", {}), path, LOGGER)
-    publisher.publish()
+    start_counting(speculator)
     speculator.totals["draft_graph_replays"] = 5
-    publisher.publish()
+    worker.publishers[speculator].publish()
     registry = prometheus_client.CollectorRegistry()
-    metrics.Exporter(registry).update()
+    MultiProcessCollector(registry, path=str(folder))
     labels = {"model_name": "tiny", "engine": "0"}
     assert registry.get_sample_value("nwor_draft_graph_replays_total", labels) == 5
     assert registry.get_sample_value("nwor_draft_eager_passes_total", labels) == 0
-    assert nwor_ops.stats().draft_graph_replays == 5
 
 
 class Interrupted(str):
@@ -415,7 +411,9 @@ def test_a_runner_may_count_while_the_publisher_reads() -> None:
 
 
 def test_who_does_not_publish(folder: pathlib.Path, rank: Any) -> None:
-    start_counting(Counted(draft_graph_replays=1), emit_metrics=False)
+    first, second = Counted(draft_graph_replays=1), Counted(draft_graph_replays=1)
+    start_counting(first, emit_metrics=False)
     rank(1)
-    start_counting(Counted(draft_graph_replays=1))
-    assert draft_counters.here() == {}
+    start_counting(second)
+    assert transport.files() == []
+    assert exporter.totals([]).draft_graph_replays == 0

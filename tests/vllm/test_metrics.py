@@ -790,7 +790,11 @@ def test_where_vllm_collects_files_ours_are_among_them(
     assert not folder.exists()
 
 
-def test_stats_without_an_engine(folder: Path) -> None:
+@pytest.mark.parametrize("chosen", [True, False])
+def test_stats_without_an_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, chosen: bool) -> None:
+    """Nor, with metrics off, a folder."""
+    if not chosen:
+        monkeypatch.delenv(transport.DIRECTORY_VARIABLE)
     assert exporter.totals([]) == nwor_ops.stats()
     assert nwor_ops.stats().engines == nwor_ops.stats().windows == 0
 

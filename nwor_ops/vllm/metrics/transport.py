@@ -104,10 +104,9 @@ class CounterFile:
         unfinished = self.path.with_suffix(".new")
         unfinished.write_bytes(bytes(_ROOM))  # a full disk is an error here, and a SIGBUS below
         values = MmapedDict(str(unfinished))
-        series = [(METRICS[name], self._labels, count) for name, count in totals.counts.items()]
-        series += [
-            (VANILLA_STEPS, self._labels | {"reason": why}, count) for why, count in totals.vanilla_steps.items()
-        ]
+        series = [(METRICS[counted], self._labels, count) for counted, count in totals.counts.items()]
+        for reason, count in totals.vanilla_steps.items():
+            series.append((VANILLA_STEPS, self._labels | {"reason": reason}, count))
         for (name, text), labels, count in series:
             values.write_value(mmap_key(name, f"{name}_total", [*labels], [*labels.values()], text), count, 0.0)
         values.close()
@@ -116,7 +115,9 @@ class CounterFile:
 
 def files(whose: str = "*") -> list[Path]:
     """The files of all processes that share the folder, of one role or all."""
-    pattern = _path(f"{whose}-*") if directory() is not None else Path()
+    if directory() is None:
+        return []
+    pattern = _path(f"{whose}-*")
     return sorted(pattern.parent.glob(pattern.name))
 
 
@@ -166,9 +167,8 @@ def make_directory() -> None:
 
 def _path(name: str) -> Path:
     """Of a file, or of several: the private folder's name tells sets of engines apart in a shared one, too."""
-    folder = directory()
-    assert folder is not None
-    return folder / f"counter_{Path(os.environ[DIRECTORY_VARIABLE]).name}-{name}.db"
+    own = Path(os.environ[DIRECTORY_VARIABLE])
+    return Path(os.environ.get(SHARED_VARIABLE, own)) / f"counter_{own.name}-{name}.db"
 
 
 def _remove_leftovers() -> None:
