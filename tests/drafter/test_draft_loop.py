@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,8 +25,9 @@ from draft_loops import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from no_sync import NoHostReads
 from paged_drafter import PagedMetadata
-from test_no_sync import NoHostReads
+from processes import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import one_thread  # noqa: F401
 
@@ -566,12 +566,11 @@ def test_bad_buffers(name, value, error, message):
 
 def test_every_requirement_names_a_test_that_exists():
     """The table in docs/draft_loop.md: all numbers of both lists, each with tests that are there."""
-    root = Path(__file__).parents[2]
-    rows = re.findall(r"^\| (\d+)-(\d+) \| .* \| (.*) \|$", (root / "docs/draft_loop.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+)-(\d+) \| .* \| (.*) \|$", (ROOT / "docs/draft_loop.md").read_text(), re.MULTILINE)
     numbers = [(int(pull), int(number)) for pull, number, _ in rows]
     assert numbers == [(41162, n) for n in range(1, 13)] + [(34880, n) for n in range(1, 16)]
     for pull, number, tests in rows:
         named = re.findall(r"`([\w/.]+\.py)::(\w+)`", tests)
         assert named, (pull, number)
         for file, test in named:
-            assert re.search(rf"^def {test}\b", (root / "tests" / file).read_text(), re.MULTILINE), (file, test)
+            assert re.search(rf"^def {test}\b", (ROOT / "tests" / file).read_text(), re.MULTILINE), (file, test)

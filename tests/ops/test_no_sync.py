@@ -11,51 +11,17 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
+from no_sync import Forbidden, guard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transactions import KINDS, Batch, Request, Transactions, one_thread  # noqa: F401
 
 import nwor_ops.transaction.manager
 from nwor_ops import ops
-from nwor_ops.ops import registry
 from nwor_ops.transaction.window import WindowBuffers
 
 MIXED = (Request(5), Request(1, 4, 2), Request(1, 3, 0), Request(1), Request(2, 2, 2), Request(0))
 KIND_SETS = [*((kind,) for kind in KINDS), tuple(KINDS)]
-
-
-class Forbidden(Exception):
-    pass
-
-
-class NoHostReads(TorchFunctionMode):
-    """Forbids what carries values between Python and tensors; some of it never reaches the dispatcher."""
-
-    VALUES_OUT = frozenset(("item", "tolist", "numpy", "cpu", "cuda", "to", "__array__", "__contains__"))
-    VALUES_OUT_AS_NUMBERS = frozenset(("__bool__", "__int__", "__float__", "__index__", "__format__"))
-    VALUES_IN = frozenset(("tensor", "as_tensor", "from_numpy"))
-    NAMES = VALUES_OUT | VALUES_OUT_AS_NUMBERS | VALUES_IN
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in self.NAMES:
-            raise Forbidden(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-class OnlyOursAndViews(TorchDispatchMode):
-    """Forbids every operation but the ops of nwor_ops and views: whatever allocates, waits or copies."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace != registry.NAMESPACE and not func.is_view:
-            raise Forbidden(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def guard():
-    with NoHostReads(), OnlyOursAndViews():
-        yield
 
 
 def run_window(transactions: Transactions, batch: Batch, end: str = "commit", guarded=guard) -> None:

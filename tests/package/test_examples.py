@@ -6,22 +6,20 @@ import re
 import subprocess
 import sys
 from math import prod
-from pathlib import Path
 
+import draft_loop
 import pytest
 import torch
 import torch.nn.functional as F
+from paged_llama import LlamaConfig, rotary_embedding
+from processes import ROOT
+from speculative_decoding import BLOCK_SIZE, Engine, make_prompts, prompt_lookup
+from token_tree import NO_PARENT, TreeVerifier, lookup_tree
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import draft_loop  # noqa: E402
-from paged_llama import LlamaConfig, rotary_embedding  # noqa: E402
-from speculative_decoding import BLOCK_SIZE, Engine, make_prompts, prompt_lookup  # noqa: E402
-from token_tree import NO_PARENT, TreeVerifier, lookup_tree  # noqa: E402
+EXAMPLES = ROOT / "examples"
 
 CONFIG = LlamaConfig(num_layers=3)
 PROMPTS = make_prompts(5, CONFIG.vocab_size)

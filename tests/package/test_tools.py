@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from older_glibc import link_flags
+from processes import ROOT
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
-sys.path.insert(0, str(TOOLS))
-
-from older_glibc import link_flags  # noqa: E402
+TOOLS = ROOT / "tools"
 
 
 def step(folder: Path, *words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from types import MappingProxyType, ModuleType
 from typing import NamedTuple
 
+import processes
+
 VARIABLE = "NWOR_TEST_CPU"
 
 
@@ -58,9 +60,7 @@ def apply() -> None:
 
 def environment(name: str) -> dict[str, str]:
     """Of a process that is limited from its start."""
-    here = pathlib.Path(__file__).parent
-    path = [str(here / "limited"), str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return LEVELS[name].environment | {VARIABLE: name, "PYTHONPATH": os.pathsep.join(path)}
+    return processes.environment(processes.SUPPORT / "limited") | LEVELS[name].environment | {VARIABLE: name}
 
 
 def apply_at_import() -> None:

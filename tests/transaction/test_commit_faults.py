@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
-from test_manager_stage import STEPS, Engine
+from decoding import STEPS, Engine
+from faults import Lost, fail_at
 from transactions import one_thread  # noqa: F401
 
 import nwor_ops.transaction.manager
 
 KINDS = ("packed", "one_backing", "latent")  # three geometries in two groups
-OF_COMMIT = (
-    "reject_rows", "restore_slots", "restore_slots_from_rejected", "close_window", "close_window_from_rejected",
-)  # fmt: skip
-
-
-class Lost(Exception):
-    """The device is lost."""
-
-
-@contextmanager
-def fail_at(launch):
-    """The launch with this number, counted from 0, is not made; nor is any after it."""
-    made, patch = [0], pytest.MonkeyPatch()
-
-    def failing(op):
-        def run(*arguments):
-            if made[0] >= launch:
-                raise Lost
-            made[0] += 1
-            op(*arguments)
-
-        return run
-
-    with patch.context() as patched:
-        for name in OF_COMMIT:
-            patched.setattr(
-                nwor_ops.transaction.manager.ops, name, failing(getattr(nwor_ops.transaction.manager.ops, name))
-            )
-        yield made
 
 
 def outcome_of(batch, end):
@@ -63,7 +33,7 @@ def counts(engine):
 def launches_of(mode, end):
     engine = Engine(KINDS, mode)
     batch = a_step(engine)
-    with fail_at(99) as made:
+    with fail_at(99, lasting=True) as made:
         getattr(engine.manager, end)(*outcome_of(batch, end))
     return made[0]
 
@@ -88,7 +58,7 @@ def test_a_commit_that_failed_is_finished_by_another(mode, end, launch, again):
     batch, other = a_step(engine), a_step(untroubled)
     untroubled.manager.commit(*outcome_of(other, "commit"))
     for at in (launch, 0, 1):
-        with fail_at(at), pytest.raises(Lost):
+        with fail_at(at, lasting=True), pytest.raises(Lost):
             getattr(engine.manager, end)(*outcome_of(batch, end))
         assert engine.manager.state is nwor_ops.transaction.manager.State.OPEN
     getattr(engine.manager, again)(*outcome_of(batch, again))
@@ -107,7 +77,7 @@ def test_a_verdict_stands(mode):
     engine, untroubled = Engine(KINDS, mode), Engine(KINDS, mode)
     batch, other = a_step(engine), a_step(untroubled)
     untroubled.manager.commit_rejected(other.num_rejected)
-    with fail_at(1), pytest.raises(Lost):
+    with fail_at(1, lasting=True), pytest.raises(Lost):
         engine.manager.commit_rejected(batch.num_rejected)
     engine.manager.commit_rejected(torch.zeros_like(batch.num_rejected))
     engine.assert_pages(untroubled)
@@ -121,9 +91,9 @@ def test_cancel_of_half_a_commit(mode, end, launch):
     engine, untroubled = Engine(KINDS, mode), Engine(KINDS, mode)
     batch, other = a_step(engine), a_step(untroubled)
     untroubled.manager.cancel()
-    with fail_at(launch), pytest.raises(Lost):
+    with fail_at(launch, lasting=True), pytest.raises(Lost):
         getattr(engine.manager, end)(*outcome_of(batch, end))
-    with fail_at(0), pytest.raises(Lost):
+    with fail_at(0, lasting=True), pytest.raises(Lost):
         engine.manager.cancel()
     with pytest.raises(RuntimeError, match=r"^commit: the window must not be one whose cancel\(\) has begun"):
         engine.manager.commit(*outcome_of(batch, "commit"))
@@ -154,10 +124,10 @@ def test_abandon_of_half_a_commit(mode, end, launch):
     engine, untroubled = Engine(KINDS, mode), Engine(KINDS, mode)
     batch, other = a_step(engine), a_step(untroubled)
     untroubled.manager.abandon()
-    with fail_at(launch), pytest.raises(Lost):
+    with fail_at(launch, lasting=True), pytest.raises(Lost):
         getattr(engine.manager, end)(*outcome_of(batch, end))
     if mode == "stage":
-        with fail_at(1), pytest.raises(Lost):
+        with fail_at(1, lasting=True), pytest.raises(Lost):
             engine.manager.abandon()
     engine.manager.abandon()
     assert counts(engine) == counts(untroubled)

@@ -9,11 +9,11 @@ model, byte for byte, and the sentinel everywhere else, and the counters add up.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from faults import Lost, fail_at
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -33,10 +33,6 @@ from nwor_ops import ops
 from nwor_ops.transaction.manager import State
 
 PlaneOf = tuple[str, int]  # a layer and the number of one of its planes
-LAUNCHES = (
-    "plan_window", "open_window", "reject_rows", "reject_rows_from_rejected", "restore_slots",
-    "restore_slots_from_rejected", "close_window", "close_window_from_rejected",
-)  # fmt: skip
 LAYER_KINDS = ("packed", "one_backing", "split", "latent", "amx")  # four groups, of 4 to 16 slots a block
 SENTINEL = 0xA5
 MAX_REQUESTS, MAX_DRAFTS, MAX_LENGTH = 4, 4, 28
@@ -59,31 +55,6 @@ class OpenWindow:
     ending: str = ""  # cancel or abandon, once begun
     # What launches have made of the tokens in each plane: in cow undone ones, in stage those copied to their slots.
     moved: dict[PlaneOf, set[int]] = field(default_factory=dict)
-
-
-class Lost(Exception):
-    """The device is lost."""
-
-
-@contextmanager
-def fail_at(launch: int):
-    """The launch with this number, counted from 0, is not made. Yields a list with the number of those made."""
-    made, patch, armed = [0], pytest.MonkeyPatch(), [True]
-
-    def failing(op):
-        def run(*arguments):
-            if armed[0] and made[0] == launch:
-                armed[0] = False  # an open that failed puts back what it redirected
-                raise Lost
-            made[0] += 1
-            op(*arguments)
-
-        return run
-
-    with patch.context() as patched:
-        for name in LAUNCHES:
-            patched.setattr(ops, name, failing(getattr(ops, name)))
-        yield made
 
 
 FAULTS = st.sampled_from([99, 99, 99, 0, 1, 2, 3, 4, 5])

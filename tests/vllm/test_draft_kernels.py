@@ -3,20 +3,20 @@ interpret before it is imported."""
 
 from __future__ import annotations
 
-import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from processes import SUPPORT, environment
 
 
 def test_ops_are_vllm_s_kernels(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("triton")
-    script = pathlib.Path(__file__).parents[1] / "support" / "draft_kernels.py"
+    script = SUPPORT / "draft_kernels.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "vllm_kernels.py")], capture_output=True, text=True, timeout=600,
-        env={**os.environ, "TRITON_INTERPRET": "1"}, check=False,
+        env={**environment(), "TRITON_INTERPRET": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "30 batches equal"

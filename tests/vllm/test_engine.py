@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine_checks import COW, STAGE, check_transaction, check_vllm_counts
 from engines import ENGINE, LLAMA, Engines, model_folder, prompts
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-COW = {"mode": "cow", "audit": True}
-STAGE = {"mode": "stage", "audit": True}
 MODES = pytest.mark.parametrize("nwor", [COW, STAGE], ids=["cow", "stage"])
 SPARE = 16  # blocks that mode stage withholds of each group of these engines: 8 requests, each a tail and one more
 
@@ -18,34 +17,6 @@ SPARE = 16  # blocks that mode stage withholds of each group of these engines: 8
 def isa_of(dtype: torch.dtype, kv_cache_dtype: str = "auto") -> str:
     """Which pages vLLM chooses for these engines on this processor."""
     return _get_attn_isa(dtype, ENGINE["block_size"], LLAMA["head_dim"], kv_cache_dtype)
-
-
-def check_transaction(result: dict[str, Any], accepts: bool = True) -> dict[str, int]:
-    """The audit's and the manager's counts agree, and both sides of the transaction were seen."""
-    session = result["session"]
-    audit, stats = session["audit"], session["stats"]
-    if session["mode"] == "stage":
-        assert audit["exposed_rows"] == 0
-        assert audit["moments"] == 2 * audit["steps"]
-        assert audit["committed_rows"] > audit["accepted"]
-    else:  # what the audit of mode stage looks for is there to be found
-        assert audit["exposed_rows"] > 0
-        assert audit["moments"] == 0
-    assert audit["stale_rows"] == 0
-    assert (audit["accepted"] > 0) == accepts
-    assert audit["rejected"] > 0
-    assert [stats[name] for name in ("drafted", "accepted", "rejected")] == [
-        audit[name] for name in ("drafted", "accepted", "rejected")
-    ]
-    assert session["vanilla_steps"] == {}
-    return audit
-
-
-def check_vllm_counts(result: dict[str, Any]) -> None:
-    """Not where requests are aborted or preempted: vLLM's scheduler forgets what it threw away."""
-    audit = result["session"]["audit"]
-    assert audit["drafted"] == result["metrics"]["spec_decode_num_draft_tokens"]
-    assert audit["accepted"] == result["metrics"]["spec_decode_num_accepted_tokens"]
 
 
 def test_vanilla_leaves_stale_rows(engines: Engines) -> None:

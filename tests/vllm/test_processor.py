@@ -37,8 +37,9 @@ def test_vllm_loads_the_library_of_a_limited_processor() -> None:
 @pytest.mark.parametrize("name", [name for name, level in processor.LEVELS.items() if can_be(level)])
 def test_a_process_that_is_started_is_limited_too(name: str) -> None:
     level = processor.LEVELS[name]
-    environment = os.environ | processor.environment(name)
-    done = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], env=processor.environment(name), capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == f'["{level.library}", "{"amx" if name == "amx" else "vec"}"]'
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_checks import STAGE, check_transaction, check_vllm_counts
 from engines import Engines, prompts
-from test_engine import STAGE, check_transaction, check_vllm_counts
 from torch import Tensor
 
 from nwor_ops.kv_cache import LayerCache

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ENGINE
+from gpu_cases import ENGINE
 
 HERE = pathlib.Path(__file__).resolve().parent
 REPORT = "engines.json"
@@ -68,7 +68,7 @@ class Engines:
         self.logs: pathlib.Path = pool.logs
 
     def start(self, name: str, engine: dict[str, Any], environment: dict[str, str], **use: Any) -> Any:
-        """A future. ``engine`` is what differs from ``cases.ENGINE``."""
+        """A future. ``engine`` is what differs from ``gpu_cases.ENGINE``."""
         settings = self.resolved({**ENGINE, **engine})
         settings = {key: value for key, value in settings.items() if value is not None}
         return self._pool.start(name, {"engine": settings, "environment": environment, **use})

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
-from cases import ENGINE, NGRAM
 from engine_pool import ENVIRONMENT
+from gpu_cases import ENGINE, NGRAM
 
 PATIENCE_SECONDS = 120.0
 REQUESTS = 6

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import COW, DRAFT, EAGLE, EVERY_COUNT, GRAPHED, GRAPHED_COW, NGRAM, SPARE, STAGE, V1, V2, Case, Refusal
-from test_gpu_engines import _check_audit, _finished, _same_tokens
+from gpu_cases import COW, DRAFT, EAGLE, EVERY_COUNT, GRAPHED, GRAPHED_COW, NGRAM, SPARE, STAGE, V1, V2, Case, Refusal
+from gpu_engine_checks import assert_same_tokens, check_audit, finished
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 
@@ -47,7 +47,7 @@ def test_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
     vanilla, ours = engines.start_case(case)
     result = ours.result()
     _note(record, case, result)
-    workers = _finished(result)["workers"]
+    workers = finished(result)["workers"]
     assert len(workers) == 2
     for worker in workers:
         [session] = worker["sessions"]
@@ -57,9 +57,9 @@ def test_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
         }
         assert worker["runner"] == case.runner
         assert session["mode"] == case.nwor["mode"]
-        _check_audit(session)
+        check_audit(session)
     assert workers[0]["sessions"][0]["audit"] == workers[1]["sessions"][0]["audit"]
-    _same_tokens(result, _finished(vanilla.result()))
+    assert_same_tokens(result, finished(vanilla.result()))
 
 
 @pytest.mark.parametrize("case", DRAFT_RANKS, ids=lambda case: case.name)
@@ -68,7 +68,7 @@ def test_draft_graphs_on_two_ranks(case: Case, engines: Any, record: dict[str, A
     vanilla, ours = engines.start_case(case)
     result = ours.result()
     _note(record, case, result)
-    workers, theirs = _finished(result)["workers"], _finished(vanilla.result())
+    workers, theirs = finished(result)["workers"], finished(vanilla.result())
     acceptance, expected = result["metrics"][PER_POSITION], theirs["metrics"][PER_POSITION]
     record |= {"accepted_per_position": acceptance, "accepted_per_position_vanilla": expected}
     assert len(workers) == 2
@@ -77,7 +77,7 @@ def test_draft_graphs_on_two_ranks(case: Case, engines: Any, record: dict[str, A
         assert report["replays"]["first_pass"] > 0
         assert report["replays"]["decode"] > 0
     assert all(abs(mine - theirs) <= 0.05 * sum(expected) for mine, theirs in zip(acceptance, expected, strict=True))
-    _same_tokens(result, theirs)
+    assert_same_tokens(result, theirs)
 
 
 @pytest.mark.parametrize("refusal", [PIPELINE], ids=lambda refusal: refusal.name)

@@ -22,9 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import engine_child
+from processes import ROOT, SUPPORT
 
-HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parent.parent.parent
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, worker and test's child are one process
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -52,7 +51,7 @@ DEFAULTS: dict[str, Any] = {
 def make_plugin_findable(folder: pathlib.Path) -> None:
     """vLLM finds the plugin by its entry point. Where nwor_ops lies on the path without being installed, describe
     it to Python as an installer would, in a folder of its own, for this process and all it starts."""
-    added = [HERE, ROOT]
+    added = [SUPPORT, ROOT]
     found = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     if "nwor_ops" not in found:
         added.append(write_metadata(folder))

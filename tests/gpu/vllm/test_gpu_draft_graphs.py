@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 import pytest
-from cases import DRAFT_CASES, DRAFT_REFUSALS, DRAFT_WARNED, ENGINE, DraftCase, Refusal
-from test_gpu_engines import _check_audit, _finished, _note, _same_tokens, _session
+from gpu_cases import DRAFT_CASES, DRAFT_REFUSALS, DRAFT_WARNED, ENGINE, DraftCase, Refusal
+from gpu_engine_checks import assert_same_tokens, check_audit, finished, note, session_of
 
 # Where a padded product took another kernel, now and then one of two close logits wins that did not before.
 DIFFERENT_DRAFTS, DIFFERENT_ACCEPTANCE = 0.03, 0.05
@@ -69,10 +69,10 @@ def _check_graphs_ran(case: DraftCase, result: dict[str, Any], report: dict[str,
 def test_same_drafts_and_output(case: DraftCase, engines: Any, record: dict[str, Any]) -> None:
     vanilla, ours = engines.start_case(case)
     result = ours.result()
-    _note(record, case, result)
-    _finished(result)
+    note(record, case, result)
+    finished(result)
     report = _report(result)
-    theirs = _finished(vanilla.result())
+    theirs = finished(vanilla.result())
     longest = case.engine.get("max_model_len", ENGINE["max_model_len"])
     proposed = (side["proposed"]["drafts"] for side in (result, theirs))
     sequences, compared, different = _compare_drafts(*proposed, longest)
@@ -92,8 +92,8 @@ def test_same_drafts_and_output(case: DraftCase, engines: Any, record: dict[str,
             assert result["workers"][0][what] == wanted
     _check_graphs_ran(case, result, report)
     if case.nwor["mode"] != "off":
-        assert _session(result)["mode"] == case.nwor["mode"]
-        _check_audit(_session(result))
+        assert session_of(result)["mode"] == case.nwor["mode"]
+        check_audit(session_of(result))
         assert result["replays"]["replays_with_drafts"] > 0  # of the target, which the transaction is about
 
     assert compared > 100
@@ -105,7 +105,7 @@ def test_same_drafts_and_output(case: DraftCase, engines: Any, record: dict[str,
     for position, (mine, vanilla_s) in enumerate(zip(acceptance, expected, strict=True)):
         assert abs(mine - vanilla_s) <= DIFFERENT_ACCEPTANCE, f"draft {position}: {mine}, vanilla's {vanilla_s}"
     if not random:
-        _same_tokens(result, theirs)
+        assert_same_tokens(result, theirs)
 
 
 @pytest.mark.parametrize("refusal", DRAFT_REFUSALS, ids=lambda refusal: refusal.name)
@@ -123,6 +123,6 @@ def test_refused_at_start_up(refusal: Refusal, engines: Any, record: dict[str, A
 def test_refused_engine_goes_on_where_that_is_asked_for(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
     result = engines.start_refusal(refusal).result()
     record["seconds"] = result["seconds"]
-    [worker] = _finished(result)["workers"]
+    [worker] = finished(result)["workers"]
     assert all(report["captured"] == {} for report in worker["draft_graphs"])
     assert any(refusal.because in line for line in result["said"])

@@ -1,0 +1,36 @@
+"""What every engine with the transaction on must come to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COW = {"mode": "cow", "audit": True}
+STAGE = {"mode": "stage", "audit": True}
+
+
+def check_transaction(result: dict[str, Any], accepts: bool = True) -> dict[str, int]:
+    """The audit's and the manager's counts agree, and both sides of the transaction were seen."""
+    session = result["session"]
+    audit, stats = session["audit"], session["stats"]
+    if session["mode"] == "stage":
+        assert audit["exposed_rows"] == 0
+        assert audit["moments"] == 2 * audit["steps"]
+        assert audit["committed_rows"] > audit["accepted"]
+    else:  # what the audit of mode stage looks for is there to be found
+        assert audit["exposed_rows"] > 0
+        assert audit["moments"] == 0
+    assert audit["stale_rows"] == 0
+    assert (audit["accepted"] > 0) == accepts
+    assert audit["rejected"] > 0
+    assert [stats[name] for name in ("drafted", "accepted", "rejected")] == [
+        audit[name] for name in ("drafted", "accepted", "rejected")
+    ]
+    assert session["vanilla_steps"] == {}
+    return audit
+
+
+def check_vllm_counts(result: dict[str, Any]) -> None:
+    """Not where requests are aborted or preempted: vLLM's scheduler forgets what it threw away."""
+    audit = result["session"]["audit"]
+    assert audit["drafted"] == result["metrics"]["spec_decode_num_draft_tokens"]
+    assert audit["accepted"] == result["metrics"]["spec_decode_num_accepted_tokens"]

@@ -1,0 +1,43 @@
+"""Modes that forbid what would wait for a device, or allocate, between begin and commit."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nwor_ops.ops import registry
+
+
+class Forbidden(Exception):
+    pass
+
+
+class NoHostReads(TorchFunctionMode):
+    """Forbids what carries values between Python and tensors; some of it never reaches the dispatcher."""
+
+    VALUES_OUT = frozenset(("item", "tolist", "numpy", "cpu", "cuda", "to", "__array__", "__contains__"))
+    VALUES_OUT_AS_NUMBERS = frozenset(("__bool__", "__int__", "__float__", "__index__", "__format__"))
+    VALUES_IN = frozenset(("tensor", "as_tensor", "from_numpy"))
+    NAMES = VALUES_OUT | VALUES_OUT_AS_NUMBERS | VALUES_IN
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in self.NAMES:
+            raise Forbidden(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class OnlyOursAndViews(TorchDispatchMode):
+    """Forbids every operation but the ops of nwor_ops and views: whatever allocates, waits or copies."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != registry.NAMESPACE and not func.is_view:
+            raise Forbidden(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def guard():
+    with NoHostReads(), OnlyOursAndViews():
+        yield
