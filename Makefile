@@ -100,7 +100,7 @@ types: setup
 
 test-cpu: build
 	@echo "== tests"
-	$(PYTEST) tests --ignore=tests/vllm --ignore=tests/gpu
+	$(PYTEST) --device cpu tests --ignore=tests/vllm --ignore=tests/gpu
 
 test-vllm: build
 	@echo "== tests with a real vLLM engine"
@@ -109,7 +109,7 @@ test-vllm: build
 # More examples of every property, others each time, and what is too slow for `make test`.
 test-nightly: build
 	@echo "== tests, the slow ones too"
-	$(PYTEST) --nightly tests --ignore=tests/gpu
+	$(PYTEST) --nightly --device cpu tests --ignore=tests/gpu
 
 # Every torch of pyproject.toml, [tool.nwor_ops]: sources against its headers, one library under each.
 matrix: setup

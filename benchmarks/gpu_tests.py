@@ -20,14 +20,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Under a sanitizer: no graphs, compilers, subprocesses or large caches, which are slow there and add no kernel.
 SANITIZED = (
-    "(layout or transaction or judge or micro or acceptance or samples or placement or no_numbers or survives "
+    "(layout or transaction or judge or micro or acceptance or samples or placement or no_numbers or bad_data "
     "or plane_table or leading_zero) "
-    "and not (compile or opcheck or graph or debug)"
+    "and not (compile or opcheck or graph or test_debug or any_counts or equals_a_run)"
 )
 
 
 def pytest(*arguments: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    tests = ("tests/gpu", "--ignore=tests/gpu/vllm")  # vLLM's engines: gpu_engines.py
+    # vLLM's engines: gpu_engines.py
+    tests = ("--device", "cuda", "tests/ops", "tests/gpu", "--ignore=tests/gpu/vllm")
     command = [*under, sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 

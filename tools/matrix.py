@@ -7,7 +7,7 @@ In an environment of its own for each version:
    need nothing but torch run against it.
 
 A CUDA build of torch is installed without NVIDIA's packages; tools/cuda_stubs.py lets it be imported. So no GPU is used
-here: the CUDA library is compiled, linked and loaded, and tests/gpu says what it computes.
+here: the CUDA library is compiled, linked and loaded, and the GPU tests say what it computes.
 
 What was found is printed as the table of docs/compatibility.md and written to FOLDER/result.json. Exits with 1 if
 anything failed.

@@ -12,52 +12,36 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-VLLM = tuple(
-    f"vllm/test_{name}.py" for name in ("engine", "plugin", "runner_v2", "stage", "audit", "support", "cpu_writer")
-)
-FAMILY = r"(?:csrc/(?:\w+/)?|meta/|nwor_ops/ops/|tests/support/(?:oracle_|samples_))"
-# Every rule that matches counts.
+FLOORS = r"(?:csrc/(?:cpu/|cuda/)?|meta/|nwor_ops/ops/|tests/support/(?:oracle_|samples_))"
+# A room's sources and the tests of the room, or what is quick of them, named relative to tests/. A family has the same
+# name on every floor. Every rule that matches counts.
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (FAMILY + r"(undo|write|rows)\.\w+|tests/support/(oracle|layouts|samples)\.py", ("ops/test_undo.py",)),
-    (FAMILY + r"(accept|judge)\.\w+", ("ops/test_accept.py", "ops/test_leading_zero.py")),
-    (FAMILY + r"(shadow|staging|stage|write|rows)\.\w+", ("ops/test_staging.py",)),
-    (FAMILY + r"(drafter|draft|gumbel)\.\w+", ("ops/test_drafter.py",)),
-    (r"(csrc|meta|nwor_ops/ops)/.*", ("ops/test_schema.py", "ops/test_plane_table.py")),
-    (r"csrc/.*\.h|csrc/glibc.cpp|csrc/exports.map", ("ops/test_undo.py",)),
+    (FLOORS + r"(undo|accept|staging|drafter)\.\w+", (r"ops/test_\1.py",)),
+    (FLOORS + r"shadow\.\w+|tests/support/staged_windows\.py", ("ops/test_staging.py",)),
+    (r"(?:csrc|meta|nwor_ops/ops)/.*", ("ops/test_schema.py", "ops/test_plane_table.py")),
     (
-        r"nwor_ops/(library|__init__|torch_fixes|draft|manager)\.py",
-        ("ops/test_schema.py", "transaction/test_manager.py"),
+        r"csrc/(?!.*(?:accept|shadow|staging|drafter)\.).*|tests/support/(?:oracle|layouts|samples)\.py",
+        ("ops/test_undo.py",),
     ),
-    (r"nwor_ops/(arguments|validation)\.py", ("ops/test_schema.py", "transaction/test_staging_buffer.py")),
+    (r"tests/support/bad_input\.py", ("ops/test_bad_input.py",)),
     (
-        r"nwor_ops/(transaction/\w+|kv_cache|config)\.py",
-        ("transaction/test_manager.py", "transaction/test_manager_stage.py"),
+        r"nwor_ops/(?:transaction/)?(?!__main__)\w+\.py|tests/support/(?:transactions|decoding|faults|no_sync)\.py",
+        ("transaction/test_manager.py", "transaction/test_manager_stage.py", "transaction/test_staging_buffer.py"),
     ),
-    (r"nwor_ops/staging\.py", ("transaction/test_staging_buffer.py",)),
-    (r"nwor_ops/drafter/\w+\.py|tests/support/draft_loops\.py", ("drafter/test_draft_loop.py",)),
-    (r"nwor_ops/(cli/\w+|testing/\w+|__main__)\.py", ("package/test_cli.py",)),
+    (r"nwor_ops/drafter/.*|tests/support/draft_loops\.py|examples/(?:paged_)?draft\w*\.py", ("drafter",)),
     (
-        r"nwor_ops/vllm/drafter/\w+\.py|tests/support/draft_(kernels|speculators)\.py",
-        ("vllm/test_draft_graphs.py", "vllm/test_draft_kernels.py"),
+        r"nwor_ops/vllm/.*|tests/support/(?:draft_(?:kernels|speculators)|engine\w*|processor|other_scheduler"
+        r"|counted_session|limited/\w+)\.py|docs/vllm\.md|tools/support_tables\.py",
+        ("vllm",),
     ),
-    (r"nwor_ops/vllm/(metrics/\w+|audit/agreement|environment)\.py", ("vllm/test_metrics.py",)),
-    (r"nwor_ops/vllm/(?!metrics|drafter).*", VLLM),
+    (r"nwor_ops/(?:(?:cli|testing)/\w+|__main__)\.py", ("package/test_cli.py",)),
+    (r"examples/.*", ("package/test_examples.py",)),
     (r"setup\.py|pyproject\.toml|MANIFEST\.in|Makefile", ("package/test_package.py",)),
     (r"setup\.py|tools/older_glibc\.py", ("package/test_build.py",)),
     (r"tools/\w+\.py", ("package/test_tools.py", "package/test_touched.py")),
     (r"benchmarks/results.*|docs/benchmarks\.md|README\.md", ("package/test_results.py",)),
-    (r"docs/vllm\.md|tools/support_tables\.py", ("vllm/test_support.py",)),
     (r".*\.md", ("package/test_documents.py",)),
     (r"tests/support/house\.py", ("package/test_house.py",)),
-    (r"examples/.*", ("package/test_examples.py",)),
-    (
-        r"tests/support/(transactions|staged_windows|counted_session)\.py",
-        ("transaction/test_manager.py", "transaction/test_staging_buffer.py"),
-    ),
-    (
-        r"tests/support/(engine\w*|processor|other_scheduler|limited/\w+)\.py",
-        ("vllm/test_engine.py", "vllm/test_processor.py", "vllm/test_cpu_writer.py"),
-    ),
 )
 
 
@@ -76,9 +60,9 @@ def changed() -> list[str]:
 
 
 def files_for(paths: list[str]) -> list[str]:
-    """Test files by the rules, which name them relative to tests/."""
-    found = {name for pattern, names in RULES for path in paths if re.fullmatch(pattern, path) for name in names}
-    return sorted(f"tests/{name}" for name in found)
+    """Test files and folders by the rules."""
+    matches = ((re.fullmatch(pattern, path), names) for pattern, names in RULES for path in paths)
+    return sorted({f"tests/{match.expand(name)}" for match, names in matches if match for name in names})
 
 
 def main(arguments: list[str]) -> int:
