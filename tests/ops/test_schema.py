@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import textwrap
 
@@ -10,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from layouts import memory, twin
 from processes import ROOT
-from samples import OPS, sample_inputs
+from samples import OPS, argument_names, sample_inputs
 from torch.utils._pytree import tree_map
 
 from nwor_ops import ops
@@ -145,6 +146,29 @@ def test_wrapper_takes_the_arguments_of_the_schema(op):
     for parameter, argument in zip(parameters, arguments, strict=True):
         default = None if parameter.default is parameter.empty else parameter.default
         assert default == argument.default_value
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_call_by_names(op):
+    """Every argument by its name, the same bytes; and the function is found again where it was pickled."""
+    arguments = sample_inputs(op)[0]
+    ours = twin(arguments)
+    getattr(ops, op)(*arguments)
+    getattr(ops, op)(**dict(zip(argument_names(op), ours, strict=False)))
+    assert all(torch.equal(a, b) for a, b in zip(memory(arguments), memory(ours), strict=True))
+    assert pickle.loads(pickle.dumps(getattr(ops, op))) is getattr(ops, op)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_call_that_does_not_fit_the_signature(op):
+    first, *rest = argument_names(op)
+    arguments = sample_inputs(op)[0]
+    with pytest.raises(TypeError, match=f"^{op}: missing a required argument: '{rest[0]}'$"):
+        getattr(ops, op)(arguments[0])
+    with pytest.raises(TypeError, match=f"^{op}: got an unexpected keyword argument 'drafts'$"):
+        getattr(ops, op)(*arguments, drafts=1)
+    with pytest.raises(TypeError, match=f"^{op}: multiple values for argument '{first}'$"):
+        getattr(ops, op)(*arguments, **{first: arguments[0]})
 
 
 @pytest.mark.parametrize("key", ["CPU", "Meta"])
