@@ -42,6 +42,10 @@ class Step(NamedTuple):
     num_draft_tokens: Sequence[int]
 
 
+# Of a step, in order; see Session.subscribe.
+EVENTS = ("begin", "opened", "record", "forwarded", "sampled", "drafted", "commit", "ended", "drop")
+
+
 class Session:
     """Everything this library holds for one model runner.
 
@@ -82,8 +86,7 @@ class Session:
         self.max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
         self.vanilla_steps: Counter[str] = Counter()
         self.audit: Any = None
-        self._listeners: list[Any] = []
-        self.after_step: Callable[[], None] | None = None  # set by metrics.start
+        self._listeners: dict[str, list[Callable[..., None]]] = {event: [] for event in EVENTS}
         self.manager: DraftCommitManager | None = None
         if config.mode != "off":
             self.manager = self._make_manager(
@@ -107,8 +110,8 @@ class Session:
         set_current_manager(manager)
         return manager
 
-    def subscribe(self, listener: Any) -> None:
-        """Tell a listener what happens, by its methods, in the order of a step:
+    def subscribe(self, **listeners: Callable[..., None]) -> None:
+        """Tell functions what happens, each of the event that it is passed for. In the order of a step:
 
         - ``begin(query_start_loc, num_draft_tokens, slot_mappings)``: the step's inputs are prepared, nothing of it is
           redirected or written. Not every step that begins is opened.
@@ -120,19 +123,25 @@ class Session:
         - ``drafted()``: the commit, or the cancellation of an interrupted step, follows.
         - ``commit(num_sampled, undone)``: it is over; ``num_sampled`` waits for the device and gives the tokens sampled
           for each request, None after a cancellation. ``undone``: whether the rejected drafts' rows are.
+        - ``ended()``: likewise, when all have heard of it.
         - ``drop()``: a step that may have begun will not be told of to its end.
         """
-        self._listeners.append(listener)
+        for event, listener in listeners.items():
+            self._listeners[event].append(listener)
+
+    def unsubscribe(self, **listeners: Callable[..., None]) -> None:
+        for event, listener in listeners.items():
+            self._listeners[event] = [other for other in self._listeners[event] if other != listener]
 
     def tell(self, event: str, *what: Any) -> None:
         """Runners say what the session does not see: ``forwarded`` and ``sampled``."""
-        for listener in self._listeners:
-            getattr(listener, event)(*what)
+        for listener in self._listeners[event]:
+            listener(*what)
 
     @property
     def wraps_writers(self) -> bool:
         """Whether what the target layers write is to come through :meth:`write`."""
-        return self.mode != "stage" or bool(self._listeners)
+        return self.mode != "stage" or bool(self._listeners["record"])
 
     # ------------------------------------------------------------ the moments of a step
 
@@ -163,8 +172,8 @@ class Session:
         that happens inside a window. (In one without drafts it logs what is not restored.)
         """
         layer = self._layers[name]
-        for listener in self._listeners:
-            listener.record(name, key, value, slot_mapping, self._token_offset(layer.group, slot_mapping), rest)
+        for record in self._listeners["record"]:
+            record(name, key, value, slot_mapping, self._token_offset(layer.group, slot_mapping), rest)
         in_window = self._step is not None or (self.manager is not None and is_capturing(slot_mapping))
         logs = in_window and self.mode == "cow"
         if not logs or not self._log(layer, key, value, kv_cache, slot_mapping):
@@ -188,8 +197,7 @@ class Session:
             except Exception as error:
                 self._fall_back("commit", error)
         self.tell("commit", num_sampled, committed)
-        if self.after_step is not None:
-            self.after_step()
+        self.tell("ended")
 
     def after_failure(self, close: Callable[[], None]) -> None:
         """Close the window of a step that failed. It is that failure which goes up, not one of closing."""
@@ -212,8 +220,7 @@ class Session:
             return
         self._count("cancelled", "a step ended without sampling; its drafts were undone")
         self.tell("commit", None, True)
-        if self.after_step is not None:
-            self.after_step()
+        self.tell("ended")
 
     # ------------------------------------------------------------ reporting
 

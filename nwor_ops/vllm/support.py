@@ -151,7 +151,8 @@ DEVICE = Refusal(
     "a device other than cpu and cuda; for draft graphs, than cuda",
     "only cpu and cuda are known", "CUDA graphs need CUDA", message="device {device}: {why}")
 METHOD = Refusal(
-    "speculation by another method than those above",
+    f"speculation by another method than {', '.join(METHODS[TRANSACTION]['cuda'])} (CPU: "
+    f"{', '.join(METHODS[TRANSACTION]['cpu'])}; draft graphs: {', '.join(METHODS[DRAFT_GRAPHS]['cuda'])})",
     _NOT_TRIED, "it has graphs of its own, or needs none", message="speculation by {method}: {why}")
 FUSED_WRITER = Refusal(
     f"the compiler pass `{FUSED_MLA_WRITER}` with MLA layers",
@@ -215,7 +216,7 @@ REFUSALS = (
     Refusal("HiSparse", "it writes to slots of its own", found=_has("attention_config.hisparse_config"), engines=_CUDA),
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, CACHE_SPEC, SMALL_CACHE, SCHEDULER, SPLIT_BLOCKS, COPIED_TABLE,
     RUNNER_V1, GRAPH_MODE, CAPTURE_SIZES,
-    Refusal("attention of the drafter other than above, or with a cache other than full and sliding-window attention",
+    Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
             draft_graphs="its metadata is planned on the host, or was not looked at"),
     Refusal("expert load balancing", "", _NOT_TRIED, _has(_PARALLEL + "enable_eplb")),
     Refusal("a multimodal model", "", "its drafts have not been tried",

@@ -15,17 +15,24 @@ class CountedSession:
     def __init__(self, device: str = "cpu") -> None:
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
         self.vanilla_steps: Counter[str] = Counter()
-        self.after_step: Callable[[], None] | None = None
+        self.listeners: list[Callable[[], None]] = []
         self.begun = 0
         self.manager = SimpleNamespace(
             buffers=SimpleNamespace(counters=self.counters),
             stats=lambda counters: Stats.read(counters, cancelled=0, abandoned=0),
         )
 
+    def subscribe(self, ended: Callable[[], None]) -> None:
+        self.listeners.append(ended)
+
+    def unsubscribe(self, ended: Callable[[], None]) -> None:
+        self.listeners.remove(ended)
+
     def step(self, *counted: int) -> None:
         """One step, and what it counts, in the order of ``COUNTERS``. Nothing waits for the device."""
         self.begun += 1
         for place, count in enumerate(counted):
             self.counters[place].add_(count)
-        assert self.after_step is not None
-        self.after_step()
+        assert self.listeners
+        for ended in self.listeners:
+            ended()

@@ -669,7 +669,7 @@ def test_publisher_leaves_out_the_warm_up(folder: Path, monkeypatch: pytest.Monk
     }
     assert totals.vanilla_steps == {"more drafts than log rows": 1}
     publisher.stop()
-    assert session.after_step is None
+    assert session.listeners == []
 
 
 def test_a_step_that_begins_while_the_last_one_is_fetched_is_left_out(
@@ -696,7 +696,7 @@ def test_a_step_that_begins_while_the_last_one_is_fetched_is_left_out(
     publisher._counters = session.counters
     session.counters[2] += 4
     session.counters[0] += 1
-    session.after_step()
+    session.listeners[0]()
     publisher.publish()
     assert (_read(publisher).counts["drafted"], _read(publisher).counts["accepted"]) == (12, 8)
 

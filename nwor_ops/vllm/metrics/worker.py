@@ -139,7 +139,7 @@ class SessionPublisher(Publisher):
         self._behind = False  # steps have ended since then
         self._stream: torch.cuda.Stream | None = None  # of CUDA: where steps run
         super().__init__(session, file, logger)
-        session.after_step = self.copy
+        session.subscribe(ended=self.copy)
 
     def copy(self) -> None:
         """After each step, on the stream that counted. Does not wait, and mostly does nothing: as often as files
@@ -187,7 +187,8 @@ class SessionPublisher(Publisher):
         """As above; waits for the device."""
         session = self._owner()
         if session is not None:
-            session.after_step, self._behind = None, False
+            session.unsubscribe(ended=self.copy)
+            self._behind = False
             self._fetched = self._counters.to("cpu", copy=True)
         super().stop()
 

@@ -22,7 +22,7 @@ from nwor_ops.vllm.audit.shadow import StageAudit
 from nwor_ops.vllm.audit.undo import CacheAudit
 from nwor_ops.vllm.layers.back_ends import LATENT_IMPLS, check_tables, target_layers
 from nwor_ops.vllm.layers.target import TargetLayer
-from nwor_ops.vllm.session import Session
+from nwor_ops.vllm.session import EVENTS, Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
 from nwor_ops.vllm.support import Hook, Unsupported, check_engine, check_vllm
 
@@ -183,7 +183,7 @@ def start_audit(session: Session, layers: list[TargetLayer]) -> None:
         shadow = {layer.group: session.spare.of_group(int(layer.group)) for layer in layers}
         audit = StageAudit(layers, session.max_num_tokens, shadow)
     session.audit = audit
-    session.subscribe(audit)
+    session.subscribe(**{event: getattr(audit, event) for event in EVENTS if event != "ended"})
 
 
 def _max_draft_tokens(runner: Any) -> int:
