@@ -114,7 +114,7 @@ class CounterFile:
 
 
 def files(whose: str = "*") -> list[Path]:
-    """The files of all processes that share the folder, of one role or all."""
+    """The files of one set of engines' processes, of one role or all."""
     if directory() is None:
         return []
     pattern = _path(f"{whose}-*")
