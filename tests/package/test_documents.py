@@ -20,7 +20,8 @@ SUFFIXES = "py|h|cpp|cu|map|md|toml|yml|yaml|in"
 def names(text: str) -> set[str]:
     """Paths in backticks, from the top of the tree, and bare names of files."""
     words = {word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()}
-    return {word for word in words if re.fullmatch(rf"(?:{FOLDERS})/[\w./*-]*|[\w-]+\.(?:{SUFFIXES})", word)}
+    built = {word for word in words if word.endswith(".so")}
+    return {word for word in words - built if re.fullmatch(rf"(?:{FOLDERS})/[\w./*-]*|[\w-]+\.(?:{SUFFIXES})", word)}
 
 
 def missing(name: str) -> bool:
