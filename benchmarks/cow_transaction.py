@@ -97,6 +97,7 @@ class Step:
         self.row_requests, self.row_positions = torch.empty(2, rows, **int32)
         self.rejected = torch.empty(rows, dtype=torch.bool, device="cuda")
         self.num_accepted = torch.empty(requests, **int32)
+        self.draft_starts = torch.empty(requests + 1, **int32)
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device="cuda")
 
     def load(self) -> None:
@@ -117,11 +118,13 @@ class Step:
     def transaction(self) -> None:
         ops.plan_window(
             self.starts, self.cu_drafts, [self.slots], self.log_rows, self.row_slots, self.row_requests,
-            self.row_positions, self.counters,
+            self.row_positions, self.counters, self.draft_starts,
         )  # fmt: skip
         for layer in range(len(self.caches)):
             self.write_layer(layer)
-        ops.reject_rows(self.draft_ids, self.sampled, self.cu_drafts, self.rejected, self.num_accepted, self.counters)
+        ops.reject_rows(
+            self.draft_ids, self.sampled, self.draft_starts, self.rejected, self.num_accepted, self.counters
+        )
         ops.restore_slots(
             self.caches, self.log, self.row_slots[0], self.rejected, None, self.window_id, self.row_windows
         )

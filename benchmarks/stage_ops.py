@@ -68,7 +68,7 @@ class Window:
         self.slots = (own_blocks * block_size + positions % block_size).flatten()
         self.own_slots, self.own_table = self.slots.clone(), self.table.clone()
         self.starts = torch.arange(requests + 1, **int32) * tokens
-        self.counts = torch.arange(1, requests + 1, **int32) * drafts
+        self.draft_starts = torch.arange(requests + 1, **int32) * drafts
         self.seq_lens = lengths.int()
         self.row_slots = self.slots.view(requests, tokens)[:, 1:].reshape(1, -1).contiguous()
         self.shadow_blocks = torch.arange(blocks - shadow, blocks, **int32).view(1, requests, -1)
@@ -94,13 +94,13 @@ class Window:
 
     def open(self, held: Tensor | None = None) -> None:
         ops.open_window(
-            self.planes, [LAYERS], self.starts, self.counts, self.seq_lens, self.row_slots, self.shadow_blocks,
+            self.planes, [LAYERS], self.starts, self.draft_starts, self.seq_lens, self.row_slots, self.shadow_blocks,
             [self.slots], [self.table], self.saved, self.tails, self.states, held,
         )  # fmt: skip
 
     def close(self, held: Tensor | None = None) -> None:
         ops.close_window(
-            self.planes, [LAYERS], self.starts, self.counts, self.rejected, self.shadow_blocks, self.saved,
+            self.planes, [LAYERS], self.starts, self.draft_starts, self.rejected, self.shadow_blocks, self.saved,
             self.tails, [self.slots], [self.table], self.states, held,
         )  # fmt: skip
 

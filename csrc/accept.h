@@ -14,15 +14,27 @@ namespace nwor {
 
 // ---------------------------------------------------------------- counts of drafts
 
-// How an engine counts drafts in `cu_num_draft_tokens`: what else it counts for each request, and whether a
-// zero comes before the first request's count.
-struct Counting {
-    int64_t num_bonus_tokens = 0;
-    bool leading_zero = false;
+// Where the drafts of each request begin in the batch, and after the last one where they end: an index
+// pointer, as plan_window writes it.
+struct DraftStarts {
+    const int32_t* starts;
+
+    // Drafts of requests [0, request), that is the first log row of `request`.
+    NWOR_HOST_DEVICE int64_t before(int64_t request) const { return starts[request]; }
+    // Drafts of requests [0, request], that is the log row after the request's last.
+    NWOR_HOST_DEVICE int64_t until(int64_t request) const { return starts[request + 1]; }
 };
 
-// How many drafts the requests have, where `counts` holds the drafts up to and including each request, and
-// `num_bonus_tokens` more for each request.
+inline DraftStarts check_draft_starts(const Argument& starts, int64_t* num_requests) {
+    const DraftStarts drafts_of{int32_view(starts, 1, "[num_requests + 1]").data};
+    *num_requests = starts.tensor.size(0) - 1;
+    if (starts.tensor.is_cpu() && drafts_of.before(0) != 0)
+        complain(starts.op, {kDraftStartsFirst, 0, drafts_of.before(0), 0});
+    return drafts_of;
+}
+
+// How many drafts the requests have by an engine's own counts, which plan_window takes: drafts up to and
+// including each request, and `num_bonus_tokens` more for each request.
 struct CumulativeDrafts {
     const int32_t* counts;
     int64_t num_bonus_tokens;
@@ -35,15 +47,15 @@ struct CumulativeDrafts {
     NWOR_HOST_DEVICE int64_t before(int64_t request) const { return request == 0 ? 0 : until(request - 1); }
 };
 
-inline CumulativeDrafts check_cumulative_drafts(const Argument& cu, const Counting& counting,
-                                                int64_t* num_requests) {
-    check_not_negative(cu.op, "num_bonus_tokens", counting.num_bonus_tokens);
-    const int64_t zeros = counting.leading_zero ? 1 : 0;
+inline CumulativeDrafts check_cumulative_drafts(const Argument& cu, int64_t num_bonus_tokens,
+                                                bool leading_zero, int64_t* num_requests) {
+    check_not_negative(cu.op, "num_bonus_tokens", num_bonus_tokens);
+    const int64_t zeros = leading_zero ? 1 : 0;
     const int32_t* counts = int32_view(cu, zeros, zeros ? "[num_requests + 1]" : "[num_requests]").data;
     *num_requests = cu.tensor.size(0) - zeros;
     if (zeros && cu.tensor.is_cpu() && counts[0] != 0)
         fail(cu.op, cu.name, " must begin with 0 where it has a leading_zero, got ", counts[0]);
-    return {counts + zeros, counting.num_bonus_tokens};
+    return {counts + zeros, num_bonus_tokens};
 }
 
 // Order of the `counters` tensor; the names are COUNTERS of nwor_ops.
@@ -57,7 +69,7 @@ inline int64_t* counters_view(const Argument& counters) {
 
 struct PlanArguments {
     const char* op;
-    int64_t num_requests, num_tokens, token_offset, num_rows, num_groups, log_rows_length;
+    int64_t num_requests, num_tokens, token_offset, num_rows, num_groups, log_rows_length, starts_length;
     bool whole_batch;  // not a micro-batch: every draft must be among the tokens
     const int32_t* query_start_loc;
     CumulativeDrafts drafts_of;
@@ -66,6 +78,7 @@ struct PlanArguments {
     int32_t* row_requests;
     int32_t* row_positions;
     int64_t* counters;
+    int32_t* draft_starts;
 };
 
 struct PlanCall {
@@ -76,8 +89,9 @@ struct PlanCall {
 inline PlanCall check_plan(const char* op, const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
                            const std::vector<Tensor>& slot_mappings, const Tensor& log_rows,
                            const Tensor& row_slots, const Tensor& row_requests, const Tensor& row_positions,
-                           const Tensor& counters, const std::optional<int64_t>& token_offset,
-                           int64_t num_bonus_tokens, bool leading_zero) {
+                           const Tensor& counters, const Tensor& draft_start_loc,
+                           const std::optional<int64_t>& token_offset, int64_t num_bonus_tokens,
+                           bool leading_zero) {
     if (slot_mappings.empty()) fail(op, "slot_mappings must hold at least one slot mapping, got none");
     PlanCall call{};
     PlanArguments& p = call.plan;
@@ -88,10 +102,12 @@ inline PlanCall check_plan(const char* op, const Tensor& query_start_loc, const 
     const Argument qsl{op, "query_start_loc", query_start_loc},
         cu{op, "cu_num_draft_tokens", cu_num_draft_tokens}, lr{op, "log_rows", log_rows},
         rs{op, "row_slots", row_slots}, rr{op, "row_requests", row_requests},
-        rp{op, "row_positions", row_positions}, ct{op, "counters", counters};
-    p.drafts_of = check_cumulative_drafts(cu, {num_bonus_tokens, leading_zero}, &p.num_requests);
+        rp{op, "row_positions", row_positions}, ct{op, "counters", counters},
+        ds{op, "draft_start_loc", draft_start_loc};
+    p.drafts_of = check_cumulative_drafts(cu, num_bonus_tokens, leading_zero, &p.num_requests);
     p.query_start_loc = int32_view(qsl, p.num_requests + 1, "[num_requests + 1]").data;
     p.num_groups = static_cast<int64_t>(slot_mappings.size());
+    const Placed placed_rows(rs), placed_counters(ct);
     for (size_t g = 0; g < slot_mappings.size(); ++g) {
         const std::string name = "slot_mappings[" + std::to_string(g) + "]";
         const Argument s{op, name.c_str(), slot_mappings[g]};
@@ -99,8 +115,9 @@ inline PlanCall check_plan(const char* op, const Tensor& query_start_loc, const 
         if (s.tensor.size(0) != slot_mappings[0].size(0))
             s.must_be("of the length of slot_mappings[0], ", describe(slot_mappings[0]));
         s.same_device(query_start_loc);
-        must_not_overlap(op, s, rs);
-        must_not_overlap(op, s, ct);
+        const Placed placed(s);
+        must_not_overlap(op, placed, placed_rows);
+        must_not_overlap(op, placed, placed_counters);
     }
     p.num_tokens = slot_mappings[0].size(0);
     p.log_rows = int32_view(lr, p.num_tokens, "[num_tokens]").data;
@@ -117,7 +134,9 @@ inline PlanCall check_plan(const char* op, const Tensor& query_start_loc, const 
         if (rows.tensor.size(0) != p.num_rows)
             rows.must_be("of as many rows as row_slots, ", describe(row_slots));
     p.counters = counters_view(ct);
-    check_placement(op, {qsl, cu}, {lr, rs, rr, rp, ct});
+    p.draft_starts = int32_view(ds, p.num_requests + 1, "[num_requests + 1]").data;
+    p.starts_length = draft_start_loc.size(0);
+    check_placement(op, {qsl, cu}, {lr, rs, rr, rp, ct, ds});
     return call;
 }
 
@@ -133,6 +152,11 @@ NWOR_HOST_DEVICE inline Found problem_of_request(const PlanArguments& p, int64_t
     if (drafts > 0 && p.whole_batch && end > p.num_tokens) return {kDraftPastTokens, q, end, p.num_tokens};
     if (until > p.num_rows && q == p.num_requests - 1) return {kMoreDraftsThanRows, q, until, p.num_rows};
     return {};
+}
+
+// Where the drafts of request q begin; past the last request, where those of the last end.
+NWOR_HOST_DEVICE inline int32_t draft_start(const PlanArguments& p, int64_t q) {
+    return static_cast<int32_t>(p.drafts_of.before(least(q, p.num_requests)));
 }
 
 // Fills a log row, whose draft is one of request q's; of none where q is `num_requests`. Returns which of
@@ -173,11 +197,10 @@ struct TokensView {
 struct AcceptArguments {
     const char* op;
     int64_t num_requests;
-    CumulativeDrafts drafts_of;
+    DraftStarts drafts_of;
     // Either the tokens (num_rejected is null) or the counts.
     TokensView drafts, sampled;
     const int32_t* num_rejected;
-    int64_t most_drafts;  // what the ids (or the caller's bound) provide for
     // Outputs. `marks` is true for a rejected draft if `marks_rejected`, else for an accepted one.
     bool* marks;
     bool marks_rejected;
@@ -187,17 +210,15 @@ struct AcceptArguments {
     int64_t* counters;  // null in the forms that return fresh tensors
 };
 
-inline AcceptArguments check_accept(const char* op, const Tensor& cu_num_draft_tokens,
-                                    const Counting& counting = {}) {
+inline AcceptArguments check_accept(const char* op, const Tensor& draft_start_loc) {
     AcceptArguments a{};
     a.op = op;
-    a.drafts_of =
-        check_cumulative_drafts({op, "cu_num_draft_tokens", cu_num_draft_tokens}, counting, &a.num_requests);
+    a.drafts_of = check_draft_starts({op, "draft_start_loc", draft_start_loc}, &a.num_requests);
     return a;
 }
 
 inline void check_tokens(AcceptArguments& a, const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
-                         const Tensor& cu_num_draft_tokens) {
+                         const Tensor& draft_start_loc) {
     const Argument drafts{a.op, "draft_token_ids", draft_token_ids},
         sampled{a.op, "sampled_token_ids", sampled_token_ids};
     check_ids(drafts);
@@ -206,15 +227,14 @@ inline void check_tokens(AcceptArguments& a, const Tensor& draft_token_ids, cons
     check_ids(sampled);
     if (sampled_token_ids.dim() != 2 || sampled_token_ids.size(0) < a.num_requests)
         sampled.must_be("[>= ", a.num_requests, " requests, most drafts (+ 1)]");
-    drafts.same_device(cu_num_draft_tokens);
-    sampled.same_device(cu_num_draft_tokens);
+    drafts.same_device(draft_start_loc);
+    sampled.same_device(draft_start_loc);
     a.drafts = {draft_token_ids.data_ptr(),
                 draft_token_ids.scalar_type() == ScalarType::Long,
                 draft_token_ids.size(0),
                 0,
                 0,
                 0};
-    a.most_drafts = a.drafts.length;
     a.sampled = {sampled_token_ids.data_ptr(),
                  sampled_token_ids.scalar_type() == ScalarType::Long,
                  0,
@@ -224,11 +244,10 @@ inline void check_tokens(AcceptArguments& a, const Tensor& draft_token_ids, cons
 }
 
 inline void check_num_rejected(AcceptArguments& a, const Tensor& num_rejected,
-                               const Tensor& cu_num_draft_tokens, int64_t most_drafts = INT32_MAX) {
+                               const Tensor& draft_start_loc) {
     const Argument r{a.op, "num_rejected", num_rejected};
     a.num_rejected = int32_view(r, a.num_requests, "[num_requests]").data;
-    r.same_device(cu_num_draft_tokens);
-    a.most_drafts = most_drafts;
+    r.same_device(draft_start_loc);
 }
 
 // `inputs` are what the outputs may not overlap.
@@ -246,14 +265,13 @@ inline void check_reject_outputs(AcceptArguments& a, const Tensor& row_rejected,
 }
 
 inline AcceptArguments check_reject_rows(const char* op, const Tensor& draft_token_ids,
-                                         const Tensor& sampled_token_ids, const Tensor& cu_num_draft_tokens,
+                                         const Tensor& sampled_token_ids, const Tensor& draft_start_loc,
                                          const Tensor& row_rejected, const Tensor& num_accepted,
-                                         const Tensor& counters, int64_t num_bonus_tokens,
-                                         bool leading_zero) {
-    AcceptArguments a = check_accept(op, cu_num_draft_tokens, {num_bonus_tokens, leading_zero});
-    check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
+                                         const Tensor& counters) {
+    AcceptArguments a = check_accept(op, draft_start_loc);
+    check_tokens(a, draft_token_ids, sampled_token_ids, draft_start_loc);
     check_reject_outputs(a, row_rejected, num_accepted, counters,
-                         {{op, "an input", cu_num_draft_tokens},
+                         {{op, "an input", draft_start_loc},
                           {op, "an input", draft_token_ids},
                           {op, "an input", sampled_token_ids}});
     return a;
@@ -261,25 +279,22 @@ inline AcceptArguments check_reject_rows(const char* op, const Tensor& draft_tok
 
 // `others` are further inputs of an op that also moves rows: blocks of one launch do both in any order.
 inline AcceptArguments check_reject_counts(const char* op, const Tensor& num_rejected,
-                                           const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
+                                           const Tensor& draft_start_loc, const Tensor& row_rejected,
                                            const Tensor& num_accepted, const Tensor& counters,
-                                           const Counting& counting,
                                            const std::vector<Argument>& others = {}) {
-    AcceptArguments a = check_accept(op, cu_num_draft_tokens, counting);
-    check_num_rejected(a, num_rejected, cu_num_draft_tokens);
-    std::vector<Argument> inputs{{op, "an input", cu_num_draft_tokens}, {op, "an input", num_rejected}};
+    AcceptArguments a = check_accept(op, draft_start_loc);
+    check_num_rejected(a, num_rejected, draft_start_loc);
+    std::vector<Argument> inputs{{op, "an input", draft_start_loc}, {op, "an input", num_rejected}};
     for (const Argument& other : others) inputs.push_back(other);
     check_reject_outputs(a, row_rejected, num_accepted, counters, inputs);
     return a;
 }
 
 inline AcceptArguments check_reject_rows_from_rejected(const char* op, const Tensor& num_rejected,
-                                                       const Tensor& cu_num_draft_tokens,
+                                                       const Tensor& draft_start_loc,
                                                        const Tensor& row_rejected, const Tensor& num_accepted,
-                                                       const Tensor& counters, int64_t num_bonus_tokens,
-                                                       bool leading_zero) {
-    return check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-                               {num_bonus_tokens, leading_zero});
+                                                       const Tensor& counters) {
+    return check_reject_counts(op, num_rejected, draft_start_loc, row_rejected, num_accepted, counters);
 }
 
 // Fresh results instead of a window's buffers.
@@ -299,32 +314,29 @@ struct MaskCall {
 };
 
 inline MaskCall check_acceptance_mask(const char* op, const Tensor& draft_token_ids,
-                                      const Tensor& sampled_token_ids, const Tensor& cu_num_draft_tokens) {
-    AcceptArguments a = check_accept(op, cu_num_draft_tokens);
-    check_tokens(a, draft_token_ids, sampled_token_ids, cu_num_draft_tokens);
-    return {a, cu_num_draft_tokens, a.drafts.length};
+                                      const Tensor& sampled_token_ids, const Tensor& draft_start_loc) {
+    AcceptArguments a = check_accept(op, draft_start_loc);
+    check_tokens(a, draft_token_ids, sampled_token_ids, draft_start_loc);
+    return {a, draft_start_loc, a.drafts.length};
 }
 
 inline MaskCall check_acceptance_mask_from_rejected(const char* op, const Tensor& num_rejected,
-                                                    const Tensor& cu_num_draft_tokens,
-                                                    int64_t num_draft_tokens) {
-    AcceptArguments a = check_accept(op, cu_num_draft_tokens);
-    check_num_rejected(a, num_rejected, cu_num_draft_tokens, num_draft_tokens);
+                                                    const Tensor& draft_start_loc, int64_t num_draft_tokens) {
+    AcceptArguments a = check_accept(op, draft_start_loc);
+    check_num_rejected(a, num_rejected, draft_start_loc);
     check_not_negative(op, "num_draft_tokens", num_draft_tokens);
-    return {a, cu_num_draft_tokens, num_draft_tokens};
-}
-
-// A window that was never planned has more drafts than rows; only ops with rows of a window get one.
-NWOR_HOST_DEVICE inline bool was_planned(const AcceptArguments& a) {
-    return a.drafts_of.before(a.num_requests) <= a.num_marks;
+    return {a, draft_start_loc, num_draft_tokens};
 }
 
 NWOR_HOST_DEVICE inline Found problem_of_request(const AcceptArguments& a, int64_t q) {
     const int64_t before = a.drafts_of.before(q), until = a.drafts_of.until(q);
-    if (until < before) return {kDraftsDecrease, q, until, before};
-    if (q == a.num_requests - 1 && until > a.most_drafts)
-        return {a.num_rejected == nullptr ? kMoreDraftsThanIds : kMoreDraftsThanMarks, q, until,
-                a.most_drafts};
+    if (q == 0 && before != 0) return {kDraftStartsFirst, q, before, 0};
+    if (until < before) return {kDraftStartsDecrease, q, until, before};
+    if (q < a.num_requests - 1) return {};
+    if (a.num_rejected == nullptr && until > a.drafts.length)
+        return {kMoreDraftsThanIds, q, until, a.drafts.length};
+    if (until > a.num_marks)
+        return {a.marks_rejected ? kMoreDraftsThanFlags : kMoreDraftsThanMarks, q, until, a.num_marks};
     return {};
 }
 
@@ -351,7 +363,7 @@ NWOR_HOST_DEVICE inline int64_t leading_matches(const AcceptArguments& a, int64_
 NWOR_HOST_DEVICE inline int64_t count_accepted(const AcceptArguments& a, int64_t request,
                                                int64_t most_looked_at = INT32_MAX) {
     const int64_t first_row = a.drafts_of.before(request);
-    // A device cannot refuse a cumulative array that lies; it must not follow it past the rows either.
+    // A device cannot refuse an index pointer that lies; it must not follow it past the rows either.
     const int64_t until = least(a.drafts_of.until(request), a.num_marks);
     const int64_t drafts = first_row < 0 ? 0 : most(until - first_row, 0);
     if (a.num_rejected == nullptr)

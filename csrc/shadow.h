@@ -24,7 +24,7 @@ struct WindowArguments {
     int64_t num_groups, num_requests, num_tokens, num_rows;
     int64_t num_blocks, block_size;
     const int32_t* query_start_loc;
-    CumulativeDrafts drafts_of;
+    DraftStarts drafts_of;
     const int32_t* seq_lens;          // open
     const int64_t* row_slots;         // open: [G, R]
     const bool* row_rejected;         // close: [R]
@@ -348,10 +348,9 @@ inline void check_planes_per_group(WindowArguments& a, int64_t num_planes,
 struct WindowTensors {
     const std::vector<Tensor>& caches;
     const std::vector<int64_t>& planes_per_group;
-    const Tensor &query_start_loc, &cu_num_draft_tokens, &shadow_blocks, &saved_slots, &tail_pages;
+    const Tensor &query_start_loc, &draft_start_loc, &shadow_blocks, &saved_slots, &tail_pages;
     const std::vector<Tensor>&slot_mappings, &block_tables;
     const std::optional<Tensor>&idx_mapping, &held_slots, &page_offsets, &plane_table;
-    Counting counting;
 };
 
 enum class WindowOp { kOpen, kClose, kJudgeAndClose };
@@ -381,9 +380,9 @@ inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensor
     check_planes_per_group(a, call.planes.count(), t.planes_per_group);
     const Tensor& first = t.caches[0];
     const Argument qsl{op, "query_start_loc", t.query_start_loc},
-        cu{op, "cu_num_draft_tokens", t.cu_num_draft_tokens}, shadows{op, "shadow_blocks", t.shadow_blocks},
+        ds{op, "draft_start_loc", t.draft_start_loc}, shadows{op, "shadow_blocks", t.shadow_blocks},
         saved{op, "saved_slots", t.saved_slots}, tails{op, "tail_pages", t.tail_pages};
-    a.drafts_of = check_cumulative_drafts(cu, t.counting, &a.num_requests);
+    a.drafts_of = check_draft_starts(ds, &a.num_requests);
     a.query_start_loc = int32_view(qsl, a.num_requests + 1, "[num_requests + 1]").data;
     const char* by_page = "[num_groups, num_states, num_shadow_pages]";
     a.shadow_blocks = by_group_view<int32_t>(shadows, ScalarType::Int, a.num_groups, 3, by_page);
@@ -397,7 +396,7 @@ inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensor
         by_group_view<int32_t>(tails, ScalarType::Int, a.num_groups, 2, "[num_groups, num_requests]");
     a.tail_stride = t.tail_pages.size(1);
     if (a.tail_stride < a.num_requests) tails.must_be("[num_groups, >= ", a.num_requests, "]");
-    for (const Argument& other : {qsl, cu, shadows, saved, tails}) other.same_device(first);
+    for (const Argument& other : {qsl, ds, shadows, saved, tails}) other.same_device(first);
     check_tables(a, t.slot_mappings, t.block_tables, saved, first);
     if (t.idx_mapping.has_value()) {
         const Argument idx{op, "idx_mapping", *t.idx_mapping};
@@ -417,29 +416,17 @@ inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensor
 
 inline WindowCall check_open(const char* op, const std::vector<Tensor>& caches,
                              const std::vector<int64_t>& planes_per_group, const Tensor& query_start_loc,
-                             const Tensor& cu_num_draft_tokens, const Tensor& seq_lens,
-                             const Tensor& row_slots, const Tensor& shadow_blocks,
-                             const std::vector<Tensor>& slot_mappings,
+                             const Tensor& draft_start_loc, const Tensor& seq_lens, const Tensor& row_slots,
+                             const Tensor& shadow_blocks, const std::vector<Tensor>& slot_mappings,
                              const std::vector<Tensor>& block_tables, const Tensor& saved_slots,
                              const Tensor& tail_pages, const std::optional<Tensor>& idx_mapping,
                              const std::optional<Tensor>& held_slots,
-                             const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens,
-                             const std::optional<Tensor>& plane_table, bool leading_zero) {
-    WindowCall call = check_window(op, WindowOp::kOpen,
-                                   {caches,
-                                    planes_per_group,
-                                    query_start_loc,
-                                    cu_num_draft_tokens,
-                                    shadow_blocks,
-                                    saved_slots,
-                                    tail_pages,
-                                    slot_mappings,
-                                    block_tables,
-                                    idx_mapping,
-                                    held_slots,
-                                    page_offsets,
-                                    plane_table,
-                                    {num_bonus_tokens, leading_zero}});
+                             const std::optional<Tensor>& page_offsets,
+                             const std::optional<Tensor>& plane_table) {
+    WindowCall call = check_window(
+        op, WindowOp::kOpen,
+        {caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, saved_slots, tail_pages,
+         slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, plane_table});
     WindowArguments& a = call.window;
     const Argument lens{op, "seq_lens", seq_lens}, slots{op, "row_slots", row_slots};
     a.seq_lens = int32_view(lens, a.num_requests, "[num_requests]").data;
@@ -459,50 +446,34 @@ inline WindowCall check_closing(const char* op, WindowOp kind, const WindowTenso
     return call;
 }
 
-inline WindowCall check_close(const char* op, const std::vector<Tensor>& caches,
-                              const std::vector<int64_t>& planes_per_group, const Tensor& query_start_loc,
-                              const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
-                              const Tensor& shadow_blocks, const Tensor& saved_slots,
-                              const Tensor& tail_pages, const std::vector<Tensor>& slot_mappings,
-                              const std::vector<Tensor>& block_tables,
-                              const std::optional<Tensor>& idx_mapping,
-                              const std::optional<Tensor>& held_slots,
-                              const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens,
-                              const std::optional<Tensor>& plane_table, bool leading_zero) {
-    WindowCall call = check_closing(op, WindowOp::kClose,
-                                    {caches,
-                                     planes_per_group,
-                                     query_start_loc,
-                                     cu_num_draft_tokens,
-                                     shadow_blocks,
-                                     saved_slots,
-                                     tail_pages,
-                                     slot_mappings,
-                                     block_tables,
-                                     idx_mapping,
-                                     held_slots,
-                                     page_offsets,
-                                     plane_table,
-                                     {num_bonus_tokens, leading_zero}},
-                                    row_rejected);
+inline WindowCall check_close(
+    const char* op, const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
+    const Tensor& query_start_loc, const Tensor& draft_start_loc, const Tensor& row_rejected,
+    const Tensor& shadow_blocks, const Tensor& saved_slots, const Tensor& tail_pages,
+    const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
+    const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& held_slots,
+    const std::optional<Tensor>& page_offsets, const std::optional<Tensor>& plane_table) {
+    WindowCall call = check_closing(
+        op, WindowOp::kClose,
+        {caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, saved_slots, tail_pages,
+         slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, plane_table},
+        row_rejected);
     return call;
 }
 
 inline WindowCall check_close_from_rejected(
     const char* op, const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
-    const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens, const Tensor& num_rejected,
+    const Tensor& query_start_loc, const Tensor& draft_start_loc, const Tensor& num_rejected,
     const Tensor& row_rejected, const Tensor& num_accepted, const Tensor& counters,
     const Tensor& shadow_blocks, const Tensor& saved_slots, const Tensor& tail_pages,
     const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
     const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& held_slots,
-    const std::optional<Tensor>& page_offsets, int64_t num_bonus_tokens,
-    const std::optional<Tensor>& plane_table, bool leading_zero) {
-    const Counting counting{num_bonus_tokens, leading_zero};
-    WindowCall call = check_closing(op, WindowOp::kJudgeAndClose,
-                                    {caches, planes_per_group, query_start_loc, cu_num_draft_tokens,
-                                     shadow_blocks, saved_slots, tail_pages, slot_mappings, block_tables,
-                                     idx_mapping, held_slots, page_offsets, plane_table, counting},
-                                    row_rejected);
+    const std::optional<Tensor>& page_offsets, const std::optional<Tensor>& plane_table) {
+    WindowCall call = check_closing(
+        op, WindowOp::kJudgeAndClose,
+        {caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, saved_slots, tail_pages,
+         slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, plane_table},
+        row_rejected);
     std::vector<Argument> inputs{{op, "query_start_loc", query_start_loc},
                                  {op, "shadow_blocks", shadow_blocks},
                                  {op, "saved_slots", saved_slots},
@@ -511,8 +482,8 @@ inline WindowCall check_close_from_rejected(
     for (const Tensor& table : block_tables) inputs.push_back({op, "block_tables", table});
     if (idx_mapping.has_value()) inputs.push_back({op, "idx_mapping", *idx_mapping});
     if (held_slots.has_value()) inputs.push_back({op, "held_slots", *held_slots});
-    call.accept = check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted,
-                                      counters, counting, inputs);
+    call.accept =
+        check_reject_counts(op, num_rejected, draft_start_loc, row_rejected, num_accepted, counters, inputs);
     call.window.num_rejected = call.accept.num_rejected;
     return call;
 }

@@ -155,19 +155,18 @@ struct RestoreCall {
 
 inline RestoreCall check_restore_from_rejected(
     const char* op, const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots,
-    const Tensor& num_rejected, const Tensor& cu_num_draft_tokens, const Tensor& row_rejected,
-    const Tensor& num_accepted, const Tensor& counters, int64_t num_bonus_tokens,
-    const std::optional<Tensor>& page_offsets, const std::optional<Tensor>& window_id,
-    const std::optional<Tensor>& row_windows, const std::optional<int64_t>& num_rows,
-    const std::optional<Tensor>& plane_table, bool leading_zero) {
+    const Tensor& num_rejected, const Tensor& draft_start_loc, const Tensor& row_rejected,
+    const Tensor& num_accepted, const Tensor& counters, const std::optional<Tensor>& page_offsets,
+    const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
+    const std::optional<int64_t>& num_rows, const std::optional<Tensor>& plane_table) {
     RestoreCall call{check_restore(op, caches, log, row_slots, row_rejected, page_offsets, window_id,
                                    row_windows, num_rows, plane_table),
                      {}};
-    Argument{op, "cu_num_draft_tokens", cu_num_draft_tokens}.same_device(caches[0]);
+    Argument{op, "draft_start_loc", draft_start_loc}.same_device(caches[0]);
     std::vector<Argument> inputs{{op, "row_slots", row_slots}};
     if (row_windows.has_value()) inputs.push_back({op, "row_windows", *row_windows});
-    call.accept = check_reject_counts(op, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted,
-                                      counters, {num_bonus_tokens, leading_zero}, inputs);
+    call.accept =
+        check_reject_counts(op, num_rejected, draft_start_loc, row_rejected, num_accepted, counters, inputs);
     return call;
 }
 

@@ -4,19 +4,19 @@ from nwor_ops.meta.check import NOT_NEGATIVE, by_name, flags, ids, int32, int64
 
 # Of every family that goes from counts of drafts to rows.
 COUNTS = by_name({
-    int32("[num_requests + 1]"): "query_start_loc",
-    int32("[num_requests]"): "cu_num_draft_tokens num_rejected num_accepted",
+    int32("[num_requests + 1]"): "query_start_loc draft_start_loc",
+    int32("[num_requests]"): "num_rejected num_accepted",
     int64("[len(COUNTERS)]"): "counters",
     flags("[num_log_rows]"): "row_rejected",
-    NOT_NEGATIVE: "num_bonus_tokens",
 })  # fmt: skip
 
 ARGUMENTS = COUNTS | by_name({
     ids("[num_draft_tokens]"): "draft_token_ids",
     ids("[num_requests, most drafts (+ 1)]"): "sampled_token_ids",
+    int32("[num_requests]"): "cu_num_draft_tokens",
     int32("[num_tokens]"): "log_rows",
     int32("[num_log_rows]"): "row_requests row_positions",
     int64("[num_tokens]"): "slot_mappings",
     int64("[groups, num_log_rows]"): "row_slots",
-    NOT_NEGATIVE: "token_offset num_draft_tokens",
+    NOT_NEGATIVE: "token_offset num_bonus_tokens num_draft_tokens",
 })  # fmt: skip

@@ -53,13 +53,12 @@ def check_relations(op: str, given: dict[str, Any]) -> None:
     if "row_accepted" in given:
         lengths = given["row_requests"] is not None
         has_dtype(op, "row_accepted", given["row_accepted"], torch.int32 if lengths else torch.bool)
-    if given.get("leading_zero"):
-        counts = given["cu_num_draft_tokens"]
-        length = counts.shape[0]
+    pointers = ("draft_start_loc", "cu_num_draft_tokens") if given.get("leading_zero") else ("draft_start_loc",)
+    for name in pointers:
+        length = given[name].shape[0] if name in given else None
         if isinstance(length, int) and length == 0:  # not a symbol of a trace
             raise ValueError(
-                f"{op}: cu_num_draft_tokens must be [num_requests + 1] with at least 1 elements, got "
-                f"{described(counts)}"
+                f"{op}: {name} must be [num_requests + 1] with at least 1 elements, got {described(given[name])}"
             )
 
 

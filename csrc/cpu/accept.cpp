@@ -20,6 +20,7 @@ void run(const PlanCall& call, const Cpu&) {
             ++drafted;
         }
     for (; row < p.num_rows; ++row) plan_row(p, call.slot_mappings.data(), row, p.num_requests);
+    for (int64_t q = 0; q < p.starts_length; ++q) p.draft_starts[q] = draft_start(p, q);
     grow(p.counters[kWindows], 1);
     grow(p.counters[kDrafted], drafted);
 }

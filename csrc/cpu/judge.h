@@ -18,7 +18,6 @@ inline void check_drafts(const AcceptArguments& a) {
 inline void judge(const AcceptArguments& a) {
     std::fill_n(a.marks, a.num_marks, false);
     std::fill_n(a.num_accepted, a.num_accepted_length, 0);
-    if (!was_planned(a)) return;
     int64_t accepted_total = 0;
     for (int64_t q = 0; q < a.num_requests; ++q) {
         const int64_t first_row = a.drafts_of.before(q);

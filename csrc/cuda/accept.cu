@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
     const bool planned = !__syncthreads_or(share_breaks_window(job));
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (i < p.log_rows_length) p.log_rows[i] = planned ? log_row_of_token(p, i) : -1;
+    if (i < p.starts_length) p.draft_starts[i] = planned ? draft_start(p, i) : 0;
     bool here = false;
     if (i < p.num_rows)
         here = plan_row(p, job.slot_mappings, i, planned ? request_of_row(p, i) : p.num_requests) >= 0;
@@ -73,7 +74,8 @@ void run(const PlanCall& call, const Launch& launch) {
     PlanJob job{{}, p, report_as(p.op)};
     std::copy(call.slot_mappings.begin(), call.slot_mappings.end(), job.slot_mappings);
     // No early return: a window without tokens is counted too.
-    launch.start(plan_kernel, shape_for_items(std::max(p.log_rows_length, p.num_rows)), job);
+    const int64_t items = std::max({p.log_rows_length, p.num_rows, p.starts_length});
+    launch.start(plan_kernel, shape_for_items(items), job);
     check_launch(launch);
 }
 

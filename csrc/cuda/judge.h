@@ -36,13 +36,13 @@ enum Outcome { kNoDraft, kWasAccepted, kWasRejected };
 
 __device__ Outcome outcome_of_row(const AcceptArguments& a, int64_t row) {
     const int64_t q = first_above([&](int64_t i) { return a.drafts_of.until(i); }, a.num_requests, row);
-    if (q == a.num_requests) return kNoDraft;
-    const int64_t position = row - a.drafts_of.before(q);
+    const int64_t position = q == a.num_requests ? -1 : row - a.drafts_of.before(q);
+    if (position < 0) return kNoDraft;
     return position < count_accepted(a, q, position + 1) ? kWasAccepted : kWasRejected;
 }
 
 __device__ bool was_rejected(const AcceptArguments& a, int64_t row) {
-    return was_planned(a) && outcome_of_row(a, row) == kWasRejected;
+    return outcome_of_row(a, row) == kWasRejected;
 }
 
 // Brings what the searches below read near, all at once: they would wait for one line of it after another,
@@ -50,7 +50,7 @@ __device__ bool was_rejected(const AcceptArguments& a, int64_t row) {
 __device__ void fetch_requests(const AcceptArguments& a) {
     const uint32_t threads = blockDim.x * blockDim.y * blockDim.z;
     for (int64_t q = thread_of_block(); q < a.num_requests; q += threads) {
-        asm volatile("prefetch.global.L1 [%0];" ::"l"(a.drafts_of.counts + q));
+        asm volatile("prefetch.global.L1 [%0];" ::"l"(a.drafts_of.starts + q + 1));
         if (a.num_rejected != nullptr) asm volatile("prefetch.global.L1 [%0];" ::"l"(a.num_rejected + q));
     }
 }
@@ -64,17 +64,16 @@ struct JudgeJob {
 // Call it from all threads of a block.
 __device__ void judge(const JudgeJob& job, int64_t i) {
     const AcceptArguments& a = job.accept;
-    const bool planned = was_planned(a);
     // What the CPU refuses, reported after the fact; no output depends on it.
     if (job.report_as != nullptr && i < a.num_requests)
         if (const Found found = problem_of_request(a, i)) report(job.report_as, found);
     Outcome outcome = kNoDraft;
     if (i < a.num_marks) {
-        if (planned) outcome = outcome_of_row(a, i);
+        outcome = outcome_of_row(a, i);
         a.marks[i] = outcome == (a.marks_rejected ? kWasRejected : kWasAccepted);
     }
     if (i < a.num_accepted_length)
-        a.num_accepted[i] = planned && i < a.num_requests ? static_cast<int32_t>(count_accepted(a, i)) : 0;
+        a.num_accepted[i] = i < a.num_requests ? static_cast<int32_t>(count_accepted(a, i)) : 0;
     if (a.counters == nullptr) return;
     const int accepted = __syncthreads_count(outcome == kWasAccepted);
     const int rejected = __syncthreads_count(outcome == kWasRejected);

@@ -52,6 +52,7 @@ class _Sample:
         self.slots = self.tensor(SLOTS, torch.int64)
         self.log_rows = self.tensor(LOG_ROWS, torch.int32)
         self.cu_num_draft_tokens = self.tensor(CU_NUM_DRAFT_TOKENS, torch.int32)
+        self.draft_start_loc = self.tensor((0, *CU_NUM_DRAFT_TOKENS), torch.int32)
         self.counters = torch.zeros(len(ops.COUNTERS), dtype=torch.int64, device=device)
         self.scale = torch.ones(1, device=device)
 
@@ -127,7 +128,7 @@ def _restore_slots_from_rejected(device: torch.device) -> str | None:
     sample.cache.copy_(sample.written())
     ops.restore_slots_from_rejected(
         [sample.cache], sample.logged().unsqueeze(0), _row_slots(sample), sample.tensor(NUM_REJECTED, torch.int32),
-        sample.cu_num_draft_tokens, row_rejected, num_accepted, sample.counters,
+        sample.draft_start_loc, row_rejected, num_accepted, sample.counters,
     )  # fmt: skip
     restored = difference(cache=(sample.cache, sample.written(tokens=(0, 1, 4, 5))))
     return restored or _rejection_difference(row_rejected, num_accepted, sample.counters)
@@ -138,9 +139,10 @@ def _plan_window(device: torch.device) -> str | None:
     log_rows = torch.zeros(len(SLOTS), dtype=torch.int32, device=device)
     row_slots = torch.zeros(1, LOG_SIZE, dtype=torch.int64, device=device)
     row_requests, row_positions = torch.zeros(2, LOG_SIZE, dtype=torch.int32, device=device)
+    draft_start_loc = torch.full((4,), 7, dtype=torch.int32, device=device)
     ops.plan_window(
         sample.tensor(QUERY_START_LOC, torch.int32), sample.cu_num_draft_tokens, [sample.slots],
-        log_rows, row_slots, row_requests, row_positions, sample.counters,
+        log_rows, row_slots, row_requests, row_positions, sample.counters, draft_start_loc,
     )  # fmt: skip
     return difference(
         log_rows=(log_rows, LOG_ROWS),
@@ -148,6 +150,7 @@ def _plan_window(device: torch.device) -> str | None:
         row_requests=(row_requests, [0, 0, 0, 1, 1, -1]),
         row_positions=(row_positions, [0, 1, 2, 0, 1, -1]),
         counters=(sample.counters, [1, 5, 0, 0, 0]),
+        draft_start_loc=(draft_start_loc, [0, *CU_NUM_DRAFT_TOKENS, CU_NUM_DRAFT_TOKENS[-1]]),
     )
 
 
@@ -156,7 +159,7 @@ def _acceptance_mask(device: torch.device) -> str | None:
     accepted, num_accepted = ops.acceptance_mask(
         sample.tensor(DRAFT_TOKEN_IDS, torch.int32),
         sample.tensor(SAMPLED_TOKEN_IDS, torch.int32),
-        sample.cu_num_draft_tokens,
+        sample.draft_start_loc,
     )
     return difference(accepted=(accepted, ACCEPTED), num_accepted=(num_accepted, NUM_ACCEPTED))
 
@@ -164,7 +167,7 @@ def _acceptance_mask(device: torch.device) -> str | None:
 def _acceptance_mask_from_rejected(device: torch.device) -> str | None:
     sample = _Sample(device)
     accepted, num_accepted = ops.acceptance_mask_from_rejected(
-        sample.tensor(NUM_REJECTED, torch.int32), sample.cu_num_draft_tokens, len(ACCEPTED)
+        sample.tensor(NUM_REJECTED, torch.int32), sample.draft_start_loc, len(ACCEPTED)
     )
     return difference(accepted=(accepted, ACCEPTED), num_accepted=(num_accepted, NUM_ACCEPTED))
 
@@ -175,7 +178,7 @@ def _reject_rows(device: torch.device) -> str | None:
     num_accepted = torch.full((3,), 7, dtype=torch.int32, device=device)
     ops.reject_rows(
         sample.tensor(DRAFT_TOKEN_IDS, torch.int32), sample.tensor(SAMPLED_TOKEN_IDS, torch.int32),
-        sample.cu_num_draft_tokens, row_rejected, num_accepted, sample.counters,
+        sample.draft_start_loc, row_rejected, num_accepted, sample.counters,
     )  # fmt: skip
     return _rejection_difference(row_rejected, num_accepted, sample.counters)
 
@@ -185,7 +188,7 @@ def _reject_rows_from_rejected(device: torch.device) -> str | None:
     row_rejected = torch.ones(LOG_SIZE, dtype=torch.bool, device=device)
     num_accepted = torch.full((3,), 7, dtype=torch.int32, device=device)
     ops.reject_rows_from_rejected(
-        sample.tensor(NUM_REJECTED, torch.int32), sample.cu_num_draft_tokens,
+        sample.tensor(NUM_REJECTED, torch.int32), sample.draft_start_loc,
         row_rejected, num_accepted, sample.counters,
     )  # fmt: skip
     return _rejection_difference(row_rejected, num_accepted, sample.counters)

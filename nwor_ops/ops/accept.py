@@ -13,13 +13,13 @@ from nwor_ops.ops.registry import op
 COUNTERS = ("windows", "drafted", "accepted", "rejected", "overflowed")
 
 
-def _new_mask(cu_num_draft_tokens: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+def _new_mask(draft_start_loc: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
     """What the ops that return a mask return."""
-    accepted = cu_num_draft_tokens.new_empty(num_draft_tokens, dtype=torch.bool)
-    return accepted, cu_num_draft_tokens.new_empty(cu_num_draft_tokens.shape[0], dtype=torch.int32)
+    accepted = draft_start_loc.new_empty(num_draft_tokens, dtype=torch.bool)
+    return accepted, draft_start_loc.new_empty(draft_start_loc.shape[0] - 1, dtype=torch.int32)
 
 
-@op(mutates=("log_rows", "row_slots", "row_requests", "row_positions", "counters"))
+@op(mutates=("log_rows", "row_slots", "row_requests", "row_positions", "counters", "draft_start_loc"))
 def plan_window(
     query_start_loc: Tensor,
     cu_num_draft_tokens: Tensor,
@@ -29,6 +29,7 @@ def plan_window(
     row_requests: Tensor,
     row_positions: Tensor,
     counters: Tensor,
+    draft_start_loc: Tensor,
     token_offset: int | None = None,
     num_bonus_tokens: int = 0,
     leading_zero: bool = False,
@@ -54,6 +55,9 @@ def plan_window(
             its request, from 0, else -1.
         counters: int64 ``[len(COUNTERS)]``; **mutated**: ``windows`` and ``drafted`` grow, or
             ``overflowed`` if the window was not planned.
+        draft_start_loc: int32 ``[>= Q + 1]``, contiguous; **mutated**: the first log row of each request, then the
+            number of drafts, which is repeated to the end: an index pointer of the drafts, whatever the engine
+            counts. The other ops of a window take it. Micro-batches of one batch write the same.
         token_offset: None = a whole batch. Else a micro-batch: the first T tokens of ``slot_mappings``
             and ``log_rows`` are the tokens ``[token_offset, token_offset + T)`` of the batch, and rows of
             drafts outside it keep slot -1.
@@ -67,14 +71,14 @@ def plan_window(
         ValueError: a shape, stride or overlap; on the CPU also more than R drafts, a cumulative array
             that decreases, more drafts than tokens in a request, or tokens beyond T (of a whole
             batch); nothing is written. On CUDA such a window is left unplanned as a whole (every
-            row -1, counted in ``overflowed``) and raises in debug mode.
+            row -1, no request has a draft in ``draft_start_loc``, counted in ``overflowed``) and raises in debug mode.
         TypeError: a dtype or device.
     """
 
 
 @op(mutates=(), results=("accepted", "num_accepted"))
 def acceptance_mask(
-    draft_token_ids: Tensor, sampled_token_ids: Tensor, cu_num_draft_tokens: Tensor
+    draft_token_ids: Tensor, sampled_token_ids: Tensor, draft_start_loc: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Which drafts were accepted, from what the target sampled; on the device, no sync.
 
@@ -88,69 +92,69 @@ def acceptance_mask(
         draft_token_ids: int32 or int64 ``[P]``, contiguous: the drafts of all requests in order.
         sampled_token_ids: int32 or int64 ``[>= Q, >= most drafts]``, any strides; negative = no token
             (vLLM's ``RejectionSampler`` writes -1).
-        cu_num_draft_tokens: int32 ``[Q]``, contiguous, as in :func:`plan_window`; its last value is <= P.
+        draft_start_loc: int32 ``[Q + 1]``, contiguous: number of the first draft of each request, then the number of
+            drafts, which is <= P; what :func:`plan_window` gives. It begins with 0.
 
     Returns:
         ``accepted``, bool ``[P]`` (False past the last draft), and ``num_accepted``, int32 ``[Q]``.
 
     Raises:
-        ValueError, TypeError: as above.
+        ValueError, TypeError: as above; on the CPU also for a ``draft_start_loc`` that does not begin with 0, decreases
+            or counts more drafts than there are. On CUDA that changes only the results, and raises in debug mode.
     """
-    return _new_mask(cu_num_draft_tokens, draft_token_ids.shape[0])
+    return _new_mask(draft_start_loc, draft_token_ids.shape[0])
 
 
 @op(mutates=(), results=("accepted", "num_accepted"))
 def acceptance_mask_from_rejected(
-    num_rejected: Tensor, cu_num_draft_tokens: Tensor, num_draft_tokens: int
+    num_rejected: Tensor, draft_start_loc: Tensor, num_draft_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """:func:`acceptance_mask` for runners that already know how many drafts were rejected.
 
     Args:
         num_rejected: int32 ``[>= Q]``, contiguous: the last so many drafts of each request were
             rejected; clamped to [0, its drafts].
-        cu_num_draft_tokens: int32 ``[Q]``, contiguous.
+        draft_start_loc: as in :func:`acceptance_mask`.
         num_draft_tokens: P, the length of the mask (a host integer below 2^31, an upper bound of the drafts).
 
     Returns:
         ``accepted``, bool ``[P]``, and ``num_accepted``, int32 ``[Q]``.
     """
-    return _new_mask(cu_num_draft_tokens, num_draft_tokens)
+    return _new_mask(draft_start_loc, num_draft_tokens)
 
 
 @op(mutates=("row_rejected", "num_accepted", "counters"))
 def reject_rows(
     draft_token_ids: Tensor,
     sampled_token_ids: Tensor,
-    cu_num_draft_tokens: Tensor,
+    draft_start_loc: Tensor,
     row_rejected: Tensor,
     num_accepted: Tensor,
     counters: Tensor,
-    num_bonus_tokens: int = 0,
-    leading_zero: bool = False,
 ) -> None:
     """:func:`acceptance_mask` into a window's own buffers, as :func:`restore_slots` wants it.
 
     Nothing is allocated, so it fits between begin and commit.
 
     Args:
-        draft_token_ids, sampled_token_ids, cu_num_draft_tokens: as in :func:`acceptance_mask`.
+        draft_token_ids, sampled_token_ids, draft_start_loc: as in :func:`acceptance_mask`.
         row_rejected: bool ``[R]``, contiguous; **mutated**, every element: True for a rejected draft.
         num_accepted: int32 ``[>= Q]``, contiguous; **mutated**, every element; 0 past Q.
         counters: int64 ``[len(COUNTERS)]``; **mutated**: ``accepted`` and ``rejected`` grow.
-        num_bonus_tokens, leading_zero: as in :func:`plan_window`.
 
-    A window of more than R drafts was never planned: every row is then False and nothing is counted.
+    Raises:
+        ValueError, TypeError: as :func:`acceptance_mask`; ValueError on the CPU also for more than R drafts.
+
+    A window that :func:`plan_window` refused has no drafts: every row is False and nothing is counted.
     """
 
 
 @op(mutates=("row_rejected", "num_accepted", "counters"))
 def reject_rows_from_rejected(
     num_rejected: Tensor,
-    cu_num_draft_tokens: Tensor,
+    draft_start_loc: Tensor,
     row_rejected: Tensor,
     num_accepted: Tensor,
     counters: Tensor,
-    num_bonus_tokens: int = 0,
-    leading_zero: bool = False,
 ) -> None:
     """:func:`reject_rows` for runners that already know ``num_rejected``, int32 ``[>= Q]``."""

@@ -25,7 +25,7 @@ def open_window(
     caches: list[Tensor],
     planes_per_group: Sequence[int],
     query_start_loc: Tensor,
-    cu_num_draft_tokens: Tensor,
+    draft_start_loc: Tensor,
     seq_lens: Tensor,
     row_slots: Tensor,
     shadow_blocks: Tensor,
@@ -36,9 +36,7 @@ def open_window(
     idx_mapping: Tensor | None = None,
     held_slots: Tensor | None = None,
     page_offsets: Tensor | None = None,
-    num_bonus_tokens: int = 0,
     plane_table: Tensor | None = None,
-    leading_zero: bool = False,
 ) -> None:
     """Redirect a window to shadow pages: one launch for all layers and all groups of one geometry.
 
@@ -49,14 +47,15 @@ def open_window(
     in the redirected table what it would have seen, and every write of this step goes past the pages the request
     owns. Page number p of a sequence is shadowed by ``shadow_blocks[g, state, p % P]``.
 
-    Call it after :func:`plan_window` with the same arguments, and :func:`close_window` after sampling.
+    Call it after :func:`plan_window`, and :func:`close_window` after sampling.
 
     Args:
         caches: planes ``[B, N, H, W]`` of one geometry, those of group 0 first; **mutated** in shadow pages only.
             Layers of another geometry take another call, with empty ``slot_mappings`` and ``block_tables``.
         planes_per_group: how many of ``caches`` belong to each of G groups. Groups share neither slots nor tables, and
             a page of one is never a page of another, even where they share memory.
-        query_start_loc, cu_num_draft_tokens, num_bonus_tokens, leading_zero: as in :func:`plan_window`.
+        query_start_loc: as in :func:`plan_window`.
+        draft_start_loc: int32 ``[Q + 1]``, contiguous: what :func:`plan_window` gave.
         seq_lens: int32 ``[>= Q]``, contiguous: length of each sequence, this step's tokens and drafts included. The
             last token of request q is at position ``seq_lens[q] - 1``.
         row_slots: int64 ``[G, R]``, contiguous: what :func:`plan_window` gave: the slots of the drafts.
@@ -96,7 +95,7 @@ def close_window(
     caches: list[Tensor],
     planes_per_group: Sequence[int],
     query_start_loc: Tensor,
-    cu_num_draft_tokens: Tensor,
+    draft_start_loc: Tensor,
     row_rejected: Tensor,
     shadow_blocks: Tensor,
     saved_slots: Tensor,
@@ -106,9 +105,7 @@ def close_window(
     idx_mapping: Tensor | None = None,
     held_slots: Tensor | None = None,
     page_offsets: Tensor | None = None,
-    num_bonus_tokens: int = 0,
     plane_table: Tensor | None = None,
-    leading_zero: bool = False,
 ) -> None:
     """Copy what was accepted to where it belongs, and put slots and tables back: one launch, as :func:`open_window`.
 
@@ -116,9 +113,9 @@ def close_window(
     rejected, and all tokens of the step that are no drafts. A rejected row stays in its shadow page.
 
     Args:
-        caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, idx_mapping, page_offsets,
-            num_bonus_tokens, plane_table, leading_zero: with the values that :func:`open_window` had; ``caches`` are
-            **mutated** at the slots of the rows copied, nowhere else.
+        caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, idx_mapping, page_offsets,
+            plane_table: with the values that :func:`open_window` had; ``caches`` are **mutated** at the slots of the
+            rows copied, nowhere else.
         row_rejected: bool ``[R]``, contiguous: which drafts were rejected, what :func:`reject_rows` gave. Any pattern.
             All true cancels the window.
         saved_slots, tail_pages: what :func:`open_window` saved.
@@ -137,7 +134,7 @@ def close_window_from_rejected(
     caches: list[Tensor],
     planes_per_group: Sequence[int],
     query_start_loc: Tensor,
-    cu_num_draft_tokens: Tensor,
+    draft_start_loc: Tensor,
     num_rejected: Tensor,
     row_rejected: Tensor,
     num_accepted: Tensor,
@@ -150,9 +147,7 @@ def close_window_from_rejected(
     idx_mapping: Tensor | None = None,
     held_slots: Tensor | None = None,
     page_offsets: Tensor | None = None,
-    num_bonus_tokens: int = 0,
     plane_table: Tensor | None = None,
-    leading_zero: bool = False,
 ) -> None:
     """:func:`reject_rows_from_rejected`, then :func:`close_window` with what it rejected, in one launch.
 
@@ -160,13 +155,10 @@ def close_window_from_rejected(
         num_rejected: int32 ``[>= Q]``: how many drafts of each request were rejected.
         row_rejected, num_accepted, counters: as in :func:`reject_rows`; **mutated**, and share no memory with the
             window's other tensors.
-        caches, planes_per_group, query_start_loc, cu_num_draft_tokens, shadow_blocks, saved_slots, tail_pages,
-            slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, num_bonus_tokens,
-            plane_table, leading_zero: as in :func:`close_window`.
+        caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, saved_slots, tail_pages,
+            slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, plane_table: as in
+            :func:`close_window`.
 
     Raises:
         As :func:`close_window` and :func:`reject_rows`, before anything is written.
-
-    On CUDA nothing is raised for a window of more than R drafts, which was never planned: where tables were redirected
-    for it all the same, the counts decide which rows are copied, not the flags.
     """

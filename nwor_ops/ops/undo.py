@@ -213,17 +213,15 @@ def restore_slots_from_rejected(
     log: Tensor,
     row_slots: Tensor,
     num_rejected: Tensor,
-    cu_num_draft_tokens: Tensor,
+    draft_start_loc: Tensor,
     row_rejected: Tensor,
     num_accepted: Tensor,
     counters: Tensor,
-    num_bonus_tokens: int = 0,
     page_offsets: Tensor | None = None,
     window_id: Tensor | None = None,
     row_windows: Tensor | None = None,
     num_rows: int | None = None,
     plane_table: Tensor | None = None,
-    leading_zero: bool = False,
 ) -> None:
     """:func:`reject_rows_from_rejected`, then :func:`restore_slots` of the rows it rejected, in one launch.
 
@@ -231,9 +229,9 @@ def restore_slots_from_rejected(
         caches, log, row_slots, page_offsets, window_id, row_windows, num_rows, plane_table: as in
             :func:`restore_slots`.
         num_rejected: int32 ``[>= Q]``: how many drafts of each request were rejected.
-        cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens, leading_zero: as in
-            :func:`reject_rows`; the three outputs are **mutated**, and share no memory with ``row_slots`` and
-            ``row_windows``. ``window_id`` may be ``counters[:1]``, which stays as it is, not another part of them.
+        draft_start_loc, row_rejected, num_accepted, counters: as in :func:`reject_rows`; the three outputs are
+            **mutated**, and share no memory with ``row_slots`` and ``row_windows``. ``window_id`` may be
+            ``counters[:1]``, which stays as it is, not another part of them.
 
     Raises:
         As :func:`restore_slots` and :func:`reject_rows`, before anything is written.

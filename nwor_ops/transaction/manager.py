@@ -200,15 +200,17 @@ class DraftCommitManager(Stateful[Layer]):
             raise TypeError(f"begin: window must be a Window, got {validation.shown(window)}")
         buffers = self.buffers
         try:
-            slot_mappings = self._slot_mappings(window)
+            requests = window.num_requests
+            slot_mappings = self._slot_mappings(window, requests)
             redirects = self.recovery.redirects(window, slot_mappings)
             ops.plan_window(
                 window.query_start_loc, window.cu_num_draft_tokens, slot_mappings, buffers.log_rows,
-                buffers.row_slots, buffers.row_requests, buffers.row_positions, buffers.counters, None,
-                window.num_bonus_tokens, window.leading_zero,
+                buffers.row_slots, buffers.row_requests, buffers.row_positions, buffers.counters,
+                buffers.draft_start_loc, None, window.num_bonus_tokens, window.leading_zero,
             )  # fmt: skip
         except Exception as error:
             raise explained(error, self._check_window, window) from None
+        buffers.draft_starts = buffers.draft_starts_of[requests]
         self._judged, self._ending = False, ""
         try:
             self.recovery.open(window, redirects)
@@ -219,7 +221,7 @@ class DraftCommitManager(Stateful[Layer]):
         self._window, self._redirects = window, redirects
         self._state = State.OPEN
 
-    def _slot_mappings(self, window: Window) -> list[Tensor]:
+    def _slot_mappings(self, window: Window, requests: int) -> list[Tensor]:
         """One for each group. Raises ValueError for a window that is larger than this manager was made for."""
         drafts = window.num_draft_tokens
         if drafts is not None:
@@ -231,7 +233,7 @@ class DraftCommitManager(Stateful[Layer]):
                 raise ValueError(
                     f"begin: window must have at most {self.max_draft_tokens} drafts (max_draft_tokens), got {drafts}"
                 )
-        if (requests := window.num_requests) > self.max_num_requests:
+        if requests > self.max_num_requests:
             raise ValueError(
                 f"begin: window must have at most {self.max_num_requests} requests (max_num_requests), got {requests}"
             )
@@ -339,8 +341,8 @@ class DraftCommitManager(Stateful[Layer]):
         if not self._judged:
             try:
                 ops.reject_rows(
-                    draft_token_ids, sampled_token_ids, window.cu_num_draft_tokens, buffers.row_rejected,
-                    buffers.num_accepted, buffers.counters, window.num_bonus_tokens, window.leading_zero,
+                    draft_token_ids, sampled_token_ids, buffers.draft_starts, buffers.row_rejected,
+                    buffers.num_accepted, buffers.counters,
                 )  # fmt: skip
             except Exception as error:
                 ids = {"draft_token_ids": draft_token_ids, "sampled_token_ids": sampled_token_ids}
@@ -359,8 +361,8 @@ class DraftCommitManager(Stateful[Layer]):
             try:
                 if window.num_draft_tokens == 0:
                     ops.reject_rows_from_rejected(
-                        num_rejected, window.cu_num_draft_tokens, buffers.row_rejected, buffers.num_accepted,
-                        buffers.counters, window.num_bonus_tokens, window.leading_zero,
+                        num_rejected, buffers.draft_starts, buffers.row_rejected, buffers.num_accepted,
+                        buffers.counters,
                     )  # fmt: skip
                 else:
                     self.recovery.close_from_rejected(window, self._redirects, num_rejected)

@@ -154,10 +154,10 @@ class ShadowPages(BoundToMemory):
                 g = launch.groups
                 caches, table = launch.planes.arguments()
                 ops.open_window(
-                    caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
+                    caches, launch.planes_per_group, window.query_start_loc, self._buffers.draft_starts,
                     window.seq_lens, self._buffers.row_slots[g], self.shadow_blocks[g], slot_mappings, block_tables,
                     self.saved_slots[g], self.tail_pages[g], window.request_states, self._held(launch, window),
-                    launch.page_offsets, window.num_bonus_tokens, table, window.leading_zero,
+                    launch.page_offsets, table,
                 )  # fmt: skip
         except Exception:
             self._put_back(window, redirects)
@@ -199,10 +199,9 @@ class ShadowPages(BoundToMemory):
     ) -> None:
         g = launch.groups
         ops.close_window(
-            caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
+            caches, launch.planes_per_group, window.query_start_loc, self._buffers.draft_starts,
             self._buffers.row_rejected, self.shadow_blocks[g], self.saved_slots[g], self.tail_pages[g], *redirects,
-            window.request_states, held_slots, page_offsets, window.num_bonus_tokens, plane_table,
-            window.leading_zero,
+            window.request_states, held_slots, page_offsets, plane_table,
         )  # fmt: skip
 
     def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
@@ -210,10 +209,10 @@ class ShadowPages(BoundToMemory):
         g = launch.groups
         caches, table = launch.planes.arguments()
         ops.close_window_from_rejected(
-            caches, launch.planes_per_group, window.query_start_loc, window.cu_num_draft_tokens,
+            caches, launch.planes_per_group, window.query_start_loc, buffers.draft_starts,
             num_rejected, buffers.row_rejected, buffers.num_accepted, buffers.counters, self.shadow_blocks[g],
             self.saved_slots[g], self.tail_pages[g], *redirects[0], window.request_states,
-            self._held(launch, window), launch.page_offsets, window.num_bonus_tokens, table, window.leading_zero,
+            self._held(launch, window), launch.page_offsets, table,
         )  # fmt: skip
 
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:

@@ -143,9 +143,9 @@ class UndoLog(BoundToMemory):
         launch, buffers = self.launches[0], self._buffers
         caches, table = launch.planes.arguments()
         ops.restore_slots_from_rejected(
-            caches, launch.log, launch.row_slots, num_rejected, window.cu_num_draft_tokens, buffers.row_rejected,
-            buffers.num_accepted, buffers.counters, window.num_bonus_tokens, launch.page_offsets, buffers.window_id,
-            launch.row_windows, window.num_draft_tokens, table, window.leading_zero,
+            caches, launch.log, launch.row_slots, num_rejected, buffers.draft_starts, buffers.row_rejected,
+            buffers.num_accepted, buffers.counters, launch.page_offsets, buffers.window_id, launch.row_windows,
+            window.num_draft_tokens, table,
         )  # fmt: skip
 
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:

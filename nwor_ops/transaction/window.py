@@ -52,7 +52,7 @@ class Window(NamedTuple):
     @property
     def num_requests(self) -> int:
         """Q, padded requests included."""
-        return self.cu_num_draft_tokens.shape[0] - self.leading_zero
+        return self.cu_num_draft_tokens.size(0) - self.leading_zero
 
 
 class WindowBuffers:
@@ -64,6 +64,10 @@ class WindowBuffers:
         row_requests, row_positions: int32 ``[R]``: request, and place among its drafts, of each row.
         row_rejected: bool ``[R]``: filled at commit.
         num_accepted: int32 ``[Q]``: filled at commit.
+        draft_start_loc: int32 ``[Q + 1]``: first log row of each request, then the number of drafts to the end.
+        draft_starts_of: its beginning for each number of requests: making a view in every step would cost the host more
+            than looking it up.
+        draft_starts: that of the open window, which ops take.
         counters: int64 ``[len(COUNTERS)]``; its first element is also the number of the open window.
     """
 
@@ -84,5 +88,8 @@ class WindowBuffers:
         self.row_positions = filled(-1, max_draft_tokens, dtype=torch.int32)
         self.row_rejected = filled(0, max_draft_tokens, dtype=torch.bool)
         self.num_accepted = filled(0, max_num_requests, dtype=torch.int32)
+        self.draft_start_loc = filled(0, max_num_requests + 1, dtype=torch.int32)
+        self.draft_starts_of = [self.draft_start_loc[: requests + 1] for requests in range(max_num_requests + 1)]
+        self.draft_starts = self.draft_starts_of[0]
         self.counters = filled(0, len(ops.COUNTERS), dtype=torch.int64)
         self.window_id = self.counters[:1]

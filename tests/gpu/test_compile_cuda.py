@@ -38,8 +38,8 @@ def test_accept(device):
 
     def step(plan, drafts, sampled, rejected, num_accepted):
         ops.plan_window(*plan)
-        ops.reject_rows(drafts + 1, sampled, plan[1], rejected, num_accepted, plan[7])
-        return ops.acceptance_mask(drafts + 1, sampled, plan[1])[0].sum()
+        ops.reject_rows(drafts + 1, sampled, plan[8][:5], rejected, num_accepted, plan[7])
+        return ops.acceptance_mask(drafts + 1, sampled, plan[8][:5])[0].sum()
 
     sampled = surrounded(torch.tensor([[1, 2, 9, -1], [9, -1, -1, -1], [4, 5, 6, 9], [-1, -1, -1, -1]]))
     arguments = plan_arguments(), int64(0, 1, 2, 3, 4, 5), sampled, flags(*[1] * 6), int32(*[9] * 4)

@@ -45,7 +45,7 @@ def test_a_captured_kernel_is_early_behind_our_own_alone(writer: str, device: st
     caches = torch.zeros(2, 3, 16, 2, 8, device=device)
     slots, one = torch.arange(4, device=device), torch.ones(1, device=device)
     log_rows, log = torch.arange(4, dtype=torch.int32, device=device), torch.zeros(4, 2, 8, device=device)
-    counts, accepted = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    counts, accepted = torch.zeros(2, 2, dtype=torch.int32, device=device)
     rejected, counters = (
         torch.zeros(4, dtype=torch.bool, device=device),
         torch.zeros(5, dtype=torch.int64, device=device),

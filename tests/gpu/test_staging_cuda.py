@@ -27,7 +27,7 @@ class Replayed:
         self.planes = twin(window.planes, device)
         shadow_shape = window.tensors["shadow_blocks"].shape
         sizes = {
-            "query_start_loc": (self.ROWS + 1,), "cu_num_draft_tokens": (self.ROWS,), "seq_lens": (self.ROWS,),
+            "query_start_loc": (self.ROWS + 1,), "draft_start_loc": (self.ROWS + 1,), "seq_lens": (self.ROWS,),
             "row_slots": (groups, self.DRAFTS), "shadow_blocks": shadow_shape, "saved_slots": (groups, self.TOKENS),
             "tail_pages": (groups, self.ROWS), "idx_mapping": (self.ROWS,), "row_rejected": (self.DRAFTS,),
             "held_slots": shadow_shape,
@@ -52,9 +52,8 @@ class Replayed:
         sequences += [Sequence(0, 0)] * (self.ROWS - len(sequences))
         shape = Shape(120, 4, 2, 32, 32, 3)
         return make_window(
-            tuple(sequences), "one_backing", shape, groups=self.groups, num_shadows=2, held=True, seed=seed,
-            num_bonus_tokens=1,
-        )  # fmt: skip
+            tuple(sequences), "one_backing", shape, groups=self.groups, num_shadows=2, held=True, seed=seed
+        )
 
     def load(self, window):
         for plane, source in zip(self.planes, window.planes, strict=True):
@@ -74,17 +73,17 @@ class Replayed:
     def open(self):
         t, planes = self.tensors, [len(self.planes) // self.groups] * self.groups
         ops.open_window(
-            self.planes, planes, t["query_start_loc"], t["cu_num_draft_tokens"], t["seq_lens"], t["row_slots"],
+            self.planes, planes, t["query_start_loc"], t["draft_start_loc"], t["seq_lens"], t["row_slots"],
             t["shadow_blocks"], self.slots, self.tables, t["saved_slots"], t["tail_pages"], t["idx_mapping"],
-            t["held_slots"], None, 1,
+            t["held_slots"],
         )  # fmt: skip
 
     def close(self):
         t, planes = self.tensors, [len(self.planes) // self.groups] * self.groups
         ops.close_window(
-            self.planes, planes, t["query_start_loc"], t["cu_num_draft_tokens"], t["row_rejected"],
+            self.planes, planes, t["query_start_loc"], t["draft_start_loc"], t["row_rejected"],
             t["shadow_blocks"], t["saved_slots"], t["tail_pages"], self.slots, self.tables, t["idx_mapping"],
-            t["held_slots"], None, 1,
+            t["held_slots"],
         )  # fmt: skip
 
     def assert_is(self, window):

@@ -79,7 +79,7 @@ class Transaction:
         tokens, rows = REQUESTS * (1 + MOST_DRAFTS) + PADDING, REQUESTS * MOST_DRAFTS
         s = self.shape
         sizes = {
-            "query_start_loc": (REQUESTS + 1,), "cu": (REQUESTS,), "log_rows": (tokens,),
+            "query_start_loc": (REQUESTS + 1,), "cu": (REQUESTS,), "starts": (REQUESTS + 1,), "log_rows": (tokens,),
             "row_requests": (rows,), "row_positions": (rows,), "num_accepted": (REQUESTS,),
             "num_rejected": (REQUESTS,),
         }  # fmt: skip
@@ -107,7 +107,7 @@ class Transaction:
         i = self.int32
         ops.plan_window(
             i["query_start_loc"], i["cu"], [self.slots], i["log_rows"], self.row_slots, i["row_requests"],
-            i["row_positions"], self.counters,
+            i["row_positions"], self.counters, i["starts"],
         )  # fmt: skip
         for layer in range(self.shape.layers):
             ops.write_kv_logged(
@@ -121,10 +121,10 @@ class Transaction:
         if self.judges_by_counts:
             caches, log = planes.pop(0)
             ops.restore_slots_from_rejected(
-                caches, log, self.row_slots[0], i["num_rejected"], i["cu"], *outputs, 0, *windows
+                caches, log, self.row_slots[0], i["num_rejected"], i["starts"], *outputs, *windows
             )
         else:
-            ops.reject_rows(self.drafts, self.sampled, i["cu"], *outputs)
+            ops.reject_rows(self.drafts, self.sampled, i["starts"], *outputs)
         for caches, log in planes:
             ops.restore_slots(caches, log, self.row_slots[0], self.rejected, *windows)
 

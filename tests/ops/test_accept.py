@@ -70,12 +70,13 @@ def test_plan_by_hand(device):
     """Requests of 2 + 2 and 1 + 1 tokens (given and drafted): a test that does not lean on the oracle."""
     ours = twin(plan_arguments((0, 4, 6), (2, 3), tokens=7, groups=2, rows=5), device)
     ops.plan_window(*ours)
-    _, _, _, log_rows, row_slots, row_requests, row_positions, counters, *_ = ours
+    _, _, _, log_rows, row_slots, row_requests, row_positions, counters, draft_start_loc, *_ = ours
     assert log_rows.tolist() == [-1, -1, 0, 1, -1, 2, -1, -1, -1]
     assert row_slots.tolist() == [[102, 103, 105, -1, -1], [202, 203, 205, -1, -1]]
     assert row_requests.tolist() == [0, 0, 1, -1, -1]
     assert row_positions.tolist() == [0, 1, 0, -1, -1]
     assert counters.tolist() == [11, 23, 30, 40, 50]
+    assert draft_start_loc.tolist() == [0, 2, 3, 3, 3]  # to the end of the tensor
 
 
 def test_plan_of_a_draft_without_a_slot(device):
@@ -90,7 +91,8 @@ def test_plan_of_a_draft_without_a_slot(device):
 def test_plan_of_a_later_micro_batch(device, offset, tokens):
     """A micro-batch's slot mapping is sliced: global token positions must not index it."""
     ours = assert_same_as_oracle("plan_window", plan_arguments(tokens=tokens, token_offset=offset), device)
-    _, _, _, log_rows, row_slots, row_requests, row_positions, *_ = ours
+    _, _, _, log_rows, row_slots, row_requests, row_positions, _, draft_start_loc, *_ = ours
+    assert draft_start_loc.tolist() == [0, 3, 3, 6, 6, 6, 6]  # in every micro-batch those of the batch
     drafts = [1, 2, 3, 6, 7, 8]  # tokens of the batch
     here = [offset <= token < offset + tokens for token in drafts]
     slots = [100 + token - offset if inside else -1 for token, inside in zip(drafts, here, strict=True)]
@@ -146,7 +148,7 @@ def test_nothing_of_an_earlier_window_survives(device):
     again = with_arguments("plan_window", ours, **twin(other, device))
     ops.plan_window(*again)
     ops.plan_window(*fresh)
-    assert all(torch.equal(a, b) for a, b in zip(again[3:8], fresh[3:8], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again[3:9], fresh[3:9], strict=True))
 
 
 @pytest.mark.parametrize("requests", [255, 256, 257, 3000])
@@ -191,11 +193,11 @@ def test_sampled_tokens_of_any_strides(device):
     for view in (wide[:, ::2], by_column):
         assert_same_as_oracle("acceptance_mask", (drafts, view, cu), device)
     same_row = surrounded(torch.tensor([[5, 6, -1]])).expand(2, 3)
-    assert_same_as_oracle("acceptance_mask", (int64(5, 5), same_row, int32(1, 2)), device)
+    assert_same_as_oracle("acceptance_mask", (int64(5, 5), same_row, int32(0, 1, 2)), device)
 
 
 def test_flags_past_the_last_draft_are_false(device):
-    arguments = (int64(1, 1, 1, 1), surrounded(torch.tensor([[1, 1, 1, 1, 1]])), int32(2))
+    arguments = (int64(1, 1, 1, 1), surrounded(torch.tensor([[1, 1, 1, 1, 1]])), int32(0, 2))
     assert_same_as_oracle("acceptance_mask", arguments, device)
     accepted, _ = ops.acceptance_mask(*twin(arguments, device))
     assert accepted.tolist() == [True, True, False, False]
@@ -219,87 +221,87 @@ def verified(draw):
     for _ in counts:
         row = [draw(ids) for _ in range(draw(st.integers(0, columns)))]
         sampled.append(row + [-1] * (columns - len(row)))
-    cu = [sum(counts[: q + 1]) for q in range(len(counts))]
+    starts = [sum(counts[:q]) for q in range(len(counts) + 1)]
     tokens = torch.tensor(sampled, dtype=draw(st.sampled_from(ID_DTYPES))).view(len(counts), columns)
     flat = torch.tensor(drafts, dtype=draw(st.sampled_from(ID_DTYPES)))
-    return surrounded(flat), surrounded(tokens), int32(*cu)
+    return surrounded(flat), surrounded(tokens), int32(*starts)
 
 
 @given(st.data())
 def test_acceptance_of_any_batch(device, data):
-    drafts, _, cu = arguments = data.draw(verified())
+    drafts, _, starts = arguments = data.draw(verified())
     assert_same_as_oracle("acceptance_mask", arguments, device)
     extra_rows, extra_requests = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 2))
-    outputs = (
-        flags(*[1] * (len(drafts) + extra_rows)), int32(*[9] * (len(cu) + extra_requests)), int64(*COUNTED_BEFORE)
-    )  # fmt: skip
+    requests = len(starts) - 1 + extra_requests
+    outputs = flags(*[1] * (len(drafts) + extra_rows)), int32(*[9] * requests), int64(*COUNTED_BEFORE)
     assert_same_as_oracle("reject_rows", (*arguments, *outputs), device)
 
     # The runner that knows the counts comes to the same window.
     arguments, ours, theirs = twin(arguments, device), twin(outputs, device), twin(outputs, device)
     accepted, num_accepted = ops.acceptance_mask(*arguments)
-    cu = arguments[2]
-    num_rejected = (torch.diff(cu, prepend=cu.new_zeros(1)) - num_accepted).int()
-    from_rejected = ops.acceptance_mask_from_rejected(num_rejected, cu, len(drafts))
+    starts = arguments[2]
+    num_rejected = (torch.diff(starts) - num_accepted).int()
+    from_rejected = ops.acceptance_mask_from_rejected(num_rejected, starts, len(drafts))
     assert torch.equal(from_rejected[0], accepted)
     assert torch.equal(from_rejected[1], num_accepted)
     ops.reject_rows(*arguments, *ours)
-    ops.reject_rows_from_rejected(num_rejected, cu, *theirs)
+    ops.reject_rows_from_rejected(num_rejected, starts, *theirs)
     assert same_memory(ours, theirs)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-9, 9)), max_size=6), st.integers(0, 3))
 def test_counts_are_clamped(device, requests, extra):
     counts, rejected = [n for n, _ in requests], [r for _, r in requests]
-    cu = int32(*(sum(counts[: q + 1]) for q in range(len(counts))))
+    starts = int32(*(sum(counts[:q]) for q in range(len(counts) + 1)))
     num_rejected = int32(*rejected, *[99] * extra)
-    assert_same_as_oracle("acceptance_mask_from_rejected", (num_rejected, cu, sum(counts) + extra), device)
+    assert_same_as_oracle("acceptance_mask_from_rejected", (num_rejected, starts, sum(counts) + extra), device)
     outputs = (flags(*[1] * (sum(counts) + extra)), int32(*[9] * (len(counts) + extra)), int64(1, 2, 3, 4, 5))
-    assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, cu, *outputs), device)
-
-
-@pytest.mark.parametrize("op", ["plan_window", "reject_rows", "reject_rows_from_rejected"])
-def test_bonus_tokens_that_are_counted_with_the_drafts(device, op):
-    """Counts of logits give what counts of drafts give."""
-    counted = with_arguments(op, sample_inputs(op, device)[0], num_bonus_tokens=2)
-    place = argument_names(op).index("cu_num_draft_tokens")
-    counted[place].add_(2 * torch.arange(1, len(counted[place]) + 1, dtype=torch.int32, device=device))
-    plain = sample_inputs(op, device)[0]
-    getattr(ops, op)(*counted)
-    getattr(ops, op)(*plain)
-    outputs = [name for name in argument_names(op) if name in OUTPUTS]
-    assert outputs
-    for name in outputs:
-        place = argument_names(op).index(name)
-        assert torch.equal(counted[place], plain[place])
-    refuse(
-        op, with_arguments(op, plain, num_bonus_tokens=-1), ValueError, "num_bonus_tokens must not be negative, got -1"
-    )
-
-
-OUTPUTS = ("log_rows", "row_slots", "row_requests", "row_positions", "row_rejected", "num_accepted", "counters")
+    assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, starts, *outputs), device)
 
 
 @pytest.mark.parametrize("op", ["reject_rows", "reject_rows_from_rejected"])
-def test_a_window_that_was_never_planned_rejects_nothing(device, op):
-    """More drafts than rows: plan_window left no slot, so nothing may be restored or counted."""
-    ours = assert_same_as_oracle(op, with_arguments(op, sample_inputs(op)[0], row_rejected=flags(*[1] * 6)), device)
+def test_a_window_that_was_refused_rejects_nothing(device, op):
+    """Then plan_window says that no request drafts: nothing may be restored or counted."""
+    arguments = with_arguments(op, sample_inputs(op)[0], draft_start_loc=int32(0, 0, 0, 0))
+    ours = assert_same_as_oracle(op, arguments, device)
     assert not ours[-3].any()
     assert ours[-1].tolist() == COUNTED_BEFORE
+
+
+@pytest.mark.gpu
+def test_no_draft_of_a_refused_window_is_judged(device):
+    """What a device makes of a window that it refuses goes from op to op: no request drafts, whatever was rejected."""
+    plan = twin(plan_arguments(rows=5), device)
+    row_rejected, num_accepted = twin((flags(*[1] * 5), int32(*[9] * 6)), device)
+    ops.plan_window(*plan)
+    ops.reject_rows_from_rejected(twin(int32(*[1] * 6), device), plan[8], row_rejected, num_accepted, plan[7])
+    assert not plan[8].any()
+    assert not row_rejected.any()
+    assert not num_accepted.any()
+    assert plan[7].tolist() == [10, 20, 30, 40, 51]
+
+
+@pytest.mark.debug_mode
+@pytest.mark.parametrize("op", ["reject_rows", "reject_rows_from_rejected"])
+def test_more_drafts_than_rows(device, op):
+    arguments = with_arguments(op, sample_inputs(op)[0], row_rejected=flags(*[1] * 6))
+    check_bad_data(
+        op, arguments, ValueError, "draft_start_loc must not exceed the 6 rows of row_rejected, got 7$", device
+    )
 
 
 def test_a_large_batch_counts_every_row_once(device):
     """Rows over many blocks: the counters are the sum of all of them."""
     random = torch.Generator().manual_seed(0)
     counts = torch.randint(0, 6, (1000,), generator=random)
-    cu, total = counts.cumsum(0).int(), int(counts.sum())
+    starts, total = torch.nn.functional.pad(counts.cumsum(0).int(), (1, 0)), int(counts.sum())
     drafts = torch.randint(0, 2, (total,), generator=random)
     sampled = torch.randint(-1, 2, (1000, 6), generator=random)
     outputs = flags(*[1] * (total + 77)), int32(*[9] * 1100), int64(*COUNTED_BEFORE)
-    ours = assert_same_as_oracle("reject_rows", (drafts, sampled, cu, *outputs), device)
+    ours = assert_same_as_oracle("reject_rows", (drafts, sampled, starts, *outputs), device)
     assert ours[5][2:4].sum().item() == 30 + 40 + total
     num_rejected = torch.randint(-2, 7, (1000,), generator=random).int()
-    assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, cu, *outputs), device)
+    assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, starts, *outputs), device)
 
 
 def test_counters_only_grow(device):
@@ -352,10 +354,11 @@ BAD_WINDOWS = {
 
 
 def unplanned(arguments):
-    """What a device leaves of a window that it can only count: every row of every output is -1."""
+    """What a device leaves of a window that it can only count: no row has a draft, no request has one."""
     left = twin(arguments)
     for output in left[3:7]:
         output.fill_(-1)
+    left[8].zero_()
     left[7][ops.COUNTERS.index("overflowed")] += 1
     return left
 
@@ -387,7 +390,7 @@ def test_one_bad_request_among_many(device, broken):
 def _index_arguments(op):
     """Arguments that must be contiguous vectors, with their dtypes."""
     vectors = {
-        "query_start_loc": "int32", "cu_num_draft_tokens": "int32", "log_rows": "int32",
+        "query_start_loc": "int32", "cu_num_draft_tokens": "int32", "draft_start_loc": "int32", "log_rows": "int32",
         "row_requests": "int32", "row_positions": "int32", "counters": "int64", "num_rejected": "int32",
         "row_rejected": "bool", "num_accepted": "int32",
     }  # fmt: skip
@@ -395,6 +398,8 @@ def _index_arguments(op):
     return [(op, name, vectors[name]) for name in names if name in vectors]
 
 
+# Their length is the number of requests.
+OF_ANY_LENGTH = [(op, "draft_start_loc") for op in OPS[1:]]
 INDEX_ARGUMENTS = [case for op in OPS for case in _index_arguments(op)]
 
 
@@ -414,7 +419,7 @@ def test_index_arguments(op, name, dtype):
     refused(good.view(1, -1), ValueError, rf"{name} must be .*, got torch.{dtype} \[1, {size}\]")
     spaced = surrounded(torch.stack([good, good], 1).flatten())[::2]
     refused(spaced, ValueError, rf"{name} must be contiguous, got torch.{dtype} \[{size}\]")
-    if name not in ("cu_num_draft_tokens", "row_rejected"):
+    if name not in ("cu_num_draft_tokens", "row_rejected") and (op, name) not in OF_ANY_LENGTH:
         short = 1 if name in ("query_start_loc", "log_rows", "counters", "row_requests", "row_positions") else 2
         refused(good[:short], ValueError, rf"{name} must be .*, got torch.{dtype} \[{short}\]")
 
@@ -486,19 +491,16 @@ def test_wrong_slot_mappings(case):
 
 
 @pytest.mark.debug_mode
-@pytest.mark.parametrize("cu", [(3, 2, 7), (-5, 3, 7), (2**31 - 1, 3, 7), (3, 3, 2**31 - 1), (7, 0, 0)])
+@pytest.mark.parametrize(
+    "starts",
+    [(0, 3, 2, 7), (0, -5, 3, 7), (0, 2**31 - 1, 3, 7), (0, 3, 3, 2**31 - 1), (0, 7, 0, 0), (3, 3, 7, 7),
+     (-1, 3, 3, 7), (2**31 - 1, 2**31 - 1, 2**31 - 1, 7)],
+)  # fmt: skip
 @pytest.mark.parametrize("op", OPS[1:])
-def test_cumulative_drafts_that_lie(device, op, cu):
+def test_draft_starts_that_lie(device, op, starts):
     """What the CPU refuses, the device must survive: only outputs change, and counts stay counts."""
-    arguments = with_arguments(op, sample_inputs(op)[0], cu_num_draft_tokens=int32(*cu))
-    if op == "reject_rows_from_rejected" and cu[-1] > 7:  # no lie: a window that was never planned
-        ours = twin(arguments, device)
-        ops.reject_rows_from_rejected(*ours)
-        assert not ours[2].any()
-        assert not ours[3].any()
-        assert ours[4].tolist() == COUNTED_BEFORE
-        return
-    sentence = r"cu_num_draft_tokens must not (decrease, got -?\d+ at request \d after|exceed the 7 )"
+    arguments = with_arguments(op, sample_inputs(op)[0], draft_start_loc=int32(*starts))
+    sentence = r"draft_start_loc must (begin with 0, got|not decrease, got -?\d+ and -?\d+ around|not exceed the 7 )"
     left = check_bad_data(op, arguments, ValueError, sentence, device)
     if left is not None:
         num_accepted = left[-1] if op.startswith("acceptance_mask") else left[-2]
@@ -509,14 +511,14 @@ def test_cumulative_drafts_that_lie(device, op, cu):
 @pytest.mark.parametrize("op", ["acceptance_mask", "reject_rows"])
 def test_more_drafts_than_draft_tokens(device, op):
     arguments = with_arguments(op, sample_inputs(op)[0], draft_token_ids=int64(*range(6)))
-    sentence = "cu_num_draft_tokens must not exceed the 6 entries of draft_token_ids, got 7$"
+    sentence = "draft_start_loc must not exceed the 6 entries of draft_token_ids, got 7$"
     check_bad_data(op, arguments, ValueError, sentence, device)
 
 
 def test_more_drafts_than_the_mask_is_long():
     op = "acceptance_mask_from_rejected"
     arguments = with_arguments(op, sample_inputs(op)[0], num_draft_tokens=6)
-    refuse(op, arguments, ValueError, "cu_num_draft_tokens must not exceed the 6 num_draft_tokens, got 7$")
+    refuse(op, arguments, ValueError, "draft_start_loc must not exceed the 6 num_draft_tokens, got 7$")
 
 
 # output, what it would share memory with (an input or another output)
@@ -526,9 +528,11 @@ SHARED = [
     ("plan_window", "row_requests", "row_positions"),
     ("plan_window", "log_rows", "row_positions"),
     ("plan_window", "row_slots", "slot_mappings"),
-    ("reject_rows", "num_accepted", "cu_num_draft_tokens"),
+    ("plan_window", "draft_start_loc", "cu_num_draft_tokens"),
+    ("plan_window", "draft_start_loc", "row_requests"),
+    ("reject_rows", "num_accepted", "draft_start_loc"),
     ("reject_rows_from_rejected", "num_accepted", "num_rejected"),
-    ("reject_rows_from_rejected", "num_accepted", "cu_num_draft_tokens"),
+    ("reject_rows_from_rejected", "num_accepted", "draft_start_loc"),
 ]
 
 

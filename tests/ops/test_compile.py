@@ -180,12 +180,12 @@ def test_a_copy_would_be_seen(functional):
 def transaction(
     backing, keys, values, slot_mapping, query_start_loc, cu_num_draft_tokens, draft_token_ids,
     sampled_token_ids, log_rows, row_slots, row_requests, row_positions, row_rejected, num_accepted,
-    counters, logs, scale,
+    counters, draft_start_loc, logs, scale,
 ):  # fmt: skip
     """Plan, write every layer, decide, put back: one graph, every view made inside it."""
     ops.plan_window(
         query_start_loc, cu_num_draft_tokens, [slot_mapping], log_rows, row_slots, row_requests,
-        row_positions, counters,
+        row_positions, counters, draft_start_loc,
     )  # fmt: skip
     for layer in range(LAYERS):
         key_cache, value_cache = backing[:, layer].split(HEAD_SIZE, -1)
@@ -194,10 +194,10 @@ def transaction(
             keys[layer] * 2, values[layer] + 1, key_cache, value_cache, slot_mapping, scale, scale, "auto",
             log_rows, key_log, value_log,
         )  # fmt: skip
-    ops.reject_rows(draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters)
+    ops.reject_rows(draft_token_ids, sampled_token_ids, draft_start_loc, row_rejected, num_accepted, counters)
     # A list of planes: every layer of the one backing buffer, keys and values together.
     ops.restore_slots(list(backing.unbind(1)), logs, row_slots[0], row_rejected)
-    accepted, _ = ops.acceptance_mask(draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
+    accepted, _ = ops.acceptance_mask(draft_token_ids, sampled_token_ids, draft_start_loc)
     return accepted, num_accepted + 1
 
 
@@ -212,7 +212,7 @@ def transaction_arguments() -> tuple:
         torch.tensor([[11, 99, -1, -1], [14, 15, 16, -1]]), int32(*[5] * 8),
         int64(*[5] * LOG_ROWS).view(1, -1),
         int32(*[5] * LOG_ROWS), int32(*[5] * LOG_ROWS), flags(*[1] * LOG_ROWS), int32(9, 9),
-        int64(*[0] * len(ops.COUNTERS)),
+        int64(*[0] * len(ops.COUNTERS)), int32(9, 9, 9),
         random_bytes(LAYERS * LOG_ROWS * HIDDEN * 2, torch.float32, seed=5).view(
             LAYERS, LOG_ROWS, HEADS, 2 * HEAD_SIZE
         ),

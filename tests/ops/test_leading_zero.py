@@ -1,51 +1,53 @@
-"""Counts of drafts that begin with a zero (``leading_zero``), as an index pointer does: the same as without it."""
+"""Counts as an engine has them (``num_bonus_tokens``, ``leading_zero`` of plan_window): the same window from all."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from layouts import refuse, same_memory, surrounded, twin
-from samples import argument_names, int32, sample_inputs, with_arguments
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import refuse, same_memory, twin
+from samples import int32, plan_arguments, with_arguments
 
 from nwor_ops import ops
-from nwor_ops.ops import registry
 
-OPS = tuple(op for op in registry.OPS if "leading_zero" in argument_names(op))
-SAMPLES = [(op, index) for op in OPS for index in range(len(sample_inputs(op)))]
+OUTPUTS = slice(3, 9)
 
 
-def with_zero(op, arguments, zero=0):
-    """The same call with a number before the counts."""
-    counts = arguments[argument_names(op).index("cu_num_draft_tokens")]
-    longer = surrounded(torch.cat([counts.new_full((1,), zero), counts]))
-    return with_arguments(op, arguments, cu_num_draft_tokens=longer, leading_zero=True)
+def planned(device, starts, drafts, bonus=0, zero=False):
+    """What plan_window makes of the drafts of each request, counted in one of the ways."""
+    counts = [sum(drafts[: q + 1]) + bonus * (q + 1) for q in range(len(drafts))]
+    arguments = plan_arguments(starts, (0, *counts) if zero else tuple(counts), starts[-1], rows=sum(drafts) + 2)
+    arguments = with_arguments("plan_window", arguments, num_bonus_tokens=bonus, leading_zero=zero)
+    arguments = with_arguments("plan_window", arguments, draft_start_loc=int32(*[77] * (len(drafts) + 3)))
+    ours = twin(arguments, device)
+    ops.plan_window(*ours)
+    assert torch.equal(ours[1].cpu(), arguments[1])  # read alone
+    return ours[OUTPUTS]
 
 
-def test_every_op_that_takes_counts_of_a_window():
-    windows = {op for op in registry.OPS if "num_bonus_tokens" in argument_names(op)}
-    assert set(OPS) == windows
+@given(requests=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=6))
+def test_every_way_to_count_gives_one_window(device, requests):
+    starts, drafts = [0], [n for _, n in requests]
+    for tokens, n in requests:
+        starts.append(starts[-1] + tokens + n)
+    plain = planned(device, tuple(starts), drafts)
+    total = sum(drafts)
+    assert plain[-1].tolist() == [*(sum(drafts[:q]) for q in range(len(drafts))), total, total, total]
+    for bonus, zero in ((0, True), (1, False), (1, True), (2, True)):
+        assert same_memory(planned(device, tuple(starts), drafts, bonus, zero), plain)
 
 
-@pytest.mark.parametrize(("op", "index"), SAMPLES)
-def test_same_bytes_as_without(device, op, index):
-    """And the counts, which are read alone, are as they were."""
-    plain = sample_inputs(op, device)[index]
-    ours = with_zero(op, twin(plain))
-    place = argument_names(op).index("cu_num_draft_tokens")
-    before = ours[place].clone()
-    getattr(ops, op)(*ours)
-    getattr(ops, op)(*plain)
-    others_of = [(arguments[:place], arguments[place + 1 : len(plain)]) for arguments in (ours, plain)]
-    assert same_memory(*others_of)
-    assert torch.equal(ours[place], before)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_the_zero_must_be_there(op):
-    arguments = sample_inputs(op)[0]
-    refuse(op, with_zero(op, arguments, 3), ValueError, "cu_num_draft_tokens must begin with 0 where .*, got 3$")
-    empty = with_arguments(op, arguments, cu_num_draft_tokens=int32(), leading_zero=True)
+def test_what_is_refused():
+    sentence = "cu_num_draft_tokens must begin with 0 where .*, got 3$"
+    arguments = plan_arguments(cu_num_draft_tokens=(3, 3, 3, 6, 6), leading_zero=True)
+    refuse("plan_window", arguments, ValueError, sentence)
+    empty = plan_arguments(cu_num_draft_tokens=(), leading_zero=True)
     sentence = r"cu_num_draft_tokens must be \[num_requests \+ 1\] with at least 1 elements, got torch.int32 \[0\]$"
-    refuse(op, empty, ValueError, sentence)
-    with pytest.raises(ValueError, match=f"^{op}: {sentence}"):
-        getattr(ops, op)(*twin(empty, "meta"))
+    refuse("plan_window", empty, ValueError, sentence)
+    with pytest.raises(ValueError, match=f"^plan_window: {sentence}"):
+        ops.plan_window(*twin(empty, "meta"))
+    negative = plan_arguments(num_bonus_tokens=-1)
+    refuse("plan_window", negative, ValueError, "num_bonus_tokens must not be negative, got -1$")
+    short = with_arguments("plan_window", plan_arguments(), draft_start_loc=int32(*[7] * 4))
+    refuse("plan_window", short, ValueError, r"draft_start_loc must be \[num_requests \+ 1\] with at least 5 elements")

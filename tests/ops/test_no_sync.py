@@ -133,7 +133,10 @@ def test_nothing_is_allocated(kinds, end):
     assert result == [0]
 
 
-@pytest.mark.parametrize("plant", [lambda t: torch.empty(1), lambda t: ops.acceptance_mask(t, t[None], t[:0].int())])
+NO_REQUESTS = torch.zeros(1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("plant", [lambda t: torch.empty(1), lambda t: ops.acceptance_mask(t, t[None], NO_REQUESTS)])
 def test_the_count_sees(plant, monkeypatch):
     """A planted allocation of one element, in Python and inside one of our kernels."""
     write = ops.write_kv_logged

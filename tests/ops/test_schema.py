@@ -32,18 +32,16 @@ def test_schema_table():
     assert_expected_inline(table, """\
 nwor::plan_window(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor[] slot_mappings,
     Tensor(a!) log_rows, Tensor(b!) row_slots, Tensor(c!) row_requests, Tensor(d!) row_positions,
-    Tensor(e!) counters, int? token_offset=None, int num_bonus_tokens=0, bool leading_zero=False) ->
-    ()
-nwor::acceptance_mask(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_num_draft_tokens)
-    -> (Tensor accepted, Tensor num_accepted)
-nwor::acceptance_mask_from_rejected(Tensor num_rejected, Tensor cu_num_draft_tokens, int
-    num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)
-nwor::reject_rows(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor cu_num_draft_tokens,
-    Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0,
+    Tensor(e!) counters, Tensor(f!) draft_start_loc, int? token_offset=None, int num_bonus_tokens=0,
     bool leading_zero=False) -> ()
-nwor::reject_rows_from_rejected(Tensor num_rejected, Tensor cu_num_draft_tokens, Tensor(a!)
-    row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters, int num_bonus_tokens=0, bool
-    leading_zero=False) -> ()
+nwor::acceptance_mask(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor draft_start_loc) ->
+    (Tensor accepted, Tensor num_accepted)
+nwor::acceptance_mask_from_rejected(Tensor num_rejected, Tensor draft_start_loc, int
+    num_draft_tokens) -> (Tensor accepted, Tensor num_accepted)
+nwor::reject_rows(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor draft_start_loc,
+    Tensor(a!) row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters) -> ()
+nwor::reject_rows_from_rejected(Tensor num_rejected, Tensor draft_start_loc, Tensor(a!)
+    row_rejected, Tensor(b!) num_accepted, Tensor(c!) counters) -> ()
 nwor::prepare_prefill_inputs(Tensor target_input_ids, Tensor target_positions, Tensor
     target_query_start_loc, Tensor target_seq_lens, Tensor idx_mapping, Tensor num_sampled, Tensor
     num_rejected, Tensor last_sampled, Tensor next_prefill_tokens, Tensor(a!) input_ids, Tensor(b!)
@@ -84,21 +82,19 @@ nwor::extend_queries(Tensor target_query_start_loc, Tensor target_seq_lens, Tens
 nwor::dcp_local_seq_lens(Tensor seq_lens, Tensor(a!) local_seq_lens, int dcp_size, int dcp_rank, int
     cp_interleave=1) -> ()
 nwor::open_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
-    cu_num_draft_tokens, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks, Tensor(b!)[]
+    draft_start_loc, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks, Tensor(b!)[]
     slot_mappings, Tensor(c!)[] block_tables, Tensor(d!) saved_slots, Tensor(e!) tail_pages, Tensor?
-    idx_mapping=None, Tensor(f!)? held_slots=None, Tensor? page_offsets=None, int
-    num_bonus_tokens=0, Tensor? plane_table=None, bool leading_zero=False) -> ()
+    idx_mapping=None, Tensor(f!)? held_slots=None, Tensor? page_offsets=None, Tensor?
+    plane_table=None) -> ()
 nwor::close_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
-    cu_num_draft_tokens, Tensor row_rejected, Tensor shadow_blocks, Tensor saved_slots, Tensor
+    draft_start_loc, Tensor row_rejected, Tensor shadow_blocks, Tensor saved_slots, Tensor
     tail_pages, Tensor(b!)[] slot_mappings, Tensor(c!)[] block_tables, Tensor? idx_mapping=None,
-    Tensor(d!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0, Tensor?
-    plane_table=None, bool leading_zero=False) -> ()
+    Tensor(d!)? held_slots=None, Tensor? page_offsets=None, Tensor? plane_table=None) -> ()
 nwor::close_window_from_rejected(Tensor(a!)[] caches, int[] planes_per_group, Tensor
-    query_start_loc, Tensor cu_num_draft_tokens, Tensor num_rejected, Tensor(b!) row_rejected,
+    query_start_loc, Tensor draft_start_loc, Tensor num_rejected, Tensor(b!) row_rejected,
     Tensor(c!) num_accepted, Tensor(d!) counters, Tensor shadow_blocks, Tensor saved_slots, Tensor
     tail_pages, Tensor(e!)[] slot_mappings, Tensor(f!)[] block_tables, Tensor? idx_mapping=None,
-    Tensor(g!)? held_slots=None, Tensor? page_offsets=None, int num_bonus_tokens=0, Tensor?
-    plane_table=None, bool leading_zero=False) -> ()
+    Tensor(g!)? held_slots=None, Tensor? page_offsets=None, Tensor? plane_table=None) -> ()
 nwor::stage_kv(Tensor key, Tensor value, Tensor stage_rows, Tensor(a!) staged_key, Tensor(b!)
     staged_value, Tensor? window_id=None, Tensor(c!)? row_windows=None) -> ()
 nwor::accept_staged(Tensor row_accepted, Tensor row_slots, Tensor window_id, Tensor row_windows, int
@@ -120,10 +116,9 @@ nwor::restore_slots(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor ro
     page_offsets=None, Tensor? window_id=None, Tensor? row_windows=None, int? num_rows=None, Tensor?
     plane_table=None) -> ()
 nwor::restore_slots_from_rejected(Tensor(a!)[] caches, Tensor log, Tensor row_slots, Tensor
-    num_rejected, Tensor cu_num_draft_tokens, Tensor(b!) row_rejected, Tensor(c!) num_accepted,
-    Tensor(d!) counters, int num_bonus_tokens=0, Tensor? page_offsets=None, Tensor? window_id=None,
-    Tensor? row_windows=None, int? num_rows=None, Tensor? plane_table=None, bool leading_zero=False)
-    -> ()""")  # fmt: skip
+    num_rejected, Tensor draft_start_loc, Tensor(b!) row_rejected, Tensor(c!) num_accepted,
+    Tensor(d!) counters, Tensor? page_offsets=None, Tensor? window_id=None, Tensor?
+    row_windows=None, int? num_rows=None, Tensor? plane_table=None) -> ()""")  # fmt: skip
 
 
 def test_every_op_is_documented_and_exported():

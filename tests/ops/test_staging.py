@@ -465,7 +465,7 @@ def test_window_in_every_layout(device, layout, dtype):
 def test_window_of_any_block_size_and_groups(device, block_size, groups):
     shape = Shape(70 if block_size > 4 else 300, block_size, 2, 8, 8, 5)
     for idx_dtype in (torch.int32, torch.int64):
-        window = make_window(shape=shape, groups=groups, num_bonus_tokens=groups - 1, idx_dtype=idx_dtype)
+        window = make_window(shape=shape, groups=groups, idx_dtype=idx_dtype)
         run_as_the_oracle_does(window, device)
 
 
@@ -564,7 +564,7 @@ def test_any_window(device, data):
         "shape": Shape(400 if block_size < 4 else 120, block_size, data.draw(st.integers(1, 2)), 4, 4,
                        data.draw(st.integers(1, 2))),
         "dtype": data.draw(st.sampled_from([torch.uint8, torch.bfloat16])), "groups": data.draw(st.integers(1, 2)),
-        "num_bonus_tokens": data.draw(st.integers(0, 1)), "seed": data.draw(st.integers(0, 99)),
+        "seed": data.draw(st.integers(0, 99)),
         "idx_dtype": data.draw(st.sampled_from([torch.int32, torch.int64])), "held": data.draw(st.booleans()),
         "offset": data.draw(st.integers(0, 8)),
     }  # fmt: skip
@@ -606,15 +606,15 @@ class Decoding:
             int(self.tables[q, p // self.block_size]) * self.block_size + p % self.block_size
             for q, end in enumerate(ends) for p in range(self.lengths[q], end)
         ]  # fmt: skip
-        starts, counts = [0], []
+        starts, draft_starts = [0], [0]
         for n in drafts:
             starts.append(starts[-1] + 1 + n)
-            counts.append((counts[-1] if counts else 0) + n)
+            draft_starts.append(draft_starts[-1] + n)
         rows = [slots[t] for q, n in enumerate(drafts) for t in range(starts[q + 1] - n, starts[q + 1])]
         rejected = [i >= a for n, a in zip(drafts, accepted, strict=True) for i in range(n)]
         slot_mapping, saved = torch.tensor(slots), torch.full((1, len(slots)), 77)
         tails = torch.full((1, self.requests), 77, dtype=torch.int32)
-        common = (self.planes, [len(self.planes)], int32(*starts), int32(*counts))
+        common = (self.planes, [len(self.planes)], int32(*starts), int32(*draft_starts))
         tables = [slot_mapping], [self.tables]
         shadows = torch.cat([plane[60:] for plane in self.planes])
         for plane in self.planes:  # so that a row that is copied shows, also where it is what it was
@@ -689,7 +689,7 @@ WRONG = {
         {"query_start_loc": int32(0, 4, 11, 16, 24, 99, 99)}, ValueError, "among the 30 tokens, got the end 99", False,
     ),
     "drafts past the rows": (
-        {"cu_num_draft_tokens": int32(3, 3, 7, 10, 99, 99)}, ValueError,
+        {"draft_start_loc": int32(0, 3, 3, 7, 10, 99, 99)}, ValueError,
         "must not exceed the 14 rows .*, got 99", False,
     ),
     "a state outside": (
@@ -863,7 +863,9 @@ WRONG_ARGUMENTS = [
     ("open_window", 0, "idx_mapping", lambda a: a[11][:3], "be [num_requests] with at least 6", f"{E} [3]"),
     ("open_window", 0, "held_slots", lambda a: a[12][:, :3].contiguous(), "be of the shape of shadow_blocks",
      "torch.int64 [1, 3, 2]"),
-    ("open_window", 0, "num_bonus_tokens", -1, "not be negative", "-1"),
+    ("open_window", 0, "draft_start_loc", int32(), "be [num_requests + 1] with at least 1", f"{E} [0]"),
+    ("open_window", 0, "draft_start_loc", int32(3, 3, 3, 7, 10, 12, 12), "begin with 0", "3"),
+    ("close_window", 0, "draft_start_loc", int32(-1, 3, 3, 7, 10, 12, 12), "begin with 0", "-1"),
     ("close_window", 0, "row_rejected", lambda a: a[4].byte(), "have dtype torch.bool", "torch.uint8 [14]"),
     ("close_window", 0, "saved_slots", lambda a: a[6].int(), "have dtype torch.int64", f"{E} [1, 32]"),
     ("close_window_from_rejected", 0, "num_rejected", lambda a: a[4].long(), "have dtype torch.int32",

@@ -377,10 +377,10 @@ def test_judge_and_restore_of_any_counts(device, data):
     """Counts below nothing and above all drafts, rows of other windows, a log with room to spare."""
     drafts = data.draw(st.lists(st.integers(0, 4), max_size=6))
     counts = [data.draw(st.integers(-1, 6)) for _ in drafts]
-    bonus, spare, layers = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3))
+    spare, layers = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3))
     used = sum(drafts)
     rows = used + spare
-    cu = [sum(drafts[: q + 1]) + bonus * (q + 1) for q in range(len(drafts))]
+    starts = [sum(drafts[:q]) for q in range(len(drafts) + 1)]
     slots = data.draw(st.permutations(range(32)))[:used] + [-1] * spare
     caches = make_pages("packed", Shape(4, 8, 2, 4, 4, layers=layers), torch.bfloat16).key_caches
     log = surrounded_layers([log_for(cache, rows, seed=i) for i, cache in enumerate(caches)])
@@ -391,7 +391,7 @@ def test_judge_and_restore_of_any_counts(device, data):
     assert_same_as_oracle(
         "restore_slots_from_rejected",
         (
-            caches, log, int64(*slots), int32(*counts), int32(*cu), *judged(rows, len(drafts) + 1), bonus, None,
+            caches, log, int64(*slots), int32(*counts), int32(*starts), *judged(rows, len(drafts) + 1), None,
             int64(7), windows.view(layers, rows), num_rows,
         ), device,
     )  # fmt: skip
@@ -408,8 +408,8 @@ def test_judge_and_restore_of_many(device, shape, layers, requests, most_drafts)
     random = torch.Generator().manual_seed(requests)
     drafts = torch.randint(0, most_drafts + 1, (requests,), generator=random)
     counts = torch.randint(-1, most_drafts + 2, (requests,), generator=random).int()
-    used, bonus = int(drafts.sum()), requests % 2
-    cu = (drafts.cumsum(0) + bonus * torch.arange(1, requests + 1)).int()
+    used = int(drafts.sum())
+    starts = torch.nn.functional.pad(drafts.cumsum(0).int(), (1, 0))
     rows = used + 5
     caches = make_pages("packed", Shape(rows // 8 + 2, 8, *sizes, layers=layers), torch.bfloat16).key_caches
     slots = torch.full((rows,), -1)
@@ -418,7 +418,7 @@ def test_judge_and_restore_of_many(device, shape, layers, requests, most_drafts)
     for num_rows in (None, used):
         outputs = judged(rows, requests + 2)
         arguments = (
-            caches, layer_log(caches, rows), slots, counts, cu, *outputs, bonus, None, int64(7), windows, num_rows
+            caches, layer_log(caches, rows), slots, counts, starts, *outputs, None, int64(7), windows, num_rows
         )  # fmt: skip
         assert_same_as_oracle("restore_slots_from_rejected", arguments, device)
 
@@ -675,11 +675,12 @@ def test_a_transaction_equals_a_run_without_the_rejected_drafts(device, data):
         cu.append(len(drafted))
         rejected_tokens += range(starts[-1] - drafts + accepted, starts[-1])
 
-    fills = {"log_rows": len(slot_mapping), "requests": num_rows, "positions": num_rows, "accepted": len(batch)}
-    log_rows, *of_rows, num_accepted = twin([int32(*[5] * count) for count in fills.values()], device)
+    fills = {"log_rows": len(slot_mapping), "requests": num_rows, "positions": num_rows, "accepted": len(batch),
+             "starts": len(batch) + 1}  # fmt: skip
+    log_rows, *of_rows, num_accepted, draft_starts = twin([int32(*[5] * count) for count in fills.values()], device)
     row_slots, row_rejected = twin((int64(*[5] * num_rows).view(1, -1), flags(*[1] * num_rows)), device)
     query_start_loc, cu, counters = twin((int32(*starts), int32(*cu), int64(*[0] * len(ops.COUNTERS))), device)
-    ops.plan_window(query_start_loc, cu, [slot_mapping], log_rows, row_slots, *of_rows, counters)
+    ops.plan_window(query_start_loc, cu, [slot_mapping], log_rows, row_slots, *of_rows, counters, draft_starts)
     logs = [twin(layer_log(caches, num_rows), device) for caches in pages[:2]]
     scale = torch.tensor([0.5], device=device)
     accepted_slots = [-1 if token in rejected_tokens else slot for token, slot in enumerate(slots)]
@@ -697,7 +698,7 @@ def test_a_transaction_equals_a_run_without_the_rejected_drafts(device, data):
             accepted_slots, scale, scale, kv_cache_dtype,
         )  # fmt: skip
     tokens = torch.tensor(drafted, dtype=torch.int64), torch.tensor(sampled, dtype=torch.int32)
-    ops.reject_rows(*twin(tokens, device), cu, row_rejected, num_accepted, counters)
+    ops.reject_rows(*twin(tokens, device), draft_starts, row_rejected, num_accepted, counters)
     for caches, log in zip(pages[:2], logs, strict=True):
         ops.restore_slots(caches, log, row_slots[0], row_rejected)
     assert same_memory(pages, without_drafts)
@@ -886,6 +887,9 @@ WRONG = {
     ("restore_slots_from_rejected", 0, "num_rejected"): [
         (lambda a: a[3].long(), "have dtype torch.int32", "torch.int64 [3]"),
         (lambda a: a[3][:2], "be [num_requests] with at least 3 elements", "torch.int32 [2]"),
+    ],
+    ("restore_slots_from_rejected", 0, "draft_start_loc"): [
+        (int32(), "be [num_requests + 1] with at least 1 elements", "torch.int32 [0]"),
     ],
     ("restore_slots_from_rejected", 0, "row_rejected"): [
         (flags(1, 1, 1, 1, 1), "be one flag for each row of log", "torch.bool [5]"),

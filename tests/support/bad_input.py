@@ -251,7 +251,7 @@ _NOT_COMPARED: dict[str, list[tuple[str, str]]] = {
     "open_window": [
         *_WINDOW, ("row_slots", "slot_mappings"), ("row_slots", "saved_slots"), ("row_slots", "held_slots"),
         *(("tail_pages", other) for other in (
-            "query_start_loc", "cu_num_draft_tokens", "seq_lens", "shadow_blocks", "block_tables", "idx_mapping",
+            "query_start_loc", "draft_start_loc", "seq_lens", "shadow_blocks", "block_tables", "idx_mapping",
         )),
     ],
     "close_window": _WINDOW,

@@ -8,6 +8,7 @@ that the 256 codes stand for, not from torch's casts.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from oracle_drafter import *  # noqa: F403
@@ -136,10 +137,10 @@ def restore_slots(
 
 
 def restore_slots_from_rejected(
-    caches, log, row_slots, num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters,
-    num_bonus_tokens=0, page_offsets=None, window_id=None, row_windows=None, num_rows=None,
+    caches, log, row_slots, num_rejected, draft_start_loc, row_rejected, num_accepted, counters,
+    page_offsets=None, window_id=None, row_windows=None, num_rows=None,
 ) -> None:  # fmt: skip
-    reject_rows_from_rejected(num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens)
+    reject_rows_from_rejected(num_rejected, draft_start_loc, row_rejected, num_accepted, counters)
     restore_slots(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, num_rows)
 
 
@@ -148,26 +149,23 @@ def restore_slots_from_rejected(
 WINDOWS, DRAFTED, ACCEPTED, REJECTED = range(4)  # places in `counters`
 
 
-def _without_bonus(cu_num_draft_tokens: Tensor, num_bonus_tokens: int) -> Tensor:
-    counted = [count - num_bonus_tokens * (q + 1) for q, count in enumerate(cu_num_draft_tokens.tolist())]
-    return torch.tensor(counted, dtype=torch.int32)
-
-
-def _drafts_of_requests(cu_num_draft_tokens: Tensor) -> list[range]:
+def drafts_of_requests(draft_start_loc: Tensor) -> list[range]:
     """For each request, the numbers of its drafts in the batch."""
-    ends = cu_num_draft_tokens.tolist()
-    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    return [range(start, end) for start, end in itertools.pairwise(draft_start_loc.tolist())]
 
 
 def plan_window(
     query_start_loc, cu_num_draft_tokens, slot_mappings, log_rows, row_slots, row_requests,
-    row_positions, counters, token_offset=None, num_bonus_tokens=0,
+    row_positions, counters, draft_start_loc, token_offset=None, num_bonus_tokens=0, leading_zero=False,
 ) -> None:  # fmt: skip
-    cu_num_draft_tokens = _without_bonus(cu_num_draft_tokens, num_bonus_tokens)
+    counts = cu_num_draft_tokens.tolist()[int(leading_zero) :]
+    starts = [0, *(count - num_bonus_tokens * (q + 1) for q, count in enumerate(counts))]
+    for place in range(len(draft_start_loc)):
+        draft_start_loc[place] = starts[min(place, len(counts))]
     for output in (log_rows, row_slots, row_requests, row_positions):
         output.fill_(-1)
     counters[WINDOWS] += 1
-    for request, drafts in enumerate(_drafts_of_requests(cu_num_draft_tokens)):
+    for request, drafts in enumerate(drafts_of_requests(draft_start_loc[: len(starts)])):
         first_token = int(query_start_loc[request + 1]) - len(drafts)
         for position, row in enumerate(drafts):
             row_requests[row] = request
@@ -180,10 +178,10 @@ def plan_window(
                     row_slots[group, row] = max(-1, int(slot_mapping[token]))
 
 
-def acceptance_mask(draft_token_ids, sampled_token_ids, cu_num_draft_tokens):
+def acceptance_mask(draft_token_ids, sampled_token_ids, draft_start_loc):
     accepted = torch.zeros(len(draft_token_ids), dtype=torch.bool)
-    num_accepted = torch.zeros(len(cu_num_draft_tokens), dtype=torch.int32)
-    for request, drafts in enumerate(_drafts_of_requests(cu_num_draft_tokens)):
+    num_accepted = torch.zeros(len(draft_start_loc) - 1, dtype=torch.int32)
+    for request, drafts in enumerate(drafts_of_requests(draft_start_loc)):
         sampled = sampled_token_ids[request].tolist()
         for position, draft in enumerate(drafts):
             token = sampled[position] if position < len(sampled) else -1
@@ -195,10 +193,10 @@ def acceptance_mask(draft_token_ids, sampled_token_ids, cu_num_draft_tokens):
     return accepted, num_accepted
 
 
-def acceptance_mask_from_rejected(num_rejected, cu_num_draft_tokens, num_draft_tokens):
+def acceptance_mask_from_rejected(num_rejected, draft_start_loc, num_draft_tokens):
     accepted = torch.zeros(num_draft_tokens, dtype=torch.bool)
-    num_accepted = torch.zeros(len(cu_num_draft_tokens), dtype=torch.int32)
-    for request, drafts in enumerate(_drafts_of_requests(cu_num_draft_tokens)):
+    num_accepted = torch.zeros(len(draft_start_loc) - 1, dtype=torch.int32)
+    for request, drafts in enumerate(drafts_of_requests(draft_start_loc)):
         rejected = min(max(int(num_rejected[request]), 0), len(drafts))
         num_accepted[request] = len(drafts) - rejected
         for draft in drafts[: len(drafts) - rejected]:
@@ -206,31 +204,20 @@ def acceptance_mask_from_rejected(num_rejected, cu_num_draft_tokens, num_draft_t
     return accepted, num_accepted
 
 
-def _mark_rejected(accepted, num_accepted_of_requests, cu_num_draft_tokens, row_rejected, num_accepted, counters):
-    num_drafts = int(cu_num_draft_tokens[-1]) if len(cu_num_draft_tokens) else 0
+def _mark_rejected(accepted, num_accepted_of_requests, draft_start_loc, row_rejected, num_accepted, counters):
     row_rejected.fill_(False)
     num_accepted.fill_(0)
     num_accepted[: len(num_accepted_of_requests)] = num_accepted_of_requests
-    if num_drafts > len(row_rejected):  # never planned
-        num_accepted.fill_(0)
-        return
-    for row in range(num_drafts):
+    for row in range(int(draft_start_loc[-1])):
         row_rejected[row] = not accepted[row]
         counters[ACCEPTED if accepted[row] else REJECTED] += 1
 
 
-def reject_rows(
-    draft_token_ids, sampled_token_ids, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens=0
-) -> None:
-    cu_num_draft_tokens = _without_bonus(cu_num_draft_tokens, num_bonus_tokens)
-    accepted, of_requests = acceptance_mask(draft_token_ids, sampled_token_ids, cu_num_draft_tokens)
-    _mark_rejected(accepted, of_requests, cu_num_draft_tokens, row_rejected, num_accepted, counters)
+def reject_rows(draft_token_ids, sampled_token_ids, draft_start_loc, row_rejected, num_accepted, counters) -> None:
+    accepted, of_requests = acceptance_mask(draft_token_ids, sampled_token_ids, draft_start_loc)
+    _mark_rejected(accepted, of_requests, draft_start_loc, row_rejected, num_accepted, counters)
 
 
-def reject_rows_from_rejected(
-    num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens=0
-) -> None:
-    cu_num_draft_tokens = _without_bonus(cu_num_draft_tokens, num_bonus_tokens)
-    num_drafts = int(cu_num_draft_tokens[-1]) if len(cu_num_draft_tokens) else 0
-    accepted, of_requests = acceptance_mask_from_rejected(num_rejected, cu_num_draft_tokens, num_drafts)
-    _mark_rejected(accepted, of_requests, cu_num_draft_tokens, row_rejected, num_accepted, counters)
+def reject_rows_from_rejected(num_rejected, draft_start_loc, row_rejected, num_accepted, counters) -> None:
+    accepted, of_requests = acceptance_mask_from_rejected(num_rejected, draft_start_loc, int(draft_start_loc[-1]))
+    _mark_rejected(accepted, of_requests, draft_start_loc, row_rejected, num_accepted, counters)

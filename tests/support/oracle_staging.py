@@ -107,27 +107,21 @@ def _planes_of_groups(caches: list[Tensor], planes_per_group: list[int]) -> list
     return [[next(planes) for _ in range(count)] for count in planes_per_group]
 
 
-def _requests(query_start_loc, cu_num_draft_tokens, idx_mapping, num_bonus_tokens):
+def _requests(query_start_loc, draft_start_loc, idx_mapping):
     """Of each request: its number, its state, the end of its tokens, its given tokens, the rows of its drafts."""
-    before = 0
-    for q, counted in enumerate(cu_num_draft_tokens.tolist()):
-        until = counted - num_bonus_tokens * (q + 1)
+    for q, rows in enumerate(_oracle().drafts_of_requests(draft_start_loc)):
         state = q if idx_mapping is None else int(idx_mapping[q])
         start, end = int(query_start_loc[q]), int(query_start_loc[q + 1])
-        yield q, state, end, end - start - (until - before), range(before, until)
-        before = until
+        yield q, state, end, end - start - len(rows), rows
 
 
 def open_window(
-    caches, planes_per_group, query_start_loc, cu_num_draft_tokens, seq_lens, row_slots, shadow_blocks,
+    caches, planes_per_group, query_start_loc, draft_start_loc, seq_lens, row_slots, shadow_blocks,
     slot_mappings, block_tables, saved_slots, tail_pages, idx_mapping=None, held_slots=None, page_offsets=None,
-    num_bonus_tokens=0,
 ) -> None:  # fmt: skip
     block_size, num_shadows = caches[0].shape[1], shadow_blocks.shape[2]
     for g, planes in enumerate(_planes_of_groups(caches, planes_per_group)):
-        for q, state, end, given, rows in _requests(
-            query_start_loc, cu_num_draft_tokens, idx_mapping, num_bonus_tokens
-        ):
+        for q, state, end, given, rows in _requests(query_start_loc, draft_start_loc, idx_mapping):
             if slot_mappings:
                 tail_pages[g, q] = -1
             if not rows:
@@ -165,15 +159,12 @@ def open_window(
 
 
 def close_window(
-    caches, planes_per_group, query_start_loc, cu_num_draft_tokens, row_rejected, shadow_blocks, saved_slots,
+    caches, planes_per_group, query_start_loc, draft_start_loc, row_rejected, shadow_blocks, saved_slots,
     tail_pages, slot_mappings, block_tables, idx_mapping=None, held_slots=None, page_offsets=None,
-    num_bonus_tokens=0,
 ) -> None:  # fmt: skip
     block_size, num_shadows = caches[0].shape[1], shadow_blocks.shape[2]
     for g, planes in enumerate(_planes_of_groups(caches, planes_per_group)):
-        for q, state, end, given, rows in _requests(
-            query_start_loc, cu_num_draft_tokens, idx_mapping, num_bonus_tokens
-        ):
+        for q, state, end, given, rows in _requests(query_start_loc, draft_start_loc, idx_mapping):
             if not rows:
                 continue
             if slot_mappings and held_slots is not None:
@@ -211,14 +202,12 @@ def close_window(
 
 
 def close_window_from_rejected(
-    caches, planes_per_group, query_start_loc, cu_num_draft_tokens, num_rejected, row_rejected, num_accepted,
+    caches, planes_per_group, query_start_loc, draft_start_loc, num_rejected, row_rejected, num_accepted,
     counters, shadow_blocks, saved_slots, tail_pages, slot_mappings, block_tables, idx_mapping=None,
-    held_slots=None, page_offsets=None, num_bonus_tokens=0,
+    held_slots=None, page_offsets=None,
 ) -> None:  # fmt: skip
-    _oracle().reject_rows_from_rejected(
-        num_rejected, cu_num_draft_tokens, row_rejected, num_accepted, counters, num_bonus_tokens
-    )
+    _oracle().reject_rows_from_rejected(num_rejected, draft_start_loc, row_rejected, num_accepted, counters)
     close_window(
-        caches, planes_per_group, query_start_loc, cu_num_draft_tokens, row_rejected, shadow_blocks, saved_slots,
-        tail_pages, slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, num_bonus_tokens,
+        caches, planes_per_group, query_start_loc, draft_start_loc, row_rejected, shadow_blocks, saved_slots,
+        tail_pages, slot_mappings, block_tables, idx_mapping, held_slots, page_offsets,
     )  # fmt: skip

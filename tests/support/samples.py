@@ -167,15 +167,15 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
         ]
     if op == "restore_slots_from_rejected":
         planes, log, slots = pages.key_caches, layer_log(pages.key_caches), int64(5, -1, 0, 11)
-        counts = int32(1, 0, 2), int32(1, 1, 4)
+        counts = int32(1, 0, 2), int32(0, 1, 1, 4)
         amx_log = layer_log(amx.value_caches)
         return [
             (planes, log, slots, *counts, *judged()),
-            (amx.value_caches, amx_log, int64(5, 31, 0, 1), *counts, *judged(requests=5), 0, amx.value_offsets),
-            (planes, layer_log(planes, 0), int64(), int32(), int32(), *judged(0, 0)),
-            (planes, log, slots, int32(-3, 9, 9), int32(2, 3, 7), *judged(), 1, None, int64(WINDOW),
+            (amx.value_caches, amx_log, int64(5, 31, 0, 1), *counts, *judged(requests=5), amx.value_offsets),
+            (planes, layer_log(planes, 0), int64(), int32(), int32(0), *judged(0, 0)),
+            (planes, log, slots, int32(-3, 9, 9), int32(0, 1, 1, 4), *judged(), None, int64(WINDOW),
              row_windows(2, NUM_LOG_ROWS), 3),
-            (planes, log, slots, int32(2, 3), int32(2, 5), *judged()),  # never planned: more drafts than rows
+            (planes, log, slots, int32(2, 3), int32(0, 0, 0), *judged()),  # a window that plan_window refused
         ]  # fmt: skip
     if op == "plan_window":
         return [
@@ -183,24 +183,23 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
             plan_arguments(groups=2, token_offset=4, tokens=5),
             plan_arguments(rows=9),
             plan_arguments(cu_num_draft_tokens=(4, 5, 9, 10), num_bonus_tokens=1),
+            plan_arguments(cu_num_draft_tokens=(0, 4, 5, 9, 10), num_bonus_tokens=1, leading_zero=True),
         ]
-    drafts, cu = (11, 12, 13, 14, 15, 16, 17), (3, 3, 7)
+    drafts, cu = (11, 12, 13, 14, 15, 16, 17), (0, 3, 3, 7)
     sampled = torch.tensor([[11, 12, 99, -1, -1], [50, -1, -1, -1, -1], [14, 15, 16, 17, 60]])
     of_tokens = [
         (int64(*drafts), surrounded(sampled), int32(*cu)),
-        (int32(*drafts, 0, 0), surrounded(sampled.int().T).T, int32(*cu, 7, 7)[:3]),
-        (int64(), int64(), int32()),
+        (int32(*drafts, 0, 0), surrounded(sampled.int().T).T, int32(*cu, 7, 7)[:4]),
+        (int64(), int64().view(0, 1), int32(0)),
     ]
-    of_tokens[2] = (int64(), int64().view(0, 1), int32())
-    of_counts = [(int32(1, 0, 4), int32(*cu)), (int32(-3, 9, 9, 9), int32(*cu)), (int32(), int32())]
+    of_counts = [(int32(1, 0, 4), int32(*cu)), (int32(-3, 9, 9, 9), int32(*cu)), (int32(), int32(0))]
     if op == "acceptance_mask":
         return of_tokens
     if op == "acceptance_mask_from_rejected":
-        return [(*counts, 7 + i if len(counts[1]) else 0) for i, counts in enumerate(of_counts)]
+        return [(*counts, 7 + i if len(counts[0]) else 0) for i, counts in enumerate(of_counts)]
 
     inputs = of_tokens if op == "reject_rows" else of_counts
-    found = [(*i, *judged(rows, requests)) for i, rows, requests in zip(inputs, (7, 9, 4), (3, 5, 0), strict=True)]
-    return [*found, (*inputs[0][:-1], int32(4, 5, 10), *judged(7, 3), 1)]  # each request counts one more
+    return [(*i, *judged(rows, requests)) for i, rows, requests in zip(inputs, (7, 9, 4), (3, 5, 0), strict=True)]
 
 
 def surrounded_layers(logs: list[Tensor]) -> Tensor:
@@ -221,13 +220,15 @@ def plan_arguments(
     rows: int = 6,
     token_offset: int | None = None,
     num_bonus_tokens: int = 0,
+    leading_zero: bool = False,
 ) -> tuple[Any, ...]:
     """A prompt-free batch: 3 drafts, none, 3 drafts, and a padded request; padded tokens at the end."""
     slot_mappings = [int64(*(100 * (g + 1) + t if t < 11 else -1 for t in range(tokens))) for g in range(groups)]
     return (
         int32(*query_start_loc), int32(*cu_num_draft_tokens), slot_mappings, int32(*[77] * (tokens + 2)),
         surrounded(torch.full((groups, rows), 77, dtype=torch.int64)), int32(*[77] * rows),
-        int32(*[77] * rows), int64(10, 20, 30, 40, 50), token_offset, num_bonus_tokens,
+        int32(*[77] * rows), int64(10, 20, 30, 40, 50), int32(*[77] * (len(cu_num_draft_tokens) + 3)), token_offset,
+        num_bonus_tokens, leading_zero,
     )  # fmt: skip
 
 
@@ -286,6 +287,6 @@ def decided(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], list[int]]:
     """The arguments of `acceptance_mask` for a case, and how many drafts of each request it accepts."""
     drafts, sampled, accepted = DECIDED[case]
-    cu = [sum(map(len, drafts[: q + 1])) for q in range(len(drafts))]
+    starts = [sum(map(len, drafts[:q])) for q in range(len(drafts) + 1)]
     flat = surrounded(torch.tensor([d for ids in drafts for d in ids], dtype=draft_dtype))
-    return (flat, surrounded(torch.tensor(sampled, dtype=sampled_dtype)), int32(*cu)), accepted
+    return (flat, surrounded(torch.tensor(sampled, dtype=sampled_dtype)), int32(*starts)), accepted

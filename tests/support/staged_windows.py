@@ -58,7 +58,6 @@ class StagedWindow:
     block_size: int
     num_states: int
     num_shadows: int
-    num_bonus_tokens: int = 0
     held: bool = False
     seed: int = 0
     idx_dtype: torch.dtype = torch.int32
@@ -66,11 +65,11 @@ class StagedWindow:
 
     def __post_init__(self) -> None:
         s, generator = self.sequences, torch.Generator().manual_seed(self.seed)
-        starts, counts, rows = [0], [], 0
-        for q, sequence in enumerate(s):
+        starts, draft_starts = [0], [0]
+        for sequence in s:
             starts.append(starts[-1] + sequence.given + sequence.drafts)
-            rows += sequence.drafts
-            counts.append(rows + self.num_bonus_tokens * (q + 1))
+            draft_starts.append(draft_starts[-1] + sequence.drafts)
+        rows = draft_starts[-1]
         self.num_tokens, self.num_rows = starts[-1], rows
         num_blocks, num_groups = self.groups[0].planes[0].shape[0], len(self.groups)
         shadow = torch.arange(num_blocks - num_groups * self.num_states * self.num_shadows, num_blocks)
@@ -93,7 +92,7 @@ class StagedWindow:
             self.token_slots.append(slots)
         states = [sequence.state for sequence in s]
         self.tensors = {
-            "query_start_loc": int32(*starts), "cu_num_draft_tokens": int32(*counts),
+            "query_start_loc": int32(*starts), "draft_start_loc": int32(*draft_starts),
             "seq_lens": int32(*(sequence.length for sequence in s)), "row_slots": surrounded(row_slots),
             "shadow_blocks": surrounded(shadow[torch.randperm(len(shadow), generator=generator)].int().view(shape)),
             "saved_slots": surrounded(torch.full((num_groups, self.num_tokens + 5), 77)),
@@ -133,17 +132,16 @@ class StagedWindow:
         t = self.tensors
         return (
             self.planes, [len(group.planes) for group in self.groups], t["query_start_loc"],
-            t["cu_num_draft_tokens"], t["seq_lens"], t["row_slots"], t["shadow_blocks"], *self.tables(redirects),
+            t["draft_start_loc"], t["seq_lens"], t["row_slots"], t["shadow_blocks"], *self.tables(redirects),
             t["saved_slots"], t["tail_pages"], t["idx_mapping"], t.get("held_slots"), self.page_offsets,
-            self.num_bonus_tokens,
         )  # fmt: skip
 
     def close_arguments(self, redirects: bool = True) -> tuple[Any, ...]:
         t = self.tensors
         return (
             self.planes, [len(group.planes) for group in self.groups], t["query_start_loc"],
-            t["cu_num_draft_tokens"], t["row_rejected"], t["shadow_blocks"], t["saved_slots"], t["tail_pages"],
-            *self.tables(redirects), t["idx_mapping"], t.get("held_slots"), self.page_offsets, self.num_bonus_tokens,
+            t["draft_start_loc"], t["row_rejected"], t["shadow_blocks"], t["saved_slots"], t["tail_pages"],
+            *self.tables(redirects), t["idx_mapping"], t.get("held_slots"), self.page_offsets,
         )  # fmt: skip
 
     def judge_arguments(self, redirects: bool = True) -> tuple[Any, ...]:
