@@ -719,7 +719,7 @@ def test_slot_outside_the_cache(device, op, slot):
     name, arguments = "slot_mapping", sample_inputs(op)[0]
     if op in RESTORING_OPS:
         caches = make_pages("packed", SMALL, torch.float32).key_caches
-        how = (flags(1, 1, 1),) if op == "restore_slots" else (int32(1, 2), int32(1, 3), *judged(3, 2))
+        how = (flags(1, 1, 1),) if op == "restore_slots" else (int32(1, 2), int32(0, 1, 3), *judged(3, 2))
         name, arguments = "row_slots", (caches, layer_log(caches, 3), int64(5, 0, slot), *how)
     elif op in LOGGING_OPS:
         arguments = with_arguments(op, arguments, log_rows=int32(0, 1, 2))
