@@ -453,12 +453,11 @@ inline WindowCall check_close(
     const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
     const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& held_slots,
     const std::optional<Tensor>& page_offsets, const std::optional<Tensor>& plane_table) {
-    WindowCall call = check_closing(
+    return check_closing(
         op, WindowOp::kClose,
         {caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, saved_slots, tail_pages,
          slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, plane_table},
         row_rejected);
-    return call;
 }
 
 inline WindowCall check_close_from_rejected(

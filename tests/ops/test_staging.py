@@ -505,6 +505,14 @@ def test_small_windows(device, sequences):
     run_as_the_oracle_does(make_window(sequences), device)
 
 
+def test_a_window_that_was_refused(device):
+    """Then plan_window says that no request drafts: nothing is redirected or copied."""
+    window = make_window(held=True)
+    window.tensors["draft_start_loc"].zero_()
+    ours = run_as_the_oracle_does(window, device)
+    assert same_memory(state_of(ours)[:2], state_of(window)[:2])
+
+
 def test_without_request_states(device):
     """Without idx_mapping a request's number is its state."""
     window = make_window(tuple(s for s in MIXED if s.length))
