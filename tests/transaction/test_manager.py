@@ -337,6 +337,18 @@ def test_windows(kinds, end, known):
         assert transactions.manager.state is State.CLOSED
 
 
+@pytest.mark.parametrize("end", [commit, commit_rejected])
+def test_counts_that_are_filled_anew_before_the_commit(end):
+    """An engine that prepares its next step early: the open window has an index pointer of its own."""
+    transactions = Transactions()
+    batch = transactions.batch(MIXED)
+    transactions.manager.begin(batch.window)
+    transactions.forward(batch, batch.rejected)
+    batch.window.cu_num_draft_tokens.fill_(0)
+    end(transactions, batch)
+    transactions.assert_as_expected()
+
+
 def test_the_comparison_sees_a_rejected_draft():
     """Of every kind: nothing undone, nothing equal."""
     for kind in KINDS:
