@@ -11,7 +11,7 @@ Environment:
     NWOR_GLIBC=2.28         link so that the libraries run with that glibc, where this machine's is newer (`make dist`)
     CXX, CUDA_HOME          compilers
 
-What has to be compiled is ninja's to know: what no command compiled so far, and what includes a header that changed.
+Ninja decides what to compile: sources whose command is new, and those that include a header that changed.
 """
 
 import importlib.metadata

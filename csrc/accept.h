@@ -107,7 +107,7 @@ inline PlanCall check_plan(const char* op, const Tensor& query_start_loc, const 
     p.drafts_of = check_cumulative_drafts(cu, num_bonus_tokens, leading_zero, &p.num_requests);
     p.query_start_loc = int32_view(qsl, p.num_requests + 1, "[num_requests + 1]").data;
     p.num_groups = static_cast<int64_t>(slot_mappings.size());
-    const Placed placed_rows(rs), placed_counters(ct);
+    const Placed outputs[] = {Placed(lr), Placed(rs), Placed(rr), Placed(rp), Placed(ct), Placed(ds)};
     for (size_t g = 0; g < slot_mappings.size(); ++g) {
         const std::string name = "slot_mappings[" + std::to_string(g) + "]";
         const Argument s{op, name.c_str(), slot_mappings[g]};
@@ -116,8 +116,7 @@ inline PlanCall check_plan(const char* op, const Tensor& query_start_loc, const 
             s.must_be("of the length of slot_mappings[0], ", describe(slot_mappings[0]));
         s.same_device(query_start_loc);
         const Placed placed(s);
-        must_not_overlap(op, placed, placed_rows);
-        must_not_overlap(op, placed, placed_counters);
+        for (const Placed& output : outputs) must_not_overlap(op, placed, output);
     }
     p.num_tokens = slot_mappings[0].size(0);
     p.log_rows = int32_view(lr, p.num_tokens, "[num_tokens]").data;

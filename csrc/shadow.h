@@ -3,6 +3,7 @@
 #pragma once
 
 #include "accept.h"
+#include "common/op.h"
 #include "common/planes.h"
 
 namespace nwor {
@@ -88,6 +89,7 @@ NWOR_HOST_DEVICE inline Redirect drafts_of_request(const WindowArguments& a, int
     r.state = -1;
     r.first_row = a.drafts_of.before(request);
     r.drafts = a.drafts_of.until(request) - r.first_row;
+    if (r.drafts < 0) *found = {kDraftStartsDecrease, request, r.first_row + r.drafts, r.first_row};
     if (r.drafts <= 0) return r;
     const int64_t start = a.query_start_loc[request], end = a.query_start_loc[request + 1];
     const int64_t state = a.state_of(request);

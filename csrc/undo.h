@@ -91,6 +91,7 @@ inline LogArguments check_log_slots(const char* op, const Tensor& cache, const T
     l.row_windows = check_row_windows(op, window_id, row_windows, cache, l.num_log_rows);
     return l;
 }
+
 // ---------------------------------------------------------------- restore_slots
 
 struct RestoreArguments {

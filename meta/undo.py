@@ -1,7 +1,7 @@
 """What the arguments of the family undo must be."""
 
 from nwor_ops.meta.accept import COUNTS
-from nwor_ops.meta.check import ANY, CACHE, SIZE, SOURCES, Array, by_name, flags, int32, int64
+from nwor_ops.meta.check import ANY, CACHE, SIZE, SOURCES, Array, by_name, int32, int64
 
 SOURCE, LOG = "[>= num_tokens, num_kv_heads, width]", "[num_log_rows, num_kv_heads, width]"
 
@@ -21,6 +21,5 @@ ARGUMENTS = COUNTS | PLANES | WRITE | SOURCE_ROWS | by_name({
     int64("[1]"): "window_id",
     int64("[num_rows]"): "row_windows",
     int64("[num_layers, num_rows]"): "restore_slots.row_windows restore_slots_from_rejected.row_windows",
-    flags("[num_log_rows]"): "row_rejected",
     SIZE: "num_rows",
 })  # fmt: skip

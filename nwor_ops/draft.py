@@ -7,5 +7,7 @@ from nwor_ops import drafter
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):  # what the import system asks: there is no second copy of a submodule
+        raise AttributeError(name)
     warnings.warn("nwor_ops.draft is now nwor_ops.drafter; the old name goes in 0.2", DeprecationWarning, stacklevel=2)
     return getattr(drafter, name)

@@ -42,7 +42,7 @@ def supported() -> str:
     rows = (
         ("", "CUDA, runner V1 or V2", "CPU engine", "draft graphs (V2)"),
         ("---",) * 4,
-        ("vLLM", versions, versions, ", ".join(SUPPORTED_VERSIONS[DRAFT_GRAPHS])),
+        ("vLLM, not refused", versions, versions, ", ".join(SUPPORTED_VERSIONS[DRAFT_GRAPHS])),
         ("speculation by", _code(methods["cuda"]), _code(methods["cpu"]), _code(METHODS[DRAFT_GRAPHS]["cuda"])),
         ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS)),
     )

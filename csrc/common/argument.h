@@ -11,8 +11,8 @@
 
 namespace nwor {
 
-// Python sees std::invalid_argument as ValueError and std::out_of_range as IndexError. the wrappers turn a
-// complaint that says "must have dtype" or "must be on device" into a TypeError.
+// Python sees std::invalid_argument as ValueError and std::out_of_range as IndexError; the functions of
+// nwor_ops/ops turn a complaint that says "must have dtype" or "must be on device" into a TypeError.
 template <class Error = std::invalid_argument, class... Parts>
 [[noreturn]] inline void fail(const char* op, const Parts&... parts) {
     std::ostringstream text;

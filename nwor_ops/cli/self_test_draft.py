@@ -151,7 +151,7 @@ def prepare_next_token_padded(device: torch.device) -> str | None:
     )
 
 
-# Which of 64 equal logits the noise of seed, position and step chooses; see `noise` in tests/oracle_drafter.py.
+# Which of 64 equal logits the noise of seed, position and step chooses; see `noise` in tests/support/oracle_drafter.py.
 VOCABULARY = 64
 DRAWS = ((0, 0, 0, 61), (1, 7, 0, 33), (2**40, 7, 1, 45), (2**40, 8, 1, 17))
 

@@ -1,6 +1,7 @@
 """Every op of the library: declared, typed and documented as one function, in the file of its family.
 
-The kernels live in ``csrc/cpu/FAMILY.cpp`` and ``csrc/cuda/FAMILY.cu``, the fake implementations in ``meta/FAMILY.py``.
+The kernels live in ``csrc/cpu/FAMILY.cpp`` and ``csrc/cuda/FAMILY.cu``, what the fakes ask of each argument in
+``meta/FAMILY.py``.
 ``torch.ops.nwor.NAME`` and the function of the same name take the same arguments in the same order.
 The function adds two things: it refuses tensors that require a gradient (these ops have none, and
 an in-place op without one would corrupt a backward pass in silence), and it raises ``TypeError``

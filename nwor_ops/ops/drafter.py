@@ -1,9 +1,8 @@
 """Family ``drafter``: what a drafter's loop does between two forward passes, on the device.
 
-What vLLM's drafters do
-with some twenty small torch ops and a host-side build per step is one kernel each here, so that a whole draft
-loop fits in a CUDA graph: nothing is allocated, nothing read back, and every count that changes from step to
-step is data.
+What vLLM's drafters do with some twenty small torch ops and a host-side build per step is one kernel each here, so that
+a whole draft loop fits in a CUDA graph: nothing is allocated, nothing read back, and every count that changes from step
+to step is data.
 
 Letters: N rows of this call, R of them real, M rows of a buffer (>= N), K drafts per request, L the longest
 sequence the model takes (``max_model_len``), T target tokens, V vocabulary.

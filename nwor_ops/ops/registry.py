@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -81,7 +82,7 @@ def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Fun
     def declare(function: _Function) -> _Function:
         name = function.__name__
         _library.define(name + _schema(function, mutates, results), tags=(torch.Tag.pt2_compliant_tag,))
-        overload: torch._ops.OpOverload = getattr(torch.ops.nwor, name).default
+        overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
         declared = OPS[name] = Op(name, function.__module__.rpartition(".")[2], function, overload)
 
         @functools.wraps(function)
@@ -101,8 +102,10 @@ def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Fun
 def _schema(function: Callable[..., Any], mutates: Sequence[str], results: Sequence[str]) -> str:
     """What torch infers, in the form that compiled graphs hold since version 0.1: a letter for each mutated argument,
     integers that are never symbols (the kernels' stable ABI has none), named results."""
-    letters = iter("abcdefgh")
-    arguments = torch.library.infer_schema(function, mutates_args=mutates).rpartition(" -> ")[0]
+    letters = iter(string.ascii_lowercase)
+    arguments, _, returned = torch.library.infer_schema(function, mutates_args=mutates).rpartition(" -> ")
+    if returned.count("Tensor") != len(results):
+        raise ValueError(f"{function.__name__} returns {returned}, its results are named {tuple(results)}")
     arguments = re.sub(r"\(a\d+!\)", lambda _: f"({next(letters)}!)", arguments).replace("SymInt", "int")
     return f"{arguments} -> ({', '.join(f'Tensor {result}' for result in results)})"
 

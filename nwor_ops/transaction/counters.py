@@ -21,7 +21,8 @@ class Stats:
         drafted: draft tokens that got a log row.
         accepted: drafts committed.
         rejected: drafts undone, those of cancelled windows included.
-        overflowed: windows left unplanned because they had more drafts than the log has rows; none of them is drafted.
+        overflowed: windows left unplanned because the log has too few rows or their numbers do not agree; none of their
+            drafts counts as drafted.
         cancelled: windows cancelled: every draft undone.
         abandoned: windows closed without an undo: the drafts' rows stayed, as without this library.
 

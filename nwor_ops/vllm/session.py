@@ -60,7 +60,8 @@ class Session:
         logger: vLLM's.
 
     Attributes:
-        audit: what checks every step, if the configuration asks for it: a listener like any other.
+        audit: what checks every step, if the configuration asks for it. The session tells it what every listener
+            hears; it is kept here for those who ask for its summary.
     """
 
     def __init__(
@@ -212,15 +213,24 @@ class Session:
         if self.manager is None or self.manager.state is not State.OPEN:
             self.tell("drop")
             return
-        self.tell("drafted")
         try:
-            self.manager.cancel()
+            self.tell("drafted")
+        finally:  # a listener may raise, and the drafts are undone all the same before a block is used again
+            undone = self._cancel(self.manager)
+        if undone:
+            self.tell("commit", None, True)
+            self.tell("ended")
+
+    def _cancel(self, manager: DraftCommitManager) -> bool:
+        """Whether the drafts of the open window are undone."""
+        try:
+            manager.cancel()
         except Exception as error:
+            self.tell("drop")
             self._fall_back("cancel", error)
-            return
+            return False
         self._count("cancelled", "a step ended without sampling; its drafts were undone")
-        self.tell("commit", None, True)
-        self.tell("ended")
+        return True
 
     # ------------------------------------------------------------ reporting
 

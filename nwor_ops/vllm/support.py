@@ -132,12 +132,12 @@ class Refusal:
 
 
 def _has(*paths: str, above: int = 0) -> Callable[[Any], bool]:
-    """Whether a configuration holds, at one of these places, a number above that, or something that is not empty."""
+    """Whether a configuration holds, at one of these places, a number above that, or anything else that is there."""
 
     def holds(thing: Any, path: str) -> bool:
         for name in path.split("."):
             thing = getattr(thing, name, None)
-        return thing > above if isinstance(thing, int | float) else bool(thing)
+        return thing > above if isinstance(thing, int | float) else thing is not None
 
     return lambda config: any(holds(config, path) for path in paths)
 

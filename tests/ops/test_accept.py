@@ -550,3 +550,19 @@ def test_outputs_may_share_no_memory(op, output, other):
         if output == "log_rows":
             replaced[output] = one
     refuse(op, with_arguments(op, arguments, **replaced), ValueError, "must not share memory")
+
+
+@pytest.mark.parametrize("output", ["log_rows", "row_requests", "row_positions", "counters", "draft_start_loc"])
+def test_no_output_of_a_plan_lies_in_a_slot_mapping(output):
+    """Which its blocks read in any order."""
+    arguments = sample_inputs("plan_window")[0]
+    names = argument_names("plan_window")
+    slots, taken = arguments[names.index("slot_mappings")][0], arguments[names.index(output)]
+    memory = torch.zeros(max(slots.numel(), taken.numel()) * 2, dtype=torch.int64)
+    memory[: slots.numel()] = slots
+    replaced = {
+        "slot_mappings": [memory[: slots.numel()]],
+        "row_slots": arguments[names.index("row_slots")][:1].clone(),
+        output: memory.view(taken.dtype)[: taken.numel()],
+    }
+    refuse("plan_window", with_arguments("plan_window", arguments, **replaced), ValueError, "must not share memory")

@@ -1,4 +1,4 @@
-"""Family draft: the ops of a drafter's loop; against the oracle, on all memory around, and by hand."""
+"""Family drafter: the ops of a drafter's loop; against the oracle, on all memory around, and by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Family stage: a staging buffer, moves, shadow pages; against the oracle, on all memory around."""
+"""Families shadow and staging: a staging buffer, moves, shadow pages; against the oracle, on all memory around."""
 
 from __future__ import annotations
 
@@ -699,6 +699,10 @@ WRONG = {
     "drafts past the rows": (
         {"draft_start_loc": int32(0, 3, 3, 7, 10, 99, 99)}, ValueError,
         "must not exceed the 14 rows .*, got 99", False,
+    ),
+    "starts that decrease": (
+        {"draft_start_loc": int32(0, 3, 3, 7, 6, 6, 6)}, ValueError,
+        "draft_start_loc must not decrease, got 7 and 6 around request 3", False,
     ),
     "a state outside": (
         {"idx_mapping": int32(2, 0, 6, 1, 5, -1)}, IndexError,

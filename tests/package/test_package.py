@@ -248,3 +248,8 @@ def test_old_names_of_modules(old: str, new: str, name: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"nwor_ops.{old} is now nwor_ops.{new}"):
         found = getattr(importlib.import_module(f"nwor_ops.{old}"), name)
     assert found is getattr(importlib.import_module(f"nwor_ops.{new}"), name)
+
+
+def test_an_old_name_makes_no_second_copy_of_a_submodule() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("nwor_ops.draft.loop")

@@ -1,4 +1,4 @@
-"""vLLM's draft kernels beside the ops of family draft, on random batches. Run by test_draft_kernels.py:
+"""vLLM's draft kernels beside the ops of family drafter, on random batches. Run by test_draft_kernels.py:
 
     TRITON_INTERPRET=1 python draft_kernels.py FILE
 

@@ -1,4 +1,4 @@
-"""A few calls of every op of family draft. Every output is poisoned with 77s, every padded row with nonsense.
+"""A few calls of every op of family drafter. Every output is poisoned with 77s, every padded row with nonsense.
 
 A function per op makes its arguments; a test changes some by name with `samples.with_arguments`.
 """

@@ -1,4 +1,4 @@
-"""The ops of family draft give what vLLM's own kernels give. In a process of its own: Triton must be told to
+"""The ops of family drafter give what vLLM's own kernels give. In a process of its own: Triton must be told to
 interpret before it is imported."""
 
 from __future__ import annotations

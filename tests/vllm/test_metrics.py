@@ -993,3 +993,23 @@ def test_emit_metrics_is_on_unless_told_otherwise() -> None:
         NworConfig.load({}, {"VLLM_NWOR_EMIT_METRICS": "maybe"})
     with pytest.raises(ValueError, match="emit_metrics must be true or false"):
         NworConfig.load({"nwor": {"emit_metrics": 1}}, {})
+
+
+def test_a_folder_that_cannot_be_made_stops_no_server(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def no_folder() -> None:
+        raise OSError("no space left")
+
+    module = SimpleNamespace(logger=logging.getLogger("vllm.test"))
+    made = []
+
+    class PrometheusStatLogger:
+        def __init__(self, vllm_config: Any) -> None:
+            made.append(vllm_config)
+
+    module.PrometheusStatLogger = PrometheusStatLogger
+    monkeypatch.setattr(exporter, "export", no_folder)
+    exporter.wrap_loggers_module(module)
+    with caplog.at_level(logging.WARNING, "vllm.test"):
+        module.PrometheusStatLogger(SimpleNamespace(additional_config={"nwor": {"mode": "cow"}}))
+    assert len(made) == 1
+    assert "counters are not exported: no space left" in caplog.text

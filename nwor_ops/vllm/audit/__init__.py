@@ -1,1 +1,1 @@
-"""What was promised, checked: bytes at every step, and the counts of the scheduler."""
+"""What was promised, checked: every byte at every step (`audit`), and the scheduler's counts (`emit_metrics`)."""

@@ -25,7 +25,10 @@ def wrap_loggers_module(module: ModuleType) -> None:
             original(self, vllm_config, *args, **kwargs)
             config = NworConfig.load(vllm_config.additional_config)
             if config.emit_metrics and (config.mode != "off" or config.draft_graphs):
-                export()
+                try:
+                    export()
+                except (OSError, ValueError) as error:  # no folder for the files; the engine serves without ours
+                    module.logger.warning("nwor: counters are not exported: %s", error)
 
         return __init__
 

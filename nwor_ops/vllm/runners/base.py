@@ -94,7 +94,7 @@ class RunnerAttachment(abc.ABC):
             The session, or None where there is nothing to do (no speculative decoding).
 
         Raises:
-            Unsupported: before anything is wrapped or allocated.
+            Unsupported: before anything is wrapped.
         """
         runner = self.runner
         if runner.speculative_config is None:
@@ -139,7 +139,7 @@ class RunnerAttachment(abc.ABC):
         self.session = session
         self.block_tables = {group: self.block_table(group) for group in session.slot_mappings}
         for name in self.wrapped:
-            # An attribute of the instance hides the method of the class; a second attach replaces the first.
+            # An attribute of the instance hides the method of the class.
             method = getattr(type(self.runner), name).__get__(self.runner)
             setattr(self.runner, name, _around(method, getattr(self, name)))
 

@@ -1,0 +1,86 @@
+"""A session by itself: what becomes of a window when a listener, or closing it, fails."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from nwor_ops import LayerCache, Window
+from nwor_ops.config import NworConfig
+from nwor_ops.transaction.state import State
+from nwor_ops.vllm.layers.target import TargetLayer
+from nwor_ops.vllm.session import Session, Step
+
+SLOTS = torch.tensor([4, 5, 6])
+KEYS = torch.ones(3, 2, 8)
+
+
+class Listened:
+    """A session with a window of two drafts that are written, and what its listeners heard."""
+
+    def __init__(self, on_unsupported: str = "error") -> None:
+        self.cache = torch.zeros(3, 4, 2, 16)
+        layer = TargetLayer("layer", "0", self.cache, LayerCache.packed(self.cache), lambda *_: None, fused=True)
+        config = NworConfig.load({"nwor": {"mode": "cow", "on_unsupported": on_unsupported}})
+        slots = {"0": SLOTS.clone()}
+        self.session = Session(
+            config, [layer], slots, max_num_requests=1, max_draft_tokens=2, max_drafts_per_request=2, spare=None,
+            logger=logging.getLogger("test"),
+        )  # fmt: skip
+        self.heard: list[str] = []
+        starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+        self.session.begin(Step(Window(starts, counts, slots, 2), [0, 3], [2]))
+        self.session.write("layer", KEYS, KEYS, self.cache, slots["0"])
+        self.session.subscribe(
+            drop=lambda: self.heard.append("drop"), commit=lambda *_: self.heard.append("commit"),
+            ended=lambda: self.heard.append("ended"),
+        )  # fmt: skip
+        assert self.cache[1].any()
+
+    @property
+    def drafts(self) -> torch.Tensor:
+        return self.cache[1, 1:3]
+
+
+def fails() -> None:
+    raise RuntimeError("planted in a listener")
+
+
+@pytest.mark.parametrize("on_unsupported", ["error", "vanilla"])
+@pytest.mark.parametrize("begun_to_commit", [False, True])
+def test_drafts_are_undone_whatever_a_listener_says(begun_to_commit: bool, on_unsupported: str) -> None:
+    step = Listened(on_unsupported)
+    session = step.session
+    session.subscribe(drafted=fails)
+    if begun_to_commit:
+        with pytest.raises(RuntimeError, match="planted in a listener"):
+            session.commit(lambda manager: None, num_sampled=lambda: [1])
+    with pytest.raises(RuntimeError, match="planted in a listener"):
+        session.close_interrupted()
+    assert session.manager is not None
+    assert session.manager.state is State.CLOSED
+    assert not step.drafts.any()
+    assert session.vanilla_steps["cancelled"] == 1
+
+
+@pytest.mark.parametrize("on_unsupported", ["error", "vanilla"])
+def test_a_step_that_could_not_be_cancelled_is_dropped(monkeypatch: pytest.MonkeyPatch, on_unsupported: str) -> None:
+    """A listener that waited for its end would take the next step for it."""
+    step = Listened(on_unsupported)
+    monkeypatch.setattr(type(step.session.manager), "cancel", lambda _: fails())
+    if on_unsupported == "error":
+        with pytest.raises(RuntimeError, match="nwor: cancel failed: planted in a listener"):
+            step.session.close_interrupted()
+    else:
+        step.session.close_interrupted()
+        assert step.session.vanilla_steps["cancel failed"] == 1
+    assert step.heard == ["drop"]
+
+
+def test_a_step_that_is_cancelled_is_told_of_to_its_end() -> None:
+    step = Listened()
+    step.session.close_interrupted()
+    assert step.heard == ["commit", "ended"]
+    assert not step.drafts.any()
