@@ -28,6 +28,7 @@ struct DraftStarts {
 inline DraftStarts check_draft_starts(const Argument& starts, int64_t* num_requests) {
     const DraftStarts drafts_of{int32_view(starts, 1, "[num_requests + 1]").data};
     *num_requests = starts.tensor.size(0) - 1;
+    if (*num_requests > INT32_MAX) starts.must_be("of fewer than 2^31 requests");
     if (starts.tensor.is_cpu() && drafts_of.before(0) != 0)
         complain(starts.op, {kDraftStartsFirst, 0, drafts_of.before(0), 0});
     return drafts_of;
@@ -53,6 +54,7 @@ inline CumulativeDrafts check_cumulative_drafts(const Argument& cu, int64_t num_
     const int64_t zeros = leading_zero ? 1 : 0;
     const int32_t* counts = int32_view(cu, zeros, zeros ? "[num_requests + 1]" : "[num_requests]").data;
     *num_requests = cu.tensor.size(0) - zeros;
+    if (*num_requests > INT32_MAX) cu.must_be("of fewer than 2^31 requests");
     if (zeros && cu.tensor.is_cpu() && counts[0] != 0)
         fail(cu.op, cu.name, " must begin with 0 where it has a leading_zero, got ", counts[0]);
     return {counts + zeros, num_bonus_tokens};

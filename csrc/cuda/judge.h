@@ -11,11 +11,12 @@ namespace {
 
 // The first i in [0, length) with element(i) > value, else `length`. In a cumulative array that is where
 // element `value` belongs; requests that own nothing are passed over.
+// Requests are numbered in 32 bits: so are the steps of the search.
 template <class Element>
 __device__ int64_t first_above(const Element& element, int64_t length, int64_t value) {
-    int64_t low = 0, high = length;
+    uint32_t low = 0, high = static_cast<uint32_t>(length);
     while (low < high) {
-        const int64_t middle = (low + high) / 2;
+        const uint32_t middle = low + (high - low) / 2;
         if (element(middle) > value)
             high = middle;
         else

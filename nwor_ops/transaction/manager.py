@@ -21,7 +21,8 @@ enforced where Python does run: begin, commit, cancel, and eager writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,7 +34,7 @@ from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.layers import Layer, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Recovery, Redirects
 from nwor_ops.transaction.shadow_pages import ShadowPages
-from nwor_ops.transaction.state import State, Stateful
+from nwor_ops.transaction.state import State, Stateful, raises_behind_launches
 from nwor_ops.transaction.undo_log import UndoLog
 from nwor_ops.transaction.window import Window, WindowBuffers
 from nwor_ops.validation import explained
@@ -340,14 +341,15 @@ class DraftCommitManager(Stateful[Layer]):
         window, buffers = self._window_to_commit("commit"), self.buffers
         if not self._judged:
             try:
-                ops.reject_rows(
-                    draft_token_ids, sampled_token_ids, buffers.draft_starts, buffers.row_rejected,
-                    buffers.num_accepted, buffers.counters,
-                )  # fmt: skip
+                with self._judging():
+                    ops.reject_rows(
+                        draft_token_ids, sampled_token_ids, buffers.draft_starts, buffers.row_rejected,
+                        buffers.num_accepted, buffers.counters,
+                    )  # fmt: skip
             except Exception as error:
+                self._take_back_counts()  # no row was moved: another commit judges anew
                 ids = {"draft_token_ids": draft_token_ids, "sampled_token_ids": sampled_token_ids}
                 raise explained(error, validation.tensors, "commit", **ids) from None
-            self._judged = True
         self._close(window)
 
     def commit_rejected(self, num_rejected: Tensor) -> None:
@@ -359,19 +361,17 @@ class DraftCommitManager(Stateful[Layer]):
         window, buffers, first = self._window_to_commit("commit_rejected"), self.buffers, 0
         if not self._judged:
             try:
-                if window.num_draft_tokens == 0:
-                    ops.reject_rows_from_rejected(
-                        num_rejected, buffers.draft_starts, buffers.row_rejected, buffers.num_accepted,
-                        buffers.counters,
-                    )  # fmt: skip
-                else:
-                    self.recovery.close_from_rejected(window, self._redirects, num_rejected)
-                    first = 1
+                with self._judging():
+                    if window.num_draft_tokens == 0:
+                        ops.reject_rows_from_rejected(
+                            num_rejected, buffers.draft_starts, buffers.row_rejected, buffers.num_accepted,
+                            buffers.counters,
+                        )  # fmt: skip
+                    else:
+                        self.recovery.close_from_rejected(window, self._redirects, num_rejected)
+                        first = 1
             except Exception as error:
-                # On CUDA only debug mode finds a bad index: behind the launch, which has counted.
-                self._judged = isinstance(error, IndexError) and self.device.type != "cpu"
                 raise explained(error, validation.tensors, "commit_rejected", num_rejected=num_rejected) from None
-            self._judged = True
         self._close(window, first)
 
     def cancel(self) -> None:
@@ -414,6 +414,19 @@ class DraftCommitManager(Stateful[Layer]):
         self.recovery.close_keeping_all(window, self._redirects)
         self._abandoned += 1
         self._end()
+
+    @contextlib.contextmanager
+    def _judging(self) -> Iterator[None]:
+        """Around the launch that judges the drafts. One that raises has changed nothing, unless it raises behind the
+        launch: then the counters tell."""
+        counters = self.buffers.counters
+        before = counters.tolist() if raises_behind_launches(counters) else None
+        try:
+            yield
+        except Exception:
+            self._judged = before is not None and before != counters.tolist()
+            raise
+        self._judged = True
 
     def _take_back_counts(self) -> None:
         """Uncount what :meth:`_judged` drafts of this window were counted as."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from enum import Enum
 from typing import Generic, TypeVar
@@ -14,6 +15,9 @@ from nwor_ops.kv_cache import LayerCache
 from nwor_ops.validation import BoundToMemory
 
 _Layer = TypeVar("_Layer")
+
+# As csrc/cuda/launch.h reads it.
+_DEBUG_SYNC = os.environ.get("VLLM_NWOR_DEBUG_SYNC") in ("1", "true")
 
 
 class State(Enum):
@@ -68,3 +72,8 @@ class Stateful(BoundToMemory, Generic[_Layer]):
 def is_capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured on the stream that this tensor's ops would go to."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def raises_behind_launches(tensor: Tensor) -> bool:
+    """Whether an op on this tensor may raise what its kernel met, when the kernel has run: on CUDA in debug mode."""
+    return _DEBUG_SYNC and tensor.is_cuda and not is_capturing(tensor)

@@ -14,8 +14,10 @@ from bad_input import DEBUG_MODE
 from layouts import twin
 from processes import ROOT
 from samples import int64, sample_inputs, with_arguments
+from transactions import Request, make_batch
 
-from nwor_ops import ops
+from nwor_ops import DraftCommitManager, LayerCache, ops
+from nwor_ops.transaction.state import State
 
 
 @pytest.mark.debug_mode
@@ -33,6 +35,37 @@ def test_a_replay_is_reported_by_the_next_eager_call(device):
         with pytest.raises(IndexError, match=r"^write_kv: slot_mapping\[2\] must be below 12 .*, got 99$"):
             ops.log_slots(*other)
     ops.log_slots(*other)
+
+
+@pytest.mark.debug_mode
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_a_commit_that_is_refused_behind_its_launch(device, mode):
+    """Ids that are too few are met by the kernel; the next commit judges anew, and every draft is counted once.
+    Outside debug mode the first commit has judged: a draft without an id is rejected."""
+    requests = [Request(1, 3, 2), Request(1, 2, 2)]
+    batch = make_batch(requests, {"default": [*range(4), *range(16, 19)]}, spare_drafts=0)
+    window = batch.window._replace(
+        seq_lens=torch.tensor([4, 3], dtype=torch.int32),
+        block_tables={"default": torch.tensor([[0], [1]], dtype=torch.int32)},
+    )
+    manager = DraftCommitManager(
+        max_num_tokens=8, max_num_requests=2, max_draft_tokens=6, device=device, mode=mode, max_drafts_per_request=3
+    )
+    manager.register_layer("layer", LayerCache.packed(torch.zeros(8, 16, 2, 16, device=device)))
+    manager.allocate()
+    ids, sampled = batch.draft_token_ids.to(device), batch.sampled_token_ids.to(device)
+    manager.begin(twin(window, device))
+    accepted = 2
+    if DEBUG_MODE:
+        with pytest.raises(ValueError, match=r"must not exceed the 3 entries of draft_token_ids, got 5"):
+            manager.commit(ids[:3].clone(), sampled)
+        manager.commit(ids, sampled)
+        accepted = 4
+    else:
+        manager.commit(ids[:3].clone(), sampled)
+    stats = manager.stats()
+    assert (stats.windows, stats.drafted, stats.accepted, stats.rejected) == (1, 5, accepted, 5 - accepted)
+    assert manager.state is State.CLOSED
 
 
 def test_debug_mode_raises():

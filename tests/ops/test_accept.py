@@ -536,6 +536,17 @@ SHARED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("op", "argument"), [("plan_window", "cu_num_draft_tokens"), ("acceptance_mask_from_rejected", "draft_start_loc")]
+)
+def test_too_many_requests(tmp_path, op, argument):
+    """Kernels number them in 32 bits. (A sparse file: nothing of it is read but its beginning.)"""
+    counts = torch.from_file(str(tmp_path / "counts"), shared=True, size=2**31 + 1, dtype=torch.int32)
+    arguments = with_arguments(op, sample_inputs(op)[0], **{argument: counts})
+    with pytest.raises(ValueError, match=rf"^{op}: {argument} must be of fewer than 2\^31 requests, got"):
+        getattr(ops, op)(*arguments)
+
+
 @pytest.mark.parametrize(("op", "output", "other"), SHARED)
 def test_outputs_may_share_no_memory(op, output, other):
     arguments = sample_inputs(op)[0]

@@ -39,3 +39,20 @@ def fail_at(launch: int, lasting: bool = False) -> Iterator[list[int]]:
         for name in LAUNCHES:
             patched.setattr(ops, name, failing(getattr(ops, name)))
         yield made
+
+
+@contextmanager
+def raising_behind(error: type[Exception]) -> Iterator[None]:
+    """The launches are made, and each raises behind itself."""
+
+    def raising(op):
+        def run(*arguments):
+            op(*arguments)
+            raise error(f"{op.__name__}: met behind the launch")
+
+        return run
+
+    with pytest.MonkeyPatch().context() as patched:
+        for name in LAUNCHES:
+            patched.setattr(ops, name, raising(getattr(ops, name)))
+        yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decoding import STEPS, Engine
-from faults import Lost, fail_at
+from faults import Lost, fail_at, raising_behind
 from transactions import one_thread  # noqa: F401
 
 import nwor_ops.transaction.manager
@@ -69,6 +69,26 @@ def test_a_commit_that_failed_is_finished_by_another(mode, end, launch, again):
         one.lengths = [n + r.given + r.accepted for n, r in zip(one.lengths, STEPS[1], strict=True)]
         one.step(STEPS[2])
     engine.assert_pages(untroubled)
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+@pytest.mark.parametrize("end", ["commit", "commit_rejected"])
+@pytest.mark.parametrize("error", [IndexError, ValueError])
+@pytest.mark.parametrize("then", ["commit", "cancel"])
+def test_a_launch_that_raises_when_it_has_judged(monkeypatch, mode, end, error, then):
+    """As on CUDA in debug mode, where an error of any kind comes behind the launch: every draft is counted once."""
+    engine, untroubled = Engine(KINDS, mode), Engine(KINDS, mode)
+    batch, other = a_step(engine), a_step(untroubled)
+    getattr(untroubled.manager, then)(*(outcome_of(other, then) if then == "commit" else ()))
+    monkeypatch.setattr(nwor_ops.transaction.manager, "raises_behind_launches", lambda counters: True)
+    with raising_behind(error), pytest.raises(error):
+        getattr(engine.manager, end)(*outcome_of(batch, end))
+    if then == "commit":
+        engine.manager.commit(*outcome_of(batch, "commit"))
+        engine.assert_pages(untroubled)
+    else:
+        engine.manager.cancel()
+    assert counts(engine) == counts(untroubled)
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
