@@ -37,10 +37,6 @@ class Op:
     function: Callable[..., Any]
     overload: torch._ops.OpOverload
 
-    @property
-    def argument_names(self) -> tuple[str, ...]:
-        return tuple(argument.name for argument in self.overload._schema.arguments)
-
     def arguments(self, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments of a call by name, in the order of the schema, defaults filled in; TypeError where one is
         missing or unknown."""
@@ -53,11 +49,6 @@ class Op:
 
 
 OPS: dict[str, Op] = {}  # in the order of their declaration
-
-
-def family(name: str) -> tuple[str, ...]:
-    """The ops of a family."""
-    return tuple(op.name for op in OPS.values() if op.family == name)
 
 
 class Refusal(RuntimeError):

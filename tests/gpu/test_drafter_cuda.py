@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from layouts import same_memory, surrounded, twin
-from samples import argument_names, int64, sample_inputs
+from samples import argument_names, int64, ops_of, sample_inputs
 from samples_drafter import (
     PADDED,
     decode_arguments,
@@ -26,9 +26,8 @@ from samples_drafter import (
 )
 
 from nwor_ops import ops
-from nwor_ops.ops import registry
 
-OPS = registry.family("drafter")
+OPS = ops_of("drafter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -6,14 +6,13 @@ import oracle
 import pytest
 import torch
 from layouts import Shape, make_pages, same_memory, twin
-from samples import SMALL, sample_inputs
+from samples import SMALL, ops_of, sample_inputs
 from samples_staging import accept_staged_arguments, stage_arguments
 from staged_windows import Sequence, make_window
 
 from nwor_ops import ops
-from nwor_ops.ops import registry
 
-STAGE = (*registry.family("shadow"), *registry.family("staging"))
+STAGE = (*ops_of("shadow"), *ops_of("staging"))
 
 
 class Replayed:

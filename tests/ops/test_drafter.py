@@ -13,7 +13,7 @@ from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import assert_same_as_oracle, memory, refuse, same_memory, surrounded, twin
-from samples import argument_names, flags, int32, int64, numbers, sample_inputs, with_arguments
+from samples import argument_names, flags, int32, int64, numbers, ops_of, sample_inputs, with_arguments
 from samples_drafter import (
     PADDED,
     batches,
@@ -33,9 +33,8 @@ from samples_drafter import (
 )
 
 from nwor_ops import ops
-from nwor_ops.ops import registry
 
-OPS = registry.family("drafter")
+OPS = ops_of("drafter")
 
 
 @pytest.mark.debug_mode

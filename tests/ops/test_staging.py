@@ -34,6 +34,7 @@ from samples import (
     int32,
     int64,
     numbers,
+    ops_of,
     sample_inputs,
     with_arguments,
     write_arguments,
@@ -59,7 +60,7 @@ from staged_windows import (
 )
 
 from nwor_ops import ops
-from nwor_ops.ops import registry, staging
+from nwor_ops.ops import staging
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ELEMENT_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16, torch.float32, torch.int64)
@@ -84,7 +85,7 @@ SHAPES = {
     "more_units_than_a_block": Shape(3, 4, 40, 256, 128),
 }
 OFFSETS = range(9)
-OPS = (*registry.family("shadow"), *registry.family("staging"))
+OPS = (*ops_of("shadow"), *ops_of("staging"))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -242,6 +242,10 @@ def sample_inputs(op: str, device: str = "cpu") -> list[tuple[Any, ...]]:
     return [twin(arguments, device) for arguments in samples]
 
 
+def ops_of(family: str) -> tuple[str, ...]:
+    return tuple(op.name for op in registry.OPS.values() if op.family == family)
+
+
 def argument_names(op: str) -> list[str]:
     return [argument.name for argument in getattr(torch.ops.nwor, op).default._schema.arguments]
 

@@ -12,7 +12,7 @@ from layouts import memory, twin
 from samples import numbers
 from transactions import KINDS, one_thread  # noqa: F401
 
-from nwor_ops import KVCacheInterceptor, StagingBuffer, ops
+from nwor_ops import KVCacheInterceptor, LayerCache, StagingBuffer, ops
 
 ROWS, TOKENS = 12, 16
 WRITABLE = tuple(kind for kind in KINDS if kind not in ("amx", "latent"))
@@ -229,6 +229,13 @@ def test_buffers_stay_where_they_are():
         staged.stage_all(rows)
         staged.buffer.commit(torch.ones(rows, dtype=torch.bool))
     assert [getattr(staged.buffer, name).data_ptr() for name in names] == before
+
+
+def test_memory_of_the_staged_rows():
+    buffer = StagingBuffer(max_num_tokens=TOKENS, max_num_rows=ROWS, device="cpu")
+    buffer.register_layer("layer", LayerCache.packed(torch.zeros(2, 16, 3, 2 * 8, dtype=torch.bfloat16)))
+    buffer.allocate()
+    assert buffer.buffer_bytes == ROWS * 3 * 2 * 8 * 2
 
 
 def test_the_protocol():
