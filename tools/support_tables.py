@@ -13,7 +13,7 @@ from nwor_ops.vllm.layers.back_ends import CPU_IMPL, LATENT_IMPLS, PACKED_IMPLS
 from nwor_ops.vllm.support import (
     DRAFT_BACK_ENDS,
     DRAFT_GRAPHS,
-    METHODS,
+    DRAFT_METHODS,
     REFUSALS,
     SUPPORTED_VERSIONS,
     TRANSACTION,
@@ -38,12 +38,11 @@ def supported() -> str:
     """By engine, and for draft graphs."""
     versions = ", ".join(SUPPORTED_VERSIONS[TRANSACTION])
     cuda = f"{_classes(PACKED_IMPLS)}; MLA: {_classes(LATENT_IMPLS)}"
-    methods = METHODS[TRANSACTION]
     rows = (
         ("", "CUDA, runner V1 or V2", "CPU engine", "draft graphs (V2)"),
         ("---",) * 4,
         ("vLLM, not refused", versions, versions, ", ".join(SUPPORTED_VERSIONS[DRAFT_GRAPHS])),
-        ("speculation by", _code(methods["cuda"]), _code(methods["cpu"]), _code(METHODS[DRAFT_GRAPHS]["cuda"])),
+        ("speculation by", "any method whose drafter names its layers, or has none", "the same", _code(DRAFT_METHODS)),
         ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS)),
     )
     return "\n".join(_row(*row) for row in rows)

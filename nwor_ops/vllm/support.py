@@ -20,12 +20,9 @@ from nwor_ops import library
 # What an engine may be asked for: the modes cow and stage, and draft graphs.
 TRANSACTION, DRAFT_GRAPHS = "transaction", "draft graphs"
 SUPPORTED_VERSIONS = {TRANSACTION: ("0.32", "0.33"), DRAFT_GRAPHS: ("0.33",)}
-# Ways to draft that were tried, by the device of the target model.
-METHODS: dict[str, dict[str, tuple[str, ...]]] = {
-    TRANSACTION: {"cpu": ("ngram", "draft_model"), "cuda": ("ngram", "draft_model", "eagle")},
-    DRAFT_GRAPHS: {"cuda": ("draft_model",)},  # a method with another speculator has graphs of its own, or needs none
-}
-# Of a drafter with graphs. (Of the transaction: layers/back_ends.py.)
+DEVICES = {TRANSACTION: ("cpu", "cuda"), DRAFT_GRAPHS: ("cuda",)}
+# Of a drafter with graphs. (Of the transaction: runners/base.py for drafters, layers/back_ends.py for attention.)
+DRAFT_METHODS = ("draft_model",)
 DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN")
 DRAFT_CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 CACHE_SPECS = (*DRAFT_CACHE_SPECS, "MLAAttentionSpec")
@@ -151,9 +148,18 @@ DEVICE = Refusal(
     "a device other than cpu and cuda; for draft graphs, than cuda",
     "only cpu and cuda are known", "CUDA graphs need CUDA", message="device {device}: {why}")
 METHOD = Refusal(
-    f"speculation by another method than {', '.join(METHODS[TRANSACTION]['cuda'])} (CPU: "
-    f"{', '.join(METHODS[TRANSACTION]['cpu'])}; draft graphs: {', '.join(METHODS[DRAFT_GRAPHS]['cuda'])})",
-    _NOT_TRIED, "it has graphs of its own, or needs none", message="speculation by {method}: {why}")
+    f"speculation by another method than {', '.join(DRAFT_METHODS)}",
+    draft_graphs="it has graphs of its own, or needs none",
+    message=f"speculation by {{method}}: draft graphs are for method {', '.join(DRAFT_METHODS)}")
+UNNAMED_LAYERS = Refusal(
+    "a drafter with layers that it does not name", "whose rows are the target's is not known",
+    message="speculation by {method}: layers {layers} have a KV cache, are in no module of the target's model, and "
+    "{drafter} does not name them as its own")
+NEW_TOKENS = Refusal(
+    "a model that samples another number of new tokens in a step than one for each request (diffusion)",
+    "its drafts are not the last tokens of a request behind one that was sampled",
+    message="the model samples {count} new tokens for each request and step: which tokens are drafts is known where it "
+    "samples one", engines="runner V2")
 FUSED_WRITER = Refusal(
     f"the compiler pass `{FUSED_MLA_WRITER}` with MLA layers",
     "it writes the cache past the layer's writer; the message says how to switch it off",
@@ -200,7 +206,7 @@ CAPTURE_SIZES = Refusal(
     message="cudagraph_capture_sizes {sizes}: none holds a batch of {tokens} tokens per request")
 
 REFUSALS = (
-    DEVICE, METHOD,
+    DEVICE, METHOD, UNNAMED_LAYERS, NEW_TOKENS,
     Refusal("KV connectors", "a connector may export a layer inside its attention op, before commit",
             "a connector moves a layer's keys in Python, which graphs do not run", _has("kv_transfer_config")),
     Refusal("pipeline parallelism", "only the last stage learns in time which drafts were accepted", _NOT_TRIED,
@@ -255,14 +261,11 @@ def check_vllm(hooks: Iterable[Hook], use: str = TRANSACTION) -> None:
 
 def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION) -> None:
     """Can the promise be kept in an engine of this configuration? Some of it shows in its layers alone."""
-    method, methods = vllm_config.speculative_config.method, METHODS[use].get(device_type)
-    found = []
-    if methods is None:
+    method, found = vllm_config.speculative_config.method, []
+    if device_type not in DEVICES[use]:
         found.append(DEVICE.message.format(device=device_type, why=DEVICE.why(use)))
-    elif method not in methods:
-        tried = f"on {device_type} only {', '.join(methods)} have been tried"
-        why = tried if use == TRANSACTION else f"draft graphs are for method {', '.join(methods)}"
-        found.append(METHOD.message.format(method=method, why=why))
+    if use == DRAFT_GRAPHS and method not in DRAFT_METHODS:
+        found.append(METHOD.message.format(method=method))
     found += [
         f"{refusal.feature}: {refusal.why(use)}"
         for refusal in REFUSALS

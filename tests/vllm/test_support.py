@@ -45,7 +45,6 @@ def test_a_document_without_the_marks_is_an_error() -> None:
         ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
         ({"speculative_config__enable_adaptive_verification": True}, "adaptive verification: it has not been tried"),
         ({"attention_config__hisparse_config": object()}, "HiSparse: it writes to slots of its own"),
-        ({"method": "eagle"}, "speculation by eagle: on cpu only ngram, draft_model have been tried"),
     ],
 )
 def test_each_refusal_has_its_sentence(found: dict[str, Any], because: str) -> None:
@@ -56,8 +55,13 @@ def test_each_refusal_has_its_sentence(found: dict[str, Any], because: str) -> N
 def test_what_is_not_refused() -> None:
     sizes = {f"parallel_config__{kind}_parallel_size": 1 for kind in ("data", "pipeline", "decode_context")}
     check_engine(engine(**sizes, parallel_config__tensor_parallel_size=8, kv_transfer_config=None), "cpu")
-    check_engine(engine("eagle", lora_config=object()), "cuda")
+    check_engine(engine("of tomorrow", lora_config=object()), "cuda")
     check_engine(engine("draft_model", attention_config__hisparse_config=object()), "cuda", DRAFT_GRAPHS)
+
+
+def test_draft_graphs_have_a_method_of_their_own() -> None:
+    with pytest.raises(Unsupported, match=r"^speculation by eagle: draft graphs are for method draft_model$"):
+        check_engine(engine("eagle"), "cuda", DRAFT_GRAPHS)
 
 
 def test_another_device_is_refused() -> None:

@@ -24,9 +24,12 @@ from nwor_ops.vllm.layers.back_ends import LATENT_IMPLS, check_tables, target_la
 from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.session import EVENTS, Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
-from nwor_ops.vllm.support import Hook, Unsupported, check_engine, check_vllm
+from nwor_ops.vllm.support import UNNAMED_LAYERS, Hook, Unsupported, check_engine, check_vllm
 
 _MARK = "_nwor_wrapper"
+# Where drafters keep the names of their attention layers: those of the V2 runner, of the V1 runner, and vLLM's V1
+# ExtractHiddenStatesProposer.
+_NAMES_OF_LAYERS = ("draft_attn_layer_names", "_draft_attn_layer_names", "attn_layer_names")
 
 
 def runner_hooks(module: str, **more: str) -> tuple[Hook, ...]:
@@ -74,7 +77,8 @@ class RunnerAttachment(abc.ABC):
 
     @abc.abstractmethod
     def drafter_layers(self) -> set[str]:
-        """The attention layers of the drafter's own model. Raises :class:`Unsupported` where they are not known."""
+        """The attention layers of the drafter's own, by :func:`named_layers`. Raises :class:`Unsupported` where they are
+        not known, or which tokens are drafts."""
 
     @property
     def drafter_borrows(self) -> bool:
@@ -174,6 +178,28 @@ class RunnerAttachment(abc.ABC):
 
     def commit_sampled(self) -> None:  # noqa: B027
         """Commit a step that was sampled, where its runner commits behind the drafter."""
+
+
+def named_layers(runner: Any, drafter: Any) -> set[str]:
+    """The layers that a drafter names as its own; none where it has none.
+
+    Args:
+        runner: of either generation, its cache bound.
+        drafter: what proposes drafts.
+
+    Raises:
+        Unsupported: a layer with a KV cache is neither named nor a module of the target's model, so whose it is is not
+            known.
+    """
+    named = {name for attribute in _NAMES_OF_LAYERS for name in getattr(drafter, attribute, ())}
+    context = runner.compilation_config.static_forward_context
+    modules = {id(module) for module in runner.get_model().modules()}
+    cached = (name for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names)
+    if unknown := [name for name in cached if name not in named and id(context[name]) not in modules]:
+        raise UNNAMED_LAYERS.because(
+            method=runner.speculative_config.method, layers=", ".join(unknown), drafter=type(drafter).__name__
+        )
+    return named
 
 
 def start_audit(session: Session, layers: list[TargetLayer]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from nwor_ops.transaction.window import Window
-from nwor_ops.vllm.runners.base import RunnerAttachment, runner_hooks
+from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, runner_hooks
 from nwor_ops.vllm.session import Step
-from nwor_ops.vllm.support import Hook, Unsupported
+from nwor_ops.vllm.support import Hook
 
 _MODULE = "vllm.v1.worker.gpu_model_runner"
 
@@ -42,13 +42,7 @@ class V1(RunnerAttachment):
         return self.runner.input_batch.block_table[int(group)].block_table.gpu
 
     def drafter_layers(self) -> set[str]:
-        config = self.runner.speculative_config
-        if not (config.uses_draft_model() or config.use_eagle()):
-            return set()
-        names = set(getattr(self.runner.drafter, "_draft_attn_layer_names", ()))
-        if not names:
-            raise Unsupported("the drafter does not say which attention layers are its own")
-        return names
+        return named_layers(self.runner, self.runner.drafter)
 
     def _step(self, metadata: Any) -> Step:
         """One forward: metadata is vLLM's ``SpecDecodeMetadata``, on the host and on the device."""

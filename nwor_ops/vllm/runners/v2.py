@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from nwor_ops.transaction.window import Window
-from nwor_ops.vllm.runners.base import RunnerAttachment, runner_hooks
+from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, runner_hooks
 from nwor_ops.vllm.session import Step
-from nwor_ops.vllm.support import Hook, Unsupported
+from nwor_ops.vllm.support import NEW_TOKENS, Hook
 
 _MODULE = "vllm.v1.worker.gpu.model_runner"
 _WARM_UP = "vllm.v1.worker.gpu.warmup"
@@ -51,14 +51,9 @@ class V2(RunnerAttachment):
         return not (config.use_ngram() or config.uses_draft_model())
 
     def drafter_layers(self) -> set[str]:
-        if self.runner.model_state.num_new_sampled_tokens_per_step != 1:
-            raise Unsupported("the model samples more than one new token for each request and step")
-        if self.runner.speculative_config.use_ngram():
-            return set()
-        names = set(getattr(self.runner.speculator, "draft_attn_layer_names", ()))
-        if not names:
-            raise Unsupported("the drafter does not say which attention layers are its own")
-        return names
+        if (count := self.runner.model_state.num_new_sampled_tokens_per_step) != 1:
+            raise NEW_TOKENS.because(count=count)
+        return named_layers(self.runner, self.runner.speculator)
 
     def _step(self, input_batch: Any) -> Step:
         return Step(
