@@ -77,8 +77,11 @@ class RunnerAttachment(abc.ABC):
 
     @abc.abstractmethod
     def drafter_layers(self) -> set[str]:
-        """The attention layers of the drafter's own, by :func:`named_layers`. Raises :class:`Unsupported` where they are
-        not known, or which tokens are drafts."""
+        """The attention layers of the drafter's own, by :func:`named_layers`.
+
+        Raises:
+            Unsupported: they, or which tokens are drafts, are not known.
+        """
 
     @property
     def drafter_borrows(self) -> bool:
