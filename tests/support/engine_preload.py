@@ -10,6 +10,7 @@ from typing import Any
 
 import numba
 import numpy
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.triton_utils import dispatcher
 from vllm.v1.spec_decode.ngram_proposer import batch_propose_numba
 
@@ -17,11 +18,23 @@ for _name in (
     "vllm.entrypoints.llm",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.llama",
     "compressed_tensors",  # asked while any model is loaded
     "nwor_ops.vllm",
 ):
     importlib.import_module(_name)
+
+# vLLM looks at a class of models in a process of its own before it imports it, and starts that with every engine that is
+# the first of its kind.
+for _name in (
+    "LlamaForCausalLM",
+    "EagleLlamaForCausalLM",
+    "Eagle3LlamaForCausalLM",
+    "MedusaModel",
+    "MiMoForCausalLM",
+    "MiMoMTPModel",
+    "ExtractHiddenStatesModel",
+):
+    ModelRegistry.register_model(_name, ModelRegistry.models[_name].load_model_cls())
 
 
 def _namespace(thing: Any) -> Mapping[str, Any]:

@@ -1,0 +1,129 @@
+"""Drafters for the tiny Llama, and a model with a drafter of its own: made-up weights that know the rule of its
+language (:mod:`nwor_ops.testing.tiny_llama`), so that some of what they propose is accepted and some is not.
+
+The output layer of the model turns the embedding of a token into the token behind it. So a drafter knows the rule if it
+hands on the embedding of the token before the one that it drafts.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
+
+import torch
+from tiny_models import _matrix, _save, _write_eagle
+from torch import Tensor
+
+from nwor_ops.testing.tiny_llama import BLOCK_SCALE, VOCABULARY, Size, successor, write_tiny_llama
+
+DRAFTS = 3
+SIZE = Size()
+
+
+def tiny_folder(name: str) -> str:
+    """The folder of a model, written when it is first asked for, by whichever process."""
+    folder = pathlib.Path(tempfile.gettempdir(), f"nwor-tests-{os.getuid()}", f"tiny-{name}")
+    if not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        unfinished = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
+        _WRITERS[name](unfinished)
+        try:
+            unfinished.rename(folder)
+        except OSError:  # another process has
+            assert folder.exists()
+    return str(folder)
+
+
+def _write_eagle3(folder: pathlib.Path) -> None:
+    """One layer behind the model's. First it is told of the model's last state and knows the rule; then of its own,
+    which it hands on as it is: such a draft is the one before it again, and hardly ever accepted."""
+    generator, hidden = torch.Generator().manual_seed(24), SIZE.hidden
+    llama = _llama()
+    nothing = torch.zeros_like(_following(llama))
+    weights = dict(_decoder_layer(generator, "layers.0", qkv_input=2 * hidden)) | {
+        "fc.weight": torch.cat((nothing, nothing, _following(llama)), dim=1),
+        "layers.0.hidden_norm.weight": torch.ones(hidden),
+        "norm.weight": torch.ones(hidden),
+        "lm_head.weight": llama["lm_head.weight"],
+    }
+    config = Size(layers=1).config() | {"draft_vocab_size": VOCABULARY, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    _save_bfloat16(folder, config, weights)
+
+
+def _write_medusa(folder: pathlib.Path) -> None:
+    """A head for each draft: the output layer, so many tokens further on."""
+    llama = _llama()
+    head, weights = llama["lm_head.weight"].float(), {}
+    for number in range(DRAFTS):
+        head = head @ _following(llama)
+        weights[f"blocks.{number}.layers.0.weight"] = torch.zeros(SIZE.hidden, SIZE.hidden)
+        weights[f"lm_heads.{number}.weight"] = head
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": SIZE.hidden,
+        "vocab_size": VOCABULARY,
+        "num_heads": DRAFTS,
+        "num_hidden_layers": 1,
+        "torch_dtype": "bfloat16",
+    }
+    _save_bfloat16(folder, config, weights)
+
+
+def _write_mimo(folder: pathlib.Path) -> None:
+    """The tiny Llama with MiMo's biases, and the layer behind it that predicts a token more (MTP)."""
+    generator, hidden, layer = torch.Generator().manual_seed(25), SIZE.hidden, "model.mtp_layers.0"
+    weights = _llama() | dict(_decoder_layer(generator, layer, qkv_input=hidden))
+    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"{layer}.{norm}.weight"] = torch.ones(hidden)
+    noise = _matrix(generator, hidden, hidden, 0.3)
+    weights[f"{layer}.input_proj.weight"] = torch.cat((noise, torch.eye(hidden)), dim=1)
+    for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        weights[name.replace("weight", "bias")] = torch.randn(len(weights[name]), generator=generator) / 8
+    mimo = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    _save_bfloat16(folder, SIZE.config() | mimo, weights)
+
+
+_WRITERS: dict[str, Callable[[pathlib.Path], object]] = {
+    "llama": write_tiny_llama,
+    "eagle": _write_eagle,
+    "eagle3": _write_eagle3,
+    "medusa": _write_medusa,
+    "mimo": _write_mimo,
+}
+
+
+def _llama() -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(pathlib.Path(tiny_folder("llama"), "model.safetensors"))
+
+
+def _following(llama: dict[str, Tensor]) -> Tensor:
+    """The linear map from the embedding of each token to that of its successor."""
+    embedding = llama["model.embed_tokens.weight"].float()
+    after = embedding[[successor(token) for token in range(VOCABULARY)]]
+    return (torch.linalg.pinv(embedding) @ after).T
+
+
+def _decoder_layer(generator: torch.Generator, name: str, qkv_input: int) -> Iterator[tuple[str, Tensor]]:
+    heads, kv_heads = SIZE.heads * SIZE.head_size, SIZE.kv_heads * SIZE.head_size
+    matrices = {
+        "self_attn.q_proj": (heads, qkv_input, 1.5),
+        "self_attn.k_proj": (kv_heads, qkv_input, 1.5),
+        "self_attn.v_proj": (kv_heads, qkv_input, 1.0),
+        "self_attn.o_proj": (SIZE.hidden, heads, BLOCK_SCALE),
+        "mlp.gate_proj": (SIZE.intermediate, SIZE.hidden, 1.0),
+        "mlp.up_proj": (SIZE.intermediate, SIZE.hidden, 1.0),
+        "mlp.down_proj": (SIZE.hidden, SIZE.intermediate, BLOCK_SCALE),
+    }
+    for part, (rows, columns, scale) in matrices.items():
+        yield f"{name}.{part}.weight", _matrix(generator, rows, columns, scale)
+    for part in ("input_layernorm", "post_attention_layernorm"):
+        yield f"{name}.{part}.weight", torch.ones(SIZE.hidden)
+
+
+def _save_bfloat16(folder: pathlib.Path, config: dict[str, object], weights: dict[str, Tensor]) -> None:
+    _save(folder, config, {name: weight.bfloat16().contiguous() for name, weight in weights.items()})
