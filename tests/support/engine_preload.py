@@ -23,8 +23,8 @@ for _name in (
 ):
     importlib.import_module(_name)
 
-# vLLM looks at a class of models in a process of its own before it imports it, and starts that with every engine that is
-# the first of its kind.
+# vLLM looks at a class of models in a process of its own before it imports it, if no engine has on this machine: that
+# takes longer than the engine.
 for _name in (
     "LlamaForCausalLM",
     "EagleLlamaForCausalLM",

@@ -80,8 +80,8 @@ def test_layers_that_no_one_names_are_refused(engines: Engines) -> None:
     """Whether they are the target's, whose drafts are undone, nothing says."""
     settings = arguments(method="custom_class", model="custom_drafters.SilentOwner")
     said = (
-        "nwor: speculation by custom_class: layers drafter.layers.9.attention have a KV cache, are in no module of the target's "
-        "model, and SilentOwner does not name them as its own"
+        "nwor: speculation by custom_class: layers drafter.layers.9.attention have a KV cache, are in no module of the "
+        "target's model, and SilentOwner does not name them as its own"
     )
     with pytest.raises(RuntimeError, match=re.escape(said)):
         engines.run(requests(), nwor=COW, **settings)
