@@ -126,14 +126,13 @@ def one_turn(tree: pathlib.Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("other", type=lambda path: pathlib.Path(path).resolve())
-    parser.add_argument("--machine", default="h100", help="folder of the results (default: %(default)s)")
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--one-turn", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one_turn:
         one_turn(options.other)
         return
-    from results import row, save
+    from results import row, save, this_machine
 
     pairs = [(turn(ROOT), turn(options.other)) for _ in range(TURNS)]
     rows = []
@@ -142,7 +141,7 @@ def main() -> None:
             row(f"compare_trees/{name}", [ours[name] / theirs[name] for ours, theirs in pairs], "ratio", "lower")
         )
         rows.append(row(f"compare_trees/{name}/this", [ours[name] for ours, _ in pairs], "us", "lower", digits=1))
-    save(options.machine, "compare_trees", rows, options.folder)
+    save(this_machine(), "compare_trees", rows, options.folder)
 
 
 if __name__ == "__main__":

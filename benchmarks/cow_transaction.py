@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from results import FOLDER, Row, ratios, row, save
+from results import FOLDER, Row, ratios, row, save, this_machine
 from torch import Tensor
 
 from nwor_ops import COUNTERS, ops
@@ -253,7 +253,7 @@ def main() -> None:
     read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device="cuda")
     rows = [figure for case in CASES for figure in transaction_rows(case, buffer, read, writer)]
     rows += large_rows(buffer, read)
-    save("h200", "cow_transaction", rows, pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    save(this_machine(), "cow_transaction", rows, pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from results import FOLDER, Row, alternating, ratios, row, save
+from results import FOLDER, Row, alternating, ratios, row, save, this_machine
 from torch import Tensor
 from torch.profiler import profile, supported_activities
 
@@ -236,7 +236,7 @@ def main() -> None:
         for batch in PROFILED_BATCHES:
             rows += idle_rows(size, layer, batch)
         del layer
-    save("h200", "draft_loop", rows, pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    save(this_machine(), "draft_loop", rows, pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
 
 
 if __name__ == "__main__":

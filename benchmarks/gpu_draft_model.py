@@ -48,7 +48,7 @@ from gpu_engine import (
     launch_engine,
     write_shape,
 )
-from results import FOLDER, Row, row, show, write
+from results import FOLDER, Row, row, show, this_machine, write
 
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
 
@@ -288,7 +288,7 @@ def save(rows: list[Row], options: argparse.Namespace) -> None:
     name = "gpu_draft_model" + ("" if options.backend == "FLASH_ATTN" else "_triton") + ("_cow" if options.cow else "")
     in_part = set(options.requests) != set(REQUESTS) or set(options.sides) != set(SIDES)
     if rows and not options.small:
-        write("h200", name, rows, options.folder, keep=in_part)
+        write(this_machine(), name, rows, options.folder, keep=in_part)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -44,7 +44,7 @@ from itertools import chain, product
 from operator import itemgetter
 from typing import Any
 
-from results import FOLDER, Row, ratios, row, save
+from results import FOLDER, Row, ratios, row, save, this_machine
 
 from nwor_ops.testing.engine_process import EngineProcess, engine_environment
 
@@ -260,7 +260,8 @@ def measure_turns(
     print(f"{rounds} rounds in {time.monotonic() - started:.0f} s", flush=True)
     rows = []
     for count, found in answers.items():
-        rows += turn_figures(kind, name, count, found)
+        vanilla = f"vanilla{name.removeprefix(kind)}"
+        rows += turn_figures(name, vanilla, count, found, TARGETS.get(kind), control=kind == "control")
     return rows, {f"{name} {count}": found for count, found in answers.items()}
 
 
@@ -276,8 +277,11 @@ def visitor() -> Iterator[None]:
         yield
 
 
-def turn_figures(kind: str, name: str, count: int, answers: list[dict[str, Any]]) -> list[Row]:
-    """The rows of one job and one number of requests; raises where the two sides are not comparable."""
+def turn_figures(
+    name: str, vanilla: str, count: int, answers: list[dict[str, Any]], target: float | None, control: bool = False
+) -> list[Row]:
+    """The rows of one engine, whose sides have these names, and one number of requests; raises where the two are not
+    comparable."""
     what = f"{name}, {count} requests"
     check_vanilla_steps(what, answers)
     ratios_of: dict[int, list[float]] = defaultdict(list)  # by capture
@@ -291,18 +295,18 @@ def turn_figures(kind: str, name: str, count: int, answers: list[dict[str, Any]]
             off, on = sorted(pair, key=itemgetter("on"))
             ratios_of[answer["capture"]].append(off["seconds"] / on["seconds"])
             median_ratios.append(off["median_step"] / on["median_step"])
-    if kind == "control":
+    if control:
         check_windows(what, sides[False] + sides[True], [])
     else:
         check_windows(what, sides[False], sides[True])
-    rows = [row(f"e2e_{name}/{count}", list(chain(*ratios_of.values())), "ratio", "higher", TARGETS.get(kind))]
+    rows = [row(f"e2e_{name}/{count}", list(chain(*ratios_of.values())), "ratio", "higher", target)]
     rows.append(row(f"e2e_{name}/{count}/median_step", median_ratios, "ratio", "higher"))
     if len(ratios_of) > 1:
         rows += [
             row(f"e2e_{name}/{count}/capture_{number}", found, "ratio", "higher") for number, found in ratios_of.items()
         ]
     lengths = []
-    for on, side in ((True, name), (False, f"vanilla{name.removeprefix(kind)}")):
+    for on, side in ((True, name), (False, vanilla)):
         tokens, steps, seconds = (sum(turn[key] for turn in sides[on]) for key in ("tokens", "steps", "seconds"))
         step_us = [1e6 * turn["seconds"] / turn["steps"] for turn in sides[on]]
         lengths.append(tokens / steps / count)
@@ -476,7 +480,7 @@ def main() -> None:
             for engine in engines.values():
                 engine.close()
     target = pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder
-    save("h200", result_name("gpu_engine", options), rows, target)
+    save(this_machine(), result_name("gpu_engine", options), rows, target)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_engines.py [FOLDER] [-- arguments of pytest, such as -k v1]
 
-Runs ``tests/gpu/vllm`` and writes one entry per case to FOLDER/h200/engines.jsonl (default benchmarks/results): what
+Runs ``tests/gpu/vllm`` and writes one entry per case to FOLDER/MACHINE/engines.jsonl (default benchmarks/results): what
 ran, steps, drafts, rows compared, outcome. Where pytest was told to run some cases only, the others' entries
 stay. About 20 minutes. Stopped before its end (control-C), it writes what it has.
 """
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 
-from results import FOLDER, write_entries
+from results import FOLDER, this_machine, write_entries
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -37,7 +37,8 @@ def main() -> int:
         report = logs / "engines.json"
         entries = json.loads(report.read_text()) if report.exists() else []
         entries = [entry for entry in entries if "outcome" in entry]
-    target = write_entries("h200", "engines", [_without_paths(entry) for entry in entries], folder, keep=bool(more))
+    found = [_without_paths(entry) for entry in entries]
+    target = write_entries(this_machine(), "engines", found, folder, keep=bool(more))
     passed = sum(entry.get("outcome") == "passed" for entry in entries)
     print(f"{passed} of {len(entries)} cases passed; {target}")
     return returncode

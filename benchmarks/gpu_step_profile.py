@@ -28,7 +28,7 @@ from gpu_engine import (
     result_name,
     start_sides,
 )
-from results import FOLDER, Row, row, save
+from results import FOLDER, Row, row, save, this_machine
 
 LAYERS, REQUESTS = 8, 16
 TIMED_STEPS = 400
@@ -96,7 +96,7 @@ def main() -> None:
         raise RuntimeError("the profiler recorded no kernels or no runtime calls: nothing can be said")
     rows = figures(counted["on"], counted["off"], {name: seconds for name, seconds in added.items() if seconds})
     save(
-        "h200",
+        this_machine(),
         result_name("gpu_step_profile", options),
         rows,
         pathlib.Path(tempfile.mkdtemp()) if options.small else options.folder,

@@ -14,7 +14,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 
-from results import FOLDER, Row, row, save
+from results import FOLDER, Row, row, save, this_machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -65,7 +65,7 @@ def main() -> None:
     with ThreadPoolExecutor() as pool:  # all at once: each keeps one processor busy, and the GPU hardly
         tests, sanitizers = pool.submit(test_rows, folder), [pool.submit(sanitizer_row, tool) for tool in TOOLS]
     rows = tests.result() + [sanitizer.result() for sanitizer in sanitizers]
-    save("h200", "gpu_tests", rows, folder)
+    save(this_machine(), "gpu_tests", rows, folder)
 
 
 if __name__ == "__main__":

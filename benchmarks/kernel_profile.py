@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 from cow_transaction import CASES, Step, layer_caches
-from results import FOLDER, Row, row, save
+from results import FOLDER, Row, row, save, this_machine
 from stage_ops import Window, layer_planes
 from torch import Tensor
 
@@ -122,7 +122,7 @@ def main() -> None:
         for shape in WINDOWS:
             launch_window(buffer, *shape)
         return
-    save("h200", "kernel_profile", profile(), pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    save(this_machine(), "kernel_profile", profile(), pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -83,6 +84,15 @@ def processor() -> str:
         if line.startswith("model name"):
             return f"{line.split(':', 1)[1].strip()}, {torch.get_num_threads()} threads"
     return platform.processor()
+
+
+def this_machine() -> str:
+    """The folder of what is measured here: ``h200`` for an NVIDIA H200, ``cpu`` where there is no GPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    device = torch.cuda.get_device_name()
+    model = re.search(r"\b[A-Z]+\d+", device)  # as in "NVIDIA H100 80GB HBM3"
+    return (model[0] if model else re.sub(r"\W+", "_", device)).lower()
 
 
 def source() -> str | None:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import torch
 from cow_transaction import alternating_on_gpu, captured
-from results import FOLDER, Row, ratios, row, save
+from results import FOLDER, Row, ratios, row, save, this_machine
 from torch import Tensor
 
 from nwor_ops import num_shadow_blocks, ops
@@ -235,7 +235,7 @@ def main() -> None:
     torch.manual_seed(0)
     read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device=DEVICE)
     rows = window_rows(read) + move_rows(read) + staging_rows(read)
-    save("h200", "stage_ops", rows, pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    save(this_machine(), "stage_ops", rows, pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,28 @@ import re
 
 import pytest
 import results
+import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILES = sorted(results.FOLDER.rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("device", "machine"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "nvidia_geforce_rtx_4090"),
+        (None, "cpu"),
+    ],
+)
+def test_results_go_to_the_machine_that_they_are_of(
+    device: str | None, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    assert results.this_machine() == machine
 
 
 def test_what_is_written_is_read(tmp_path: pathlib.Path) -> None:
