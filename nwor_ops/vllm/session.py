@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 # Of a step, in order; see Session.subscribe.
-EVENTS = ("begin", "opened", "record", "forwarded", "sampled", "drafted", "commit", "ended", "drop")
+EVENTS = ("begin", "opened", "record", "forwarded", "commit", "ended", "drop")
 
 
 class Session:
@@ -120,8 +120,6 @@ class Session:
         - ``record(name, key, value, slot_mapping, token_offset, rest)``: what a layer is about to write. Also outside a
           window: a graph captured there replays inside one.
         - ``forwarded(moment)``: after the forward, and again before sampling.
-        - ``sampled()``: the drafter runs, before the commit.
-        - ``drafted()``: the commit, or the cancellation of an interrupted step, follows.
         - ``commit(num_sampled, undone)``: it is over; ``num_sampled`` waits for the device and gives the tokens sampled
           for each request, None after a cancellation. ``undone``: whether the rejected drafts' rows are.
         - ``ended()``: likewise, when all have heard of it.
@@ -135,7 +133,7 @@ class Session:
             self._listeners[event] = [other for other in self._listeners[event] if other != listener]
 
     def tell(self, event: str, *what: Any) -> None:
-        """Runners say what the session does not see: ``forwarded`` and ``sampled``."""
+        """Runners say what the session does not see: ``forwarded``."""
         for listener in self._listeners[event]:
             listener(*what)
 
@@ -181,7 +179,7 @@ class Session:
             layer.own_writer(key, value, kv_cache, slot_mapping, *rest)
 
     def commit(self, close: Callable[[DraftCommitManager], None], num_sampled: Callable[[], list[int]]) -> None:
-        """After sampling, before the next forward.
+        """Right behind sampling: before anyone is told of the tokens, and before the drafter.
 
         Args:
             close: commits the manager's window with what the sampler said.
@@ -189,7 +187,6 @@ class Session:
         """
         step, self._step = self._step, None
         committed = False
-        self.tell("drafted")
         if step is not None:
             assert self.manager is not None
             try:
@@ -213,11 +210,7 @@ class Session:
         if self.manager is None or self.manager.state is not State.OPEN:
             self.tell("drop")
             return
-        try:
-            self.tell("drafted")
-        finally:  # a listener may raise, and the drafts are undone all the same before a block is used again
-            undone = self._cancel(self.manager)
-        if undone:
+        if self._cancel(self.manager):
             self.tell("commit", None, True)
             self.tell("ended")
 

@@ -1,4 +1,4 @@
-"""The audit by itself, where the drafter runs between sampling and commit and its layers share the target's storage."""
+"""The audit by itself, where a drafter's layers share the target's storage."""
 
 from __future__ import annotations
 
@@ -32,11 +32,6 @@ class Step:
         self.audit.record("target", rows[0], rows[1], SLOTS, 0, ())
         _write(rows[0], rows[1], self.target, SLOTS)
 
-    def draft(self) -> None:
-        self.audit.sampled()
-        self.drafter[0] = 7
-        self.audit.drafted()
-
     def undo(self) -> None:
         self.target[0, 2] = self.before[0, 2]
 
@@ -44,46 +39,45 @@ class Step:
         self.audit.commit(lambda: [2], undone=True)
 
 
-def test_what_the_drafter_wrote_is_expected() -> None:
+def test_a_step_as_it_should_be() -> None:
+    """The drafter runs behind the commit: what it writes is in the image of the next step."""
     step = Step()
-    step.draft()
     step.undo()
+    step.compare()
+    step.drafter[0] = 7
+    step.audit.begin([0, 1], [0], {"0": SLOTS[:1]})
     step.compare()
     summary = step.audit.summary()
     assert (summary["drafted"], summary["accepted"], summary["rejected"]) == (2, 1, 1)
     assert summary["stale_rows"] == 0
 
 
-def test_a_rejected_row_that_stays_is_found_behind_the_drafter() -> None:
+def test_a_rejected_row_that_stays_is_found() -> None:
     step = Step()
-    step.draft()
     with pytest.raises(AuditError, match=r"rejected drafts of group 0 left their rows in slots 2 \(token 2\)"):
         step.compare()
 
 
 @pytest.mark.parametrize("block", [0, 1])
 def test_an_undo_that_reaches_into_the_drafters_layer_is_found(block: int) -> None:
-    """Where the drafter wrote (block 0) and where it did not."""
+    """Where the target wrote (block 0) and where it did not."""
     step = Step()
-    step.draft()
     step.undo()
     step.drafter[block, 0, 0, 0] = 5
     with pytest.raises(AuditError, match="bytes are not what this step should leave there"):
         step.compare()
 
 
-@pytest.mark.parametrize("slot", [1, 2])
-def test_a_drafter_that_writes_to_the_target_is_found(slot: int) -> None:
-    """To an accepted draft's row, and to a rejected one's."""
+def test_an_accepted_row_that_is_lost_is_found() -> None:
     step = Step()
-    step.audit.sampled()
-    step.target[0, slot] = 7
-    with pytest.raises(AuditError, match=f"wrote to layer target, slots {slot} "):
-        step.audit.drafted()
+    step.undo()
+    step.target[0, 1] = 7
+    with pytest.raises(AuditError, match=r"in layer target slots 1 \(token 1\)"):
+        step.compare()
 
 
-def test_a_drafter_that_the_audit_was_not_told_of_is_found() -> None:
-    """A write between sampling and commit that no part of the step makes."""
+def test_a_drafter_that_runs_before_the_commit_is_found() -> None:
+    """A write between begin and commit that no part of the step makes."""
     step = Step()
     step.drafter[0] = 7
     step.undo()

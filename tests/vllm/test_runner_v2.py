@@ -47,6 +47,7 @@ class Runner:
         self.table = torch.zeros(4, 8, dtype=torch.int32)
         self.block_tables = SimpleNamespace(slot_mappings=self.slots, input_block_tables=[self.table])
         self.drafted_with: list[list[int]] = []
+        self.told: list[bool] = []
         self.failure: BaseException | None = None
         layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), self.write, fused=True)
         config = NworConfig.load({"nwor": {"mode": mode, "audit": audit}}, {})
@@ -86,6 +87,7 @@ class Runner:
 
     def sample_tokens(self, grammar_output: Any) -> str:
         self.sample(None, BATCH, None)
+        self.told = self.written()  # what the host is told of, and connectors store, is behind the commit
         self.drafted_with = [self.slots[0, :3].tolist(), self.table[0, :2].tolist()]
         self.slots.fill_(9)  # the drafter uses the buffer for its own
         if self.failure is not None:
@@ -104,6 +106,7 @@ def test_accepted_drafts_stay_and_rejected_ones_go(audit: bool, mode: str) -> No
     assert runner.written() == [mode == "cow"] * 3
     assert runner.sample_tokens(None) == "output"
     assert runner.written() == [True, True, False]
+    assert runner.told == [True, True, False]
     assert runner.drafted_with == [SLOTS, TABLE]
     stats = runner.session.stats()
     assert (stats.drafted, stats.accepted, stats.rejected, stats.cancelled) == (2, 1, 1, 0)
@@ -127,14 +130,16 @@ def test_the_failure_of_the_step_is_the_one_that_is_seen(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = Runner(audit=False)
-    runner.failure = KeyboardInterrupt()
     runner.execute_model(NOTHING)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
 
     def fail(*_: Any) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(runner.session.manager, "commit_rejected", fail)
     monkeypatch.setattr(runner.session.manager, "cancel", fail)
+    monkeypatch.setattr(runner, "sample", interrupted)
     with pytest.raises(KeyboardInterrupt):
         runner.sample_tokens(None)
     assert "closing the window of a step that failed" in caplog.text

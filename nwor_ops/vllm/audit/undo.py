@@ -92,9 +92,6 @@ class AuditedStep:
     num_draft_tokens: list[int]
     slot_mappings: dict[str, Tensor]
     before: dict[int, torch.UntypedStorage]
-    # Where the drafter runs before the commit: what it found, then what it changed and left there.
-    sampled: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    drafted: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     # Which bytes the forward had changed.
     touched: dict[int, Tensor] = field(default_factory=dict)
 
@@ -190,34 +187,6 @@ class CacheAudit:
         for address, storage in self._storages().items():
             step.touched[address] = bytes_of(storage) != bytes_of(step.before[address])
 
-    def sampled(self) -> None:
-        """Before the drafter, if it runs before the commit: its layers may lie in the same storage."""
-        if self._step is not None:
-            self._step.sampled = self._copies()
-
-    def drafted(self) -> None:
-        """Behind the drafter, before the commit: what the drafter wrote must stay.
-
-        Raises:
-            AuditError: it wrote where a target layer has a token of this step.
-        """
-        step = self._step
-        if step is None:
-            return
-        for address, found in step.sampled.items():
-            left = bytes_of(self._storages()[address])
-            changed = left != bytes_of(found)
-            step.drafted[address] = changed, left[changed]
-            if not changed.any():
-                continue
-            for layer in self._layers_in(address):
-                if slots := self._changed_slots(changed.cpu(), layer, slots_of(step.slot_mappings[layer.group])):
-                    tokens = listed(sorted(slots), step.slot_mappings[layer.group])
-                    raise AuditError(
-                        f"nwor audit, step {self._totals.steps}: between sampling and commit something wrote to layer "
-                        f"{layer.name}, slots {tokens}"
-                    )
-
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
         """After commit: compare.
 
@@ -291,8 +260,6 @@ class CacheAudit:
     def _make_expected(self, step: AuditedStep, rejected: list[int]) -> None:
         """Turn the image of before the step into what should be there after it."""
         self._write_rows(step, step.before, dict.fromkeys(step.slot_mappings, rejected))
-        for address, (changed, left) in step.drafted.items():
-            bytes_of(step.before[address])[changed] = left
         self._totals.rows_checked += sum(layer.cache.num_slots for layer in self._layers.values())
 
     def _write_rows(

@@ -168,19 +168,13 @@ class RunnerAttachment(abc.ABC):
             raise
 
     def sample_tokens(self, sample: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """From sampling to the drafter's end."""
+        """From sampling to the drafter's end. The commit is inside, right behind sampling: a drafter that fails takes
+        no accepted draft with it."""
         try:
-            output = sample(*args, **kwargs)
-            self.commit_sampled()
-            return output
+            return sample(*args, **kwargs)
         except BaseException:
-            # vLLM has counted the accepted drafts already: they stay, whatever became of the drafter.
-            self.session.after_failure(self.commit_sampled)
             self.session.after_failure(self.session.close_interrupted)
             raise
-
-    def commit_sampled(self) -> None:  # noqa: B027
-        """Commit a step that was sampled, where its runner commits behind the drafter."""
 
 
 def named_layers(runner: Any, drafter: Any) -> set[str]:

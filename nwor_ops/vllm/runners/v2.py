@@ -36,8 +36,6 @@ class V2(RunnerAttachment):
         ),
     )
     wrapped = (*RunnerAttachment.wrapped, "prepare_attn", "sample")
-    # Of the open window, from sampling until the commit: num_sampled, num_rejected.
-    _sampled: tuple[Tensor, Tensor] | None = None
 
     def slot_mapping(self, group: str) -> Tensor:
         return self.runner.block_tables.slot_mappings[int(group)]
@@ -73,7 +71,6 @@ class V2(RunnerAttachment):
 
     def prepare_attn(self, prepare: Callable[..., Any], input_batch: Any) -> Any:
         prepared = prepare(input_batch)
-        self._sampled = None
         if input_batch.num_draft_tokens > 0:
             self.session.begin(self._step(input_batch))
         return prepared
@@ -82,17 +79,8 @@ class V2(RunnerAttachment):
         self.session.tell("forwarded", "before sampling")
         output = sample(hidden_states, input_batch, grammar_output)
         if input_batch.num_draft_tokens > 0:
-            self._sampled = output[1:]
-            if self.session.mode == "stage":  # the drafter follows the tables, so they are put back before it runs
-                self.commit_sampled()
-            else:
-                self.session.tell("sampled")
-        return output
-
-    # Else behind the drafter, which neither reads nor writes the target's layers: the sampled tokens are on their way
-    # to the host by then, which needs them to go on with the next step. (In the inference mode of the worker that calls
-    # it: to enter it again would cost as much as an op.)
-    def commit_sampled(self) -> None:
-        if self._sampled is not None:
-            (num_sampled, num_rejected), self._sampled = self._sampled, None
+            # Here, before what the host waits for is on its way: once it has arrived the scheduler may hand blocks out
+            # again, and connectors store what is in them.
+            _, num_sampled, num_rejected = output
             self.session.commit(lambda manager: manager.commit_rejected(num_rejected), num_sampled=num_sampled.tolist)
+        return output
