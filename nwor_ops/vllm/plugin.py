@@ -27,7 +27,7 @@ import torch
 
 from nwor_ops.config import NworConfig, mode_from_environment
 from nwor_ops.transaction.counters import EngineStats, add_source
-from nwor_ops.vllm import metrics, spare_blocks
+from nwor_ops.vllm import connectors, metrics, spare_blocks
 from nwor_ops.vllm.audit import agreement
 from nwor_ops.vllm.drafter import plugin as draft_graphs
 from nwor_ops.vllm.environment import announce_variables
@@ -39,6 +39,7 @@ from nwor_ops.vllm.support import (
     SUPPORTED_VERSIONS,
     TRANSACTION,
     Unsupported,
+    check_connectors,
     check_engine,
     version_problem,
     wrap_once,
@@ -160,6 +161,7 @@ def _room_for_log(runner: Any) -> Iterator[None]:
         return
     try:
         check_engine(runner.vllm_config, runner.device.type)
+        check_connectors(runner.vllm_config, config.mode)
     except Unsupported:  # said once the cache is bound
         yield
         return
@@ -208,7 +210,7 @@ def check() -> list[dict[str, Any]]:
     """What ``nwor-ops doctor`` says of this vLLM: its version and each hook, without starting an engine."""
     rows = [("vLLM version", version_problem(), f"supported: {', '.join(SUPPORTED_VERSIONS[TRANSACTION])}")]
     of_runners = (hook for kind in RUNNERS.values() for hook in kind.hooks)
-    for hook in (*of_runners, *draft_graphs.HOOKS, *spare_blocks.HOOKS):
+    for hook in (*of_runners, *draft_graphs.HOOKS, *spare_blocks.HOOKS, *connectors.HOOKS):
         name = f"{hook.module}.{hook.name}" if hook.module in RUNNERS else hook.name
         rows.append((name, hook.problem(), hook.signature))
     return [{"hook": name, "ok": problem is None, "detail": problem or detail} for name, problem, detail in rows]

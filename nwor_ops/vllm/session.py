@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 # Of a step, in order; see Session.subscribe.
-EVENTS = ("begin", "opened", "record", "forwarded", "commit", "ended", "drop")
+EVENTS = ("begin", "loading", "loaded", "opened", "record", "forwarded", "commit", "ended", "drop")
 
 
 class Session:
@@ -114,11 +114,12 @@ class Session:
     def subscribe(self, **listeners: Callable[..., None]) -> None:
         """Tell functions what happens, each of the event that it is passed for. In the order of a step:
 
-        - ``begin(query_start_loc, num_draft_tokens, slot_mappings)``: the step's inputs are prepared, nothing of it is
-          redirected or written. Not every step that begins is opened.
+        - ``begin(query_start_loc, num_draft_tokens, slot_mappings, block_tables, seq_lens)``: the step's inputs are
+          prepared, nothing of it is redirected or written. Not every step that begins is opened.
         - ``opened(slot_mappings)``: as the forward will read them, per group.
         - ``record(name, key, value, slot_mapping, token_offset, rest)``: what a layer is about to write. Also outside a
           window: a graph captured there replays inside one.
+        - ``loading()``, ``loaded()``: around each call in which a KV connector may load rows.
         - ``forwarded(moment)``: after the forward, and again before sampling.
         - ``commit(num_sampled, undone)``: it is over; ``num_sampled`` waits for the device and gives the tokens sampled
           for each request, None after a cancellation. ``undone``: whether the rejected drafts' rows are.
@@ -133,7 +134,7 @@ class Session:
             self._listeners[event] = [other for other in self._listeners[event] if other != listener]
 
     def tell(self, event: str, *what: Any) -> None:
-        """Runners say what the session does not see: ``forwarded``."""
+        """Runners and connectors say what the session does not see: ``forwarded``, ``loading``, ``loaded``."""
         for listener in self._listeners[event]:
             listener(*what)
 
@@ -147,7 +148,9 @@ class Session:
     def begin(self, step: Step) -> None:
         """After the runner prepared its inputs, before the forward."""
         self.close_interrupted()
-        self.tell("begin", step.query_start_loc, step.num_draft_tokens, step.window.slot_mappings)
+        window = step.window
+        self.tell("begin", step.query_start_loc, step.num_draft_tokens, window.slot_mappings, window.block_tables,
+                  window.seq_lens)  # fmt: skip
         if self.manager is None:
             return
         drafts, rows = step.window.num_draft_tokens, self.manager.max_draft_tokens

@@ -13,13 +13,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
-from nwor_ops.vllm.support import SCHEDULER, SMALL_CACHE, Hook, Unsupported, check_engine, wrap_once
+from nwor_ops.vllm.support import (
+    SCHEDULER,
+    SMALL_CACHE,
+    Hook,
+    Unsupported,
+    check_connectors,
+    check_engine,
+    wrap_once,
+)
 
 HOOKS = (
     Hook(
@@ -144,6 +152,7 @@ def _without_spare_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
         return kv_cache_config
     try:
         check_engine(vllm_config, current_platform.device_type)
+        check_connectors(vllm_config, config.mode)
         spare = spare_blocks(vllm_config, kv_cache_config)
     except Unsupported:  # the workers say so, and stop the engine if that is wanted
         return kv_cache_config
@@ -151,8 +160,14 @@ def _without_spare_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
 
 
 def _smaller(kv_cache_config: Any, spare: SpareBlocks) -> Any:
+    """The cache without its last blocks. A tensor's size is that of the whole allocation, and both sides of a connector
+    divide it by the number of blocks."""
     smaller = copy.copy(kv_cache_config)
     smaller.num_blocks = spare.first
+    smaller.kv_cache_tensors = [
+        replace(tensor, size=tensor.size // spare.num_blocks * spare.first)
+        for tensor in kv_cache_config.kv_cache_tensors
+    ]
     return smaller
 
 

@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,56 @@ CACHE_SPECS = (*DRAFT_CACHE_SPECS, "MLAAttentionSpec")
 # A pass of vLLM's compiler that replaces the writer of MLA layers by a kernel that also rotates the key. The passes for
 # other layers exist for ROCm alone.
 FUSED_MLA_WRITER = "fuse_rope_kvcache_cat_mla"
+
+
+@dataclass(frozen=True)
+class Connector:
+    """How a KV connector reads the cache.
+
+    Attributes:
+        reads: when, and what.
+        shown: the test that shows it; empty: vLLM's source was read, it was not run.
+        in_order: it reads on the main stream, or behind an event there, and of what a step computes only behind that
+            step's forward. Else at any time after a request's end.
+        layer_wise: it may export a layer from inside its attention op.
+        refused: why, where it is.
+    """
+
+    reads: str
+    shown: str = ""
+    in_order: bool = True
+    layer_wise: bool = False
+    refused: str = ""
+
+
+_AT_THE_END = "after a request's end, by RDMA and in no stream's order: its blocks with the partial tail"
+_NIXL = Connector(_AT_THE_END, in_order=False)
+_LOADS = "`test_connectors.py`, `test_connectors_gpu.py`"
+# By the name that vLLM's factory knows them under; all of 0.33's.
+CONNECTORS = {
+    "ExampleConnector": Connector("in attention: whole blocks of prompts", _LOADS, layer_wise=True),
+    "MultiConnector": Connector("as its connectors do, which must all be supported", "`test_connectors.py`"),
+    "OffloadingConnector": Connector(
+        "in the next step, on a stream that waits for the main one: full chunks", "`test_connectors_gpu.py`"),
+    "SimpleCPUOffloadConnector": Connector("at `wait_for_save`, behind an event: full blocks", _LOADS),
+    "LMCacheMPConnector": Connector("at `wait_for_save`, behind an event: full chunks"),
+    "LMCacheConnectorV1": Connector("at `wait_for_save`, or in attention: full chunks", layer_wise=True),
+    "MooncakeStoreConnector": Connector("at `wait_for_save`, behind an event: full blocks"),
+    "HF3FSKVConnector": Connector("at `wait_for_save`: full blocks"),
+    "NixlConnector": _NIXL,
+    "NixlPullConnector": _NIXL,
+    "NixlPushConnector": _NIXL,
+    "MooncakeConnector": _NIXL,
+    "HiSparseConnector": Connector("", refused="it writes to slots of its own"),
+    "FlexKVConnectorV1": Connector("", refused="it reads from another process, when the scheduler says so; not tried"),
+    "MoRIIOConnector": Connector("", refused="it writes to other engines from inside attention; not tried"),
+    "DecodeBenchConnector": Connector("", refused="it makes rows up, for benchmarks; not tried"),
+    "ExampleHiddenStatesConnector": Connector("", refused="what it exports are no keys and values; not tried"),
+}  # fmt: skip
+# A class of one's own says with this attribute, set to True, that it reads in order: on the current stream, or behind
+# an event recorded there, in save_kv_layer (called behind the commit then), in wait_for_save or later; in start_load_kv
+# no token that the step has computed.
+IN_ORDER = "reads_kv_cache_in_order"
 
 
 class Unsupported(Exception):
@@ -205,10 +255,25 @@ CAPTURE_SIZES = Refusal(
     "no capture size that holds a decode batch", draft_graphs="the drafter follows the target",
     message="cudagraph_capture_sizes {sizes}: none holds a batch of {tokens} tokens per request")
 
+CONNECTOR = Refusal(
+    "KV connectors that the table of connectors refuses, or does not name",
+    "the table says why; when one of your own reads the cache is known only if it says so",
+    message="KV connector {name}: {why}")
+UNORDERED = Refusal(
+    "NIXL and MooncakeConnector with async scheduling",
+    "they read a request's partial tail when its end is known, by when the next step may have written drafts there",
+    message="KV connector {name} with async scheduling: it reads a request's partial tail when its end is known, by "
+    "when the next step may have written drafts there; use mode stage or --no-async-scheduling", modes=("cow",))
+EXPORTED_TABLE = Refusal(
+    "a KV connector that exports in attention, with a back end whose metadata has a copy of the block table",
+    "what it exports by is that copy, which names shadow pages",
+    message="KV connector {name} exports layer {layer} in attention, with back end {impl}: its metadata has a copy of "
+    "the block table, which names shadow pages in mode stage", modes=("stage",))
+
 REFUSALS = (
-    DEVICE, METHOD, UNNAMED_LAYERS, NEW_TOKENS,
-    Refusal("KV connectors", "a connector may export a layer inside its attention op, before commit",
-            "a connector moves a layer's keys in Python, which graphs do not run", _has("kv_transfer_config")),
+    DEVICE, METHOD, UNNAMED_LAYERS, NEW_TOKENS, CONNECTOR, UNORDERED, EXPORTED_TABLE,
+    Refusal("KV connectors", "", "a connector moves a layer's keys in Python, which graphs do not run",
+            _has("kv_transfer_config")),
     Refusal("pipeline parallelism", "only the last stage learns in time which drafts were accepted", _NOT_TRIED,
             _has(_PARALLEL + "pipeline_parallel_size", above=1)),
     Refusal("prefill context parallelism", "its slot mappings are made anew inside the forward",
@@ -273,6 +338,49 @@ def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION) -> 
     ]
     if found:
         raise Unsupported("; ".join(found))
+
+
+def connectors_of(kv_transfer: Any) -> Iterator[tuple[str, Connector]]:
+    """Name of each KV connector of an engine, and how it reads; those inside others too.
+
+    Args:
+        kv_transfer: vLLM's ``KVTransferConfig``, or a dict of its settings; None: there is no connector.
+    """
+    if kv_transfer is None:
+        return
+    if isinstance(kv_transfer, dict):
+        from vllm.config import KVTransferConfig
+
+        kv_transfer = KVTransferConfig(**kv_transfer)
+    name = kv_transfer.kv_connector
+    if name is None:
+        return
+    if kv_transfer.kv_connector_module_path or name not in CONNECTORS:
+        yield name, _own_connector(kv_transfer)
+        return
+    yield name, CONNECTORS[name]
+    if name == "MultiConnector":
+        for inner in kv_transfer.kv_connector_extra_config.get("connectors", ()):
+            yield from connectors_of(inner)
+
+
+def _own_connector(kv_transfer: Any) -> Connector:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if getattr(KVConnectorFactory.get_connector_class(kv_transfer), IN_ORDER, False):
+        return Connector("in order, it says", layer_wise=True)
+    return Connector(
+        "", refused=f"when it reads the cache is not known; a class that reads in order says {IN_ORDER} = True"
+    )
+
+
+def check_connectors(vllm_config: Any, mode: str) -> None:
+    """Is what the engine's KV connectors read of the cache what the mode promises?"""
+    for name, connector in connectors_of(vllm_config.kv_transfer_config):
+        if connector.refused:
+            raise CONNECTOR.because(name=name, why=connector.refused)
+        if mode == "cow" and not connector.in_order and vllm_config.scheduler_config.async_scheduling:
+            raise UNORDERED.because(name=name)
 
 
 def check_library(device_type: str) -> None:

@@ -17,14 +17,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from nwor_ops.kv_cache import Plane
 from nwor_ops.vllm.audit.undo import (
-    INTEGERS,
     SHADOW,
     AuditedStep,
     AuditError,
     CacheAudit,
-    bytes_of,
     elements_of,
     listed,
     slot_elements,
@@ -37,14 +34,21 @@ class StageAudit(CacheAudit):
     """Audits one model runner in mode ``"stage"``.
 
     Args:
-        layers, max_num_tokens: as in :class:`CacheAudit`.
+        layers, max_num_tokens, others_write: as in :class:`CacheAudit`.
         shadow_blocks: the shadow pages of each group.
     """
 
-    def __init__(self, layers: list[TargetLayer], max_num_tokens: int, shadow_blocks: Mapping[str, range]) -> None:
-        super().__init__(layers, max_num_tokens)
+    def __init__(
+        self,
+        layers: list[TargetLayer],
+        max_num_tokens: int,
+        shadow_blocks: Mapping[str, range],
+        others_write: bool = False,
+    ) -> None:
+        super().__init__(layers, max_num_tokens, others_write)
         self._shadow_blocks = shadow_blocks
-        self._shadows = {address: self._shadow_bytes(address) for address in self._storages()}
+        shadows = {group: torch.tensor(blocks) for group, blocks in shadow_blocks.items()}
+        self._shadows = {address: self._bytes_of_blocks(address, shadows) for address in self._storages()}
         # Of the open window, per group: the slots that its tokens were redirected to, else their own.
         self._redirected: dict[str, Tensor] = {}
         self._forwarded: dict[int, torch.UntypedStorage] = {}
@@ -175,22 +179,5 @@ class StageAudit(CacheAudit):
         return sum(view.shape[2] * view.shape[3] * view.element_size() for view in views)
 
     def _ignored(self, address: int) -> Tensor | None:
-        return self._shadows[address]
-
-    def _shadow_bytes(self, address: int) -> Tensor:
-        """Which bytes of a storage lie in shadow pages of the layers there; bool, on its device."""
-        storage = self._storages()[address]
-        marked = torch.UntypedStorage(storage.nbytes(), device=storage.device)
-        bytes_of(marked).zero_()
-        for layer in self._layers_in(address):
-            blocks = self._shadow_blocks[layer.group]
-            for plane in layer.cache.planes:
-                _pages(plane, marked)[blocks.start : blocks.stop] = -1
-        return bytes_of(marked) != 0
-
-
-def _pages(plane: Plane, storage: torch.UntypedStorage) -> Tensor:
-    """A plane's view of another storage, as integers."""
-    view = plane.view
-    like = torch.empty(0, dtype=INTEGERS[view.element_size()], device=storage.device)
-    return like.set_(storage, view.storage_offset(), view.shape, view.stride())
+        ignored = super()._ignored(address)
+        return self._shadows[address] if ignored is None else self._shadows[address] | ignored

@@ -122,6 +122,13 @@ def elements_of(storage: torch.UntypedStorage, plane: Plane) -> Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
 
 
+def pages(plane: Plane, storage: torch.UntypedStorage) -> Tensor:
+    """A plane's view of another storage, as integers."""
+    view = plane.view
+    like = torch.empty(0, dtype=INTEGERS[view.element_size()], device=storage.device)
+    return like.set_(storage, view.storage_offset(), view.shape, view.stride())
+
+
 def slots_of(slot_mapping: Tensor) -> list[int]:
     return [slot for slot in slot_mapping.tolist() if slot >= 0]
 
@@ -141,10 +148,16 @@ class CacheAudit:
     Args:
         layers: the target layers.
         max_num_tokens: most tokens in one batch, padding included.
+        others_write: a KV connector may write to blocks of requests that wait for it, at any time: only the blocks of
+            the requests in the batch are compared.
     """
 
-    def __init__(self, layers: list[TargetLayer], max_num_tokens: int) -> None:
+    def __init__(self, layers: list[TargetLayer], max_num_tokens: int, others_write: bool = False) -> None:
         self._layers = {layer.name: layer for layer in layers}
+        self._others_write = others_write
+        # Of the step, if others write: the bytes of each storage that are not the batch's.
+        self._of_others: dict[int, Tensor] = {}
+        self._loading: dict[int, torch.UntypedStorage] = {}
         self._max_num_tokens = max_num_tokens
         self._recorders: dict[str, _Recorder] = {}
         self._step: AuditedStep | None = None
@@ -157,7 +170,12 @@ class CacheAudit:
     # ------------------------------------------------------------ what the session tells of
 
     def begin(
-        self, query_start_loc: Sequence[int], num_draft_tokens: Sequence[int], slot_mappings: Mapping[str, Tensor]
+        self,
+        query_start_loc: Sequence[int],
+        num_draft_tokens: Sequence[int],
+        slot_mappings: Mapping[str, Tensor],
+        block_tables: Mapping[str, Tensor] | None = None,
+        seq_lens: Tensor | None = None,
     ) -> None:
         """Before the forward: remember the whole cache."""
         starts = [int(start) for start in query_start_loc]
@@ -166,6 +184,25 @@ class CacheAudit:
         for recorder in self._recorders.values():
             recorder.slot_mapping.fill_(-1)
         self._forget_zeroed_blocks()
+        if self._others_write and block_tables is not None and seq_lens is not None:
+            lens = seq_lens[: len(starts) - 1].tolist()
+            owned = {group: self._blocks(group, table, lens) for group, table in block_tables.items()}
+            self._of_others = {address: ~self._bytes_of_blocks(address, owned) for address in self._storages()}
+
+    def loading(self) -> None:
+        """A KV connector is about to load rows, or to wait for them."""
+        self._loading = self._copies() if self._step is not None else {}
+
+    def loaded(self) -> None:
+        """What has changed meanwhile was loaded, and must stay."""
+        step, found = self._step, self._loading
+        self._loading = {}
+        if step is None:
+            return
+        for address in found:
+            left = bytes_of(self._storages()[address])
+            changed = left != bytes_of(found[address])
+            bytes_of(step.before[address])[changed] = left[changed]
 
     def record(
         self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
@@ -282,7 +319,23 @@ class CacheAudit:
 
     def _ignored(self, address: int) -> Tensor | None:
         """Bytes of a storage of which nothing is promised, on its device; or None."""
-        return None
+        return self._of_others.get(address)
+
+    def _blocks(self, group: str, table: Tensor, seq_lens: list[int]) -> Tensor:
+        """The blocks of requests, by their lengths."""
+        rows = table[: len(seq_lens)].cpu()
+        size = self._block_sizes[group]
+        return torch.cat([row[: -(-length // size)] for row, length in zip(rows, seq_lens, strict=True)]).long()
+
+    def _bytes_of_blocks(self, address: int, blocks: Mapping[str, Any]) -> Tensor:
+        """Which bytes of a storage lie in blocks of the layers there, by group; bool, on its device."""
+        storage = self._storages()[address]
+        marked = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+        bytes_of(marked).zero_()
+        for layer in self._layers_in(address):
+            for plane in layer.cache.planes:
+                pages(plane, marked)[blocks[layer.group]] = -1
+        return bytes_of(marked) != 0
 
     def _stale_slots(
         self, step: AuditedStep, rejected_slots: dict[str, list[int]], undone: bool

@@ -8,7 +8,7 @@ leaves the very same ones. If it does, one kernel logs and writes; if not, ours 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -107,18 +107,22 @@ def check_tables(runner: Any, layers: list[TargetLayer], borrowers: set[str]) ->
     Raises:
         Unsupported: pages of another size than the tables', or a drafter that would read shadow pages.
     """
-    context = runner.compilation_config.static_forward_context
     for layer in layers:
         page = layer.cache.planes[0].view.shape[1]
         block = runner.kv_cache_config.kv_cache_groups[int(layer.group)].kv_cache_spec.block_size
         if page != block:
             raise SPLIT_BLOCKS.because(layer=layer.name, block=block, page=page)
-    if not borrowers:
-        return
-    for name in (*(layer.name for layer in layers), *sorted(borrowers)):
-        impl = _qualified_name(context[name].impl)
-        if impl not in _TABLE_READERS:
-            raise COPIED_TABLE.because(method=runner.speculative_config.method, impl=impl, layer=name)
+    for name, impl in table_copies(runner, layers, borrowers).items() if borrowers else ():
+        raise COPIED_TABLE.because(method=runner.speculative_config.method, impl=impl, layer=name)
+
+
+def table_copies(runner: Any, layers: list[TargetLayer], borrowers: Iterable[str] = ()) -> dict[str, str]:
+    """The target layers, and those of borrowers, whose metadata does not hold the runner's own block table, and their
+    back ends."""
+    context = runner.compilation_config.static_forward_context
+    names = (*(layer.name for layer in layers), *sorted(borrowers))
+    impls = {name: _qualified_name(context[name].impl) for name in names}
+    return {name: impl for name, impl in impls.items() if impl not in _TABLE_READERS}
 
 
 def _layers_of_groups(kv_cache_config: Any) -> Iterator[tuple[str, str, Any]]:

@@ -20,7 +20,8 @@ from nwor_ops.config import NworConfig
 from nwor_ops.vllm import spare_blocks
 from nwor_ops.vllm.audit.shadow import StageAudit
 from nwor_ops.vllm.audit.undo import CacheAudit
-from nwor_ops.vllm.layers.back_ends import LATENT_IMPLS, check_tables, target_layers
+from nwor_ops.vllm.connectors import ConnectorAttachment, worker_connector
+from nwor_ops.vllm.layers.back_ends import LATENT_IMPLS, check_tables, table_copies, target_layers
 from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.session import EVENTS, Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
@@ -108,11 +109,14 @@ class RunnerAttachment(abc.ABC):
             return None
         check_vllm(self.hooks)
         check_engine(runner.vllm_config, runner.device.type)
+        attached = ConnectorAttachment(runner, config.mode)
         drafter_layers = self.drafter_layers()
         layers = target_layers(runner, drafter_layers, config.mode)
         if not layers:
             raise Unsupported("no layer of the target model writes a KV cache of its own")
         spare = self._spare_blocks(layers, drafter_layers) if config.mode == "stage" else None
+        if spare is not None:
+            attached.check_tables(table_copies(runner, layers))
         try:
             session = Session(
                 config,
@@ -125,10 +129,13 @@ class RunnerAttachment(abc.ABC):
                 logger=logger,
             )
             if config.audit:
-                start_audit(session, layers)
+                start_audit(session, layers, others_write=attached.connector is not None)
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             raise Unsupported(str(error)) from error
         self.wrap(session)
+        if attached.connector is not None:
+            attached.follow(session)
+            put_around(attached.connector, attached)
         context = runner.compilation_config.static_forward_context
         for layer in layers if session.wraps_writers else ():
             _wrap_writer(context[layer.name].impl, layer.name, session)
@@ -145,10 +152,7 @@ class RunnerAttachment(abc.ABC):
         """Put our methods in the place of the runner's."""
         self.session = session
         self.block_tables = {group: self.block_table(group) for group in session.slot_mappings}
-        for name in self.wrapped:
-            # An attribute of the instance hides the method of the class.
-            method = getattr(type(self.runner), name).__get__(self.runner)
-            setattr(self.runner, name, _around(method, getattr(self, name)))
+        put_around(self.runner, self)
 
     # ------------------------------------------------------------ in the place of the runner's methods
 
@@ -199,12 +203,12 @@ def named_layers(runner: Any, drafter: Any) -> set[str]:
     return named
 
 
-def start_audit(session: Session, layers: list[TargetLayer]) -> None:
-    """Audit a session from now on."""
-    audit = CacheAudit(layers, session.max_num_tokens)
+def start_audit(session: Session, layers: list[TargetLayer], others_write: bool = False) -> None:
+    """Audit a session from now on. ``others_write``: as for :class:`CacheAudit`."""
+    audit = CacheAudit(layers, session.max_num_tokens, others_write)
     if session.spare is not None:
         shadow = {layer.group: session.spare.of_group(int(layer.group)) for layer in layers}
-        audit = StageAudit(layers, session.max_num_tokens, shadow)
+        audit = StageAudit(layers, session.max_num_tokens, shadow, others_write)
     session.audit = audit
     session.subscribe(**{event: getattr(audit, event) for event in EVENTS if event != "ended"})
 
@@ -218,6 +222,14 @@ def log_bytes(runner: Any) -> int:
     """Memory that the undo log of a runner will take, before there is a cache: a row of each layer per draft."""
     row_bytes = sum(-(-spec.page_size_bytes // spec.block_size) for spec in runner.get_kv_cache_spec().values())
     return _max_draft_tokens(runner) * row_bytes
+
+
+def put_around(owner: Any, ours: Any) -> None:
+    """Have methods of one instance called through those of the same names of ``ours``, which names them."""
+    for name in ours.wrapped:
+        # An attribute of the instance hides the method of the class.
+        method = getattr(type(owner), name).__get__(owner)
+        setattr(owner, name, _around(method, getattr(ours, name)))
 
 
 def _around(method: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,11 +259,12 @@ def _wrap_writer(impl: Any, name: str, session: Session) -> None:
 
 
 def wrapped_methods(runner: Any) -> list[tuple[Any, str, Any]]:
-    """Owner, name and function of all that was put on a runner and its layers."""
+    """Owner, name and function of all that was put on a runner, its layers and its KV connector."""
     layers = runner.compilation_config.static_forward_context.values()
+    connector = worker_connector()
     return [
         (owner, name, value)
-        for owner in (runner, *(getattr(layer, "impl", layer) for layer in layers))
+        for owner in (runner, *(getattr(layer, "impl", layer) for layer in layers), *filter(None, [connector]))
         for name, value in vars(owner).items()
         if isinstance(value, FunctionType) and hasattr(value, _MARK)
     ]
