@@ -16,6 +16,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import pathlib
 import random
 import statistics
 import sys
@@ -83,7 +84,10 @@ class TimedEngine:
         import torch
         import vllm
 
+        import nwor_ops
+
         return {
+            "tree": str(pathlib.Path(nwor_ops.__file__).resolve().parents[1]),
             "vllm": vllm.__version__,
             "torch": torch.__version__,
             "start_seconds": self._start_seconds,
@@ -132,6 +136,7 @@ class TimedEngine:
             return self._switch(on and not control, 0 if control and not on else capture)
 
         gc.collect()
+        stored = self._stored_bytes()
         order = [bool(first) != (turn % 4 in (1, 2)) for turn in range(TURNS)]
         windows, found = [], []
         switch(order[0])
@@ -151,7 +156,12 @@ class TimedEngine:
             windows.append(switch(on))
         for turn, (before, after) in zip(found, itertools.pairwise(windows), strict=True):
             turn["windows"] = after - before
-        return {"turns": found, "capture": capture, **self._plugin()}
+        return {
+            "turns": found,
+            "capture": capture,
+            "stored_bytes": self._stored_bytes() - stored,
+            **self._plugin(),
+        }
 
     def _switch(self, on: bool, capture: int) -> int:
         """Windows begun so far."""
@@ -204,7 +214,8 @@ class TimedEngine:
         from vllm import SamplingParams
 
         self._runs += 1
-        generator = random.Random(1)
+        # Other prompts in every run: else a connector would find that it has stored them.
+        generator = random.Random(self._runs)
         for index in range(requests):
             prompt = [generator.randrange(self._job["vocabulary"]) for _ in range(self._job["prompt_tokens"])]
             # The V2 runner's synthetic sampler draws from the request's seed: two engines accept the same drafts.
@@ -214,9 +225,16 @@ class TimedEngine:
             self._llm.llm_engine.add_request(f"{self._runs}-{index}", {"prompt_token_ids": prompt}, params)
 
     def _counted(self) -> dict[str, float]:
-        values = {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
+        values = self._metrics()
         names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
         return {name: values.get(name, 0) for name in names}
+
+    def _stored_bytes(self) -> float:
+        """That a connector has moved to the host; 0 without one."""
+        return self._metrics().get("vllm:kv_offload_store_bytes", 0)
+
+    def _metrics(self) -> dict[str, float]:
+        return {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
 
     def _plugin(self) -> dict[str, Any]:
         [worker] = self._llm.collective_rpc(describe_plugin)

@@ -15,7 +15,7 @@ FILES = sorted(results.FOLDER.rglob("*.jsonl"))
 
 
 @pytest.mark.parametrize(
-    ("device", "machine"),
+    ("gpu", "machine"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
@@ -25,10 +25,10 @@ FILES = sorted(results.FOLDER.rglob("*.jsonl"))
     ],
 )
 def test_results_go_to_the_machine_that_they_are_of(
-    device: str | None, machine: str, monkeypatch: pytest.MonkeyPatch
+    gpu: str | None, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
     assert results.this_machine() == machine
 
 

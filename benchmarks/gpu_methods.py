@@ -1,0 +1,323 @@
+"""vLLM on a GPU, end to end: NWOR on against off with more ways to draft, a hybrid model and a KV connector.
+
+    python benchmarks/gpu_methods.py [--methods M ...] [--modes MODE ...] [--requests N ...] [--other TREE] ...
+
+    eagle3      EAGLE-3 on the Llama-3-8B shape, K = 4
+    mtp         the multi-token prediction layer of a dense model of the Qwen3.5-9B shape, K = 3: 24 layers of Gated
+                DeltaNet with float32 states, 8 of attention
+    offloading  eagle3 with vLLM's OffloadingConnector, which copies every block to the host as it gets full
+    eagle       as in gpu_engine.py
+
+Measured as there: one engine for a mode, whose two sides take turns of 20 steps while its requests decode; synthetic
+acceptance of 2.5 tokens per step. Graphs are captured for the asked numbers of requests alone, and twice for either
+side in mode `cow`. The engines of the two modes are on the GPU at the same time and measured in turn, where there is
+room for both (28 GiB each; mtp: one after the other, 55 GiB).
+
+With `--other`, a checkout with its libraries built, each mode has an engine with the nwor_ops of that checkout too:
+rows `.../..._other`. Each is over its own vanilla.
+
+A row is written when it is measured; rows of an earlier run with other names stay. What fails is reported and left out.
+A row takes about `--seconds` per mode, an engine 30 to 90 seconds to start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any
+
+from gpu_engine import (
+    LLAMA_8B,
+    REQUESTS,
+    SMALL,
+    SYNTHETIC,
+    TARGETS,
+    K,
+    engine_job,
+    launch_engine,
+    turn_figures,
+    visitor,
+    write_shape,
+)
+from results import FOLDER, Row, show, this_machine, write
+
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
+
+NAME = "gpu_methods"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CAPTURES = {"cow": 2, "stage": 1}  # nothing of mode stage is in a graph
+WARM_UP_TOKENS = 64
+GIB = 1 << 30
+# The head of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B.
+EAGLE3 = LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}
+QWEN_9B = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 0,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 248320,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    # What is decoded, too, which is all that is measured; in /dev/shm.
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 4 * GIB, "offload_prompt_only": False},
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is measured.
+
+    Attributes:
+        speculation: vLLM's name of the way to draft, or more of its configuration.
+        drafter: the shape of a model of its own; None: the target's.
+        engine: arguments of the engine.
+        at_once: engines that have room on a GPU of 80 GB.
+        stores: a connector must have stored something in every measurement.
+        targets: by mode.
+    """
+
+    speculation: dict[str, Any]
+    target: dict[str, Any] = field(default_factory=lambda: LLAMA_8B)
+    drafter: dict[str, Any] | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+    at_once: int = 2
+    stores: bool = False
+    targets: dict[str, float] = field(default_factory=lambda: {"cow": 0.995, "stage": 0.99})
+
+
+METHODS = {
+    "eagle3": Method({"method": "eagle3"}, drafter=EAGLE3),
+    "offloading": Method(
+        {"method": "eagle3"},
+        drafter=EAGLE3,
+        engine={"kv_transfer_config": OFFLOADING, "enable_prefix_caching": True},
+        stores=True,
+    ),
+    "mtp": Method(
+        {"method": "mtp", "num_speculative_tokens": 3},
+        target=QWEN_9B,
+        engine={
+            "mamba_ssm_cache_dtype": "float32",
+            "gdn_prefill_backend": "triton",
+            "worker_extension_cls": "gpu_engine_worker.Worker",
+            # 64 requests x 14 blocks of 20 MB, and of each of 4 groups 128 shadow pages.
+            "kv_cache_memory_bytes": 30 * GIB,
+        },
+        at_once=1,
+    ),
+    "eagle": Method({"method": "eagle"}, drafter=LLAMA_8B | {"num_hidden_layers": 1}, targets=TARGETS),
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """An engine: its mode, and whose nwor_ops."""
+
+    mode: str
+    tree: pathlib.Path
+
+    def name(self, method: str) -> str:
+        return f"{self.mode}_{method}" + ("" if self.tree == ROOT else "_other")
+
+
+def method_job(method: Method, folder: pathlib.Path, requests: Iterable[int], small: bool) -> dict[str, Any]:
+    target, drafter = method.target, method.drafter
+    if small:  # what vLLM's CPU engine has, too
+        method = Method({"method": "draft_model"})
+        target, drafter = LLAMA_8B | SMALL, LLAMA_8B | SMALL | {"num_hidden_layers": 1}
+    model = write_shape(folder / "target", target)
+    speculation = {"model": model if drafter is None else write_shape(folder / "drafter", drafter)}
+    speculation |= method.speculation | ({} if small else SYNTHETIC)
+    more: dict[str, Any] = {}
+    if not small:
+        tokens = speculation.get("num_speculative_tokens", K) + 1
+        kernels = ("enable_jit_warmup", "enable_cutedsl_warmup", "enable_flashinfer_autotune")
+        more = {
+            "compilation_config": {"cudagraph_capture_sizes": [tokens * count for count in sorted(requests)]},
+            "kernel_config": dict.fromkeys(kernels, False),  # compiled when first needed, while the engine warms up
+        }
+    job = engine_job(model, speculation, small, **more | method.engine)
+    return job | {"vocabulary": target["vocab_size"], "max_tokens": WARM_UP_TOKENS}
+
+
+class Run:
+    """What went wrong so far, and what was asked for."""
+
+    def __init__(self, options: argparse.Namespace, folder: pathlib.Path) -> None:
+        self.options, self.folder = options, folder
+        self.problems: list[str] = []
+
+    def report(self, problem: object) -> None:
+        self.problems.append(str(problem))
+        print(f"PROBLEM: {problem}", file=sys.stderr, flush=True)
+
+    def measure(self, name: str, sides: list[Side]) -> None:
+        """The rows of a method, written one by one."""
+        try:
+            with self._started(name, sides) as engines:
+                for count in self.options.requests if engines else ():
+                    found = measure(engines, count, self.options.seconds, self.options.small)
+                    for side, answers in found.items():
+                        self._write(name, side, count, answers)
+        except EngineFailed as error:
+            self.report(error)
+
+    def _write(self, name: str, side: Side, count: int, answers: list[dict[str, Any]]) -> None:
+        (self.folder / f"{side.name(name)}-{count}.json").write_text(json.dumps(answers) + "\n")
+        try:
+            rows = figures(name, side, count, answers, self.options.small)
+        except RuntimeError as error:
+            self.report(error)
+            return
+        write(this_machine(), NAME, rows, self.options.folder, keep=True)
+        show(rows)
+
+    @contextlib.contextmanager
+    def _started(self, name: str, sides: list[Side]) -> Iterator[dict[Side, EngineProcess]]:
+        """Engines of these sides, as far as they start, ready and warm. They start together; those of a later method
+        find what was compiled."""
+        engines: dict[Side, EngineProcess] = {}
+        began = time.monotonic()
+        try:
+            for place, side in enumerate(sides):
+                engines[side] = self._launch(name, side, self.folder / f"cache-{place}")
+            with ThreadPoolExecutor(len(sides)) as pool:
+                ready = dict(zip(sides, pool.map(partial(self._is_ready, name), engines.items()), strict=True))
+            for side in [side for side in sides if not ready[side]]:
+                engines.pop(side).close()
+            for engine in engines.values():
+                engine.ask("switch 0")  # captures
+            with visitor():
+                for on, count, engine in product((0, 1), self.options.requests, engines.values()):
+                    engine.ask(f"switch {on}")
+                    engine.ask(f"run {count}")
+            print(f"{name}: ready after {time.monotonic() - began:.0f} s", flush=True)
+            yield engines
+        finally:
+            for engine in engines.values():
+                engine.close()
+
+    def _launch(self, name: str, side: Side, cache: pathlib.Path) -> EngineProcess:
+        # A drafter's folder with the name of a method would decide for vLLM what it is.
+        folder = self.folder / ("small" if self.options.small else name)
+        job = method_job(METHODS[name], folder, self.options.requests, self.options.small)
+        job["captures"] = 1 if self.options.small else CAPTURES[side.mode]
+        # Its packages before all others.
+        path = os.pathsep.join(filter(None, [str(side.tree), os.environ.get("PYTHONPATH")]))
+        environment = {"VLLM_NWOR_MODE": side.mode, "PYTHONPATH": path}
+        return launch_engine(side.name(name), job, self.folder, cache, "v2", environment)
+
+    def _is_ready(self, name: str, started: tuple[Side, EngineProcess]) -> bool:
+        side, engine = started
+        try:
+            found = engine.wait_until_ready()
+        except EngineFailed as error:
+            self.report(error)
+            return False
+        print(f"{side.name(name)}: {found}", flush=True)
+        if found["sessions"] and pathlib.Path(found["tree"]) == side.tree:
+            return True
+        self.report(f"{side.name(name)}: nwor_ops of {side.tree} is not on there")
+        return False
+
+
+def measure(
+    engines: dict[Side, EngineProcess], count: int, seconds: float, small: bool
+) -> dict[Side, list[dict[str, Any]]]:
+    """Answers of every engine, in rounds in which each has all its captures, with either side first: as many rounds as
+    come nearest to the time, and one at least."""
+    answers: dict[Side, list[dict[str, Any]]] = {side: [] for side in engines}
+    budget, began, rounds = seconds * len(engines), time.monotonic(), 0
+    while True:
+        for number, first in product(range(max(CAPTURES.values())), (0, 1)):
+            for side, engine in engines.items():
+                capture = 0 if small else number % CAPTURES[side.mode]
+                answers[side].append(engine.ask(f"turns {count} {capture} {first} 0"))
+        rounds += 1
+        taken = time.monotonic() - began
+        if taken + taken / rounds / 2 > budget:
+            print(f"{count} requests: {rounds} rounds in {taken:.0f} s", flush=True)
+            return answers
+
+
+def figures(name: str, side: Side, count: int, answers: list[dict[str, Any]], small: bool) -> list[Row]:
+    """Raises RuntimeError where the two sides are not comparable."""
+    method, label = METHODS[name], side.name(name)
+    if method.stores and not small and not all(answer["stored_bytes"] for answer in answers):
+        raise RuntimeError(f"{label}, {count} requests: the connector has stored nothing in a measurement")
+    return turn_figures(label, f"vanilla_{label}", count, answers, method.targets[side.mode])
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--modes", nargs="+", choices=list(CAPTURES), default=list(CAPTURES), help="NWOR's")
+    parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=[16, 64, 1])
+    parser.add_argument("--seconds", type=float, default=15.0, help="of measuring, for each row")
+    parser.add_argument("--other", type=pathlib.Path, help="another checkout, to compare with")
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
+    parser.add_argument("--logs", type=pathlib.Path, help="where logs, answers and what vLLM compiles go")
+    parser.add_argument("--small", action="store_true", help="try this script with tiny models; nothing is saved")
+    options = parser.parse_args(arguments)
+    if options.other is not None:
+        options.other = options.other.resolve()
+        if options.other == ROOT or not (options.other / "nwor_ops" / "__init__.py").exists():
+            parser.error(f"--other must be another checkout of nwor_ops, got {options.other}")
+    return options
+
+
+def main() -> int:
+    options = parse_arguments()
+    if options.small:
+        options.requests, options.folder = [1, 4], pathlib.Path(tempfile.mkdtemp())
+    trees = [ROOT] + ([options.other] if options.other else [])
+    sides = [Side(mode, tree) for mode, tree in product(options.modes, trees)]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.logs or pathlib.Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        run = Run(options, folder)
+        for name in options.methods:
+            at_once = METHODS[name].at_once
+            for start in range(0, len(sides), at_once):
+                run.measure(name, sides[start : start + at_once])
+    for problem in run.problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    return 1 if run.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
