@@ -2,7 +2,9 @@
 
 A job is a dict: ``engine`` (arguments of ``vllm.LLM``), ``environment``, and how to use it: ``max_tokens``,
 ``temperature``, ``requests`` (how many), ``shared_prefix`` (tokens), ``rounds``, ``abort`` (step: request numbers),
-``sleep`` (between rounds), ``record_drafts`` (what the drafter proposed, step by step). The answer is a file, so that
+``sleep`` (between rounds), ``drop_prefix_cache`` (likewise: what is there then, a KV connector loaded),
+``record_drafts`` (what the drafter proposed, step by step), ``exports`` (what a KV connector saw, see
+``export_connector``). ``{fresh}`` in an engine's settings stands for a folder of its own. The answer is a file, so that
 it is there whatever happens to the process afterwards.
 """
 
@@ -14,12 +16,14 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 MOST_STEPS = 4000
+MOST_RESETS = 200
 RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner")
 
 
@@ -48,10 +52,14 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
     started = time.monotonic()
     from vllm import LLM
 
-    llm = LLM(**job["engine"])
+    engine = json.dumps(job["engine"])
+    if "{fresh}" in engine:
+        engine = engine.replace("{fresh}", tempfile.mkdtemp(prefix="nwor-engine-"))
+    llm = LLM(**json.loads(engine))
     result["start_seconds"] = round(time.monotonic() - started, 1)
     replays.total = replays.with_drafts = 0
     proposed = _record_drafts(llm) if job["record_drafts"] else None
+    exports = _watch_exports(llm) if job["exports"] and _sessions() else None
     started = time.monotonic()
     requests = _requests(job)
     result["rounds"] = []
@@ -59,10 +67,15 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
         if number and job["sleep"]:
             llm.sleep(level=1)
             llm.wake_up()
+        if number and job["drop_prefix_cache"]:
+            drop_prefix_cache(llm)
         result["rounds"].append(_serve(llm, job, requests, number))
     result["run_seconds"] = round(time.monotonic() - started, 1)
     result["replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}
     result["proposed"] = proposed
+    if exports is not None:
+        drop_prefix_cache(llm)  # which takes every request's end to the worker
+        result["exports"] = exports.summary()
     result["metrics"] = {
         metric.name.removeprefix("vllm:"): metric.value if hasattr(metric, "value") else metric.values
         for metric in llm.get_metrics()
@@ -121,6 +134,29 @@ def _sessions() -> list[Any]:
 def _draft_graphs() -> list[Any]:
     plugin = sys.modules.get("nwor_ops.vllm")
     return plugin.draft_graph_reports() if plugin else []
+
+
+def drop_prefix_cache(llm: Any) -> None:
+    """Once nothing holds a block any more. While a KV connector's stores are under way the worker must go on to step,
+    and it steps for requests alone: for one that is too short to be cached."""
+    from vllm import SamplingParams
+
+    for attempt in range(MOST_RESETS):
+        if llm.reset_prefix_cache():
+            return
+        parameters = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        llm.llm_engine.add_request(f"reset-{attempt}", {"prompt_token_ids": [3]}, parameters)
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+        llm.llm_engine.step()
+        time.sleep(0.01)
+    raise RuntimeError(f"the prefix cache could not be dropped in {MOST_RESETS} attempts")
+
+
+def _watch_exports(llm: Any) -> Any:
+    import export_connector
+
+    return export_connector.watch(llm)
 
 
 def _record_drafts(llm: Any) -> dict[str, Any]:

@@ -44,7 +44,9 @@ DEFAULTS: dict[str, Any] = {
     "rounds": 1,
     "abort": {},
     "sleep": False,
+    "drop_prefix_cache": False,
     "record_drafts": False,
+    "exports": False,
 }
 
 

@@ -1,0 +1,230 @@
+"""KV connectors on the real CPU engine: what they see of the cache, and that what they load is right."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine_checks import COW, STAGE, check_transaction
+from engine_child import drop_prefix_cache
+from engines import ENGINE, ENVIRONMENT, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
+
+from nwor_ops.vllm.spare_blocks import SpareBlocks, _smaller
+
+VANILLA = {"mode": "off", "audit": True}
+EXPORT = {"kv_connector": "ExportConnector", "kv_connector_module_path": "export_connector", "kv_role": "kv_both"}
+
+
+def _export_job(settings: dict[str, Any], requests: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    os.environ.update(ENVIRONMENT)
+    import export_connector
+    from vllm import LLM
+
+    llm = LLM(**settings)
+    exports = export_connector.watch(llm)
+    # Some end in the step in which their first drafts are verified, of which most are rejected.
+    sampling = [_sampling(index, 0.0, 2 + index % max_tokens) for index in range(len(requests))]
+    tokens = _run_requests(llm, requests, sampling, {})
+    for _ in range(3):  # the worker hears of the last requests' end
+        llm.llm_engine.step()
+    return {**exports.summary(), "tokens": tokens, "session": _session()}
+
+
+def _session() -> dict[str, Any] | None:
+    import nwor_ops.vllm
+
+    for session in nwor_ops.vllm.sessions():
+        return {
+            "mode": session.mode,
+            "stats": session.stats().as_dict(),
+            "audit": session.audit.summary(),
+            "vanilla_steps": dict(session.vanilla_steps),
+        }
+    return None
+
+
+def _exports(engines: Engines, nwor: dict[str, Any], **arguments: Any) -> Any:
+    settings = ENGINE | {
+        "model": model_folder(),
+        "kv_transfer_config": EXPORT,
+        "additional_config": {"nwor": nwor},
+        **arguments,
+    }
+    return engines.submit(_export_job, settings, prompts(12), 7)
+
+
+def test_what_an_exporter_sees(engines: Engines) -> None:
+    started = [_exports(engines, nwor) for nwor in (VANILLA, COW, STAGE)]
+    vanilla, cow, stage = (future.result() for future in started)
+    for result in (vanilla, cow, stage):
+        assert result["unfinished"] == []
+        assert result["shadow_slots"] == 0
+        for moment, found in result["counts"].items():
+            assert found["rows"] > 0
+            assert found["missing"] == 0, f"{result['session']['mode']}, {moment}"
+    assert all(found["rejected"] > 0 for found in vanilla["counts"].values())
+    assert cow["counts"]["forward"]["rejected"] > 0
+    del cow["counts"]["forward"]
+    for result in (cow, stage):
+        assert result["tokens"] == vanilla["tokens"]
+        assert not any(found["rejected"] for found in result["counts"].values()), result["counts"]
+        check_transaction(result)
+
+
+# ---------------------------------------------------------------- vLLM's own: what they load
+
+
+class LateEvent:
+    """What CUDA's event is to SimpleCPUOffloadConnector. Done when it is asked for the second time: by then another
+    step has begun, and its window is open."""
+
+    def __init__(self, work: Callable[[], None], asked: int) -> None:
+        self._work, self._asked = work, asked
+
+    def query(self) -> bool:
+        self._asked -= 1
+        if self._asked == 0:
+            self._work()
+        return self._asked <= 0
+
+    def synchronize(self) -> None:
+        while not self.query():
+            pass
+
+
+class HostCopies:
+    """In the place of its batched copies by CUDA's driver: the same blocks, stored at once and loaded late."""
+
+    def init(self, gpu: dict[str, Any], cpu: dict[str, Any], device: Any, load_stream: Any, store_stream: Any) -> None:
+        self._sides = gpu, cpu
+
+    def launch_copy(
+        self,
+        source: list[int],
+        target: list[int],
+        is_store: bool,
+        event_idx: int,
+        events_list: Any,
+        wait_event: Any = None,
+    ) -> None:
+        gpu, cpu = self._sides
+
+        def copy() -> None:
+            for name in gpu:
+                theirs, ours = (cpu, gpu) if is_store else (gpu, cpu)
+                theirs[name][target] = ours[name][source]
+
+        if is_store:
+            copy()
+        events_list.append((event_idx, LateEvent(copy if not is_store else lambda: None, 1 if is_store else 2)))
+
+
+def _stand_in_for_streams() -> None:
+    from vllm.v1.simple_kv_offload import worker
+
+    class Stream:
+        def __init__(self, priority: int) -> None:
+            pass
+
+        @staticmethod
+        def priority_range() -> tuple[int, int]:
+            return 0, 0
+
+    worker.DmaCopyBackend = HostCopies
+    cuda = SimpleNamespace(Stream=Stream, current_stream=lambda: None)
+    event = SimpleNamespace(record=lambda stream: None)
+    worker.torch = SimpleNamespace(**{**vars(torch), "cuda": cuda, "Event": lambda: event})
+
+
+def _load_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM
+
+    _stand_in_for_streams()
+    llm = LLM(**settings)
+    rounds = []
+    for number in range(2):
+        if number:
+            drop_prefix_cache(llm)
+        # Behind one another: the loads of some are under way while others decode.
+        sampling = [_sampling(index, 0.0, 8 + 4 * index) for index in range(len(requests))]
+        rounds.append(_run_requests(llm, requests, sampling, {}))
+    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    return {"tokens": rounds, "loaded": metrics["vllm:external_prefix_cache_hits"], "session": _session()}
+
+
+SIMPLE = {
+    "kv_connector": "SimpleCPUOffloadConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 24},
+}
+
+
+def _example(folder: pathlib.Path) -> dict[str, Any]:
+    path = tempfile.mkdtemp(dir=folder)  # each engine's own
+    extra = {"shared_storage_path": path}
+    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def _multi(folder: pathlib.Path) -> dict[str, Any]:
+    extra = {"connectors": [SIMPLE, _example(folder)]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+@pytest.mark.parametrize(
+    ("connector", "prefix_caching"),
+    [(_example, False), (lambda _: SIMPLE, True), (_multi, True)],
+    ids=["example", "simple_cpu", "multi"],
+)
+def test_what_is_stored_can_be_loaded(
+    engines: Engines, tmp_path: pathlib.Path, connector: Callable[[pathlib.Path], Any], prefix_caching: bool
+) -> None:
+    """Generate, forget, load: the tokens are vanilla's, and the audit has seen who wrote what."""
+    requests = prompts(6, longest=150)
+    started = [
+        engines.submit(
+            _load_job,
+            ENGINE
+            | {
+                "model": model_folder(**SMALL),
+                "kv_transfer_config": connector(tmp_path),
+                "enable_prefix_caching": prefix_caching,
+                "max_num_seqs": 4,
+            }
+            | ({"additional_config": {"nwor": nwor}} if nwor else {}),
+            requests,
+        )
+        for nwor in (None, COW, STAGE)
+    ]
+    vanilla, *ours = (future.result() for future in started)
+    assert vanilla["session"] is None
+    assert vanilla["loaded"] > 0
+    for result in ours:
+        assert result["tokens"] == vanilla["tokens"]
+        assert result["loaded"] == vanilla["loaded"]
+        check_transaction(result)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_both_sides_of_a_connector_count_the_same_bytes_per_block() -> None:
+    """The worker's sees the whole cache, the scheduler's what mode stage leaves of it."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+    from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    page, blocks = spec.page_size_bytes, 40
+    tensor = KVCacheTensor(page * blocks, ["0"], layer_stride=page * blocks, block_stride=page)
+    whole = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(["0"], spec)])
+    smaller = _smaller(whole, SpareBlocks(blocks, num_groups=1, per_group=7, block_bytes=page))
+    assert (smaller.num_blocks, smaller.kv_cache_tensors[0].size) == (33, 33 * page)
+    assert (whole.num_blocks, whole.kv_cache_tensors[0].size) == (blocks, blocks * page)
+    derive = SimpleCPUOffloadScheduler._derive_cpu_config
+    assert derive(smaller, 100 * page).num_blocks == derive(whole, 100 * page).num_blocks == 100
