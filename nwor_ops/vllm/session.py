@@ -138,10 +138,14 @@ class Session:
         for listener in self._listeners[event]:
             listener(*what)
 
+    def heard(self, event: str) -> bool:
+        """Whether anyone listens."""
+        return bool(self._listeners[event])
+
     @property
     def wraps_writers(self) -> bool:
         """Whether what the target layers write is to come through :meth:`write`."""
-        return self.mode != "stage" or bool(self._listeners["record"])
+        return self.mode != "stage" or self.heard("record")
 
     # ------------------------------------------------------------ the moments of a step
 

@@ -19,6 +19,7 @@ from nwor_ops.vllm.runners.base import start_audit
 from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.session import Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
+from nwor_ops.vllm.support import Unsupported
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 16, 4, 2, 8
 # Mode stage: 4 requests, each of at most 2 drafts, which may lie in two blocks.
@@ -39,7 +40,24 @@ NOTHING = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNam
 MODES = pytest.mark.parametrize("mode", ["cow", "stage"])
 
 
+# Adaptive verification, four drafts scheduled and three verified: the host spreads them evenly over its requests, the
+# device says that the first has one, at position 3, and the second two, at positions 1 and 2.
+ADAPTIVE_TABLES = [[1, 3], [2, 4]]
+ADAPTIVE_SLOTS = [6, 7, 8, 9, 10]
+ADAPTIVE_BATCH = SimpleNamespace(
+    query_start_loc=torch.tensor([0, 2, 5], dtype=torch.int32),
+    cu_num_logits=torch.tensor([0, 2, 5], dtype=torch.int32),
+    num_reqs=2,
+    num_draft_tokens=3,
+    query_start_loc_np=numpy.array([0, 3, 5]),
+    num_draft_tokens_per_req=numpy.array([2, 2]),
+    seq_lens=torch.tensor([4, 3], dtype=torch.int32),
+)
+
+
 class Runner:
+    adaptive_verification: Any = None
+
     def __init__(self, audit: bool, mode: str = "cow") -> None:
         self.kv_cache = torch.zeros(BLOCKS, BLOCK_SIZE, HEADS, 2 * WIDTH)
         self.kv_cache[TABLE[0], :2] = 5
@@ -143,3 +161,71 @@ def test_the_failure_of_the_step_is_the_one_that_is_seen(
     with pytest.raises(KeyboardInterrupt):
         runner.sample_tokens(None)
     assert "closing the window of a step that failed" in caplog.text
+
+
+class AdaptiveRunner(Runner):
+    """Of the first request's draft none is accepted, of the second's the first."""
+
+    adaptive_verification = object()
+
+    def prepare_attn(self, input_batch: Any) -> None:
+        self.slots[0, :5] = torch.tensor(ADAPTIVE_SLOTS)
+        self.table[:2, :2] = torch.tensor(ADAPTIVE_TABLES)
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        self.prepare_attn(ADAPTIVE_BATCH)
+        rows = torch.ones(5, HEADS, WIDTH)
+        self.session.write("target", rows, rows, self.kv_cache, self.slots[0, :5])
+
+    def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> tuple[None, Tensor, Tensor]:
+        return None, torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1, 1], dtype=torch.int32)
+
+    def sample_tokens(self, grammar_output: Any) -> str:
+        self.sample(None, ADAPTIVE_BATCH, None)
+        return "output"
+
+
+@MODES
+@pytest.mark.parametrize("audit", [False, True])
+def test_adaptive_verification_goes_by_what_the_device_says(audit: bool, mode: str) -> None:
+    """And so does the audit, which counts on the host."""
+    runner = AdaptiveRunner(audit, mode)
+    runner.execute_model(NOTHING)
+    assert runner.sample_tokens(None) == "output"
+    written = runner.kv_cache.flatten(0, 1)[ADAPTIVE_SLOTS, 0, 0] == 1
+    assert written.tolist() == [True, False, True, True, False]
+    stats = runner.session.stats()
+    assert (stats.drafted, stats.accepted, stats.rejected, stats.cancelled) == (3, 1, 2, 0)
+    if audit:
+        found = runner.session.audit.summary()
+        assert (found["drafted"], found["accepted"], found["rejected"], found["stale_rows"]) == (3, 1, 2, 0)
+
+
+def _attachment(speculator: Any, sampled: int = 1, **methods: bool) -> V2:
+    config = SimpleNamespace(
+        **{name: lambda: False for name in ("use_ngram", "uses_draft_model", "use_dflash", "use_dspark")}
+        | {name: lambda: True for name in methods}
+    )
+    state = SimpleNamespace(num_new_sampled_tokens_per_step=sampled)
+    return V2(SimpleNamespace(speculator=speculator, speculative_config=config, model_state=state))
+
+
+def test_what_a_drafter_says_of_its_layers_is_taken() -> None:
+    named = SimpleNamespace(model=object(), draft_attn_layer_names={"mtp.0"})
+    assert _attachment(named).drafter_layers() == {"mtp.0"}
+    # A draft model without attention has no layers, and neither has a drafter without a model.
+    assert _attachment(SimpleNamespace(model=object(), draft_attn_layer_names=set())).drafter_layers() == set()
+    assert _attachment(SimpleNamespace()).drafter_layers() == set()
+
+
+def test_what_a_drafter_does_not_say_is_why_it_is_refused() -> None:
+    with pytest.raises(Unsupported, match="does not say which attention layers are its own"):
+        _attachment(SimpleNamespace(model=object())).drafter_layers()
+    with pytest.raises(Unsupported, match="samples 0 new tokens for each request and step"):
+        _attachment(SimpleNamespace(), sampled=0).drafter_layers()
+
+
+def test_a_drafter_that_attends_in_its_own_batches_borrows_nothing() -> None:
+    assert _attachment(SimpleNamespace()).drafter_borrows
+    for method in ("use_ngram", "uses_draft_model", "use_dflash", "use_dspark"):
+        assert not _attachment(SimpleNamespace(), **{method: True}).drafter_borrows

@@ -43,7 +43,6 @@ def test_a_document_without_the_marks_is_an_error() -> None:
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism: it has not been tried"),
         ({"parallel_config__data_parallel_size": 2}, "data parallelism: it has not been tried"),
         ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
-        ({"speculative_config__enable_adaptive_verification": True}, "adaptive verification: it has not been tried"),
         ({"attention_config__hisparse_config": object()}, "HiSparse: it writes to slots of its own"),
     ],
 )
@@ -56,6 +55,8 @@ def test_what_is_not_refused() -> None:
     sizes = {f"parallel_config__{kind}_parallel_size": 1 for kind in ("data", "pipeline", "decode_context")}
     check_engine(engine(**sizes, parallel_config__tensor_parallel_size=8, kv_transfer_config=None), "cpu")
     check_engine(engine("of tomorrow", lora_config=object()), "cuda")
+    check_engine(engine("eagle", speculative_config__enable_adaptive_verification=True), "cuda")
+    check_engine(engine("eagle", speculative_config__num_speculative_tokens_per_batch_size=[(1, 8, 4)]), "cuda")
     check_engine(engine("draft_model", attention_config__hisparse_config=object()), "cuda", DRAFT_GRAPHS)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -45,15 +46,30 @@ class V2(RunnerAttachment):
 
     @property
     def drafter_borrows(self) -> bool:
+        # A drafter that attends in batches of its own builds their metadata when it drafts; the others' first pass goes
+        # over the target's batch.
         config = self.runner.speculative_config
-        return not (config.use_ngram() or config.uses_draft_model())
+        own = config.use_ngram() or config.uses_draft_model() or config.use_dflash() or config.use_dspark()
+        return not own
 
     def drafter_layers(self) -> set[str]:
         if (count := self.runner.model_state.num_new_sampled_tokens_per_step) != 1:
             raise NEW_TOKENS.because(count=count)
         return named_layers(self.runner, self.runner.speculator)
 
+    def _counts(self, input_batch: Any) -> tuple[Sequence[int], Sequence[int]]:
+        """Where each request's tokens start, and how many drafts it has, on the host.
+
+        With adaptive verification the host knows how many drafts there are in all, and the device alone which request
+        has how many of them. Where somebody listens, this waits for it."""
+        if self.runner.adaptive_verification is None or not self.session.heard("begin"):
+            return input_batch.query_start_loc_np, input_batch.num_draft_tokens_per_req
+        logits = input_batch.cu_num_logits.tolist()
+        drafts = [end - start - 1 for start, end in itertools.pairwise(logits)]
+        return input_batch.query_start_loc.tolist(), drafts
+
     def _step(self, input_batch: Any) -> Step:
+        query_start_loc, num_draft_tokens = self._counts(input_batch)
         return Step(
             Window(
                 query_start_loc=input_batch.query_start_loc,
@@ -65,8 +81,8 @@ class V2(RunnerAttachment):
                 seq_lens=input_batch.seq_lens,
                 block_tables=self.block_tables,
             ),
-            query_start_loc=input_batch.query_start_loc_np,
-            num_draft_tokens=input_batch.num_draft_tokens_per_req,
+            query_start_loc=query_start_loc,
+            num_draft_tokens=num_draft_tokens,
         )
 
     def prepare_attn(self, prepare: Callable[..., Any], input_batch: Any) -> Any:
