@@ -201,26 +201,40 @@ def test_adaptive_verification_goes_by_what_the_device_says(audit: bool, mode: s
         assert (found["drafted"], found["accepted"], found["rejected"], found["stale_rows"]) == (3, 1, 2, 0)
 
 
-def _attachment(speculator: Any, sampled: int = 1, **methods: bool) -> V2:
+def _attachment(speculator: Any, sampled: int = 1, cached: tuple[str, ...] = (), **methods: bool) -> V2:
+    """The target has the layer "target.0", and ``cached`` are the layers that have a cache beside it."""
     config = SimpleNamespace(
+        method="any",
         **{name: lambda: False for name in ("use_ngram", "uses_draft_model", "use_dflash", "use_dspark")}
-        | {name: lambda: True for name in methods}
+        | {name: lambda: True for name in methods},
     )
-    state = SimpleNamespace(num_new_sampled_tokens_per_step=sampled)
-    return V2(SimpleNamespace(speculator=speculator, speculative_config=config, model_state=state))
+    target, group = torch.nn.Identity(), SimpleNamespace(layer_names=["target.0", *cached])
+    return V2(
+        SimpleNamespace(
+            speculator=speculator,
+            speculative_config=config,
+            model_state=SimpleNamespace(num_new_sampled_tokens_per_step=sampled),
+            get_model=lambda: target,
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+            compilation_config=SimpleNamespace(
+                static_forward_context={"target.0": target, **{name: torch.nn.Identity() for name in cached}}
+            ),
+        )
+    )
 
 
 def test_what_a_drafter_says_of_its_layers_is_taken() -> None:
-    named = SimpleNamespace(model=object(), draft_attn_layer_names={"mtp.0"})
-    assert _attachment(named).drafter_layers() == {"mtp.0"}
+    named = SimpleNamespace(draft_attn_layer_names={"mtp.0"})
+    assert _attachment(named, cached=("mtp.0",)).drafter_layers() == {"mtp.0"}
     # A draft model without attention has no layers, and neither has a drafter without a model.
-    assert _attachment(SimpleNamespace(model=object(), draft_attn_layer_names=set())).drafter_layers() == set()
+    assert _attachment(SimpleNamespace(draft_attn_layer_names=set())).drafter_layers() == set()
     assert _attachment(SimpleNamespace()).drafter_layers() == set()
+    assert _attachment(None).drafter_layers() == set()
 
 
 def test_what_a_drafter_does_not_say_is_why_it_is_refused() -> None:
-    with pytest.raises(Unsupported, match="does not say which attention layers are its own"):
-        _attachment(SimpleNamespace(model=object())).drafter_layers()
+    with pytest.raises(Unsupported, match=r"mtp\.0"):
+        _attachment(SimpleNamespace(), cached=("mtp.0",)).drafter_layers()
     with pytest.raises(Unsupported, match="samples 0 new tokens for each request and step"):
         _attachment(SimpleNamespace(), sampled=0).drafter_layers()
 

@@ -37,7 +37,6 @@ def test_a_document_without_the_marks_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("found", "because"),
     [
-        ({"kv_transfer_config": object()}, "KV connectors: a connector may export a layer"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism: only the last stage"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism: its slot mappings"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism: it has not been tried"),
@@ -71,8 +70,8 @@ def test_another_device_is_refused() -> None:
 
 
 def test_several_reasons_are_all_named() -> None:
-    with pytest.raises(Unsupported, match=r"^KV connectors: .*; data parallelism: "):
-        check_engine(engine(kv_transfer_config=object(), parallel_config__data_parallel_size=2), "cpu")
+    with pytest.raises(Unsupported, match=r"^data parallelism: .*; dual batch overlap: "):
+        check_engine(engine(parallel_config__data_parallel_size=2, parallel_config__use_ubatching=True), "cpu")
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.feature)
