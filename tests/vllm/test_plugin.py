@@ -92,18 +92,24 @@ def test_more_drafts_than_log_rows_is_a_plain_step(engines: Engines) -> None:
     assert 0 < session["stats"]["drafted"] < session["audit"]["drafted"]
 
 
+# Named by its module, a connector is taken for one of the user's own, which must say when it reads.
+UNKNOWN = {
+    "kv_connector": "ExampleConnector",
+    "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.example_connector",
+    "kv_role": "kv_both",
+}
+
+
 def test_an_unsupported_engine_is_refused_with_the_reason(engines: Engines) -> None:
-    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    with pytest.raises(RuntimeError, match=r"nwor: KV connectors: .*mode cow was asked for"):
-        engines.run(prompts(1), nwor={"mode": "cow"}, kv_transfer_config=connector)
+    with pytest.raises(RuntimeError, match=r"nwor: KV connector ExampleConnector: when it .*mode cow was asked for"):
+        engines.run(prompts(1), nwor={"mode": "cow"}, kv_transfer_config=UNKNOWN)
 
 
 def test_an_unsupported_engine_runs_vanilla_on_request(engines: Engines) -> None:
-    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     result = engines.run(
         prompts(2),
         nwor={"mode": "cow", "on_unsupported": "vanilla"},
-        kv_transfer_config=connector,
+        kv_transfer_config=UNKNOWN,
         max_tokens=8,
     )
     assert result["session"] is None
