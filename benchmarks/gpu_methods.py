@@ -11,7 +11,7 @@
 Measured as there: one engine for a mode, whose two sides take turns of 20 steps while its requests decode; synthetic
 acceptance of 2.5 tokens per step. Graphs are captured for the asked numbers of requests alone, and twice for either
 side in mode `cow`. The engines of the two modes are on the GPU at the same time and measured in turn, where there is
-room for both (28 GiB each; mtp: one after the other, 55 GiB).
+room for both (28 GiB each; mtp: one after the other, 45 GiB).
 
 With `--other`, a checkout with its libraries built, each mode has an engine with the nwor_ops of that checkout too:
 rows `.../..._other`. Each is over its own vanilla.
@@ -27,6 +27,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 import time
@@ -59,6 +60,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CAPTURES = {"cow": 2, "stage": 1}  # nothing of mode stage is in a graph
 WARM_UP_TOKENS = 64
 GIB = 1 << 30
+HOST_BYTES = 4 * GIB  # for blocks
 # The head of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B.
 EAGLE3 = LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}
 QWEN_9B = {
@@ -92,9 +94,10 @@ QWEN_9B = {
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
-    # What is decoded, too, which is all that is measured; in /dev/shm.
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 4 * GIB, "offload_prompt_only": False},
+    # What is decoded, too, which is all that is measured.
+    "kv_connector_extra_config": {"cpu_bytes_to_use": HOST_BYTES, "offload_prompt_only": False},
 }
+SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,9 @@ METHODS = {
         engine={
             "mamba_ssm_cache_dtype": "float32",
             "gdn_prefill_backend": "triton",
-            "worker_extension_cls": "gpu_engine_worker.Worker",
-            # 64 requests x 14 blocks of 20 MB, and of each of 4 groups 128 shadow pages.
-            "kv_cache_memory_bytes": 30 * GIB,
+            "worker_extension_cls": "gpu_worker_hybrid.Worker",
+            # 64 requests x 14 blocks of 20 MB, and 128 shadow pages.
+            "kv_cache_memory_bytes": 22 * GIB,
         },
         at_once=1,
     ),
@@ -170,6 +173,8 @@ def method_job(method: Method, folder: pathlib.Path, requests: Iterable[int], sm
             "compilation_config": {"cudagraph_capture_sizes": [tokens * count for count in sorted(requests)]},
             "kernel_config": dict.fromkeys(kernels, False),  # compiled when first needed, while the engine warms up
         }
+    if method.stores and shutil.disk_usage(SHARED_MEMORY).free < method.at_once * HOST_BYTES:
+        more["worker_extension_cls"] = "gpu_worker_pinned.Worker"
     job = engine_job(model, speculation, small, **more | method.engine)
     return job | {"vocabulary": target["vocab_size"], "max_tokens": WARM_UP_TOKENS}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from types import SimpleNamespace
 from typing import Any, cast
 
 import gpu_methods
@@ -31,6 +32,15 @@ def test_a_job_has_its_models_and_graphs_for_its_batches(name: str, tmp_path: pa
     assert engine["compilation_config"]["cudagraph_capture_sizes"] == [tokens, 16 * tokens, 64 * tokens]
     assert speculation["synthetic_acceptance_length"] <= tokens
     assert set(METHODS[name].targets) == set(CAPTURES)
+
+
+@pytest.mark.parametrize(("free", "pinned"), [(7, True), (9, False)])
+def test_blocks_go_to_pinned_memory_where_shared_memory_is_small(
+    free: int, pinned: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_methods.shutil, "disk_usage", lambda _: SimpleNamespace(free=free << 30))
+    job = gpu_methods.method_job(METHODS["offloading"], tmp_path, [16], small=False)
+    assert ("worker_extension_cls" in job["engine"]) == pinned
 
 
 def test_a_hybrid_model_has_a_kind_for_each_layer() -> None:
