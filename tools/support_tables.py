@@ -14,9 +14,11 @@ from nwor_ops.vllm.support import (
     DRAFT_BACK_ENDS,
     DRAFT_GRAPHS,
     DRAFT_METHODS,
+    METHODS,
     REFUSALS,
     SUPPORTED_VERSIONS,
     TRANSACTION,
+    Method,
 )
 
 DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "vllm.md"
@@ -48,6 +50,28 @@ def supported() -> str:
     return "\n".join(_row(*row) for row in rows)
 
 
+def methods() -> str:
+    """How many of the newest vLLM's ways to draft are shown, and which test shows each."""
+    newest = SUPPORTED_VERSIONS[TRANSACTION][-1]
+    there = [method for method in METHODS if newest in method.versions]
+    shown = sum(method.is_shown for method in there)
+    rows = [("method", "CUDA, V2", "CUDA, V1", "CPU engine"), ("---",) * 4]
+    for method in METHODS:
+        name = _code([method.name])
+        if newest not in method.versions:
+            name += f" (vLLM {', '.join(method.versions)})"
+        rows.append((name, *(_shown(method, engine) for engine in ("v2", "v1", "cpu"))))
+    said = f"Of the {len(there)} ways to draft of vLLM {newest} a test shows {shown}:"
+    return "\n".join((said, "", *(_row(*row) for row in rows)))
+
+
+def _shown(method: Method, engine: str) -> str:
+    tests, note = getattr(method, engine), method.notes.get(engine, "")
+    if tests:
+        return f"yes: {_code(tests)}" + (f" ({note})" if note else "")
+    return note
+
+
 def refused() -> str:
     """Why, for the transaction and for draft graphs; an empty cell is not refused."""
     rows = [("", "`cow` and `stage`", "draft graphs"), ("---",) * 3]
@@ -60,8 +84,8 @@ def refused() -> str:
 
 
 def filled(text: str) -> str:
-    """The document with both tables between their marks."""
-    for name, table in (("supported", supported()), ("refused", refused())):
+    """The document with the tables between their marks."""
+    for name, table in (("supported", supported()), ("methods", methods()), ("refused", refused())):
         marks = f"<!-- {name}: made by tools/support_tables.py -->", f"<!-- end of {name} -->"
         text, found = re.subn(
             f"{re.escape(marks[0])}.*?{re.escape(marks[1])}",

@@ -7,7 +7,8 @@ methods of ``GPUModelRunner`` are wrapped that look at the engine's configuratio
 ``initialize_kv_cache``, after which everything else is wrapped, on instances, if the configuration
 asks for it, and ``profile_run``, so that the memory of the undo log is taken into account. In the V2
 runner's module also ``init_speculator`` (see :mod:`nwor_ops.vllm.drafter.plugin`), in the scheduler's what mode
-``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`) and the metrics need, and the V2 runner's warm-up, for mode ``"stage"``.
+``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`) and the metrics need, and the V2 runner's warm-up, for mode ``"stage"``
+and the audit.
 With ``VLLM_NWOR_MODE=off`` in the environment not even that happens.
 """
 
@@ -119,7 +120,19 @@ def _wrap_warmup_module(module: ModuleType) -> None:
         session = _sessions.get(runner)
         return session.spare if session is not None else None
 
+    def telling(warm_up: Callable[..., Any]) -> Callable[..., Any]:
+        def warmup_kernels(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
+            result = warm_up(model_runner, *args, **kwargs)
+            session = _sessions.get(model_runner)
+            if session is not None and session.audit is not None:
+                steps = session.audit.summary()["verify_steps"]
+                _logger().info("nwor: vLLM's warm-up was audited, %d steps with drafts", steps)
+            return result
+
+        return warmup_kernels
+
     spare_blocks.wrap_warmup_module(module, spare_of)
+    wrap_once(module, "warmup_kernels", telling)
 
 
 def _wrap_runner_module(module: ModuleType) -> None:

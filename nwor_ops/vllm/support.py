@@ -11,8 +11,8 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from nwor_ops import library
@@ -300,6 +300,58 @@ REFUSALS = (
     Refusal("watermarking", "", "it samples from contexts that are prepared on the host", _has("watermark_config")),
     Refusal("weight offloading", "", _NOT_TRIED,
             _has("offload_config.uva.cpu_offload_gb", "offload_config.prefetch.offload_group_size")),
+)
+# fmt: on
+
+
+# ---------------------------------------------------------------- ways to draft
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to draft that vLLM has, and what shows that its drafts are a transaction. None is refused by its name.
+
+    Attributes:
+        name: vLLM's.
+        v2, v1: cases of tests/support/gpu_cases.py that ran, by CUDA runner.
+        cpu: tests in tests/vllm.
+        versions: of vLLM that have it.
+        notes: what is to be said, by the same names.
+    """
+
+    name: str
+    v2: tuple[str, ...] = ()
+    v1: tuple[str, ...] = ()
+    cpu: tuple[str, ...] = ()
+    versions: tuple[str, ...] = SUPPORTED_VERSIONS[TRANSACTION]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_shown(self) -> bool:
+        return bool(self.v2 or self.v1 or self.cpu)
+
+
+_V1_ALONE = {"v2": "vLLM has it in V1 alone"}
+_V2_ALONE = dict.fromkeys(("v1", "cpu"), "vLLM has it in V2 alone")
+# Each test compares the output with vanilla's and audits every step, in both modes. (vLLM has a name for the MTP layers
+# of each of 27 models, too, and takes all of them for `mtp`.)
+# fmt: off
+METHODS = (
+    Method("ngram", v2=("v2-flash-ngram-full_and_piecewise",), v1=("v1-flash-ngram-full_and_piecewise",),
+           cpu=("test_36_prompts",)),
+    Method("ngram_gpu", notes={"cpu": "vLLM has it on CUDA alone"}),
+    Method("suffix", cpu=("test_suffix",), notes=_V1_ALONE | {"cpu": "with `arctic-inference`, which CI has not"}),
+    Method("custom_class", cpu=("test_custom_class",), notes=_V1_ALONE),
+    Method("draft_model", v2=("v2-flash-draft_model",), v1=("v1-flash-draft_model",),
+           cpu=("test_draft_model_layers_are_left_alone",)),
+    Method("eagle", v2=("v2-flash-eagle",), v1=("v1-flash-eagle",), cpu=("test_eagle",)),
+    Method("eagle3", cpu=("test_eagle3",)),
+    Method("mtp", cpu=("test_mtp",), notes={"cpu": "MiMo"}),
+    Method("dflash"),
+    Method("dspark", notes=_V2_ALONE),
+    Method("extract_hidden_states", cpu=("test_extract_hidden_states",),
+           notes={"cpu": "without its connector, which is refused"}),
+    Method("medusa", cpu=("test_medusa",), versions=("0.32",), notes=_V1_ALONE),
 )
 # fmt: on
 

@@ -3,6 +3,7 @@ at every moment of a step. (What both modes have in common is in test_engine.py 
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from nwor_ops.kv_cache import LayerCache
 from nwor_ops.vllm.audit.shadow import StageAudit
-from nwor_ops.vllm.audit.undo import AuditError
+from nwor_ops.vllm.audit.undo import AuditError, CacheAudit
 from nwor_ops.vllm.layers.back_ends import PACKED_IMPLS, TRITON_IMPL, check_tables
 from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.spare_blocks import SpareBlocks, spare_blocks
@@ -203,8 +204,11 @@ class WarmedRunner:
 
 
 @pytest.mark.parametrize("warm_up", ["warmup_kernels", "run_mixed_prefill_decode_warmup"])
-def test_vllms_warm_up_keeps_off_the_spare_blocks(warm_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes up requests and gives them blocks itself, as many as the runner's cache has; no scheduler is asked."""
+def test_vllms_warm_up_keeps_off_the_spare_blocks(
+    warm_up: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It makes up requests and gives them blocks itself, as many as the runner's cache has; no scheduler is asked. An
+    audit of its steps is spoken of."""
     from vllm.v1.worker.gpu import warmup
 
     from nwor_ops.vllm import plugin
@@ -221,8 +225,13 @@ def test_vllms_warm_up_keeps_off_the_spare_blocks(warm_up: str, monkeypatch: pyt
     whole = runner.kv_cache_config
     with pytest.raises(RuntimeError, match=r"the scheduler gave block 1\d to a request"):
         getattr(warmup, warm_up)(runner, *arguments)
-    monkeypatch.setitem(plugin._sessions, runner, SimpleNamespace(spare=spare))
-    getattr(warmup, warm_up)(runner, *arguments)
+    audit = CacheAudit([], max_num_tokens=512)
+    monkeypatch.setitem(plugin._sessions, runner, SimpleNamespace(spare=spare, audit=audit))
+    monkeypatch.setattr(plugin, "_logger", logging.getLogger)
+    with caplog.at_level(logging.INFO):
+        getattr(warmup, warm_up)(runner, *arguments)
+    told = "nwor: vLLM's warm-up was audited, 0 steps with drafts"
+    assert caplog.messages == ([told] if warm_up == "warmup_kernels" else [])
     assert runner.kv_cache_config is whole
     assert whole.num_blocks == 26
 

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import string
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
+import gpu_cases
 import pytest
 import support_tables
+import vllm
+from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
 
-from nwor_ops.vllm.support import DRAFT_GRAPHS, REFUSALS, TRANSACTION, Refusal, Unsupported, check_engine
+from nwor_ops.vllm.support import (
+    DRAFT_GRAPHS,
+    METHODS,
+    REFUSALS,
+    TRANSACTION,
+    Method,
+    Refusal,
+    Unsupported,
+    check_engine,
+)
+
+TESTS = Path(__file__).parent
 
 
 def engine(method: str = "ngram", **found: Any) -> Any:
@@ -62,6 +78,23 @@ def test_what_is_not_refused() -> None:
 def test_draft_graphs_have_a_method_of_their_own() -> None:
     with pytest.raises(Unsupported, match=r"^speculation by eagle: draft graphs are for method draft_model$"):
         check_engine(engine("eagle"), "cuda", DRAFT_GRAPHS)
+
+
+def test_every_method_of_vllm_has_its_row() -> None:
+    here = {method.name for method in METHODS if vllm.__version__.startswith(method.versions)}
+    named_for_a_model = set(get_args(MTPModelTypes)) - {"mtp"}
+    assert set(get_args(SpeculativeMethod)) - named_for_a_model - {"mlp_speculator"} == here  # no runner has that
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_the_tests_of_a_method_are_there(method: Method) -> None:
+    tests = {
+        name for path in TESTS.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    assert set(method.cpu) <= tests
+    for prefix, names in (("V2", method.v2), ("V1", method.v1)):
+        cases = {case.name for case in gpu_cases.CASES if case.environment == getattr(gpu_cases, prefix)}
+        assert set(names) <= cases
 
 
 def test_another_device_is_refused() -> None:
