@@ -55,7 +55,7 @@ def methods() -> str:
     newest = SUPPORTED_VERSIONS[TRANSACTION][-1]
     there = [method for method in METHODS if newest in method.versions]
     shown = sum(method.is_shown for method in there)
-    rows = [("method", "CUDA, V2", "CUDA, V1", "CPU engine"), ("---",) * 4]
+    rows: list[tuple[str, ...]] = [("method", "CUDA, V2", "CUDA, V1", "CPU engine"), ("---",) * 4]
     for method in METHODS:
         name = _code([method.name])
         if newest not in method.versions:

@@ -231,7 +231,8 @@ def test_vllms_warm_up_keeps_off_the_spare_blocks(
     with caplog.at_level(logging.INFO):
         getattr(warmup, warm_up)(runner, *arguments)
     told = "nwor: vLLM's warm-up was audited, 0 steps with drafts"
-    assert caplog.messages == ([told] if warm_up == "warmup_kernels" else [])
+    said = [message for message in caplog.messages if message.startswith("nwor")]
+    assert said == ([told] if warm_up == "warmup_kernels" else [])
     assert runner.kv_cache_config is whole
     assert whole.num_blocks == 26
 
