@@ -191,7 +191,7 @@ class WarmedRunner:
 
         spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
         self.kv_cache_config = SimpleNamespace(
-            num_blocks=num_blocks, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]
+            num_blocks=num_blocks, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], kv_cache_tensors=[]
         )
         self.vllm_config = SimpleNamespace(is_mm_encoder_only=False, num_lookahead_tokens=4)
         self.scheduler_config = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=512)
