@@ -7,24 +7,35 @@ hands on the embedding of the token before the one that it drafts.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
 
+import tiny_models
 import torch
 from tiny_models import _matrix, _save, _write_eagle
 from torch import Tensor
 
+from nwor_ops.testing import tiny_llama
 from nwor_ops.testing.tiny_llama import BLOCK_SCALE, VOCABULARY, Size, successor, write_tiny_llama
 
 DRAFTS = 3
 SIZE = Size()
 
 
+@functools.cache
+def _version() -> str:
+    """Of the weights: what is written by other code is another model."""
+    sources = (__file__, str(tiny_models.__file__), str(tiny_llama.__file__))
+    return hashlib.sha256(b"".join(pathlib.Path(source).read_bytes() for source in sources)).hexdigest()[:12]
+
+
 def tiny_folder(name: str) -> str:
     """The folder of a model, written when it is first asked for, by whichever process."""
-    folder = pathlib.Path(tempfile.gettempdir(), f"nwor-tests-{os.getuid()}", f"tiny-{name}")
+    folder = pathlib.Path(tempfile.gettempdir(), f"nwor-tests-{os.getuid()}", f"tiny-{name}-{_version()}")
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         unfinished = pathlib.Path(tempfile.mkdtemp(dir=folder.parent))
