@@ -4,8 +4,10 @@ A job is a dict: ``engine`` (arguments of ``vllm.LLM``), ``environment``, and ho
 ``temperature``, ``requests`` (how many), ``shared_prefix`` (tokens), ``rounds``, ``abort`` (step: request numbers),
 ``sleep`` (between rounds), ``drop_prefix_cache`` (likewise: what is there then, a KV connector loaded),
 ``record_drafts`` (what the drafter proposed, step by step), ``exports`` (what a KV connector saw, see
-``export_connector``). ``{fresh}`` in an engine's settings stands for a folder of its own. The answer is a file, so that
-it is there whatever happens to the process afterwards.
+``export_connector``), ``cost_curves`` (of adaptive verification, milliseconds of drafting by requests and of verifying
+by tokens, in place of those that vLLM measured, so that what is verified is the same in each engine). ``{fresh}`` in an
+engine's settings stands for a folder of its own. The answer is a file, so that it is there whatever happens to the
+process afterwards.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
     llm = LLM(**json.loads(engine))
     result["start_seconds"] = round(time.monotonic() - started, 1)
     replays.total = replays.with_drafts = 0
+    if job["cost_curves"]:
+        _runner(llm).adaptive_verification.set_cost_curves(*job["cost_curves"])
     proposed = _record_drafts(llm) if job["record_drafts"] else None
     exports = _watch_exports(llm) if job["exports"] and _sessions() else None
     started = time.monotonic()
@@ -159,10 +163,15 @@ def _watch_exports(llm: Any) -> Any:
     return export_connector.watch(llm)
 
 
+def _runner(llm: Any) -> Any:
+    """The model runner of an engine of one process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
 def _record_drafts(llm: Any) -> dict[str, Any]:
     """What a drafter of the V2 runner proposes from now on: ``drafts[request][length] = K tokens``, where the length is
     that of the sequence they continue, and ``steps``, how often it was asked. Rows of prompt chunks are left out."""
-    speculator = llm.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
+    speculator = _runner(llm).speculator
     propose = speculator.propose
     found: dict[str, Any] = {"steps": 0, "drafts": {}}
 

@@ -47,6 +47,7 @@ DEFAULTS: dict[str, Any] = {
     "drop_prefix_cache": False,
     "record_drafts": False,
     "exports": False,
+    "cost_curves": None,
 }
 
 

@@ -15,11 +15,19 @@ K = 4
 NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 DRAFT = {"method": "draft_model", "model": "@draft", "num_speculative_tokens": K}
 EAGLE = {"method": "eagle", "model": "@eagle", "num_speculative_tokens": K}
+DSPARK = {"method": "dspark", "model": "@dspark", "num_speculative_tokens": K}
+MTP = {"method": "mtp", "num_speculative_tokens": K}  # its layer is part of the target's checkpoint
 METHODS = {
     "ngram": NGRAM,
     "draft_model": DRAFT,
     "eagle": EAGLE,
     "eagle_with_biases": {**EAGLE, "model": "@eagle_with_biases"},
+    "eagle3": {**EAGLE, "method": "eagle3", "model": "@eagle3"},
+    "ngram_gpu": {**NGRAM, "method": "ngram_gpu"},
+    "dflash": {"method": "dflash", "model": "@dflash", "num_speculative_tokens": K},
+    "dspark": DSPARK,
+    "mtp": MTP,
+    "suffix": {"method": "suffix", "num_speculative_tokens": K},
 }
 
 ENGINE: dict[str, Any] = {
@@ -76,6 +84,7 @@ class Case:
         nwor: settings of the second engine.
         use: fields of the job, see ``engine_child``.
         same_tokens: the two engines' output is compared.
+        trimmed: fewer drafts must be verified than were scheduled.
         expect: what the second engine must report: a field of its worker, or ``metric:NAME`` that must be above 0.
         needs: a package beside vLLM, without which the case is skipped.
         more_blocks: blocks that the second engine's cache has more: to its scheduler both are of one size.
@@ -87,6 +96,7 @@ class Case:
     nwor: dict[str, Any] = field(default_factory=lambda: dict(COW))
     use: dict[str, Any] = field(default_factory=dict)
     same_tokens: bool = True
+    trimmed: bool = False
     expect: dict[str, Any] = field(default_factory=dict)
     needs: str | None = None
     more_blocks: int = 0
@@ -105,7 +115,7 @@ def _engine(backend: str = "FLASH_ATTN", method: str = "ngram", graphs: str = "d
 def _case(
     name: str, environment: dict[str, str] = V2, backend: str = "FLASH_ATTN", graphs: str = "default", **more: Any
 ) -> Case:
-    own = {key: more.pop(key) for key in ("nwor", "use", "same_tokens", "expect", "needs") if key in more}
+    own = {key: more.pop(key) for key in ("nwor", "use", "same_tokens", "trimmed", "expect", "needs") if key in more}
     expect = own.pop("expect", {})
     if graphs in GRAPH_MODES and not more.get("enforce_eager"):
         expect = {"cudagraph_mode": GRAPH_MODES[graphs]} | expect
@@ -133,6 +143,41 @@ def _methods() -> Iterator[Case]:
     yield _case("v1-flash-draft_model", V1, method="draft_model")
     yield _case("v1-triton-ngram", V1, backend="TRITON_ATTN")
     yield _case("v1-triton-eagle", V1, backend="TRITON_ATTN", method="eagle")
+
+
+# A draft beyond the first costs a step as much as everything else in it, so adaptive verification leaves out those of
+# which it is not sure. (What vLLM measures with so small a model says that drafts cost nothing.)
+STEEP = {"cost_curves": [[[1, 1.0], [8, 1.0]], [[1, 1.0], [64, 64.0]]]}
+# Fewer drafts where more requests run; none where all do.
+DYNAMIC = {"num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 6, 2], [7, 8, 0]]}
+
+
+def _drafters() -> Iterator[Case]:
+    """Whatever else vLLM drafts with, and other ways to verify. ``-k method-`` selects them, in both modes."""
+    for runner, environment in (("v2", V2), ("v1", V1)):
+        mode = {"graphs": "any"}
+        yield _case(f"method-{runner}-eagle3", environment, method="eagle3")
+        yield _case(f"method-{runner}-ngram_gpu", environment, method="ngram_gpu")
+        yield _case(f"method-{runner}-mla-mtp", environment, "TRITON_MLA", method="mtp", model="@mla_mtp", **mode)
+        # The GDN layers' states are vLLM's; the layer of attention is the transaction. Blocks are as long as a state.
+        yield _case(f"method-{runner}-gdn-mtp", environment, method="mtp", model="@gdn_mtp", block_size=None, **mode,
+                    gdn_prefill_backend="triton", num_gpu_blocks_override=192)  # fmt: skip
+        yield _case(f"method-{runner}-dynamic", environment, speculative_config=EAGLE | DYNAMIC, **mode)
+    # Its drafts are not those of the target's language: what is accepted is drawn.
+    drawn = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+    yield _case("method-v2-dflash-synthetic", speculative_config=METHODS["dflash"] | drawn)
+    yield _case("method-v1-dflash", V1, method="dflash", graphs="any")
+    yield _case("method-v2-dspark", method="dspark")
+    yield _case("method-v1-suffix", V1, method="suffix", graphs="any", needs="arctic_inference")
+    adaptive = {"enable_adaptive_verification": True}
+    yield _case("method-v2-adaptive-dspark", speculative_config=DSPARK | adaptive, use=STEEP, trimmed=True)
+    # A drafter without a head for its confidence: vLLM estimates it.
+    yield _case("method-v2-adaptive-eagle", backend="TRITON_ATTN", speculative_config=EAGLE | adaptive, use=STEEP,
+                trimmed=True)  # fmt: skip
+    random = {"draft_sample_method": "probabilistic"}
+    yield _case("method-v2-block", speculative_config=EAGLE | random | {"rejection_sample_method": "block"},
+                use={"temperature": 1.0})  # fmt: skip
+    yield _case("method-v2-fly", speculative_config=EAGLE | {"rejection_sample_method": "fly"})
 
 
 def _caches() -> Iterator[Case]:
@@ -199,7 +244,7 @@ def _behaviours() -> Iterator[Case]:
 # none of these is replayed with drafts. The other drafters have such cases too.
 _FEW_GRAPHS = ("v1-flash-ngram-full_decode_only", "v2-flash-ngram-full_decode_only")
 FEW_GRAPHS = {*_FEW_GRAPHS, *(f"stage-{name}" for name in _FEW_GRAPHS)}
-CASES = [*_graph_modes(), *_methods(), *_caches(), *_behaviours()]
+CASES = [*_graph_modes(), *_methods(), *_drafters(), *_caches(), *_behaviours()]
 SPARE = ENGINE["max_num_seqs"] * 2  # shadow pages of one group: 4 drafts may lie in two blocks of 16
 # vLLM's fusion that writes the cache by itself, around every writer that can be wrapped.
 FUSED_WRITER = Case(
@@ -216,7 +261,12 @@ FUSED_WRITER = Case(
     same_tokens=False,
 )
 # All of them again in the other mode. FlashInfer's metadata, made for the target, is what vLLM's EAGLE goes by.
-_NOT_STAGED = ("flashinfer-eagle-fp8",)
+_NOT_STAGED = (
+    "flashinfer-eagle-fp8",
+    # Nothing of these is special to the mode.
+    *(f"method-v1-{name}" for name in ("ngram_gpu", "mla-mtp", "dynamic", "dflash")),
+    *(f"method-v2-{name}" for name in ("block", "fly")),
+)
 STAGE_CASES = [
     replace(case, name=f"stage-{case.name}", nwor=dict(STAGE), more_blocks=SPARE)
     for case in CASES

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.testing.tiny_llama import BLOCK_SCALE, LOGIT_SCALE, RULE, VOCABULARY, Size, successor, write_tiny_llama
+from nwor_ops.testing.tiny_llama import (
+    BLOCK_SCALE,
+    LOGIT_SCALE,
+    MAX_TOKENS,
+    RULE,
+    SEED,
+    VOCABULARY,
+    Size,
+    successor,
+    write_tiny_llama,
+)
 
 # The head sizes that vLLM's MLA kernels are made for; all else is small.
 MLA = {"layers": 2, "hidden": 256, "heads": 4, "latent": 512, "rope": 64, "nope": 128, "value": 128, "mlp": 512}
@@ -30,6 +40,19 @@ YARN = {
     "mscale_all_dim": 0.707,
 }
 SLIDING_WINDOW = 64
+# Gated DeltaNet and full attention in turn, as in Qwen3-Next and Qwen3.5. The head sizes are those that vLLM's kernels
+# for it are made for; a bf16 state keeps the blocks, whose size follows from it, at some tokens.
+GDN = {
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_size": 128,
+    "key_heads": 1,
+    "value_heads": 2,
+    "state": 128,
+    "conv": 4,
+}
+MASK = VOCABULARY - 1  # stands where a parallel drafter is to fill a token in
 
 
 def write_models(folder: pathlib.Path) -> dict[str, str]:
@@ -43,6 +66,11 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "hybrid": lambda path: _write_sliding(path, ["sliding_attention", "full_attention"] * 2),
         "mla": _write_mla,
         "mla_yarn": lambda path: _write_mla(path, YARN),
+        "mla_mtp": _write_mla_mtp,
+        "gdn_mtp": _write_gdn_mtp,
+        "eagle3": _write_eagle3,
+        "dflash": _write_dflash,
+        "dspark": _write_dspark,
     }
     for name, write in writers.items():
         write(folder / name)
@@ -65,9 +93,8 @@ def _write_eagle(folder: pathlib.Path, biases: bool = False) -> None:
     size = Size(layers=1)
     generator = torch.Generator().manual_seed(22)
     hidden, heads, kv_heads = size.hidden, size.heads * size.head_size, size.kv_heads * size.head_size
-    noise = _matrix(generator, hidden, hidden, 0.3)
     weights = {
-        "fc.weight": torch.cat((torch.eye(hidden, dtype=torch.bfloat16), noise), dim=1),
+        "fc.weight": _embedding_and_noise(generator, hidden),
         "layers.0.self_attn.q_proj.weight": _matrix(generator, heads, hidden, 1.5),
         "layers.0.self_attn.k_proj.weight": _matrix(generator, kv_heads, hidden, 1.5),
         "layers.0.self_attn.v_proj.weight": _matrix(generator, kv_heads, hidden),
@@ -83,10 +110,119 @@ def _write_eagle(folder: pathlib.Path, biases: bool = False) -> None:
     _save(folder, size.config(), weights)
 
 
+def _write_eagle3(folder: pathlib.Path) -> None:
+    """An EAGLE-3 head for the tiny Llama. The next token's embedding reaches its residual stream through attention
+    alone: queries and keys are the embedding itself, so each token attends to itself, and half of the embedding is
+    handed on, above what was there. The head's own output layer knows the rule."""
+    size = Size(layers=1)
+    generator = torch.Generator().manual_seed(24)
+    hidden, width, half = size.hidden, size.head_size, size.kv_heads * size.head_size
+    config = size.config() | {
+        "draft_vocab_size": VOCABULARY,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "norm_before_residual": True,
+    }
+    keys = 1.3 * torch.eye(half, 2 * hidden)
+    group = size.heads // size.kv_heads
+    queries = keys.view(size.kv_heads, width, -1).repeat_interleave(group, dim=0).flatten(0, 1)
+    out = torch.zeros(hidden, size.heads * width)
+    for head in range(size.kv_heads):
+        rows = torch.arange(width)
+        out[head * width + rows, head * group * width + rows] = 4.0
+    embedding = _target_embedding()
+    rule = torch.zeros_like(embedding)
+    rule[[successor(token) for token in range(VOCABULARY)], :half] = embedding[:, :half] * (2 * RULE / hidden)
+    weights = {
+        "fc.weight": _matrix(generator, hidden, 3 * hidden),
+        "midlayer.input_layernorm.weight": _ones(hidden),
+        "midlayer.hidden_norm.weight": _ones(hidden),
+        "midlayer.self_attn.q_proj.weight": queries.to(torch.bfloat16),
+        "midlayer.self_attn.k_proj.weight": keys.to(torch.bfloat16),
+        "midlayer.self_attn.v_proj.weight": torch.eye(half, 2 * hidden, dtype=torch.bfloat16),
+        "midlayer.self_attn.o_proj.weight": out.to(torch.bfloat16),
+        "midlayer.post_attention_layernorm.weight": _ones(hidden),
+        **_mlp(generator, "midlayer.mlp", hidden, size.intermediate),
+        "norm.weight": _ones(hidden),
+        "lm_head.weight": rule,
+    }
+    _save(folder, config, weights)
+
+
+def _parallel_drafter(architecture: str, **more: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A DFlash or DSpark head for the tiny Llama: configuration and weights. One layer, which sees the target's hidden
+    states as keys and values, and a block of masks behind the last token."""
+    size = Size(layers=1)
+    generator = torch.Generator().manual_seed(25)
+    config = size.config() | {"architectures": [architecture], "model_type": "qwen3", **more}
+    weights = {
+        "fc.weight": _matrix(generator, size.hidden, 3 * size.hidden),
+        "hidden_norm.weight": _ones(size.hidden),
+        **_attention(generator, "layers.0", size.hidden, size.heads, size.kv_heads, size.head_size, _ones),
+        **_mlp(generator, "layers.0.mlp", size.hidden, size.intermediate),
+        "norm.weight": _ones(size.hidden),
+    }
+    return config, weights
+
+
+def _write_dflash(folder: pathlib.Path) -> None:
+    dflash = {"mask_token_id": MASK, "target_layer_ids": [0, 1, 2]}
+    _save(folder, *_parallel_drafter("DFlashDraftModel", dflash_config=dflash))
+
+
+def _write_dspark(folder: pathlib.Path) -> None:
+    """Its Markov head knows the rule; its confidence head makes of the hidden state what it likes."""
+    config, weights = _parallel_drafter(
+        "Qwen3DSparkModel",
+        target_layer_ids=[0, 1, 2],
+        mask_token_id=MASK,
+        markov_rank=VOCABULARY,
+        markov_head_type="vanilla",
+        enable_confidence_head=True,
+        confidence_head_with_markov=False,
+    )
+    generator = torch.Generator().manual_seed(26)
+    hidden = config["hidden_size"]
+    bias = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.bfloat16)
+    bias[[successor(token) for token in range(VOCABULARY)], range(VOCABULARY)] = 2 * RULE
+    weights |= {
+        "markov_head.markov_w1.weight": torch.eye(VOCABULARY, dtype=torch.bfloat16),
+        "markov_head.markov_w2.weight": bias,
+        "confidence_head.proj.weight": torch.randn(1, hidden, generator=generator) / hidden**0.5,
+        "confidence_head.proj.bias": torch.ones(1),
+    }
+    _save(folder, config, weights)
+
+
 def _write_mla(folder: pathlib.Path, rope_scaling: dict[str, Any] | None = None) -> None:
     """DeepSeek-V2's attention in a small dense model."""
+    _save(folder, _mla_config() | {"rope_scaling": rope_scaling}, dict(_mla_weights(torch.Generator().manual_seed(23))))
+
+
+def _write_mla_mtp(folder: pathlib.Path) -> None:
+    """DeepSeek-V3's with a layer for multi-token prediction, which hands the next token's embedding on."""
+    hidden, layer = MLA["hidden"], f"model.layers.{MLA['layers']}"
+    config = _mla_config() | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": MLA["layers"] + 1,
+    }
+    weights = dict(_mla_weights(torch.Generator().manual_seed(23)))
+    generator = torch.Generator().manual_seed(27)
+    weights |= dict(_mla_layer(generator, layer)) | {
+        f"{layer}.embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+        f"{layer}.enorm.weight": _ones(hidden),
+        f"{layer}.hnorm.weight": _ones(hidden),
+        f"{layer}.eh_proj.weight": _embedding_and_noise(generator, hidden),
+        f"{layer}.shared_head.norm.weight": _ones(hidden),
+        f"{layer}.shared_head.head.weight": weights["lm_head.weight"].clone(),
+    }
+    _save(folder, config, weights)
+
+
+def _mla_config() -> dict[str, Any]:
     hidden, heads = MLA["hidden"], MLA["heads"]
-    config = {
+    return {
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",
         "hidden_size": hidden,
@@ -111,7 +247,7 @@ def _write_mla(folder: pathlib.Path, rope_scaling: dict[str, Any] | None = None)
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 512,
         "rope_theta": 10000.0,
-        "rope_scaling": rope_scaling,
+        "rope_scaling": None,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
@@ -120,31 +256,165 @@ def _write_mla(folder: pathlib.Path, rope_scaling: dict[str, Any] | None = None)
         "eos_token_id": 0,
         "torch_dtype": "bfloat16",
     }
-    _save(folder, config, dict(_mla_weights(torch.Generator().manual_seed(23))))
 
 
 def _mla_weights(generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    hidden, heads = MLA["hidden"], MLA["heads"]
-    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    hidden = MLA["hidden"]
     embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
     yield "model.embed_tokens.weight", embedding
     for layer in range(MLA["layers"]):
+        yield from _mla_layer(generator, f"model.layers.{layer}")
+    yield "model.norm.weight", _ones(hidden)
+    yield "lm_head.weight", _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding)
+
+
+def _mla_layer(generator: torch.Generator, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    hidden, heads = MLA["hidden"], MLA["heads"]
+    yield f"{prefix}.input_layernorm.weight", _ones(hidden)
+    yield f"{prefix}.self_attn.q_proj.weight", _matrix(generator, heads * (MLA["nope"] + MLA["rope"]), hidden, 1.5)
+    yield f"{prefix}.self_attn.kv_a_proj_with_mqa.weight", _matrix(generator, MLA["latent"] + MLA["rope"], hidden)
+    yield f"{prefix}.self_attn.kv_a_layernorm.weight", _ones(MLA["latent"])
+    rows = heads * (MLA["nope"] + MLA["value"])
+    yield f"{prefix}.self_attn.kv_b_proj.weight", _matrix(generator, rows, MLA["latent"], 1.5)
+    yield f"{prefix}.self_attn.o_proj.weight", _matrix(generator, hidden, heads * MLA["value"], BLOCK_SCALE)
+    yield f"{prefix}.post_attention_layernorm.weight", _ones(hidden)
+    yield from _mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"]).items()
+
+
+def _write_gdn_mtp(folder: pathlib.Path) -> None:
+    """Qwen3.5's layers in a small dense model: three of Gated DeltaNet, one of attention, and one for multi-token
+    prediction. Its norms are 1 + weight."""
+    hidden, intermediate = Size().hidden, Size().intermediate
+    config = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": GDN["layers"],
+        "layer_types": ["linear_attention"] * (GDN["layers"] - 1) + ["full_attention"],
+        "num_attention_heads": GDN["heads"],
+        "num_key_value_heads": GDN["kv_heads"],
+        "head_dim": GDN["head_size"],
+        "linear_num_key_heads": GDN["key_heads"],
+        "linear_num_value_heads": GDN["value_heads"],
+        "linear_key_head_dim": GDN["state"],
+        "linear_value_head_dim": GDN["state"],
+        "linear_conv_kernel_dim": GDN["conv"],
+        "mtp_num_hidden_layers": 1,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": MAX_TOKENS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attn_output_gate": True,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "torch_dtype": "bfloat16",
+    }
+    generator = torch.Generator().manual_seed(28)
+    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    attention = hidden, GDN["heads"], GDN["kv_heads"], GDN["head_size"], _zeros
+    weights = {"model.embed_tokens.weight": embedding}
+    for layer, kind in enumerate(config["layer_types"]):
         prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", ones.clone()
-        yield f"{prefix}.self_attn.q_proj.weight", _matrix(generator, heads * (MLA["nope"] + MLA["rope"]), hidden, 1.5)
-        yield f"{prefix}.self_attn.kv_a_proj_with_mqa.weight", _matrix(generator, MLA["latent"] + MLA["rope"], hidden)
-        yield f"{prefix}.self_attn.kv_a_layernorm.weight", torch.ones(MLA["latent"], dtype=torch.bfloat16)
-        rows = heads * (MLA["nope"] + MLA["value"])
-        yield f"{prefix}.self_attn.kv_b_proj.weight", _matrix(generator, rows, MLA["latent"], 1.5)
-        yield f"{prefix}.self_attn.o_proj.weight", _matrix(generator, hidden, heads * MLA["value"], BLOCK_SCALE)
-        yield f"{prefix}.post_attention_layernorm.weight", ones.clone()
-        yield f"{prefix}.mlp.gate_proj.weight", _matrix(generator, MLA["mlp"], hidden)
-        yield f"{prefix}.mlp.up_proj.weight", _matrix(generator, MLA["mlp"], hidden)
-        yield f"{prefix}.mlp.down_proj.weight", _matrix(generator, hidden, MLA["mlp"], BLOCK_SCALE)
-    yield "model.norm.weight", ones.clone()
+        if kind == "full_attention":
+            weights |= _attention(generator, prefix, *attention, gate=True)
+        else:
+            weights |= _delta_net(generator, prefix, hidden)
+        weights |= _mlp(generator, f"{prefix}.mlp", hidden, intermediate)
+    weights |= {
+        "model.norm.weight": _zeros(hidden),
+        "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+        "mtp.fc.weight": _embedding_and_noise(generator, hidden),
+        "mtp.pre_fc_norm_embedding.weight": _zeros(hidden),
+        "mtp.pre_fc_norm_hidden.weight": _zeros(hidden),
+        **_attention(generator, "mtp.layers.0", *attention, gate=True),
+        **_mlp(generator, "mtp.layers.0.mlp", hidden, intermediate),
+        "mtp.norm.weight": _zeros(hidden),
+    }
+    _save(folder, config, weights)
+
+
+def _delta_net(generator: torch.Generator, prefix: str, hidden: int) -> dict[str, Tensor]:
+    """A layer of Gated DeltaNet without its MLP."""
+    keys, values, heads = GDN["key_heads"] * GDN["state"], GDN["value_heads"] * GDN["state"], GDN["value_heads"]
+    layer = f"{prefix}.linear_attn"
+    convolution = torch.randn(2 * keys + values, 1, GDN["conv"], generator=generator) / GDN["conv"] ** 0.5
+    return {
+        f"{prefix}.input_layernorm.weight": _zeros(hidden),
+        f"{prefix}.post_attention_layernorm.weight": _zeros(hidden),
+        f"{layer}.in_proj_qkv.weight": _matrix(generator, 2 * keys + values, hidden, 1.5),
+        f"{layer}.in_proj_z.weight": _matrix(generator, values, hidden),
+        f"{layer}.in_proj_b.weight": _matrix(generator, heads, hidden),
+        f"{layer}.in_proj_a.weight": _matrix(generator, heads, hidden),
+        f"{layer}.conv1d.weight": convolution.to(torch.bfloat16),
+        f"{layer}.dt_bias": _ones(heads),
+        f"{layer}.A_log": torch.zeros(heads),
+        f"{layer}.norm.weight": _ones(GDN["state"]),
+        f"{layer}.out_proj.weight": _matrix(generator, hidden, values, BLOCK_SCALE),
+    }
+
+
+def _attention(
+    generator: torch.Generator,
+    prefix: str,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    norm: Callable[[int], Tensor],
+    gate: bool = False,
+) -> dict[str, Tensor]:
+    """A layer of attention as in Qwen3, keys and queries normed, without its MLP. With a gate the queries' projection
+    has its rows, too, head by head."""
+    layer, queries = f"{prefix}.self_attn", heads * width * (1 + gate)
+    return {
+        f"{prefix}.input_layernorm.weight": norm(hidden),
+        f"{prefix}.post_attention_layernorm.weight": norm(hidden),
+        f"{layer}.q_proj.weight": _matrix(generator, queries, hidden, 1.5),
+        f"{layer}.k_proj.weight": _matrix(generator, kv_heads * width, hidden, 1.5),
+        f"{layer}.v_proj.weight": _matrix(generator, kv_heads * width, hidden),
+        f"{layer}.o_proj.weight": _matrix(generator, hidden, heads * width, BLOCK_SCALE),
+        f"{layer}.q_norm.weight": norm(width),
+        f"{layer}.k_norm.weight": norm(width),
+    }
+
+
+def _mlp(generator: torch.Generator, prefix: str, hidden: int, intermediate: int) -> dict[str, Tensor]:
+    return {
+        f"{prefix}.gate_proj.weight": _matrix(generator, intermediate, hidden),
+        f"{prefix}.up_proj.weight": _matrix(generator, intermediate, hidden),
+        f"{prefix}.down_proj.weight": _matrix(generator, hidden, intermediate, BLOCK_SCALE),
+    }
+
+
+def _embedding_and_noise(generator: torch.Generator, hidden: int) -> Tensor:
+    """What a drafter makes of the next token's embedding and the target's hidden state: the first, with some noise."""
+    noise = _matrix(generator, hidden, hidden, 0.3)
+    return torch.cat((torch.eye(hidden, dtype=torch.bfloat16), noise), dim=1)
+
+
+def _rule(embedding: Tensor) -> Tensor:
+    """What the output layer knows of the language."""
     rule = torch.empty_like(embedding)
-    rule[[successor(token) for token in range(VOCABULARY)]] = embedding * (RULE / hidden)
-    yield "lm_head.weight", _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + rule
+    rule[[successor(token) for token in range(VOCABULARY)]] = embedding * (RULE / embedding.shape[1])
+    return rule
+
+
+def _target_embedding() -> Tensor:
+    """Of the tiny Llama: the first weights that are drawn for it."""
+    hidden = Size().hidden
+    return _matrix(torch.Generator().manual_seed(SEED), VOCABULARY, hidden, hidden**0.5)
+
+
+def _ones(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.bfloat16)
+
+
+def _zeros(count: int) -> Tensor:
+    return torch.zeros(count, dtype=torch.bfloat16)
 
 
 def _matrix(generator: torch.Generator, rows: int, columns: int, scale: float = 1.0) -> Tensor:

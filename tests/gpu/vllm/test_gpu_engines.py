@@ -35,6 +35,8 @@ def test_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
     assert [stats[name] for name in ("drafted", "accepted", "rejected")] == [
         audit[name] for name in ("drafted", "accepted", "rejected")
     ]
+    if case.trimmed:
+        assert stats["drafted"] < result["metrics"]["spec_decode_num_draft_tokens"]
     if vanilla is not None:
         assert_same_tokens(result, finished(vanilla.result()))
 
