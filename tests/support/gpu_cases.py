@@ -145,24 +145,34 @@ def _methods() -> Iterator[Case]:
     yield _case("v1-triton-eagle", V1, backend="TRITON_ATTN", method="eagle")
 
 
-# A draft beyond the first costs a step as much as everything else in it, so adaptive verification leaves out those of
-# which it is not sure. (What vLLM measures with so small a model says that drafts cost nothing.)
-STEEP = {"cost_curves": [[[1, 1.0], [8, 1.0]], [[1, 1.0], [64, 64.0]]]}
-# Fewer drafts where more requests run; none where all do.
-DYNAMIC = {"num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 6, 2], [7, 8, 0]]}
+# Each token that is verified costs its share of a step, so adaptive verification leaves drafts out where many requests
+# run. (What vLLM measures with so small a model says that drafts cost nothing.) A point for every size: between two
+# vLLM takes the cost of the larger.
+STEEP = {
+    "cost_curves": [
+        [[requests, 1.0] for requests in range(1, ENGINE["max_num_seqs"] + 1)],
+        [[tokens, 4.0 + 0.75 * tokens] for tokens in range(1, ENGINE["max_num_batched_tokens"] + 1)],
+    ]
+}
+# Fewer drafts where more requests run; in V2 none where all do.
+DYNAMIC = {
+    "v2": {"num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 6, 2], [7, 8, 0]]},
+    "v1": {"num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 8, 2]]},
+}
 
 
 def _drafters() -> Iterator[Case]:
     """Whatever else vLLM drafts with, and other ways to verify. ``-k method-`` selects them, in both modes."""
+    any_mode = {"graphs": "any"}
     for runner, environment in (("v2", V2), ("v1", V1)):
-        mode = {"graphs": "any"}
         yield _case(f"method-{runner}-eagle3", environment, method="eagle3")
         yield _case(f"method-{runner}-ngram_gpu", environment, method="ngram_gpu")
-        yield _case(f"method-{runner}-mla-mtp", environment, "TRITON_MLA", method="mtp", model="@mla_mtp", **mode)
+        yield _case(f"method-{runner}-mla-mtp", environment, "TRITON_MLA", method="mtp", model="@mla_mtp", **any_mode)
         # The GDN layers' states are vLLM's; the layer of attention is the transaction. Blocks are as long as a state.
-        yield _case(f"method-{runner}-gdn-mtp", environment, method="mtp", model="@gdn_mtp", block_size=None, **mode,
-                    gdn_prefill_backend="triton", num_gpu_blocks_override=192)  # fmt: skip
-        yield _case(f"method-{runner}-dynamic", environment, speculative_config=EAGLE | DYNAMIC, **mode)
+        gdn = {"model": "@gdn_mtp", "gdn_prefill_backend": "triton", "block_size": None, "num_gpu_blocks_override": 192}
+        groups = {"expect": {"kv_cache_groups": 3}}
+        yield _case(f"method-{runner}-gdn-mtp", environment, method="mtp", **gdn, **groups, **any_mode)
+        yield _case(f"method-{runner}-dynamic", environment, speculative_config=EAGLE | DYNAMIC[runner], **any_mode)
     # Its drafts are not those of the target's language: what is accepted is drawn.
     drawn = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
     yield _case("method-v2-dflash-synthetic", speculative_config=METHODS["dflash"] | drawn)
@@ -264,11 +274,13 @@ FUSED_WRITER = Case(
 _NOT_STAGED = (
     "flashinfer-eagle-fp8",
     # Nothing of these is special to the mode.
-    *(f"method-v1-{name}" for name in ("ngram_gpu", "mla-mtp", "dynamic", "dflash")),
-    *(f"method-v2-{name}" for name in ("block", "fly")),
+    *(f"method-v1-{name}" for name in ("ngram_gpu", "mla-mtp", "gdn-mtp", "dynamic", "dflash")),
+    *(f"method-v2-{name}" for name in ("dynamic", "adaptive-eagle", "block", "fly")),
 )
 STAGE_CASES = [
-    replace(case, name=f"stage-{case.name}", nwor=dict(STAGE), more_blocks=SPARE)
+    replace(
+        case, name=f"stage-{case.name}", nwor=dict(STAGE), more_blocks=SPARE * case.expect.get("kv_cache_groups", 1)
+    )
     for case in CASES
     if case.name not in _NOT_STAGED
 ]
