@@ -3,6 +3,7 @@ alone; the real one is in tests/gpu/vllm.)"""
 
 from __future__ import annotations
 
+import functools
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,41 @@ class AdaptiveRunner(Runner):
     def sample_tokens(self, grammar_output: Any) -> str:
         self.sample(None, ADAPTIVE_BATCH, None)
         return "output"
+
+
+def test_the_batch_of_these_tests_is_one_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manager of adaptive verification makes it: the host's counts and the device's, which differ."""
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllms
+
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: None)
+    monkeypatch.setattr(vllms, "CpuGpuBuffer", functools.partial(vllms.CpuGpuBuffer, pin_memory=False))
+    monkeypatch.setattr(vllms, "_assign_draft_token_budget_compiled", vllms._assign_draft_token_budget)
+    states = SimpleNamespace(
+        device=torch.device("cpu"),
+        num_speculative_steps=2,
+        max_num_reqs=2,
+        req_id_to_index={"a": 0, "b": 1},
+        num_computed_tokens_np=numpy.array([2, 0]),
+        prefill_len=SimpleNamespace(np=numpy.array([2, 0])),
+    )
+    starts = torch.zeros(3, dtype=torch.int32)
+    manager = vllms.AdaptiveVerificationManager(states, starts, num_bonus_tokens=1, max_total_logits=16)
+    # What the device believes of each draft; the host has not heard of it yet. Five tokens cost as much as one.
+    manager._confidence_probs[:] = torch.tensor([[0.5, 0.1], [0.9, 0.8]])
+    manager.cost_tables = numpy.ones(3), numpy.array([1.0] * 6 + [100.0])
+    scheduled, drafts = {"a": 3, "b": 3}, {"a": [-1] * 2, "b": [-1] * 2}
+    assert manager.get_num_tokens(scheduled, drafts) == 5
+
+    per_request = numpy.array([2, 2], dtype=numpy.int32)
+    counts, _ = manager.compact_batch(per_request, numpy.array([3, 3], dtype=numpy.int32), numpy.array([0, 3, 6]))
+    cu_num_logits, query_start_loc, num_drafts, *_ = manager.reallocate_drafts(["a", "b"], torch.tensor([0, 1]))
+    batch = ADAPTIVE_BATCH
+    assert numpy.cumsum([0, *counts]).tolist() == batch.query_start_loc_np.tolist() == [0, 3, 5]
+    assert query_start_loc.tolist() == batch.query_start_loc.tolist() == [0, 2, 5]
+    assert cu_num_logits.tolist() == batch.cu_num_logits.tolist()
+    assert num_drafts == batch.num_draft_tokens
+    assert per_request.tolist() == batch.num_draft_tokens_per_req.tolist()
 
 
 @MODES
