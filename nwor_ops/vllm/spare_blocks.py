@@ -5,8 +5,9 @@ the scheduler the cache is that much smaller. The engine core and each worker wo
 configuration, and the runner looks at every block id that it is given (:meth:`SpareBlocks.check`). vLLM's warm-up of
 the V2 runner asks no scheduler: it hands out blocks itself, so it is shown the smaller cache too.
 
-Blocks are numbered for all KV-cache groups together, and groups may lie in one another's memory, so each group has
-spare blocks of its own.
+Blocks are numbered for all KV-cache groups together, and groups may lie in one another's memory, so each group of
+attention layers has spare blocks of its own. Groups of recurrent states need none, and are given none of these either:
+their blocks come from the same pool.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import Any
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
 from nwor_ops.vllm.support import (
+    ALL_RECURRENT,
     SCHEDULER,
     SMALL_CACHE,
     Hook,
     Unsupported,
     check_connectors,
     check_engine,
+    is_recurrent,
     wrap_once,
 )
 
@@ -48,23 +51,24 @@ class SpareBlocks:
 
     Attributes:
         num_blocks: blocks of the whole cache, these included.
-        num_groups: KV-cache groups, the drafter's own included: the engine core does not know which they are.
+        groups: numbers of the KV-cache groups that have some: those of attention layers, the drafter's own included, as
+            the engine core does not know which they are.
         per_group: spare blocks of each group.
         block_bytes: bytes of one block in all layers.
     """
 
     num_blocks: int
-    num_groups: int
+    groups: tuple[int, ...]
     per_group: int
     block_bytes: int
 
     @property
     def first(self) -> int:
         """The first one. All behind it are spare too."""
-        return self.num_blocks - self.num_groups * self.per_group
+        return self.num_blocks - len(self.groups) * self.per_group
 
     def of_group(self, group: int) -> range:
-        start = self.first + group * self.per_group
+        start = self.first + self.groups.index(group) * self.per_group
         return range(start, start + self.per_group)
 
     def describe(self) -> str:
@@ -94,24 +98,27 @@ def spare_blocks(vllm_config: Any, kv_cache_config: Any) -> SpareBlocks:
         kv_cache_config: the whole cache's, as vLLM made it.
 
     Raises:
-        Unsupported: too little would be left for one request of the longest length.
+        Unsupported: too little would be left for one request of the longest length; there is no attention layer.
     """
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-    groups = kv_cache_config.kv_cache_groups
-    block_size = min(group.kv_cache_spec.block_size for group in groups)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    groups = tuple(number for number, spec in enumerate(specs) if not is_recurrent(spec))
+    if not groups:
+        raise ALL_RECURRENT.because()
+    block_size = min(specs[number].block_size for number in groups)
     requests = vllm_config.scheduler_config.max_num_seqs
     drafts = vllm_config.speculative_config.num_speculative_tokens
     num_blocks = kv_cache_config.num_blocks
     # One allocation; each of its tensors names the size of all of it.
     block_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0) // num_blocks
-    spare = SpareBlocks(num_blocks, len(groups), num_shadow_blocks(requests, drafts, block_size), block_bytes)
+    spare = SpareBlocks(num_blocks, groups, num_shadow_blocks(requests, drafts, block_size), block_bytes)
     # One block of the pool is vLLM's null block.
     per_request = round(num_blocks / get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config))
     if spare.first - 1 < per_request:
         raise SMALL_CACHE.because(
             withheld=num_blocks - spare.first,
-            groups=spare.num_groups,
+            groups=len(groups),
             requests=requests,
             drafts=drafts,
             block_size=block_size,

@@ -224,8 +224,13 @@ UNRELIABLE_CACHE = Refusal(
     "vLLM 0.33.0's own engines with it fail now and then: of three on the H200, two ended in a device-side assertion",
     message="layer {layer}: vLLM's own engines with a cache of {kv_cache_dtype} fail now and then", engines=_CUDA)
 CACHE_SPEC = Refusal(
-    "Mamba, ring buffers, cross attention, other KV-cache specs", "their states are not slots of tokens",
-    message=f"KV-cache group {{group}} is a {{spec}}; supported are {', '.join(CACHE_SPECS)}")
+    "ring buffers, cross attention, other KV-cache specs (recurrent states aside)",
+    "their states are not slots of tokens, or a slot serves several",
+    message=f"KV-cache group {{group}} is a {{spec}}; supported are {', '.join(CACHE_SPECS)} and, left to vLLM, "
+    "recurrent states")
+ALL_RECURRENT = Refusal(
+    "a model whose KV-cache groups are all recurrent (Mamba without attention)",
+    "there is nothing for the transaction to keep", message="no layer of the target model writes a KV cache of its own")
 SMALL_CACHE = Refusal(
     "a cache too small for the shadow pages and one request of the longest length", "the message has the numbers",
     message="mode stage withholds {withheld} blocks ({groups} groups, {requests} requests of up to {drafts} drafts in "
@@ -237,7 +242,8 @@ SCHEDULER = Refusal(
 SPLIT_BLOCKS = Refusal(
     "a back end whose pages are smaller than vLLM's blocks", "table entries would not be pages",
     message="layer {layer}: its back end splits blocks of {block} tokens into pages of {page}; mode stage needs whole "
-    "ones: set --block-size {page}", modes=("stage",), engines=_CUDA)
+    "ones: set --block-size {page}, or another back end where vLLM chooses the size (a hybrid model)",
+    modes=("stage",), engines=_CUDA)
 COPIED_TABLE = Refusal(
     "EAGLE with FLASHINFER or FLEX_ATTENTION, for the target or for the drafter",
     "the drafter goes by a copy of the block table that was made for the target's step",
@@ -286,8 +292,8 @@ REFUSALS = (
     Refusal("adaptive verification", "", "which request has how many drafts is known on the device alone",
             _has("speculative_config.enable_adaptive_verification")),
     Refusal("HiSparse", "it writes to slots of its own", found=_has("attention_config.hisparse_config"), engines=_CUDA),
-    FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, CACHE_SPEC, SMALL_CACHE, SCHEDULER, SPLIT_BLOCKS, COPIED_TABLE,
-    RUNNER_V1, GRAPH_MODE, CAPTURE_SIZES,
+    FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER, SPLIT_BLOCKS,
+    COPIED_TABLE, RUNNER_V1, GRAPH_MODE, CAPTURE_SIZES,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
             draft_graphs="its metadata is planned on the host, or was not looked at"),
     Refusal("expert load balancing", "", _NOT_TRIED, _has(_PARALLEL + "enable_eplb")),
@@ -447,6 +453,14 @@ def check_passes(pass_config: Any) -> None:
     """Does a compilation pass write MLA caches past the layer's writer?"""
     if getattr(pass_config, FUSED_MLA_WRITER, False):
         raise FUSED_WRITER.because(name=FUSED_MLA_WRITER)
+
+
+def is_recurrent(spec: Any) -> bool:
+    """Whether a KV-cache spec is of recurrent states (Mamba, Gated DeltaNet, short convolutions, linear attention): a
+    few per request, which every token overwrites. They are left to vLLM, which keeps one for each draft."""
+    from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
+
+    return all(isinstance(of_layer, MambaSpec) for of_layer in iter_layer_specs(spec))
 
 
 def check_group_spec(group: str, spec: Any) -> None:

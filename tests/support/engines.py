@@ -188,6 +188,7 @@ def _layers(llm: Any) -> dict[str, dict[str, Any]]:
     return {
         name: {"isa": getattr(layer, "isa", None), "wrapped": "do_kv_cache_update" in vars(layer.impl)}
         for name, layer in runner.compilation_config.static_forward_context.items()
+        if hasattr(layer, "impl")  # recurrent layers have none
     }
 
 

@@ -24,7 +24,7 @@ from nwor_ops.vllm.support import Unsupported
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 16, 4, 2, 8
 # Mode stage: 4 requests, each of at most 2 drafts, which may lie in two blocks.
-SPARE = SpareBlocks(num_blocks=BLOCKS, num_groups=1, per_group=8, block_bytes=1)
+SPARE = SpareBlocks(num_blocks=BLOCKS, groups=(0,), per_group=8, block_bytes=1)
 # One request: a token and two drafts, of which the first is accepted, at positions 2 to 4.
 TABLE = [1, 3]
 SLOTS = [6, 7, 12]

@@ -168,7 +168,7 @@ def test_a_drafter_that_copies_the_targets_table_is_refused(
 
 
 def test_a_spare_block_in_a_request_is_an_error() -> None:
-    spare = SpareBlocks(num_blocks=20, num_groups=2, per_group=4, block_bytes=1)
+    spare = SpareBlocks(num_blocks=20, groups=(0, 1), per_group=4, block_bytes=1)
     assert (spare.first, spare.of_group(0), spare.of_group(1)) == (12, range(12, 16), range(16, 20))
 
     def output(new: Any = (), more: Any = ()) -> Any:
@@ -220,7 +220,7 @@ def test_vllms_warm_up_keeps_off_the_spare_blocks(
     arguments = (lambda output: spare.check(output), lambda grammar: None)
     if warm_up != "warmup_kernels":
         arguments += (128,)
-    spare = SpareBlocks(num_blocks=26, num_groups=1, per_group=16, block_bytes=1)
+    spare = SpareBlocks(num_blocks=26, groups=(0,), per_group=16, block_bytes=1)
     runner = WarmedRunner(spare.num_blocks)
     whole = runner.kv_cache_config
     with pytest.raises(RuntimeError, match=r"the scheduler gave block 1\d to a request"):

@@ -12,11 +12,12 @@ Rows are expected as vLLM's own writer makes them, from the keys and values that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from nwor_ops.vllm.audit.recurrent import RecurrentGroup
 from nwor_ops.vllm.audit.undo import (
     SHADOW,
     AuditedStep,
@@ -34,7 +35,7 @@ class StageAudit(CacheAudit):
     """Audits one model runner in mode ``"stage"``.
 
     Args:
-        layers, max_num_tokens, others_write: as in :class:`CacheAudit`.
+        layers, max_num_tokens, others_write, recurrent: as in :class:`CacheAudit`.
         shadow_blocks: the shadow pages of each group.
     """
 
@@ -44,8 +45,9 @@ class StageAudit(CacheAudit):
         max_num_tokens: int,
         shadow_blocks: Mapping[str, range],
         others_write: bool = False,
+        recurrent: Sequence[RecurrentGroup] = (),
     ) -> None:
-        super().__init__(layers, max_num_tokens, others_write)
+        super().__init__(layers, max_num_tokens, others_write, recurrent)
         self._shadow_blocks = shadow_blocks
         shadows = {group: torch.tensor(blocks) for group, blocks in shadow_blocks.items()}
         self._shadows = {address: self._bytes_of_blocks(address, shadows) for address in self._storages()}

@@ -4,7 +4,8 @@
 What it should hold is made by vLLM itself: the cache as it was before the step, written by the
 layer's own, unwrapped writer with this step's keys and values, at the slots of prompt, target and
 accepted tokens only. So the audit shares no code with what it checks: neither our kernels nor our
-idea of which draft was rejected (it counts vLLM's sampled tokens on the host).
+idea of which draft was rejected (it counts vLLM's sampled tokens on the host). Of a hybrid model the recurrent
+states that the step may change are left out, and nothing else (:mod:`nwor_ops.vllm.audit.recurrent`).
 
 What a step writes is recorded on the device, in buffers that never move: a copy at each write site,
 which a CUDA graph captures with the rest, so that a replay is audited like an eager step.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops.kv_cache import Plane
+from nwor_ops.vllm.audit.recurrent import RecurrentGroup
 from nwor_ops.vllm.layers.target import TargetLayer, same_place
 
 FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
@@ -39,6 +41,7 @@ class AuditSummary:
         drafted, accepted, rejected: draft tokens.
         rows_checked: slots whose bytes were compared, summed over layers and steps.
         bytes_compared: likewise.
+        recurrent_bytes: bytes of recurrent states that were left out, once for each step.
         stale_rows: slots of rejected drafts whose bytes had changed after the step, summed over steps.
         stale_rows_at_end: slots that still hold a rejected draft's row.
         exposed_rows: slots of rejected drafts whose bytes had changed between the forward and sampling, summed over
@@ -56,6 +59,7 @@ class AuditSummary:
     rejected: int = 0
     rows_checked: int = 0
     bytes_compared: int = 0
+    recurrent_bytes: int = 0
     stale_rows: int = 0
     stale_rows_at_end: int = 0
     exposed_rows: int = 0
@@ -150,13 +154,21 @@ class CacheAudit:
         max_num_tokens: most tokens in one batch, padding included.
         others_write: a KV connector may write to blocks of requests that wait for it, at any time: only the blocks of
             the requests in the batch are compared.
+        recurrent: the groups of a hybrid model that are no part of the transaction.
     """
 
-    def __init__(self, layers: list[TargetLayer], max_num_tokens: int, others_write: bool = False) -> None:
+    def __init__(
+        self,
+        layers: list[TargetLayer],
+        max_num_tokens: int,
+        others_write: bool = False,
+        recurrent: Sequence[RecurrentGroup] = (),
+    ) -> None:
         self._layers = {layer.name: layer for layer in layers}
         self._others_write = others_write
-        # Of the step, if others write: the bytes of each storage that are not the batch's.
-        self._of_others: dict[int, Tensor] = {}
+        self._recurrent = recurrent
+        # Of the step: the bytes of each storage that recurrent states, or others, may change.
+        self._left_out: dict[int, Tensor] = {}
         self._loading: dict[int, torch.UntypedStorage] = {}
         self._max_num_tokens = max_num_tokens
         self._recorders: dict[str, _Recorder] = {}
@@ -184,10 +196,13 @@ class CacheAudit:
         for recorder in self._recorders.values():
             recorder.slot_mapping.fill_(-1)
         self._forget_zeroed_blocks()
+        self._left_out = self._recurrent_states() if self._recurrent else {}
         if self._others_write and block_tables is not None and seq_lens is not None:
             lens = seq_lens[: len(starts) - 1].tolist()
             owned = {group: self._blocks(group, table, lens) for group, table in block_tables.items()}
-            self._of_others = {address: ~self._bytes_of_blocks(address, owned) for address in self._storages()}
+            for address in self._storages():
+                others = ~self._bytes_of_blocks(address, owned)
+                self._left_out[address] = self._left_out[address] | others if self._recurrent else others
 
     def loading(self) -> None:
         """A KV connector is about to load rows, or to wait for them."""
@@ -259,9 +274,13 @@ class CacheAudit:
 
     def slot_states(self) -> dict[str, Tensor]:
         """Per group uint8 ``[num_blocks, block_size]``: what each slot holds now: FREE, COMMITTED or STALE."""
-        return {group: states.reshape(-1, self._block_sizes[group]).clone() for group, states in self._states.items()}
+        return {group: states.clone() for group, states in self._by_block().items()}
 
     # ------------------------------------------------------------ inside
+
+    def _by_block(self) -> dict[str, Tensor]:
+        """Views of the slots' states, ``[num_blocks, block_size]`` per group."""
+        return {group: states.view(-1, self._block_sizes[group]) for group, states in self._states.items()}
 
     def _rejected_tokens(self, step: AuditedStep, num_sampled: list[int] | None) -> list[int]:
         rejected: list[int] = []
@@ -319,7 +338,22 @@ class CacheAudit:
 
     def _ignored(self, address: int) -> Tensor | None:
         """Bytes of a storage of which nothing is promised, on its device; or None."""
-        return self._of_others.get(address)
+        return self._left_out.get(address)
+
+    def _recurrent_states(self) -> dict[int, Tensor]:
+        """Which bytes of each storage are recurrent states that this step may change. Slots there hold no rows."""
+        blocks = [group.blocks() for group in self._recurrent]
+        for states in self._by_block().values():
+            states[sorted(set().union(*blocks))] = FREE
+        found = {}
+        for address, storage in self._storages().items():
+            marked = torch.UntypedStorage(storage.nbytes(), device=storage.device)
+            bytes_of(marked).zero_()
+            for group, own in zip(self._recurrent, blocks, strict=True):
+                group.mark(own, marked, address)
+            found[address] = bytes_of(marked) != 0
+            self._totals.recurrent_bytes += int(found[address].sum())
+        return found
 
     def _blocks(self, group: str, table: Tensor, seq_lens: list[int]) -> Tensor:
         """The blocks of requests, by their lengths."""
@@ -409,7 +443,7 @@ class CacheAudit:
 
     def _forget_zeroed_blocks(self) -> None:
         """vLLM zeroes blocks it hands out anew: whatever they held is gone."""
-        for group, states in self._states.items():
+        for group, states in self._by_block().items():
             layer = next(layer for layer in self._layers.values() if layer.group == group)
             blocks = layer.kv_cache.reshape(layer.kv_cache.shape[0], -1)
-            states.reshape(-1, self._block_sizes[group])[(blocks == 0).all(-1).cpu()] = FREE
+            states[(blocks == 0).all(-1).cpu()] = FREE

@@ -25,6 +25,7 @@ from nwor_ops.vllm.support import (
     Unsupported,
     check_group_spec,
     check_passes,
+    is_recurrent,
 )
 
 _ATTENTION = "vllm.model_executor.layers.attention.attention.Attention"
@@ -72,7 +73,7 @@ _FORMATS = {
 
 
 def target_layers(runner: Any, drafter_layers: set[str], mode: str) -> list[TargetLayer]:
-    """The layers whose writes belong to the transaction, in the order of vLLM's groups.
+    """The layers whose writes belong to the transaction, in the order of vLLM's groups. Recurrent states do not.
 
     Args:
         runner: of either generation, its cache bound.
@@ -88,6 +89,8 @@ def target_layers(runner: Any, drafter_layers: set[str], mode: str) -> list[Targ
         attention = context[name]
         if name in drafter_layers or getattr(attention, "kv_sharing_target_layer_name", None) is not None:
             continue  # the second kind writes nothing
+        if is_recurrent(spec):
+            continue
         check_group_spec(group, spec)
         if _qualified_name(attention) == _MLA_ATTENTION and mode != "stage":
             check_passes(runner.compilation_config.pass_config)

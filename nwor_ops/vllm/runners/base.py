@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm import spare_blocks
+from nwor_ops.vllm.audit.recurrent import RecurrentGroup
 from nwor_ops.vllm.audit.shadow import StageAudit
 from nwor_ops.vllm.audit.undo import CacheAudit
 from nwor_ops.vllm.connectors import ConnectorAttachment, worker_connector
@@ -25,7 +26,15 @@ from nwor_ops.vllm.layers.back_ends import LATENT_IMPLS, check_tables, table_cop
 from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.session import EVENTS, Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
-from nwor_ops.vllm.support import UNNAMED_LAYERS, Hook, Unsupported, check_engine, check_vllm
+from nwor_ops.vllm.support import (
+    ALL_RECURRENT,
+    UNNAMED_LAYERS,
+    Hook,
+    Unsupported,
+    check_engine,
+    check_vllm,
+    is_recurrent,
+)
 
 _MARK = "_nwor_wrapper"
 # Where drafters keep the names of their attention layers: those of the V2 runner, of the V1 runner, and vLLM's V1
@@ -77,6 +86,11 @@ class RunnerAttachment(abc.ABC):
         """The persistent block table of a group, which attention reads."""
 
     @abc.abstractmethod
+    def table_rows(self, group: str) -> Iterable[tuple[int, list[int]]]:
+        """Of each request of the batch that was prepared last, the tokens computed before it, and the blocks in its row
+        of a group's block table. Waits for the device."""
+
+    @abc.abstractmethod
     def drafter_layers(self) -> set[str]:
         """The attention layers of the drafter's own, by :func:`named_layers`.
 
@@ -113,7 +127,7 @@ class RunnerAttachment(abc.ABC):
         drafter_layers = self.drafter_layers()
         layers = target_layers(runner, drafter_layers, config.mode)
         if not layers:
-            raise Unsupported("no layer of the target model writes a KV cache of its own")
+            raise ALL_RECURRENT.because()
         spare = self._spare_blocks(layers, drafter_layers) if config.mode == "stage" else None
         if spare is not None:
             attached.check_tables(table_copies(runner, layers))
@@ -129,7 +143,7 @@ class RunnerAttachment(abc.ABC):
                 logger=logger,
             )
             if config.audit:
-                start_audit(session, layers, others_write=attached.connector is not None)
+                start_audit(session, layers, attached.connector is not None, self.recurrent_groups())
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             raise Unsupported(str(error)) from error
         self.wrap(session)
@@ -147,6 +161,17 @@ class RunnerAttachment(abc.ABC):
         spare_blocks.check_scheduler(self.runner.vllm_config)
         check_tables(self.runner, layers, drafter_layers if self.drafter_borrows else set())
         return spare_blocks.spare_blocks(self.runner.vllm_config, self.runner.kv_cache_config)
+
+    def recurrent_groups(self) -> list[RecurrentGroup]:
+        """What an audit has to know of a hybrid model."""
+        runner, made = self.runner, []
+        context = runner.compilation_config.static_forward_context
+        for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+            if is_recurrent(group.kv_cache_spec):
+                states = tuple(state for name in group.layer_names for state in context[name].kv_cache)
+                rows = functools.partial(self.table_rows, str(number))
+                made.append(RecurrentGroup(group.kv_cache_spec.block_size, states, rows))
+        return made
 
     def wrap(self, session: Session) -> None:
         """Put our methods in the place of the runner's."""
@@ -203,12 +228,14 @@ def named_layers(runner: Any, drafter: Any) -> set[str]:
     return named
 
 
-def start_audit(session: Session, layers: list[TargetLayer], others_write: bool = False) -> None:
-    """Audit a session from now on. ``others_write``: as for :class:`CacheAudit`."""
-    audit = CacheAudit(layers, session.max_num_tokens, others_write)
+def start_audit(
+    session: Session, layers: list[TargetLayer], others_write: bool = False, recurrent: Sequence[RecurrentGroup] = ()
+) -> None:
+    """Audit a session from now on. ``others_write``, ``recurrent``: as for :class:`CacheAudit`."""
+    audit = CacheAudit(layers, session.max_num_tokens, others_write, recurrent)
     if session.spare is not None:
         shadow = {layer.group: session.spare.of_group(int(layer.group)) for layer in layers}
-        audit = StageAudit(layers, session.max_num_tokens, shadow, others_write)
+        audit = StageAudit(layers, session.max_num_tokens, shadow, others_write, recurrent)
     session.audit = audit
     session.subscribe(**{event: getattr(audit, event) for event in EVENTS if event != "ended"})
 
@@ -219,8 +246,9 @@ def _max_draft_tokens(runner: Any) -> int:
 
 
 def log_bytes(runner: Any) -> int:
-    """Memory that the undo log of a runner will take, before there is a cache: a row of each layer per draft."""
-    row_bytes = sum(-(-spec.page_size_bytes // spec.block_size) for spec in runner.get_kv_cache_spec().values())
+    """Memory that the undo log of a runner will take, before there is a cache: a row per draft of each attention layer."""
+    specs = (spec for spec in runner.get_kv_cache_spec().values() if not is_recurrent(spec))
+    row_bytes = sum(-(-spec.page_size_bytes // spec.block_size) for spec in specs)
     return _max_draft_tokens(runner) * row_bytes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +40,15 @@ class V1(RunnerAttachment):
 
     def block_table(self, group: str) -> Tensor:
         return self.runner.input_batch.block_table[int(group)].block_table.gpu
+
+    def table_rows(self, group: str) -> Iterable[tuple[int, list[int]]]:
+        runner, table = self.runner, self.runner.input_batch.block_table[int(group)]
+        requests = runner.input_batch.num_reqs
+        starts = runner.query_start_loc.np[: requests + 1]
+        computed = runner.seq_lens[:requests].cpu().numpy() - starts[1:] + starts[:-1]
+        lengths = table.num_blocks_per_row[:requests]
+        for tokens, row, length in zip(computed, table.block_table.np, lengths, strict=False):
+            yield int(tokens), row[:length].tolist()
 
     def drafter_layers(self) -> set[str]:
         return named_layers(self.runner, self.runner.drafter)

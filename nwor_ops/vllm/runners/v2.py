@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -37,6 +37,7 @@ class V2(RunnerAttachment):
         ),
     )
     wrapped = (*RunnerAttachment.wrapped, "prepare_attn", "sample")
+    _batch: Any = None  # prepared last
 
     def slot_mapping(self, group: str) -> Tensor:
         return self.runner.block_tables.slot_mappings[int(group)]
@@ -51,6 +52,14 @@ class V2(RunnerAttachment):
         config = self.runner.speculative_config
         own = config.use_ngram() or config.uses_draft_model() or config.use_dflash() or config.use_dspark()
         return not own
+
+    def table_rows(self, group: str) -> Iterable[tuple[int, list[int]]]:
+        batch, tables, number = self._batch, self.runner.block_tables, int(group)
+        starts = batch.query_start_loc[: batch.num_reqs + 1].cpu()
+        computed = batch.seq_lens[: batch.num_reqs].cpu() - starts.diff()
+        for tokens, request in zip(computed.tolist(), batch.idx_mapping_np.tolist(), strict=False):
+            length = int(tables.num_blocks.np[number, request])
+            yield tokens, tables.block_tables[number].gpu[request, :length].tolist()
 
     def drafter_layers(self) -> set[str]:
         if (count := self.runner.model_state.num_new_sampled_tokens_per_step) != 1:
@@ -87,6 +96,7 @@ class V2(RunnerAttachment):
 
     def prepare_attn(self, prepare: Callable[..., Any], input_batch: Any) -> Any:
         prepared = prepare(input_batch)
+        self._batch = input_batch
         if input_batch.num_draft_tokens > 0:
             self.session.begin(self._step(input_batch))
         return prepared
