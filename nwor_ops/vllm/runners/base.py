@@ -246,7 +246,7 @@ def _max_draft_tokens(runner: Any) -> int:
 
 
 def log_bytes(runner: Any) -> int:
-    """Memory that the undo log of a runner will take, before there is a cache: a row per draft of each attention layer."""
+    """Memory that the undo log of a runner will take, before there is a cache: a row per draft and attention layer."""
     specs = (spec for spec in runner.get_kv_cache_spec().values() if not is_recurrent(spec))
     row_bytes = sum(-(-spec.page_size_bytes // spec.block_size) for spec in specs)
     return _max_draft_tokens(runner) * row_bytes

@@ -1,0 +1,229 @@
+"""Hybrid models: attention's rows are the transaction, recurrent states are vLLM's, in the same memory.
+
+The model has Qwen3-Next's layers: of the recurrent kernels of vLLM 0.32's CPU engine only those of Gated DeltaNet can
+verify drafts. (Its convolution for Mamba and LFM2 takes one state index for each token where there is one row of them
+for each request, and reads behind its end: such engines contradict themselves from run to run.) Nor has that engine
+prefix caching for it, whose Triton kernels have no stand-in there; gpu_cases.py has cases of both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine_checks import COW, STAGE, check_transaction, check_vllm_counts
+from engines import ENGINE, ENVIRONMENT, Engines, model_folder, prompts
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
+
+from nwor_ops.kv_cache import LayerCache
+from nwor_ops.vllm.audit.recurrent import RecurrentGroup
+from nwor_ops.vllm.audit.shadow import StageAudit
+from nwor_ops.vllm.audit.undo import COMMITTED, FREE, AuditError, CacheAudit
+from nwor_ops.vllm.layers.target import TargetLayer
+from nwor_ops.vllm.runners.base import log_bytes
+from nwor_ops.vllm.spare_blocks import SpareBlocks, spare_blocks
+from nwor_ops.vllm.support import Unsupported, is_recurrent
+
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 5,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "mlp_only_layers": [0, 1, 2, 3],  # one layer has to have experts
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+# Small enough that blocks change hands, from states to rows and back.
+CACHE = {"num_gpu_blocks_override": 64}
+SPARE = 16  # of the one group of attention layers; the two groups of states need none
+
+
+@pytest.mark.parametrize("nwor", [COW, STAGE, {"mode": "off", "audit": True}], ids=["cow", "stage", "off"])
+def test_hybrid_model(engines: Engines, nwor: dict[str, Any]) -> None:
+    """Tokens as vanilla's with a cache of one size to the scheduler, all of attention's bytes as they should be; and
+    where nothing is undone, the stale rows are seen."""
+    arguments = {"model": model_folder(**QWEN3_NEXT)} | CACHE
+    started = engines.start(prompts(16), **arguments)
+    if nwor is STAGE:
+        arguments["num_gpu_blocks_override"] += SPARE
+    ours = engines.run(prompts(16), nwor=nwor, **arguments)
+    assert ours["tokens"] == started.result()["tokens"]
+    session = ours["session"]
+    assert session["groups"] == ["2"]
+    assert list(session["layers"]) == ["model.layers.1.self_attn.attn", "model.layers.3.self_attn.attn"]
+    assert session["audit"]["recurrent_bytes"] > 0
+    if nwor["mode"] == "off":
+        assert session["audit"]["stale_rows"] == session["audit"]["rejected"] > 0
+        return
+    check_transaction(ours)
+    check_vllm_counts(ours)
+    if nwor is STAGE:
+        assert "16 of 80 blocks (20.0% of the cache" in session["describe"]
+
+
+def _job_with_a_wrong_byte(model: str, requests: list[list[int]]) -> str:
+    """What the audit says of an engine in which a row of a prompt changes in the middle of a step."""
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM, SamplingParams
+
+    import nwor_ops.vllm
+
+    llm = LLM(**ENGINE | CACHE | {"model": model, "additional_config": {"nwor": COW}})
+    [session] = nwor_ops.vllm.sessions()
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    layer = session._layers["model.layers.3.self_attn.attn"]
+
+    def spoil(slot_mappings: Any) -> None:
+        block = int(runner.input_batch.block_table[int(layer.group)].block_table.np[0, 0])
+        layer.kv_cache[block, 0, 0, 0] += 1
+
+    session.subscribe(opened=spoil)
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
+    try:
+        llm.generate([{"prompt_token_ids": tokens} for tokens in requests], sampling, use_tqdm=False)
+    except AuditError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_wrong_byte_of_an_attention_block_is_found(engines: Engines) -> None:
+    said = engines.submit(_job_with_a_wrong_byte, model_folder(**QWEN3_NEXT), prompts(4)).result()
+    assert "1 bytes are not what this step should leave there" in said or "2 bytes are not" in said
+
+
+# ---------------------------------------------------------------- which bytes are left out
+
+BLOCKS, SIZE, HEADS, WIDTH = 8, 4, 2, 8
+SLOTS = torch.tensor([8, 9, 10])  # in block 2: a token and its two drafts, of which the second is rejected
+STATE = 40  # bytes of a page's 256 that the state takes
+
+
+def _write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            kv_cache[slot // SIZE, slot % SIZE] = torch.cat((key[token], value[token]), -1)
+
+
+class Step:
+    """A step of a hybrid model, done right: an attention layer in block 2, and a layer with states in the same memory,
+    whose two requests have computed 9 and 3 tokens of blocks of 4."""
+
+    def __init__(self, make: Callable[..., CacheAudit]) -> None:
+        self.rows = [(9, [1, 5, 3]), (3, [4])]  # blocks 1 and 5 of the first request were taken back
+        self.cache = torch.ones(BLOCKS, SIZE, HEADS, 2 * WIDTH, dtype=torch.bfloat16)
+        self.pages = self.cache.view(BLOCKS, -1).view(torch.uint8)
+        state = self.pages[:, :STATE].view(torch.float32).view(BLOCKS, 2, 5)
+        recurrent = RecurrentGroup(SIZE, (state,), lambda: self.rows)
+        layer = TargetLayer("target", "0", self.cache, LayerCache.packed(self.cache), _write)
+        self.audit = make([layer], 8, recurrent=[recurrent])
+
+    def run(self, block: int, byte: int) -> None:
+        """With a byte that changes, as if vLLM's kernels or ours had written it."""
+        rows = torch.arange(2 * 3 * HEADS * WIDTH).view(2, 3, HEADS, WIDTH).to(torch.bfloat16) + 2
+        self.audit.begin([0, 3], [2], {"0": SLOTS})
+        self.audit.opened({"0": SLOTS})
+        before = self.cache[2, 2].clone()
+        self.audit.record("target", rows[0], rows[1], SLOTS, 0, ())
+        _write(rows[0], rows[1], self.cache, SLOTS)
+        self.cache[2, 2] = before
+        self.pages[block, byte] += 1
+        self.audit.commit(lambda: [2], undone=True)
+
+
+@pytest.mark.parametrize(
+    ("block", "byte", "left_out"),
+    [
+        *((block, STATE - 1, True) for block in (0, 3, 4)),  # padded rows' state, and the requests'
+        *((block, STATE, False) for block in (0, 3, 4)),  # behind their states
+        *((block, 0, False) for block in (1, 5)),  # states no longer the request's
+        *((block, 0, False) for block in (2, 6, 7)),  # attention's, and nobody's
+    ],
+)
+def test_states_of_the_batch_are_left_out_and_nothing_else(block: int, byte: int, left_out: bool) -> None:
+    step = Step(CacheAudit)
+    if left_out:
+        step.run(block, byte)
+        assert step.audit.summary()["recurrent_bytes"] == 3 * STATE
+        return
+    with pytest.raises(AuditError, match="1 bytes are not what this step should leave there"):
+        step.run(block, byte)
+
+
+def test_shadow_pages_and_states_are_left_out_together() -> None:
+    def make(*arguments: Any, **named: Any) -> CacheAudit:
+        return StageAudit(*arguments, shadow_blocks={"0": range(6, 8)}, **named)
+
+    marked = next(iter(Step(make).audit._ignored().values())).view(BLOCKS, -1).sum(1)
+    assert marked.tolist() == [STATE, 0, 0, STATE, STATE, 0, 256, 256]
+
+
+def test_a_block_that_becomes_a_state_holds_no_rows() -> None:
+    step = Step(CacheAudit)
+    step.run(3, 0)
+    assert step.audit.slot_states()["0"][2].tolist() == [COMMITTED, COMMITTED, FREE, FREE]
+    step.rows = [(1, [2])]
+    step.audit.begin([0, 1], [0], {"0": torch.tensor([24])})
+    assert step.audit.slot_states()["0"][2].tolist() == [FREE] * SIZE
+
+
+# ---------------------------------------------------------------- what counts groups and blocks
+
+ROWS = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+STATES = MambaSpec(block_size=256, shapes=((4, 8), (16, 16)), dtypes=(torch.bfloat16, torch.float32))
+
+
+def test_which_specs_are_recurrent() -> None:
+    assert is_recurrent(STATES)
+    assert is_recurrent(UniformTypeKVCacheSpecs(256, kv_cache_specs={"a": STATES, "b": STATES}))
+    assert not is_recurrent(ROWS)
+    assert not is_recurrent(UniformTypeKVCacheSpecs(32, kv_cache_specs={"a": ROWS, "b": ROWS}))
+
+
+def test_spare_blocks_are_for_the_groups_of_attention() -> None:
+    """A block of states spans as many tokens as a request can have, or fewer than attention's: neither says how many
+    shadow pages drafts need."""
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        speculative_config=SimpleNamespace(num_speculative_tokens=3),
+        model_config=SimpleNamespace(max_model_len=256),
+        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+    )
+    short_states = MambaSpec(block_size=2, shapes=((4, 8),), dtypes=(torch.bfloat16,))
+
+    def spare(*specs: Any) -> SpareBlocks:
+        groups = [SimpleNamespace(kv_cache_spec=spec, host_resident=False) for spec in specs]
+        tensors = [SimpleNamespace(size=6400)]
+        cache = SimpleNamespace(num_blocks=64, kv_cache_groups=groups, kv_cache_tensors=tensors)
+        return spare_blocks(config, cache)
+
+    made = spare(STATES, ROWS, short_states, ROWS)
+    assert (made.groups, made.per_group, made.first) == ((1, 3), 8, 48)
+    assert (made.of_group(1), made.of_group(3)) == (range(48, 56), range(56, 64))
+    with pytest.raises(Unsupported, match="no layer of the target model writes a KV cache of its own"):
+        spare(STATES, short_states)
+
+
+def test_the_log_has_no_rows_for_states() -> None:
+    runner = SimpleNamespace(
+        get_kv_cache_spec=lambda: {"attention": ROWS, "mixer": STATES},
+        max_num_reqs=4,
+        max_num_tokens=64,
+        speculative_config=SimpleNamespace(num_speculative_tokens=3),
+    )
+    assert log_bytes(runner) == 4 * 3 * 2 * 2 * 64 * 2
