@@ -279,3 +279,20 @@ def test_a_drafter_that_attends_in_its_own_batches_borrows_nothing() -> None:
     assert _attachment(SimpleNamespace()).drafter_borrows
     for method in ("use_ngram", "uses_draft_model", "use_dflash", "use_dspark"):
         assert not _attachment(SimpleNamespace(), **{method: True}).drafter_borrows
+
+
+def test_which_blocks_a_batch_names() -> None:
+    """The rows of the requests in the batch alone, as long as they are, and what was computed before it."""
+    named = torch.tensor([[1, 2, 9], [3, 9, 9], [4, 5, 6]], dtype=torch.int32)
+    numbers = numpy.array([[0, 0, 0], [2, 1, 3]])
+    runner = Runner(audit=False)
+    runner.block_tables.block_tables = [SimpleNamespace(gpu=None), SimpleNamespace(gpu=named)]
+    runner.block_tables.num_blocks = SimpleNamespace(np=numbers)
+    attachment = V2(runner)
+    attachment._batch = SimpleNamespace(
+        num_reqs=2,
+        query_start_loc=torch.tensor([0, 5, 6, 6], dtype=torch.int32),
+        seq_lens=torch.tensor([12, 8, 0], dtype=torch.int32),
+        idx_mapping_np=numpy.array([2, 0]),
+    )
+    assert list(attachment.table_rows("1")) == [(7, [4, 5, 6]), (7, [1, 2])]
