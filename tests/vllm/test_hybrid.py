@@ -168,8 +168,10 @@ def test_shadow_pages_and_states_are_left_out_together() -> None:
     def make(*arguments: Any, **named: Any) -> CacheAudit:
         return StageAudit(*arguments, shadow_blocks={"0": range(6, 8)}, **named)
 
-    marked = next(iter(Step(make).audit._ignored().values())).view(BLOCKS, -1).sum(1)
-    assert marked.tolist() == [STATE, 0, 0, STATE, STATE, 0, 256, 256]
+    step = Step(make)
+    step.audit.begin([0, 3], [2], {"0": SLOTS})
+    marked = step.audit._ignored(step.cache.untyped_storage().data_ptr())
+    assert marked.view(BLOCKS, -1).sum(1).tolist() == [STATE, 0, 0, STATE, STATE, 0, 256, 256]
 
 
 def test_a_block_that_becomes_a_state_holds_no_rows() -> None:
