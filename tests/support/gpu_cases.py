@@ -88,6 +88,7 @@ class Case:
         expect: what the second engine must report: a field of its worker, or ``metric:NAME`` that must be above 0.
         needs: a package beside vLLM, without which the case is skipped.
         more_blocks: blocks that the second engine's cache has more: to its scheduler both are of one size.
+        recurrent_groups: those of its KV-cache groups that need no shadow pages.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Case:
     expect: dict[str, Any] = field(default_factory=dict)
     needs: str | None = None
     more_blocks: int = 0
+    recurrent_groups: int = 0
 
     @property
     def runner(self) -> str:
@@ -115,7 +117,8 @@ def _engine(backend: str = "FLASH_ATTN", method: str = "ngram", graphs: str = "d
 def _case(
     name: str, environment: dict[str, str] = V2, backend: str = "FLASH_ATTN", graphs: str = "default", **more: Any
 ) -> Case:
-    own = {key: more.pop(key) for key in ("nwor", "use", "same_tokens", "trimmed", "expect", "needs") if key in more}
+    fields = ("nwor", "use", "same_tokens", "trimmed", "expect", "needs", "recurrent_groups")
+    own = {key: more.pop(key) for key in fields if key in more}
     expect = own.pop("expect", {})
     if graphs in GRAPH_MODES and not more.get("enforce_eager"):
         expect = {"cudagraph_mode": GRAPH_MODES[graphs]} | expect
@@ -170,7 +173,7 @@ def _drafters() -> Iterator[Case]:
         yield _case(f"method-{runner}-mla-mtp", environment, "TRITON_MLA", method="mtp", model="@mla_mtp", **any_mode)
         # The GDN layers' states are vLLM's; the layer of attention is the transaction. Blocks are as long as a state.
         gdn = {"model": "@gdn_mtp", "gdn_prefill_backend": "triton", "block_size": None, "num_gpu_blocks_override": 192}
-        groups = {"expect": {"kv_cache_groups": 3}}
+        groups = {"expect": {"kv_cache_groups": 3}, "recurrent_groups": 2}
         yield _case(f"method-{runner}-gdn-mtp", environment, method="mtp", **gdn, **groups, **any_mode)
         yield _case(f"method-{runner}-dynamic", environment, speculative_config=EAGLE | DYNAMIC[runner], **any_mode)
     # Its drafts are not those of the target's language: what is accepted is drawn.
@@ -188,6 +191,25 @@ def _drafters() -> Iterator[Case]:
     yield _case("method-v2-block", speculative_config=EAGLE | random | {"rejection_sample_method": "block"},
                 use={"temperature": 1.0})  # fmt: skip
     yield _case("method-v2-fly", speculative_config=EAGLE | {"rejection_sample_method": "fly"})
+
+
+def _recurrent() -> Iterator[Case]:
+    """Hybrid models, whose recurrent states vLLM keeps in blocks of the same memory; their size follows from a state's,
+    whatever is asked for. ``-k recurrent-`` selects them, in both modes."""
+    settings = {"graphs": "any", "block_size": None, "max_model_len": 320}
+    # Long enough for a block of either model, few enough that the second round finds what the first has left.
+    use = {"shared_prefix": 140, "rounds": 2, "requests": 12}
+    blocks = {"num_gpu_blocks_override": 320, "max_num_batched_tokens": 192}
+    aligned = {"enable_prefix_caching": True, "use": use} | blocks
+    hits = {"metric:prefix_cache_hits": 1}
+    gdn = {"model": "@gdn_mtp", "gdn_prefill_backend": "triton", "recurrent_groups": 3} | settings
+    mamba = {"model": "@mamba", "recurrent_groups": 2} | settings
+    for runner, environment in (("v2", V2), ("v1", V1)):
+        yield _case(
+            f"recurrent-{runner}-gdn-align", environment, **gdn, **aligned, expect={"kv_cache_groups": 4} | hits
+        )
+    yield _case("recurrent-v2-mamba", backend="TRITON_ATTN", **mamba, expect={"kv_cache_groups": 3})
+    yield _case("recurrent-v1-mamba-align", V1, **mamba, **aligned, expect={"kv_cache_groups": 3} | hits)
 
 
 def _caches() -> Iterator[Case]:
@@ -254,7 +276,7 @@ def _behaviours() -> Iterator[Case]:
 # none of these is replayed with drafts. The other drafters have such cases too.
 _FEW_GRAPHS = ("v1-flash-ngram-full_decode_only", "v2-flash-ngram-full_decode_only")
 FEW_GRAPHS = {*_FEW_GRAPHS, *(f"stage-{name}" for name in _FEW_GRAPHS)}
-CASES = [*_graph_modes(), *_methods(), *_drafters(), *_caches(), *_behaviours()]
+CASES = [*_graph_modes(), *_methods(), *_drafters(), *_recurrent(), *_caches(), *_behaviours()]
 SPARE = ENGINE["max_num_seqs"] * 2  # shadow pages of one group: 4 drafts may lie in two blocks of 16
 # vLLM's fusion that writes the cache by itself, around every writer that can be wrapped.
 FUSED_WRITER = Case(
@@ -279,7 +301,10 @@ _NOT_STAGED = (
 )
 STAGE_CASES = [
     replace(
-        case, name=f"stage-{case.name}", nwor=dict(STAGE), more_blocks=SPARE * case.expect.get("kv_cache_groups", 1)
+        case,
+        name=f"stage-{case.name}",
+        nwor=dict(STAGE),
+        more_blocks=SPARE * (case.expect.get("kv_cache_groups", 1) - case.recurrent_groups),
     )
     for case in CASES
     if case.name not in _NOT_STAGED

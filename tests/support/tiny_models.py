@@ -52,6 +52,8 @@ GDN = {
     "state": 128,
     "conv": 4,
 }
+# Mamba and full attention in turn, as in Granite 4: a state of some 40 KiB, so blocks of 80 tokens.
+MAMBA = {"heads": 8, "head_size": 64, "groups": 1, "state": 32, "conv": 4, "expand": 2}
 MASK = VOCABULARY - 1  # stands where a parallel drafter is to fill a token in
 
 
@@ -68,6 +70,7 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "mla_yarn": lambda path: _write_mla(path, YARN),
         "mla_mtp": _write_mla_mtp,
         "gdn_mtp": _write_gdn_mtp,
+        "mamba": _write_mamba,
         "eagle3": _write_eagle3,
         "dflash": _write_dflash,
         "dspark": _write_dspark,
@@ -353,6 +356,85 @@ def _delta_net(generator: torch.Generator, prefix: str, hidden: int) -> dict[str
         f"{layer}.dt_bias": _ones(heads),
         f"{layer}.A_log": torch.zeros(heads),
         f"{layer}.norm.weight": _ones(GDN["state"]),
+        f"{layer}.out_proj.weight": _matrix(generator, hidden, values, BLOCK_SCALE),
+    }
+
+
+def _write_mamba(folder: pathlib.Path) -> None:
+    """Granite 4's layers in a small dense model: three of Mamba 2, two of attention."""
+    size = Size()
+    hidden, shared = size.hidden, size.intermediate
+    layer_types = ["linear_attention", "full_attention"] * 2 + ["linear_attention"]
+    config = {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "hidden_size": hidden,
+        "intermediate_size": shared,
+        "shared_intermediate_size": shared,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "num_hidden_layers": len(layer_types),
+        "layer_types": layer_types,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "attention_multiplier": size.head_size**-0.5,
+        "attention_bias": False,
+        "position_embedding_type": "rope",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "mamba_n_heads": MAMBA["heads"],
+        "mamba_d_head": MAMBA["head_size"],
+        "mamba_n_groups": MAMBA["groups"],
+        "mamba_d_state": MAMBA["state"],
+        "mamba_d_conv": MAMBA["conv"],
+        "mamba_expand": MAMBA["expand"],
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": MAX_TOKENS,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "torch_dtype": "bfloat16",
+    }
+    generator = torch.Generator().manual_seed(29)
+    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    weights = {"model.embed_tokens.weight": embedding}
+    for layer, kind in enumerate(layer_types):
+        prefix = f"model.layers.{layer}"
+        if kind == "full_attention":
+            weights |= _attention(generator, prefix, hidden, size.heads, size.kv_heads, size.head_size, _ones)
+            for name in ("q_norm", "k_norm"):
+                del weights[f"{prefix}.self_attn.{name}.weight"]
+        else:
+            weights |= _mamba(generator, prefix, hidden)
+        weights |= {
+            f"{prefix}.shared_mlp.input_linear.weight": _matrix(generator, 2 * shared, hidden),
+            f"{prefix}.shared_mlp.output_linear.weight": _matrix(generator, hidden, shared, BLOCK_SCALE),
+        }
+    weights |= {
+        "model.norm.weight": _ones(hidden),
+        "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+    }
+    _save(folder, config, weights)
+
+
+def _mamba(generator: torch.Generator, prefix: str, hidden: int) -> dict[str, Tensor]:
+    """A layer of Mamba 2 without its MLP."""
+    values, heads, layer = MAMBA["expand"] * hidden, MAMBA["heads"], f"{prefix}.mamba"
+    convolved = values + 2 * MAMBA["groups"] * MAMBA["state"]
+    convolution = torch.randn(convolved, 1, MAMBA["conv"], generator=generator) / MAMBA["conv"] ** 0.5
+    return {
+        f"{prefix}.input_layernorm.weight": _ones(hidden),
+        f"{prefix}.post_attention_layernorm.weight": _ones(hidden),
+        f"{layer}.in_proj.weight": _matrix(generator, values + convolved + heads, hidden, 1.5),
+        f"{layer}.conv1d.weight": convolution.to(torch.bfloat16),
+        f"{layer}.conv1d.bias": _zeros(convolved),
+        f"{layer}.A_log": torch.zeros(heads),
+        f"{layer}.D": _ones(heads),
+        f"{layer}.dt_bias": _zeros(heads),
+        f"{layer}.norm.weight": _ones(values),
         f"{layer}.out_proj.weight": _matrix(generator, hidden, values, BLOCK_SCALE),
     }
 
