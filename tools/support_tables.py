@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from nwor_ops.vllm.layers.back_ends import CPU_IMPL, LATENT_IMPLS, PACKED_IMPLS
 from nwor_ops.vllm.support import (
+    CONNECTORS,
     DRAFT_BACK_ENDS,
     DRAFT_GRAPHS,
     DRAFT_METHODS,
@@ -83,9 +84,22 @@ def refused() -> str:
     return "\n".join(_row(*row) for row in rows)
 
 
+def connectors() -> str:
+    """Which KV connectors are supported, in which modes."""
+    rows = [("connector", "`cow`", "`stage`", "reads", "shown by"), ("---",) * 5]
+    for name, connector in CONNECTORS.items():
+        if connector.refused:
+            rows.append((f"`{name}`", "refused", "refused", connector.refused, ""))
+            continue
+        cow = "yes" if connector.in_order else "without async scheduling"
+        rows.append((f"`{name}`", cow, "yes", connector.reads, connector.shown or "vLLM's source; not run"))
+    return "\n".join(_row(*row) for row in rows)
+
+
 def filled(text: str) -> str:
     """The document with the tables between their marks."""
-    for name, table in (("supported", supported()), ("methods", methods()), ("refused", refused())):
+    tables = {"supported": supported(), "methods": methods(), "connectors": connectors(), "refused": refused()}
+    for name, table in tables.items():
         marks = f"<!-- {name}: made by tools/support_tables.py -->", f"<!-- end of {name} -->"
         text, found = re.subn(
             f"{re.escape(marks[0])}.*?{re.escape(marks[1])}",

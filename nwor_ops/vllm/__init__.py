@@ -4,7 +4,8 @@ asks for it.
 ``plugin`` decides, ``runners`` know where the steps of vLLM's two model runners begin and end, ``session`` is what they
 share and says what happens in a step, ``layers`` knows the target's layers and attention back ends, ``audit`` checks
 every byte, ``metrics`` publishes what was counted, ``support`` has the table of what is supported and refused,
-``spare_blocks`` what mode ``"stage"`` keeps from the scheduler. ``drafter`` puts a draft model into CUDA graphs.
+``spare_blocks`` what mode ``"stage"`` keeps from the scheduler, ``connectors`` what KV connectors export and load.
+``drafter`` puts a draft model into CUDA graphs.
 """
 
 from nwor_ops.vllm.drafter.plugin import draft_graph_reports

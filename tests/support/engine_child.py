@@ -149,7 +149,7 @@ def drop_prefix_cache(llm: Any) -> None:
         if llm.reset_prefix_cache():
             return
         parameters = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-        llm.llm_engine.add_request(f"reset-{attempt}", {"prompt_token_ids": [3]}, parameters)
+        llm.llm_engine.add_request(f"reset-{attempt}", {"prompt_token_ids": [3, 4, 5]}, parameters)
         while llm.llm_engine.has_unfinished_requests():
             llm.llm_engine.step()
         llm.llm_engine.step()

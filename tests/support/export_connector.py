@@ -104,9 +104,11 @@ class Exports:
 
     def _sampled_v2(self, args: Any, output: Any) -> None:
         batch = args[1]
+        if batch.num_draft_tokens == 0:
+            return self._sampled({})
         drafts, rejected = batch.num_draft_tokens_per_req, output[2].tolist()
         rejected = [number if count else 0 for count, number in zip(drafts, rejected, strict=False)]
-        self._sampled(dict(zip(batch.req_ids, rejected, strict=False)))
+        return self._sampled(dict(zip(batch.req_ids, rejected, strict=False)))
 
     def _sampled(self, rejected: dict[str, int]) -> None:
         for request in self._requests:

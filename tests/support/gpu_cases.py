@@ -320,6 +320,97 @@ STAGE_CASES.append(
         expect={"recorded_layers": []},
     )
 )
+
+
+# ---------------------------------------------------------------- KV connectors
+
+
+def _connector(name: str, module: str | None = None, **extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": name,
+        "kv_role": "kv_both",
+        "kv_connector_module_path": module,
+        "kv_connector_extra_config": extra,
+    }
+
+
+def _both_modes(case: Case) -> Iterator[Case]:
+    yield case
+    yield replace(case, name=f"stage-{case.name}", nwor=dict(STAGE), more_blocks=2 * case.engine["max_num_seqs"])
+
+
+def _connectors() -> Iterator[Case]:
+    """Generate, drop the prefix cache, load. When an asynchronous load is done is a matter of luck, and with it which
+    requests share a batch: tokens are compared where one request runs at a time."""
+    loads = {"use": {"rounds": 2, "requests": 12, "drop_prefix_cache": True}}
+    host = {"cpu_bytes_to_use": 1 << 26}
+    connectors = {
+        "offloading": (_connector("OffloadingConnector", **host), None, V2),
+        # Its copies go through NVIDIA's Python bindings of the driver.
+        "simple-cpu": (_connector("SimpleCPUOffloadConnector", **host), "cuda", V2),
+        "lmcache": (
+            _connector("LMCacheConnectorV1"),
+            "lmcache",
+            {"LMCACHE_CHUNK_SIZE": "16", "LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.25"},
+        ),
+    }
+    for name, (connector, needs, environment) in connectors.items():
+        for requests, same_tokens in ((1, True), (8, False)):
+            yield from _both_modes(
+                _case(
+                    f"connector-{name}-{requests}",
+                    environment,
+                    kv_transfer_config=connector,
+                    enable_prefix_caching=True,
+                    max_num_seqs=requests,
+                    same_tokens=same_tokens,
+                    needs=needs,
+                    graphs="full_and_piecewise",
+                    **loads,
+                )
+            )
+    # Loads before the forward, and exports in attention, which FULL graphs do not run. It stores a prompt when its
+    # first chunk is computed, so that there must be no other.
+    yield from _both_modes(
+        _case(
+            "connector-example",
+            kv_transfer_config=_connector("ExampleConnector", shared_storage_path="{fresh}"),
+            max_num_seqs=8,
+            max_num_batched_tokens=1024,
+            graphs="piecewise",
+            **loads,
+        )
+    )
+    yield from _both_modes(
+        _case(
+            "v1-connector-offloading",
+            V1,
+            kv_transfer_config=connectors["offloading"][0],
+            enable_prefix_caching=True,
+            max_num_seqs=8,
+            same_tokens=False,
+            **loads,
+        )
+    )
+
+
+CONNECTOR_CASES = list(_connectors())
+# What an exporter sees of every page, at each moment at which vLLM lets it look: without a transaction, and with one.
+EXPORT_CASES = [
+    replace(case, name=f"exports-{'vanilla' if case.nwor['mode'] == 'off' else case.nwor['mode']}")
+    for case in (
+        Case(
+            "exports",
+            _engine(graphs="piecewise", kv_transfer_config=_connector("ExportConnector", "export_connector")),
+            nwor={"mode": mode, "audit": True},
+            use={"exports": True, "requests": 12, "max_tokens": 20},
+            same_tokens=mode != "off",
+            expect={"cudagraph_mode": "PIECEWISE"},
+            more_blocks=SPARE if mode == "stage" else 0,
+        )
+        for mode in ("off", "cow", "stage")
+    )
+]
 WATCHED = Case("vanilla-watched", _engine(graphs="eager"), nwor={"mode": "off", "audit": True}, same_tokens=False)
 
 
@@ -342,15 +433,16 @@ class Refusal:
     needs: str | None = None
 
 
-CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+SILENT = _connector("SilentConnector", "export_connector")
+_SILENT = "KV connector SilentConnector: when it reads the cache is not known"
 REFUSALS = [
-    Refusal("refused-connector", "(?i)connector", _engine(graphs="eager", kv_transfer_config=CONNECTOR)),
+    Refusal("refused-connector", _SILENT, _engine(graphs="eager", kv_transfer_config=SILENT)),
     Refusal(
         "refused-int4",
         "int4_per_token_head",
         _engine("TRITON_ATTN", graphs="eager", kv_cache_dtype="int4_per_token_head"),
     ),
-    Refusal("refused-connector-v1", "(?i)connector", _engine(graphs="eager", kv_transfer_config=CONNECTOR), V1),
+    Refusal("refused-connector-v1", _SILENT, _engine(graphs="eager", kv_transfer_config=SILENT), V1),
     Refusal(
         "refused-stage-flashinfer-eagle",
         "the drafter goes by a copy of the block table",

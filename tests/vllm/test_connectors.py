@@ -51,7 +51,7 @@ def _session() -> dict[str, Any] | None:
 
 def _exports(engines: Engines, nwor: dict[str, Any], **arguments: Any) -> Any:
     settings = ENGINE | {
-        "model": model_folder(),
+        "model": model_folder(**SMALL),
         "kv_transfer_config": EXPORT,
         "additional_config": {"nwor": nwor},
         **arguments,
@@ -142,6 +142,19 @@ def _stand_in_for_streams() -> None:
     worker.torch = SimpleNamespace(**{**vars(torch), "cuda": cuda, "Event": lambda: event})
 
 
+def _serve(llm: Any, requests: list[list[int]], number: int) -> list[list[int]]:
+    """Each arrives while others decode: what it loads lands in the middle of their windows."""
+    engine, done, step = llm.llm_engine, {}, 0
+    while step <= 3 * len(requests) or engine.has_unfinished_requests():
+        index, early = divmod(step, 3)
+        if not early and index < len(requests):
+            name, tokens = f"{number}-{index}", {"prompt_token_ids": requests[index]}
+            engine.add_request(name, tokens, _sampling(index, 0.0, 24))
+        done |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step() if output.finished}
+        step += 1
+    return [done[f"{number}-{index}"] for index in range(len(requests))]
+
+
 def _load_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT)
     from vllm import LLM
@@ -152,9 +165,7 @@ def _load_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, 
     for number in range(2):
         if number:
             drop_prefix_cache(llm)
-        # Behind one another: the loads of some are under way while others decode.
-        sampling = [_sampling(index, 0.0, 8 + 4 * index) for index in range(len(requests))]
-        rounds.append(_run_requests(llm, requests, sampling, {}))
+        rounds.append(_serve(llm, requests, number))
     metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     return {"tokens": rounds, "loaded": metrics["vllm:external_prefix_cache_hits"], "session": _session()}
 

@@ -15,6 +15,7 @@ import vllm
 from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
 
 from nwor_ops.vllm.support import (
+    CONNECTORS,
     DRAFT_GRAPHS,
     METHODS,
     REFUSALS,
@@ -22,6 +23,7 @@ from nwor_ops.vllm.support import (
     Method,
     Refusal,
     Unsupported,
+    check_connectors,
     check_engine,
 )
 
@@ -114,3 +116,62 @@ def test_a_row_says_why_and_its_message_can_be_filled_in(refusal: Refusal) -> No
     names = [name for _, name, _, _ in string.Formatter().parse(refusal.message) if name]
     filled = str(refusal.because(**{name: f"<{name}>" for name in names}))
     assert all(f"<{name}>" in filled for name in names)
+
+
+# ---------------------------------------------------------------- KV connectors
+
+
+def with_connector(name: str, is_async: bool = True, module: str | None = None, **extra: Any) -> Any:
+    from vllm.config import KVTransferConfig
+
+    transfer = KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_module_path=module, kv_connector_extra_config=extra
+    )
+    return engine(kv_transfer_config=transfer, scheduler_config__async_scheduling=is_async)
+
+
+def test_each_connector_of_vllms_is_known() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    assert set(CONNECTORS) == set(KVConnectorFactory._registry)
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_connectors_that_are_not_refused(mode: str) -> None:
+    check_connectors(engine(kv_transfer_config=None), mode)
+    for name, connector in CONNECTORS.items():
+        if not connector.refused:
+            check_connectors(with_connector(name, is_async=connector.in_order), mode)
+    inner = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("ExampleConnector", "OffloadingConnector")]
+    check_connectors(with_connector("MultiConnector", connectors=inner), mode)
+    check_connectors(with_connector("ExportConnector", module="export_connector"), mode)
+
+
+@pytest.mark.parametrize("name", [name for name, connector in CONNECTORS.items() if not connector.in_order])
+def test_connectors_that_read_in_no_order_are_refused_with_async_scheduling(name: str) -> None:
+    check_connectors(with_connector(name), "stage")
+    with pytest.raises(
+        Unsupported, match=f"^KV connector {name} with async scheduling: .*; use mode stage or --no-async"
+    ):
+        check_connectors(with_connector(name), "cow")
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_connectors_that_are_refused(mode: str) -> None:
+    for name, connector in CONNECTORS.items():
+        if connector.refused:
+            with pytest.raises(Unsupported, match=f"^KV connector {name}: {connector.refused}$"):
+                check_connectors(with_connector(name), mode)
+    inner = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("ExampleConnector", "HiSparseConnector")]
+    with pytest.raises(Unsupported, match=r"^KV connector HiSparseConnector: it writes to slots of its own$"):
+        check_connectors(with_connector("MultiConnector", connectors=inner), mode)
+
+
+def test_a_connector_of_ones_own_says_when_it_reads() -> None:
+    """Whatever its name."""
+    said = "when it reads the cache is not known; a class that reads in order says reads_kv_cache_in_order = True"
+    modules = {"SilentConnector": "export_connector"}
+    modules["ExampleConnector"] = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
+    for name, module in modules.items():
+        with pytest.raises(Unsupported, match=f"^KV connector {name}: {said}$"):
+            check_connectors(with_connector(name, module=module), "cow")

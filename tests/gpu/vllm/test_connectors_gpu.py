@@ -1,0 +1,47 @@
+"""KV connectors on a GPU: what they load is right and audited, and what an exporter sees of every page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gpu_cases import CONNECTOR_CASES, EXPORT_CASES, Case
+from gpu_engine_checks import assert_same_tokens, check_audit, finished, note, session_of
+
+
+def _run(case: Case, engines: Any, record: dict[str, Any]) -> dict[str, Any]:
+    vanilla, ours = engines.start_case(case)
+    result = ours.result()
+    note(record, case, result)
+    finished(result)
+    assert result["workers"][0]["runner"] == case.runner
+    if vanilla is not None:
+        assert_same_tokens(result, finished(vanilla.result()))
+    return result
+
+
+@pytest.mark.parametrize("case", CONNECTOR_CASES, ids=lambda case: case.name)
+def test_what_is_stored_can_be_loaded(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    result = _run(case, engines, record)
+    record["loaded"] = result["metrics"]["external_prefix_cache_hits"]
+    assert record["loaded"] > 0
+    check_audit(session_of(result))
+
+
+@pytest.mark.parametrize("case", EXPORT_CASES, ids=lambda case: case.name)
+def test_what_an_exporter_sees(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    result = _run(case, engines, record)
+    exports = record["exports"] = result["exports"]
+    assert result["workers"][0]["cudagraph_mode"] == "PIECEWISE"
+    assert result["replays"]["graph_replays"] > 0
+    assert exports["unfinished"] == []
+    assert exports["shadow_slots"] == 0
+    rejected = {moment: found["rejected"] for moment, found in exports["counts"].items()}
+    assert all(found["rows"] > 0 for found in exports["counts"].values()), exports
+    assert not any(found["missing"] for found in exports["counts"].values()), exports
+    if case.nwor["mode"] == "off":
+        assert all(rejected.values()), exports
+        return
+    assert (rejected.pop("forward") > 0) == (case.nwor["mode"] == "cow"), exports
+    assert not any(rejected.values()), exports
+    check_audit(session_of(result))
