@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 import tempfile
@@ -14,8 +15,15 @@ import torch
 from engine_checks import COW, STAGE, check_transaction
 from engine_child import drop_prefix_cache
 from engines import ENGINE, ENVIRONMENT, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
+from vllm.forward_context import get_forward_context, override_forward_context
 
+from nwor_ops import LayerCache, Window
+from nwor_ops.config import NworConfig
+from nwor_ops.vllm.connectors import ConnectorAttachment
+from nwor_ops.vllm.layers.target import TargetLayer
+from nwor_ops.vllm.session import Session, Step
 from nwor_ops.vllm.spare_blocks import SpareBlocks, _smaller
+from nwor_ops.vllm.support import Unsupported
 
 VANILLA = {"mode": "off", "audit": True}
 EXPORT = {"kv_connector": "ExportConnector", "kv_connector_module_path": "export_connector", "kv_role": "kv_both"}
@@ -239,3 +247,86 @@ def test_both_sides_of_a_connector_count_the_same_bytes_per_block() -> None:
     assert (whole.num_blocks, whole.kv_cache_tensors[0].size) == (blocks, blocks * page)
     derive = SimpleCPUOffloadScheduler._derive_cpu_config
     assert derive(smaller, 100 * page).num_blocks == derive(whole, 100 * page).num_blocks == 100
+
+
+# ---------------------------------------------------------------- exports that wait
+
+
+class Exporting:
+    """A session with an open window, and an export of its layer that was called for inside."""
+
+    def __init__(self, on_unsupported: str = "error") -> None:
+        slots, cache = {"0": torch.tensor([4, 5, 6])}, torch.zeros(3, 4, 2, 16)
+        layer = TargetLayer("layer", "0", cache, LayerCache.packed(cache), lambda *_: None, fused=True)
+        self.session = Session(
+            NworConfig.load({"nwor": {"mode": "cow", "on_unsupported": on_unsupported}}, {}), [layer], slots,
+            max_num_requests=1, max_draft_tokens=2, max_drafts_per_request=2, spare=None,
+            logger=logging.getLogger("test"),
+        )  # fmt: skip
+        self.exported: list[Any] = []
+        self.attached = ConnectorAttachment(
+            SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=None)), mode="cow"
+        )
+        self.attached.follow(self.session)
+        starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+        self.session.begin(Step(Window(starts, counts, slots, 2), [0, 3], [2]))
+        with override_forward_context("the step's"):
+            self.attached.save_kv_layer(self.export, "layer", cache, None, more=1)
+        assert self.exported == []
+
+    def export(self, name: str, *rest: Any, more: int) -> None:
+        self.exported.append((name, more, get_forward_context()))
+
+    def fail(self, *_: Any) -> None:
+        raise RuntimeError("planted")
+
+
+EXPORTED = [("layer", 1, "the step's")]
+
+
+def test_an_export_is_made_once_behind_the_commit() -> None:
+    step = Exporting()
+    step.session.commit(lambda manager: manager.commit_rejected(torch.tensor([1], dtype=torch.int32)), lambda: [2])
+    assert step.exported == EXPORTED
+    step.session.close_interrupted()
+    assert step.exported == EXPORTED
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_an_export_of_a_step_that_is_cancelled_is_not_made(monkeypatch: pytest.MonkeyPatch, cancels: bool) -> None:
+    """Also where the cancellation itself fails."""
+    step = Exporting("vanilla")
+    if not cancels:
+        monkeypatch.setattr(step.session.manager, "cancel", step.fail)
+    step.session.close_interrupted()
+    step.session.commit(step.fail, lambda: [1])  # of the next step, without a window
+    assert step.exported == []
+
+
+def test_an_export_of_a_step_that_goes_on_without_the_transaction_is_made() -> None:
+    step = Exporting("vanilla")
+    step.session.commit(step.fail, lambda: [1])
+    assert step.session.vanilla_steps["commit failed"] == 1
+    assert step.exported == EXPORTED
+
+
+def test_an_export_outside_a_window_is_made_at_once() -> None:
+    step = Exporting()
+    step.session.close_interrupted()
+    with override_forward_context("the drafter's"):
+        step.attached.save_kv_layer(step.export, "layer", more=2)
+    assert step.exported == [("layer", 2, "the drafter's")]
+
+
+def test_exports_in_attention_by_a_copy_of_the_table_are_refused() -> None:
+    attached = ConnectorAttachment(
+        SimpleNamespace(
+            vllm_config=SimpleNamespace(kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
+        ),
+        mode="stage",
+    )
+    attached.check_tables({})
+    with pytest.raises(
+        Unsupported, match=r"^KV connector ExampleConnector exports layer 3 in attention, with back end B"
+    ):
+        attached.check_tables({"3": "B"})
