@@ -2,7 +2,8 @@
 
 A job is a dict: ``engine`` (arguments of ``vllm.LLM``), ``environment``, and how to use it: ``max_tokens``,
 ``temperature``, ``requests`` (how many), ``shared_prefix`` (tokens), ``rounds``, ``abort`` (step: request numbers),
-``sleep`` (between rounds), ``drop_prefix_cache`` (likewise: what is there then, a KV connector loaded),
+``sleep`` (between rounds), ``drop_prefix_cache`` (likewise: what is there then, a KV connector loaded), ``continued``
+(each round's answers are part of the next one's prompts),
 ``record_drafts`` (what the drafter proposed, step by step), ``exports`` (what a KV connector saw, see
 ``export_connector``), ``cost_curves`` (of adaptive verification, milliseconds of drafting by requests and of verifying
 by tokens, in place of those that vLLM measured, so that what is verified is the same in each engine). ``{fresh}`` in an
@@ -73,6 +74,9 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
             llm.wake_up()
         if number and job["drop_prefix_cache"]:
             drop_prefix_cache(llm)
+        if number and job["continued"]:
+            for request, answer in zip(requests, result["rounds"][-1], strict=True):
+                request.prompt.extend(answer)
         result["rounds"].append(_serve(llm, job, requests, number))
     result["run_seconds"] = round(time.monotonic() - started, 1)
     result["replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}

@@ -45,6 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "abort": {},
     "sleep": False,
     "drop_prefix_cache": False,
+    "continued": False,
     "record_drafts": False,
     "exports": False,
     "cost_curves": None,

@@ -342,10 +342,11 @@ def _both_modes(case: Case) -> Iterator[Case]:
 def _connectors() -> Iterator[Case]:
     """Generate, drop the prefix cache, load. When an asynchronous load is done is a matter of luck, and with it which
     requests share a batch: tokens are compared where one request runs at a time."""
-    loads = {"use": {"rounds": 2, "requests": 12, "drop_prefix_cache": True}}
+    again = {"rounds": 2, "requests": 12, "drop_prefix_cache": True}
+    continued = {"use": {**again, "continued": True}}  # what was decoded is loaded too
     host = {"cpu_bytes_to_use": 1 << 23}  # some 340 blocks: /dev/shm may be small
     connectors = {
-        "offloading": (_connector("OffloadingConnector", **host), None, V2),
+        "offloading": (_connector("OffloadingConnector", **host, offload_prompt_only=False), None, V2),
         # Its copies go through NVIDIA's Python bindings of the driver.
         "simple-cpu": (_connector("SimpleCPUOffloadConnector", **host), "cuda", V2),
         "lmcache": (
@@ -366,7 +367,7 @@ def _connectors() -> Iterator[Case]:
                     same_tokens=same_tokens,
                     needs=needs,
                     graphs="full_and_piecewise",
-                    **loads,
+                    **continued,
                 )
             )
     # Loads before the forward, and exports in attention, which FULL graphs do not run. It stores a prompt when its
@@ -378,7 +379,7 @@ def _connectors() -> Iterator[Case]:
             max_num_seqs=8,
             max_num_batched_tokens=1024,
             graphs="piecewise",
-            **loads,
+            use=again,
         )
     )
     yield from _both_modes(
@@ -389,7 +390,7 @@ def _connectors() -> Iterator[Case]:
             enable_prefix_caching=True,
             max_num_seqs=8,
             same_tokens=False,
-            **loads,
+            **continued,
         )
     )
 

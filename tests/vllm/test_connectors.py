@@ -173,6 +173,8 @@ def _load_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, 
     for number in range(2):
         if number:
             drop_prefix_cache(llm)
+            if settings["enable_prefix_caching"]:  # what was decoded is loaded too
+                requests = [prompt + answer for prompt, answer in zip(requests, rounds[0], strict=True)]
         rounds.append(_serve(llm, requests, number))
     metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
     return {"tokens": rounds, "loaded": metrics["vllm:external_prefix_cache_hits"], "session": _session()}
