@@ -244,7 +244,7 @@ def test_both_sides_of_a_connector_count_the_same_bytes_per_block() -> None:
     page, blocks = spec.page_size_bytes, 40
     tensor = KVCacheTensor(page * blocks, ["0"], layer_stride=page * blocks, block_stride=page)
     whole = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(["0"], spec)])
-    smaller = _smaller(whole, SpareBlocks(blocks, num_groups=1, per_group=7, block_bytes=page))
+    smaller = _smaller(whole, SpareBlocks(blocks, groups=(0,), per_group=7, block_bytes=page))
     assert (smaller.num_blocks, smaller.kv_cache_tensors[0].size) == (33, 33 * page)
     assert (whole.num_blocks, whole.kv_cache_tensors[0].size) == (blocks, blocks * page)
     derive = SimpleCPUOffloadScheduler._derive_cpu_config
