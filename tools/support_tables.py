@@ -46,6 +46,7 @@ def supported() -> str:
         ("---",) * 4,
         ("vLLM, not refused", versions, versions, ", ".join(SUPPORTED_VERSIONS[DRAFT_GRAPHS])),
         ("speculation by", "any method whose drafter names its layers, or has none", "the same", _code(DRAFT_METHODS)),
+        ("recurrent layers beside attention (hybrid models)", "left to vLLM", "left to vLLM", ""),
         ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS)),
     )
     return "\n".join(_row(*row) for row in rows)
