@@ -339,22 +339,26 @@ class Method:
 
 _V1_ALONE = {"v2": "vLLM has it in V1 alone"}
 _V2_ALONE = dict.fromkeys(("v1", "cpu"), "vLLM has it in V2 alone")
-# Each test compares the output with vanilla's and audits every step, in both modes. (vLLM has a name for the MTP layers
-# of each of 27 models, too, and takes all of them for `mtp`.)
+_COW = {"v1": "in mode `cow`"}
+# Each test compares the output with vanilla's and audits every step, in both modes unless noted. (vLLM has a name for
+# the MTP layers of each of 27 models, too, and takes all of them for `mtp`.)
 # fmt: off
 METHODS = (
     Method("ngram", v2=("v2-flash-ngram-full_and_piecewise",), v1=("v1-flash-ngram-full_and_piecewise",),
            cpu=("test_36_prompts",)),
-    Method("ngram_gpu", notes={"cpu": "vLLM has it on CUDA alone"}),
-    Method("suffix", cpu=("test_suffix",), notes=_V1_ALONE | {"cpu": "with `arctic-inference`, which CI has not"}),
+    Method("ngram_gpu", v2=("method-v2-ngram_gpu",), v1=("method-v1-ngram_gpu",),
+           notes=_COW | {"cpu": "vLLM has it on CUDA alone"}),
+    Method("suffix", v1=("method-v1-suffix",), cpu=("test_suffix",),
+           notes=_V1_ALONE | {"cpu": "with `arctic-inference`, which CI has not"}),
     Method("custom_class", cpu=("test_custom_class",), notes=_V1_ALONE),
     Method("draft_model", v2=("v2-flash-draft_model",), v1=("v1-flash-draft_model",),
            cpu=("test_draft_model_layers_are_left_alone",)),
     Method("eagle", v2=("v2-flash-eagle",), v1=("v1-flash-eagle",), cpu=("test_eagle",)),
-    Method("eagle3", cpu=("test_eagle3",)),
-    Method("mtp", cpu=("test_mtp",), notes={"cpu": "MiMo"}),
-    Method("dflash"),
-    Method("dspark", notes=_V2_ALONE),
+    Method("eagle3", v2=("method-v2-eagle3",), v1=("method-v1-eagle3",), cpu=("test_eagle3",)),
+    Method("mtp", v2=("method-v2-mla-mtp", "method-v2-gdn-mtp"), v1=("method-v1-mla-mtp", "method-v1-gdn-mtp"),
+           cpu=("test_mtp",), notes={"v1": "the first in mode `cow`", "cpu": "MiMo"}),
+    Method("dflash", v2=("method-v2-dflash-synthetic",), v1=("method-v1-dflash",), notes=_COW),
+    Method("dspark", v2=("method-v2-dspark",), notes=_V2_ALONE),
     Method("extract_hidden_states", cpu=("test_extract_hidden_states",),
            notes={"cpu": "without its connector, which is refused"}),
     Method("medusa", cpu=("test_medusa",), versions=("0.32",), notes=_V1_ALONE),

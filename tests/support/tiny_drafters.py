@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import tiny_models
 import torch
-from tiny_models import _matrix, _save, _write_eagle
+from tiny_models import _matrix, _save, _write_eagle, _write_eagle3
 from torch import Tensor
 
 from nwor_ops.testing import tiny_llama
@@ -45,22 +45,6 @@ def tiny_folder(name: str) -> str:
         except OSError:  # another process has
             assert folder.exists()
     return str(folder)
-
-
-def _write_eagle3(folder: pathlib.Path) -> None:
-    """One layer behind the model's. First it is told of the model's last state and knows the rule; then of its own,
-    which it hands on as it is: such a draft is the one before it again, and hardly ever accepted."""
-    generator, hidden = torch.Generator().manual_seed(24), SIZE.hidden
-    llama = _llama()
-    nothing = torch.zeros_like(_following(llama))
-    weights = dict(_decoder_layer(generator, "layers.0", qkv_input=2 * hidden)) | {
-        "fc.weight": torch.cat((nothing, nothing, _following(llama)), dim=1),
-        "layers.0.hidden_norm.weight": torch.ones(hidden),
-        "norm.weight": torch.ones(hidden),
-        "lm_head.weight": llama["lm_head.weight"],
-    }
-    config = Size(layers=1).config() | {"draft_vocab_size": VOCABULARY, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    _save_bfloat16(folder, config, weights)
 
 
 def _write_medusa(folder: pathlib.Path) -> None:
