@@ -82,7 +82,7 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
     result["replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}
     result["proposed"] = proposed
     if exports is not None:
-        drop_prefix_cache(llm)  # which takes every request's end to the worker
+        serve_short_one(llm, "last")  # a step after all others, which takes their end to the worker
         result["exports"] = exports.summary()
     result["metrics"] = {
         metric.name.removeprefix("vllm:"): metric.value if hasattr(metric, "value") else metric.values
@@ -147,18 +147,22 @@ def _draft_graphs() -> list[Any]:
 def drop_prefix_cache(llm: Any) -> None:
     """Once nothing holds a block any more. While a KV connector's stores are under way the worker must go on to step,
     and it steps for requests alone: for one that is too short to be cached."""
-    from vllm import SamplingParams
-
     for attempt in range(MOST_RESETS):
         if llm.reset_prefix_cache():
             return
-        parameters = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-        llm.llm_engine.add_request(f"reset-{attempt}", {"prompt_token_ids": [3, 4, 5]}, parameters)
-        while llm.llm_engine.has_unfinished_requests():
-            llm.llm_engine.step()
-        llm.llm_engine.step()
+        serve_short_one(llm, f"reset-{attempt}")
         time.sleep(0.01)
     raise RuntimeError(f"the prefix cache could not be dropped in {MOST_RESETS} attempts")
+
+
+def serve_short_one(llm: Any, name: str) -> None:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    llm.llm_engine.add_request(name, {"prompt_token_ids": [3, 4, 5]}, parameters)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    llm.llm_engine.step()
 
 
 def _watch_exports(llm: Any) -> Any:
