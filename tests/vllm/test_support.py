@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import gpu_cases
 import pytest
+import results
 import support_tables
 import vllm
 from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
@@ -94,9 +95,23 @@ def test_the_tests_of_a_method_are_there(method: Method) -> None:
         name for path in TESTS.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
     assert set(method.cpu) <= tests
-    for prefix, names in (("V2", method.v2), ("V1", method.v1)):
-        cases = {case.name for case in gpu_cases.CASES if case.environment == getattr(gpu_cases, prefix)}
-        assert set(names) <= cases
+    for runner, names in (("gpu.model_runner", method.v2), ("gpu_model_runner", method.v1)):
+        assert set(names) <= {case.name for case in gpu_cases.CASES if case.runner.endswith(runner)}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_the_gpu_cases_of_a_method_passed(method: Method) -> None:
+    """In both modes, unless the table says `cow`: by the committed results."""
+    ran = {
+        name: entry["outcome"]
+        for file in results.FOLDER.glob("*/engines.jsonl")
+        for name, entry in results.read(file.parent.name, "engines").items()
+    }
+    for runner in ("v2", "v1"):
+        for name in getattr(method, runner):
+            assert ran.get(name) == "passed", name
+            if "in mode `cow`" not in method.notes.get(runner, ""):
+                assert ran.get(f"stage-{name}") == "passed", f"stage-{name}"
 
 
 def test_another_device_is_refused() -> None:
