@@ -116,12 +116,15 @@ def _vllm() -> Iterator[Finding]:
         return
     try:
         from nwor_ops.vllm import check
-        from nwor_ops.vllm.support import REFUSALS
+        from nwor_ops.vllm.support import CONNECTORS, REFUSALS
 
         for row in check():
             yield Finding(VLLM, row["hook"], row["ok"], row["detail"])
         for refusal in REFUSALS:
             yield Finding(REFUSED, refusal.feature, None, refusal.reasons())
+        for name, connector in CONNECTORS.items():
+            if connector.refused:
+                yield Finding(REFUSED, f"KV connector {name}", None, connector.refused)
     except Exception as error:
         yield Finding(VLLM, "vllm", False, f"is installed but cannot be looked at: {type(error).__name__}: {error}")
 

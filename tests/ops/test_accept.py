@@ -542,6 +542,7 @@ SHARED = [
 def test_too_many_requests(tmp_path, op, argument):
     """Kernels number them in 32 bits. (A sparse file: nothing of it is read but its beginning.)"""
     counts = torch.from_file(str(tmp_path / "counts"), shared=True, size=2**31 + 1, dtype=torch.int32)
+    (tmp_path / "counts").unlink()
     arguments = with_arguments(op, sample_inputs(op)[0], **{argument: counts})
     with pytest.raises(ValueError, match=rf"^{op}: {argument} must be of fewer than 2\^31 requests, got"):
         getattr(ops, op)(*arguments)

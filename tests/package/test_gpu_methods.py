@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 from types import SimpleNamespace
@@ -17,7 +18,10 @@ COW, STAGE = Side("cow", ROOT), Side("stage", ROOT)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_job_has_its_models_and_graphs_for_its_batches(name: str, tmp_path: pathlib.Path) -> None:
+def test_a_job_has_its_models_and_graphs_for_its_batches(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_methods.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 40))
     job = gpu_methods.method_job(METHODS[name], tmp_path, [64, 16, 1], small=False)
     engine = json.loads(json.dumps(job))["engine"]
     speculation = engine["speculative_config"]
@@ -60,7 +64,11 @@ class Engine:
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.0, 1), (0.05, None)])
-def test_every_capture_has_either_side_first(seconds: float, rounds: int | None) -> None:
+def test_every_capture_has_either_side_first(
+    seconds: float, rounds: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(gpu_methods, "time", SimpleNamespace(monotonic=lambda: 0.01 * next(ticks)))
     engines = {COW: Engine(), STAGE: Engine()}
     answers = gpu_methods.measure(cast(dict[Side, EngineProcess], engines), 16, seconds, small=False)
     round_of = {

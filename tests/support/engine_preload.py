@@ -32,6 +32,7 @@ for _name in (
     "MedusaModel",
     "MiMoForCausalLM",
     "MiMoMTPModel",
+    "Qwen3NextForCausalLM",
     "ExtractHiddenStatesModel",
 ):
     ModelRegistry.register_model(_name, ModelRegistry.models[_name].load_model_cls())

@@ -16,6 +16,7 @@ AUDITED = (
     "rows_checked",
     "stale_rows",
     "exposed_rows",
+    "recurrent_bytes",
     "moments",
     "committed_rows",
     "committed_bytes",

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -43,6 +44,7 @@ def tiny_folder(name: str) -> str:
         try:
             unfinished.rename(folder)
         except OSError:  # another process has
+            shutil.rmtree(unfinished)
             assert folder.exists()
     return str(folder)
 

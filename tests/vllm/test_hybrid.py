@@ -9,6 +9,7 @@ prefix caching for it, whose Triton kernels have no stand-in there; gpu_cases.py
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +104,7 @@ def _job_with_a_wrong_byte(model: str, requests: list[list[int]]) -> str:
 
 def test_a_wrong_byte_of_an_attention_block_is_found(engines: Engines) -> None:
     said = engines.submit(_job_with_a_wrong_byte, model_folder(**QWEN3_NEXT), prompts(4)).result()
-    assert "1 bytes are not what this step should leave there" in said or "2 bytes are not" in said
+    assert re.search(r" [12] bytes are not what this step should leave there", said)
 
 
 # ---------------------------------------------------------------- which bytes are left out

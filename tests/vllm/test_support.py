@@ -102,16 +102,15 @@ def test_the_tests_of_a_method_are_there(method: Method) -> None:
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_the_gpu_cases_of_a_method_passed(method: Method) -> None:
     """In both modes, unless the table says `cow`: by the committed results."""
-    ran = {
-        name: entry["outcome"]
-        for file in results.FOLDER.glob("*/engines.jsonl")
-        for name, entry in results.read(file.parent.name, "engines").items()
-    }
+    ran: dict[str, set[str]] = {}
+    for file in results.FOLDER.glob("*/engines.jsonl"):
+        for name, entry in results.read(file.parent.name, "engines").items():
+            ran.setdefault(name, set()).add(entry["outcome"])
     for runner in ("v2", "v1"):
         for name in getattr(method, runner):
-            assert ran.get(name) == "passed", name
+            assert ran.get(name) == {"passed"}, name
             if "in mode `cow`" not in method.notes.get(runner, ""):
-                assert ran.get(f"stage-{name}") == "passed", f"stage-{name}"
+                assert ran.get(f"stage-{name}") == {"passed"}, f"stage-{name}"
 
 
 def test_another_device_is_refused() -> None:
