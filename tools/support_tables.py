@@ -93,6 +93,8 @@ def connectors() -> str:
             rows.append((f"`{name}`", "refused", "refused", connector.refused, ""))
             continue
         cow = "yes" if connector.in_order else "without async scheduling"
+        if connector.partial_tails:
+            cow += ", without recurrent layers"
         rows.append((f"`{name}`", cow, "yes", connector.reads, connector.shown or "vLLM's source; not run"))
     return "\n".join(_row(*row) for row in rows)
 

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.support import EXPORTED_TABLE, Hook, check_connectors, check_vllm, connectors_of
+from nwor_ops.vllm.support import (
+    EXPORTED_TABLE,
+    Hook,
+    check_connectors,
+    check_partial_tails,
+    check_vllm,
+    connectors_of,
+)
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _CONTEXT = "vllm.forward_context"
@@ -45,12 +52,14 @@ class ConnectorAttachment:
 
     # Methods of the connector in whose place the method of that name here is called: with its own, bound, and then
     # with its arguments.
-    wrapped: tuple[str, ...] = ("save_kv_layer",)
+    wrapped: tuple[str, ...]
 
     def __init__(self, runner: Any, mode: str) -> None:
         check_connectors(runner.vllm_config, mode)
+        check_partial_tails(runner.vllm_config, runner.kv_cache_config, mode)
         found = connectors_of(runner.vllm_config.kv_transfer_config)
         self.layer_wise = [name for name, connector in found if connector.layer_wise]
+        self.wrapped = ("save_kv_layer",) if self.layer_wise else ()
         self.connector = worker_connector()
         if self.connector is not None:
             check_vllm(HOOKS)

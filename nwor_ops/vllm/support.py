@@ -41,6 +41,8 @@ class Connector:
         in_order: it reads on the main stream, or behind an event there, and of what a step computes only behind that
             step's forward. Else at any time after a request's end.
         layer_wise: it may export a layer from inside its attention op.
+        partial_tails: of a hybrid model it also stores the partial last block of a prompt, in no order with the next
+            step.
         refused: why, where it is.
     """
 
@@ -48,6 +50,7 @@ class Connector:
     shown: str = ""
     in_order: bool = True
     layer_wise: bool = False
+    partial_tails: bool = False
     refused: str = ""
 
 
@@ -59,11 +62,14 @@ CONNECTORS = {
     "ExampleConnector": Connector("in attention: whole blocks of prompts", _LOADS, layer_wise=True),
     "MultiConnector": Connector("as its connectors do, which must all be supported", "`test_connectors.py`"),
     "OffloadingConnector": Connector(
-        "in the next step, on a stream that waits for the main one: full chunks", "`test_connectors_gpu.py`"),
-    "SimpleCPUOffloadConnector": Connector("at `wait_for_save`, behind an event: full blocks", _LOADS),
+        "in the next step, on a stream that waits for the main one: full chunks, of a hybrid model partial ones too",
+        "`test_connectors_gpu.py`", partial_tails=True),
+    "SimpleCPUOffloadConnector": Connector(
+        "at `wait_for_save`, behind an event: full blocks, at a hybrid request's end a partial one", _LOADS),
     "LMCacheMPConnector": Connector("at `wait_for_save`, behind an event: full chunks"),
     "LMCacheConnectorV1": Connector("at `wait_for_save`, or in attention: full chunks", layer_wise=True),
-    "MooncakeStoreConnector": Connector("at `wait_for_save`, behind an event: full blocks"),
+    "MooncakeStoreConnector": Connector(
+        "at `wait_for_save`, behind an event: full blocks, of a hybrid model partial ones too", partial_tails=True),
     "HF3FSKVConnector": Connector("at `wait_for_save`: full blocks"),
     "NixlConnector": _NIXL,
     "NixlPullConnector": _NIXL,
@@ -77,7 +83,8 @@ CONNECTORS = {
 }  # fmt: skip
 # A class of one's own says with this attribute, set to True, that it reads in order: on the current stream, or behind
 # an event recorded there, in save_kv_layer (called behind the commit then), in wait_for_save or later; in start_load_kv
-# no token that the step has computed.
+# no token that the step has computed; and a block that is not full on the current stream alone, as an event does not
+# keep the next step from writing drafts there.
 IN_ORDER = "reads_kv_cache_in_order"
 
 
@@ -205,6 +212,9 @@ UNNAMED_LAYERS = Refusal(
     "a drafter with layers that it does not name", "whose rows are the target's is not known",
     message="speculation by {method}: layers {layers} have a KV cache, are in no module of the target's model, and "
     "{drafter} does not name them as its own")
+TAKEN_LAYERS = Refusal(
+    "a drafter that names layers of the target's model as its own", "their rows would be left out of the transaction",
+    message="speculation by {method}: {drafter} names layers {layers} as its own, which are in the target's model")
 NEW_TOKENS = Refusal(
     "a model that samples another number of new tokens in a step than one for each request (diffusion)",
     "its drafts are not the last tokens of a request behind one that was sampled",
@@ -245,10 +255,12 @@ SPLIT_BLOCKS = Refusal(
     "ones: set --block-size {page}, or another back end where vLLM chooses the size (a hybrid model)",
     modes=("stage",), engines=_CUDA)
 COPIED_TABLE = Refusal(
-    "EAGLE with FLASHINFER or FLEX_ATTENTION, for the target or for the drafter",
-    "the drafter goes by a copy of the block table that was made for the target's step",
-    message="speculation by {method} with back end {impl} (layer {layer}): the drafter goes by a copy of the block "
-    "table that was made for the target's step, which mode stage had redirected", modes=("stage",), engines="runner V2")
+    "a drafter that attends with the target's metadata (as EAGLE and MTP do), where a layer of the target or of the "
+    "drafter has another back end than FLASH_ATTN, TRITON_ATTN, FLASH_ATTN_MLA and TRITON_MLA",
+    "their metadata holds a copy of the block table, or was not looked at",
+    message="speculation by {method} with back end {impl} (layer {layer}): the drafter attends with metadata that was "
+    "made for the target's step, which mode stage had redirected, and of this back end's it is not known that it holds "
+    "the runner's own block table", modes=("stage",), engines="runner V2")
 RUNNER_V1 = Refusal(
     "model runner V1 and the CPU engine", draft_graphs="its drafter is another",
     message=f"model runner V1: draft graphs are for model runner V2 of vLLM {SUPPORTED_VERSIONS[DRAFT_GRAPHS][-1]}")
@@ -270,6 +282,11 @@ UNORDERED = Refusal(
     "they read a request's partial tail when its end is known, by when the next step may have written drafts there",
     message="KV connector {name} with async scheduling: it reads a request's partial tail when its end is known, by "
     "when the next step may have written drafts there; use mode stage or --no-async-scheduling", modes=("cow",))
+PARTIAL_TAILS = Refusal(
+    "OffloadingConnector and MooncakeStoreConnector with a hybrid model",
+    "they store the partial last block of a prompt, and read it while the next step may write drafts there",
+    message="KV connector {name} with a hybrid model: it stores the partial last block of a prompt, and reads it while "
+    "the next step may write drafts there; use mode stage", modes=("cow",))
 EXPORTED_TABLE = Refusal(
     "a KV connector that exports in attention, with a back end whose metadata has a copy of the block table",
     "what it exports by is that copy, which names shadow pages",
@@ -277,7 +294,7 @@ EXPORTED_TABLE = Refusal(
     "the block table, which names shadow pages in mode stage", modes=("stage",))
 
 REFUSALS = (
-    DEVICE, METHOD, UNNAMED_LAYERS, NEW_TOKENS, CONNECTOR, UNORDERED, EXPORTED_TABLE,
+    DEVICE, METHOD, UNNAMED_LAYERS, TAKEN_LAYERS, NEW_TOKENS, CONNECTOR, UNORDERED, PARTIAL_TAILS, EXPORTED_TABLE,
     Refusal("KV connectors", "", "a connector moves a layer's keys in Python, which graphs do not run",
             _has("kv_transfer_config")),
     Refusal("pipeline parallelism", "only the last stage learns in time which drafts were accepted", _NOT_TRIED,
@@ -421,6 +438,9 @@ def connectors_of(kv_transfer: Any) -> Iterator[tuple[str, Connector]]:
     if kv_transfer.kv_connector_module_path or name not in CONNECTORS:
         yield name, _own_connector(kv_transfer)
         return
+    if name == "OffloadingConnector" and kv_transfer.kv_connector_extra_config.get("spec_module_path"):
+        yield name, Connector("", refused="when a spec of one's own reads the cache is not known")
+        return
     yield name, CONNECTORS[name]
     if name == "MultiConnector":
         for inner in kv_transfer.kv_connector_extra_config.get("connectors", ()):
@@ -444,6 +464,15 @@ def check_connectors(vllm_config: Any, mode: str) -> None:
             raise CONNECTOR.because(name=name, why=connector.refused)
         if mode == "cow" and not connector.in_order and vllm_config.scheduler_config.async_scheduling:
             raise UNORDERED.because(name=name)
+
+
+def check_partial_tails(vllm_config: Any, kv_cache_config: Any, mode: str) -> None:
+    """Does a KV connector read blocks of this cache while the next step may write drafts there?"""
+    if mode != "cow" or not any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
+        return
+    for name, connector in connectors_of(vllm_config.kv_transfer_config):
+        if connector.partial_tails:
+            raise PARTIAL_TAILS.because(name=name)
 
 
 def check_library(device_type: str) -> None:

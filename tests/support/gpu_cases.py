@@ -448,7 +448,7 @@ REFUSALS = [
     Refusal("refused-connector-v1", _SILENT, _engine(graphs="eager", kv_transfer_config=SILENT), V1),
     Refusal(
         "refused-stage-flashinfer-eagle",
-        "the drafter goes by a copy of the block table",
+        "the drafter attends with metadata that was made for the target's step",
         _engine("FLASHINFER", method="eagle", graphs="eager"),
         nwor={"mode": "stage"},
         needs="flashinfer",

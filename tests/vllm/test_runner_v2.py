@@ -271,6 +271,9 @@ def test_what_a_drafter_says_of_its_layers_is_taken() -> None:
 def test_what_a_drafter_does_not_say_is_why_it_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"mtp\.0"):
         _attachment(SimpleNamespace(), cached=("mtp.0",)).drafter_layers()
+    with pytest.raises(Unsupported, match=r"names layers target\.0 as its own, which are in the target's model"):
+        _attachment(SimpleNamespace(attn_layer_names=["target.0"])).drafter_layers()
+    assert _attachment(SimpleNamespace(attn_layer_names=None)).drafter_layers() == set()
     with pytest.raises(Unsupported, match="samples 0 new tokens for each request and step"):
         _attachment(SimpleNamespace(), sampled=0).drafter_layers()
 

@@ -12,8 +12,10 @@ import gpu_cases
 import pytest
 import results
 import support_tables
+import torch
 import vllm
 from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from nwor_ops.vllm.support import (
     CONNECTORS,
@@ -26,6 +28,7 @@ from nwor_ops.vllm.support import (
     Unsupported,
     check_connectors,
     check_engine,
+    check_partial_tails,
 )
 
 TESTS = Path(__file__).parent
@@ -179,6 +182,30 @@ def test_connectors_that_are_refused(mode: str) -> None:
     inner = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("ExampleConnector", "HiSparseConnector")]
     with pytest.raises(Unsupported, match=r"^KV connector HiSparseConnector: it writes to slots of its own$"):
         check_connectors(with_connector("MultiConnector", connectors=inner), mode)
+
+
+@pytest.mark.parametrize("name", ["OffloadingConnector", "MooncakeStoreConnector"])
+def test_connectors_that_store_partial_tails_are_refused_beside_recurrent_groups(name: str) -> None:
+    attention = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    states = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
+    dense, hybrid = (
+        SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+        for specs in ([attention], [attention, states])
+    )
+    inner = with_connector("MultiConnector", connectors=[{"kv_connector": name, "kv_role": "kv_both"}])
+    for config in (with_connector(name), inner):
+        check_partial_tails(config, dense, "cow")
+        check_partial_tails(config, hybrid, "stage")
+        with pytest.raises(Unsupported, match=f"^KV connector {name} with a hybrid model: .*; use mode stage$"):
+            check_partial_tails(config, hybrid, "cow")
+    check_partial_tails(with_connector("SimpleCPUOffloadConnector"), hybrid, "cow")
+    check_partial_tails(engine(kv_transfer_config=None), hybrid, "cow")
+
+
+def test_an_offloading_spec_of_ones_own_is_refused() -> None:
+    check_connectors(with_connector("OffloadingConnector", spec_name="CPUOffloadingSpec"), "stage")
+    with pytest.raises(Unsupported, match=r"^KV connector OffloadingConnector: when a spec of one's own reads"):
+        check_connectors(with_connector("OffloadingConnector", spec_name="Mine", spec_module_path="mine"), "stage")
 
 
 def test_a_connector_of_ones_own_says_when_it_reads() -> None:

@@ -28,6 +28,7 @@ from nwor_ops.vllm.session import EVENTS, Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
 from nwor_ops.vllm.support import (
     ALL_RECURRENT,
+    TAKEN_LAYERS,
     UNNAMED_LAYERS,
     Hook,
     Unsupported,
@@ -215,16 +216,21 @@ def named_layers(runner: Any, drafter: Any) -> set[str]:
 
     Raises:
         Unsupported: a layer with a KV cache is neither named nor a module of the target's model, so whose it is is not
-            known.
+            known; or a layer of that model is named.
     """
-    named = {name for attribute in _NAMES_OF_LAYERS for name in getattr(drafter, attribute, ())}
+    named = {name for attribute in _NAMES_OF_LAYERS for name in getattr(drafter, attribute, None) or ()}
     context = runner.compilation_config.static_forward_context
     modules = {id(module) for module in runner.get_model().modules()}
-    cached = (name for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names)
-    if unknown := [name for name in cached if name not in named and id(context[name]) not in modules]:
-        raise UNNAMED_LAYERS.because(
-            method=runner.speculative_config.method, layers=", ".join(unknown), drafter=type(drafter).__name__
-        )
+    cached = [name for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names]
+    of_target = {name for name in cached if id(context[name]) in modules}
+    for refusal, layers in (
+        (UNNAMED_LAYERS, [name for name in cached if name not in named | of_target]),
+        (TAKEN_LAYERS, sorted(named & of_target)),
+    ):
+        if layers:
+            raise refusal.because(
+                method=runner.speculative_config.method, layers=", ".join(layers), drafter=type(drafter).__name__
+            )
     return named
 
 
