@@ -57,8 +57,9 @@ class ConnectorAttachment:
     def __init__(self, runner: Any, mode: str) -> None:
         check_connectors(runner.vllm_config, mode)
         check_partial_tails(runner.vllm_config, runner.kv_cache_config, mode)
-        found = connectors_of(runner.vllm_config.kv_transfer_config)
+        found = list(connectors_of(runner.vllm_config.kv_transfer_config))
         self.layer_wise = [name for name, connector in found if connector.layer_wise]
+        self.loads_any_time = any(connector.loads_any_time for _, connector in found)
         self.wrapped = ("save_kv_layer",) if self.layer_wise else ()
         self.connector = worker_connector()
         if self.connector is not None:

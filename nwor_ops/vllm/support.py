@@ -43,6 +43,8 @@ class Connector:
         layer_wise: it may export a layer from inside its attention op.
         partial_tails: of a hybrid model it also stores the partial last block of a prompt, in no order with the next
             step.
+        loads_any_time: it may load rows while vLLM goes on with other requests. Taken for granted unless vLLM's source
+            says otherwise, of connectors of one's own too: an audit takes rows that arrive unexpected for stray writes.
         refused: why, where it is.
     """
 
@@ -51,6 +53,7 @@ class Connector:
     in_order: bool = True
     layer_wise: bool = False
     partial_tails: bool = False
+    loads_any_time: bool = True
     refused: str = ""
 
 
@@ -59,15 +62,18 @@ _NIXL = Connector(_AT_THE_END, in_order=False)
 _LOADS = "`test_connectors.py`, `test_connectors_gpu.py`"
 # By the name that vLLM's factory knows them under; all of 0.33's.
 CONNECTORS = {
-    "ExampleConnector": Connector("in attention: whole blocks of prompts", _LOADS, layer_wise=True),
-    "MultiConnector": Connector("as its connectors do, which must all be supported", "`test_connectors.py`"),
+    "ExampleConnector": Connector(
+        "in attention: whole blocks of prompts", _LOADS, layer_wise=True, loads_any_time=False),
+    "MultiConnector": Connector(
+        "as its connectors do, which must all be supported", "`test_connectors.py`", loads_any_time=False),
     "OffloadingConnector": Connector(
         "in the next step, on a stream that waits for the main one: full chunks, of a hybrid model partial ones too",
         "`test_connectors_gpu.py`", partial_tails=True),
     "SimpleCPUOffloadConnector": Connector(
         "at `wait_for_save`, behind an event: full blocks, at a hybrid request's end a partial one", _LOADS),
     "LMCacheMPConnector": Connector("at `wait_for_save`, behind an event: full chunks"),
-    "LMCacheConnectorV1": Connector("at `wait_for_save`, or in attention: full chunks", layer_wise=True),
+    "LMCacheConnectorV1": Connector(
+        "at `wait_for_save`, or in attention: full chunks", layer_wise=True, loads_any_time=False),
     "MooncakeStoreConnector": Connector(
         "at `wait_for_save`, behind an event: full blocks, of a hybrid model partial ones too", partial_tails=True),
     "HF3FSKVConnector": Connector("at `wait_for_save`: full blocks"),

@@ -1,4 +1,4 @@
-"""The audit by itself, where a drafter's layers share the target's storage."""
+"""The audit by itself, where a drafter's layers share the target's storage, and where a KV connector loads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from nwor_ops.vllm.layers.target import TargetLayer
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 4, 4, 2, 8
 SLOTS = torch.tensor([0, 1, 2])  # a token and its two drafts, of which the second is rejected
+TABLE = torch.tensor([[0, 1], [2, 0]])  # the batch is its first request, which has 3 tokens: block 0
+ELSEWHERE = "bytes are not what this step should leave there"
 
 
 def _write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -21,13 +23,15 @@ def _write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -
 
 
 class Step:
-    """One step of a target layer and a drafter's, in one storage."""
+    """One step of a target layer and a drafter's, in one storage: one behind the other, or block by block."""
 
-    def __init__(self) -> None:
-        self.target, self.drafter = torch.ones(2, BLOCKS, BLOCK_SIZE, HEADS, 2 * WIDTH)
-        self.audit = CacheAudit([TargetLayer("target", "0", self.target, LayerCache.packed(self.target), _write)], 8)
+    def __init__(self, others_write: bool = False, by_block: bool = False) -> None:
+        layers = (BLOCKS, 2) if by_block else (2, BLOCKS)
+        self.target, self.drafter = torch.ones(*layers, BLOCK_SIZE, HEADS, 2 * WIDTH).unbind(int(by_block))
+        layer = TargetLayer("target", "0", self.target, LayerCache.packed(self.target), _write)
+        self.audit = CacheAudit([layer], 8, others_write)
         rows = torch.arange(2.0 * 3 * HEADS * WIDTH).view(2, 3, HEADS, WIDTH) + 2
-        self.audit.begin([0, 3], [2], {"0": SLOTS})
+        self.audit.begin([0, 3], [2], {"0": SLOTS}, {"0": TABLE}, torch.tensor([3, 8]))
         self.before = self.target.clone()
         self.audit.record("target", rows[0], rows[1], SLOTS, 0, ())
         _write(rows[0], rows[1], self.target, SLOTS)
@@ -64,7 +68,7 @@ def test_an_undo_that_reaches_into_the_drafters_layer_is_found(block: int) -> No
     step = Step()
     step.undo()
     step.drafter[block, 0, 0, 0] = 5
-    with pytest.raises(AuditError, match="bytes are not what this step should leave there"):
+    with pytest.raises(AuditError, match=ELSEWHERE):
         step.compare()
 
 
@@ -81,5 +85,92 @@ def test_a_drafter_that_runs_before_the_commit_is_found() -> None:
     step = Step()
     step.drafter[0] = 7
     step.undo()
-    with pytest.raises(AuditError, match="bytes are not what this step should leave there"):
+    with pytest.raises(AuditError, match=ELSEWHERE):
         step.compare()
+
+
+# ---------------------------------------------------------------- where a KV connector loads
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("others_write", [True, False])
+def test_blocks_of_the_batch_are_compared_whoever_else_writes(others_write: bool, block: int) -> None:
+    """In a slot that is no token's of this step. Block 1 is in the request's row of the table, behind its length, block
+    2 in that of another request, block 3 in none."""
+    step = Step(others_write)
+    step.undo()
+    step.target[block, 3, 0, 0] = 5
+    if others_write and block != 0:
+        step.compare()
+        return
+    with pytest.raises(AuditError, match=f" 2 {ELSEWHERE}"):
+        step.compare()
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_others_may_not_write_to_the_drafters_layer_in_blocks_of_the_batch(block: int) -> None:
+    step = Step(others_write=True, by_block=True)
+    step.undo()
+    step.drafter[block, 3, 0, 0] = 5
+    if block != 0:
+        step.compare()
+        return
+    with pytest.raises(AuditError, match=f" 2 {ELSEWHERE}"):
+        step.compare()
+
+
+LOADED = [(0, 3), (3, 3)]  # in a block of the batch, and in a free one
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize(("block", "offset"), LOADED)
+def test_what_is_loaded_must_stay(block: int, offset: int, stays: bool) -> None:
+    step = Step()
+    step.audit.loading()
+    step.target[block, offset] = step.drafter[block, offset] = 7
+    step.audit.loaded()
+    step.undo()
+    if stays:
+        step.compare()
+        return
+    step.target[block, offset] = 1
+    with pytest.raises(AuditError, match=ELSEWHERE):
+        step.compare()
+
+
+@pytest.mark.parametrize(("block", "offset"), LOADED)
+def test_what_comes_behind_a_load_is_found(block: int, offset: int) -> None:
+    step = Step()
+    step.audit.loading()
+    step.audit.loaded()
+    step.target[block, offset] = 7
+    step.undo()
+    with pytest.raises(AuditError, match=ELSEWHERE):
+        step.compare()
+
+
+@pytest.mark.parametrize("others_write", [True, False])
+@pytest.mark.parametrize(
+    ("slot", "found"),
+    [(1, r"in layer target slots 1 \(token 1\)"), (2, r"rejected drafts .* left their rows in slots 2 \(token 2\)")],
+)
+def test_a_draft_that_changes_during_a_load_was_not_loaded(others_write: bool, slot: int, found: str) -> None:
+    step = Step(others_write)
+    step.undo()
+    step.audit.loading()
+    step.target[0, slot] = 7
+    step.target[0, 3] = 7  # this was
+    step.audit.loaded()
+    with pytest.raises(AuditError, match=found):
+        step.compare()
+
+
+def test_a_load_between_two_steps_is_in_the_image_of_the_next() -> None:
+    step = Step()
+    step.undo()
+    step.compare()
+    step.audit.loading()
+    step.target[3] = 7
+    step.audit.loaded()
+    step.audit.begin([0, 1], [0], {"0": SLOTS[:1]})
+    step.compare()

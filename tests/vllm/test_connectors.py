@@ -53,6 +53,7 @@ def _session() -> dict[str, Any] | None:
             "stats": session.stats().as_dict(),
             "audit": session.audit.summary(),
             "vanilla_steps": dict(session.vanilla_steps),
+            "others_write": session.audit.others_write,
         }
     return None
 
@@ -199,14 +200,19 @@ def _multi(folder: pathlib.Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("connector", "prefix_caching"),
-    [(_example, False), (lambda _: SIMPLE, True), (_multi, True)],
+    ("connector", "prefix_caching", "any_time"),
+    [(_example, False, False), (lambda _: SIMPLE, True, True), (_multi, True, True)],
     ids=["example", "simple_cpu", "multi"],
 )
 def test_what_is_stored_can_be_loaded(
-    engines: Engines, tmp_path: pathlib.Path, connector: Callable[[pathlib.Path], Any], prefix_caching: bool
+    engines: Engines,
+    tmp_path: pathlib.Path,
+    connector: Callable[[pathlib.Path], Any],
+    prefix_caching: bool,
+    any_time: bool,
 ) -> None:
-    """Generate, forget, load: the tokens are vanilla's, and the audit has seen who wrote what."""
+    """Generate, forget, load: the tokens are vanilla's, and the audit has seen who wrote what: where loads do not come
+    at any time it has compared the whole cache."""
     requests = prompts(6, longest=150)
     started = [
         engines.submit(
@@ -229,7 +235,21 @@ def test_what_is_stored_can_be_loaded(
     for result in ours:
         assert result["tokens"] == vanilla["tokens"]
         assert result["loaded"] == vanilla["loaded"]
+        assert result["session"]["others_write"] is any_time
         check_transaction(result)
+
+
+def _attached(transfer: dict[str, Any] | None) -> ConnectorAttachment:
+    return ConnectorAttachment(SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer)), mode="stage")
+
+
+def test_which_connectors_load_at_any_time(tmp_path: pathlib.Path) -> None:
+    """One of several does, and so does one of one's own, of which it is not known."""
+    example = _example(tmp_path)
+    only = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    only["kv_connector_extra_config"] = {"connectors": [example, example]}
+    assert not any(_attached(transfer).loads_any_time for transfer in (None, example, only))
+    assert all(_attached(transfer).loads_any_time for transfer in (SIMPLE, _multi(tmp_path), EXPORT))
 
 
 # ---------------------------------------------------------------- sizes
@@ -321,12 +341,7 @@ def test_an_export_outside_a_window_is_made_at_once() -> None:
 
 
 def test_exports_in_attention_by_a_copy_of_the_table_are_refused() -> None:
-    attached = ConnectorAttachment(
-        SimpleNamespace(
-            vllm_config=SimpleNamespace(kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
-        ),
-        mode="stage",
-    )
+    attached = _attached({"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
     attached.check_tables({})
     with pytest.raises(
         Unsupported, match=r"^KV connector ExampleConnector exports layer 3 in attention, with back end B"

@@ -145,11 +145,6 @@ class StageAudit(CacheAudit):
                 slots[self._recorders[name].slot_mapping[: len(slots)].cpu() >= 0] = -1
             self._copy_rows(layer, found, step.before, slots, slots)
 
-    def _draft_tokens(self, step: AuditedStep) -> list[int]:
-        ends = step.query_start_loc[1:]
-        return [token for end, drafts in zip(ends, step.num_draft_tokens, strict=False)
-                for token in range(end - drafts, end)]  # fmt: skip
-
     def _redirected_tokens(self, step: AuditedStep, group: str) -> list[int]:
         return torch.nonzero(self._redirected[group] != step.slot_mappings[group]).flatten().tolist()
 

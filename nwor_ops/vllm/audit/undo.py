@@ -153,7 +153,7 @@ class CacheAudit:
         layers: the target layers.
         max_num_tokens: most tokens in one batch, padding included.
         others_write: a KV connector may write to blocks of requests that wait for it, at any time: only the blocks of
-            the requests in the batch are compared.
+            the requests in the batch are compared, with all that lies in them where a block of all layers is one page.
         recurrent: the groups of a hybrid model that are no part of the transaction.
     """
 
@@ -165,7 +165,7 @@ class CacheAudit:
         recurrent: Sequence[RecurrentGroup] = (),
     ) -> None:
         self._layers = {layer.name: layer for layer in layers}
-        self._others_write = others_write
+        self.others_write = others_write
         self._recurrent = recurrent
         # Of the step: the bytes of each storage that recurrent states, or others, may change.
         self._left_out: dict[int, Tensor] = {}
@@ -197,11 +197,11 @@ class CacheAudit:
             recorder.slot_mapping.fill_(-1)
         self._forget_zeroed_blocks()
         self._left_out = self._recurrent_states() if self._recurrent else {}
-        if self._others_write and block_tables is not None and seq_lens is not None:
+        if self.others_write and block_tables is not None and seq_lens is not None:
             lens = seq_lens[: len(starts) - 1].tolist()
             owned = {group: self._blocks(group, table, lens) for group, table in block_tables.items()}
             for address in self._storages():
-                others = ~self._bytes_of_blocks(address, owned)
+                others = ~self._bytes_of_pages(address, owned)
                 self._left_out[address] = self._left_out[address] | others if self._recurrent else others
 
     def loading(self) -> None:
@@ -209,7 +209,7 @@ class CacheAudit:
         self._loading = self._copies() if self._step is not None else {}
 
     def loaded(self) -> None:
-        """What has changed meanwhile was loaded, and must stay."""
+        """What has changed meanwhile was loaded, and must stay; but for slots of drafts, which are never loaded."""
         step, found = self._step, self._loading
         self._loading = {}
         if step is None:
@@ -217,6 +217,11 @@ class CacheAudit:
         for address in found:
             left = bytes_of(self._storages()[address])
             changed = left != bytes_of(found[address])
+            if not changed.any():
+                continue
+            drafts = self._draft_tokens(step)
+            slots = {group: slots_of(own[drafts]) for group, own in step.slot_mappings.items()}
+            changed &= ~self._bytes_of_slots(address, slots).to(changed.device)
             bytes_of(step.before[address])[changed] = left[changed]
 
     def record(
@@ -281,6 +286,11 @@ class CacheAudit:
     def _by_block(self) -> dict[str, Tensor]:
         """Views of the slots' states, ``[num_blocks, block_size]`` per group."""
         return {group: states.view(-1, self._block_sizes[group]) for group, states in self._states.items()}
+
+    def _draft_tokens(self, step: AuditedStep) -> list[int]:
+        ends = step.query_start_loc[1:]
+        return [token for end, drafts in zip(ends, step.num_draft_tokens, strict=False)
+                for token in range(end - drafts, end)]  # fmt: skip
 
     def _rejected_tokens(self, step: AuditedStep, num_sampled: list[int] | None) -> list[int]:
         rejected: list[int] = []
@@ -371,6 +381,25 @@ class CacheAudit:
                 pages(plane, marked)[blocks[layer.group]] = -1
         return bytes_of(marked) != 0
 
+    def _bytes_of_pages(self, address: int, blocks: Mapping[str, Tensor]) -> Tensor:
+        """As :meth:`_bytes_of_blocks`, with what other layers have there where a block of all layers is one page."""
+        found = self._bytes_of_blocks(address, blocks)
+        for layer in self._layers_in(address):
+            view = layer.cache.planes[0].view
+            if view.shape[0] * view.stride(0) * view.element_size() == found.numel():
+                found.view(view.shape[0], -1)[blocks[layer.group]] = True
+        return found
+
+    def _bytes_of_slots(self, address: int, slots: Mapping[str, list[int]]) -> Tensor:
+        """Which bytes of a storage are of slots of the layers there, by group; bool, on the host."""
+        marked = torch.UntypedStorage(self._storages()[address].nbytes())
+        bytes_of(marked).zero_()
+        for layer in self._layers_in(address):
+            for plane in layer.cache.planes:
+                for slot in slots[layer.group]:
+                    elements_of(marked, plane)[slot_elements(plane, slot)] = -1
+        return bytes_of(marked) != 0
+
     def _stale_slots(
         self, step: AuditedStep, rejected_slots: dict[str, list[int]], undone: bool
     ) -> dict[str, list[int]]:
@@ -381,14 +410,9 @@ class CacheAudit:
             if differs is None:
                 continue
             layers = self._layers_in(address)
-            explained = torch.UntypedStorage(storage.nbytes())
-            bytes_of(explained).zero_()
             for layer in layers:
-                for plane in layer.cache.planes:
-                    for slot in rejected_slots[layer.group]:
-                        elements_of(explained, plane)[slot_elements(plane, slot)] = -1
                 stale[layer.group] |= self._changed_slots(differs, layer, rejected_slots[layer.group])
-            wrong = differs & (bytes_of(explained) == 0)
+            wrong = differs & ~self._bytes_of_slots(address, rejected_slots)
             if wrong.any() or undone:
                 raise AuditError(self._complaint(step, layers, wrong, stale if undone else {}))
         return {group: sorted(slots) for group, slots in stale.items()}

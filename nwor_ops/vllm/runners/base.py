@@ -144,7 +144,7 @@ class RunnerAttachment(abc.ABC):
                 logger=logger,
             )
             if config.audit:
-                start_audit(session, layers, attached.connector is not None, self.recurrent_groups())
+                start_audit(session, layers, attached.loads_any_time, self.recurrent_groups())
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             raise Unsupported(str(error)) from error
         self.wrap(session)
