@@ -239,8 +239,14 @@ def test_what_is_stored_can_be_loaded(
         check_transaction(result)
 
 
+def runner_with(transfer: Any) -> Any:
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(kv_transfer_config=transfer), kv_cache_config=SimpleNamespace(kv_cache_groups=[])
+    )
+
+
 def _attached(transfer: dict[str, Any] | None) -> ConnectorAttachment:
-    return ConnectorAttachment(SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer)), mode="stage")
+    return ConnectorAttachment(runner_with(transfer), mode="stage")
 
 
 def test_which_connectors_load_at_any_time(tmp_path: pathlib.Path) -> None:
@@ -286,9 +292,7 @@ class Exporting:
             logger=logging.getLogger("test"),
         )  # fmt: skip
         self.exported: list[Any] = []
-        self.attached = ConnectorAttachment(
-            SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=None)), mode="cow"
-        )
+        self.attached = ConnectorAttachment(runner_with(None), mode="cow")
         self.attached.follow(self.session)
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
         self.session.begin(Step(Window(starts, counts, slots, 2), [0, 3], [2]))
