@@ -221,7 +221,12 @@ class Run:
             for place, side in enumerate(sides):
                 engines[side] = self._launch(name, side, self.folder / f"cache-{place}")
             with ThreadPoolExecutor(len(sides)) as pool:
-                ready = dict(zip(sides, pool.map(partial(self._is_ready, name), engines.items()), strict=True))
+                try:
+                    ready = dict(zip(sides, pool.map(partial(self._is_ready, name), engines.items()), strict=True))
+                except BaseException:  # control-C: the threads wait for answers that do not come
+                    for engine in engines.values():
+                        engine.close()
+                    raise
             for side in [side for side in sides if not ready[side]]:
                 engines.pop(side).close()
             for engine in engines.values():
