@@ -15,7 +15,6 @@ from nwor_ops.vllm.session import Session
 from nwor_ops.vllm.support import (
     EXPORTED_TABLE,
     Hook,
-    check_connectors,
     check_partial_tails,
     check_vllm,
     connectors_of,
@@ -55,7 +54,6 @@ class ConnectorAttachment:
     wrapped: tuple[str, ...]
 
     def __init__(self, runner: Any, mode: str) -> None:
-        check_connectors(runner.vllm_config, mode)
         check_partial_tails(runner.vllm_config, runner.kv_cache_config, mode)
         found = list(connectors_of(runner.vllm_config.kv_transfer_config))
         self.layer_wise = [name for name, connector in found if connector.layer_wise]

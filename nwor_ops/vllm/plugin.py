@@ -40,8 +40,7 @@ from nwor_ops.vllm.support import (
     SUPPORTED_VERSIONS,
     TRANSACTION,
     Unsupported,
-    check_connectors,
-    check_engine,
+    check_transaction,
     version_problem,
     wrap_once,
 )
@@ -173,8 +172,7 @@ def _room_for_log(runner: Any) -> Iterator[None]:
         yield
         return
     try:
-        check_engine(runner.vllm_config, runner.device.type)
-        check_connectors(runner.vllm_config, config.mode)
+        check_transaction(runner.vllm_config, runner.device.type, config.mode)
     except Unsupported:  # said once the cache is bound
         yield
         return

@@ -26,8 +26,7 @@ from nwor_ops.vllm.support import (
     SMALL_CACHE,
     Hook,
     Unsupported,
-    check_connectors,
-    check_engine,
+    check_transaction,
     is_recurrent,
     wrap_once,
 )
@@ -158,8 +157,7 @@ def _without_spare_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
     if config.mode != "stage" or vllm_config.speculative_config is None:
         return kv_cache_config
     try:
-        check_engine(vllm_config, current_platform.device_type)
-        check_connectors(vllm_config, config.mode)
+        check_transaction(vllm_config, current_platform.device_type, config.mode)
         spare = spare_blocks(vllm_config, kv_cache_config)
     except Unsupported:  # the workers say so, and stop the engine if that is wanted
         return kv_cache_config

@@ -472,6 +472,12 @@ def check_connectors(vllm_config: Any, mode: str) -> None:
             raise UNORDERED.because(name=name)
 
 
+def check_transaction(vllm_config: Any, device_type: str, mode: str) -> None:
+    """Can the transaction keep its promise in an engine of this configuration, beside its KV connectors?"""
+    check_engine(vllm_config, device_type)
+    check_connectors(vllm_config, mode)
+
+
 def check_partial_tails(vllm_config: Any, kv_cache_config: Any, mode: str) -> None:
     """Does a KV connector read blocks of this cache while the next step may write drafts there?"""
     if mode != "cow" or not any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):

@@ -3,12 +3,11 @@
 A job is a dict: ``engine`` (arguments of ``vllm.LLM``), ``environment``, and how to use it: ``max_tokens``,
 ``temperature``, ``requests`` (how many), ``shared_prefix`` (tokens), ``rounds``, ``abort`` (step: request numbers),
 ``sleep`` (between rounds), ``drop_prefix_cache`` (likewise: what is there then, a KV connector loaded), ``continued``
-(each round's answers are part of the next one's prompts),
-``record_drafts`` (what the drafter proposed, step by step), ``exports`` (what a KV connector saw, see
-``export_connector``), ``cost_curves`` (of adaptive verification, milliseconds of drafting by requests and of verifying
-by tokens, in place of those that vLLM measured, so that what is verified is the same in each engine). ``{fresh}`` in an
-engine's settings stands for a folder of its own. The answer is a file, so that it is there whatever happens to the
-process afterwards.
+(each round's answers are part of the next one's prompts), ``record_drafts`` (what the drafter proposed, step by step),
+``exports`` (what a KV connector saw, see ``export_connector``), ``cost_curves`` (of adaptive verification, milliseconds
+of drafting by requests and of verifying by tokens, in place of those that vLLM measured, so that what is verified is
+the same in each engine). ``{fresh}`` in an engine's settings stands for a folder of its own. The answer is a file, so
+that it is there whatever happens to the process afterwards.
 """
 
 from __future__ import annotations

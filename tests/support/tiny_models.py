@@ -54,6 +54,15 @@ GDN = {
 }
 # Mamba and full attention in turn, as in Granite 4: a state of some 40 KiB, so blocks of 80 tokens.
 MAMBA = {"heads": 8, "head_size": 64, "groups": 1, "state": 32, "conv": 4, "expand": 2}
+# What the configurations below have in common.
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
 MASK = VOCABULARY - 1  # stands where a parallel drafter is to fill a token in
 
 
@@ -247,17 +256,12 @@ def _mla_config() -> dict[str, Any]:
         "moe_layer_freq": 1,
         "n_group": 1,
         "topk_group": 1,
-        "vocab_size": VOCABULARY,
+        **COMMON,
         "max_position_embeddings": 512,
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
         "attention_bias": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "torch_dtype": "bfloat16",
     }
 
 
@@ -304,17 +308,12 @@ def _write_gdn_mtp(folder: pathlib.Path) -> None:
         "linear_value_head_dim": GDN["state"],
         "linear_conv_kernel_dim": GDN["conv"],
         "mtp_num_hidden_layers": 1,
-        "vocab_size": VOCABULARY,
+        **COMMON,
         "max_position_embeddings": MAX_TOKENS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
         "attn_output_gate": True,
         "attention_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "torch_dtype": "bfloat16",
     }
     generator = torch.Generator().manual_seed(28)
     embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
@@ -389,14 +388,9 @@ def _write_mamba(folder: pathlib.Path) -> None:
         "mamba_expand": MAMBA["expand"],
         "mamba_conv_bias": True,
         "mamba_proj_bias": False,
-        "vocab_size": VOCABULARY,
+        **COMMON,
         "max_position_embeddings": MAX_TOKENS,
         "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "torch_dtype": "bfloat16",
     }
     generator = torch.Generator().manual_seed(29)
     embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)

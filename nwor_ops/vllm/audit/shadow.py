@@ -23,6 +23,7 @@ from nwor_ops.vllm.audit.undo import (
     AuditedStep,
     AuditError,
     CacheAudit,
+    either,
     elements_of,
     listed,
     slot_elements,
@@ -176,5 +177,4 @@ class StageAudit(CacheAudit):
         return sum(view.shape[2] * view.shape[3] * view.element_size() for view in views)
 
     def _ignored(self, address: int) -> Tensor | None:
-        ignored = super()._ignored(address)
-        return self._shadows[address] if ignored is None else self._shadows[address] | ignored
+        return either(super()._ignored(address), self._shadows[address])

@@ -133,6 +133,18 @@ def pages(plane: Plane, storage: torch.UntypedStorage) -> Tensor:
     return like.set_(storage, view.storage_offset(), view.shape, view.stride())
 
 
+def unmarked(storage: torch.UntypedStorage, device: torch.device | str | None = None) -> torch.UntypedStorage:
+    """Of the same size, all zero; on the same device unless another is named."""
+    marks = torch.UntypedStorage(storage.nbytes(), device=device or storage.device)
+    bytes_of(marks).zero_()
+    return marks
+
+
+def either(some: Tensor | None, more: Tensor) -> Tensor:
+    """Bytes that either names; None names none."""
+    return more if some is None else some | more
+
+
 def slots_of(slot_mapping: Tensor) -> list[int]:
     return [slot for slot in slot_mapping.tolist() if slot >= 0]
 
@@ -202,7 +214,7 @@ class CacheAudit:
             owned = {group: self._blocks(group, table, lens) for group, table in block_tables.items()}
             for address in self._storages():
                 others = ~self._bytes_of_pages(address, owned)
-                self._left_out[address] = self._left_out[address] | others if self._recurrent else others
+                self._left_out[address] = either(self._left_out.get(address), others)
 
     def loading(self) -> None:
         """A KV connector is about to load rows, or to wait for them."""
@@ -357,8 +369,7 @@ class CacheAudit:
             states[sorted(set().union(*blocks))] = FREE
         found = {}
         for address, storage in self._storages().items():
-            marked = torch.UntypedStorage(storage.nbytes(), device=storage.device)
-            bytes_of(marked).zero_()
+            marked = unmarked(storage)
             for group, own in zip(self._recurrent, blocks, strict=True):
                 group.mark(own, marked, address)
             found[address] = bytes_of(marked) != 0
@@ -373,9 +384,7 @@ class CacheAudit:
 
     def _bytes_of_blocks(self, address: int, blocks: Mapping[str, Any]) -> Tensor:
         """Which bytes of a storage lie in blocks of the layers there, by group; bool, on its device."""
-        storage = self._storages()[address]
-        marked = torch.UntypedStorage(storage.nbytes(), device=storage.device)
-        bytes_of(marked).zero_()
+        marked = unmarked(self._storages()[address])
         for layer in self._layers_in(address):
             for plane in layer.cache.planes:
                 pages(plane, marked)[blocks[layer.group]] = -1
@@ -392,8 +401,7 @@ class CacheAudit:
 
     def _bytes_of_slots(self, address: int, slots: Mapping[str, list[int]]) -> Tensor:
         """Which bytes of a storage are of slots of the layers there, by group; bool, on the host."""
-        marked = torch.UntypedStorage(self._storages()[address].nbytes())
-        bytes_of(marked).zero_()
+        marked = unmarked(self._storages()[address], "cpu")
         for layer in self._layers_in(address):
             for plane in layer.cache.planes:
                 for slot in slots[layer.group]:

@@ -32,7 +32,7 @@ from nwor_ops.vllm.support import (
     UNNAMED_LAYERS,
     Hook,
     Unsupported,
-    check_engine,
+    check_transaction,
     check_vllm,
     is_recurrent,
 )
@@ -123,7 +123,7 @@ class RunnerAttachment(abc.ABC):
         if runner.speculative_config is None:
             return None
         check_vllm(self.hooks)
-        check_engine(runner.vllm_config, runner.device.type)
+        check_transaction(runner.vllm_config, runner.device.type, config.mode)
         attached = ConnectorAttachment(runner, config.mode)
         drafter_layers = self.drafter_layers()
         layers = target_layers(runner, drafter_layers, config.mode)
