@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
     replays.total = replays.with_drafts = 0
     if job["cost_curves"]:
         _runner(llm).adaptive_verification.set_cost_curves(*job["cost_curves"])
+    steps_by_drafts = _count_steps_by_drafts()
     proposed = _record_drafts(llm) if job["record_drafts"] else None
     exports = _watch_exports(llm) if job["exports"] and _sessions() else None
     started = time.monotonic()
@@ -79,6 +81,7 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
         result["rounds"].append(_serve(llm, job, requests, number))
     result["run_seconds"] = round(time.monotonic() - started, 1)
     result["replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}
+    result["steps_by_drafts"] = steps_by_drafts
     result["proposed"] = proposed
     if exports is not None:
         serve_short_one(llm, "last")  # a step after all others, which takes their end to the worker
@@ -173,6 +176,18 @@ def _watch_exports(llm: Any) -> Any:
 def _runner(llm: Any) -> Any:
     """The model runner of an engine of one process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def _count_steps_by_drafts() -> dict[int, int]:
+    """How many steps from now on have so many drafts in the request that has most of them."""
+    steps: Counter[int] = Counter()
+
+    def begin(query_start_loc: Any, num_draft_tokens: Any, *_: Any) -> None:
+        steps[max(map(int, num_draft_tokens), default=0)] += 1
+
+    for session in _sessions():
+        session.subscribe(begin=begin)
+    return steps
 
 
 def _record_drafts(llm: Any) -> dict[str, Any]:

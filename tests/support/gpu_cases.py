@@ -89,6 +89,8 @@ class Case:
         needs: a package beside vLLM, without which the case is skipped.
         more_blocks: blocks that the second engine's cache has more: to its scheduler both are of one size.
         recurrent_groups: those of its KV-cache groups that need no shadow pages.
+        share: more than that of the drafts is accepted, and more than that rejected.
+        draft_counts: how many drafts the request has that has most of them: each of these numbers in some step.
     """
 
     name: str
@@ -102,11 +104,21 @@ class Case:
     needs: str | None = None
     more_blocks: int = 0
     recurrent_groups: int = 0
+    share: float = 0.02
+    draft_counts: tuple[int, ...] = ()
+
+    @property
+    def is_v1(self) -> bool:
+        return self.environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
 
     @property
     def runner(self) -> str:
-        v1 = self.environment.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
-        return "vllm.v1.worker.gpu_model_runner" if v1 else "vllm.v1.worker.gpu.model_runner"
+        return "vllm.v1.worker.gpu_model_runner" if self.is_v1 else "vllm.v1.worker.gpu.model_runner"
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether vLLM runs steps with drafts before it serves. (Its V1 runner has no such warm-up.)"""
+        return not self.is_v1 and self.engine.get("kernel_config", ENGINE["kernel_config"])["enable_jit_warmup"]
 
 
 def _engine(backend: str = "FLASH_ATTN", method: str = "ngram", graphs: str = "default", **more: Any) -> dict[str, Any]:
@@ -117,7 +129,7 @@ def _engine(backend: str = "FLASH_ATTN", method: str = "ngram", graphs: str = "d
 def _case(
     name: str, environment: dict[str, str] = V2, backend: str = "FLASH_ATTN", graphs: str = "default", **more: Any
 ) -> Case:
-    fields = ("nwor", "use", "same_tokens", "trimmed", "expect", "needs", "recurrent_groups")
+    fields = ("nwor", "use", "same_tokens", "trimmed", "expect", "needs", "recurrent_groups", "share", "draft_counts")
     own = {key: more.pop(key) for key in fields if key in more}
     expect = own.pop("expect", {})
     if graphs in GRAPH_MODES and not more.get("enforce_eager"):
@@ -166,6 +178,11 @@ DYNAMIC = {
 
 def _drafters() -> Iterator[Case]:
     """Whatever else vLLM drafts with, and other ways to verify. ``-k method-`` selects them, in both modes."""
+    for case in _methods_beyond():
+        yield replace(case, share=0.1)
+
+
+def _methods_beyond() -> Iterator[Case]:
     any_mode = {"graphs": "any"}
     for runner, environment in (("v2", V2), ("v1", V1)):
         yield _case(f"method-{runner}-eagle3", environment, method="eagle3")
@@ -177,11 +194,14 @@ def _drafters() -> Iterator[Case]:
         # In V2 vLLM's CUDA kernel decodes, in V1 the Triton kernel that Qwen3-Next always takes.
         kernel = {"VLLM_GDN_DECODE_KERNEL": "triton"} if runner == "v1" else {}
         yield _case(f"method-{runner}-gdn-mtp", environment | kernel, method="mtp", **gdn, **groups, **any_mode)
-        yield _case(f"method-{runner}-dynamic", environment, speculative_config=EAGLE | DYNAMIC[runner], **any_mode)
+        yield _case(f"method-{runner}-dynamic", environment, speculative_config=EAGLE | DYNAMIC[runner],
+                    draft_counts=(2, 4), **any_mode)  # fmt: skip
     # Its drafts are not those of the target's language: what is accepted is drawn.
     drawn = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
     yield _case("method-v2-dflash-synthetic", speculative_config=METHODS["dflash"] | drawn)
-    yield _case("method-v1-dflash", V1, method="dflash", graphs="any")
+    # At temperature 0 the V1 runner draws from no request's own seed.
+    yield _case("method-v1-dflash-synthetic", V1, speculative_config=METHODS["dflash"] | drawn, graphs="any",
+                use={"temperature": 1.0})  # fmt: skip
     yield _case("method-v2-dspark", method="dspark")
     yield _case("method-v1-suffix", V1, method="suffix", graphs="any", needs="arctic_inference")
     adaptive = {"enable_adaptive_verification": True}
@@ -195,17 +215,21 @@ def _drafters() -> Iterator[Case]:
     yield _case("method-v2-fly", speculative_config=EAGLE | {"rejection_sample_method": "fly"})
 
 
+# Hybrid models, whose recurrent states vLLM keeps in blocks of the same memory; their size follows from a state's,
+# whatever is asked for.
+_HYBRID = {"graphs": "any", "block_size": None, "max_model_len": 320}
+_GDN = {"model": "@gdn_mtp", "gdn_prefill_backend": "triton"} | _HYBRID
+_ALIGNED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 320, "max_num_batched_tokens": 192}
+# Long enough for a block of either model, few enough that the second round finds what the first has left.
+_AGAIN = {"shared_prefix": 140, "rounds": 2, "requests": 12}
+
+
 def _recurrent() -> Iterator[Case]:
-    """Hybrid models, whose recurrent states vLLM keeps in blocks of the same memory; their size follows from a state's,
-    whatever is asked for. ``-k recurrent-`` selects them, in both modes."""
-    settings = {"graphs": "any", "block_size": None, "max_model_len": 320}
-    # Long enough for a block of either model, few enough that the second round finds what the first has left.
-    use = {"shared_prefix": 140, "rounds": 2, "requests": 12}
-    blocks = {"num_gpu_blocks_override": 320, "max_num_batched_tokens": 192}
-    aligned = {"enable_prefix_caching": True, "use": use} | blocks
+    """Hybrid models. ``-k recurrent-`` selects them, in both modes."""
+    aligned = {"use": _AGAIN} | _ALIGNED
     hits = {"metric:prefix_cache_hits": 1}
-    gdn = {"model": "@gdn_mtp", "gdn_prefill_backend": "triton", "recurrent_groups": 3} | settings
-    mamba = {"model": "@mamba", "recurrent_groups": 2} | settings
+    gdn = {"recurrent_groups": 3} | _GDN
+    mamba = {"model": "@mamba", "recurrent_groups": 2} | _HYBRID
     for runner, environment in (("v2", V2), ("v1", V1)):
         yield _case(
             f"recurrent-{runner}-gdn-align", environment, **gdn, **aligned, expect={"kv_cache_groups": 4} | hits
@@ -298,7 +322,7 @@ FUSED_WRITER = Case(
 _NOT_STAGED = (
     "flashinfer-eagle-fp8",
     # Nothing of these is special to the mode.
-    *(f"method-v1-{name}" for name in ("ngram_gpu", "mla-mtp", "gdn-mtp", "dynamic", "dflash")),
+    *(f"method-v1-{name}" for name in ("ngram_gpu", "mla-mtp", "gdn-mtp", "dynamic", "dflash-synthetic")),
     *(f"method-v2-{name}" for name in ("dynamic", "adaptive-eagle", "block", "fly")),
 )
 STAGE_CASES = [
@@ -338,6 +362,7 @@ def _connector(name: str, module: str | None = None, **extra: Any) -> dict[str, 
 
 def _both_modes(case: Case) -> Iterator[Case]:
     yield case
+    # Of connectors' cases one group has rows.
     yield replace(case, name=f"stage-{case.name}", nwor=dict(STAGE), more_blocks=2 * case.engine["max_num_seqs"])
 
 
@@ -384,15 +409,30 @@ def _connectors() -> Iterator[Case]:
             use=again,
         )
     )
+    for name, requests, same_tokens in (("v1-connector-offloading-1", 1, True), ("v1-connector-offloading", 8, False)):
+        yield from _both_modes(
+            _case(
+                name,
+                V1,
+                kv_transfer_config=connectors["offloading"][0],
+                enable_prefix_caching=True,
+                max_num_seqs=requests,
+                same_tokens=same_tokens,
+                **continued,
+            )
+        )
+    # Of a hybrid model the states at the ends of blocks are stored and loaded too; its blocks are larger.
     yield from _both_modes(
         _case(
-            "v1-connector-offloading",
-            V1,
-            kv_transfer_config=connectors["offloading"][0],
-            enable_prefix_caching=True,
-            max_num_seqs=8,
-            same_tokens=False,
-            **continued,
+            "connector-simple-cpu-gdn",
+            **_GDN,
+            **_ALIGNED,
+            kv_transfer_config=_connector("SimpleCPUOffloadConnector", cpu_bytes_to_use=1 << 25),
+            max_num_seqs=1,
+            needs="cuda",
+            recurrent_groups=3,
+            expect={"kv_cache_groups": 4},
+            use={**again, **_AGAIN, "continued": True},
         )
     )
 
@@ -410,6 +450,7 @@ EXPORT_CASES = [
             same_tokens=mode != "off",
             expect={"cudagraph_mode": "PIECEWISE"},
             more_blocks=SPARE if mode == "stage" else 0,
+            share=0.0,  # of few tokens
         )
         for mode in ("off", "cow", "stage")
     )
@@ -446,6 +487,15 @@ REFUSALS = [
         _engine("TRITON_ATTN", graphs="eager", kv_cache_dtype="int4_per_token_head"),
     ),
     Refusal("refused-connector-v1", _SILENT, _engine(graphs="eager", kv_transfer_config=SILENT), V1),
+    Refusal(
+        "refused-connector-hybrid",
+        "KV connector OffloadingConnector with a hybrid model: .*; use mode stage",
+        _engine(
+            **_GDN,
+            **_ALIGNED,
+            kv_transfer_config=_connector("OffloadingConnector", cpu_bytes_to_use=1 << 25, offload_prompt_only=False),
+        ),
+    ),
     Refusal(
         "refused-stage-flashinfer-eagle",
         "the drafter attends with metadata that was made for the target's step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ def note(record: dict[str, Any], case: Case, result: dict[str, Any]) -> None:
         [worker] = result["workers"]
         record |= {key: worker[key] for key in ("runner", "cudagraph_mode", "kv_cache_layout", "attention")}
         record |= result["replays"]
+        record["steps_by_drafts"] = result["steps_by_drafts"]
         for session in worker["sessions"]:
             record["session"] = session["describe"]
             record |= {name: session["audit"][name] for name in AUDITED if session["audit"]}
@@ -63,9 +65,34 @@ def assert_same_tokens(ours: dict[str, Any], vanilla: dict[str, Any]) -> None:
             pytest.fail(f"round {number}, request {request} differs from vanilla's at token {at}", pytrace=False)
 
 
-def check_audit(session: dict[str, Any]) -> None:
-    """Rejected and accepted drafts were seen, no rejected one left a row. In mode stage the audit looked twice in the
-    middle of every step; in cow what it looks for there is found."""
+def check_case(case: Case, result: dict[str, Any]) -> dict[str, Any]:
+    """Everything that is expected of a case but its tokens; the session."""
+    session, [worker] = session_of(result), result["workers"]
+    assert worker["runner"] == case.runner
+    for what, wanted in case.expect.items():
+        if what.startswith("metric:"):
+            counted = result["metrics"][what.removeprefix("metric:")]
+            assert counted >= wanted, f"{what} is {counted}, expected at least {wanted}"
+        else:
+            assert worker[what] == wanted, f"{what} is {worker[what]}, expected {wanted}"
+    assert session["mode"] == case.nwor["mode"]
+    check_audit(session, case.share)
+    assert (session["audit"]["recurrent_bytes"] > 0) == (case.recurrent_groups > 0)
+    steps = result["steps_by_drafts"]
+    assert set(case.draft_counts) <= {int(drafts) for drafts in steps}, f"steps by their drafts per request: {steps}"
+    _check_warm_up(case, result["said"])
+    return session
+
+
+def _check_warm_up(case: Case, said: list[str]) -> None:
+    told = re.findall(r"nwor: vLLM's warm-up was audited, (\d+) steps with drafts", "\n".join(said))
+    assert bool(told) == case.warms_up, said
+    assert "0" not in told
+
+
+def check_audit(session: dict[str, Any], share: float = Case.share) -> None:
+    """Rejected and accepted drafts were seen, of either a share; no rejected one left a row. In mode stage the audit
+    looked twice in the middle of every step; in cow what it looks for there is found."""
     audit = session["audit"]
     if session["mode"] == "stage":
         assert audit["exposed_rows"] == 0
@@ -75,6 +102,6 @@ def check_audit(session: dict[str, Any]) -> None:
         assert audit["exposed_rows"] > 0
     assert audit["stale_rows"] == 0
     assert audit["stale_rows_at_end"] == 0
-    assert audit["accepted"] > 0
-    assert audit["rejected"] > 0
+    for what in ("accepted", "rejected"):
+        assert audit[what] > share * audit["drafted"], f"{audit[what]} of {audit['drafted']} drafts were {what}"
     assert session["vanilla_steps"] == {}
