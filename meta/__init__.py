@@ -7,12 +7,19 @@ table of its family (``ARGUMENTS``: one module per family, as everywhere), then 
 
 from typing import Any
 
-from nwor_ops.meta import accept, drafter, shadow, staging, undo
+from nwor_ops.meta import accept, drafter, recurrent, shadow, staging, undo
 from nwor_ops.meta.check import Spec, check, specs_of
 from nwor_ops.meta.relations import check_relations
 from nwor_ops.ops import registry
 
-_FAMILIES = {"accept": accept, "drafter": drafter, "shadow": shadow, "staging": staging, "undo": undo}
+_FAMILIES = {
+    "accept": accept,
+    "drafter": drafter,
+    "recurrent": recurrent,
+    "shadow": shadow,
+    "staging": staging,
+    "undo": undo,
+}
 
 # Of every op: what each argument must be, by name.
 SPECS: dict[str, dict[str, Spec]] = {

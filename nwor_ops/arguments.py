@@ -12,6 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_NUMBERS_AND_TEXT = {
+    torch._C.BoolType: "a bool",
+    torch._C.FloatType: "a float",
+    torch._C.IntType: "an int",
+    torch._C.StringType: "a str",
+}
+
 
 def describe_type_error(overload: torch._ops.OpOverload, arguments: Iterable[Any]) -> TypeError | ValueError | None:
     """The error of the first argument that the schema does not take; None if it takes all of them.
@@ -42,12 +49,13 @@ def _error(name: str, expected: torch._C.JitType, value: Any) -> TypeError | Val
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             return ValueError(f"{name} must fit 64 bits, got {value}")
         return None
+    if isinstance(expected, torch._C.FloatType) and hasattr(value, "__float__"):
+        return None
     if isinstance(expected, torch._C.BoolType) and hasattr(value, "__bool__"):
         return None
     if isinstance(expected, torch._C.StringType) and isinstance(value, str):
         return None
-    wanted = {torch._C.IntType: "an int", torch._C.BoolType: "a bool", torch._C.StringType: "a str"}[type(expected)]
-    return TypeError(f"{name} must be {wanted}, got {_named(value)}")
+    return TypeError(f"{name} must be {_NUMBERS_AND_TEXT[type(expected)]}, got {_named(value)}")
 
 
 def _error_in_list(name: str, expected: torch._C.JitType, values: Any) -> TypeError | ValueError | None:

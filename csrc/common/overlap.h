@@ -86,7 +86,7 @@ class SharedBytes {
 
     // Strides so tangled that this does not settle it count as shared.
     static constexpr int kMostVisited = 4096;
-    static constexpr int kMostDimensions = 4;  // of any argument that is checked
+    static constexpr int kMostDimensions = 5;  // of any argument that is checked
     int64_t size_a_, size_b_;
     int visited_ = 0;
     size_t num_terms_ = 0;

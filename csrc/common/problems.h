@@ -49,6 +49,21 @@ enum Problem {
     kStateOutside,
     kStepOutside,
     kPositionOutside,
+    // Recurrent states.
+    kStateSlots,
+    kStateSlotsTwice,
+    kWindowPastRecord,
+    kNumAccepted,
+    kCursorRows,
+    kCursorHalf,
+    kFoldSourceSlots,
+    kFoldTargetSlots,
+    kFoldTargetTwice,
+    kPlanSlots,
+    kPlanSlotTwice,
+    kPlanRows,
+    kPlanHalf,
+    kTokensPastQueries,
     kNumProblems
 };
 
@@ -133,6 +148,33 @@ constexpr Wording kWordings[] = {
      "idx_mapping must be below {limit}, the number of request states, got {value} at row {index}"},
     {kStepOutside, kIndexError, "the step must be in [0, {limit}), got {value} at row {index}"},
     {kPositionOutside, kIndexError, "positions must be in [0, {limit}), got {value} at token {index}"},
+    {kStateSlots, kIndexError, "state_slots[{index}] must be below {limit} (num_slots), got {value}"},
+    {kStateSlotsTwice, kValueError,
+     "state_slots must name a slot for one request only, got {value} for request {limit} and request "
+     "{index}"},
+    {kWindowPastRecord, kValueError,
+     "query_start_loc must give a request no more than the {limit} tokens that a record holds, got {value} "
+     "for request {index}"},
+    {kNumAccepted, kValueError,
+     "num_accepted[{index}] must be from 1 to the {limit} tokens of the request's last window, got {value}"},
+    {kCursorRows, kValueError,
+     "cursors must have from 0 to {limit} rows pending in a slot, got {value} in slot {index}"},
+    {kCursorHalf, kValueError,
+     "cursors must name half 0 or {limit} of a record, got {value} in slot {index}"},
+    {kFoldSourceSlots, kIndexError, "source_slots[{index}] must be below {limit} (num_slots), got {value}"},
+    {kFoldTargetSlots, kIndexError, "target_slots[{index}] must be below {limit} (num_slots), got {value}"},
+    {kFoldTargetTwice, kValueError,
+     "target_slots must name a slot that no other entry reads or writes, got {value} in entry {index}, which "
+     "entry {limit} has too"},
+    {kPlanSlots, kIndexError, "plan must name slots in [1, {limit}), got {value} in row {index}"},
+    {kPlanSlotTwice, kValueError,
+     "plan must name a target that no other row reads or writes, got {value} in row {index}, which row "
+     "{limit} has too"},
+    {kPlanRows, kValueError,
+     "plan must replay from 0 to the {limit} rows of a record, got {value} in row {index}"},
+    {kPlanHalf, kValueError, "plan must name half 0 or {limit} of a record, got {value} in row {index}"},
+    {kTokensPastQueries, kValueError,
+     "q must have a row for every token, got {limit} where request {index} ends at token {value}"},
 };
 static_assert(std::size(kWordings) == kNumProblems - 1, "each problem has one wording");
 

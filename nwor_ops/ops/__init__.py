@@ -38,6 +38,12 @@ from nwor_ops.ops.drafter import (
     prepare_prefill_inputs as prepare_prefill_inputs,
     update_draft_inputs as update_draft_inputs,
 )
+from nwor_ops.ops.recurrent import (
+    gated_delta_fold as gated_delta_fold,
+    gated_delta_verify as gated_delta_verify,
+    plan_recurrent_fold as plan_recurrent_fold,
+    plan_recurrent_window as plan_recurrent_window,
+)
 from nwor_ops.ops.shadow import (
     close_window as close_window,
     close_window_from_rejected as close_window_from_rejected,

@@ -1,0 +1,646 @@
+// Family recurrent: what its ops may be given, and what one request of a plan comes to. The CPU kernels loop
+// over these functions and the CUDA kernels call them in each thread, so the two cannot drift apart.
+#pragma once
+
+#include <cmath>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/op.h"
+#include "common/overlap.h"
+#include "common/problems.h"
+#include "common/views.h"
+
+namespace nwor {
+
+// Rows of a record, and tokens of a window, at most.
+constexpr int64_t kMostRecordRows = 32;
+
+// ---------------------------------------------------------------- plans
+
+// A row of a plan. All zeros: nobody's.
+struct RecurrentRow {
+    int32_t source, rows, half, target;  // slot, rows to replay, the half of the record they are in, slot
+
+    NWOR_HOST_DEVICE bool any() const { return target > 0; }
+    // Where a window records.
+    NWOR_HOST_DEVICE int32_t next_half() const { return 1 - half; }
+};
+
+struct RecurrentPlan {
+    int32_t* data;  // [length, 4]
+    int64_t length;
+
+    NWOR_HOST_DEVICE RecurrentRow operator[](int64_t i) const {
+        const int32_t* row = data + 4 * i;
+        return {row[0], row[1], row[2], row[3]};
+    }
+    NWOR_HOST_DEVICE void set(int64_t i, const RecurrentRow& row) const {
+        int32_t* to = data + 4 * i;
+        to[0] = row.source;
+        to[1] = row.rows;
+        to[2] = row.half;
+        to[3] = row.target;
+    }
+};
+
+// What is pending in each slot.
+struct RecurrentCursors {
+    int32_t* data;  // [length, 2]
+    int64_t length;
+
+    NWOR_HOST_DEVICE int32_t rows(int64_t slot) const { return data[2 * slot]; }
+    NWOR_HOST_DEVICE int32_t half(int64_t slot) const { return data[2 * slot + 1]; }
+    NWOR_HOST_DEVICE void set(int64_t slot, int32_t rows, int32_t half) const {
+        data[2 * slot] = rows;
+        data[2 * slot + 1] = half;
+    }
+};
+
+inline RecurrentPlan recurrent_plan_view(const Argument& a, int64_t length) {
+    a.dtype(ScalarType::Int);
+    if (a.tensor.dim() != 2 || a.tensor.size(0) < length || a.tensor.size(1) != 4)
+        a.must_be("[num_requests, 4] with at least ", length, " rows");
+    a.contiguous();
+    if (a.tensor.size(0) > INT32_MAX) a.must_be("of fewer than 2^31 rows");
+    return {static_cast<int32_t*>(a.tensor.data_ptr()), a.tensor.size(0)};
+}
+
+inline RecurrentCursors cursors_view(const Argument& a) {
+    a.dtype(ScalarType::Int);
+    if (a.tensor.dim() != 2 || a.tensor.size(1) != 2) a.must_be("[num_slots, 2]");
+    a.contiguous();
+    return {static_cast<int32_t*>(a.tensor.data_ptr()), least(a.tensor.size(0), INT32_MAX)};
+}
+
+// ---------------------------------------------------------------- plan_recurrent_window
+
+struct RecurrentWindowArguments {
+    const char* op;
+    RecurrentPlan plan;  // at least `num_requests` rows
+    RecurrentCursors cursors;
+    int64_t* window;
+    int64_t num_requests, record_rows;
+    Ids state_slots;
+    const int32_t *query_start_loc, *num_accepted;
+    const bool* is_window;  // null: all are
+};
+
+inline RecurrentWindowArguments check_recurrent_window(const char* op, const Tensor& plan,
+                                                       const Tensor& cursors, const Tensor& window,
+                                                       const Tensor& state_slots,
+                                                       const Tensor& query_start_loc,
+                                                       const Tensor& num_accepted, int64_t record_rows,
+                                                       const std::optional<Tensor>& is_window) {
+    const Argument to{op, "plan", plan}, cur{op, "cursors", cursors}, number{op, "window", window},
+        slots{op, "state_slots", state_slots}, qsl{op, "query_start_loc", query_start_loc},
+        accepted{op, "num_accepted", num_accepted};
+    RecurrentWindowArguments a{};
+    a.op = op;
+    a.state_slots = ids_view(slots, 0, "[num_requests]");
+    a.num_requests = a.state_slots.length;
+    a.plan = recurrent_plan_view(to, a.num_requests);
+    a.cursors = cursors_view(cur);
+    number.vector(ScalarType::Long, 1, "[1]");
+    a.window = static_cast<int64_t*>(window.data_ptr());
+    a.query_start_loc = int32_view(qsl, a.num_requests + 1, "[num_requests + 1]").data;
+    a.num_accepted = int32_view(accepted, a.num_requests, "[num_requests]").data;
+    check_positive(op, "record_rows", record_rows);
+    if (record_rows > kMostRecordRows)
+        fail(op, "record_rows must be at most ", kMostRecordRows, ", got ", record_rows);
+    a.record_rows = record_rows;
+    std::vector<Argument> inputs{slots, qsl, accepted};
+    if (is_window.has_value()) {
+        inputs.push_back({op, "is_window", *is_window});
+        a.is_window = bool_view(inputs.back(), a.num_requests, "[num_requests]").data;
+    }
+    check_placement(op, inputs, {to, cur, number});
+    return a;
+}
+
+// What a request comes to. It is all read before anything is stored.
+struct RecurrentWindowStep {
+    Found found;       // a problem: a row of zeros, and the cursor stays
+    RecurrentRow row;  // of the plan
+    bool sets_cursor;
+    int32_t slot, cursor_rows, cursor_half;
+};
+
+NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindowArguments& a, int64_t q) {
+    RecurrentWindowStep step{};
+    const int64_t begin = a.query_start_loc[q], end = a.query_start_loc[q + 1], slot = a.state_slots[q];
+    if (begin < 0 || end < begin) {
+        step.found = {kQueriesDecrease, q, end, begin};
+        return step;
+    }
+    if (slot <= 0 || end == begin) return step;
+    if (slot >= a.cursors.length) {
+        step.found = {kStateSlots, q, slot, a.cursors.length};
+        return step;
+    }
+    const int32_t pending = a.cursors.rows(slot), half = a.cursors.half(slot);
+    const bool opens = a.is_window == nullptr || a.is_window[q];
+    if (pending < 0 || pending > a.record_rows)
+        step.found = {kCursorRows, slot, pending, a.record_rows};
+    else if (half != 0 && half != 1)
+        step.found = {kCursorHalf, slot, half, 1};
+    else if (opens && end - begin > a.record_rows)
+        step.found = {kWindowPastRecord, q, end - begin, a.record_rows};
+    else if (opens && pending > 0 && (a.num_accepted[q] < 1 || a.num_accepted[q] > pending))
+        step.found = {kNumAccepted, q, a.num_accepted[q], pending};
+    if (step.found) return step;
+    step.slot = static_cast<int32_t>(slot);
+    step.sets_cursor = true;
+    step.cursor_half = half;
+    if (!opens) return step;
+    step.row = {step.slot, pending > 0 ? a.num_accepted[q] : 0, half, step.slot};
+    step.cursor_rows = static_cast<int32_t>(end - begin);
+    step.cursor_half = 1 - half;
+    return step;
+}
+
+// ---------------------------------------------------------------- plan_recurrent_fold
+
+struct RecurrentFoldPlanArguments {
+    const char* op;
+    RecurrentPlan plan;  // at least `num_entries` rows
+    RecurrentCursors cursors;
+    int64_t num_entries;
+    Ids source_slots, target_slots;
+    const int32_t* num_rows;
+    bool keep_source;
+};
+
+inline RecurrentFoldPlanArguments check_recurrent_fold_plan(const char* op, const Tensor& plan,
+                                                            const Tensor& cursors, const Tensor& source_slots,
+                                                            const Tensor& target_slots,
+                                                            const Tensor& num_rows, bool keep_source) {
+    const Argument to{op, "plan", plan}, cur{op, "cursors", cursors}, from{op, "source_slots", source_slots},
+        target{op, "target_slots", target_slots}, rows{op, "num_rows", num_rows};
+    RecurrentFoldPlanArguments a{};
+    a.op = op;
+    a.source_slots = ids_view(from, 0, "[num_entries]");
+    a.num_entries = a.source_slots.length;
+    a.plan = recurrent_plan_view(to, a.num_entries);
+    a.cursors = cursors_view(cur);
+    a.target_slots = ids_view(target, a.num_entries, "[num_entries]");
+    a.num_rows = int32_view(rows, a.num_entries, "[num_entries]").data;
+    a.keep_source = keep_source;
+    check_placement(op, {from, target, rows}, {to, cur});
+    return a;
+}
+
+// What an entry comes to: a row of the plan, and slots where nothing is pending afterwards (0 = none). All
+// entries are read before anything is stored.
+struct RecurrentFoldStep {
+    Found found;  // a problem: a row of zeros, and the cursors stay
+    RecurrentRow row;
+    int32_t cleared_target, cleared_source;
+};
+
+NWOR_HOST_DEVICE inline RecurrentFoldStep fold_step_of(const RecurrentFoldPlanArguments& a, int64_t entry) {
+    RecurrentFoldStep step{};
+    const int64_t source = a.source_slots[entry], target = a.target_slots[entry];
+    if (source <= 0 || target <= 0) return step;
+    if (source >= a.cursors.length) {
+        step.found = {kFoldSourceSlots, entry, source, a.cursors.length};
+        return step;
+    }
+    if (target >= a.cursors.length) {
+        step.found = {kFoldTargetSlots, entry, target, a.cursors.length};
+        return step;
+    }
+    const int32_t pending = a.cursors.rows(source), half = a.cursors.half(source);
+    if (pending < 0 || pending > kMostRecordRows)
+        step.found = {kCursorRows, source, pending, kMostRecordRows};
+    else if (half != 0 && half != 1)
+        step.found = {kCursorHalf, source, half, 1};
+    if (step.found) return step;
+    const int32_t rows = static_cast<int32_t>(most(least(a.num_rows[entry], pending), 0));
+    if (rows > 0 || source != target)
+        step.row = {static_cast<int32_t>(source), rows, half, static_cast<int32_t>(target)};
+    step.cleared_target = static_cast<int32_t>(target);
+    if (source != target && !a.keep_source) step.cleared_source = static_cast<int32_t>(source);
+    return step;
+}
+
+// ---------------------------------------------------------------- states and records
+
+// States [S, V, dv, dk] of one layer, contiguous within a slot. Strides of slots in elements, here and below.
+struct RecurrentStates {
+    char* data;
+    bool is_bfloat16;  // else float32
+    int64_t slot_stride;
+    int64_t num_slots, num_value_heads, value_width, key_width;
+
+    NWOR_HOST_DEVICE int64_t row_offset(int64_t slot, int64_t value_head, int64_t value) const {
+        return slot * slot_stride + (value_head * value_width + value) * key_width;
+    }
+};
+
+// The record of one layer: keys [S, 2, K, H, dk], norms [S, 2, K, H], decays [S, 2, K, V] or with dk channels
+// behind, values [S, K, V, dv], contiguous within a slot.
+struct RecurrentRecord {
+    char* keys;
+    float *norms, *decays, *values;
+    ScalarType key_dtype;
+    int64_t keys_stride, norms_stride, decays_stride, values_stride;
+    int64_t rows, num_key_heads, num_value_heads, key_width, value_width;
+    bool per_channel;
+
+    // Each is the place of the first element of a head's row.
+    NWOR_HOST_DEVICE int64_t norm_offset(int64_t slot, int64_t half, int64_t row, int64_t key_head) const {
+        return slot * norms_stride + (half * rows + row) * num_key_heads + key_head;
+    }
+    NWOR_HOST_DEVICE int64_t key_offset(int64_t slot, int64_t half, int64_t row, int64_t key_head) const {
+        return slot * keys_stride + ((half * rows + row) * num_key_heads + key_head) * key_width;
+    }
+    NWOR_HOST_DEVICE int64_t decay_offset(int64_t slot, int64_t half, int64_t row, int64_t value_head) const {
+        return slot * decays_stride +
+               ((half * rows + row) * num_value_heads + value_head) * (per_channel ? key_width : 1);
+    }
+    NWOR_HOST_DEVICE int64_t value_offset(int64_t slot, int64_t row, int64_t value_head) const {
+        return slot * values_stride + (row * num_value_heads + value_head) * value_width;
+    }
+};
+
+// Checks that all but the first dimension lie as in a contiguous tensor, and that slots do not overlap.
+inline void check_contiguous_within_slot(const Argument& a) {
+    int64_t expected = 1;
+    for (int64_t i = a.tensor.dim() - 1; i > 0; --i) {
+        if (a.tensor.size(i) != 1 && a.tensor.stride(i) != expected)
+            a.must_be("contiguous within its first dimension");
+        expected *= a.tensor.size(i);
+    }
+    if (a.tensor.size(0) > 1 && a.tensor.stride(0) < expected)
+        a.must_be("of slots at least ", expected, " elements apart");
+}
+
+inline void check_width(const Argument& a, int64_t width, const char* what) {
+    if (width != 64 && width != 128 && width != 256) a.must_be("of ", what, " 64, 128 or 256");
+}
+
+inline RecurrentStates states_view(const Argument& a) {
+    const Tensor& t = a.tensor;
+    if (t.scalar_type() != ScalarType::Float && t.scalar_type() != ScalarType::BFloat16)
+        a.must_have_dtype("torch.float32 or torch.bfloat16");
+    if (t.dim() != 4) a.must_be("[num_slots, num_value_heads, value_width, key_width]");
+    check_width(a, t.size(2), "value_width");
+    check_width(a, t.size(3), "key_width");
+    if (t.size(1) < 1) a.must_be("of at least one head");
+    if (t.size(0) > INT32_MAX) a.must_be("of fewer than 2^31 slots");
+    check_contiguous_within_slot(a);
+    return {static_cast<char*>(t.data_ptr()),
+            t.scalar_type() == ScalarType::BFloat16,
+            t.stride(0),
+            t.size(0),
+            t.size(1),
+            t.size(2),
+            t.size(3)};
+}
+
+// Of q, k, v and what is recorded of them.
+inline void check_inputs(const Argument& a) {
+    check_floats(a);
+    if (a.tensor.is_cuda() && a.tensor.scalar_type() == ScalarType::Float)
+        a.must_have_dtype("torch.float16 or torch.bfloat16 on CUDA");
+}
+
+struct RecordTensors {
+    Argument keys, norms, decays, values;
+};
+
+inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates& states) {
+    const int64_t slots = states.num_slots, heads = states.num_value_heads;
+    RecurrentRecord r{};
+    const Tensor& keys = t.keys.tensor;
+    check_inputs(t.keys);
+    if (keys.dim() != 5 || keys.size(0) != slots || keys.size(1) != 2 || keys.size(4) != states.key_width)
+        t.keys.must_be("[", slots, ", 2, record_rows, num_key_heads, ", states.key_width, "]");
+    r.rows = keys.size(2);
+    r.num_key_heads = keys.size(3);
+    r.num_value_heads = heads;
+    r.key_width = states.key_width;
+    r.value_width = states.value_width;
+    if (r.rows < 1 || r.rows > kMostRecordRows) t.keys.must_be("of 1 to ", kMostRecordRows, " rows");
+    if (r.num_key_heads < 1 || heads % r.num_key_heads != 0)
+        t.keys.must_be("of a number of heads that divides the ", heads, " of the state");
+    const auto has_shape = [](const Argument& a, const std::vector<int64_t>& shape) {
+        a.dtype(ScalarType::Float);
+        bool same = a.tensor.dim() == static_cast<int64_t>(shape.size());
+        std::string text = "[";
+        for (size_t i = 0; i < shape.size(); ++i) {
+            same = same && a.tensor.size(static_cast<int64_t>(i)) == shape[i];
+            text += (i ? ", " : "") + std::to_string(shape[i]);
+        }
+        if (!same) a.must_be(text, "]");
+    };
+    has_shape(t.norms, {slots, 2, r.rows, r.num_key_heads});
+    r.per_channel = t.decays.tensor.dim() == 5;
+    if (r.per_channel)
+        has_shape(t.decays, {slots, 2, r.rows, heads, r.key_width});
+    else
+        has_shape(t.decays, {slots, 2, r.rows, heads});
+    has_shape(t.values, {slots, r.rows, heads, r.value_width});
+    for (const Argument& a : {t.keys, t.norms, t.decays, t.values}) check_contiguous_within_slot(a);
+    r.key_dtype = keys.scalar_type();
+    r.keys = static_cast<char*>(keys.data_ptr());
+    r.norms = static_cast<float*>(t.norms.tensor.data_ptr());
+    r.decays = static_cast<float*>(t.decays.tensor.data_ptr());
+    r.values = static_cast<float*>(t.values.tensor.data_ptr());
+    r.keys_stride = keys.stride(0);
+    r.norms_stride = t.norms.tensor.stride(0);
+    r.decays_stride = t.decays.tensor.stride(0);
+    r.values_stride = t.values.tensor.stride(0);
+    return r;
+}
+
+// Of a row of a plan that a state or a record cannot follow.
+NWOR_HOST_DEVICE inline Found problem_of_plan(const RecurrentRow& row, int64_t i, int64_t num_slots,
+                                              int64_t record_rows) {
+    if (!row.any()) return {};
+    if (row.target >= num_slots) return {kPlanSlots, i, row.target, num_slots};
+    if (row.source < 1 || row.source >= num_slots) return {kPlanSlots, i, row.source, num_slots};
+    if (row.rows < 0 || row.rows > record_rows) return {kPlanRows, i, row.rows, record_rows};
+    if (row.half != 0 && row.half != 1) return {kPlanHalf, i, row.half, 1};
+    return {};
+}
+
+// ---------------------------------------------------------------- gated_delta_verify
+
+// Rows [T, heads, width] with the width contiguous. Strides in elements.
+struct HeadsView {
+    char* data;
+    int64_t token_stride, head_stride;
+
+    NWOR_HOST_DEVICE int64_t offset(int64_t token, int64_t head) const {
+        return token * token_stride + head * head_stride;
+    }
+};
+
+// Numbers of a dtype that is looked at for each of them. Strides in elements.
+struct Floats {
+    const void* data;
+    ScalarType dtype;
+    int64_t strides[3];
+
+    NWOR_HOST_DEVICE float at(int64_t i, int64_t j = 0, int64_t k = 0) const {
+        const int64_t place = i * strides[0] + j * strides[1] + k * strides[2];
+        if (dtype == ScalarType::Float) return static_cast<const float*>(data)[place];
+        if (dtype == ScalarType::Half) return static_cast<float>(static_cast<const Half*>(data)[place]);
+        return static_cast<float>(static_cast<const BFloat16*>(data)[place]);
+    }
+};
+
+enum class GateActivation { kSilu, kSigmoid };
+
+struct VerifyArguments {
+    const char* op;
+    RecurrentStates states;
+    RecurrentRecord record;
+    ScalarType dtype;  // of q, k, v, out, gate and the record's keys
+    int64_t num_tokens, num_requests;
+    HeadsView q, k, v, out;
+    HeadsView gate;  // data is null without the fused norm
+    Floats a, b, A_log, dt_bias;
+    Floats norm_weight;
+    float scale, softplus_beta, softplus_threshold, norm_eps;
+    bool use_qk_l2norm;
+    GateActivation gate_activation;
+    RecurrentPlan plan;              // at least `num_requests` rows
+    const int32_t* query_start_loc;  // [num_requests + 1]
+    const int64_t* window;
+    int64_t* layer_window;
+    char* all_states;  // null, or [T, V, dv, dk] of the states' dtype
+    int64_t all_states_stride;
+};
+
+inline HeadsView heads_view(const Argument& a, ScalarType dtype, int64_t tokens, bool more, int64_t heads,
+                            int64_t width) {
+    const Tensor& t = a.tensor;
+    a.dtype(dtype);
+    if (t.dim() != 3 || (more ? t.size(0) < tokens : t.size(0) != tokens) || t.size(1) != heads ||
+        t.size(2) != width)
+        a.must_be("[", more ? ">= " : "", tokens, ", ", heads, ", ", width, "]");
+    if (t.stride(2) != 1) a.must_be("contiguous along its last dimension");
+    return {static_cast<char*>(t.data_ptr()), t.stride(0), t.stride(1)};
+}
+
+inline Floats floats_view(const Argument& a, const std::vector<int64_t>& shape) {
+    check_floats(a);
+    bool same = a.tensor.dim() == static_cast<int64_t>(shape.size());
+    std::string text = "[";
+    Floats floats{a.tensor.data_ptr(), a.tensor.scalar_type(), {0, 0, 0}};
+    for (size_t i = 0; i < shape.size(); ++i) {
+        const int64_t dim = static_cast<int64_t>(i);
+        same = same && a.tensor.size(dim) == shape[i];
+        text += (i ? ", " : "") + std::to_string(shape[i]);
+        if (same) floats.strides[i] = a.tensor.stride(dim);
+    }
+    if (!same) a.must_be(text, "]");
+    return floats;
+}
+
+inline GateActivation gate_activation_of(const char* op, const std::string& name) {
+    if (name == "silu") return GateActivation::kSilu;
+    if (name != "sigmoid") fail(op, "gate_activation must be silu or sigmoid, got ", name);
+    return GateActivation::kSigmoid;
+}
+
+inline VerifyArguments check_verify(
+    const char* op, const Tensor& out, const Tensor& state, const Tensor& record_keys,
+    const Tensor& record_norms, const Tensor& record_decays, const Tensor& record_values,
+    const Tensor& layer_window, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
+    const Tensor& b, const Tensor& A_log, const Tensor& dt_bias, const Tensor& plan, const Tensor& window,
+    const Tensor& query_start_loc, double scale, double softplus_beta, double softplus_threshold,
+    bool use_qk_l2norm, const std::optional<Tensor>& gate, const std::optional<Tensor>& norm_weight,
+    double norm_eps, const std::string& gate_activation, const std::optional<Tensor>& all_states) {
+    const Argument to{op, "out", out}, states{op, "state", state}, keys{op, "record_keys", record_keys},
+        norms{op, "record_norms", record_norms}, decays{op, "record_decays", record_decays},
+        values{op, "record_values", record_values}, ran{op, "layer_window", layer_window}, qs{op, "q", q},
+        ks{op, "k", k}, vs{op, "v", v}, as{op, "a", a}, bs{op, "b", b}, logs{op, "A_log", A_log},
+        biases{op, "dt_bias", dt_bias}, rows{op, "plan", plan}, number{op, "window", window},
+        qsl{op, "query_start_loc", query_start_loc};
+    VerifyArguments c{};
+    c.op = op;
+    c.states = states_view(states);
+    c.record = record_view({keys, norms, decays, values}, c.states);
+    const int64_t heads = c.states.num_value_heads, dk = c.states.key_width, dv = c.states.value_width;
+    check_inputs(qs);
+    c.dtype = q.scalar_type();
+    if (q.dim() != 3) qs.must_be("[num_tokens, num_key_heads, key_width]");
+    c.num_tokens = q.size(0);
+    c.q = heads_view(qs, c.dtype, c.num_tokens, false, c.record.num_key_heads, dk);
+    c.k = heads_view(ks, c.dtype, c.num_tokens, false, c.record.num_key_heads, dk);
+    c.v = heads_view(vs, c.dtype, c.num_tokens, false, heads, dv);
+    c.out = heads_view(to, c.dtype, c.num_tokens, true, heads, dv);
+    keys.dtype(c.dtype);
+    if (c.record.per_channel) {
+        c.a = floats_view(as, {c.num_tokens, heads, dk});
+        c.dt_bias = floats_view(biases, {heads, dk});
+    } else {
+        c.a = floats_view(as, {c.num_tokens, heads});
+        c.dt_bias = floats_view(biases, {heads});
+    }
+    c.b = floats_view(bs, {c.num_tokens, heads});
+    c.A_log = floats_view(logs, {heads});
+    std::vector<Argument> inputs{qs, ks, vs, as, bs, logs, biases, rows, number, qsl};
+    std::vector<Argument> outputs{to, states, keys, norms, decays, values, ran};
+    if (gate.has_value() != norm_weight.has_value()) fail(op, "gate and norm_weight must be given together");
+    if (gate.has_value()) {
+        inputs.push_back({op, "gate", *gate});
+        c.gate = heads_view(inputs.back(), c.dtype, c.num_tokens, true, heads, dv);
+        inputs.push_back({op, "norm_weight", *norm_weight});
+        c.norm_weight = floats_view(inputs.back(), {dv});
+    }
+    c.gate_activation = gate_activation_of(op, gate_activation);
+    if (!(softplus_beta > 0)) fail(op, "softplus_beta must be positive, got ", softplus_beta);
+    c.scale = static_cast<float>(scale);
+    c.softplus_beta = static_cast<float>(softplus_beta);
+    c.softplus_threshold = static_cast<float>(softplus_threshold);
+    c.norm_eps = static_cast<float>(norm_eps);
+    c.use_qk_l2norm = use_qk_l2norm;
+    c.query_start_loc = int32_view(qsl, 1, "[num_requests + 1]").data;
+    c.num_requests = query_start_loc.size(0) - 1;
+    c.plan = recurrent_plan_view(rows, c.num_requests);
+    number.vector(ScalarType::Long, 1, "[1]");
+    ran.vector(ScalarType::Long, 1, "[1]");
+    c.window = static_cast<const int64_t*>(window.data_ptr());
+    c.layer_window = static_cast<int64_t*>(layer_window.data_ptr());
+    if (all_states.has_value()) {
+        outputs.push_back({op, "all_states", *all_states});
+        const Argument& all = outputs.back();
+        all.dtype(state.scalar_type());
+        if (all_states->dim() != 4 || all_states->size(0) < c.num_tokens || all_states->size(1) != heads ||
+            all_states->size(2) != dv || all_states->size(3) != dk)
+            all.must_be("[>= ", c.num_tokens, ", ", heads, ", ", dv, ", ", dk, "]");
+        check_contiguous_within_slot(all);
+        c.all_states = static_cast<char*>(all_states->data_ptr());
+        c.all_states_stride = all_states->stride(0);
+    }
+    check_placement(op, inputs, outputs);
+    return c;
+}
+
+// What request q cannot be given. Its tokens are known to lie inside only where there is none.
+NWOR_HOST_DEVICE inline Found problem_of_request(const VerifyArguments& c, int64_t q) {
+    const int64_t begin = c.query_start_loc[q], end = c.query_start_loc[q + 1];
+    if (begin < 0 || end < begin) return {kQueriesDecrease, q, end, begin};
+    if (end > c.num_tokens) return {kTokensPastQueries, q, end, c.num_tokens};
+    const RecurrentRow row = c.plan[q];
+    if (const Found found = problem_of_plan(row, q, c.states.num_slots, c.record.rows)) return found;
+    if (row.any() && end - begin > c.record.rows) return {kWindowPastRecord, q, end - begin, c.record.rows};
+    return {};
+}
+
+// ---------------------------------------------------------------- gated_delta_fold
+
+// Where a layer's tensors begin; the rest is the same for all.
+struct FoldLayer {
+    char* states;
+    const char* keys;
+    const float *norms, *decays, *values;
+    const int64_t* window;
+};
+
+struct FoldArguments {
+    const char* op;
+    RecurrentStates states;  // of the first layer
+    RecurrentRecord record;  // of the first layer
+    std::vector<FoldLayer> layers;
+    RecurrentPlan plan;
+    const int64_t* window;  // null: no layer is left out
+};
+
+inline void check_like_first(const Argument& a, const Tensor& first, const char* first_name) {
+    a.dtype(first.scalar_type());
+    a.same_device(first);
+    bool same = a.tensor.dim() == first.dim();
+    for (int64_t i = 0; same && i < first.dim(); ++i)
+        same = a.tensor.size(i) == first.size(i) && (i > 0 || a.tensor.stride(0) == first.stride(0));
+    if (!same) a.must_be("of the shape and strides of ", first_name, ", ", describe(first));
+    check_contiguous_within_slot(a);
+}
+
+inline FoldArguments check_fold(const char* op, const std::vector<Tensor>& states,
+                                const std::vector<Tensor>& record_keys,
+                                const std::vector<Tensor>& record_norms,
+                                const std::vector<Tensor>& record_decays,
+                                const std::vector<Tensor>& record_values,
+                                const std::vector<Tensor>& layer_windows, const Tensor& plan,
+                                const std::optional<Tensor>& window) {
+    struct List {
+        const char* name;
+        const std::vector<Tensor>& tensors;
+    };
+    const List lists[] = {{"states", states},
+                          {"record_keys", record_keys},
+                          {"record_norms", record_norms},
+                          {"record_decays", record_decays},
+                          {"record_values", record_values},
+                          {"layer_windows", layer_windows}};
+    if (states.empty()) fail(op, "states must hold at least one layer, got none");
+    for (const List& list : lists)
+        if (list.tensors.size() != states.size())
+            fail(op, list.name, " must hold a tensor for each of the ", states.size(), " states, got ",
+                 list.tensors.size());
+    FoldArguments f{};
+    f.op = op;
+    f.states = states_view({op, "states[0]", states[0]});
+    f.record = record_view({{op, "record_keys[0]", record_keys[0]},
+                            {op, "record_norms[0]", record_norms[0]},
+                            {op, "record_decays[0]", record_decays[0]},
+                            {op, "record_values[0]", record_values[0]}},
+                           f.states);
+    f.plan = recurrent_plan_view({op, "plan", plan}, 0);
+    Argument{op, "plan", plan}.same_device(states[0]);
+    if (window.has_value()) {
+        const Argument number{op, "window", *window};
+        number.vector(ScalarType::Long, 1, "[1]");
+        number.same_device(states[0]);
+        f.window = static_cast<const int64_t*>(window->data_ptr());
+    }
+    for (const List& list : lists)
+        for (size_t i = 0; i < list.tensors.size(); ++i) {
+            const std::string name = std::string(list.name) + "[" + std::to_string(i) + "]";
+            const Argument a{op, name.c_str(), list.tensors[i]};
+            if (&list.tensors == &layer_windows) {
+                a.vector(ScalarType::Long, 1, "[1]");
+                a.same_device(states[0]);
+            } else {
+                check_like_first(a, list.tensors[0], (std::string(list.name) + "[0]").c_str());
+                a.same_device(states[0]);
+            }
+        }
+    // A layer's state against everything of its own layer, and against the other states.
+    std::vector<Placed> placed;
+    placed.reserve(states.size());
+    for (const Tensor& state : states) placed.emplace_back("states", state);
+    for (size_t i = 0; i < states.size(); ++i) {
+        for (size_t j = 0; j < i; ++j) must_not_overlap(op, placed[i], placed[j]);
+        for (const List& list : lists)
+            if (&list.tensors != &states) must_not_overlap(op, placed[i], {list.name, list.tensors[i]});
+        must_not_overlap(op, placed[i], {"plan", plan});
+        if (window.has_value()) must_not_overlap(op, placed[i], {"window", *window});
+        f.layers.push_back({static_cast<char*>(states[i].data_ptr()),
+                            static_cast<const char*>(record_keys[i].data_ptr()),
+                            static_cast<const float*>(record_norms[i].data_ptr()),
+                            static_cast<const float*>(record_decays[i].data_ptr()),
+                            static_cast<const float*>(record_values[i].data_ptr()),
+                            static_cast<const int64_t*>(layer_windows[i].data_ptr())});
+    }
+    return f;
+}
+
+// ---------------------------------------------------------------- the ops
+
+template <class Device>
+void register_recurrent(Library& m) {
+    NWOR_OP(m, plan_recurrent_window, check_recurrent_window);
+    NWOR_OP(m, plan_recurrent_fold, check_recurrent_fold_plan);
+    NWOR_OP(m, gated_delta_verify, check_verify);
+    NWOR_OP(m, gated_delta_fold, check_fold);
+}
+
+}  // namespace nwor

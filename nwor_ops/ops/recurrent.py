@@ -1,0 +1,216 @@
+"""Family ``recurrent``: linear-attention layers verify drafts with one recurrent state per request.
+
+A rejected draft cannot be taken out of a recurrent state, so engines keep a state for each draft. Here a request has
+one, and beside it a *record* of its last window: of each token the key, 1 / |key|, the decay and the update
+``u = beta * (v - S k)``. The next step replays the accepted rows of the record onto the state while it reads it
+(``S = S * decay + u k^T``, no dot products), stores it once, and runs its own window in registers for outputs and a new
+record. What was rejected is never written. Bits are those of a scheme that stores the state after every token.
+
+A step is :func:`plan_recurrent_window` once, :func:`gated_delta_verify` for each layer, and nothing behind it: how many
+tokens stay is an argument of the next plan. :func:`plan_recurrent_fold` and :func:`gated_delta_fold` replay at once
+what is pending, before anybody else looks at a state.
+
+Letters as in :mod:`nwor_ops.ops`; further S slots of states, H key heads, V value heads (a multiple of H), dk and dv
+the widths of a key and a value head (64, 128 or 256 each), K rows of a record (at most 32). Slot 0 and negative slots
+are nobody's, as vLLM's null block.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nwor_ops.ops.registry import op
+
+
+@op(mutates=("plan", "cursors", "window"))
+def plan_recurrent_window(
+    plan: Tensor,
+    cursors: Tensor,
+    window: Tensor,
+    state_slots: Tensor,
+    query_start_loc: Tensor,
+    num_accepted: Tensor,
+    record_rows: int,
+    is_window: Tensor | None = None,
+) -> None:
+    """Open a window: what each request of this step replays and where it records, once for all layers.
+
+    Args:
+        plan: int32 ``[>= Q, 4]``, contiguous; **mutated**, every row: of each request the slot that it reads, the rows
+            of its record to replay, the half of the record that they are in, the slot that it writes (the first
+            again). This window records into the other half. A row of zeros: no window, and past Q.
+        cursors: int32 ``[S, 2]``, contiguous; **mutated** at the slots of this step's requests: rows that the last
+            window recorded, 0 = nothing pending, and the half they are in. Begin with zeros.
+        window: int64 ``[1]``; **mutated**: the number of the open window, one more than before.
+        state_slots: int32 or int64 ``[Q]``, any stride: the slot of each request, 0 or less = a padded request. A
+            column of a block table.
+        query_start_loc: int32 ``[>= Q + 1]``, contiguous. First token of each request, then the end. A request without
+            tokens is left alone: its cursor stays.
+        num_accepted: int32 ``[>= Q]``, contiguous: how many tokens of the request's last window stay, the first of
+            them included, which was no draft; from 1 to the rows recorded. Not read where nothing is pending.
+        record_rows: K, the most tokens that a window may have.
+        is_window: bool ``[>= Q]``, contiguous, or None: False where somebody else computes this request's tokens of
+            this step, a prefill or a plain decode. Nothing is pending for it afterwards: fold before. None = all are.
+
+    Raises:
+        ValueError: a shape or a stride; on the CPU also a window longer than K, an accepted count or a cursor that
+            cannot be, starts that decrease, and a slot with two requests.
+        TypeError: a dtype or device.
+        IndexError: on the CPU, a slot >= S. Nothing is written then. On CUDA such a request gets a row of zeros and
+            keeps its cursor, and with ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after it; a slot with two requests is
+            not looked for.
+        RuntimeError: a tensor requires a gradient, or the library for this device is missing.
+
+    All tensors are on one device, and what is mutated shares memory with nothing else.
+    """
+
+
+@op(mutates=("plan", "cursors"))
+def plan_recurrent_fold(
+    plan: Tensor,
+    cursors: Tensor,
+    source_slots: Tensor,
+    target_slots: Tensor,
+    num_rows: Tensor,
+    keep_source: bool = False,
+) -> None:
+    """Plan for :func:`gated_delta_fold`: which pending rows become part of a state now, and of which.
+
+    Args:
+        plan: int32 ``[>= E, 4]``, contiguous; **mutated**, every row, as by :func:`plan_recurrent_window`. Zeros where
+            there is nothing to do: a slot of an entry is nobody's, or it folds no row into its own slot; and past E.
+        cursors: as there; **mutated**: nothing is pending in a target, and in a source unless ``keep_source``. All are
+            read before the first is written.
+        source_slots: int32 or int64 ``[E]``, any stride: slots whose state and record are read.
+        target_slots: int32 or int64 ``[>= E]``, any stride: slots whose state is written. The source itself, or another
+            slot: then it is a copy, also with no rows.
+        num_rows: int32 ``[>= E]``, contiguous: how many rows to replay; no more than are pending, no less than 0.
+        keep_source: whether a source that is not its own target keeps what is pending.
+
+    Raises:
+        As :func:`plan_recurrent_window`; the ValueError also for a target that two entries have, or that is the source
+        of another one: on CUDA that is not looked for.
+    """
+
+
+@op(
+    mutates=(
+        "out", "state", "record_keys", "record_norms", "record_decays", "record_values", "layer_window", "all_states",
+    )
+)  # fmt: skip
+def gated_delta_verify(
+    out: Tensor,
+    state: Tensor,
+    record_keys: Tensor,
+    record_norms: Tensor,
+    record_decays: Tensor,
+    record_values: Tensor,
+    layer_window: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,  # noqa: N803  (vLLM's and the models' name)
+    dt_bias: Tensor,
+    plan: Tensor,
+    window: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    use_qk_l2norm: bool = True,
+    gate: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-5,
+    gate_activation: str = "silu",
+    all_states: Tensor | None = None,
+) -> None:
+    """One layer of a window: replay what was accepted onto the state, run this window's tokens, record them.
+
+    For each token, in float32 from the state on, which is not rounded in between:
+
+        x = a + dt_bias;  softplus = log(1 + exp(softplus_beta x)) / softplus_beta, or x above the threshold
+        decay = exp(-exp(A_log) softplus);  beta = sigmoid(b)
+        k = k / sqrt(sum(k^2) + 1e-6), q likewise;  q = q scale
+        S = S decay;  u = beta (v - S k);  S = S + u k^T;  out = S q
+
+    as vLLM's ``fused_sigmoid_gating_delta_rule_update``
+    (``vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py``). The replay is the first and the third
+    step of the last line with what the record holds, rounded to the dtype of ``state`` once, at its end; the window
+    goes on from what was rounded. With ``gate`` and ``norm_weight`` out is rounded to its dtype and then becomes
+    ``out / sqrt(mean(out^2) + norm_eps) * norm_weight * act(gate)``, as by vLLM's ``fused_gdn_decode_post_conv_mtp``.
+
+    The requests are those of ``query_start_loc``, Q; tokens of a request whose row of ``plan`` is zeros (a padded one,
+    or one that is no window) become zeros in ``out``, and nothing else of theirs is written: who computes such tokens
+    writes them behind this call. Tokens from ``query_start_loc[Q]`` on are untouched.
+
+    Args:
+        out: ``[>= T, V, dv]``, dtype of ``q``, contiguous along dv; **mutated** at the requests' tokens.
+        state: ``[S, V, dv, dk]``, float32 or bfloat16, contiguous within a slot, any stride of slots; **mutated** at
+            the slots that the plan writes, and so are the records.
+        record_keys: ``[S, 2, K, H, dk]``, dtype of ``k``: keys as given. This and the other records are contiguous
+            within a slot, with any stride of slots.
+        record_norms: float32 ``[S, 2, K, H]``: what a key is multiplied with (1 without ``use_qk_l2norm``).
+        record_decays: float32 ``[S, 2, K, V]``, or ``[S, 2, K, V, dk]`` with a decay per channel.
+        record_values: float32 ``[S, K, V, dv]``: the updates u.
+        layer_window: int64 ``[1]``; **mutated**: ``window``, so that a cancelled step knows which layers ran.
+        q, k: ``[T, H, dk]``, float16 or bfloat16 (on the CPU float32 too), contiguous along dk: views of one packed
+            tensor as they are.
+        v: ``[T, V, dv]``, likewise, dtype of ``q``.
+        a: ``[T, V]``, any strides; ``[T, V, dk]`` for a decay per channel (KDA). float32, float16 or bfloat16, as
+            ``b``, ``A_log``, ``dt_bias`` and ``norm_weight``, each by itself.
+        b: ``[T, V]``, any strides.
+        A_log: ``[V]``.
+        dt_bias: ``[V]``, or ``[V, dk]`` with a decay per channel.
+        plan, window: what :func:`plan_recurrent_window` gave. A plan of another window replays twice.
+        query_start_loc: int32 ``[Q + 1]``, contiguous, as it had; no more requests than ``plan`` has rows.
+        scale: factor of q.
+        softplus_beta, softplus_threshold: of the softplus.
+        use_qk_l2norm: whether q and k are divided by their norms.
+        gate: ``[>= T, V, dv]``, dtype of ``q``, contiguous along dv, or None.
+        norm_weight: ``[dv]``, or None (both or neither).
+        norm_eps: of the norm.
+        gate_activation: ``"silu"`` or ``"sigmoid"``.
+        all_states: ``[>= T, V, dv, dk]``, dtype of ``state``, contiguous within a token, or None; **mutated**: the
+            state after each token, rounded: what a scheme that stores every state keeps. For tests and audits.
+
+    Raises:
+        ValueError: a shape, a stride, an option, or memory that what is written shares with anything else; on the CPU
+            also a plan that cannot be, or does not fit ``query_start_loc``.
+        TypeError: a dtype or device.
+        IndexError: on the CPU, a slot of the plan >= S. Nothing is written then. On CUDA such a request is left out,
+            and with ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after it.
+        RuntimeError: as :func:`plan_recurrent_window`.
+    """
+
+
+@op(mutates=("states",))
+def gated_delta_fold(
+    states: list[Tensor],
+    record_keys: list[Tensor],
+    record_norms: list[Tensor],
+    record_decays: list[Tensor],
+    record_values: list[Tensor],
+    layer_windows: list[Tensor],
+    plan: Tensor,
+    window: Tensor | None = None,
+) -> None:
+    """Replay what a plan says in all layers at once: ``state[target]`` becomes ``state[source]`` with its rows.
+
+    The same bits as :func:`gated_delta_verify` stores before its window.
+
+    Args:
+        states: of each of L layers, as ``state`` of :func:`gated_delta_verify`, all of one shape, dtype and strides;
+            **mutated** at the slots that the plan writes. Layers of another geometry take another call.
+        record_keys, record_norms, record_decays, record_values, layer_windows: of each layer, as there. Contiguous
+            within a slot; of a kind all have one shape and one stride of slots.
+        plan: int32 ``[E, 4]``, contiguous: what :func:`plan_recurrent_fold` gave, or, to cancel an open window,
+            :func:`plan_recurrent_window`.
+        window: int64 ``[1]`` or None: layers whose ``layer_windows`` holds this number are left out: they ran in the
+            window that is cancelled, and have replayed already.
+
+    Raises:
+        As :func:`gated_delta_verify`; ValueError also for lists of different lengths, and for a state that shares
+        memory with another layer's or with a record.
+    """
