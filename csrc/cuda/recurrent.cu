@@ -1,0 +1,996 @@
+// Family recurrent on CUDA: one state per request, replayed and verified in one launch. Semantics:
+// nwor_ops/ops/recurrent.py.
+//
+// A block owns rows of one head's state of one request, from load to store, in registers: eight lanes share a
+// row, a thread has 64 elements of a few rows. Keys, queries, gates and the record's rows are copied to
+// shared memory while the state is on its way. The state is stored as soon as the accepted rows are replayed,
+// and the window runs on what is in registers.
+//
+// Bits are those of vLLM's Triton kernel as Triton 3.6 compiles it for num_warps=4: the same approximations
+// of exp, log, 1/x and 1/sqrt(x), the same fused multiply-adds, and each sum in the same order. So products
+// are written with the functions that the compiler does not fuse, and `dot` and `sum_rows` say which sum is
+// whose.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../common/dispatch.h"
+#include "../recurrent.h"
+#include "launch.h"
+
+namespace nwor {
+namespace {
+
+constexpr int kLanes = 8;                // that share a row of a state
+constexpr int kGroups = kWarp / kLanes;  // rows that a warp holds beside each other
+constexpr int kRowsOfTile = 32;          // of a Triton program
+constexpr unsigned kAllLanes = 0xffffffff;
+constexpr size_t kSharedWithoutAsking = 48 << 10;
+
+// ---------------------------------------------------------------- arithmetic
+
+__device__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ float exp_approx(float x) {
+    return exp2_approx(__fmul_rn(x, 0x1.715476p+0f));  // log2(e)
+}
+
+__device__ float rsqrt_approx(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ float divide_approx(float x, float y) {
+    float z;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
+__device__ float sigmoid(float x) {
+    return divide_approx(1.0f, __fadd_rn(exp_approx(-x), 1.0f));
+}
+
+// log(x) for x >= 1, as libdevice has it: the exponent, and a polynomial of a mantissa in [2/3, 4/3).
+__device__ float log_from_one(float x) {
+    const int bits = __float_as_int(x);
+    if (bits >= 0x7f800000) return x;
+    const int exponent = (bits - 0x3f2aaaab) & 0xff800000;
+    const float m = __fadd_rn(__int_as_float(bits - exponent), -1.0f);
+    float p = __fmaf_rn(__int_as_float(0xbe055027), m, __int_as_float(0x3e1039f6));
+    p = __fmaf_rn(p, m, __int_as_float(0xbdf8cdcc));
+    p = __fmaf_rn(p, m, __int_as_float(0x3e0f2955));
+    p = __fmaf_rn(p, m, __int_as_float(0xbe2ad8b9));
+    p = __fmaf_rn(p, m, __int_as_float(0x3e4ced0b));
+    p = __fmaf_rn(p, m, __int_as_float(0xbe7fff22));
+    p = __fmaf_rn(p, m, __int_as_float(0x3eaaaa78));
+    p = __fmaf_rn(p, m, -0.5f);
+    p = __fmaf_rn(__fmul_rn(m, p), m, m);
+    return __fmaf_rn(__fmul_rn(static_cast<float>(exponent), 0x1p-23f), 0x1.62e430p-1f, p);
+}
+
+// exp(-exp(A_log) * softplus(x))
+__device__ float decay_of(const VerifyArguments& c, float x, float log_rate) {
+    const float scaled = __fmul_rn(c.softplus_beta, x);
+    const float soft =
+        __fmul_rn(divide_approx(1.0f, c.softplus_beta), log_from_one(__fadd_rn(exp_approx(scaled), 1.0f)));
+    const float softplus = scaled <= c.softplus_threshold ? soft : x;
+    return exp_approx(__fmul_rn(-exp_approx(log_rate), softplus));
+}
+
+__device__ float sum_of_warp(float x) {
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+        x = __fadd_rn(x, __shfl_xor_sync(kAllLanes, x, offset));
+    return x;
+}
+
+// ---------------------------------------------------------------- dtypes
+
+__device__ float to_float(__nv_bfloat16 x) {
+    return __bfloat162float(x);
+}
+__device__ float to_float(__half x) {
+    return __half2float(x);
+}
+__device__ void set(__nv_bfloat16* to, float x) {
+    *to = __float2bfloat16_rn(x);
+}
+__device__ void set(__half* to, float x) {
+    *to = __float2half_rn(x);
+}
+
+// One of `Floats`, loaded but not looked at: nothing waits for it before it is needed.
+struct LoadedFloat {
+    uint32_t bits;
+    ScalarType dtype;
+
+    __device__ LoadedFloat(const Floats& from, int64_t i, int64_t j = 0, int64_t k = 0) : dtype(from.dtype) {
+        const int64_t place = i * from.strides[0] + j * from.strides[1] + k * from.strides[2];
+        bits = dtype == ScalarType::Float ? static_cast<const uint32_t*>(from.data)[place]
+                                          : static_cast<const uint16_t*>(from.data)[place];
+    }
+    __device__ float value() const {
+        if (dtype == ScalarType::Float) return __uint_as_float(bits);
+        if (dtype == ScalarType::BFloat16) return __uint_as_float(bits << 16);
+        return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+    }
+};
+
+// ---------------------------------------------------------------- rows of a state in registers
+
+// What a warp holds of a state of `State` [dv, kWidth]: rows first + 4 * j + group for j < kRows. A chunk is
+// what one access of 16 bytes moves; lane l of a row's eight has the chunks l, l + 8, ...
+template <class State, int kWidth>
+struct Rows {
+    static constexpr int kChunk = 16 / sizeof(State);
+    static constexpr int kChunks = kWidth / (kLanes * kChunk);
+    static constexpr int kRows = 512 / kWidth;
+    static constexpr int kRowsOfWarp = kRows * kGroups;
+    // Of Triton's program: one lane has one chunk of a row, and a row that needs more than a warp is summed
+    // in parts; it keeps every kTileStep-th row in the same registers.
+    static constexpr int kParts = kWidth > kWarp* kChunk ? kWidth / (kWarp * kChunk) : 1;
+    static constexpr int kTileStep = kWarp * kChunk * 4 / kWidth;
+    static constexpr int kLanesOfSum = kLanes / kRows;  // that hold the sum of the same row
+
+    float h[kRows][kChunks][kChunk];
+};
+
+// Lane l of a row's eight, and which of the warp's rows beside each other it is in.
+struct LaneOfRow {
+    int lane, group;
+
+    __device__ LaneOfRow() : lane(threadIdx.x % kLanes), group(threadIdx.x % kWarp / kLanes) {}
+};
+
+// A vector along the keys lies in shared memory such that the eight lanes of a row read 128 bytes in a row.
+template <class State, int kWidth>
+__device__ int shared_place(int k) {
+    constexpr int kChunk = Rows<State, kWidth>::kChunk;
+    const int in_chunk = k % kChunk;
+    return k / (kLanes * kChunk) * (kLanes * kChunk) + in_chunk / 4 * (kLanes * 4) + k / kChunk % kLanes * 4 +
+           in_chunk % 4;
+}
+
+template <int kChunks, int kChunk>
+__device__ void read_vector(float (&x)[kChunks][kChunk], const float* shared, const LaneOfRow& at) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+        for (int e = 0; e < kChunk; e += 4) {
+            const float4 four =
+                *reinterpret_cast<const float4*>(shared + c * kLanes * kChunk + e * kLanes + at.lane * 4);
+            x[c][e] = four.x, x[c][e + 1] = four.y, x[c][e + 2] = four.z, x[c][e + 3] = four.w;
+        }
+}
+
+// The raw chunks of a warp's rows, loaded but not looked at.
+template <class State, int kWidth>
+struct RawRows {
+    using R = Rows<State, kWidth>;
+    uint4 chunks[R::kRows][R::kChunks];
+
+    // `state` is where the head's rows begin.
+    __device__ void load(const char* state, int first, const LaneOfRow& at) {
+        const uint4* from =
+            reinterpret_cast<const uint4*>(state) + (first + at.group) * (R::kChunks * kLanes) + at.lane;
+#pragma unroll
+        for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+            for (int c = 0; c < R::kChunks; ++c)
+                chunks[j][c] = __ldcs(from + (j * kGroups * R::kChunks + c) * kLanes);
+    }
+    __device__ void store(char* state, int first, const LaneOfRow& at) const {
+        uint4* to = reinterpret_cast<uint4*>(state) + (first + at.group) * (R::kChunks * kLanes) + at.lane;
+#pragma unroll
+        for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+            for (int c = 0; c < R::kChunks; ++c)
+                __stcs(to + (j * kGroups * R::kChunks + c) * kLanes, chunks[j][c]);
+    }
+    __device__ void widen(R* rows) const {
+#pragma unroll
+        for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+            for (int c = 0; c < R::kChunks; ++c) {
+                const uint32_t words[4] = {chunks[j][c].x, chunks[j][c].y, chunks[j][c].z, chunks[j][c].w};
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    if constexpr (sizeof(State) == 4) {
+                        rows->h[j][c][w] = __uint_as_float(words[w]);
+                    } else {
+                        rows->h[j][c][2 * w] = __uint_as_float(words[w] << 16);
+                        rows->h[j][c][2 * w + 1] = __uint_as_float(words[w] & 0xffff0000);
+                    }
+                }
+            }
+    }
+    __device__ void round(const R& rows) {
+#pragma unroll
+        for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+            for (int c = 0; c < R::kChunks; ++c) {
+                uint32_t words[4];
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    if constexpr (sizeof(State) == 4) {
+                        words[w] = __float_as_uint(rows.h[j][c][w]);
+                    } else {
+                        const __nv_bfloat162 two =
+                            __floats2bfloat162_rn(rows.h[j][c][2 * w], rows.h[j][c][2 * w + 1]);
+                        words[w] = reinterpret_cast<const uint32_t&>(two);
+                    }
+                }
+                chunks[j][c] = make_uint4(words[0], words[1], words[2], words[3]);
+            }
+    }
+};
+
+// h = h * decay, one decay for all or one for each key channel. A state that was just loaded has +0 where it
+// may have -0, as one that 0 was added to: `addend` is 0 for it, and -0, which changes nothing, afterwards.
+template <class State, int kWidth, bool kPerChannel>
+__device__ void decay_rows(Rows<State, kWidth>* rows, const float* decays, float addend,
+                           const LaneOfRow& at) {
+    using R = Rows<State, kWidth>;
+    if constexpr (kPerChannel) {
+        float d[R::kChunks][R::kChunk];
+        read_vector(d, decays, at);
+#pragma unroll
+        for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+            for (int c = 0; c < R::kChunks; ++c)
+#pragma unroll
+                for (int e = 0; e < R::kChunk; ++e)
+                    rows->h[j][c][e] = __fmaf_rn(rows->h[j][c][e], d[c][e], addend);
+    } else {
+        const float d = *decays;
+#pragma unroll
+        for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+            for (int c = 0; c < R::kChunks; ++c)
+#pragma unroll
+                for (int e = 0; e < R::kChunk; ++e) rows->h[j][c][e] = __fmaf_rn(rows->h[j][c][e], d, addend);
+    }
+}
+
+// h = h + u k^T
+template <class State, int kWidth>
+__device__ void update_rows(Rows<State, kWidth>* rows, const float (&u)[Rows<State, kWidth>::kRows],
+                            const float (&k)[Rows<State, kWidth>::kChunks][Rows<State, kWidth>::kChunk]) {
+    using R = Rows<State, kWidth>;
+#pragma unroll
+    for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+        for (int c = 0; c < R::kChunks; ++c)
+#pragma unroll
+            for (int e = 0; e < R::kChunk; ++e) rows->h[j][c][e] = __fmaf_rn(k[c][e], u[j], rows->h[j][c][e]);
+}
+
+// Of one chunk. Triton's compiler begins with the second product, but in the last rows of a program, where it
+// begins with the first one.
+template <int kChunk>
+__device__ float dot_chunk(const float (&h)[kChunk], const float (&x)[kChunk], bool first_begins) {
+    float sum = first_begins ? __fmaf_rn(h[1], x[1], __fmul_rn(h[0], x[0]))
+                             : __fmaf_rn(h[0], x[0], __fmul_rn(h[1], x[1]));
+#pragma unroll
+    for (int e = 2; e < kChunk; ++e) sum = __fmaf_rn(h[e], x[e], sum);
+    return sum;
+}
+
+// The products of all rows with x, summed over the eight lanes. A lane returns that of the row
+// j = at.lane / kLanesOfSum. Chunks are added in the order of a warp's butterfly, from 16 lanes apart to
+// neighbours: the distances 16 and 8 are in one thread here, and of the other three a lane hands over the
+// rows that it does not return.
+template <bool kOfKey, class State, int kWidth>
+__device__ float dot(const Rows<State, kWidth>& rows,
+                     const float (&x)[Rows<State, kWidth>::kChunks][Rows<State, kWidth>::kChunk], int first,
+                     const LaneOfRow& at) {
+    using R = Rows<State, kWidth>;
+    constexpr int kChunksOfPart = R::kChunks / R::kParts;
+    float sums[R::kRows * R::kParts];
+#pragma unroll
+    for (int j = 0; j < R::kRows; ++j) {
+        // Whether a row at j can be one of the last kTileStep of a tile, and whether this one is.
+        const bool may_be_last = kOfKey && kGroups * (j + 1) + R::kTileStep > R::kRowsOfWarp;
+        const bool last =
+            may_be_last && (first + kGroups * j + at.group) % kRowsOfTile >= kRowsOfTile - R::kTileStep;
+#pragma unroll
+        for (int part = 0; part < R::kParts; ++part) {
+            float chunks[kChunksOfPart];
+#pragma unroll
+            for (int c = 0; c < kChunksOfPart; ++c)
+                chunks[c] = dot_chunk(rows.h[j][part * kChunksOfPart + c], x[part * kChunksOfPart + c], last);
+#pragma unroll
+            for (int distance = kChunksOfPart / 2; distance > 0; distance /= 2)
+#pragma unroll
+                for (int c = 0; c < distance; ++c) chunks[c] = __fadd_rn(chunks[c], chunks[c + distance]);
+            sums[j * R::kParts + part] = chunks[0];
+        }
+    }
+    int count = R::kRows * R::kParts;
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+        const bool upper = at.lane & distance;
+        if (count == 1) {
+            sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(kAllLanes, sums[0], distance));
+            continue;
+        }
+        count /= 2;
+#pragma unroll
+        for (int i = 0; i < R::kRows * R::kParts / 2; ++i) {
+            if (i >= count) break;
+            const float kept = upper ? sums[count + i] : sums[i];
+            const float handed = upper ? sums[i] : sums[count + i];
+            sums[i] = __fadd_rn(kept, __shfl_xor_sync(kAllLanes, handed, distance));
+        }
+    }
+    if constexpr (R::kParts == 2)  // which are side by side: two lanes have each
+        sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(kAllLanes, sums[0], R::kLanesOfSum / 2));
+    return sums[0];
+}
+
+// ---------------------------------------------------------------- what a block copies to shared memory
+
+// Where things lie in a block's shared memory, in bytes. Vectors along the keys are in `shared_place`s.
+struct SharedPlaces {
+    int keys, queries, decays, betas;                              // of the window
+    int replay_keys, replay_norms, replay_decays, replay_updates;  // of the record
+    int weights, gates, outputs;                                   // of the norm
+    int raw_keys, raw_queries, raw_replay_keys;
+    int bytes;
+
+    // Of at most `tokens` tokens and `rows` rows of a record; `width` of keys, `values` rows of a state.
+    SharedPlaces(int64_t tokens, int64_t rows, int64_t width, int64_t values, bool per_channel,
+                 bool has_norm) {
+        int64_t end = 0;
+        const auto take = [&end](int64_t bytes) {
+            const int64_t begin = end;
+            end += ceil_div(bytes, 16) * 16;
+            return static_cast<int>(begin);
+        };
+        const int64_t decay = (per_channel ? width : 1) * 4;
+        keys = take(tokens * width * 4);
+        queries = take(tokens * width * 4);
+        decays = take(tokens * decay);
+        betas = take(tokens * 4);
+        replay_keys = take(rows * width * 4);
+        replay_norms = take(rows * 4);
+        replay_decays = take(rows * decay);
+        replay_updates = take(rows * values * 4);
+        weights = take(has_norm ? values * 4 : 0);
+        gates = take(has_norm ? tokens * values * 2 : 0);
+        outputs = take(has_norm ? tokens * values * 2 : 0);
+        raw_keys = take(tokens * width * 2);
+        raw_queries = take(tokens * width * 2);
+        raw_replay_keys = take(rows * width * 2);
+        bytes = static_cast<int>(end);
+    }
+};
+
+extern __shared__ __align__(16) char shared_memory[];
+
+template <class T>
+__device__ T* shared_at(int place) {
+    return reinterpret_cast<T*>(shared_memory + place);
+}
+
+template <int kBytes>
+__device__ void copy_async(void* shared, const void* from) {
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    if constexpr (kBytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ void wait_for_copies() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// A warp copies `bytes`, a multiple of 16, of elements of two bytes or more.
+__device__ void copy_row(char* shared, const void* source, int bytes) {
+    const char* from = static_cast<const char*>(source);
+    const int lane = threadIdx.x % kWarp;
+    const uintptr_t address = reinterpret_cast<uintptr_t>(from);
+    if (address % 16 == 0) {
+#pragma unroll 1
+        for (int i = lane * 16; i < bytes; i += kWarp * 16) copy_async<16>(shared + i, from + i);
+    } else if (address % 4 == 0) {
+#pragma unroll 1
+        for (int i = lane * 4; i < bytes; i += kWarp * 4) copy_async<4>(shared + i, from + i);
+    } else {
+#pragma unroll 1
+        for (int i = lane * 2; i < bytes; i += kWarp * 2)
+            *reinterpret_cast<uint16_t*>(shared + i) = *reinterpret_cast<const uint16_t*>(from + i);
+    }
+}
+
+// Which head's rows of which request a block has.
+struct BlockPlace {
+    int64_t request, head, key_head;
+    int first_value, num_values;      // rows of the state
+    bool leads_head, leads_key_head;  // writes what all blocks of a value head or a key head share
+};
+
+// From the number of a block to its place.
+struct BlockPlaces {
+    FastDivisor by_splits, by_heads, by_group;
+    int num_values;
+
+    BlockPlaces(const RecurrentRecord& r, int64_t values_of_block)
+        : by_splits(r.value_width / values_of_block),
+          by_heads(r.num_value_heads),
+          by_group(r.num_value_heads / r.num_key_heads),
+          num_values(static_cast<int>(values_of_block)) {}
+
+    __device__ BlockPlace operator[](uint32_t block) const {
+        const uint32_t row = by_splits.quotient(block), split = block - row * by_splits.divisor;
+        const uint32_t request = by_heads.quotient(row), head = row - request * by_heads.divisor;
+        const uint32_t key_head = by_group.quotient(head);
+        return {request,
+                head,
+                key_head,
+                static_cast<int>(split) * num_values,
+                num_values,
+                split == 0,
+                split == 0 && head == key_head * by_group.divisor};
+    }
+};
+
+// The number of copies that `copy_replay` makes of a record's row.
+constexpr int kCopiesOfReplay = 2;
+
+// The record's rows that are to be replayed. Copies go in turn to the block's warps, from `copy` on.
+template <class State, int kWidth, bool kPerChannel>
+__device__ void copy_replay(const RecurrentRecord& r, const SharedPlaces& places, const RecurrentRow& row,
+                            const BlockPlace& block, int copy) {
+    const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+    for (; copy < row.rows * kCopiesOfReplay; copy += warps) {
+        const int i = copy / kCopiesOfReplay;
+        if (copy % kCopiesOfReplay == 0) {
+            const char* keys = r.keys + r.key_offset(row.source, row.half, i, block.key_head) * 2;
+            copy_row(shared_at<char>(places.raw_replay_keys) + i * kWidth * 2, keys, kWidth * 2);
+            if (lane == 0)
+                copy_async<4>(shared_at<float>(places.replay_norms) + i,
+                              r.norms + r.norm_offset(row.source, row.half, i, block.key_head));
+            continue;
+        }
+        const float* updates = r.values + r.value_offset(row.source, i, block.head) + block.first_value;
+        copy_row(shared_at<char>(places.replay_updates) + i * block.num_values * 4, updates,
+                 block.num_values * 4);
+        const float* decays = r.decays + r.decay_offset(row.source, row.half, i, block.head);
+        float* to = shared_at<float>(places.replay_decays);
+        if constexpr (kPerChannel) {
+            for (int k = lane; k < kWidth; k += kWarp)
+                copy_async<4>(to + i * kWidth + shared_place<State, kWidth>(k), decays + k);
+        } else if (lane == 0) {
+            copy_async<4>(to + i, decays);
+        }
+    }
+}
+
+// From raw keys to keys, of the rows to replay.
+template <class State, class Input, int kWidth>
+__device__ void scale_replay_keys(const SharedPlaces& places, int num_rows) {
+    const Input* raw = shared_at<Input>(places.raw_replay_keys);
+    for (int i = threadIdx.x; i < num_rows * kWidth; i += blockDim.x) {
+        const int row = i / kWidth;
+        shared_at<float>(places.replay_keys)[row * kWidth + shared_place<State, kWidth>(i % kWidth)] =
+            __fmul_rn(to_float(raw[i]), shared_at<float>(places.replay_norms)[row]);
+    }
+}
+
+// `first` is the warp's first row of the state, `value` the same among the block's.
+template <class State, int kWidth, bool kPerChannel>
+__device__ void replay(Rows<State, kWidth>* rows, const SharedPlaces& places, int num_rows, int num_values,
+                       int value, const LaneOfRow& at) {
+    using R = Rows<State, kWidth>;
+    const float* updates = shared_at<float>(places.replay_updates) + value + at.group;
+    float addend = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < num_rows; ++i) {
+        decay_rows<State, kWidth, kPerChannel>(
+            rows, shared_at<float>(places.replay_decays) + i * (kPerChannel ? kWidth : 1), addend, at);
+        addend = -0.0f;
+        float k[R::kChunks][R::kChunk], u[R::kRows];
+        read_vector(k, shared_at<float>(places.replay_keys) + i * kWidth, at);
+#pragma unroll
+        for (int j = 0; j < R::kRows; ++j) u[j] = updates[i * num_values + j * kGroups];
+        update_rows(rows, u, k);
+    }
+}
+
+// ---------------------------------------------------------------- gated_delta_verify
+
+struct VerifyJob {
+    VerifyArguments call;
+    SharedPlaces shared;
+    BlockPlaces blocks;
+    const char* report_as;
+};
+
+// A warp turns raw queries or keys of a token into what the window works with, and records keys.
+template <class State, class Input, int kWidth>
+__device__ void scale_window(const VerifyJob& job, const RecurrentRow& row, const BlockPlace& block,
+                             int num_tokens) {
+    constexpr int kSegments = kWidth < 128 ? kWidth / kWarp : 4;  // Triton's warps, which are added last
+    constexpr int kNeighbours = kWidth / kWarp / kSegments;       // elements of one lane
+    const VerifyArguments& c = job.call;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    for (int i = warp; i < 2 * num_tokens; i += warps) {
+        const int token = i / 2;
+        const bool of_key = i % 2 == 0;
+        const Input* raw =
+            shared_at<Input>(of_key ? job.shared.raw_keys : job.shared.raw_queries) + token * kWidth;
+        float x[kSegments][kNeighbours], sums[kSegments];
+#pragma unroll
+        for (int s = 0; s < kSegments; ++s)
+#pragma unroll
+            for (int e = 0; e < kNeighbours; ++e)
+                x[s][e] = to_float(raw[(s * kWarp + lane) * kNeighbours + e]);
+        float factor = 1.0f;
+        if (c.use_qk_l2norm) {
+#pragma unroll
+            for (int s = 0; s < kSegments; ++s) {
+                sums[s] = __fmul_rn(x[s][0], x[s][0]);  // squares of 16-bit floats are exact
+                if constexpr (kNeighbours == 2) sums[s] = __fmaf_rn(x[s][1], x[s][1], sums[s]);
+                sums[s] = sum_of_warp(sums[s]);
+            }
+            const float sum = kSegments == 2 ? __fadd_rn(sums[0], sums[1])
+                                             : __fadd_rn(__fadd_rn(sums[0], sums[kSegments / 2]),
+                                                         __fadd_rn(sums[1], sums[kSegments - 1]));
+            factor = rsqrt_approx(__fadd_rn(sum, 1e-6f));
+        }
+        float* to = shared_at<float>(of_key ? job.shared.keys : job.shared.queries) + token * kWidth;
+#pragma unroll
+        for (int s = 0; s < kSegments; ++s)
+#pragma unroll
+            for (int e = 0; e < kNeighbours; ++e) {
+                float scaled = __fmul_rn(x[s][e], factor);
+                if (!of_key) scaled = __fmul_rn(scaled, c.scale);
+                to[shared_place<State, kWidth>((s * kWarp + lane) * kNeighbours + e)] = scaled;
+            }
+        if (of_key && block.leads_key_head) {
+            const RecurrentRecord& r = c.record;
+            Input* keys = reinterpret_cast<Input*>(r.keys) +
+                          r.key_offset(row.target, row.next_half(), token, block.key_head);
+            for (int k = lane; k < kWidth; k += kWarp) keys[k] = raw[k];
+            if (lane == 0)
+                r.norms[r.norm_offset(row.target, row.next_half(), token, block.key_head)] = factor;
+        }
+    }
+}
+
+// gated_delta_verify's norm: a warp has a token. The outputs were rounded, as those of a kernel without it.
+template <class Input>
+__device__ void norm_outputs(const VerifyJob& job, const BlockPlace& block, int64_t first_token,
+                             int num_tokens) {
+    const VerifyArguments& c = job.call;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    const float* weights = shared_at<float>(job.shared.weights);
+    for (int token = warp; token < num_tokens; token += warps) {
+        const Input* outputs = shared_at<Input>(job.shared.outputs) + token * block.num_values;
+        const Input* gates = shared_at<Input>(job.shared.gates) + token * block.num_values;
+        float sum = 0.0f;
+        for (int i = lane; i < block.num_values; i += kWarp) {
+            const float o = to_float(outputs[i]);
+            sum = __fmaf_rn(o, o, sum);
+        }
+        sum = sum_of_warp(sum);
+        const float factor = rsqrt_approx(sum / static_cast<float>(block.num_values) + c.norm_eps);
+        Input* out = reinterpret_cast<Input*>(c.out.data) + c.out.offset(first_token + token, block.head);
+        for (int i = lane; i < block.num_values; i += kWarp) {
+            const float z = to_float(gates[i]);
+            const float gate = c.gate_activation == GateActivation::kSilu ? z * sigmoid(z) : sigmoid(z);
+            set(out + i, to_float(outputs[i]) * factor * weights[i] * gate);
+        }
+    }
+}
+
+template <class State, class Input, int kWidth, bool kPerChannel>
+__global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_constant__ VerifyJob job) {
+    using R = Rows<State, kWidth>;
+    const VerifyArguments& c = job.call;
+    const RecurrentRecord& r = c.record;
+    const BlockPlace block = job.blocks[blockIdx.x];
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    wait_for_earlier_kernels();
+    // All of these are loaded before the first is looked at.
+    const int64_t first_token = c.query_start_loc[block.request],
+                  end_token = c.query_start_loc[block.request + 1];
+    const RecurrentRow row = c.plan[block.request];
+    if (blockIdx.x == 0 && threadIdx.x == 0) *c.layer_window = *c.window;
+    if (const Found found = problem_of_request(c, block.request)) {
+        if (threadIdx.x == 0) report(job.report_as, found);
+        return;
+    }
+    const int num_tokens = static_cast<int>(end_token - first_token);
+    if (num_tokens == 0) return;
+    if (!row.any()) {
+        for (int64_t token = first_token; token < end_token; ++token) {
+            Input* out = reinterpret_cast<Input*>(c.out.data) + c.out.offset(token, block.head);
+            for (int i = threadIdx.x; i < block.num_values; i += blockDim.x)
+                set(out + block.first_value + i, 0.0f);
+        }
+        return;
+    }
+
+    // Small things set out before the state does.
+    const bool has_norm = c.gate.data != nullptr;
+    const int num_copies = (has_norm ? 3 : 2) * num_tokens;
+    int copy = warp;
+    for (; copy < num_copies; copy += warps) {
+        const int kind = copy / num_tokens, token = copy - kind * num_tokens;
+        const HeadsView& from = kind == 0 ? c.k : kind == 1 ? c.q : c.gate;
+        const int to = kind == 0   ? job.shared.raw_keys
+                       : kind == 1 ? job.shared.raw_queries
+                                   : job.shared.gates;
+        const int bytes = (kind < 2 ? kWidth : block.num_values) * 2;
+        copy_row(shared_at<char>(to) + token * bytes,
+                 from.data + from.offset(first_token + token, kind < 2 ? block.key_head : block.head) * 2,
+                 bytes);
+    }
+    copy_replay<State, kWidth, kPerChannel>(r, job.shared, row, block, copy - num_copies);
+    const int token_of_lane = lane < num_tokens ? lane : 0;
+    const LoadedFloat a(c.a, first_token + token_of_lane, block.head),
+        b(c.b, first_token + token_of_lane, block.head), log_rate(c.A_log, block.head),
+        bias(c.dt_bias, block.head);
+    const LoadedFloat weight = has_norm ? LoadedFloat(c.norm_weight, threadIdx.x % block.num_values) : a;
+
+    const LaneOfRow at;
+    const int row_of_lane = at.lane / R::kLanesOfSum * kGroups + at.group;
+    const bool writes_row = at.lane % R::kLanesOfSum == 0;
+    const char* source = c.states.data + c.states.row_offset(row.source, block.head, 0) * sizeof(State);
+    char* target = c.states.data + c.states.row_offset(row.target, block.head, 0) * sizeof(State);
+    int value = warp * R::kRowsOfWarp;  // the warp's first row among the block's
+    RawRows<State, kWidth> raw;
+    raw.load(source, block.first_value + value, at);
+    __syncwarp();  // else the compiler has the loads wait for the copies
+
+    wait_for_copies();
+    __syncthreads();
+    if (warp == warps - 1 && lane < num_tokens) {
+        shared_at<float>(job.shared.betas)[lane] = sigmoid(b.value());
+        if constexpr (!kPerChannel) {
+            const float decay = decay_of(c, __fadd_rn(a.value(), bias.value()), log_rate.value());
+            shared_at<float>(job.shared.decays)[lane] = decay;
+            if (block.leads_head)
+                r.decays[r.decay_offset(row.target, row.next_half(), lane, block.head)] = decay;
+        }
+    }
+    if constexpr (kPerChannel)
+        for (int i = threadIdx.x; i < num_tokens * kWidth; i += blockDim.x) {
+            const int token = i / kWidth, k = i % kWidth;
+            const float x =
+                __fadd_rn(c.a.at(first_token + token, block.head, k), c.dt_bias.at(block.head, k));
+            const float decay = decay_of(c, x, log_rate.value());
+            shared_at<float>(job.shared.decays)[token * kWidth + shared_place<State, kWidth>(k)] = decay;
+            if (block.leads_head)
+                r.decays[r.decay_offset(row.target, row.next_half(), token, block.head) + k] = decay;
+        }
+    if (has_norm && threadIdx.x < block.num_values)
+        shared_at<float>(job.shared.weights)[threadIdx.x] = weight.value();
+    scale_window<State, Input, kWidth>(job, row, block, num_tokens);
+    scale_replay_keys<State, Input, kWidth>(job.shared, row.rows);
+    __syncthreads();
+
+    while (true) {
+        const int first = block.first_value + value;
+        R rows;
+        raw.widen(&rows);
+        if (row.rows > 0 || row.source != row.target) {
+            replay<State, kWidth, kPerChannel>(&rows, job.shared, row.rows, block.num_values, value, at);
+            raw.round(rows);
+            raw.store(target, first, at);
+            raw.widen(&rows);
+        }
+
+        const int value_of_lane = first + row_of_lane;
+        const Input* v =
+            reinterpret_cast<const Input*>(c.v.data) + c.v.offset(first_token, block.head) + value_of_lane;
+        float* updates = r.values + r.value_offset(row.target, 0, block.head) + value_of_lane;
+        const int64_t updates_stride = r.num_value_heads * r.value_width;
+        Input* out = has_norm ? shared_at<Input>(job.shared.outputs) + value + row_of_lane
+                              : reinterpret_cast<Input*>(c.out.data) + c.out.offset(first_token, block.head) +
+                                    value_of_lane;
+        const int64_t out_stride = has_norm ? block.num_values : c.out.token_stride;
+        Input next_v = *v;
+        float addend = 0.0f;
+#pragma unroll 1
+        for (int token = 0; token < num_tokens; ++token) {
+            const float v_of_lane = to_float(next_v);
+            v += c.v.token_stride;
+            if (token + 1 < num_tokens) next_v = *v;
+            decay_rows<State, kWidth, kPerChannel>(
+                &rows, shared_at<float>(job.shared.decays) + token * (kPerChannel ? kWidth : 1), addend, at);
+            addend = -0.0f;
+            float x[R::kChunks][R::kChunk];
+            read_vector(x, shared_at<float>(job.shared.keys) + token * kWidth, at);
+            const float update = __fmul_rn(__fadd_rn(v_of_lane, -dot<true>(rows, x, first, at)),
+                                           shared_at<float>(job.shared.betas)[token]);
+            if (writes_row) *updates = update;
+            updates += updates_stride;
+            float u[R::kRows];
+#pragma unroll
+            for (int j = 0; j < R::kRows; ++j)
+                u[j] = __shfl_sync(kAllLanes, update, j * R::kLanesOfSum, kLanes);
+            update_rows(&rows, u, x);
+            read_vector(x, shared_at<float>(job.shared.queries) + token * kWidth, at);
+            const float output = dot<false>(rows, x, first, at);
+            if (writes_row) set(out, output);
+            out += out_stride;
+            if (c.all_states != nullptr) {
+                const int64_t place =
+                    (first_token + token) * c.all_states_stride + block.head * c.states.value_width * kWidth;
+                raw.round(rows);
+                raw.store(c.all_states + place * static_cast<int64_t>(sizeof(State)), first, at);
+            }
+        }
+        value += warps * R::kRowsOfWarp;
+        if (value >= block.num_values) break;
+        raw.load(source, block.first_value + value, at);
+    }
+    if (!has_norm) return;
+    __syncthreads();
+    norm_outputs<Input>(job, block, first_token, num_tokens);
+}
+
+// ---------------------------------------------------------------- gated_delta_fold
+
+// Layers that fit in a launch's parameters (4 KB in all); more take another launch.
+constexpr int64_t kLayersPerLaunch = 72;
+
+struct FoldJob {
+    RecurrentStates states;  // of every layer; `data` is not used
+    RecurrentRecord record;  // likewise
+    RecurrentPlan plan;
+    const int64_t* window;
+    SharedPlaces shared;
+    BlockPlaces blocks;
+    FastDivisor by_entries;
+    const char* report_as;
+    FoldLayer layers[kLayersPerLaunch];
+};
+static_assert(sizeof(FoldJob) <= 4096, "kernel parameters are at most 4 KB on every architecture");
+
+template <class State, class Input, int kWidth, bool kPerChannel>
+__global__ void __launch_bounds__(kThreads, 2) fold_kernel(const __grid_constant__ FoldJob job) {
+    using R = Rows<State, kWidth>;
+    BlockPlace block = job.blocks[blockIdx.x];
+    const uint32_t number = job.by_entries.quotient(static_cast<uint32_t>(block.request));
+    const FoldLayer& layer = job.layers[number];
+    const int64_t entry = block.request - number * job.by_entries.divisor;
+    wait_for_earlier_kernels();
+    const RecurrentRow row = job.plan[entry];
+    const bool has_run = job.window != nullptr && *layer.window == *job.window;
+    if (const Found found = problem_of_plan(row, entry, job.states.num_slots, job.record.rows)) {
+        if (threadIdx.x == 0) report(job.report_as, found);
+        return;
+    }
+    if (!row.any() || has_run || (row.rows == 0 && row.source == row.target)) return;
+
+    RecurrentRecord r = job.record;
+    r.keys = const_cast<char*>(layer.keys);
+    r.norms = const_cast<float*>(layer.norms);
+    r.decays = const_cast<float*>(layer.decays);
+    r.values = const_cast<float*>(layer.values);
+    copy_replay<State, kWidth, kPerChannel>(r, job.shared, row, block, threadIdx.x / kWarp);
+    const LaneOfRow at;
+    const int64_t source = job.states.row_offset(row.source, block.head, 0) * sizeof(State),
+                  target = job.states.row_offset(row.target, block.head, 0) * sizeof(State);
+    const int value = threadIdx.x / kWarp * R::kRowsOfWarp;
+    RawRows<State, kWidth> raw;
+    raw.load(layer.states + source, block.first_value + value, at);
+    __syncwarp();  // as above
+    wait_for_copies();
+    __syncthreads();
+    scale_replay_keys<State, Input, kWidth>(job.shared, row.rows);
+    __syncthreads();
+    R rows;
+    raw.widen(&rows);
+    replay<State, kWidth, kPerChannel>(&rows, job.shared, row.rows, block.num_values, value, at);
+    raw.round(rows);
+    raw.store(layer.states + target, block.first_value + value, at);
+}
+
+// ---------------------------------------------------------------- launches of both
+
+template <class F>
+void with_state_type(const RecurrentStates& states, const F& f) {
+    if (states.is_bfloat16) return f(Tag<__nv_bfloat16>{});
+    f(Tag<float>{});
+}
+
+template <class F>
+void with_input_type(ScalarType dtype, const F& f) {
+    if (dtype == ScalarType::BFloat16) return f(Tag<__nv_bfloat16>{});
+    f(Tag<__half>{});
+}
+
+template <class F>
+void with_key_width(int64_t width, const F& f) {
+    if (width == 64) return f(std::integral_constant<int, 64>{});
+    if (width == 128) return f(std::integral_constant<int, 128>{});
+    f(std::integral_constant<int, 256>{});
+}
+
+// Calls `f(Tag<State>, Tag<Input>, key width, per channel or not)`.
+template <class F>
+void with_types(const RecurrentStates& states, const RecurrentRecord& r, const F& f) {
+    with_state_type(states, [&](auto state) {
+        with_input_type(r.key_dtype, [&](auto input) {
+            with_key_width(states.key_width, [&](auto width) {
+                if (r.per_channel) return f(state, input, width, std::true_type{});
+                f(state, input, width, std::false_type{});
+            });
+        });
+    });
+}
+
+// Chunks of 16 bytes.
+void check_aligned(const char* op, const char* name, const void* data, int64_t stride,
+                   const RecurrentStates& s) {
+    const int64_t bytes = stride * (s.is_bfloat16 ? 2 : 4);
+    if (reinterpret_cast<uintptr_t>(data) % 16 != 0 || bytes % 16 != 0)
+        fail(op, name, " must begin at a multiple of 16 bytes, and so must each of its slots, got slots ",
+             bytes, " bytes apart",
+             reinterpret_cast<uintptr_t>(data) % 16 != 0 ? " and another beginning" : "");
+}
+
+template <class Kernel>
+void allow_shared_memory(const char* op, Kernel* kernel, const LaunchShape& shape, const Launch& launch) {
+    if (shape.shared_bytes <= kSharedWithoutAsking) return;
+    int most = 0;
+    STD_CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, launch.device()));
+    if (shape.shared_bytes > static_cast<size_t>(most))
+        fail(op, "record_rows must be so few that a block's copies of them fit ", most,
+             " bytes of shared memory on this GPU, got rows that need ", shape.shared_bytes);
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        static_cast<int>(shape.shared_bytes)));
+}
+
+LaunchShape shape_for_heads(const char* op, int64_t heads, int64_t splits, int64_t threads,
+                            int shared_bytes) {
+    if (heads > INT32_MAX / splits) fail(op, "the heads of all requests must fit in one launch, got ", heads);
+    return {dim3(static_cast<unsigned>(heads * splits)), dim3(static_cast<unsigned>(threads)),
+            static_cast<size_t>(shared_bytes)};
+}
+
+// Rows of a state that a block takes: few while the blocks are few, so that they spread over the chip.
+int64_t values_of_block(const RecurrentRecord& r, int64_t heads, int64_t most) {
+    int64_t values = std::min(r.value_width, most);
+#ifdef NWOR_TRY
+    if (const char* text = std::getenv("NWOR_TRY_VALUES")) return std::min<int64_t>(values, std::atoi(text));
+#endif
+    while (values > kRowsOfTile && heads * (r.value_width / values) < kEnoughBlocks) values /= 2;
+    return values;
+}
+
+void run(const VerifyArguments& c, const Launch& launch) {
+    check_aligned(c.op, "state", c.states.data, c.states.slot_stride, c.states);
+    if (c.all_states != nullptr)
+        check_aligned(c.op, "all_states", c.all_states, c.all_states_stride, c.states);
+    const int64_t heads = c.num_requests * c.states.num_value_heads;
+    if (heads == 0) {
+        STD_CUDA_CHECK(cudaMemcpyAsync(c.layer_window, c.window, sizeof(int64_t), cudaMemcpyDeviceToDevice,
+                                       launch.stream()));
+        return check_launch(launch);
+    }
+    with_types(c.states, c.record, [&](auto state, auto input, auto width, auto per_channel) {
+        using State = typename decltype(state)::type;
+        constexpr int kWidth = decltype(width)::value;
+        constexpr int64_t kMost = Rows<State, kWidth>::kRowsOfWarp * (kThreads / kWarp);
+        const bool has_norm = c.gate.data != nullptr;  // then a block has all rows, a few at a time
+        const int64_t values = has_norm ? c.states.value_width : values_of_block(c.record, heads, kMost);
+        const VerifyJob job{
+            c, SharedPlaces(c.record.rows, c.record.rows, kWidth, values, c.record.per_channel, has_norm),
+            BlockPlaces(c.record, values), report_as(c.op)};
+        const auto kernel = verify_kernel<State, typename decltype(input)::type, kWidth, per_channel>;
+        const int64_t threads = std::min(values, kMost) / Rows<State, kWidth>::kRowsOfWarp * kWarp;
+        const LaunchShape shape =
+            shape_for_heads(c.op, heads, c.states.value_width / values, threads, job.shared.bytes);
+        allow_shared_memory(c.op, kernel, shape, launch);
+        launch.start(kernel, shape, job);
+    });
+    check_launch(launch);
+}
+
+void run(const FoldArguments& f, const Launch& launch) {
+    for (const FoldLayer& layer : f.layers)
+        check_aligned(f.op, "states", layer.states, f.states.slot_stride, f.states);
+    with_types(f.states, f.record, [&](auto state, auto input, auto width, auto per_channel) {
+        using State = typename decltype(state)::type;
+        constexpr int kWidth = decltype(width)::value;
+        constexpr int64_t kMost = Rows<State, kWidth>::kRowsOfWarp * (kThreads / kWarp);
+        const int64_t num_layers = static_cast<int64_t>(f.layers.size());
+        const int64_t heads_of_layer = f.plan.length * f.states.num_value_heads;
+        const int64_t values = values_of_block(f.record, heads_of_layer * num_layers, kMost);
+        FoldJob job{f.states,
+                    f.record,
+                    f.plan,
+                    f.window,
+                    SharedPlaces(0, f.record.rows, kWidth, values, f.record.per_channel, false),
+                    BlockPlaces(f.record, values),
+                    FastDivisor(f.plan.length),
+                    report_as(f.op),
+                    {}};
+        const auto kernel = fold_kernel<State, typename decltype(input)::type, kWidth, per_channel>;
+        for (int64_t first = 0; first < num_layers && heads_of_layer > 0; first += kLayersPerLaunch) {
+            const int64_t count = std::min(kLayersPerLaunch, num_layers - first);
+            std::copy_n(f.layers.begin() + first, count, job.layers);
+            const LaunchShape shape =
+                shape_for_heads(f.op, heads_of_layer * count, f.states.value_width / values,
+                                values / Rows<State, kWidth>::kRowsOfWarp * kWarp, job.shared.bytes);
+            allow_shared_memory(f.op, kernel, shape, launch);
+            launch.start(kernel, shape, job);
+        }
+    });
+    check_launch(launch);
+}
+
+// ---------------------------------------------------------------- plans
+
+__global__ void __launch_bounds__(kThreads)
+    window_plan_kernel(const __grid_constant__ RecurrentWindowArguments a, const char* report_as) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    wait_for_earlier_kernels();
+    if (i == 0) ++*a.window;
+    if (i >= a.plan.length) return;
+    if (i >= a.num_requests) return a.plan.set(i, {});
+    const RecurrentWindowStep step = window_step_of(a, i);
+    if (step.found) report(report_as, step.found);
+    a.plan.set(i, step.row);
+    if (step.sets_cursor) a.cursors.set(step.slot, step.cursor_rows, step.cursor_half);
+}
+
+void run(const RecurrentWindowArguments& a, const Launch& launch) {
+    launch.start(window_plan_kernel, shape_for_items(a.plan.length), a, report_as(a.op));
+    check_launch(launch);
+}
+
+// One block: all cursors are read before the first is written. In between, an entry that folds nothing but
+// still clears its cursor is marked by its half.
+constexpr int32_t kClears = 1;
+
+__global__ void __launch_bounds__(kThreads)
+    fold_plan_kernel(const __grid_constant__ RecurrentFoldPlanArguments a, const char* report_as) {
+    wait_for_earlier_kernels();
+    for (int64_t i = threadIdx.x; i < a.plan.length; i += kThreads) {
+        if (i >= a.num_entries) {
+            a.plan.set(i, {});
+            continue;
+        }
+        const RecurrentFoldStep step = fold_step_of(a, i);
+        if (step.found) report(report_as, step.found);
+        a.plan.set(i, !step.row.any() && step.cleared_target > 0 ? RecurrentRow{0, 0, kClears, 0} : step.row);
+    }
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < a.num_entries; i += kThreads) {
+        const RecurrentRow row = a.plan[i];
+        if (row.any()) {
+            a.cursors.set(row.target, 0, a.cursors.half(row.target));
+            if (row.source != row.target && !a.keep_source)
+                a.cursors.set(row.source, 0, a.cursors.half(row.source));
+        } else if (row.half == kClears) {
+            const int64_t target = a.target_slots[i];
+            a.cursors.set(target, 0, a.cursors.half(target));
+            a.plan.set(i, {});
+        }
+    }
+}
+
+void run(const RecurrentFoldPlanArguments& a, const Launch& launch) {
+    launch.start(fold_plan_kernel, {dim3(1), dim3(kThreads)}, a, report_as(a.op));
+    check_launch(launch);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(nwor, CUDA, m) {
+    register_recurrent<Launch>(m);
+}
+
+}  // namespace nwor
