@@ -1,0 +1,469 @@
+// Family recurrent on the CPU: one recurrent state per request. Semantics: nwor_ops/ops/recurrent.py.
+//
+// Nothing is contracted to fused multiply-adds (setup.py), so that the replay of a row and the step that
+// recorded it give the same bits on every processor.
+#include "../recurrent.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <unordered_map>
+#include <vector>
+
+#include "../common/dispatch.h"
+#include "device.h"
+
+namespace nwor {
+namespace {
+
+// ---------------------------------------------------------------- plans
+
+struct SlotsOfRow {
+    int64_t source, target;  // target 0: none
+};
+
+// A slot that one row writes and another reads or writes: the rows of a plan go in any order.
+template <class SlotsOf>
+Found meeting_of(Problem problem, int64_t count, const SlotsOf& slots_of) {
+    std::unordered_map<int64_t, int64_t> row_of_target;
+    for (int64_t i = 0; i < count; ++i) {
+        const SlotsOfRow slots = slots_of(i);
+        if (slots.target == 0) continue;
+        const auto [at, fresh] = row_of_target.emplace(slots.target, i);
+        if (!fresh) return {problem, i, slots.target, at->second};
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        const SlotsOfRow slots = slots_of(i);
+        if (slots.target == 0 || slots.source == slots.target) continue;
+        const auto at = row_of_target.find(slots.source);
+        if (at != row_of_target.end()) return {problem, at->second, slots.source, i};
+    }
+    return {};
+}
+
+template <class Step, class StepOf>
+std::vector<Step> steps_of(const char* op, int64_t count, const StepOf& step_of) {
+    std::vector<Step> steps;
+    steps.reserve(static_cast<size_t>(count));
+    for (int64_t i = 0; i < count; ++i) {
+        steps.push_back(step_of(i));
+        if (steps.back().found) complain(op, steps.back().found);
+    }
+    return steps;
+}
+
+template <class Step>
+void store_plan(const RecurrentPlan& plan, const std::vector<Step>& steps) {
+    const int64_t count = static_cast<int64_t>(steps.size());
+    for (int64_t i = 0; i < plan.length; ++i)
+        plan.set(i, i < count ? steps[static_cast<size_t>(i)].row : RecurrentRow{});
+}
+
+void run(const RecurrentWindowArguments& a, const Cpu&) {
+    const auto steps =
+        steps_of<RecurrentWindowStep>(a.op, a.num_requests, [&](int64_t q) { return window_step_of(a, q); });
+    const Found twice = meeting_of(kStateSlotsTwice, a.num_requests, [&](int64_t q) {
+        const int32_t slot = steps[static_cast<size_t>(q)].slot;
+        return SlotsOfRow{slot, slot};
+    });
+    if (twice) complain(a.op, twice);
+    store_plan(a.plan, steps);
+    for (const RecurrentWindowStep& step : steps)
+        if (step.sets_cursor) a.cursors.set(step.slot, step.cursor_rows, step.cursor_half);
+    grow(*a.window, 1);
+}
+
+void run(const RecurrentFoldPlanArguments& a, const Cpu&) {
+    const auto steps =
+        steps_of<RecurrentFoldStep>(a.op, a.num_entries, [&](int64_t i) { return fold_step_of(a, i); });
+    const Found twice = meeting_of(kFoldTargetTwice, a.num_entries, [&](int64_t i) {
+        return SlotsOfRow{a.source_slots[i], steps[static_cast<size_t>(i)].cleared_target};
+    });
+    if (twice) complain(a.op, twice);
+    store_plan(a.plan, steps);
+    for (const RecurrentFoldStep& step : steps)
+        for (const int32_t slot : {step.cleared_target, step.cleared_source})
+            if (slot > 0) a.cursors.set(slot, 0, a.cursors.half(slot));
+}
+
+void check_meetings(const char* op, const RecurrentPlan& plan, int64_t count) {
+    const Found twice = meeting_of(kPlanSlotTwice, count, [&](int64_t i) {
+        const RecurrentRow row = plan[i];
+        return row.any() ? SlotsOfRow{row.source, row.target} : SlotsOfRow{};
+    });
+    if (twice) complain(op, twice);
+}
+
+// ---------------------------------------------------------------- a row of a state: dk numbers in float32
+
+// A sum in an order that is the same on every processor and that a compiler can vectorise.
+class Sum {
+  public:
+    static constexpr int64_t kLanes = 16;  // divides 64
+
+    float& operator[](int64_t lane) { return lanes_[lane]; }
+    float total() {
+        for (int64_t half = kLanes / 2; half > 0; half /= 2)
+            for (int64_t i = 0; i < half; ++i) lanes_[i] += lanes_[i + half];
+        return lanes_[0];
+    }
+
+  private:
+    float lanes_[kLanes] = {};
+};
+
+float sum_of_squares(const float* x, int64_t width) {
+    Sum sum;
+    for (int64_t i = 0; i < width; i += Sum::kLanes)
+        for (int64_t lane = 0; lane < Sum::kLanes; ++lane) sum[lane] += x[i + lane] * x[i + lane];
+    return sum.total();
+}
+
+// The decay of a channel; one for all where there are no channels.
+template <bool kPerChannel>
+inline float decay_of(const float* decay, int64_t channel) {
+    return decay[kPerChannel ? channel : 0];
+}
+
+// What `forget` and `learn` do together: the same bits.
+template <bool kPerChannel>
+void replay(float* __restrict h, const float* __restrict decay, float u, const float* __restrict key,
+            int64_t width) {
+    for (int64_t i = 0; i < width; ++i) h[i] = h[i] * decay_of<kPerChannel>(decay, i) + u * key[i];
+}
+
+// Returns what is left of the state for this key.
+template <bool kPerChannel>
+float forget(float* __restrict h, const float* __restrict decay, const float* __restrict key, int64_t width) {
+    Sum sum;
+    for (int64_t i = 0; i < width; i += Sum::kLanes)
+        for (int64_t lane = 0; lane < Sum::kLanes; ++lane) {
+            h[i + lane] *= decay_of<kPerChannel>(decay, i + lane);
+            sum[lane] += h[i + lane] * key[i + lane];
+        }
+    return sum.total();
+}
+
+// Returns the output for this query.
+float learn(float* __restrict h, float u, const float* __restrict key, const float* __restrict query,
+            int64_t width) {
+    Sum sum;
+    for (int64_t i = 0; i < width; i += Sum::kLanes)
+        for (int64_t lane = 0; lane < Sum::kLanes; ++lane) {
+            h[i + lane] = h[i + lane] + u * key[i + lane];
+            sum[lane] += h[i + lane] * query[i + lane];
+        }
+    return sum.total();
+}
+
+template <class From>
+void load(float* to, const From* from, int64_t width) {
+    for (int64_t i = 0; i < width; ++i) to[i] = static_cast<float>(from[i]);
+}
+
+template <class To>
+void store(To* to, const float* from, int64_t width) {
+    for (int64_t i = 0; i < width; ++i) to[i] = static_cast<To>(from[i]);
+}
+
+template <class F>
+void with_state_type(const RecurrentStates& states, const F& f) {
+    if (states.is_bfloat16) return f(Tag<BFloat16>{});
+    f(Tag<float>{});
+}
+
+template <class F>
+void with_input_type(ScalarType dtype, const F& f) {
+    if (dtype == ScalarType::Float) return f(Tag<float>{});
+    if (dtype == ScalarType::Half) return f(Tag<Half>{});
+    f(Tag<BFloat16>{});
+}
+
+template <class F>
+void with_channels(bool per_channel, const F& f) {
+    if (per_channel) return f(std::true_type{});
+    f(std::false_type{});
+}
+
+// ---------------------------------------------------------------- the accepted rows of a record
+
+// What a head of a request replays.
+struct Replay {
+    int64_t rows = 0, key_width, decay_width, value_stride;
+    std::vector<float> keys;  // [rows, dk], normalised
+    const float *decays, *values;
+    int64_t decay_stride;
+
+    template <class Input>
+    void read(const RecurrentRecord& record, const RecurrentRow& plan, int64_t value_head) {
+        const int64_t key_head = value_head / (record.num_value_heads / record.num_key_heads);
+        rows = plan.rows;
+        key_width = record.key_width;
+        keys.resize(static_cast<size_t>(rows * key_width));
+        for (int64_t j = 0; j < rows; ++j) {
+            float* key = keys.data() + j * key_width;
+            load(key,
+                 reinterpret_cast<const Input*>(record.keys) +
+                     record.key_offset(plan.source, plan.half, j, key_head),
+                 key_width);
+            const float norm = record.norms[record.norm_offset(plan.source, plan.half, j, key_head)];
+            for (int64_t i = 0; i < key_width; ++i) key[i] *= norm;
+        }
+        decays = record.decays + record.decay_offset(plan.source, plan.half, 0, value_head);
+        decay_stride = record.num_value_heads * (record.per_channel ? key_width : 1);
+        values = record.values + record.value_offset(plan.source, 0, value_head);
+        value_stride = record.num_value_heads * record.value_width;
+    }
+
+    // Onto row `value` of the state.
+    template <bool kPerChannel>
+    void onto(float* h, int64_t value) const {
+        for (int64_t j = 0; j < rows; ++j)
+            replay<kPerChannel>(h, decays + j * decay_stride, values[j * value_stride + value],
+                                keys.data() + j * key_width, key_width);
+    }
+};
+
+// The row of a state as it is stored after the replay, and stored.
+template <class State, bool kPerChannel>
+void fold_row(const RecurrentStates& states, const RecurrentRow& plan, const Replay& replay,
+              int64_t value_head, int64_t value, float* h) {
+    const int64_t width = states.key_width;
+    State* data = reinterpret_cast<State*>(states.data);
+    State* target = data + states.row_offset(plan.target, value_head, value);
+    load(h, data + states.row_offset(plan.source, value_head, value), width);
+    if (replay.rows == 0 && plan.source == plan.target) return;
+    replay.onto<kPerChannel>(h, value);
+    store(target, h, width);
+    load(h, target, width);
+}
+
+// ---------------------------------------------------------------- gated_delta_verify
+
+float sigmoid(float x) {
+    return 1.0f / (1.0f + std::exp(-x));
+}
+
+float decay_from(const VerifyArguments& c, float A_log, float x) {
+    const float scaled = c.softplus_beta * x;
+    const float softplus =
+        scaled <= c.softplus_threshold ? (1.0f / c.softplus_beta) * std::log(1.0f + std::exp(scaled)) : x;
+    return std::exp(-std::exp(A_log) * softplus);
+}
+
+// One head of a request's window.
+template <class Input>
+class WindowHead {
+  public:
+    WindowHead(const VerifyArguments& c, int64_t request, int64_t value_head)
+        : c_(c),
+          plan_(c.plan[request]),
+          begin_(c.query_start_loc[request]),
+          tokens_(c.query_start_loc[request + 1] - begin_),
+          value_head_(value_head),
+          key_head_(value_head / (c.record.num_value_heads / c.record.num_key_heads)),
+          width_(c.states.key_width),
+          decay_width_(c.record.per_channel ? width_ : 1) {}
+
+    void run() {
+        if (!plan_.any()) return zero_outputs();
+        if (tokens_ == 0) return;
+        replay_.template read<Input>(c_.record, plan_, value_head_);
+        read_inputs();
+        with_state_type(c_.states, [&](auto state) {
+            with_channels(c_.record.per_channel, [&](auto per_channel) {
+                run_rows<typename decltype(state)::type, decltype(per_channel)::value>();
+            });
+        });
+        record();
+        write_outputs();
+    }
+
+  private:
+    Input* out(int64_t t) const {
+        return reinterpret_cast<Input*>(c_.out.data) + c_.out.offset(begin_ + t, value_head_);
+    }
+
+    void zero_outputs() const {
+        for (int64_t t = 0; t < tokens_; ++t)
+            std::fill_n(out(t), c_.states.value_width, static_cast<Input>(0.0f));
+    }
+
+    // Returns what the row was multiplied with for its norm.
+    float read_row(std::vector<float>& to, const HeadsView& from, int64_t t) const {
+        float* row = to.data() + t * width_;
+        load(row, reinterpret_cast<const Input*>(from.data) + from.offset(begin_ + t, key_head_), width_);
+        const float norm = c_.use_qk_l2norm ? 1.0f / std::sqrt(sum_of_squares(row, width_) + 1e-6f) : 1.0f;
+        for (int64_t i = 0; i < width_; ++i) row[i] *= norm;
+        return norm;
+    }
+
+    void read_inputs() {
+        const size_t count = static_cast<size_t>(tokens_), wide = count * static_cast<size_t>(width_);
+        queries_.resize(wide);
+        keys_.resize(wide);
+        decays_.resize(count * static_cast<size_t>(decay_width_));
+        norms_.resize(count);
+        betas_.resize(count);
+        values_.resize(count * static_cast<size_t>(c_.states.value_width));
+        outputs_.resize(values_.size());
+        const float A_log = c_.A_log.at(value_head_);
+        for (int64_t t = 0; t < tokens_; ++t) {
+            const int64_t token = begin_ + t;
+            read_row(queries_, c_.q, t);
+            for (int64_t i = 0; i < width_; ++i) queries_[static_cast<size_t>(t * width_ + i)] *= c_.scale;
+            norms_[static_cast<size_t>(t)] = read_row(keys_, c_.k, t);
+            betas_[static_cast<size_t>(t)] = sigmoid(c_.b.at(token, value_head_));
+            for (int64_t i = 0; i < decay_width_; ++i)
+                decays_[static_cast<size_t>(t * decay_width_ + i)] =
+                    decay_from(c_, A_log, c_.a.at(token, value_head_, i) + c_.dt_bias.at(value_head_, i));
+            load(values_.data() + t * c_.states.value_width,
+                 reinterpret_cast<const Input*>(c_.v.data) + c_.v.offset(token, value_head_),
+                 c_.states.value_width);
+        }
+    }
+
+    // What the update of a value is taken from, `values_`, becomes the update itself.
+    template <class State, bool kPerChannel>
+    void run_rows() {
+        std::vector<float> row(static_cast<size_t>(width_));
+        float* h = row.data();
+        for (int64_t value = 0; value < c_.states.value_width; ++value) {
+            fold_row<State, kPerChannel>(c_.states, plan_, replay_, value_head_, value, h);
+            for (int64_t t = 0; t < tokens_; ++t) {
+                const float* key = keys_.data() + t * width_;
+                const size_t at = static_cast<size_t>(t * c_.states.value_width + value);
+                const float known = forget<kPerChannel>(h, decays_.data() + t * decay_width_, key, width_);
+                values_[at] = (values_[at] - known) * betas_[static_cast<size_t>(t)];
+                outputs_[at] = learn(h, values_[at], key, queries_.data() + t * width_, width_);
+                if (c_.all_states == nullptr) continue;
+                State* all = reinterpret_cast<State*>(c_.all_states) + (begin_ + t) * c_.all_states_stride;
+                store(all + (value_head_ * c_.states.value_width + value) * width_, h, width_);
+            }
+        }
+    }
+
+    void record() const {
+        const RecurrentRecord& r = c_.record;
+        const int64_t slot = plan_.target, half = plan_.next_half(), value_width = c_.states.value_width;
+        const bool leads_group = value_head_ % (r.num_value_heads / r.num_key_heads) == 0;
+        for (int64_t t = 0; t < tokens_; ++t) {
+            std::copy_n(decays_.data() + t * decay_width_, decay_width_,
+                        r.decays + r.decay_offset(slot, half, t, value_head_));
+            std::copy_n(values_.data() + t * value_width, value_width,
+                        r.values + r.value_offset(slot, t, value_head_));
+            if (!leads_group) continue;
+            std::copy_n(reinterpret_cast<const Input*>(c_.k.data) + c_.k.offset(begin_ + t, key_head_),
+                        width_, reinterpret_cast<Input*>(r.keys) + r.key_offset(slot, half, t, key_head_));
+            r.norms[r.norm_offset(slot, half, t, key_head_)] = norms_[static_cast<size_t>(t)];
+        }
+    }
+
+    void write_outputs() {
+        for (int64_t t = 0; t < tokens_; ++t) {
+            const float* output = outputs_.data() + t * c_.states.value_width;
+            store(out(t), output, c_.states.value_width);
+            if (c_.gate.data != nullptr) normalise(t);
+        }
+    }
+
+    // From the output as it was stored, which is rounded.
+    void normalise(int64_t t) {
+        const int64_t width = c_.states.value_width;
+        float* output = outputs_.data() + t * width;
+        load(output, out(t), width);
+        const float mean = sum_of_squares(output, width) / static_cast<float>(width);
+        const float factor = 1.0f / std::sqrt(mean + c_.norm_eps);
+        const Input* gate =
+            reinterpret_cast<const Input*>(c_.gate.data) + c_.gate.offset(begin_ + t, value_head_);
+        for (int64_t i = 0; i < width; ++i) {
+            const float x = static_cast<float>(gate[i]);
+            const float open = c_.gate_activation == GateActivation::kSilu ? x * sigmoid(x) : sigmoid(x);
+            output[i] = output[i] * factor * c_.norm_weight.at(i) * open;
+        }
+        store(out(t), output, width);
+    }
+
+    const VerifyArguments& c_;
+    const RecurrentRow plan_;
+    const int64_t begin_, tokens_, value_head_, key_head_, width_, decay_width_;
+    Replay replay_;
+    // Of the tokens: [tokens, dk], [tokens, 1 or dk], [tokens], [tokens, dv].
+    std::vector<float> queries_, keys_, decays_, norms_, betas_, values_, outputs_;
+};
+
+void run(const VerifyArguments& c, const Cpu&) {
+    check_each(c.op, c.num_requests, [&](int64_t q) { return problem_of_request(c, q); });
+    check_meetings(c.op, c.plan, c.num_requests);
+    const int64_t heads = c.states.num_value_heads;
+    with_input_type(c.dtype, [&](auto tag) {
+        parallel_for(0, c.num_requests * heads, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t part = begin; part < end; ++part)
+                WindowHead<typename decltype(tag)::type>(c, part / heads, part % heads).run();
+        });
+    });
+    *c.layer_window = *c.window;
+}
+
+// ---------------------------------------------------------------- gated_delta_fold
+
+// One head of a row of the plan, in one layer.
+template <class State, class Input, bool kPerChannel>
+void fold_head(const RecurrentStates& states, const RecurrentRecord& record, const RecurrentRow& plan,
+               int64_t value_head) {
+    Replay replay;
+    replay.read<Input>(record, plan, value_head);
+    std::vector<float> row(static_cast<size_t>(states.key_width));
+    for (int64_t value = 0; value < states.value_width; ++value)
+        fold_row<State, kPerChannel>(states, plan, replay, value_head, value, row.data());
+}
+
+// The tensors of one layer in the shape of the first's.
+struct LayerViews {
+    RecurrentStates states;
+    RecurrentRecord record;
+
+    LayerViews(const FoldArguments& f, const FoldLayer& layer) : states(f.states), record(f.record) {
+        states.data = layer.states;
+        record.keys = const_cast<char*>(layer.keys);
+        record.norms = const_cast<float*>(layer.norms);
+        record.decays = const_cast<float*>(layer.decays);
+        record.values = const_cast<float*>(layer.values);
+    }
+};
+
+void run(const FoldArguments& f, const Cpu&) {
+    check_each(f.op, f.plan.length,
+               [&](int64_t i) { return problem_of_plan(f.plan[i], i, f.states.num_slots, f.record.rows); });
+    check_meetings(f.op, f.plan, f.plan.length);
+    const int64_t heads = f.states.num_value_heads;
+    const auto fold = [&](const FoldLayer& layer, int64_t begin, int64_t end) {
+        const LayerViews views(f, layer);
+        with_state_type(views.states, [&](auto state) {
+            with_input_type(views.record.key_dtype, [&](auto input) {
+                with_channels(views.record.per_channel, [&](auto per_channel) {
+                    for (int64_t part = begin; part < end; ++part) {
+                        const RecurrentRow row = f.plan[part / heads];
+                        if (row.any())
+                            fold_head<typename decltype(state)::type, typename decltype(input)::type,
+                                      decltype(per_channel)::value>(views.states, views.record, row,
+                                                                    part % heads);
+                    }
+                });
+            });
+        });
+    };
+    for (const FoldLayer& layer : f.layers) {
+        if (f.window != nullptr && *layer.window == *f.window) continue;
+        parallel_for(0, f.plan.length * heads, 1,
+                     [&](int64_t begin, int64_t end) { fold(layer, begin, end); });
+    }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(nwor, CPU, m) {
+    register_recurrent<Cpu>(m);
+}
+
+}  // namespace nwor
