@@ -553,14 +553,12 @@ struct FoldArguments {
     const int64_t* window;  // null: no layer is left out
 };
 
-inline void check_like_first(const Argument& a, const Tensor& first, const char* first_name) {
+inline void check_same_layout(const Argument& a, const char* list, const Tensor& first) {
     a.dtype(first.scalar_type());
     a.same_device(first);
-    bool same = a.tensor.dim() == first.dim();
-    for (int64_t i = 0; same && i < first.dim(); ++i)
-        same = a.tensor.size(i) == first.size(i) && (i > 0 || a.tensor.stride(0) == first.stride(0));
-    if (!same) a.must_be("of the shape and strides of ", first_name, ", ", describe(first));
-    check_contiguous_within_slot(a);
+    bool same = a.tensor.dim() == first.dim() && a.tensor.stride(0) == first.stride(0);
+    for (int64_t i = 0; same && i < first.dim(); ++i) same = a.tensor.size(i) == first.size(i);
+    if (!same) a.must_be("of the shape and strides of ", list, "[0], ", describe(first));
 }
 
 inline FoldArguments check_fold(const char* op, const std::vector<Tensor>& states,
@@ -580,6 +578,7 @@ inline FoldArguments check_fold(const char* op, const std::vector<Tensor>& state
                           {"record_decays", record_decays},
                           {"record_values", record_values},
                           {"layer_windows", layer_windows}};
+    constexpr size_t kLists = 6;
     if (states.empty()) fail(op, "states must hold at least one layer, got none");
     for (const List& list : lists)
         if (list.tensors.size() != states.size())
@@ -587,48 +586,46 @@ inline FoldArguments check_fold(const char* op, const std::vector<Tensor>& state
                  list.tensors.size());
     FoldArguments f{};
     f.op = op;
-    f.states = states_view({op, "states[0]", states[0]});
-    f.record = record_view({{op, "record_keys[0]", record_keys[0]},
-                            {op, "record_norms[0]", record_norms[0]},
-                            {op, "record_decays[0]", record_decays[0]},
-                            {op, "record_values[0]", record_values[0]}},
-                           f.states);
-    f.plan = recurrent_plan_view({op, "plan", plan}, 0);
-    Argument{op, "plan", plan}.same_device(states[0]);
+    const Tensor& first = states[0];
+    const Argument rows{op, "plan", plan};
+    f.plan = recurrent_plan_view(rows, 0);
+    rows.same_device(first);
     if (window.has_value()) {
         const Argument number{op, "window", *window};
         number.vector(ScalarType::Long, 1, "[1]");
-        number.same_device(states[0]);
+        number.same_device(first);
         f.window = static_cast<const int64_t*>(window->data_ptr());
     }
-    for (const List& list : lists)
-        for (size_t i = 0; i < list.tensors.size(); ++i) {
-            const std::string name = std::string(list.name) + "[" + std::to_string(i) + "]";
-            const Argument a{op, name.c_str(), list.tensors[i]};
-            if (&list.tensors == &layer_windows) {
-                a.vector(ScalarType::Long, 1, "[1]");
-                a.same_device(states[0]);
-            } else {
-                check_like_first(a, list.tensors[0], (std::string(list.name) + "[0]").c_str());
-                a.same_device(states[0]);
-            }
-        }
-    // A layer's state against everything of its own layer, and against the other states.
-    std::vector<Placed> placed;
+    std::vector<Placed> placed;  // states
     placed.reserve(states.size());
-    for (const Tensor& state : states) placed.emplace_back("states", state);
-    for (size_t i = 0; i < states.size(); ++i) {
-        for (size_t j = 0; j < i; ++j) must_not_overlap(op, placed[i], placed[j]);
-        for (const List& list : lists)
-            if (&list.tensors != &states) must_not_overlap(op, placed[i], {list.name, list.tensors[i]});
-        must_not_overlap(op, placed[i], {"plan", plan});
-        if (window.has_value()) must_not_overlap(op, placed[i], {"window", *window});
-        f.layers.push_back({static_cast<char*>(states[i].data_ptr()),
-                            static_cast<const char*>(record_keys[i].data_ptr()),
-                            static_cast<const float*>(record_norms[i].data_ptr()),
-                            static_cast<const float*>(record_decays[i].data_ptr()),
-                            static_cast<const float*>(record_values[i].data_ptr()),
-                            static_cast<const int64_t*>(layer_windows[i].data_ptr())});
+    for (size_t layer = 0; layer < states.size(); ++layer) {
+        std::string names[kLists];
+        for (size_t i = 0; i < kLists; ++i)
+            names[i] = std::string(lists[i].name) + "[" + std::to_string(layer) + "]";
+        const auto argument = [&](size_t i) {
+            return Argument{op, names[i].c_str(), lists[i].tensors[layer]};
+        };
+        const RecurrentStates view = states_view(argument(0));
+        const RecurrentRecord record =
+            record_view({argument(1), argument(2), argument(3), argument(4)}, view);
+        argument(5).vector(ScalarType::Long, 1, "[1]");
+        if (layer == 0) {
+            f.states = view;
+            f.record = record;
+        }
+        for (size_t i = 0; i < kLists; ++i) {
+            argument(i).same_device(first);
+            if (i < kLists - 1) check_same_layout(argument(i), lists[i].name, lists[i].tensors[0]);
+        }
+        // A state shares no memory with what is read of its layer, nor with another layer's.
+        placed.emplace_back("states", states[layer]);
+        for (size_t other = 0; other < layer; ++other) must_not_overlap(op, placed[layer], placed[other]);
+        for (size_t i = 1; i < kLists; ++i)
+            must_not_overlap(op, placed[layer], Placed(lists[i].name, lists[i].tensors[layer]));
+        must_not_overlap(op, placed[layer], rows);
+        if (window.has_value()) must_not_overlap(op, placed[layer], Placed("window", *window));
+        f.layers.push_back({view.data, record.keys, record.norms, record.decays, record.values,
+                            static_cast<const int64_t*>(layer_windows[layer].data_ptr())});
     }
     return f;
 }

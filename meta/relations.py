@@ -13,6 +13,7 @@ _TOGETHER = (
     ("window_id", "row_windows"),
     ("row_requests", "row_positions"),
     ("hidden_states", "next_hidden_states"),
+    ("gate", "norm_weight"),
 )
 # Heads and width of the first are those of the second.
 _ROWS_OF = (
@@ -53,6 +54,8 @@ def check_relations(op: str, given: dict[str, Any]) -> None:
     if "row_accepted" in given:
         lengths = given["row_requests"] is not None
         has_dtype(op, "row_accepted", given["row_accepted"], torch.int32 if lengths else torch.bool)
+    if "record_keys" in given:
+        _records_fit(op, given)
     pointers = ("draft_start_loc", "cu_num_draft_tokens") if given.get("leading_zero") else ("draft_start_loc",)
     for name in pointers:
         length = given[name].shape[0] if name in given else None
@@ -84,3 +87,46 @@ def _cache_has_the_format(op: str, given: dict[str, Any]) -> None:
     for scale in ("k_scale", "v_scale"):
         has_dtype(op, scale, given[scale], torch.float32)
     has_dtype(op, "key_cache", given["key_cache"], torch.uint8, _FORMATS[dtype])
+
+
+def _records_fit(op: str, given: dict[str, Any]) -> None:
+    """Of family recurrent: heads and widths of everything are those of the state and of the record's keys."""
+    layers = given.get("states")
+    if layers is None:
+        _layer_fits(op, given["state"], given, {name: name for name in given})
+        return
+    lists = [name for name, value in given.items() if isinstance(value, (list, tuple))]
+    for name in lists:
+        if len(given[name]) != len(layers) or not layers:
+            raise ValueError(
+                f"{op}: {name} must hold a tensor for each of the {len(layers)} states and at least one, got "
+                f"{len(given[name])}"
+            )
+    for layer, state in enumerate(layers):
+        names = {name: f"{name}[{layer}]" for name in lists}
+        _layer_fits(op, state, {name: given[name][layer] for name in lists}, names)
+
+
+def _layer_fits(op: str, state: torch.Tensor, given: dict[str, Any], names: dict[str, str]) -> None:
+    _, heads, value_width, key_width = state.shape
+    keys = given["record_keys"]
+    rows, key_heads = keys.shape[2:4]
+    channels = (key_width,) if given["record_decays"].dim() == 5 else ()
+    key, value = (key_heads, key_width), (heads, value_width)
+    inner = {
+        "record_keys": (2, rows, *key),
+        "record_norms": (2, rows, key_heads),
+        "record_decays": (2, rows, heads, *channels),
+        "record_values": (rows, *value),
+        "q": key, "k": key, "v": value, "out": value, "gate": value, "a": (heads, *channels), "b": (heads,),
+        "dt_bias": (heads, *channels), "A_log": (heads,), "norm_weight": (value_width,),
+        "all_states": (*value, key_width),
+    }  # fmt: skip
+    for name, expected in inner.items():
+        tensor = given.get(name)
+        if tensor is None:
+            continue
+        whole = name in ("A_log", "dt_bias", "norm_weight")
+        if tuple(tensor.shape if whole else tensor.shape[1:]) != expected:
+            shape = ", ".join(map(str, expected if whole else ("...", *expected)))
+            raise ValueError(f"{op}: {names[name]} must be [{shape}], got {described(tensor)}")

@@ -12,6 +12,7 @@ import itertools
 
 import torch
 from oracle_drafter import *  # noqa: F403
+from oracle_recurrent import *  # noqa: F403
 from oracle_staging import *  # noqa: F403
 from torch import Tensor
 

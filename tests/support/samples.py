@@ -235,9 +235,15 @@ def plan_arguments(
 def sample_inputs(op: str, device: str = "cpu") -> list[tuple[Any, ...]]:
     """Arguments of `op`, each on memory of its own."""
     from samples_drafter import draft_samples  # these make their tensors with what stands here
+    from samples_recurrent import recurrent_samples
     from samples_staging import stage_samples
 
-    families = {"drafter": draft_samples, "shadow": stage_samples, "staging": stage_samples}
+    families = {
+        "drafter": draft_samples,
+        "recurrent": recurrent_samples,
+        "shadow": stage_samples,
+        "staging": stage_samples,
+    }
     samples = families.get(registry.OPS[op].family, _samples)(op)
     return [twin(arguments, device) for arguments in samples]
 

@@ -1,0 +1,144 @@
+"""The ops of family recurrent again in plain Python; see `oracle`, which exports them.
+
+Plans are the same to the byte. States and outputs are computed with torch, a token and a head at a time, in float32 and
+in another order than the kernels: equal but for rounding. What is equal to the bit is a matter of the kernel with itself
+(`StoredStates`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["gated_delta_fold", "gated_delta_verify", "plan_recurrent_fold", "plan_recurrent_window"]
+
+
+# ---------------------------------------------------------------- plans
+
+
+def plan_recurrent_window(
+    plan, cursors, window, state_slots, query_start_loc, num_accepted, record_rows, is_window=None
+) -> None:
+    plan.zero_()
+    starts = query_start_loc.tolist()
+    for request, slot in enumerate(state_slots.tolist()):
+        tokens = starts[request + 1] - starts[request]
+        if slot <= 0 or tokens == 0:
+            continue
+        pending, half = cursors[slot].tolist()
+        if is_window is not None and not is_window[request]:
+            cursors[slot, 0] = 0
+            continue
+        rows = int(num_accepted[request]) if pending else 0
+        plan[request] = torch.tensor([slot, rows, half, slot])
+        cursors[slot] = torch.tensor([tokens, 1 - half])
+    window += 1
+
+
+def plan_recurrent_fold(plan, cursors, source_slots, target_slots, num_rows, keep_source=False) -> None:
+    plan.zero_()
+    before = cursors.tolist()
+    for entry, (source, target) in enumerate(zip(source_slots.tolist(), target_slots.tolist(), strict=False)):
+        if source <= 0 or target <= 0:
+            continue
+        pending, half = before[source]
+        rows = max(min(int(num_rows[entry]), pending), 0)
+        if rows > 0 or source != target:
+            plan[entry] = torch.tensor([source, rows, half, target])
+        cursors[target, 0] = 0
+        if source != target and not keep_source:
+            cursors[source, 0] = 0
+
+
+# ---------------------------------------------------------------- one token of one head
+
+
+def decay_of(A_log: Tensor, x: Tensor, softplus_beta: float, softplus_threshold: float) -> Tensor:  # noqa: N803
+    softplus = torch.nn.functional.softplus(x, softplus_beta, softplus_threshold)
+    return torch.exp(-torch.exp(A_log) * softplus)
+
+
+def normalised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A row divided by its norm, and what it was multiplied with."""
+    factor = torch.rsqrt((x * x).sum() + 1e-6)
+    return x * factor, factor
+
+
+def forward_token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor):
+    """The state [dv, dk] after a token, its output [dv] and its update [dv]: vLLM's formula."""
+    state = state * decay
+    update = (v - state @ k) * beta
+    state = state + update[:, None] * k[None, :]
+    return state, state @ q, update
+
+
+def replayed(state, record_keys, record_norms, record_decays, record_values, slot, rows, half, head) -> Tensor:
+    """The state [dv, dk] of one head with the first rows of a record."""
+    key_head = head // (state.shape[1] // record_keys.shape[3])
+    h = state[slot, head].float()
+    for row in range(rows):
+        key = record_keys[slot, half, row, key_head].float() * record_norms[slot, half, row, key_head]
+        h = h * record_decays[slot, half, row, head] + record_values[slot, row, head][:, None] * key[None, :]
+    return h
+
+
+# ---------------------------------------------------------------- the ops of a layer
+
+
+def gated_delta_verify(
+    out, state, record_keys, record_norms, record_decays, record_values, layer_window, q, k, v, a, b, A_log, dt_bias,
+    plan, window, query_start_loc, scale, softplus_beta=1.0, softplus_threshold=20.0, use_qk_l2norm=True, gate=None,
+    norm_weight=None, norm_eps=1e-5, gate_activation="silu", all_states=None,
+) -> None:  # fmt: skip
+    record = (record_keys, record_norms, record_decays, record_values)
+    starts = query_start_loc.tolist()
+    for request, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        source, rows, half, target = plan[request].tolist()
+        if target <= 0:
+            out[begin:end] = 0
+            continue
+        if begin == end:
+            continue
+        for head in range(state.shape[1]):
+            key_head = head // (state.shape[1] // q.shape[1])
+            h = replayed(state, *record, source, rows, half, head)
+            state[target, head] = h
+            h = state[target, head].float()
+            for token in range(begin, end):
+                row = token - begin
+                query, key = q[token, key_head].float(), k[token, key_head].float()
+                factor = torch.ones(())
+                if use_qk_l2norm:
+                    query, _ = normalised(query)
+                    key, factor = normalised(key)
+                x = a[token, head].float() + dt_bias[head].float()
+                decay = decay_of(A_log[head].float(), x, softplus_beta, softplus_threshold)
+                beta = torch.sigmoid(b[token, head].float())
+                h, output, update = forward_token(h, query * scale, key, v[token, head].float(), decay, beta)
+                if all_states is not None:
+                    all_states[token, head] = h
+                record_keys[target, 1 - half, row, key_head] = k[token, key_head]
+                record_norms[target, 1 - half, row, key_head] = factor
+                record_decays[target, 1 - half, row, head] = decay
+                record_values[target, row, head] = update
+                out[token, head] = output
+                if gate is not None:
+                    output = out[token, head].float()  # rounded, as a layer with a norm of its own gets it
+                    output = output * torch.rsqrt((output * output).mean() + norm_eps) * norm_weight.float()
+                    x = gate[token, head].float()
+                    out[token, head] = output * torch.sigmoid(x) * (x if gate_activation == "silu" else 1)
+    layer_window.copy_(window)
+
+
+def gated_delta_fold(
+    states, record_keys, record_norms, record_decays, record_values, layer_windows, plan, window=None
+) -> None:
+    for layer, state in enumerate(states):
+        if window is not None and layer_windows[layer] == window:
+            continue
+        record = (record_keys[layer], record_norms[layer], record_decays[layer], record_values[layer])
+        for source, rows, half, target in plan.tolist():
+            if target <= 0:
+                continue
+            for head in range(state.shape[1]):
+                state[target, head] = replayed(state, *record, source, rows, half, head)

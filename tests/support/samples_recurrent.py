@@ -1,0 +1,269 @@
+"""A few calls of every op of family recurrent. States and records lie in pages of random bytes, as an engine's do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from layouts import random_bytes, surrounded
+from samples import flags, int32, int64
+from torch import Tensor
+
+POISON = 77
+
+
+class Heads(NamedTuple):
+    """Sizes of a layer."""
+
+    key_heads: int = 1
+    value_heads: int = 2
+    key_width: int = 64
+    value_width: int = 64
+
+
+@dataclasses.dataclass
+class Layer:
+    """One layer's states and records: views of one storage whose other bytes are random."""
+
+    state: Tensor
+    record_keys: Tensor
+    record_norms: Tensor
+    record_decays: Tensor
+    record_values: Tensor
+    layer_window: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of the ops."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32, factor: float = 1.0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * factor).to(dtype)
+
+
+def make_layer(
+    heads: Heads = Heads(),
+    slots: int = 5,
+    rows: int = 3,
+    state_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.bfloat16,
+    per_channel: bool = False,
+    gap: int = 48,
+    seed: int = 0,
+) -> Layer:
+    """Pages of `gap` bytes, the state, and the four records, with `gap` bytes behind each. Slot 0 keeps its random bytes,
+    the others hold what a window may have left: finite states, and records with rows in both halves."""
+    decays = (2, rows, heads.value_heads) + ((heads.key_width,) if per_channel else ())
+    parts: list[tuple[tuple[int, ...], torch.dtype]] = [
+        ((heads.value_heads, heads.value_width, heads.key_width), state_dtype),
+        ((2, rows, heads.key_heads, heads.key_width), dtype),
+        ((2, rows, heads.key_heads), torch.float32),
+        (decays, torch.float32),
+        ((rows, heads.value_heads, heads.value_width), torch.float32),
+    ]
+    starts, end = [], gap
+    for shape, kind in parts:
+        starts.append(end)
+        end += torch.Size(shape).numel() * kind.itemsize + gap
+        end += -end % 4
+    storage = random_bytes(slots * end, torch.uint8, seed).untyped_storage()
+    tensors = []
+    for start, (shape, kind) in zip(starts, parts, strict=True):
+        strides = torch.empty(shape, device="meta").stride()
+        place = start // kind.itemsize, (slots, *shape), (end // kind.itemsize, *strides)
+        tensors.append(torch.empty(0, dtype=kind).set_(storage, *place))
+    state, keys, norms, decay, values = tensors
+    for i, tensor in enumerate((state, keys, values)):
+        tensor[1:] = drawn(*tensor[1:].shape, seed=seed + 10 + i, factor=0.3)
+    norms[1:] = drawn(*norms[1:].shape, seed=seed + 13).abs() + 0.1
+    decay[1:] = torch.sigmoid(drawn(*decay[1:].shape, seed=seed + 14))
+    return Layer(*tensors, layer_window=int64(POISON))
+
+
+class Inputs(NamedTuple):
+    """What one window brings to a layer, in the order of the op."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+
+
+def packed_inputs(
+    tokens: int, heads: Heads = Heads(), dtype: torch.dtype = torch.bfloat16, per_channel: bool = False, seed: int = 0
+) -> Inputs:
+    """q, k and v are views of one tensor, a and b of another, as a projection leaves them."""
+    sizes = (heads.key_heads * heads.key_width,) * 2 + (heads.value_heads * heads.value_width,)
+    packed = surrounded(drawn(tokens, sum(sizes), seed=seed + 20, dtype=dtype))
+    q, k, v = packed.split(sizes, -1)
+    channels = heads.key_width if per_channel else 1
+    a, b = surrounded(drawn(tokens, heads.value_heads * (channels + 1), seed=seed + 21, dtype=dtype)).split(
+        (heads.value_heads * channels, heads.value_heads), -1
+    )
+    channel_shape = (heads.value_heads, channels) if per_channel else (heads.value_heads,)
+    return Inputs(
+        q.unflatten(-1, (heads.key_heads, -1)),
+        k.unflatten(-1, (heads.key_heads, -1)),
+        v.unflatten(-1, (heads.value_heads, -1)),
+        a.unflatten(-1, channel_shape) if per_channel else a,
+        b,
+        surrounded(drawn(heads.value_heads, seed=seed + 22, factor=0.5)),
+        surrounded(drawn(*channel_shape, seed=seed + 23, dtype=dtype)),
+    )
+
+
+class Planned(NamedTuple):
+    """A request of a window: its slot, its tokens, and what it replays."""
+
+    slot: int
+    tokens: int
+    rows: int = 0
+    half: int = 0
+
+
+# A pending window, a padded request, one without tokens, one with nothing pending, all of a record.
+REQUESTS = (Planned(2, 3, 2, 1), Planned(0, 2), Planned(4, 0), Planned(3, 1), Planned(1, 2, 3))
+
+
+def plan_of(requests: tuple[Planned, ...], spare: int = 1) -> Tensor:
+    rows = [(r.slot, r.rows, r.half, r.slot) if r.slot > 0 and r.tokens else (0, 0, 0, 0) for r in requests]
+    return surrounded(torch.tensor(rows + [(0, 0, 0, 0)] * spare, dtype=torch.int32).view(-1, 4))
+
+
+def starts_of(requests: tuple[Planned, ...]) -> Tensor:
+    return int32(0, *torch.tensor([r.tokens for r in requests], dtype=torch.int64).cumsum(0).tolist())
+
+
+def verify_arguments(
+    heads: Heads = Heads(),
+    requests: tuple[Planned, ...] = REQUESTS,
+    state_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.bfloat16,
+    per_channel: bool = False,
+    norm: str | None = None,
+    all_states: bool = False,
+    use_qk_l2norm: bool = True,
+    rows: int = 3,
+    extra_tokens: int = 2,
+    gap: int = 48,
+    seed: int = 0,
+) -> tuple[Any, ...]:
+    """A window of a layer. `norm` is the activation of the gate; tokens past the last request's are nobody's."""
+    tokens = sum(request.tokens for request in requests) + extra_tokens
+    layer = make_layer(heads, 5, rows, state_dtype, dtype, per_channel, gap, seed)
+    inputs = packed_inputs(tokens, heads, dtype, per_channel, seed)
+    if not use_qk_l2norm:  # keys of any length would blow the state up
+        inputs = inputs._replace(k=surrounded(inputs.k * heads.key_width**-0.5))
+    value = (tokens, heads.value_heads, heads.value_width)
+    arguments = (
+        surrounded(torch.full(value, float(POISON), dtype=dtype)), *layer.tensors, *inputs, plan_of(requests),
+        int64(2**33 + 5), starts_of(requests), heads.key_width**-0.5, 1.0, 20.0, use_qk_l2norm,
+    )  # fmt: skip
+    gate = surrounded(drawn(*value, seed=seed + 30, dtype=dtype)) if norm else None
+    weight = surrounded(drawn(heads.value_width, seed=seed + 31).abs()) if norm else None
+    every = torch.full((*value, heads.key_width), float(POISON), dtype=state_dtype) if all_states else None
+    return (*arguments, gate, weight, 1e-5, norm or "silu", None if every is None else surrounded(every))
+
+
+FOLDS = ((2, 2, 1, 2), (0, 0, 0, 0), (1, 0, 0, 3), (4, 3, 0, 4))  # in place, nothing, a copy, all rows
+
+
+def fold_arguments(
+    layers: int = 2,
+    heads: Heads = Heads(),
+    folds: tuple[tuple[int, ...], ...] = FOLDS,
+    state_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.bfloat16,
+    per_channel: bool = False,
+    ran: tuple[int, ...] | None = None,
+    gap: int = 48,
+) -> tuple[Any, ...]:
+    """`ran`: the layers that ran in the window that is cancelled; None = no window is."""
+    made = [make_layer(heads, 5, 3, state_dtype, dtype, per_channel, gap, seed) for seed in range(layers)]
+    for index in ran or ():
+        made[index].layer_window.fill_(2**33 + 5)
+    lists = tuple(list(tensors) for tensors in zip(*(layer.tensors for layer in made), strict=True))
+    plan = surrounded(torch.tensor(folds, dtype=torch.int32).view(-1, 4))
+    return (*lists, plan) if ran is None else (*lists, plan, int64(2**33 + 5))
+
+
+def cursors_of(*cursors: tuple[int, int]) -> Tensor:
+    return surrounded(torch.tensor(cursors, dtype=torch.int32).view(-1, 2))
+
+
+def poisoned_plan(rows: int) -> Tensor:
+    return surrounded(torch.full((rows, 4), POISON, dtype=torch.int32))
+
+
+CURSORS = ((0, 0), (3, 0), (2, 1), (0, 1), (1, 0), (0, 0))
+
+
+def window_arguments(
+    slots: tuple[int, ...] = (2, 0, 4, 3, 1, 5),
+    starts: tuple[int, ...] = (0, 3, 5, 5, 6, 9, 10),
+    accepted: tuple[int, ...] = (2, 99, 99, 99, 3, 99),
+    is_window: tuple[int, ...] | None = (1, 1, 1, 1, 1, 0),
+    cursors: tuple[tuple[int, int], ...] = CURSORS,
+    record_rows: int = 3,
+    plan_rows: int = 8,
+    wide_slots: bool = False,
+) -> tuple[Any, ...]:
+    """`REQUESTS`, and a prefill. `wide_slots`: a column of a block table of int64."""
+    state_slots = int32(*slots)
+    if wide_slots:
+        state_slots = surrounded(torch.tensor([[slot, POISON] for slot in slots]).view(-1, 2))[:, 0]
+    return (
+        poisoned_plan(plan_rows), cursors_of(*cursors), int64(2**33 + 5), state_slots, int32(*starts),
+        int32(*accepted), record_rows, None if is_window is None else flags(*is_window),
+    )  # fmt: skip
+
+
+def fold_plan_arguments(
+    sources: tuple[int, ...] = (2, 0, 1, 3, 5),
+    targets: tuple[int, ...] = (2, 1, 4, 3, -1),
+    num_rows: tuple[int, ...] = (9, 1, 2, 1, 1),
+    cursors: tuple[tuple[int, int], ...] = CURSORS,
+    keep_source: bool = False,
+    plan_rows: int = 6,
+    dtype: torch.dtype = torch.int32,
+) -> tuple[Any, ...]:
+    """More rows than are pending, nobody's, a copy, nothing pending, nobody's."""
+    ids = int64 if dtype == torch.int64 else int32
+    return (
+        poisoned_plan(plan_rows), cursors_of(*cursors), ids(*sources), ids(*targets), int32(*num_rows), keep_source
+    )  # fmt: skip
+
+
+def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
+    nobody = (Planned(0, 2), Planned(-1, 1))
+    samples: dict[str, Any] = {
+        "plan_recurrent_window": lambda: [
+            window_arguments(),
+            window_arguments(is_window=None, wide_slots=True, starts=(0, 3, 5, 5, 6, 9, 9)),
+            window_arguments((), (0,), (), None, plan_rows=0),
+        ],
+        "plan_recurrent_fold": lambda: [
+            fold_plan_arguments(),
+            fold_plan_arguments(keep_source=True, dtype=torch.int64),
+            fold_plan_arguments((), (), ()),
+        ],
+        "gated_delta_verify": lambda: [
+            verify_arguments(norm="silu", all_states=True),
+            verify_arguments(state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True),
+            verify_arguments(Heads(2, 4, 64, 128), use_qk_l2norm=False, norm="sigmoid", seed=3),
+            verify_arguments(requests=nobody, all_states=True),
+            verify_arguments(requests=(), extra_tokens=0),
+        ],
+        "gated_delta_fold": lambda: [
+            fold_arguments(),
+            fold_arguments(3, state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True, ran=(1,)),
+            fold_arguments(1, Heads(2, 4, 128, 64), ran=()),
+            fold_arguments(folds=()),
+        ],
+    }
+    return samples[op]()
