@@ -300,7 +300,7 @@ inline RecurrentStates states_view(const Argument& a) {
             t.size(3)};
 }
 
-// Of q, k, v and what is recorded of them.
+// What has the dtype of a layer's inputs.
 inline void check_inputs(const Argument& a) {
     check_floats(a);
     if (a.tensor.is_cuda() && a.tensor.scalar_type() == ScalarType::Float)
@@ -399,7 +399,7 @@ struct VerifyArguments {
     const char* op;
     RecurrentStates states;
     RecurrentRecord record;
-    ScalarType dtype;  // of q, k, v, out, gate and the record's keys
+    ScalarType dtype;  // of out, q, k, v, gate and the record's keys
     int64_t num_tokens, num_requests;
     HeadsView q, k, v, out;
     HeadsView gate;  // data is null without the fused norm
@@ -467,8 +467,8 @@ inline VerifyArguments check_verify(
     c.states = states_view(states);
     c.record = record_view({keys, norms, decays, values}, c.states);
     const int64_t heads = c.states.num_value_heads, dk = c.states.key_width, dv = c.states.value_width;
-    check_inputs(qs);
-    c.dtype = q.scalar_type();
+    check_inputs(to);
+    c.dtype = out.scalar_type();
     if (q.dim() != 3) qs.must_be("[num_tokens, num_key_heads, key_width]");
     c.num_tokens = q.size(0);
     c.q = heads_view(qs, c.dtype, c.num_tokens, false, c.record.num_key_heads, dk);

@@ -146,18 +146,18 @@ def gated_delta_verify(
     writes them behind this call. Tokens from ``query_start_loc[Q]`` on are untouched.
 
     Args:
-        out: ``[>= T, V, dv]``, dtype of ``q``, contiguous along dv; **mutated** at the requests' tokens.
+        out: ``[>= T, V, dv]``, float16 or bfloat16 (on the CPU float32 too), contiguous along dv; **mutated** at the
+            requests' tokens.
         state: ``[S, V, dv, dk]``, float32 or bfloat16, contiguous within a slot, any stride of slots; **mutated** at
             the slots that the plan writes, and so are the records.
-        record_keys: ``[S, 2, K, H, dk]``, dtype of ``k``: keys as given. This and the other records are contiguous
+        record_keys: ``[S, 2, K, H, dk]``, dtype of ``out``: keys as given. This and the other records are contiguous
             within a slot, with any stride of slots.
         record_norms: float32 ``[S, 2, K, H]``: what a key is multiplied with (1 without ``use_qk_l2norm``).
         record_decays: float32 ``[S, 2, K, V]``, or ``[S, 2, K, V, dk]`` with a decay per channel.
         record_values: float32 ``[S, K, V, dv]``: the updates u.
         layer_window: int64 ``[1]``; **mutated**: ``window``, so that a cancelled step knows which layers ran.
-        q, k: ``[T, H, dk]``, float16 or bfloat16 (on the CPU float32 too), contiguous along dk: views of one packed
-            tensor as they are.
-        v: ``[T, V, dv]``, likewise, dtype of ``q``.
+        q, k: ``[T, H, dk]``, dtype of ``out``, contiguous along dk: views of one packed tensor as they are.
+        v: ``[T, V, dv]``, likewise.
         a: ``[T, V]``, any strides; ``[T, V, dk]`` for a decay per channel (KDA). float32, float16 or bfloat16, as
             ``b``, ``A_log``, ``dt_bias`` and ``norm_weight``, each by itself.
         b: ``[T, V]``, any strides.
@@ -168,7 +168,7 @@ def gated_delta_verify(
         scale: factor of q.
         softplus_beta, softplus_threshold: of the softplus.
         use_qk_l2norm: whether q and k are divided by their norms.
-        gate: ``[>= T, V, dv]``, dtype of ``q``, contiguous along dv, or None.
+        gate: ``[>= T, V, dv]``, dtype of ``out``, contiguous along dv, or None.
         norm_weight: ``[dv]``, or None (both or neither).
         norm_eps: of the norm.
         gate_activation: ``"silu"`` or ``"sigmoid"``.

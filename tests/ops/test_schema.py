@@ -81,6 +81,21 @@ nwor::extend_queries(Tensor target_query_start_loc, Tensor target_seq_lens, Tens
     -> ()
 nwor::dcp_local_seq_lens(Tensor seq_lens, Tensor(a!) local_seq_lens, int dcp_size, int dcp_rank, int
     cp_interleave=1) -> ()
+nwor::plan_recurrent_window(Tensor(a!) plan, Tensor(b!) cursors, Tensor(c!) window, Tensor
+    state_slots, Tensor query_start_loc, Tensor num_accepted, int record_rows, Tensor?
+    is_window=None) -> ()
+nwor::plan_recurrent_fold(Tensor(a!) plan, Tensor(b!) cursors, Tensor source_slots, Tensor
+    target_slots, Tensor num_rows, bool keep_source=False) -> ()
+nwor::gated_delta_verify(Tensor(a!) out, Tensor(b!) state, Tensor(c!) record_keys, Tensor(d!)
+    record_norms, Tensor(e!) record_decays, Tensor(f!) record_values, Tensor(g!) layer_window,
+    Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor plan,
+    Tensor window, Tensor query_start_loc, float scale, float softplus_beta=1., float
+    softplus_threshold=20., bool use_qk_l2norm=True, Tensor? gate=None, Tensor? norm_weight=None,
+    float norm_eps=1.0000000000000001e-05, str gate_activation="silu", Tensor(h!)? all_states=None)
+    -> ()
+nwor::gated_delta_fold(Tensor(a!)[] states, Tensor[] record_keys, Tensor[] record_norms, Tensor[]
+    record_decays, Tensor[] record_values, Tensor[] layer_windows, Tensor plan, Tensor? window=None)
+    -> ()
 nwor::open_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
     draft_start_loc, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks, Tensor(b!)[]
     slot_mappings, Tensor(c!)[] block_tables, Tensor(d!) saved_slots, Tensor(e!) tail_pages, Tensor?

@@ -43,6 +43,30 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32, factor: fl
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * factor).to(dtype)
 
 
+Part = tuple[tuple[int, ...], torch.dtype]
+
+
+def paged(slots: int, parts: list[Part], gap: int, seed: int) -> list[Tensor]:
+    """A tensor [slots, *shape] for each part: views of pages of random bytes, in which the parts lie one behind the other
+    with `gap` bytes around each."""
+    starts, end = [], gap
+    for shape, dtype in parts:
+        starts.append(end)
+        end += torch.Size(shape).numel() * dtype.itemsize + gap
+        end += -end % 4
+    storage = random_bytes(slots * end, torch.uint8, seed).untyped_storage()
+    return [
+        torch.empty(0, dtype=dtype).set_(
+            storage, start // dtype.itemsize, (slots, *shape), (end // dtype.itemsize, *strides_of(shape))
+        )
+        for start, (shape, dtype) in zip(starts, parts, strict=True)
+    ]
+
+
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
 def make_layer(
     heads: Heads = Heads(),
     slots: int = 5,
@@ -51,35 +75,26 @@ def make_layer(
     dtype: torch.dtype = torch.bfloat16,
     per_channel: bool = False,
     gap: int = 48,
+    one_page: bool = True,
     seed: int = 0,
 ) -> Layer:
-    """Pages of `gap` bytes, the state, and the four records, with `gap` bytes behind each. Slot 0 keeps its random bytes,
-    the others hold what a window may have left: finite states, and records with rows in both halves."""
-    decays = (2, rows, heads.value_heads) + ((heads.key_width,) if per_channel else ())
-    parts: list[tuple[tuple[int, ...], torch.dtype]] = [
+    """Slot 0 keeps its random bytes, the others hold what a window may have left: finite states, and records with rows in
+    both halves. `one_page`: state and records of a slot in one page, as in an engine; else each in pages of its own."""
+    channels = (heads.key_width,) if per_channel else ()
+    parts: list[Part] = [
         ((heads.value_heads, heads.value_width, heads.key_width), state_dtype),
         ((2, rows, heads.key_heads, heads.key_width), dtype),
         ((2, rows, heads.key_heads), torch.float32),
-        (decays, torch.float32),
+        ((2, rows, heads.value_heads, *channels), torch.float32),
         ((rows, heads.value_heads, heads.value_width), torch.float32),
     ]
-    starts, end = [], gap
-    for shape, kind in parts:
-        starts.append(end)
-        end += torch.Size(shape).numel() * kind.itemsize + gap
-        end += -end % 4
-    storage = random_bytes(slots * end, torch.uint8, seed).untyped_storage()
-    tensors = []
-    for start, (shape, kind) in zip(starts, parts, strict=True):
-        strides = torch.empty(shape, device="meta").stride()
-        place = start // kind.itemsize, (slots, *shape), (end // kind.itemsize, *strides)
-        tensors.append(torch.empty(0, dtype=kind).set_(storage, *place))
-    state, keys, norms, decay, values = tensors
+    pages = [parts] if one_page else [[part] for part in parts]
+    state, keys, norms, decays, values = (view for page in pages for view in paged(slots, page, gap, seed))
     for i, tensor in enumerate((state, keys, values)):
         tensor[1:] = drawn(*tensor[1:].shape, seed=seed + 10 + i, factor=0.3)
     norms[1:] = drawn(*norms[1:].shape, seed=seed + 13).abs() + 0.1
-    decay[1:] = torch.sigmoid(drawn(*decay[1:].shape, seed=seed + 14))
-    return Layer(*tensors, layer_window=int64(POISON))
+    decays[1:] = torch.sigmoid(drawn(*decays[1:].shape, seed=seed + 14))
+    return Layer(state, keys, norms, decays, values, layer_window=int64(POISON))
 
 
 class Inputs(NamedTuple):
@@ -151,11 +166,12 @@ def verify_arguments(
     rows: int = 3,
     extra_tokens: int = 2,
     gap: int = 48,
+    one_page: bool = True,
     seed: int = 0,
 ) -> tuple[Any, ...]:
     """A window of a layer. `norm` is the activation of the gate; tokens past the last request's are nobody's."""
     tokens = sum(request.tokens for request in requests) + extra_tokens
-    layer = make_layer(heads, 5, rows, state_dtype, dtype, per_channel, gap, seed)
+    layer = make_layer(heads, 5, rows, state_dtype, dtype, per_channel, gap, one_page, seed)
     inputs = packed_inputs(tokens, heads, dtype, per_channel, seed)
     if not use_qk_l2norm:  # keys of any length would blow the state up
         inputs = inputs._replace(k=surrounded(inputs.k * heads.key_width**-0.5))
@@ -182,9 +198,10 @@ def fold_arguments(
     per_channel: bool = False,
     ran: tuple[int, ...] | None = None,
     gap: int = 48,
+    one_page: bool = True,
 ) -> tuple[Any, ...]:
     """`ran`: the layers that ran in the window that is cancelled; None = no window is."""
-    made = [make_layer(heads, 5, 3, state_dtype, dtype, per_channel, gap, seed) for seed in range(layers)]
+    made = [make_layer(heads, 5, 3, state_dtype, dtype, per_channel, gap, one_page, seed) for seed in range(layers)]
     for index in ran or ():
         made[index].layer_window.fill_(2**33 + 5)
     lists = tuple(list(tensors) for tensors in zip(*(layer.tensors for layer in made), strict=True))
@@ -260,10 +277,12 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             verify_arguments(requests=(), extra_tokens=0),
         ],
         "gated_delta_fold": lambda: [
-            fold_arguments(),
-            fold_arguments(3, state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True, ran=(1,)),
-            fold_arguments(1, Heads(2, 4, 128, 64), ran=()),
-            fold_arguments(folds=()),
+            fold_arguments(one_page=False),
+            fold_arguments(
+                3, state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True, ran=(1,), one_page=False
+            ),
+            fold_arguments(1, Heads(2, 4, 128, 64), ran=(), one_page=False),
+            fold_arguments(folds=(), one_page=False),
         ],
     }
     return samples[op]()
