@@ -111,7 +111,7 @@ def gated_delta_verify(
     v: Tensor,
     a: Tensor,
     b: Tensor,
-    A_log: Tensor,  # noqa: N803  (vLLM's and the models' name)
+    A_log: Tensor,
     dt_bias: Tensor,
     plan: Tensor,
     window: Tensor,

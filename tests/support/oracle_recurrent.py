@@ -1,11 +1,12 @@
 """The ops of family recurrent again in plain Python; see `oracle`, which exports them.
 
 Plans are the same to the byte. States and outputs are computed with torch, a token and a head at a time, in float32 and
-in another order than the kernels: equal but for rounding. What is equal to the bit is a matter of the kernel with itself
-(`StoredStates`).
+in another order than the kernels: equal but for rounding. A replay has no sums: on the CPU it is equal to the bit.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def plan_recurrent_fold(plan, cursors, source_slots, target_slots, num_rows, kee
 # ---------------------------------------------------------------- one token of one head
 
 
-def decay_of(A_log: Tensor, x: Tensor, softplus_beta: float, softplus_threshold: float) -> Tensor:  # noqa: N803
+def decay_of(A_log: Tensor, x: Tensor, softplus_beta: float, softplus_threshold: float) -> Tensor:
     softplus = torch.nn.functional.softplus(x, softplus_beta, softplus_threshold)
     return torch.exp(-torch.exp(A_log) * softplus)
 
@@ -92,7 +93,7 @@ def gated_delta_verify(
 ) -> None:  # fmt: skip
     record = (record_keys, record_norms, record_decays, record_values)
     starts = query_start_loc.tolist()
-    for request, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for request, (begin, end) in enumerate(itertools.pairwise(starts)):
         source, rows, half, target = plan[request].tolist()
         if target <= 0:
             out[begin:end] = 0

@@ -22,6 +22,9 @@ class Heads(NamedTuple):
     value_width: int = 64
 
 
+HEADS = Heads()
+
+
 @dataclasses.dataclass
 class Layer:
     """One layer's states and records: views of one storage whose other bytes are random."""
@@ -47,7 +50,7 @@ Part = tuple[tuple[int, ...], torch.dtype]
 
 
 def paged(slots: int, parts: list[Part], gap: int, seed: int) -> list[Tensor]:
-    """A tensor [slots, *shape] for each part: views of pages of random bytes, in which the parts lie one behind the other
+    """A tensor [slots, *shape] for each part: views of pages of random bytes, where the parts lie one behind the other
     with `gap` bytes around each."""
     starts, end = [], gap
     for shape, dtype in parts:
@@ -68,7 +71,7 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def make_layer(
-    heads: Heads = Heads(),
+    heads: Heads = HEADS,
     slots: int = 5,
     rows: int = 3,
     state_dtype: torch.dtype = torch.float32,
@@ -78,8 +81,8 @@ def make_layer(
     one_page: bool = True,
     seed: int = 0,
 ) -> Layer:
-    """Slot 0 keeps its random bytes, the others hold what a window may have left: finite states, and records with rows in
-    both halves. `one_page`: state and records of a slot in one page, as in an engine; else each in pages of its own."""
+    """Slot 0 keeps its random bytes, the others hold what a window may have left: finite states, and records with rows
+    in both halves. `one_page`: state and records of a slot in one page, as in an engine; else each in pages of its own."""
     channels = (heads.key_width,) if per_channel else ()
     parts: list[Part] = [
         ((heads.value_heads, heads.value_width, heads.key_width), state_dtype),
@@ -110,7 +113,7 @@ class Inputs(NamedTuple):
 
 
 def packed_inputs(
-    tokens: int, heads: Heads = Heads(), dtype: torch.dtype = torch.bfloat16, per_channel: bool = False, seed: int = 0
+    tokens: int, heads: Heads = HEADS, dtype: torch.dtype = torch.bfloat16, per_channel: bool = False, seed: int = 0
 ) -> Inputs:
     """q, k and v are views of one tensor, a and b of another, as a projection leaves them."""
     sizes = (heads.key_heads * heads.key_width,) * 2 + (heads.value_heads * heads.value_width,)
@@ -155,7 +158,7 @@ def starts_of(requests: tuple[Planned, ...]) -> Tensor:
 
 
 def verify_arguments(
-    heads: Heads = Heads(),
+    heads: Heads = HEADS,
     requests: tuple[Planned, ...] = REQUESTS,
     state_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.bfloat16,
@@ -191,7 +194,7 @@ FOLDS = ((2, 2, 1, 2), (0, 0, 0, 0), (1, 0, 0, 3), (4, 3, 0, 4))  # in place, no
 
 def fold_arguments(
     layers: int = 2,
-    heads: Heads = Heads(),
+    heads: Heads = HEADS,
     folds: tuple[tuple[int, ...], ...] = FOLDS,
     state_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.bfloat16,
@@ -233,7 +236,7 @@ def window_arguments(
     """`REQUESTS`, and a prefill. `wide_slots`: a column of a block table of int64."""
     state_slots = int32(*slots)
     if wide_slots:
-        state_slots = surrounded(torch.tensor([[slot, POISON] for slot in slots]).view(-1, 2))[:, 0]
+        state_slots = surrounded(torch.tensor([[slot, POISON] for slot in slots], dtype=torch.int64).view(-1, 2))[:, 0]
     return (
         poisoned_plan(plan_rows), cursors_of(*cursors), int64(2**33 + 5), state_slots, int32(*starts),
         int32(*accepted), record_rows, None if is_window is None else flags(*is_window),

@@ -1,0 +1,756 @@
+"""Family recurrent: plans to the byte, layers against the oracle, and the kernel to the bit against a scheme that stores
+every state; on all memory around."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import oracle
+import pytest
+import torch
+from bad_input import check_bad_data, only_declared_changed
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import assert_same_as_oracle, refuse, same_memory, surrounded, twin
+from oracle_recurrent import decay_of
+from samples import argument_names, flags, int32, int64, sample_inputs, with_arguments
+from samples_recurrent import (
+    REQUESTS,
+    Heads,
+    Planned,
+    cursors_of,
+    drawn,
+    fold_arguments,
+    fold_plan_arguments,
+    make_layer,
+    packed_inputs,
+    plan_of,
+    poisoned_plan,
+    starts_of,
+    verify_arguments,
+    window_arguments,
+)
+
+from nwor_ops import ops
+
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.bfloat16, torch.float16)
+WIDTHS = (64, 128, 256)
+PLANS = ("plan_recurrent_window", "plan_recurrent_fold")
+
+
+def named(op: str, arguments: tuple) -> dict:
+    return dict(zip(argument_names(op), arguments, strict=False))
+
+
+# ---------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("op", PLANS)
+def test_plans_of_samples(device, op):
+    for arguments in sample_inputs(op):
+        assert_same_as_oracle(op, arguments, device)
+
+
+def test_window_by_hand(device):
+    """Pending rows and none, a padded request, one without tokens, a prefill; rows past the batch are zeros."""
+    ours = named(PLANS[0], assert_same_as_oracle(PLANS[0], window_arguments(), device))
+    assert ours["plan"].tolist() == [
+        [2, 2, 1, 2], [0] * 4, [0] * 4, [3, 0, 1, 3], [1, 3, 0, 1], [0] * 4, [0] * 4, [0] * 4,
+    ]  # fmt: skip
+    assert ours["cursors"].tolist() == [[0, 0], [3, 1], [3, 0], [1, 0], [1, 0], [0, 0]]
+    assert ours["window"].tolist() == [2**33 + 6]
+
+
+def test_fold_plan_by_hand(device):
+    """What is pending and no more; a copy takes it along; nobody's slots stay."""
+    ours = named(PLANS[1], assert_same_as_oracle(PLANS[1], fold_plan_arguments(), device))
+    assert ours["plan"].tolist() == [[2, 2, 1, 2], [0] * 4, [1, 2, 0, 4], [0] * 4, [0] * 4, [0] * 4]
+    assert ours["cursors"].tolist() == [[0, 0], [0, 0], [0, 1], [0, 1], [0, 0], [0, 0]]
+    kept = named(PLANS[1], assert_same_as_oracle(PLANS[1], fold_plan_arguments(keep_source=True), device))
+    assert kept["plan"].tolist() == ours["plan"].tolist()
+    assert kept["cursors"].tolist() == [[0, 0], [3, 0], [0, 1], [0, 1], [0, 0], [0, 0]]
+
+
+def test_cursors_follow_the_windows(device):
+    """Three windows of one request: what one records, the next replays from the half it lies in."""
+    plan, cursors = poisoned_plan(1).to(device), cursors_of((0, 0), (0, 0)).to(device)
+    window, slot = int64(0).to(device), int32(1).to(device)
+    seen = []
+    for tokens, accepted in ((3, 9), (2, 1), (3, 2)):
+        ops.plan_recurrent_window(
+            plan, cursors, window, slot, int32(0, tokens).to(device), int32(accepted).to(device), 3
+        )
+        seen.append((plan[0].tolist(), cursors[1].tolist()))
+    assert seen == [([1, 0, 0, 1], [3, 1]), ([1, 1, 1, 1], [2, 0]), ([1, 2, 0, 1], [3, 1])]
+    assert window.item() == 3
+
+
+@given(st.data())
+def test_any_window(data):
+    """Slots in any order, requests left out, every acceptance that can be."""
+    requests, slots, rows = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 12)), data.draw(st.integers(1, 32))
+    pending = st.tuples(st.integers(0, rows), st.integers(0, 1))
+    cursors = data.draw(st.lists(pending, min_size=slots, max_size=slots))
+    order = data.draw(st.permutations(range(1, slots)))[:requests]
+    state_slots = [slot if data.draw(st.booleans()) else data.draw(st.integers(-2, 0)) for slot in order]
+    lengths = [data.draw(st.integers(0, rows)) for _ in state_slots]
+    accepted = [data.draw(st.integers(1, max(1, cursors[max(slot, 0)][0]))) for slot in state_slots]
+    is_window = data.draw(st.none() | st.lists(st.integers(0, 1), min_size=len(order), max_size=len(order)))
+    assert_same_as_oracle(
+        PLANS[0],
+        window_arguments(
+            tuple(state_slots), tuple(itertools.accumulate(lengths, initial=0)), tuple(accepted), is_window,
+            tuple(cursors), rows, len(order) + data.draw(st.integers(0, 2)), data.draw(st.booleans()),
+        ),
+    )  # fmt: skip
+
+
+@given(st.data())
+def test_any_fold_plan(data):
+    """Folds in place and copies, of more and fewer rows than are pending."""
+    slots = data.draw(st.integers(1, 12))
+    cursors = data.draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1)), min_size=slots, max_size=slots))
+    free = data.draw(st.permutations(range(1, slots)))
+    sources, targets = [], []
+    while free:
+        source = free.pop()
+        kind = data.draw(st.sampled_from(("in place", "copy", "nobody's")))
+        if kind == "copy" and free:
+            for _ in range(data.draw(st.integers(1, len(free)))):  # one source of several
+                sources.append(source)
+                targets.append(free.pop())
+        else:
+            sources.append(source if kind != "nobody's" else data.draw(st.integers(-1, 0)))
+            targets.append(source)
+    rows = data.draw(st.lists(st.integers(-2, 7), min_size=len(sources), max_size=len(sources)))
+    assert_same_as_oracle(
+        PLANS[1],
+        fold_plan_arguments(
+            tuple(sources), tuple(targets), tuple(rows), tuple(cursors), data.draw(st.booleans()), len(rows) + 1
+        ),
+    )
+
+
+BAD_WINDOWS = {
+    "slot past the last": ({"slots": (2, 0, 4, 6, 1, 5)}, IndexError, r"state_slots\[3\] must be below 6 .*got 6"),
+    "window past the record": (
+        {"starts": (0, 3, 5, 5, 9, 10, 11)},
+        ValueError,
+        "query_start_loc must give a request no more than the 3 tokens .* got 4 for request 3",
+    ),
+    "nothing accepted": ({"accepted": (0, 9, 9, 9, 3, 9)}, ValueError, r"num_accepted\[0\] must be from 1 to the 2"),
+    "more accepted than recorded": (
+        {"accepted": (2, 9, 9, 9, 4, 9)},
+        ValueError,
+        r"num_accepted\[4\] must be from 1 to the 3 tokens of the request's last window, got 4",
+    ),
+    "starts that decrease": ({"starts": (0, 3, 5, 4, 5, 6, 7)}, ValueError, "query_start_loc must start at 0 or above"),
+    "more pending than a record holds": (
+        {"cursors": ((0, 0), (3, 0), (4, 1), (0, 1), (1, 0), (0, 0))},
+        ValueError,
+        "cursors must have from 0 to 3 rows pending in a slot, got 4 in slot 2",
+    ),
+    "no such half": (
+        {"cursors": ((0, 0), (3, 0), (2, 2), (0, 1), (1, 0), (0, 0))},
+        ValueError,
+        "cursors must name half 0 or 1 of a record, got 2 in slot 2",
+    ),
+}
+
+
+@pytest.mark.debug_mode
+@pytest.mark.parametrize(("wrong", "error", "sentence"), BAD_WINDOWS.values(), ids=BAD_WINDOWS)
+def test_bad_window(device, wrong, error, sentence):
+    """CUDA leaves the request out: a row of zeros, and its cursor stays."""
+    arguments = window_arguments(**wrong)
+    after = check_bad_data(PLANS[0], arguments, error, sentence, device)
+    if after is None:
+        return
+    ours, before = named(PLANS[0], after), named(PLANS[0], arguments)
+    bad = {"state_slots[3]": 3, "request 3": 3, "num_accepted[0]": 0, "num_accepted[4]": 4, "slot 2": 0}
+    request = next((q for text, q in bad.items() if text in sentence.replace("\\", "")), 2)
+    assert ours["plan"][request].tolist() == [0] * 4
+    slot = int(before["state_slots"][request])
+    if slot < len(before["cursors"]):
+        assert ours["cursors"][slot].tolist() == before["cursors"][slot].tolist()
+
+
+def test_slots_that_meet():
+    """Two requests with one slot, and folds whose order would matter: looked for on the CPU alone."""
+    refuse(
+        PLANS[0], window_arguments(slots=(2, 0, 4, 2, 1, 5), accepted=(2,) * 6), ValueError,
+        "state_slots must name a slot for one request only, got 2 for request 0 and request 3",
+    )  # fmt: skip
+    meeting = "target_slots must name a slot that no other entry reads or writes"
+    for sources, targets in (((1, 2), (3, 3)), ((1, 2), (2, 1)), ((1, 1), (1, 2)), ((1, 2), (2, 3))):
+        refuse(PLANS[1], fold_plan_arguments(sources, targets, (1, 1)), ValueError, f"{meeting}, got [123] in entry")
+
+
+@pytest.mark.debug_mode
+@pytest.mark.parametrize(("sources", "targets", "name"), [((1, 6), (1, 2), "source"), ((1, 3), (1, 6), "target")])
+def test_bad_fold_plan(device, sources, targets, name):
+    arguments = fold_plan_arguments(sources, targets, (1, 1))
+    after = check_bad_data(PLANS[1], arguments, IndexError, rf"{name}_slots\[1\] must be below 6 .* got 6", device)
+    if after is not None:
+        assert after[0].tolist() == [[1, 1, 0, 1], *[[0] * 4] * 5]
+
+
+# ---------------------------------------------------------------- a layer against the oracle
+
+VERIFY, FOLD = "gated_delta_verify", "gated_delta_fold"
+
+
+def may_write(arguments: tuple) -> list[torch.Tensor]:
+    """The views of a call of `gated_delta_verify` that it may write."""
+    given = named(VERIFY, arguments)
+    views = [given["layer_window"]]
+    starts, plan = given["query_start_loc"].tolist(), given["plan"].tolist()
+    for (_, _, half, target), begin, end in zip(plan, starts, starts[1:], strict=False):
+        views.append(given["out"][begin:end])
+        if target <= 0 or begin == end:
+            continue
+        tokens = end - begin
+        views += [given[f"record_{kind}"][target, 1 - half, :tokens] for kind in ("keys", "norms", "decays")]
+        views += [given["state"][target], given["record_values"][target, :tokens]]
+        if given.get("all_states") is not None:
+            views.append(given["all_states"][begin:end])
+    return views
+
+
+def tolerance(view: torch.Tensor) -> dict[str, float]:
+    """Of sums in another order. What has 8 or 11 bits may be rounded to the neighbour."""
+    steps = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.int64: 0}
+    return {"rtol": steps[view.dtype], "atol": steps[view.dtype] / 8 if view.dtype != torch.float32 else 2e-5}
+
+
+def check_verify(arguments: tuple, device: str = "cpu") -> tuple:
+    """Like the oracle within rounding, keys to the bit, and not a byte elsewhere; returns the call's own arguments."""
+    ours, theirs = twin(arguments, device), twin(arguments)
+    ops.gated_delta_verify(*ours)
+    oracle.gated_delta_verify(*theirs)
+    for mine, expected in zip(may_write(ours), may_write(theirs), strict=True):
+        torch.testing.assert_close(mine.cpu(), expected, **tolerance(expected))
+    keys = argument_names(VERIFY).index("record_keys")
+    assert torch.equal(ours[keys].view(torch.int16).cpu(), theirs[keys].view(torch.int16))
+    restored = twin(ours)
+    for mine, before in zip(may_write(restored), may_write(arguments), strict=True):
+        mine.copy_(before)
+    assert same_memory(restored, arguments)
+    return ours
+
+
+@pytest.mark.parametrize("norm", [None, "silu", "sigmoid"])
+@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_verify(device, state_dtype, dtype, per_channel, norm):
+    check_verify(
+        verify_arguments(
+            Heads(2, 4), state_dtype=state_dtype, dtype=dtype, per_channel=per_channel, norm=norm, all_states=True
+        ),
+        device,
+    )
+
+
+@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
+@pytest.mark.parametrize("value_width", WIDTHS)
+@pytest.mark.parametrize("key_width", WIDTHS)
+def test_widths(device, key_width, value_width, per_channel):
+    """Norms over every width, too."""
+    heads = Heads(1, 2, key_width, value_width)
+    for state_dtype, norm in zip(STATE_DTYPES, ("silu", None), strict=True):
+        check_verify(verify_arguments(heads, REQUESTS[:4], state_dtype, per_channel=per_channel, norm=norm), device)
+
+
+@pytest.mark.parametrize("heads", [Heads(1, 1), Heads(1, 5), Heads(3, 3), Heads(2, 8)], ids=str)
+def test_heads(device, heads):
+    """Any number of value heads to a key head."""
+    check_verify(verify_arguments(heads, norm="silu"), device)
+
+
+def test_float32_inputs():
+    """On the CPU alone."""
+    check_verify(verify_arguments(dtype=torch.float32, norm="silu", all_states=True))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9, 16, 32])
+def test_windows_of_any_length(device, rows):
+    """As many tokens as a record has rows, and as many replayed."""
+    requests = (Planned(1, rows, rows, 1), Planned(3, 1, rows // 2), Planned(2, (rows + 1) // 2, 0, 1))
+    check_verify(verify_arguments(requests=requests, rows=rows, all_states=True), device)
+
+
+def test_options(device):
+    """Without the norm of q and k, another softplus, weights of another dtype than the inputs."""
+    check_verify(verify_arguments(use_qk_l2norm=False, seed=1), device)
+    arguments = verify_arguments(norm="silu", seed=2)
+    other = with_arguments(VERIFY, arguments, scale=0.3, softplus_beta=2.5, softplus_threshold=0.5, norm_eps=0.1)
+    ours, plain = check_verify(other, device), check_verify(arguments, device)
+    assert not torch.equal(ours[0], plain[0])
+    given = named(VERIFY, arguments)
+    weights = {name: given[name].to(torch.float16) for name in ("a", "b", "A_log", "dt_bias", "norm_weight")}
+    check_verify(with_arguments(VERIFY, arguments, **weights), device)
+
+
+def test_extremes(device):
+    """Decays of 0 and 1, gates that are shut and open, a key of zeros: all finite."""
+    arguments = verify_arguments(norm="silu", all_states=True, extra_tokens=0)
+    given = named(VERIFY, arguments)
+    given["a"][:2] = torch.tensor([[80.0, -80.0], [-200.0, 3e4]])
+    given["b"][:2] = torch.tensor([[100.0, -100.0], [0.0, 3e4]])
+    given["k"][0], given["q"][1] = 0, 0
+    given["gate"][2] = torch.tensor([-200.0, 200.0])[:, None]
+    ours = named(VERIFY, check_verify(arguments, device))
+    assert ours["out"][:3].isfinite().all()
+    assert ours["all_states"][:3].isfinite().all()
+
+
+def test_empty_batches(device):
+    """No request, no token, nobody's requests: the layer is marked and the states stay."""
+    nobody = (Planned(0, 2), Planned(-3, 1))
+    for requests, extra in (((), 0), ((), 3), ((Planned(2, 0, 1),), 0), (nobody, 0), (nobody, 4)):
+        arguments = verify_arguments(requests=requests, extra_tokens=extra)
+        ours = named(VERIFY, check_verify(arguments, device))
+        tokens = sum(request.tokens for request in requests)
+        assert not ours["out"][:tokens].any()
+        assert torch.equal(ours["layer_window"], ours["window"])
+
+
+def test_a_window_may_move_a_state(device):
+    """Source and target differ: the source is read and stays."""
+    arguments = verify_arguments(requests=(Planned(1, 2, 2, 1), Planned(3, 1, 0)))
+    moved = surrounded(torch.tensor([[1, 2, 1, 2], [3, 0, 0, 4]], dtype=torch.int32))
+    check_verify(with_arguments(VERIFY, arguments, plan=moved), device)
+
+
+@given(st.data())
+def test_any_window_of_a_layer(data):
+    """Ragged windows over any slots."""
+    free = data.draw(st.permutations(range(1, 5)))
+    requests = []
+    for _ in range(data.draw(st.integers(0, 5))):
+        slot = free.pop() if free and data.draw(st.booleans()) else 0
+        numbers = (data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1)))
+        requests.append(Planned(slot, *numbers))
+    check_verify(
+        verify_arguments(
+            Heads(1, 1), tuple(requests), data.draw(st.sampled_from(STATE_DTYPES)), data.draw(st.sampled_from(DTYPES)),
+            data.draw(st.booleans()), data.draw(st.sampled_from((None, "silu"))), data.draw(st.booleans()),
+            extra_tokens=data.draw(st.integers(0, 2)), seed=data.draw(st.integers(0, 99)),
+        )
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- layouts
+
+
+@pytest.mark.parametrize("gap", [4, 6, 8, 12, 20, 64, 4096])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_pages(device, state_dtype, gap):
+    """States and records anywhere in a page: at every alignment that their dtypes allow, pages far apart."""
+    check_verify(verify_arguments(Heads(1, 3), state_dtype=state_dtype, gap=gap, all_states=True), device)
+
+
+def copies(arguments: tuple, name: str) -> list[torch.Tensor]:
+    """The same numbers in other layouts: every alignment of 16 bytes, spaced heads, spaced tokens."""
+    tensor = named(VERIFY, arguments)[name]
+    found = [surrounded(tensor, edge=edge) for edge in range(16, 24)]
+    tokens, heads, width = tensor.shape
+    spaced = surrounded(torch.zeros(tokens, heads + 1, width + 6, dtype=tensor.dtype))[:, :heads, :width]
+    by_head = surrounded(torch.zeros(heads, tokens, width, dtype=tensor.dtype)).transpose(0, 1)
+    for view in (spaced, by_head):
+        view.copy_(tensor)
+        found.append(view)
+    return found
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "gate", "out"])
+def test_inputs_of_any_layout(device, name):
+    """Wherever the inputs lie, the same bits."""
+    arguments = verify_arguments(norm="silu", all_states=True, requests=REQUESTS[:4])
+    expected = check_verify(arguments, device)
+    for view in copies(arguments, name):
+        ours = check_verify(with_arguments(VERIFY, arguments, **{name: view}), device)
+        for one, other in zip(may_write(ours), may_write(expected), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_small_tensors_of_any_stride(device):
+    arguments = verify_arguments(norm="silu", requests=REQUESTS[:4])
+    expected = check_verify(arguments, device)
+    given = named(VERIFY, arguments)
+    every = {name: given[name] for name in ("a", "b", "A_log", "dt_bias", "norm_weight")}
+    strided = {
+        name: surrounded(torch.stack([t, t + 1], -1))[..., 0] if t.dim() < 2 else surrounded(t.T.contiguous()).T
+        for name, t in every.items()
+    }
+    ours = check_verify(with_arguments(VERIFY, arguments, **strided), device)
+    for one, other in zip(may_write(ours), may_write(expected), strict=True):
+        assert torch.equal(one, other)
+
+
+# ---------------------------------------------------------------- the norm
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_is_that_of_a_layer_of_its_own(device, dtype, activation):
+    """The fused norm of what the op gives without it, as torch computes it."""
+    arguments = twin(verify_arguments(Heads(1, 2, 64, 128), dtype=dtype, norm=activation), device)
+    given = named(VERIFY, arguments)
+    plain = named(VERIFY, twin(with_arguments(VERIFY, arguments, gate=None, norm_weight=None)))
+    ops.gated_delta_verify(**plain)
+    ops.gated_delta_verify(*arguments)
+    tokens = int(given["query_start_loc"][-1])
+    act = torch.nn.functional.silu if activation == "silu" else torch.sigmoid
+    norm = torch.nn.functional.rms_norm(plain["out"].float(), (128,), given["norm_weight"].float(), 1e-5)
+    expected = (norm * act(given["gate"].float())).to(dtype)
+    torch.testing.assert_close(given["out"][:tokens], expected[:tokens], **tolerance(expected))
+    assert all(torch.equal(given[name][1:], plain[name][1:]) for name in ("state", "record_values"))
+
+
+# ---------------------------------------------------------------- folds
+
+
+def check_fold(arguments: tuple, device: str = "cpu") -> tuple:
+    """Like the oracle, on the CPU to the bit; what is not a target keeps its bytes."""
+    ours, theirs = twin(arguments, device), twin(arguments)
+    ops.gated_delta_fold(*ours)
+    oracle.gated_delta_fold(*theirs)
+    for mine, expected in zip(ours[0], theirs[0], strict=True):
+        torch.testing.assert_close(mine[1:].cpu(), expected[1:], **tolerance(expected))
+    if device == "cpu":
+        assert same_memory(ours, theirs)
+    restored = twin(ours)
+    for mine, before in zip(restored[0], arguments[0], strict=True):
+        for target in {row[3] for row in arguments[6].tolist()} - {0}:
+            mine[target] = before[target].to(device)
+    assert same_memory(restored, arguments)
+    return ours
+
+
+@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
+@pytest.mark.parametrize("heads", [Heads(1, 2), Heads(2, 4, 128, 64), Heads(1, 1, 64, 256)], ids=str)
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_fold(device, state_dtype, heads, per_channel):
+    for dtype in DTYPES:
+        check_fold(fold_arguments(3, heads, state_dtype=state_dtype, dtype=dtype, per_channel=per_channel), device)
+
+
+@pytest.mark.parametrize("gap", [4, 6, 12, 4096])
+def test_fold_in_pages(device, gap):
+    for state_dtype in STATE_DTYPES:
+        check_fold(fold_arguments(2, Heads(1, 3), state_dtype=state_dtype, gap=gap), device)
+
+
+def test_fold_of_nothing(device):
+    for folds in ((), ((0, 0, 0, 0),), ((0, 2, 1, 0), (3, 2, 1, 0))):
+        arguments = fold_arguments(folds=folds)
+        assert same_memory(check_fold(arguments, device), arguments)
+
+
+def test_cancel_leaves_out_layers_that_ran(device):
+    arguments = fold_arguments(4, ran=(0, 2))
+    ours = check_fold(arguments, device)
+    changed = [not torch.equal(a[1:].cpu(), b[1:]) for a, b in zip(ours[0], arguments[0], strict=True)]
+    assert changed == [False, True, False, True]
+
+
+def test_many_layers(device):
+    """More than fit in the parameters of one launch."""
+    check_fold(fold_arguments(70, Heads(1, 1), folds=((2, 1, 0, 2), (1, 3, 1, 4))), device)
+
+
+@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_fold_is_the_replay_of_verify(device, state_dtype, per_channel):
+    """The same bits, whoever replays."""
+    arguments = twin(verify_arguments(Heads(2, 4, 64, 128), state_dtype=state_dtype, per_channel=per_channel), device)
+    given = named(VERIFY, twin(arguments))
+    names = ("state", "record_keys", "record_norms", "record_decays", "record_values", "layer_window")
+    ops.gated_delta_fold(*([given[name]] for name in names), given["plan"])
+    ops.gated_delta_verify(*arguments)
+    assert torch.equal(given["state"][1:], named(VERIFY, arguments)["state"][1:])
+    assert not torch.equal(given["state"][2], named(VERIFY, verify_arguments())["state"][2].to(given["state"]))
+
+
+# ---------------------------------------------------------------- bits
+
+
+ONE_HEAD = Heads(1, 1)
+
+
+class Pair:
+    """One layer under the family's scheme beside a scheme that stores the state after every token, and begins each
+    window from that of the last accepted one: the same kernel with `all_states` and nothing to replay."""
+
+    SLOTS, MOST_TOKENS = 7, 4
+
+    def __init__(self, state_dtype, per_channel, device, heads=ONE_HEAD, seed=0):
+        self.dice = random.Random(seed)
+        self.device, self.heads = device, heads
+        made = make_layer(heads, self.SLOTS, self.MOST_TOKENS, state_dtype, per_channel=per_channel, seed=seed)
+        made.state.zero_()
+        self.ours, self.stored = twin(made.tensors, device), twin(made.tensors, device)
+        pool = packed_inputs(512, heads, per_channel=per_channel, seed=seed)
+        self.pool = twin(tuple(pool), device)
+        self.every = torch.zeros(self.SLOTS, self.MOST_TOKENS, *made.state.shape[1:], dtype=state_dtype, device=device)
+        self.plan = torch.zeros(self.SLOTS, 4, dtype=torch.int32, device=device)
+        self.fold_plan = torch.zeros(1, 4, dtype=torch.int32, device=device)
+        self.cursors = torch.zeros(self.SLOTS, 2, dtype=torch.int32, device=device)
+        self.window = torch.zeros(1, dtype=torch.int64, device=device)
+        self.pending = [0] * self.SLOTS  # tokens of a slot's last window
+        self.accepted = 0
+
+    def tensor(self, values, dtype=torch.int32):
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def step(self) -> None:
+        """A window of some of the requests, ragged, in any order; each accepts some of its last one."""
+        slots = self.dice.sample(range(1, self.SLOTS), self.dice.randint(1, self.SLOTS - 1))
+        lengths = [self.dice.randint(1, self.MOST_TOKENS) for _ in slots]
+        accepted = [self.dice.randint(1, max(1, self.pending[slot])) for slot in slots]
+        self.accept(slots, accepted)
+        if self.dice.random() < 0.2:  # a padded request
+            slots, lengths, accepted = [*slots, 0], [*lengths, 2], [*accepted, 0]
+        starts = list(itertools.accumulate(lengths, initial=0))
+        query_start_loc = self.tensor(starts)
+        ops.plan_recurrent_window(
+            self.plan, self.cursors, self.window, self.tensor(slots), query_start_loc, self.tensor(accepted),
+            self.MOST_TOKENS,
+        )  # fmt: skip
+        first = self.dice.randrange(512 - starts[-1])
+        q, k, v, a, b, *weights = self.pool
+        inputs = [*(t[first : first + starts[-1]] for t in (q, k, v, a, b)), *weights]
+        scale = self.heads.key_width**-0.5
+        out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
+        ops.gated_delta_verify(out, *self.ours, *inputs, self.plan, self.window, query_start_loc, scale)
+        nothing = self.tensor([[slot, 0, 0, slot] for slot in slots])
+        other = torch.empty_like(out)
+        states = torch.empty(starts[-1], *self.every.shape[2:], dtype=self.every.dtype, device=self.device)
+        ops.gated_delta_verify(
+            other, *self.stored, *inputs, nothing, self.window, query_start_loc, scale, all_states=states
+        )
+        assert torch.equal(out.view(torch.int16), other.view(torch.int16))
+        assert torch.equal(self.ours[0][1:], self.stored[0][1:])
+        for slot, begin, end in zip(slots, starts, starts[1:], strict=False):
+            if slot:
+                self.every[slot, : end - begin] = states[begin:end]
+                self.pending[slot] = end - begin
+
+    def accept(self, slots: list[int], accepted: list[int]) -> None:
+        """The other scheme goes on from the state of the last accepted token."""
+        for slot, tokens in zip(slots, accepted, strict=True):
+            if self.pending[slot]:
+                self.stored[0][slot] = self.every[slot, tokens - 1]
+                self.accepted += tokens
+
+    def fold(self) -> None:
+        """A slot, in place or into another one, whose request ends."""
+        source, target = self.dice.randrange(1, self.SLOTS), self.dice.randrange(1, self.SLOTS)
+        tokens = self.dice.randint(1, max(1, self.pending[source]))
+        self.accept([source], [tokens])
+        self.stored[0][target] = self.stored[0][source]
+        ops.plan_recurrent_fold(
+            self.fold_plan, self.cursors, self.tensor([source]), self.tensor([target]), self.tensor([tokens])
+        )
+        ops.gated_delta_fold(*([tensor] for tensor in self.ours), self.fold_plan)
+        assert torch.equal(self.ours[0][target], self.stored[0][target])
+        if source != target:  # the source's own window is dropped with its request
+            self.ours[0][source] = self.stored[0][source]
+        self.pending[source] = self.pending[target] = 0
+
+    def prefill(self) -> None:
+        """Somebody else writes the state."""
+        slot = self.dice.randrange(1, self.SLOTS)
+        self.ours[0][slot] = self.stored[0][slot] = drawn(*self.ours[0].shape[1:], seed=slot).to(self.ours[0])
+        ops.plan_recurrent_window(
+            self.plan, self.cursors, self.window, self.tensor([slot]), self.tensor([0, 9]), self.tensor([0]),
+            self.MOST_TOKENS, flags(0).to(self.device),
+        )  # fmt: skip
+        assert not self.plan.any()
+        self.pending[slot] = 0
+
+
+@pytest.mark.parametrize(
+    ("state_dtype", "per_channel", "steps"),
+    [(torch.float32, False, 10_000), (torch.bfloat16, False, 10_000), (torch.bfloat16, True, 1_000)],
+    ids=["float32", "bfloat16", "kda"],
+)
+def test_bits_of_a_scheme_that_stores_every_state(device, state_dtype, per_channel, steps):
+    """Outputs of every token and states after every window, with any acceptance, requests that skip steps, folds,
+    copies and prefills in between."""
+    pair = Pair(state_dtype, per_channel, device)
+    for _ in range(steps):
+        pair.step()
+        chance = pair.dice.random()
+        if chance < 0.03:
+            pair.fold()
+        elif chance < 0.04:
+            pair.prefill()
+    assert pair.accepted > steps
+    assert pair.ours[0].isfinite().all()
+    assert pair.ours[0].float().abs().max() > 0.1
+
+
+@pytest.mark.parametrize("heads", [Heads(2, 4, 128, 128), Heads(1, 2, 256, 64), Heads(1, 2, 64, 256)], ids=str)
+def test_bits_of_other_widths(device, heads):
+    for state_dtype in STATE_DTYPES:
+        pair = Pair(state_dtype, False, device, heads)
+        for _ in range(25):
+            pair.step()
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_threads_give_the_same_bits():
+    arguments = verify_arguments(Heads(2, 8, 128, 128), norm="silu", all_states=True)
+    ours, theirs = twin(arguments), twin(arguments)
+    ops.gated_delta_verify(*ours)
+    torch.set_num_threads(1)
+    ops.gated_delta_verify(*theirs)
+    assert same_memory(ours, theirs)
+
+
+# ---------------------------------------------------------------- what is refused
+
+BAD_PLANS = {
+    "target past the last": ((5, 0, 0, 5), IndexError, r"plan must name slots in \[1, 5\), got 5 in row 1"),
+    "source past the last": ((9, 0, 0, 4), IndexError, r"plan must name slots in \[1, 5\), got 9 in row 1"),
+    "source nobody's": ((0, 0, 0, 4), IndexError, r"plan must name slots in \[1, 5\), got 0 in row 1"),
+    "more rows than a record has": (
+        (4, 4, 0, 4),
+        ValueError,
+        "plan must replay from 0 to the 3 rows .* got 4 in row 1",
+    ),
+    "fewer rows than none": ((4, -1, 0, 4), ValueError, "plan must replay from 0 to the 3 rows .* got -1 in row 1"),
+    "no such half": ((4, 0, 2, 4), ValueError, "plan must name half 0 or 1 of a record, got 2 in row 1"),
+}
+
+
+@pytest.mark.debug_mode
+@pytest.mark.parametrize(("row", "error", "sentence"), BAD_PLANS.values(), ids=BAD_PLANS)
+def test_bad_plan(device, row, error, sentence):
+    """On CUDA the row is left out, and the others are not."""
+    requests = (Planned(2, 3, 2, 1), Planned(4, 2), Planned(3, 1))
+    arguments = verify_arguments(requests=requests)
+    good = plan_of(requests)
+    plan = good.clone()
+    plan[1] = torch.tensor(row, dtype=torch.int32)
+    after = check_bad_data(VERIFY, with_arguments(VERIFY, arguments, plan=plan), error, sentence, device)
+    folds = fold_arguments(folds=tuple(map(tuple, plan[:3].tolist())))
+    folded = check_bad_data(FOLD, folds, error, sentence, device)
+    if after is not None:
+        ours = named(VERIFY, after)
+        expected = named(VERIFY, twin(arguments, device))
+        ops.gated_delta_verify(**expected)
+        assert torch.equal(ours["state"][2:4], expected["state"][2:4])
+        assert torch.equal(ours["out"][5:6], expected["out"][5:6])
+    if folded is not None:
+        assert not torch.equal(folded[0][0][2].cpu(), folds[0][0][2])
+
+
+@pytest.mark.debug_mode
+@pytest.mark.parametrize(
+    ("starts", "sentence"),
+    [
+        ((0, 3, 2, 6), "query_start_loc must start at 0 or above and not decrease, got 3 and 2 around request 1"),
+        ((-1, 2, 4, 6), "query_start_loc must start at 0 or above"),
+        ((0, 3, 5, 99), "q must have a row for every token, got 8 where request 2 ends at token 99"),
+        ((0, 4, 5, 6), "query_start_loc must give a request no more than the 3 tokens .*, got 4 for request 0"),
+    ],
+)
+def test_bad_starts(device, starts, sentence):
+    arguments = verify_arguments(requests=(Planned(2, 3, 2, 1), Planned(4, 2), Planned(3, 1)))
+    bad = with_arguments(VERIFY, arguments, query_start_loc=int32(*starts))
+    after = check_bad_data(VERIFY, bad, ValueError, sentence, device)
+    assert after is None or only_declared_changed(VERIFY, after, bad)
+
+
+def test_plans_that_meet():
+    """Looked for on the CPU alone."""
+    arguments = verify_arguments(requests=(Planned(2, 1), Planned(1, 1)))
+    for second in ((1, 0, 0, 2), (2, 0, 0, 1)):
+        plan = torch.tensor([(2, 0, 0, 2), second], dtype=torch.int32)
+        sentence = "plan must name a target that no other row reads or writes, got 2 in row"
+        refuse(VERIFY, with_arguments(VERIFY, arguments, plan=plan), ValueError, sentence)
+        refuse(FOLD, fold_arguments(folds=tuple(map(tuple, plan.tolist()))), ValueError, sentence)
+
+
+def refused_shapes() -> dict[str, tuple[dict, str]]:
+    arguments = verify_arguments(norm="silu", all_states=True)
+    given = named(VERIFY, arguments)
+    tokens = given["q"].shape[0]
+
+    def zeros(*shape: int, like: str = "q") -> torch.Tensor:
+        return torch.zeros(shape, dtype=given[like].dtype)
+
+    return {
+        "width": ({"state": zeros(5, 2, 64, 96, like="state")}, "state must be of key_width 64, 128 or 256"),
+        "value width": ({"state": zeros(5, 2, 32, 64, like="state")}, "state must be of value_width 64, 128 or 256"),
+        "transposed state": ({"state": given["state"].transpose(2, 3)}, "state must be contiguous within"),
+        "slots in slots": ({"state": given["state"][:1].expand(5, -1, -1, -1)}, "state must be of slots at least 8192"),
+        "heads": ({"record_keys": zeros(5, 2, 3, 3, 64)}, "record_keys must be of a number of heads that divides"),
+        "rows": ({"record_keys": zeros(5, 2, 33, 1, 64)}, "record_keys must be of 1 to 32 rows"),
+        "halves": ({"record_keys": zeros(5, 1, 3, 1, 64)}, r"record_keys must be \[5, 2, record_rows, num_key"),
+        "slots": ({"record_norms": zeros(4, 2, 3, 1, like="record_norms")}, r"record_norms must be \[5, 2, 3, 1\]"),
+        "decays": ({"record_decays": zeros(5, 2, 3, 1, like="record_norms")}, r"record_decays must be \[5, 2, 3, 2\]"),
+        "channels": ({"a": zeros(tokens, 2, 64)}, rf"a must be \[{tokens}, 2\]"),
+        "bias": ({"dt_bias": zeros(2, 64)}, r"dt_bias must be \[2\]"),
+        "values": ({"record_values": zeros(5, 3, 2, 32, like="state")}, r"record_values must be \[5, 3, 2, 64\]"),
+        "key tokens": ({"k": zeros(tokens - 1, 1, 64)}, rf"k must be \[{tokens}, 1, 64\]"),
+        "spaced width": ({"v": zeros(tokens, 2, 128)[..., ::2]}, "v must be contiguous along its last dimension"),
+        "output": ({"out": zeros(tokens - 1, 2, 64)}, rf"out must be \[>= {tokens}, 2, 64\]"),
+        "gate alone": ({"norm_weight": None}, "gate and norm_weight must be given together"),
+        "weight": ({"norm_weight": zeros(1, like="state")}, r"norm_weight must be \[64\]"),
+        "activation": ({"gate_activation": "tanh"}, "gate_activation must be silu or sigmoid, got tanh"),
+        "softplus": ({"softplus_beta": 0.0}, "softplus_beta must be positive, got 0"),
+        "plan": ({"plan": int32(0, 0, 0, 0).view(1, 4)}, r"plan must be \[num_requests, 4\] with at least 5 rows"),
+        "starts": ({"query_start_loc": int32()}, r"query_start_loc must be \[num_requests \+ 1\] with at least 1"),
+        "states": ({"all_states": zeros(2, 2, 64, 64, like="state")}, rf"all_states must be \[>= {tokens}, 2, 64"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "sentence"), refused_shapes().values(), ids=refused_shapes())
+def test_refused(device, changed, sentence):
+    arguments = twin(with_arguments(VERIFY, verify_arguments(norm="silu", all_states=True), **changed), device)
+    refuse(VERIFY, arguments, ValueError, sentence)
+
+
+def test_refused_lists(device):
+    arguments = twin(fold_arguments(3), device)
+    refuse(FOLD, ([], *arguments[1:]), ValueError, "states must hold at least one layer, got none")
+    refuse(
+        FOLD, (*arguments[:2], arguments[2][:2], *arguments[3:]), ValueError,
+        "record_norms must hold a tensor for each of the 3 states, got 2",
+    )  # fmt: skip
+    other = twin(fold_arguments(1, gap=64), device)
+    mixed = [[*mine[:2], theirs[0]] for mine, theirs in zip(arguments[:6], other[:6], strict=True)]
+    sentence = r"states\[2\] must be of the shape and strides of states\[0\], torch.float32 \[5, 2, 64, 64\]"
+    refuse(FOLD, (*mixed, arguments[6]), ValueError, sentence)
+    twice = [[*tensors[:2], tensors[0]] for tensors in arguments[:6]]
+    refuse(FOLD, (*twice, arguments[6]), ValueError, "states and states must not share memory")
+
+
+@pytest.mark.gpu
+def test_float32_inputs_are_refused(device):
+    refuse(
+        VERIFY, twin(verify_arguments(dtype=torch.float32), device), TypeError,
+        "out must have dtype torch.float16 or torch.bfloat16 on CUDA",
+    )  # fmt: skip
+
+
+def test_most_record_rows(device):
+    refuse(
+        PLANS[0], twin(window_arguments(record_rows=33), device), ValueError, "record_rows must be at most 32, got 33"
+    )
+    assert_same_as_oracle(PLANS[0], window_arguments(record_rows=32), device)
+
+
+def test_oracle_has_the_formula_of_torch():
+    """softplus above its threshold is the identity."""
+    x = torch.tensor([-3.0, 0.0, 19.0, 21.0])
+    expected = torch.exp(-torch.exp(torch.tensor(0.3)) * torch.nn.functional.softplus(x))
+    assert torch.equal(decay_of(torch.tensor(0.3), x, 1.0, 20.0), expected)
+    assert starts_of(REQUESTS).tolist() == [0, 3, 5, 5, 6, 8]
