@@ -167,29 +167,73 @@ __device__ void read_vector(float (&x)[kChunks][kChunk], const float* shared, co
         }
 }
 
-// The raw chunks of a warp's rows, loaded but not looked at.
+// The raw chunks of a warp's rows, loaded but not looked at. Where a page leaves a state no better place,
+// they are moved by the element.
 template <class State, int kWidth>
 struct RawRows {
     using R = Rows<State, kWidth>;
+    using Element = typename RawOf<sizeof(State)>::type;
     uint4 chunks[R::kRows][R::kChunks];
 
     // `state` is where the head's rows begin.
-    __device__ void load(const char* state, int first, const LaneOfRow& at) {
-        const uint4* from =
-            reinterpret_cast<const uint4*>(state) + (first + at.group) * (R::kChunks * kLanes) + at.lane;
+    __device__ void load(const char* state, bool is_aligned, int first, const LaneOfRow& at) {
+        const char* from = state + place(first, at);
+        if (is_aligned) {
+#pragma unroll
+            for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+                for (int c = 0; c < R::kChunks; ++c)
+                    chunks[j][c] = __ldcs(reinterpret_cast<const uint4*>(from + offset(j, c)));
+            return;
+        }
 #pragma unroll
         for (int j = 0; j < R::kRows; ++j)
 #pragma unroll
-            for (int c = 0; c < R::kChunks; ++c)
-                chunks[j][c] = __ldcs(from + (j * kGroups * R::kChunks + c) * kLanes);
+            for (int c = 0; c < R::kChunks; ++c) {
+                const Element* elements = reinterpret_cast<const Element*>(from + offset(j, c));
+                uint32_t words[4];
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    if constexpr (sizeof(State) == 4)
+                        words[w] = elements[w];
+                    else
+                        words[w] = elements[2 * w] | static_cast<uint32_t>(elements[2 * w + 1]) << 16;
+                }
+                chunks[j][c] = make_uint4(words[0], words[1], words[2], words[3]);
+            }
     }
-    __device__ void store(char* state, int first, const LaneOfRow& at) const {
-        uint4* to = reinterpret_cast<uint4*>(state) + (first + at.group) * (R::kChunks * kLanes) + at.lane;
+    __device__ void store(char* state, bool is_aligned, int first, const LaneOfRow& at) const {
+        char* to = state + place(first, at);
+        if (is_aligned) {
+#pragma unroll
+            for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+                for (int c = 0; c < R::kChunks; ++c)
+                    __stcs(reinterpret_cast<uint4*>(to + offset(j, c)), chunks[j][c]);
+            return;
+        }
 #pragma unroll
         for (int j = 0; j < R::kRows; ++j)
 #pragma unroll
-            for (int c = 0; c < R::kChunks; ++c)
-                __stcs(to + (j * kGroups * R::kChunks + c) * kLanes, chunks[j][c]);
+            for (int c = 0; c < R::kChunks; ++c) {
+                Element* elements = reinterpret_cast<Element*>(to + offset(j, c));
+                const uint32_t words[4] = {chunks[j][c].x, chunks[j][c].y, chunks[j][c].z, chunks[j][c].w};
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    if constexpr (sizeof(State) == 4) {
+                        elements[w] = words[w];
+                    } else {
+                        elements[2 * w] = static_cast<Element>(words[w]);
+                        elements[2 * w + 1] = static_cast<Element>(words[w] >> 16);
+                    }
+                }
+            }
+    }
+    static __device__ int place(int first, const LaneOfRow& at) {
+        return ((first + at.group) * R::kChunks * kLanes + at.lane) * 16;
+    }
+    static constexpr __device__ int offset(int j, int c) {
+        return (j * kGroups * R::kChunks + c) * kLanes * 16;
     }
     __device__ void widen(R* rows) const {
 #pragma unroll
@@ -509,6 +553,7 @@ struct VerifyJob {
     VerifyArguments call;
     SharedPlaces shared;
     BlockPlaces blocks;
+    bool is_aligned;  // states, of the slots and of `all_states`
     const char* report_as;
 };
 
@@ -647,7 +692,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     char* target = c.states.data + c.states.row_offset(row.target, block.head, 0) * sizeof(State);
     int value = warp * R::kRowsOfWarp;  // the warp's first row among the block's
     RawRows<State, kWidth> raw;
-    raw.load(source, block.first_value + value, at);
+    raw.load(source, job.is_aligned, block.first_value + value, at);
     __syncwarp();  // else the compiler has the loads wait for the copies
 
     wait_for_copies();
@@ -684,7 +729,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         if (row.rows > 0 || row.source != row.target) {
             replay<State, kWidth, kPerChannel>(&rows, job.shared, row.rows, block.num_values, value, at);
             raw.round(rows);
-            raw.store(target, first, at);
+            raw.store(target, job.is_aligned, first, at);
             raw.widen(&rows);
         }
 
@@ -726,12 +771,13 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                 const int64_t place =
                     (first_token + token) * c.all_states_stride + block.head * c.states.value_width * kWidth;
                 raw.round(rows);
-                raw.store(c.all_states + place * static_cast<int64_t>(sizeof(State)), first, at);
+                raw.store(c.all_states + place * static_cast<int64_t>(sizeof(State)), job.is_aligned, first,
+                          at);
             }
         }
         value += warps * R::kRowsOfWarp;
         if (value >= block.num_values) break;
-        raw.load(source, block.first_value + value, at);
+        raw.load(source, job.is_aligned, block.first_value + value, at);
     }
     if (!has_norm) return;
     __syncthreads();
@@ -751,6 +797,7 @@ struct FoldJob {
     SharedPlaces shared;
     BlockPlaces blocks;
     FastDivisor by_entries;
+    bool is_aligned;  // all states
     const char* report_as;
     FoldLayer layers[kLayersPerLaunch];
 };
@@ -783,7 +830,7 @@ __global__ void __launch_bounds__(kThreads, 2) fold_kernel(const __grid_constant
                   target = job.states.row_offset(row.target, block.head, 0) * sizeof(State);
     const int value = threadIdx.x / kWarp * R::kRowsOfWarp;
     RawRows<State, kWidth> raw;
-    raw.load(layer.states + source, block.first_value + value, at);
+    raw.load(layer.states + source, job.is_aligned, block.first_value + value, at);
     __syncwarp();  // as above
     wait_for_copies();
     __syncthreads();
@@ -793,7 +840,7 @@ __global__ void __launch_bounds__(kThreads, 2) fold_kernel(const __grid_constant
     raw.widen(&rows);
     replay<State, kWidth, kPerChannel>(&rows, job.shared, row.rows, block.num_values, value, at);
     raw.round(rows);
-    raw.store(layer.states + target, block.first_value + value, at);
+    raw.store(layer.states + target, job.is_aligned, block.first_value + value, at);
 }
 
 // ---------------------------------------------------------------- launches of both
@@ -830,14 +877,9 @@ void with_types(const RecurrentStates& states, const RecurrentRecord& r, const F
     });
 }
 
-// Chunks of 16 bytes.
-void check_aligned(const char* op, const char* name, const void* data, int64_t stride,
-                   const RecurrentStates& s) {
-    const int64_t bytes = stride * (s.is_bfloat16 ? 2 : 4);
-    if (reinterpret_cast<uintptr_t>(data) % 16 != 0 || bytes % 16 != 0)
-        fail(op, name, " must begin at a multiple of 16 bytes, and so must each of its slots, got slots ",
-             bytes, " bytes apart",
-             reinterpret_cast<uintptr_t>(data) % 16 != 0 ? " and another beginning" : "");
+// Whether all chunks of all slots are moved at once.
+bool is_aligned(const RecurrentStates& s, const void* data, int64_t slot_stride) {
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && slot_stride * (s.is_bfloat16 ? 2 : 4) % 16 == 0;
 }
 
 template <class Kernel>
@@ -870,9 +912,6 @@ int64_t values_of_block(const RecurrentRecord& r, int64_t heads, int64_t most) {
 }
 
 void run(const VerifyArguments& c, const Launch& launch) {
-    check_aligned(c.op, "state", c.states.data, c.states.slot_stride, c.states);
-    if (c.all_states != nullptr)
-        check_aligned(c.op, "all_states", c.all_states, c.all_states_stride, c.states);
     const int64_t heads = c.num_requests * c.states.num_value_heads;
     if (heads == 0) {
         STD_CUDA_CHECK(cudaMemcpyAsync(c.layer_window, c.window, sizeof(int64_t), cudaMemcpyDeviceToDevice,
@@ -887,7 +926,10 @@ void run(const VerifyArguments& c, const Launch& launch) {
         const int64_t values = has_norm ? c.states.value_width : values_of_block(c.record, heads, kMost);
         const VerifyJob job{
             c, SharedPlaces(c.record.rows, c.record.rows, kWidth, values, c.record.per_channel, has_norm),
-            BlockPlaces(c.record, values), report_as(c.op)};
+            BlockPlaces(c.record, values),
+            is_aligned(c.states, c.states.data, c.states.slot_stride) &&
+                is_aligned(c.states, c.all_states, c.all_states_stride),
+            report_as(c.op)};
         const auto kernel = verify_kernel<State, typename decltype(input)::type, kWidth, per_channel>;
         const int64_t threads = std::min(values, kMost) / Rows<State, kWidth>::kRowsOfWarp * kWarp;
         const LaunchShape shape =
@@ -899,8 +941,9 @@ void run(const VerifyArguments& c, const Launch& launch) {
 }
 
 void run(const FoldArguments& f, const Launch& launch) {
-    for (const FoldLayer& layer : f.layers)
-        check_aligned(f.op, "states", layer.states, f.states.slot_stride, f.states);
+    const bool all_aligned = std::all_of(f.layers.begin(), f.layers.end(), [&](const FoldLayer& layer) {
+        return is_aligned(f.states, layer.states, f.states.slot_stride);
+    });
     with_types(f.states, f.record, [&](auto state, auto input, auto width, auto per_channel) {
         using State = typename decltype(state)::type;
         constexpr int kWidth = decltype(width)::value;
@@ -915,6 +958,7 @@ void run(const FoldArguments& f, const Launch& launch) {
                     SharedPlaces(0, f.record.rows, kWidth, values, f.record.per_channel, false),
                     BlockPlaces(f.record, values),
                     FastDivisor(f.plan.length),
+                    all_aligned,
                     report_as(f.op),
                     {}};
         const auto kernel = fold_kernel<State, typename decltype(input)::type, kWidth, per_channel>;
