@@ -39,8 +39,8 @@ class SharedBytes {
         add_dimensions(b, size_b_, -1);
         std::sort(terms_.begin(), terms_.begin() + num_terms_,
                   [](const Term& x, const Term& y) { return x.stride > y.stride; });
-        least_[num_terms_] = 1 - size_a_;
-        most_[num_terms_] = size_b_ - 1;
+        least_[num_terms_] = 1 - size_b_;
+        most_[num_terms_] = size_a_ - 1;
         for (size_t i = num_terms_; i-- > 0;) {
             least_[i] = least_[i + 1] + terms_[i].least * terms_[i].stride;
             most_[i] = most_[i + 1] + terms_[i].most * terms_[i].stride;

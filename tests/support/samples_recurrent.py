@@ -49,14 +49,16 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32, factor: fl
 Part = tuple[tuple[int, ...], torch.dtype]
 
 
-def paged(slots: int, parts: list[Part], gap: int, seed: int) -> list[Tensor]:
-    """A tensor [slots, *shape] for each part: views of pages of random bytes, where the parts lie one behind the other
-    with `gap` bytes around each."""
-    starts, end = [], gap
+def paged(slots: int, parts: list[Part], gap: int, shift: int, seed: int) -> list[Tensor]:
+    """A tensor [slots, *shape] for each part: views of pages of random bytes, where the parts lie one behind the other.
+
+    The first begins `shift` bytes behind a multiple of 16, the others `gap` bytes or a little more behind the last."""
+    starts, end = [], 16 + shift
     for shape, dtype in parts:
+        end += -end % dtype.itemsize
         starts.append(end)
         end += torch.Size(shape).numel() * dtype.itemsize + gap
-        end += -end % 4
+    end += -end % 16
     storage = random_bytes(slots * end, torch.uint8, seed).untyped_storage()
     return [
         torch.empty(0, dtype=dtype).set_(
@@ -78,11 +80,12 @@ def make_layer(
     dtype: torch.dtype = torch.bfloat16,
     per_channel: bool = False,
     gap: int = 48,
+    shift: int = 0,
     one_page: bool = True,
     seed: int = 0,
 ) -> Layer:
     """Slot 0 keeps its random bytes, the others hold what a window may have left: finite states, and records with rows
-    in both halves. `one_page`: state and records of a slot in one page, as in an engine; else each in pages of its own."""
+    in both halves. `one_page`: state and records of a slot in one page, as in an engine; else each in its own."""
     channels = (heads.key_width,) if per_channel else ()
     parts: list[Part] = [
         ((heads.value_heads, heads.value_width, heads.key_width), state_dtype),
@@ -92,7 +95,7 @@ def make_layer(
         ((rows, heads.value_heads, heads.value_width), torch.float32),
     ]
     pages = [parts] if one_page else [[part] for part in parts]
-    state, keys, norms, decays, values = (view for page in pages for view in paged(slots, page, gap, seed))
+    state, keys, norms, decays, values = (view for page in pages for view in paged(slots, page, gap, shift, seed))
     for i, tensor in enumerate((state, keys, values)):
         tensor[1:] = drawn(*tensor[1:].shape, seed=seed + 10 + i, factor=0.3)
     norms[1:] = drawn(*norms[1:].shape, seed=seed + 13).abs() + 0.1
@@ -169,12 +172,13 @@ def verify_arguments(
     rows: int = 3,
     extra_tokens: int = 2,
     gap: int = 48,
+    shift: int = 0,
     one_page: bool = True,
     seed: int = 0,
 ) -> tuple[Any, ...]:
     """A window of a layer. `norm` is the activation of the gate; tokens past the last request's are nobody's."""
     tokens = sum(request.tokens for request in requests) + extra_tokens
-    layer = make_layer(heads, 5, rows, state_dtype, dtype, per_channel, gap, one_page, seed)
+    layer = make_layer(heads, 5, rows, state_dtype, dtype, per_channel, gap, shift, one_page, seed)
     inputs = packed_inputs(tokens, heads, dtype, per_channel, seed)
     if not use_qk_l2norm:  # keys of any length would blow the state up
         inputs = inputs._replace(k=surrounded(inputs.k * heads.key_width**-0.5))
@@ -186,7 +190,7 @@ def verify_arguments(
     gate = surrounded(drawn(*value, seed=seed + 30, dtype=dtype)) if norm else None
     weight = surrounded(drawn(heads.value_width, seed=seed + 31).abs()) if norm else None
     every = torch.full((*value, heads.key_width), float(POISON), dtype=state_dtype) if all_states else None
-    return (*arguments, gate, weight, 1e-5, norm or "silu", None if every is None else surrounded(every))
+    return (*arguments, gate, weight, 1e-5, norm or "silu", None if every is None else surrounded(every, edge=64))
 
 
 FOLDS = ((2, 2, 1, 2), (0, 0, 0, 0), (1, 0, 0, 3), (4, 3, 0, 4))  # in place, nothing, a copy, all rows
@@ -201,10 +205,13 @@ def fold_arguments(
     per_channel: bool = False,
     ran: tuple[int, ...] | None = None,
     gap: int = 48,
+    shift: int = 0,
     one_page: bool = True,
 ) -> tuple[Any, ...]:
     """`ran`: the layers that ran in the window that is cancelled; None = no window is."""
-    made = [make_layer(heads, 5, 3, state_dtype, dtype, per_channel, gap, one_page, seed) for seed in range(layers)]
+    made = [
+        make_layer(heads, 5, 3, state_dtype, dtype, per_channel, gap, shift, one_page, seed) for seed in range(layers)
+    ]
     for index in ran or ():
         made[index].layer_window.fill_(2**33 + 5)
     lists = tuple(list(tensors) for tensors in zip(*(layer.tensors for layer in made), strict=True))
