@@ -15,7 +15,7 @@ _READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda"}
 
 _MODES = ("off", "cow", "stage")
 _ON_UNSUPPORTED = ("error", "vanilla")
-_SWITCHES = ("audit", "emit_metrics", "draft_graphs")
+_SWITCHES = ("audit", "emit_metrics", "draft_graphs", "recurrent")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -33,6 +33,8 @@ class NworConfig:
         emit_metrics: publish counters (``nwor_...`` on ``/metrics``, ``nwor_ops.stats()``) and compare
             them with the scheduler's. Nothing happens while the plugin is not active.
         draft_graphs: run a draft model (``method="draft_model"``) from CUDA graphs. Independent of the mode.
+        recurrent: one recurrent state per request in place of one per draft, for Gated DeltaNet layers. Independent of
+            the mode.
     """
 
     mode: str = "off"
@@ -40,6 +42,7 @@ class NworConfig:
     on_unsupported: str = "error"
     emit_metrics: bool = True
     draft_graphs: bool = False
+    recurrent: bool = False
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, _MODES)
@@ -55,7 +58,7 @@ class NworConfig:
 
     @property
     def wants_anything(self) -> bool:
-        return self.wants_transaction or self.draft_graphs
+        return self.wants_transaction or self.draft_graphs or self.recurrent
 
     @property
     def strict(self) -> bool:

@@ -2,10 +2,12 @@
 
 ``register`` runs in every process that vLLM starts, long before there is a configuration and before
 the runner's module is imported, and it must not import it (seconds, in processes that never need
-it). So it leaves a note with Python's import system; when vLLM imports a runner's module, two
+it). So it leaves a note with Python's import system; when vLLM imports a runner's module, three
 methods of ``GPUModelRunner`` are wrapped that look at the engine's configuration:
 ``initialize_kv_cache``, after which everything else is wrapped, on instances, if the configuration
-asks for it, and ``profile_run``, so that the memory of the undo log is taken into account. In the V2
+asks for it, ``load_model``, before which one state per request is prepared
+(:mod:`nwor_ops.vllm.recurrent.plugin`), and ``profile_run``, so that the memory of the undo log is taken into account.
+In the V2
 runner's module also ``init_speculator`` (see :mod:`nwor_ops.vllm.drafter.plugin`), in the scheduler's what mode
 ``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`) and the metrics need, and the V2 runner's warm-up, for mode ``"stage"``
 and the audit.
@@ -32,6 +34,8 @@ from nwor_ops.vllm import connectors, metrics, spare_blocks
 from nwor_ops.vllm.audit import agreement
 from nwor_ops.vllm.drafter import plugin as draft_graphs
 from nwor_ops.vllm.environment import announce_variables
+from nwor_ops.vllm.recurrent import plugin as one_state
+from nwor_ops.vllm.recurrent.supported import HOOKS as ONE_STATE_HOOKS
 from nwor_ops.vllm.runners.base import detach, log_bytes
 from nwor_ops.vllm.runners.v1 import V1
 from nwor_ops.vllm.runners.v2 import V2
@@ -147,6 +151,7 @@ def _wrap_runner_module(module: ModuleType) -> None:
         def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = initialize(self, *args, **kwargs)
             profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+            one_state.attach(self, _logger(), profiling)
             if not profiling:
                 _attach(self, module.__name__)
             return result
@@ -160,6 +165,14 @@ def _wrap_runner_module(module: ModuleType) -> None:
 
         return profile_run
 
+    def preparing(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            one_state.prepare(self.vllm_config, _logger())
+            return load(self, *args, **kwargs)
+
+        return load_model
+
+    wrap_once(runner_class, "load_model", preparing)
     wrap_once(runner_class, "initialize_kv_cache", attaching)
     wrap_once(runner_class, "profile_run", with_room)  # if it is not there, the check of the hooks says so
 
@@ -202,6 +215,8 @@ def _attach(runner: Any, module: str) -> None:
         logger.info("nwor: not active: the engine does not speculate")
         return
     _sessions[runner] = session
+    if config.audit:
+        one_state.audit(runner, session)
     if config.emit_metrics:
         metrics.start(runner, session, logger)
     audit = ", audited at every step" if config.audit else ""
@@ -221,7 +236,7 @@ def check() -> list[dict[str, Any]]:
     """What ``nwor-ops doctor`` says of this vLLM: its version and each hook, without starting an engine."""
     rows = [("vLLM version", version_problem(), f"supported: {', '.join(SUPPORTED_VERSIONS[TRANSACTION])}")]
     of_runners = (hook for kind in RUNNERS.values() for hook in kind.hooks)
-    for hook in (*of_runners, *draft_graphs.HOOKS, *spare_blocks.HOOKS, *connectors.HOOKS):
+    for hook in (*of_runners, *draft_graphs.HOOKS, *spare_blocks.HOOKS, *connectors.HOOKS, *ONE_STATE_HOOKS):
         name = f"{hook.module}.{hook.name}" if hook.module in RUNNERS else hook.name
         rows.append((name, hook.problem(), hook.signature))
     return [{"hook": name, "ok": problem is None, "detail": problem or detail} for name, problem, detail in rows]

@@ -17,15 +17,24 @@ from typing import Any
 
 from nwor_ops import library
 
-# What an engine may be asked for: the modes cow and stage, and draft graphs.
-TRANSACTION, DRAFT_GRAPHS = "transaction", "draft graphs"
-SUPPORTED_VERSIONS = {TRANSACTION: ("0.32", "0.33"), DRAFT_GRAPHS: ("0.33",)}
-DEVICES = {TRANSACTION: ("cpu", "cuda"), DRAFT_GRAPHS: ("cuda",)}
+# What an engine may be asked for: the modes cow and stage, draft graphs, and one recurrent state per request.
+TRANSACTION, DRAFT_GRAPHS, ONE_STATE = "transaction", "draft graphs", "one state"
+SUPPORTED_VERSIONS = {TRANSACTION: ("0.32", "0.33"), DRAFT_GRAPHS: ("0.33",), ONE_STATE: ("0.33",)}
+DEVICES = {TRANSACTION: ("cpu", "cuda"), DRAFT_GRAPHS: ("cuda",), ONE_STATE: ("cuda",)}
 # Of a drafter with graphs. (Of the transaction: runners/base.py for drafters, layers/back_ends.py for attention.)
 DRAFT_METHODS = ("draft_model",)
 DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN")
 DRAFT_CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 CACHE_SPECS = (*DRAFT_CACHE_SPECS, "MLAAttentionSpec")
+# Whose Gated DeltaNet layers may have one state per request: all are of one class of vLLM's.
+ONE_STATE_MODELS = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+STATE_WIDTHS = (64, 128, 256)
 # A pass of vLLM's compiler that replaces the writer of MLA layers by a kernel that also rotates the key. The passes for
 # other layers exist for ROCm alone.
 FUSED_MLA_WRITER = "fuse_rope_kvcache_cat_mla"
@@ -163,7 +172,7 @@ class Refusal:
 
     Attributes:
         feature: what it is.
-        transaction, draft_graphs: why it is refused there; empty: it is not.
+        transaction, draft_graphs, one_state: why it is refused there; empty: it is not.
         found: whether a configuration of vLLM's has it. None: it shows later, in layers, groups or the device.
         message: what is said then, with the values to fill in. Else it is the feature and why.
         modes: the modes in which the transaction is refused.
@@ -177,14 +186,15 @@ class Refusal:
     message: str = ""
     modes: tuple[str, ...] = ("cow", "stage")
     engines: str = ""
+    one_state: str = ""
 
     def why(self, use: str) -> str:
-        return self.transaction if use == TRANSACTION else self.draft_graphs
+        return {TRANSACTION: self.transaction, DRAFT_GRAPHS: self.draft_graphs, ONE_STATE: self.one_state}[use]
 
     def reasons(self) -> str:
         """Why, for those who read of it before they meet it."""
         modes = ", ".join(filter(None, [*self.modes, self.engines]))
-        by_use = {modes: self.transaction, DRAFT_GRAPHS: self.draft_graphs}
+        by_use = {modes: self.transaction, DRAFT_GRAPHS: self.draft_graphs, ONE_STATE: self.one_state}
         return "; ".join(f"{use}: {why}" for use, why in by_use.items() if why)
 
     def because(self, **values: Any) -> Unsupported:
@@ -205,11 +215,13 @@ def _has(*paths: str, above: int = 0) -> Callable[[Any], bool]:
 _NOT_TRIED = "it has not been tried"
 _CUDA = "CUDA"
 _PARALLEL = "parallel_config."
+_PENDING = "it would see a state whose last window is pending"
 
 # fmt: off
 DEVICE = Refusal(
-    "a device other than cpu and cuda; for draft graphs, than cuda",
-    "only cpu and cuda are known", "CUDA graphs need CUDA", message="device {device}: {why}")
+    "a device other than cpu and cuda; for draft graphs and one state, than cuda",
+    "only cpu and cuda are known", "CUDA graphs need CUDA", message="device {device}: {why}",
+    one_state="vLLM's kernels beside it are those of CUDA")
 METHOD = Refusal(
     f"speculation by another method than {', '.join(DRAFT_METHODS)}",
     draft_graphs="it has graphs of its own, or needs none",
@@ -270,6 +282,16 @@ COPIED_TABLE = Refusal(
 RUNNER_V1 = Refusal(
     "model runner V1 and the CPU engine", draft_graphs="its drafter is another",
     message=f"model runner V1: draft graphs are for model runner V2 of vLLM {SUPPORTED_VERSIONS[DRAFT_GRAPHS][-1]}")
+NOT_ONE_STATE = Refusal(
+    "recurrent layers of another class than vLLM's Gated DeltaNet for Qwen (Mamba, short convolutions; Kimi Linear, "
+    "which vLLM 0.33 gives one state itself; OLMo's, whose update is another)",
+    one_state="they have kernels of their own",
+    message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen, not "
+    "for layers {layers}")
+STATE = Refusal(
+    f"recurrent states of other heads than {', '.join(map(str, STATE_WIDTHS))} wide, of float16, windows of more "
+    "than 32 tokens, keys of float32", one_state="the kernel has no such",
+    message="one state per request: {what}")
 GRAPH_MODE = Refusal(
     "decode batches of the target that do not run from FULL graphs (`enforce_eager`, PIECEWISE)",
     draft_graphs="the drafter follows the target",
@@ -302,30 +324,41 @@ EXPORTED_TABLE = Refusal(
 REFUSALS = (
     DEVICE, METHOD, UNNAMED_LAYERS, TAKEN_LAYERS, NEW_TOKENS, CONNECTOR, UNORDERED, PARTIAL_TAILS, EXPORTED_TABLE,
     Refusal("KV connectors", "", "a connector moves a layer's keys in Python, which graphs do not run",
-            _has("kv_transfer_config")),
+            _has("kv_transfer_config"), one_state=_PENDING),
     Refusal("pipeline parallelism", "only the last stage learns in time which drafts were accepted", _NOT_TRIED,
-            _has(_PARALLEL + "pipeline_parallel_size", above=1)),
+            _has(_PARALLEL + "pipeline_parallel_size", above=1), one_state=_NOT_TRIED),
     Refusal("prefill context parallelism", "its slot mappings are made anew inside the forward",
-            "its batches are cut up on the host", _has(_PARALLEL + "prefill_context_parallel_size", above=1)),
+            "its batches are cut up on the host", _has(_PARALLEL + "prefill_context_parallel_size", above=1),
+            one_state=_NOT_TRIED),
     Refusal("decode context parallelism", _NOT_TRIED, "attention metadata is planned on the host there",
-            _has(_PARALLEL + "decode_context_parallel_size", above=1)),
+            _has(_PARALLEL + "decode_context_parallel_size", above=1), one_state=_NOT_TRIED),
     Refusal("data parallelism", _NOT_TRIED, "ranks would have to agree on a graph first",
-            _has(_PARALLEL + "data_parallel_size", above=1)),
-    Refusal("dual batch overlap", _NOT_TRIED, _NOT_TRIED, _has(_PARALLEL + "use_ubatching")),
+            _has(_PARALLEL + "data_parallel_size", above=1), one_state=_NOT_TRIED),
+    Refusal("tensor parallelism", "", "", _has(_PARALLEL + "tensor_parallel_size", above=1), one_state=_NOT_TRIED),
+    Refusal("dual batch overlap", _NOT_TRIED, _NOT_TRIED, _has(_PARALLEL + "use_ubatching"), one_state=_NOT_TRIED),
     Refusal("adaptive verification", "", "which request has how many drafts is known on the device alone",
-            _has("speculative_config.enable_adaptive_verification")),
+            _has("speculative_config.enable_adaptive_verification"), one_state=_NOT_TRIED),
+    Refusal("model runner V1", "", "", lambda config: not config.use_v2_model_runner,
+            one_state="its batches are another's, and so are its states between blocks"),
+    Refusal(f"other models than {', '.join(ONE_STATE_MODELS)}", "", "",
+            lambda config: config.model_config.architecture not in ONE_STATE_MODELS,
+            one_state="they have not been tried, or their recurrent layers have kernels of their own"),
+    Refusal("prefix caching", "", "", lambda config: config.cache_config.mamba_cache_mode != "none",
+            one_state="vLLM copies states between blocks, whose last window is pending: --no-enable-prefix-caching"),
+    Refusal("a draft model with recurrent layers of its own", "", "",
+            _has("speculative_config.draft_model_config.is_hybrid"), one_state=_NOT_TRIED),
     Refusal("HiSparse", "it writes to slots of its own", found=_has("attention_config.hisparse_config"), engines=_CUDA),
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER, SPLIT_BLOCKS,
-    COPIED_TABLE, RUNNER_V1, GRAPH_MODE, CAPTURE_SIZES,
+    COPIED_TABLE, RUNNER_V1, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, STATE,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
             draft_graphs="its metadata is planned on the host, or was not looked at"),
     Refusal("expert load balancing", "", _NOT_TRIED, _has(_PARALLEL + "enable_eplb")),
     Refusal("a multimodal model", "", "its drafts have not been tried",
             _has("model_config.is_multimodal_model", "speculative_config.draft_model_config.is_multimodal_model")),
     Refusal("an encoder-decoder model", "", _NOT_TRIED, _has("model_config.is_encoder_decoder")),
-    Refusal("LoRA", "", _NOT_TRIED, _has("lora_config")),
+    Refusal("LoRA", "", _NOT_TRIED, _has("lora_config"), one_state=_NOT_TRIED),
     Refusal("dynamic speculative decoding", "", "a graph has the number of drafts it was captured with",
-            _has("speculative_config.num_speculative_tokens_per_batch_size")),
+            _has("speculative_config.num_speculative_tokens_per_batch_size"), one_state=_NOT_TRIED),
     Refusal("watermarking", "", "it samples from contexts that are prepared on the host", _has("watermark_config")),
     Refusal("weight offloading", "", _NOT_TRIED,
             _has("offload_config.uva.cpu_offload_gb", "offload_config.prefetch.offload_group_size")),
@@ -492,6 +525,19 @@ def check_library(device_type: str) -> None:
     problem = next(compiled.problem for compiled in library.loaded_libraries() if compiled.kind == device_type)
     if problem:
         raise Unsupported(problem)
+
+
+def check_one_state(geometry: Any, state_dtype: Any) -> None:
+    """Is there a kernel for such states? Takes a :class:`~nwor_ops.vllm.recurrent.records.RecordGeometry`."""
+    for what, width in (("keys", geometry.key_width), ("values", geometry.value_width)):
+        if width not in STATE_WIDTHS:
+            raise STATE.because(what=f"heads of {what} are {width} wide, not one of {STATE_WIDTHS}")
+    if geometry.rows > 32:
+        raise STATE.because(what=f"windows have {geometry.rows} tokens, more than 32")
+    if str(state_dtype) not in ("torch.float32", "torch.bfloat16"):
+        raise STATE.because(what=f"states are {state_dtype}: set mamba_ssm_cache_dtype to float32 or bfloat16")
+    if str(geometry.key_dtype) not in ("torch.float16", "torch.bfloat16"):
+        raise STATE.because(what=f"keys are {geometry.key_dtype}")
 
 
 def check_passes(pass_config: Any) -> None:

@@ -12,6 +12,7 @@ that it is there whatever happens to the process afterwards.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -217,7 +218,11 @@ def _requests(job: dict[str, Any]) -> list[Any]:
     """The demo's requests: of many lengths, arriving while others run. With a prefix that they share, or without."""
     from nwor_ops.testing.workload import tiny_llama_requests
 
-    requests = tiny_llama_requests(job["max_tokens"])[: job["requests"]]
+    demo = tiny_llama_requests(job["max_tokens"])
+    requests = demo[: job["requests"]]
+    for index in range(len(demo), job["requests"]):  # more of them: each begins further on
+        request, start = demo[index % len(demo)], index // len(demo)
+        requests.append(dataclasses.replace(request, prompt=request.prompt[start:] + request.prompt[:start]))
     prefix = [(7 * position + position // 5) % 64 for position in range(job["shared_prefix"])]
     for request in requests:
         request.prompt[:0] = prefix
@@ -259,6 +264,11 @@ def _sampling(job: dict[str, Any], requests: list[Any], index: int) -> Any:
     )
 
 
+def _one_states() -> list[Any]:
+    plugin = sys.modules.get("nwor_ops.vllm")
+    return plugin.one_states() if plugin else []
+
+
 def describe_worker(worker: Any) -> dict[str, Any]:
     """In each worker: what it runs, and what nwor_ops saw there."""
     runner = worker.model_runner
@@ -274,6 +284,10 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         "attention": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
         "recorded_layers": [name for audit in audits for name in audit.recorded_layers],
         "draft_graphs": [report.as_dict() for report in _draft_graphs()],
+        "one_state": [
+            {"describe": state.describe(), "audit": state.audit.summary() if state.audit else None}
+            for state in _one_states()
+        ],
         "wrapped": any("do_kv_cache_update" in vars(layer.impl) for layer in layers if hasattr(layer, "impl")),
         "sessions": [
             {

@@ -609,3 +609,74 @@ DRAFT_WARNED = Refusal(
 )
 # Asked to go on without it instead.
 WARNED = Refusal("warned-connector", "not active", REFUSALS[0].engine, nwor={"on_unsupported": "vanilla"})
+
+
+# ---------------------------------------------------------------- one recurrent state per request
+
+ONE_STATE = {"mode": "off", "audit": True, "recurrent": True}
+ONE_STATE_COW = {**COW, "recurrent": True}
+ONE_STATE_STAGE = {**STAGE, "recurrent": True}
+# Of Qwen3-Next vLLM's own Triton kernel decodes, of Qwen3.5 its CUDA kernel with the norm in it.
+_DELTA_NETS = {"next": "@qwen3_next_mtp", "qwen3_5": "@gdn_mtp"}
+
+
+def _one_state(name: str, shape: str = "next", nwor: Any = ONE_STATE, **more: Any) -> Case:
+    settings = {
+        "method": "mtp",
+        "model": _DELTA_NETS[shape],
+        "gdn_prefill_backend": "triton",
+        "worker_extension_cls": "gpu_worker_hybrid.Worker",
+        "block_size": None,
+        "num_gpu_blocks_override": 192,
+    } | more
+    # Layers of attention, a drafter's included; those of Gated DeltaNet are three, in groups of as many.
+    attention = 1 if settings["method"] == "ngram" else 2
+    groups = -(-3 // attention)
+    settings["expect"] = {"kv_cache_groups": groups + 1} | settings.get("expect", {})
+    case = _case(f"one-state-{name}", nwor=nwor, recurrent_groups=groups, **settings)
+    return replace(case, more_blocks=SPARE) if nwor is ONE_STATE_STAGE else case
+
+
+def _one_states() -> Iterator[Case]:
+    """``-k one-state-`` selects them. The vanilla engine keeps K + 1 states of each request; every state of ours is
+    compared with the one of them that it stands for."""
+    float32 = {"mamba_ssm_cache_dtype": "float32"}
+    for shape in _DELTA_NETS:
+        for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW), ("-stage", ONE_STATE_STAGE)):
+            yield _one_state(f"{shape}-mtp{mode}", shape, nwor)
+        yield _one_state(f"{shape}-ngram", shape, method="ngram")
+        yield _one_state(f"{shape}-float32", shape, **float32)
+        for graphs in ("eager", "piecewise", "full", "full_decode_only"):
+            yield _one_state(f"{shape}-{graphs}", shape, graphs=graphs)
+    # 32 prompts of more than 512 tokens, in chunks of as many as the batch has room for.
+    long = {"max_model_len": 640, "max_num_seqs": 32, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 512}
+    yield _one_state("next-prompts", use={"shared_prefix": 512, "requests": 32}, **long, **float32)
+    yield _one_state("next-preemption", num_gpu_blocks_override=24, use={"max_tokens": 80},
+                     expect={"metric:num_preemptions": 1})  # fmt: skip
+    yield _one_state("next-abort", use={"abort": {10: [0, 2], 16: [5]}})
+    yield _one_state("next-not-async", async_scheduling=False)
+    yield _one_state("next-sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
+    yield _one_state("next-memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
+    # Windows of nine tokens, which vLLM's CUDA kernel does not take.
+    eight = {"speculative_config": MTP | {"num_speculative_tokens": 8}}
+    yield _one_state("qwen3_5-eight-drafts", "qwen3_5", **eight)
+
+
+ONE_STATE_CASES = list(_one_states())
+ONE_STATE_REFUSALS = [
+    Refusal(
+        f"refused-one-state-{name}",
+        because,
+        _engine(graphs="eager", **{"model": "@gdn_mtp", "gdn_prefill_backend": "triton", "block_size": None} | engine),
+        environment,
+        ONE_STATE,
+    )
+    for name, because, engine, environment in (
+        ("v1", "model runner V1", {}, V1),
+        ("prefix-caching", "prefix caching: .*--no-enable-prefix-caching", {"enable_prefix_caching": True}, V2),
+        ("mamba", "other models than Qwen3NextForCausalLM", {"model": "@mamba", "gdn_prefill_backend": None}, V2),
+        ("connector", "KV connectors: it would see a state whose last window is pending",
+         {"kv_transfer_config": _connector("ExampleConnector", shared_storage_path="{fresh}")}, V2),
+        ("float16", "states are torch.float16", {"mamba_ssm_cache_dtype": "float16"}, V2),
+    )
+]  # fmt: skip

@@ -79,6 +79,7 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "mla_yarn": lambda path: _write_mla(path, YARN),
         "mla_mtp": _write_mla_mtp,
         "gdn_mtp": _write_gdn_mtp,
+        "qwen3_next_mtp": _write_qwen3_next_mtp,
         "mamba": _write_mamba,
         "eagle3": _write_eagle3,
         "dflash": _write_dflash,
@@ -336,6 +337,29 @@ def _write_gdn_mtp(folder: pathlib.Path) -> None:
         **_mlp(generator, "mtp.layers.0.mlp", hidden, intermediate),
         "mtp.norm.weight": _zeros(hidden),
     }
+    _save(folder, config, weights)
+
+
+def _write_qwen3_next_mtp(folder: pathlib.Path) -> None:
+    """The same weights in Qwen3-Next's classes, whose projections are interleaved by key head: here there is one. It
+    has no experts, for which vLLM needs ``gpu_worker_hybrid``; and room for longer prompts."""
+    from safetensors.torch import load_file
+
+    _write_gdn_mtp(folder)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_experts": 0,
+        "num_nextn_predict_layers": 1,
+        "max_position_embeddings": 2 * MAX_TOKENS,
+    }
+    weights = load_file(str(folder / "model.safetensors"))
+    for layer, kind in enumerate(config["layer_types"]):
+        if kind == "linear_attention":
+            prefix = f"model.layers.{layer}.linear_attn.in_proj_"
+            for whole, parts in (("qkvz", ("qkv", "z")), ("ba", ("b", "a"))):
+                rows = [weights.pop(f"{prefix}{part}.weight") for part in parts]
+                weights[f"{prefix}{whole}.weight"] = torch.cat(rows)
     _save(folder, config, weights)
 
 

@@ -169,7 +169,9 @@ class RunnerAttachment(abc.ABC):
         context = runner.compilation_config.static_forward_context
         for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
             if is_recurrent(group.kv_cache_spec):
-                states = tuple(state for name in group.layer_names for state in context[name].kv_cache)
+                layers = [context[name] for name in group.layer_names]
+                # With one state per request a page holds a record, too.
+                states = tuple(part for layer in layers for part in (*layer.kv_cache, *getattr(layer, "records", ())))
                 rows = functools.partial(self.table_rows, str(number))
                 made.append(RecurrentGroup(group.kv_cache_spec.block_size, states, rows))
         return made

@@ -1,0 +1,74 @@
+"""Is the one state, after what was accepted was replayed, the state that vLLM would have kept? To the bit, every step.
+
+The kernel that verifies a window also gives, where it is asked, the state after each of its tokens as a scheme stores
+it that keeps them all. The next window of the request begins with the replay of what was accepted: what is stored then
+must be what was given for the last accepted token. Nothing else may have touched the state in between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwor_ops.vllm.audit.undo import AuditError
+
+
+class StateAudit:
+    """Compares the states of every window. Waits for the device, and keeps K + 1 states per block: small models.
+
+    Args:
+        builders: the metadata builders of all groups, bound.
+    """
+
+    def __init__(self, builders: Sequence[Any]) -> None:
+        self._builders = builders
+        self._kept: dict[tuple[str, int], Tensor] = {}  # by layer and block: the states after each token
+        self._counts = Counter(steps=0, windows=0, states_compared=0, rows_replayed=0)
+
+    def summary(self) -> dict[str, int]:
+        """Steps with windows, windows, states compared (one per window and layer), rows replayed onto them."""
+        return dict(self._counts)
+
+    def forwarded(self, moment: str) -> None:
+        """After the forward of a step, and again before sampling.
+
+        Raises:
+            AuditError: a state is not what it should be.
+        """
+        ran = [builder for builder in self._builders if builder.take_planned()]
+        self._counts["steps"] += bool(ran)
+        for builder in ran:
+            plan, starts = builder.plan.tolist(), builder.starts.tolist()
+            for (source, rows, _, target), start, end in zip(plan, starts, starts[1:], strict=False):
+                if target:
+                    self._compare(builder.group, source, rows, target)
+                    for name, layer in builder.group.layers.items():
+                        self._kept[name, target] = layer.all_states[start:end].clone()
+                    self._counts["windows"] += 1
+                    self._counts["rows_replayed"] += rows
+
+    def _compare(self, group: Any, source: int, rows: int, target: int) -> None:
+        for name, layer in group.layers.items():
+            kept = self._kept.pop((name, source), None)
+            if rows == 0:  # nothing was pending
+                continue
+            if kept is None or len(kept) < rows:
+                raise AuditError(
+                    f"nwor audit: layer {name} replays {rows} rows that no window of block {source} recorded"
+                )
+            state = layer.kv_cache[1][target]
+            differ = int((_bytes(state) != _bytes(kept[rows - 1])).sum())
+            if differ:
+                raise AuditError(
+                    f"nwor audit: the state of layer {name} in block {target} is not the one after {rows} tokens of "
+                    f"the last window: {differ} bytes differ"
+                )
+            self._counts["states_compared"] += 1
+
+
+def _bytes(state: Tensor) -> Tensor:
+    return state.contiguous().view(torch.uint8)

@@ -1,0 +1,59 @@
+"""What the layers of one engine share: which block has a window pending, and how that is folded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops
+
+
+class GroupLayers:
+    """The layers of one KV-cache group.
+
+    Args:
+        cursors: int32 ``[num_blocks, 2]``, of all groups: a block belongs to one of them at a time.
+        layers: :class:`~nwor_ops.vllm.recurrent.layer.OneStateGatedDeltaNet`, their caches bound.
+
+    Attributes:
+        layers: by name.
+    """
+
+    def __init__(self, cursors: Tensor, layers: Sequence[Any]) -> None:
+        self.cursors = cursors
+        self.layers = {layer.prefix: layer for layer in layers}
+        records = [layer.records for layer in layers]
+        self._states = [layer.kv_cache[1] for layer in layers]
+        self._keys = [record.keys for record in records]
+        self._norms = [record.norms for record in records]
+        self._decays = [record.decays for record in records]
+        self._values = [record.values for record in records]
+        self._layer_windows = [layer.layer_window for layer in layers]
+
+    def fold(self, plan: Tensor, sources: Tensor, targets: Tensor, rows: Tensor) -> None:
+        """Make what is pending in some blocks part of a state, in all layers; nothing is pending there afterwards.
+
+        Args:
+            plan: int32 ``[>= E, 4]``; **mutated**.
+            sources: int32 ``[E]``: blocks whose state and record are read; 0 for none.
+            targets: likewise, whose state is written.
+            rows: int32 ``[>= E]``: tokens of the last window that stay; as many as are pending at most.
+        """
+        ops.plan_recurrent_fold(plan, self.cursors, sources, targets, rows)
+        ops.gated_delta_fold(
+            self._states,
+            self._keys,
+            self._norms,
+            self._decays,
+            self._values,
+            self._layer_windows,
+            plan[: sources.shape[0]],
+        )
+
+
+def new_cursors(num_blocks: int, device: torch.device) -> Tensor:
+    """Nothing is pending in any block."""
+    return torch.zeros(num_blocks, 2, dtype=torch.int32, device=device)

@@ -1,0 +1,154 @@
+"""vLLM's metadata of Gated DeltaNet, with the plan of the window in it.
+
+A request has one block, so its ``K + 1`` columns of state indices are one column, repeated: the convolution reads the
+first, and how many there are. What replaces the others is the plan, made once per step and group by one launch, in a
+buffer that graphs know. Rows of the batch that are no window (prompts) are computed by vLLM's own kernels on the state
+itself: what their requests have pending is folded first, in all layers of the group at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backends.gdn_attn import (
+    GDNAttentionBackend,
+    GDNAttentionMetadata,
+    GDNAttentionMetadataBuilder,
+)
+
+from nwor_ops import ops
+from nwor_ops.vllm.recurrent.engine import GroupLayers
+
+
+@dataclass
+class OneStateMetadata(GDNAttentionMetadata):
+    """Beside vLLM's: what :func:`nwor_ops.gated_delta_verify` follows.
+
+    Attributes:
+        plan: int32 ``[max_requests, 4]``, the builder's: a row per window of the batch, in the order of
+            ``spec_query_start_loc``.
+        window: int64 ``[1]``, the builder's.
+        batch_accepted: int32 ``[num_reqs]``, for each request of the batch.
+    """
+
+    plan: Tensor | None = None
+    window: Tensor | None = None
+    batch_accepted: Tensor | None = None
+
+    @property
+    def is_windows_only(self) -> bool:
+        """Whether every token of the batch is one of a window."""
+        return self.num_spec_decodes > 0 and self.num_prefills == 0 and self.num_decodes == 0
+
+
+class OneStateBackend(GDNAttentionBackend):
+    """See the module."""
+
+    @staticmethod
+    def get_builder_cls() -> type[GDNAttentionMetadataBuilder]:
+        return OneStateMetadataBuilder
+
+
+class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
+    """One group's. :meth:`bind` comes before the first batch."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # vLLM's own test for both is the exact class.
+        self.supports_update_block_table = True
+        self.mamba_aligned_state_indices: Tensor | None = None
+        self.layer_names = layer_names
+        # Graphs may be padded to more requests than a batch can have.
+        rows = max(vllm_config.scheduler_config.max_num_seqs, self.decode_cudagraph_max_bs)
+        self.plan = torch.zeros(rows, 4, dtype=torch.int32, device=device)
+        self.window = torch.zeros(1, dtype=torch.int64, device=device)
+        self._fold_plan = torch.zeros_like(self.plan)
+        self.starts = torch.zeros(1, dtype=torch.int32, device=device)  # of the windows planned last
+        self._has_planned = False
+        self._group: GroupLayers | None = None
+
+    def bind(self, group: GroupLayers) -> None:
+        """The cache is there."""
+        self._group = group
+
+    @property
+    def group(self) -> GroupLayers:
+        if self._group is None:
+            raise RuntimeError("nwor: metadata of Gated DeltaNet layers was asked for before their cache was bound")
+        return self._group
+
+    def build(  # type: ignore[override]  # as vLLM's own
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        num_accepted_tokens: Tensor | None = None,
+        num_decode_draft_tokens_cpu: Tensor | None = None,
+        fast_build: bool = False,
+    ) -> OneStateMetadata:
+        slots = common_attn_metadata.block_table_tensor[:, :1]
+        common = common_attn_metadata.replace(block_table_tensor=slots)
+        built = super().build(
+            common_prefix_len, common, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build=fast_build
+        )
+        metadata = OneStateMetadata(**vars(built), batch_accepted=num_accepted_tokens)
+        return self._planned(metadata, slots[:, 0])
+
+    def update_block_table(
+        self, metadata: GDNAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> OneStateMetadata:
+        assert isinstance(metadata, OneStateMetadata)
+        slots = blk_table[:, :1]
+        updated: Any = metadata
+        if not metadata.is_windows_only:
+            updated = super().update_block_table(metadata, slots, slot_mapping)
+        return self._planned(updated, slots[:, 0])
+
+    def take_planned(self) -> bool:
+        """Whether windows were planned since this was asked last."""
+        found, self._has_planned = self._has_planned, False
+        return found
+
+    def _planned(self, metadata: OneStateMetadata, slots: Tensor) -> OneStateMetadata:
+        """This group's plan in place of its state indices.
+
+        Args:
+            metadata: all but the plan, and for a batch of windows the indices, are this group's.
+            slots: the block of each request of the batch.
+        """
+        if not metadata.is_windows_only:
+            self._fold(metadata, slots)
+        if metadata.num_spec_decodes == 0:
+            return replace(metadata, plan=None, window=None)
+        starts = metadata.spec_query_start_loc
+        accepted = metadata.num_accepted_tokens
+        assert starts is not None
+        assert accepted is not None
+        windows = metadata.num_spec_decodes
+        if not metadata.is_windows_only:
+            assert metadata.spec_state_indices_tensor is not None
+            slots = metadata.spec_state_indices_tensor[:, 0]
+        ops.plan_recurrent_window(
+            self.plan,
+            self.group.cursors,
+            self.window,
+            slots[:windows],
+            starts[: windows + 1],
+            accepted[:windows],
+            self.num_spec + 1,
+        )
+        self.starts, self._has_planned = starts[: windows + 1], True
+        # Where the plan writes is where the convolution goes on: padded rows, and those with a fault, have a zero.
+        indices = self.plan[: starts.shape[0] - 1, 3:].expand(-1, self.num_spec + 1)
+        return replace(metadata, spec_state_indices_tensor=indices, plan=self.plan, window=self.window)
+
+    def _fold(self, metadata: OneStateMetadata, slots: Tensor) -> None:
+        """Before vLLM's kernels compute tokens of a request: nothing is pending in its block afterwards, be it of this
+        request (a prompt's chunk of one token is verified like a draft) or of the block's former owner."""
+        if metadata.batch_accepted is None:
+            return
+        if metadata.spec_sequence_masks is not None:
+            slots = slots.masked_fill(metadata.spec_sequence_masks, 0)
+        self.group.fold(self._fold_plan, slots, slots, metadata.batch_accepted)

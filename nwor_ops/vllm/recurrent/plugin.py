@@ -1,0 +1,162 @@
+"""One state per request: which engines may have it, and how it gets into vLLM.
+
+When a runner loads its model, :func:`prepare` looks at the configuration. Where that asks for one state, vLLM's
+registry of pluggable layers makes our layer in the place of its own, and the model's class says how large a page is
+with the records in it (``get_mamba_specs_from_config``, which vLLM asks for where a class has it). All else follows
+from the layer: its KV-cache spec, its attention back end, and with it the metadata builder. Once a cache is bound
+:func:`attach` gives the builders of its groups what they share.
+
+This module imports nothing of vLLM's at the top.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from nwor_ops.config import NworConfig
+from nwor_ops.vllm.recurrent.audit import StateAudit
+from nwor_ops.vllm.recurrent.engine import GroupLayers, new_cursors
+from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.recurrent.supported import has_one_state, problem_of
+from nwor_ops.vllm.session import Session
+from nwor_ops.vllm.support import NOT_ONE_STATE, Unsupported, is_recurrent
+
+_engines: weakref.WeakKeyDictionary[Any, OneState] = weakref.WeakKeyDictionary()
+
+
+def one_states() -> list[OneState]:
+    """What the engines of this process have; nothing for engines in other processes."""
+    return list(_engines.values())
+
+
+class OneState:
+    """One engine's states.
+
+    Args:
+        runner: vLLM's, its cache bound.
+        builders: the metadata builders of its groups of layers with one state, bound.
+        geometry: of a record.
+
+    Attributes:
+        audit: what compares every state, if the configuration asks for it.
+    """
+
+    def __init__(self, runner: Any, builders: list[Any], geometry: RecordGeometry) -> None:
+        self._builders = builders
+        self.audit: StateAudit | None = None
+        cache, drafts = runner.kv_cache_config, geometry.rows - 1
+        specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+        pages = [-(-spec.max_memory_usage_bytes(runner.vllm_config) // spec.page_size_bytes) for spec in specs]
+        self.blocks_per_request = sum(pages)
+        self.blocks_before = self.blocks_per_request + drafts * sum(is_recurrent(spec) for spec in specs)
+        self.states_before = drafts + 1
+        self.num_blocks = cache.num_blocks - 1  # the first is nobody's
+        self.max_model_len = runner.max_model_len
+        self._record_bytes = geometry.num_bytes
+        self._page_bytes = next(spec.page_size_bytes for spec in specs if is_recurrent(spec))
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(builder.group.layers) for builder in self._builders)
+
+    def start_audit(self, session: Session) -> None:
+        """Compare every state from now on."""
+        self.audit = StateAudit(self._builders)
+        session.subscribe(forwarded=self.audit.forwarded)
+
+    def describe(self) -> str:
+        now, before = self.blocks_per_request, self.blocks_before
+        return (
+            f"{self.num_layers} layers with 1 state per request (vLLM: {self.states_before}) and a record of "
+            f"{self._record_bytes / 2**10:.1f} KiB ({100 * self._record_bytes / self._page_bytes:.1f}% of a page); a "
+            f"request of {self.max_model_len} tokens has {now} blocks ({before}), {self.num_blocks // now} of them fit "
+            f"({self.num_blocks // before})"
+        )
+
+
+# ---------------------------------------------------------------- getting in
+
+
+def prepare(vllm_config: Any, logger: Any) -> None:
+    """Before a model's layers are made.
+
+    Raises:
+        RuntimeError: one state was asked for and cannot be.
+    """
+    config = NworConfig.load(vllm_config.additional_config)
+    if not config.recurrent:
+        return
+    if vllm_config.speculative_config is None:
+        logger.info("nwor: one state per request: not active: the engine does not speculate")
+        return
+    if problem := problem_of(vllm_config):
+        _refuse(config, Unsupported(problem), logger)
+        return
+    from vllm.model_executor.models import ModelRegistry
+
+    from nwor_ops.vllm.recurrent.layer import install
+
+    install()
+    model_config = vllm_config.model_config
+    model: Any
+    model, _ = ModelRegistry.resolve_model_cls(model_config.architecture, model_config=model_config)
+    if not hasattr(model, "get_mamba_specs_from_config"):
+        model.get_mamba_specs_from_config = classmethod(_specs_of)
+
+
+def _specs_of(model: Any, vllm_config: Any) -> tuple[Any, ...]:
+    """As vLLM takes the sizes of a page from the class of a model; with the records where the engine has them."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    spec = MambaSpec(
+        shapes=tuple(model.get_mamba_state_shape_from_config(vllm_config)),
+        dtypes=tuple(model.get_mamba_state_dtype_from_config(vllm_config)),
+        block_size=-1,
+    )
+    if has_one_state(vllm_config):
+        spec = RecordGeometry.of(vllm_config).extend(spec)
+    return (spec,)
+
+
+def attach(runner: Any, logger: Any, profiling: bool) -> None:
+    """Give the layers of a runner whose cache was just bound what they share.
+
+    Raises:
+        RuntimeError: the model's recurrent layers are not those that this is for.
+    """
+    vllm_config = runner.vllm_config
+    _engines.pop(runner, None)
+    if not has_one_state(vllm_config):
+        return
+    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+
+    context, cache = runner.compilation_config.static_forward_context, runner.kv_cache_config
+    cursors, builders = new_cursors(cache.num_blocks, runner.device), []
+    for attn_groups in runner.attn_groups:
+        for group in attn_groups:
+            if not is_recurrent(group.kv_cache_spec):
+                continue
+            builder = group.get_metadata_builder(0)
+            if not isinstance(builder, OneStateMetadataBuilder):
+                raise RuntimeError(f"nwor: {NOT_ONE_STATE.because(layers=', '.join(group.layer_names))}")
+            builder.bind(GroupLayers(cursors, [context[name] for name in group.layer_names]))
+            builders.append(builder)
+    if not builders:
+        raise RuntimeError(f"nwor: {NOT_ONE_STATE.because(layers='(none)')}")
+    if profiling:
+        return
+    _engines[runner] = OneState(runner, builders, RecordGeometry.of(vllm_config))
+    logger.info("nwor: one state per request: active: %s", _engines[runner].describe())
+
+
+def audit(runner: Any, session: Session) -> None:
+    """Where there is one state per request: compare it, too."""
+    if runner in _engines:
+        _engines[runner].start_audit(session)
+
+
+def _refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
+    """Stop with the reason, or, where that was asked for, say it and go on with vLLM's states."""
+    error.stop_if(config.strict, "one state per request was asked for", "with vLLM's states")
+    logger.warning("nwor: one state per request: not active: %s", error)

@@ -1,0 +1,91 @@
+"""What one page of a layer holds beside its states: the record of the request's last window.
+
+The states come first, as vLLM lays them out; the records follow, in the order in which their sizes keep 16-byte
+alignment. A page belongs to a block, so a record moves with its state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Records(NamedTuple):
+    """A layer's, as :func:`nwor_ops.gated_delta_verify` takes them."""
+
+    keys: Tensor
+    norms: Tensor
+    decays: Tensor
+    values: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordGeometry:
+    """Sizes of one layer's record on one rank.
+
+    Attributes:
+        rows: tokens of the longest window, K + 1.
+        key_heads, value_heads, key_width, value_width: of the layer.
+        key_dtype: of its keys.
+    """
+
+    rows: int
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    key_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> RecordGeometry:
+        """Of every Gated DeltaNet layer of an engine's model: their sizes are in the model's configuration."""
+        config, ranks = vllm_config.model_config.hf_text_config, vllm_config.parallel_config.tensor_parallel_size
+        return cls(
+            vllm_config.num_speculative_tokens + 1,
+            config.linear_num_key_heads // ranks,
+            config.linear_num_value_heads // ranks,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+            vllm_config.model_config.dtype,
+        )
+
+    @property
+    def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each part of a slot, in the order of the page."""
+        rows, keys, values = self.rows, self.key_heads, self.value_heads
+        return {
+            "values": ((rows, values, self.value_width), torch.float32),
+            "keys": ((2, rows, keys, self.key_width), self.key_dtype),
+            "decays": ((2, rows, values), torch.float32),
+            "norms": ((2, rows, keys), torch.float32),
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a slot."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.parts.values())
+
+    def extend(self, spec: Any) -> Any:
+        """A layer's ``MambaSpec`` with the records in its pages, and one state per request."""
+        shapes, dtypes = zip(*self.parts.values(), strict=True)
+        return dataclasses.replace(
+            spec, shapes=(*spec.shapes, *shapes), dtypes=(*spec.dtypes, *dtypes), num_speculative_blocks=0
+        )
+
+    def bind(self, pages: Tensor, offset: int) -> Records:
+        """The record in each page.
+
+        Args:
+            pages: int8 ``[num_slots, page_bytes]``.
+            offset: bytes that the states take.
+        """
+        found = {}
+        for name, (shape, dtype) in self.parts.items():
+            size = prod(shape) * dtype.itemsize
+            found[name] = pages[:, offset : offset + size].view(dtype).view(-1, *shape)
+            offset += size
+        return Records(**found)

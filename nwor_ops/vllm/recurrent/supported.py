@@ -1,0 +1,100 @@
+"""Which engines may have one state per request: what of vLLM's is relied upon, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from nwor_ops.config import NworConfig
+from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.support import (
+    ONE_STATE,
+    Hook,
+    Unsupported,
+    check_engine,
+    check_library,
+    check_one_state,
+    check_vllm,
+)
+
+RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
+
+_LAYERS = "vllm.model_executor.layers.mamba."
+_LAYER = _LAYERS + "gdn.qwen_gdn_linear_attn"
+_BUILDER = "vllm.v1.attention.backends.gdn_attn"
+# What of vLLM's is overridden, called or relied upon.
+HOOKS = (
+    Hook(
+        _LAYER,
+        "QwenGatedDeltaNetAttention.__init__",
+        "config, vllm_config, prefix, gqa_interleaved_layout, reduce_results",
+    ),
+    Hook(_LAYER, "QwenGatedDeltaNetAttention.get_kv_cache_spec", "vllm_config"),
+    Hook(_LAYER, "QwenGatedDeltaNetAttention.get_state_shape", ""),
+    Hook(_LAYER, "QwenGatedDeltaNetAttention._forward_core", "mixed_qkv, b, a, core_attn_out"),
+    Hook(
+        _LAYER,
+        "QwenGatedDeltaNetAttention._forward_core_decode_spec_post_conv_fused_norm",
+        "mixed_qkv, b, a, output_gate, core_attn_out, attn_metadata",
+    ),
+    Hook(
+        _LAYER,
+        "fused_sigmoid_gating_delta_rule_update",
+        "A_log, a, b, dt_bias, q, k, v, beta, threshold, scale, initial_state, inplace_final_state, cu_seqlens, "
+        "ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel, is_kda",
+    ),
+    Hook(
+        _LAYERS + "ops.causal_conv1d",
+        "causal_conv1d_update",
+        "x, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens, query_start_loc, "
+        "max_query_len, null_block_id, validate_data, out",
+    ),
+    Hook(_LAYERS + "abstract", "MambaBase.bind_kv_cache", "kv_cache"),
+    Hook(_LAYERS + "abstract", "MambaBase.get_attn_backend", ""),
+    Hook(_BUILDER, "GDNAttentionMetadataBuilder.__init__", "kv_cache_spec, layer_names, vllm_config, device"),
+    Hook(
+        _BUILDER,
+        "GDNAttentionMetadataBuilder.build",
+        "common_prefix_len, common_attn_metadata, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build",
+    ),
+    Hook(
+        _BUILDER, "GDNAttentionMetadataBuilder.update_block_table", "metadata, blk_table, slot_mapping"
+    ),
+    Hook("vllm.platforms.interface", "Platform._align_hybrid_block_size", "vllm_config, backend_cls"),
+    Hook(RUNNER_MODULE, "GPUModelRunner.load_model", "load_dummy_weights, args, model, kwargs"),
+)  # fmt: skip
+
+
+@functools.cache
+def _problem_of_vllm() -> str | None:
+    try:
+        check_vllm(HOOKS, ONE_STATE)
+        check_library("cuda")
+    except Unsupported as error:
+        return str(error)
+    return None
+
+
+def _state_dtype(vllm_config: Any) -> Any:
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
+
+    cache = vllm_config.cache_config
+    return MambaStateDtypeCalculator.gated_delta_net_state_dtype(
+        vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
+    )[1]
+
+
+def problem_of(vllm_config: Any) -> str | None:
+    """None, or why an engine of this configuration cannot have one state per request."""
+    try:
+        check_engine(vllm_config, vllm_config.device_config.device_type, ONE_STATE)
+        check_one_state(RecordGeometry.of(vllm_config), _state_dtype(vllm_config))
+    except Unsupported as error:
+        return str(error)
+    return _problem_of_vllm()
+
+
+def has_one_state(vllm_config: Any) -> bool:
+    """Whether an engine of this configuration asks for it, and can have it."""
+    wanted = NworConfig.load(vllm_config.additional_config).recurrent and vllm_config.speculative_config is not None
+    return wanted and problem_of(vllm_config) is None

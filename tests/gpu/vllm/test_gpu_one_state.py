@@ -1,0 +1,52 @@
+"""One recurrent state per request: the output of vanilla vLLM, which keeps K + 1, and each state compared with them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from gpu_cases import ONE_STATE_CASES, ONE_STATE_REFUSALS, Case, Refusal
+from gpu_engine_checks import assert_same_tokens, check_audit, finished, note, session_of
+
+
+@pytest.mark.parametrize("case", ONE_STATE_CASES, ids=lambda case: case.name)
+def test_same_output_and_states(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    vanilla, ours = engines.start_case(case)
+    result = ours.result()
+    note(record, case, result)
+    [worker] = finished(result)["workers"]
+    assert worker["one_state"], f"there is one state per draft in that engine; it said {result['said']}"
+    [state] = worker["one_state"]
+    record |= {"one_state": state["describe"], **state["audit"]}
+    for what, wanted in case.expect.items():
+        if what.startswith("metric:"):
+            assert result["metrics"][what.removeprefix("metric:")] >= wanted, what
+        else:
+            assert worker[what] == wanted, what
+    assert worker["runner"] == case.runner
+    assert (result["replays"]["graph_replays"] > 0) == (worker["cudagraph_mode"] != "NONE")
+
+    audit = state["audit"]
+    assert audit["states_compared"] > 0
+    # Some windows lost drafts and some kept them: else a count that is always the same would do.
+    windows, rows = audit["windows"], audit["rows_replayed"]
+    drafts = case.engine["speculative_config"]["num_speculative_tokens"]
+    assert windows < rows < windows * (drafts + 1)
+    session = session_of(result)
+    if case.nwor["mode"] == "off":
+        assert session["audit"]["stale_rows"] == session["audit"]["rejected"] > 0
+    else:
+        check_audit(session)
+    if vanilla is not None:
+        assert_same_tokens(result, finished(vanilla.result()))
+
+
+@pytest.mark.parametrize("refusal", ONE_STATE_REFUSALS, ids=lambda refusal: refusal.name)
+def test_refused_at_start_up(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
+    result = engines.start_refusal(refusal).result()
+    said = "\n".join([result["error"] or "", *result["said"]])
+    record["seconds"] = result["seconds"]
+    record["refused"] = found[0][:400] if (found := re.search("nwor: .*", said)) else None
+    assert result["error"] is not None, "the engine started"
+    assert re.search(refusal.because, said), said
