@@ -646,7 +646,7 @@ def _one_states() -> Iterator[Case]:
             yield _one_state(f"{shape}-mtp{mode}", shape, nwor)
         yield _one_state(f"{shape}-ngram", shape, method="ngram")
         yield _one_state(f"{shape}-float32", shape, **float32)
-        for graphs in ("eager", "piecewise", "full", "full_decode_only"):
+        for graphs in ("eager", "piecewise", "full_decode_only"):  # FULL becomes FULL_AND_PIECEWISE with these layers
             yield _one_state(f"{shape}-{graphs}", shape, graphs=graphs)
     # 32 prompts of more than 512 tokens, in chunks of as many as the batch has room for.
     long = {"max_model_len": 640, "max_num_seqs": 32, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 512}

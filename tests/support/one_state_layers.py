@@ -1,0 +1,385 @@
+"""vLLM's Gated DeltaNet with K + 1 states of each request beside ours with one, on random batches. Run by
+test_one_state.py:
+
+    TRITON_INTERPRET=1 python one_state_layers.py
+
+Layers and metadata builders are the real classes of the installed vLLM, and ours, which are subclasses of them;
+Triton's interpreter runs vLLM's kernels on the CPU. Only convolutions and the kernel of prompts are written here. Requests
+come with prompts in chunks, a token of which may be verified like a draft, decode with any number of drafts of which
+any number is accepted, are left out of batches, preempted and finished, and their blocks, full of what was there before,
+go to others. Both sides see the same inputs; their outputs must agree, and of ours every state is audited.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+K, ROWS, GROUPS, BLOCKS, STEPS = 3, 6, 2, 64, 120
+KEY_HEADS, VALUE_HEADS, WIDTH, CONVOLUTION = 1, 2, 64, 4
+DIMENSION = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
+CLOSE = {torch.bfloat16: 0.02, torch.float32: 0.02}  # outputs are bf16
+
+
+def use_interpreter() -> None:
+    """vLLM's CPU build leaves Triton out; here its interpreter is wanted."""
+    import triton
+    import triton.language as tl
+    import vllm.triton_utils as utils
+
+    utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
+
+
+def configuration(full_graphs: bool, state: torch.dtype) -> Any:
+    """As far as builders and layers look at it."""
+    names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    sizes = {
+        "linear_num_key_heads": KEY_HEADS,
+        "linear_num_value_heads": VALUE_HEADS,
+        "linear_key_head_dim": WIDTH,
+        "linear_value_head_dim": WIDTH,
+    }
+    return SimpleNamespace(
+        additional_config={},
+        num_speculative_tokens=K,
+        num_hash_lookahead_tokens=0,
+        use_v2_model_runner=True,
+        model_config=SimpleNamespace(dtype=torch.bfloat16, hf_text_config=SimpleNamespace(**sizes)),
+        cache_config=SimpleNamespace(
+            mamba_cache_mode="none",
+            mamba_cache_dtype="auto",
+            mamba_ssm_cache_dtype=names[state],
+            mamba_block_size=1024,
+            mamba_page_size_padded=None,
+            use_replayssm=False,
+        ),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=K,
+            use_eagle_block_drop=lambda: False,
+            parallel_drafting=False,
+            uses_dynamic_speculative_decoding=lambda: False,
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=ROWS, max_num_batched_tokens=64),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, decode_context_parallel_size=1),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: full_graphs),
+            max_cudagraph_capture_size=ROWS * (K + 1),
+        ),
+    )
+
+
+def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, cu_seqlens: Tensor,
+            **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The recurrence of a prompt's tokens, q and k normed already, in the place of the kernel that tunes itself."""
+    out, final = torch.empty_like(v), initial_state.float().clone()
+    share = v.shape[2] // k.shape[2]
+    for sequence, (start, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
+        for token in range(start, end):
+            for head in range(v.shape[2]):
+                key, query = k[0, token, head // share].float(), q[0, token, head // share].float()
+                state = final[sequence, head]
+                state *= g[0, token, head].float().exp()
+                update = beta[0, token, head].float() * (v[0, token, head].float() - state @ key)
+                state += update[:, None] * key
+                out[0, token, head] = (state @ query * WIDTH**-0.5).to(out.dtype)
+    return out, final
+
+
+def convolve(x: Tensor, past: Tensor, weight: Tensor) -> Tensor:
+    """``x``: [dim, tokens]; ``past``: the inputs before them."""
+    windows = torch.cat((past, x), 1).float().unfold(1, CONVOLUTION, 1)
+    return torch.nn.functional.silu((windows * weight.float()[:, None]).sum(-1)).to(x.dtype)
+
+
+def convolve_prompts(x: Tensor, weight: Tensor, bias: None, *, conv_states: Tensor, has_initial_state: Tensor,
+                     cache_indices: Tensor, query_start_loc: Tensor, **_: Any) -> Tensor:  # fmt: skip
+    """In the place of ``causal_conv1d_fn``, which the interpreter does not take."""
+    out, starts = torch.empty_like(x), query_start_loc.tolist()
+    for sequence, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        if start < end:
+            rows = conv_states[int(cache_indices[sequence])][:, : CONVOLUTION - 1]
+            past = rows.clone() if has_initial_state[sequence] else torch.zeros_like(rows)
+            out[:, start:end] = convolve(x[:, start:end], past, weight)
+            rows.copy_(torch.cat((past, x[:, start:end]), 1)[:, 1 - CONVOLUTION :])
+    return out
+
+
+def convolve_windows(x: Tensor, conv_state: Tensor, weight: Tensor, bias: None, activation: str, *,
+                     conv_state_indices: Tensor, num_accepted_tokens: Tensor, query_start_loc: Tensor,
+                     max_query_len: int, validate_data: bool) -> Tensor:  # fmt: skip
+    """Likewise ``causal_conv1d_update``: the rows hold the inputs before a window and those of the window."""
+    starts, accepted = query_start_loc.tolist(), num_accepted_tokens.tolist()
+    for sequence, (slot, start, end) in enumerate(
+        zip(conv_state_indices.tolist(), starts, starts[1:], strict=False)
+    ):
+        if slot > 0 and start < end:
+            assert end - start <= max_query_len
+            rows, offset = conv_state[slot], accepted[sequence] - 1
+            past, given = rows[:, offset : offset + CONVOLUTION - 1].clone(), x[start:end].T.clone()
+            rows[:, : CONVOLUTION - 2 + end - start] = torch.cat((past[:, 1:], given), 1)
+            x[start:end] = convolve(given, past, weight).T
+    return x
+
+
+class Side:
+    """Layers and builders of one engine, a group for each.
+
+    Args:
+        config: of both sides.
+        one_state: ours, else vLLM's.
+        fused_norm: the layers' windows are computed with gate and norm, where that is possible.
+        weights: of each layer.
+    """
+
+    def __init__(self, config: Any, one_state: bool, fused_norm: bool, weights: list[dict[str, Tensor]]) -> None:
+        from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+
+        from nwor_ops.vllm.recurrent.engine import GroupLayers, new_cursors
+        from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+
+        self.one_state, self.fused_norm = one_state, fused_norm
+        self.layers = [self._layer(config, f"layer.{group}", one_state, weights[group]) for group in range(GROUPS)]
+        self.specs = [layer.get_kv_cache_spec(config) for layer in self.layers]
+        for layer, spec in zip(self.layers, self.specs, strict=True):
+            pages = torch.randint(-128, 127, (BLOCKS, 1, 1, spec.page_size_bytes + 64), dtype=torch.int8)
+            layer.bind_kv_cache(pages)
+        kind = OneStateMetadataBuilder if one_state else GDNAttentionMetadataBuilder
+        names = [[layer.prefix] for layer in self.layers]
+        device = torch.device("cpu")
+        self.builders = [kind(spec, name, config, device) for spec, name in zip(self.specs, names, strict=True)]
+        if one_state:
+            cursors = new_cursors(BLOCKS, device)
+            for builder, layer in zip(self.builders, self.layers, strict=True):
+                builder.bind(GroupLayers(cursors, [layer]))
+        self.blocks_per_request = 1 + self.specs[0].num_speculative_blocks
+        self.free = list(range(1, BLOCKS))  # of all groups, as in vLLM
+
+    def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
+        from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
+        from nwor_ops.vllm.recurrent.records import RecordGeometry
+
+        # Ours in either case, once it is installed: where nobody asked for it, it is vLLM's.
+        layer = QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)
+        torch.nn.Module.__init__(layer)
+        given = {
+            "one_state": one_state, "prefix": name, "tp_size": 1, "num_spec": K, "activation": "silu", "layer_norm_epsilon": 1e-6,
+            "num_k_heads": KEY_HEADS, "num_v_heads": VALUE_HEADS, "head_k_dim": WIDTH, "head_v_dim": WIDTH,
+            "key_dim": KEY_HEADS * WIDTH, "value_dim": VALUE_HEADS * WIDTH, "conv_kernel_size": CONVOLUTION,
+            "model_config": config.model_config, "cache_config": config.cache_config, "vllm_config": config,
+            "enable_packed_recurrent_decode": True, "_checkpoint_alignment": None,
+            "gdn_decode_kernel": "cuda" if self.fused_norm and one_state else "triton",
+            "A_log": weights["A_log"], "dt_bias": weights["dt_bias"], "chunk_gated_delta_rule": chunked,
+            "conv1d": SimpleNamespace(weight=weights["convolution"], bias=None),
+            "norm": SimpleNamespace(weight=weights["norm"], bias=None, eps=1e-6, group_size=None,
+                                    norm_before_gate=True, activation="silu"),
+        }  # fmt: skip
+        if one_state:
+            given |= {"geometry": RecordGeometry.of(config), "_most_audited_tokens": 64}
+        for name, value in given.items():
+            setattr(layer, name, value)
+        return layer
+
+    def take(self) -> list[list[int]]:
+        """Blocks of a request, by group."""
+        return [[self.free.pop() for _ in range(self.blocks_per_request)] for _ in range(GROUPS)]
+
+    def give_back(self, blocks: list[list[int]]) -> None:
+        for of_group in blocks:
+            self.free.extend(of_group)
+
+    def metadata(self, batch: Batch, blocks: list[list[list[int]]]) -> dict[str, Any]:
+        """As vLLM's V2 runner makes it. ``blocks``: of each request, by group."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        made: dict[str, Any] = {}
+        first = None
+        for group, (builder, layer) in enumerate(zip(self.builders, self.layers, strict=True)):
+            table = torch.zeros(batch.rows, self.blocks_per_request, dtype=torch.int32)
+            for row, mine in enumerate(blocks):
+                table[row] = torch.tensor(mine[group])
+            if first is not None and builder.supports_update_block_table:
+                made[layer.prefix] = builder.update_block_table(first, table, None)
+                continue
+            common = CommonAttentionMetadata(
+                query_start_loc=batch.starts,
+                query_start_loc_cpu=batch.starts,
+                seq_lens=batch.seq_lens,
+                num_reqs=batch.rows,
+                num_actual_tokens=batch.tokens,
+                max_query_len=int(batch.starts.diff().max()),
+                max_seq_len=int(batch.seq_lens.max()),
+                block_table_tensor=table,
+                slot_mapping=None,
+                is_prefilling=batch.is_prefilling,
+                seq_lens_cpu_upper_bound=batch.seq_lens,
+            )
+            built = builder.build(
+                0, common, num_accepted_tokens=batch.accepted, num_decode_draft_tokens_cpu=batch.drafts
+            )
+            made[layer.prefix] = first = built
+        return made
+
+    def run(self, batch: Batch, blocks: list[list[list[int]]], inputs: list[dict[str, Tensor]]) -> list[Tensor]:
+        """Outputs of each layer."""
+        import vllm.forward_context as forward_context
+
+        metadata = self.metadata(batch, blocks)
+        forward_context._forward_context = SimpleNamespace(attn_metadata=metadata)
+        outputs = []
+        for layer, given in zip(self.layers, inputs, strict=True):
+            out = torch.zeros(batch.tokens, VALUE_HEADS, WIDTH, dtype=torch.bfloat16)
+            mixed, b, a = (given[name].clone() for name in ("mixed_qkv", "b", "a"))
+            if self.fused_norm:
+                layer._forward_core_fused_norm(mixed, b, a, given["gate"], out)
+            else:
+                layer._forward_core(mixed_qkv=mixed, b=b, a=a, core_attn_out=out)
+            outputs.append(out)
+        return outputs
+
+
+class Request:
+    def __init__(self, prompt: int, sides: list[Side]) -> None:
+        self.prompt, self.computed, self.accepted = prompt, 0, 1
+        self.blocks = [side.take() for side in sides]
+
+
+class Batch:
+    """What the runner says of a step, padded where its windows run from a graph.
+
+    Args:
+        scheduled: a request, tokens, drafts (-1 = none: it is a prompt) of each row.
+        padded: with rows and tokens for as many requests as there can be.
+    """
+
+    def __init__(self, scheduled: list[tuple[Request, int, int]], padded: bool) -> None:
+        counts = [tokens for _, tokens, _ in scheduled]
+        self.rows = ROWS if padded else len(scheduled)
+        more = self.rows - len(scheduled)
+        starts = torch.tensor([0, *counts, *([0] * more)]).cumsum(0)
+        self.starts = starts.to(torch.int32)
+        self.tokens = ROWS * (K + 1) if padded else int(starts[-1])
+        self.real_tokens = int(starts[-1])
+        self.seq_lens = torch.tensor(
+            [request.computed + tokens for request, tokens, _ in scheduled] + [0] * more, dtype=torch.int32
+        )
+        self.accepted = torch.tensor([request.accepted for request, _, _ in scheduled] + [1] * more, dtype=torch.int32)
+        self.drafts = torch.tensor([drafts for _, _, drafts in scheduled] + [-1] * more, dtype=torch.int32)
+        self.is_prefilling = torch.tensor([drafts < 0 for _, _, drafts in scheduled] + [False] * more)
+
+
+def schedule(requests: list[Request], chance: random.Random) -> list[tuple[Request, int, int]]:
+    rows = []
+    for request in requests:
+        if chance.random() < 0.15:
+            continue
+        left = request.prompt - request.computed
+        if left <= 0:
+            drafts = chance.randint(0, K)
+            rows.append((request, 1 + drafts, drafts))
+            continue
+        tokens = chance.choice([1, left, min(left, 5), min(left, 2)])
+        if tokens == 1 and request.computed > 0:  # verified, at a prompt's end with drafts that mean nothing
+            drafts = chance.choice([0, K]) if left == 1 else 0
+            rows.append((request, 1 + drafts, drafts))
+        else:
+            rows.append((request, tokens, -1))
+    rows.sort(key=lambda row: row[2] < 0)
+    return rows
+
+
+def run(fused_norm: bool, full_graphs: bool, state: torch.dtype) -> dict[str, Any]:
+    from nwor_ops.vllm.recurrent.audit import StateAudit
+
+    chance, torch_chance = random.Random(7), torch.Generator().manual_seed(7)
+    config = configuration(full_graphs, state)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=torch_chance)
+
+    weights = [
+        {
+            "A_log": normal(VALUE_HEADS),
+            "dt_bias": normal(VALUE_HEADS).to(torch.bfloat16),
+            "convolution": (normal(DIMENSION, 1, CONVOLUTION) / 2).to(torch.bfloat16),
+            "norm": 1 + normal(WIDTH) / 10,
+        }
+        for _ in range(GROUPS)
+    ]
+    vanilla, ours = sides = [Side(config, one_state, fused_norm, weights) for one_state in (False, True)]
+    audit = StateAudit(ours.builders)
+    requests: list[Request] = []
+    said: dict[str, Any] = {"windows_only": 0, "mixed": 0, "prompts_only": 0, "preempted": 0, "worst": 0.0}
+    said |= {"blocks": [side.blocks_per_request for side in sides]}
+    for _ in range(STEPS):
+        while len(requests) < ROWS and chance.random() < 0.5:
+            requests.append(Request(chance.randint(1, 12), sides))
+        scheduled = schedule(requests, chance)
+        if not scheduled:
+            continue
+        windows = sum(drafts >= 0 for _, _, drafts in scheduled)
+        kind = "windows_only" if windows == len(scheduled) else "mixed" if windows else "prompts_only"
+        said[kind] += 1
+        batch = Batch(scheduled, full_graphs and kind == "windows_only")
+        inputs = [
+            {
+                "mixed_qkv": normal(batch.tokens, DIMENSION).to(torch.bfloat16),
+                "b": normal(batch.tokens, VALUE_HEADS).to(torch.bfloat16),
+                "a": normal(batch.tokens, VALUE_HEADS).to(torch.bfloat16),
+                "gate": normal(batch.tokens, VALUE_HEADS, WIDTH).to(torch.bfloat16),
+            }
+            for _ in range(GROUPS)
+        ]
+        outputs = [
+            side.run(batch, [request.blocks[number] for request, _, _ in scheduled], inputs)
+            for number, side in enumerate(sides)
+        ]
+        audit.forwarded("after the forward")
+        for theirs, mine in zip(*outputs, strict=True):
+            real = slice(0, batch.real_tokens)
+            difference = (theirs[real].float() - mine[real].float()).abs() / (1 + theirs[real].float().abs())
+            assert torch.isfinite(mine[real]).all()
+            said["worst"] = max(said["worst"], float(difference.max()))
+            assert said["worst"] < CLOSE[state], f"{kind}: {said['worst']}"
+        for request, tokens, drafts in scheduled:
+            in_prompt = request.computed < request.prompt
+            sampled = 1 if in_prompt else chance.randint(1, tokens)
+            request.computed += (tokens if drafts < 0 else 1) if in_prompt else sampled
+            request.accepted = sampled
+        for request in list(requests):
+            if (fate := chance.random()) < 0.06:
+                for side, blocks in zip(sides, request.blocks, strict=True):
+                    side.give_back(blocks)
+                requests.remove(request)
+                if fate < 0.02 and request.computed:  # it comes again, with what it has as its prompt
+                    requests.append(Request(request.computed, sides))
+                    said["preempted"] += 1
+    return said | audit.summary()
+
+
+def main() -> None:
+    use_interpreter()
+    from nwor_ops.vllm.recurrent import layer
+
+    layer.install()
+    layer.vllm_layer.causal_conv1d_fn = convolve_prompts
+    layer.vllm_layer.causal_conv1d_update = layer.causal_conv1d_update = convolve_windows
+    layer.vllm_layer.supports_fused_mtp_decode = lambda: True
+    cases = {
+        "plain": (False, False, torch.float32),
+        "plain-graphs": (False, True, torch.bfloat16),
+        "fused-norm": (True, False, torch.bfloat16),
+        "fused-norm-graphs": (True, True, torch.float32),
+    }
+    for name in sys.argv[1:] or cases:
+        print(name, json.dumps(run(*cases[name])), flush=True)
+
+
+if __name__ == "__main__":
+    main()
