@@ -4,14 +4,15 @@ test_one_state.py:
     TRITON_INTERPRET=1 python one_state_layers.py
 
 Layers and metadata builders are the real classes of the installed vLLM, and ours, which are subclasses of them;
-Triton's interpreter runs vLLM's kernels on the CPU. Only convolutions and the kernel of prompts are written here. Requests
-come with prompts in chunks, a token of which may be verified like a draft, decode with any number of drafts of which
-any number is accepted, are left out of batches, preempted and finished, and their blocks, full of what was there before,
-go to others. Both sides see the same inputs; their outputs must agree, and of ours every state is audited.
+Triton's interpreter runs vLLM's kernels on the CPU. Only convolutions and the kernel of prompts are written here.
+Requests come with prompts in chunks, a token of which may be verified like a draft, decode with any number of drafts of
+which any number is accepted, are left out of batches, preempted and finished, and their blocks, full of what was there
+before, go to others. Both sides see the same inputs; their outputs must agree, and of ours every state is audited.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -79,7 +80,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_st
     """The recurrence of a prompt's tokens, q and k normed already, in the place of the kernel that tunes itself."""
     out, final = torch.empty_like(v), initial_state.float().clone()
     share = v.shape[2] // k.shape[2]
-    for sequence, (start, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False)):
+    for sequence, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         for token in range(start, end):
             for head in range(v.shape[2]):
                 key, query = k[0, token, head // share].float(), q[0, token, head // share].float()
@@ -101,7 +102,7 @@ def convolve_prompts(x: Tensor, weight: Tensor, bias: None, *, conv_states: Tens
                      cache_indices: Tensor, query_start_loc: Tensor, **_: Any) -> Tensor:  # fmt: skip
     """In the place of ``causal_conv1d_fn``, which the interpreter does not take."""
     out, starts = torch.empty_like(x), query_start_loc.tolist()
-    for sequence, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for sequence, (start, end) in enumerate(itertools.pairwise(starts)):
         if start < end:
             rows = conv_states[int(cache_indices[sequence])][:, : CONVOLUTION - 1]
             past = rows.clone() if has_initial_state[sequence] else torch.zeros_like(rows)
@@ -115,9 +116,7 @@ def convolve_windows(x: Tensor, conv_state: Tensor, weight: Tensor, bias: None, 
                      max_query_len: int, validate_data: bool) -> Tensor:  # fmt: skip
     """Likewise ``causal_conv1d_update``: the rows hold the inputs before a window and those of the window."""
     starts, accepted = query_start_loc.tolist(), num_accepted_tokens.tolist()
-    for sequence, (slot, start, end) in enumerate(
-        zip(conv_state_indices.tolist(), starts, starts[1:], strict=False)
-    ):
+    for sequence, (slot, start, end) in enumerate(zip(conv_state_indices.tolist(), starts, starts[1:], strict=False)):
         if slot > 0 and start < end:
             assert end - start <= max_query_len
             rows, offset = conv_state[slot], accepted[sequence] - 1
@@ -169,7 +168,8 @@ class Side:
         layer = QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)
         torch.nn.Module.__init__(layer)
         given = {
-            "one_state": one_state, "prefix": name, "tp_size": 1, "num_spec": K, "activation": "silu", "layer_norm_epsilon": 1e-6,
+            "one_state": one_state, "prefix": name, "tp_size": 1, "num_spec": K, "activation": "silu",
+            "layer_norm_epsilon": 1e-6,
             "num_k_heads": KEY_HEADS, "num_v_heads": VALUE_HEADS, "head_k_dim": WIDTH, "head_v_dim": WIDTH,
             "key_dim": KEY_HEADS * WIDTH, "value_dim": VALUE_HEADS * WIDTH, "conv_kernel_size": CONVOLUTION,
             "model_config": config.model_config, "cache_config": config.cache_config, "vllm_config": config,
@@ -312,8 +312,8 @@ def run(fused_norm: bool, full_graphs: bool, state: torch.dtype) -> dict[str, An
         }
         for _ in range(GROUPS)
     ]
-    vanilla, ours = sides = [Side(config, one_state, fused_norm, weights) for one_state in (False, True)]
-    audit = StateAudit(ours.builders)
+    sides = [Side(config, one_state, fused_norm, weights) for one_state in (False, True)]
+    audit = StateAudit(sides[1].builders)
     requests: list[Request] = []
     said: dict[str, Any] = {"windows_only": 0, "mixed": 0, "prompts_only": 0, "preempted": 0, "worst": 0.0}
     said |= {"blocks": [side.blocks_per_request for side in sides]}

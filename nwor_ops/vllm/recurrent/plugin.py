@@ -84,14 +84,7 @@ def prepare(vllm_config: Any, logger: Any) -> None:
     Raises:
         RuntimeError: one state was asked for and cannot be.
     """
-    config = NworConfig.load(vllm_config.additional_config)
-    if not config.recurrent:
-        return
-    if vllm_config.speculative_config is None:
-        logger.info("nwor: one state per request: not active: the engine does not speculate")
-        return
-    if problem := problem_of(vllm_config):
-        _refuse(config, Unsupported(problem), logger)
+    if not _check(vllm_config, logger):
         return
     from vllm.model_executor.models import ModelRegistry
 
@@ -127,7 +120,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     """
     vllm_config = runner.vllm_config
     _engines.pop(runner, None)
-    if not has_one_state(vllm_config):
+    if not _check(vllm_config, logger):  # again: not every runner of vLLM's loads its model by the method of its class
         return
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
@@ -156,7 +149,21 @@ def audit(runner: Any, session: Session) -> None:
         _engines[runner].start_audit(session)
 
 
-def _refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
-    """Stop with the reason, or, where that was asked for, say it and go on with vLLM's states."""
-    error.stop_if(config.strict, "one state per request was asked for", "with vLLM's states")
-    logger.warning("nwor: one state per request: not active: %s", error)
+def _check(vllm_config: Any, logger: Any) -> bool:
+    """Whether there is something to do.
+
+    Raises:
+        RuntimeError: it was asked for and cannot be done, with the reason. Where that was asked for, it is only said.
+    """
+    config = NworConfig.load(vllm_config.additional_config)
+    if not config.recurrent:
+        return False
+    if vllm_config.speculative_config is None:
+        logger.info_once("nwor: one state per request: not active: the engine does not speculate")
+        return False
+    problem = problem_of(vllm_config)
+    if problem is None:
+        return True
+    Unsupported(problem).stop_if(config.strict, "one state per request was asked for", "with vLLM's states")
+    logger.warning_once("nwor: one state per request: not active: %s", problem)
+    return False
