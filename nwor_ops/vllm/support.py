@@ -413,7 +413,7 @@ METHODS = (
     Method("eagle3", v2=("method-v2-eagle3",), v1=("method-v1-eagle3",), cpu=("test_eagle3",)),
     Method("mtp", v2=("method-v2-mla-mtp", "method-v2-gdn-mtp"), v1=("method-v1-mla-mtp", "method-v1-gdn-mtp"),
            cpu=("test_mtp",), notes=_COW | {"cpu": "MiMo"}),
-    Method("dflash", v2=("method-v2-dflash-synthetic",), notes={"v1": "not run: `method-v1-dflash-synthetic`"}),
+    Method("dflash", v2=("method-v2-dflash-synthetic",), v1=("method-v1-dflash-synthetic",), notes=_COW),
     Method("dspark", v2=("method-v2-dspark",), notes=_V2_ALONE),
     Method("extract_hidden_states", cpu=("test_extract_hidden_states",),
            notes={"cpu": "without its connector, which is refused"}),
