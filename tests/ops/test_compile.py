@@ -12,6 +12,7 @@ import torch
 from expecttest import assert_expected_inline
 from layouts import random_bytes, same_memory, surrounded, twin
 from samples import flags, int32, int64, log_for, sample_inputs
+from samples_recurrent import Heads, make_layer
 from staged_windows import Sequence, make_window
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache, run_and_get_code
@@ -338,6 +339,60 @@ def test_shadow_pages_are_not_copied():
     step, arguments = window_around_a_writer(window)
     planes = [small_integers(*plane.shape) for plane in window.planes]
     assert max(allocations(step, planes, *arguments)) < planes[0].numel()
+
+
+# ---------------------------------------------------------------- family recurrent
+
+RECURRENT_SLOTS, RECURRENT_ROWS, RECURRENT_HEADS = 9, 3, Heads(1, 2)
+
+
+def recurrent_step(
+    plan, cursors, window, slots, starts, accepted, states, keys, norms, decays, values, layer_windows, packed, a, b,
+    A_log, dt_bias, out,
+):  # fmt: skip
+    """Open a window, run it in two layers, fold what it left: one graph, every view made inside it."""
+    ops.plan_recurrent_window(plan, cursors, window, slots, starts, accepted, RECURRENT_ROWS)
+    for layer in range(LAYERS):
+        q, k, v = (packed[layer] * 2).split((1, 1, 2), 1)
+        ops.gated_delta_verify(
+            out, states[layer], keys[layer], norms[layer], decays[layer], values[layer], layer_windows[layer], q, k, v,
+            a[layer] - 1, b[layer], A_log, dt_bias, plan, window, starts, 0.125,
+        )  # fmt: skip
+        packed = packed + out.mean()
+    rows = accepted.clamp(max=1)
+    ops.plan_recurrent_fold(plan, cursors, slots, slots, rows)
+    ops.gated_delta_fold(*(list(t.unbind(0)) for t in (states, keys, norms, decays, values, layer_windows)), plan)
+    return out * 2
+
+
+def recurrent_arguments() -> tuple:
+    layers = [
+        make_layer(RECURRENT_HEADS, RECURRENT_SLOTS, RECURRENT_ROWS, dtype=torch.float32, seed=seed)
+        for seed in range(LAYERS)
+    ]
+    stacked = [
+        surrounded(torch.stack(tensors).nan_to_num())
+        for tensors in zip(*(layer.tensors for layer in layers), strict=True)
+    ]
+    tokens = 5
+    return (
+        int32(*[77] * 16).view(4, 4), torch.tensor([[2, 1]] * RECURRENT_SLOTS, dtype=torch.int32), int64(5),
+        int32(3, 0, 7), int32(0, 3, 4, 5), int32(2, 0, 1), *stacked,
+        small_integers(LAYERS, tokens, 4, 64), small_integers(LAYERS, tokens, 2, seed=1),
+        small_integers(LAYERS, tokens, 2, seed=2), torch.zeros(2), torch.ones(2), torch.zeros(tokens, 2, 64),
+    )  # fmt: skip
+
+
+def test_recurrent_step():
+    assert_same_as_eager(recurrent_step, compiled(recurrent_step), recurrent_arguments())
+
+
+def test_recurrent_step_copies_nothing():
+    """No state and no record: the least of them is larger than all that the step computes."""
+    arguments = recurrent_arguments()
+    sizes = allocations(recurrent_step, *arguments)
+    assert sizes
+    assert max(sizes) < arguments[6][0].numel()
 
 
 # ---------------------------------------------------------------- aliasing (pytorch #198031)
