@@ -217,10 +217,12 @@ def may_write(arguments: tuple) -> list[torch.Tensor]:
     return views
 
 
-def tolerance(view: torch.Tensor) -> dict[str, float]:
-    """Of sums in another order. What has 8 or 11 bits may be rounded to the neighbour."""
-    steps = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.int64: 0}
-    return {"rtol": steps[view.dtype], "atol": steps[view.dtype] / 8 if view.dtype != torch.float32 else 2e-5}
+def tolerance(view: torch.Tensor, state_dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, float]:
+    """Of sums in another order: what has fewer bits may be rounded to the neighbour, and twice with a norm. CUDA rounds
+    the products of a replay another way, so that numbers of a bfloat16 state may be neighbours already."""
+    steps = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.int64: 0}
+    neighbours = device != "cpu" and state_dtype == torch.bfloat16
+    return {"rtol": 2 * steps[view.dtype], "atol": 2e-3 if neighbours else 5e-6}
 
 
 def check_verify(arguments: tuple, device: str = "cpu") -> tuple:
@@ -228,8 +230,9 @@ def check_verify(arguments: tuple, device: str = "cpu") -> tuple:
     ours, theirs = twin(arguments, device), twin(arguments)
     ops.gated_delta_verify(*ours)
     oracle.gated_delta_verify(*theirs)
+    state_dtype = named(VERIFY, arguments)["state"].dtype
     for mine, expected in zip(may_write(ours), may_write(theirs), strict=True):
-        torch.testing.assert_close(mine.cpu(), expected, **tolerance(expected))
+        torch.testing.assert_close(mine.cpu(), expected, **tolerance(expected, state_dtype, device))
     keys = argument_names(VERIFY).index("record_keys")
     assert torch.equal(ours[keys].view(torch.int16).cpu(), theirs[keys].view(torch.int16))
     restored = twin(ours)
