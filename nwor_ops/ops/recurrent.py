@@ -148,8 +148,9 @@ def gated_delta_verify(
     Args:
         out: ``[>= T, V, dv]``, float16 or bfloat16 (on the CPU float32 too), contiguous along dv; **mutated** at the
             requests' tokens.
-        state: ``[S, V, dv, dk]``, float32 or bfloat16, contiguous within a slot, any stride of slots, on CUDA each at a
-            multiple of 16 bytes; **mutated** at the slots that the plan writes, and so are the records.
+        state: ``[S, V, dv, dk]``, float32 or bfloat16, contiguous within a slot, any stride of slots (fastest where
+            each begins at a multiple of 16 bytes); **mutated** at the slots that the plan writes, and so are the
+            records.
         record_keys: ``[S, 2, K, H, dk]``, dtype of ``out``: keys as given. This and the other records are contiguous
             within a slot, with any stride of slots.
         record_norms: float32 ``[S, 2, K, H]``: what a key is multiplied with (1 without ``use_qk_l2norm``).
@@ -172,9 +173,8 @@ def gated_delta_verify(
         norm_weight: ``[dv]``, or None (both or neither).
         norm_eps: of the norm.
         gate_activation: ``"silu"`` or ``"sigmoid"``.
-        all_states: ``[>= T, V, dv, dk]``, dtype of ``state``, contiguous within a token, aligned as ``state``, or
-            None; **mutated**: the state after each token, rounded: what a scheme that stores every state keeps. For
-            tests and audits.
+        all_states: ``[>= T, V, dv, dk]``, dtype of ``state``, contiguous within a token, or None; **mutated**: the
+            state after each token, rounded: what a scheme that stores every state keeps. For tests and audits.
 
     Raises:
         ValueError: a shape, a stride, an option, or memory that what is written shares with anything else; on the CPU
