@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from no_sync import Forbidden, guard
+from samples import ops_of, sample_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transactions import KINDS, Batch, Request, Transactions, one_thread  # noqa: F401
@@ -131,6 +132,15 @@ def test_nothing_is_allocated(kinds, end):
     result: list[int] = []
     run_window(transactions, batch, end, guarded=lambda: counted(result))
     assert result == [0]
+
+
+@pytest.mark.parametrize("op", ops_of("recurrent"))
+def test_recurrent_ops_allocate_nothing(op):
+    for arguments in sample_inputs(op):
+        result: list[int] = []
+        with counted(result):
+            getattr(ops, op)(*arguments)
+        assert result == [0]
 
 
 NO_REQUESTS = torch.zeros(1, dtype=torch.int32)
