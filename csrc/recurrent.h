@@ -2,7 +2,9 @@
 // over these functions and the CUDA kernels call them in each thread, so the two cannot drift apart.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -267,14 +269,21 @@ struct RecurrentRecord {
 
 // Checks that all but the first dimension lie as in a contiguous tensor, and that slots do not overlap.
 inline void check_contiguous_within_slot(const Argument& a) {
+    const auto sizes = a.tensor.sizes(), strides = a.tensor.strides();
     int64_t expected = 1;
-    for (int64_t i = a.tensor.dim() - 1; i > 0; --i) {
-        if (a.tensor.size(i) != 1 && a.tensor.stride(i) != expected)
-            a.must_be("contiguous within its first dimension");
-        expected *= a.tensor.size(i);
+    for (size_t i = sizes.size() - 1; i > 0; --i) {
+        if (sizes[i] != 1 && strides[i] != expected) a.must_be("contiguous within its first dimension");
+        expected *= sizes[i];
     }
-    if (a.tensor.size(0) > 1 && a.tensor.stride(0) < expected)
-        a.must_be("of slots at least ", expected, " elements apart");
+    if (sizes[0] > 1 && strides[0] < expected) a.must_be("of slots at least ", expected, " elements apart");
+}
+
+inline void check_shape(const Argument& a, std::initializer_list<int64_t> shape) {
+    const auto sizes = a.tensor.sizes();
+    if (std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) return;
+    std::string text;
+    for (const int64_t size : shape) text += (text.empty() ? "[" : ", ") + std::to_string(size);
+    a.must_be(text, "]");
 }
 
 inline void check_width(const Argument& a, int64_t width, const char* what) {
@@ -326,23 +335,14 @@ inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates
     if (r.rows < 1 || r.rows > kMostRecordRows) t.keys.must_be("of 1 to ", kMostRecordRows, " rows");
     if (r.num_key_heads < 1 || heads % r.num_key_heads != 0)
         t.keys.must_be("of a number of heads that divides the ", heads, " of the state");
-    const auto has_shape = [](const Argument& a, const std::vector<int64_t>& shape) {
-        a.dtype(ScalarType::Float);
-        bool same = a.tensor.dim() == static_cast<int64_t>(shape.size());
-        std::string text = "[";
-        for (size_t i = 0; i < shape.size(); ++i) {
-            same = same && a.tensor.size(static_cast<int64_t>(i)) == shape[i];
-            text += (i ? ", " : "") + std::to_string(shape[i]);
-        }
-        if (!same) a.must_be(text, "]");
-    };
-    has_shape(t.norms, {slots, 2, r.rows, r.num_key_heads});
+    for (const Argument& a : {t.norms, t.decays, t.values}) a.dtype(ScalarType::Float);
+    check_shape(t.norms, {slots, 2, r.rows, r.num_key_heads});
     r.per_channel = t.decays.tensor.dim() == 5;
     if (r.per_channel)
-        has_shape(t.decays, {slots, 2, r.rows, heads, r.key_width});
+        check_shape(t.decays, {slots, 2, r.rows, heads, r.key_width});
     else
-        has_shape(t.decays, {slots, 2, r.rows, heads});
-    has_shape(t.values, {slots, r.rows, heads, r.value_width});
+        check_shape(t.decays, {slots, 2, r.rows, heads});
+    check_shape(t.values, {slots, r.rows, heads, r.value_width});
     for (const Argument& a : {t.keys, t.norms, t.decays, t.values}) check_contiguous_within_slot(a);
     r.key_dtype = keys.scalar_type();
     r.keys = static_cast<char*>(keys.data_ptr());
@@ -420,25 +420,19 @@ inline HeadsView heads_view(const Argument& a, ScalarType dtype, int64_t tokens,
                             int64_t width) {
     const Tensor& t = a.tensor;
     a.dtype(dtype);
-    if (t.dim() != 3 || (more ? t.size(0) < tokens : t.size(0) != tokens) || t.size(1) != heads ||
-        t.size(2) != width)
+    const auto sizes = t.sizes();
+    if (sizes.size() != 3 || (more ? sizes[0] < tokens : sizes[0] != tokens) || sizes[1] != heads ||
+        sizes[2] != width)
         a.must_be("[", more ? ">= " : "", tokens, ", ", heads, ", ", width, "]");
     if (t.stride(2) != 1) a.must_be("contiguous along its last dimension");
     return {static_cast<char*>(t.data_ptr()), t.stride(0), t.stride(1)};
 }
 
-inline Floats floats_view(const Argument& a, const std::vector<int64_t>& shape) {
+inline Floats floats_view(const Argument& a, std::initializer_list<int64_t> shape) {
     check_floats(a);
-    bool same = a.tensor.dim() == static_cast<int64_t>(shape.size());
-    std::string text = "[";
+    check_shape(a, shape);
     Floats floats{a.tensor.data_ptr(), a.tensor.scalar_type(), {0, 0, 0}};
-    for (size_t i = 0; i < shape.size(); ++i) {
-        const int64_t dim = static_cast<int64_t>(i);
-        same = same && a.tensor.size(dim) == shape[i];
-        text += (i ? ", " : "") + std::to_string(shape[i]);
-        if (same) floats.strides[i] = a.tensor.stride(dim);
-    }
-    if (!same) a.must_be(text, "]");
+    for (int64_t i = 0; i < a.tensor.dim(); ++i) floats.strides[i] = a.tensor.stride(i);
     return floats;
 }
 
