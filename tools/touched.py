@@ -30,7 +30,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (r"nwor_ops/drafter/.*|tests/support/draft_loops\.py|examples/(?:paged_)?draft\w*\.py", ("drafter",)),
     (
-        r"nwor_ops/vllm/.*|tests/support/(?:draft_(?:kernels|speculators)|engine\w*|processor|other_scheduler"
+        r"nwor_ops/vllm/.*|tests/support/(?:(?:draft|recurrent)_kernels|draft_speculators|engine\w*|processor|other_scheduler"
         r"|counted_session|export_connector|(?:tiny|custom)_drafters|limited/\w+)\.py|docs/vllm\.md|tools/support_tables\.py",
         ("vllm",),
     ),

@@ -32,8 +32,8 @@ def load_kernel(file: pathlib.Path):
     text = (vllm / SOURCE).read_text()
     node = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == KERNEL)
     code = "\n".join(text.splitlines()[node.decorator_list[0].lineno - 1 : node.end_lineno])
-    # With a gate per channel it goes on by one number a token, not by one for each channel: right for windows of a token,
-    # and vLLM (0.32, 0.33) has another kernel for such layers.
+    # With a gate per channel it goes on by one number a token, not by one for each channel: right for windows of one
+    # token. vLLM (0.32, 0.33) has another kernel for such layers.
     assert "p_a += HV\n" in f"{code}\n"
     code = f"{code}\n".replace("p_a += HV\n", "p_a += HV * K if IS_KDA else HV\n")
     file.write_text(f"import triton\nimport triton.language as tl\n\n\n{code}")
