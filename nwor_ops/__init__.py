@@ -63,6 +63,11 @@ from nwor_ops.ops import (  # noqa: E402
     write_kv as write_kv,
     write_kv_logged as write_kv_logged,
 )
+from nwor_ops.recurrent import (  # noqa: E402
+    RecurrentCache as RecurrentCache,
+    RecurrentMemory as RecurrentMemory,
+    RecurrentStates as RecurrentStates,
+)
 from nwor_ops.staging import (  # noqa: E402
     KVCacheInterceptor as KVCacheInterceptor,
     StagingBuffer as StagingBuffer,

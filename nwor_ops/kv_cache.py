@@ -145,6 +145,10 @@ class LayerCache:
             raise ValueError(f"LayerCache: planes must agree on slots and device, got {sorted(map(str, slots))}")
 
     @property
+    def device(self) -> torch.device:
+        return self.planes[0].view.device
+
+    @property
     def num_slots(self) -> int:
         return self.planes[0].view.shape[0] * self.planes[0].view.shape[1]
 

@@ -1,11 +1,11 @@
-"""What a manager and a staging buffer have in common: layers by name, and calls that must come in an order."""
+"""What a manager, a staging buffer and recurrent states have in common: layers by name, calls that come in an order."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ _DEBUG_SYNC = os.environ.get("VLLM_NWOR_DEBUG_SYNC") in ("1", "true")
 
 
 class State(Enum):
-    """Where a manager or a staging buffer is in the protocol."""
+    """Where one of them is in the protocol."""
 
     REGISTERING = "registering layers"
     CLOSED = "between windows"
@@ -32,6 +32,7 @@ class Stateful(BoundToMemory, Generic[_Layer]):
     """A state, and layers that are registered before it is first ``CLOSED``."""
 
     _called = ""  # in messages
+    _cache_type: type = LayerCache  # what a layer is registered with
     device: torch.device
     _layers: Mapping[str, _Layer]
     _state = State.REGISTERING
@@ -44,16 +45,14 @@ class Stateful(BoundToMemory, Generic[_Layer]):
         if self._state is not state:
             raise RuntimeError(f"{method}: the {self._called} must be {state.value}, it is {self._state.value}")
 
-    def _check_new_layer(self, name: object, cache: object) -> None:
+    def _check_new_layer(self, name: object, cache: Any) -> None:
         """Raises where a layer cannot be registered under this name."""
         validation.instance("register_layer: name", name, str, "a string")
-        validation.instance("register_layer: cache", cache, LayerCache, "a LayerCache")
-        assert isinstance(cache, LayerCache)
+        validation.instance("register_layer: cache", cache, self._cache_type, f"a {self._cache_type.__name__}")
         if name in self._layers:
             raise ValueError(f"register_layer: name must be new, {name!r} is registered already")
-        device = cache.planes[0].view.device
-        if device != self.device:
-            raise TypeError(f"register_layer: cache of {name!r} must be on device {self.device}, got {device}")
+        if cache.device != self.device:
+            raise TypeError(f"register_layer: cache of {name!r} must be on device {self.device}, got {cache.device}")
 
     def _layer(self, name: str, method: str) -> _Layer:
         try:

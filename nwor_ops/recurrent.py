@@ -1,0 +1,581 @@
+"""Recurrent states of linear attention as a transaction: one state a request, and a record of its last window.
+
+    cache = RecurrentCache.new(num_slots=..., max_window=K + 1, num_key_heads=..., num_value_heads=..., ...)
+    states = RecurrentStates(max_num_requests=..., device=...)
+    states.register_layer("layers.0", cache)                              # every layer, then
+    states.allocate()                                                     # once, before any capture
+
+    states.begin(state_slots, query_start_loc)                            # each step
+    ...  out = states.verify("layers.0", q, k, v, a, b, A_log, dt_bias)   # in each layer
+    states.commit(num_accepted)                                           # after sampling
+
+A rejected draft cannot be taken out of a recurrent state, so the usual scheme keeps the state after each of the K + 1
+tokens of a window. Here the tokens of a window never reach the state: what each would add to it is recorded, in about a
+hundredth of its size, and the next window's kernel replays the accepted ones on its way. Until then they are *pending*.
+docs/recurrent.md says what is the same to the bit.
+
+Between begin and commit nothing is allocated but an output that was not given, nothing waits for the device, and
+nothing depends on a value that only the host has: ``verify`` may run eagerly, be traced by ``torch.compile`` or be
+captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops, validation
+from nwor_ops.transaction.state import State, Stateful
+
+_STATE_DTYPES = (torch.float32, torch.bfloat16)
+_KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SLOT_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class RecurrentCache:
+    """One layer's states and records, a slot for each request.
+
+    Use :meth:`new`, or :meth:`beside` where the states are yours, or give all five tensors, which may be views of an
+    engine's pages: any distance from slot to slot, contiguous within one. Slot 0 is nobody's.
+
+    Letters: S slots, W rows of a record (tokens of the longest window, K + 1), H key heads, HV value heads.
+
+    Args:
+        state: float32 or bfloat16 ``[S, HV, dv, dk]``.
+        record_keys: ``[S, 2, W, H, dk]``, of the dtype of the layer's keys: bfloat16, float16, or, on the CPU, float32.
+        record_norms: float32 ``[S, 2, W, H]``.
+        record_decays: float32 ``[S, 2, W, HV]``; ``[S, 2, W, HV, dk]`` for layers with a decay per channel (KDA).
+        record_values: float32 ``[S, W, HV, dv]``.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not go together.
+    """
+
+    state: Tensor
+    record_keys: Tensor
+    record_norms: Tensor
+    record_decays: Tensor
+    record_values: Tensor
+
+    @classmethod
+    def new(
+        cls,
+        *,
+        num_slots: int,
+        max_window: int,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_size: int,
+        value_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        state_dtype: torch.dtype = torch.float32,
+        per_channel: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> RecurrentCache:
+        """Allocate states of zeros, and records.
+
+        Args:
+            num_slots: one for each request that may hold a state, and slot 0.
+            max_window: tokens of the longest window: K drafts and 1. At most 32.
+            num_key_heads, num_value_heads, key_size, value_size: of the layer.
+            dtype: of its queries, keys and values.
+            state_dtype: of its states.
+            per_channel: whether it has a decay for each channel of a key (KDA) or one for each value head.
+        """
+        sizes = {"num_slots": num_slots, "num_value_heads": num_value_heads, "value_size": value_size,
+                 "key_size": key_size}  # fmt: skip
+        shape = [validation.integer(f"RecurrentCache.new: {name}", size) for name, size in sizes.items()]
+        _one_of("RecurrentCache.new: state_dtype", state_dtype, _STATE_DTYPES)
+        state = torch.zeros(shape, dtype=state_dtype, device=validation.device("RecurrentCache.new: device", device))
+        return cls.beside(
+            state, max_window=max_window, num_key_heads=num_key_heads, dtype=dtype, per_channel=per_channel
+        )
+
+    @classmethod
+    def beside(
+        cls,
+        state: Tensor,
+        *,
+        max_window: int,
+        num_key_heads: int,
+        dtype: torch.dtype = torch.bfloat16,
+        per_channel: bool = False,
+    ) -> RecurrentCache:
+        """Allocate records beside states of one's own; arguments as of :meth:`new`."""
+        validation.tensor("RecurrentCache.beside: state", state, *_STATE_DTYPES, dims=4)
+        rows = validation.integer("RecurrentCache.beside: max_window", max_window)
+        heads = validation.integer("RecurrentCache.beside: num_key_heads", num_key_heads)
+        _one_of("RecurrentCache.beside: dtype", dtype, _KEY_DTYPES)
+        validation.boolean("RecurrentCache.beside: per_channel", per_channel)
+        slots, value_heads, value_size, key_size = state.shape
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(slots, *shape, dtype=dtype, device=state.device)
+
+        channels = (key_size,) if per_channel else ()
+        return cls(
+            state,
+            zeros(2, rows, heads, key_size, dtype=dtype),
+            zeros(2, rows, heads),
+            zeros(2, rows, value_heads, *channels),
+            zeros(rows, value_heads, value_size),
+        )
+
+    def __post_init__(self) -> None:
+        def check(name: str, *dtypes: torch.dtype, dims: int | None) -> Tensor:
+            tensor: Tensor = getattr(self, name)
+            validation.tensor(f"RecurrentCache: {name}", tensor, *dtypes, dims=dims)
+            validation.tensor(f"RecurrentCache: {name}", tensor, device=self.state.device)
+            if tensor.numel() and not tensor[0].is_contiguous():
+                raise ValueError(
+                    f"RecurrentCache: {name} must be contiguous within a slot, got strides {list(tensor.stride())}"
+                )
+            return tensor
+
+        def expect(name: str, letters: str, *shape: int) -> None:
+            got = list(getattr(self, name).shape)
+            if got != list(shape):
+                raise ValueError(f"RecurrentCache: {name} must be {letters}, {list(shape)}, got {got}")
+
+        slots, value_heads, value_size, key_size = check("state", *_STATE_DTYPES, dims=4).shape
+        _, _, rows, heads, _ = check("record_keys", *_KEY_DTYPES, dims=5).shape
+        decays = check("record_decays", torch.float32, dims=None)
+        check("record_norms", torch.float32, dims=4)
+        check("record_values", torch.float32, dims=4)
+        expect("record_keys", "[S, 2, W, H, dk]", slots, 2, rows, heads, key_size)
+        expect("record_norms", "[S, 2, W, H]", slots, 2, rows, heads)
+        if decays.dim() == 5:
+            expect("record_decays", "[S, 2, W, HV, dk]", slots, 2, rows, value_heads, key_size)
+        else:
+            expect("record_decays", "[S, 2, W, HV] or [S, 2, W, HV, dk]", slots, 2, rows, value_heads)
+        expect("record_values", "[S, W, HV, dv]", slots, rows, value_heads, value_size)
+        if heads == 0 or value_heads % heads != 0:
+            raise ValueError(
+                f"RecurrentCache: state must have a multiple of the {heads} key heads of record_keys, got "
+                f"{value_heads} value heads"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return self.state.device
+
+    @property
+    def num_slots(self) -> int:
+        return self.state.shape[0]
+
+    @property
+    def max_window(self) -> int:
+        """Tokens of the longest window: rows of a record."""
+        return self.record_keys.shape[2]
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether there is a decay for each channel of a key (KDA)."""
+        return self.record_decays.dim() == 5
+
+    @property
+    def geometry(self) -> tuple[object, ...]:
+        """What layers must have in common to be folded by one launch."""
+        return tuple((tensor.dtype, tensor.shape, tensor.stride()) for tensor in (self.state, *self.records))
+
+    @property
+    def records(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys, norms, decays and values, in the order of the ops."""
+        return self.record_keys, self.record_norms, self.record_decays, self.record_values
+
+
+def _one_of(what: str, dtype: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    validation.instance(what, dtype, torch.dtype, "a torch.dtype")
+    if dtype not in dtypes:
+        raise TypeError(f"{what} must be {' or '.join(map(str, dtypes))}, got {dtype}")
+
+
+@dataclass(frozen=True)
+class RecurrentMemory:
+    """Bytes of one slot in all layers.
+
+    Attributes:
+        state: the state of the request.
+        record: what its last window may add to it, whether accepted or not.
+        every_state: ``max_window`` states, in place of both: a scheme that keeps the state after each token.
+    """
+
+    state: int
+    record: int
+    every_state: int
+
+
+@dataclass(frozen=True)
+class _Layer:
+    cache: RecurrentCache
+    window: Tensor  # int64 [1]: the last window in which it ran
+
+
+def _together(layers: list[_Layer]) -> tuple[list[Tensor], ...]:
+    """The arguments of a fold of layers of one geometry, up to the plan."""
+    states, *rest = zip(*((layer.cache.state, *layer.cache.records, layer.window) for layer in layers), strict=True)
+    return list(states), *map(list, rest)
+
+
+class RecurrentStates(Stateful[_Layer]):
+    """The states of every linear-attention layer, of which rejected drafts are never part.
+
+    Args:
+        max_num_requests: most requests in one batch, padding included.
+        device: where the states are.
+
+    A request keeps its slot from step to step, and need not be in every batch: what is pending stays so. What belongs
+    to a slot between windows is its state with the accepted rows of its record applied; who else reads or writes the
+    state of a slot calls :meth:`fold` before.
+
+    Not thread-safe: it belongs to the thread that runs the model, and its calls are ordered by the current stream. It
+    cannot be copied or pickled.
+    """
+
+    _called = "states"
+    _cache_type = RecurrentCache
+    _layers: dict[str, _Layer]
+    _in_place_of_a_copy = "make another RecurrentStates, register the layers' own caches and allocate() it"
+
+    def __init__(self, *, max_num_requests: int, device: torch.device | str) -> None:
+        self.max_num_requests = validation.integer("RecurrentStates: max_num_requests", max_num_requests)
+        self.device = validation.device("RecurrentStates: device", device)
+        self.num_slots = self.max_window = 0  # those of the layers
+        self._layers = {}
+        self._num_requests = 0  # of the open window
+        self._verified: set[str] = set()  # layers that ran in it, where Python can tell
+
+    # ------------------------------------------------------------ set-up
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(self._layers)
+
+    def register_layer(self, name: str, cache: RecurrentCache) -> None:
+        """Make a layer part of every window.
+
+        Args:
+            name: the engine's name of the layer; unique.
+            cache: its states and records, which must stay where they are. All layers have as many slots and as long
+                records; heads, sizes and dtypes may differ.
+
+        Raises:
+            RuntimeError: the states are allocated already.
+            ValueError, TypeError: a name that is taken, a cache on another device or of another number of slots or
+                rows; no layer was registered then.
+        """
+        self._require(State.REGISTERING, "register_layer")
+        self._check_new_layer(name, cache)
+        sizes = cache.num_slots, cache.max_window
+        if self._layers and sizes != (self.num_slots, self.max_window):
+            raise ValueError(
+                f"register_layer: cache of {name!r} must have {self.num_slots} slots with records of "
+                f"{self.max_window} rows as the layers before, got {sizes[0]} and {sizes[1]}"
+            )
+        self.num_slots, self.max_window = sizes
+        self._layers[name] = _Layer(cache, torch.zeros(1, dtype=torch.int64, device=self.device))
+
+    def allocate(self) -> None:
+        """Allocate cursors, plan and the buffers of a window. Nothing is pending afterwards.
+
+        Raises:
+            RuntimeError: no layer is registered.
+            ValueError, TypeError: a layer whose states :func:`nwor_ops.gated_delta_fold` would refuse.
+        """
+        self._require(State.REGISTERING, "allocate")
+        if not self._layers:
+            raise RuntimeError("allocate: no layer is registered")
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        requests = self.max_num_requests
+        self.cursors = zeros(self.num_slots, 2)
+        self.plan = zeros(requests, 4)
+        self.window = zeros(1, dtype=torch.int64)
+        self.query_start_loc = zeros(requests + 1)
+        self.num_accepted = zeros(self.num_slots)  # tokens of each slot's last window that stay
+        self._slots = zeros(requests, dtype=torch.int64)
+        self._num_accepted = zeros(requests)  # of the requests of a batch
+        for name, layer in self._layers.items():
+            self._try_fold(name, layer)
+        by_geometry: dict[tuple[object, ...], list[_Layer]] = {}
+        for layer in self._layers.values():
+            by_geometry.setdefault(layer.cache.geometry, []).append(layer)
+        self._launches = [_together(layers) for layers in by_geometry.values()]  # of a fold
+        self._state = State.CLOSED
+
+    def memory(self) -> RecurrentMemory:
+        """What a request costs, in bytes. Cursors and buffers, a few bytes a slot, are not counted."""
+        if not self._layers:
+            raise RuntimeError("memory: no layer is registered")
+
+        def of_slot(tensor: Tensor) -> int:
+            return tensor[0].numel() * tensor.element_size()
+
+        caches = [layer.cache for layer in self._layers.values()]
+        state = sum(of_slot(cache.state) for cache in caches)
+        record = sum(of_slot(tensor) for cache in caches for tensor in cache.records)
+        return RecurrentMemory(state, record, self.max_window * state)
+
+    # ------------------------------------------------------------ a window
+
+    def begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None = None) -> None:
+        """Open a window: one kernel works out for all layers what is replayed and where the window is recorded.
+
+        What is given is copied: the caller may change it afterwards.
+
+        Args:
+            state_slots: int32 or int64 ``[R]``, any stride: the slot of each request, 0 or less = padding. No slot
+                twice.
+            query_start_loc: int32 ``[>= R + 1]``, contiguous: the first token of each request in the batch, and the
+                end of the last. A request may have any number of tokens up to ``max_window``: the ones that are known
+                (also the next ones of a prompt), then its drafts. One without tokens takes no part in this window.
+            is_window: bool ``[>= R]``, contiguous, or None: False where somebody else writes the state of a request in
+                this step, as a kernel for prompts does. Its tokens may be more, :meth:`verify` gives zeros for them,
+                and what was pending is dropped: :meth:`fold` its slot before, unless its state is written anew. None =
+                all are windows.
+
+        Raises:
+            RuntimeError: a window is open already.
+            ValueError, TypeError: more requests than these states were made for, or a wrong shape, dtype or device.
+            ValueError, IndexError: on the CPU, a window that is too long, a slot that is not there, or one that two
+                requests have; on CUDA such a request is left out (:func:`nwor_ops.plan_recurrent_window`). Nothing has
+                changed then.
+        """
+        self._require(State.CLOSED, "begin")
+        self._check_begin(state_slots, query_start_loc, is_window)
+        requests = state_slots.shape[0]
+        slots, accepted = self._slots[:requests], self._num_accepted[:requests]
+        torch.clamp(state_slots, 0, self.num_slots - 1, out=slots)
+        torch.index_select(self.num_accepted, 0, slots, out=accepted)
+        ops.plan_recurrent_window(
+            self.plan, self.cursors, self.window, state_slots, query_start_loc, accepted, self.max_window, is_window
+        )
+        self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
+        if requests < self.max_num_requests:  # the rest have no tokens
+            self.query_start_loc[requests + 1 :].copy_(query_start_loc[requests : requests + 1])
+        self._num_requests = requests
+        self._verified.clear()
+        self._state = State.OPEN
+
+    def verify(
+        self,
+        name: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        *,
+        out: Tensor | None = None,
+        scale: float | None = None,
+        softplus_beta: float = 1.0,
+        softplus_threshold: float = 20.0,
+        use_qk_l2norm: bool = True,
+        gate: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-5,
+        gate_activation: str = "silu",
+        all_states: Tensor | None = None,
+    ) -> Tensor:
+        """Run a layer's tokens: one kernel, which replays what was pending, stores the state and records the window.
+
+        Once for each layer of a window, with all tokens of the batch.
+
+        Args:
+            name: a registered layer.
+            q, k, v, a, b, A_log, dt_bias, softplus_beta, softplus_threshold, use_qk_l2norm, gate, norm_weight,
+                norm_eps, gate_activation, all_states: as in :func:`nwor_ops.gated_delta_verify`. A layer with a decay
+                per channel (KDA) has ``a`` ``[T, HV, dk]`` and ``dt_bias`` ``[HV, dk]``.
+            out: **mutated**, as there; None = a new tensor, which is zero at tokens of no request.
+            scale: of the queries; None = ``dk ** -0.5``.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            RuntimeError: no window is open; or, where Python can tell, the layer has run in this window.
+            KeyError: no such layer.
+            ValueError, TypeError: as :func:`nwor_ops.gated_delta_verify`; nothing is written.
+        """
+        layer = self._layer(name, "verify")
+        traced = torch.compiler.is_compiling()
+        if not traced:
+            validation.tensors("verify", q=q, v=v)
+            self._require_window("verify", name, q)
+            if name in self._verified:
+                raise RuntimeError(f"verify: layer {name!r} must run once in a window, it has run in this one")
+        if out is None:
+            out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+        cache = layer.cache
+        ops.gated_delta_verify(
+            out, cache.state, *cache.records, layer.window, q, k, v, a, b, A_log, dt_bias, self.plan, self.window,
+            self.query_start_loc, scale=q.shape[-1] ** -0.5 if scale is None else scale, softplus_beta=softplus_beta,
+            softplus_threshold=softplus_threshold, use_qk_l2norm=use_qk_l2norm, gate=gate, norm_weight=norm_weight,
+            norm_eps=norm_eps, gate_activation=gate_activation, all_states=all_states,
+        )  # fmt: skip
+        if not traced and self._state is State.OPEN:  # not in a capture, which is no window
+            self._verified.add(name)
+        return out
+
+    def commit(self, num_accepted: Tensor) -> None:
+        """Say how many tokens of each request stay, and close the window. No state is touched.
+
+        Args:
+            num_accepted: int32 ``[>= R]``: the known tokens of the window and the accepted drafts, so at least 1.
+                Not looked at where a request has no window: padding, no tokens, ``is_window`` False.
+
+        Raises:
+            RuntimeError: no window is open; on the CPU, a layer that has not run in it: :meth:`cancel` it.
+            ValueError, TypeError: a wrong shape, dtype or device; on the CPU, a number that is not 1 to the tokens of
+                the request. On CUDA the next window leaves such a request out. The window is still open then.
+        """
+        self._require(State.OPEN, "commit")
+        requests = self._num_requests
+        validation.tensor("commit: num_accepted", num_accepted, torch.int32, dims=1, least=requests, device=self.device)
+        slots = self._slots[:requests]
+        slots.copy_(self.plan[:requests, 3])  # 0 where there is no window
+        if self.device.type == "cpu":
+            self._check_commit(slots, num_accepted)
+        self.num_accepted.scatter_(0, slots, num_accepted[:requests])
+        self._state = State.CLOSED
+
+    def cancel(self) -> None:
+        """Close the window as if it had not been begun: none of its tokens stay, and nothing is pending.
+
+        Safe wherever the forward stopped: layers that ran have applied what was pending before, and it is applied in
+        the others now. The states are those that a new begin would have made. What another kernel has written to the
+        state of a request with ``is_window`` False stays as it is.
+
+        If this raises, the window is still open, for another cancel.
+        """
+        self._require(State.OPEN, "cancel")
+        for arguments in self._launches:
+            ops.gated_delta_fold(*arguments, self.plan, self.window)
+            for window in arguments[-1]:
+                window.copy_(self.window)  # so that a second cancel leaves these layers out
+        self._drop_pending(self.plan[: self._num_requests, 3].long())
+        self._state = State.CLOSED
+
+    # ------------------------------------------------------------ between windows
+
+    def fold(self, slots: Tensor) -> None:
+        """Apply what is pending to the states of slots: a kernel that plans it, and one for each geometry of layers.
+
+        Before anybody else reads or writes these states: a kernel for prompts, a snapshot, a transfer.
+
+        Args:
+            slots: int32 or int64, one dimension; 0 or less = nobody's. No slot twice.
+
+        Raises:
+            RuntimeError: a window is open.
+            ValueError, TypeError, IndexError: as :func:`nwor_ops.plan_recurrent_fold`; nothing has changed then.
+        """
+        self._require(State.CLOSED, "fold")
+        self._check_slots("fold: slots", slots)
+        self._fold_into(slots, slots, keep_source=False)
+
+    def copy(self, source_slots: Tensor, target_slots: Tensor) -> None:
+        """Give slots the states of others, with what is pending there applied, as :meth:`fold` does. The others stay
+        as they are.
+
+        For requests that share a beginning: a prefix that was cached, a beam, a second sample.
+
+        Args:
+            source_slots: int32 or int64, one dimension; 0 or less = no copy.
+            target_slots: as many. No slot twice, and none that is also a source.
+
+        Raises:
+            RuntimeError: a window is open.
+            ValueError, TypeError, IndexError: as :func:`nwor_ops.plan_recurrent_fold`; nothing has changed then.
+        """
+        self._require(State.CLOSED, "copy")
+        self._check_slots("copy: source_slots", source_slots)
+        self._check_slots("copy: target_slots", target_slots)
+        if source_slots.shape != target_slots.shape:
+            raise ValueError(
+                f"copy: target_slots must be as many as source_slots, {source_slots.shape[0]}, got "
+                f"{target_slots.shape[0]}"
+            )
+        self._fold_into(source_slots, target_slots, keep_source=True)
+
+    def reset(self, slots: Tensor) -> None:
+        """Make the states of slots zero, with nothing pending: for new requests. A fill for each layer.
+
+        Args:
+            slots: int32 or int64, one dimension; 0 or less = nobody's.
+
+        Raises:
+            RuntimeError: a window is open.
+            ValueError, TypeError: a wrong shape, dtype or device.
+            IndexError: on the CPU, a slot that is not there; on CUDA it is left out. Nothing has changed then.
+        """
+        self._require(State.CLOSED, "reset")
+        self._check_slots("reset: slots", slots)
+        if self.device.type == "cpu" and slots.numel() and int(slots.max()) >= self.num_slots:
+            raise IndexError(f"reset: slots must be less than {self.num_slots}, got {int(slots.max())}")
+        rows = torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
+        self._drop_pending(rows)
+        for layer in self._layers.values():
+            layer.cache.state.index_fill_(0, rows, 0)
+
+    # ------------------------------------------------------------ inside
+
+    def _try_fold(self, name: str, layer: _Layer) -> None:
+        """Before any window: no row of the plan is anybody's, so it only looks at the arguments."""
+        try:
+            ops.gated_delta_fold(*_together([layer]), self.plan)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"allocate: layer {name!r} could not be folded: {error}") from error
+
+    def _fold_into(self, source_slots: Tensor, target_slots: Tensor, *, keep_source: bool) -> None:
+        count = source_slots.shape[0]
+        if count == 0:
+            return
+        plan = torch.zeros(count, 4, dtype=torch.int32, device=self.device)
+        accepted = self.num_accepted.index_select(0, source_slots.clamp(0, self.num_slots - 1))
+        ops.plan_recurrent_fold(plan, self.cursors, source_slots, target_slots, accepted, keep_source)
+        for arguments in self._launches:
+            ops.gated_delta_fold(*arguments, plan)
+
+    def _drop_pending(self, rows: Tensor) -> None:
+        self.cursors[:, 0].index_fill_(0, rows, 0)
+
+    def _check_slots(self, what: str, slots: Tensor) -> None:
+        validation.tensor(what, slots, *_SLOT_DTYPES, dims=1, device=self.device)
+
+    def _check_begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None) -> None:
+        self._check_slots("begin: state_slots", state_slots)
+        requests = state_slots.shape[0]
+        if requests > self.max_num_requests:
+            raise ValueError(
+                f"begin: state_slots must have at most {self.max_num_requests} requests (max_num_requests), got "
+                f"{requests}"
+            )
+        validation.tensor(
+            "begin: query_start_loc", query_start_loc, torch.int32, dims=1, least=requests + 1, device=self.device
+        )
+        if is_window is not None:
+            validation.tensor("begin: is_window", is_window, torch.bool, dims=1, least=requests, device=self.device)
+
+    def _check_commit(self, slots: Tensor, num_accepted: Tensor) -> None:
+        """On the CPU, where it costs nothing to say so."""
+        recorded = self.cursors[:, 0][slots].tolist()
+        windows = [(request, slot) for request, slot in enumerate(slots.tolist()) if slot > 0]
+        for request, slot in windows:
+            number = int(num_accepted[request])
+            if not 1 <= number <= recorded[request]:
+                raise ValueError(
+                    f"commit: num_accepted must be 1 to {recorded[request]} for request {request} (slot {slot}), got "
+                    f"{number}"
+                )
+        window = int(self.window)
+        for name, layer in self._layers.items():
+            if windows and int(layer.window) != window:
+                raise RuntimeError(f"commit: every layer must have run in this window, {name!r} has not; cancel it")
