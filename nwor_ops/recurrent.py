@@ -214,10 +214,17 @@ class _Layer:
     window: Tensor  # int64 [1]: the last window in which it ran
 
 
-def _together(layers: list[_Layer]) -> tuple[list[Tensor], ...]:
-    """The arguments of a fold of layers of one geometry, up to the plan."""
-    states, *rest = zip(*((layer.cache.state, *layer.cache.records, layer.window) for layer in layers), strict=True)
-    return list(states), *map(list, rest)
+class _Launch:
+    """Layers of one geometry, which one launch folds."""
+
+    def __init__(self, layers: list[_Layer]) -> None:
+        self.windows = [layer.window for layer in layers]
+        self._states = [layer.cache.state for layer in layers]
+        self._records = [list(tensors) for tensors in zip(*(layer.cache.records for layer in layers), strict=True)]
+
+    def fold(self, plan: Tensor, window: Tensor | None = None) -> None:
+        keys, norms, decays, values = self._records
+        ops.gated_delta_fold(self._states, keys, norms, decays, values, self.windows, plan, window)
 
 
 class RecurrentStates(Stateful[_Layer]):
@@ -305,7 +312,7 @@ class RecurrentStates(Stateful[_Layer]):
         by_geometry: dict[tuple[object, ...], list[_Layer]] = {}
         for layer in self._layers.values():
             by_geometry.setdefault(layer.cache.geometry, []).append(layer)
-        self._launches = [_together(layers) for layers in by_geometry.values()]  # of a fold
+        self._launches = [_Launch(layers) for layers in by_geometry.values()]  # of a fold
         self._state = State.CLOSED
 
     def memory(self) -> RecurrentMemory:
@@ -456,9 +463,9 @@ class RecurrentStates(Stateful[_Layer]):
         If this raises, the window is still open, for another cancel.
         """
         self._require(State.OPEN, "cancel")
-        for arguments in self._launches:
-            ops.gated_delta_fold(*arguments, self.plan, self.window)
-            for window in arguments[-1]:
+        for launch in self._launches:
+            launch.fold(self.plan, self.window)
+            for window in launch.windows:
                 window.copy_(self.window)  # so that a second cancel leaves these layers out
         self._drop_pending(self.plan[: self._num_requests, 3].long())
         self._state = State.CLOSED
@@ -530,7 +537,7 @@ class RecurrentStates(Stateful[_Layer]):
     def _try_fold(self, name: str, layer: _Layer) -> None:
         """Before any window: no row of the plan is anybody's, so it only looks at the arguments."""
         try:
-            ops.gated_delta_fold(*_together([layer]), self.plan)
+            _Launch([layer]).fold(self.plan)
         except (ValueError, TypeError) as error:
             raise type(error)(f"allocate: layer {name!r} could not be folded: {error}") from error
 
@@ -541,8 +548,8 @@ class RecurrentStates(Stateful[_Layer]):
         plan = torch.zeros(count, 4, dtype=torch.int32, device=self.device)
         accepted = self.num_accepted.index_select(0, source_slots.clamp(0, self.num_slots - 1))
         ops.plan_recurrent_fold(plan, self.cursors, source_slots, target_slots, accepted, keep_source)
-        for arguments in self._launches:
-            ops.gated_delta_fold(*arguments, plan)
+        for launch in self._launches:
+            launch.fold(plan)
 
     def _drop_pending(self, rows: Tensor) -> None:
         self.cursors[:, 0].index_fill_(0, rows, 0)
