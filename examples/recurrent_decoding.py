@@ -35,6 +35,9 @@ class HybridConfig(LlamaConfig):
     linear_key_heads: int = 1
     linear_value_heads: int = 2
     linear_head_size: int = 64
+    # How much the weights favour one successor of each token: the texts of a random model never repeat themselves, as
+    # real ones do, and no draft from the text would be right.
+    repetition: float = 8.0
 
     def is_attention(self, layer: int) -> bool:
         return layer % self.attention_every == self.attention_every - 1
@@ -81,6 +84,14 @@ class HybridLlama(PagedLlama):
         for name, cache in caches.items():
             kind, owner = (GatedDeltaNet, states) if isinstance(cache, RecurrentCache) else (Attention, manager)
             self.blocks.append(Block(config, name, cache, owner, kind))
+        self.repetition = config.repetition
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, scale: float) -> None:
+        super().init_weights(seed, scale)
+        vocabulary, hidden = self.head.weight.shape
+        self.embedding.weight *= hidden**0.5
+        self.head.weight[(torch.arange(vocabulary) + 8) % vocabulary] += self.repetition / hidden * self.embedding.weight
 
 
 @dataclass
