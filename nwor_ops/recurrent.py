@@ -357,7 +357,7 @@ class RecurrentStates(Stateful[_Layer]):
         self._check_begin(state_slots, query_start_loc, is_window)
         requests = state_slots.shape[0]
         slots, accepted = self._slots[:requests], self._num_accepted[:requests]
-        torch.clamp(state_slots, 0, self.num_slots - 1, out=slots)
+        slots.copy_(state_slots).clamp_(0, self.num_slots - 1)
         torch.index_select(self.num_accepted, 0, slots, out=accepted)
         ops.plan_recurrent_window(
             self.plan, self.cursors, self.window, state_slots, query_start_loc, accepted, self.max_window, is_window

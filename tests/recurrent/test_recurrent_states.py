@@ -1,0 +1,582 @@
+"""RecurrentStates: its protocol, and states and outputs of the same bits as a scheme's that keeps every state."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from math import prod
+
+import pytest
+import torch
+from recurrent_states import KINDS, Decoding, in_double_precision
+from torch._inductor.utils import run_and_get_code
+from transactions import one_thread  # noqa: F401
+
+from nwor_ops import RecurrentCache, RecurrentMemory, RecurrentStates, ops
+from nwor_ops.transaction.state import State
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def new_cache(**options) -> RecurrentCache:
+    sizes = {"num_slots": 4, "max_window": 3, "num_key_heads": 1, "num_value_heads": 2, "key_size": 64,
+             "value_size": 64}  # fmt: skip
+    return RecurrentCache.new(**(sizes | options))
+
+
+def new_states(max_num_requests: int = 2) -> RecurrentStates:
+    return RecurrentStates(max_num_requests=max_num_requests, device="cpu")
+
+
+def one_layer() -> Decoding:
+    decoding = Decoding(["gdn"], num_slots=4, max_window=3, max_requests=2)
+    decoding.start(1, 2)
+    return decoding
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+def decode_at_random(decoding: Decoding, steps: int, num_requests: int) -> None:
+    """Any requests of a batch, windows of any length, any number of tokens that stay."""
+    slots = range(1, num_requests + 1)
+    decoding.start(*slots)
+    for _ in range(steps):
+        order = [slot for slot in torch.randperm(num_requests, generator=decoding.generator).add(1).tolist()
+                 if decoding.draw(0, 3)]  # fmt: skip
+        order.insert(decoding.draw(0, len(order)), -decoding.draw(0, 1))  # a padded request, whose tokens are nobody's
+        lengths = [decoding.draw(0, decoding.max_window) for _ in order]
+        decoding.begin(order, lengths)
+        decoding.forward()
+        decoding.commit({s: decoding.draw(1, n) for s, n in zip(order, lengths, strict=True) if s > 0 and n > 0})
+    decoding.states.fold(decoding.tensor(slots))
+    decoding.assert_folded(*slots)
+
+
+@pytest.mark.parametrize("in_pages", [False, True], ids=["tensors", "pages"])
+def test_every_step_has_the_bits_of_a_scheme_that_keeps_every_state(device, in_pages):
+    decoding = Decoding(in_pages=in_pages, num_slots=6, device=device)
+    before = {name: pages.clone() for name, pages in decoding.pages.items()}
+    decode_at_random(decoding, steps=60, num_requests=4)
+    for name, pages in decoding.pages.items():  # nor was anything written beside states and records
+        owned = torch.zeros_like(pages, dtype=torch.bool)
+        for tensor in (decoding.caches[name].state, *decoding.caches[name].records):
+            start = tensor.data_ptr() - pages.data_ptr()
+            owned[:, start : start + tensor[0].numel() * tensor.element_size()] = True
+        assert torch.equal(pages[~owned], before[name][~owned])
+        assert (~owned).sum() > 48 * len(pages)
+
+
+@pytest.mark.nightly
+def test_ten_thousand_steps(device):
+    decode_at_random(Decoding(num_slots=4, device=device), steps=10_000, num_requests=3)
+
+
+@pytest.mark.parametrize("max_window", [1, 2, 9, 32])
+def test_windows_of_other_lengths(device, max_window):
+    decode_at_random(Decoding(max_window=max_window, device=device), steps=6, num_requests=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_that_of_the_plain_recurrence(device, kind):
+    """What stays of every window, one behind the other, is a text; its outputs in double precision."""
+    decoding = Decoding([kind], device=device)
+    decoding.start(3)
+    texts, outputs = [], []
+    for _ in range(20):
+        length = decoding.draw(1, decoding.max_window)
+        stays = decoding.draw(1, length)
+        decoding.begin([3], [length])
+        inputs = decoding.inputs(kind, length)
+        outputs.append(decoding.verify(kind, inputs)[:stays])
+        decoding.states.commit(decoding.tensor([stays]))
+        texts.append({name: tensor[:stays] for name, tensor in inputs.items()})
+    text = {name: torch.cat([part[name] for part in texts]) for name in texts[0]}
+    expected = in_double_precision(decoding.kinds[kind], decoding.weights[kind], text)
+    got = torch.cat(outputs).double()
+    assert len(got) > 20
+    # A bfloat16 state is rounded once in a window, an output once.
+    tolerance = 0.03 if decoding.kinds[kind].state_dtype == torch.bfloat16 else 0.005
+    assert (got - expected).abs().max() < tolerance * expected.abs().max()
+
+
+# ---------------------------------------------------------------- a step that is not the usual one
+
+
+def test_a_request_that_skips_steps_keeps_what_is_pending(device):
+    decoding = Decoding(device=device)
+    decoding.start(1, 2)
+    decoding.window({1: 4, 2: 4}, {1: 3, 2: 1})
+    for number in (1, 2, 3):
+        decoding.window({2: 4}, {2: number})  # 1 is not in the batch
+    decoding.window({1: 0, 2: 2}, {2: 2})  # 1 is, without a token
+    decoding.window({1: 2, 2: 2}, {1: 1, 2: 1})
+    decoding.states.fold(decoding.tensor([2, 1]))
+    decoding.assert_folded(1, 2)
+
+
+@pytest.mark.parametrize("reached", range(len(KINDS) + 1))
+def test_a_window_that_is_cancelled_leaves_the_states_of_before(device, reached):
+    """Wherever the forward stopped; and the step can be tried again."""
+    decoding = Decoding(device=device)
+    decoding.start(1, 2, 3)
+    decoding.window({1: 4, 2: 3, 3: 4}, {1: 2, 2: 3, 3: 4})
+    decoding.begin([1, 0, 2], [4, 1, 4])
+    decoding.forward(list(decoding.kinds)[:reached])
+    decoding.states.cancel()
+    assert decoding.states.state is State.CLOSED
+    decoding.assert_folded(1, 2)
+    decoding.window({1: 4, 2: 4, 3: 1}, {1: 1, 2: 4, 3: 1})  # what was pending in 3 still is
+    decoding.states.fold(decoding.tensor([1, 2, 3]))
+    decoding.assert_folded(1, 2, 3)
+
+
+def test_a_cancel_that_failed_between_two_launches_is_finished_by_another(monkeypatch):
+    decoding = Decoding()
+    decoding.start(1)
+    decoding.window({1: 4}, {1: 3})
+    decoding.begin([1], [4])
+    decoding.forward(["gdn"])
+    fold, calls = ops.gated_delta_fold, []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise OSError("the device is lost")
+        fold(*arguments)
+
+    monkeypatch.setattr(ops, "gated_delta_fold", failing)
+    with pytest.raises(OSError, match="the device is lost"):
+        decoding.states.cancel()
+    assert decoding.states.state is State.OPEN
+    decoding.states.cancel()
+    assert len(calls) == 3 + len({cache.geometry for cache in decoding.caches.values()}) == 7
+    decoding.assert_folded(1)
+
+
+def test_a_slot_that_changes_hands_in_the_middle_of_a_text(device):
+    """A request that was preempted leaves a window behind, of which the next one knows nothing."""
+    decoding = Decoding(device=device)
+    decoding.start(1, 2)
+    decoding.window({1: 4, 2: 4}, {1: 4, 2: 2})
+    decoding.start(1)
+    decoding.assert_folded(1)
+    decoding.window({1: 3, 2: 4}, {1: 2, 2: 2})
+    decoding.states.fold(decoding.tensor([1, 2]))
+    decoding.assert_folded(1, 2)
+
+
+def write_states(decoding: Decoding, slot: int, change) -> None:
+    """As a kernel for prompts does, in both schemes."""
+    for name, layer in decoding.every_state.items():
+        state = decoding.state_of(slot, name)
+        state.copy_(change(state))
+        layer.held[slot] = state.clone()
+
+
+def test_states_that_others_write_in_a_step(device):
+    """A prompt that begins in a slot with something pending, and one that goes on, behind a fold."""
+    decoding = Decoding(device=device)
+    decoding.start(1, 2, 3)
+    decoding.window({1: 4, 2: 4, 3: 4}, {1: 4, 2: 2, 3: 3})
+    decoding.states.fold(decoding.tensor([2]))
+    decoding.assert_folded(2)
+    decoding.begin([1, 2, 3], [11, 7, 4], is_window=[False, False, True])
+    decoding.forward()
+    write_states(decoding, 1, torch.ones_like)
+    write_states(decoding, 2, lambda state: state * 0.5)
+    decoding.commit({3: 1})
+    decoding.assert_folded(1, 2)
+    decoding.window({1: 2, 2: 3, 3: 4}, {1: 2, 2: 1, 3: 4})
+    decoding.states.fold(decoding.tensor([1, 2, 3]))
+    decoding.assert_folded(1, 2, 3)
+
+
+def test_a_batch_without_any_window_needs_no_layer():
+    decoding = one_layer()
+    decoding.begin([1, 0], [9, 2], is_window=[False, True])
+    decoding.states.commit(int32(1, 1))
+    assert decoding.states.state is State.CLOSED
+
+
+# ---------------------------------------------------------------- between windows
+
+
+def test_fold(device):
+    """Once; slots that are nobody's, that have nothing pending, and all of them at once, more than a batch has."""
+    decoding = Decoding(max_requests=2, device=device)
+    decoding.start(1, 2, 3, 4, 5)
+    decoding.window({1: 4, 2: 4}, {1: 1, 2: 4})
+    decoding.window({3: 2}, {3: 2})
+    for _ in range(2):
+        decoding.states.fold(decoding.tensor([1, 0, -1], torch.int64))
+        decoding.assert_folded(1, 4, 5)
+    assert decoding.states.cursors[[2, 3], 0].tolist() == [4, 2]
+    decoding.states.fold(decoding.tensor(range(8)))
+    decoding.assert_folded(1, 2, 3, 4, 5)
+    decoding.states.fold(decoding.tensor([]))
+
+
+@pytest.mark.parametrize("in_pages", [False, True], ids=["tensors", "pages"])
+def test_copy(device, in_pages):
+    """The copy goes on from the accepted tokens, and so does the original."""
+    decoding = Decoding(in_pages=in_pages, device=device)
+    decoding.start(1, 2, 3)
+    decoding.window({1: 4, 2: 4, 3: 4}, {1: 3, 2: 1, 3: 2})
+    pending = decoding.states.cursors.clone()
+    decoding.states.copy(decoding.tensor([1, 2, 2, 0, 3]), decoding.tensor([4, 5, 3, 6, -1]))
+    for layer in decoding.every_state.values():
+        layer.held |= {4: layer.held[1], 5: layer.held[2], 3: layer.held[2]}
+    decoding.assert_folded(3, 4, 5)
+    assert torch.equal(decoding.states.cursors[[1, 2, 6, 7]], pending[[1, 2, 6, 7]])
+    decoding.window({1: 2, 4: 4, 5: 1, 2: 4, 3: 3}, {1: 1, 4: 2, 5: 1, 2: 3, 3: 3})
+    decoding.states.fold(decoding.tensor([1, 2, 3, 4, 5]))
+    decoding.assert_folded(1, 2, 3, 4, 5)
+    decoding.states.copy(decoding.tensor([]), decoding.tensor([]))
+
+
+def test_reset(device):
+    decoding = Decoding(device=device)
+    decoding.start(1, 2)
+    decoding.window({1: 4, 2: 4}, {1: 3, 2: 1})
+    decoding.states.reset(decoding.tensor([0, 2, -5], torch.int64))
+    for name in decoding.kinds:
+        assert not decoding.state_of(2, name).any()
+        assert decoding.state_of(3, name).isnan().all()
+    assert decoding.states.cursors[[1, 2], 0].tolist() == [4, 0]
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@pytest.mark.parametrize("in_pages", [False, True], ids=["tensors", "pages"])
+def test_compiled_layers_write_in_place_and_never_recompile(in_pages):
+    decoding = Decoding(["gdn", "gdn again", "kda", "gated"], in_pages=in_pages, max_requests=3)
+    decoding.start(1, 2)
+    torch._dynamo.reset()
+
+    def forward(inputs):
+        return {name: decoding.verify(name, inputs[name]) * 2 for name in decoding.kinds}
+
+    compiled = torch.compile(forward, fullgraph=True, dynamic=False)
+    sizes = {cache.state.numel() for cache in decoding.caches.values()}
+    sizes |= {pages.numel() for pages in decoding.pages.values()}
+    lengths = [2, 4, 0]
+    with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph shows no code
+        for step in range(4):
+            lengths = [decoding.draw(1, 4), decoding.draw(0, 4)]
+            decoding.begin([1, 2], lengths)
+            inputs = {name: decoding.inputs(name, 9) for name in decoding.kinds}
+            if step == 0:
+                outs, (source,) = run_and_get_code(compiled, inputs)
+            else:
+                with torch.compiler.set_stance("fail_on_recompile"):
+                    outs = compiled(inputs)
+            windows = {slot: length for slot, length in zip([1, 2], lengths, strict=True) if length}
+            for name, layer in decoding.every_state.items():
+                mine = {part: tensor[: sum(lengths)] for part, tensor in inputs[name].items()}
+                expected = layer.verify(list(windows), list(windows.values()), mine)
+                assert torch.equal(outs[name][: sum(lengths)], expected * 2)
+                assert not outs[name][sum(lengths) :].any()
+            decoding.commit({slot: decoding.draw(1, length) for slot, length in windows.items()})
+    decoding.states.fold(int32(1, 2))
+    decoding.assert_folded(1, 2)
+
+    assert source.count("torch.ops.nwor.gated_delta_verify.default(") == len(decoding.kinds)
+    allocated = re.findall(r"empty_strided\w*\(\(([\d, ]*)\)", source)
+    assert len(allocated) >= len(decoding.kinds), "the pattern no longer matches what inductor writes"
+    assert not sizes & {prod(int(size) for size in shape.split(",") if size.strip()) for shape in allocated}
+    assert "clone" not in source
+    torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("in_pages", [False, True], ids=["tensors", "pages"])
+def test_memory(in_pages):
+    """A layer of Qwen3-Next under K = 3: 32 value heads and 16 key heads of 128, a state of 2 MiB."""
+    decoding = Decoding(["gdn", "kda"], max_window=4, in_pages=in_pages)
+    gdn = 4 * (2 * 64 * 2 + 2 * 4 + 2 * 2 * 4 + 2 * 64 * 4)
+    kda = 4 * (2 * 64 * 2 + 2 * 4 + 2 * 64 * 4 + 128 * 4)
+    state = (2 * 64 * 64 + 128 * 64) * 4
+    assert decoding.states.memory() == RecurrentMemory(state=state, record=gdn + kda, every_state=4 * state)
+    states = new_states()
+    states.register_layer("a", new_cache(
+        num_slots=1, max_window=4, num_key_heads=16, num_value_heads=32, key_size=128, value_size=128,
+    ))  # fmt: skip
+    memory = states.memory()
+    assert memory.state == 2 * 2**20
+    assert memory.record < 0.07 * memory.state
+    with pytest.raises(RuntimeError, match="memory: no layer is registered"):
+        new_states().memory()
+
+
+def test_buffers_stay_where_they_are():
+    decoding = one_layer()
+    names = ("plan", "cursors", "window", "query_start_loc", "num_accepted")
+    before = [getattr(decoding.states, name).data_ptr() for name in names]
+    decoding.window({1: 2, 2: 3}, {1: 1, 2: 2})
+    decoding.window({2: 3}, {2: 2})
+    decoding.begin([2], [1])
+    decoding.states.cancel()
+    assert [getattr(decoding.states, name).data_ptr() for name in names] == before
+
+
+# ---------------------------------------------------------------- protocol
+
+
+def test_calls_come_in_an_order():
+    states = new_states()
+    with pytest.raises(RuntimeError, match="allocate: no layer is registered"):
+        states.allocate()
+    states.register_layer("a", new_cache())
+    with pytest.raises(RuntimeError, match="begin: the states must be between windows, it is registering layers"):
+        states.begin(int32(1), int32(0, 1))
+    states.allocate()
+    with pytest.raises(RuntimeError, match="register_layer: the states must be registering layers"):
+        states.register_layer("b", new_cache())
+    with pytest.raises(RuntimeError, match="allocate: the states must be registering layers"):
+        states.allocate()
+    for call in (lambda: states.commit(int32(1)), states.cancel):
+        with pytest.raises(RuntimeError, match="the states must be inside a window, it is between windows"):
+            call()
+
+
+def test_a_window_is_committed_once():
+    decoding = one_layer()
+    inputs = decoding.inputs("gdn", 3)
+    with pytest.raises(RuntimeError, match="verify of layer 'gdn': no window is open; call begin"):
+        decoding.verify("gdn", inputs)
+    decoding.begin([1], [3])
+    before = decoding.states.plan.clone(), decoding.states.cursors.clone(), decoding.states.window.clone()
+    with pytest.raises(RuntimeError, match="begin: the states must be between windows, it is inside a window"):
+        decoding.begin([1], [3])
+    for call in (decoding.states.fold, decoding.states.reset):
+        with pytest.raises(RuntimeError, match="must be between windows, it is inside a window"):
+            call(int32(1))
+    with pytest.raises(RuntimeError, match="copy: the states must be between windows"):
+        decoding.states.copy(int32(1), int32(2))
+    with pytest.raises(RuntimeError, match="commit: every layer must have run in this window, 'gdn' has not; cancel"):
+        decoding.states.commit(int32(1))
+    after = decoding.states.plan, decoding.states.cursors, decoding.states.window
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    decoding.verify("gdn", inputs)
+    state = decoding.caches["gdn"].state.clone()
+    with pytest.raises(RuntimeError, match="verify: layer 'gdn' must run once in a window, it has run in this one"):
+        decoding.verify("gdn", inputs)
+    assert torch.equal(decoding.caches["gdn"].state[1:3], state[1:3])
+    with pytest.raises(KeyError, match="verify: layer 'other' is not registered"):
+        decoding.states.verify("other", *[inputs["q"]] * 7)
+    decoding.states.commit(int32(2))
+    with pytest.raises(RuntimeError, match="commit: the states must be inside a window"):
+        decoding.states.commit(int32(2))
+
+
+@pytest.mark.parametrize("accepted", [0, -1, 4])
+def test_a_number_of_tokens_that_cannot_stay(accepted):
+    decoding = one_layer()
+    decoding.begin([1, 2], [3, 3])
+    decoding.forward()
+    sentence = rf"^commit: num_accepted must be 1 to 3 for request 1 \(slot 2\), got {accepted}"
+    with pytest.raises(ValueError, match=sentence):
+        decoding.states.commit(int32(2, accepted))
+    assert decoding.states.num_accepted.tolist() == [0, 0, 0, 0]
+    decoding.commit({1: 2, 2: 3})
+    decoding.states.fold(int32(1, 2))
+    decoding.assert_folded(1, 2)
+
+
+BEGIN = {"state_slots": int32(1, 2), "query_start_loc": int32(0, 3, 5)}
+BEGINS = [
+    ({"state_slots": int32(1, 2, 3), "query_start_loc": int32(0, 1, 2, 3)}, ValueError,
+     "begin: state_slots must have at most 2 requests"),
+    ({"state_slots": torch.ones(2)}, TypeError, "begin: state_slots must have dtype torch.int32 or torch.int64"),
+    ({"state_slots": int32(1, 2)[None]}, ValueError, "begin: state_slots must have one dimension"),
+    ({"state_slots": [1, 2]}, TypeError, "begin: state_slots must be a tensor"),
+    ({"state_slots": int32(1, 2).to("meta")}, TypeError, "begin: state_slots must be on device cpu, got meta"),
+    ({"state_slots": int32(1, 4)}, IndexError, "state_slots"),
+    ({"state_slots": int32(2, 2)}, ValueError, "state_slots"),
+    ({"query_start_loc": int32(0, 3)}, ValueError,
+     "begin: query_start_loc must have one dimension, the first of at least 3"),
+    ({"query_start_loc": torch.arange(3)}, TypeError, "begin: query_start_loc must have dtype torch.int32"),
+    ({"query_start_loc": int32(0, 4, 5)}, ValueError, "query_start_loc"),
+    ({"query_start_loc": int32(0, 3, 2)}, ValueError, "query_start_loc"),
+    ({"is_window": torch.ones(1, dtype=torch.bool)}, ValueError,
+     "begin: is_window must have one dimension, the first of at least 2"),
+    ({"is_window": int32(1, 1)}, TypeError, "begin: is_window must have dtype torch.bool"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("replaced", "error", "sentence"), BEGINS)
+def test_windows_that_cannot_be_are_refused_before_anything_changes(replaced, error, sentence):
+    decoding = one_layer()
+    decoding.window({1: 3, 2: 3}, {1: 2, 2: 1})
+    names = ("plan", "cursors", "window", "query_start_loc", "num_accepted")
+    before = [getattr(decoding.states, name).clone() for name in names]
+    with pytest.raises(error, match=sentence):
+        decoding.states.begin(**BEGIN | replaced)
+    assert decoding.states.state is State.CLOSED
+    assert all(torch.equal(getattr(decoding.states, name), old) for name, old in zip(names, before, strict=True))
+    decoding.window({1: 2, 2: 3}, {1: 2, 2: 1})
+
+
+VERIFIES = [
+    ({"q": None}, TypeError, "verify: q must be a tensor, got None"),
+    ({"v": 3}, TypeError, "verify: v must be a tensor, got 3"),
+    ({"k": torch.zeros(3, 1, 32, dtype=torch.bfloat16)}, ValueError, "gated_delta_verify: k must be"),
+    ({"a": torch.zeros(3, 3)}, ValueError, "gated_delta_verify: a must be"),
+    ({"b": torch.zeros(3, 2, dtype=torch.int32)}, TypeError, "gated_delta_verify: b must have dtype"),
+    ({"gate": torch.zeros(3, 2, 64, dtype=torch.bfloat16)}, ValueError, "gated_delta_verify: "),
+    ({"gate_activation": "relu"}, ValueError, "gated_delta_verify: gate_activation must be"),
+    ({"out": torch.zeros(3, 2, 64)}, TypeError, "gated_delta_verify: "),
+]
+
+
+@pytest.mark.parametrize(("replaced", "error", "sentence"), VERIFIES)
+def test_inputs_that_cannot_be_are_refused_before_anything_is_written(replaced, error, sentence):
+    decoding = one_layer()
+    decoding.window({1: 3, 2: 3}, {1: 2, 2: 1})
+    decoding.begin([1], [3])
+    cache, weights = decoding.caches["gdn"], decoding.weights["gdn"]
+    before = [tensor.clone() for tensor in (cache.state, *cache.records)]
+    inputs = {name: tensor for name, tensor in decoding.inputs("gdn", 3).items() if name != "gate"}
+    with pytest.raises(error, match=sentence):
+        decoding.states.verify("gdn", **inputs | {"A_log": weights.A_log, "dt_bias": weights.dt_bias} | replaced)
+    for tensor, old in zip((cache.state, *cache.records), before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
+    decoding.forward()
+    decoding.commit({1: 3})
+
+
+COMMITS = [
+    (int32(1), ValueError, "commit: num_accepted must have one dimension, the first of at least 2"),
+    (torch.ones(2, dtype=torch.int64), TypeError, "commit: num_accepted must have dtype torch.int32"),
+    (int32(1, 1).to("meta"), TypeError, "commit: num_accepted must be on device cpu, got meta"),
+    ([1, 1], TypeError, "commit: num_accepted must be a tensor"),
+]
+
+
+@pytest.mark.parametrize(("num_accepted", "error", "sentence"), COMMITS)
+def test_commits_that_cannot_be_leave_the_window_open(num_accepted, error, sentence):
+    decoding = one_layer()
+    decoding.begin([1, 2], [3, 3])
+    decoding.forward()
+    with pytest.raises(error, match=f"^{sentence}"):
+        decoding.states.commit(num_accepted)
+    decoding.commit({1: 1, 2: 1})
+
+
+BETWEEN = [
+    ("fold", (int32(1, 1),), ValueError, "target_slots"),
+    ("fold", (int32(1, 4),), IndexError, "slots"),
+    ("fold", (torch.ones(1),), TypeError, "fold: slots must have dtype torch.int32 or torch.int64"),
+    ("fold", (int32(1)[0],), ValueError, "fold: slots must have one dimension"),
+    ("copy", (int32(1), int32(4)), IndexError, "target_slots"),
+    ("copy", (int32(1), int32(2, 3)), ValueError, "copy: target_slots must be as many as source_slots, 1, got 2"),
+    ("copy", (int32(1, 2), int32(3, 3)), ValueError, "target_slots"),
+    ("copy", (int32(1, 2), int32(2, 3)), ValueError, "target_slots"),
+    ("copy", (int32(1), [3]), TypeError, "copy: target_slots must be a tensor"),
+    ("reset", (int32(1, 4),), IndexError, "reset: slots must be less than 4, got 4"),
+    ("reset", (None,), TypeError, "reset: slots must be a tensor, got None"),
+]
+
+
+@pytest.mark.parametrize(("method", "arguments", "error", "sentence"), BETWEEN)
+def test_slots_that_cannot_be_are_refused_before_anything_changes(method, arguments, error, sentence):
+    decoding = one_layer()
+    decoding.window({1: 3, 2: 3}, {1: 2, 2: 1})
+    before = decoding.states.cursors.clone(), decoding.caches["gdn"].state.clone()
+    with pytest.raises(error, match=sentence):
+        getattr(decoding.states, method)(*arguments)
+    assert torch.equal(decoding.states.cursors, before[0])
+    assert torch.equal(decoding.caches["gdn"].state[1:3], before[1][1:3])
+    decoding.states.fold(int32(1, 2))
+    decoding.assert_folded(1, 2)
+
+
+# ---------------------------------------------------------------- set-up
+
+
+def replaced(name: str, change) -> tuple:
+    cache = new_cache()
+    tensors = {field: getattr(cache, field) for field in cache.__dataclass_fields__}
+    return tuple((tensors | {name: change(tensors[name])}).values())
+
+
+CACHES = [
+    (lambda: new_cache(num_slots=0), ValueError, "RecurrentCache.new: num_slots must be at least 1, got 0"),
+    (lambda: new_cache(key_size=1.5), TypeError, "RecurrentCache.new: key_size must be an integer"),
+    (lambda: new_cache(state_dtype=torch.float16), TypeError,
+     "RecurrentCache.new: state_dtype must be torch.float32 or torch.bfloat16, got torch.float16"),
+    (lambda: new_cache(dtype=torch.int8), TypeError, "RecurrentCache.beside: dtype must be torch.bfloat16 or"),
+    (lambda: new_cache(dtype="bf16"), TypeError, "RecurrentCache.beside: dtype must be a torch.dtype, got 'bf16'"),
+    (lambda: new_cache(max_window=0), ValueError, "RecurrentCache.beside: max_window must be at least 1"),
+    (lambda: new_cache(num_key_heads=3), ValueError, "RecurrentCache: state must have a multiple of the 3 key heads"),
+    (lambda: new_cache(per_channel=1), TypeError, "RecurrentCache.beside: per_channel must be True or False"),
+    (lambda: RecurrentCache.beside(torch.zeros(4, 64, 64), max_window=2, num_key_heads=1), ValueError,
+     "RecurrentCache.beside: state must have 4 dimensions"),
+    (lambda: RecurrentCache(*replaced("state", lambda t: t.half())), TypeError,
+     "RecurrentCache: state must have dtype"),
+    (lambda: RecurrentCache(*replaced("state", lambda t: t.transpose(2, 3))), ValueError,
+     "RecurrentCache: state must be contiguous within a slot, got strides"),
+    (lambda: RecurrentCache(*replaced("record_keys", lambda t: t[:, :1])), ValueError,
+     r"record_keys must be \[S, 2, W, H, dk\], \[4, 2, 3, 1, 64\], got \[4, 1, 3, 1, 64\]"),
+    (lambda: RecurrentCache(*replaced("record_norms", lambda t: t[1:])), ValueError, "record_norms must be"),
+    (lambda: RecurrentCache(*replaced("record_norms", lambda t: t.to("meta"))), TypeError,
+     "RecurrentCache: record_norms must be on device cpu, got meta"),
+    (lambda: RecurrentCache(*replaced("record_decays", lambda t: t[..., None])), ValueError, "record_decays must be"),
+    (lambda: RecurrentCache(*replaced("record_decays", lambda t: t[..., 0])), ValueError, "record_decays must be"),
+    (lambda: RecurrentCache(*replaced("record_values", lambda t: t.bfloat16())), TypeError,
+     "RecurrentCache: record_values must have dtype torch.float32"),
+    (lambda: RecurrentCache(*replaced("record_values", lambda t: t[:, :2])), ValueError, "record_values must be"),
+    (lambda: RecurrentStates(max_num_requests=0, device="cpu"), ValueError,
+     "RecurrentStates: max_num_requests must be at least 1"),
+    (lambda: RecurrentStates(max_num_requests=1, device="nowhere"), ValueError, "RecurrentStates: device must be"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "error", "sentence"), CACHES)
+def test_impossible_caches(make, error, sentence):
+    with pytest.raises(error, match=sentence):
+        make()
+
+
+LAYERS = [
+    ({"num_slots": 5}, ValueError, "'b' must have 4 slots with records of 3 rows as the layers before, got 5 and 3"),
+    ({"max_window": 2}, ValueError, "'b' must have 4 slots with records of 3 rows as the layers before, got 4 and 2"),
+    ({"device": "meta"}, TypeError, "register_layer: cache of 'b' must be on device cpu, got meta"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "error", "sentence"), LAYERS)
+def test_layers_that_do_not_go_together(sizes, error, sentence):
+    states = new_states()
+    states.register_layer("a", new_cache())
+    with pytest.raises(error, match=sentence):
+        states.register_layer("b", new_cache(**sizes))
+    with pytest.raises(ValueError, match="register_layer: name must be new, 'a' is registered already"):
+        states.register_layer("a", new_cache())
+    with pytest.raises(TypeError, match="register_layer: cache must be a RecurrentCache, got"):
+        states.register_layer("b", new_cache().state)
+    with pytest.raises(TypeError, match="register_layer: name must be a string, got 3"):
+        states.register_layer(3, new_cache())
+    assert states.layer_names == ("a",)
+    states.allocate()
+
+
+def test_a_layer_that_no_kernel_takes_is_refused_before_any_window():
+    states = new_states()
+    states.register_layer("a", new_cache())
+    states.register_layer("odd", new_cache(key_size=96))
+    with pytest.raises(ValueError, match=r"allocate: layer 'odd' could not be folded: .*64, 128 or 256"):
+        states.allocate()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_no_copies_of_what_knows_addresses(duplicate):
+    with pytest.raises(TypeError, match="RecurrentStates: cannot be copied or pickled"):
+        duplicate(one_layer().states)

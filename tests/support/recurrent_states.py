@@ -1,0 +1,277 @@
+"""RecurrentStates over layers of every kind, and beside it the scheme that it stands for.
+
+:class:`EveryState` is that scheme: it keeps the state after each token (``all_states`` of the same kernel) and goes on
+from the one after the last token that stays. It has no records, cursors or plans of its own: each window is a first
+window to the kernel, on states laid out anew. So whatever is recorded, replayed, folded or copied must come out at the
+same bits. :func:`in_double_precision` is the recurrence once more in plain PyTorch, over a whole text at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from layouts import random_bytes
+from torch import Tensor
+
+from nwor_ops import RecurrentCache, RecurrentStates, ops
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a layer is like."""
+
+    key_heads: int = 1
+    value_heads: int = 2
+    key_size: int = 64
+    value_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    state_dtype: torch.dtype = torch.float32
+    per_channel: bool = False
+    gated: bool = False
+
+
+KINDS = {
+    "gdn": Kind(),
+    "gdn again": Kind(),  # folded by the same launch
+    "small state": Kind(key_heads=2, state_dtype=torch.bfloat16, dtype=torch.float16),
+    "kda": Kind(value_heads=1, value_size=128, per_channel=True),
+    "gated": Kind(value_heads=3, state_dtype=torch.bfloat16, gated=True),
+}
+
+
+def paged(cache: RecurrentCache, seed: int = 0) -> tuple[RecurrentCache, Tensor]:
+    """The same cache as views of an engine's pages, a page a slot, with random bytes between; and the pages."""
+    tensors = (cache.state, *cache.records)
+    gap, places, end = 48, [], 16
+    for tensor in tensors:
+        places.append(end)
+        end += -(-tensor[0].numel() * tensor.element_size() // 16) * 16 + gap
+    pages = random_bytes(cache.num_slots * end, torch.uint8, seed).view(cache.num_slots, end).to(cache.device)
+    views = []
+    for tensor, place in zip(tensors, places, strict=True):
+        size = tensor[0].numel() * tensor.element_size()
+        view = pages[:, place : place + size].view(tensor.dtype).unflatten(1, tensor.shape[1:])
+        view.copy_(tensor)
+        views.append(view)
+    return RecurrentCache(*views), pages
+
+
+@dataclass
+class Weights:
+    A_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor | None
+
+
+class EveryState:
+    """One layer of the scheme that keeps K + 1 states."""
+
+    def __init__(self, kind: Kind, weights: Weights, device: str) -> None:
+        self.kind, self.weights, self.device = kind, weights, device
+        self.held: dict[int, Tensor] = {}  # by slot
+        self._after: dict[int, Tensor] = {}  # by slot, the state after each token of the open window
+
+    def zeros(self) -> Tensor:
+        kind = self.kind
+        shape = kind.value_heads, kind.value_size, kind.key_size
+        return torch.zeros(shape, dtype=kind.state_dtype, device=self.device)
+
+    def verify(self, slots: Sequence[int], lengths: Sequence[int], inputs: dict[str, Tensor]) -> Tensor:
+        kind, count = self.kind, len(slots)
+        scratch = RecurrentCache.beside(
+            torch.stack([self.zeros(), *(self.held[slot] for slot in slots)]),
+            max_window=max(lengths, default=1), num_key_heads=kind.key_heads, dtype=kind.dtype,
+            per_channel=kind.per_channel,
+        )  # fmt: skip
+        plan = torch.zeros(count, 4, dtype=torch.int32, device=self.device)
+        plan[:, 0] = plan[:, 3] = torch.arange(1, count + 1)
+        starts = [0, *accumulate(lengths)]
+        window = torch.ones(1, dtype=torch.int64, device=self.device)
+        out = torch.zeros_like(inputs["v"])
+        tokens = starts[-1]
+        states = torch.zeros(tokens, *self.zeros().shape, dtype=kind.state_dtype, device=self.device)
+        ops.gated_delta_verify(
+            out[:tokens], scratch.state, *scratch.records, torch.zeros_like(window),
+            *(inputs[name][:tokens] for name in "qkvab"), self.weights.A_log, self.weights.dt_bias, plan, window,
+            torch.tensor(starts, dtype=torch.int32, device=self.device), kind.key_size**-0.5,
+            gate=inputs["gate"][:tokens] if kind.gated else None, norm_weight=self.weights.norm, all_states=states,
+        )  # fmt: skip
+        self._after = {
+            slot: states[start:end].clone()
+            for slot, start, end in zip(slots, starts, starts[1:], strict=False)
+        }  # fmt: skip
+        return out
+
+    def commit(self, accepted: dict[int, int]) -> None:
+        for slot, number in accepted.items():
+            self.held[slot] = self._after[slot][number - 1]
+
+
+def in_double_precision(kind: Kind, weights: Weights, inputs: dict[str, Tensor]) -> Tensor:
+    """Outputs of a whole text ``[T, HV, dv]`` from a state of zeros, by the recurrence as a paper writes it."""
+    group = kind.value_heads // kind.key_heads
+    q, k, v, a, b = (inputs[name].double() for name in "qkvab")
+    q, k = (torch.nn.functional.normalize(x, dim=-1).repeat_interleave(group, dim=1) for x in (q, k))
+    rate = weights.A_log.double().exp()
+    decay = torch.exp(-(rate[:, None] if kind.per_channel else rate) * torch.nn.functional.softplus(
+        a + weights.dt_bias.double()))  # fmt: skip
+    beta = b.sigmoid()
+    state = torch.zeros(kind.value_heads, kind.value_size, kind.key_size, dtype=torch.float64, device=q.device)
+    outputs = []
+    for t in range(len(q)):
+        state = state * (decay[t][:, None, :] if kind.per_channel else decay[t][:, None, None])
+        update = beta[t][:, None] * (v[t] - torch.einsum("hvk,hk->hv", state, k[t]))
+        state = state + torch.einsum("hv,hk->hvk", update, k[t])
+        outputs.append(torch.einsum("hvk,hk->hv", state, q[t]) * kind.key_size**-0.5)
+    out = torch.stack(outputs)
+    if kind.gated:
+        gate = inputs["gate"].double()
+        out = torch.nn.functional.rms_norm(out, out.shape[-1:], weights.norm.double(), 1e-5) * gate * gate.sigmoid()
+    return out
+
+
+class Decoding:
+    """Layers of some kinds under RecurrentStates, and each under EveryState."""
+
+    def __init__(
+        self,
+        kinds: Iterable[str] = KINDS,
+        *,
+        num_slots: int = 8,
+        max_window: int = 4,
+        max_requests: int = 5,
+        in_pages: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        self.max_window, self.max_requests, self.device = max_window, max_requests, device
+        self.kinds = {name: KINDS[name] for name in kinds}
+        self.states = RecurrentStates(max_num_requests=max_requests, device=device)
+        self.generator = torch.Generator().manual_seed(0)
+        self.caches: dict[str, RecurrentCache] = {}
+        self.pages: dict[str, Tensor] = {}
+        self.weights: dict[str, Weights] = {}
+        self.every_state: dict[str, EveryState] = {}
+        for name, kind in self.kinds.items():
+            cache = RecurrentCache.new(
+                num_slots=num_slots, max_window=max_window, num_key_heads=kind.key_heads,
+                num_value_heads=kind.value_heads, key_size=kind.key_size, value_size=kind.value_size,
+                dtype=kind.dtype, state_dtype=kind.state_dtype, per_channel=kind.per_channel, device=device,
+            )  # fmt: skip
+            if in_pages:
+                cache, self.pages[name] = paged(cache)
+            for tensor in (cache.state, *cache.records):  # what is not written must not be read
+                tensor.fill_(torch.nan)
+            self.caches[name] = cache
+            self.states.register_layer(name, cache)
+            channels = (kind.key_size,) if kind.per_channel else ()
+            self.weights[name] = Weights(
+                self.random(kind.value_heads).to(device),
+                self.random(kind.value_heads, *channels).to(device),
+                (1 + 0.1 * self.random(kind.value_size)).to(device) if kind.gated else None,
+            )
+            self.every_state[name] = EveryState(kind, self.weights[name], device)
+        self.states.allocate()
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def draw(self, least: int, most: int) -> int:
+        return int(torch.randint(least, most + 1, (1,), generator=self.generator))
+
+    def inputs(self, name: str, tokens: int) -> dict[str, Tensor]:
+        """Queries, keys, values and gates are views of one packed tensor, as projections leave them."""
+        kind = self.kinds[name]
+        heads = {
+            "q": (kind.key_heads, kind.key_size),
+            "k": (kind.key_heads, kind.key_size),
+            "v": (kind.value_heads, kind.value_size),
+            "gate": (kind.value_heads, kind.value_size),
+        }
+        sizes = [prod(shape) for shape in heads.values()]
+        packed = self.random(tokens, sum(sizes)).to(self.device, kind.dtype)
+        views = {
+            part: view.unflatten(1, shape)
+            for (part, shape), view in zip(heads.items(), packed.split(sizes, dim=1), strict=True)
+        }
+        channels = (kind.key_size,) if kind.per_channel else ()
+        views["a"] = self.random(tokens, kind.value_heads, *channels).to(self.device, kind.dtype)
+        views["b"] = self.random(tokens, kind.value_heads).to(self.device, kind.dtype)
+        return views
+
+    # ------------------------------------------------------------ what both do
+
+    def tensor(self, values: Iterable[Any], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=self.device)
+
+    def start(self, *slots: int) -> None:
+        """New requests."""
+        self.states.reset(self.tensor(slots))
+        for layer in self.every_state.values():
+            layer.held.update({slot: layer.zeros() for slot in slots})
+
+    def begin(self, slots: Sequence[int], lengths: Sequence[int], is_window: Sequence[bool] | None = None) -> None:
+        """Lengths of requests in slots; slot 0 or -1 is padding, whose tokens nobody owns."""
+        self.slots, self.lengths, self.is_window = slots, lengths, is_window or [True] * len(slots)
+        self.states.begin(
+            self.tensor(slots, torch.int64),
+            self.tensor([0, *accumulate(lengths)]),
+            None if is_window is None else self.tensor(is_window, torch.bool),
+        )
+
+    def own_tokens(self) -> list[int]:
+        """The batch's tokens whose requests have windows."""
+        starts = [0, *accumulate(self.lengths)]
+        return [t for i, slot in enumerate(self.slots) if slot > 0 and self.is_window[i]
+                for t in range(starts[i], starts[i + 1])]  # fmt: skip
+
+    def forward(self, names: Iterable[str] | None = None, padding: int = 2) -> dict[str, dict[str, Tensor]]:
+        """Some layers, under both schemes, whose outputs must be the same; returns their inputs."""
+        own = self.own_tokens()
+        windows = {slot: length for slot, length, opens in zip(self.slots, self.lengths, self.is_window, strict=True)
+                   if slot > 0 and opens and length > 0}  # fmt: skip
+        given = {}
+        for name in self.kinds if names is None else names:
+            inputs = given[name] = self.inputs(name, sum(self.lengths) + padding)
+            out = self.verify(name, inputs)
+            mine = {part: tensor[own] for part, tensor in inputs.items()}
+            expected = torch.zeros_like(out)
+            expected[own] = self.every_state[name].verify(list(windows), list(windows.values()), mine)
+            assert torch.equal(out, expected), f"outputs of {name} are not those of the scheme with every state"
+        return given
+
+    def verify(self, name: str, inputs: dict[str, Tensor]) -> Tensor:
+        weights, gate = self.weights[name], inputs["gate"] if self.kinds[name].gated else None
+        return self.states.verify(
+            name, *(inputs[part] for part in "qkvab"), weights.A_log, weights.dt_bias, gate=gate,
+            norm_weight=weights.norm,
+        )  # fmt: skip
+
+    def commit(self, accepted: dict[int, int]) -> None:
+        """Tokens that stay, by slot."""
+        self.states.commit(self.tensor(accepted.get(slot, -7) for slot in self.slots))
+        for layer in self.every_state.values():
+            layer.commit(accepted)
+
+    def window(self, lengths: dict[int, int], accepted: dict[int, int]) -> dict[str, dict[str, Tensor]]:
+        """A whole step of requests by slot."""
+        self.begin(list(lengths), list(lengths.values()))
+        given = self.forward()
+        self.commit(accepted)
+        return given
+
+    # ------------------------------------------------------------ comparison
+
+    def state_of(self, slot: int, name: str) -> Tensor:
+        return self.caches[name].state[slot]
+
+    def assert_folded(self, *slots: int) -> None:
+        """Nothing is pending in these slots, and their states are what the other scheme holds."""
+        assert not self.states.cursors[list(slots), 0].any()
+        for name, layer in self.every_state.items():
+            for slot in slots:
+                assert torch.equal(self.state_of(slot, name), layer.held[slot]), f"slot {slot} of layer {name}"
