@@ -313,6 +313,7 @@ class RecurrentStates(Stateful[_Layer]):
         for layer in self._layers.values():
             by_geometry.setdefault(layer.cache.geometry, []).append(layer)
         self._launches = [_Launch(layers) for layers in by_geometry.values()]  # of a fold
+        self._untraceable = self._layers_of_mixed_storages()
         self._state = State.CLOSED
 
     def memory(self) -> RecurrentMemory:
@@ -407,12 +408,18 @@ class RecurrentStates(Stateful[_Layer]):
             ``out``.
 
         Raises:
-            RuntimeError: no window is open; or, where Python can tell, the layer has run in this window.
+            RuntimeError: no window is open; or, where Python can tell, the layer has run in this window; or a trace of
+                a layer whose tensors share a storage with tensors of another dtype (docs/recurrent.md).
             KeyError: no such layer.
             ValueError, TypeError: as :func:`nwor_ops.gated_delta_verify`; nothing is written.
         """
         layer = self._layer(name, "verify")
         traced = torch.compiler.is_compiling()
+        if traced and name in self._untraceable:
+            raise RuntimeError(
+                f"verify: the tensors of layer {name!r} must not share a storage with tensors of another dtype where "
+                "torch.compile traces this call; call it in a custom op of your own there"
+            )
         if not traced:
             validation.tensors("verify", q=q, v=v)
             self._require_window("verify", name, q)
@@ -540,6 +547,16 @@ class RecurrentStates(Stateful[_Layer]):
             _Launch([layer]).fold(self.plan)
         except (ValueError, TypeError) as error:
             raise type(error)(f"allocate: layer {name!r} could not be folded: {error}") from error
+
+    def _layers_of_mixed_storages(self) -> set[str]:
+        """Layers with a storage that holds several dtypes, as pages do: AOTAutograd (torch 2.13) refuses a graph that
+        mutates such inputs, in words that name none of them."""
+        tensors = [(name, tensor) for name, layer in self._layers.items()
+                   for tensor in (layer.cache.state, *layer.cache.records)]  # fmt: skip
+        dtypes: dict[int, set[torch.dtype]] = {}
+        for _, tensor in tensors:
+            dtypes.setdefault(tensor.untyped_storage().data_ptr(), set()).add(tensor.dtype)
+        return {name for name, tensor in tensors if len(dtypes[tensor.untyped_storage().data_ptr()]) > 1}
 
     def _fold_into(self, source_slots: Tensor, target_slots: Tensor, *, keep_source: bool) -> None:
         count = source_slots.shape[0]

@@ -252,9 +252,9 @@ def test_reset(device):
 # ---------------------------------------------------------------- compiled
 
 
-@pytest.mark.parametrize("in_pages", [False, True], ids=["tensors", "pages"])
-def test_compiled_layers_write_in_place_and_never_recompile(in_pages):
-    decoding = Decoding(["gdn", "gdn again", "kda", "gated"], in_pages=in_pages, max_requests=3)
+@pytest.mark.parametrize("one_storage", [False, True], ids=["a storage each", "states of one storage"])
+def test_compiled_layers_write_in_place_and_never_recompile(one_storage):
+    decoding = Decoding(["gdn", "gdn again", "kda", "gated"], one_storage=one_storage, max_requests=3)
     decoding.start(1, 2)
     torch._dynamo.reset()
 
@@ -263,7 +263,7 @@ def test_compiled_layers_write_in_place_and_never_recompile(in_pages):
 
     compiled = torch.compile(forward, fullgraph=True, dynamic=False)
     sizes = {cache.state.numel() for cache in decoding.caches.values()}
-    sizes |= {pages.numel() for pages in decoding.pages.values()}
+    sizes |= {cache.state.untyped_storage().nbytes() // 4 for cache in decoding.caches.values()}
     lengths = [2, 4, 0]
     with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph shows no code
         for step in range(4):
@@ -290,6 +290,43 @@ def test_compiled_layers_write_in_place_and_never_recompile(in_pages):
     assert len(allocated) >= len(decoding.kinds), "the pattern no longer matches what inductor writes"
     assert not sizes & {prod(int(size) for size in shape.split(",") if size.strip()) for shape in allocated}
     assert "clone" not in source
+    torch._dynamo.reset()
+
+
+def test_pages_of_several_dtypes_are_traced_within_an_op_of_the_engine():
+    """Torch cannot trace what mutates views of one storage as several dtypes. It is said, and what to do instead."""
+    decoding = Decoding(["gdn", "kda"], in_pages=True)
+    decoding.start(1)
+    torch._dynamo.reset()
+
+    def forward(inputs):
+        return {name: decoding.verify(name, inputs[name]) * 2 for name in decoding.kinds}
+
+    @torch.library.custom_op("nwor_test::verify", mutates_args=("out",))
+    def verify(out: torch.Tensor, inputs: list[torch.Tensor], name: str) -> None:
+        weights = decoding.weights[name]
+        decoding.states.verify(name, *inputs, weights.A_log, weights.dt_bias, out=out)
+
+    def forward_in_op(inputs):
+        outs = {name: torch.zeros_like(inputs[name]["v"]) for name in decoding.kinds}
+        for name, out in outs.items():
+            verify(out, [inputs[name][part] for part in "qkvab"], name)
+        return {name: out * 2 for name, out in outs.items()}
+
+    decoding.begin([1], [3])
+    inputs = {name: decoding.inputs(name, 3) for name in decoding.kinds}
+    with pytest.raises(Exception, match=r"the tensors of layer 'gdn' must not share a storage with tensors of another"):
+        torch.compile(forward, fullgraph=True)(inputs)
+    decoding.states.cancel()
+    compiled = torch.compile(forward_in_op, fullgraph=True, dynamic=False)
+    for _ in range(3):
+        decoding.begin([1], [3])
+        outs = compiled(inputs)
+        for name, layer in decoding.every_state.items():
+            assert torch.equal(outs[name], layer.verify([1], [3], inputs[name]) * 2)
+        decoding.commit({1: 2})
+    decoding.states.fold(int32(1))
+    decoding.assert_folded(1)
     torch._dynamo.reset()
 
 

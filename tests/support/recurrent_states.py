@@ -146,6 +146,7 @@ class Decoding:
         max_window: int = 4,
         max_requests: int = 5,
         in_pages: bool = False,
+        one_storage: bool = False,
         device: str = "cpu",
     ) -> None:
         self.max_window, self.max_requests, self.device = max_window, max_requests, device
@@ -156,12 +157,18 @@ class Decoding:
         self.pages: dict[str, Tensor] = {}
         self.weights: dict[str, Weights] = {}
         self.every_state: dict[str, EveryState] = {}
+        if one_storage:  # of all float32 states, layer by layer within a slot
+            widths = {name: kind.value_heads * kind.value_size * kind.key_size for name, kind in self.kinds.items()}
+            pool = torch.zeros(num_slots, sum(widths.values()), device=device)
+            states = dict(zip(widths, pool.split(list(widths.values()), dim=1), strict=True))
         for name, kind in self.kinds.items():
             cache = RecurrentCache.new(
                 num_slots=num_slots, max_window=max_window, num_key_heads=kind.key_heads,
                 num_value_heads=kind.value_heads, key_size=kind.key_size, value_size=kind.value_size,
                 dtype=kind.dtype, state_dtype=kind.state_dtype, per_channel=kind.per_channel, device=device,
             )  # fmt: skip
+            if one_storage and kind.state_dtype == torch.float32:
+                cache = RecurrentCache(states[name].unflatten(1, cache.state.shape[1:]), *cache.records)
             if in_pages:
                 cache, self.pages[name] = paged(cache)
             for tensor in (cache.state, *cache.records):  # what is not written must not be read
