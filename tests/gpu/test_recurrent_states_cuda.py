@@ -1,0 +1,84 @@
+"""RecurrentStates on CUDA: layers in one graph with changed data, and no call that waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+
+import pytest
+import torch
+from recurrent_states import Decoding
+
+TOKENS = 20
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_wait_is_found(device):
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones(1, device=device).item()
+
+
+def test_nothing_waits_and_layers_are_replayed(device):
+    """Captured once. Every replay has other requests, lengths and slots, and other tokens that stay."""
+    decoding = Decoding(max_requests=5, num_slots=8, device=device)
+    states, kinds = decoding.states, decoding.kinds
+    slots = [1, 2, 3, 4]
+    decoding.start(*slots)
+    inputs = {name: decoding.inputs(name, TOKENS) for name in kinds}
+    decoding.begin([1], [2])  # warm-up, of which nothing stays
+    for name in kinds:
+        decoding.verify(name, inputs[name])
+    states.cancel()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = {name: decoding.verify(name, inputs[name]) for name in kinds}
+
+    for step in range(40):
+        order = [slot for slot in slots if decoding.draw(0, 4)] + [0]
+        lengths = [decoding.draw(0, decoding.max_window) for _ in order]
+        windows = {slot: length for slot, length in zip(order, lengths, strict=True) if slot and length}
+        stay = {slot: decoding.draw(1, length) for slot, length in windows.items()}
+        fresh = {name: decoding.inputs(name, TOKENS) for name in kinds}
+        state_slots = decoding.tensor(order, torch.int64)
+        starts = decoding.tensor([0, *accumulate(lengths)])
+        num_accepted = decoding.tensor(stay.get(slot, -7) for slot in order)
+        folded = decoding.tensor([1, 3])
+        cancelled = step % 7 == 6
+        with no_waiting():
+            states.begin(state_slots, starts)
+            for name in kinds:
+                for part, tensor in inputs[name].items():
+                    tensor.copy_(fresh[name][part])
+            graph.replay()
+            states.cancel() if cancelled else states.commit(num_accepted)
+        own = list(range(sum(lengths[:-1])))
+        for name, layer in decoding.every_state.items():
+            mine = {part: tensor[own] for part, tensor in fresh[name].items()}
+            assert torch.equal(outs[name][own], layer.verify(list(windows), list(windows.values()), mine))
+            assert not outs[name][len(own) :].any()
+            if not cancelled:
+                layer.commit(stay)
+        if cancelled:
+            decoding.assert_folded(*windows)
+        if step % 5 == 0:
+            with no_waiting():
+                states.fold(folded)
+            decoding.assert_folded(1, 3)
+    sources, targets, gone = (decoding.tensor(some) for some in ([1, 2], [5, 6], [4]))
+    with no_waiting():
+        states.copy(sources, targets)
+        states.reset(gone)
+        states.fold(sources)
+    for layer in decoding.every_state.values():
+        layer.held |= {5: layer.held[1], 6: layer.held[2], 4: layer.zeros()}
+    decoding.assert_folded(1, 2, 4, 5, 6)
