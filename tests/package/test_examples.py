@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from paged_llama import LlamaConfig, rotary_embedding
 from processes import ROOT
+from recurrent_decoding import GatedDeltaNet, HybridConfig, HybridEngine
+from recurrent_states import Kind, Weights, in_double_precision
 from speculative_decoding import BLOCK_SIZE, Engine, make_prompts, prompt_lookup
 from token_tree import NO_PARENT, TreeVerifier, lookup_tree
 from torch._dynamo.utils import counters
@@ -392,3 +394,110 @@ def test_token_tree_script():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "same output as plain greedy decoding: yes" in done.stdout
+
+
+# ---------------------------------------------------------------- recurrent states
+
+HYBRID = HybridConfig()
+NUM_HYBRID_TOKENS = 40  # its texts repeat themselves after eight
+
+
+def hybrid_engine(kind: type[HybridEngine] = HybridEngine, **options) -> HybridEngine:
+    engine = kind(HYBRID, **{"num_drafts": NUM_DRAFTS, "max_requests": 3, "max_context": 64} | options)
+    for cache in engine.caches.values():  # what earlier requests left behind
+        for tensor in [cache] if isinstance(cache, torch.Tensor) else [cache.state, *cache.records]:
+            tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    return engine
+
+
+def dense_hybrid_greedy(model, prompt: list[int]) -> list[int]:
+    """Greedy decoding without cache or state: the whole text again for every token, linear layers in doubles."""
+    kind = Kind(HYBRID.linear_key_heads, HYBRID.linear_value_heads, dtype=torch.float32, gated=True)
+    tokens = list(prompt)
+    for _ in range(NUM_HYBRID_TOKENS):
+        positions, count = torch.arange(len(tokens)), len(tokens)
+        x = model.embedding(torch.tensor(tokens))
+        for block in model.blocks:
+            attention, normed = block.attention, block.attention_norm(x)
+            if isinstance(attention, GatedDeltaNet):
+                q, k, v, gate, a, b = attention.project(normed)
+                weights = Weights(attention.A_log, attention.dt_bias, attention.norm)
+                inputs = {"q": q, "k": k, "v": v, "gate": gate, "a": a, "b": b}
+                attended = in_double_precision(kind, weights, inputs).float().flatten(1)
+            else:
+                q, k, v = (t.transpose(0, 1)[None] for t in attention.project(normed, positions))
+                attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                attended = attended[0].transpose(0, 1).reshape(count, -1)
+            x = x + attention.out(attended)
+            x = x + block.mlp(block.mlp_norm(x))
+        tokens.append(int(model.head(model.norm(x))[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def plain_hybrid() -> list[list[int]]:
+    return hybrid_engine().generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=False)
+
+
+@torch.no_grad()
+def test_plain_hybrid_decoding_equals_decoding_without_states(plain_hybrid):
+    model = hybrid_engine().model
+    assert plain_hybrid == [dense_hybrid_greedy(model, prompt) for prompt in PROMPTS]
+
+
+def test_hybrid_decoding_keeps_no_rejected_draft(plain_hybrid):
+    engine = hybrid_engine()
+    assert engine.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=True) == plain_hybrid
+    stats = engine.manager.stats()
+    assert min(stats.accepted, stats.rejected) > 20
+    memory = engine.states.memory()
+    assert memory.state + memory.record < memory.every_state / 2
+
+
+def test_a_hybrid_forward_that_fails_is_undone(plain_hybrid):
+    class FragileHybrid(HybridEngine):
+        """Every third forward fails, in any layer; the engine tries the step again."""
+
+        def __init__(self, *args, **options) -> None:
+            super().__init__(*args, **options)
+            self.steps = self.failed = 0
+            for index, block in enumerate(self.model.blocks):
+                block.mlp_norm.register_forward_pre_hook(lambda *_, index=index: self.fail_sometimes(index))
+
+        def fail_sometimes(self, layer: int) -> None:
+            self.steps += layer == 0
+            if self.steps % 3 == 2 and self.steps // 3 % HYBRID.num_layers == layer:
+                self.failed += 1
+                raise Boom
+
+        def step(self, running):
+            try:
+                return super().step(running)
+            except Boom:
+                return super().step(running)
+
+    fragile = hybrid_engine(FragileHybrid)
+    assert fragile.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=True) == plain_hybrid
+    assert fragile.failed == fragile.manager.stats().cancelled > 10
+
+
+def test_a_hybrid_engine_that_takes_all_drafts_is_noticed(plain_hybrid):
+    """The tests above can fail: a rejected draft in a state changes the text."""
+
+    class Credulous(HybridEngine):
+        def sample(self, logits, step):
+            return super().sample(logits, step)[0], (step.drafts >= 0).sum(dim=1).int()
+
+    assert hybrid_engine(Credulous).generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=True) != plain_hybrid
+
+
+def test_recurrent_decoding_script():
+    """Compiled, as it is by default."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "recurrent_decoding.py"), "--num-prompts", "3", "--output-tokens", "24"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "same output as plain greedy decoding: yes" in done.stdout
+    assert re.search(r"speculative .* [1-9]\d* accepted, [1-9]\d* rejected", done.stdout)
+    assert re.search(r"a request: \d+ bytes and a record of \d+; 5 states would be \d+", done.stdout)
