@@ -91,7 +91,8 @@ class HybridLlama(PagedLlama):
         super().init_weights(seed, scale)
         vocabulary, hidden = self.head.weight.shape
         self.embedding.weight *= hidden**0.5
-        self.head.weight[(torch.arange(vocabulary) + 8) % vocabulary] += self.repetition / hidden * self.embedding.weight
+        successors = (torch.arange(vocabulary) + 8) % vocabulary
+        self.head.weight[successors] += self.repetition / hidden * self.embedding.weight
 
 
 @dataclass

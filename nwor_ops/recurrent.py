@@ -32,6 +32,7 @@ from nwor_ops.transaction.state import State, Stateful
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SLOT_DTYPES = (torch.int32, torch.int64)
+_MOST_ROWS = 32  # kMostRecordRows in csrc/recurrent.h
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class RecurrentCache:
     """One layer's states and records, a slot for each request.
 
     Use :meth:`new`, or :meth:`beside` where the states are yours, or give all five tensors, which may be views of an
-    engine's pages: any distance from slot to slot, contiguous within one. Slot 0 is nobody's.
+    engine's pages: any distance from slot to slot, contiguous within one. On CUDA each state begins at a multiple of 16
+    bytes. Slot 0 is nobody's.
 
     Letters: S slots, W rows of a record (tokens of the longest window, K + 1), H key heads, HV value heads.
 
@@ -85,14 +87,14 @@ class RecurrentCache:
             state_dtype: of its states.
             per_channel: whether it has a decay for each channel of a key (KDA) or one for each value head.
         """
+        where = "RecurrentCache.new"
         sizes = {"num_slots": num_slots, "num_value_heads": num_value_heads, "value_size": value_size,
                  "key_size": key_size}  # fmt: skip
-        shape = [validation.integer(f"RecurrentCache.new: {name}", size) for name, size in sizes.items()]
-        _one_of("RecurrentCache.new: state_dtype", state_dtype, _STATE_DTYPES)
-        state = torch.zeros(shape, dtype=state_dtype, device=validation.device("RecurrentCache.new: device", device))
-        return cls.beside(
-            state, max_window=max_window, num_key_heads=num_key_heads, dtype=dtype, per_channel=per_channel
-        )
+        shape = [validation.integer(f"{where}: {name}", size) for name, size in sizes.items()]
+        _one_of(f"{where}: state_dtype", state_dtype, _STATE_DTYPES)
+        found = validation.device(f"{where}: device", device)
+        record = cls._record_of(where, max_window, num_key_heads, dtype, per_channel)
+        return cls._with(torch.zeros(shape, dtype=state_dtype, device=found), *record)
 
     @classmethod
     def beside(
@@ -106,10 +108,20 @@ class RecurrentCache:
     ) -> RecurrentCache:
         """Allocate records beside states of one's own; arguments as of :meth:`new`."""
         validation.tensor("RecurrentCache.beside: state", state, *_STATE_DTYPES, dims=4)
-        rows = validation.integer("RecurrentCache.beside: max_window", max_window)
-        heads = validation.integer("RecurrentCache.beside: num_key_heads", num_key_heads)
-        _one_of("RecurrentCache.beside: dtype", dtype, _KEY_DTYPES)
-        validation.boolean("RecurrentCache.beside: per_channel", per_channel)
+        return cls._with(state, *cls._record_of("RecurrentCache.beside", max_window, num_key_heads, dtype, per_channel))
+
+    @staticmethod
+    def _record_of(
+        where: str, max_window: int, num_key_heads: int, dtype: torch.dtype, per_channel: bool
+    ) -> tuple[int, int, torch.dtype, bool]:
+        rows = validation.integer(f"{where}: max_window", max_window, most=_MOST_ROWS)
+        heads = validation.integer(f"{where}: num_key_heads", num_key_heads)
+        _one_of(f"{where}: dtype", dtype, _KEY_DTYPES)
+        validation.boolean(f"{where}: per_channel", per_channel)
+        return rows, heads, dtype, per_channel
+
+    @classmethod
+    def _with(cls, state: Tensor, rows: int, heads: int, dtype: torch.dtype, per_channel: bool) -> RecurrentCache:
         slots, value_heads, value_size, key_size = state.shape
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -125,7 +137,7 @@ class RecurrentCache:
         )
 
     def __post_init__(self) -> None:
-        def check(name: str, *dtypes: torch.dtype, dims: int | None) -> Tensor:
+        def check(name: str, *dtypes: torch.dtype, dims: int) -> Tensor:
             tensor: Tensor = getattr(self, name)
             validation.tensor(f"RecurrentCache: {name}", tensor, *dtypes, dims=dims)
             validation.tensor(f"RecurrentCache: {name}", tensor, device=self.state.device)
@@ -142,12 +154,13 @@ class RecurrentCache:
 
         slots, value_heads, value_size, key_size = check("state", *_STATE_DTYPES, dims=4).shape
         _, _, rows, heads, _ = check("record_keys", *_KEY_DTYPES, dims=5).shape
-        decays = check("record_decays", torch.float32, dims=None)
+        per_channel = isinstance(self.record_decays, Tensor) and self.record_decays.dim() == 5
+        check("record_decays", torch.float32, dims=5 if per_channel else 4)
         check("record_norms", torch.float32, dims=4)
         check("record_values", torch.float32, dims=4)
         expect("record_keys", "[S, 2, W, H, dk]", slots, 2, rows, heads, key_size)
         expect("record_norms", "[S, 2, W, H]", slots, 2, rows, heads)
-        if decays.dim() == 5:
+        if per_channel:
             expect("record_decays", "[S, 2, W, HV, dk]", slots, 2, rows, value_heads, key_size)
         else:
             expect("record_decays", "[S, 2, W, HV] or [S, 2, W, HV, dk]", slots, 2, rows, value_heads)

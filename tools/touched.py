@@ -28,6 +28,11 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"nwor_ops/(?:transaction/)?(?!__main__)\w+\.py|tests/support/(?:transactions|decoding|faults|no_sync)\.py",
         ("transaction/test_manager.py", "transaction/test_manager_stage.py", "transaction/test_staging_buffer.py"),
     ),
+    (
+        r"nwor_ops/(?:recurrent|transaction/state)\.py|(?:csrc/(?:cpu/)?|nwor_ops/ops/)recurrent\.\w+"
+        r"|tests/support/recurrent_states\.py",
+        ("recurrent",),
+    ),
     (r"nwor_ops/drafter/.*|tests/support/draft_loops\.py|examples/(?:paged_)?draft\w*\.py", ("drafter",)),
     (
         r"nwor_ops/vllm/.*|tests/support/(?:(?:draft|recurrent)_kernels|draft_speculators|engine\w*|processor|other_scheduler"

@@ -20,6 +20,8 @@ from nwor_ops import (
     KVCacheInterceptor,
     LayerCache,
     Plane,
+    RecurrentCache,
+    RecurrentStates,
     StagingBuffer,
     Window,
     current_manager,
@@ -66,6 +68,16 @@ MANAGER = {"max_num_tokens": 8, "max_num_requests": 2, "max_draft_tokens": 4, "d
 STAGE = MANAGER | {"mode": "stage", "max_drafts_per_request": 2}
 STAGING = {"max_num_tokens": 8, "max_num_rows": 8, "device": "cpu"}
 DEVICES = (None, 3, 1.5, "banana", torch.float32)
+RECURRENT = {
+    "num_slots": 2,
+    "max_window": 2,
+    "num_key_heads": 1,
+    "num_value_heads": 2,
+    "key_size": 64,
+    "value_size": 64,
+}
+RECORD = {"state": torch.zeros(2, 2, 64, 64), "max_window": 2, "num_key_heads": 1}
+STATES = {"max_num_requests": 2, "device": "cpu"}
 
 
 class Metadata(DraftMetadata):
@@ -113,6 +125,9 @@ INTEGERS = {
         ("max_num_reqs", "num_steps", "max_num_tokens", "hidden_size"),
     ),
     "LayerCache.packed": (LayerCache.packed, {"cache": CACHE, "key_size": 8}, ("key_size",)),
+    "RecurrentCache.new": (RecurrentCache.new, RECURRENT, tuple(RECURRENT)),
+    "RecurrentCache.beside": (RecurrentCache.beside, RECORD, ("max_window", "num_key_heads")),
+    "RecurrentStates": (RecurrentStates, STATES, ("max_num_requests",)),
 }
 # None stands for a default there.
 MAY_BE_NONE = {"max_num_tokens of DraftBuffers.allocate", "hidden_size", "key_size"}
@@ -163,6 +178,16 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str, tuple[Any, ...], Any]] = [
     ("LayerCache", LayerCache, {"planes": (Plane(CACHE),), "key_size": 8}, "key_size", ("x", 0, -1, 16, 2**62, True),
      REFUSALS),
     ("LayerCache", LayerCache, {"planes": (Plane(CACHE),), "key_size": 8}, "writable", (None, 3), TypeError),
+    ("RecurrentCache.new", RecurrentCache.new, RECURRENT, "device", DEVICES, REFUSALS),
+    ("RecurrentCache.new", RecurrentCache.new, RECURRENT, "dtype", (None, 3, "half", torch.int8), TypeError),
+    ("RecurrentCache.new", RecurrentCache.new, RECURRENT, "state_dtype", (None, 3, torch.half), TypeError),
+    ("RecurrentCache.new", RecurrentCache.new, RECURRENT, "per_channel", (None, 1), TypeError),
+    ("RecurrentCache.beside", RecurrentCache.beside, RECORD, "state",
+     (*NO_TENSORS, torch.zeros(()), torch.zeros(2, 2, 64, 64).half()), REFUSALS),
+    *(("RecurrentCache", RecurrentCache, dict(vars(RecurrentCache.new(**RECURRENT))), name,
+       (*NO_TENSORS, torch.zeros(()), torch.zeros(2, 3).int(), torch.zeros(2, 2, 2, 1, 64, device="meta")), REFUSALS)
+      for name in vars(RecurrentCache.new(**RECURRENT))),
+    ("RecurrentStates", RecurrentStates, STATES, "device", DEVICES, REFUSALS),
     ("DraftLoop", DraftLoop, LOOP, "model_fn", (None, 3), TypeError),
     ("DraftLoop", DraftLoop, LOOP, "sample_fn", (None, 3), TypeError),
     ("DraftLoop", DraftLoop, LOOP, "buffers", (None, 3, {}), TypeError),
@@ -225,7 +250,7 @@ def test_a_device_that_is_not_there():
 def test_every_public_class_is_asked():
     """But for results, which a caller only reads."""
     asked = {case[0].split(".")[0] for case in OTHERS} | {where.split(".")[0] for where in INTEGERS}
-    results = {"EngineStats", "InterceptorStats", "StagingStats", "Stats", "Dispatch"}
+    results = {"EngineStats", "InterceptorStats", "RecurrentMemory", "StagingStats", "Stats", "Dispatch"}
     protocols = {"DraftMetadata", "FirstPass"}
     for module in (nwor_ops, nwor_ops.drafter):
         classes = {name for name, value in vars(module).items() if isinstance(value, type)}
@@ -650,6 +675,7 @@ BOUND = {
     "DraftCommitManager of stage": lambda: new_manager("stage"),
     "StagingBuffer": new_buffer,
     "KVCacheInterceptor": lambda: KVCacheInterceptor(new_buffer()),
+    "RecurrentStates": lambda: RecurrentStates(**STATES),
     "DraftBuffers": lambda: BUFFERS,
     "DraftLoop": lambda: DraftLoop(**LOOP),
     "DraftSampler": lambda: DraftSampler(**SAMPLER),
