@@ -40,8 +40,7 @@ class RecurrentCache:
     """One layer's states and records, a slot for each request.
 
     Use :meth:`new`, or :meth:`beside` where the states are yours, or give all five tensors, which may be views of an
-    engine's pages: any distance from slot to slot, contiguous within one. On CUDA each state begins at a multiple of 16
-    bytes. Slot 0 is nobody's.
+    engine's pages: any distance from slot to slot, contiguous within one. Slot 0 is nobody's.
 
     Letters: S slots, W rows of a record (tokens of the longest window, K + 1), H key heads, HV value heads.
 
@@ -303,7 +302,8 @@ class RecurrentStates(Stateful[_Layer]):
 
         Raises:
             RuntimeError: no layer is registered.
-            ValueError, TypeError: a layer whose states :func:`nwor_ops.gated_delta_fold` would refuse.
+            ValueError, TypeError: a layer whose states :func:`nwor_ops.gated_delta_fold` would refuse, or layers of one
+                geometry that share memory.
         """
         self._require(State.REGISTERING, "allocate")
         if not self._layers:
@@ -320,12 +320,11 @@ class RecurrentStates(Stateful[_Layer]):
         self.num_accepted = zeros(self.num_slots)  # tokens of each slot's last window that stay
         self._slots = zeros(requests, dtype=torch.int64)
         self._num_accepted = zeros(requests)  # of the requests of a batch
+        by_geometry: dict[tuple[object, ...], list[str]] = {}
         for name, layer in self._layers.items():
-            self._try_fold(name, layer)
-        by_geometry: dict[tuple[object, ...], list[_Layer]] = {}
-        for layer in self._layers.values():
-            by_geometry.setdefault(layer.cache.geometry, []).append(layer)
-        self._launches = [_Launch(layers) for layers in by_geometry.values()]  # of a fold
+            self._try_fold([name])
+            by_geometry.setdefault(layer.cache.geometry, []).append(name)
+        self._launches = [self._try_fold(names) for names in by_geometry.values()]  # of a fold
         self._untraceable = self._layers_of_mixed_storages()
         self._state = State.CLOSED
 
@@ -554,12 +553,14 @@ class RecurrentStates(Stateful[_Layer]):
 
     # ------------------------------------------------------------ inside
 
-    def _try_fold(self, name: str, layer: _Layer) -> None:
+    def _try_fold(self, names: list[str]) -> _Launch:
         """Before any window: no row of the plan is anybody's, so it only looks at the arguments."""
+        launch = _Launch([self._layers[name] for name in names])
         try:
-            _Launch([layer]).fold(self.plan)
+            launch.fold(self.plan)
         except (ValueError, TypeError) as error:
-            raise type(error)(f"allocate: layer {name!r} could not be folded: {error}") from error
+            raise type(error)(f"allocate: {', '.join(names)} could not be folded: {error}") from error
+        return launch
 
     def _layers_of_mixed_storages(self) -> set[str]:
         """Layers with a storage that holds several dtypes, as pages do: AOTAutograd (torch 2.13) refuses a graph that

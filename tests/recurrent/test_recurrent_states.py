@@ -564,7 +564,7 @@ CACHES = [
     (lambda: RecurrentCache(*replaced("record_norms", lambda t: t.to("meta"))), TypeError,
      "RecurrentCache: record_norms must be on device cpu, got meta"),
     (lambda: RecurrentCache(*replaced("record_decays", lambda t: t[..., None])), ValueError, "record_decays must be"),
-    (lambda: RecurrentCache(*replaced("record_decays", lambda t: t[..., 0])), ValueError, "record_decays must be"),
+    (lambda: RecurrentCache(*replaced("record_decays", lambda t: t[..., 0])), ValueError, "record_decays must have"),
     (lambda: RecurrentCache(*replaced("record_values", lambda t: t.bfloat16())), TypeError,
      "RecurrentCache: record_values must have dtype torch.float32"),
     (lambda: RecurrentCache(*replaced("record_values", lambda t: t[:, :2])), ValueError, "record_values must be"),
@@ -607,5 +607,13 @@ def test_a_layer_that_no_kernel_takes_is_refused_before_any_window():
     states = new_states()
     states.register_layer("a", new_cache())
     states.register_layer("odd", new_cache(key_size=96))
-    with pytest.raises(ValueError, match=r"allocate: layer 'odd' could not be folded: .*64, 128 or 256"):
+    with pytest.raises(ValueError, match=r"allocate: odd could not be folded: .*64, 128 or 256"):
+        states.allocate()
+
+
+def test_layers_that_share_their_states_are_refused():
+    states, cache = new_states(), new_cache()
+    states.register_layer("a", cache)
+    states.register_layer("b", cache)
+    with pytest.raises(ValueError, match=r"allocate: a, b could not be folded: .*share memory"):
         states.allocate()
