@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
-from nwor_ops.transaction.state import State, Stateful
+from nwor_ops.transaction.state import State, Stateful, raises_behind_launches
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -363,8 +363,8 @@ class RecurrentStates(Stateful[_Layer]):
             RuntimeError: a window is open already.
             ValueError, TypeError: more requests than these states were made for, or a wrong shape, dtype or device.
             ValueError, IndexError: on the CPU, a window that is too long, a slot that is not there, or one that two
-                requests have; on CUDA such a request is left out (:func:`nwor_ops.plan_recurrent_window`). Nothing has
-                changed then.
+                requests have. Nothing has changed then. On CUDA such a request is left out; where debug mode raises
+                for it, the window is cancelled (:func:`nwor_ops.plan_recurrent_window`).
         """
         self._require(State.CLOSED, "begin")
         self._check_begin(state_slots, query_start_loc, is_window)
@@ -372,9 +372,15 @@ class RecurrentStates(Stateful[_Layer]):
         slots, accepted = self._slots[:requests], self._num_accepted[:requests]
         slots.copy_(state_slots).clamp_(0, self.num_slots - 1)
         torch.index_select(self.num_accepted, 0, slots, out=accepted)
-        ops.plan_recurrent_window(
-            self.plan, self.cursors, self.window, state_slots, query_start_loc, accepted, self.max_window, is_window
-        )
+        before = int(self.window) if raises_behind_launches(self.window) else None
+        try:
+            ops.plan_recurrent_window(
+                self.plan, self.cursors, self.window, state_slots, query_start_loc, accepted, self.max_window, is_window
+            )
+        except Exception:
+            if before is not None and before != int(self.window):
+                self._undo()
+            raise
         self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
         if requests < self.max_num_requests:  # the rest have no tokens
             self.query_start_loc[requests + 1 :].copy_(query_start_loc[requests : requests + 1])
@@ -482,11 +488,7 @@ class RecurrentStates(Stateful[_Layer]):
         If this raises, the window is still open, for another cancel.
         """
         self._require(State.OPEN, "cancel")
-        for launch in self._launches:
-            launch.fold(self.plan, self.window)
-            for window in launch.windows:
-                window.copy_(self.window)  # so that a second cancel leaves these layers out
-        self._drop_pending(self.plan[: self._num_requests, 3].long())
+        self._undo()
         self._state = State.CLOSED
 
     # ------------------------------------------------------------ between windows
@@ -552,6 +554,14 @@ class RecurrentStates(Stateful[_Layer]):
             layer.cache.state.index_fill_(0, rows, 0)
 
     # ------------------------------------------------------------ inside
+
+    def _undo(self) -> None:
+        """Of a window that is planned: what was pending before is applied in all layers, and nothing is pending."""
+        for launch in self._launches:
+            launch.fold(self.plan, self.window)
+            for window in launch.windows:
+                window.copy_(self.window)  # so that a second cancel leaves these layers out
+        self._drop_pending(self.plan[:, 3].long())
 
     def _try_fold(self, names: list[str]) -> _Launch:
         """Before any window: no row of the plan is anybody's, so it only looks at the arguments."""

@@ -11,6 +11,7 @@ from recurrent_states import KINDS, Decoding, in_double_precision
 from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 
+import nwor_ops.recurrent
 from nwor_ops import RecurrentCache, RecurrentMemory, RecurrentStates, ops
 from nwor_ops.transaction.state import State
 
@@ -153,6 +154,30 @@ def test_a_cancel_that_failed_between_two_launches_is_finished_by_another(monkey
     decoding.states.cancel()
     assert len(calls) == 3 + len({cache.geometry for cache in decoding.caches.values()}) == 7
     decoding.assert_folded(1)
+
+
+def test_a_begin_that_raises_behind_its_launch_is_cancelled(monkeypatch):
+    """As in debug mode on CUDA, for one request of several."""
+    decoding = Decoding()
+    decoding.start(1, 2)
+    decoding.window({1: 4, 2: 3}, {1: 3, 2: 1})
+    plan = ops.plan_recurrent_window
+
+    def raising(*arguments):
+        plan(*arguments)
+        raise IndexError("plan_recurrent_window: state_slots")
+
+    monkeypatch.setattr(nwor_ops.recurrent, "raises_behind_launches", lambda tensor: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "plan_recurrent_window", raising)
+        with pytest.raises(IndexError, match="state_slots"):
+            decoding.begin([1], [4])
+    decoding.assert_folded(1)
+    with pytest.raises(ValueError, match="query_start_loc"):  # refused before its launch: nothing is cancelled
+        decoding.begin([1, 2], [4, 5])
+    decoding.window({1: 4, 2: 3}, {1: 1, 2: 1})
+    decoding.states.fold(int32(1, 2))
+    decoding.assert_folded(1, 2)
 
 
 def test_a_slot_that_changes_hands_in_the_middle_of_a_text(device):
