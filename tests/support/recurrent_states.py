@@ -38,6 +38,7 @@ class Kind:
 KINDS = {
     "gdn": Kind(),
     "gdn again": Kind(),  # folded by the same launch
+    "other keys": Kind(dtype=torch.float16),  # by another, for its record alone
     "small state": Kind(key_heads=2, state_dtype=torch.bfloat16, dtype=torch.float16),
     "kda": Kind(value_heads=1, value_size=128, per_channel=True),
     "gated": Kind(value_heads=3, state_dtype=torch.bfloat16, gated=True),
