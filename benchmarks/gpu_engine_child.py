@@ -51,6 +51,7 @@ SYNCS = (
 DRAFTING = "nwor: the drafter"  # a range in the profile
 STEPS_BEFORE = 12  # until all prompts are through
 TURNS, TURN_STEPS = 8, 20
+STEPS_BETWEEN_LOOKS = 25  # at how many requests are running: it takes milliseconds
 STEPS_BETWEEN = 6  # until what was under way when the sides changed has arrived
 
 
@@ -104,8 +105,12 @@ class TimedEngine:
         # An engine core in a process of its own starts with the first request that is added.
         start = time.perf_counter()
         self._add(requests, self._job["max_tokens"], seed)
+        steps = most_running = 0
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            outputs, steps = engine.step(), steps + 1
+            if self._job.get("counts_running") and steps % STEPS_BETWEEN_LOOKS == 0:
+                most_running = max(most_running, int(self._metrics().get("vllm:num_requests_running", 0)))
+            for output in outputs:
                 if output.finished:
                     tokens[int(output.request_id.split("-")[1])] = list(output.outputs[0].token_ids)
         seconds = time.perf_counter() - start
@@ -116,6 +121,7 @@ class TimedEngine:
             "tokens": sum(map(len, tokens.values())),
             "tokens_hash": hash(tuple(tuple(tokens[index]) for index in sorted(tokens))),
             "acceptance_length": 1 + accepted / drafts if drafts else None,
+            "most_running": most_running,
             **plugin,
             "windows": plugin["windows"] - before["windows"],
             "draft_graph_replays": _replays(plugin) - _replays(before),
@@ -493,6 +499,7 @@ def describe_plugin(worker: Any) -> dict[str, Any]:
         "vanilla_steps": [dict(session.vanilla_steps) for session in sessions],
         "windows": sum(session.begun for session in sessions),
         "draft_graphs": [report.as_dict() for report in plugin.draft_graph_reports()] if plugin else [],
+        "one_states": [state.describe() for state in plugin.one_states()] if plugin else [],
     }
 
 

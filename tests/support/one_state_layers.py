@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-K, ROWS, GROUPS, BLOCKS, STEPS = 3, 6, 2, 64, 120
+K, ROWS, GROUPS, BLOCKS, STEPS = 3, 6, 2, 64, 60
 KEY_HEADS, VALUE_HEADS, WIDTH, CONVOLUTION = 1, 2, 64, 4
 DIMENSION = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
-CLOSE = {torch.bfloat16: 0.02, torch.float32: 0.02}  # outputs are bf16
+CLOSE = 0.02  # outputs are bf16, to which the interpreter does not round but cuts off
 
 
 def use_interpreter() -> None:
@@ -346,7 +346,7 @@ def run(fused_norm: bool, full_graphs: bool, state: torch.dtype) -> dict[str, An
             difference = (theirs[real].float() - mine[real].float()).abs() / (1 + theirs[real].float().abs())
             assert torch.isfinite(mine[real]).all()
             said["worst"] = max(said["worst"], float(difference.max()))
-            assert said["worst"] < CLOSE[state], f"{kind}: {said['worst']}"
+            assert said["worst"] < CLOSE, f"{kind}: {said['worst']}"
         for request, tokens, drafts in scheduled:
             in_prompt = request.computed < request.prompt
             sampled = 1 if in_prompt else chance.randint(1, tokens)
@@ -365,16 +365,19 @@ def run(fused_norm: bool, full_graphs: bool, state: torch.dtype) -> dict[str, An
 
 def main() -> None:
     use_interpreter()
+    from vllm.third_party.flash_linear_attention.ops import layernorm_guard
+
     from nwor_ops.vllm.recurrent import layer
 
+    layernorm_guard.num_compute_units = lambda index: 1
     layer.install()
     layer.vllm_layer.causal_conv1d_fn = convolve_prompts
-    layer.vllm_layer.causal_conv1d_update = layer.causal_conv1d_update = convolve_windows
+    layer.vllm_layer.causal_conv1d_update = convolve_windows
     layer.vllm_layer.supports_fused_mtp_decode = lambda: True
     cases = {
         "plain": (False, False, torch.float32),
         "plain-graphs": (False, True, torch.bfloat16),
-        "fused-norm": (True, False, torch.bfloat16),
+        "fused-norm": (True, False, torch.float32),
         "fused-norm-graphs": (True, True, torch.float32),
     }
     for name in sys.argv[1:] or cases:

@@ -14,8 +14,6 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as vllm_layer
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
 
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
@@ -83,9 +81,15 @@ class OneStateGatedDeltaNet(vllm_layer.QwenGatedDeltaNetAttention):
         metadata = self._windows()
         if metadata is None or not metadata.is_windows_only:
             return super()._forward_core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
-        tokens = metadata.num_actual_tokens
-        self._verify_packed(self._convolved(mixed_qkv[:tokens], metadata), b[:tokens], a[:tokens], core_attn_out)
-        return None
+        # The convolution, and then the method below: without a gate, as there is none here.
+        return self._forward_core_decode_spec_fused_norm(
+            mixed_qkv=mixed_qkv,
+            b=b,
+            a=a,
+            output_gate=core_attn_out.new_empty(0),
+            core_attn_out=core_attn_out,
+            attn_metadata=metadata,
+        )
 
     def _forward_core_decode_spec_post_conv_fused_norm(
         self,
@@ -96,9 +100,9 @@ class OneStateGatedDeltaNet(vllm_layer.QwenGatedDeltaNetAttention):
         core_attn_out: Tensor,
         attn_metadata: Any,
     ) -> None:
-        """Recurrence, gate and norm, where vLLM has one kernel for them."""
+        """Recurrence, gate and norm, where vLLM has one kernel for them; with an empty gate the recurrence alone."""
         if isinstance(attn_metadata, OneStateMetadata):
-            self._verify_packed(mixed_qkv, b, a, core_attn_out, output_gate)
+            self._verify_packed(mixed_qkv, b, a, core_attn_out, output_gate if output_gate.numel() else None)
             return
         super()._forward_core_decode_spec_post_conv_fused_norm(
             mixed_qkv=mixed_qkv,
@@ -156,34 +160,8 @@ class OneStateGatedDeltaNet(vllm_layer.QwenGatedDeltaNetAttention):
         found = by_layer.get(self.prefix) if isinstance(by_layer, dict) else None
         return found if isinstance(found, OneStateMetadata) and found.num_spec_decodes > 0 else None
 
-    def _convolved(self, mixed_qkv: Tensor, metadata: OneStateMetadata) -> Tensor:
-        """As vLLM does it for a batch of windows."""
-        indices, starts, accepted = (
-            metadata.spec_state_indices_tensor,
-            metadata.spec_query_start_loc,
-            metadata.num_accepted_tokens,
-        )
-        assert indices is not None
-        assert starts is not None
-        assert accepted is not None
-        windows = metadata.num_spec_decodes
-        convolution: Any = self.conv1d
-        rows, weight = self.kv_cache[0], convolution.weight
-        return causal_conv1d_update(
-            mixed_qkv,
-            rows if is_conv_state_dim_first() else rows.transpose(-1, -2),
-            weight.view(weight.size(0), weight.size(2)),
-            convolution.bias,
-            self.activation,
-            conv_state_indices=indices[:windows, 0],
-            num_accepted_tokens=accepted[:windows],
-            query_start_loc=starts[: windows + 1],
-            max_query_len=indices.size(1),
-            validate_data=False,
-        )
-
     def _verify_packed(
-        self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, gate: Tensor | None = None
+        self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, gate: Tensor | None
     ) -> None:
         tokens, keys = mixed_qkv.shape[0], self.key_dim // self.tp_size
         q, k, v = mixed_qkv.split([keys, keys, self.value_dim // self.tp_size], dim=-1)

@@ -32,22 +32,19 @@ HOOKS = (
     Hook(_LAYER, "QwenGatedDeltaNetAttention.get_kv_cache_spec", "vllm_config"),
     Hook(_LAYER, "QwenGatedDeltaNetAttention.get_state_shape", ""),
     Hook(_LAYER, "QwenGatedDeltaNetAttention._forward_core", "mixed_qkv, b, a, core_attn_out"),
-    Hook(
-        _LAYER,
-        "QwenGatedDeltaNetAttention._forward_core_decode_spec_post_conv_fused_norm",
-        "mixed_qkv, b, a, output_gate, core_attn_out, attn_metadata",
+    *(
+        Hook(
+            _LAYER,
+            f"QwenGatedDeltaNetAttention._forward_core_decode_spec{name}",
+            "mixed_qkv, b, a, output_gate, core_attn_out, attn_metadata",
+        )
+        for name in ("_fused_norm", "_post_conv_fused_norm")
     ),
     Hook(
         _LAYER,
         "fused_sigmoid_gating_delta_rule_update",
         "A_log, a, b, dt_bias, q, k, v, beta, threshold, scale, initial_state, inplace_final_state, cu_seqlens, "
         "ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel, is_kda",
-    ),
-    Hook(
-        _LAYERS + "ops.causal_conv1d",
-        "causal_conv1d_update",
-        "x, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens, query_start_loc, "
-        "max_query_len, null_block_id, validate_data, out",
     ),
     Hook(_LAYERS + "abstract", "MambaBase.bind_kv_cache", "kv_cache"),
     Hook(_LAYERS + "abstract", "MambaBase.get_attn_backend", ""),

@@ -1,0 +1,155 @@
+"""vLLM on a GPU, end to end: one recurrent state per request against vLLM's one per draft.
+
+    python benchmarks/gpu_recurrent.py [--drafts K ...] [--requests N ...] [--full N] [--seconds S] ...
+
+A dense model of the Qwen3.5-9B shape with random weights, 24 layers of Gated DeltaNet with float32 states and 8 of
+attention, its layer for multi-token prediction, synthetic acceptance of 2.5 tokens per step. The two sides have caches
+of another shape, so each has an engine of its own, on the GPU at the same time and with the same memory for its cache;
+they serve whole requests of 256 tokens in turn. A row `e2e_recurrent/K/N` is the ratio of their output tokens per
+second with N requests at once. `--full N` is a load that does not fit vanilla's cache: rows `.../full` have what came
+of it, and `running_...` the most requests that were running at once.
+
+Both engines of a K take 60 to 130 seconds to start, and 36 GiB of cache each: an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from gpu_engine import LLAMA_8B, SMALL, SYNTHETIC, comparison, engine_job, launch_engine, visitor, write_shape
+from gpu_engine import K as SMALL_K
+from gpu_methods import GIB, METHODS, QWEN_9B
+from results import FOLDER, Row, row, show, this_machine, write
+
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
+
+NAME = "gpu_recurrent"
+SIDES = {"vanilla": {}, "recurrent": {"VLLM_NWOR_RECURRENT": "1"}}
+# By K: requests at once that are measured.
+REQUESTS = {3: [1, 16, 64, 128], 7: [64]}
+FULL = 384
+RUNS_PER_ROUND = {1: 2, 16: 2}
+# A batch of vanilla's, where its cache is full, should have a graph not much larger than itself.
+GRAPHS = (1, 16, 64, 96, 112, 128, 136, 144, 160, 192, 256, 320, 384)
+
+
+def job_of(folder: pathlib.Path, drafts: int, most: int, small: bool) -> dict[str, Any]:
+    """The same for both sides: the environment says which it is."""
+    if small:  # vLLM's CPU engine, to try the script: neither side has recurrent layers
+        model = write_shape(folder / "target", LLAMA_8B | SMALL)
+        drafter = write_shape(folder / "drafter", LLAMA_8B | SMALL | {"num_hidden_layers": 1})
+        job = engine_job(model, {"method": "draft_model", "model": drafter}, small)
+        return job | {"vocabulary": SMALL["vocab_size"], "max_tokens": 32, "counts_running": True}
+    model = write_shape(folder / "target", QWEN_9B)
+    speculation = {"model": model, "method": "mtp", "num_speculative_tokens": drafts, **SYNTHETIC}
+    kernels = ("enable_jit_warmup", "enable_cutedsl_warmup", "enable_flashinfer_autotune")
+    sizes = [(drafts + 1) * count for count in GRAPHS if count <= most]
+    more = METHODS["mtp"].engine | {
+        "max_num_seqs": most,
+        "kv_cache_memory_bytes": 36 * GIB,
+        "compilation_config": {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": sizes[-1]},
+        "kernel_config": dict.fromkeys(kernels, False),
+    }
+    job = engine_job(model, speculation, small, **more)
+    return job | {"vocabulary": QWEN_9B["vocab_size"], "max_tokens": 256, "counts_running": True}
+
+
+def start(job: dict[str, Any], folder: pathlib.Path, drafts: int, small: bool) -> dict[str, EngineProcess]:
+    """Both sides, ready."""
+    engines = {
+        side: launch_engine(f"{side}_{drafts}", job, folder, folder / f"cache_{drafts}", "v2", environment)
+        for side, environment in ({"vanilla": {}, "draft": {}} if small else SIDES).items()
+    }
+    try:
+        with ThreadPoolExecutor(len(engines)) as pool:
+            found = dict(zip(engines, pool.map(EngineProcess.wait_until_ready, engines.values()), strict=True))
+        for side, versions in found.items():
+            print(f"{side}, K = {drafts}: {versions}", flush=True)
+            if bool(versions["one_states"]) != (side == "recurrent"):
+                raise RuntimeError(f"{side}: {versions['one_states'] or 'there is one state per draft'}")
+    except BaseException:
+        for engine in engines.values():
+            engine.close()
+        raise
+    return engines
+
+
+def measure(engines: dict[str, EngineProcess], count: int, seconds: float) -> dict[str, list[dict[str, Any]]]:
+    """Answers of both sides in turn, their order turning, until the time is up; two rounds at least."""
+    answers: dict[str, list[dict[str, Any]]] = {side: [] for side in engines}
+    began, rounds = time.monotonic(), 0
+    while rounds < 2 or time.monotonic() - began < seconds:
+        for side in list(engines)[:: 1 if rounds % 2 == 0 else -1]:
+            answers[side] += [engines[side].ask(f"run {count} {rounds}") for _ in range(RUNS_PER_ROUND.get(count, 1))]
+        rounds += 1
+    return answers
+
+
+def figures(case: str, count: int, answers: dict[str, list[dict[str, Any]]]) -> list[Row]:
+    off, on = answers.values()
+    rows = comparison(f"recurrent/{case}", f"vanilla/{case}", count, off, on, None)
+    for side, runs in answers.items():
+        rows.append(row(f"running_{side}/{case}/{count}", [run["most_running"] for run in runs], "requests", "higher"))
+    return rows
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafts", nargs="+", type=int, choices=list(REQUESTS), default=list(REQUESTS), help="K")
+    parser.add_argument("--requests", nargs="+", type=int, help="at once; else 1, 16, 64, 128, and 64 with K = 7")
+    parser.add_argument("--full", type=int, default=FULL, help="requests of the load that fills vanilla's cache, or 0")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, for each row")
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
+    parser.add_argument("--logs", type=pathlib.Path, help="where logs, answers and what vLLM compiles go")
+    parser.add_argument("--small", action="store_true", help="try this script with tiny models; nothing is saved")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_arguments()
+    problems = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.logs or pathlib.Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        for drafts in [SMALL_K] if options.small else options.drafts:
+            requests = [1, 4] if options.small else options.requests or REQUESTS[drafts]
+            # The full load with the first K alone.
+            full = options.full if drafts == options.drafts[0] and not options.small else 0
+            try:
+                engines = start(job_of(folder, drafts, max(*requests, full), options.small), folder, drafts,
+                                options.small)  # fmt: skip
+            except (EngineFailed, RuntimeError) as error:
+                problems.append(str(error))
+                continue
+            try:
+                with visitor():
+                    for engine in engines.values():
+                        for count in requests:
+                            engine.ask(f"run {count}")  # warms up
+                for count in [*requests, *([full] if full else [])]:
+                    case = str(drafts) if count != full else f"{drafts}/full"
+                    answers = measure(engines, count, options.seconds)
+                    (folder / f"answers-{drafts}-{count}.json").write_text(json.dumps(answers) + "\n")
+                    rows = figures(case, count, answers)
+                    if not options.small:
+                        write(this_machine(), NAME, rows, options.folder, keep=True)
+                    show(rows)
+            except (EngineFailed, RuntimeError) as error:
+                problems.append(str(error))
+            finally:
+                for engine in engines.values():
+                    engine.close()
+    for problem in problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
