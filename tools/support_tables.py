@@ -16,6 +16,8 @@ from nwor_ops.vllm.support import (
     DRAFT_GRAPHS,
     DRAFT_METHODS,
     METHODS,
+    ONE_STATE,
+    ONE_STATE_MODELS,
     REFUSALS,
     SUPPORTED_VERSIONS,
     TRANSACTION,
@@ -38,16 +40,34 @@ def _classes(impls: Iterable[str]) -> str:
 
 
 def supported() -> str:
-    """By engine, and for draft graphs."""
+    """By engine, for draft graphs and for one recurrent state per request."""
     versions = ", ".join(SUPPORTED_VERSIONS[TRANSACTION])
+    others = (", ".join(SUPPORTED_VERSIONS[use]) for use in (DRAFT_GRAPHS, ONE_STATE))
     cuda = f"{_classes(PACKED_IMPLS)}; MLA: {_classes(LATENT_IMPLS)}"
     rows = (
-        ("", "CUDA, runner V1 or V2", "CPU engine", "draft graphs (V2)"),
-        ("---",) * 4,
-        ("vLLM, not refused", versions, versions, ", ".join(SUPPORTED_VERSIONS[DRAFT_GRAPHS])),
-        ("speculation by", "any method whose drafter names its layers, or has none", "the same", _code(DRAFT_METHODS)),
-        ("recurrent layers beside attention (hybrid models)", "left to vLLM", "left to vLLM", ""),
-        ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS)),
+        ("", "CUDA, runner V1 or V2", "CPU engine", "draft graphs (V2)", "one recurrent state (CUDA, V2)"),
+        ("---",) * 5,
+        (
+            "vLLM, not refused",
+            versions,
+            versions,
+            *(", ".join(SUPPORTED_VERSIONS[u]) for u in (DRAFT_GRAPHS, ONE_STATE)),
+        ),
+        (
+            "speculation by",
+            "any method whose drafter names its layers, or has none",
+            "the same",
+            _code(DRAFT_METHODS),
+            "any method",
+        ),
+        (
+            "recurrent layers beside attention (hybrid models)",
+            "left to vLLM",
+            "left to vLLM",
+            "",
+            _code(ONE_STATE_MODELS),
+        ),
+        ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS), "any"),
     )
     return "\n".join(_row(*row) for row in rows)
 
@@ -75,13 +95,13 @@ def _shown(method: Method, engine: str) -> str:
 
 
 def refused() -> str:
-    """Why, for the transaction and for draft graphs; an empty cell is not refused."""
-    rows = [("", "`cow` and `stage`", "draft graphs"), ("---",) * 3]
+    """Why, for the transaction, draft graphs and one recurrent state; an empty cell is not refused."""
+    rows = [("", "`cow` and `stage`", "draft graphs", "one recurrent state"), ("---",) * 4]
     for refusal in REFUSALS:
         only = [f"`{refusal.modes[0]}`"] if len(refusal.modes) == 1 else []
         only += [refusal.engines] if refusal.engines else []
         prefix = f"({', '.join(only)}) " if only and refusal.transaction else ""
-        rows.append((refusal.feature, prefix + refusal.transaction, refusal.draft_graphs))
+        rows.append((refusal.feature, prefix + refusal.transaction, refusal.draft_graphs, refusal.one_state))
     return "\n".join(_row(*row) for row in rows)
 
 

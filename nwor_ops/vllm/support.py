@@ -345,8 +345,10 @@ REFUSALS = (
             one_state="they have not been tried, or their recurrent layers have kernels of their own"),
     Refusal("prefix caching", "", "", lambda config: config.cache_config.mamba_cache_mode != "none",
             one_state="vLLM copies states between blocks, whose last window is pending: --no-enable-prefix-caching"),
+    # Where there is none, vLLM has the target's configuration there.
     Refusal("a draft model with recurrent layers of its own", "", "",
-            _has("speculative_config.draft_model_config.is_hybrid"), one_state=_NOT_TRIED),
+            lambda config: config.speculative_config.method == "draft_model"
+            and config.speculative_config.draft_model_config.is_hybrid, one_state=_NOT_TRIED),
     Refusal("HiSparse", "it writes to slots of its own", found=_has("attention_config.hisparse_config"), engines=_CUDA),
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER, SPLIT_BLOCKS,
     COPIED_TABLE, RUNNER_V1, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, STATE,

@@ -84,6 +84,7 @@ class Case:
         nwor: settings of the second engine.
         use: fields of the job, see ``engine_child``.
         same_tokens: the two engines' output is compared.
+        may_differ: of how many requests it may differ: some of vanilla's kernels add in another order.
         trimmed: fewer drafts must be verified than were scheduled.
         expect: what the second engine must report: a field of its worker, or ``metric:NAME`` that must be above 0.
         needs: a package beside vLLM, without which the case is skipped.
@@ -99,6 +100,7 @@ class Case:
     nwor: dict[str, Any] = field(default_factory=lambda: dict(COW))
     use: dict[str, Any] = field(default_factory=dict)
     same_tokens: bool = True
+    may_differ: int = 0
     trimmed: bool = False
     expect: dict[str, Any] = field(default_factory=dict)
     needs: str | None = None
@@ -129,8 +131,8 @@ def _engine(backend: str = "FLASH_ATTN", method: str = "ngram", graphs: str = "d
 def _case(
     name: str, environment: dict[str, str] = V2, backend: str = "FLASH_ATTN", graphs: str = "default", **more: Any
 ) -> Case:
-    fields = ("nwor", "use", "same_tokens", "trimmed", "expect", "needs", "recurrent_groups", "share", "draft_counts")
-    own = {key: more.pop(key) for key in fields if key in more}
+    own_fields = "nwor use same_tokens may_differ trimmed expect needs recurrent_groups share draft_counts".split()
+    own = {key: more.pop(key) for key in own_fields if key in more}
     expect = own.pop("expect", {})
     if graphs in GRAPH_MODES and not more.get("enforce_eager"):
         expect = {"cudagraph_mode": GRAPH_MODES[graphs]} | expect
@@ -616,14 +618,19 @@ WARNED = Refusal("warned-connector", "not active", REFUSALS[0].engine, nwor={"on
 ONE_STATE = {"mode": "off", "audit": True, "recurrent": True}
 ONE_STATE_COW = {**COW, "recurrent": True}
 ONE_STATE_STAGE = {**STAGE, "recurrent": True}
-# Of Qwen3-Next vLLM's own Triton kernel decodes, of Qwen3.5 its CUDA kernel with the norm in it.
-_DELTA_NETS = {"next": "@qwen3_next_mtp", "qwen3_5": "@gdn_mtp"}
+# Of Qwen3-Next vLLM's Triton kernel verifies windows, of Qwen3.5 its CUDA kernel with the norm in it, or Triton's where
+# it is told so. Ours has the bits of Triton's; the CUDA kernel adds in another order, so that here and there another of
+# two close logits wins.
+_DELTA_NETS = {"next": ("@qwen3_next_mtp", V2, 0), "qwen3_5": ("@gdn_mtp", V2, 6),
+               "triton": ("@gdn_mtp", {"VLLM_GDN_DECODE_KERNEL": "triton"}, 0)}  # fmt: skip
 
 
 def _one_state(name: str, shape: str = "next", nwor: Any = ONE_STATE, **more: Any) -> Case:
+    model, environment, may_differ = _DELTA_NETS[shape]
     settings = {
         "method": "mtp",
-        "model": _DELTA_NETS[shape],
+        "model": model,
+        "may_differ": may_differ,
         "gdn_prefill_backend": "triton",
         "worker_extension_cls": "gpu_worker_hybrid.Worker",
         "block_size": None,
@@ -633,7 +640,7 @@ def _one_state(name: str, shape: str = "next", nwor: Any = ONE_STATE, **more: An
     attention = 1 if settings["method"] == "ngram" else 2
     groups = -(-3 // attention)
     settings["expect"] = {"kv_cache_groups": groups + 1} | settings.get("expect", {})
-    case = _case(f"one-state-{name}", nwor=nwor, recurrent_groups=groups, **settings)
+    case = _case(f"one-state-{name}", environment, nwor=nwor, recurrent_groups=groups, **settings)
     return replace(case, more_blocks=SPARE) if nwor is ONE_STATE_STAGE else case
 
 
@@ -641,7 +648,8 @@ def _one_states() -> Iterator[Case]:
     """``-k one-state-`` selects them. The vanilla engine keeps K + 1 states of each request; every state of ours is
     compared with the one of them that it stands for."""
     float32 = {"mamba_ssm_cache_dtype": "float32"}
-    for shape in _DELTA_NETS:
+    yield _one_state("triton-mtp", "triton")
+    for shape in ("next", "qwen3_5"):
         for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW), ("-stage", ONE_STATE_STAGE)):
             yield _one_state(f"{shape}-mtp{mode}", shape, nwor)
         yield _one_state(f"{shape}-ngram", shape, method="ngram")

@@ -54,7 +54,9 @@ def note(record: dict[str, Any], case: Case, result: dict[str, Any]) -> None:
             record |= {name: session["audit"][name] for name in AUDITED if session["audit"]}
 
 
-def assert_same_tokens(ours: dict[str, Any], vanilla: dict[str, Any]) -> None:
+def assert_same_tokens(ours: dict[str, Any], vanilla: dict[str, Any], may_differ: int = 0) -> None:
+    """Of every request, or of all but so many."""
+    differ = []
     for number, (mine, theirs) in enumerate(zip(ours["rounds"], vanilla["rounds"], strict=True)):
         for request, (tokens, wanted) in enumerate(zip(mine, theirs, strict=True)):
             if tokens == wanted:
@@ -62,7 +64,9 @@ def assert_same_tokens(ours: dict[str, Any], vanilla: dict[str, Any]) -> None:
             assert tokens is not None
             assert wanted is not None
             at = next((i for i, pair in enumerate(zip(tokens, wanted, strict=False)) if len(set(pair)) > 1), None)
-            pytest.fail(f"round {number}, request {request} differs from vanilla's at token {at}", pytrace=False)
+            differ.append(f"round {number}, request {request} differs from vanilla's at token {at}")
+    if len(differ) > may_differ:
+        pytest.fail("; ".join(differ), pytrace=False)
 
 
 def check_case(case: Case, result: dict[str, Any]) -> dict[str, Any]:

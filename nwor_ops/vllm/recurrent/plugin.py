@@ -119,9 +119,9 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
         RuntimeError: the model's recurrent layers are not those that this is for.
     """
     vllm_config = runner.vllm_config
-    _engines.pop(runner, None)
     if not _check(vllm_config, logger):  # again: not every runner of vLLM's loads its model by the method of its class
         return
+    _engines.pop(runner, None)
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
     context, cache = runner.compilation_config.static_forward_context, runner.kv_cache_config

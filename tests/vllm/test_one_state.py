@@ -1,0 +1,352 @@
+"""One recurrent state per request: vLLM's classes beside ours, what a page holds, which engines may have it.
+
+vLLM's CPU engine cannot: it has the V1 runner alone, and a kernel of its own for these layers with a state for each
+draft. So layers and metadata run by themselves here (one_state_layers.py), and engines in tests/gpu/vllm.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import Engines, model_folder, prompts
+from processes import SUPPORT, environment
+from torch import Tensor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+from nwor_ops import ops
+from nwor_ops.config import NworConfig
+from nwor_ops.vllm.audit.undo import AuditError
+from nwor_ops.vllm.recurrent import plugin, supported
+from nwor_ops.vllm.recurrent.audit import StateAudit
+from nwor_ops.vllm.recurrent.engine import GroupLayers, new_cursors
+from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.support import ONE_STATE, ONE_STATE_MODELS, REFUSALS, Unsupported, check_one_state
+
+GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
+STATES = MambaSpec(
+    block_size=256, shapes=((6, 768), (4, 128, 64)), dtypes=(torch.bfloat16, torch.float32), num_speculative_blocks=3
+)
+
+
+# ---------------------------------------------------------------- beside vLLM's
+
+
+@pytest.mark.parametrize("case", ["plain", "plain-graphs", "fused-norm", "fused-norm-graphs"])
+def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
+    """Real layers and builders of the installed vLLM on the CPU; in a process of its own, as Triton must be told to
+    interpret before it is imported. Every state is audited there."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, str(SUPPORT / "one_state_layers.py"), case], capture_output=True, text=True, timeout=900,
+        env={**environment(), "TRITON_INTERPRET": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    [said] = [json.loads(line.removeprefix(case)) for line in done.stdout.splitlines() if line.startswith(f"{case} ")]
+    assert said["blocks"] == [4, 1]  # of a request and group: vanilla's, ours
+    assert min(said["windows_only"], said["mixed"]) > 20
+    assert min(said["prompts_only"], said["preempted"]) > 0
+    assert said["states_compared"] > 300
+    # Most windows kept some drafts and lost some.
+    assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
+
+
+# ---------------------------------------------------------------- what a page holds
+
+
+def test_a_page_holds_states_and_record_and_they_share_nothing() -> None:
+    spec = GEOMETRY.extend(STATES)
+    states = STATES.page_size_bytes
+    assert spec.page_size_bytes == states + GEOMETRY.num_bytes
+    assert (spec.num_speculative_blocks, spec.block_size) == (0, STATES.block_size)
+    # Of a cache in which all layers' pages of a block follow each other, the second of three.
+    pages = torch.zeros(5, 3, spec.page_size_bytes, dtype=torch.int8)[:, 1]
+    records = GEOMETRY.bind(pages, states)
+    assert [tuple(part.shape) for part in records] == [(5, 2, 4, 2, 64), (5, 2, 4, 2), (5, 2, 4, 4), (5, 4, 4, 128)]
+    assert [part.dtype for part in records] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
+    for number, part in enumerate(records, 1):
+        part.view(torch.uint8).fill_(number)
+        assert part.data_ptr() % 16 == 0
+    marks = pages.view(torch.uint8)
+    assert marks[:, :states].eq(0).all()
+    assert [int(marks[:, states:].eq(number).sum()) for number in range(1, 5)] == [
+        part.numel() * part.element_size() for part in records
+    ]
+
+
+def test_the_ops_take_states_and_records_that_lie_in_pages() -> None:
+    layer = Layer()
+    window = Window([1, 3], [2, 4])
+    window.open(layer, accepted=[1, 1])
+    layer.verify(window)
+    assert layer.records.norms[1].any()
+
+
+def test_the_geometry_is_that_of_the_model_and_the_rank() -> None:
+    config = engine()
+    config.parallel_config.tensor_parallel_size = 2
+    assert RecordGeometry.of(config) == RecordGeometry(4, 1, 2, 64, 128, torch.bfloat16)
+
+
+def test_a_model_says_how_large_a_page_is_with_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model:
+        get_mamba_state_shape_from_config = classmethod(lambda cls, config: STATES.shapes)
+        get_mamba_state_dtype_from_config = classmethod(lambda cls, config: STATES.dtypes)
+        get_mamba_specs_from_config = classmethod(plugin._specs_of)
+
+    def page(config: Any) -> int:
+        [spec] = Model.get_mamba_specs_from_config(config)
+        return spec.page_size_bytes
+
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda: None)
+    assert page(engine()) == STATES.page_size_bytes + GEOMETRY.num_bytes
+    assert page(engine(recurrent=False)) == STATES.page_size_bytes
+
+
+def test_what_the_start_up_line_says() -> None:
+    attention = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    specs = [GEOMETRY.extend(STATES), attention, GEOMETRY.extend(STATES)]
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=256),
+        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+    )
+    runner = SimpleNamespace(
+        vllm_config=config,
+        max_model_len=256,
+        kv_cache_config=SimpleNamespace(
+            num_blocks=101, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+        ),
+    )
+    builders = [SimpleNamespace(group=SimpleNamespace(layers={"a": 0, "b": 0})) for _ in range(2)]
+    state = plugin.OneState(runner, builders, GEOMETRY)
+    # A state in each of two groups and two blocks of attention; vLLM has 3 more of each state.
+    assert (state.blocks_per_request, state.blocks_before) == (4, 10)
+    said = state.describe()
+    assert "4 layers with 1 state per request (vLLM: 4) and a record of 10.2 KiB (6.9% of a page)" in said
+    assert "a request of 256 tokens has 4 blocks (10), 25 of them fit (10)" in said
+
+
+# ---------------------------------------------------------------- the audit
+
+
+class Layer:
+    """A layer's state and record in pages of one cache, as vLLM lays them out."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.prefix, spec = "layer", GEOMETRY.extend(STATES)
+        pages = torch.zeros(8, spec.page_size_bytes + 64, dtype=torch.int8)
+        rows = 6 * 768 * 2
+        state = pages[:, rows : STATES.page_size_bytes].view(torch.float32).view(-1, 4, 128, 64)
+        state.copy_(torch.randn(8, 4, 128, 64, generator=generator))
+        self.kv_cache = (pages[:, :rows].view(torch.bfloat16), state)
+        self.records = GEOMETRY.bind(pages, STATES.page_size_bytes)
+        self.layer_window = torch.zeros(1, dtype=torch.int64)
+        self.all_states = torch.zeros(16, 4, 128, 64)
+        self.group = GroupLayers(new_cursors(8, torch.device("cpu")), [self])
+
+    def verify(self, window: Window) -> None:
+        generator, tokens = torch.Generator().manual_seed(4), int(window.starts[-1])
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+        ops.gated_delta_verify(
+            torch.zeros(tokens, 4, 128, dtype=torch.bfloat16), self.kv_cache[1], *self.records, self.layer_window,
+            normal(tokens, 2, 64), normal(tokens, 2, 64), normal(tokens, 4, 128), normal(tokens, 4), normal(tokens, 4),
+            torch.zeros(4), torch.zeros(4), window.plan, window.number, window.starts, scale=0.125,
+            all_states=self.all_states,
+        )  # fmt: skip
+
+
+class Window:
+    """What a builder keeps of its last plan."""
+
+    def __init__(self, slots: list[int], tokens: list[int]) -> None:
+        self.slots = torch.tensor(slots, dtype=torch.int32)
+        self.starts = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32)
+        self.plan = torch.zeros(4, 4, dtype=torch.int32)
+        self.number = torch.zeros(1, dtype=torch.int64)
+
+    def open(self, layer: Layer, accepted: list[int]) -> None:
+        self.group = layer.group
+        numbers = torch.tensor(accepted, dtype=torch.int32)
+        ops.plan_recurrent_window(
+            self.plan, layer.group.cursors, self.number, self.slots, self.starts, numbers, GEOMETRY.rows
+        )
+
+    def take_planned(self) -> bool:
+        return True
+
+
+def test_the_audit_compares_each_state_and_finds_a_wrong_byte() -> None:
+    layer = Layer()
+    window = Window([5, 2], [4, 3])
+    audit = StateAudit([window])
+    for accepted in ([1, 1], [3, 1], [4, 3]):
+        window.open(layer, accepted)
+        layer.verify(window)
+        audit.forwarded("after the forward")
+    assert audit.summary() == {"steps": 3, "windows": 6, "states_compared": 4, "rows_replayed": 11}
+    window.open(layer, [2, 2])
+    layer.verify(window)
+    layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += 1
+    with pytest.raises(AuditError, match=r"state of layer layer in block 2 is not the one after 2 tokens .* 1 bytes"):
+        audit.forwarded("after the forward")
+
+
+def test_the_audit_finds_a_record_of_a_former_owner() -> None:
+    layer, window = Layer(), Window([5], [4])
+    window.open(layer, [1])
+    audit = StateAudit([window])
+    window.open(layer, [2])
+    with pytest.raises(AuditError, match="replays 2 rows that no window of block 5 recorded"):
+        audit.forwarded("after the forward")
+
+
+def test_a_fold_leaves_nothing_pending() -> None:
+    layer, window = Layer(), Window([5, 2], [4, 3])
+    window.open(layer, [1, 1])
+    layer.verify(window)
+    slots = torch.tensor([5, 0], dtype=torch.int32)  # the second is one of a window
+    layer.group.fold(torch.zeros(4, 4, dtype=torch.int32), slots, slots, torch.tensor([3, 2], dtype=torch.int32))
+    assert layer.group.cursors[[5, 2], 0].tolist() == [0, 3]
+    assert torch.equal(layer.kv_cache[1][5], layer.all_states[2])
+
+
+# ---------------------------------------------------------------- which engines
+
+
+def engine(recurrent: bool = True, **found: Any) -> Any:
+    """A configuration that may have it, but for what is named, as ``a__b``."""
+    sizes = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 128,
+    }
+    config = SimpleNamespace(
+        additional_config={"nwor": {"recurrent": recurrent}},
+        device_config=SimpleNamespace(device_type="cuda"),
+        use_v2_model_runner=True,
+        num_speculative_tokens=3,
+        speculative_config=SimpleNamespace(method="mtp"),
+        model_config=SimpleNamespace(
+            architecture=ONE_STATE_MODELS[0], dtype=torch.bfloat16, hf_text_config=SimpleNamespace(**sizes)
+        ),
+        cache_config=SimpleNamespace(
+            mamba_cache_mode="none", mamba_cache_dtype="auto", mamba_ssm_cache_dtype="float32"
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    for path, value in found.items():
+        thing, (*parents, name) = config, path.split("__")
+        for parent in parents:
+            vars(thing).setdefault(parent, SimpleNamespace())
+            thing = getattr(thing, parent)
+        setattr(thing, name, value)
+    return config
+
+
+@pytest.fixture
+def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of vLLM's version and of the CUDA library pass."""
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda: None)
+
+
+@pytest.mark.usefixtures("any_vllm")
+@pytest.mark.parametrize(
+    ("found", "because"),
+    [
+        ({"device_config__device_type": "cpu"}, "device cpu: vLLM's kernels beside it are those of CUDA"),
+        ({"use_v2_model_runner": False}, "model runner V1: "),
+        ({"model_config__architecture": "KimiLinearForCausalLM"}, "other models than Qwen3NextForCausalLM, .*: they "),
+        ({"cache_config__mamba_cache_mode": "align"}, "prefix caching: .* --no-enable-prefix-caching"),
+        ({"kv_transfer_config": object()}, "KV connectors: it would see a state whose last window is pending"),
+        ({"parallel_config__tensor_parallel_size": 2}, "tensor parallelism: it has not been tried"),
+        ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
+        ({"speculative_config__enable_adaptive_verification": True}, "adaptive verification: it has not"),
+        (
+            {"speculative_config__method": "draft_model", "speculative_config__draft_model_config__is_hybrid": True},
+            "a draft model with recurrent layers of its",
+        ),
+        ({"lora_config": object()}, "LoRA: it has not been tried"),
+        ({"cache_config__mamba_ssm_cache_dtype": "float16"}, "one state per request: states are torch.float16: set"),
+        ({"model_config__dtype": torch.float32}, "one state per request: keys are torch.float32"),
+        ({"num_speculative_tokens": 32}, "one state per request: windows have 33 tokens, more than 32"),
+        ({"model_config__hf_text_config__linear_key_head_dim": 96}, "one state per request: heads of keys are 96 wide"),
+    ],
+)
+def test_each_refusal_has_its_sentence(found: dict[str, Any], because: str) -> None:
+    assert supported.problem_of(engine()) is None
+    with pytest.raises(RuntimeError, match=rf"^nwor: {because}.*\(one state per request was asked for; "):
+        plugin.prepare(engine(**found), logging.getLogger("nwor"))
+
+
+@pytest.mark.usefixtures("any_vllm")
+def test_a_method_without_a_draft_model_has_the_target_s_configuration_in_its_place() -> None:
+    config = engine(speculative_config__method="ngram", speculative_config__draft_model_config__is_hybrid=True)
+    assert supported.problem_of(config) is None
+
+
+def test_every_refusal_of_a_configuration_is_tried_above() -> None:
+    """Those that show in a configuration; the others are raised once there are layers."""
+    wanted = {refusal.feature for refusal in REFUSALS if refusal.why(ONE_STATE) and refusal.found}
+    assert len(wanted) == 14, wanted
+
+
+def test_this_vllm_is_refused_by_its_version() -> None:
+    with pytest.raises(RuntimeError, match=r"nwor: vLLM 0\.32.* is not supported for one state; supported is 0\.33"):
+        plugin.prepare(engine(), logging.getLogger("nwor"))
+
+
+def test_a_geometry_without_kernel_is_refused() -> None:
+    with pytest.raises(Unsupported, match="heads of values are 32 wide"):
+        check_one_state(RecordGeometry(4, 2, 4, 64, 32, torch.bfloat16), torch.float32)
+
+
+class Logger(logging.Logger):
+    """vLLM's, as far as it is used."""
+
+    def __init__(self) -> None:
+        super().__init__("nwor")
+        self.said: list[str] = []
+        self.info_once = self.warning_once = lambda text, *values: self.said.append(text % values)
+
+
+def test_asked_to_go_on_it_only_says_why() -> None:
+    config, logger = engine(), Logger()
+    config.additional_config["nwor"]["on_unsupported"] = "vanilla"
+    plugin.prepare(config, logger)
+    plugin.attach(SimpleNamespace(vllm_config=config), logger, profiling=False)
+    assert [line[:44] for line in logger.said] == ["nwor: one state per request: not active: vLL"] * 2
+    assert plugin.one_states() == []
+
+
+def test_an_engine_that_does_not_speculate_keeps_vllm_s_states() -> None:
+    logger = Logger()
+    plugin.prepare(engine(speculative_config=None), logger)
+    assert logger.said == ["nwor: one state per request: not active: the engine does not speculate"]
+
+
+def test_the_setting() -> None:
+    config = NworConfig.load({}, {"VLLM_NWOR_RECURRENT": "1"})
+    assert config.recurrent
+    assert config.wants_anything
+    assert not config.wants_transaction
+    assert NworConfig.load({"nwor": {"recurrent": True}}, {}) == config
+    assert not NworConfig.load({"nwor": {"recurrent": True}}, {"VLLM_NWOR_RECURRENT": "0"}).wants_anything
+
+
+def test_vllm_s_cpu_engine_is_refused(engines: Engines) -> None:
+    """Once its cache is bound: its runner loads a model by a method of its own."""
+    reason = r"nwor: device cpu: .*; model runner V1: .*; other models than .*one state per request was asked for"
+    with pytest.raises(RuntimeError, match=reason):
+        engines.run(prompts(1), nwor={"recurrent": True}, model=model_folder())
