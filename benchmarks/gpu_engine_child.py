@@ -2,10 +2,11 @@
 
 A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``; with
 ``one_process`` the worker is in this process, which ``host`` needs; ``captures`` are the FULL graphs to take for either
-side; with ``counts_running`` a run looks at how many requests are running. Commands come on stdin, a line each, answers go to stdout, a line of JSON each: ``run N [SEED]`` serves N
-requests, ``switch 0`` makes an engine with NWOR vanilla vLLM until ``switch 1``, ``turns N CAPTURE FIRST CONTROL``
-times steady decode steps of N requests with NWOR off and on in turn, ``profile N STEPS`` profiles about so many of
-them, ``drafter N STEPS`` the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on the host.
+side; with ``counts_running`` a run looks at how many requests are running. Commands come on stdin, a line each, answers
+go to stdout, a line of JSON each: ``run N [SEED]`` serves N requests, ``switch 0`` makes an engine with NWOR vanilla
+vLLM until ``switch 1``, ``turns N CAPTURE FIRST CONTROL`` times steady decode steps of N requests with NWOR off and on
+in turn, ``profile N STEPS`` profiles about so many of them, ``drafter N STEPS`` the drafter's share of them, ``host N
+STEPS`` times what nwor_ops adds to a step on the host.
 """
 
 from __future__ import annotations

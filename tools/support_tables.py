@@ -51,7 +51,7 @@ def supported() -> str:
             "vLLM, not refused",
             versions,
             versions,
-            *(", ".join(SUPPORTED_VERSIONS[u]) for u in (DRAFT_GRAPHS, ONE_STATE)),
+            *others,
         ),
         (
             "speculation by",
