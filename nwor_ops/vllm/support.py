@@ -292,6 +292,11 @@ STATE = Refusal(
     f"recurrent states of other heads than {', '.join(map(str, STATE_WIDTHS))} wide, of float16, windows of more "
     "than 32 tokens, keys of float32", one_state="the kernel has no such",
     message="one state per request: {what}")
+CHECKPOINTS = Refusal(
+    "prefix caching with FlashInfer's prefill, which writes states to other blocks in the middle of a prompt",
+    one_state="which of them have something pending would not be known",
+    message="one state per request with prefix caching: FlashInfer's prefill writes states to other blocks in the "
+    "middle of a prompt: --gdn-prefill-backend triton, or --no-enable-prefix-caching")
 GRAPH_MODE = Refusal(
     "decode batches of the target that do not run from FULL graphs (`enforce_eager`, PIECEWISE)",
     draft_graphs="the drafter follows the target",
@@ -343,8 +348,6 @@ REFUSALS = (
     Refusal(f"other models than {', '.join(ONE_STATE_MODELS)}", "", "",
             lambda config: config.model_config.architecture not in ONE_STATE_MODELS,
             one_state="they have not been tried, or their recurrent layers have kernels of their own"),
-    Refusal("prefix caching", "", "", lambda config: config.cache_config.mamba_cache_mode != "none",
-            one_state="vLLM copies states between blocks, whose last window is pending: --no-enable-prefix-caching"),
     # Where there is none, vLLM has the target's configuration there.
     Refusal("a draft model with recurrent layers of its own", "", "",
             lambda config: config.speculative_config.method == "draft_model"
@@ -352,6 +355,7 @@ REFUSALS = (
     Refusal("HiSparse", "it writes to slots of its own", found=_has("attention_config.hisparse_config"), engines=_CUDA),
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER, SPLIT_BLOCKS,
     COPIED_TABLE, RUNNER_V1, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, STATE,
+    CHECKPOINTS,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
             draft_graphs="its metadata is planned on the host, or was not looked at"),
     Refusal("expert load balancing", "", _NOT_TRIED, _has(_PARALLEL + "enable_eplb")),
@@ -540,6 +544,12 @@ def check_one_state(geometry: Any, state_dtype: Any) -> None:
         raise STATE.because(what=f"states are {state_dtype}: set mamba_ssm_cache_dtype to float32 or bfloat16")
     if str(geometry.key_dtype) not in ("torch.float16", "torch.bfloat16"):
         raise STATE.because(what=f"keys are {geometry.key_dtype}")
+
+
+def check_prefill(backend: str) -> None:
+    """Does a prefill back end leave states alone but for the one that it ends with?"""
+    if backend == "flashinfer":
+        raise CHECKPOINTS.because()
 
 
 def check_passes(pass_config: Any) -> None:

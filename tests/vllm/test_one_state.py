@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from engines import Engines, model_folder, prompts
@@ -24,6 +26,7 @@ from nwor_ops import ops
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.recurrent import plugin, supported
+from nwor_ops.vllm.recurrent.align import PER_STATE, AlignedStates
 from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.engine import GroupLayers, new_cursors
 from nwor_ops.vllm.recurrent.records import RecordGeometry
@@ -139,21 +142,22 @@ def test_what_the_start_up_line_says() -> None:
 class Layer:
     """A layer's state and record in pages of one cache, as vLLM lays them out."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int = 8) -> None:
         generator = torch.Generator().manual_seed(3)
         self.prefix, spec = "layer", GEOMETRY.extend(STATES)
-        pages = torch.zeros(8, spec.page_size_bytes + 64, dtype=torch.int8)
+        pages = torch.zeros(slots, spec.page_size_bytes + 64, dtype=torch.int8)
         rows = 6 * 768 * 2
         state = pages[:, rows : STATES.page_size_bytes].view(torch.float32).view(-1, 4, 128, 64)
-        state.copy_(torch.randn(8, 4, 128, 64, generator=generator))
+        state.copy_(torch.randn(slots, 4, 128, 64, generator=generator))
         self.kv_cache = (pages[:, :rows].view(torch.bfloat16), state)
         self.records = GEOMETRY.bind(pages, STATES.page_size_bytes)
         self.layer_window = torch.zeros(1, dtype=torch.int64)
         self.all_states = torch.zeros(16, 4, 128, 64)
-        self.group = GroupLayers(new_cursors(8, torch.device("cpu")), [self])
+        self._generator = generator
+        self.group = GroupLayers(new_cursors(slots, torch.device("cpu")), [self])
 
     def verify(self, window: Window) -> None:
-        generator, tokens = torch.Generator().manual_seed(4), int(window.starts[-1])
+        generator, tokens = self._generator, int(window.starts[-1])
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(torch.bfloat16)
@@ -194,7 +198,7 @@ def test_the_audit_compares_each_state_and_finds_a_wrong_byte() -> None:
         window.open(layer, accepted)
         layer.verify(window)
         audit.forwarded("after the forward")
-    assert audit.summary() == {"steps": 3, "windows": 6, "states_compared": 4, "rows_replayed": 11}
+    assert audit.summary() == {"steps": 3, "windows": 6, "states_compared": 4, "rows_replayed": 11, "folds": 0}
     window.open(layer, [2, 2])
     layer.verify(window)
     layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += 1
@@ -219,6 +223,104 @@ def test_a_fold_leaves_nothing_pending() -> None:
     layer.group.fold(torch.zeros(4, 4, dtype=torch.int32), slots, slots, torch.tensor([3, 2], dtype=torch.int32))
     assert layer.group.cursors[[5, 2], 0].tolist() == [0, 3]
     assert torch.equal(layer.kv_cache[1][5], layer.all_states[2])
+
+
+# ---------------------------------------------------------------- prefix caching
+
+BLOCK = 7  # tokens
+
+
+class Sequence:
+    """A request as vLLM's runner sees it: a row of the block table, and what its kernels keep for it."""
+
+    def __init__(self, row: int) -> None:
+        self.row, self.computed, self.accepted, self.column = row, 0, 1, -1
+        self.truth: dict[int, Tensor] = {}  # the state behind so many tokens
+
+
+def aligned_runner(columns: int) -> tuple[Layer, AlignedStates, Any, Tensor]:
+    layer = Layer(slots=1 + 2 * columns)
+    table = torch.arange(1, 1 + 2 * columns, dtype=torch.int32).view(2, columns)
+    context = SimpleNamespace(block_size=BLOCK, num_states=2)
+    widths = torch.tensor([6, 0], dtype=torch.int32)
+    for name in PER_STATE:
+        setattr(context, name, widths.clone())
+    context.copied = []
+    for name in ("run_fused_precopy", "run_fused_postprocess_align"):
+        setattr(context, name, lambda *args, name=name: context.copied.append(name))
+    aligned = AlignedStates(context, [(layer.group, table)], drafts=GEOMETRY.rows - 1)
+    return layer, aligned, context, table
+
+
+def test_states_at_the_ends_of_blocks_are_those_of_a_state_per_draft() -> None:
+    """Two requests decode over the ends of their blocks, with any number of drafts of which any number is accepted.
+    What vLLM's own kernels decide before and behind a step is written here again."""
+    chance = random.Random(5)
+    layer, aligned, context, table = aligned_runner(columns=12)
+    assert context.num_states == 1  # the convolution's alone
+    aligned.audit = audit = StateAudit([])
+    requests = [Sequence(0), Sequence(1)]
+    mapping = torch.tensor([0, 1])
+    saved = crossed = 0
+    while max(request.computed for request in requests) < 11 * BLOCK:
+        tokens = [chance.randint(1, GEOMETRY.rows) for _ in requests]
+        lengths = torch.tensor([r.computed + n for r, n in zip(requests, tokens, strict=True)], dtype=torch.int32)
+        aligned.look_at(
+            SimpleNamespace(num_reqs=2, seq_lens_cpu_upper_bound=lengths, num_scheduled_tokens=numpy.array(tokens))
+        )
+        source = torch.tensor([r.column for r in requests], dtype=torch.int32)
+        target = (lengths + BLOCK - 1) // BLOCK - 1
+        bias = torch.tensor([r.accepted - 1 for r in requests], dtype=torch.int32)
+        context.run_fused_precopy(2, target, source, bias, mapping)
+        for request, column in zip(requests, target.tolist(), strict=True):
+            if request.column not in (-1, column):
+                request.accepted, crossed = 1, crossed + 1
+            request.column = column
+        window = Window([int(table[r.row, r.column]) for r in requests], tokens)
+        window.open(layer, [r.accepted for r in requests])
+        layer.verify(window)
+        for request, slot, count, start in zip(
+            requests, window.slots.tolist(), tokens, window.starts.tolist(), strict=False
+        ):
+            audit._kept["layer", slot] = layer.all_states[start : start + count].clone()
+            if request.computed in request.truth:
+                assert torch.equal(layer.kv_cache[1][slot], request.truth[request.computed])
+            request.accepted = chance.randint(1, count)
+            for token in range(request.accepted):
+                request.truth[request.computed + token + 1] = layer.all_states[start + token].clone()
+            request.computed += request.accepted
+        accepted = torch.tensor([r.accepted for r in requests], dtype=torch.int32)
+        computed = torch.tensor([r.computed for r in requests], dtype=torch.int32)
+        context.run_fused_postprocess_align(2, accepted, target, computed, mapping)
+        for request in requests:
+            full = request.computed // BLOCK
+            if full * BLOCK > request.computed - request.accepted:
+                slot = int(table[request.row, full - 1])
+                assert torch.equal(layer.kv_cache[1][slot], request.truth[full * BLOCK])
+                assert layer.group.cursors[slot, 0] == 0
+                saved += 1
+                if full - 1 == request.column:
+                    request.accepted = 1
+    assert min(saved, crossed) > 15
+    assert audit.summary()["folds"] > saved
+    assert context.copied.count("run_fused_precopy") == context.copied.count("run_fused_postprocess_align") > 40
+
+
+def test_a_step_far_from_the_end_of_a_block_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, aligned, _, _ = aligned_runner(columns=12)
+    monkeypatch.setattr(aligned, "_block_size", 100)
+
+    def launches(length: int, scheduled: int) -> bool:
+        batch = SimpleNamespace(
+            num_reqs=1,
+            seq_lens_cpu_upper_bound=torch.tensor([length], dtype=torch.int32),
+            num_scheduled_tokens=numpy.array([scheduled]),
+        )
+        aligned.look_at(batch)
+        return aligned._may_cross
+
+    assert [length for length in range(300, 400) if launches(length, 4)] == [*range(300, 317), *range(397, 400)]
+    assert launches(350, 60)
 
 
 # ---------------------------------------------------------------- which engines
@@ -268,7 +370,6 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device_config__device_type": "cpu"}, "device cpu: vLLM's kernels beside it are those of CUDA"),
         ({"use_v2_model_runner": False}, "model runner V1: "),
         ({"model_config__architecture": "KimiLinearForCausalLM"}, "other models than Qwen3NextForCausalLM, .*: they "),
-        ({"cache_config__mamba_cache_mode": "align"}, "prefix caching: .* --no-enable-prefix-caching"),
         ({"kv_transfer_config": object()}, "KV connectors: it would see a state whose last window is pending"),
         ({"parallel_config__tensor_parallel_size": 2}, "tensor parallelism: it has not been tried"),
         ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
@@ -299,12 +400,24 @@ def test_a_method_without_a_draft_model_has_the_target_s_configuration_in_its_pl
 def test_every_refusal_of_a_configuration_is_tried_above() -> None:
     """Those that show in a configuration; the others are raised once there are layers."""
     wanted = {refusal.feature for refusal in REFUSALS if refusal.why(ONE_STATE) and refusal.found}
-    assert len(wanted) == 14, wanted
+    assert len(wanted) == 13, wanted
 
 
 def test_this_vllm_is_refused_by_its_version() -> None:
     with pytest.raises(RuntimeError, match=r"nwor: vLLM 0\.32.* is not supported for one state; supported is 0\.33"):
         plugin.prepare(engine(), logging.getLogger("nwor"))
+
+
+@pytest.mark.usefixtures("any_vllm")
+def test_prefix_caching_needs_a_prefill_that_leaves_other_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine(cache_config__mamba_cache_mode="align")
+    monkeypatch.setattr(supported, "_prefill_backend", lambda config: "triton")
+    assert supported.problem_of(config) is None
+    monkeypatch.setattr(supported, "_prefill_backend", lambda config: "flashinfer")
+    with pytest.raises(
+        RuntimeError, match=r"^nwor: one state per request with prefix caching: FlashInfer's prefill wri"
+    ):
+        plugin.prepare(config, logging.getLogger("nwor"))
 
 
 def test_a_geometry_without_kernel_is_refused() -> None:

@@ -27,10 +27,10 @@ class StateAudit:
     def __init__(self, builders: Sequence[Any]) -> None:
         self._builders = builders
         self._kept: dict[tuple[str, int], Tensor] = {}  # by layer and block: the states after each token
-        self._counts = Counter(steps=0, windows=0, states_compared=0, rows_replayed=0)
+        self._counts = Counter(steps=0, windows=0, states_compared=0, rows_replayed=0, folds=0)
 
     def summary(self) -> dict[str, int]:
-        """Steps with windows, windows, states compared (one per window and layer), rows replayed onto them."""
+        """Steps with windows, windows, states compared (by layer), rows that windows replayed, folds between blocks."""
         return dict(self._counts)
 
     def forwarded(self, moment: str) -> None:
@@ -51,17 +51,31 @@ class StateAudit:
                     self._counts["windows"] += 1
                     self._counts["rows_replayed"] += rows
 
-    def _compare(self, group: Any, source: int, rows: int, target: int) -> None:
+    def folded(self, group: Any, plan: Tensor) -> None:
+        """Behind a fold: of a window that is pending, or of none, which is a copy.
+
+        Raises:
+            AuditError: as above.
+        """
+        for source, rows, _, target in plan.tolist():
+            if target:
+                self._compare(group, source, rows, target, keep=True)
+                self._counts["folds"] += 1
+
+    def _compare(self, group: Any, source: int, rows: int, target: int, keep: bool = False) -> None:
         for name, layer in group.layers.items():
-            kept = self._kept.pop((name, source), None)
-            if rows == 0:  # nothing was pending
+            kept = self._kept.get((name, source))
+            if not keep:
+                self._kept.pop((name, source), None)
+            states = layer.kv_cache[1]
+            if rows == 0 and source == target:  # nothing was pending
                 continue
-            if kept is None or len(kept) < rows:
+            if rows and (kept is None or len(kept) < rows):
                 raise AuditError(
                     f"nwor audit: layer {name} replays {rows} rows that no window of block {source} recorded"
                 )
-            state = layer.kv_cache[1][target]
-            differ = int((_bytes(state) != _bytes(kept[rows - 1])).sum())
+            wanted = kept[rows - 1] if rows and kept is not None else states[source]
+            differ = int((_bytes(states[target]) != _bytes(wanted)).sum())
             if differ:
                 raise AuditError(
                     f"nwor audit: the state of layer {name} in block {target} is not the one after {rows} tokens of "

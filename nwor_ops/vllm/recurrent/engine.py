@@ -33,7 +33,7 @@ class GroupLayers:
         self._values = [record.values for record in records]
         self._layer_windows = [layer.layer_window for layer in layers]
 
-    def fold(self, plan: Tensor, sources: Tensor, targets: Tensor, rows: Tensor) -> None:
+    def fold(self, plan: Tensor, sources: Tensor, targets: Tensor, rows: Tensor, keep_source: bool = False) -> None:
         """Make what is pending in some blocks part of a state, in all layers; nothing is pending there afterwards.
 
         Args:
@@ -41,8 +41,9 @@ class GroupLayers:
             sources: int32 ``[E]``: blocks whose state and record are read; 0 for none.
             targets: likewise, whose state is written.
             rows: int32 ``[>= E]``: tokens of the last window that stay; as many as are pending at most.
+            keep_source: what is pending in a block whose state goes to another stays pending there.
         """
-        ops.plan_recurrent_fold(plan, self.cursors, sources, targets, rows)
+        ops.plan_recurrent_fold(plan, self.cursors, sources, targets, rows, keep_source)
         ops.gated_delta_fold(
             self._states,
             self._keys,

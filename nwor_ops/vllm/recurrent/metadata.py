@@ -88,7 +88,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         num_decode_draft_tokens_cpu: Tensor | None = None,
         fast_build: bool = False,
     ) -> OneStateMetadata:
-        slots = common_attn_metadata.block_table_tensor[:, :1]
+        slots = self._slots(common_attn_metadata.block_table_tensor)
         common = common_attn_metadata.replace(block_table_tensor=slots)
         built = super().build(
             common_prefix_len, common, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build=fast_build
@@ -100,11 +100,16 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self, metadata: GDNAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> OneStateMetadata:
         assert isinstance(metadata, OneStateMetadata)
-        slots = blk_table[:, :1]
+        slots = self._slots(blk_table)
         updated: Any = metadata
         if not metadata.is_windows_only:
             updated = super().update_block_table(metadata, slots, slot_mapping)
         return self._planned(updated, slots[:, 0])
+
+    def _slots(self, block_table: Tensor) -> Tensor:
+        """The block that holds the state of each request, ``[num_reqs, 1]``: with prefix caching not the first."""
+        aligned = self.mamba_aligned_state_indices
+        return (block_table if aligned is None else aligned[: block_table.shape[0]])[:, :1]
 
     def take_planned(self) -> bool:
         """Whether windows were planned since this was asked last."""

@@ -14,7 +14,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from nwor_ops.config import NworConfig
+from nwor_ops.vllm.recurrent.align import AlignedStates
 from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.engine import GroupLayers, new_cursors
 from nwor_ops.vllm.recurrent.records import RecordGeometry
@@ -37,13 +41,16 @@ class OneState:
         runner: vLLM's, its cache bound.
         builders: the metadata builders of its groups of layers with one state, bound.
         geometry: of a record.
+        aligned: with prefix caching, what copies states from block to block.
 
     Attributes:
         audit: what compares every state, if the configuration asks for it.
     """
 
-    def __init__(self, runner: Any, builders: list[Any], geometry: RecordGeometry) -> None:
-        self._builders = builders
+    def __init__(
+        self, runner: Any, builders: list[Any], geometry: RecordGeometry, aligned: AlignedStates | None = None
+    ) -> None:
+        self._builders, self._aligned = builders, aligned
         self.audit: StateAudit | None = None
         cache, drafts = runner.kv_cache_config, geometry.rows - 1
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
@@ -64,6 +71,8 @@ class OneState:
         """Compare every state from now on."""
         self.audit = StateAudit(self._builders)
         session.subscribe(forwarded=self.audit.forwarded)
+        if self._aligned is not None:
+            self._aligned.audit = self.audit
 
     def describe(self) -> str:
         now, before = self.blocks_per_request, self.blocks_before
@@ -126,7 +135,8 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
 
     context, cache = runner.compilation_config.static_forward_context, runner.kv_cache_config
     cursors, builders = new_cursors(cache.num_blocks, runner.device), []
-    for attn_groups in runner.attn_groups:
+    tables = []
+    for number, attn_groups in enumerate(runner.attn_groups):
         for group in attn_groups:
             if not is_recurrent(group.kv_cache_spec):
                 continue
@@ -135,12 +145,39 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
                 raise RuntimeError(f"nwor: {NOT_ONE_STATE.because(layers=', '.join(group.layer_names))}")
             builder.bind(GroupLayers(cursors, [context[name] for name in group.layer_names]))
             builders.append(builder)
+            tables.append(runner.block_tables.block_tables[number].gpu)
     if not builders:
         raise RuntimeError(f"nwor: {NOT_ONE_STATE.because(layers='(none)')}")
     if profiling:
         return
-    _engines[runner] = OneState(runner, builders, RecordGeometry.of(vllm_config))
+    aligned = None
+    if vllm_config.cache_config.mamba_cache_mode == "align":
+        groups = [(builder.group, table) for builder, table in zip(builders, tables, strict=True)]
+        aligned = _align(runner, groups, vllm_config.num_speculative_tokens, cursors)
+    _engines[runner] = OneState(runner, builders, RecordGeometry.of(vllm_config), aligned)
     logger.info("nwor: one state per request: active: %s", _engines[runner].describe())
+
+
+def _align(runner: Any, groups: list[tuple[GroupLayers, Tensor]], drafts: int, cursors: Tensor) -> AlignedStates:
+    """Have copies of states between blocks fold what is pending."""
+    state = runner.model_state
+    aligned = AlignedStates(state._mamba_ctx, groups, drafts)
+    preprocess = type(state).preprocess_state.__get__(state)
+    update = type(runner).update_requests.__get__(runner)
+
+    def preprocess_state(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        aligned.look_at(input_batch)
+        return preprocess(input_batch, *args, **kwargs)
+
+    def update_requests(scheduler_output: Any) -> Any:
+        result = update(scheduler_output)
+        if scheduler_output.kv_cache_block_copies:  # of whole blocks, records and all
+            source, target = torch.tensor(scheduler_output.kv_cache_block_copies, device=cursors.device).unbind(1)
+            cursors[target] = cursors[source]
+        return result
+
+    state.preprocess_state, runner.update_requests = preprocess_state, update_requests
+    return aligned
 
 
 def audit(runner: Any, session: Session) -> None:

@@ -14,6 +14,7 @@ from nwor_ops.vllm.support import (
     check_engine,
     check_library,
     check_one_state,
+    check_prefill,
     check_vllm,
 )
 
@@ -21,6 +22,7 @@ RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 
 _LAYERS = "vllm.model_executor.layers.mamba."
 _LAYER = _LAYERS + "gdn.qwen_gdn_linear_attn"
+_CONTEXT = "vllm.v1.worker.mamba_utils"
 _BUILDER = "vllm.v1.attention.backends.gdn_attn"
 # What of vLLM's is overridden, called or relied upon.
 HOOKS = (
@@ -57,6 +59,23 @@ HOOKS = (
     Hook(
         _BUILDER, "GDNAttentionMetadataBuilder.update_block_table", "metadata, blk_table, slot_mapping"
     ),
+    # With prefix caching.
+    Hook(
+        _CONTEXT,
+        "MambaSpecDecodeGPUContext.run_fused_precopy",
+        "num_reqs, state_idx_gpu, src_col_gpu, token_bias_gpu, idx_mapping",
+    ),
+    Hook(
+        _CONTEXT,
+        "MambaSpecDecodeGPUContext.run_fused_postprocess_align",
+        "num_reqs, num_accepted_tokens_gpu, state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping",
+    ),
+    Hook(
+        "vllm.v1.worker.gpu.model_states.mamba_hybrid",
+        "MambaHybridModelState.preprocess_state",
+        "input_batch, block_tables, kv_cache_config, num_computed_tokens",
+    ),
+    Hook(RUNNER_MODULE, "GPUModelRunner.update_requests", "scheduler_output"),
     Hook("vllm.platforms.interface", "Platform._align_hybrid_block_size", "vllm_config, backend_cls"),
     Hook(RUNNER_MODULE, "GPUModelRunner.load_model", "load_dummy_weights, args, model, kwargs"),
 )  # fmt: skip
@@ -81,11 +100,19 @@ def _state_dtype(vllm_config: Any) -> Any:
     )[1]
 
 
+def _prefill_backend(vllm_config: Any) -> str:
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import _resolve_gdn_prefill_backend
+
+    return _resolve_gdn_prefill_backend(vllm_config)[1]
+
+
 def problem_of(vllm_config: Any) -> str | None:
     """None, or why an engine of this configuration cannot have one state per request."""
     try:
         check_engine(vllm_config, vllm_config.device_config.device_type, ONE_STATE)
         check_one_state(RecordGeometry.of(vllm_config), _state_dtype(vllm_config))
+        if vllm_config.cache_config.mamba_cache_mode == "align":
+            check_prefill(_prefill_backend(vllm_config))
     except Unsupported as error:
         return str(error)
     return _problem_of_vllm()

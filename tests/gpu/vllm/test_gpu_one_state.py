@@ -29,6 +29,7 @@ def test_same_output_and_states(case: Case, engines: Any, record: dict[str, Any]
 
     audit = state["audit"]
     assert audit["states_compared"] > 0
+    assert (audit["folds"] > 0) == bool(case.engine.get("enable_prefix_caching"))
     # Some windows lost drafts and some kept them: else a count that is always the same would do.
     windows, rows = audit["windows"], audit["rows_replayed"]
     drafts = case.engine["speculative_config"]["num_speculative_tokens"]
