@@ -131,8 +131,11 @@ def _engine(backend: str = "FLASH_ATTN", method: str = "ngram", graphs: str = "d
 def _case(
     name: str, environment: dict[str, str] = V2, backend: str = "FLASH_ATTN", graphs: str = "default", **more: Any
 ) -> Case:
-    own_fields = "nwor use same_tokens may_differ trimmed expect needs recurrent_groups share draft_counts".split()
-    own = {key: more.pop(key) for key in own_fields if key in more}
+    fields = (
+        "nwor", "use", "same_tokens", "may_differ", "trimmed", "expect", "needs", "recurrent_groups", "share",
+        "draft_counts",
+    )  # fmt: skip
+    own = {key: more.pop(key) for key in fields if key in more}
     expect = own.pop("expect", {})
     if graphs in GRAPH_MODES and not more.get("enforce_eager"):
         expect = {"cudagraph_mode": GRAPH_MODES[graphs]} | expect
