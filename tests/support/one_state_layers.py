@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-K, ROWS, GROUPS, BLOCKS, STEPS = 3, 6, 2, 64, 60
+K, ROWS, GROUPS, BLOCKS, STEPS = 3, 6, 2, 64, 40
 KEY_HEADS, VALUE_HEADS, WIDTH, CONVOLUTION = 1, 2, 64, 4
 DIMENSION = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
 CLOSE = 0.02  # outputs are bf16, to which the interpreter does not round but cuts off

@@ -53,9 +53,9 @@ def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     [said] = [json.loads(line.removeprefix(case)) for line in done.stdout.splitlines() if line.startswith(f"{case} ")]
     assert said["blocks"] == [4, 1]  # of a request and group: vanilla's, ours
-    assert min(said["windows_only"], said["mixed"]) > 20
+    assert min(said["windows_only"], said["mixed"]) > 12
     assert min(said["prompts_only"], said["preempted"]) > 0
-    assert said["states_compared"] > 300
+    assert said["states_compared"] > 150
     # Most windows kept some drafts and lost some.
     assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
 
