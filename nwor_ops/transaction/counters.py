@@ -102,6 +102,7 @@ class EngineStats:
         disagreements: how often the scheduler had counted something else.
         draft_graph_replays: passes of a draft model (its first pass, its decode loop) that were one graph launch.
         draft_eager_passes: such passes of an engine with draft graphs that ran vLLM's own code; dummy runs left out.
+        one_state_steps: steps whose drafts were verified with one recurrent state per request; warm-up included.
     """
 
     engines: int
@@ -115,6 +116,7 @@ class EngineStats:
     disagreements: int
     draft_graph_replays: int = 0
     draft_eager_passes: int = 0
+    one_state_steps: int = 0
     vanilla_steps: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

@@ -347,7 +347,7 @@ def start_counting(speculator: Counted, **settings: Any) -> None:
         model_config__served_model_name="tiny",
         additional_config={"nwor": {"draft_graphs": True, **settings}},
     )
-    worker.start_drafter(speculator, config, LOGGER)
+    worker.start_counting(speculator, "drafter", config, LOGGER)
 
 
 @pytest.fixture

@@ -129,6 +129,8 @@ def test_what_the_start_up_line_says() -> None:
     )
     builders = [SimpleNamespace(group=SimpleNamespace(layers={"a": 0, "b": 0})) for _ in range(2)]
     state = plugin.OneState(runner, builders, GEOMETRY)
+    builders[0].steps = 7
+    assert state.counted() == {"one_state_steps": 7}
     # A state in each of two groups and two blocks of attention; vLLM has 3 more of each state.
     assert (state.blocks_per_request, state.blocks_before) == (4, 10)
     said = state.describe()

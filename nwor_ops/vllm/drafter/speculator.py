@@ -261,7 +261,7 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
             self._refuse(CAPTURE_SIZES.because(sizes=sizes, tokens=tokens))
             return
         self.graphs.capture_keys(keys)
-        metrics.start_drafter(self, self.vllm_config, self._logger)
+        metrics.start_counting(self, "drafter", self.vllm_config, self._logger)
         self._logger.info(
             "nwor: draft graphs: active: %d graphs (first pass of %s, decode loop of %s requests) in %.1f s, %.0f MiB",
             len(keys),

@@ -2,6 +2,6 @@
 
 from nwor_ops.vllm.metrics.exporter import totals, wrap_loggers_module
 from nwor_ops.vllm.metrics.transport import choose_directory
-from nwor_ops.vllm.metrics.worker import start, start_drafter, stop
+from nwor_ops.vllm.metrics.worker import start, start_counting, stop
 
-__all__ = ["choose_directory", "start", "start_drafter", "stop", "totals", "wrap_loggers_module"]
+__all__ = ["choose_directory", "start", "start_counting", "stop", "totals", "wrap_loggers_module"]

@@ -24,7 +24,7 @@ def wrap_loggers_module(module: ModuleType) -> None:
         def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             original(self, vllm_config, *args, **kwargs)
             config = NworConfig.load(vllm_config.additional_config)
-            if config.emit_metrics and (config.mode != "off" or config.draft_graphs):
+            if config.emit_metrics and (config.mode != "off" or config.draft_graphs or config.recurrent):
                 try:
                     export()
                 except (OSError, ValueError) as error:  # no folder for the files; the engine serves without ours

@@ -54,6 +54,10 @@ METRICS = {
     # Of engines with draft graphs.
     "draft_graph_replays": ("nwor_draft_graph_replays", "Passes of a draft model that were one graph launch."),
     "draft_eager_passes": ("nwor_draft_eager_passes", "Passes of a draft model with draft graphs that had no graph."),
+    "one_state_steps": (
+        "nwor_one_state_steps",
+        "Steps with drafts and one recurrent state per request.",
+    ),
 }
 VANILLA_STEPS = ("nwor_vanilla_steps", "Steps with drafts that ran without the transaction, by reason.")
 
@@ -82,7 +86,8 @@ class CounterFile:
     """Where one writer leaves its totals.
 
     Args:
-        role: ``"worker"`` (the transactions), ``"drafter"`` (draft graphs) or ``"scheduler"`` (comparisons).
+        role: ``"worker"`` (the transactions), ``"drafter"`` (draft graphs), ``"states"`` (one recurrent state per
+            request) or ``"scheduler"`` (comparisons).
         vllm_config: for the labels, and for an ``instance_id`` that worker and scheduler of an engine share.
     """
 

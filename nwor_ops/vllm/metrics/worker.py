@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _NOT_VANILLA = "cancelled"  # a session counts it beside its vanilla steps; it has a counter of its own
 _OVERFLOW = "more drafts than log rows"
 
-publishers: weakref.WeakKeyDictionary[Any, Publisher] = weakref.WeakKeyDictionary()  # by session or speculator
+publishers: weakref.WeakKeyDictionary[Any, Publisher] = weakref.WeakKeyDictionary()  # by owner
 
 
 def start(runner: Any, session: Session, logger: Any) -> None:
@@ -42,11 +42,17 @@ def start(runner: Any, session: Session, logger: Any) -> None:
         publishers[session] = SessionPublisher(session, file, logger, lambda: _warming_up(runner_of()))
 
 
-def start_drafter(speculator: Any, vllm_config: Any, logger: Any) -> None:
-    """Publish what a speculator's ``counted()`` says from now on, if the engine wants metrics. Safe to call again."""
+def start_counting(owner: Any, role: str, vllm_config: Any, logger: Any) -> None:
+    """Publish what ``owner.counted()`` says from now on, if the engine wants metrics. Safe to call again.
+
+    Args:
+        owner: a speculator with draft graphs, or an engine's recurrent states.
+        role, vllm_config: as in :class:`CounterFile`.
+        logger: vLLM's.
+    """
     wanted = NworConfig.load(vllm_config.additional_config).emit_metrics
-    if wanted and speculator not in publishers and _publishes():
-        publishers[speculator] = Publisher(speculator, CounterFile("drafter", vllm_config), logger)
+    if wanted and owner not in publishers and _publishes():
+        publishers[owner] = Publisher(owner, CounterFile(role, vllm_config), logger)
 
 
 def stop(session: Session) -> None:

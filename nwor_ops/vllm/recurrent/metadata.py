@@ -68,6 +68,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self._fold_plan = torch.zeros_like(self.plan)
         self.starts = torch.zeros(1, dtype=torch.int32, device=device)  # of the windows planned last
         self._has_planned = False
+        self.steps = 0  # with windows, graphs' captures left out
         self._group: GroupLayers | None = None
 
     def bind(self, group: GroupLayers) -> None:
@@ -105,6 +106,12 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         if not metadata.is_windows_only:
             updated = super().update_block_table(metadata, slots, slot_mapping)
         return self._planned(updated, slots[:, 0])
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        steps = self.steps
+        made = super().build_for_cudagraph_capture(common_attn_metadata)
+        self.steps = steps
+        return made
 
     def _slots(self, block_table: Tensor) -> Tensor:
         """The block that holds the state of each request, ``[num_reqs, 1]``: with prefix caching not the first."""
@@ -145,6 +152,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             self.num_spec + 1,
         )
         self.starts, self._has_planned = starts[: windows + 1], True
+        self.steps += 1
         # Where the plan writes is where the convolution goes on: padded rows, and those with a fault, have a zero.
         indices = self.plan[: starts.shape[0] - 1, 3:].expand(-1, self.num_spec + 1)
         return replace(metadata, spec_state_indices_tensor=indices, plan=self.plan, window=self.window)

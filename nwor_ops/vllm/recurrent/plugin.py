@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
+from nwor_ops.vllm import metrics
 from nwor_ops.vllm.recurrent.align import AlignedStates
 from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.engine import GroupLayers, new_cursors
@@ -66,6 +67,10 @@ class OneState:
     @property
     def num_layers(self) -> int:
         return sum(len(builder.group.layers) for builder in self._builders)
+
+    def counted(self) -> dict[str, int]:
+        """For the metrics: every group plans every step."""
+        return {"one_state_steps": self._builders[0].steps}
 
     def start_audit(self, session: Session) -> None:
         """Compare every state from now on."""
@@ -155,6 +160,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
         groups = [(builder.group, table) for builder, table in zip(builders, tables, strict=True)]
         aligned = _align(runner, groups, vllm_config.num_speculative_tokens, cursors)
     _engines[runner] = OneState(runner, builders, RecordGeometry.of(vllm_config), aligned)
+    metrics.start_counting(_engines[runner], "states", vllm_config, logger)
     logger.info("nwor: one state per request: active: %s", _engines[runner].describe())
 
 
