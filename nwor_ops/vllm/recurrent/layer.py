@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as vllm_layer
 
 from nwor_ops import ops
@@ -178,12 +178,19 @@ class OneStateGatedDeltaNet(vllm_layer.QwenGatedDeltaNetAttention):
 
 def install() -> None:
     """Have vLLM make this layer in the place of its own, and hand the windows of mixed batches to it. Safe to call
-    again."""
-    from vllm.model_executor.custom_op import op_registry_oot
+    again.
 
+    Raises:
+        RuntimeError: another layer is registered there.
+    """
     name = vllm_layer.QwenGatedDeltaNetAttention.__name__
-    if op_registry_oot.get(name) is not OneStateGatedDeltaNet:
+    known = op_registry_oot.get(name)
+    if known is None:
         PluggableLayer.register_oot(OneStateGatedDeltaNet, name=name)
+    elif known is not OneStateGatedDeltaNet:
+        raise RuntimeError(
+            f"nwor: one state per request: {known.__module__}.{known.__qualname__} is registered in the place of {name}"
+        )
     wrap_once(vllm_layer, "fused_sigmoid_gating_delta_rule_update", _handing_over)
 
 
