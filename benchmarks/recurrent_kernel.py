@@ -1,0 +1,161 @@
+"""gated_delta_verify beside vLLM's kernels, which store the state after every token: microseconds of a layer.
+
+    PYTHONPATH=path/to/vllm/tree python benchmarks/recurrent_kernel.py [FOLDER]
+
+Needs vLLM: its Triton kernel, and its compiled core (of the installed vLLM, or of VLLM_CORE). Under two minutes.
+
+The layers are of Qwen3-Next's shape, 16 key heads and 32 value heads of 128 x 128, 36 of them (fewer where vLLM's K + 1
+states of each do not fit), each with states and inputs of its own. All requests have a window of K + 1 tokens, and 1 to
+K + 1 of them are accepted, as many requests each. Each side is one CUDA graph of all layers, one launch behind the
+other; ours holds the window's plan too. The graphs are replayed in turn, and before every replay 512 MB are read, so
+that nothing of the states is left in L2 and the GPU is busy while the host launches the graph.
+
+`triton` is `fused_sigmoid_gating_delta_rule_update`; `cuda` is `fused_gdn_decode_post_conv_mtp`, which ends with the
+gated norm, as ours with `norm` does. `copy` copies the bytes of a layer's states from one place to another. A ratio is
+our time over theirs.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Callable
+
+import torch
+from cow_transaction import alternating_on_gpu, captured
+from results import FOLDER, Row, ratios, row, save, this_machine
+from torch import Tensor
+from vllm_kernels import load_core, recurrent_update
+
+from nwor_ops import ops
+
+DEVICE = "cuda"
+KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128
+MOST_LAYERS, ROUNDS, READ_BYTES = 36, 12, 2**29
+REQUESTS, DRAFTS = (1, 16, 64, 128), (1, 3, 7)
+STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TRITON_TARGETS = {("fp32", 16, 3): 0.48, ("fp32", 64, 3): 0.42, ("fp32", 128, 3): 0.42}
+CUDA_TARGETS = {("fp32", 16, 3): 0.58, ("fp32", 64, 3): 0.53, ("fp32", 128, 3): 0.53, ("bf16", 128, 1): 1.0}
+SCALE, EPS = WIDTH**-0.5, 1e-6
+
+
+class Case:
+    """Requests with a window each, in every layer, in buffers that never move."""
+
+    def __init__(self, requests: int, drafts: int, dtype: torch.dtype) -> None:
+        self.requests, self.rows, self.dtype = requests, drafts + 1, dtype
+        tokens, rows = requests * self.rows, self.rows
+        state = VALUE_HEADS * WIDTH * WIDTH * dtype.itemsize
+        room = torch.cuda.mem_get_info()[0] * 4 // 5
+        self.layers = min(MOST_LAYERS, room // (state * requests * (rows + 4)))
+        int32 = {"dtype": torch.int32, "device": DEVICE}
+        self.starts = torch.arange(requests + 1, **int32) * rows
+        self.accepted = torch.arange(requests, **int32) % rows + 1
+        self.slots = torch.arange(1, requests + 1, **int32)
+        self.plan = torch.zeros(requests, 4, **int32)
+        self.cursors = torch.zeros(requests + 1, 2, **int32)
+        self.window = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        self.widths = KEY_HEADS * WIDTH, KEY_HEADS * WIDTH, VALUE_HEADS * WIDTH
+        shape = (self.layers, tokens)
+        self.packed = torch.randn(*shape, sum(self.widths), device=DEVICE).bfloat16()
+        self.a, self.b = torch.randn(2, *shape, VALUE_HEADS, device=DEVICE).bfloat16()
+        self.gate = torch.randn(*shape, VALUE_HEADS, WIDTH, device=DEVICE).bfloat16()
+        self.out = torch.empty_like(self.gate)
+        self.A_log, self.dt_bias = torch.randn(2, self.layers, VALUE_HEADS, device=DEVICE)
+        self.weight = torch.rand(WIDTH, device=DEVICE)
+
+    def heads(self, layer: int) -> tuple[Tensor, ...]:
+        q, k, v = self.packed[layer].split(self.widths, -1)
+        return tuple(part.unflatten(-1, (-1, WIDTH)) for part in (q, k, v))
+
+    def ours(self) -> dict[str, Callable[[], None]]:
+        slots, rows = self.requests + 1, self.rows
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(self.layers, slots, *shape, dtype=dtype, device=DEVICE)
+
+        states = zeros(VALUE_HEADS, WIDTH, WIDTH, dtype=self.dtype)
+        records = (
+            zeros(2, rows, KEY_HEADS, WIDTH, dtype=torch.bfloat16), zeros(2, rows, KEY_HEADS),
+            zeros(2, rows, VALUE_HEADS), zeros(rows, VALUE_HEADS, WIDTH),
+        )  # fmt: skip
+        ran = torch.zeros(self.layers, 1, dtype=torch.int64, device=DEVICE)
+
+        def run(norm: bool) -> None:
+            ops.plan_recurrent_window(
+                self.plan, self.cursors, self.window, self.slots, self.starts, self.accepted, rows
+            )
+            for i in range(self.layers):
+                ops.gated_delta_verify(
+                    self.out[i], states[i], *(record[i] for record in records), ran[i], *self.heads(i), self.a[i],
+                    self.b[i], self.A_log[i], self.dt_bias[i], self.plan, self.window, self.starts, SCALE,
+                    gate=self.gate[i] if norm else None, norm_weight=self.weight if norm else None, norm_eps=EPS,
+                )  # fmt: skip
+
+        return {"ours": captured(lambda: run(False)), "ours_norm": captured(lambda: run(True))}
+
+    def theirs(self, update: Callable[..., object]) -> dict[str, Callable[[], None]]:
+        states = torch.zeros(
+            self.layers, 1 + self.requests * self.rows, VALUE_HEADS, WIDTH, WIDTH, dtype=self.dtype, device=DEVICE
+        )
+        indices = self.slots[:, None] + torch.arange(self.rows, dtype=torch.int32, device=DEVICE) * self.requests
+        indices = indices.contiguous()
+        heads = [[part.contiguous()[None] for part in self.heads(i)] for i in range(self.layers)]
+
+        def triton() -> None:
+            for i, (q, k, v) in enumerate(heads):
+                update(
+                    self.A_log[i], self.a[i], self.b[i], self.dt_bias[i], q, k, v, scale=SCALE,
+                    initial_state=states[i], cu_seqlens=self.starts, ssm_state_indices=indices,
+                    num_accepted_tokens=self.accepted, use_qk_l2norm_in_kernel=True,
+                )  # fmt: skip
+
+        def cuda() -> None:
+            for i in range(self.layers):
+                torch.ops._C.fused_gdn_decode_post_conv_mtp(
+                    self.packed[i], self.a[i], self.b[i], self.A_log[i], self.dt_bias[i], indices, self.starts,
+                    self.accepted, states[i], self.gate[i], self.weight, self.out[i], SCALE, EPS, "silu",
+                )  # fmt: skip
+
+        return {"triton": captured(triton), "cuda": captured(cuda)}
+
+    def copy(self) -> dict[str, Callable[[], None]]:
+        shape = (self.layers, self.requests, VALUE_HEADS, WIDTH, WIDTH)
+        source, target = torch.zeros(2, *shape, dtype=self.dtype, device=DEVICE)
+
+        def copy() -> None:
+            for i in range(self.layers):
+                target[i].copy_(source[i])
+
+        return {"copy": captured(copy)}
+
+
+def case_rows(name: str, requests: int, drafts: int, update: Callable[..., object], read: Tensor) -> list[Row]:
+    case = Case(requests, drafts, STATES[name])
+    variants = case.ours() | case.theirs(update) | case.copy()
+    calls = alternating_on_gpu(variants, ROUNDS, lambda: read.sum())
+    samples = {variant: [time / case.layers for time in times] for variant, times in calls.items()}
+    key, prefix = (name, requests, drafts), f"recurrent_kernel/{name}/{requests}x{drafts}"
+    return [
+        row(f"{prefix}/over_triton", ratios(samples, "ours", "triton"), "ratio", "lower", TRITON_TARGETS.get(key)),
+        row(f"{prefix}/norm_over_cuda", ratios(samples, "ours_norm", "cuda"), "ratio", "lower", CUDA_TARGETS.get(key)),
+        *(row(f"{prefix}/{variant}_us", times, "us", "lower", digits=2) for variant, times in samples.items()),
+    ]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    load_core()
+    update = recurrent_update()
+    read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device=DEVICE)
+    rows: list[Row] = []
+    for name in STATES:
+        for requests in REQUESTS:
+            for drafts in DRAFTS:
+                rows += case_rows(name, requests, drafts, update, read)
+                torch.cuda.empty_cache()
+    save(this_machine(), "recurrent_kernel", rows, pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+
+
+if __name__ == "__main__":
+    main()

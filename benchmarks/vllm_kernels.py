@@ -1,0 +1,50 @@
+"""vLLM's kernels that ours are measured and tested against, without the rest of vLLM where that can be."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+RECURRENT_UPDATE = "third_party/flash_linear_attention/ops/fused_sigmoid_gating.py"
+
+
+def load_core() -> None:
+    """vLLM's compiled ops: of the library that VLLM_CORE names, or of an installed vLLM."""
+    if "VLLM_CORE" in os.environ:
+        torch.ops.load_library(os.environ["VLLM_CORE"])
+    else:
+        import vllm._custom_ops  # noqa: F401
+
+
+def recurrent_update() -> Callable[..., Any]:
+    """`fused_sigmoid_gating_delta_rule_update`, a Triton kernel. Its file is enough: a tree of vLLM on the path whose
+    other parts cannot be imported here."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("vLLM is not on the path", name="vllm")
+    import triton
+    import triton.language
+
+    name = "vllm.triton_utils"
+    stand_in: Any = types.ModuleType(name)
+    stand_in.triton, stand_in.tl = triton, triton.language
+    before = sys.modules.setdefault(name, stand_in)
+    try:
+        spec = importlib.util.spec_from_file_location(
+            "vllm_recurrent_update", pathlib.Path(found.origin).parent / RECURRENT_UPDATE
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        if before is stand_in:
+            del sys.modules[name]
+    return module.fused_sigmoid_gating_delta_rule_update

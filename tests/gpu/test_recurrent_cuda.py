@@ -1,0 +1,499 @@
+"""Family recurrent on a GPU beyond its cases in ops/: the bits of vLLM's kernel, more items than blocks, large caches,
+streams and CUDA graphs, without an allocation or a wait.
+
+What is compared with vLLM needs its tree on the path, and its compiled core (installed, or named by VLLM_CORE).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from samples_recurrent import Heads, make_layer
+from vllm_kernels import load_core, recurrent_update
+
+from nwor_ops import ops
+
+HEADS = Heads(2, 4, 128, 128)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def int32(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def same_bits(a, b):
+    return torch.equal(bits(a), bits(b))
+
+
+@dataclasses.dataclass
+class Window:
+    """Of some requests: what a model computed of their tokens, in buffers that never move."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    gate: torch.Tensor
+    starts: torch.Tensor
+
+
+class Requests:
+    """One layer with a slot for each request, in buffers that never move."""
+
+    def __init__(
+        self, device, requests, rows, state_dtype, heads=HEADS, dtype=torch.bfloat16, per_channel=False, seed=0
+    ):
+        torch.manual_seed(seed)
+        self.device, self.requests, self.rows, self.heads, self.dtype = device, requests, rows, heads, dtype
+        self.per_channel, self.random = per_channel, random.Random(seed)
+        layer = make_layer(heads, requests + 1, rows, state_dtype, dtype, per_channel, gap=64, seed=seed)
+        state, *records = layer.tensors
+        records, self.ran = records[:-1], torch.zeros(1, dtype=torch.int64, device=device)
+        self.state, self.records = torch.zeros_like(state, device=device), [r.to(device) for r in records]
+        self.state[1:] = torch.randn(self.state[1:].shape, device=device)
+        channels = (heads.key_width,) if per_channel else ()
+        self.A_log = torch.rand(heads.value_heads, device=device).log()
+        self.dt_bias = torch.randn(heads.value_heads, *channels, device=device)
+        self.weight = torch.rand(heads.value_width, device=device)
+        self.plan = torch.zeros(requests, 4, dtype=torch.int32, device=device)
+        self.cursors = torch.zeros(requests + 1, 2, dtype=torch.int32, device=device)
+        self.window = torch.zeros(1, dtype=torch.int64, device=device)
+        self.slots = torch.arange(1, requests + 1, dtype=torch.int32, device=device)
+        self.accepted = torch.ones(requests, dtype=torch.int32, device=device)
+
+    @property
+    def scale(self):
+        return self.heads.key_width**-0.5
+
+    def draw(self, lengths) -> Window:
+        h, tokens = self.heads, sum(lengths)
+        sizes = (h.key_heads * h.key_width,) * 2 + (h.value_heads * h.value_width,)
+        packed = torch.randn(tokens, sum(sizes), device=self.device).to(self.dtype)
+        q, k, v = packed.split(sizes, -1)
+        channels = (h.key_width,) if self.per_channel else ()
+        a = torch.randn(tokens, h.value_heads, *channels, device=self.device).to(self.dtype)
+        b = torch.randn(tokens, h.value_heads, device=self.device).to(self.dtype)
+        gate = torch.randn(tokens, h.value_heads, h.value_width, device=self.device).to(self.dtype)
+        starts = torch.cat([torch.zeros(1), torch.tensor(lengths).cumsum(0)]).to(self.device, torch.int32)
+        return Window(
+            *(part.unflatten(-1, (-1, h.key_width)) for part in (q, k)), v.unflatten(-1, (-1, h.value_width)), a, b,
+            gate, starts,
+        )  # fmt: skip
+
+    def ragged(self):
+        return [self.random.randint(1, self.rows) for _ in range(self.requests)]
+
+    def open(self, window: Window) -> None:
+        ops.plan_recurrent_window(
+            self.plan, self.cursors, self.window, self.slots, window.starts, self.accepted, self.rows
+        )
+
+    def verify(self, window: Window, out, state=None, plan=None, every=None, norm=None, use_qk_l2norm=True) -> None:
+        ops.gated_delta_verify(
+            out, self.state if state is None else state, *self.records, self.ran, window.q, window.k, window.v,
+            window.a, window.b, self.A_log, self.dt_bias, self.plan if plan is None else plan, self.window,
+            window.starts, self.scale, gate=window.gate if norm else None, norm_weight=self.weight if norm else None,
+            gate_activation=norm or "silu", all_states=every, use_qk_l2norm=use_qk_l2norm,
+        )  # fmt: skip
+
+    def run(self, window: Window, **options):
+        self.open(window)
+        out = torch.full_like(window.gate, 7)
+        self.verify(window, out, **options)
+        return out
+
+    def states_of(self, window: Window):
+        return torch.zeros(len(window.v), *self.state.shape[1:], dtype=self.state.dtype, device=self.device)
+
+    def fold(self) -> None:
+        plan = torch.zeros_like(self.plan)
+        ops.plan_recurrent_fold(plan, self.cursors, self.slots, self.slots, self.accepted)
+        ops.gated_delta_fold(*([tensor] for tensor in (self.state, *self.records, self.ran)), plan)
+
+    def accept(self, lengths) -> None:
+        self.accepted.copy_(torch.tensor([self.random.randint(1, length) for length in lengths]))
+
+
+# ---------------------------------------------------------------- vLLM's Triton kernel
+
+
+@pytest.fixture(scope="module")
+def triton_update():
+    try:
+        return recurrent_update()
+    except ImportError as error:
+        pytest.skip(f"vLLM's kernel needs Triton, and vLLM's tree on the path: {error}")
+
+
+class EveryState:
+    """vLLM's scheme: a state for each token of a request's last window; the next one begins with the last accepted."""
+
+    def __init__(self, requests: Requests, update):
+        self.of, self.update = requests, update
+        count, rows, device = requests.requests, requests.rows, requests.device
+        self.indices = torch.arange(1, count * rows + 1, dtype=torch.int32, device=device).view(count, rows)
+        shape = (1 + count * rows, *requests.state.shape[1:])
+        self.states = torch.zeros(shape, dtype=requests.state.dtype, device=device)
+        self.states[self.indices[:, 0].long()] = requests.state[1:]
+
+    def accepted_states(self):
+        each = torch.arange(self.of.requests, device=self.of.device)
+        return self.states[self.indices[each, self.of.accepted.long() - 1].long()]
+
+    def run(self, window: Window, use_qk_l2norm=True):
+        of = self.of
+        out, _ = self.update(
+            of.A_log, window.a, window.b, of.dt_bias, window.q[None], window.k[None], window.v[None], scale=of.scale,
+            initial_state=self.states, cu_seqlens=window.starts, ssm_state_indices=self.indices,
+            num_accepted_tokens=of.accepted, use_qk_l2norm_in_kernel=use_qk_l2norm, is_kda=of.per_channel,
+        )  # fmt: skip
+        return out.view_as(window.gate)
+
+
+def check_vllm_has_the_bits(requests: Requests, update, steps, lengths_of=Requests.ragged, use_qk_l2norm=True):
+    theirs = EveryState(requests, update)
+    for _ in range(steps):
+        lengths = lengths_of(requests)
+        window = requests.draw(lengths)
+        if not use_qk_l2norm:  # keys of any length would blow the state up
+            window.k = window.k / requests.heads.key_width**0.5
+        begun_with, every = theirs.accepted_states(), requests.states_of(window)
+        out = requests.run(window, every=every, use_qk_l2norm=use_qk_l2norm)
+        assert same_bits(out, theirs.run(window, use_qk_l2norm))
+        assert same_bits(requests.state[1:], begun_with)
+        kept = torch.cat([row[:length] for row, length in zip(theirs.indices, lengths, strict=True)])
+        assert same_bits(every, theirs.states[kept.long()])
+        requests.accept(lengths)
+    requests.fold()
+    assert same_bits(requests.state[1:], theirs.accepted_states())
+    assert requests.state[1:].isfinite().all()
+    assert out.float().abs().max() > 0.01
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_bits_of_vllm(device, triton_update, state_dtype, drafts):
+    check_vllm_has_the_bits(Requests(device, 5, drafts + 1, state_dtype), triton_update, 40)
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [Heads(1, 3, 64, 64), Heads(2, 2, 256, 256), Heads(1, 2, 64, 128)], ids=str)
+def test_bits_of_vllm_at_other_widths(device, triton_update, state_dtype, heads):
+    check_vllm_has_the_bits(Requests(device, 5, 4, state_dtype, heads), triton_update, 40)
+
+
+def test_bits_of_vllm_with_half_inputs(device, triton_update):
+    check_vllm_has_the_bits(Requests(device, 5, 4, torch.float32, dtype=torch.float16), triton_update, 20)
+
+
+def test_bits_of_vllm_with_bfloat16_bias(device, triton_update):
+    requests = Requests(device, 5, 4, torch.float32)
+    requests.dt_bias = requests.dt_bias.bfloat16()
+    check_vllm_has_the_bits(requests, triton_update, 20)
+
+
+def test_bits_of_vllm_without_l2norm(device, triton_update):
+    check_vllm_has_the_bits(Requests(device, 5, 4, torch.float32), triton_update, 20, use_qk_l2norm=False)
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_bits_of_vllm_per_channel(device, triton_update, state_dtype):
+    """Windows of one token: behind the first one vLLM's kernel reads `a` of another token (it steps by V, not V dk)."""
+    requests = Requests(device, 5, 4, state_dtype, per_channel=True)
+    check_vllm_has_the_bits(requests, triton_update, 40, lambda r: [1] * r.requests)
+
+
+def test_bits_of_vllm_in_more_items_than_blocks(device, triton_update):
+    requests = Requests(device, 40, 4, torch.float32, Heads(4, 16, 128, 128))
+    check_vllm_has_the_bits(requests, triton_update, 4)
+
+
+# ---------------------------------------------------------------- vLLM's CUDA op, which ends with the norm
+
+
+@pytest.fixture(scope="module")
+def fused_op():
+    try:
+        load_core()
+        return torch.ops._C.fused_gdn_decode_post_conv_mtp
+    except (ImportError, AttributeError) as error:
+        pytest.skip(f"vLLM's core is neither installed nor named by VLLM_CORE: {error}")
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_norm_of_vllm(device, fused_op, state_dtype, activation):
+    requests = Requests(device, 6, 4, state_dtype)
+    theirs = EveryState(requests, None)
+    for _ in range(10):
+        lengths = requests.ragged()
+        window = requests.draw(lengths)
+        begun_with, expected = theirs.accepted_states(), torch.empty_like(window.gate)
+        packed = torch.cat([part.flatten(1) for part in (window.q, window.k, window.v)], 1)
+        fused_op(
+            packed, window.a, window.b, requests.A_log, requests.dt_bias, theirs.indices, window.starts,
+            requests.accepted, theirs.states, window.gate, requests.weight, expected, requests.scale, 1e-5, activation,
+        )  # fmt: skip
+        out = requests.run(window, norm=activation)
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(requests.state[1:], begun_with, rtol=0.02, atol=0.02)
+        requests.accept(lengths)
+
+
+# ---------------------------------------------------------------- bits of a scheme that stores every state
+
+
+@pytest.mark.parametrize(
+    ("state_dtype", "per_channel", "steps"),
+    [(torch.float32, False, 2500), (torch.bfloat16, False, 2500), (torch.bfloat16, True, 300)],
+    ids=["float32", "bfloat16", "kda"],
+)
+def test_bits_over_many_steps(device, state_dtype, per_channel, steps):
+    """At the widths of real models. The other scheme is the kernel without a record: every window begins with the state
+    that the last accepted token left."""
+    requests = Requests(device, 4, 4, state_dtype, per_channel=per_channel)
+    begins = requests.state.clone()
+    nothing = int32([[slot, 0, 0, slot] for slot in range(1, 5)], device)
+    other = Requests(device, 4, 4, state_dtype, per_channel=per_channel, seed=1)
+    other.A_log, other.dt_bias = requests.A_log, requests.dt_bias
+    differ = torch.zeros(1, dtype=torch.int64, device=device)
+    windows = [(lengths, requests.draw(lengths)) for lengths in (requests.ragged() for _ in range(50))]
+    for step in range(steps):
+        lengths, window = windows[step % len(windows)]
+        out, expected, every = requests.run(window), torch.empty_like(window.gate), requests.states_of(window)
+        other.verify(window, expected, state=begins, plan=nothing, every=every)
+        differ += (bits(out) != bits(expected)).sum() + (bits(requests.state[1:]) != bits(begins[1:])).sum()
+        requests.accept(lengths)
+        begins[1:] = every[(window.starts[:-1] + requests.accepted - 1).long()]
+    assert differ.item() == 0
+    assert requests.state[1:].isfinite().all()
+    assert requests.state[1:].float().abs().max() > 0.1
+
+
+# ---------------------------------------------------------------- items and blocks
+
+
+@pytest.mark.parametrize("norm", [None, "silu"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_requests_alone_and_together(device, state_dtype, norm):
+    """All at once, blocks take several heads one after another; alone, a head is several blocks. Some are padded."""
+    heads = Heads(4, 16, 128, 128)
+    together = Requests(device, 50, 4, state_dtype, heads)
+    together.slots[::7] = 0
+    alone = Requests(device, 50, 4, state_dtype, heads)
+    for _ in range(3):
+        lengths = together.ragged()
+        window = together.draw(lengths)
+        out = together.run(window, norm=norm)
+        pieces = []
+        for q in range(50):
+            begin, end = window.starts[q].item(), window.starts[q + 1].item()
+            one = Window(
+                *(t[begin:end] for t in (window.q, window.k, window.v, window.a, window.b, window.gate)),
+                int32([0, end - begin], device),
+            )
+            piece = torch.full_like(one.gate, 7)
+            plan = torch.zeros(1, 4, dtype=torch.int32, device=device)
+            ops.plan_recurrent_window(
+                plan, alone.cursors, alone.window, together.slots[q : q + 1], one.starts,
+                together.accepted[q : q + 1], 4,
+            )  # fmt: skip
+            alone.verify(one, piece, plan=plan, norm=norm)
+            pieces.append(piece)
+        assert same_bits(out, torch.cat(pieces))
+        assert not out[window.starts[7] : window.starts[8]].any()
+        for mine, other in zip((together.state, *together.records), (alone.state, *alone.records), strict=True):
+            assert same_bits(mine[1:], other[1:])
+        together.accept(lengths)
+
+
+@pytest.mark.parametrize("heads", [HEADS, Heads(1, 2, 256, 256), Heads(1, 2, 128, 256), Heads(1, 2, 64, 64)], ids=str)
+def test_norm_is_that_of_the_output(device, heads):
+    """Also where a block has too few registers for a head, and the norm is a launch of its own."""
+    requests = Requests(device, 5, 4, torch.float32, heads)
+    window = requests.draw(requests.ragged())
+    requests.open(window)
+    out, normed = torch.empty_like(window.gate), torch.empty_like(window.gate)
+    state, records = requests.state.clone(), [record.clone() for record in requests.records]
+    requests.verify(window, out)
+    requests.state, requests.records = state, records
+    requests.verify(window, normed, norm="silu")
+    o = out.float()
+    expected = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5) * requests.weight
+    expected = expected * torch.nn.functional.silu(window.gate.float())
+    torch.testing.assert_close(normed.float(), expected, rtol=2**-7, atol=1e-6)
+
+
+def test_long_records(device):
+    """The most rows that a record may have take more shared memory than a launch gets unasked."""
+    requests = Requests(device, 3, 32, torch.float32)
+    for _ in range(3):
+        lengths = [32, 1, 17]
+        window = requests.draw(lengths)
+        every = requests.states_of(window)
+        requests.run(window, norm="silu", every=every)
+        requests.accept(lengths)
+        requests.fold()
+        assert same_bits(requests.state[1:], every[(window.starts[:-1] + requests.accepted - 1).long()])
+
+
+def test_offsets_beyond_32_bits(device):
+    """States of more than 2^31 elements: the last slot is reached, and the first one is not."""
+    heads, slots = Heads(1, 4, 128, 128), 2**31 // (4 * 128 * 128) + 2
+    last = Requests(device, 1, 2, torch.bfloat16, heads)
+    state = torch.zeros(slots, 4, 128, 128, dtype=torch.bfloat16, device=device)
+    state[-1], state[1] = last.state[1], 3
+    large = make_layer(heads, slots, 2, torch.bfloat16, one_page=False)
+    records = [r.to(device) for r in (large.record_keys, large.record_norms, large.record_decays, large.record_values)]
+    window, plan = last.draw([2]), int32([[slots - 1, 0, 0, slots - 1]], device)
+    expected = last.run(window)
+    out = torch.zeros_like(expected)
+    last.records = records
+    last.verify(window, out, state=state, plan=plan)
+    assert same_bits(out, expected)
+    fold = int32([[slots - 1, 2, 1, slots - 1]], device)
+    ops.gated_delta_fold([state], *([record] for record in records), [last.ran], fold)
+    last.accepted.fill_(2)
+    last.records = Requests(device, 1, 2, torch.bfloat16, heads).records
+    assert not same_bits(state[-1], last.state[1])
+    assert (state[1] == 3).all()
+
+
+# ---------------------------------------------------------------- graphs and streams
+
+
+@pytest.mark.parametrize("norm", [None, "silu"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_window_in_a_cuda_graph(device, state_dtype, norm):
+    """Captured once, for the most tokens; every replay has other lengths, slots, padding, inputs and acceptance, and is
+    compared with a run without a graph."""
+    count, rows = 12, 4
+    captured = Requests(device, count, rows, state_dtype)
+    eager = Requests(device, count, rows, state_dtype)
+    window = captured.draw([rows] * count)
+    out = torch.zeros_like(window.gate)
+
+    def run():
+        captured.open(window)
+        captured.verify(window, out, norm=norm)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for tensor, fresh in zip(
+        (captured.state, captured.cursors, captured.window, *captured.records),
+        (eager.state, eager.cursors, eager.window, *eager.records),
+        strict=True,
+    ):
+        tensor.copy_(fresh)
+    dice = random.Random(3)
+    lengths_of = dict.fromkeys(range(1, count + 1), 1)
+    for _ in range(60):
+        lengths = [dice.randint(0, rows) for _ in range(count)]
+        slots = [slot if dice.random() < 0.8 else 0 for slot in dice.sample(range(1, count + 1), count)]
+        accepted = [dice.randint(1, lengths_of[slot]) if slot else 99 for slot in slots]
+        fresh = captured.draw(lengths)
+        tokens = sum(lengths)
+        for name in ("q", "k", "v", "a", "b", "gate"):
+            getattr(window, name)[:tokens] = getattr(fresh, name)
+        window.starts.copy_(fresh.starts)
+        for requests in (captured, eager):
+            requests.slots.copy_(torch.tensor(slots))
+            requests.accepted.copy_(torch.tensor(accepted))
+        out.fill_(7)
+        graph.replay()
+        expected = eager.run(fresh, norm=norm)
+        assert same_bits(out[:tokens], expected)
+        assert (out[tokens:] == 7).all()
+        for mine, other in zip(
+            (captured.state, captured.plan, captured.cursors, captured.window, *captured.records),
+            (eager.state, eager.plan, eager.cursors, eager.window, *eager.records),
+            strict=True,
+        ):
+            assert torch.equal(mine[1:], other[1:]) if mine.dim() > 1 else torch.equal(mine, other)
+        for slot, length in zip(slots, lengths, strict=True):
+            if slot and length:
+                lengths_of[slot] = length
+    assert captured.state[1:].isfinite().all()
+
+
+def test_another_stream(device):
+    """The ops follow torch's current stream."""
+    ours, theirs = (Requests(device, 3, 4, torch.float32) for _ in range(2))
+    window = ours.draw([4, 2, 3])
+    late = Window(*(torch.zeros_like(getattr(window, f.name)) for f in dataclasses.fields(window)))
+    late.starts.copy_(window.starts)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        for name in ("q", "k", "v", "a", "b"):  # only after the sleep do they hold what must be computed
+            getattr(late, name).copy_(getattr(window, name))
+        out = ours.run(late)
+        ours.accepted.fill_(1)
+        ours.fold()
+    stream.synchronize()
+    expected = theirs.run(window)
+    theirs.fold()
+    assert same_bits(out, expected)
+    assert same_bits(ours.state[1:], theirs.state[1:])
+
+
+def test_window_allocates_nothing_and_waits_for_nothing(device):
+    requests = Requests(device, 3, 4, torch.float32)
+    window = requests.draw([4, 2, 3])
+    out = requests.run(window, norm="silu")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        requests.open(window)
+        requests.verify(window, out, norm="silu")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+# ---------------------------------------------------------------- folds of all layers
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_cancel_of_many_layers(device, state_dtype):
+    """More layers than fit one launch; those that ran in the window have folded already."""
+    count, layers = 3, 80
+    heads = Heads(1, 2, 64, 64)
+    every = [Requests(device, count, 4, state_dtype, heads, seed=i) for i in range(layers)]
+    first = every[0]
+    window = first.draw([4, 2, 3])
+    first.open(window)
+    for layer in every:
+        layer.verify(window, torch.empty_like(window.gate), plan=first.plan, state=layer.state)
+    first.accepted.copy_(torch.tensor([3, 1, 2]))
+    first.open(window)
+    expected = []
+    for layer in every:
+        layer.window = first.window
+        before = [tensor.clone() for tensor in (layer.state, *layer.records)]
+        layer.verify(window, torch.empty_like(window.gate), plan=first.plan)
+        expected.append(layer.state.clone())
+        if every.index(layer) % 3:  # did not run
+            for tensor, old in zip((layer.state, *layer.records), before, strict=True):
+                tensor.copy_(old)
+            layer.ran.zero_()
+    lists = zip(*((layer.state, *layer.records, layer.ran) for layer in every), strict=True)
+    ops.gated_delta_fold(*map(list, lists), first.plan, first.window)
+    for layer, state in zip(every, expected, strict=True):
+        assert same_bits(layer.state[1:], state[1:])
