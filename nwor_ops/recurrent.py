@@ -380,6 +380,7 @@ class RecurrentStates(Stateful[_Layer]):
         except Exception:
             if before is not None and before != int(self.window):
                 self._undo()
+                self._close()
             raise
         self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
         if requests < self.max_num_requests:  # the rest have no tokens
@@ -476,7 +477,7 @@ class RecurrentStates(Stateful[_Layer]):
         if self.device.type == "cpu":
             self._check_commit(slots, num_accepted)
         self.num_accepted.scatter_(0, slots, num_accepted[:requests])
-        self._state = State.CLOSED
+        self._close()
 
     def cancel(self) -> None:
         """Close the window as if it had not been begun: none of its tokens stay, and nothing is pending.
@@ -489,7 +490,7 @@ class RecurrentStates(Stateful[_Layer]):
         """
         self._require(State.OPEN, "cancel")
         self._undo()
-        self._state = State.CLOSED
+        self._close()
 
     # ------------------------------------------------------------ between windows
 
@@ -554,6 +555,11 @@ class RecurrentStates(Stateful[_Layer]):
             layer.cache.state.index_fill_(0, rows, 0)
 
     # ------------------------------------------------------------ inside
+
+    def _close(self) -> None:
+        # Compiled or captured layers that run outside a window, as in a warm-up, would replay the last one's plan again.
+        self.plan.zero_()
+        self._state = State.CLOSED
 
     def _undo(self) -> None:
         """Of a window that is planned: what was pending before is applied in all layers, and nothing is pending."""

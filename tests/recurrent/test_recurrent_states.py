@@ -353,6 +353,30 @@ def test_pages_of_several_dtypes_are_traced_within_an_op_of_the_engine():
     torch._dynamo.reset()
 
 
+def test_a_compiled_call_outside_a_window_touches_nothing():
+    """Compiled and captured code cannot see that no window is open: warm-up runs, and batches of nobody's tokens."""
+    decoding = Decoding(["gdn"])
+    decoding.start(1, 2)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda inputs: decoding.verify("gdn", inputs), fullgraph=True)
+    cache = decoding.caches["gdn"]
+    for close in ("neither", "commit", "cancel"):
+        if close != "neither":
+            decoding.window({1: 4, 2: 3}, {1: 2, 2: 3})
+            decoding.begin([1], [4])
+            inputs = decoding.forward()["gdn"]
+            decoding.commit({1: 3}) if close == "commit" else decoding.states.cancel()
+        else:
+            inputs = decoding.inputs("gdn", 4)
+        before = [tensor.clone() for tensor in (cache.state, *cache.records, decoding.states.cursors)]
+        assert not compiled(inputs).any()
+        for tensor, old in zip((cache.state, *cache.records, decoding.states.cursors), before, strict=True):
+            assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
+    decoding.states.fold(int32(1, 2))
+    decoding.assert_folded(1, 2)
+    torch._dynamo.reset()
+
+
 # ---------------------------------------------------------------- memory
 
 
