@@ -364,6 +364,13 @@ def test_misaligned_states(device, state_dtype, shift):
     check_fold(fold_arguments(state_dtype=state_dtype, shift=shift), device)
 
 
+def test_all_states_of_any_stride(device):
+    arguments = verify_arguments(all_states=True)
+    every = named(VERIFY, arguments)["all_states"]
+    spaced = surrounded(torch.stack([every, every], 1))[:, 0]
+    check_verify(with_arguments(VERIFY, arguments, all_states=spaced), device)
+
+
 def copies(arguments: tuple, name: str) -> list[torch.Tensor]:
     """The same numbers in other layouts: every alignment of 16 bytes, spaced heads, spaced tokens."""
     tensor = named(VERIFY, arguments)[name]
@@ -470,8 +477,8 @@ def test_cancel_leaves_out_layers_that_ran(device):
 
 
 def test_many_layers(device):
-    """More than fit in the parameters of one launch."""
-    check_fold(fold_arguments(70, Heads(1, 1), folds=((2, 1, 0, 2), (1, 3, 1, 4))), device)
+    """More than fit in the parameters of one launch, which are 72."""
+    check_fold(fold_arguments(75, Heads(1, 1), folds=((2, 1, 0, 2), (1, 3, 1, 4))), device)
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
@@ -668,7 +675,7 @@ def test_bad_plan(device, row, error, sentence):
     [
         ((0, 3, 2, 4), "query_start_loc must start at 0 or above and not decrease, got 3 and 2 around request 1"),
         ((-1, 2, 4, 6), "query_start_loc must start at 0 or above"),
-        ((0, 3, 5, 99), "q must have a row for every token, got 8 where request 2 ends at token 99"),
+        ((0, 3, 6, 9), "q must have a row for every token, got 8 where request 2 ends at token 9"),
         ((0, 4, 5, 6), "query_start_loc must give a request no more than the 3 tokens .*, got 4 for request 0"),
     ],
 )
@@ -756,6 +763,25 @@ def test_refused_lists(device):
     refuse(FOLD, (*mixed, arguments[6]), ValueError, sentence)
     twice = [[*tensors[:2], tensors[0]] for tensors in arguments[:6]]
     refuse(FOLD, (*twice, arguments[6]), ValueError, "states and states must not share memory")
+
+
+def test_refused_lists_of_two_shapes(device):
+    """As long, from slot to slot, but of other heads."""
+    made = [twin(fold_arguments(1, Heads(1, 2, *widths), one_page=False), device) for widths in ((64, 128), (128, 64))]
+    assert made[0][0][0].stride(0) == made[1][0][0].stride(0)
+    lists = [[*mine, *theirs] for mine, theirs in zip(made[0][:6], made[1][:6], strict=True)]
+    sentence = r"states\[1\] must be of the shape and strides of states\[0\], torch.float32 \[5, 2, 128, 64\], got"
+    refuse(FOLD, (*lists, made[0][6]), ValueError, sentence)
+
+
+@pytest.mark.parametrize("name", ["plan", "window"])
+def test_a_state_is_apart_from_what_says_where_to_fold(device, name):
+    """Also where their dtypes differ."""
+    arguments = twin(fold_arguments(2, ran=()), device)
+    given = named(FOLD, arguments)
+    shared = given["states"][1][0].view(-1).view(given[name].dtype)[: given[name].numel()].view_as(given[name])
+    call = with_arguments(FOLD, arguments, **{name: shared.zero_()})
+    refuse(FOLD, call, ValueError, f"states and {name} must not share memory")
 
 
 @pytest.mark.gpu
