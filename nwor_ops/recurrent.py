@@ -21,7 +21,7 @@ captured in a CUDA graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -138,7 +138,7 @@ class RecurrentCache:
     def __post_init__(self) -> None:
         def check(name: str, *dtypes: torch.dtype, dims: int) -> Tensor:
             tensor: Tensor = getattr(self, name)
-            validation.tensor(f"RecurrentCache: {name}", tensor, *dtypes, dims=dims)
+            validation.tensor(f"RecurrentCache: {name}", tensor, *dtypes, dims=dims, least=1)
             validation.tensor(f"RecurrentCache: {name}", tensor, device=self.state.device)
             if tensor.numel() and not tensor[0].is_contiguous():
                 raise ValueError(
@@ -302,8 +302,8 @@ class RecurrentStates(Stateful[_Layer]):
 
         Raises:
             RuntimeError: no layer is registered.
-            ValueError, TypeError: a layer whose states :func:`nwor_ops.gated_delta_fold` would refuse, or layers of one
-                geometry that share memory.
+            ValueError, TypeError: a layer whose states :func:`nwor_ops.gated_delta_fold` would refuse, or states and
+                records that share memory.
         """
         self._require(State.REGISTERING, "allocate")
         if not self._layers:
@@ -324,6 +324,7 @@ class RecurrentStates(Stateful[_Layer]):
         for name, layer in self._layers.items():
             self._try_fold([name])
             by_geometry.setdefault(layer.cache.geometry, []).append(name)
+        self._check_apart()
         self._launches = [self._try_fold(names) for names in by_geometry.values()]  # of a fold
         self._untraceable = self._layers_of_mixed_storages()
         self._state = State.CLOSED
@@ -449,9 +450,9 @@ class RecurrentStates(Stateful[_Layer]):
         cache = layer.cache
         ops.gated_delta_verify(
             out, cache.state, *cache.records, layer.window, q, k, v, a, b, A_log, dt_bias, self.plan, self.window,
-            self.query_start_loc, scale=q.shape[-1] ** -0.5 if scale is None else scale, softplus_beta=softplus_beta,
-            softplus_threshold=softplus_threshold, use_qk_l2norm=use_qk_l2norm, gate=gate, norm_weight=norm_weight,
-            norm_eps=norm_eps, gate_activation=gate_activation, all_states=all_states,
+            self.query_start_loc, scale=cache.state.shape[-1] ** -0.5 if scale is None else scale,
+            softplus_beta=softplus_beta, softplus_threshold=softplus_threshold, use_qk_l2norm=use_qk_l2norm, gate=gate,
+            norm_weight=norm_weight, norm_eps=norm_eps, gate_activation=gate_activation, all_states=all_states,
         )  # fmt: skip
         if not traced and self._state is State.OPEN:  # not in a capture, which is no window
             self._verified.add(name)
@@ -557,7 +558,7 @@ class RecurrentStates(Stateful[_Layer]):
     # ------------------------------------------------------------ inside
 
     def _close(self) -> None:
-        # Compiled or captured layers that run outside a window, as in a warm-up, would replay the last one's plan again.
+        # Compiled or captured layers that run outside a window, as in a warm-up, would replay its plan again.
         self.plan.zero_()
         self._state = State.CLOSED
 
@@ -577,6 +578,20 @@ class RecurrentStates(Stateful[_Layer]):
         except (ValueError, TypeError) as error:
             raise type(error)(f"allocate: {', '.join(names)} could not be folded: {error}") from error
         return launch
+
+    def _check_apart(self) -> None:
+        """Raises where states and records share memory, of one layer or of two: a window would write what is not its
+        own, and no kernel sees all layers."""
+        places = [(f"{field.name} of {name!r}", getattr(layer.cache, field.name))
+                  for name, layer in self._layers.items() for field in fields(layer.cache)]  # fmt: skip
+        slots = torch.arange(self.num_slots)
+        starts = torch.cat([tensor.data_ptr() + slots * tensor.stride(0) * tensor.itemsize for _, tensor in places])
+        sizes = torch.tensor([tensor[0].numel() * tensor.itemsize for _, tensor in places])
+        starts, order = starts.sort()
+        ends = starts + sizes.repeat_interleave(self.num_slots)[order]
+        for index in (starts[1:] < ends[:-1]).nonzero()[:1, 0].tolist():
+            first, second = sorted(int(place) // self.num_slots for place in order[index : index + 2])
+            raise ValueError(f"allocate: {places[first][0]} and {places[second][0]} must not share memory")
 
     def _layers_of_mixed_storages(self) -> set[str]:
         """Layers with a storage that holds several dtypes, as pages do: AOTAutograd (torch 2.13) refuses a graph that

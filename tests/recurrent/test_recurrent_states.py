@@ -511,6 +511,7 @@ def test_windows_that_cannot_be_are_refused_before_anything_changes(replaced, er
 VERIFIES = [
     ({"q": None}, TypeError, "verify: q must be a tensor, got None"),
     ({"v": 3}, TypeError, "verify: v must be a tensor, got 3"),
+    ({"q": torch.tensor(1.0)}, ValueError, "gated_delta_verify: q must be"),
     ({"k": torch.zeros(3, 1, 32, dtype=torch.bfloat16)}, ValueError, "gated_delta_verify: k must be"),
     ({"a": torch.zeros(3, 3)}, ValueError, "gated_delta_verify: a must be"),
     ({"b": torch.zeros(3, 2, dtype=torch.int32)}, TypeError, "gated_delta_verify: b must have dtype"),
@@ -603,6 +604,8 @@ CACHES = [
     (lambda: new_cache(per_channel=1), TypeError, "RecurrentCache.new: per_channel must be True or False"),
     (lambda: RecurrentCache.beside(torch.zeros(4, 64, 64), max_window=2, num_key_heads=1), ValueError,
      "RecurrentCache.beside: state must have 4 dimensions"),
+    (lambda: RecurrentCache.beside(torch.zeros(0, 2, 64, 64), max_window=2, num_key_heads=1), ValueError,
+     "RecurrentCache: state must have 4 dimensions, the first of at least 1, got"),
     (lambda: RecurrentCache(*replaced("state", lambda t: t.half())), TypeError,
      "RecurrentCache: state must have dtype"),
     (lambda: RecurrentCache(*replaced("state", lambda t: t.transpose(2, 3))), ValueError,
@@ -660,9 +663,53 @@ def test_a_layer_that_no_kernel_takes_is_refused_before_any_window():
         states.allocate()
 
 
-def test_layers_that_share_their_states_are_refused():
+def test_layers_that_lie_in_other_strides_are_folded_apart():
+    states = new_states()
+    states.register_layer("a", new_cache())
+    spaced = torch.zeros(4, 3, 64, 64)[:, :2]
+    states.register_layer("b", RecurrentCache.beside(spaced, max_window=3, num_key_heads=1))
+    states.allocate()
+    states.copy(int32(1), int32(2))
+
+
+def sharing(what: str) -> dict[str, RecurrentCache]:
+    a, b = new_cache(), new_cache()
+    if what == "records":
+        return {"a": a, "b": RecurrentCache(b.state, *a.records)}
+    if what == "states of two geometries":
+        return {"a": a, "b": RecurrentCache(a.state, *new_cache(dtype=torch.float16).records)}
+    memory = torch.zeros(a.state.numel() + b.record_values.numel())
+    within = memory[100:][: b.record_values.numel()].view_as(b.record_values)
+    if what == "a state and another's record":
+        return {"a": RecurrentCache(memory[: a.state.numel()].view_as(a.state), *a.records),
+                "b": RecurrentCache(b.state, *b.records[:3], within)}  # fmt: skip
+    assert what == "records of one layer"
+    norms = memory[: a.record_norms.numel()].view_as(a.record_norms)
+    decays = memory[norms.numel() - 1 :][: a.record_decays.numel()].view_as(a.record_decays)
+    return {"a": RecurrentCache(a.state, a.record_keys, norms, decays, a.record_values)}
+
+
+SHARED = {
+    "records": "record_(keys|norms|decays|values) of 'a' and record_(keys|norms|decays|values) of 'b'",
+    "states of two geometries": "state of 'a' and state of 'b'",
+    "a state and another's record": "state of 'a' and record_values of 'b'",
+    "records of one layer": "record_norms of 'a' and record_decays of 'a'",
+}
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_layers_that_share_memory_are_refused(what):
+    states = new_states()
+    for name, cache in sharing(what).items():
+        states.register_layer(name, cache)
+    with pytest.raises(ValueError, match=f"^allocate: {SHARED[what]} must not share memory"):
+        states.allocate()
+    assert states.state is State.REGISTERING
+
+
+def test_a_cache_that_is_registered_twice_is_refused():
     states, cache = new_states(), new_cache()
     states.register_layer("a", cache)
     states.register_layer("b", cache)
-    with pytest.raises(ValueError, match=r"allocate: a, b could not be folded: .*share memory"):
+    with pytest.raises(ValueError, match=r"^allocate: \w+ of 'a' and \w+ of 'b' must not share memory"):
         states.allocate()
