@@ -21,7 +21,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Under a sanitizer: no graphs, compilers, subprocesses or large caches, which are slow there and add no kernel.
 SANITIZED = (
     "(layout or transaction or judge or micro or acceptance or samples or placement or no_numbers or bad_data "
-    "or plane_table or leading_zero) "
+    "or plane_table or leading_zero or norm_is) "
     "and not (compile or opcheck or graph or test_debug or any_counts or equals_a_run)"
 )
 

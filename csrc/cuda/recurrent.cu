@@ -8,8 +8,7 @@
 //
 // Bits are those of vLLM's Triton kernel as Triton 3.6 compiles it for num_warps=4: the same approximations
 // of exp, log, 1/x and 1/sqrt(x), the same fused multiply-adds, and each sum in the same order. So products
-// are written with the functions that the compiler does not fuse, and `dot` and `sum_rows` say which sum is
-// whose.
+// are written with the functions that the compiler does not fuse, and `dot` says which sum is whose.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -131,9 +130,10 @@ struct Rows {
     static constexpr int kRows = 512 / kWidth;
     static constexpr int kRowsOfWarp = kRows * kGroups;
     // Of Triton's program: one lane has one chunk of a row, and a row that needs more than a warp is summed
-    // in parts; it keeps every kTileStep-th row in the same registers.
+    // in parts. In the last rows of a tile, those in the last registers, or all, `dot_chunk` begins with the
+    // first product.
     static constexpr int kParts = kWidth > kWarp* kChunk ? kWidth / (kWarp * kChunk) : 1;
-    static constexpr int kTileStep = kWarp * kChunk * 4 / kWidth;
+    static constexpr int kLastRows = kChunk * 8 == kWidth ? kRowsOfTile : kWarp * kChunk * 4 / kWidth;
     static constexpr int kLanesOfSum = kLanes / kRows;  // that hold the sum of the same row
 
     float h[kRows][kChunks][kChunk];
@@ -337,10 +337,10 @@ __device__ float dot(const Rows<State, kWidth>& rows,
     float sums[R::kRows * R::kParts];
 #pragma unroll
     for (int j = 0; j < R::kRows; ++j) {
-        // Whether a row at j can be one of the last kTileStep of a tile, and whether this one is.
-        const bool may_be_last = kOfKey && kGroups * (j + 1) + R::kTileStep > R::kRowsOfWarp;
+        // Whether a row at j can be one of the last of a tile, and whether this one is.
+        const bool may_be_last = kOfKey && kGroups * (j + 1) + R::kLastRows > R::kRowsOfWarp;
         const bool last =
-            may_be_last && (first + kGroups * j + at.group) % kRowsOfTile >= kRowsOfTile - R::kTileStep;
+            may_be_last && (first + kGroups * j + at.group) % kRowsOfTile >= kRowsOfTile - R::kLastRows;
 #pragma unroll
         for (int part = 0; part < R::kParts; ++part) {
             float chunks[kChunksOfPart];
@@ -901,13 +901,11 @@ LaunchShape shape_for_heads(const char* op, int64_t heads, int64_t splits, int64
             static_cast<size_t>(shared_bytes)};
 }
 
-// Rows of a state that a block takes: few while the blocks are few, so that they spread over the chip.
+// Rows of a state that a block takes: few while the blocks are few, so that they spread over the chip. Below
+// 64, what each block does for all of its rows costs more than that gains.
 int64_t values_of_block(const RecurrentRecord& r, int64_t heads, int64_t most) {
     int64_t values = std::min(r.value_width, most);
-#ifdef NWOR_TRY
-    if (const char* text = std::getenv("NWOR_TRY_VALUES")) return std::min<int64_t>(values, std::atoi(text));
-#endif
-    while (values > kRowsOfTile && heads * (r.value_width / values) < kEnoughBlocks) values /= 2;
+    while (values > 64 && heads * (r.value_width / values) < 2 * kEnoughBlocks) values /= 2;
     return values;
 }
 
