@@ -294,16 +294,13 @@ def schedule(requests: list[Request], chance: random.Random) -> list[tuple[Reque
     return rows
 
 
-def run(fused_norm: bool, full_graphs: bool, state: torch.dtype) -> dict[str, Any]:
-    from nwor_ops.vllm.recurrent.audit import StateAudit
-
-    chance, torch_chance = random.Random(7), torch.Generator().manual_seed(7)
-    config = configuration(full_graphs, state)
+def weights_of(generator: torch.Generator) -> list[dict[str, Tensor]]:
+    """Of each group's layer."""
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=torch_chance)
+        return torch.randn(*shape, generator=generator)
 
-    weights = [
+    return [
         {
             "A_log": normal(VALUE_HEADS),
             "dt_bias": normal(VALUE_HEADS).to(torch.bfloat16),
@@ -312,6 +309,23 @@ def run(fused_norm: bool, full_graphs: bool, state: torch.dtype) -> dict[str, An
         }
         for _ in range(GROUPS)
     ]
+
+
+def normal_inputs(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]]:
+    """Of a step, for each group's layer."""
+    shapes = {"mixed_qkv": (DIMENSION,), "b": (VALUE_HEADS,), "a": (VALUE_HEADS,), "gate": (VALUE_HEADS, WIDTH)}
+    return [
+        {name: torch.randn(tokens, *shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+        for _ in range(GROUPS)
+    ]
+
+
+def run(fused_norm: bool, full_graphs: bool, state: torch.dtype) -> dict[str, Any]:
+    from nwor_ops.vllm.recurrent.audit import StateAudit
+
+    chance, generator = random.Random(7), torch.Generator().manual_seed(7)
+    config = configuration(full_graphs, state)
+    weights = weights_of(generator)
     sides = [Side(config, one_state, fused_norm, weights) for one_state in (False, True)]
     audit = StateAudit(sides[1].builders)
     requests: list[Request] = []
@@ -327,15 +341,7 @@ def run(fused_norm: bool, full_graphs: bool, state: torch.dtype) -> dict[str, An
         kind = "windows_only" if windows == len(scheduled) else "mixed" if windows else "prompts_only"
         said[kind] += 1
         batch = Batch(scheduled, full_graphs and kind == "windows_only")
-        inputs = [
-            {
-                "mixed_qkv": normal(batch.tokens, DIMENSION).to(torch.bfloat16),
-                "b": normal(batch.tokens, VALUE_HEADS).to(torch.bfloat16),
-                "a": normal(batch.tokens, VALUE_HEADS).to(torch.bfloat16),
-                "gate": normal(batch.tokens, VALUE_HEADS, WIDTH).to(torch.bfloat16),
-            }
-            for _ in range(GROUPS)
-        ]
+        inputs = normal_inputs(generator, batch.tokens)
         outputs = [
             side.run(batch, [request.blocks[number] for request, _, _ in scheduled], inputs)
             for number, side in enumerate(sides)
@@ -363,7 +369,8 @@ def run(fused_norm: bool, full_graphs: bool, state: torch.dtype) -> dict[str, An
     return said | audit.summary()
 
 
-def main() -> None:
+def prepare_vllm() -> None:
+    """Before anything of it is imported."""
     use_interpreter()
     from vllm.third_party.flash_linear_attention.ops import layernorm_guard
 
@@ -374,6 +381,10 @@ def main() -> None:
     layer.vllm_layer.causal_conv1d_fn = convolve_prompts
     layer.vllm_layer.causal_conv1d_update = convolve_windows
     layer.vllm_layer.supports_fused_mtp_decode = lambda: True
+
+
+def main() -> None:
+    prepare_vllm()
     cases = {
         "plain": (False, False, torch.float32),
         "plain-graphs": (False, True, torch.bfloat16),

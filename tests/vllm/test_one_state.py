@@ -41,23 +41,45 @@ STATES = MambaSpec(
 # ---------------------------------------------------------------- beside vLLM's
 
 
-@pytest.mark.parametrize("case", ["plain", "plain-graphs", "fused-norm", "fused-norm-graphs"])
-def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
-    """Real layers and builders of the installed vLLM on the CPU; in a process of its own, as Triton must be told to
-    interpret before it is imported. Every state is audited there."""
+def interpreted(script: str, case: str) -> Any:
+    """What a script says of a case. In a process of its own, as Triton must be told to interpret before it is imported:
+    real layers and builders of the installed vLLM on the CPU. Every state is audited there."""
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, str(SUPPORT / "one_state_layers.py"), case], capture_output=True, text=True, timeout=900,
+        [sys.executable, str(SUPPORT / script), case], capture_output=True, text=True, timeout=900,
         env={**environment(), "TRITON_INTERPRET": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     [said] = [json.loads(line.removeprefix(case)) for line in done.stdout.splitlines() if line.startswith(f"{case} ")]
+    return said
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "plain-graphs",
+        "fused-norm",
+        pytest.param("plain", marks=pytest.mark.nightly),
+        pytest.param("fused-norm-graphs", marks=pytest.mark.nightly),
+    ],
+)
+def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
+    said = interpreted("one_state_layers.py", case)
     assert said["blocks"] == [4, 1]  # of a request and group: vanilla's, ours
     assert min(said["windows_only"], said["mixed"]) > 12
     assert min(said["prompts_only"], said["preempted"]) > 0
     assert said["states_compared"] > 150
     # Most windows kept some drafts and lost some.
     assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
+
+
+def test_outputs_with_prefix_caching_are_those_of_a_state_per_draft() -> None:
+    """vLLM's own kernels copy its states from block to block, and say where ours go."""
+    said = interpreted("one_state_aligned.py", "aligned")
+    assert said["hits"] > 4
+    assert min(said["prompts"], said["windows"]) > 10
+    assert said["audit"]["folds"] > 60
+    assert said["audit"]["states_compared"] > said["audit"]["folds"]
 
 
 # ---------------------------------------------------------------- what a page holds
