@@ -367,7 +367,8 @@ REFUSALS = (
             _has("speculative_config.num_speculative_tokens_per_batch_size"), one_state=_NOT_TRIED),
     Refusal("watermarking", "", "it samples from contexts that are prepared on the host", _has("watermark_config")),
     Refusal("weight offloading", "", _NOT_TRIED,
-            _has("offload_config.uva.cpu_offload_gb", "offload_config.prefetch.offload_group_size")),
+            _has("offload_config.uva.cpu_offload_gb", "offload_config.prefetch.offload_group_size"),
+            one_state=_NOT_TRIED),
 )
 # fmt: on
 

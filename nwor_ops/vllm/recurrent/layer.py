@@ -32,12 +32,10 @@ class OneStateGatedDeltaNet(vllm_layer.QwenGatedDeltaNetAttention):
     Attributes:
         one_state: whether this engine has it; all else only then.
         geometry: of the record.
-        records: views of the cache, once it is bound.
         layer_window: int64 ``[1]``, the number of the last window that this layer verified.
         all_states: of an audit, ``[max_tokens, value_heads, dv, dk]``: the states that vLLM would have kept.
     """
 
-    records: Records
     layer_window: Tensor
     all_states: Tensor | None = None
 
@@ -66,13 +64,18 @@ class OneStateGatedDeltaNet(vllm_layer.QwenGatedDeltaNetAttention):
             return
         states = self.kv_cache
         offset = sum(state[0].numel() * state.element_size() for state in states)
-        self.records = self.geometry.bind(kv_cache.squeeze(dim=(1, 2)), offset)
+        self.kv_cache = (*states, *self.geometry.bind(kv_cache.squeeze(dim=(1, 2)), offset))
         self.layer_window = torch.zeros(1, dtype=torch.int64, device=kv_cache.device)
         setattr(states[1], _OWNER, self)
         if self._most_audited_tokens:
             self.all_states = torch.empty(
                 self._most_audited_tokens, *states[1].shape[1:], dtype=states[1].dtype, device=kv_cache.device
             )
+
+    @property
+    def records(self) -> Records:
+        """Views of the cache, behind vLLM's states in ``kv_cache``: vLLM lets go of a cache by emptying that."""
+        return Records(*self.kv_cache[2:])
 
     # ------------------------------------------------------------ a step
 
