@@ -459,9 +459,9 @@ inline VerifyArguments check_verify(
     VerifyArguments c{};
     c.op = op;
     c.states = states_view(states);
+    check_inputs(to);
     c.record = record_view({keys, norms, decays, values}, c.states);
     const int64_t heads = c.states.num_value_heads, dk = c.states.key_width, dv = c.states.value_width;
-    check_inputs(to);
     c.dtype = out.scalar_type();
     if (q.dim() != 3) qs.must_be("[num_tokens, num_key_heads, key_width]");
     c.num_tokens = q.size(0);

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
-from nwor_ops.transaction.state import State, Stateful, raises_behind_launches
+from nwor_ops.transaction.state import State, Stateful, is_capturing, raises_behind_launches
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -435,6 +435,7 @@ class RecurrentStates(Stateful[_Layer]):
         """
         layer = self._layer(name, "verify")
         traced = torch.compiler.is_compiling()
+        counted = False
         if traced and name in self._untraceable:
             raise RuntimeError(
                 f"verify: the tensors of layer {name!r} must not share a storage with tensors of another dtype where "
@@ -443,7 +444,8 @@ class RecurrentStates(Stateful[_Layer]):
         if not traced:
             validation.tensors("verify", q=q, v=v)
             self._require_window("verify", name, q)
-            if name in self._verified:
+            counted = not is_capturing(q)  # a capture runs nothing
+            if counted and name in self._verified:
                 raise RuntimeError(f"verify: layer {name!r} must run once in a window, it has run in this one")
         if out is None:
             out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
@@ -454,7 +456,7 @@ class RecurrentStates(Stateful[_Layer]):
             softplus_beta=softplus_beta, softplus_threshold=softplus_threshold, use_qk_l2norm=use_qk_l2norm, gate=gate,
             norm_weight=norm_weight, norm_eps=norm_eps, gate_activation=gate_activation, all_states=all_states,
         )  # fmt: skip
-        if not traced and self._state is State.OPEN:  # not in a capture, which is no window
+        if counted:
             self._verified.add(name)
         return out
 
