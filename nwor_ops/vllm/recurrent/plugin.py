@@ -79,13 +79,19 @@ class OneState:
         if self._aligned is not None:
             self._aligned.audit = self.audit
 
+    @property
+    def requests_before(self) -> int:
+        """Requests of the longest length that fit with vLLM's states, whose pages have no record."""
+        blocks = self.num_blocks * self._page_bytes // (self._page_bytes - self._record_bytes)
+        return blocks // self.blocks_before
+
     def describe(self) -> str:
         now, before = self.blocks_per_request, self.blocks_before
         return (
             f"{self.num_layers} layers with 1 state per request (vLLM: {self.states_before}) and a record of "
             f"{self._record_bytes / 2**10:.1f} KiB ({100 * self._record_bytes / self._page_bytes:.1f}% of a page); a "
             f"request of {self.max_model_len} tokens has {now} blocks ({before}), {self.num_blocks // now} of them fit "
-            f"({self.num_blocks // before})"
+            f"({self.requests_before})"
         )
 
 
