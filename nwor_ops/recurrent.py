@@ -470,7 +470,8 @@ class RecurrentStates(Stateful[_Layer]):
         Raises:
             RuntimeError: no window is open; on the CPU, a layer that has not run in it: :meth:`cancel` it.
             ValueError, TypeError: a wrong shape, dtype or device; on the CPU, a number that is not 1 to the tokens of
-                the request. On CUDA the next window leaves such a request out. The window is still open then.
+                the request. On CUDA every later window leaves such a request out (its outputs are zeros), until
+                its slot is reset or folded. The window is still open then.
         """
         self._require(State.OPEN, "commit")
         requests = self._num_requests

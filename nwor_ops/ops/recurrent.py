@@ -11,7 +11,7 @@ tokens stay is an argument of the next plan. :func:`plan_recurrent_fold` and :fu
 what is pending, before anybody else looks at a state.
 
 Letters as in :mod:`nwor_ops.ops`; further S slots of states, H key heads, V value heads (a multiple of H), dk and dv
-the widths of a key and a value head (64, 128 or 256 each), K rows of a record (at most 32). Slot 0 and negative slots
+the widths of a key and a value head (64, 128 or 256 each), W rows of a record (at most 32). Slot 0 and negative slots
 are nobody's, as vLLM's null block.
 """
 
@@ -48,12 +48,12 @@ def plan_recurrent_window(
             tokens is left alone: its cursor stays.
         num_accepted: int32 ``[>= Q]``, contiguous: how many tokens of the request's last window stay, the first of
             them included, which was no draft; from 1 to the rows recorded. Not read where nothing is pending.
-        record_rows: K, the most tokens that a window may have.
+        record_rows: W, the most tokens that a window may have.
         is_window: bool ``[>= Q]``, contiguous, or None: False where somebody else computes this request's tokens of
             this step, a prefill or a plain decode. Nothing is pending for it afterwards: fold before. None = all are.
 
     Raises:
-        ValueError: a shape or a stride; on the CPU also a window longer than K, an accepted count or a cursor that
+        ValueError: a shape or a stride; on the CPU also a window longer than W, an accepted count or a cursor that
             cannot be, starts that decrease, and a slot with two requests.
         TypeError: a dtype or device.
         IndexError: on the CPU, a slot >= S. Nothing is written then. On CUDA such a request gets a row of zeros and
@@ -151,11 +151,11 @@ def gated_delta_verify(
         state: ``[S, V, dv, dk]``, float32 or bfloat16, contiguous within a slot, any stride of slots (fastest where
             each begins at a multiple of 16 bytes); **mutated** at the slots that the plan writes, and so are the
             records.
-        record_keys: ``[S, 2, K, H, dk]``, dtype of ``out``: keys as given. This and the other records are contiguous
+        record_keys: ``[S, 2, W, H, dk]``, dtype of ``out``: keys as given. This and the other records are contiguous
             within a slot, with any stride of slots.
-        record_norms: float32 ``[S, 2, K, H]``: what a key is multiplied with (1 without ``use_qk_l2norm``).
-        record_decays: float32 ``[S, 2, K, V]``, or ``[S, 2, K, V, dk]`` with a decay per channel.
-        record_values: float32 ``[S, K, V, dv]``: the updates u.
+        record_norms: float32 ``[S, 2, W, H]``: what a key is multiplied with (1 without ``use_qk_l2norm``).
+        record_decays: float32 ``[S, 2, W, V]``, or ``[S, 2, W, V, dk]`` with a decay per channel.
+        record_values: float32 ``[S, W, V, dv]``: the updates u.
         layer_window: int64 ``[1]``; **mutated**: ``window``, so that a cancelled step knows which layers ran.
         q, k: ``[T, H, dk]``, dtype of ``out``, contiguous along dk: views of one packed tensor as they are.
         v: ``[T, V, dv]``, likewise.

@@ -366,6 +366,7 @@ REFUSALS = (
     Refusal("dynamic speculative decoding", "", "a graph has the number of drafts it was captured with",
             _has("speculative_config.num_speculative_tokens_per_batch_size"), one_state=_NOT_TRIED),
     Refusal("watermarking", "", "it samples from contexts that are prepared on the host", _has("watermark_config")),
+    Refusal("`prefix_match_unit`", "", "", _has("cache_config.prefix_match_unit"), one_state=_NOT_TRIED),
     Refusal("weight offloading", "", _NOT_TRIED,
             _has("offload_config.uva.cpu_offload_gb", "offload_config.prefetch.offload_group_size"),
             one_state=_NOT_TRIED),

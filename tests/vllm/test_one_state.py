@@ -429,6 +429,7 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"lora_config": object()}, "LoRA: it has not been tried"),
         ({"offload_config__uva__cpu_offload_gb": 1.0}, "weight offloading: it has not been tried"),
+        ({"cache_config__prefix_match_unit": 32}, "`prefix_match_unit`: it has not been tried"),
         ({"cache_config__mamba_ssm_cache_dtype": "float16"}, "one state per request: states are torch.float16: set"),
         ({"model_config__dtype": torch.float32}, "one state per request: keys are torch.float32"),
         ({"num_speculative_tokens": 32}, "one state per request: windows have 33 tokens, more than 32"),
@@ -450,7 +451,7 @@ def test_a_method_without_a_draft_model_has_the_target_s_configuration_in_its_pl
 def test_every_refusal_of_a_configuration_is_tried_above() -> None:
     """Those that show in a configuration; the others are raised once there are layers."""
     wanted = {refusal.feature for refusal in REFUSALS if refusal.why(ONE_STATE) and refusal.found}
-    assert len(wanted) == 14, wanted
+    assert len(wanted) == 15, wanted
 
 
 def test_this_vllm_is_refused_by_its_version() -> None:
