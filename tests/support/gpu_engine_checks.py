@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from gpu_cases import Case
+from gpu_cases import Case, Refusal
 
 AUDITED = (
     "steps",
@@ -22,6 +22,16 @@ AUDITED = (
     "committed_rows",
     "committed_bytes",
 )
+
+
+def refused(refusal: Refusal, engines: Any, record: dict[str, Any]) -> str:
+    """What an engine said that must not start."""
+    result = engines.start_refusal(refusal).result()
+    said = "\n".join([result["error"] or "", *result["said"]])
+    record["seconds"] = result["seconds"]
+    record["refused"] = found[0][:400] if (found := re.search("nwor: .*", said)) else None
+    assert result["error"] is not None, "the engine started"
+    return said
 
 
 def finished(result: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,6 @@ import functools
 import json
 import logging
 import pathlib
-import subprocess
-import sys
 from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import prometheus_client
 import pytest
 from engines import Engines, prompts
-from processes import SUPPORT, environment
+from processes import interpreted
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from nwor_ops.config import NworConfig
@@ -35,17 +33,10 @@ LOGGER = logging.getLogger("nwor")
 
 
 def test_drafts_are_those_of_vllm_s_speculator() -> None:
-    """Real speculators of the installed vLLM on the CPU, ours running from the host what its graphs would hold. In a
-    process of its own: Triton must be told to interpret before it is imported."""
-    pytest.importorskip("triton")
-    script = SUPPORT / "draft_speculators.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=600,
-        env={**environment(), "TRITON_INTERPRET": "1"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    """Real speculators of the installed vLLM on the CPU, ours running from the host what its graphs would hold."""
+    lines = interpreted("draft_speculators.py").splitlines()
     for name in ("greedy", "probabilistic"):
-        [said] = [line.removeprefix(name) for line in done.stdout.splitlines() if line.startswith(name)]
+        [said] = [line.removeprefix(name) for line in lines if line.startswith(name)]
         ran = json.loads(said)
         # 40 batches, each in its way: all of it in "graphs", the decode loop alone, or none of it.
         assert set(ran["eager"]) == {

@@ -10,8 +10,6 @@ import gc
 import json
 import logging
 import random
-import subprocess
-import sys
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +18,7 @@ import numpy
 import pytest
 import torch
 from engines import Engines, model_folder, prompts
-from processes import SUPPORT, environment
+from processes import interpreted
 from torch import Tensor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
@@ -43,16 +41,11 @@ STATES = MambaSpec(
 # ---------------------------------------------------------------- beside vLLM's
 
 
-def interpreted(script: str, case: str) -> Any:
-    """What a script says of a case. In a process of its own, as Triton must be told to interpret before it is imported:
-    real layers and builders of the installed vLLM on the CPU. Every state is audited there."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / script), case], capture_output=True, text=True, timeout=900,
-        env={**environment(), "TRITON_INTERPRET": "1"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    [said] = [json.loads(line.removeprefix(case)) for line in done.stdout.splitlines() if line.startswith(f"{case} ")]
+def said_of(case: str, script: str) -> Any:
+    """What a script says of a case: real layers and builders of the installed vLLM on the CPU, in Triton's interpreter.
+    Every state is audited there."""
+    lines = interpreted(script, case, timeout=900).splitlines()
+    [said] = [json.loads(line.removeprefix(case)) for line in lines if line.startswith(f"{case} ")]
     return said
 
 
@@ -66,7 +59,7 @@ def interpreted(script: str, case: str) -> Any:
     ],
 )
 def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
-    said = interpreted("one_state_layers.py", case)
+    said = said_of(case, "one_state_layers.py")
     assert said["blocks"] == [4, 1]  # of a request and group: vanilla's, ours
     assert min(said["windows_only"], said["mixed"]) > 12
     assert min(said["prompts_only"], said["preempted"]) > 0
@@ -77,7 +70,7 @@ def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
 
 def test_outputs_with_prefix_caching_are_those_of_a_state_per_draft() -> None:
     """vLLM's own kernels copy its states from block to block, and say where ours go."""
-    said = interpreted("one_state_aligned.py", "aligned")
+    said = said_of("aligned", "one_state_aligned.py")
     assert said["hits"] > 4
     assert min(said["prompts"], said["windows"]) > 10
     assert said["audit"]["folds"] > 60

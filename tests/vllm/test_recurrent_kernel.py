@@ -1,18 +1,15 @@
 """Family recurrent beside vLLM's own kernels for drafts, which keep a state for every token of a window and go on from
-that of the last accepted one: the CPU kernel, and the Triton kernel in a process of its own, since Triton must be told
-to interpret before it is imported."""
+that of the last accepted one: the CPU kernel, and the Triton kernel in Triton's interpreter."""
 
 from __future__ import annotations
 
 import itertools
 import pathlib
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
-from processes import SUPPORT, environment
+from processes import interpreted
 from samples_recurrent import Heads, make_layer, packed_inputs
 
 from nwor_ops import ops
@@ -24,14 +21,8 @@ REQUESTS, MOST_TOKENS, STEPS = 3, 4, 12
 
 def test_windows_are_those_of_the_triton_kernel(tmp_path: pathlib.Path) -> None:
     """Gated DeltaNet and KDA, states in float32 and bfloat16."""
-    pytest.importorskip("triton")
-    script = SUPPORT / "recurrent_kernels.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "vllm_kernel.py")], capture_output=True, text=True, timeout=600,
-        env={**environment(), "TRITON_INTERPRET": "1"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "8 layers equal"
+    said = interpreted("recurrent_kernels.py", str(tmp_path / "vllm_kernel.py"))
+    assert said.strip() == "8 layers equal"
 
 
 def int32(*values: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from gpu_cases import DRAFT_CASES, DRAFT_REFUSALS, DRAFT_WARNED, ENGINE, DraftCase, Refusal
-from gpu_engine_checks import assert_same_tokens, check_audit, finished, note, session_of
+from gpu_engine_checks import assert_same_tokens, check_audit, finished, note, refused, session_of
 
 # Where a padded product took another kernel, now and then one of two close logits wins that did not before.
 DIFFERENT_DRAFTS, DIFFERENT_ACCEPTANCE = 0.03, 0.05
@@ -110,11 +110,7 @@ def test_same_drafts_and_output(case: DraftCase, engines: Any, record: dict[str,
 
 @pytest.mark.parametrize("refusal", DRAFT_REFUSALS, ids=lambda refusal: refusal.name)
 def test_refused_at_start_up(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
-    result = engines.start_refusal(refusal).result()
-    said = "\n".join([result["error"] or "", *result["said"]])
-    record["seconds"] = result["seconds"]
-    record["refused"] = found[0][:400] if (found := re.search("nwor: .*", said)) else None
-    assert result["error"] is not None, "the engine started"
+    said = refused(refusal, engines, record)
     assert re.search(f"nwor: .*{refusal.because}", said), said
     assert "draft graphs were asked for" in said
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from gpu_cases import CASES, FEW_GRAPHS, FUSED_WRITER, REFUSALS, STAGE_CASES, WARNED, WATCHED, Case, Refusal
-from gpu_engine_checks import assert_same_tokens, check_case, finished, note, session_of
+from gpu_engine_checks import assert_same_tokens, check_case, finished, note, refused, session_of
 
 
 @pytest.mark.parametrize("case", [*CASES, *STAGE_CASES], ids=lambda case: case.name)
@@ -42,12 +42,8 @@ def test_vanilla_leaves_stale_rows(case: Case, engines: Any, record: dict[str, A
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
 def test_refused_at_start_up(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
-    result = engines.start_refusal(refusal).result()
-    said = "\n".join([result["error"] or "", *result["said"]])
-    record["seconds"] = result["seconds"]
-    record["refused"] = found[0][:400] if (found := re.search("nwor: .*", said)) else None
-    assert result["error"] is not None, "the engine started"
-    assert "nwor:" in said, result["error"]
+    said = refused(refusal, engines, record)
+    assert "nwor:" in said, said
     assert re.search(refusal.because, said), said
 
 

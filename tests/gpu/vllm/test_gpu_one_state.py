@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from gpu_cases import ONE_STATE_CASES, ONE_STATE_REFUSALS, Case, Refusal
-from gpu_engine_checks import assert_same_tokens, check_audit, finished, note, session_of
+from gpu_engine_checks import assert_same_tokens, check_audit, finished, note, refused, session_of
 
 
 @pytest.mark.parametrize("case", ONE_STATE_CASES, ids=lambda case: case.name)
@@ -45,9 +45,5 @@ def test_same_output_and_states(case: Case, engines: Any, record: dict[str, Any]
 
 @pytest.mark.parametrize("refusal", ONE_STATE_REFUSALS, ids=lambda refusal: refusal.name)
 def test_refused_at_start_up(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
-    result = engines.start_refusal(refusal).result()
-    said = "\n".join([result["error"] or "", *result["said"]])
-    record["seconds"] = result["seconds"]
-    record["refused"] = found[0][:400] if (found := re.search("nwor: .*", said)) else None
-    assert result["error"] is not None, "the engine started"
+    said = refused(refusal, engines, record)
     assert re.search(refusal.because, said), said
