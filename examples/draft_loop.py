@@ -168,14 +168,20 @@ class Drafter:
         self.loop.capture(keys, modes)
 
     def propose(
-        self, states: Tensor, num_tokens: int, mode: str = "auto", replay: bool = True, padded: int | None = None
+        self,
+        states: Tensor,
+        num_tokens: int,
+        mode: str = "auto",
+        replay: bool = True,
+        padded: int | None = None,
+        num_drafts: int | None = None,
     ) -> Tensor:
-        """Drafts ``[R, K]`` for the requests of `states`, after ``self.target.load``; a view.
+        """Drafts ``[R, K]``, or as many as asked for, of the requests of `states`, after ``self.target.load``; a view.
 
         Args:
             states: int64 ``[R]``: their rows in the block tables.
             num_tokens: target tokens of each request.
-            mode, replay: as in ``DraftLoop.run``.
+            mode, replay, num_drafts: as in ``DraftLoop.run``.
             padded: rows to run with; None = what the loop chooses.
         """
         rows, query_len = len(states), num_tokens + 1
@@ -185,7 +191,7 @@ class Drafter:
         self.buffers.idx_mapping[rows:].fill_(-1)
         self.loop.run_first_pass(rows, query_len, mode, key=first_key, replay=replay)
         # prepare_decode_inputs has just made every row from `rows` on inert.
-        return self.loop.run(rows, mode, key=key, replay=replay, inert_tails=True)
+        return self.loop.run(rows, mode, key=key, replay=replay, inert_tails=True, num_drafts=num_drafts)
 
 
 def play(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.drafter.buffers import DraftBuffers
-from nwor_ops.drafter.dispatch import Dispatch, DispatchTable, GraphKey, Mode
+from nwor_ops.drafter.dispatch import MODES, Dispatch, DispatchTable, GraphKey, Mode
 from nwor_ops.drafter.graphs import Recording, capture_stream, places_of, record, require_unmoved, warm_up
 from nwor_ops.drafter.metadata import DraftMetadata, FirstPass
 from nwor_ops.validation import BoundToMemory
@@ -53,7 +54,8 @@ class DraftLoop(BoundToMemory):
             engine's own. Captured likewise. Called in steps >= 1 only.
         buffers: what the steps read and write.
         metadata: the back end's metadata.
-        num_steps: K, > 0: drafts per request, the one of the first pass included.
+        num_steps: K, > 0: drafts per request, the one of the first pass included; the most of them where a run may ask
+            for fewer (``num_drafts``).
         max_len: the longest sequence that the model takes; positions are clamped below it, lengths at it.
         first_pass: step 0, or None where the caller runs it.
         advance_positions: False for a drafter that writes no keys: positions and lengths stay.
@@ -111,13 +113,19 @@ class DraftLoop(BoundToMemory):
         self.counts = Counter()
         self._pool = pool
         self._own_pool: Any = None
-        self._recordings: dict[tuple[Mode, GraphKey], Recording] = {}
-        self._tables: dict[Mode, DispatchTable] = {"loop": DispatchTable(), "step": DispatchTable()}
+        # By the number of drafts, too: K where a graph does not depend on it.
+        self._recordings: dict[tuple[Mode, GraphKey, int], Recording] = {}
+        self._tables: defaultdict[tuple[Mode, int], DispatchTable] = defaultdict(DispatchTable)
         self._why_no_graphs = "nothing was captured"
         self._logged: set[tuple[str, str]] = set()
 
     @torch.no_grad()
-    def capture(self, keys: Iterable[GraphKey], modes: Iterable[Literal["auto", "step", "loop"]] = ("auto",)) -> None:
+    def capture(
+        self,
+        keys: Iterable[GraphKey],
+        modes: Iterable[Literal["auto", "step", "loop"]] = ("auto",),
+        num_drafts: int | None = None,
+    ) -> None:
         """Record graphs: at start-up, or after :meth:`invalidate`. Never done at run time.
 
         First the keys with ``query_len > 1`` (first pass), then those of the loop; in both the largest first, so that
@@ -129,16 +137,19 @@ class DraftLoop(BoundToMemory):
         Args:
             keys: shapes. Doubles and keys that have their graph are left out.
             modes: "auto" = the one graph that ``run`` would choose; or name them, to have both.
+            num_drafts: what the graphs of mode "loop" are for, 1 to K; None = K. A first pass and a graph per step are
+                the same for every number; with 1 draft there is no loop.
 
         Raises:
             ValueError: a key has more rows than the buffers, or a query length > 1 without a first pass; "loop" where
-                the metadata cannot be updated in place.
+                the metadata cannot be updated in place; ``num_drafts`` is not in its range.
             RuntimeError: the buffers are not on a CUDA device.
         """
         if self.buffers.device.type != "cuda":
             raise RuntimeError(f"DraftLoop.capture: needs a CUDA device, the buffers are on {self.buffers.device}")
-        keys, modes = list(keys), list(modes)
-        wanted = [(self._graph_mode(mode), self._checked(key, key.num_reqs)) for mode in modes for key in keys]
+        keys, modes, drafts = list(keys), list(modes), self._checked_drafts(num_drafts)
+        chosen = [(self._graph_mode(mode), self._checked(key, key.num_reqs)) for mode in modes for key in keys]
+        wanted = [(mode, key, self._filed(mode, key.query_len, drafts)) for mode, key in chosen]
         # The first pass before the loop, and the largest first: later graphs fit into the pool's memory.
         # Ties are settled by name: every rank of a tensor-parallel group has to capture in the same order.
         missing = set(wanted) - set(self._recordings)
@@ -146,24 +157,26 @@ class DraftLoop(BoundToMemory):
         if self._pool is None and self._own_pool is None:
             self._own_pool = torch.cuda.graph_pool_handle()
         stream = capture_stream(self.buffers.device)
-        for mode, key in order:
-            if key.query_len > 1 or self.num_steps > 1:
-                self._recordings[mode, key] = self._record(mode, key, stream)
-                self._tables[mode].add([key])
+        for mode, key, filed in order:
+            if key.query_len > 1 or filed > 1:
+                self._recordings[mode, key, filed] = self._record(mode, key, filed, stream)
+                self._tables[mode, filed].add([key])
 
-    def dispatch(self, num_reqs: int, query_len: int = 1) -> Dispatch:
+    def dispatch(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> Dispatch:
         """What ``run(num_reqs)`` (or the first pass, with its query length) would do, and why. Launches nothing."""
-        key = self._tables["loop"].smallest(num_reqs, query_len)
+        drafts = self._checked_drafts(num_drafts)
+        key = self._smallest("loop", num_reqs, query_len, drafts)
         if key is not None:
             return Dispatch(key, "loop", "the metadata is updated in place")
-        key = self._tables["step"].smallest(num_reqs, query_len)
+        key = self._smallest("step", num_reqs, query_len, drafts)
         if key is not None:
             return Dispatch(key, "step", self.metadata.why_not_in_place or "no graph of the whole was captured")
-        largest = max(table.largest(query_len) for table in self._tables.values())
+        tables = [self._tables[mode, self._filed(mode, query_len, drafts)] for mode in MODES if mode != "eager"]
+        largest = max(table.largest(query_len) for table in tables)
         if largest:
             reason = f"no graph holds more than {largest} requests"
         elif self._recordings:
-            reason = f"no graph has query length {query_len}"
+            reason = f"no graph has query length {query_len}" + (f" and {drafts} drafts" if query_len == 1 else "")
         else:
             reason = self._why_no_graphs
         return Dispatch(GraphKey(max(num_reqs, 1), query_len), "eager", reason)
@@ -177,6 +190,7 @@ class DraftLoop(BoundToMemory):
         key: GraphKey | None = None,
         replay: bool = True,
         inert_tails: bool = False,
+        num_drafts: int | None = None,
     ) -> Tensor:
         """Run steps 1 to K - 1 for the first ``num_reqs`` rows of the buffers.
 
@@ -193,26 +207,29 @@ class DraftLoop(BoundToMemory):
             inert_tails: the caller vouches that the rows past ``num_reqs`` are inert already, as they are after
                 ``prepare_decode_inputs`` with a padded ``idx_mapping``. Otherwise they are made so here (five fills, if
                 there is padding).
+            num_drafts: 1 to K: so many steps fewer are run, and the other columns of ``draft_tokens`` keep their bytes;
+                None = K. A graph of the whole loop must have been captured for that number.
 
         Returns:
-            ``draft_tokens[:num_reqs]``, int64 ``[num_reqs, K]``: a view.
+            ``draft_tokens[:num_reqs]``, int64 ``[num_reqs, K]``, of ``num_drafts`` columns where that is given: a view.
 
         Raises:
-            ValueError: ``num_reqs`` or ``key`` does not fit, or the metadata cannot do "loop".
+            ValueError: ``num_reqs``, ``key`` or ``num_drafts`` does not fit, or the metadata cannot do "loop".
             RuntimeError: the mode needs a graph that was not captured; with ``debug=True`` also: something that a
                 graph reads has moved, or padded rows that are said to be inert are not.
         """
         self._check_num_reqs(num_reqs)
-        if num_reqs > 0 and self.num_steps > 1:
-            chosen, key = self._choose(num_reqs, 1, mode, key)
-            recording = self._recording(chosen, key, replay)
+        drafts = self._checked_drafts(num_drafts)
+        if num_reqs > 0 and drafts > 1:
+            chosen, key = self._choose(num_reqs, 1, mode, key, drafts)
+            recording = self._recording(chosen, key, replay, drafts)
             if not inert_tails:
                 self.buffers.pad_rows(num_reqs, key.num_reqs)
             elif self.debug:
                 self.buffers.require_inert(num_reqs, key.num_reqs)
             self.counts["decode", chosen] += 1
-            self._run_steps(chosen, key, num_reqs, recording)
-        return self.buffers.draft_tokens[:num_reqs]
+            self._run_steps(chosen, key, num_reqs, recording, drafts)
+        return self.buffers.draft_tokens[:num_reqs, :num_drafts]
 
     @torch.no_grad()
     def run_first_pass(
@@ -237,8 +254,8 @@ class DraftLoop(BoundToMemory):
         if query_len < 2:
             raise ValueError(f"DraftLoop.run_first_pass: query_len must be > 1, got {query_len}")
         if num_reqs > 0:
-            chosen, key = self._choose(num_reqs, query_len, mode, key)
-            recording = self._recording(chosen, key, replay)
+            chosen, key = self._choose(num_reqs, query_len, mode, key, self.num_steps)
+            recording = self._recording(chosen, key, replay, self.num_steps)
             if key.num_reqs > num_reqs:
                 self.buffers.idx_mapping[num_reqs : key.num_reqs].fill_(-1)
             self.counts["first_pass", chosen] += 1
@@ -275,8 +292,8 @@ class DraftLoop(BoundToMemory):
             buffers.sample_positions, self.advance_positions,
         )  # fmt: skip
 
-    def _all_steps(self, key: GraphKey, metadata: Any) -> None:
-        for step in range(1, self.num_steps):
+    def _all_steps(self, key: GraphKey, metadata: Any, num_drafts: int) -> None:
+        for step in range(1, num_drafts):
             self.buffers.current_draft_step.fill_(step)
             if self.advance_positions or step == 1:
                 self.metadata.update(key, metadata)
@@ -306,17 +323,19 @@ class DraftLoop(BoundToMemory):
 
     # ---------------------------------------------------------------- around the bodies: what the host does
 
-    def _run_steps(self, mode: Mode, key: GraphKey, num_reqs: int, recording: Recording | None) -> None:
+    def _run_steps(
+        self, mode: Mode, key: GraphKey, num_reqs: int, recording: Recording | None, num_drafts: int
+    ) -> None:
         self.metadata.prepare(key, num_reqs)
         if mode == "loop":
             if recording is None:
                 self.buffers.current_draft_step.fill_(1)
-                self._all_steps(key, self.metadata.build(key, num_reqs, 1))
+                self._all_steps(key, self.metadata.build(key, num_reqs, 1), num_drafts)
             else:
                 recording.graph.replay()
             return
         metadata: Any = None
-        for step in range(1, self.num_steps):
+        for step in range(1, num_drafts):
             self.buffers.current_draft_step.fill_(step)
             if self.advance_positions or step == 1:
                 metadata = self.metadata.build(key, num_reqs, step)
@@ -349,29 +368,34 @@ class DraftLoop(BoundToMemory):
             require_unmoved(recording.metadata_places, places_of(metadata, "metadata", self.buffers.device))
         recording.graph.replay()
 
-    def _recording(self, mode: Mode, key: GraphKey, replay: bool) -> Recording | None:
+    def _recording(self, mode: Mode, key: GraphKey, replay: bool, num_drafts: int) -> Recording | None:
         """The graph to replay; None = run from the host. In debug it looks for what has moved."""
         if mode == "eager" or not replay:
             return None
-        recording = self._recordings.get((mode, key))
+        recording = self._recordings.get((mode, key, self._filed(mode, key.query_len, num_drafts)))
         if recording is None:
-            raise RuntimeError(f"DraftLoop: no graph was captured for {key} in mode {mode!r}; capture() it at start-up")
+            of_them = "" if num_drafts == self.num_steps else f" and {num_drafts} drafts"
+            raise RuntimeError(
+                f"DraftLoop: no graph was captured for {key}{of_them} in mode {mode!r}; capture() it at start-up"
+            )
         if self.debug:
             require_unmoved(recording.buffer_places, places_of(self.buffers.tensors(), "buffers", self.buffers.device))
             now = places_of(recording.metadata, "metadata", self.buffers.device)
             require_unmoved(recording.metadata_places, now)
         return recording
 
-    def _choose(self, num_reqs: int, query_len: int, mode: AnyMode, key: GraphKey | None) -> tuple[Mode, GraphKey]:
+    def _choose(
+        self, num_reqs: int, query_len: int, mode: AnyMode, key: GraphKey | None, num_drafts: int
+    ) -> tuple[Mode, GraphKey]:
         if mode == "auto":
-            found = self.dispatch(num_reqs, query_len)
+            found = self.dispatch(num_reqs, query_len, num_drafts)
             chosen, default = found.mode, found.key
             self._log_once(query_len, found)
         elif mode == "eager":
             chosen, default = mode, GraphKey(num_reqs, query_len)
         else:
             chosen = self._graph_mode(mode)
-            default = self._tables[mode].smallest(num_reqs, query_len) or GraphKey(num_reqs, query_len)
+            default = self._smallest(chosen, num_reqs, query_len, num_drafts) or GraphKey(num_reqs, query_len)
         return chosen, self._checked(key or default, num_reqs, query_len)
 
     def _graph_mode(self, mode: str) -> Mode:
@@ -386,6 +410,18 @@ class DraftLoop(BoundToMemory):
         if why_not:
             raise ValueError(f"DraftLoop: mode 'loop' needs metadata that is updated in place: {why_not}")
         return "loop"
+
+    def _filed(self, mode: Mode, query_len: int, num_drafts: int) -> int:
+        """The number of drafts that a graph is filed under."""
+        return num_drafts if mode == "loop" and query_len == 1 else self.num_steps
+
+    def _smallest(self, mode: Mode, num_reqs: int, query_len: int, num_drafts: int) -> GraphKey | None:
+        return self._tables[mode, self._filed(mode, query_len, num_drafts)].smallest(num_reqs, query_len)
+
+    def _checked_drafts(self, num_drafts: int | None) -> int:
+        if num_drafts is None:
+            return self.num_steps
+        return validation.integer("DraftLoop: num_drafts", num_drafts, most=self.num_steps)
 
     def _check_num_reqs(self, num_reqs: int) -> None:
         if not 0 <= num_reqs <= self.buffers.max_num_reqs:
@@ -414,10 +450,15 @@ class DraftLoop(BoundToMemory):
 
     # ---------------------------------------------------------------- capture
 
-    def _record(self, mode: Mode, key: GraphKey, stream: torch.cuda.Stream) -> Recording:
+    def _record(self, mode: Mode, key: GraphKey, num_drafts: int, stream: torch.cuda.Stream) -> Recording:
         first = key.query_len > 1
-        whole, single = (self._whole_first_pass, self._first_step) if first else (self._all_steps, self._step)
-        body = whole if mode == "loop" else single
+        bodies: dict[tuple[bool, Mode], Callable[[GraphKey, Any], None]] = {
+            (True, "loop"): self._whole_first_pass,
+            (True, "step"): self._first_step,
+            (False, "loop"): functools.partial(self._all_steps, num_drafts=num_drafts),
+            (False, "step"): self._step,
+        }
+        body = bodies[first, mode]
 
         def built() -> Any:
             self.buffers.stage(key)

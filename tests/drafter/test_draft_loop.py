@@ -120,6 +120,23 @@ def test_the_first_pass_pads_too(mode):
     require_only_own_slots_written(drafter, batch)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_fewer_drafts(mode):
+    """The first columns of what K drafts are; the others keep their bytes, and no step is run for them."""
+    drafter = make_drafter(5, 8)
+    batch = make_round(drafter, 6, 2)
+    expected = body(drafter, batch, mode, 8)
+    forward, steps = drafter.loop.model_fn, []
+    drafter.loop.model_fn = lambda key, metadata: (steps.append(key), forward(key, metadata))[1]
+    for num_drafts in (1, 2, 4, 5):
+        steps.clear()
+        found = draft(drafter, batch, mode, replay=False, padded=8, num_drafts=num_drafts)
+        assert found == [row[:num_drafts] for row in expected]
+        assert (drafter.buffers.draft_tokens[:, num_drafts:] == NEVER).all()
+        assert steps == [GraphKey(8, 7)] + [GraphKey(8)] * (num_drafts - 1)
+        require_only_own_slots_written(drafter, batch)
+
+
 def test_stale_metadata_would_be_seen():
     """The tests above can fail: windows and slots of the step before give other drafts."""
     drafter = make_drafter(5, 8)
@@ -503,6 +520,8 @@ def test_bad_arguments():
     for run, message in (
         (lambda: loop().run(5), "DraftLoop: num_reqs must be 0 to 4, the rows of the buffers, got 5"),
         (lambda: loop().run(-1), "num_reqs must be 0 to 4, the rows of the buffers, got -1"),
+        (lambda: loop().run(2, num_drafts=4), "DraftLoop: num_drafts must be at most 3, got 4"),
+        (lambda: loop().run(2, num_drafts=0), "DraftLoop: num_drafts must be at least 1, got 0"),
         (lambda: loop().run(2, key=GraphKey(1)), r"GraphKey\(num_reqs=1, query_len=1\) must hold the 2 requests"),
         (
             lambda: loop().run(2, key=GraphKey(5)),

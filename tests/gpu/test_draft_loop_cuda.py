@@ -185,6 +185,33 @@ def test_larger_batches_run_eagerly(device):
     assert drafter.loop.dispatch(4, 9).reason == "no graph has query length 9"
 
 
+def test_a_graph_for_each_number_of_drafts(device):
+    """One first pass for all of them; a graph of the loop, for as many requests as it was asked for; of a graph per
+    step fewer are replayed."""
+    drafter = make_drafter(5, 8, device)
+    drafter.capture([8, 4])
+    for num_drafts in (3, 2, 1):
+        drafter.loop.capture([GraphKey(4)], num_drafts=num_drafts)
+    drafter.loop.capture([GraphKey(8)], ("step",), num_drafts=2)
+    for num_reqs in (3, 7, 4):
+        batch = make_round(drafter, num_reqs, num_reqs)
+        expected = plain_drafts(drafter, batch.texts, batch.states)
+        for num_drafts in (5, 3, 2, 1, 4):
+            drafter.loop.counts.clear()
+            found = draft(drafter, batch, "auto", num_drafts=num_drafts)
+            assert found == [row[:num_drafts] for row in expected]
+            assert (drafter.buffers.draft_tokens[:, num_drafts:] == NEVER).all()
+            require_only_own_slots_written(drafter, batch)
+            captured = num_drafts == 5 or (num_drafts in (2, 3) and num_reqs <= 4)
+            ran = {("decode", "loop" if captured else "step"): 1} if num_drafts > 1 else {}
+            assert drafter.loop.counts == {("first_pass", "loop"): 1, **ran}
+    drafter.loop.invalidate("the test")
+    drafter.loop.capture([GraphKey(8)])
+    assert drafter.loop.dispatch(2, num_drafts=3).reason == "no graph has query length 1 and 3 drafts"
+    with pytest.raises(RuntimeError, match=r"GraphKey\(num_reqs=2, query_len=1\) and 3 drafts in mode 'loop'"):
+        drafter.loop.run(2, "loop", num_drafts=3)
+
+
 # ---------------------------------------------------------------- capture
 
 
