@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,8 @@ ROWS, K, LONGEST, VOCABULARY, BLOCKS = 6, 4, 48, 97, 64
 MAX_TOKENS = 64
 BLOCK_SIZES = (4, 8)
 BATCHES = 40
+# Of a dynamic number of drafts. None and one are a first pass alone.
+SCHEDULE = [[1, 2, K], [3, 3, 1], [4, 4, 0], [5, 6, K - 1]]
 PADDED = (1, 2, 5)  # request counts that "have a graph"; larger batches, up to ROWS, have none
 PRIME = 1_000_003
 
@@ -135,7 +138,7 @@ class BlockTables:
         return slots[:, :num_tokens]
 
 
-def make_config(probabilistic: bool) -> Any:
+def make_config(probabilistic: bool, schedule: list[list[int]] | None = None) -> Any:
     draft = SimpleNamespace(get_hidden_size=lambda: 1, get_vocab_size=lambda: VOCABULARY)
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -152,6 +155,7 @@ def make_config(probabilistic: bool) -> Any:
         speculative_config=SimpleNamespace(
             method="draft_model",
             num_speculative_tokens=K,
+            num_speculative_tokens_per_batch_size=schedule,
             draft_model_config=draft,
             use_local_argmax_reduction=False,
             enable_adaptive_verification=False,
@@ -168,10 +172,10 @@ def make_config(probabilistic: bool) -> Any:
 class Side:
     """One speculator with a cache, block tables and runner's buffers of its own."""
 
-    def __init__(self, kind: Any, probabilistic: bool, *more: Any) -> None:
+    def __init__(self, kind: Any, config: Any, *more: Any) -> None:
         from vllm.v1.worker.gpu.input_batch import InputBuffers
 
-        config, device = make_config(probabilistic), torch.device("cpu")
+        device = torch.device("cpu")
         self.speculator = kind(config, device, *more)
         self.speculator.model = Model()
         self.tables = BlockTables()
@@ -187,10 +191,13 @@ class Side:
 class Batch:
     """R requests in the step after the target verified their drafts, or prompts among them."""
 
-    def __init__(self, rng: random.Random, uniform: bool, near_end: bool, moved: bool) -> None:
+    def __init__(
+        self, rng: random.Random, uniform: bool, near_end: bool, moved: bool, verified: int, drafts: list[int]
+    ) -> None:
         self.rows, self.moved = rng.randint(1, ROWS), moved
+        self.drafts = drafts[self.rows]
         self.states = rng.sample(range(ROWS), self.rows)
-        self.lengths = [K + 1 if uniform else rng.randint(1, K + 1) for _ in range(self.rows)]
+        self.lengths = [verified + 1 if uniform else rng.randint(1, K + 1) for _ in range(self.rows)]
         if not uniform:
             self.lengths[rng.randrange(self.rows)] = rng.randint(K + 2, 12)  # a piece of a prompt
         first = LONGEST - K - 4 if near_end else 0
@@ -223,10 +230,13 @@ class Batch:
         last_sampled = self.last_sampled
         if not self.moved and hasattr(side.speculator, "last_sampled"):  # the runner's own, at its address
             last_sampled = side.speculator.last_sampled.view(-1, 1).copy_(last_sampled)
-        return side.speculator.propose(
+        drafts = side.speculator.propose(
             batch, {}, {}, torch.empty(0), None, torch.ones_like(rejected), rejected, last_sampled, torch.empty(0),
-            self.temperature, self.seeds,
-        ).clone()  # fmt: skip
+            self.temperature, self.seeds, num_speculative_tokens=self.drafts,
+        )  # fmt: skip
+        wanted = drafts[:, : self.drafts].clone()
+        drafts[:, self.drafts :] = -1  # as the runner does
+        return wanted
 
     def _input_batch(self, target: Any, idx_mapping: Tensor) -> Any:
         starts = numpy.concatenate(([0], numpy.cumsum(self.lengths))).astype(numpy.int32)
@@ -272,7 +282,7 @@ def sample(
     return torch.tensor(tokens)
 
 
-def make_sides(probabilistic: bool) -> tuple[Side, Side]:
+def make_sides(config: Any) -> tuple[Side, Side]:
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
     from nwor_ops.drafter import Dispatch, DraftLoop, GraphKey
@@ -281,40 +291,50 @@ def make_sides(probabilistic: bool) -> tuple[Side, Side]:
     class HostLoop(DraftLoop):
         """Runs from the host what its graphs would hold, in the shapes that they would have."""
 
-        def dispatch(self, num_reqs: int, query_len: int = 1) -> Dispatch:
+        def dispatch(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> Dispatch:
             rows = min(count for count in PADDED if count >= num_reqs)
             return Dispatch(GraphKey(rows, query_len), "loop", "as if captured")
 
-        def run(self, num_reqs: int, inert_tails: bool = False, **_: Any) -> Tensor:
-            key = self.dispatch(num_reqs).key
-            return super().run(num_reqs, "loop", key=key, replay=False, inert_tails=inert_tails)
+        def run(self, num_reqs: int, inert_tails: bool = False, num_drafts: int | None = None, **_: Any) -> Tensor:
+            how = {"replay": False, "inert_tails": inert_tails, "num_drafts": num_drafts}
+            return super().run(num_reqs, "loop", key=self.dispatch(num_reqs).key, **how)
 
         def run_first_pass(self, num_reqs: int, query_len: int, **_: Any) -> Tensor:
             key = self.dispatch(num_reqs, query_len).key
             return super().run_first_pass(num_reqs, query_len, "loop", key=key, replay=False)
 
-    vanilla = Side(StandaloneARSpeculator, probabilistic)
-    ours = Side(GraphedDraftModelSpeculator, probabilistic, torch.zeros(ROWS, 1, dtype=torch.int64), None, None)
+    vanilla = Side(StandaloneARSpeculator, config)
+    ours = Side(GraphedDraftModelSpeculator, config, torch.zeros(ROWS, 1, dtype=torch.int64), None, None)
     loop = ours.speculator.make_loop()
     loop.__class__ = HostLoop
-    ours.speculator.graphs = SimpleNamespace(loop=loop, most_requests=max(PADDED), keys=[], seconds=0.0, bytes=0)
+    ours.speculator.graphs = SimpleNamespace(loop=loop, most_requests=max(PADDED), keys={}, seconds=0.0, bytes=0)
     return vanilla, ours
 
 
-def compare(probabilistic: bool) -> str:
-    rng = random.Random(probabilistic)
-    vanilla, ours = make_sides(probabilistic)
+def compare(probabilistic: bool, schedule: list[list[int]] | None) -> str:
+    rng = random.Random(5 + probabilistic)
+    vanilla, ours = make_sides(make_config(probabilistic, schedule))
+    drafts = ours.speculator.drafts_by_requests
+    assert drafts[1:] == ([K] * ROWS if schedule is None else [K, K, 1, 0, K - 1, K - 1])
+    columns: Counter[int] = Counter()
     for number in range(BATCHES):
-        batch = Batch(rng, uniform=number % 4 != 3, near_end=number % 5 == 4, moved=number % 9 == 8)
+        verified = rng.choice(drafts[1:])
+        batch = Batch(rng, number % 4 != 3, near_end=number % 5 == 4, moved=number % 9 == 8, verified=verified,
+                      drafts=drafts)  # fmt: skip
+        # Vanilla's drafts K whatever it is asked for: here what is asked for, or the first, as the caches are compared.
+        ran_vanilla = batch.moved or batch.rows > max(PADDED)
+        vanilla.speculator.num_speculative_steps = K if ran_vanilla else max(batch.drafts, 1)
         wanted, found = batch.propose(vanilla), batch.propose(ours)
+        columns[found.shape[1]] += 1
         where = f"batch {number}: {vars(batch)}"
         assert torch.equal(wanted, found), f"{where}\nvLLM {wanted.tolist()}\nours {found.tolist()}"
         for ours_now, theirs in zip(ours.speculator.model.caches, vanilla.speculator.model.caches, strict=True):
             assert torch.equal(ours_now, theirs), f"{where}: the caches differ"
         if probabilistic:
             states = torch.tensor(batch.states)
-            logits = (side.speculator.draft_logits[states] for side in (vanilla, ours))
+            logits = (side.speculator.draft_logits[states, : max(batch.drafts, 1)] for side in (vanilla, ours))
             assert torch.equal(*logits), f"{where}: the logits kept for the verification differ"
+    assert set(columns) == set(drafts[1:])
     report = ours.speculator.report()
     return json.dumps({"replays": report.replays, "eager": report.eager})
 
@@ -326,7 +346,9 @@ def main() -> None:
     speculator._target_feeds_hc_residual = lambda _: False
     speculator.gumbel_sample = sample
     for probabilistic in (False, True):
-        print("probabilistic" if probabilistic else "greedy", compare(probabilistic))
+        for schedule in (None, SCHEDULE):
+            name = ("probabilistic" if probabilistic else "greedy") + ("-dynamic" if schedule else "")
+            print(name, compare(probabilistic, schedule))
 
 
 if __name__ == "__main__":

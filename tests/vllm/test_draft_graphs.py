@@ -34,10 +34,9 @@ LOGGER = logging.getLogger("nwor")
 
 def test_drafts_are_those_of_vllm_s_speculator() -> None:
     """Real speculators of the installed vLLM on the CPU, ours running from the host what its graphs would hold."""
-    lines = interpreted("draft_speculators.py").splitlines()
-    for name in ("greedy", "probabilistic"):
-        [said] = [line.removeprefix(name) for line in lines if line.startswith(name)]
-        ran = json.loads(said)
+    said = dict(line.split(" ", 1) for line in interpreted("draft_speculators.py").splitlines())
+    for name in ("greedy", "greedy-dynamic", "probabilistic", "probabilistic-dynamic"):
+        ran = json.loads(said[name])
         # 40 batches, each in its way: all of it in "graphs", the decode loop alone, or none of it.
         assert set(ran["eager"]) == {
             "first pass of a batch with prompts, or with fewer drafts in some request",
@@ -45,7 +44,10 @@ def test_drafts_are_those_of_vllm_s_speculator() -> None:
             "the runner's buffers moved",
         }
         assert ran["replays"]["first_pass"] > 15
-        assert ran["replays"]["decode"] > ran["replays"]["first_pass"]
+        if name in ("greedy", "probabilistic"):
+            assert ran["replays"]["decode"] > ran["replays"]["first_pass"]
+        else:  # where none or one draft is wanted, the first pass is all
+            assert ran["replays"]["decode"] > 10
         assert ran["replays"]["first_pass"] + sum(ran["eager"].values()) == 40
 
 
@@ -293,21 +295,58 @@ def test_hooks_match_this_vllm() -> None:
     ],
 )
 def test_captured_request_counts(sizes: list[int], rows: int, tokens: int, first: list[int], decode: list[int]) -> None:
+
+    keys = capture_keys([4] * (rows + 1), sizes, tokens)
+    assert keys == ({4: (first, decode)} if first or decode else {})
+    # One draft: nothing but a first pass.
+    assert all(loops == [] for _, loops in capture_keys([1] * (rows + 1), sizes, tokens).values())
+
+
+def capture_keys(
+    schedule: list[int], sizes: list[int], tokens: int, longest_query: int = 99
+) -> dict[int, tuple[list[int], list[int]]]:
+    """Request counts of the first pass and of the loop, by the number of drafts."""
     from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
 
     config = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes, default=0))
     speculator = SimpleNamespace(
         vllm_config=SimpleNamespace(compilation_config=config),
-        num_speculative_steps=4,
-        max_num_reqs=rows,
+        drafts_by_requests=schedule,
+        longest_query=longest_query,
+        max_num_reqs=len(schedule) - 1,
         max_num_tokens=tokens,
     )
-    keys = GraphedDraftModelSpeculator.capture_keys(speculator)  # type: ignore[arg-type]
-    assert [key.num_reqs for key in keys if key.query_len == 6] == first
-    assert [key.num_reqs for key in keys if key.query_len == 1] == decode
-    assert len(keys) == len(first) + len(decode)
-    speculator.num_speculative_steps = 1  # nothing but a first pass
-    assert {key.query_len for key in GraphedDraftModelSpeculator.capture_keys(speculator)} <= {3}  # type: ignore[arg-type]
+    found = GraphedDraftModelSpeculator.capture_keys(speculator)  # type: ignore[arg-type]
+    assert {key.query_len for drafts, keys in found.items() for key in keys} <= {1, *(drafts + 2 for drafts in found)}
+    return {
+        drafts: (
+            [key.num_reqs for key in keys if key.query_len == drafts + 2],
+            [key.num_reqs for key in keys if key.query_len == 1],
+        )
+        for drafts, keys in found.items()
+    }
+
+
+def test_captured_request_counts_of_a_dynamic_number_of_drafts() -> None:
+    """A first pass over as many requests as had those drafts at most: some may have ended since. The loop for what
+    pads to each count; nothing where a first pass is all."""
+    schedule = [0, 4, 4, 4, 2, 2, 2, 0, 0, 1]
+    sizes = sorted({(drafts + 1) * requests for drafts in (0, 1, 2, 4) for requests in range(1, 10)})
+    assert capture_keys(schedule, sizes, 512) == {
+        4: ([3, 2, 1], [3, 2, 1]),
+        2: ([6, 5, 4, 3, 2, 1], [6, 5, 4]),
+        1: ([9, 8, 7, 6, 5, 4, 3, 2, 1], []),
+        0: ([8, 7, 6, 5, 4, 3, 2, 1], []),
+    }
+    # Few sizes: batches pad to what another number of drafts has a graph for, and the target's largest is the limit.
+    assert capture_keys(schedule, [5, 15, 18], 512) == {
+        4: ([3, 1], [3, 2, 1]),
+        2: ([6, 5, 2], [6, 5]),
+        1: ([9, 8, 3], []),
+        0: ([5], []),
+    }
+    # MLA takes requests with more tokens than that for prompts.
+    assert capture_keys(schedule, sizes, 512, longest_query=5)[4] == ([], [3, 2, 1])
 
 
 # ---------------------------------------------------------------- counters

@@ -5,7 +5,12 @@ launches, for each of K tokens. Here a step of a decode batch is two graph launc
 
 - the *first pass*, for batches in which every request has K + 1 tokens (its last token and K drafts): expansion to
   K + 2 tokens each, attention metadata, forward, sampling, and the inputs of the next pass;
-- the *decode loop*, for any batch: steps 1 to K - 1 with slots and metadata updated on the device.
+- the *decode loop*, for any batch: steps 1 to K - 1 with slots and metadata updated on the device. Back ends that make
+  metadata on the host have a graph per step instead.
+
+Where the number of drafts follows the batch size, each number has graphs: of the first pass over as many drafts that
+were verified, and of the loop that makes as many. (vLLM's own speculator drafts K each time, and the runner drops what
+is too many. A step whose drafts nobody can use has none: then its first pass alone runs, for the cache's sake.)
 
 Before them this batch's request indices and rejections are copied to where the graphs read them. Everything else
 that they read lies in persistent buffers of vLLM's runner. What has no graph runs vLLM's own code, inherited: prompts
@@ -16,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +29,7 @@ import torch
 from torch import Tensor
 from vllm.compilation.cudagraph_pool import capture_pool
 from vllm.distributed.parallel_state import graph_capture
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
@@ -39,6 +45,12 @@ Refuse = Callable[[Unsupported], None]
 _NOTHING_CAPTURED, _DUMMY_RUN = _NO_REQUESTS = ("nothing captured", "dummy run")
 # The runner's buffers of the batch that the target has just verified.
 _TARGET_INPUTS = ("input_ids", "positions", "query_start_loc", "seq_lens")
+
+
+def _padded(counts: Iterable[int], batches: Iterable[int]) -> list[int]:
+    """What batches of so many requests pad to, largest first; nothing for those that no count holds."""
+    holding = ([count for count in counts if count >= requests] for requests in batches)
+    return sorted({min(large) for large in holding if large}, reverse=True)
 
 
 class DraftGraphManager(CudaGraphManager):
@@ -63,15 +75,19 @@ class DraftGraphManager(CudaGraphManager):
         pool = self.pool
         # The engine's pool, or that of sleep mode, decided anew for each capture.
         self.loop = make_loop(lambda: capture_pool(pool, vllm_config))
-        self.keys: list[GraphKey] = []
+        self.keys: dict[int, list[GraphKey]] = {}
         self.seconds, self.bytes = 0.0, 0
 
-    def capture_keys(self, keys: list[GraphKey]) -> None:
-        """Capture, and measure what it takes."""
+    def capture_keys(self, keys: dict[int, list[GraphKey]]) -> None:
+        """Capture, and measure what it takes. ``keys`` are by the number of drafts."""
         torch.cuda.synchronize(self.device)
         free, started = torch.cuda.mem_get_info(self.device)[0], time.perf_counter()
         with graph_capture(device=self.device):
-            self.loop.capture(keys)
+            self.loop.capture(key for of_them in keys.values() for key in of_them if key.query_len > 1)
+            for num_drafts in sorted(keys, reverse=True):
+                loops = [key for key in keys[num_drafts] if key.query_len == 1]
+                if loops:
+                    self.loop.capture(loops, num_drafts=num_drafts)
         torch.cuda.synchronize(self.device)
         self.keys = keys
         self.seconds = time.perf_counter() - started
@@ -80,12 +96,12 @@ class DraftGraphManager(CudaGraphManager):
     @property
     def most_requests(self) -> int:
         """Requests of the largest graph; 0 while nothing is captured."""
-        return max((key.num_reqs for key in self.keys), default=0)
+        return max((key.num_reqs for of_them in self.keys.values() for key in of_them), default=0)
 
     def release_graphs(self) -> None:
         super().release_graphs()
         self.loop.invalidate("vLLM released its graphs")
-        self.keys = []
+        self.keys = {}
 
 
 class ExpandedFirstPass:
@@ -167,8 +183,18 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         self._refused = False
         self._logger = logger
         self._eager: Counter[str] = Counter()
+        self.drafts_by_requests = self._schedule()
+        self._numbers_of_drafts = set(self.drafts_by_requests[1:])
 
     # ------------------------------------------------------------ set up
+
+    def _schedule(self) -> list[int]:
+        """How many drafts a batch gets, by its requests; K where that is not dynamic. Entry 0 says nothing."""
+        most = self.num_speculative_steps
+        schedule = self.speculative_config.num_speculative_tokens_per_batch_size
+        if schedule is None:
+            return [most] * (self.max_num_reqs + 1)
+        return build_dynamic_sd_schedule_lookup(schedule, self.max_num_reqs, most)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
@@ -232,23 +258,53 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         }
         return tensors if self.draft_logits is None else tensors | {"draft_logits": self.draft_logits}
 
-    def capture_keys(self) -> list[GraphKey]:
-        """The request counts of the target's graphs, for both passes.
+    def capture_keys(self) -> dict[int, list[GraphKey]]:
+        """By the number of drafts the graphs for it: the first pass over as many, and the loop that makes as many.
 
-        vLLM's capture sizes count the target's tokens, K + 1 of each request. A size that is no multiple is rounded up,
-        as vLLM does, and left out where that exceeds the largest.
+        The request counts are those of the target's graphs. vLLM's capture sizes count the target's tokens, one more
+        of each request than drafts. A size that is no multiple is rounded up, as vLLM does, and left out where that
+        exceeds the largest. A first pass needs no more requests than a batch with so many drafts may have, a loop
+        only the counts that batches of its number of drafts pad to.
         """
-        config, query_len = self.vllm_config.compilation_config, self.num_speculative_steps + 1
-        counts = [
-            key.num_reqs
-            for key in keys_of_token_counts(config.cudagraph_capture_sizes or (), query_len, self.max_num_reqs)
-            if key.num_tokens <= config.max_cudagraph_capture_size
-        ]
-        # The compiled model takes max_num_batched_tokens at most.
-        keys = [GraphKey(count, query_len + 1) for count in counts if count * (query_len + 1) <= self.max_num_tokens]
-        if self.num_speculative_steps > 1:
-            keys += [GraphKey(count) for count in counts]
-        return keys
+        config, schedule = self.vllm_config.compilation_config, self.drafts_by_requests
+        batches: dict[int, list[int]] = {}
+        for requests, drafts in enumerate(schedule[1:], 1):
+            batches.setdefault(drafts, []).append(requests)
+        counts = {
+            drafts: [
+                key.num_reqs
+                for key in keys_of_token_counts(config.cudagraph_capture_sizes or (), drafts + 1, self.max_num_reqs)
+                if key.num_tokens <= config.max_cudagraph_capture_size
+            ]
+            for drafts in batches
+        }
+        every = set().union(*counts.values())
+        keys = {}
+        for drafts, requests_of_them in batches.items():
+            length = drafts + 2
+            keys[drafts] = [
+                GraphKey(count, length)
+                for count in _padded(counts[drafts], range(1, requests_of_them[-1] + 1))
+                # The compiled model takes max_num_batched_tokens at most.
+                if count * length <= self.max_num_tokens and length <= self.longest_query
+            ]
+            if drafts > 1:
+                keys[drafts] += [GraphKey(count) for count in _padded(every, requests_of_them)]
+        return {drafts: of_them for drafts, of_them in sorted(keys.items(), reverse=True) if of_them}
+
+    @property
+    def longest_query(self) -> int:
+        """The most tokens of a request that attention takes for a decode. What is longer MLA takes for a prompt, whose
+        metadata is planned on the host, from the contexts' lengths."""
+        return min(
+            (
+                group.get_metadata_builder().reorder_batch_threshold
+                for groups in self.attn_groups
+                for group in groups
+                if type(group.kv_cache_spec).__name__ == "MLAAttentionSpec"
+            ),
+            default=self.max_num_tokens,
+        )
 
     def capture(self) -> None:
         """vLLM captures: the target's graphs are there."""
@@ -262,18 +318,29 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
             return
         self.graphs.capture_keys(keys)
         metrics.start_counting(self, "drafter", self.vllm_config, self._logger)
+        why_steps = self.graphs.loop.metadata.why_not_in_place
         self._logger.info(
-            "nwor: draft graphs: active: %d graphs (first pass of %s, decode loop of %s requests) in %.1f s, %.0f MiB",
-            len(keys),
-            self._counts_of(keys, first_pass=True),
-            self._counts_of(keys, first_pass=False),
+            "nwor: draft graphs: active: %d graphs (%s%s) in %.1f s, %.0f MiB",
+            sum(map(len, keys.values())),
+            "; ".join(self._words(drafts, of_them) for drafts, of_them in keys.items()),
+            f"; a graph per step: {why_steps}" if why_steps else "",
             self.graphs.seconds,
             self.graphs.bytes / 2**20,
         )
 
+    def _words(self, drafts: int, keys: list[GraphKey]) -> str:
+        counts = self._counts_of({drafts: keys})
+        passes = f"first pass of {counts['first_pass']}, decode loop of {counts['decode']} requests"
+        return passes if len(self._numbers_of_drafts) == 1 else f"{drafts} drafts: {passes}"
+
     @staticmethod
-    def _counts_of(keys: list[GraphKey], first_pass: bool) -> list[int]:
-        return sorted(key.num_reqs for key in keys if (key.query_len > 1) == first_pass)
+    def _counts_of(keys: dict[int, list[GraphKey]]) -> dict[str, list[int]]:
+        """Request counts by pass."""
+        every = [key for of_them in keys.values() for key in of_them]
+        return {
+            "first_pass": sorted({key.num_reqs for key in every if key.query_len > 1}),
+            "decode": sorted({key.num_reqs for key in every if key.query_len == 1}),
+        }
 
     def report(self) -> DraftGraphReport:
         """What was captured, and what ran."""
@@ -281,13 +348,11 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
             return DraftGraphReport(eager=dict(self._eager))
         keys, counts = self.graphs.keys, self.graphs.loop.counts
         return DraftGraphReport(
-            captured={
-                "first_pass": self._counts_of(keys, first_pass=True),
-                "decode": self._counts_of(keys, first_pass=False),
-            },
+            captured=self._counts_of(keys),
+            captured_by_drafts={drafts: self._counts_of({drafts: of_them}) for drafts, of_them in keys.items()},
             capture_seconds=self.graphs.seconds,
             capture_bytes=self.graphs.bytes,
-            replays={name: counts[name, "loop"] for name in ("first_pass", "decode")},
+            replays={name: counts[name, "loop"] + counts[name, "step"] for name in ("first_pass", "decode")},
             eager=dict(self._eager),
         )
 
@@ -296,7 +361,7 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         graphs = self.graphs
         replays = [] if graphs is None else list(graphs.loop.counts.items())
         return {
-            "draft_graph_replays": sum(count for (_, mode), count in replays if mode == "loop"),
+            "draft_graph_replays": sum(count for (_, mode), count in replays if mode in ("loop", "step")),
             "draft_eager_passes": sum(count for why, count in list(self._eager.items()) if why not in _NO_REQUESTS),
         }
 
@@ -365,9 +430,10 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> Tensor:
-        """Draft K tokens for each request. Arguments and result as in vLLM."""
-        rows = input_batch.num_reqs
-        why_eager = self._why_eager(input_batch, last_sampled, dummy_run or is_profile)
+        """Draft for each request. Arguments and result as in vLLM: of K columns those that were asked for count."""
+        rows, most = input_batch.num_reqs, self.num_speculative_steps
+        drafts = most if num_speculative_tokens is None else min(num_speculative_tokens, most)
+        why_eager = self._why_eager(input_batch, last_sampled, drafts, dummy_run or is_profile)
         if why_eager is not None:
             self._eager[why_eager] += 1
             return super().propose(
@@ -390,12 +456,10 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
                 num_speculative_tokens,
             )
         self._stage(rows, input_batch.idx_mapping, num_rejected, temperature, seeds)
-        self._run_first_pass(input_batch, num_rejected, last_sampled, rows)
-        if self.num_speculative_steps == 1:
-            return self.draft_tokens[:rows, :1]
-        return self._run_decode_loop(rows)
+        self._run_first_pass(input_batch, num_rejected, last_sampled, rows, drafts)
+        return self._run_decode_loop(rows, drafts)
 
-    def _why_eager(self, input_batch: Any, last_sampled: Tensor, dummy: bool) -> str | None:
+    def _why_eager(self, input_batch: Any, last_sampled: Tensor, drafts: int, dummy: bool) -> str | None:
         """Why this whole step runs vLLM's code, or None."""
         if self.graphs is None or self.graphs.most_requests == 0:
             return _NOTHING_CAPTURED
@@ -405,6 +469,8 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
             return "the runner's buffers moved"
         if input_batch.num_reqs > self.graphs.most_requests:
             return "more requests than the largest graph"
+        if drafts > 1 and self.graphs.loop.dispatch(input_batch.num_reqs, num_drafts=drafts).mode == "eager":
+            return "a number of drafts without a graph for so many requests"
         return None
 
     def _moved(self, input_batch: Any, last_sampled: Tensor) -> bool:
@@ -421,30 +487,43 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         self.idx_mapping[rows:].fill_(-1)
         self.num_rejected[:rows].copy_(num_rejected)
 
-    def _run_first_pass(self, input_batch: Any, num_rejected: Tensor, last_sampled: Tensor, rows: int) -> None:
+    def _run_first_pass(
+        self, input_batch: Any, num_rejected: Tensor, last_sampled: Tensor, rows: int, drafts: int
+    ) -> None:
         assert self.graphs is not None
-        query_len = self.num_speculative_steps + 2
+        loop, query_len = self.graphs.loop, self._uniform_length(input_batch) + 1
         why_eager = None
-        if not self._is_uniform(input_batch):
+        if query_len - 2 not in self._numbers_of_drafts:
             why_eager = "first pass of a batch with prompts, or with fewer drafts in some request"
-        elif self.graphs.loop.dispatch(rows, query_len).mode == "eager":
-            why_eager = "first pass with more tokens than max_num_batched_tokens"
+        elif loop.dispatch(rows, query_len).mode == "eager":
+            why_eager = self._why_no_first_pass(query_len)
         if why_eager is None:
-            self.graphs.loop.run_first_pass(rows, query_len)
+            loop.run_first_pass(rows, query_len)
             return
         self._eager[why_eager] += 1
         self._prefill(input_batch, num_rejected, last_sampled, rows, False, None)
-        self.start_decode(self.graphs.loop.dispatch(rows).key.num_reqs)
+        if drafts > 1:
+            self.start_decode(loop.dispatch(rows, num_drafts=drafts).key.num_reqs)
 
-    def _run_decode_loop(self, rows: int) -> Tensor:
+    def _why_no_first_pass(self, query_len: int) -> str:
+        if query_len > self.longest_query:
+            return "first pass of more tokens in each request than MLA takes for a decode"
+        return "first pass of more requests than its largest graph"
+
+    def _run_decode_loop(self, rows: int, drafts: int) -> Tensor:
+        """All K columns, of which the runner takes ``drafts``."""
         assert self.graphs is not None
-        return self.graphs.loop.run(rows, inert_tails=True)
+        if drafts > 1:
+            self.graphs.loop.run(rows, inert_tails=True, num_drafts=drafts)
+        return self.draft_tokens[:rows]
 
-    def _is_uniform(self, input_batch: Any) -> bool:
-        """Whether every request has its last token and K drafts, as the first pass was captured."""
-        query_len = self.num_speculative_steps + 1
-        return (
+    @staticmethod
+    def _uniform_length(input_batch: Any) -> int:
+        """Tokens of each request, where all have as many and none is in its prompt; else 0."""
+        length: int = input_batch.num_tokens // input_batch.num_reqs
+        uniform = (
             input_batch.decode_graph_eligible
-            and input_batch.num_tokens == input_batch.num_reqs * query_len
-            and int(input_batch.num_scheduled_tokens.max()) == query_len
+            and input_batch.num_tokens == input_batch.num_reqs * length
+            and int(input_batch.num_scheduled_tokens.max()) == length
         )
+        return length if uniform else 0
