@@ -23,9 +23,10 @@ SUPPORTED_VERSIONS = {TRANSACTION: ("0.32", "0.33"), DRAFT_GRAPHS: ("0.33",), ON
 DEVICES = {TRANSACTION: ("cpu", "cuda"), DRAFT_GRAPHS: ("cuda",), ONE_STATE: ("cuda",)}
 # Of a drafter with graphs. (Of the transaction: runners/base.py for drafters, layers/back_ends.py for attention.)
 DRAFT_METHODS = ("draft_model",)
-DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN")
-DRAFT_CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
-CACHE_SPECS = (*DRAFT_CACHE_SPECS, "MLAAttentionSpec")
+DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN", "TRITON_MLA", "FLASH_ATTN_MLA")
+# Of these, whose builders work on the host, but always into the same memory: they have a graph per step.
+DRAFT_STEP_BACK_ENDS = ("FLASH_ATTN_MLA",)
+DRAFT_CACHE_SPECS = CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
 # Whose Gated DeltaNet layers may have one state per request: all are of one class of vLLM's.
 ONE_STATE_MODELS = (
     "Qwen3NextForCausalLM",
@@ -337,7 +338,9 @@ REFUSALS = (
             one_state=_NOT_TRIED),
     Refusal("decode context parallelism", _NOT_TRIED, "attention metadata is planned on the host there",
             _has(_PARALLEL + "decode_context_parallel_size", above=1), one_state=_NOT_TRIED),
-    Refusal("data parallelism", _NOT_TRIED, "ranks would have to agree on a graph first",
+    # Of a dense target each rank is an engine of its own, of size 1.
+    Refusal("data parallelism", _NOT_TRIED, "vLLM 0.33's own drafter stops there with an assertion: the draft model's "
+            "forward is given the target's token counts of all ranks",
             _has(_PARALLEL + "data_parallel_size", above=1), one_state=_NOT_TRIED),
     Refusal("tensor parallelism", "", "", _has(_PARALLEL + "tensor_parallel_size", above=1), one_state=_NOT_TRIED),
     Refusal("dual batch overlap", _NOT_TRIED, _NOT_TRIED, _has(_PARALLEL + "use_ubatching"), one_state=_NOT_TRIED),
@@ -356,14 +359,17 @@ REFUSALS = (
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER, SPLIT_BLOCKS,
     COPIED_TABLE, RUNNER_V1, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, STATE,
     CHECKPOINTS,
-    Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
-            draft_graphs="its metadata is planned on the host, or was not looked at"),
+    Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window "
+            "nor MLA",
+            draft_graphs="FlashInfer, FlashMLA and CUTLASS plan on the host and have not been tried with a graph per "
+            "step; the others make their metadata anew for each step, or were not looked at"),
     Refusal("expert load balancing", "", _NOT_TRIED, _has(_PARALLEL + "enable_eplb")),
     Refusal("a multimodal model", "", "its drafts have not been tried",
             _has("model_config.is_multimodal_model", "speculative_config.draft_model_config.is_multimodal_model")),
     Refusal("an encoder-decoder model", "", _NOT_TRIED, _has("model_config.is_encoder_decoder")),
-    Refusal("LoRA", "", _NOT_TRIED, _has("lora_config"), one_state=_NOT_TRIED),
-    Refusal("dynamic speculative decoding", "", "a graph has the number of drafts it was captured with",
+    # The draft model runs without: vLLM makes the adapters' layers in the target alone.
+    Refusal("LoRA", "", "", _has("lora_config"), one_state=_NOT_TRIED),
+    Refusal("dynamic speculative decoding", "", "",
             _has("speculative_config.num_speculative_tokens_per_batch_size"), one_state=_NOT_TRIED),
     Refusal("watermarking", "", "it samples from contexts that are prepared on the host", _has("watermark_config")),
     Refusal("`prefix_match_unit`", "", "", _has("cache_config.prefix_match_unit"), one_state=_NOT_TRIED),
@@ -580,10 +586,10 @@ def check_attention(attn_groups: Iterable[Iterable[Any]]) -> None:
     for group in (group for groups in attn_groups for group in groups):
         backend, spec = group.backend.get_name(), type(group.kv_cache_spec).__name__
         if backend not in DRAFT_BACK_ENDS:
-            problems.add(f"attention back end {backend}: only {' and '.join(DRAFT_BACK_ENDS)} are known")
+            problems.add(f"attention back end {backend}: only {', '.join(DRAFT_BACK_ENDS)} are known")
         elif spec not in DRAFT_CACHE_SPECS:
-            problems.add(f"a cache of kind {spec}: only {' and '.join(DRAFT_CACHE_SPECS)} are known")
-        elif not group.supports_draft_decode_metadata_update:
+            problems.add(f"a cache of kind {spec}: only {', '.join(DRAFT_CACHE_SPECS)} are known")
+        elif backend not in DRAFT_STEP_BACK_ENDS and not group.supports_draft_decode_metadata_update:
             problems.add(f"attention back end {backend}: it cannot update its metadata on the device here")
     if problems:
         raise Unsupported("; ".join(sorted(problems)))

@@ -4,6 +4,7 @@ A job is a dict: ``engine`` (arguments of ``vllm.LLM``), ``environment``, and ho
 ``temperature``, ``requests`` (how many), ``shared_prefix`` (tokens), ``rounds``, ``abort`` (step: request numbers),
 ``sleep`` (between rounds), ``drop_prefix_cache`` (likewise: what is there then, a KV connector loaded), ``continued``
 (each round's answers are part of the next one's prompts), ``record_drafts`` (what the drafter proposed, step by step),
+``adapter`` (a folder: every other request goes through this LoRA adapter),
 ``exports`` (what a KV connector saw, see ``export_connector``), ``cost_curves`` (of adaptive verification, milliseconds
 of drafting by requests and of verifying by tokens, in place of those that vLLM measured, so that what is verified is
 the same in each engine). ``{fresh}`` in an engine's settings stands for a folder of its own. The answer is a file, so
@@ -192,22 +193,26 @@ def _count_steps_by_drafts() -> dict[int, int]:
 
 
 def _record_drafts(llm: Any) -> dict[str, Any]:
-    """What a drafter of the V2 runner proposes from now on: ``drafts[request][length] = K tokens``, where the length is
-    that of the sequence they continue, and ``steps``, how often it was asked. Rows of prompt chunks are left out."""
+    """What a drafter of the V2 runner proposes from now on: ``drafts[request][length]``, as many as it was asked for,
+    where the length is that of the sequence they continue; and how often it was asked, ``steps``, by their number,
+    ``by_drafts``. Rows of prompt chunks are left out."""
     speculator = _runner(llm).speculator
     propose = speculator.propose
-    found: dict[str, Any] = {"steps": 0, "drafts": {}}
+    by_drafts: Counter[int] = Counter()
+    found: dict[str, Any] = {"steps": 0, "by_drafts": by_drafts, "drafts": {}}
 
     def recording(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = propose(input_batch, *args, **kwargs)
+        asked = kwargs["num_speculative_tokens"]
+        by_drafts[asked] += 1
         num_sampled, num_rejected = args[4], args[5]
         lengths = (input_batch.seq_lens[: input_batch.num_reqs] - num_rejected).tolist()
         found["steps"] += 1
         rows = zip(input_batch.req_ids, lengths, num_sampled.tolist(), drafts.tolist(), strict=True)
         for request, length, sampled, tokens in rows:
-            if sampled > 0:
+            if sampled > 0 and asked > 0:
                 name = "-".join(request.split("-")[:2])  # vLLM adds something of its own
-                found["drafts"].setdefault(name, {})[str(length)] = tokens
+                found["drafts"].setdefault(name, {})[str(length)] = tokens[:asked]
         return drafts
 
     speculator.propose = recording
@@ -231,7 +236,10 @@ def _requests(job: dict[str, Any]) -> list[Any]:
 
 def _serve(llm: Any, job: dict[str, Any], requests: list[Any], number: int) -> list[list[int] | None]:
     """Tokens per request, None where aborted; each request is added at its own step, as a server does."""
+    from vllm.lora.request import LoRARequest
+
     engine = llm.llm_engine
+    adapter = LoRARequest("adapter", 1, job["adapter"]) if job["adapter"] else None
     abort = {int(step): numbers for step, numbers in job["abort"].items()}
     aborted = {index for numbers in abort.values() for index in numbers}
     waiting = list(range(len(requests)))
@@ -240,7 +248,10 @@ def _serve(llm: Any, job: dict[str, Any], requests: list[Any], number: int) -> l
         while waiting and requests[waiting[0]].arrival_step <= step:
             index = waiting.pop(0)
             engine.add_request(
-                f"{number}-{index}", {"prompt_token_ids": requests[index].prompt}, _sampling(job, requests, index)
+                f"{number}-{index}",
+                {"prompt_token_ids": requests[index].prompt},
+                _sampling(job, requests, index),
+                lora_request=adapter if index % 2 else None,
             )
         for output in engine.step():
             if output.finished:

@@ -47,6 +47,7 @@ DEFAULTS: dict[str, Any] = {
     "drop_prefix_cache": False,
     "continued": False,
     "record_drafts": False,
+    "adapter": None,
     "exports": False,
     "cost_curves": None,
 }

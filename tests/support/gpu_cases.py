@@ -527,9 +527,12 @@ class DraftCase(Case):
     Attributes:
         exact: every request count has a graph, so nothing is padded: the drafts are the same, token for token. With
             padding a matrix product may take another kernel, and an argmax may see another of two close logits.
+        captured: request counts of the first pass and of the loop that must have a graph, by number of drafts; None:
+            one of all capture sizes.
     """
 
     exact: bool = True
+    captured: dict[int, tuple[list[int], list[int]]] | None = None
 
 
 GRAPHED = {"mode": "off", "draft_graphs": True}
@@ -544,7 +547,7 @@ def _draft(
     name: str, backend: str = "FLASH_ATTN", sizes: list[int] = EVERY_COUNT, nwor: Any = GRAPHED, **more: Any
 ) -> DraftCase:
     use = {"record_drafts": True, **more.pop("use", {})}
-    own = {key: more.pop(key) for key in ("environment", "same_tokens", "expect", "exact") if key in more}
+    own = {key: more.pop(key) for key in ("environment", "same_tokens", "expect", "exact", "captured") if key in more}
     compilation = {"cudagraph_capture_sizes": sizes, **more.pop("compilation_config", {})}
     engine = _engine(backend, method="draft_model", compilation_config=compilation) | more
     return DraftCase(f"draft-graphs-{name}", engine, nwor=nwor, use=use, **{"exact": sizes == EVERY_COUNT} | own)
@@ -585,6 +588,30 @@ def _draft_graphs() -> Iterator[DraftCase]:
     yield _draft("hybrid", model="@hybrid", nwor=GRAPHED_COW)
     yield _draft("sliding-draft", speculative_config={**DRAFT, "model": "@sliding"})
     yield _draft("memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
+    yield from _wider_draft_graphs()
+
+
+def _wider_draft_graphs() -> Iterator[DraftCase]:
+    # Four drafts of up to three requests, two of up to six, none of more: a graph for every count of each.
+    dynamic = {"speculative_config": DRAFT | DYNAMIC["v2"]}
+    every, some = list(range(1, 9)), range(4, 7)
+    sizes = sorted({length * requests for length in (1, 3, 5) for requests in every})
+    captured = {4: ([1, 2, 3], [1, 2, 3]), 2: ([1, 2, 3, *some], list(some)), 0: (every, [])}
+    for mode, nwor in (("", GRAPHED), ("-cow", GRAPHED_COW), ("-stage", GRAPHED_STAGE)):
+        yield _draft(f"dynamic{mode}", sizes=sizes, nwor=nwor, captured=captured, exact=True, **dynamic)
+    # Few sizes: one request with two drafts pads to two, four to five; seven without to eight.
+    padded = {4: ([1, 2, 3], [1, 2, 3]), 2: ([2, 3, 5, 6], [5, 6]), 0: ([5, 8], [])}
+    yield _draft("dynamic-padded-triton", "TRITON_ATTN", [5, 8, 15, 18], captured=padded, **dynamic)
+    random = {"temperature": 1.0, "max_tokens": 150}
+    yield _draft("dynamic-random", sizes=sizes, captured=captured, exact=True, use=random,
+                 speculative_config=RANDOM_DRAFT | DYNAMIC["v2"])  # fmt: skip
+    # Every other request goes through an adapter of the target's.
+    yield _draft("lora", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@llama_lora"})
+    # Triton's MLA takes K + 2 tokens for a prompt, whose metadata is planned on the host: the loop alone has graphs.
+    mla = {"model": "@mla", "speculative_config": {**DRAFT, "model": "@mla_draft"}}
+    yield _draft("mla-triton", "TRITON_MLA", captured={K: ([], every)}, **mla)
+    # Its builder works on the host, into the same memory: a graph per step.
+    yield _draft("mla-flash", "FLASH_ATTN_MLA", **mla)
 
 
 DRAFT_CASES = list(_draft_graphs())
@@ -601,7 +628,7 @@ DRAFT_REFUSALS = [
     _refused_draft("piecewise", "cudagraph_mode PIECEWISE: draft graphs follow the target", graphs="piecewise"),
     _refused_draft("eagle", "speculation by eagle: draft graphs are for method draft_model", method="eagle"),
     _refused_draft("ngram", "speculation by ngram: draft graphs are for method draft_model", method="ngram"),
-    _refused_draft("flex", "back end FLEX_ATTENTION: only FLASH_ATTN and TRITON_ATTN", backend="FLEX_ATTENTION"),
+    _refused_draft("flex", "back end FLEX_ATTENTION: only FLASH_ATTN, TRITON_ATTN", backend="FLEX_ATTENTION"),
     _refused_draft("v1", "model runner V1", V1),
     _refused_draft("no-size", r"cudagraph_capture_sizes \[1, 2\]: none holds a batch", compilation_config={
         "cudagraph_capture_sizes": [1, 2]}),

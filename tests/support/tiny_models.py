@@ -75,7 +75,9 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "eagle_with_biases": lambda path: _write_eagle(path, biases=True),
         "sliding": lambda path: _write_sliding(path, ["sliding_attention"] * 3),
         "hybrid": lambda path: _write_sliding(path, ["sliding_attention", "full_attention"] * 2),
+        "llama_lora": _write_lora,
         "mla": _write_mla,
+        "mla_draft": lambda path: _write_mla(path, seed=33),
         "mla_yarn": lambda path: _write_mla(path, YARN),
         "mla_mtp": _write_mla_mtp,
         "gdn_mtp": _write_gdn_mtp,
@@ -206,9 +208,37 @@ def _write_dspark(folder: pathlib.Path) -> None:
     _save(folder, config, weights)
 
 
-def _write_mla(folder: pathlib.Path, rope_scaling: dict[str, Any] | None = None) -> None:
+def _write_lora(folder: pathlib.Path) -> None:
+    """An adapter of the tiny Llama's attention. vLLM's kernel adds what the first matrix makes in any order: here each
+    of its rows picks one number, so that every order gives the same sum."""
+    size, rank = Size(), 8
+    generator = torch.Generator().manual_seed(34)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": rank,
+        "lora_alpha": rank,
+        "bias": "none",
+        "target_modules": ["q_proj", "o_proj"],
+    }
+    wide = size.heads * size.head_size
+    weights = {}
+    for layer in range(size.layers):
+        for name, columns, rows in (("q_proj", size.hidden, wide), ("o_proj", wide, size.hidden)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            picked = torch.randperm(columns, generator=generator)[:rank]
+            weights[f"{prefix}.lora_A.weight"] = torch.eye(columns, dtype=torch.bfloat16)[picked]
+            weights[f"{prefix}.lora_B.weight"] = _matrix(generator, rows, rank)
+    _save(folder, settings, weights)
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
+def _write_mla(folder: pathlib.Path, rope_scaling: dict[str, Any] | None = None, seed: int = 23) -> None:
     """DeepSeek-V2's attention in a small dense model."""
-    _save(folder, _mla_config() | {"rope_scaling": rope_scaling}, dict(_mla_weights(torch.Generator().manual_seed(23))))
+    weights = dict(_mla_weights(torch.Generator().manual_seed(seed)))
+    _save(folder, _mla_config() | {"rope_scaling": rope_scaling}, weights)
 
 
 def _write_mla_mtp(folder: pathlib.Path) -> None:

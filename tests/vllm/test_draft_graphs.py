@@ -99,7 +99,12 @@ def engine_config(**changes: Any) -> Any:
 
 
 def test_what_is_supported_is_not_refused() -> None:
-    check_engine(engine_config(parallel_config__tensor_parallel_size=2), "cuda", DRAFT_GRAPHS)
+    for changes in (
+        {"parallel_config__tensor_parallel_size": 2},
+        {"lora_config": object()},
+        {"speculative_config__num_speculative_tokens_per_batch_size": [(1, 8, 4)]},
+    ):
+        check_engine(engine_config(**changes), "cuda", DRAFT_GRAPHS)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +120,6 @@ def test_what_is_supported_is_not_refused() -> None:
         ({"model_config__is_multimodal_model": True}, "a multimodal model"),
         ({"speculative_config__draft_model_config__is_multimodal_model": True}, "a multimodal model"),
         ({"model_config__is_encoder_decoder": True}, "an encoder-decoder model"),
-        ({"lora_config": object()}, "LoRA"),
-        ({"speculative_config__num_speculative_tokens_per_batch_size": [(1, 8, 4)]}, "dynamic speculative decoding"),
         ({"speculative_config__enable_adaptive_verification": True}, "adaptive verification"),
         ({"watermark_config": object()}, "watermarking"),
         ({"kv_transfer_config": object()}, "KV connectors"),
@@ -137,6 +140,9 @@ def test_a_cpu_has_no_graphs() -> None:
 class FullAttentionSpec: ...
 
 
+class MLAAttentionSpec: ...
+
+
 class MambaSpec: ...
 
 
@@ -150,8 +156,11 @@ def group(backend: str, spec: Any = FullAttentionSpec, in_place: bool = True) ->
 
 def test_attention_that_a_graph_cannot_follow_is_refused() -> None:
     check_attention([[group("FLASH_ATTN")], [], [group("TRITON_ATTN")]])
+    check_attention([[group("TRITON_MLA", MLAAttentionSpec)]])
+    check_attention([[group("FLASH_ATTN_MLA", MLAAttentionSpec, in_place=False)]])  # a graph per step
     for groups, because in (
-        ([[group("FLASHINFER")]], "attention back end FLASHINFER: only FLASH_ATTN and TRITON_ATTN are known"),
+        ([[group("FLASHINFER")]], "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN, TRITON_MLA, FLASH"),
+        ([[group("TRITON_MLA", MLAAttentionSpec, in_place=False)]], "TRITON_MLA: it cannot update its metadata"),
         ([[group("FLASH_ATTN", MambaSpec)]], "a cache of kind MambaSpec"),
         ([[group("FLASH_ATTN")], [group("TRITON_ATTN", in_place=False)]], "TRITON_ATTN: it cannot update its metadata"),
     ):

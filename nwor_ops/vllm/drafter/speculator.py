@@ -298,7 +298,7 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         metadata is planned on the host, from the contexts' lengths."""
         return min(
             (
-                group.get_metadata_builder().reorder_batch_threshold
+                group.get_metadata_builder().reorder_batch_threshold or 1
                 for groups in self.attn_groups
                 for group in groups
                 if type(group.kv_cache_spec).__name__ == "MLAAttentionSpec"

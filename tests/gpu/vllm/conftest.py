@@ -71,7 +71,7 @@ class Engines:
         """A future. ``engine`` is what differs from ``gpu_cases.ENGINE``."""
         settings = self.resolved({**ENGINE, **engine})
         settings = {key: value for key, value in settings.items() if value is not None}
-        return self._pool.start(name, {"engine": settings, "environment": environment, **use})
+        return self._pool.start(name, {"engine": settings, "environment": environment, **self.resolved(use)})
 
     def resolved(self, value: Any) -> Any:
         """With the folder in place of every ``@name``."""

@@ -14,6 +14,7 @@ DIFFERENT_DRAFTS, DIFFERENT_ACCEPTANCE = 0.03, 0.05
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 NOT_BY_US = ("dummy run", "nothing captured")  # warm-up, and what vLLM runs before it captures
 TOO_LARGE = "more requests than the largest graph"
+PROMPT = "first pass of more tokens in each request than MLA takes for a decode"
 MIXED = "first pass of a batch with prompts, or with fewer drafts in some request"
 
 
@@ -38,7 +39,10 @@ def _compare_drafts(ours: dict[str, Any], vanilla: dict[str, Any], longest: int)
         for side in (ours, vanilla)
     )
     both = mine.keys() & theirs.keys()
-    return len(mine.keys() | theirs.keys()), len(both), sum(mine[at] != theirs[at] for at in both)
+    # Of a dynamic number one side may have been asked for more.
+    shared = {at: min(len(mine[at]), len(theirs[at])) for at in both}
+    different = sum(mine[at][:many] != theirs[at][:many] for at, many in shared.items())
+    return len(mine.keys() | theirs.keys()), len(both), different
 
 
 def _acceptance(result: dict[str, Any]) -> list[float]:
@@ -46,19 +50,35 @@ def _acceptance(result: dict[str, Any]) -> list[float]:
     return [count / result["metrics"]["spec_decode_num_drafts"] for count in result["metrics"][PER_POSITION]]
 
 
+def _captured(case: DraftCase) -> dict[int, tuple[list[int], list[int]]]:
+    """Request counts with a graph that a case must have, by number of drafts: of the first pass and of the loop."""
+    if case.captured is not None:
+        return case.captured
+    drafts = case.engine["speculative_config"]["num_speculative_tokens"]
+    counts = [size // (drafts + 1) for size in case.engine["compilation_config"]["cudagraph_capture_sizes"]]
+    return {drafts: (counts, counts if drafts > 1 else [])}
+
+
 def _check_graphs_ran(case: DraftCase, result: dict[str, Any], report: dict[str, Any]) -> None:
-    query_len = case.engine["speculative_config"]["num_speculative_tokens"] + 1
-    sizes = case.engine["compilation_config"]["cudagraph_capture_sizes"]
-    counts = [size // query_len for size in sizes]
-    assert report["captured"] == {"first_pass": counts, "decode": counts if query_len > 2 else []}
-    steps, eager = result["proposed"]["steps"], report["eager"]
-    too_large = eager.get(TOO_LARGE, 0)
-    assert (too_large > 0) == (max(counts) < ENGINE["max_num_seqs"])
-    assert set(eager) <= {*NOT_BY_US, MIXED, TOO_LARGE}
+    captured, eager = _captured(case), report["eager"]
+    assert report["captured_by_drafts"] == {
+        str(drafts): {"first_pass": first, "decode": loops} for drafts, (first, loops) in captured.items()
+    }
+    for number, name in enumerate(("first_pass", "decode")):
+        assert report["captured"][name] == sorted({count for counts in captured.values() for count in counts[number]})
+    by_drafts = {int(drafts): steps for drafts, steps in result["proposed"]["by_drafts"].items()}
+    too_large, in_prompts = eager.get(TOO_LARGE, 0), eager.get(PROMPT, 0)
+    largest = max(count for counts in captured.values() for count in (*counts[0], *counts[1]))
+    assert (too_large > 0) == (largest < ENGINE["max_num_seqs"])
+    assert set(eager) <= {*NOT_BY_US, MIXED, TOO_LARGE, PROMPT}
+    assert (in_prompts > 0) == (not any(first for first, _ in captured.values()))
+    # Each number of drafts was asked for, and none beside (in steps whose drafts nobody can use there are none).
+    assert set(captured) <= set(by_drafts) <= {0, *captured}
     # vLLM's warm-up steps may have added to these counts.
-    decode_loops = steps - too_large if query_len > 2 else 0
-    first_passes = steps - too_large - eager.get(MIXED, 0)
-    assert first_passes > 0
+    decode_loops = max(0, sum(steps for drafts, steps in by_drafts.items() if drafts > 1) - too_large)
+    first_passes = result["proposed"]["steps"] - too_large - in_prompts - eager.get(MIXED, 0)
+    assert decode_loops > 0 or max(captured) == 1
+    assert first_passes > 0 or in_prompts > 0
     assert report["replays"]["first_pass"] >= first_passes
     assert report["replays"]["decode"] >= decode_loops
     # As torch counts them, in the run alone.
