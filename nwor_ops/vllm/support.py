@@ -23,7 +23,7 @@ SUPPORTED_VERSIONS = {TRANSACTION: ("0.32", "0.33"), DRAFT_GRAPHS: ("0.33",), ON
 DEVICES = {TRANSACTION: ("cpu", "cuda"), DRAFT_GRAPHS: ("cuda",), ONE_STATE: ("cuda",)}
 # Of a drafter with graphs. (Of the transaction: runners/base.py for drafters, layers/back_ends.py for attention.)
 DRAFT_METHODS = ("draft_model",)
-DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN", "TRITON_MLA", "FLASH_ATTN_MLA")
+DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASH_ATTN_MLA")
 # Of these, whose builders work on the host, but always into the same memory: they have a graph per step.
 DRAFT_STEP_BACK_ENDS = ("FLASH_ATTN_MLA",)
 DRAFT_CACHE_SPECS = CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
@@ -361,8 +361,9 @@ REFUSALS = (
     CHECKPOINTS,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window "
             "nor MLA",
-            draft_graphs="FlashInfer, FlashMLA and CUTLASS plan on the host and have not been tried with a graph per "
-            "step; the others make their metadata anew for each step, or were not looked at"),
+            draft_graphs="TRITON_MLA, FlashMLA and CUTLASS MLA take the first pass for prompts, whose contexts vLLM "
+            "0.33 has from bounds on the host; FlashInfer plans on the host and has not been tried with a graph per "
+            "step; others were not looked at"),
     Refusal("expert load balancing", "", _NOT_TRIED, _has(_PARALLEL + "enable_eplb")),
     Refusal("a multimodal model", "", "its drafts have not been tried",
             _has("model_config.is_multimodal_model", "speculative_config.draft_model_config.is_multimodal_model")),

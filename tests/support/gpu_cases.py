@@ -607,11 +607,10 @@ def _wider_draft_graphs() -> Iterator[DraftCase]:
                  speculative_config=RANDOM_DRAFT | DYNAMIC["v2"])  # fmt: skip
     # Every other request goes through an adapter of the target's.
     yield _draft("lora", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@llama_lora"})
-    # Triton's MLA takes K + 2 tokens for a prompt, whose metadata is planned on the host: the loop alone has graphs.
     mla = {"model": "@mla", "speculative_config": {**DRAFT, "model": "@mla_draft"}}
-    yield _draft("mla-triton", "TRITON_MLA", captured={K: ([], every)}, **mla)
     # Its builder works on the host, into the same memory: a graph per step.
     yield _draft("mla-flash", "FLASH_ATTN_MLA", **mla)
+    yield _draft("mla-flash-padded-cow", "FLASH_ATTN_MLA", PADDED_COUNTS, nwor=GRAPHED_COW, **mla)
 
 
 DRAFT_CASES = list(_draft_graphs())
@@ -629,6 +628,8 @@ DRAFT_REFUSALS = [
     _refused_draft("eagle", "speculation by eagle: draft graphs are for method draft_model", method="eagle"),
     _refused_draft("ngram", "speculation by ngram: draft graphs are for method draft_model", method="ngram"),
     _refused_draft("flex", "back end FLEX_ATTENTION: only FLASH_ATTN, TRITON_ATTN", backend="FLEX_ATTENTION"),
+    _refused_draft("triton-mla", "back end TRITON_MLA: only FLASH_ATTN, TRITON_ATTN, FLASH_ATTN_MLA",
+                   backend="TRITON_MLA", model="@mla", speculative_config={**DRAFT, "model": "@mla_draft"}),
     _refused_draft("v1", "model runner V1", V1),
     _refused_draft("no-size", r"cudagraph_capture_sizes \[1, 2\]: none holds a batch", compilation_config={
         "cudagraph_capture_sizes": [1, 2]}),

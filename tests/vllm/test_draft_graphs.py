@@ -156,11 +156,10 @@ def group(backend: str, spec: Any = FullAttentionSpec, in_place: bool = True) ->
 
 def test_attention_that_a_graph_cannot_follow_is_refused() -> None:
     check_attention([[group("FLASH_ATTN")], [], [group("TRITON_ATTN")]])
-    check_attention([[group("TRITON_MLA", MLAAttentionSpec)]])
     check_attention([[group("FLASH_ATTN_MLA", MLAAttentionSpec, in_place=False)]])  # a graph per step
     for groups, because in (
-        ([[group("FLASHINFER")]], "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN, TRITON_MLA, FLASH"),
-        ([[group("TRITON_MLA", MLAAttentionSpec, in_place=False)]], "TRITON_MLA: it cannot update its metadata"),
+        ([[group("FLASHINFER")]], "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN, FLASH_ATTN_MLA"),
+        ([[group("TRITON_MLA", MLAAttentionSpec)]], "attention back end TRITON_MLA: only FLASH_ATTN"),
         ([[group("FLASH_ATTN", MambaSpec)]], "a cache of kind MambaSpec"),
         ([[group("FLASH_ATTN")], [group("TRITON_ATTN", in_place=False)]], "TRITON_ATTN: it cannot update its metadata"),
     ):
@@ -311,9 +310,7 @@ def test_captured_request_counts(sizes: list[int], rows: int, tokens: int, first
     assert all(loops == [] for _, loops in capture_keys([1] * (rows + 1), sizes, tokens).values())
 
 
-def capture_keys(
-    schedule: list[int], sizes: list[int], tokens: int, longest_query: int = 99
-) -> dict[int, tuple[list[int], list[int]]]:
+def capture_keys(schedule: list[int], sizes: list[int], tokens: int) -> dict[int, tuple[list[int], list[int]]]:
     """Request counts of the first pass and of the loop, by the number of drafts."""
     from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
 
@@ -321,7 +318,6 @@ def capture_keys(
     speculator = SimpleNamespace(
         vllm_config=SimpleNamespace(compilation_config=config),
         drafts_by_requests=schedule,
-        longest_query=longest_query,
         max_num_reqs=len(schedule) - 1,
         max_num_tokens=tokens,
     )
@@ -354,8 +350,6 @@ def test_captured_request_counts_of_a_dynamic_number_of_drafts() -> None:
         1: ([9, 8, 3], []),
         0: ([5], []),
     }
-    # MLA takes requests with more tokens than that for prompts.
-    assert capture_keys(schedule, sizes, 512, longest_query=5)[4] == ([], [3, 2, 1])
 
 
 # ---------------------------------------------------------------- counters

@@ -286,25 +286,11 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
                 GraphKey(count, length)
                 for count in _padded(counts[drafts], range(1, requests_of_them[-1] + 1))
                 # The compiled model takes max_num_batched_tokens at most.
-                if count * length <= self.max_num_tokens and length <= self.longest_query
+                if count * length <= self.max_num_tokens
             ]
             if drafts > 1:
                 keys[drafts] += [GraphKey(count) for count in _padded(every, requests_of_them)]
         return {drafts: of_them for drafts, of_them in sorted(keys.items(), reverse=True) if of_them}
-
-    @property
-    def longest_query(self) -> int:
-        """The most tokens of a request that attention takes for a decode. What is longer MLA takes for a prompt, whose
-        metadata is planned on the host, from the contexts' lengths."""
-        return min(
-            (
-                group.get_metadata_builder().reorder_batch_threshold or 1
-                for groups in self.attn_groups
-                for group in groups
-                if type(group.kv_cache_spec).__name__ == "MLAAttentionSpec"
-            ),
-            default=self.max_num_tokens,
-        )
 
     def capture(self) -> None:
         """vLLM captures: the target's graphs are there."""
@@ -496,7 +482,7 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         if query_len - 2 not in self._numbers_of_drafts:
             why_eager = "first pass of a batch with prompts, or with fewer drafts in some request"
         elif loop.dispatch(rows, query_len).mode == "eager":
-            why_eager = self._why_no_first_pass(query_len)
+            why_eager = "first pass of more requests than its largest graph"
         if why_eager is None:
             loop.run_first_pass(rows, query_len)
             return
@@ -504,11 +490,6 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         self._prefill(input_batch, num_rejected, last_sampled, rows, False, None)
         if drafts > 1:
             self.start_decode(loop.dispatch(rows, num_drafts=drafts).key.num_reqs)
-
-    def _why_no_first_pass(self, query_len: int) -> str:
-        if query_len > self.longest_query:
-            return "first pass of more tokens in each request than MLA takes for a decode"
-        return "first pass of more requests than its largest graph"
 
     def _run_decode_loop(self, rows: int, drafts: int) -> Tensor:
         """All K columns, of which the runner takes ``drafts``."""
