@@ -365,7 +365,9 @@ REFUSALS = (
             "0.33 has from bounds on the host; FlashInfer plans on the host and has not been tried with a graph per "
             "step; others were not looked at"),
     Refusal("expert load balancing", "", _NOT_TRIED, _has(_PARALLEL + "enable_eplb")),
-    Refusal("a multimodal model", "", "its drafts have not been tried",
+    # A draft model sees token ids and positions in a row, the placeholders of images among them, as in vLLM's drafter.
+    Refusal("a multimodal model", "", "no engine with images has been run; a draft model with positions of three "
+            "dimensions (M-RoPE) is given those of one",
             _has("model_config.is_multimodal_model", "speculative_config.draft_model_config.is_multimodal_model")),
     Refusal("an encoder-decoder model", "", _NOT_TRIED, _has("model_config.is_encoder_decoder")),
     # The draft model runs without: vLLM makes the adapters' layers in the target alone.

@@ -218,7 +218,7 @@ class Batch:
         self.temperature = torch.tensor([rng.choice([0.0, 0.7, 1.3]) for _ in range(ROWS)])
         self.seeds = torch.tensor([rng.randrange(2**40) for _ in range(ROWS)])
 
-    def propose(self, side: Side) -> Tensor:
+    def propose(self, side: Side, dp_sync_state: Any = None) -> Tensor:
         for table, state in zip(self.tables, side.tables.states, strict=True):
             state.copy_(table)
         for cache, wanted in zip(side.speculator.model.caches, self.caches, strict=True):
@@ -232,7 +232,8 @@ class Batch:
             last_sampled = side.speculator.last_sampled.view(-1, 1).copy_(last_sampled)
         drafts = side.speculator.propose(
             batch, {}, {}, torch.empty(0), None, torch.ones_like(rejected), rejected, last_sampled, torch.empty(0),
-            self.temperature, self.seeds, num_speculative_tokens=self.drafts,
+            self.temperature, self.seeds, dp_sync_state=dp_sync_state,
+            num_speculative_tokens=self.drafts,
         )  # fmt: skip
         wanted = drafts[:, : self.drafts].clone()
         drafts[:, self.drafts :] = -1  # as the runner does
@@ -339,6 +340,23 @@ def compare(probabilistic: bool, schedule: list[list[int]] | None) -> str:
     return json.dumps({"replays": report.replays, "eager": report.eager})
 
 
+def with_experts_on_two_ranks() -> str:
+    """What vLLM's speculator does beside data parallelism and a target of experts: why it is refused."""
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+    config = make_config(probabilistic=False)
+    config.parallel_config.data_parallel_size, config.parallel_config.is_moe_model = 2, True
+    batch = Batch(random.Random(0), True, near_end=False, moved=False, verified=K, drafts=[K] * (ROWS + 1))
+    tokens = sum(batch.lengths)
+    try:
+        batch.propose(
+            Side(StandaloneARSpeculator, config), SimpleNamespace(num_tokens_across_dp=torch.tensor([tokens, tokens]))
+        )
+    except AssertionError as error:
+        return f"{error}, of {tokens} tokens and {batch.rows} requests"
+    return "drafts"
+
+
 def main() -> None:
     use_interpreter()
     from vllm.v1.worker.gpu.spec_decode import speculator
@@ -349,6 +367,7 @@ def main() -> None:
         for schedule in (None, SCHEDULE):
             name = ("probabilistic" if probabilistic else "greedy") + ("-dynamic" if schedule else "")
             print(name, compare(probabilistic, schedule))
+    print("data-parallel", with_experts_on_two_ranks())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import pathlib
+import re
 from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -49,6 +50,12 @@ def test_drafts_are_those_of_vllm_s_speculator() -> None:
         else:  # where none or one draft is wanted, the first pass is all
             assert ran["replays"]["decode"] > 10
         assert ran["replays"]["first_pass"] + sum(ran["eager"].values()) == 40
+    # vLLM's own speculator beside data parallelism: the target's tokens are not those of its first pass.
+    found = re.fullmatch(r"(\d+) (\d+), of (\d+) tokens and (\d+) requests", said["data-parallel"])
+    assert found
+    across, first_pass, tokens, requests = map(int, found.groups())
+    assert across == tokens
+    assert first_pass == tokens + requests
 
 
 # ---------------------------------------------------------------- settings
