@@ -26,7 +26,8 @@ BLOCK_SIZES = (4, 8)
 BATCHES = 40
 # Of a dynamic number of drafts. None and one are a first pass alone.
 SCHEDULE = [[1, 2, K], [3, 3, 1], [4, 4, 0], [5, 6, K - 1]]
-PADDED = (1, 2, 5)  # request counts that "have a graph"; larger batches, up to ROWS, have none
+# Request counts that "have a graph", of the first pass and of the loop; larger batches, up to ROWS, have none.
+PADDED, PADDED_LOOP = (1, 2, 5), (1, 3, 5)
 PRIME = 1_000_003
 
 
@@ -293,7 +294,7 @@ def make_sides(config: Any) -> tuple[Side, Side]:
         """Runs from the host what its graphs would hold, in the shapes that they would have."""
 
         def dispatch(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> Dispatch:
-            rows = min(count for count in PADDED if count >= num_reqs)
+            rows = min(count for count in (PADDED_LOOP if query_len == 1 else PADDED) if count >= num_reqs)
             return Dispatch(GraphKey(rows, query_len), "loop", "as if captured")
 
         def run(self, num_reqs: int, inert_tails: bool = False, num_drafts: int | None = None, **_: Any) -> Tensor:
