@@ -45,7 +45,7 @@ def supported() -> str:
     others = (", ".join(SUPPORTED_VERSIONS[use]) for use in (DRAFT_GRAPHS, ONE_STATE))
     cuda = f"{_classes(PACKED_IMPLS)}; MLA: {_classes(LATENT_IMPLS)}"
     rows = (
-        ("", "CUDA, runner V1 or V2", "CPU engine", "draft graphs (V2)", "one recurrent state (CUDA, V2)"),
+        ("", "CUDA, runner V1 or V2", "CPU engine", "draft graphs (CUDA)", "one recurrent state (CUDA, V2)"),
         ("---",) * 5,
         (
             "vLLM, not refused",
@@ -57,7 +57,7 @@ def supported() -> str:
             "speculation by",
             "any method whose drafter names its layers, or has none",
             "the same",
-            _code(DRAFT_METHODS),
+            "; ".join(f"{runner}: {_code(names)}" for runner, names in DRAFT_METHODS.items()),
             "any method",
         ),
         (

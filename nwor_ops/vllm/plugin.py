@@ -198,7 +198,7 @@ def _attach(runner: Any, module: str) -> None:
     """Look at the configuration of a runner whose cache was just bound, and act on it."""
     config = NworConfig.load(runner.vllm_config.additional_config)
     logger = _logger()
-    draft_graphs.check_runner(runner, module, logger)
+    draft_graphs.attach(runner, module, logger)
     if not config.wants_transaction:
         return
     previous = _sessions.pop(runner, None)

@@ -21,8 +21,9 @@ from nwor_ops import library
 TRANSACTION, DRAFT_GRAPHS, ONE_STATE = "transaction", "draft graphs", "one state"
 SUPPORTED_VERSIONS = {TRANSACTION: ("0.32", "0.33"), DRAFT_GRAPHS: ("0.33",), ONE_STATE: ("0.33",)}
 DEVICES = {TRANSACTION: ("cpu", "cuda"), DRAFT_GRAPHS: ("cuda",), ONE_STATE: ("cuda",)}
-# Of a drafter with graphs. (Of the transaction: runners/base.py for drafters, layers/back_ends.py for attention.)
-DRAFT_METHODS = ("draft_model",)
+# Of a drafter with graphs, by model runner. (Of the transaction: runners/base.py for drafters, layers/back_ends.py for
+# attention.)
+DRAFT_METHODS = {"V2": ("draft_model",), "V1": ("draft_model", "eagle", "eagle3", "mtp")}
 DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASH_ATTN_MLA")
 # Of these, whose builders work on the host, but always into the same memory: they have a graph per step.
 DRAFT_STEP_BACK_ENDS = ("FLASH_ATTN_MLA",)
@@ -224,9 +225,10 @@ DEVICE = Refusal(
     "only cpu and cuda are known", "CUDA graphs need CUDA", message="device {device}: {why}",
     one_state="vLLM's kernels beside it are those of CUDA")
 METHOD = Refusal(
-    f"speculation by another method than {', '.join(DRAFT_METHODS)}",
+    "speculation by another method than " + ", ".join(f"{', '.join(names)} ({runner})" for runner, names in
+    DRAFT_METHODS.items()),
     draft_graphs="it has graphs of its own, or needs none",
-    message=f"speculation by {{method}}: draft graphs are for method {', '.join(DRAFT_METHODS)}")
+    message="speculation by {method}: draft graphs in model runner {runner} are for method {methods}")
 UNNAMED_LAYERS = Refusal(
     "a drafter with layers that it does not name", "whose rows are the target's is not known",
     message="speculation by {method}: layers {layers} have a KV cache, are in no module of the target's model, and "
@@ -280,9 +282,10 @@ COPIED_TABLE = Refusal(
     message="speculation by {method} with back end {impl} (layer {layer}): the drafter attends with metadata that was "
     "made for the target's step, which mode stage had redirected, and of this back end's it is not known that it holds "
     "the runner's own block table", modes=("stage",), engines="runner V2")
-RUNNER_V1 = Refusal(
-    "model runner V1 and the CPU engine", draft_graphs="its drafter is another",
-    message=f"model runner V1: draft graphs are for model runner V2 of vLLM {SUPPORTED_VERSIONS[DRAFT_GRAPHS][-1]}")
+DRAFTER = Refusal(
+    "a drafter of another class than vLLM's for draft models and EAGLE (Gemma4's, Step3p5's), parallel drafting, "
+    "M-RoPE, index sharing between the steps of MTP, `enforce_eager` of the drafter",
+    draft_graphs="its passes are others", message="draft graphs in model runner V1: {what}", engines="runner V1")
 NOT_ONE_STATE = Refusal(
     "recurrent layers of another class than vLLM's Gated DeltaNet for Qwen (Mamba, short convolutions; Kimi Linear, "
     "which vLLM 0.33 gives one state itself; OLMo's, whose update is another)",
@@ -357,7 +360,7 @@ REFUSALS = (
             and config.speculative_config.draft_model_config.is_hybrid, one_state=_NOT_TRIED),
     Refusal("HiSparse", "it writes to slots of its own", found=_has("attention_config.hisparse_config"), engines=_CUDA),
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER, SPLIT_BLOCKS,
-    COPIED_TABLE, RUNNER_V1, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, STATE,
+    COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, STATE,
     CHECKPOINTS,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window "
             "nor MLA",
@@ -465,8 +468,10 @@ def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION) -> 
     method, found = vllm_config.speculative_config.method, []
     if device_type not in DEVICES[use]:
         found.append(DEVICE.message.format(device=device_type, why=DEVICE.why(use)))
-    if use == DRAFT_GRAPHS and method not in DRAFT_METHODS:
-        found.append(METHOD.message.format(method=method))
+    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
+    if use == DRAFT_GRAPHS and method not in DRAFT_METHODS[runner]:
+        methods = ", ".join(DRAFT_METHODS[runner])
+        found.append(METHOD.message.format(method=method, runner=runner, methods=methods))
     found += [
         f"{refusal.feature}: {refusal.why(use)}"
         for refusal in REFUSALS

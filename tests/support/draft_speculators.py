@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy
 import torch
+from host_loop import PADDED, HostLoop
 from torch import Tensor
 
 ROWS, K, LONGEST, VOCABULARY, BLOCKS = 6, 4, 48, 97, 64
@@ -26,9 +27,13 @@ BLOCK_SIZES = (4, 8)
 BATCHES = 40
 # Of a dynamic number of drafts. None and one are a first pass alone.
 SCHEDULE = [[1, 2, K], [3, 3, 1], [4, 4, 0], [5, 6, K - 1]]
-# Request counts that "have a graph", of the first pass and of the loop; larger batches, up to ROWS, have none.
-PADDED, PADDED_LOOP = (1, 2, 5), (1, 3, 5)
 PRIME = 1_000_003
+
+
+class OtherLoopCounts(HostLoop):
+    """The loop pads to other request counts than the first pass."""
+
+    padded_loop = (1, 3, 5)
 
 
 def use_interpreter() -> None:
@@ -287,28 +292,12 @@ def sample(
 def make_sides(config: Any) -> tuple[Side, Side]:
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-    from nwor_ops.drafter import Dispatch, DraftLoop, GraphKey
     from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
-
-    class HostLoop(DraftLoop):
-        """Runs from the host what its graphs would hold, in the shapes that they would have."""
-
-        def dispatch(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> Dispatch:
-            rows = min(count for count in (PADDED_LOOP if query_len == 1 else PADDED) if count >= num_reqs)
-            return Dispatch(GraphKey(rows, query_len), "loop", "as if captured")
-
-        def run(self, num_reqs: int, inert_tails: bool = False, num_drafts: int | None = None, **_: Any) -> Tensor:
-            how = {"replay": False, "inert_tails": inert_tails, "num_drafts": num_drafts}
-            return super().run(num_reqs, "loop", key=self.dispatch(num_reqs).key, **how)
-
-        def run_first_pass(self, num_reqs: int, query_len: int, **_: Any) -> Tensor:
-            key = self.dispatch(num_reqs, query_len).key
-            return super().run_first_pass(num_reqs, query_len, "loop", key=key, replay=False)
 
     vanilla = Side(StandaloneARSpeculator, config)
     ours = Side(GraphedDraftModelSpeculator, config, torch.zeros(ROWS, 1, dtype=torch.int64), None, None)
     loop = ours.speculator.make_loop()
-    loop.__class__ = HostLoop
+    loop.__class__ = OtherLoopCounts
     ours.speculator.graphs = SimpleNamespace(loop=loop, most_requests=max(PADDED), keys={}, seconds=0.0, bytes=0)
     return vanilla, ours
 

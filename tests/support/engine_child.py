@@ -202,29 +202,48 @@ def _count_steps_by_drafts() -> dict[int, int]:
 
 
 def _record_drafts(llm: Any) -> dict[str, Any]:
-    """What a drafter of the V2 runner proposes from now on: ``drafts[request][length]``, as many as it was asked for,
+    """What a drafter with a model proposes from now on: ``drafts[request][length]``, as many as it was asked for,
     where the length is that of the sequence they continue; and how often it was asked, ``steps``, by their number,
     ``by_drafts``. Rows of prompt chunks are left out."""
-    speculator = _runner(llm).speculator
-    propose = speculator.propose
+    runner = _runner(llm)
+    is_v2 = hasattr(runner, "speculator")
+    drafter = runner.speculator if is_v2 else runner.drafter
+    propose = drafter.propose
     by_drafts: Counter[int] = Counter()
     found: dict[str, Any] = {"steps": 0, "by_drafts": by_drafts, "drafts": {}}
 
-    def recording(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def recording_v2(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = propose(input_batch, *args, **kwargs)
-        asked = kwargs["num_speculative_tokens"]
-        by_drafts[asked] += 1
         num_sampled, num_rejected = args[4], args[5]
-        lengths = (input_batch.seq_lens[: input_batch.num_reqs] - num_rejected).tolist()
-        found["steps"] += 1
-        rows = zip(input_batch.req_ids, lengths, num_sampled.tolist(), drafts.tolist(), strict=True)
-        for request, length, sampled, tokens in rows:
-            if sampled > 0 and asked > 0:
-                name = "-".join(request.split("-")[:2])  # vLLM adds something of its own
-                found["drafts"].setdefault(name, {})[str(length)] = tokens[:asked]
+        lengths = input_batch.seq_lens[: input_batch.num_reqs] - num_rejected
+        asked = kwargs["num_speculative_tokens"]
+        keep(asked, input_batch.req_ids, lengths.tolist(), (num_sampled > 0).tolist(), drafts)
         return drafts
 
-    speculator.propose = recording
+    def recording_v1(
+        *, num_speculative_tokens: int, common_attn_metadata: Any, num_rejected_tokens_gpu: Any, **more: Any
+    ) -> Any:
+        lengths = common_attn_metadata.seq_lens  # vLLM's drafter changes it
+        lengths = (lengths if num_rejected_tokens_gpu is None else lengths - num_rejected_tokens_gpu).tolist()
+        drafts = propose(
+            num_speculative_tokens=num_speculative_tokens,
+            common_attn_metadata=common_attn_metadata,
+            num_rejected_tokens_gpu=num_rejected_tokens_gpu,
+            **more,
+        )
+        sampled = (~runner.discard_request_mask.np[: len(lengths)].astype(bool)).tolist()
+        keep(num_speculative_tokens, runner.input_batch.req_ids, lengths, sampled, drafts)
+        return drafts
+
+    def keep(asked: int, requests: list[str], lengths: list[int], sampled: list[bool], drafts: Any) -> None:
+        found["steps"] += 1
+        by_drafts[asked] += 1
+        for request, length, has_sampled, tokens in zip(requests, lengths, sampled, drafts.tolist(), strict=True):
+            if has_sampled and asked > 0:
+                name = "-".join(request.split("-")[:2])  # vLLM adds something of its own
+                found["drafts"].setdefault(name, {})[str(length)] = tokens[:asked]
+
+    drafter.propose = recording_v2 if is_v2 else recording_v1
     return found
 
 

@@ -551,12 +551,15 @@ class DraftCase(Case):
     Attributes:
         exact: every request count has a graph, so nothing is padded: the drafts are the same, token for token. With
             padding a matrix product may take another kernel, and an argmax may see another of two close logits.
+            (The V1 runner pads its drafter's passes to graphs of the target's sizes, so there it is never so.)
         captured: request counts of the first pass and of the loop that must have a graph, by number of drafts; None:
             one of all capture sizes.
+        eager: why every step runs vLLM's code; empty: some do not.
     """
 
     exact: bool = True
     captured: dict[int, tuple[list[int], list[int]]] | None = None
+    eager: str = ""
 
 
 GRAPHED = {"mode": "off", "draft_graphs": True}
@@ -571,9 +574,10 @@ def _draft(
     name: str, backend: str = "FLASH_ATTN", sizes: list[int] = EVERY_COUNT, nwor: Any = GRAPHED, **more: Any
 ) -> DraftCase:
     use = {"record_drafts": True, **more.pop("use", {})}
-    own = {key: more.pop(key) for key in ("environment", "same_tokens", "expect", "exact", "captured") if key in more}
+    names = ("environment", "same_tokens", "expect", "exact", "captured", "eager")
+    own = {key: more.pop(key) for key in names if key in more}
     compilation = {"cudagraph_capture_sizes": sizes, **more.pop("compilation_config", {})}
-    engine = _engine(backend, method="draft_model", compilation_config=compilation) | more
+    engine = _engine(backend, method=more.pop("method", "draft_model"), compilation_config=compilation) | more
     return DraftCase(f"draft-graphs-{name}", engine, nwor=nwor, use=use, **{"exact": sizes == EVERY_COUNT} | own)
 
 
@@ -637,7 +641,53 @@ def _wider_draft_graphs() -> Iterator[DraftCase]:
     yield _draft("mla-flash-padded-cow", "FLASH_ATTN_MLA", PADDED_COUNTS, nwor=GRAPHED_COW, **mla)
 
 
-DRAFT_CASES = list(_draft_graphs())
+def _draft_v1(name: str, method: str, backend: str = "FLASH_ATTN", **more: Any) -> DraftCase:
+    return _draft(f"v1-{name}", backend, method=method, exact=False, **{"environment": V1} | more)
+
+
+def _draft_graphs_v1() -> Iterator[DraftCase]:
+    """``-k draft-graphs-v1`` selects them."""
+    for backend in ("FLASH_ATTN", "TRITON_ATTN"):
+        kind = backend.split("_")[0].lower()
+        for method in ("draft_model", "eagle", "eagle3"):
+            yield _draft_v1(f"{kind}-{method}", method, backend)
+        # Layers of attention beside some of Gated DeltaNet, whose states are vLLM's; blocks as long as a state.
+        yield _draft_v1(
+            f"{kind}-mtp", "mtp", backend, model="@gdn_mtp", gdn_prefill_backend="triton", block_size=None,
+            num_gpu_blocks_override=192, environment=V1 | {"VLLM_GDN_DECODE_KERNEL": "triton"},
+        )  # fmt: skip
+    for method in ("draft_model", "eagle"):
+        yield _draft_v1(f"flash-{method}-cow", method, nwor=GRAPHED_COW)
+        yield _draft_v1(f"flash-{method}-stage", method, nwor=GRAPHED_STAGE)
+        yield _draft_v1(f"flash-{method}-padded", method, sizes=PADDED_COUNTS)
+        yield _draft_v1(f"{method}-not-async", method, async_scheduling=False)
+    yield _draft_v1("triton-draft_model-cow", "draft_model", "TRITON_ATTN", nwor=GRAPHED_COW)
+    yield _draft_v1("triton-eagle-padded", "eagle", "TRITON_ATTN", sizes=PADDED_COUNTS)
+    # Tokens are drawn at random, drafts are the most likely ones; drafts drawn at random run vLLM's code.
+    random = {"temperature": 1.0, "max_tokens": 150}
+    yield _draft_v1("temperature", "draft_model", use=random)
+    yield _draft_v1("random", "draft_model", speculative_config=RANDOM_DRAFT, use=random,
+                    eager="drafts drawn at random")  # fmt: skip
+    yield _draft_v1("larger-batches", "eagle", sizes=EVERY_COUNT[:4])
+    one = {**EAGLE, "num_speculative_tokens": 1}
+    yield _draft_v1("one-draft", "eagle", speculative_config=one, sizes=[2 * requests for requests in range(1, 9)])
+    yield _draft_v1(
+        "full_decode_only",
+        "draft_model",
+        compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"},
+        expect={"cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+    yield _draft_v1("abort", "eagle", nwor=GRAPHED_COW, use={"abort": {10: [0, 2], 16: [5]}})
+    yield _draft_v1("preemption", "draft_model", num_gpu_blocks_override=22, max_model_len=192, use={"max_tokens": 80},
+                    expect={"metric:num_preemptions": 1})  # fmt: skip
+    yield _draft_v1("prefix-caching", "eagle", enable_prefix_caching=True, use={"shared_prefix": 48, "rounds": 2},
+                    expect={"metric:prefix_cache_hits": 1})  # fmt: skip
+    yield _draft_v1("sleep", "draft_model", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
+    yield _draft_v1("length-limit", "draft_model", max_model_len=128, use={"max_tokens": 200})
+    yield _draft_v1("memory-profiling", "eagle", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
+
+
+DRAFT_CASES = [*_draft_graphs(), *_draft_graphs_v1()]
 
 
 def _refused_draft(name: str, because: str, environment: dict[str, str] = V2, **engine: Any) -> Refusal:
@@ -649,12 +699,15 @@ def _refused_draft(name: str, because: str, environment: dict[str, str] = V2, **
 DRAFT_REFUSALS = [
     _refused_draft("eager", "cudagraph_mode NONE: draft graphs follow the target", graphs="eager"),
     _refused_draft("piecewise", "cudagraph_mode PIECEWISE: draft graphs follow the target", graphs="piecewise"),
-    _refused_draft("eagle", "speculation by eagle: draft graphs are for method draft_model", method="eagle"),
-    _refused_draft("ngram", "speculation by ngram: draft graphs are for method draft_model", method="ngram"),
+    _refused_draft("eagle", "by eagle: draft graphs in model runner V2 are for method draft_model", method="eagle"),
+    _refused_draft("ngram", "by ngram: draft graphs in model runner V2 are for method draft_model", method="ngram"),
     _refused_draft("flex", "back end FLEX_ATTENTION: only FLASH_ATTN, TRITON_ATTN", backend="FLEX_ATTENTION"),
     _refused_draft("triton-mla", "back end TRITON_MLA: only FLASH_ATTN, TRITON_ATTN, FLASH_ATTN_MLA",
                    backend="TRITON_MLA", model="@mla", speculative_config={**DRAFT, "model": "@mla_draft"}),
-    _refused_draft("v1", "model runner V1", V1),
+    _refused_draft("v1-ngram", "by ngram: draft graphs in model runner V1 are for method draft_model, eagle, eagle3, "
+                   "mtp", V1, method="ngram"),
+    _refused_draft("v1-piecewise", "cudagraph_mode PIECEWISE: draft graphs follow the target", V1, graphs="piecewise",
+                   method="eagle"),
     _refused_draft("no-size", r"cudagraph_capture_sizes \[1, 2\]: none holds a batch", compilation_config={
         "cudagraph_capture_sizes": [1, 2]}),
 ]  # fmt: skip

@@ -14,7 +14,6 @@ from typing import Any
 
 import prometheus_client
 import pytest
-from engines import Engines, prompts
 from processes import interpreted
 from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -83,6 +82,7 @@ def test_a_value_that_is_no_switch_is_an_error() -> None:
 def engine_config(**changes: Any) -> Any:
     """An engine that may have draft graphs, with ``a.b`` changed as told."""
     config = SimpleNamespace(
+        use_v2_model_runner=True,
         parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1, use_ubatching=False),
         speculative_config=SimpleNamespace(
             method="draft_model",
@@ -117,7 +117,7 @@ def test_what_is_supported_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "because"),
     [
-        ({"speculative_config__method": "eagle"}, "speculation by eagle: draft graphs are for method draft_model"),
+        ({"speculative_config__method": "eagle"}, "speculation by eagle: draft graphs in model runner V2 are for"),
         ({"parallel_config__data_parallel_size": 2}, "data parallelism"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism"),
@@ -190,7 +190,7 @@ def test_other_versions_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     for version in ("0.32.0", "0.34.0", "0.330.1"):
         monkeypatch.setattr(vllm, "__version__", version)
         with pytest.raises(Unsupported, match=f"vLLM {version} is not supported for draft graphs"):
-            check_vllm(draft_graphs.HOOKS, DRAFT_GRAPHS)
+            check_vllm(draft_graphs.V2_HOOKS, DRAFT_GRAPHS)
 
 
 def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,10 +198,10 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
     monkeypatch.setattr(vllm, "__version__", "0.33.0")
-    check_vllm(draft_graphs.HOOKS, DRAFT_GRAPHS)
+    check_vllm(draft_graphs.V2_HOOKS, DRAFT_GRAPHS)
     monkeypatch.setattr(StandaloneARSpeculator, "capture", lambda self, more: None)
     with pytest.raises(Unsupported, match=r"capture takes .*'more'.*, expected \(\)"):
-        check_vllm(draft_graphs.HOOKS, DRAFT_GRAPHS)
+        check_vllm(draft_graphs.V2_HOOKS, DRAFT_GRAPHS)
 
 
 # ---------------------------------------------------------------- getting in
@@ -270,28 +270,8 @@ def test_refused_and_vanilla_on_request(monkeypatch: pytest.MonkeyPatch, caplog:
     assert "draft graphs: not active: data parallelism" in caplog.text
 
 
-def test_a_v1_runner_is_refused() -> None:
-    runner = SimpleNamespace(vllm_config=engine_config(), speculative_config=object())
-    with pytest.raises(RuntimeError, match="nwor: model runner V1: draft graphs are for model runner V2"):
-        draft_graphs.check_runner(runner, "vllm.v1.worker.gpu_model_runner", LOGGER)
-    draft_graphs.check_runner(runner, draft_graphs.RUNNER_MODULE, LOGGER)
-    runner.speculative_config = None
-    draft_graphs.check_runner(runner, "vllm.v1.worker.gpu_model_runner", LOGGER)
-
-
-def test_an_engine_with_the_v1_runner_is_refused(engines: Engines) -> None:
-    with pytest.raises(RuntimeError, match=r"nwor: model runner V1: .*draft graphs were asked for"):
-        engines.run(prompts(1), nwor={"draft_graphs": True})
-
-
-def test_an_engine_with_the_v1_runner_runs_without_on_request(engines: Engines) -> None:
-    settings = {"draft_graphs": True, "mode": "cow", "on_unsupported": "vanilla"}
-    result = engines.run(prompts(2), nwor=settings, max_tokens=8)
-    assert result["session"]["stats"]["windows"] > 0  # the transaction is another matter
-
-
 def test_hooks_match_this_vllm() -> None:
-    assert [hook.problem() for hook in draft_graphs.HOOKS if hook.problem()] == []
+    assert [hook.problem() for hook in draft_graphs.V2_HOOKS if hook.problem()] == []
 
 
 # ---------------------------------------------------------------- which graphs

@@ -1,11 +1,13 @@
-"""CUDA graphs for a draft model: which engines may have them, and how its speculator gets into vLLM.
+"""CUDA graphs for drafters: which engines may have them, and how they get into vLLM.
 
 vLLM's V2 runner makes its speculator by ``init_speculator``, a name in the runner's module. There it is wrapped:
 where the configuration asks for draft graphs, the speculator of :mod:`nwor_ops.vllm.drafter.speculator` takes the
-place of ``StandaloneARSpeculator``, of which it is a subclass. Nothing else of vLLM's is touched.
+place of ``StandaloneARSpeculator``, of which it is a subclass. The V1 runner makes its drafter itself: once its cache
+is bound, :mod:`nwor_ops.vllm.drafter.proposer` replaces ``propose`` of that instance, and ``capture_model`` of the
+runner. Nothing else of vLLM's is touched.
 
-This module imports nothing of vLLM's at the top; ``speculator`` and ``metadata``, which subclass and call it, are
-imported when the first speculator is made.
+This module imports nothing of vLLM's at the top; ``speculator``, ``proposer`` and ``metadata``, which subclass and call
+it, are imported when the first drafter is made.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from nwor_ops.config import NworConfig
 from nwor_ops.vllm.drafter.report import DraftGraphReport
 from nwor_ops.vllm.support import (
     DRAFT_GRAPHS,
-    RUNNER_V1,
     Hook,
     Unsupported,
     check_engine,
@@ -30,12 +31,19 @@ from nwor_ops.vllm.support import (
 )
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
+V1_RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
 
 _GPU = "vllm.v1.worker.gpu."
 _SPECULATOR = _GPU + "spec_decode.speculator"
 _STANDALONE = _GPU + "spec_decode.standalone_ar.speculator"
+_SHARED_HOOKS = (
+    Hook("vllm.v1.worker.utils", "AttentionGroup.update_draft_decode_metadata", "attn_metadata"),
+    Hook("vllm.v1.worker.utils", "AttentionGroup.map_to_kernel_block_table", "block_table, ubatch_idx"),
+    Hook("vllm.compilation.cudagraph_pool", "capture_pool", "pool, vllm_config"),
+    Hook("vllm.distributed.parallel_state", "graph_capture", "device"),
+)
 # What of vLLM's the speculator overrides and builds on.
-HOOKS = (
+V2_HOOKS = (
     Hook(RUNNER_MODULE, "init_speculator", "vllm_config, device, req_states"),
     Hook(_STANDALONE, "StandaloneARSpeculator.init_cudagraph_manager", "cudagraph_mode"),
     Hook(_STANDALONE, "StandaloneARSpeculator.capture", ""),
@@ -78,12 +86,48 @@ HOOKS = (
         "BlockTables.compute_slot_mappings",
         "idx_mapping, query_start_loc, positions, num_tokens_padded, out",
     ),
-    Hook("vllm.v1.worker.utils", "AttentionGroup.update_draft_decode_metadata", "attn_metadata"),
-    Hook("vllm.v1.worker.utils", "AttentionGroup.map_to_kernel_block_table", "block_table, ubatch_idx"),
-    Hook("vllm.compilation.cudagraph_pool", "capture_pool", "pool, vllm_config"),
-    Hook("vllm.distributed.parallel_state", "graph_capture", "device"),
+    *_SHARED_HOOKS,
 )
-
+_PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"
+# What of vLLM's the proposer replaces and calls.
+V1_HOOKS = (
+    Hook(V1_RUNNER_MODULE, "GPUModelRunner.capture_model", ""),
+    Hook(V1_RUNNER_MODULE, "GPUModelRunner._freeze_gc", ""),
+    Hook(
+        _PROPOSER,
+        "SpecDecodeBaseProposer.propose",
+        "num_speculative_tokens, target_token_ids, target_positions, target_hidden_states, next_token_ids, "
+        "token_indices_to_sample, common_attn_metadata, sampling_metadata, mm_embed_inputs, num_rejected_tokens_gpu, "
+        "slot_mappings",
+    ),
+    Hook(
+        _PROPOSER,
+        "SpecDecodeBaseProposer.set_inputs_first_pass",
+        "target_token_ids, next_token_ids, target_positions, target_hidden_states, token_indices_to_sample, cad, "
+        "num_rejected_tokens_gpu",
+    ),
+    Hook(
+        _PROPOSER,
+        "SpecDecodeBaseProposer.build_model_inputs_first_pass",
+        "num_tokens, num_input_tokens, mm_embed_inputs",
+    ),
+    Hook(
+        _PROPOSER,
+        "SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata",
+        "common_attn_metadata, draft_index",
+    ),
+    Hook(
+        _PROPOSER,
+        "SpecDecodeBaseProposer._determine_batch_execution_and_padding",
+        "num_tokens, use_cudagraphs",
+    ),
+    Hook(_PROPOSER, "SpecDecodeBaseProposer._get_slot_mapping", "num_tokens, slot_mapping"),
+    Hook(_PROPOSER, "SpecDecodeBaseProposer._greedy_sample", "hidden_states"),
+    Hook(_PROPOSER, "SpecDecodeBaseProposer.model_returns_tuple", ""),
+    *_SHARED_HOOKS,
+)
+# For those who ask without an engine.
+HOOKS = (*V2_HOOKS, *(hook for hook in V1_HOOKS if hook not in _SHARED_HOOKS))
 
 _speculators: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -122,14 +166,7 @@ def wrap_runner_module(module: ModuleType, logger: Any) -> None:
 def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any) -> Any:
     """Ours, or None where it is not wanted or refused with a warning."""
     config = NworConfig.load(vllm_config.additional_config)
-    if not config.draft_graphs:
-        return None
-    try:
-        check_vllm(HOOKS, DRAFT_GRAPHS)
-        check_engine(vllm_config, device.type, DRAFT_GRAPHS)
-        check_library("cuda")
-    except Unsupported as error:
-        refuse(config, error, logger)
+    if not config.draft_graphs or not _may_have_graphs(config, V2_HOOKS, vllm_config, device, logger):
         return None
     from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
 
@@ -144,10 +181,30 @@ def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any)
     return speculator
 
 
-def check_runner(runner: Any, module: str, logger: Any) -> None:
-    """Refuse draft graphs in a runner that has no place for them. Called once its cache is bound."""
+def attach(runner: Any, module: str, logger: Any) -> None:
+    """Give a V1 runner's drafter its graphs where its engine's configuration asks for them. Called once its cache is
+    bound, and again where it is bound anew; the V2 runner has asked for its speculator long before."""
     config = NworConfig.load(runner.vllm_config.additional_config)
-    if not config.draft_graphs or runner.speculative_config is None:
+    if not config.draft_graphs or runner.speculative_config is None or module != V1_RUNNER_MODULE:
         return
-    if module != RUNNER_MODULE:
-        refuse(config, RUNNER_V1.because(), logger)
+    if not _may_have_graphs(config, V1_HOOKS, runner.vllm_config, runner.device, logger):
+        return
+    from nwor_ops.vllm.drafter.proposer import GraphedProposer
+
+    GraphedProposer.detach(runner)
+    try:
+        _speculators.add(GraphedProposer(runner, functools.partial(refuse, config, logger=logger), logger))
+    except Unsupported as error:
+        refuse(config, error, logger)
+
+
+def _may_have_graphs(config: NworConfig, hooks: tuple[Hook, ...], vllm_config: Any, device: Any, logger: Any) -> bool:
+    """Whether an engine may have draft graphs, as far as its configuration says; else it is refused."""
+    try:
+        check_vllm(hooks, DRAFT_GRAPHS)
+        check_engine(vllm_config, device.type, DRAFT_GRAPHS)
+        check_library("cuda")
+    except Unsupported as error:
+        refuse(config, error, logger)
+        return False
+    return True

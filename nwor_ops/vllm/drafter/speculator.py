@@ -19,7 +19,6 @@ and mixed batches (first pass), batches larger than the largest graph, profiling
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -28,21 +27,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.compilation.cudagraph_pool import capture_pool
-from vllm.distributed.parallel_state import graph_capture
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from nwor_ops import ops
-from nwor_ops.drafter import DraftBuffers, DraftLoop, GraphKey, keys_of_token_counts
+from nwor_ops.drafter import DraftBuffers, DraftLoop, GraphKey
 from nwor_ops.vllm import metrics
+from nwor_ops.vllm.drafter.graphs import (
+    DUMMY_RUN,
+    MIXED,
+    NOTHING_CAPTURED,
+    TOO_LARGE,
+    TOO_MANY_TOKENS,
+    GraphedDrafter,
+    LoopGraphs,
+    captured_counts,
+)
 from nwor_ops.vllm.drafter.metadata import LayerMetadata, VllmDraftMetadata
-from nwor_ops.vllm.drafter.report import DraftGraphReport
 from nwor_ops.vllm.support import CAPTURE_SIZES, Unsupported, check_attention, check_graph_mode
 
 Refuse = Callable[[Unsupported], None]
-# Why a pass runs vLLM's code that no request asked for: warm-up, profiling, the time before graphs are captured.
-_NOTHING_CAPTURED, _DUMMY_RUN = _NO_REQUESTS = ("nothing captured", "dummy run")
 # The runner's buffers of the batch that the target has just verified.
 _TARGET_INPUTS = ("input_ids", "positions", "query_start_loc", "seq_lens")
 
@@ -53,7 +58,7 @@ def _padded(counts: Iterable[int], batches: Iterable[int]) -> list[int]:
     return sorted({min(large) for large in holding if large}, reverse=True)
 
 
-class DraftGraphManager(CudaGraphManager):
+class DraftGraphManager(LoopGraphs, CudaGraphManager):
     """vLLM's handle on a drafter's graphs.
 
     vLLM looks for attributes of this class: it drops them after its memory profiling, which captures into a pool and
@@ -71,32 +76,10 @@ class DraftGraphManager(CudaGraphManager):
         cudagraph_mode: Any,
         make_loop: Callable[[Callable[[], AbstractContextManager[Any]]], DraftLoop],
     ) -> None:
-        super().__init__(vllm_config, device, cudagraph_mode, decode_query_len=1)
+        CudaGraphManager.__init__(self, vllm_config, device, cudagraph_mode, decode_query_len=1)
         pool = self.pool
         # The engine's pool, or that of sleep mode, decided anew for each capture.
-        self.loop = make_loop(lambda: capture_pool(pool, vllm_config))
-        self.keys: dict[int, list[GraphKey]] = {}
-        self.seconds, self.bytes = 0.0, 0
-
-    def capture_keys(self, keys: dict[int, list[GraphKey]]) -> None:
-        """Capture, and measure what it takes. ``keys`` are by the number of drafts."""
-        torch.cuda.synchronize(self.device)
-        free, started = torch.cuda.mem_get_info(self.device)[0], time.perf_counter()
-        with graph_capture(device=self.device):
-            self.loop.capture(key for of_them in keys.values() for key in of_them if key.query_len > 1)
-            for num_drafts in sorted(keys, reverse=True):
-                loops = [key for key in keys[num_drafts] if key.query_len == 1]
-                if loops:
-                    self.loop.capture(loops, num_drafts=num_drafts)
-        torch.cuda.synchronize(self.device)
-        self.keys = keys
-        self.seconds = time.perf_counter() - started
-        self.bytes = free - torch.cuda.mem_get_info(self.device)[0]
-
-    @property
-    def most_requests(self) -> int:
-        """Requests of the largest graph; 0 while nothing is captured."""
-        return max((key.num_reqs for of_them in self.keys.values() for key in of_them), default=0)
+        LoopGraphs.__init__(self, device, make_loop(lambda: capture_pool(pool, vllm_config)))
 
     def release_graphs(self) -> None:
         super().release_graphs()
@@ -159,7 +142,7 @@ class ExpandedFirstPass:
         s.start_decode(rows)
 
 
-class GraphedDraftModelSpeculator(StandaloneARSpeculator):
+class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
     """See the module. Made by the plugin in the place of its base class.
 
     Args:
@@ -261,23 +244,14 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
     def capture_keys(self) -> dict[int, list[GraphKey]]:
         """By the number of drafts the graphs for it: the first pass over as many, and the loop that makes as many.
 
-        The request counts are those of the target's graphs. vLLM's capture sizes count the target's tokens, one more
-        of each request than drafts. A size that is no multiple is rounded up, as vLLM does, and left out where that
-        exceeds the largest. A first pass needs no more requests than a batch with so many drafts may have, a loop
-        only the counts that batches of its number of drafts pad to.
+        The request counts are those of the target's graphs. A first pass needs no more requests than a batch with so
+        many drafts may have, a loop only the counts that batches of its number of drafts pad to.
         """
-        config, schedule = self.vllm_config.compilation_config, self.drafts_by_requests
+        schedule = self.drafts_by_requests
         batches: dict[int, list[int]] = {}
         for requests, drafts in enumerate(schedule[1:], 1):
             batches.setdefault(drafts, []).append(requests)
-        counts = {
-            drafts: [
-                key.num_reqs
-                for key in keys_of_token_counts(config.cudagraph_capture_sizes or (), drafts + 1, self.max_num_reqs)
-                if key.num_tokens <= config.max_cudagraph_capture_size
-            ]
-            for drafts in batches
-        }
+        counts = {drafts: captured_counts(self.vllm_config, drafts + 1, self.max_num_reqs) for drafts in batches}
         every = set().union(*counts.values())
         keys = {}
         for drafts, requests_of_them in batches.items():
@@ -304,52 +278,7 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
             return
         self.graphs.capture_keys(keys)
         metrics.start_counting(self, "drafter", self.vllm_config, self._logger)
-        why_steps = self.graphs.loop.metadata.why_not_in_place
-        self._logger.info(
-            "nwor: draft graphs: active: %d graphs (%s%s) in %.1f s, %.0f MiB",
-            sum(map(len, keys.values())),
-            "; ".join(self._words(drafts, of_them) for drafts, of_them in keys.items()),
-            f"; a graph per step: {why_steps}" if why_steps else "",
-            self.graphs.seconds,
-            self.graphs.bytes / 2**20,
-        )
-
-    def _words(self, drafts: int, keys: list[GraphKey]) -> str:
-        counts = self._counts_of({drafts: keys})
-        passes = f"first pass of {counts['first_pass']}, decode loop of {counts['decode']} requests"
-        return passes if len(self._numbers_of_drafts) == 1 else f"{drafts} drafts: {passes}"
-
-    @staticmethod
-    def _counts_of(keys: dict[int, list[GraphKey]]) -> dict[str, list[int]]:
-        """Request counts by pass."""
-        every = [key for of_them in keys.values() for key in of_them]
-        return {
-            "first_pass": sorted({key.num_reqs for key in every if key.query_len > 1}),
-            "decode": sorted({key.num_reqs for key in every if key.query_len == 1}),
-        }
-
-    def report(self) -> DraftGraphReport:
-        """What was captured, and what ran."""
-        if self.graphs is None:
-            return DraftGraphReport(eager=dict(self._eager))
-        keys, counts = self.graphs.keys, self.graphs.loop.counts
-        return DraftGraphReport(
-            captured=self._counts_of(keys),
-            captured_by_drafts={drafts: self._counts_of({drafts: of_them}) for drafts, of_them in keys.items()},
-            capture_seconds=self.graphs.seconds,
-            capture_bytes=self.graphs.bytes,
-            replays={name: counts[name, "loop"] + counts[name, "step"] for name in ("first_pass", "decode")},
-            eager=dict(self._eager),
-        )
-
-    def counted(self) -> dict[str, int]:
-        """For ``/metrics``: only what requests have caused. The publisher's thread asks while the runner counts."""
-        graphs = self.graphs
-        replays = [] if graphs is None else list(graphs.loop.counts.items())
-        return {
-            "draft_graph_replays": sum(count for (_, mode), count in replays if mode in ("loop", "step")),
-            "draft_eager_passes": sum(count for why, count in list(self._eager.items()) if why not in _NO_REQUESTS),
-        }
+        self.say_active(self._logger)
 
     # ------------------------------------------------------------ the captured bodies
 
@@ -448,13 +377,13 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
     def _why_eager(self, input_batch: Any, last_sampled: Tensor, drafts: int, dummy: bool) -> str | None:
         """Why this whole step runs vLLM's code, or None."""
         if self.graphs is None or self.graphs.most_requests == 0:
-            return _NOTHING_CAPTURED
+            return NOTHING_CAPTURED
         if dummy:
-            return _DUMMY_RUN
+            return DUMMY_RUN
         if self._moved(input_batch, last_sampled):
             return "the runner's buffers moved"
         if input_batch.num_reqs > self.graphs.most_requests:
-            return "more requests than the largest graph"
+            return TOO_LARGE
         if drafts > 1 and self.graphs.loop.dispatch(input_batch.num_reqs, num_drafts=drafts).mode == "eager":
             return "a number of drafts without a graph for so many requests"
         return None
@@ -480,9 +409,9 @@ class GraphedDraftModelSpeculator(StandaloneARSpeculator):
         loop, query_len = self.graphs.loop, self._uniform_length(input_batch) + 1
         why_eager = None
         if query_len - 2 not in self._numbers_of_drafts:
-            why_eager = "first pass of a batch with prompts, or with fewer drafts in some request"
+            why_eager = MIXED
         elif loop.dispatch(rows, query_len).mode == "eager":
-            why_eager = "first pass of more requests than its largest graph"
+            why_eager = TOO_MANY_TOKENS
         if why_eager is None:
             loop.run_first_pass(rows, query_len)
             return

@@ -65,6 +65,10 @@ def _check_graphs_ran(case: DraftCase, result: dict[str, Any], report: dict[str,
     }
     for number, name in enumerate(("first_pass", "decode")):
         assert report["captured"][name] == sorted({count for counts in captured.values() for count in counts[number]})
+    if case.eager:
+        assert set(eager) <= {*NOT_BY_US, case.eager}
+        assert eager[case.eager] >= result["proposed"]["steps"]
+        return
     by_drafts = {int(drafts): steps for drafts, steps in result["proposed"]["by_drafts"].items()}
     too_large = eager.get(TOO_LARGE, 0)
     largest = max(count for counts in captured.values() for count in (*counts[0], *counts[1]))

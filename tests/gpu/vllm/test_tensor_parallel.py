@@ -33,6 +33,13 @@ DRAFT_ENGINE = _ranks(DRAFT, compilation_config={"cudagraph_capture_sizes": EVER
 DRAFT_RANKS = [
     Case("tp2-draft-graphs", DRAFT_ENGINE, nwor=GRAPHED),
     Case("tp2-draft-graphs-cow", DRAFT_ENGINE, nwor=GRAPHED_COW),
+    Case("tp2-draft-graphs-v1", DRAFT_ENGINE, V1, nwor=GRAPHED),
+    Case(
+        "tp2-draft-graphs-v1-eagle",
+        _ranks(EAGLE, compilation_config={"cudagraph_capture_sizes": EVERY_COUNT}),
+        V1,
+        nwor=GRAPHED,
+    ),
 ]
 PIPELINE = Refusal("refused-pp2", "pipeline parallelism", _ranks(NGRAM, "pipeline_parallel_size"))
 

@@ -1,0 +1,135 @@
+"""What the draft graphs of both runners have in common: which are captured, what that took, what ran, what is told."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import graph_capture
+
+from nwor_ops.drafter import DraftLoop, GraphKey, keys_of_token_counts
+from nwor_ops.vllm.drafter.report import DraftGraphReport
+
+# Why a pass runs vLLM's code.
+NOTHING_CAPTURED, DUMMY_RUN = NO_REQUESTS = ("nothing captured", "dummy run")  # that no request asked for
+TOO_LARGE = "more requests than the largest graph"
+MIXED = "first pass of a batch with prompts, or with fewer drafts in some request"
+TOO_MANY_TOKENS = "first pass of more requests than its largest graph"
+
+
+def captured_counts(vllm_config: Any, query_len: int, max_num_reqs: int) -> list[int]:
+    """The request counts of the target's graphs, largest first.
+
+    vLLM's capture sizes count the target's tokens. A size that is no multiple of a request's is rounded up, as vLLM
+    does, and left out where that exceeds the largest.
+
+    Args:
+        vllm_config: the engine's.
+        query_len: the target's tokens of each request, K + 1.
+        max_num_reqs: the most requests of a batch.
+    """
+    config = vllm_config.compilation_config
+    keys = keys_of_token_counts(config.cudagraph_capture_sizes or (), query_len, max_num_reqs)
+    return [key.num_reqs for key in keys if key.num_tokens <= config.max_cudagraph_capture_size]
+
+
+class LoopGraphs:
+    """A draft loop, which of its graphs were captured, and what that took.
+
+    Args:
+        device: where the drafter runs.
+        loop: the draft loop. It holds no graphs yet.
+
+    Attributes:
+        keys: of what was captured, by the number of drafts: the first pass over as many, and the loop that makes as
+            many.
+    """
+
+    def __init__(self, device: torch.device, loop: DraftLoop) -> None:
+        self.loop = loop
+        self.keys: dict[int, list[GraphKey]] = {}
+        self.seconds, self.bytes = 0.0, 0
+        self._device = device
+
+    def capture_keys(self, keys: dict[int, list[GraphKey]]) -> None:
+        """Capture, and measure what it takes."""
+        torch.cuda.synchronize(self._device)
+        free, started = torch.cuda.mem_get_info(self._device)[0], time.perf_counter()
+        with graph_capture(device=self._device):
+            self.loop.capture(key for of_them in keys.values() for key in of_them if key.query_len > 1)
+            for num_drafts in sorted(keys, reverse=True):
+                loops = [key for key in keys[num_drafts] if key.query_len == 1]
+                if loops:
+                    self.loop.capture(loops, num_drafts=num_drafts)
+        torch.cuda.synchronize(self._device)
+        self.keys = keys
+        self.seconds = time.perf_counter() - started
+        self.bytes = free - torch.cuda.mem_get_info(self._device)[0]
+
+    @property
+    def most_requests(self) -> int:
+        """Requests of the largest graph; 0 while nothing is captured."""
+        return max((key.num_reqs for of_them in self.keys.values() for key in of_them), default=0)
+
+
+def _counts_of(keys: Iterable[GraphKey]) -> dict[str, list[int]]:
+    """Request counts by pass."""
+    every = list(keys)
+    return {
+        "first_pass": sorted({key.num_reqs for key in every if key.query_len > 1}),
+        "decode": sorted({key.num_reqs for key in every if key.query_len == 1}),
+    }
+
+
+class GraphedDrafter:
+    """Who drafts with graphs, as far as it tells of it.
+
+    Attributes:
+        graphs: None while there are none, and where they were refused.
+    """
+
+    graphs: Any  # LoopGraphs
+    _eager: Counter[str]  # passes that ran vLLM's code, by reason
+
+    def say_active(self, logger: Any) -> None:
+        """The start-up line."""
+        keys: dict[int, list[GraphKey]] = self.graphs.keys
+        passes = {
+            drafts: "first pass of {first_pass}, decode loop of {decode} requests".format(**_counts_of(of_them))
+            for drafts, of_them in keys.items()
+        }
+        why_steps = self.graphs.loop.metadata.why_not_in_place
+        logger.info(
+            "nwor: draft graphs: active: %d graphs (%s%s) in %.1f s, %.0f MiB",
+            sum(map(len, keys.values())),
+            "; ".join(passes.values() if len(passes) == 1 else (f"{n} drafts: {said}" for n, said in passes.items())),
+            f"; a graph per step: {why_steps}" if why_steps else "",
+            self.graphs.seconds,
+            self.graphs.bytes / 2**20,
+        )
+
+    def report(self) -> DraftGraphReport:
+        """What was captured, and what ran."""
+        if self.graphs is None:
+            return DraftGraphReport(eager=dict(self._eager))
+        keys, counts = self.graphs.keys, self.graphs.loop.counts
+        return DraftGraphReport(
+            captured=_counts_of(key for of_them in keys.values() for key in of_them),
+            captured_by_drafts={drafts: _counts_of(of_them) for drafts, of_them in keys.items()},
+            capture_seconds=self.graphs.seconds,
+            capture_bytes=self.graphs.bytes,
+            replays={name: counts[name, "loop"] + counts[name, "step"] for name in ("first_pass", "decode")},
+            eager=dict(self._eager),
+        )
+
+    def counted(self) -> dict[str, int]:
+        """For ``/metrics``: only what requests have caused. The publisher's thread asks while the runner counts."""
+        graphs = self.graphs
+        replays = [] if graphs is None else list(graphs.loop.counts.items())
+        return {
+            "draft_graph_replays": sum(count for (_, mode), count in replays if mode in ("loop", "step")),
+            "draft_eager_passes": sum(count for why, count in list(self._eager.items()) if why not in NO_REQUESTS),
+        }

@@ -1,0 +1,445 @@
+"""The drafters of vLLM's V1 runner (a draft model of its own, EAGLE, EAGLE-3, MTP), with their passes in CUDA graphs.
+
+vLLM 0.33 runs them from piecewise graphs: for each of K tokens a metadata build on the host, small tensor operations, a
+graph launch for each piece between two layers' attention, and the logits. Here a step of a decode batch is two graph
+launches, behind vLLM's own preparation of the first pass and a few copies of what is new in the batch:
+
+- the *first pass*, for batches in which every request has K + 1 tokens: forward, logits, sampling, the inputs of the
+  next pass;
+- the *decode loop*, for any batch: steps 1 to K - 1, with slots updated on the device.
+
+The drafter stays vLLM's object: ``propose`` of that instance is replaced, and ``capture_model`` of its runner. What has
+no graph runs vLLM's code: the first pass of prompts and mixed batches; all of it in batches larger than the largest
+graph, next to the model's length limit, and where drafts are drawn at random.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from vllm.compilation.cudagraph_pool import capture_pool
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.spec_decode.eagle import EagleProposer
+
+from nwor_ops import ops
+from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftMetadata, GraphKey
+from nwor_ops.vllm import metrics
+from nwor_ops.vllm.drafter.graphs import (
+    MIXED,
+    NOTHING_CAPTURED,
+    TOO_LARGE,
+    TOO_MANY_TOKENS,
+    GraphedDrafter,
+    LoopGraphs,
+    captured_counts,
+)
+from nwor_ops.vllm.drafter.metadata import LayerMetadata
+from nwor_ops.vllm.support import CAPTURE_SIZES, DRAFTER, Unsupported, check_attention, check_graph_mode
+
+Refuse = Callable[[Unsupported], None]
+_NO_SLOT = -1
+_RANDOM = "drafts drawn at random"
+_NEAR_LIMIT = "a request next to the model's length limit"
+_FEWER_DRAFTS = "another number of drafts than the graphs have"
+
+
+class ProposerMetadata(DraftMetadata):
+    """Metadata of both passes, from vLLM's builders, in the memory of a :class:`GraphedProposer`.
+
+    vLLM's drafter has its builders plan nothing ahead (``build_for_drafting``), so that all tensors of a metadata
+    object are views of what they were given: starts, lengths, block tables and slots, which lie at fixed addresses
+    here. What it keeps as a number is an upper bound: the longest query, and the model's limit.
+
+    Args:
+        proposer: whose buffers the metadata refers to.
+    """
+
+    def __init__(self, proposer: GraphedProposer) -> None:
+        self._proposer, self._drafter = proposer, proposer.drafter
+
+    @property
+    def why_not_in_place(self) -> str | None:
+        return None  # others were refused
+
+    def prepare(self, key: GraphKey, num_reqs: int) -> None:
+        """Bring this batch's block tables to where kernels with smaller blocks than the cache manager's read them."""
+        for group in self._drafter.draft_attn_groups:
+            group.map_to_kernel_block_table(self._proposer.block_table[: key.num_reqs])
+
+    def build(self, key: GraphKey, num_reqs: int, step: int, capturing: bool = False) -> LayerMetadata:
+        proposer, rows, buffers = self._proposer, key.num_reqs, self._proposer.buffers
+        slots = self._drafter._get_slot_mapping(key.num_tokens)
+        if capturing:
+            for of_layer in slots.values():
+                of_layer.fill_(_NO_SLOT)
+        common = CommonAttentionMetadata(
+            query_start_loc=buffers.query_start_loc[: rows + 1],
+            query_start_loc_cpu=torch.from_numpy(numpy.arange(rows + 1, dtype=numpy.int32) * key.query_len),
+            seq_lens=buffers.seq_lens[:rows],
+            num_reqs=rows,
+            num_actual_tokens=key.num_tokens,
+            max_query_len=key.query_len,
+            max_seq_len=self._drafter.max_model_len,
+            block_table_tensor=proposer.block_table[:rows],
+            slot_mapping=next(iter(slots.values())),
+            causal=True,
+            seq_lens_cpu_upper_bound=torch.full((rows,), self._drafter.max_model_len, dtype=torch.int32),
+        )
+        _, attention = self._drafter.build_per_group_and_layer_attn_metadata(common, draft_index=step)
+        return LayerMetadata(attention, slots)
+
+    def update(self, key: GraphKey, metadata: LayerMetadata) -> None:
+        if key.query_len == 1:  # the first pass has slots from vLLM
+            self._write_slots(key.num_reqs, next(iter(metadata.slot_mappings.values())))
+        for group in self._drafter.draft_attn_groups:
+            group.update_draft_decode_metadata(metadata.attention)
+
+    def _write_slots(self, rows: int, slots: Tensor) -> None:
+        """The slot of each row's position; padded rows get none."""
+        positions, size = self._proposer.buffers.positions[:rows], self._drafter.block_size
+        blocks = self._proposer.block_table[:rows].gather(1, (positions // size).unsqueeze(1)).squeeze(1)
+        found = torch.add(positions % size, blocks, alpha=size)
+        slots.copy_(found.masked_fill_(self._proposer.buffers.idx_mapping[:rows] < 0, _NO_SLOT))
+
+
+class ProposedFirstPass:
+    """The first pass, whose tokens, slots, starts and lengths vLLM's preparation has put in place.
+
+    Args:
+        proposer: whose buffers it reads.
+    """
+
+    def __init__(self, proposer: GraphedProposer) -> None:
+        self._proposer = proposer
+
+    def expand(self, key: GraphKey) -> None:
+        """Nothing is left to do."""
+
+    def finish(self, key: GraphKey, output: Tensor, next_hidden: Tensor | None) -> None:
+        self._proposer.finish_first_pass(key.num_reqs, output, next_hidden)
+
+
+class GraphedProposer(GraphedDrafter):
+    """See the module. Takes its place once the runner's cache is bound.
+
+    Args:
+        runner: vLLM's V1 ``GPUModelRunner``.
+        refuse: what to do where graphs turn out to be impossible later: raises, or returns to go on without them.
+        logger: vLLM's.
+
+    Raises:
+        Unsupported: this drafter cannot have graphs.
+    """
+
+    def __init__(self, runner: Any, refuse: Refuse, logger: Any) -> None:
+        self.drafter = drafter = runner.drafter
+        check_drafter(drafter)
+        check_attention([drafter.draft_attn_groups])
+        check_graph_mode(runner.cudagraph_dispatcher.cudagraph_mode)
+        self._refuse, self._logger = refuse, logger
+        self._eager: Counter[str] = Counter()
+        self._vllm_config, self._device = drafter.vllm_config, drafter.device
+        self.num_drafts: int = drafter.speculative_config.num_speculative_tokens
+        # Of each request in the first pass; the target has K + 1.
+        self.query_len = self.num_drafts + 1 + drafter.net_num_new_slots_per_request
+        self._most_rows: int = drafter.max_batch_size
+        # vLLM hands a draft model the block table of the first group, any other drafter that of its own.
+        group = drafter.kv_cache_gid if isinstance(drafter, EagleProposer) else 0
+        self._allocate(runner.input_batch.block_table[group].block_table.gpu.shape[1])
+        self._freeze_gc = runner._freeze_gc
+        self._pool: Any = None
+        self._propose, self._capture_model = drafter.propose, runner.capture_model
+        self.graphs: LoopGraphs | None = LoopGraphs(self._device, self.make_loop())
+        drafter.propose, runner.capture_model = self.propose, self.capture_model
+
+    @staticmethod
+    def detach(runner: Any) -> None:
+        """Give a runner, and its drafter, their own methods back."""
+        vars(runner).pop("capture_model", None)
+        vars(runner.drafter).pop("propose", None)
+
+    # ------------------------------------------------------------ set up
+
+    def _allocate(self, blocks_per_request: int) -> None:
+        drafter, rows = self.drafter, self._most_rows
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+
+        self.block_table = zeros(rows, blocks_per_request)
+        self.num_rejected = zeros(rows)
+        self.last_token_indices = zeros(rows, dtype=torch.int64)
+        # Lengths behind the first pass, rejected tokens included.
+        self.first_pass_lens = zeros(rows)
+        self._row_numbers = torch.arange(rows, dtype=torch.int32, device=self._device)
+        self._staged_rows: int | None = None
+        self.buffers = DraftBuffers(
+            input_ids=drafter.input_ids,
+            positions=drafter.positions,
+            query_start_loc=zeros(rows + 1),
+            seq_lens=zeros(rows),
+            idx_mapping=torch.full_like(self._row_numbers, -1),
+            draft_tokens=zeros(rows, self.num_drafts, dtype=torch.int64),
+            current_draft_step=zeros(dtype=torch.int64),
+            hidden_states=drafter.hidden_states if drafter.pass_hidden_states_to_model else None,
+        )
+        self.buffers.register(
+            block_table=self.block_table,
+            num_rejected=self.num_rejected,
+            last_token_indices=self.last_token_indices,
+            first_pass_lens=self.first_pass_lens,
+            slot_mapping=drafter._slot_mapping_buffer,
+        )
+
+    def _capture_pool(self) -> Any:
+        """Of its own: the target's graphs leave in theirs what the runner reads behind the drafter (prompts' logprobs).
+        Sleep mode may have one for all."""
+        if self._pool is None:
+            self._pool = current_platform.graph_pool_handle()
+        return capture_pool(self._pool, self._vllm_config)
+
+    def make_loop(self) -> DraftLoop:
+        """The draft loop over vLLM's buffers and ours. It holds no graphs yet."""
+        return DraftLoop(
+            self._forward,
+            lambda key, output: self.drafter._greedy_sample(output[: key.num_reqs]),
+            self.buffers,
+            ProposerMetadata(self),
+            self.num_drafts,
+            self.drafter.max_model_len,
+            first_pass=ProposedFirstPass(self),
+            pool=self._capture_pool,
+        )
+
+    def capture_keys(self) -> dict[int, list[GraphKey]]:
+        """The request counts of the target's graphs, for both passes; for the one number of drafts."""
+        counts = captured_counts(self._vllm_config, self.num_drafts + 1, self._most_rows)
+        # The compiled model takes max_num_batched_tokens at most.
+        most = self.drafter.max_num_tokens
+        keys = [GraphKey(count, self.query_len) for count in counts if count * self.query_len <= most]
+        keys += [GraphKey(count) for count in counts if self.num_drafts > 1]
+        return {self.num_drafts: keys} if keys else {}
+
+    @torch.inference_mode()
+    def capture_model(self) -> int:
+        """vLLM captures, and then we do. Bytes that both took, as vLLM's method returns them."""
+        taken: int = self._capture_model()
+        if self.graphs is None:
+            return taken
+        keys = self.capture_keys()
+        if not keys:
+            self.graphs, sizes = None, self._vllm_config.compilation_config.cudagraph_capture_sizes
+            self._refuse(CAPTURE_SIZES.because(sizes=sizes, tokens=self.num_drafts + 1))
+            return taken
+        with self._freeze_gc():
+            self.graphs.capture_keys(keys)
+        self._staged_rows = None
+        metrics.start_counting(self, "drafter", self._vllm_config, self._logger)
+        self.say_active(self._logger)
+        return taken + self.graphs.bytes
+
+    # ------------------------------------------------------------ the captured bodies
+
+    def _forward(self, key: GraphKey, metadata: LayerMetadata) -> Tensor | tuple[Tensor, Tensor]:
+        """The model, as vLLM's drafter calls it: compiled, and without graphs of its own."""
+        drafter, tokens = self.drafter, key.num_tokens
+        if key.query_len == 1 and drafter.use_heterogeneous_vocab:  # what was sampled, in the target's vocabulary
+            ids = drafter.input_ids[:tokens]
+            ids.copy_(drafter.vocab_mapping.map_target_to_draft_ids(ids))
+        inputs, _ = drafter.build_model_inputs_first_pass(tokens, tokens, None)
+        with set_forward_context(
+            metadata.attention,
+            self._vllm_config,
+            num_tokens=tokens,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=metadata.slot_mappings,
+        ):
+            return self._outputs(drafter.model(**inputs))
+
+    def _outputs(self, output: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """What is sampled from; where hidden states are carried, a pair: that, and what the next step is given."""
+        if not self.drafter.pass_hidden_states_to_model:
+            return output
+        sampled_from, carried = output if self.drafter.model_returns_tuple() else (output, output)
+        return sampled_from, carried.to(self.drafter.hidden_states.dtype)
+
+    def finish_first_pass(self, rows: int, output: Tensor, next_hidden: Tensor | None) -> None:
+        """From the first pass, whichever code ran it, to step 1: draft 0, and the inputs of the decode loop, padded
+        rows inert."""
+        buffers, last = self.buffers, self.last_token_indices[:rows]
+        buffers.draft_tokens[:rows, 0] = self.drafter._greedy_sample(output[last])
+        if self.num_drafts == 1:
+            return
+        buffers.positions[:rows] = buffers.positions[last]
+        if next_hidden is not None:
+            assert buffers.hidden_states is not None
+            buffers.hidden_states[:rows] = next_hidden[last]
+        ops.prepare_decode_inputs(
+            buffers.draft_tokens[:rows],
+            self.first_pass_lens,
+            self.num_rejected,
+            buffers.input_ids,
+            buffers.positions,
+            buffers.query_start_loc,
+            buffers.seq_lens,
+            self.drafter.max_model_len,
+            buffers.idx_mapping[:rows],
+        )
+
+    # ------------------------------------------------------------ a step
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        num_speculative_tokens: int,
+        target_token_ids: Tensor,
+        target_positions: Tensor,
+        target_hidden_states: Tensor,
+        next_token_ids: Tensor,
+        token_indices_to_sample: Tensor | None,
+        common_attn_metadata: CommonAttentionMetadata,
+        sampling_metadata: Any,
+        mm_embed_inputs: Any = None,
+        num_rejected_tokens_gpu: Tensor | None = None,
+        slot_mappings: Any = None,
+    ) -> Tensor:
+        """Draft K tokens for each request. Arguments and result as in vLLM."""
+        why_eager = self._why_eager(num_speculative_tokens, common_attn_metadata, sampling_metadata)
+        if why_eager is not None:
+            self._eager[why_eager] += 1
+            return self._propose(
+                num_speculative_tokens,
+                target_token_ids,
+                target_positions,
+                target_hidden_states,
+                next_token_ids,
+                token_indices_to_sample,
+                common_attn_metadata,
+                sampling_metadata,
+                mm_embed_inputs,
+                num_rejected_tokens_gpu,
+                slot_mappings,
+            )
+        assert self.graphs is not None
+        drafter, loop, rows = self.drafter, self.graphs.loop, common_attn_metadata.num_reqs
+        drafter.num_speculative_tokens, drafter._last_draft_probs = num_speculative_tokens, None
+        if drafter.method == "eagle3":
+            target_hidden_states = drafter.model.combine_hidden_states(target_hidden_states)
+        num_tokens, last_token_indices, batch = drafter.set_inputs_first_pass(
+            target_token_ids=target_token_ids,
+            next_token_ids=next_token_ids,
+            target_positions=target_positions,
+            target_hidden_states=target_hidden_states,
+            token_indices_to_sample=token_indices_to_sample,
+            cad=common_attn_metadata,
+            num_rejected_tokens_gpu=num_rejected_tokens_gpu,
+        )
+        why_eager = self._why_eager_first_pass(num_tokens, batch)
+        # Both passes have graphs for the same counts, as far as they fit into the compiled model.
+        padded = loop.dispatch(rows, self.query_len if why_eager is None else 1).key.num_reqs
+        self._stage(rows, padded, last_token_indices, batch, num_rejected_tokens_gpu)
+        if why_eager is None:
+            drafter._get_slot_mapping(padded * self.query_len, batch.slot_mapping)
+            loop.run_first_pass(rows, self.query_len)
+        else:
+            self._eager[why_eager] += 1
+            self._run_first_pass(num_tokens, batch, mm_embed_inputs, padded)
+        # A tensor of its own: vLLM copies it to the host on another stream.
+        return loop.run(rows, inert_tails=True).clone()
+
+    def _why_eager(self, num_drafts: int, batch: CommonAttentionMetadata, sampling_metadata: Any) -> str | None:
+        """Why this whole step runs vLLM's code, or None."""
+        drafter = self.drafter
+        if self.graphs is None or self.graphs.most_requests == 0:
+            return NOTHING_CAPTURED
+        if num_drafts != self.num_drafts:
+            return _FEWER_DRAFTS
+        if drafter._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy:
+            return _RANDOM
+        if batch.num_reqs > self.graphs.most_requests:
+            return TOO_LARGE
+        # Behind the limit vLLM's positions begin anew. Its runner does not let them come there.
+        if batch.max_seq_len + drafter.net_num_new_slots_per_request + num_drafts - 1 > drafter.max_model_len:
+            return _NEAR_LIMIT
+        return None
+
+    def _why_eager_first_pass(self, num_tokens: int, batch: CommonAttentionMetadata) -> str | None:
+        """Why the first pass runs vLLM's code, or None. Takes the batch as it is in that pass."""
+        assert self.graphs is not None
+        if batch.max_query_len != self.query_len or num_tokens != batch.num_reqs * self.query_len:
+            return MIXED
+        if self.graphs.loop.dispatch(batch.num_reqs, self.query_len).mode == "eager":
+            return TOO_MANY_TOKENS
+        return None
+
+    def _stage(
+        self,
+        rows: int,
+        padded: int,
+        last_token_indices: Tensor,
+        batch: CommonAttentionMetadata,
+        num_rejected: Tensor | None,
+    ) -> None:
+        """Copy what is new in this batch to where the graphs read it; rows [rows, padded) become inert."""
+        buffers = self.buffers
+        if rows != self._staged_rows:
+            self._staged_rows = rows
+            buffers.idx_mapping[:rows].copy_(self._row_numbers[:rows])
+            buffers.idx_mapping[rows:].fill_(-1)
+            buffers.seq_lens[rows:].zero_()
+            for tensor in (self.block_table, self.num_rejected, self.last_token_indices, self.first_pass_lens):
+                tensor[rows:].zero_()
+        self.block_table[:rows].copy_(batch.block_table_tensor)
+        buffers.query_start_loc[: rows + 1].copy_(batch.query_start_loc)
+        if padded > rows:
+            buffers.query_start_loc[rows + 1 : padded + 1].fill_(batch.num_actual_tokens)
+        buffers.seq_lens[:rows].copy_(batch.seq_lens)
+        self.first_pass_lens[:rows].copy_(batch.seq_lens)
+        self.last_token_indices[:rows].copy_(last_token_indices)
+        if num_rejected is None:
+            self.num_rejected[:rows].zero_()
+        else:
+            self.num_rejected[:rows].copy_(num_rejected)
+
+    def _run_first_pass(self, num_tokens: int, batch: CommonAttentionMetadata, mm_embed_inputs: Any, rows: int) -> None:
+        """As vLLM runs it, from its piecewise graphs where there is one of that size."""
+        drafter = self.drafter
+        _, attention = drafter.build_per_group_and_layer_attn_metadata(batch)
+        mode, padded_tokens, _ = drafter._determine_batch_execution_and_padding(num_tokens)
+        inputs, slots = drafter.build_model_inputs_first_pass(num_tokens, padded_tokens, mm_embed_inputs)
+        with set_forward_context(
+            attention,
+            self._vllm_config,
+            num_tokens=padded_tokens,
+            cudagraph_runtime_mode=mode,
+            slot_mapping=drafter._get_slot_mapping(slots, batch.slot_mapping),
+        ):
+            output = self._outputs(drafter.model(**inputs))
+        sampled_from, carried = output if isinstance(output, tuple) else (output, None)
+        self.finish_first_pass(rows, sampled_from, carried)
+
+
+def check_drafter(drafter: Any) -> None:
+    """Is it one whose passes are known?"""
+    if type(drafter) not in (DraftModelProposer, EagleProposer):
+        raise DRAFTER.because(what=f"the drafter is a {type(drafter).__name__}")
+    features = {
+        "parallel drafting has one pass": drafter.parallel_drafting,
+        "its positions do not advance": drafter.constant_draft_positions,
+        "it has M-RoPE": drafter.uses_mrope,
+        "it takes embeddings of images": drafter.supports_mm_inputs,
+        "its steps share the indices of the first": drafter._share_mtp_indices,
+        "speculative_config has enforce_eager": drafter.speculative_config.enforce_eager,
+    }
+    found = [feature for feature, has in features.items() if has]
+    if found:
+        raise DRAFTER.because(what=", ".join(found))
