@@ -1,14 +1,20 @@
-"""vLLM 0.33 on a GPU with a draft model of its own: output tokens per second with draft graphs, and without.
+"""vLLM 0.33 on a GPU with a draft model of its own, or EAGLE: output tokens per second with draft graphs, and without.
 
     python benchmarks/gpu_draft_model.py [--seconds S] [--requests N ...] [--sides SIDE ...] [--no-profile] ...
 
-The Llama-3-8B shape with random weights, a draft model of the Llama-3.2-1B shape, K = 4, synthetic acceptance of 2.5
-tokens per step, 64-token prompts, 256 output tokens, vLLM's default CUDA graphs. Three engines live in processes of
-their own on one GPU (30 GiB each) and take turns, in every order, with the same prompts:
+The Llama-3-8B shape with random weights, a draft model of the Llama-3.2-1B shape or an EAGLE head of one layer, K = 4,
+synthetic acceptance of 2.5 tokens per step, 64-token prompts, 256 output tokens, vLLM's default CUDA graphs. The
+engines live in processes of their own on one GPU (30 GiB each: four of them on an H200) and take turns, in every order,
+with the same prompts:
 
-    off  vanilla vLLM with its default model runner, V2, which runs a draft model without CUDA graphs
-    v1   vanilla vLLM with VLLM_USE_V2_MODEL_RUNNER=0: piecewise graphs, the best that vanilla does
-    on   the V2 runner with draft graphs
+    off          vanilla vLLM with its default model runner, V2, which runs a draft model without CUDA graphs
+    v1           vanilla vLLM with VLLM_USE_V2_MODEL_RUNNER=0: piecewise graphs, the best that vanilla does
+    on           the V2 runner with draft graphs
+    on_v1        the V1 runner with draft graphs
+    eagle_v1     EAGLE, vanilla V1
+    eagle_on_v1  EAGLE, V1 with draft graphs
+    eagle        EAGLE, vanilla V2, which has graphs of its own for it
+    none         no speculation, V2
 
 A run's speed is what it would be at 2.5 tokens a step: its tokens per second, times 2.5, over what it accepted. The V2
 runner draws what it accepts from the requests' seeds, so `off` and `on` accept the same; V1 draws anew in every run.
@@ -17,8 +23,12 @@ torch's profiler: launches, its time on the device, and how much of that the dev
 memory and at start-up.
 
 A side that fails is reported and left out, the others go on; rows are written after every round, so that a run which is
-cut off has some. With `--requests` or `--sides`, rows of other requests and sides that are in the file stay. About 7
-minutes with the defaults: 2 until all three are ready, `--seconds` (200) of measuring, 1 of profiling.
+cut off has some. Rows of other requests and sides that are in the file stay. About 7 minutes with the defaults (`off`,
+`v1` and `on`): 2 until all three are ready, `--seconds` (200) of measuring, 1 of profiling. With any other side the
+rows go to another file, gpu_draft_runners.jsonl: two calls of four sides make what `benchmarks/picture.py` draws:
+
+    python benchmarks/gpu_draft_model.py --sides v1 on_v1 eagle_v1 eagle_on_v1 --seconds 150 --no-profile
+    python benchmarks/gpu_draft_model.py --sides off on eagle none --seconds 100 --no-profile
 """
 
 from __future__ import annotations
@@ -33,6 +43,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from gpu_engine import (
@@ -53,11 +64,44 @@ from results import FOLDER, Row, row, show, this_machine, write
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
 
 NAME = "draft_model"
-# Side -> vLLM's model runner, and the name of its rows.
-SIDES = {"off": ("v2", f"{NAME}_vanilla"), "v1": ("v1", f"{NAME}_vanilla_v1"), "on": ("v2", NAME)}
+
+
+@dataclass(frozen=True)
+class Side:
+    """An engine.
+
+    Attributes:
+        runner: vLLM's model runner.
+        rows: the name of its rows.
+        drafter: "draft_model" or "eagle"; None: no speculation.
+        graphs: whether it has draft graphs.
+    """
+
+    runner: str
+    rows: str
+    drafter: str | None = NAME
+    graphs: bool = False
+
+
+SIDES = {
+    "off": Side("v2", f"{NAME}_vanilla"),
+    "v1": Side("v1", f"{NAME}_vanilla_v1"),
+    "on": Side("v2", NAME, graphs=True),
+    "on_v1": Side("v1", f"{NAME}_v1", graphs=True),
+    "eagle_v1": Side("v1", "eagle_vanilla_v1", "eagle"),
+    "eagle_on_v1": Side("v1", "eagle_v1", "eagle", graphs=True),
+    "eagle": Side("v2", "eagle_vanilla", "eagle"),
+    "none": Side("v2", "no_speculation", None),
+}
+DEFAULT_SIDES = ("off", "v1", "on")
 RUNNERS = {"v1": "vllm.v1.worker.gpu_model_runner", "v2": "vllm.v1.worker.gpu.model_runner"}
-# Of draft graphs over the default runner.
-TARGETS = {1: 2.1, 16: 2.1, 64: 1.65}
+# Draft graphs, what they are compared with, the name of the ratio, and the least that it shall be, by requests.
+RATIOS: tuple[tuple[str, str, str, dict[int, float]], ...] = (
+    ("on", "off", NAME, {1: 2.1, 16: 2.1, 64: 1.65}),
+    ("on", "v1", f"{NAME}_over_v1", {}),
+    ("on_v1", "v1", f"{NAME}_v1", {1: 1.35, 16: 1.4, 64: 1.2}),
+    ("eagle_on_v1", "eagle_v1", "eagle_v1", dict.fromkeys(REQUESTS, 1.03)),
+)
 FEWEST_ROUNDS = 4
 LLAMA_1B = LLAMA_8B | {
     "hidden_size": 2048,
@@ -74,29 +118,34 @@ LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaun
 Answers = dict[tuple[str, int], list[dict[str, Any]]]  # of the runs, by side and number of requests
 
 
-def draft_job(folder: pathlib.Path, backend: str, runner: str, small: bool) -> dict[str, Any]:
+def draft_job(folder: pathlib.Path, backend: str, side: Side, small: bool) -> dict[str, Any]:
     tiny = SMALL if small else {}
-    target, draft = LLAMA_8B | tiny, LLAMA_1B | tiny
+    target = LLAMA_8B | tiny
+    # A folder with the name of a method would decide for vLLM what it is.
+    head = write_shape(folder / "head", target | {"num_hidden_layers": 1})
+    draft = write_shape(folder / "draft", LLAMA_1B | tiny)
     speculation = {
-        "method": "draft_model",
-        "model": write_shape(folder / "draft", draft),
+        "method": "draft_model" if small else side.drafter,  # as far as vLLM's CPU engine has it
+        "model": head if side.drafter == "eagle" else draft,
         **({} if small else SYNTHETIC),
     }
     more: dict[str, Any] = {}
     if not small:
         more = {"attention_config": {"backend": backend}}
-        more["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(runner)}
+        more["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(side)}
     job = engine_job(write_shape(folder / "target", target), speculation, small, **more)
+    if side.drafter is None:
+        del job["engine"]["speculative_config"]
     return job | {"vocabulary": target["vocab_size"], "one_process": True}  # where its drafter can be profiled
 
 
-def capture_sizes(runner: str) -> list[int]:
-    """In tokens: K + 1 of each request for the target. V1 runs its drafter from graphs of these sizes too, K + 2 tokens
-    of each request in the first pass and one in the others, and rounds them all up to multiples of K + 1: none of its
-    passes is to be padded more than it must, or to go without a graph."""
-    query = K + 1
+def capture_sizes(side: Side) -> list[int]:
+    """In tokens: K + 1 of each request for the target, one without speculation. V1 runs its drafter from graphs of
+    these sizes too, up to K + 2 tokens of each request in the first pass and one in the others, and rounds them all up
+    to multiples of K + 1: none of its passes is to be padded more than it must, or to go without a graph."""
+    query = 1 if side.drafter is None else K + 1
     sizes = {query * requests for requests in CAPTURED_REQUESTS}
-    if runner == "v1":
+    if side.runner == "v1":
         sizes |= {-(-tokens // query) * query for n in REQUESTS for tokens in (n, (K + 2) * n)}
     return sorted(sizes)
 
@@ -111,18 +160,17 @@ class Run:
     def start(self, sides: Sequence[str], folder: pathlib.Path, options: argparse.Namespace) -> dict[str, Any]:
         """All together, each compiling for itself: their starts can be compared. What they say of themselves."""
         for side in sides:
-            runner, _ = SIDES[side]
-            job = draft_job(folder, options.backend, runner, options.small)
-            environment = side_environment(side, options)
+            job = draft_job(folder, options.backend, SIDES[side], options.small)
+            environment = side_environment(SIDES[side], options)
             self.engines[side] = launch_engine(
-                f"{NAME}-{side}", job, folder, folder / f"cache-{NAME}-{side}", runner, environment
+                f"{NAME}-{side}", job, folder, folder / f"cache-{NAME}-{side}", SIDES[side].runner, environment
             )
         with ThreadPoolExecutor(len(sides)) as pool:
             found = dict(zip(sides, pool.map(self._ready, sides), strict=True))
         for side, versions in found.items():
             if versions is not None:
                 print(f"{side}: {versions}", flush=True)
-                if wrong := what_is_wrong(side, versions, options.small):
+                if wrong := what_is_wrong(SIDES[side], versions, options.small):
                     self.drop(side, wrong)
         return {side: found[side] for side in self.engines}
 
@@ -156,21 +204,20 @@ class Run:
             engine.close()
 
 
-def side_environment(side: str, options: argparse.Namespace) -> dict[str, str]:
-    if side != "on":
+def side_environment(side: Side, options: argparse.Namespace) -> dict[str, str]:
+    if not side.graphs:
         return {}
     # Without a GPU there is nothing to switch on; see --small.
     graphs = {} if options.small else {"VLLM_NWOR_DRAFT_GRAPHS": "1"}
     return graphs | ({"VLLM_NWOR_MODE": "cow"} if options.cow or options.small else {})
 
 
-def what_is_wrong(side: str, versions: dict[str, Any], small: bool) -> str | None:
+def what_is_wrong(side: Side, versions: dict[str, Any], small: bool) -> str | None:
     is_on = bool(versions["sessions"] or versions["draft_graphs"])
-    if is_on != (side == "on"):
+    if is_on != side.graphs:
         return f"nwor_ops is {'on' if is_on else 'not on'} in that engine"
-    runner, _ = SIDES[side]
-    if not small and versions["runner"] != RUNNERS[runner]:
-        return f"its model runner is {versions['runner']}, not {runner}"
+    if not small and versions["runner"] != RUNNERS[side.runner]:
+        return f"its model runner is {versions['runner']}, not {side.runner}"
     return None
 
 
@@ -199,8 +246,11 @@ def measure(run: Run, requests: Sequence[int], options: argparse.Namespace) -> A
 
 
 def speeds(runs: list[dict[str, Any]]) -> list[float]:
-    """Output tokens per second at the acceptance that was asked for, run by run."""
-    return [r["tokens"] / r["seconds"] * ACCEPTANCE_LENGTH / r["acceptance_length"] for r in runs]
+    """Output tokens per second, at the acceptance that was asked for if there is any, run by run."""
+    accepted = (run["acceptance_length"] or ACCEPTANCE_LENGTH for run in runs)
+    return [
+        run["tokens"] / run["seconds"] * ACCEPTANCE_LENGTH / length for run, length in zip(runs, accepted, strict=True)
+    ]
 
 
 def speed_rows(answers: Answers, requests: Sequence[int]) -> list[Row]:
@@ -209,16 +259,17 @@ def speed_rows(answers: Answers, requests: Sequence[int]) -> list[Row]:
     for count in requests:
         found = {side: answers[side, count] for side in SIDES if answers.get((side, count))}
         rates = {side: speeds(runs) for side, runs in found.items()}
-        for vanilla, name, target in (("off", NAME, TARGETS.get(count)), ("v1", f"{NAME}_over_v1", None)):
-            if vanilla in found and "on" in found:
+        for graphs, vanilla, name, targets in RATIOS:
+            if graphs in found and vanilla in found:
                 # A side that failed has fewer runs.
-                pairs = zip(rates["on"], rates[vanilla], strict=False)
-                rows.append(row(f"e2e_{name}/{count}", [on / off for on, off in pairs], "ratio", "higher", target))
+                ratios = [on / off for on, off in zip(rates[graphs], rates[vanilla], strict=False)]
+                rows.append(row(f"e2e_{name}/{count}", ratios, "ratio", "higher", targets.get(count)))
         for side, runs in found.items():
-            _, name = SIDES[side]
-            lengths = [answer["acceptance_length"] for answer in runs]
+            name = SIDES[side].rows
             rows.append(row(f"tok_s_{name}/{count}", rates[side], "tok/s", "higher", digits=1))
-            rows.append(row(f"acceptance_length_{name}/{count}", [statistics.mean(lengths)], "tokens", "higher"))
+            if SIDES[side].drafter is not None:
+                lengths = [answer["acceptance_length"] for answer in runs]
+                rows.append(row(f"acceptance_length_{name}/{count}", [statistics.mean(lengths)], "tokens", "higher"))
     return rows
 
 
@@ -226,13 +277,15 @@ def check(run: Run, answers: Answers) -> None:
     """Report, and leave out, runs that do not show what they should: draft graphs replayed in each, and as many drafts
     accepted as were asked for."""
     for (side, count), runs in list(answers.items()):
+        if SIDES[side].drafter is None:
+            continue
         what = f"{side}, {count} requests"
         lengths = [answer["acceptance_length"] for answer in runs]
         # A run of one request has a hundred steps, and their mean a standard deviation of 0.05 tokens.
         if runs and abs(statistics.mean(lengths) - ACCEPTANCE_LENGTH) > 2 * ACCEPTANCE_DIFFERENCE:
             run.report(f"{what}: {statistics.mean(lengths):.2f} tokens a step in place of {ACCEPTANCE_LENGTH}")
             del answers[side, count]
-        elif side == "on" and not all(answer["draft_graph_replays"] for answer in runs):
+        elif SIDES[side].graphs and not all(answer["draft_graph_replays"] for answer in runs):
             run.report(f"{what}: no draft graph was replayed in a run; {runs[-1]['draft_graphs']}")
             del answers[side, count]
 
@@ -241,7 +294,8 @@ def profile(run: Run, requests: Sequence[int], options: argparse.Namespace) -> t
     """The rows, and what they are made of."""
     rows: list[Row] = []
     raw: dict[str, Any] = {}
-    for count, side in itertools.product(requests, list(run.engines)):
+    drafting = [side for side in run.engines if SIDES[side].drafter is not None]
+    for count, side in itertools.product(requests, drafting):
         run.ask(side, f"drafter {count} 3")  # the profiler's own start
         found = run.ask(side, f"drafter {count} {PROFILED_STEPS}")
         if found is not None:
@@ -278,15 +332,23 @@ def cost_rows(versions: dict[str, dict[str, Any]]) -> list[Row]:
         row(f"start_seconds/{side}", [found["start_seconds"]], "s", "lower", digits=1)
         for side, found in versions.items()
     ]
-    for report in versions["on"]["draft_graphs"] if "on" in versions else ():
-        rows.append(row("draft_graphs_memory", [report["capture_bytes"] / 2**20], "MiB", "lower", digits=1))
-        rows.append(row("draft_graphs_capture_seconds", [report["capture_seconds"]], "s", "lower", digits=2))
+    for side, found in versions.items():
+        suffix = "" if side == "on" else f"/{side}"
+        for report in found["draft_graphs"]:
+            memory, seconds = report["capture_bytes"] / 2**20, report["capture_seconds"]
+            rows.append(row(f"draft_graphs_memory{suffix}", [memory], "MiB", "lower", digits=1))
+            rows.append(row(f"draft_graphs_capture_seconds{suffix}", [seconds], "s", "lower", digits=2))
     return rows
 
 
 def save(rows: list[Row], options: argparse.Namespace) -> None:
-    name = "gpu_draft_model" + ("" if options.backend == "FLASH_ATTN" else "_triton") + ("_cow" if options.cow else "")
-    in_part = set(options.requests) != set(REQUESTS) or set(options.sides) != set(SIDES)
+    drafters = "model" if set(options.sides) <= set(DEFAULT_SIDES) else "runners"
+    name = (
+        f"gpu_draft_{drafters}"
+        + ("" if options.backend == "FLASH_ATTN" else "_triton")
+        + ("_cow" if options.cow else "")
+    )
+    in_part = set(options.requests) != set(REQUESTS) or set(options.sides) != set(DEFAULT_SIDES)
     if rows and not options.small:
         write(this_machine(), name, rows, options.folder, keep=in_part)
 
@@ -296,7 +358,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backend", choices=("FLASH_ATTN", "TRITON_ATTN"), default="FLASH_ATTN")
     parser.add_argument("--cow", action="store_true", help="with NWOR's transaction, too, on the side with graphs")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=list(REQUESTS))
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="two fit in 80 GiB")
+    parser.add_argument(
+        "--sides", nargs="+", choices=list(SIDES), default=list(DEFAULT_SIDES), help="two fit in 80 GiB, four in 141"
+    )
     parser.add_argument("--seconds", type=float, default=200.0, help="how long to measure, once the engines are ready")
     parser.add_argument("--no-profile", dest="profile", action="store_false", help="leave the profiler out")
     parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")

@@ -286,6 +286,7 @@ def start_profile(worker: Any) -> None:
         with record_function(DRAFTING):
             return propose(*args, **kwargs)
 
+    worker.nwor_propose = vars(drafter).get("propose")  # what a plugin has put there
     drafter.propose = named
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the profile begins with a step
@@ -338,7 +339,10 @@ def _profiled_events(worker: Any) -> list[Any]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     worker.nwor_profile.stop()
-    del drafter_of(worker).propose  # the method again
+    if worker.nwor_propose is None:
+        del drafter_of(worker).propose  # the method again
+    else:
+        drafter_of(worker).propose = worker.nwor_propose
     return worker.nwor_profile.profiler.kineto_results.events()
 
 

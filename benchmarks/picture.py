@@ -1,10 +1,11 @@
-"""The H200's figures as one picture, drawn from the results: docs/h200.png.
+"""The H200's figures as pictures, drawn from the results: docs/h200.png, docs/draft_graphs.png.
 
-python benchmarks/picture.py
+python benchmarks/picture.py [h200] [draft_graphs]
 """
 
 from __future__ import annotations
 
+import sys
 from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
@@ -22,10 +23,19 @@ CACHES = {
     "cow_transaction_d256": "bf16, head size 256",
 }
 REQUESTS = (1, 16, 64)
+DOCS = FOLDER.parent.parent / "docs"
 ENGINES = {
     "e2e_cow": "cow, bf16",
     "e2e_cow_fp8": "cow, fp8",
     "e2e_stage": "stage, bf16",
+}
+DRAFTERS = {
+    "tok_s_draft_model": ("draft model, draft graphs in V2", "-o"),
+    "tok_s_draft_model_v1": ("draft model, draft graphs in V1", "-s"),
+    "tok_s_draft_model_vanilla_v1": ("draft model, vanilla V1", "--s"),
+    "tok_s_draft_model_vanilla": ("draft model, vanilla V2", "--o"),
+    "tok_s_eagle_vanilla": ("EAGLE, vanilla V2", "-^"),
+    "tok_s_no_speculation": ("no speculation, V2", ":x"),
 }
 TARGET_STYLE = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
 
@@ -44,7 +54,7 @@ def draw(axes: Axes, found: Mapping[str, dict[str, Any]], series: dict[str, str]
     axes.legend(frameon=False, fontsize=8)
 
 
-def main() -> None:
+def draw_engines() -> None:
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     kernels, engine = figure.subplots(1, 2, width_ratios=(2, 1))
@@ -59,7 +69,37 @@ def main() -> None:
     engine.set_ylim(0.9, 1.08)
     engine.set_title("vLLM's output tok/s, on over off (higher is better)", fontsize=10)
     engine.set_xlabel("requests")
-    figure.savefig(FOLDER.parent.parent / "docs" / "h200.png", dpi=110)
+    figure.savefig(DOCS / "h200.png", dpi=110)
+
+
+def draw_drafters() -> None:
+    """Output tok/s over requests: a draft model in either runner, with draft graphs and without, and its rivals."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, found = figure.subplots(), read("h200", "gpu_draft_runners")
+    for name, (label, style) in DRAFTERS.items():
+        chosen = [found[f"{name}/{count}"] for count in REQUESTS]
+        values = [row["value"] for row in chosen]
+        errors = [[abs(row["value"] - row["spread"][end]) for row in chosen] for end in (0, 1)]
+        axes.errorbar(REQUESTS, values, errors, label=label, fmt=style, linewidth=1.2, markersize=5)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(REQUESTS, [str(count) for count in REQUESTS], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("requests at once")
+    axes.set_ylabel("output tok/s")
+    axes.set_title("Llama 3 8B's shape, drafts by Llama 3.2 1B's: 2.5 tokens accepted a step", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(DOCS / "draft_graphs.png", dpi=110)
+
+
+PICTURES = {"h200": draw_engines, "draft_graphs": draw_drafters}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or PICTURES:
+        PICTURES[name]()
 
 
 if __name__ == "__main__":

@@ -468,10 +468,11 @@ def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION) -> 
     method, found = vllm_config.speculative_config.method, []
     if device_type not in DEVICES[use]:
         found.append(DEVICE.message.format(device=device_type, why=DEVICE.why(use)))
-    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
-    if use == DRAFT_GRAPHS and method not in DRAFT_METHODS[runner]:
-        methods = ", ".join(DRAFT_METHODS[runner])
-        found.append(METHOD.message.format(method=method, runner=runner, methods=methods))
+    if use == DRAFT_GRAPHS:
+        runner = "V2" if vllm_config.use_v2_model_runner else "V1"
+        if method not in DRAFT_METHODS[runner]:
+            methods = ", ".join(DRAFT_METHODS[runner])
+            found.append(METHOD.message.format(method=method, runner=runner, methods=methods))
     found += [
         f"{refusal.feature}: {refusal.why(use)}"
         for refusal in REFUSALS
