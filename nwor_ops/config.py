@@ -32,7 +32,7 @@ class NworConfig:
             reason, ``"vanilla"`` warns, counts, and runs (the step or the engine) without it.
         emit_metrics: publish counters (``nwor_...`` on ``/metrics``, ``nwor_ops.stats()``) and compare
             them with the scheduler's. Nothing happens while the plugin is not active.
-        draft_graphs: run a draft model (``method="draft_model"``) from CUDA graphs. Independent of the mode.
+        draft_graphs: run a draft model from CUDA graphs, in the V1 runner EAGLE and MTP too. Independent of the mode.
         recurrent: one recurrent state per request in place of one per draft, for Gated DeltaNet layers. Independent of
             the mode.
     """

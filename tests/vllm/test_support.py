@@ -36,8 +36,8 @@ TESTS = Path(__file__).parent
 
 
 def engine(method: str = "ngram", **found: Any) -> Any:
-    """A configuration that has nothing but what is named, as ``a__b``."""
-    config = SimpleNamespace(speculative_config=SimpleNamespace(method=method))
+    """A configuration of the V2 runner that has nothing but what is named, as ``a__b``."""
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method=method), use_v2_model_runner=True)
     for path, value in found.items():
         thing, (*parents, name) = config, path.split("__")
         for parent in parents:
@@ -86,7 +86,7 @@ def test_draft_graphs_have_methods_of_their_own() -> None:
     check_engine(engine("eagle", use_v2_model_runner=False), "cuda", DRAFT_GRAPHS)
     said = "draft graphs in model runner V2 are for method draft_model$"
     with pytest.raises(Unsupported, match=f"^speculation by eagle: {said}"):
-        check_engine(engine("eagle", use_v2_model_runner=True), "cuda", DRAFT_GRAPHS)
+        check_engine(engine("eagle"), "cuda", DRAFT_GRAPHS)
 
 
 def test_every_method_of_vllm_has_its_row() -> None:
