@@ -87,6 +87,7 @@ struct RecurrentWindowArguments {
     Ids state_slots;
     const int32_t *query_start_loc, *num_accepted;
     const bool* is_window;  // null: all are
+    int64_t* num_refused;   // null: nobody counts
 };
 
 inline RecurrentWindowArguments check_recurrent_window(const char* op, const Tensor& plan,
@@ -94,7 +95,8 @@ inline RecurrentWindowArguments check_recurrent_window(const char* op, const Ten
                                                        const Tensor& state_slots,
                                                        const Tensor& query_start_loc,
                                                        const Tensor& num_accepted, int64_t record_rows,
-                                                       const std::optional<Tensor>& is_window) {
+                                                       const std::optional<Tensor>& is_window,
+                                                       const std::optional<Tensor>& num_refused) {
     const Argument to{op, "plan", plan}, cur{op, "cursors", cursors}, number{op, "window", window},
         slots{op, "state_slots", state_slots}, qsl{op, "query_start_loc", query_start_loc},
         accepted{op, "num_accepted", num_accepted};
@@ -117,7 +119,13 @@ inline RecurrentWindowArguments check_recurrent_window(const char* op, const Ten
         inputs.push_back({op, "is_window", *is_window});
         a.is_window = bool_view(inputs.back(), a.num_requests, "[num_requests]").data;
     }
-    check_placement(op, inputs, {to, cur, number});
+    std::vector<Argument> outputs{to, cur, number};
+    if (num_refused.has_value()) {
+        outputs.push_back({op, "num_refused", *num_refused});
+        outputs.back().vector(ScalarType::Long, 1, "[1]");
+        a.num_refused = static_cast<int64_t*>(num_refused->data_ptr());
+    }
+    check_placement(op, inputs, outputs);
     return a;
 }
 

@@ -34,7 +34,7 @@ ARGUMENTS = by_name({
     int32("[num_requests + 1]"): "query_start_loc",
     int32("[num_requests]"): "num_accepted",
     int32("[num_entries]"): "num_rows",
-    int64("[1]"): "window layer_window layer_windows",
+    int64("[1]"): "window layer_window layer_windows num_refused",
     ids("[num_requests]"): "state_slots",
     ids("[num_entries]"): "source_slots target_slots",
     flags("[num_requests]"): "is_window",

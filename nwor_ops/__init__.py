@@ -67,6 +67,7 @@ from nwor_ops.recurrent import (  # noqa: E402
     RecurrentCache as RecurrentCache,
     RecurrentMemory as RecurrentMemory,
     RecurrentStates as RecurrentStates,
+    RecurrentStats as RecurrentStats,
 )
 from nwor_ops.staging import (  # noqa: E402
     KVCacheInterceptor as KVCacheInterceptor,

@@ -221,6 +221,20 @@ class RecurrentMemory:
 
 
 @dataclass(frozen=True)
+class RecurrentStats:
+    """Totals since states were allocated. Counted on the device.
+
+    Attributes:
+        windows: windows begun.
+        refused_requests: requests left out of a window because their numbers cannot be, once for each window. (CUDA;
+            on the CPU the call raises.)
+    """
+
+    windows: int
+    refused_requests: int
+
+
+@dataclass(frozen=True)
 class _Layer:
     cache: RecurrentCache
     window: Tensor  # int64 [1]: the last window in which it ran
@@ -316,6 +330,7 @@ class RecurrentStates(Stateful[_Layer]):
         self.cursors = zeros(self.num_slots, 2)
         self.plan = zeros(requests, 4)
         self.window = zeros(1, dtype=torch.int64)
+        self.num_refused = zeros(1, dtype=torch.int64)
         self.query_start_loc = zeros(requests + 1)
         self.num_accepted = zeros(self.num_slots)  # tokens of each slot's last window that stay
         self._slots = zeros(requests, dtype=torch.int64)
@@ -342,6 +357,16 @@ class RecurrentStates(Stateful[_Layer]):
         record = sum(of_slot(tensor) for cache in caches for tensor in cache.records)
         return RecurrentMemory(state, record, self.max_window * state)
 
+    def stats(self) -> RecurrentStats:
+        """What was done so far; waits for the device.
+
+        Raises:
+            RuntimeError: the states are not allocated.
+        """
+        if self._state is State.REGISTERING:
+            raise RuntimeError("stats: the states must be allocated before")
+        return RecurrentStats(int(self.window), int(self.num_refused))
+
     # ------------------------------------------------------------ a window
 
     def begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None = None) -> None:
@@ -364,7 +389,8 @@ class RecurrentStates(Stateful[_Layer]):
             RuntimeError: a window is open already.
             ValueError, TypeError: more requests than these states were made for, or a wrong shape, dtype or device.
             ValueError, IndexError: on the CPU, a window that is too long, a slot that is not there, or one that two
-                requests have. Nothing has changed then. On CUDA such a request is left out; where debug mode raises
+                requests have. Nothing has changed then. On CUDA such a request is left out and counted (:meth:`stats`);
+                where debug mode raises
                 for it, the window is cancelled (:func:`nwor_ops.plan_recurrent_window`).
         """
         self._require(State.CLOSED, "begin")
@@ -376,8 +402,9 @@ class RecurrentStates(Stateful[_Layer]):
         before = int(self.window) if raises_behind_launches(self.window) else None
         try:
             ops.plan_recurrent_window(
-                self.plan, self.cursors, self.window, state_slots, query_start_loc, accepted, self.max_window, is_window
-            )
+                self.plan, self.cursors, self.window, state_slots, query_start_loc, accepted, self.max_window,
+                is_window, self.num_refused,
+            )  # fmt: skip
         except Exception:
             if before is not None and before != int(self.window):
                 self._undo()

@@ -983,7 +983,10 @@ __global__ void __launch_bounds__(kThreads)
     if (i >= a.plan.length) return;
     if (i >= a.num_requests) return a.plan.set(i, {});
     const RecurrentWindowStep step = window_step_of(a, i);
-    if (step.found) report(report_as, step.found);
+    if (step.found) {
+        report(report_as, step.found);
+        if (a.num_refused != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(a.num_refused), 1ull);
+    }
     a.plan.set(i, step.row);
     if (step.sets_cursor) a.cursors.set(step.slot, step.cursor_rows, step.cursor_half);
 }

@@ -22,7 +22,7 @@ from torch import Tensor
 from nwor_ops.ops.registry import op
 
 
-@op(mutates=("plan", "cursors", "window"))
+@op(mutates=("plan", "cursors", "window", "num_refused"))
 def plan_recurrent_window(
     plan: Tensor,
     cursors: Tensor,
@@ -32,6 +32,7 @@ def plan_recurrent_window(
     num_accepted: Tensor,
     record_rows: int,
     is_window: Tensor | None = None,
+    num_refused: Tensor | None = None,
 ) -> None:
     """Open a window: what each request of this step replays and where it records, once for all layers.
 
@@ -51,6 +52,8 @@ def plan_recurrent_window(
         record_rows: W, the most tokens that a window may have.
         is_window: bool ``[>= Q]``, contiguous, or None: False where somebody else computes this request's tokens of
             this step, a prefill or a plain decode. Nothing is pending for it afterwards: fold before. None = all are.
+        num_refused: int64 ``[1]`` or None; **mutated**: on CUDA, how many requests were left out because their numbers
+            cannot be, in this window more than before. (On the CPU the call raises for the first.)
 
     Raises:
         ValueError: a shape or a stride; on the CPU also a window longer than W, an accepted count or a cursor that

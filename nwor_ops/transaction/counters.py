@@ -103,6 +103,8 @@ class EngineStats:
         draft_graph_replays: passes of a draft model (its first pass, its decode loop) that were one graph launch.
         draft_eager_passes: such passes of an engine with draft graphs that ran vLLM's own code; dummy runs left out.
         one_state_steps: steps whose drafts were verified with one recurrent state per request; warm-up included.
+        one_state_refused_requests: requests that such a step left out (their outputs are zeros), because the count of
+            their accepted tokens cannot be: once for each step and KV-cache group. Anything but 0 is a fault.
     """
 
     engines: int
@@ -117,6 +119,7 @@ class EngineStats:
     draft_graph_replays: int = 0
     draft_eager_passes: int = 0
     one_state_steps: int = 0
+    one_state_refused_requests: int = 0
     vanilla_steps: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

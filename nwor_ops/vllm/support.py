@@ -292,6 +292,10 @@ NOT_ONE_STATE = Refusal(
     one_state="they have kernels of their own",
     message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen, not "
     "for layers {layers}")
+TAKEN_CLASS = Refusal(
+    "another plugin's class in the place of vLLM's Gated DeltaNet for Qwen",
+    one_state="there is room for one in vLLM's registry",
+    message="one state per request: {registered} is registered in the place of {layer}")
 STATE = Refusal(
     f"recurrent states of other heads than {', '.join(map(str, STATE_WIDTHS))} wide, of float16, windows of more "
     "than 32 tokens, keys of float32", one_state="the kernel has no such",
@@ -345,7 +349,6 @@ REFUSALS = (
     Refusal("data parallelism", _NOT_TRIED, "vLLM 0.33's own drafter stops there with an assertion: the draft model's "
             "forward is given the target's token counts of all ranks",
             _has(_PARALLEL + "data_parallel_size", above=1), one_state=_NOT_TRIED),
-    Refusal("tensor parallelism", "", "", _has(_PARALLEL + "tensor_parallel_size", above=1), one_state=_NOT_TRIED),
     Refusal("dual batch overlap", _NOT_TRIED, _NOT_TRIED, _has(_PARALLEL + "use_ubatching"), one_state=_NOT_TRIED),
     Refusal("adaptive verification", "", "which request has how many drafts is known on the device alone",
             _has("speculative_config.enable_adaptive_verification"), one_state=_NOT_TRIED),
@@ -360,7 +363,7 @@ REFUSALS = (
             and config.speculative_config.draft_model_config.is_hybrid, one_state=_NOT_TRIED),
     Refusal("HiSparse", "it writes to slots of its own", found=_has("attention_config.hisparse_config"), engines=_CUDA),
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER, SPLIT_BLOCKS,
-    COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, STATE,
+    COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, TAKEN_CLASS, STATE,
     CHECKPOINTS,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window "
             "nor MLA",
@@ -561,6 +564,12 @@ def check_one_state(geometry: Any, state_dtype: Any) -> None:
         raise STATE.because(what=f"states are {state_dtype}: set mamba_ssm_cache_dtype to float32 or bfloat16")
     if str(geometry.key_dtype) not in ("torch.float16", "torch.bfloat16"):
         raise STATE.because(what=f"keys are {geometry.key_dtype}")
+
+
+def check_registered(registered: type | None, layer: str, ours: str) -> None:
+    """Is the class that vLLM would make in the place of a layer's none, or ours (a module)?"""
+    if registered is not None and registered.__module__ != ours:
+        raise TAKEN_CLASS.because(registered=f"{registered.__module__}.{registered.__qualname__}", layer=layer)
 
 
 def check_prefill(backend: str) -> None:

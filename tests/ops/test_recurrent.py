@@ -163,8 +163,8 @@ BAD_WINDOWS = {
 @pytest.mark.debug_mode
 @pytest.mark.parametrize(("wrong", "request_index", "error", "sentence"), BAD_WINDOWS.values(), ids=BAD_WINDOWS)
 def test_bad_window(device, wrong, request_index, error, sentence):
-    """CUDA leaves the request out: a row of zeros, and its cursor stays."""
-    arguments = window_arguments(**wrong)
+    """CUDA leaves the request out: a row of zeros, and its cursor stays. It is counted."""
+    arguments = window_arguments(**wrong, num_refused=7)
     after = check_bad_data(PLANS[0], arguments, error, sentence, device)
     if after is None:
         return
@@ -172,6 +172,7 @@ def test_bad_window(device, wrong, request_index, error, sentence):
     assert ours["plan"][request_index].tolist() == [0] * 4
     slot = int(before["state_slots"][request_index])
     assert slot == 6 or ours["cursors"][slot].tolist() == before["cursors"][slot].tolist()
+    assert ours["num_refused"].item() == before["num_refused"].item() + 1
     assert ours["plan"].any()
 
 

@@ -83,7 +83,7 @@ nwor::dcp_local_seq_lens(Tensor seq_lens, Tensor(a!) local_seq_lens, int dcp_siz
     cp_interleave=1) -> ()
 nwor::plan_recurrent_window(Tensor(a!) plan, Tensor(b!) cursors, Tensor(c!) window, Tensor
     state_slots, Tensor query_start_loc, Tensor num_accepted, int record_rows, Tensor?
-    is_window=None) -> ()
+    is_window=None, Tensor(d!)? num_refused=None) -> ()
 nwor::plan_recurrent_fold(Tensor(a!) plan, Tensor(b!) cursors, Tensor source_slots, Tensor
     target_slots, Tensor num_rows, bool keep_source=False) -> ()
 nwor::gated_delta_verify(Tensor(a!) out, Tensor(b!) state, Tensor(c!) record_keys, Tensor(d!)

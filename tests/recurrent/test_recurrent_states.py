@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 
 import nwor_ops.recurrent
-from nwor_ops import RecurrentCache, RecurrentMemory, RecurrentStates, ops
+from nwor_ops import RecurrentCache, RecurrentMemory, RecurrentStates, RecurrentStats, ops
 from nwor_ops.transaction.state import State
 
 
@@ -375,6 +375,34 @@ def test_a_compiled_call_outside_a_window_touches_nothing():
     decoding.states.fold(int32(1, 2))
     decoding.assert_folded(1, 2)
     torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+def test_requests_that_a_window_leaves_out_are_counted(device):
+    """CUDA does not say so where they are given: the count of tokens that stay is past the window, from then on."""
+    decoding = Decoding(device=device)
+    decoding.start(1, 2)
+    decoding.window({1: 4, 2: 3}, {1: 3, 2: 1})
+    windows = decoding.states.stats().windows
+    assert decoding.states.stats() == RecurrentStats(windows, refused_requests=0)
+    if device == "cpu":
+        return
+    decoding.states.num_accepted[2] = 9
+    for refused in (1, 2):
+        decoding.begin([1, 2], [1, 1])
+        decoding.states.cancel()
+        assert decoding.states.stats() == RecurrentStats(windows + refused, refused)
+    decoding.states.reset(decoding.tensor([2], torch.int64))
+    decoding.begin([1, 2], [1, 1])
+    decoding.states.cancel()
+    assert decoding.states.stats().refused_requests == 2
+
+
+def test_states_that_are_not_allocated_have_counted_nothing():
+    with pytest.raises(RuntimeError, match="stats: the states must be allocated before"):
+        new_states().stats()
 
 
 # ---------------------------------------------------------------- memory

@@ -113,6 +113,8 @@ def run() -> dict[str, Any]:
     weights = weights_of(generator)
     sides = [AlignedSide(config, one_state, False, weights) for one_state in (False, True)]
     audit = sides[1].aligned.audit = StateAudit(sides[1].builders)
+    for builder in sides[1].builders:
+        builder.audit = audit
     said: dict[str, Any] = {"hits": 0, "prompts": 0, "windows": 0, "worst": 0.0}
     prompts = [0] * ROWS
 

@@ -139,7 +139,7 @@ class Side:
     def __init__(self, config: Any, one_state: bool, fused_norm: bool, weights: list[dict[str, Tensor]]) -> None:
         from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-        from nwor_ops.vllm.recurrent.engine import GroupLayers, new_cursors
+        from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests, new_cursors
         from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
         self.one_state, self.fused_norm = one_state, fused_norm
@@ -153,9 +153,9 @@ class Side:
         device = torch.device("cpu")
         self.builders = [kind(spec, name, config, device) for spec, name in zip(self.specs, names, strict=True)]
         if one_state:
-            cursors = new_cursors(BLOCKS, device)
+            cursors, self.refused = new_cursors(BLOCKS, device), RefusedRequests(device)
             for builder, layer in zip(self.builders, self.layers, strict=True):
-                builder.bind(GroupLayers(cursors, [layer]))
+                builder.bind(GroupLayers(cursors, [layer]), self.refused)
         self.blocks_per_request = 1 + self.specs[0].num_speculative_blocks
         self.free = list(range(1, BLOCKS))  # of all groups, as in vLLM
 
@@ -328,6 +328,8 @@ def run(fused_norm: bool, full_graphs: bool, state: torch.dtype) -> dict[str, An
     weights = weights_of(generator)
     sides = [Side(config, one_state, fused_norm, weights) for one_state in (False, True)]
     audit = StateAudit(sides[1].builders)
+    for builder in sides[1].builders:
+        builder.audit = audit
     requests: list[Request] = []
     said: dict[str, Any] = {"windows_only": 0, "mixed": 0, "prompts_only": 0, "preempted": 0, "worst": 0.0}
     said |= {"blocks": [side.blocks_per_request for side in sides]}

@@ -18,7 +18,7 @@ __all__ = ["gated_delta_fold", "gated_delta_verify", "plan_recurrent_fold", "pla
 
 
 def plan_recurrent_window(
-    plan, cursors, window, state_slots, query_start_loc, num_accepted, record_rows, is_window=None
+    plan, cursors, window, state_slots, query_start_loc, num_accepted, record_rows, is_window=None, num_refused=None
 ) -> None:
     plan.zero_()
     starts = query_start_loc.tolist()

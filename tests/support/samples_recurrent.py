@@ -239,6 +239,7 @@ def window_arguments(
     record_rows: int = 3,
     plan_rows: int = 8,
     wide_slots: bool = False,
+    num_refused: int | None = None,
 ) -> tuple[Any, ...]:
     """`REQUESTS`, and a prefill. `wide_slots`: a column of a block table of int64."""
     state_slots = int32(*slots)
@@ -247,6 +248,7 @@ def window_arguments(
     return (
         poisoned_plan(plan_rows), cursors_of(*cursors), int64(2**33 + 5), state_slots, int32(*starts),
         int32(*accepted), record_rows, None if is_window is None else flags(*is_window),
+        *([] if num_refused is None else [int64(num_refused)]),
     )  # fmt: skip
 
 
@@ -271,7 +273,7 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
     samples: dict[str, Any] = {
         "plan_recurrent_window": lambda: [
             window_arguments(),
-            window_arguments(is_window=None, wide_slots=True, starts=(0, 3, 5, 5, 6, 9, 9)),
+            window_arguments(is_window=None, wide_slots=True, starts=(0, 3, 5, 5, 6, 9, 9), num_refused=7),
             window_arguments((), (0,), (), None, plan_rows=0),
         ],
         "plan_recurrent_fold": lambda: [

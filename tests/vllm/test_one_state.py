@@ -10,6 +10,7 @@ import gc
 import json
 import logging
 import random
+import re
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.recurrent import plugin, supported
 from nwor_ops.vllm.recurrent.align import PER_STATE, AlignedStates
 from nwor_ops.vllm.recurrent.audit import StateAudit
-from nwor_ops.vllm.recurrent.engine import GroupLayers, new_cursors
+from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests, new_cursors
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.support import ONE_STATE, ONE_STATE_MODELS, REFUSALS, Unsupported, check_one_state
 
@@ -66,6 +67,7 @@ def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
     assert said["states_compared"] > 150
     # Most windows kept some drafts and lost some.
     assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
+    assert said["prompt_folds"] > 0
 
 
 def test_outputs_with_prefix_caching_are_those_of_a_state_per_draft() -> None:
@@ -167,9 +169,18 @@ def test_what_the_start_up_line_says() -> None:
         ),
     )
     builders = [SimpleNamespace(group=SimpleNamespace(layers={"a": 0, "b": 0})) for _ in range(2)]
-    state = plugin.OneState(runner, builders, GEOMETRY)
+    refused = RefusedRequests(torch.device("cpu"))
+    state = plugin.OneState(runner, builders, GEOMETRY, refused)
     builders[0].steps = 7
-    assert state.counted() == {"one_state_steps": 7}
+    refused.copy()
+    refused.counter += 2
+    assert state.counted() == {"one_state_steps": 7, "one_state_refused_requests": 2}
+    assert state.counted_lately() == {"one_state_steps": 7, "one_state_refused_requests": 0}
+    refused.copy()  # too early
+    assert refused.latest() == 0
+    refused.PERIOD = 0.0
+    refused.copy()
+    assert state.counted_lately() == state.counted()
     # A state in each of two groups and two blocks of attention; vLLM has 3 more of each state.
     assert (state.blocks_per_request, state.blocks_before) == (4, 10)
     said = state.describe()
@@ -240,12 +251,60 @@ def test_the_audit_compares_each_state_and_finds_a_wrong_byte() -> None:
         window.open(layer, accepted)
         layer.verify(window)
         audit.forwarded("after the forward")
-    assert audit.summary() == {"steps": 3, "windows": 6, "states_compared": 4, "rows_replayed": 11, "folds": 0}
+    assert audit.summary() == {"steps": 3, "windows": 6, "states_compared": 4, "rows_replayed": 11, "folds": 0,
+                               "prompt_folds": 0}  # fmt: skip
     window.open(layer, [2, 2])
     layer.verify(window)
     layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += 1
     with pytest.raises(AuditError, match=r"state of layer layer in block 2 is not the one after 2 tokens .* 1 bytes"):
         audit.forwarded("after the forward")
+
+
+def test_the_audit_finds_a_request_that_was_left_out() -> None:
+    """As CUDA leaves it out, where the CPU raises: a row of zeros, and its cursor stays. A padded row is nobody's."""
+    layer, window = Layer(), Window([5, 2, 0], [4, 3, 2])
+    audit = StateAudit([window])
+    window.open(layer, [1, 1, 1])
+    layer.verify(window)
+    audit.forwarded("after the forward")
+    window.plan[1] = 0
+    layer.verify(window)
+    with pytest.raises(AuditError, match=r"the request in block 2 was left out of its window of 3 tokens: .*3 rows in"):
+        audit.forwarded("after the forward")
+
+
+def test_the_audit_looks_at_what_is_folded_before_a_prompt_goes_on() -> None:
+    layer, window = Layer(), Window([5, 2], [4, 3])
+    audit = StateAudit([window])
+    window.open(layer, [1, 1])
+    layer.verify(window)
+    audit.forwarded("after the forward")
+    plan = torch.zeros(4, 4, dtype=torch.int32)
+    for slot, wrong in ((5, 0), (2, 1)):
+        slots = torch.tensor([slot], dtype=torch.int32)
+        layer.group.fold(plan, slots, slots, torch.tensor([2], dtype=torch.int32))
+        layer.kv_cache[1].view(torch.uint8)[slot, 3, 100, 7] += wrong
+        if wrong:
+            with pytest.raises(AuditError, match="state of layer layer in block 2 is not the one after 2 tokens"):
+                audit.folded(layer.group, plan[:1], "prompt_folds")
+        else:
+            audit.folded(layer.group, plan[:1], "prompt_folds")
+            assert audit.summary()["prompt_folds"] == 1
+
+
+def test_an_audit_has_room_for_the_windows_of_a_step() -> None:
+    from nwor_ops.vllm.recurrent.layer import most_window_tokens
+
+    def most(requests: int, sizes: list[int] | None) -> int:
+        return most_window_tokens(
+            SimpleNamespace(
+                num_speculative_tokens=3,
+                scheduler_config=SimpleNamespace(max_num_seqs=requests, max_num_batched_tokens=8192),
+                compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes),
+            )
+        )
+
+    assert [most(6, sizes) for sizes in (None, [], [8, 16], [8, 24, 32], [8, 64, 32])] == [24, 24, 24, 24, 32]
 
 
 def test_the_audit_finds_a_record_of_a_former_owner() -> None:
@@ -413,7 +472,6 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"use_v2_model_runner": False}, "model runner V1: "),
         ({"model_config__architecture": "KimiLinearForCausalLM"}, "other models than Qwen3NextForCausalLM, .*: they "),
         ({"kv_transfer_config": object()}, "KV connectors: it would see a state whose last window is pending"),
-        ({"parallel_config__tensor_parallel_size": 2}, "tensor parallelism: it has not been tried"),
         ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
         ({"speculative_config__enable_adaptive_verification": True}, "adaptive verification: it has not"),
         (
@@ -435,6 +493,27 @@ def test_each_refusal_has_its_sentence(found: dict[str, Any], because: str) -> N
         plugin.prepare(engine(**found), logging.getLogger("nwor"))
 
 
+def test_another_plugin_s_class_in_the_place_of_vllm_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused; asked to go on without, the engine has that one."""
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda: None)
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    class Theirs: ...
+
+    monkeypatch.setitem(op_registry_oot, "QwenGatedDeltaNetAttention", Theirs)
+    config, logger = engine(), Logger()
+    reason = r"nwor: one state per request: .*Theirs is registered in the place of QwenGatedDeltaNetAttention"
+    with pytest.raises(RuntimeError, match=reason):
+        plugin.prepare(config, logger)
+    config.additional_config["nwor"]["on_unsupported"] = "vanilla"
+    plugin.prepare(config, logger)
+    plugin.attach(SimpleNamespace(vllm_config=config), logger, profiling=False)
+    assert [re.sub(".*Theirs", "Theirs", line) for line in logger.said] == [
+        "Theirs is registered in the place of QwenGatedDeltaNetAttention"
+    ] * 2
+    assert op_registry_oot["QwenGatedDeltaNetAttention"] is Theirs
+
+
 @pytest.mark.usefixtures("any_vllm")
 def test_a_method_without_a_draft_model_has_the_target_s_configuration_in_its_place() -> None:
     config = engine(speculative_config__method="ngram", speculative_config__draft_model_config__is_hybrid=True)
@@ -444,7 +523,7 @@ def test_a_method_without_a_draft_model_has_the_target_s_configuration_in_its_pl
 def test_every_refusal_of_a_configuration_is_tried_above() -> None:
     """Those that show in a configuration; the others are raised once there are layers."""
     wanted = {refusal.feature for refusal in REFUSALS if refusal.why(ONE_STATE) and refusal.found}
-    assert len(wanted) == 15, wanted
+    assert len(wanted) == 14, wanted
 
 
 def test_this_vllm_is_refused_by_its_version() -> None:

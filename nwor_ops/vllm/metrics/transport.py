@@ -58,6 +58,10 @@ METRICS = {
         "nwor_one_state_steps",
         "Steps with drafts and one recurrent state per request.",
     ),
+    "one_state_refused_requests": (
+        "nwor_one_state_refused_requests",
+        "Requests left out of such a step, once per KV-cache group: their accepted counts cannot be. Should be 0.",
+    ),
 }
 VANILLA_STEPS = ("nwor_vanilla_steps", "Steps with drafts that ran without the transaction, by reason.")
 

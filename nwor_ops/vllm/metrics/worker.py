@@ -46,7 +46,8 @@ def start_counting(owner: Any, role: str, vllm_config: Any, logger: Any) -> None
     """Publish what ``owner.counted()`` says from now on, if the engine wants metrics. Safe to call again.
 
     Args:
-        owner: a speculator with draft graphs, or an engine's recurrent states.
+        owner: a speculator with draft graphs, or an engine's recurrent states. Where ``counted()`` waits for the device,
+            it has ``counted_lately()`` too.
         role, vllm_config: as in :class:`CounterFile`.
         logger: vLLM's.
     """
@@ -97,7 +98,7 @@ class Publisher:
 
     def latest(self, owner: Any) -> Totals:
         """What is known without waiting."""
-        return self.now(owner)
+        return Totals(Counter(getattr(owner, "counted_lately", owner.counted)()))
 
     def publish(self) -> None:
         """Write the file if there is anything new."""

@@ -27,23 +27,30 @@ class StateAudit:
     def __init__(self, builders: Sequence[Any]) -> None:
         self._builders = builders
         self._kept: dict[tuple[str, int], Tensor] = {}  # by layer and block: the states after each token
-        self._counts = Counter(steps=0, windows=0, states_compared=0, rows_replayed=0, folds=0)
+        self._counts = Counter(steps=0, windows=0, states_compared=0, rows_replayed=0, folds=0, prompt_folds=0)
 
     def summary(self) -> dict[str, int]:
-        """Steps with windows, windows, states compared (by layer), rows that windows replayed, folds between blocks."""
+        """Steps with windows, windows, states compared (by layer), rows that windows replayed, folds between blocks and
+        before the tokens of a prompt."""
         return dict(self._counts)
 
     def forwarded(self, moment: str) -> None:
         """After the forward of a step, and again before sampling.
 
         Raises:
-            AuditError: a state is not what it should be.
+            AuditError: a state is not what it should be, or a request of the batch has no window.
         """
         ran = [builder for builder in self._builders if builder.take_planned()]
         self._counts["steps"] += bool(ran)
         for builder in ran:
-            plan, starts = builder.plan.tolist(), builder.starts.tolist()
-            for (source, rows, _, target), start, end in zip(plan, starts, starts[1:], strict=False):
+            plan, starts, slots = builder.plan.tolist(), builder.starts.tolist(), builder.slots.tolist()
+            for (source, rows, _, target), slot, start, end in zip(plan, slots, starts, starts[1:], strict=False):
+                if not target and slot > 0 and end > start:
+                    rows, half = builder.group.cursors[slot].tolist()
+                    raise AuditError(
+                        f"nwor audit: the request in block {slot} was left out of its window of {end - start} tokens: "
+                        f"the count of its accepted tokens, or its cursor ({rows} rows in half {half}), cannot be"
+                    )
                 if target:
                     self._compare(builder.group, source, rows, target)
                     for name, layer in builder.group.layers.items():
@@ -51,8 +58,8 @@ class StateAudit:
                     self._counts["windows"] += 1
                     self._counts["rows_replayed"] += rows
 
-    def folded(self, group: Any, plan: Tensor) -> None:
-        """Behind a fold: of a window that is pending, or of none, which is a copy.
+    def folded(self, group: Any, plan: Tensor, counted: str = "folds") -> None:
+        """Behind a fold: of a window that is pending, or of none, which is a copy. ``counted``: as what.
 
         Raises:
             AuditError: as above.
@@ -60,7 +67,7 @@ class StateAudit:
         for source, rows, _, target in plan.tolist():
             if target:
                 self._compare(group, source, rows, target, keep=True)
-                self._counts["folds"] += 1
+                self._counts[counted] += 1
 
     def _compare(self, group: Any, source: int, rows: int, target: int, keep: bool = False) -> None:
         for name, layer in group.layers.items():

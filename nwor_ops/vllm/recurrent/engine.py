@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,3 +59,35 @@ class GroupLayers:
 def new_cursors(num_blocks: int, device: torch.device) -> Tensor:
     """Nothing is pending in any block."""
     return torch.zeros(num_blocks, 2, dtype=torch.int32, device=device)
+
+
+class RefusedRequests:
+    """Requests that a window left out because their numbers cannot be: counted on the device, by the kernel that plans
+    it. Who asks does not wait: a copy follows a plan on its stream, a few times a second.
+
+    Attributes:
+        counter: int64 ``[1]``; each window adds to it, once for each request and KV-cache group.
+    """
+
+    PERIOD = 0.25  # seconds between two copies
+
+    def __init__(self, device: torch.device) -> None:
+        self.counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self._host = torch.zeros(1, dtype=torch.int64, pin_memory=self.counter.is_cuda)
+        self._copied = -float("inf")  # when
+
+    def copy(self) -> None:
+        """Behind a plan. Does not wait, and mostly does nothing."""
+        now = time.monotonic()
+        if now - self._copied >= self.PERIOD:
+            self._copied = now
+            self._host.copy_(self.counter, non_blocking=True)
+
+    def latest(self) -> int:
+        """What had been counted when the last copy arrived. A request that was left out once is left out of all its
+        windows: what is missing here comes with the next ones."""
+        return int(self._host)
+
+    def now(self) -> int:
+        """Exact; waits for the device."""
+        return int(self.counter)

@@ -19,7 +19,7 @@ from nwor_ops import ops
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
 from nwor_ops.vllm.recurrent.records import RecordGeometry, Records
-from nwor_ops.vllm.recurrent.supported import has_one_state
+from nwor_ops.vllm.recurrent.supported import LAYER_CLASS, has_one_state
 from nwor_ops.vllm.support import wrap_once
 
 # On the state that vLLM hands to its kernel: whose it is.
@@ -45,9 +45,7 @@ class OneStateGatedDeltaNet(vllm_layer.QwenGatedDeltaNetAttention):
         if self.one_state:
             self.geometry = RecordGeometry.of(vllm_config)
             audited = NworConfig.load(vllm_config.additional_config).audit
-            graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-            tokens = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
-            self._most_audited_tokens = tokens if audited else 0
+            self._most_audited_tokens = most_window_tokens(vllm_config) if audited else 0
 
     # ------------------------------------------------------------ the cache
 
@@ -179,21 +177,18 @@ class OneStateGatedDeltaNet(vllm_layer.QwenGatedDeltaNetAttention):
         )
 
 
-def install() -> None:
-    """Have vLLM make this layer in the place of its own, and hand the windows of mixed batches to it. Safe to call
-    again.
+def most_window_tokens(vllm_config: Any) -> int:
+    """Tokens of the windows of one step, at most: those of a graph that is larger than the batch included."""
+    most = vllm_config.scheduler_config.max_num_seqs * (vllm_config.num_speculative_tokens + 1)
+    sizes = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    return int(min((size for size in sizes if size >= most), default=most))
 
-    Raises:
-        RuntimeError: another layer is registered there.
-    """
-    name = vllm_layer.QwenGatedDeltaNetAttention.__name__
-    known = op_registry_oot.get(name)
-    if known is None:
-        PluggableLayer.register_oot(OneStateGatedDeltaNet, name=name)
-    elif known is not OneStateGatedDeltaNet:
-        raise RuntimeError(
-            f"nwor: one state per request: {known.__module__}.{known.__qualname__} is registered in the place of {name}"
-        )
+
+def install() -> None:
+    """Have vLLM make this layer in the place of its own, where no other is registered (:func:`.supported.problem_of`
+    says so), and hand the windows of mixed batches to it. Safe to call again."""
+    if LAYER_CLASS not in op_registry_oot:
+        PluggableLayer.register_oot(OneStateGatedDeltaNet, name=LAYER_CLASS)
     wrap_once(vllm_layer, "fused_sigmoid_gating_delta_rule_update", _handing_over)
 
 

@@ -20,7 +20,8 @@ from vllm.v1.attention.backends.gdn_attn import (
 )
 
 from nwor_ops import ops
-from nwor_ops.vllm.recurrent.engine import GroupLayers
+from nwor_ops.vllm.recurrent.audit import StateAudit
+from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests
 
 
 @dataclass
@@ -53,7 +54,13 @@ class OneStateBackend(GDNAttentionBackend):
 
 
 class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
-    """One group's. :meth:`bind` comes before the first batch."""
+    """One group's. :meth:`bind` comes before the first batch.
+
+    Attributes:
+        audit: what looks at each fold, or None.
+    """
+
+    audit: StateAudit | None = None
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -66,14 +73,17 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self.plan = torch.zeros(rows, 4, dtype=torch.int32, device=device)
         self.window = torch.zeros(1, dtype=torch.int64, device=device)
         self._fold_plan = torch.zeros_like(self.plan)
-        self.starts = torch.zeros(1, dtype=torch.int32, device=device)  # of the windows planned last
+        # Of the windows planned last.
+        self.starts = torch.zeros(1, dtype=torch.int32, device=device)
+        self.slots = torch.zeros(0, dtype=torch.int32, device=device)
         self._has_planned = False
         self.steps = 0  # with windows, graphs' captures left out
         self._group: GroupLayers | None = None
+        self._refused: RefusedRequests | None = None
 
-    def bind(self, group: GroupLayers) -> None:
-        """The cache is there."""
-        self._group = group
+    def bind(self, group: GroupLayers, refused: RefusedRequests) -> None:
+        """The cache is there. ``refused`` counts for all groups."""
+        self._group, self._refused = group, refused
 
     @property
     def group(self) -> GroupLayers:
@@ -114,8 +124,17 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         return made
 
     def _slots(self, block_table: Tensor) -> Tensor:
-        """The block that holds the state of each request, ``[num_reqs, 1]``: with prefix caching not the first."""
+        """The block that holds the state of each request, ``[num_reqs, 1]``: with prefix caching not the first.
+
+        Raises:
+            RuntimeError: with prefix caching vLLM has not said which.
+        """
         aligned = self.mamba_aligned_state_indices
+        if aligned is None and self.vllm_config.cache_config.mamba_cache_mode == "align":
+            raise RuntimeError(
+                "nwor: with prefix caching the metadata of Gated DeltaNet layers needs mamba_aligned_state_indices, which "
+                "vLLM has not set: which block holds a request's state is not known"
+            )
         return (block_table if aligned is None else aligned[: block_table.shape[0]])[:, :1]
 
     def take_planned(self) -> bool:
@@ -142,16 +161,21 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         if not metadata.is_windows_only:
             assert metadata.spec_state_indices_tensor is not None
             slots = metadata.spec_state_indices_tensor[:, 0]
+        refused = self._refused
+        assert refused is not None
+        self.slots, self.starts = slots[:windows], starts[: windows + 1]
         ops.plan_recurrent_window(
             self.plan,
             self.group.cursors,
             self.window,
-            slots[:windows],
-            starts[: windows + 1],
+            self.slots,
+            self.starts,
             accepted[:windows],
             self.num_spec + 1,
+            num_refused=refused.counter,
         )
-        self.starts, self._has_planned = starts[: windows + 1], True
+        refused.copy()
+        self._has_planned = True
         self.steps += 1
         # Where the plan writes is where the convolution goes on: padded rows, and those with a fault, have a zero.
         indices = self.plan[: starts.shape[0] - 1, 3:].expand(-1, self.num_spec + 1)
@@ -162,6 +186,16 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         request (a prompt's chunk of one token is verified like a draft) or of the block's former owner."""
         if metadata.batch_accepted is None:
             return
-        if metadata.spec_sequence_masks is not None:
-            slots = slots.masked_fill(metadata.spec_sequence_masks, 0)
+        windows = metadata.spec_sequence_masks
+        if windows is not None:
+            slots = slots.masked_fill(windows, 0)
         self.group.fold(self._fold_plan, slots, slots, metadata.batch_accepted)
+        if self.audit is None:
+            return
+        plan, has_state = self._fold_plan[: slots.shape[0]], metadata.has_initial_state
+        if has_state is not None:
+            # What the block's former owner left is not looked at, and other layers may have had the block since.
+            begins = torch.zeros(slots.shape[0], dtype=torch.bool, device=slots.device)
+            begins[slice(None) if windows is None else ~windows] = ~has_state
+            plan = plan.masked_fill(begins[:, None], 0)
+        self.audit.folded(self.group, plan, "prompt_folds")

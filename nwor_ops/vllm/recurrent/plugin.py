@@ -21,7 +21,7 @@ from nwor_ops.config import NworConfig
 from nwor_ops.vllm import metrics
 from nwor_ops.vllm.recurrent.align import AlignedStates
 from nwor_ops.vllm.recurrent.audit import StateAudit
-from nwor_ops.vllm.recurrent.engine import GroupLayers, new_cursors
+from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests, new_cursors
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import has_one_state, problem_of
 from nwor_ops.vllm.session import Session
@@ -42,6 +42,7 @@ class OneState:
         runner: vLLM's, its cache bound.
         builders: the metadata builders of its groups of layers with one state, bound.
         geometry: of a record.
+        refused: what the builders' plans count.
         aligned: with prefix caching, what copies states from block to block.
 
     Attributes:
@@ -49,9 +50,14 @@ class OneState:
     """
 
     def __init__(
-        self, runner: Any, builders: list[Any], geometry: RecordGeometry, aligned: AlignedStates | None = None
+        self,
+        runner: Any,
+        builders: list[Any],
+        geometry: RecordGeometry,
+        refused: RefusedRequests,
+        aligned: AlignedStates | None = None,
     ) -> None:
-        self._builders, self._aligned = builders, aligned
+        self._builders, self._refused, self._aligned = builders, refused, aligned
         self.audit: StateAudit | None = None
         cache, drafts = runner.kv_cache_config, geometry.rows - 1
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
@@ -69,12 +75,21 @@ class OneState:
         return sum(len(builder.group.layers) for builder in self._builders)
 
     def counted(self) -> dict[str, int]:
-        """For the metrics: every group plans every step."""
-        return {"one_state_steps": self._builders[0].steps}
+        """For the metrics; waits for the device. Every group plans every step."""
+        return self._counts(self._refused.now())
+
+    def counted_lately(self) -> dict[str, int]:
+        """The same, as far as it is known without waiting."""
+        return self._counts(self._refused.latest())
+
+    def _counts(self, refused: int) -> dict[str, int]:
+        return {"one_state_steps": self._builders[0].steps, "one_state_refused_requests": refused}
 
     def start_audit(self, session: Session) -> None:
         """Compare every state from now on."""
         self.audit = StateAudit(self._builders)
+        for builder in self._builders:
+            builder.audit = self.audit
         session.subscribe(forwarded=self.audit.forwarded)
         if self._aligned is not None:
             self._aligned.audit = self.audit
@@ -146,6 +161,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
 
     context, cache = runner.compilation_config.static_forward_context, runner.kv_cache_config
     cursors, builders = new_cursors(cache.num_blocks, runner.device), []
+    refused = RefusedRequests(runner.device)
     tables = []
     for number, attn_groups in enumerate(runner.attn_groups):
         for group in attn_groups:
@@ -154,7 +170,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
             builder = group.get_metadata_builder(0)
             if not isinstance(builder, OneStateMetadataBuilder):
                 raise RuntimeError(f"nwor: {NOT_ONE_STATE.because(layers=', '.join(group.layer_names))}")
-            builder.bind(GroupLayers(cursors, [context[name] for name in group.layer_names]))
+            builder.bind(GroupLayers(cursors, [context[name] for name in group.layer_names]), refused)
             builders.append(builder)
             tables.append(runner.block_tables.block_tables[number].gpu)
     if not builders:
@@ -165,7 +181,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     if vllm_config.cache_config.mamba_cache_mode == "align":
         groups = [(builder.group, table) for builder, table in zip(builders, tables, strict=True)]
         aligned = _align(runner, groups, vllm_config.num_speculative_tokens, cursors)
-    _engines[runner] = OneState(runner, builders, RecordGeometry.of(vllm_config), aligned)
+    _engines[runner] = OneState(runner, builders, RecordGeometry.of(vllm_config), refused, aligned)
     metrics.start_counting(_engines[runner], "states", vllm_config, logger)
     logger.info("nwor: one state per request: active: %s", _engines[runner].describe())
 

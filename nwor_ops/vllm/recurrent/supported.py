@@ -15,11 +15,14 @@ from nwor_ops.vllm.support import (
     check_library,
     check_one_state,
     check_prefill,
+    check_registered,
     check_vllm,
 )
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 
+LAYER_CLASS = "QwenGatedDeltaNetAttention"
+_OURS = "nwor_ops.vllm.recurrent.layer"
 _LAYERS = "vllm.model_executor.layers.mamba."
 _LAYER = _LAYERS + "gdn.qwen_gdn_linear_attn"
 _CONTEXT = "vllm.v1.worker.mamba_utils"
@@ -106,6 +109,14 @@ def _prefill_backend(vllm_config: Any) -> str:
     return _resolve_gdn_prefill_backend(vllm_config)[1]
 
 
+def _registered() -> type | None:
+    """What vLLM would make in the place of its layer, if not its own."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    found: type | None = op_registry_oot.get(LAYER_CLASS)
+    return found
+
+
 def problem_of(vllm_config: Any) -> str | None:
     """None, or why an engine of this configuration cannot have one state per request."""
     try:
@@ -113,6 +124,7 @@ def problem_of(vllm_config: Any) -> str | None:
         check_one_state(RecordGeometry.of(vllm_config), _state_dtype(vllm_config))
         if vllm_config.cache_config.mamba_cache_mode == "align":
             check_prefill(_prefill_backend(vllm_config))
+        check_registered(_registered(), LAYER_CLASS, _OURS)
     except Unsupported as error:
         return str(error)
     return _problem_of_vllm()
