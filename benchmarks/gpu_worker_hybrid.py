@@ -13,6 +13,7 @@ from triton.runtime.autotuner import Autotuner
 from vllm.model_executor.models.qwen3_next import QwenNextMixtureOfExperts
 
 run_tuned = Autotuner.run
+set_moe_parameters = QwenNextMixtureOfExperts.set_moe_parameters
 
 
 def run_first(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
@@ -20,8 +21,13 @@ def run_first(self: Autotuner, *args: Any, **kwargs: Any) -> Any:
     return run_tuned(self, *args, **kwargs)
 
 
+def set_if_any(self: QwenNextMixtureOfExperts) -> None:
+    if getattr(self.config, "num_experts", 0):
+        set_moe_parameters(self)
+
+
 Autotuner.run = run_first
-QwenNextMixtureOfExperts.set_moe_parameters = lambda self: None
+QwenNextMixtureOfExperts.set_moe_parameters = set_if_any
 
 
 class Worker:

@@ -791,9 +791,35 @@ def _one_states() -> Iterator[Case]:
     # Windows of nine tokens, which vLLM's CUDA kernel does not take.
     eight = {"speculative_config": MTP | {"num_speculative_tokens": 8}}
     yield _one_state("qwen3_5-eight-drafts", "qwen3_5", **eight)
+    yield _one_state("moe", model="@qwen3_next_experts_mtp")
+    for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW)):
+        yield _one_state(f"draft-model{mode}", nwor=nwor, speculative_config=DRAFT | {"model": "@draft_of_gdn"})
+    # The classes of the multimodal model around the text's, with its positions; nobody sends it an image.
+    yield _one_state("multimodal", "triton", model="@gdn_mtp_multimodal", language_model_only=True)
 
 
 ONE_STATE_CASES = list(_one_states())
+# Two GPUs. Each rank has the states of its heads, and a record of them.
+ONE_STATE_RANKS = [
+    _one_state(
+        f"tp2{name}",
+        shape,
+        nwor,
+        model="@gdn_mtp_wide",
+        speculative_config=MTP | {"num_speculative_tokens": 3},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        disable_custom_all_reduce=True,
+        **more,
+    )
+    for name, shape, nwor, more in (
+        ("", "triton", ONE_STATE, {}),
+        ("-cow", "triton", ONE_STATE_COW, {}),
+        ("-stage", "triton", ONE_STATE_STAGE, {}),
+        ("-eager", "triton", ONE_STATE, {"graphs": "eager"}),
+        ("-fused-norm", "qwen3_5", ONE_STATE, {}),
+    )
+]
 ONE_STATE_REFUSALS = [
     Refusal(
         f"refused-one-state-{name}",

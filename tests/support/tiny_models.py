@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,6 +53,10 @@ GDN = {
     "state": 128,
     "conv": 4,
 }
+# The same for two ranks.
+WIDE_GDN = GDN | {"key_heads": 2, "value_heads": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+           "shared_expert_intermediate_size": 128}  # fmt: skip
 # Mamba and full attention in turn, as in Granite 4: a state of some 40 KiB, so blocks of 80 tokens.
 MAMBA = {"heads": 8, "head_size": 64, "groups": 1, "state": 32, "conv": 4, "expand": 2}
 # What the configurations below have in common.
@@ -81,7 +86,11 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "mla_yarn": lambda path: _write_mla(path, YARN),
         "mla_mtp": _write_mla_mtp,
         "gdn_mtp": _write_gdn_mtp,
+        "gdn_mtp_wide": lambda path: _write_gdn_mtp(path, WIDE_GDN),
+        "gdn_mtp_multimodal": _write_gdn_mtp_multimodal,
         "qwen3_next_mtp": _write_qwen3_next_mtp,
+        "qwen3_next_experts_mtp": lambda path: _write_qwen3_next_mtp(path, experts=True),
+        "draft_of_gdn": _write_draft_of_gdn,
         "mamba": _write_mamba,
         "eagle3": _write_eagle3,
         "dflash": _write_dflash,
@@ -319,25 +328,25 @@ def _mla_layer(generator: torch.Generator, prefix: str) -> Iterator[tuple[str, T
     yield from _mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"]).items()
 
 
-def _write_gdn_mtp(folder: pathlib.Path) -> None:
-    """Qwen3.5's layers in a small dense model: three of Gated DeltaNet, one of attention, and one for multi-token
-    prediction. Its norms are 1 + weight."""
+def _write_gdn_mtp(folder: pathlib.Path, sizes: dict[str, int] = GDN, experts: bool = False) -> None:
+    """Qwen3.5's layers in a small model: three of Gated DeltaNet, one of attention, and one for multi-token prediction,
+    each with an MLP or with experts. Its norms are 1 + weight."""
     hidden, intermediate = Size().hidden, Size().intermediate
     config = {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
-        "num_hidden_layers": GDN["layers"],
-        "layer_types": ["linear_attention"] * (GDN["layers"] - 1) + ["full_attention"],
-        "num_attention_heads": GDN["heads"],
-        "num_key_value_heads": GDN["kv_heads"],
-        "head_dim": GDN["head_size"],
-        "linear_num_key_heads": GDN["key_heads"],
-        "linear_num_value_heads": GDN["value_heads"],
-        "linear_key_head_dim": GDN["state"],
-        "linear_value_head_dim": GDN["state"],
-        "linear_conv_kernel_dim": GDN["conv"],
+        "num_hidden_layers": sizes["layers"],
+        "layer_types": ["linear_attention"] * (sizes["layers"] - 1) + ["full_attention"],
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes["kv_heads"],
+        "head_dim": sizes["head_size"],
+        "linear_num_key_heads": sizes["key_heads"],
+        "linear_num_value_heads": sizes["value_heads"],
+        "linear_key_head_dim": sizes["state"],
+        "linear_value_head_dim": sizes["state"],
+        "linear_conv_kernel_dim": sizes["conv"],
         "mtp_num_hidden_layers": 1,
         **COMMON,
         "max_position_embeddings": MAX_TOKENS,
@@ -348,15 +357,16 @@ def _write_gdn_mtp(folder: pathlib.Path) -> None:
     }
     generator = torch.Generator().manual_seed(28)
     embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
-    attention = hidden, GDN["heads"], GDN["kv_heads"], GDN["head_size"], _zeros
+    attention = hidden, sizes["heads"], sizes["kv_heads"], sizes["head_size"], _zeros
+    mlp = _experts if experts else _mlp
     weights = {"model.embed_tokens.weight": embedding}
     for layer, kind in enumerate(config["layer_types"]):
         prefix = f"model.layers.{layer}"
         if kind == "full_attention":
             weights |= _attention(generator, prefix, *attention, gate=True)
         else:
-            weights |= _delta_net(generator, prefix, hidden)
-        weights |= _mlp(generator, f"{prefix}.mlp", hidden, intermediate)
+            weights |= _delta_net(generator, prefix, hidden, sizes)
+        weights |= mlp(generator, f"{prefix}.mlp", hidden, intermediate)
     weights |= {
         "model.norm.weight": _zeros(hidden),
         "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
@@ -364,22 +374,55 @@ def _write_gdn_mtp(folder: pathlib.Path) -> None:
         "mtp.pre_fc_norm_embedding.weight": _zeros(hidden),
         "mtp.pre_fc_norm_hidden.weight": _zeros(hidden),
         **_attention(generator, "mtp.layers.0", *attention, gate=True),
-        **_mlp(generator, "mtp.layers.0.mlp", hidden, intermediate),
+        **mlp(generator, "mtp.layers.0.mlp", hidden, intermediate),
         "mtp.norm.weight": _zeros(hidden),
     }
     _save(folder, config, weights)
 
 
-def _write_qwen3_next_mtp(folder: pathlib.Path) -> None:
-    """The same weights in Qwen3-Next's classes, whose projections are interleaved by key head: here there is one. It
-    has no experts, for which vLLM needs ``gpu_worker_hybrid``; and room for longer prompts."""
+def _write_gdn_mtp_multimodal(folder: pathlib.Path) -> None:
+    """The same model as the text part of a multimodal one, whose other part has no weights: for engines that are asked
+    for text alone (``language_model_only``)."""
     from safetensors.torch import load_file
 
     _write_gdn_mtp(folder)
+    text = json.loads((folder / "config.json").read_text())
+    del text["architectures"]
+    # Of the 16 frequencies of a head those of time, height and width.
+    text["rope_parameters"] |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
+              "out_hidden_size": text["hidden_size"], "num_position_embeddings": 16}  # fmt: skip
+    special = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+        "vision_config": vision,
+        **{name: VOCABULARY + number for number, name in enumerate(special)},  # in no prompt
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    weights = load_file(str(folder / "model.safetensors"))
+    inside = {re.sub(r"^model\.", "model.language_model.", name): weight for name, weight in weights.items()}
+    _save(folder, config, inside)
+
+
+def _write_draft_of_gdn(folder: pathlib.Path) -> None:
+    """A tiny Llama whose rows of keys and values are as wide as those of the models above."""
+    size = Size(layers=1, heads=GDN["heads"], kv_heads=GDN["kv_heads"], head_size=GDN["head_size"])
+    write_tiny_llama(folder, seed=21, size=size)
+
+
+def _write_qwen3_next_mtp(folder: pathlib.Path, experts: bool = False) -> None:
+    """The same weights in Qwen3-Next's classes, whose projections are interleaved by key head: here there is one. To
+    have no experts vLLM needs ``gpu_worker_hybrid``. There is room for longer prompts."""
+    from safetensors.torch import load_file
+
+    _write_gdn_mtp(folder, experts=experts)
     config = json.loads((folder / "config.json").read_text()) | {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
-        "num_experts": 0,
+        **(EXPERTS if experts else {"num_experts": 0}),
         "num_nextn_predict_layers": 1,
         "max_position_embeddings": 2 * MAX_TOKENS,
     }
@@ -393,11 +436,15 @@ def _write_qwen3_next_mtp(folder: pathlib.Path) -> None:
     _save(folder, config, weights)
 
 
-def _delta_net(generator: torch.Generator, prefix: str, hidden: int) -> dict[str, Tensor]:
+def _delta_net(generator: torch.Generator, prefix: str, hidden: int, sizes: dict[str, int]) -> dict[str, Tensor]:
     """A layer of Gated DeltaNet without its MLP."""
-    keys, values, heads = GDN["key_heads"] * GDN["state"], GDN["value_heads"] * GDN["state"], GDN["value_heads"]
+    keys, values, heads = (
+        sizes["key_heads"] * sizes["state"],
+        sizes["value_heads"] * sizes["state"],
+        sizes["value_heads"],
+    )
     layer = f"{prefix}.linear_attn"
-    convolution = torch.randn(2 * keys + values, 1, GDN["conv"], generator=generator) / GDN["conv"] ** 0.5
+    convolution = torch.randn(2 * keys + values, 1, sizes["conv"], generator=generator) / sizes["conv"] ** 0.5
     return {
         f"{prefix}.input_layernorm.weight": _zeros(hidden),
         f"{prefix}.post_attention_layernorm.weight": _zeros(hidden),
@@ -408,7 +455,7 @@ def _delta_net(generator: torch.Generator, prefix: str, hidden: int) -> dict[str
         f"{layer}.conv1d.weight": convolution.to(torch.bfloat16),
         f"{layer}.dt_bias": _ones(heads),
         f"{layer}.A_log": torch.zeros(heads),
-        f"{layer}.norm.weight": _ones(GDN["state"]),
+        f"{layer}.norm.weight": _ones(sizes["state"]),
         f"{layer}.out_proj.weight": _matrix(generator, hidden, values, BLOCK_SCALE),
     }
 
@@ -518,6 +565,20 @@ def _mlp(generator: torch.Generator, prefix: str, hidden: int, intermediate: int
         f"{prefix}.up_proj.weight": _matrix(generator, intermediate, hidden),
         f"{prefix}.down_proj.weight": _matrix(generator, hidden, intermediate, BLOCK_SCALE),
     }
+
+
+def _experts(generator: torch.Generator, prefix: str, hidden: int, intermediate: int) -> dict[str, Tensor]:
+    """In the place of an MLP: experts, a gate that chooses two of them, and one for every token with a gate of its
+    own."""
+    width, shared = EXPERTS["moe_intermediate_size"], EXPERTS["shared_expert_intermediate_size"]
+    weights = {
+        f"{prefix}.gate.weight": _matrix(generator, EXPERTS["num_experts"], hidden, 2.0),
+        f"{prefix}.shared_expert_gate.weight": _matrix(generator, 1, hidden),
+        **_mlp(generator, f"{prefix}.shared_expert", hidden, shared),
+    }
+    for expert in range(EXPERTS["num_experts"]):
+        weights |= _mlp(generator, f"{prefix}.experts.{expert}", hidden, width)
+    return weights
 
 
 def _embedding_and_noise(generator: torch.Generator, hidden: int) -> Tensor:

@@ -46,8 +46,8 @@ def start_counting(owner: Any, role: str, vllm_config: Any, logger: Any) -> None
     """Publish what ``owner.counted()`` says from now on, if the engine wants metrics. Safe to call again.
 
     Args:
-        owner: a speculator with draft graphs, or an engine's recurrent states. Where ``counted()`` waits for the device,
-            it has ``counted_lately()`` too.
+        owner: a speculator with draft graphs, or an engine's recurrent states, whose ``counted()`` waits for the
+            device and which have ``counted_lately()`` too.
         role, vllm_config: as in :class:`CounterFile`.
         logger: vLLM's.
     """

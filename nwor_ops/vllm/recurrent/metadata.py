@@ -132,8 +132,8 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         aligned = self.mamba_aligned_state_indices
         if aligned is None and self.vllm_config.cache_config.mamba_cache_mode == "align":
             raise RuntimeError(
-                "nwor: with prefix caching the metadata of Gated DeltaNet layers needs mamba_aligned_state_indices, which "
-                "vLLM has not set: which block holds a request's state is not known"
+                "nwor: with prefix caching vLLM sets mamba_aligned_state_indices before it builds metadata of Gated "
+                "DeltaNet layers, and has not: which block holds a request's state is not known"
             )
         return (block_table if aligned is None else aligned[: block_table.shape[0]])[:, :1]
 

@@ -6,7 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_cases import COW, DRAFT, EAGLE, EVERY_COUNT, GRAPHED, GRAPHED_COW, NGRAM, SPARE, STAGE, V1, V2, Case, Refusal
+from gpu_cases import (
+    COW,
+    DRAFT,
+    EAGLE,
+    EVERY_COUNT,
+    GRAPHED,
+    GRAPHED_COW,
+    NGRAM,
+    ONE_STATE_RANKS,
+    SPARE,
+    STAGE,
+    V1,
+    V2,
+    Case,
+    Refusal,
+)
 from gpu_engine_checks import assert_same_tokens, check_audit, finished
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
@@ -85,6 +100,28 @@ def test_draft_graphs_on_two_ranks(case: Case, engines: Any, record: dict[str, A
         assert report["replays"]["decode"] > 0
     assert all(abs(mine - theirs) <= 0.05 * sum(expected) for mine, theirs in zip(acceptance, expected, strict=True))
     assert_same_tokens(result, theirs)
+
+
+@pytest.mark.parametrize("case", ONE_STATE_RANKS, ids=lambda case: case.name)
+def test_one_state_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    """Both plan the same windows, and each compares the states of its own heads."""
+    vanilla, ours = engines.start_case(case)
+    result = ours.result()
+    _note(record, case, result)
+    workers = finished(result)["workers"]
+    assert len(workers) == 2
+    assert workers[0]["one_state"] == workers[1]["one_state"]
+    for worker in workers:
+        assert worker["one_state"], f"there is one state per draft in that engine; it said {result['said']}"
+        [state], [session] = worker["one_state"], worker["sessions"]
+        audit = state["audit"]
+        record |= {"one_state": state["describe"], **audit}
+        assert worker["kv_cache_groups"] == case.expect["kv_cache_groups"]
+        assert audit["states_compared"] > 0
+        assert audit["windows"] < audit["rows_replayed"] < 4 * audit["windows"]
+        if case.nwor["mode"] != "off":
+            check_audit(session)
+    assert_same_tokens(result, finished(vanilla.result()), case.may_differ)
 
 
 @pytest.mark.parametrize("refusal", [PIPELINE], ids=lambda refusal: refusal.name)
