@@ -3,10 +3,11 @@
 A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``; with
 ``one_process`` the worker is in this process, which ``host`` needs; ``captures`` are the FULL graphs to take for either
 side; with ``counts_running`` a run looks at how many requests are running. Commands come on stdin, a line each, answers
-go to stdout, a line of JSON each: ``run N [SEED]`` serves N requests, ``switch 0`` makes an engine with NWOR vanilla
-vLLM until ``switch 1``, ``turns N CAPTURE FIRST CONTROL`` times steady decode steps of N requests with NWOR off and on
-in turn, ``profile N STEPS`` profiles about so many of them, ``drafter N STEPS`` the drafter's share of them, ``host N
-STEPS`` times what nwor_ops adds to a step on the host.
+go to stdout, a line of JSON each: ``run N [SEED]`` serves N requests, ``texts N AT_ONCE`` the same ones each time and
+says what they answer, ``switch 0`` makes an engine with NWOR vanilla vLLM until ``switch 1``, ``turns N CAPTURE FIRST
+CONTROL`` times steady decode steps of N requests with NWOR off and on in turn, ``profile N STEPS`` profiles about so
+many of them, ``drafter N STEPS`` the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on
+the host.
 """
 
 from __future__ import annotations
@@ -128,6 +129,28 @@ class TimedEngine:
             "draft_graph_replays": _replays(plugin) - _replays(before),
         }
 
+    def texts(self, requests: int, at_once: int) -> dict[str, Any]:
+        """The tokens of each of them, and by how much the target's log probability of the best token was above that of
+        the next one. All at once, or one behind the other: then the batches are the same in every engine."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        self._runs += 1
+        found: dict[int, dict[str, list[Any]]] = {}
+        for index in range(requests):
+            generator = random.Random(-1 - index)
+            prompt = [generator.randrange(self._job["vocabulary"]) for _ in range(self._job["prompt_tokens"])]
+            params = SamplingParams(
+                temperature=0.0, seed=index, max_tokens=self._job["max_tokens"], ignore_eos=True, detokenize=False,
+                logprobs=2,
+            )  # fmt: skip
+            engine.add_request(f"{self._runs}-{index}", {"prompt_token_ids": prompt}, params)
+            while engine.has_unfinished_requests() and (not at_once or index == requests - 1):
+                for output in engine.step():
+                    if output.finished:
+                        found[int(output.request_id.split("-")[1])] = _tokens_and_margins(output.outputs[0])
+        return {"texts": [found[index] for index in range(requests)]}
+
     def switch(self, on: int) -> dict[str, Any]:
         if self._job.get("one_process"):
             for _ in range(2):  # the core may hold a step of the requests that have ended
@@ -246,6 +269,11 @@ class TimedEngine:
     def _plugin(self) -> dict[str, Any]:
         [worker] = self._llm.collective_rpc(describe_plugin)
         return worker
+
+
+def _tokens_and_margins(output: Any) -> dict[str, list[Any]]:
+    best = [sorted((found.logprob for found in position.values()), reverse=True) for position in output.logprobs]
+    return {"tokens": list(output.token_ids), "margins": [first - second for first, second, *_ in best]}
 
 
 def _replays(plugin: dict[str, Any]) -> int:

@@ -795,7 +795,7 @@ def _one_states() -> Iterator[Case]:
     for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW)):
         yield _one_state(f"draft-model{mode}", nwor=nwor, speculative_config=DRAFT | {"model": "@draft_of_gdn"})
     # The classes of the multimodal model around the text's, with its positions; nobody sends it an image.
-    yield _one_state("multimodal", "triton", model="@gdn_mtp_multimodal", language_model_only=True)
+    yield _one_state("multimodal", "triton", model="@gdn_mtp_multimodal", language_model_only=True, needs="torchvision")
 
 
 ONE_STATE_CASES = list(_one_states())

@@ -37,12 +37,12 @@ def use_interpreter() -> None:
     utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
 
 
-def configuration(full_graphs: bool, state: torch.dtype) -> Any:
-    """As far as builders and layers look at it."""
+def configuration(full_graphs: bool, state: torch.dtype, ranks: int = 1) -> Any:
+    """As far as builders and layers look at it. Of several ranks each has the heads above."""
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
     sizes = {
-        "linear_num_key_heads": KEY_HEADS,
-        "linear_num_value_heads": VALUE_HEADS,
+        "linear_num_key_heads": KEY_HEADS * ranks,
+        "linear_num_value_heads": VALUE_HEADS * ranks,
         "linear_key_head_dim": WIDTH,
         "linear_value_head_dim": WIDTH,
     }
@@ -67,7 +67,7 @@ def configuration(full_graphs: bool, state: torch.dtype) -> Any:
             uses_dynamic_speculative_decoding=lambda: False,
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=ROWS, max_num_batched_tokens=64),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks, decode_context_parallel_size=1),
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: full_graphs),
             max_cudagraph_capture_size=ROWS * (K + 1),
@@ -164,14 +164,16 @@ class Side:
 
         from nwor_ops.vllm.recurrent.records import RecordGeometry
 
+        ranks = config.parallel_config.tensor_parallel_size
         # Ours in either case, once it is installed: where nobody asked for it, it is vLLM's.
         layer = QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)
         torch.nn.Module.__init__(layer)
         given = {
-            "one_state": one_state, "prefix": name, "tp_size": 1, "num_spec": K, "activation": "silu",
+            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_spec": K, "activation": "silu",
             "layer_norm_epsilon": 1e-6,
-            "num_k_heads": KEY_HEADS, "num_v_heads": VALUE_HEADS, "head_k_dim": WIDTH, "head_v_dim": WIDTH,
-            "key_dim": KEY_HEADS * WIDTH, "value_dim": VALUE_HEADS * WIDTH, "conv_kernel_size": CONVOLUTION,
+            "num_k_heads": KEY_HEADS * ranks, "num_v_heads": VALUE_HEADS * ranks, "head_k_dim": WIDTH,
+            "head_v_dim": WIDTH, "key_dim": KEY_HEADS * WIDTH * ranks, "value_dim": VALUE_HEADS * WIDTH * ranks,
+            "conv_kernel_size": CONVOLUTION,
             "model_config": config.model_config, "cache_config": config.cache_config, "vllm_config": config,
             "enable_packed_recurrent_decode": True, "_checkpoint_alignment": None,
             "gdn_decode_kernel": "cuda" if self.fused_norm and one_state else "triton",
@@ -320,11 +322,11 @@ def normal_inputs(generator: torch.Generator, tokens: int) -> list[dict[str, Ten
     ]
 
 
-def run(fused_norm: bool, full_graphs: bool, state: torch.dtype) -> dict[str, Any]:
+def run(fused_norm: bool, full_graphs: bool, state: torch.dtype, ranks: int = 1) -> dict[str, Any]:
     from nwor_ops.vllm.recurrent.audit import StateAudit
 
     chance, generator = random.Random(7), torch.Generator().manual_seed(7)
-    config = configuration(full_graphs, state)
+    config = configuration(full_graphs, state, ranks)
     weights = weights_of(generator)
     sides = [Side(config, one_state, fused_norm, weights) for one_state in (False, True)]
     audit = StateAudit(sides[1].builders)
@@ -390,7 +392,7 @@ def main() -> None:
     cases = {
         "plain": (False, False, torch.float32),
         "plain-graphs": (False, True, torch.bfloat16),
-        "fused-norm": (True, False, torch.float32),
+        "fused-norm-of-two-ranks": (True, False, torch.float32, 2),
         "fused-norm-graphs": (True, True, torch.float32),
     }
     for name in sys.argv[1:] or cases:

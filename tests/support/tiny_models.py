@@ -438,11 +438,8 @@ def _write_qwen3_next_mtp(folder: pathlib.Path, experts: bool = False) -> None:
 
 def _delta_net(generator: torch.Generator, prefix: str, hidden: int, sizes: dict[str, int]) -> dict[str, Tensor]:
     """A layer of Gated DeltaNet without its MLP."""
-    keys, values, heads = (
-        sizes["key_heads"] * sizes["state"],
-        sizes["value_heads"] * sizes["state"],
-        sizes["value_heads"],
-    )
+    heads = sizes["value_heads"]
+    keys, values = sizes["key_heads"] * sizes["state"], heads * sizes["state"]
     layer = f"{prefix}.linear_attn"
     convolution = torch.randn(2 * keys + values, 1, sizes["conv"], generator=generator) / sizes["conv"] ** 0.5
     return {

@@ -54,7 +54,7 @@ def said_of(case: str, script: str) -> Any:
     "case",
     [
         "plain-graphs",
-        "fused-norm",
+        "fused-norm-of-two-ranks",
         pytest.param("plain", marks=pytest.mark.nightly),
         pytest.param("fused-norm-graphs", marks=pytest.mark.nightly),
     ],
@@ -77,6 +77,24 @@ def test_outputs_with_prefix_caching_are_those_of_a_state_per_draft() -> None:
     assert min(said["prompts"], said["windows"]) > 10
     assert said["audit"]["folds"] > 60
     assert said["audit"]["states_compared"] > said["audit"]["folds"]
+
+
+def test_metadata_with_prefix_caching_needs_vllm_s_indices() -> None:
+    """Its own builder would look for the block in the table; ours was told by the runner, or does not know."""
+    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+
+    builder: Any = OneStateMetadataBuilder.__new__(OneStateMetadataBuilder)
+    builder.mamba_aligned_state_indices = None
+    table = torch.arange(12).view(4, 3)
+    for mode in ("none", "align"):
+        builder.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode=mode))
+        if mode == "none":
+            assert builder._slots(table).tolist() == [[0], [3], [6], [9]]
+            continue
+        with pytest.raises(RuntimeError, match=r"sets mamba_aligned_state_indices before .* is not known"):
+            builder._slots(table)
+        builder.mamba_aligned_state_indices = table.flip(1)
+        assert builder._slots(table[:2]).tolist() == [[2], [5]]
 
 
 # ---------------------------------------------------------------- what a page holds
