@@ -288,7 +288,7 @@ DRAFTER = Refusal(
     draft_graphs="its passes are others", message="draft graphs in model runner V1: {what}", engines="runner V1")
 NOT_ONE_STATE = Refusal(
     "recurrent layers of another class than vLLM's Gated DeltaNet for Qwen (Mamba, short convolutions; Kimi Linear, "
-    "which vLLM 0.33 gives one state itself; OLMo's, whose update is another)",
+    "which vLLM 0.33 itself gives one state with `--use-replayssm`; OLMo hybrid, with heads of 96 and 192)",
     one_state="they have kernels of their own",
     message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen, not "
     "for layers {layers}")
