@@ -90,13 +90,10 @@ struct RecurrentWindowArguments {
     int64_t* num_refused;   // null: nobody counts
 };
 
-inline RecurrentWindowArguments check_recurrent_window(const char* op, const Tensor& plan,
-                                                       const Tensor& cursors, const Tensor& window,
-                                                       const Tensor& state_slots,
-                                                       const Tensor& query_start_loc,
-                                                       const Tensor& num_accepted, int64_t record_rows,
-                                                       const std::optional<Tensor>& is_window,
-                                                       const std::optional<Tensor>& num_refused) {
+inline RecurrentWindowArguments check_recurrent_window(
+    const char* op, const Tensor& plan, const Tensor& cursors, const Tensor& window,
+    const Tensor& state_slots, const Tensor& query_start_loc, const Tensor& num_accepted, int64_t record_rows,
+    const std::optional<Tensor>& is_window, const std::optional<Tensor>& num_refused) {
     const Argument to{op, "plan", plan}, cur{op, "cursors", cursors}, number{op, "window", window},
         slots{op, "state_slots", state_slots}, qsl{op, "query_start_loc", query_start_loc},
         accepted{op, "num_accepted", num_accepted};
