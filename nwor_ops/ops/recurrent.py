@@ -159,7 +159,8 @@ def gated_delta_verify(
         record_norms: float32 ``[S, 2, W, H]``: what a key is multiplied with (1 without ``use_qk_l2norm``).
         record_decays: float32 ``[S, 2, W, V]``, or ``[S, 2, W, V, dk]`` with a decay per channel.
         record_values: float32 ``[S, W, V, dv]``: the updates u.
-        layer_window: int64 ``[1]``; **mutated**: ``window``, so that a cancelled step knows which layers ran.
+        layer_window: int64 ``[1]``; **mutated**: ``window``, so that a cancelled step knows which layers ran. That is
+            of the layer, not of a request: of one that CUDA leaves out here (below) a cancelled step replays nothing.
         q, k: ``[T, H, dk]``, dtype of ``out``, contiguous along dk: views of one packed tensor as they are.
         v: ``[T, V, dv]``, likewise.
         a: ``[T, V]``, any strides; ``[T, V, dk]`` for a decay per channel (KDA). float32, float16 or bfloat16, as
