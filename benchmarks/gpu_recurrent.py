@@ -15,8 +15,8 @@ of it, and `running_...` the most requests that were running at once.
 
 `--texts N` measures nothing: N requests of 256 tokens, verified greedily and not by synthetic acceptance, first one
 behind the other and then at once, twice by either engine. It says where texts part first, between runs of one engine
-and between the two, and how far apart the two best tokens were there. Weights are random, so the best two of 248,320
-tokens are often equal, or apart by one last bit.
+and between the two, and how far apart the two best tokens were there. Weights are random: nothing sets the best of
+248,320 tokens apart from the next.
 
 Both engines of a K take 60 to 130 seconds to start, and 36 GiB of cache each: an H200. With `--texts` one starts behind
 the other: of kernels that the compiler chooses by their time, the second takes what the first has chosen.
