@@ -97,6 +97,17 @@ def test_metadata_with_prefix_caching_needs_vllm_s_indices() -> None:
         assert builder._slots(table[:2]).tolist() == [[2], [5]]
 
 
+def test_a_batch_of_prompts_has_no_windows_of_an_earlier_one() -> None:
+    """A graph's capture plans windows that no audit is asked about."""
+    from nwor_ops.vllm.recurrent.metadata import OneStateMetadata, OneStateMetadataBuilder
+
+    builder: Any = OneStateMetadataBuilder.__new__(OneStateMetadataBuilder)
+    builder._has_planned = True
+    prompts_only = OneStateMetadata(1, 8, 0, 0, 0, 0, 8)
+    assert builder._planned(prompts_only, torch.tensor([3])).plan is None
+    assert not builder.take_planned()
+
+
 # ---------------------------------------------------------------- what a page holds
 
 

@@ -149,6 +149,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             metadata: all but the plan, and for a batch of windows the indices, are this group's.
             slots: the block of each request of the batch.
         """
+        self._has_planned = False  # of an earlier batch that nobody asked about: a graph's capture, a warm-up
         if not metadata.is_windows_only:
             self._fold(metadata, slots)
         if metadata.num_spec_decodes == 0:
