@@ -76,6 +76,7 @@ class DraftCommitManager(Stateful[Layer]):
 
     _called = "manager"
     _layers: LayerTable
+    _windows = 1  # which the log has room for
     _in_place_of_a_copy = "make another DraftCommitManager, register the layers' own caches and allocate() it"
 
     def __init__(
@@ -110,8 +111,9 @@ class DraftCommitManager(Stateful[Layer]):
         }
         self._layers = LayerTable()
         self._groups = self._layers.groups
+        self._log_rows = self.max_draft_tokens * self._windows
         capacity = Capacity(
-            self.max_num_tokens, self.max_num_requests, self.max_draft_tokens, self.max_drafts_per_request,
+            self.max_num_tokens, self.max_num_requests, self._log_rows, self.max_drafts_per_request,
             first_blocks, self.device,
         )  # fmt: skip
         self.recovery: Recovery = _RECOVERIES[mode](self._layers, capacity)
@@ -161,7 +163,7 @@ class DraftCommitManager(Stateful[Layer]):
         if not self._layers:
             raise RuntimeError("allocate: no layer is registered")
         buffers = WindowBuffers(
-            len(self.groups), self.max_num_tokens, self.max_draft_tokens, self.max_num_requests, self.device
+            len(self.groups), self.max_num_tokens, self._log_rows, self.max_num_requests, self.device
         )
         self._layers.prepare()
         self.recovery.allocate(buffers)
@@ -204,11 +206,7 @@ class DraftCommitManager(Stateful[Layer]):
             requests = window.num_requests
             slot_mappings = self._slot_mappings(window, requests)
             redirects = self.recovery.redirects(window, slot_mappings)
-            ops.plan_window(
-                window.query_start_loc, window.cu_num_draft_tokens, slot_mappings, buffers.log_rows,
-                buffers.row_slots, buffers.row_requests, buffers.row_positions, buffers.counters,
-                buffers.draft_start_loc, None, window.num_bonus_tokens, window.leading_zero,
-            )  # fmt: skip
+            self._plan(window, slot_mappings)
         except Exception as error:
             raise explained(error, self._check_window, window) from None
         buffers.draft_starts = buffers.draft_starts_of[requests]
@@ -221,6 +219,14 @@ class DraftCommitManager(Stateful[Layer]):
             raise explained(error, self.recovery.check, window) from None
         self._window, self._redirects = window, redirects
         self._state = State.OPEN
+
+    def _plan(self, window: Window, slot_mappings: list[Tensor]) -> None:
+        buffers = self.buffers
+        ops.plan_window(
+            window.query_start_loc, window.cu_num_draft_tokens, slot_mappings, buffers.log_rows,
+            buffers.row_slots, buffers.row_requests, buffers.row_positions, buffers.counters,
+            buffers.draft_start_loc, None, window.num_bonus_tokens, window.leading_zero,
+        )  # fmt: skip
 
     def _slot_mappings(self, window: Window, requests: int) -> list[Tensor]:
         """One for each group. Raises ValueError for a window that is larger than this manager was made for."""

@@ -12,6 +12,7 @@ else:
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import Stats
+from nwor_ops.transaction.in_flight import Deferred, InFlightManager
 from nwor_ops.transaction.manager import DraftCommitManager, set_current_manager
 from nwor_ops.transaction.state import State, is_capturing
 from nwor_ops.transaction.window import Window
@@ -43,7 +45,10 @@ class Step(NamedTuple):
 
 
 # Of a step, in order; see Session.subscribe.
-EVENTS = ("begin", "loading", "loaded", "opened", "record", "forwarded", "commit", "ended", "drop")
+EVENTS = (
+    "begin", "loading", "loaded", "opened", "record", "forwarded", "commit", "ended", "drop", "returned",
+    "deferred", "undone", "settled",
+)  # fmt: skip
 
 
 class Session:
@@ -58,6 +63,7 @@ class Session:
         max_drafts_per_request: most of one request.
         spare: the blocks that belong to no request, in mode ``"stage"``.
         logger: vLLM's.
+        windows: above 1 on a pipeline stage that learns later which drafts were accepted: most steps that wait for it.
 
     Attributes:
         audit: what checks every step, if the configuration asks for it. The session tells it what every listener
@@ -74,8 +80,10 @@ class Session:
         max_drafts_per_request: int,
         spare: SpareBlocks | None,
         logger: Any,
+        windows: int = 1,
     ) -> None:
         self.config = config
+        self.windows = windows
         self.mode = config.mode
         self.spare = spare
         self._layers = {layer.name: layer for layer in layers}
@@ -104,7 +112,12 @@ class Session:
         shadow = None
         if self.spare is not None:
             shadow = {layer.group: self.spare.of_group(int(layer.group)).start for layer in layers}
-        manager = DraftCommitManager(**limits, device=device, mode=self.mode, shadow_blocks=shadow)
+        limits |= {"device": device, "mode": self.mode}
+        manager = (
+            DraftCommitManager(**limits, shadow_blocks=shadow)
+            if self.windows == 1
+            else InFlightManager(**limits, windows=self.windows)
+        )
         for layer in layers:
             manager.register_layer(layer.name, layer.cache, layer.group)
         manager.allocate()
@@ -124,7 +137,15 @@ class Session:
         - ``commit(num_sampled, undone)``: it is over; ``num_sampled`` waits for the device and gives the tokens sampled
           for each request, None after a cancellation. ``undone``: whether the rejected drafts' rows are.
         - ``ended()``: likewise, when all have heard of it.
+        - ``returned(output)``: what the runner returns of a step that sampled.
         - ``drop()``: a step that may have begun will not be told of to its end.
+
+        In place of ``commit``, where steps wait for their verdict (``deferred`` is what the manager knows a window by,
+        None where it had no drafts):
+
+        - ``deferred(deferred)``: the forward is over, and with it the step.
+        - ``undone(deferred, requests)``: drafts of these requests are undone, as their slots are given away.
+        - ``settled(deferred, num_sampled, undone)``: as ``commit``, of an earlier step.
         """
         for event, listener in listeners.items():
             self._listeners[event].append(listener)
@@ -204,6 +225,63 @@ class Session:
         self.tell("commit", num_sampled, committed)
         self.tell("ended")
 
+    # ------------------------------------------------------------ where the verdict comes later
+
+    def observe(self, step: Step) -> None:
+        """A step without drafts, for those who must know of every write."""
+        self.close_interrupted()
+        window = step.window
+        self.tell("begin", step.query_start_loc, step.num_draft_tokens, window.slot_mappings, window.block_tables,
+                  window.seq_lens)  # fmt: skip
+
+    def defer(self) -> Deferred | None:
+        """At the end of a step on a stage that samples nothing: what :meth:`settle` takes, None where there is nothing
+        to settle."""
+        step, self._step = self._step, None
+        deferred = self._in_flight.defer() if step is not None else None
+        self.tell("deferred", deferred)
+        return deferred
+
+    def settle(self, deferred: Deferred, num_rejected: Tensor, num_sampled: Callable[[], list[int]]) -> None:
+        """When it is known what was sampled in an earlier step. ``num_sampled``: as for :meth:`commit`."""
+        try:
+            self._in_flight.settle(deferred, num_rejected)
+        except Exception as error:
+            self._fall_back_later(deferred, error)
+            return
+        self.tell("settled", deferred, num_sampled, True)
+
+    def undo(self, deferred: Deferred, requests: Sequence[int]) -> None:
+        """Before the blocks of requests of an earlier step are given away, by their places in its batch."""
+        try:
+            self._in_flight.undo(deferred, requests)
+        except Exception as error:
+            self._fall_back_later(deferred, error)
+            return
+        self.tell("undone", deferred, requests)
+
+    def cancel_deferred(self, deferred: Deferred) -> None:
+        """Nobody will say what was sampled in that step: undo all its drafts."""
+        try:
+            self._in_flight.cancel_deferred(deferred)
+        except Exception as error:
+            self._fall_back_later(deferred, error)
+            return
+        self._count("cancelled", "a step ended without sampling; its drafts were undone")
+        self.tell("settled", deferred, None, True)
+
+    @property
+    def _in_flight(self) -> InFlightManager:
+        assert isinstance(self.manager, InFlightManager)
+        return self.manager
+
+    def _fall_back_later(self, deferred: Deferred, error: Exception) -> None:
+        """As :meth:`_fall_back`: the drafts of that step stay."""
+        with contextlib.suppress(RuntimeError):  # it is forgotten already
+            self._in_flight.forget(deferred)
+        self.tell("settled", deferred, None, False)
+        self._fall_back("commit", error)
+
     def after_failure(self, close: Callable[[], None]) -> None:
         """Close the window of a step that failed. It is that failure which goes up, not one of closing."""
         try:
@@ -252,10 +330,11 @@ class Session:
                 f"a layer; {self.spare.describe()}"
             )
         fused = sum(layer.fused for layer in self._layers.values())
+        waiting = f", {self.windows} steps may wait for their verdict" if self.windows > 1 else ""
         return (
             f"{len(self._layers)} layers ({fused} through the fused writer), "
             f"{self.manager.max_draft_tokens} log rows, log {self.manager.log_bytes / 2**20:.1f} MiB, "
-            f"at most {self.manager.launches_per_window} launches per step beyond the writers"
+            f"at most {self.manager.launches_per_window} launches per step beyond the writers{waiting}"
         )
 
     # ------------------------------------------------------------ inside

@@ -215,6 +215,7 @@ def _has(*paths: str, above: int = 0) -> Callable[[Any], bool]:
 
 
 _NOT_TRIED = "it has not been tried"
+_PIPELINE = "pipeline parallelism"
 _CUDA = "CUDA"
 _PARALLEL = "parallel_config."
 _PENDING = "it would see a state whose last window is pending"
@@ -236,6 +237,9 @@ UNNAMED_LAYERS = Refusal(
 TAKEN_LAYERS = Refusal(
     "a drafter that names layers of the target's model as its own", "their rows would be left out of the transaction",
     message="speculation by {method}: {drafter} names layers {layers} as its own, which are in the target's model")
+HYBRID_PIPELINE = Refusal(
+    f"{_PIPELINE} with a hybrid model", _NOT_TRIED, message=f"{_PIPELINE} with a hybrid model: {_NOT_TRIED}",
+    engines="runner V2")
 NEW_TOKENS = Refusal(
     "a model that samples another number of new tokens in a step than one for each request (diffusion)",
     "its drafts are not the last tokens of a request behind one that was sampled",
@@ -338,18 +342,35 @@ REFUSALS = (
     DEVICE, METHOD, UNNAMED_LAYERS, TAKEN_LAYERS, NEW_TOKENS, CONNECTOR, UNORDERED, PARTIAL_TAILS, EXPORTED_TABLE,
     Refusal("KV connectors", "", "a connector moves a layer's keys in Python, which graphs do not run",
             _has("kv_transfer_config"), one_state=_PENDING),
-    Refusal("pipeline parallelism", "only the last stage learns in time which drafts were accepted", _NOT_TRIED,
-            _has(_PARALLEL + "pipeline_parallel_size", above=1), one_state=_NOT_TRIED),
+    Refusal(f"{_PIPELINE} in model runner V1 and the CPU engine",
+            "its other stages are told of a request that goes on where it stands, and of one that ends nothing: what "
+            "they have to undo they do not know",
+            found=lambda config: _has(_PARALLEL + "pipeline_parallel_size", above=1)(config)
+            and not getattr(config, "use_v2_model_runner", False)),
+    Refusal(_PIPELINE, "a stage that is not the last learns steps later which drafts were accepted, and a shadow page "
+            "is one step's", _NOT_TRIED, _has(_PARALLEL + "pipeline_parallel_size", above=1), one_state=_NOT_TRIED,
+            modes=("stage",)),
+    Refusal(f"{_PIPELINE} with KV connectors",
+            "on a stage that is not the last they read a step's last blocks before its drafts are judged",
+            found=lambda config: _has(_PARALLEL + "pipeline_parallel_size", above=1)(config)
+            and _has("kv_transfer_config")(config)),
+    HYBRID_PIPELINE,
     Refusal("prefill context parallelism", "its slot mappings are made anew inside the forward",
             "its batches are cut up on the host", _has(_PARALLEL + "prefill_context_parallel_size", above=1),
             one_state=_NOT_TRIED),
-    Refusal("decode context parallelism", _NOT_TRIED, "attention metadata is planned on the host there",
-            _has(_PARALLEL + "decode_context_parallel_size", above=1), one_state=_NOT_TRIED),
+    Refusal("decode context parallelism",
+            "a page holds every so many-th token of a longer stretch there; which token is its last one the shadow "
+            "pages do not know", "attention metadata is planned on the host there",
+            _has(_PARALLEL + "decode_context_parallel_size", above=1), one_state=_NOT_TRIED, modes=("stage",)),
+    Refusal("decode context parallelism with KV connectors", _NOT_TRIED,
+            found=lambda config: _has(_PARALLEL + "decode_context_parallel_size", above=1)(config)
+            and _has("kv_transfer_config")(config)),
     # Of a dense target each rank is an engine of its own, of size 1.
-    Refusal("data parallelism", _NOT_TRIED, "vLLM 0.33's own drafter stops there with an assertion: the draft model's "
+    Refusal("data parallelism", "", "vLLM 0.33's own drafter stops there with an assertion: the draft model's "
             "forward is given the target's token counts of all ranks",
             _has(_PARALLEL + "data_parallel_size", above=1), one_state=_NOT_TRIED),
-    Refusal("dual batch overlap", _NOT_TRIED, _NOT_TRIED, _has(_PARALLEL + "use_ubatching"), one_state=_NOT_TRIED),
+    Refusal("dual batch overlap", "vLLM's runner V2 has none beside speculation; in V1, where it needs DeepEP or the "
+            "like, it has not been tried", _NOT_TRIED, _has(_PARALLEL + "use_ubatching"), one_state=_NOT_TRIED),
     Refusal("adaptive verification", "", "which request has how many drafts is known on the device alone",
             _has("speculative_config.enable_adaptive_verification"), one_state=_NOT_TRIED),
     Refusal("model runner V1", "", "", lambda config: not config.use_v2_model_runner,
@@ -466,8 +487,14 @@ def check_vllm(hooks: Iterable[Hook], use: str = TRANSACTION) -> None:
         raise Unsupported("; ".join(problem for problem in problems if problem))
 
 
-def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION) -> None:
-    """Can the promise be kept in an engine of this configuration? Some of it shows in its layers alone."""
+def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION, mode: str = "") -> None:
+    """Can the promise be kept in an engine of this configuration? Some of it shows in its layers alone.
+
+    Args:
+        vllm_config, device_type: the engine's.
+        use: what it is asked for.
+        mode: of the transaction; else what is refused in one of its modes is not.
+    """
     method, found = vllm_config.speculative_config.method, []
     if device_type not in DEVICES[use]:
         found.append(DEVICE.message.format(device=device_type, why=DEVICE.why(use)))
@@ -479,7 +506,10 @@ def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION) -> 
     found += [
         f"{refusal.feature}: {refusal.why(use)}"
         for refusal in REFUSALS
-        if refusal.found is not None and refusal.why(use) and refusal.found(vllm_config)
+        if refusal.found is not None
+        and refusal.why(use)
+        and (use != TRANSACTION or mode in refusal.modes or len(refusal.modes) > 1)
+        and refusal.found(vllm_config)
     ]
     if found:
         raise Unsupported("; ".join(found))
@@ -533,7 +563,7 @@ def check_connectors(vllm_config: Any, mode: str) -> None:
 
 def check_transaction(vllm_config: Any, device_type: str, mode: str) -> None:
     """Can the transaction keep its promise in an engine of this configuration, beside its KV connectors?"""
-    check_engine(vllm_config, device_type)
+    check_engine(vllm_config, device_type, mode=mode)
     check_connectors(vllm_config, mode)
 
 

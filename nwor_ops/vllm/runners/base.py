@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm import spare_blocks
+from nwor_ops.vllm.audit.pipeline import PipelineAudit
 from nwor_ops.vllm.audit.recurrent import RecurrentGroup
 from nwor_ops.vllm.audit.shadow import StageAudit
 from nwor_ops.vllm.audit.undo import CacheAudit
@@ -28,6 +29,7 @@ from nwor_ops.vllm.session import EVENTS, Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
 from nwor_ops.vllm.support import (
     ALL_RECURRENT,
+    HYBRID_PIPELINE,
     TAKEN_LAYERS,
     UNNAMED_LAYERS,
     Hook,
@@ -100,6 +102,11 @@ class RunnerAttachment(abc.ABC):
         """
 
     @property
+    def windows(self) -> int:
+        """Most steps that are begun before it is known what was sampled in the first of them."""
+        return windows_in_flight(self.runner)
+
+    @property
     def drafter_borrows(self) -> bool:
         """Whether the drafter attends with metadata that was made for the target, not when it drafts."""
         return False
@@ -129,6 +136,9 @@ class RunnerAttachment(abc.ABC):
         layers = target_layers(runner, drafter_layers, config.mode)
         if not layers:
             raise ALL_RECURRENT.because()
+        groups = runner.kv_cache_config.kv_cache_groups
+        if self.windows > 1 and any(is_recurrent(group.kv_cache_spec) for group in groups):
+            raise HYBRID_PIPELINE.because()
         spare = self._spare_blocks(layers, drafter_layers) if config.mode == "stage" else None
         if spare is not None:
             attached.check_tables(table_copies(runner, layers))
@@ -142,6 +152,7 @@ class RunnerAttachment(abc.ABC):
                 max_drafts_per_request=runner.speculative_config.num_speculative_tokens,
                 spare=spare,
                 logger=logger,
+                windows=self.windows,
             )
             if config.audit:
                 start_audit(session, layers, attached.loads_any_time, self.recurrent_groups())
@@ -203,10 +214,12 @@ class RunnerAttachment(abc.ABC):
         """From sampling to the drafter's end. The commit is inside, right behind sampling: a drafter that fails takes
         no accepted draft with it."""
         try:
-            return sample(*args, **kwargs)
+            output = sample(*args, **kwargs)
         except BaseException:
             self.session.after_failure(self.session.close_interrupted)
             raise
+        self.session.tell("returned", output)
+        return output
 
 
 def named_layers(runner: Any, drafter: Any) -> set[str]:
@@ -241,11 +254,13 @@ def start_audit(
 ) -> None:
     """Audit a session from now on. ``others_write``, ``recurrent``: as for :class:`CacheAudit`."""
     audit = CacheAudit(layers, session.max_num_tokens, others_write, recurrent)
+    if session.windows > 1:
+        audit = PipelineAudit(layers, session.max_num_tokens)
     if session.spare is not None:
         shadow = {layer.group: session.spare.of_group(int(layer.group)) for layer in layers}
         audit = StageAudit(layers, session.max_num_tokens, shadow, others_write, recurrent)
     session.audit = audit
-    session.subscribe(**{event: getattr(audit, event) for event in EVENTS if event != "ended"})
+    session.subscribe(**{event: getattr(audit, event) for event in EVENTS if hasattr(audit, event)})
 
 
 def _max_draft_tokens(runner: Any) -> int:
@@ -253,16 +268,25 @@ def _max_draft_tokens(runner: Any) -> int:
     return min(runner.max_num_reqs * runner.speculative_config.num_speculative_tokens, runner.max_num_tokens)
 
 
+def windows_in_flight(runner: Any) -> int:
+    """Steps of a runner whose drafts wait for a verdict at the same time, the one that runs included: of a pipeline
+    stage that samples nothing, which learns in the step after as many stages what the last one sampled."""
+    from vllm.distributed import get_pp_group
+
+    stages = runner.vllm_config.parallel_config.pipeline_parallel_size
+    return 1 if stages == 1 or get_pp_group().is_last_rank else stages
+
+
 def log_bytes(runner: Any) -> int:
     """Memory that the undo log of a runner will take, before there is a cache: a row per draft and attention layer."""
     specs = (spec for spec in runner.get_kv_cache_spec().values() if not is_recurrent(spec))
     row_bytes = sum(-(-spec.page_size_bytes // spec.block_size) for spec in specs)
-    return _max_draft_tokens(runner) * row_bytes
+    return _max_draft_tokens(runner) * row_bytes * windows_in_flight(runner)
 
 
-def put_around(owner: Any, ours: Any) -> None:
-    """Have methods of one instance called through those of the same names of ``ours``, which names them."""
-    for name in ours.wrapped:
+def put_around(owner: Any, ours: Any, names: Iterable[str] = ()) -> None:
+    """Have methods of one instance called through those of the same names of ``ours``, which names them, or these."""
+    for name in names or ours.wrapped:
         # An attribute of the instance hides the method of the class.
         method = getattr(type(owner), name).__get__(owner)
         setattr(owner, name, _around(method, getattr(ours, name)))
@@ -295,12 +319,13 @@ def _wrap_writer(impl: Any, name: str, session: Session) -> None:
 
 
 def wrapped_methods(runner: Any) -> list[tuple[Any, str, Any]]:
-    """Owner, name and function of all that was put on a runner, its layers and its KV connector."""
+    """Owner, name and function of all that was put on a runner, its layers, its KV connector and what receives a
+    pipeline's samples."""
     layers = runner.compilation_config.static_forward_context.values()
-    connector = worker_connector()
+    others = filter(None, [worker_connector(), getattr(runner, "pp_handler", None)])
     return [
         (owner, name, value)
-        for owner in (runner, *(getattr(layer, "impl", layer) for layer in layers), *filter(None, [connector]))
+        for owner in (runner, *(getattr(layer, "impl", layer) for layer in layers), *others)
         for name, value in vars(owner).items()
         if isinstance(value, FunctionType) and hasattr(value, _MARK)
     ]

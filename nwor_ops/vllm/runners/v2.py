@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from nwor_ops.config import NworConfig
 from nwor_ops.transaction.window import Window
-from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, runner_hooks
-from nwor_ops.vllm.session import Step
-from nwor_ops.vllm.support import NEW_TOKENS, Hook
+from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, put_around, runner_hooks
+from nwor_ops.vllm.runners.pipeline import HOOKS as PIPELINE_HOOKS
+from nwor_ops.vllm.runners.pipeline import PipelineStage
+from nwor_ops.vllm.session import Session, Step
+from nwor_ops.vllm.support import NEW_TOKENS, Hook, check_vllm
 
 _MODULE = "vllm.v1.worker.gpu.model_runner"
 _WARM_UP = "vllm.v1.worker.gpu.warmup"
@@ -38,6 +41,19 @@ class V2(RunnerAttachment):
     )
     wrapped = (*RunnerAttachment.wrapped, "prepare_attn", "sample")
     _batch: Any = None  # prepared last
+    _stage: PipelineStage | None = None  # where another stage samples
+
+    def attach(self, config: NworConfig, logger: Any) -> Session | None:
+        if self.windows > 1:
+            check_vllm(PIPELINE_HOOKS)
+        return super().attach(config, logger)
+
+    def wrap(self, session: Session) -> None:
+        super().wrap(session)
+        if self.windows > 1 and session.manager is not None:
+            self._stage = PipelineStage(session, self.runner.pp_handler)
+            put_around(self.runner.pp_handler, self._stage)
+            put_around(self.runner, self._stage, ("finish_requests",))
 
     def slot_mapping(self, group: str) -> Tensor:
         return self.runner.block_tables.slot_mappings[int(group)]
@@ -72,7 +88,8 @@ class V2(RunnerAttachment):
         With adaptive verification the host knows how many drafts there are in all, and the device alone which request
         has how many of them. Where somebody listens, this waits for it."""
         if self.runner.adaptive_verification is None or not self.session.heard("begin"):
-            return input_batch.query_start_loc_np, input_batch.num_draft_tokens_per_req
+            drafts = input_batch.num_draft_tokens_per_req
+            return input_batch.query_start_loc_np, [0] * input_batch.num_reqs if drafts is None else drafts
         logits = input_batch.cu_num_logits.tolist()
         drafts = [end - start - 1 for start, end in itertools.pairwise(logits)]
         return input_batch.query_start_loc.tolist(), drafts
@@ -97,8 +114,12 @@ class V2(RunnerAttachment):
     def prepare_attn(self, prepare: Callable[..., Any], input_batch: Any) -> Any:
         prepared = prepare(input_batch)
         self._batch = input_batch
+        if self._stage is not None:
+            self._stage.schedule(input_batch.req_ids)
         if input_batch.num_draft_tokens > 0:
             self.session.begin(self._step(input_batch))
+        elif self._stage is not None and self.session.heard("begin"):
+            self.session.observe(self._step(input_batch))
         return prepared
 
     def sample(self, sample: Callable[..., Any], hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:

@@ -1,0 +1,191 @@
+"""Windows that are judged when later ones have begun: those of a pipeline stage that samples nothing.
+
+    manager = InFlightManager(windows=2, max_num_tokens=..., ...)      # mode "cow", register and allocate as ever
+
+    manager.begin(window); ... manager.write(...)
+    first = manager.defer()              # the step is over here, its sampling is not
+    manager.begin(window); ... second = manager.defer()
+    manager.settle(first, num_rejected)  # in any order
+
+The undo log has rows for so many windows. Which of them a window takes is data, as everything is that compiled and
+captured code sees: the log rows of its drafts begin further on. What an earlier window logged stays as it is until that
+section is taken again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops, validation
+from nwor_ops.transaction.manager import DraftCommitManager
+from nwor_ops.transaction.window import Window
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """A window whose step is over, and whose drafts are not judged yet.
+
+    Attributes:
+        section: of the log.
+        num_requests: padded ones included.
+    """
+
+    section: int
+    num_requests: int
+
+
+class InFlightManager(DraftCommitManager):
+    """A manager in mode ``"cow"`` of which several windows may wait for their verdict.
+
+    Args:
+        windows: most that are begun and not judged. The log has this many times the rows.
+        limits: as for :class:`DraftCommitManager`; ``max_draft_tokens`` is of one window.
+
+    The tokens of windows in flight must have slots of their own, a slot may be given away only behind
+    :meth:`settle` or :meth:`undo`. Commits are not made at once: :meth:`commit` raises.
+    """
+
+    _in_place_of_a_copy = "make another InFlightManager, register the layers' own caches and allocate() it"
+
+    def __init__(self, *, windows: int, **limits: object) -> None:
+        self._windows = validation.integer("InFlightManager: windows", windows, 1)
+        super().__init__(**limits)  # type: ignore[arg-type]
+        if self.mode != "cow":
+            raise ValueError(f"InFlightManager: mode must be cow, got {self.mode!r}: shadow pages serve one window")
+        self._waiting: dict[int, Deferred] = {}  # by section
+        self._section = 0  # of the open window, or of the next one
+
+    @property
+    def in_flight(self) -> int:
+        """Windows that wait for their verdict."""
+        return len(self._waiting)
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._row_slots = torch.full(
+            (len(self.groups), self.max_draft_tokens), -1, dtype=torch.int64, device=self.device
+        )
+        self._starts = [torch.zeros_like(self.buffers.draft_start_loc) for _ in range(self._windows)]
+        self._ids = [torch.zeros_like(self.buffers.window_id) for _ in range(self._windows)]
+
+    # ------------------------------------------------------------ the transaction
+
+    def _plan(self, window: Window, slot_mappings: list[Tensor]) -> None:
+        if self._section in self._waiting:
+            raise RuntimeError(f"begin: at most {self._windows} windows may wait for their verdict")
+        buffers, rows, number = self.buffers, self._rows(self._section), self._section
+        ops.plan_window(
+            window.query_start_loc, window.cu_num_draft_tokens, slot_mappings, buffers.log_rows, self._row_slots,
+            buffers.row_requests[rows], buffers.row_positions[rows], buffers.counters, self._starts[number], None,
+            window.num_bonus_tokens, window.leading_zero,
+        )  # fmt: skip
+        buffers.row_slots[:, rows].copy_(self._row_slots)
+        self._ids[number].copy_(buffers.window_id)
+        if rows.start:
+            buffers.log_rows.add_((buffers.log_rows >= 0).to(torch.int32), alpha=rows.start)
+
+    def defer(self) -> Deferred:
+        """Close the window and leave its drafts where they are; they wait for :meth:`settle`.
+
+        Raises:
+            RuntimeError: no window is open.
+        """
+        window = self._open_window("defer")
+        deferred = self._waiting[self._section] = Deferred(self._section, window.num_requests)
+        self._section = (self._section + 1) % self._windows
+        self._end()
+        return deferred
+
+    def settle(self, deferred: Deferred, num_rejected: Tensor) -> None:
+        """Keep the accepted drafts of a window in flight, and undo the rest.
+
+        Args:
+            deferred: what :meth:`defer` returned.
+            num_rejected: int32 ``[>= Q]``.
+
+        Raises:
+            RuntimeError: it was settled, cancelled or forgotten before.
+            ValueError, TypeError: as :func:`nwor_ops.reject_rows_from_rejected`; it waits on then.
+        """
+        self._require_waiting("settle", deferred)
+        buffers, rejected = self.buffers, self.buffers.row_rejected
+        ops.reject_rows_from_rejected(
+            num_rejected, self._starts[deferred.section][: deferred.num_requests + 1],
+            rejected[self._rows(deferred.section)], buffers.num_accepted, buffers.counters,
+        )  # fmt: skip
+        self._restore(deferred, rejected)
+        del self._waiting[deferred.section]
+
+    def undo(self, deferred: Deferred, requests: Iterable[int]) -> None:
+        """Put back what the drafts of some requests overwrote, at once and whatever the verdict will be: their slots
+        are about to be given away. They are counted by the verdict.
+
+        Args:
+            deferred: what :meth:`defer` returned.
+            requests: places in that window's batch.
+        """
+        self._require_waiting("undo", deferred)
+        buffers, rows = self.buffers, self._rows(deferred.section)
+        gone = torch.zeros_like(buffers.row_rejected)
+        for request in requests:
+            gone[rows] |= buffers.row_requests[rows] == request
+        self._restore(deferred, gone)
+        buffers.row_slots.masked_fill_(gone, -1)  # what the slots hold from now on is another's
+
+    def cancel(self) -> None:
+        """Undo every draft of the open window, and close it. Its drafts count as rejected. No other window changes."""
+        self._open_window("cancel")
+        self.cancel_deferred(self.defer())
+
+    def cancel_deferred(self, deferred: Deferred) -> None:
+        """As :meth:`cancel`, of a window in flight."""
+        self._require_waiting("cancel_deferred", deferred)
+        buffers, rows = self.buffers, self._rows(deferred.section)
+        gone = torch.zeros_like(buffers.row_rejected)
+        gone[rows] = True
+        buffers.counters[ops.COUNTERS.index("rejected")].add_((buffers.row_requests[rows] >= 0).sum())
+        self._restore(deferred, gone)
+        del self._waiting[deferred.section]
+        self._cancelled += 1
+
+    def abandon(self) -> None:
+        """Close the open window without undoing anything, now or later."""
+        self._open_window("abandon")
+        self.forget(self.defer())
+
+    def forget(self, deferred: Deferred) -> None:
+        """As :meth:`abandon`, of a window in flight."""
+        self._require_waiting("forget", deferred)
+        del self._waiting[deferred.section]
+        self._abandoned += 1
+
+    def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> None:
+        """Raises RuntimeError: see :meth:`defer`."""
+        raise RuntimeError("commit: windows of an InFlightManager are deferred and then settled")
+
+    def commit_rejected(self, num_rejected: Tensor) -> None:
+        """Raises RuntimeError: see :meth:`defer`."""
+        raise RuntimeError("commit_rejected: windows of an InFlightManager are deferred and then settled")
+
+    # ------------------------------------------------------------ inside
+
+    def _rows(self, section: int) -> slice:
+        return slice(section * self.max_draft_tokens, (section + 1) * self.max_draft_tokens)
+
+    def _restore(self, deferred: Deferred, rejected: Tensor) -> None:
+        """Rows of other windows are left alone, whatever the flags say: they carry another number."""
+        for launch in self.recovery.launches:  # type: ignore[attr-defined]
+            caches, table = launch.planes.arguments()
+            ops.restore_slots(
+                caches, launch.log, launch.row_slots, rejected, launch.page_offsets, self._ids[deferred.section],
+                launch.row_windows, None, table,
+            )  # fmt: skip
+
+    def _require_waiting(self, method: str, deferred: Deferred) -> None:
+        validation.instance(f"{method}: deferred", deferred, Deferred, "what defer() returned")
+        if self._waiting.get(deferred.section) is not deferred:
+            raise RuntimeError(f"{method}: that window does not wait for its verdict")

@@ -1,0 +1,179 @@
+"""The audit of a pipeline stage whose steps are judged later: other steps run in between, so no image of the cache from
+before a step is what it should be afterwards.
+
+Two images are kept instead, both made by vLLM's own writers:
+
+- what is *settled*: the rows of steps without drafts and of those that were judged, rejected drafts left out;
+- what should be there *now*: that, and every row of the steps that wait for their verdict.
+
+The cache is compared with the second, byte for byte, at the end of each step's forward, when a step is settled and when
+drafts of a request that is no more are undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nwor_ops.vllm.audit.undo import AuditedStep, AuditError, CacheAudit, bytes_of, slots_of
+from nwor_ops.vllm.layers.target import TargetLayer, same_place
+
+# What each layer was given to write in a step: key, value, slots, and what its writer takes besides.
+Record = tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]
+
+
+class _Waiting:
+    """A step whose forward is over.
+
+    Attributes:
+        records: by layer. A token that has been dealt with has slot -1.
+    """
+
+    def __init__(self, step: AuditedStep, records: dict[str, Record]) -> None:
+        self.step, self.records = step, records
+
+    def rows(self, tokens: Sequence[int] | None = None, without: Sequence[int] = ()) -> dict[str, Record]:
+        """Of some tokens, or of all, but for some."""
+        found = {}
+        for name, (key, value, slots, rest) in self.records.items():
+            kept = slots.clone() if tokens is None else torch.full_like(slots, -1)
+            if tokens is not None:
+                kept[list(tokens)] = slots[list(tokens)]
+            kept[list(without)] = -1
+            found[name] = key, value, kept, rest
+        return found
+
+    def forget(self, tokens: Sequence[int]) -> None:
+        for _, _, slots, _ in self.records.values():
+            slots[list(tokens)] = -1
+
+    def slots(self, tokens: Sequence[int], layer: TargetLayer) -> list[int]:
+        return slots_of(self.records[layer.name][2][list(tokens)]) if layer.name in self.records else []
+
+
+class PipelineAudit(CacheAudit):
+    """Audits one model runner whose steps wait for their verdict (mode ``"cow"``)."""
+
+    def __init__(self, layers: list[TargetLayer], max_num_tokens: int) -> None:
+        super().__init__(layers, max_num_tokens)
+        self._settled: dict[int, torch.UntypedStorage] = {}
+        self._now: dict[int, torch.UntypedStorage] = {}
+        self._flights: dict[Any, _Waiting] = {}  # by what the session calls them, in the order of steps
+
+    # ------------------------------------------------------------ what the session tells of
+
+    def begin(
+        self,
+        query_start_loc: Sequence[int],
+        num_draft_tokens: Sequence[int],
+        slot_mappings: Mapping[str, Tensor],
+        block_tables: Mapping[str, Tensor] | None = None,
+        seq_lens: Tensor | None = None,
+    ) -> None:
+        """Before the forward. What vLLM did to the cache since the last comparison (clearing and copying blocks) is no
+        business of ours, and stays."""
+        starts = [int(start) for start in query_start_loc]
+        slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
+        self._step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots, {})
+        for recorder in self._recorders.values():
+            recorder.slot_mapping.fill_(-1)
+        found = self._copies()
+        for address, storage in found.items():
+            if address in self._settled:
+                changed = bytes_of(storage) != bytes_of(self._now[address])
+                bytes_of(self._settled[address])[changed] = bytes_of(storage)[changed]
+            else:
+                self._settled[address] = storage.clone()
+        self._now = found
+
+    def forwarded(self, moment: str) -> None:
+        """The end of the forward is told of as the end of the step."""
+
+    def deferred(self, deferred: Any) -> None:
+        """Raises AuditError where the forward left anything but its rows."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        waiting = _Waiting(step, self._records(step))
+        if deferred is None:
+            self._write(self._settled, waiting.rows())
+        else:
+            self._flights[deferred] = waiting
+        self._compare(waiting, "at the end of the forward")
+        self._totals.steps += 1
+        self._totals.verify_steps += any(step.num_draft_tokens)
+
+    def undone(self, deferred: Any, requests: Sequence[int]) -> None:
+        """Raises AuditError where a draft of these requests left its row."""
+        waiting = self._flights[deferred]
+        starts, drafts = waiting.step.query_start_loc, waiting.step.num_draft_tokens
+        tokens = [token for request in requests for token in range(starts[request], starts[request + 1])]
+        gone = [token for request in requests
+                for token in range(starts[request + 1] - drafts[request], starts[request + 1])]  # fmt: skip
+        self._write(self._settled, waiting.rows(tokens, without=gone))
+        self._count_exposed_rows(waiting, gone)
+        waiting.forget(tokens)
+        self._compare(waiting, "when requests ended")
+
+    def settled(self, deferred: Any, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
+        """Raises AuditError where the cache holds anything but the accepted rows of that step. Where it was not
+        ``undone``, what is there is taken as it is."""
+        waiting = self._flights.pop(deferred)
+        if not undone:
+            self._write(self._settled, waiting.rows())
+            return
+        rejected = self._rejected_tokens(waiting.step, None if num_sampled is None else num_sampled())
+        self._write(self._settled, waiting.rows(without=rejected))
+        self._count_exposed_rows(waiting, rejected)
+        self._compare(waiting, "when the step was judged")
+
+    def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
+        """A step was cancelled in the middle: its other tokens may have been written or not."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        waiting = _Waiting(step, self._records(step))
+        rejected = self._rejected_tokens(step, None)
+        self._write(self._settled, waiting.rows(without=rejected))
+        self._compare(waiting, "when the step was cancelled")
+
+    # ------------------------------------------------------------ inside
+
+    def _records(self, step: AuditedStep) -> dict[str, Record]:
+        found = {}
+        for name, recorder in self._recorders.items():
+            own = step.slot_mappings[self._layers[name].group]
+            slots = own.to(recorder.slot_mapping.device, copy=True)
+            slots.masked_fill_(recorder.slot_mapping[: len(slots)] < 0, -1)
+            rows = len(slots)
+            found[name] = recorder.key[:rows].clone(), recorder.value[:rows].clone(), slots, recorder.rest
+        return found
+
+    def _write(self, images: dict[int, torch.UntypedStorage], records: dict[str, Record]) -> None:
+        for name, (key, value, slots, rest) in records.items():
+            layer = self._layers[name]
+            image = images[layer.kv_cache.untyped_storage().data_ptr()]
+            layer.own_writer(key, value, same_place(layer.kv_cache, image), slots, *rest)
+
+    def _compare(self, waiting: _Waiting, moment: str) -> None:
+        expected = {address: storage.clone() for address, storage in self._settled.items()}
+        for other in self._flights.values():
+            self._write(expected, other.rows())
+        self._now = expected
+        self._totals.rows_checked += sum(layer.cache.num_slots for layer in self._layers.values())
+        for address, storage in self._storages().items():
+            wrong = self._differences(address, storage, expected[address])
+            if wrong is not None:
+                raise AuditError(f"{moment}, " + self._complaint(waiting.step, self._layers_in(address), wrong, {}))
+
+    def _count_exposed_rows(self, waiting: _Waiting, tokens: Sequence[int]) -> None:
+        """Rows that were in a page of a request until now, and are not to stay there."""
+        exposed: dict[str, set[int]] = {layer.group: set() for layer in self._layers.values()}
+        for address, storage in self._now.items():
+            differs = (bytes_of(storage) != bytes_of(self._settled[address])).cpu()
+            for layer in self._layers_in(address):
+                exposed[layer.group] |= self._changed_slots(differs, layer, waiting.slots(tokens, layer))
+        self._totals.exposed_rows += sum(map(len, exposed.values()))
