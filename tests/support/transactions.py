@@ -18,6 +18,7 @@ from layouts import Shape, amx_offsets, make_amx_pages, make_pages, memory, rand
 from torch import Tensor
 
 from nwor_ops import DraftCommitManager, LayerCache, Plane, Window, num_shadow_blocks
+from nwor_ops.transaction.in_flight import InFlightManager
 
 NUM_SLOTS = 64
 # Layers of one geometry share the table, as their geometry includes its identity.
@@ -176,15 +177,17 @@ class Transactions:
         max_draft_tokens: int = 16,
         mode: str = "cow",
         max_drafts_per_request: int | None = None,
+        windows: int = 1,
     ) -> None:
-        self.manager = DraftCommitManager(
-            max_num_tokens=max_num_tokens,
-            max_num_requests=max_num_requests,
-            max_draft_tokens=max_draft_tokens,
-            device="cpu",
-            mode=mode,
-            max_drafts_per_request=max_drafts_per_request,
-        )
+        limits = {
+            "max_num_tokens": max_num_tokens,
+            "max_num_requests": max_num_requests,
+            "max_draft_tokens": max_draft_tokens,
+            "device": "cpu",
+            "mode": mode,
+            "max_drafts_per_request": max_drafts_per_request,
+        }
+        self.manager = DraftCommitManager(**limits) if windows == 1 else InFlightManager(**limits, windows=windows)
         kinds, self.shadows = list(kinds), 0  # pages of each group that belong to no request, its last ones
         if mode == "stage":
             smallest = min(KINDS[kind][3].block_size for kind in kinds)

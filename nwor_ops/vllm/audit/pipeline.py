@@ -3,8 +3,8 @@ before a step is what it should be afterwards.
 
 Two images are kept instead, both made by vLLM's own writers:
 
-- what is *settled*: the rows of steps without drafts and of those that were judged, rejected drafts left out;
-- what should be there *now*: that, and every row of the steps that wait for their verdict.
+- what is *settled*: the rows of prompt and target tokens, and of the drafts that were accepted;
+- what should be there *now*: that, and the drafts of the steps that wait for their verdict.
 
 The cache is compared with the second, byte for byte, at the end of each step's forward, when a step is settled and when
 drafts of a request that is no more are undone.
@@ -29,7 +29,7 @@ class _Waiting:
     """A step whose forward is over.
 
     Attributes:
-        records: by layer. A token that has been dealt with has slot -1.
+        records: by layer. A token that has been dealt with has slot -1: of what waits, all but drafts.
     """
 
     def __init__(self, step: AuditedStep, records: dict[str, Record]) -> None:
@@ -98,9 +98,10 @@ class PipelineAudit(CacheAudit):
         if step is None:
             return
         waiting = _Waiting(step, self._records(step))
-        if deferred is None:
-            self._write(self._settled, waiting.rows())
-        else:
+        given = sorted(set(range(step.query_start_loc[-1])).difference(self._draft_tokens(step)))
+        self._write(self._settled, waiting.rows(given))
+        waiting.forget(given)
+        if deferred is not None:
             self._flights[deferred] = waiting
         self._compare(waiting, "at the end of the forward")
         self._totals.steps += 1
@@ -110,12 +111,10 @@ class PipelineAudit(CacheAudit):
         """Raises AuditError where a draft of these requests left its row."""
         waiting = self._flights[deferred]
         starts, drafts = waiting.step.query_start_loc, waiting.step.num_draft_tokens
-        tokens = [token for request in requests for token in range(starts[request], starts[request + 1])]
         gone = [token for request in requests
                 for token in range(starts[request + 1] - drafts[request], starts[request + 1])]  # fmt: skip
-        self._write(self._settled, waiting.rows(tokens, without=gone))
         self._count_exposed_rows(waiting, gone)
-        waiting.forget(tokens)
+        waiting.forget(gone)
         self._compare(waiting, "when requests ended")
 
     def settled(self, deferred: Any, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:

@@ -50,7 +50,7 @@ class V2(RunnerAttachment):
 
     def wrap(self, session: Session) -> None:
         super().wrap(session)
-        if self.windows > 1 and session.manager is not None:
+        if session.windows > 1 and session.manager is not None:
             self._stage = PipelineStage(session, self.runner.pp_handler)
             put_around(self.runner.pp_handler, self._stage)
             put_around(self.runner, self._stage, ("finish_requests",))

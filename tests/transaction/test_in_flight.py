@@ -1,0 +1,151 @@
+"""Windows that wait for their verdict while others begin: each leaves what was accepted, byte for byte, in any order."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transactions import KINDS, Batch, Request, Transactions, distinct_slots, make_batch, one_thread  # noqa: F401
+
+from nwor_ops.transaction.in_flight import Deferred, InFlightManager
+
+FIRST = (Request(3), Request(1, 4, 2), Request(1, 3, 0))
+SECOND = (Request(1, 2, 2), Request(2, 3, 1))
+THIRD = (Request(1, 4, 0), Request(1, 1, 1))
+
+
+class InFlight(Transactions):
+    """Batches whose tokens have slots of their own, as those of an engine do that are under way together."""
+
+    manager: InFlightManager
+
+    def batches(self, *all_requests: tuple[Request, ...], seed: int = 0) -> list[Batch]:
+        counts = [sum(request.given + request.drafts for request in requests) for requests in all_requests]
+        slots = distinct_slots(self.groups, sum(counts), seed=seed)
+        ends = list(itertools.accumulate(counts))
+        return [
+            make_batch(requests, {group: own[end - count : end] for group, own in slots.items()})
+            for requests, count, end in zip(all_requests, counts, ends, strict=True)
+        ]
+
+    def run(self, batch: Batch, lost: list[int] | None = None) -> Deferred:
+        self.manager.begin(batch.window)
+        self.forward(batch, batch.rejected if lost is None else lost)
+        return self.manager.defer()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_verdicts_come_in_any_order(order: tuple[int, ...]) -> None:
+    layers = InFlight(windows=3)
+    for seed in range(3):  # the sections of the log are taken again
+        batches = layers.batches(FIRST, SECOND, THIRD, seed=seed)
+        deferred = [layers.run(batch) for batch in batches]
+        assert layers.manager.in_flight == 3
+        assert not layers.is_as_expected(), "rejected drafts are there until they are judged"
+        for place in order:
+            layers.manager.settle(deferred[place], batches[place].num_rejected)
+        layers.assert_as_expected()
+    stats = layers.manager.stats()
+    assert (stats.windows, stats.drafted, stats.accepted) == (9, 3 * (7 + 5 + 5), 3 * (2 + 3 + 1))
+    assert stats.rejected == stats.drafted - stats.accepted
+
+
+def test_slots_that_are_given_away_keep_their_new_rows() -> None:
+    """A request ends while its step waits: its drafts are undone, another's rows come, and the verdict leaves them."""
+    layers = InFlight(windows=2)
+    [batch] = layers.batches(FIRST)
+    tokens = [token for token in batch.drafted if token < 8]  # of request 1
+    deferred = layers.run(batch, lost=sorted({*batch.rejected, *tokens}))
+    layers.manager.undo(deferred, [1])
+    group_slots = {group: slots[tokens] for group, slots in batch.slots.items()}
+    other = make_batch([Request(len(tokens))], {group: slots.tolist() for group, slots in group_slots.items()})
+    second = layers.run(other)
+    layers.manager.settle(deferred, batch.num_rejected)
+    layers.manager.settle(second, other.num_rejected)
+    layers.assert_as_expected()
+    assert layers.manager.stats().accepted == 2, "the verdict is counted, whatever became of the rows"
+
+
+@pytest.mark.parametrize("when", ["open", "deferred"])
+def test_a_cancelled_window_leaves_the_others(when: str) -> None:
+    layers = InFlight(windows=2)
+    first, second = layers.batches(FIRST, SECOND)
+    waiting = layers.run(first)
+    if when == "open":
+        layers.manager.begin(second.window)
+        layers.forward(second, second.drafted)
+        layers.manager.cancel()
+    else:
+        layers.manager.cancel_deferred(layers.run(second, lost=second.drafted))
+    layers.manager.settle(waiting, first.num_rejected)
+    layers.assert_as_expected()
+    assert layers.manager.stats().cancelled == 1
+    assert layers.manager.stats().rejected == len(first.rejected) + len(second.drafted)
+
+
+def test_an_abandoned_window_keeps_its_rows() -> None:
+    layers = InFlight(windows=2)
+    first, second = layers.batches(FIRST, SECOND)
+    waiting = layers.run(first)
+    layers.manager.begin(second.window)
+    layers.forward(second, [])
+    layers.manager.abandon()
+    layers.manager.settle(waiting, first.num_rejected)
+    layers.assert_as_expected()
+    assert layers.manager.stats().abandoned == 1
+
+
+def test_no_more_windows_than_the_log_has_room_for() -> None:
+    layers = InFlight(["packed"], windows=2)
+    first, second, third = layers.batches(FIRST, SECOND, THIRD)
+    waiting = [layers.run(batch) for batch in (first, second)]
+    with pytest.raises(RuntimeError, match="begin: at most 2 windows may wait for their verdict"):
+        layers.manager.begin(third.window)
+    layers.manager.settle(waiting[0], first.num_rejected)
+    last = layers.run(third)
+    layers.manager.settle(last, third.num_rejected)
+    layers.manager.settle(waiting[1], second.num_rejected)
+    layers.assert_as_expected()
+
+
+def test_the_protocol_is_enforced() -> None:
+    layers = InFlight(["packed"], windows=2)
+    first, _ = layers.batches(FIRST, SECOND)
+    with pytest.raises(RuntimeError, match="defer: the manager must be inside a window"):
+        layers.manager.defer()
+    deferred = layers.run(first)
+    with pytest.raises(TypeError, match="num_rejected must have dtype"):
+        layers.manager.settle(deferred, first.num_rejected.float())
+    layers.manager.settle(deferred, first.num_rejected)
+    for call in (
+        lambda: layers.manager.settle(deferred, first.num_rejected),
+        lambda: layers.manager.undo(deferred, [0]),
+        lambda: layers.manager.cancel_deferred(deferred),
+        lambda: layers.manager.forget(deferred),
+    ):
+        with pytest.raises(RuntimeError, match="that window does not wait for its verdict"):
+            call()
+    with pytest.raises(TypeError, match=r"settle: deferred must be what defer\(\) returned, got 3"):
+        layers.manager.settle(3, first.num_rejected)  # type: ignore[arg-type]
+    for commit in (
+        lambda: layers.manager.commit(first.draft_token_ids, first.sampled_token_ids),
+        lambda: layers.manager.commit_rejected(first.num_rejected),
+    ):
+        with pytest.raises(RuntimeError, match="deferred and then settled"):
+            commit()
+
+
+def test_shadow_pages_serve_one_window() -> None:
+    with pytest.raises(ValueError, match="InFlightManager: mode must be cow, got 'stage'"):
+        InFlightManager(
+            windows=2, max_num_tokens=8, max_num_requests=2, max_draft_tokens=4, device="cpu", mode="stage",
+            max_drafts_per_request=2,
+        )  # fmt: skip
+
+
+def test_the_log_has_rows_for_every_window() -> None:
+    one, three = Transactions(KINDS, windows=1), Transactions(KINDS, windows=3)
+    assert three.manager.log_bytes == 3 * one.manager.log_bytes
+    assert three.manager.max_draft_tokens == one.manager.max_draft_tokens
+    assert torch.equal(three.manager.buffers.log_rows, one.manager.buffers.log_rows)

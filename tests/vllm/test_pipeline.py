@@ -1,0 +1,284 @@
+"""A pipeline stage that samples nothing, around a runner and a ``PPHandler`` that do what vLLM 0.33's do in the same
+order: requests of random lengths that end, are aborted and preempted, and whose blocks are another's at once. (The real
+ones need two GPUs: tests/gpu/vllm.)"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from nwor_ops.config import NworConfig
+from nwor_ops.kv_cache import LayerCache
+from nwor_ops.transaction.in_flight import InFlightManager
+from nwor_ops.vllm.audit.undo import AuditError
+from nwor_ops.vllm.layers.target import TargetLayer
+from nwor_ops.vllm.runners.base import start_audit
+from nwor_ops.vllm.runners.v2 import V2
+from nwor_ops.vllm.session import Session
+
+BLOCKS, BLOCK_SIZE, HEADS, WIDTH, K = 24, 4, 1, 4, 3
+REQUESTS, MOST_TOKENS = 4, 32
+NOT_THERE_YET = 99
+
+
+class Handler:
+    """``PPHandler`` of a stage that is not the last: counts of a step are there once its event was waited for."""
+
+    def __init__(self, stages: int, verdicts: Any) -> None:
+        self.queue: deque[Any] = deque([None] * stages)
+        self.main_stream = SimpleNamespace(wait_event=lambda event: event())
+        self._verdicts = verdicts
+
+    def receive(self, input_batch: Any, recv_drafts: bool) -> bool:
+        assert recv_drafts
+        if not input_batch.needed:
+            return False
+        sampled, rejected = (torch.full((input_batch.num_reqs,), NOT_THERE_YET, dtype=torch.int32) for _ in range(2))
+
+        def arrive() -> None:
+            drafts = torch.tensor(input_batch.drafts)
+            accepted = torch.tensor([self._verdicts[input_batch.number, name] for name in input_batch.req_ids])
+            sampled.copy_(accepted + 1)
+            rejected.copy_(drafts - accepted)
+
+        self.queue[-1] = SimpleNamespace(event=arrive, num_sampled=sampled, num_rejected=rejected)
+        return True
+
+    def get_prev_sampled_outputs(self) -> dict[str, Any] | None:
+        received = self.queue.popleft()
+        self.queue.append(None)
+        if received is None:
+            return None
+        received.event()
+        return {}
+
+
+class Runner:
+    """The first of some stages, with a scheduler that knows what a step sampled when ``stages + 1`` others were begun.
+
+    Attributes:
+        should: the cache as it should be once nothing waits any more.
+    """
+
+    adaptive_verification = None
+
+    def __init__(self, stages: int, seed: int, audit: bool) -> None:
+        self.stages, self.random = stages, random.Random(seed)
+        self.kv_cache = torch.zeros(BLOCKS, BLOCK_SIZE, HEADS, 2 * WIDTH)
+        self.slots = torch.full((1, MOST_TOKENS), -1, dtype=torch.int64)
+        self.block_tables = SimpleNamespace(
+            slot_mappings=self.slots, input_block_tables=[torch.zeros(REQUESTS, 8, dtype=torch.int32)]
+        )
+        self.verdicts: dict[tuple[int, str], int] = {}
+        self.pp_handler = Handler(stages, self.verdicts)
+        layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), self.write, fused=True)
+        config = NworConfig.load({"nwor": {"mode": "cow", "audit": audit}}, {})
+        self.session = Session(
+            config, [layer], {"0": self.slots[0]}, max_num_requests=REQUESTS, max_draft_tokens=REQUESTS * K,
+            max_drafts_per_request=K, spare=None, logger=logging.getLogger("nwor"), windows=stages,
+        )  # fmt: skip
+        if audit:
+            start_audit(self.session, [layer])
+        self.attachment = V2(self)
+        self.attachment.wrap(self.session)
+        self.should = self.kv_cache.clone()
+        self.number = 0
+
+    @staticmethod
+    def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot >= 0:
+                kv_cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = torch.cat((key[token], value[token]), -1)
+
+    # ------------------------------------------------------------ what vLLM's runner does
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """Nothing that matters here."""
+
+    def prepare_attn(self, input_batch: Any) -> None:
+        self.slots.fill_(-1)
+        self.slots[0, : len(input_batch.slots)] = torch.tensor(input_batch.slots)
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        self.pp_handler.get_prev_sampled_outputs()
+        self.finish_requests(scheduler_output)
+        batch = scheduler_output.batch
+        if batch is None:
+            return
+        for block in scheduler_output.cleared:
+            self.kv_cache[block] = 0
+            self.should[block] = 0
+        self.prepare_attn(batch)
+        tokens = len(batch.slots)
+        self.session.write("target", batch.rows[0], batch.rows[1], self.kv_cache, self.slots[0, :tokens])
+
+    def sample_tokens(self, batch: Any) -> None:
+        self.pp_handler.receive(batch, recv_drafts=True)
+
+    def sample(self) -> None:
+        """Never called on such a stage."""
+
+
+class Engine:
+    """A scheduler, the runner, and the verdicts of a last stage that does not run."""
+
+    def __init__(self, stages: int, seed: int, audit: bool = True, defers: bool = False) -> None:
+        self.runner, self.random = Runner(stages, seed, audit), random.Random(seed)
+        self.stages, self._defers = stages, defers
+        self.free = list(range(1, BLOCKS))
+        self.running: dict[str, SimpleNamespace] = {}
+        # Batch, the requests that are no more, and whether the scheduler may know what was sampled.
+        self.steps: list[list[Any]] = []
+        self.names = self.known = 0
+
+    def step(self, idle: bool = False) -> None:
+        number, runner = len(self.steps), self.runner
+        if number >= self.stages:
+            self._settle(number - self.stages)
+        gone: set[str] = set()
+        for name, request in list(self.running.items()):
+            ended = request.known >= request.most and self.random.random() < 0.7
+            if ended or self.random.random() < 0.06:  # aborted, or preempted
+                gone.add(name)
+                self.free += request.blocks
+                del self.running[name]
+        self._lose(gone)
+        batch = None if idle else self._schedule(number)
+        cleared = batch.new_blocks if batch is not None and self.random.random() < 0.5 else []
+        defers = self._defers and self.random.random() < 0.3
+        half = {name for name in gone if self.random.random() < 0.5}
+        for step in self.steps[1 - self.stages :] if defers else ():
+            step[2] = True
+        self.steps.append([batch, set(), False])
+        runner.execute_model(
+            SimpleNamespace(
+                batch=batch, finished_req_ids=half, preempted_req_ids=gone - half or None, cleared=cleared,
+                pending_structured_output_tokens=defers, scheduled_new_reqs=[],
+                scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
+            )
+        )  # fmt: skip
+        if batch is not None:
+            runner.sample_tokens(batch)
+
+    def _schedule(self, number: int) -> Any:
+        while len(self.running) < REQUESTS and len(self.free) >= 4:
+            self.random.shuffle(self.free)
+            blocks = [self.free.pop() for _ in range(4)]
+            self.names += 1
+            self.running[f"r{self.names}"] = SimpleNamespace(
+                blocks=blocks, new=True, length=0, known=0, next=number, most=self.random.randrange(4, 12)
+            )
+        starts, drafts, names, slots, new_blocks = [0], [], [], [], []
+        for name, request in self.running.items():
+            if number < request.next or request.length + K + 1 > 4 * BLOCK_SIZE:
+                continue
+            given = self.random.randrange(2, 5) if request.new else 1
+            proposed = 0 if request.new else self.random.randrange(0, K + 1)
+            if request.new:
+                new_blocks += request.blocks
+            positions = range(request.length, request.length + given + proposed)
+            slots += [request.blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in positions]
+            accepted = self.random.randrange(0, proposed + 1)
+            self.runner.verdicts[number, name] = accepted
+            request.length += given + accepted
+            request.known += 1
+            request.new, request.next = False, number + self.stages
+            starts.append(starts[-1] + given + proposed)
+            drafts.append(proposed)
+            names.append(name)
+        if not names:
+            return None
+        loc = torch.tensor(starts, dtype=torch.int32)
+        logits = torch.tensor([0, *numpy.cumsum([count + 1 for count in drafts])], dtype=torch.int32)
+        rows = torch.rand(2, starts[-1], HEADS, WIDTH) + 1
+        return SimpleNamespace(
+            number=number, req_ids=names, num_reqs=len(names), num_draft_tokens=sum(drafts), slots=slots, rows=rows,
+            drafts=drafts, num_draft_tokens_per_req=numpy.array(drafts) if any(drafts) else None, query_start_loc=loc,
+            query_start_loc_np=numpy.array(starts), cu_num_logits=logits, new_blocks=new_blocks, seq_lens=None,
+            needed=not any(drafts) or self.random.random() < 0.95,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ what should be there
+
+    def _lose(self, gone: set[str]) -> None:
+        """Of steps that wait: the drafts of requests that are no more, their other tokens stay. But what the scheduler
+        may know already it may have kept."""
+        for number in range(max(len(self.steps) - self.stages + 1, 0), len(self.steps)):
+            batch, lost, known = self.steps[number]
+            for place, name in enumerate(batch.req_ids if batch is not None else ()):
+                if name in gone and name not in lost and batch.needed:
+                    self.known += known
+                    self._keep(batch, place, self.runner.verdicts[number, name] if known else 0)
+                    lost.add(name)
+
+    def _settle(self, number: int) -> None:
+        batch, lost, _ = self.steps[number]
+        for place, name in enumerate(batch.req_ids if batch is not None else ()):
+            if name not in lost:
+                accepted = self.runner.verdicts[number, name] if batch.needed else 0
+                self._keep(batch, place, accepted)
+
+    def _keep(self, batch: Any, place: int, accepted: int) -> None:
+        start, end = batch.query_start_loc_np[place : place + 2]
+        end -= batch.drafts[place] - accepted
+        slots = torch.tensor(batch.slots[start:end])
+        self.runner.write(batch.rows[0, start:end], batch.rows[1, start:end], self.runner.should, slots)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("audit", [True, False], ids=["audited", "plain"])
+@pytest.mark.parametrize("defers", [True, False], ids=["grammars", "no grammar"])
+def test_a_stage_leaves_accepted_rows_alone(stages: int, audit: bool, defers: bool) -> None:
+    totals = dict.fromkeys(("drafted", "accepted", "rejected"), 0)
+    known = 0
+    for seed in range(4):
+        engine = Engine(stages, seed, audit, defers)
+        for _ in range(60):
+            engine.step()
+        for _ in range(stages + 1):
+            engine.step(idle=True)
+        session = engine.runner.session
+        known += engine.known
+        assert torch.equal(engine.runner.kv_cache, engine.runner.should)
+        stats = session.stats().as_dict()
+        assert stats["drafted"] == stats["accepted"] + stats["rejected"] > 0
+        assert session.manager.in_flight == 0
+        for name in totals:
+            totals[name] += stats[name]
+        if audit:
+            summary = session.audit.summary()
+            assert {name: summary[name] for name in totals} == {name: stats[name] for name in totals}
+            assert summary["exposed_rows"] > 0
+            assert summary["stale_rows"] == 0
+    assert totals["accepted"] > 50
+    assert totals["rejected"] > 50
+    assert (known > 0) == (defers and stages > 2)  # of two, the one step that waits is behind every deferral
+
+
+def test_a_row_that_is_not_undone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The audit, where the drafts of a request that is no more stay."""
+    monkeypatch.setattr(InFlightManager, "undo", lambda *_: None)
+    engine = Engine(2, seed=0)
+    with pytest.raises(AuditError, match="when requests ended, nwor audit, step .* not what this step should leave"):
+        for _ in range(60):
+            engine.step()
+
+
+def test_a_request_that_comes_back_too_early_is_judged_first() -> None:
+    """Not a step of vLLM's: its scheduler lets as many steps pass as there are stages."""
+    engine = Engine(3, seed=1)
+    while engine.runner.session.manager.in_flight == 0:
+        engine.step()
+    number = len(engine.steps) - 1
+    engine.runner.attachment._stage.schedule(engine.steps[number][0].req_ids)
+    assert engine.runner.session.manager.in_flight == 0
+    engine._settle(number)
+    assert torch.equal(engine.runner.kv_cache, engine.runner.should)
