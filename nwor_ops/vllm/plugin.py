@@ -116,6 +116,7 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
 def _wrap_scheduler_module(module: ModuleType) -> None:
     spare_blocks.wrap_scheduler_module(module)
     agreement.wrap_scheduler_module(module)
+    metrics.wrap_scheduler_module(module)
 
 
 def _wrap_warmup_module(module: ModuleType) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -16,14 +17,16 @@ class CountedSession:
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
         self.vanilla_steps: Counter[str] = Counter()
         self.listeners: list[Callable[[], None]] = []
+        self.returned: list[Callable[[Any], None]] = []
         self.begun = 0
         self.manager = SimpleNamespace(
             buffers=SimpleNamespace(counters=self.counters),
             stats=lambda counters: Stats.read(counters, cancelled=0, abandoned=0),
         )
 
-    def subscribe(self, ended: Callable[[], None]) -> None:
-        self.listeners.append(ended)
+    def subscribe(self, ended: Callable[[], None] | None = None, returned: Callable[[Any], None] | None = None) -> None:
+        self.listeners += [ended] if ended else []
+        self.returned += [returned] if returned else []
 
     def unsubscribe(self, ended: Callable[[], None]) -> None:
         self.listeners.remove(ended)

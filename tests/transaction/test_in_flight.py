@@ -1,4 +1,4 @@
-"""Windows that wait for their verdict while others begin: each leaves what was accepted, byte for byte, in any order."""
+"""Windows that wait for their verdict while others begin: each leaves what was accepted, byte for byte."""
 
 from __future__ import annotations
 

@@ -168,6 +168,10 @@ class Engine:
         if batch is not None:
             runner.sample_tokens(batch)
 
+    def run(self, steps: int, idle: bool = False) -> None:
+        for _ in range(steps):
+            self.step(idle)
+
     def _schedule(self, number: int) -> Any:
         while len(self.running) < REQUESTS and len(self.free) >= 4:
             self.random.shuffle(self.free)
@@ -241,10 +245,8 @@ def test_a_stage_leaves_accepted_rows_alone(stages: int, audit: bool, defers: bo
     known = 0
     for seed in range(4):
         engine = Engine(stages, seed, audit, defers)
-        for _ in range(60):
-            engine.step()
-        for _ in range(stages + 1):
-            engine.step(idle=True)
+        engine.run(60)
+        engine.run(stages + 1, idle=True)
         session = engine.runner.session
         known += engine.known
         assert torch.equal(engine.runner.kv_cache, engine.runner.should)
@@ -267,9 +269,8 @@ def test_a_row_that_is_not_undone_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     """The audit, where the drafts of a request that is no more stay."""
     monkeypatch.setattr(InFlightManager, "undo", lambda *_: None)
     engine = Engine(2, seed=0)
-    with pytest.raises(AuditError, match="when requests ended, nwor audit, step .* not what this step should leave"):
-        for _ in range(60):
-            engine.step()
+    with pytest.raises(AuditError, match=r"when requests ended, nwor audit, step .* not what this step should leave"):
+        engine.run(60)
 
 
 def test_a_request_that_comes_back_too_early_is_judged_first() -> None:

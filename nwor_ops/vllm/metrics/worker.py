@@ -5,7 +5,8 @@
 2. A thread looks every half second, and replaces the file if there is anything new. Where no step has followed for half
    a second, it fetches the last one's numbers by itself.
 
-Only rank 0 of a tensor-parallel group publishes: all ranks verify the same drafts, and replay the same graphs.
+Only rank 0 of a tensor-parallel group publishes: all ranks verify the same drafts, and replay the same graphs. Of a
+pipeline the stage that samples, which knows at once what was accepted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.vllm.metrics import transport
+from nwor_ops.vllm.metrics.relay import Sender, is_remote
 from nwor_ops.vllm.metrics.transport import CounterFile, Totals
 
 if TYPE_CHECKING:
@@ -36,10 +38,13 @@ publishers: weakref.WeakKeyDictionary[Any, Publisher] = weakref.WeakKeyDictionar
 
 def start(runner: Any, session: Session, logger: Any) -> None:
     """Publish a session's counters from now on. One without a transaction has none."""
-    if session.manager is not None and _publishes():
+    if session.manager is not None and session.windows == 1 and _publishes():
         runner_of = weakref.ref(runner)  # what a publisher's thread holds lives as long as the engine's process
         file = CounterFile("worker", runner.vllm_config)
-        publishers[session] = SessionPublisher(session, file, logger, lambda: _warming_up(runner_of()))
+        publisher = SessionPublisher(session, file, logger, lambda: _warming_up(runner_of()))
+        publishers[session] = publisher
+        if is_remote(runner.vllm_config):
+            Sender(publisher, session)
 
 
 def start_counting(owner: Any, role: str, vllm_config: Any, logger: Any) -> None:
@@ -170,6 +175,10 @@ class SessionPublisher(Publisher):
         """What the device had counted when its last copy arrived."""
         if self._behind and time.monotonic() - self._copied >= transport.PERIOD:
             self._fetch(owner)
+        return self.arrived(owner)
+
+    def arrived(self, owner: Session) -> Totals:
+        """As :meth:`latest`, and asks the device for nothing."""
         values = self._host.clone()
         while not torch.equal(again := self._host.clone(), values):  # the device is writing it
             values = again

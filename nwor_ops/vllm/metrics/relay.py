@@ -1,0 +1,105 @@
+"""The totals of a worker that does not see the folder of its engine core: on another host, or started by Ray.
+
+vLLM brings what a step returns from the worker that samples to the scheduler. The totals travel with it, as an
+attribute of the ``ModelRunnerOutput``, at most twice a second, and the engine core writes the file that the worker
+cannot. So they are those of the last step but one, or older: what a step counts arrives with a later one.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from nwor_ops.config import NworConfig
+from nwor_ops.vllm.metrics import transport
+from nwor_ops.vllm.metrics.transport import CounterFile, Totals
+from nwor_ops.vllm.support import wrap_once
+
+if TYPE_CHECKING:
+    from nwor_ops.vllm.metrics.worker import SessionPublisher
+
+TOTALS = "_nwor_totals"
+_MARK = "_nwor_relays"
+
+
+def is_remote(vllm_config: Any) -> bool:
+    """Whether the workers of an engine may be where its core's folder is not."""
+    parallel = vllm_config.parallel_config
+    return parallel.nnodes_within_dp > 1 or parallel.distributed_executor_backend == "ray"
+
+
+class Sender:
+    """In the worker: puts the totals beside what a step returns.
+
+    Args:
+        publisher: whose totals.
+        session: its owner.
+    """
+
+    def __init__(self, publisher: SessionPublisher, session: Any) -> None:
+        self._publisher, self._next = publisher, time.monotonic()
+        session.subscribe(returned=functools.partial(self.returned, session))
+
+    def returned(self, session: Any, output: Any) -> None:
+        """Of async scheduling the output itself is inside. One without requests may be a constant of vLLM's."""
+        for name in ("model_runner_output", "_model_runner_output"):
+            output = getattr(output, name, output)
+        now = time.monotonic()
+        if now < self._next or not getattr(output, "req_ids", None):
+            return
+        self._next = now + transport.PERIOD
+        totals = self._publisher.arrived(session)
+        setattr(output, TOTALS, (dict(totals.counts), dict(totals.vanilla_steps)))
+
+
+class Receiver:
+    """In the engine core: writes what arrives to a file, unless the worker has one here.
+
+    Args:
+        scheduler: vLLM's. One method of this instance is wrapped.
+        logger: vLLM's.
+    """
+
+    def __init__(self, scheduler: Any, logger: Any) -> None:
+        self._file = CounterFile("worker", scheduler.vllm_config)
+        self._logger, self._failed = logger, False
+        update = scheduler.update_from_output
+
+        @functools.wraps(update)
+        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+            totals = getattr(model_runner_output, TOTALS, None)
+            if totals is not None:
+                self._write(Totals(*map(Counter, totals)))
+            return update(scheduler_output, model_runner_output)
+
+        scheduler.update_from_output = update_from_output
+
+    def _write(self, totals: Totals) -> None:
+        if any(path != self._file.path for path in self._file.of_same_engine("worker")):
+            return
+        try:
+            self._file.write(totals)
+        except OSError as error:
+            if not self._failed:
+                self._logger.warning("nwor: counters are not published: %s", error)
+            self._failed = True
+
+
+def wrap_scheduler_module(module: ModuleType) -> None:
+    """Make a new scheduler look at its engine's configuration."""
+
+    def wrapper(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            config = NworConfig.load(self.vllm_config.additional_config)
+            wanted = config.mode != "off" and config.emit_metrics and self.vllm_config.speculative_config is not None
+            if wanted and transport.directory() and is_remote(self.vllm_config):
+                Receiver(self, module.logger)
+
+        return __init__
+
+    wrap_once(getattr(module, "Scheduler", None), "__init__", wrapper, _MARK)
