@@ -5,6 +5,7 @@ python tools/support_tables.py
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 from collections.abc import Iterable
@@ -18,13 +19,16 @@ from nwor_ops.vllm.support import (
     METHODS,
     ONE_STATE,
     ONE_STATE_MODELS,
+    PARALLEL_MODES,
     REFUSALS,
     SUPPORTED_VERSIONS,
     TRANSACTION,
     Method,
+    ParallelMode,
 )
 
-DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "vllm.md"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "vllm.md"
 
 
 def _row(*cells: str) -> str:
@@ -94,6 +98,34 @@ def _shown(method: Method, engine: str) -> str:
     return note
 
 
+def parallel() -> str:
+    """Ways to spread an engine over GPUs: a yes is a case that passed, by the committed results."""
+    passed = passed_cases()
+    rows: list[tuple[str, ...]] = [("", "modes", "CUDA, V2", "CUDA, V1", "CPU engine"), ("---",) * 5]
+    for mode in PARALLEL_MODES:
+        cells = (_ran(mode, engine, passed) for engine in ("v2", "v1", "cpu"))
+        rows.append((mode.name, " and ".join(f"`{name}`" for name in mode.modes), *cells))
+    return "\n".join(_row(*row) for row in rows)
+
+
+def passed_cases() -> set[str]:
+    """The GPU cases that passed on every machine that ran them."""
+    found: dict[str, set[str]] = {}
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*/engines.jsonl")):
+        for entry in map(json.loads, file.read_text().splitlines()):
+            if "outcome" in entry:  # the first line is of the machine
+                found.setdefault(entry["name"], set()).add(entry["outcome"])
+    return {name for name, outcomes in found.items() if outcomes == {"passed"}}
+
+
+def _ran(mode: ParallelMode, engine: str, passed: set[str]) -> str:
+    tests, note = getattr(mode, engine), mode.notes.get(engine, "")
+    ran = [name for name in tests if engine == "cpu" or name in passed]
+    other = [name for name in tests if name not in ran]
+    said = [f"yes: {_code(ran)}" if ran else "", f"not run: {_code(other)}" if other else "", note]
+    return "; ".join(filter(None, said))
+
+
 def refused() -> str:
     """Why, for the transaction, draft graphs and one recurrent state; an empty cell is not refused."""
     rows = [("", "`cow` and `stage`", "draft graphs", "one recurrent state"), ("---",) * 4]
@@ -122,6 +154,7 @@ def connectors() -> str:
 def filled(text: str) -> str:
     """The document with the tables between their marks."""
     tables = {"supported": supported(), "methods": methods(), "connectors": connectors(), "refused": refused()}
+    tables["parallel"] = parallel()
     for name, table in tables.items():
         marks = f"<!-- {name}: made by tools/support_tables.py -->", f"<!-- end of {name} -->"
         text, found = re.subn(

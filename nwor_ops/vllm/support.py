@@ -466,6 +466,56 @@ METHODS = (
 # fmt: on
 
 
+# ---------------------------------------------------------------- engines of several GPUs
+
+
+@dataclass(frozen=True)
+class ParallelMode:
+    """A way to spread an engine over GPUs, and what shows that each rank keeps its promise. What is refused says why in
+    the table of refusals.
+
+    Attributes:
+        name: as in the documents.
+        modes: of the transaction.
+        v2, v1: cases of tests/gpu/vllm/test_parallel.py, by runner; ``-stage`` at the end says the mode. Which of them
+            ran and passed is in benchmarks/results.
+        cpu: tests in tests/vllm.
+        notes: what is to be said, by the same names.
+    """
+
+    name: str
+    modes: tuple[str, ...] = ("cow", "stage")
+    v2: tuple[str, ...] = ()
+    v1: tuple[str, ...] = ()
+    cpu: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def _both(*names: str) -> tuple[str, ...]:
+    return tuple(name for case in names for name in (case, f"{case}-stage"))
+
+
+# fmt: off
+PARALLEL_MODES = (
+    ParallelMode("tensor parallelism", v2=_both("tp2-ngram-v2", "tp2-eagle-v2", "tp4-eagle-v2"),
+                 v1=_both("tp2-ngram-v1", "tp2-eagle-v1")),
+    ParallelMode("data parallelism, dense", v2=(*_both("dp2-dense-v2"), "dp4-dense-v2"), v1=_both("dp2-dense-v1")),
+    ParallelMode("data parallelism with expert parallelism", v2=(*_both("dp2-moe-v2"), "dp4-moe-v2"),
+                 v1=_both("dp2-moe-v1")),
+    ParallelMode("tensor x data", v2=("tp2-dp2-dense-v2", "tp2-dp2-moe-v2")),
+    ParallelMode("decode context parallelism", ("cow",), v2=("dcp2-gqa-v2", "dcp2-mla-v2"),
+                 v1=("dcp2-gqa-v1", "dcp2-mla-v1")),
+    ParallelMode(_PIPELINE, ("cow",), v2=("pp2-ngram-v2", "pp2-eagle-v2", "pp2-eager-v2", "pp2-not-async-v2",
+                 "pp2-abort-v2", "pp2-preemption-v2", "tp2-pp2-eagle-v2"),
+                 cpu=("test_a_stage_leaves_accepted_rows_alone",),
+                 notes={"v1": "refused", "cpu": "without an engine, which is refused"}),
+    ParallelMode("several nodes, by vLLM's multiprocess launcher",
+                 v2=(*_both("nodes2-tp2-v2"), "nodes2-pp2-v2"), notes={"v1": "not tried", "cpu": "not tried"}),
+    ParallelMode("Ray", notes=dict.fromkeys(("v2", "v1", "cpu"), "not tried")),
+)
+# fmt: on
+
+
 # ---------------------------------------------------------------- checks: each raises Unsupported
 
 

@@ -7,8 +7,8 @@ A job is a dict: ``engine`` (arguments of ``vllm.LLM``), ``environment``, and ho
 ``adapter`` (a folder: every other request goes through this LoRA adapter),
 ``exports`` (what a KV connector saw, see ``export_connector``), ``cost_curves`` (of adaptive verification, milliseconds
 of drafting by requests and of verifying by tokens, in place of those that vLLM measured, so that what is verified is
-the same in each engine). ``{fresh}`` in an engine's settings stands for a folder of its own. The answer is a file, so
-that it is there whatever happens to the process afterwards.
+the same in each engine), ``nodes`` (2: half of its workers are another node's). ``{fresh}`` in an engine's settings
+stands for a folder of its own. The answer is a file, so that it is there whatever happens to the process afterwards.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+from engine_ranks import counters, free_port, second_node, serve_ranks
 
 MOST_STEPS = 4000
 MOST_RESETS = 200
@@ -54,6 +56,14 @@ def run(job: dict[str, Any], answer: str, log: str) -> None:
 
 
 def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
+    if job["engine"].get("data_parallel_size", 1) > 1:
+        requests = _requests(job)
+        result |= serve_ranks(job, requests, lambda index: _sampling(job, requests, index), describe_worker)
+        return
+    if job["nodes"] > 1:
+        with second_node(job | {"port": free_port()}) as engine:
+            _run(job | {"engine": engine, "nodes": 1}, result)
+        return
     replays = GraphReplays()
     started = time.monotonic()
     from vllm import LLM
@@ -96,6 +106,13 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
         for metric in llm.get_metrics()
         if hasattr(metric, "value") or hasattr(metric, "values")  # no histograms
     }
+    if job["engine"].get("pipeline_parallel_size", 1) > 1:
+        for number in range(2 * job["engine"]["pipeline_parallel_size"]):  # steps in which the last ones are judged
+            serve_short_one(llm, f"last-{number}")
+            time.sleep(0.5)  # and totals from another host arrive
+    if job["engine"].get("nnodes", 1) > 1:
+        time.sleep(1.5)  # counters are at most about a second old
+    result["counters"] = counters()
     result["workers"] = llm.collective_rpc(describe_worker)
     if len(result["workers"]) > 1:  # processes of their own, in the middle of nothing
         llm.llm_engine.engine_core.shutdown()

@@ -50,6 +50,7 @@ DEFAULTS: dict[str, Any] = {
     "adapter": None,
     "exports": False,
     "cost_curves": None,
+    "nodes": 1,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import string
 from pathlib import Path
@@ -22,9 +23,11 @@ from nwor_ops.vllm.support import (
     DRAFT_GRAPHS,
     METHODS,
     ONE_STATE,
+    PARALLEL_MODES,
     REFUSALS,
     TRANSACTION,
     Method,
+    ParallelMode,
     Refusal,
     Unsupported,
     check_connectors,
@@ -60,11 +63,20 @@ def test_a_document_without_the_marks_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("found", "because"),
     [
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism: only the last stage"),
+        (
+            {"parallel_config__pipeline_parallel_size": 2},
+            "pipeline parallelism in model runner V1 and the CPU engine: ",
+        ),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism: its slot mappings"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism: it has not been tried"),
-        ({"parallel_config__data_parallel_size": 2}, "data parallelism: it has not been tried"),
-        ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
+        (
+            {"parallel_config__pipeline_parallel_size": 2, "use_v2_model_runner": True, "kv_transfer_config": object()},
+            "pipeline parallelism with KV connectors: on a stage",
+        ),
+        (
+            {"parallel_config__decode_context_parallel_size": 2, "kv_transfer_config": object()},
+            "decode context parallelism with KV connectors: it has not been tried",
+        ),
+        ({"parallel_config__use_ubatching": True}, "dual batch overlap: vLLM's runner V2 has none"),
         ({"attention_config__hisparse_config": object()}, "HiSparse: it writes to slots of its own"),
     ],
 )
@@ -73,9 +85,25 @@ def test_each_refusal_has_its_sentence(found: dict[str, Any], because: str) -> N
         check_engine(engine(**found), "cpu")
 
 
+@pytest.mark.parametrize(
+    ("found", "because"),
+    [
+        ({"parallel_config__pipeline_parallel_size": 2, "use_v2_model_runner": True}, "pipeline parallelism: a stage"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism: a page holds"),
+    ],
+)
+def test_what_is_refused_in_mode_stage_alone(found: dict[str, Any], because: str) -> None:
+    for mode in ("cow", "off"):
+        check_engine(engine(**found), "cuda", mode=mode)
+    with pytest.raises(Unsupported, match=f"^{because}"):
+        check_engine(engine(**found), "cuda", mode="stage")
+
+
 def test_what_is_not_refused() -> None:
-    sizes = {f"parallel_config__{kind}_parallel_size": 1 for kind in ("data", "pipeline", "decode_context")}
-    check_engine(engine(**sizes, parallel_config__tensor_parallel_size=8, kv_transfer_config=None), "cpu")
+    sizes = {f"parallel_config__{kind}_parallel_size": 1 for kind in ("pipeline", "decode_context")}
+    sizes |= {f"parallel_config__{kind}_parallel_size": 8 for kind in ("data", "tensor")}
+    for mode in ("cow", "stage"):
+        check_engine(engine(**sizes, kv_transfer_config=None), "cpu", mode=mode)
     check_engine(engine("of tomorrow", lora_config=object()), "cuda")
     check_engine(engine("eagle", speculative_config__enable_adaptive_verification=True), "cuda")
     check_engine(engine("eagle", speculative_config__num_speculative_tokens_per_batch_size=[(1, 8, 4)]), "cuda")
@@ -119,14 +147,49 @@ def test_the_gpu_cases_of_a_method_passed(method: Method) -> None:
                 assert ran.get(f"stage-{name}") == {"passed"}, f"stage-{name}"
 
 
+@pytest.mark.parametrize("mode", PARALLEL_MODES, ids=lambda mode: mode.name)
+def test_the_cases_of_a_parallel_mode_are_there(mode: ParallelMode) -> None:
+    """Of the modes that it is supported in. Which of them passed, the table takes from the committed results."""
+    cases = {case.name: case for case in parallel_cases()}
+    tests = {
+        name for path in TESTS.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    assert set(mode.cpu) <= tests
+    for runner, names in (("gpu.model_runner", mode.v2), ("gpu_model_runner", mode.v1)):
+        assert all(cases[name].runner.endswith(runner) for name in names)
+    assert {cases[name].nwor["mode"] for name in (*mode.v2, *mode.v1)} <= set(mode.modes)
+
+
+def parallel_cases() -> list[gpu_cases.Case]:
+    path = TESTS.parent / "gpu" / "vllm" / "test_parallel.py"
+    spec = importlib.util.spec_from_file_location("parallel_cases", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return [*module.TENSOR, *module.CONTEXT, *module.PIPELINE, *module.DATA, *module.NODES]
+
+
+def test_every_case_of_several_gpus_is_in_the_table() -> None:
+    named = {name for mode in PARALLEL_MODES for name in (*mode.v2, *mode.v1)}
+    assert named == {case.name for case in parallel_cases()}
+
+
+def test_a_case_that_did_not_pass_is_no_yes() -> None:
+    mode = ParallelMode("some", v2=("passed", "not-run"), notes={"v2": "a note"})
+    assert support_tables._ran(mode, "v2", {"passed"}) == "yes: `passed`; not run: `not-run`; a note"
+    assert "tp2-ngram-v2" in support_tables.passed_cases()
+
+
 def test_another_device_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"^device xpu: only cpu and cuda are known$"):
         check_engine(engine(), "xpu")
 
 
 def test_several_reasons_are_all_named() -> None:
-    with pytest.raises(Unsupported, match=r"^data parallelism: .*; dual batch overlap: "):
-        check_engine(engine(parallel_config__data_parallel_size=2, parallel_config__use_ubatching=True), "cpu")
+    both = engine(parallel_config__prefill_context_parallel_size=2, parallel_config__use_ubatching=True)
+    with pytest.raises(Unsupported, match=r"^prefill context parallelism: .*; dual batch overlap: "):
+        check_engine(both, "cpu")
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.feature)

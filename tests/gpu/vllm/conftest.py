@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import pathlib
 from typing import Any
@@ -15,8 +16,6 @@ from gpu_cases import ENGINE
 HERE = pathlib.Path(__file__).resolve().parent
 REPORT = "engines.json"
 _records: dict[str, dict[str, Any]] = {}
-if torch.cuda.device_count() < 2:
-    collect_ignore = ["test_tensor_parallel.py"]
 
 
 def _has_vllm() -> bool:
@@ -43,20 +42,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE not in item.path.parents:
             continue
         item.add_marker(pytest.mark.vllm)
-        missing = _missing_package(item)
-        if reason is not None or missing is not None:
-            item.add_marker(pytest.mark.skip(reason=reason or f"{missing} is not installed"))
+        missing = reason or _missing(item)
+        if missing is not None:
+            item.add_marker(pytest.mark.skip(reason=missing))
 
 
 def _parameters(item: pytest.Item) -> dict[str, Any]:
     return getattr(getattr(item, "callspec", None), "params", {})
 
 
-def _missing_package(item: pytest.Item) -> str | None:
-    """The package that a case needs, if it is not there."""
+def _missing(item: pytest.Item) -> str | None:
+    """What a case needs that is not there: a package, or GPUs."""
     parameters = _parameters(item)
-    needs = getattr(parameters.get("case", parameters.get("refusal")), "needs", None)
-    return needs if needs is not None and importlib.util.find_spec(needs) is None else None
+    case = parameters.get("case", parameters.get("refusal"))
+    needs = getattr(case, "needs", None)
+    if needs is not None and importlib.util.find_spec(needs) is None:
+        return f"{needs} is not installed"
+    engine, there = getattr(case, "engine", {}), torch.cuda.device_count()
+    gpus = math.prod(engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
+    return f"needs {gpus} GPUs, {there} are here" if gpus > max(there, 1) else None
 
 
 class Engines:
@@ -111,7 +115,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     shared = Engines(pool, write_models(tmp_path_factory.mktemp("models")))
     for item in request.session.items:
         parameters = _parameters(item)
-        if _missing_package(item) is not None:
+        if _missing(item) is not None:
             continue
         if "case" in parameters:
             shared.start_case(parameters["case"])

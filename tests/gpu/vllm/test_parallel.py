@@ -1,0 +1,231 @@
+"""Engines of several GPUs, and of several nodes: each rank commits, and audits, its own part of the cache. A case needs
+as many GPUs as it has ranks, and is skipped where there are fewer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gpu_cases import (
+    COW,
+    DRAFT,
+    EAGLE,
+    EVERY_COUNT,
+    GRAPHED,
+    GRAPHED_COW,
+    NGRAM,
+    ONE_STATE_RANKS,
+    SPARE,
+    STAGE,
+    V1,
+    V2,
+    Case,
+    Refusal,
+)
+from gpu_engine_checks import assert_same_tokens, check_audit, finished, refused
+
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+RUNNERS = (("v2", V2), ("v1", V1))
+COUNTS = ("drafted", "accepted", "rejected")
+TP, PP, DP = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
+
+
+def _ranks(speculation: dict[str, Any], backend: str = "FLASH_ATTN", **more: Any) -> dict[str, Any]:
+    return {
+        "distributed_executor_backend": "mp",
+        "disable_custom_all_reduce": True,
+        "attention_config": {"backend": backend},
+        "speculative_config": speculation,
+        **more,
+    }
+
+
+def _staged(case: Case) -> Case:
+    return replace(case, name=f"{case.name}-stage", nwor=STAGE, more_blocks=SPARE)
+
+
+def _dp(name: str, environment: dict[str, str] = V2, ranks: int = 2, **more: Any) -> Case:
+    return Case(name, _ranks(NGRAM, **{DP: ranks}, distributed_executor_backend=None, **more), environment, nwor=COW)
+
+
+# ---------------------------------------------------------------- the cases
+
+TENSOR = [
+    Case(f"tp2-{speculation['method']}-{runner}", _ranks(speculation, **{TP: 2}), environment, nwor=COW)
+    for speculation in (NGRAM, EAGLE)
+    for runner, environment in RUNNERS
+]
+TENSOR += [_staged(case) for case in TENSOR]
+TENSOR += [Case("tp4-eagle-v2", _ranks(EAGLE, **{TP: 4}), nwor=COW)]
+TENSOR += [_staged(TENSOR[-1])]
+# Every other token of a sequence is the other rank's. GQA needs more ranks than heads of keys.
+CONTEXT = [
+    Case(f"dcp2-{name}-{runner}", _ranks(NGRAM, backend, model=model, **{TP: 2}, decode_context_parallel_size=2),
+         environment, nwor=COW)
+    for name, backend, model in (("gqa", "FLASH_ATTN", "@mqa"), ("mla", "FLASH_ATTN_MLA", "@mla"))
+    for runner, environment in RUNNERS
+]  # fmt: skip
+PIPELINE = [
+    Case("pp2-ngram-v2", _ranks(NGRAM, **{PP: 2}), nwor=COW),
+    Case("pp2-eagle-v2", _ranks(EAGLE, **{PP: 2}), nwor=COW),
+    Case("pp2-eager-v2", _ranks(EAGLE, **{PP: 2}, enforce_eager=True), nwor=COW),
+    Case("pp2-not-async-v2", _ranks(NGRAM, **{PP: 2}, async_scheduling=False), nwor=COW),
+    # What a step that waits has drafted is undone before the blocks are another's.
+    Case("pp2-abort-v2", _ranks(EAGLE, **{PP: 2}), nwor=COW, use={"abort": {9: [1], 14: [2, 4], 21: [6], 30: [9, 10]}}),
+    Case("pp2-preemption-v2", _ranks(EAGLE, **{PP: 2}, num_gpu_blocks_override=22, max_model_len=192), nwor=COW),
+    Case("tp2-pp2-eagle-v2", _ranks(EAGLE, **{TP: 2, PP: 2}), nwor=COW),
+]
+DATA = [_dp(f"dp2-dense-{runner}", environment) for runner, environment in RUNNERS]
+# The ranks share the experts: one that has nothing to do runs dummy batches beside the other.
+DATA += [
+    _dp(f"dp2-moe-{runner}", environment, model="@moe", enable_expert_parallel=True) for runner, environment in RUNNERS
+]
+DATA += [_staged(case) for case in DATA]
+DATA += [
+    _dp("dp4-dense-v2", ranks=4),
+    _dp("dp4-moe-v2", ranks=4, model="@moe", enable_expert_parallel=True),
+    _dp("tp2-dp2-dense-v2", **{TP: 2}),
+    _dp("tp2-dp2-moe-v2", model="@moe", enable_expert_parallel=True, **{TP: 2}),
+]
+NODES = [
+    Case("nodes2-tp2-v2", _ranks(NGRAM, **{TP: 2}), nwor=COW, use={"nodes": 2}),
+    Case("nodes2-pp2-v2", _ranks(NGRAM, **{PP: 2}), nwor=COW, use={"nodes": 2}),
+]
+NODES += [_staged(NODES[0])]
+DRAFT_ENGINE = _ranks(DRAFT, **{TP: 2}, compilation_config={"cudagraph_capture_sizes": EVERY_COUNT})
+DRAFT_RANKS = [
+    Case("tp2-draft-graphs", DRAFT_ENGINE, nwor=GRAPHED),
+    Case("tp2-draft-graphs-cow", DRAFT_ENGINE, nwor=GRAPHED_COW),
+    Case("tp2-draft-graphs-v1", DRAFT_ENGINE, V1, nwor=GRAPHED),
+    Case(
+        "tp2-draft-graphs-v1-eagle",
+        _ranks(EAGLE, **{TP: 2}, compilation_config={"cudagraph_capture_sizes": EVERY_COUNT}),
+        V1,
+        nwor=GRAPHED,
+    ),
+]
+REFUSED = [
+    Refusal("refused-pp2-stage", "pipeline parallelism: a stage that is not the last", _ranks(NGRAM, **{PP: 2}),
+            nwor={"mode": "stage"}),
+    Refusal("refused-dcp2-stage", "decode context parallelism: a page holds",
+            _ranks(NGRAM, model="@mqa", **{TP: 2}, decode_context_parallel_size=2), nwor={"mode": "stage"}),
+]  # fmt: skip
+
+
+# ---------------------------------------------------------------- what they must come to
+
+
+def _note(record: dict[str, Any], case: Case, result: dict[str, Any]) -> None:
+    record |= {"engine": case.engine, "environment": case.environment}
+    record |= {name: result[name] for name in ("seconds", "error")}
+
+
+def _check_ranks(case: Case, result: dict[str, Any], record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each rank's session, audited at every step; what it counted is what the audit did."""
+    workers = finished(result)["workers"]
+    sizes = (case.engine.get(name, 1) for name in (TP, PP, DP))
+    ranks = 1
+    for size in sizes:
+        ranks *= size
+    assert len(workers) == ranks
+    sessions = []
+    for worker in workers:
+        [session] = worker["sessions"]
+        audit = session["audit"]
+        record |= {name: audit[name] for name in ("steps", *COUNTS, "rows_checked", "stale_rows")}
+        assert worker["runner"] == case.runner
+        assert session["mode"] == case.nwor["mode"]
+        check_audit(session)
+        assert {name: session["stats"][name] for name in COUNTS} == {name: audit[name] for name in COUNTS}
+        sessions.append(session)
+    return sessions
+
+
+@pytest.mark.parametrize("case", [*TENSOR, *CONTEXT, *PIPELINE, *NODES], ids=lambda case: case.name)
+def test_ranks_of_one_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    """All see the same drafts and the same verdict, a stage that does not sample some steps later."""
+    vanilla, ours = engines.start_case(case)
+    result = ours.result()
+    _note(record, case, result)
+    first, *others = _check_ranks(case, result, record)
+    for other in others:
+        assert {name: other["audit"][name] for name in COUNTS} == {name: first["audit"][name] for name in COUNTS}
+        if set(case.engine) & {PP, "decode_context_parallel_size"} == set():
+            assert other["audit"] == first["audit"]
+    theirs = finished(vanilla.result())
+    if "num_gpu_blocks_override" in case.engine:
+        assert result["metrics"]["num_preemptions"] == theirs["metrics"]["num_preemptions"] > 0
+    # On /metrics once for all ranks, also where the one that counts is on another node.
+    [counters] = result["counters"].values()
+    assert counters["nwor_disagreements"] == 0
+    if "nodes" in case.use:
+        assert counters["nwor_draft_tokens"] == first["stats"]["drafted"]
+        assert counters["nwor_committed_tokens"] == first["stats"]["accepted"]
+        assert counters["nwor_comparisons"] > 0
+    assert_same_tokens(result, theirs)
+
+
+@pytest.mark.parametrize("case", DATA, ids=lambda case: case.name)
+def test_data_parallel_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    """Of one server. Output is compared where one request runs at a time: else it depends on what arrives when."""
+    vanilla, ours = engines.start_case(case)
+    result = ours.result()
+    _note(record, case, result)
+    sessions = _check_ranks(case, result, record)
+    assert set(result["counters"]) == {str(rank) for rank in range(case.engine[DP])}
+    per_engine = case.engine.get(TP, 1)
+    for rank, counters in result["counters"].items():
+        of_engine = sessions[int(rank) * per_engine : (int(rank) + 1) * per_engine]
+        for session in of_engine:
+            assert session["stats"]["drafted"] == counters["nwor_draft_tokens"]
+            assert session["stats"]["accepted"] == counters["nwor_committed_tokens"]
+        assert counters["nwor_disagreements"] == 0
+        assert counters["nwor_comparisons"] > 0
+    theirs = finished(vanilla.result())
+    assert_same_tokens({"rounds": result["rounds"][:1]}, {"rounds": theirs["rounds"][:1]})
+
+
+@pytest.mark.parametrize("case", DRAFT_RANKS, ids=lambda case: case.name)
+def test_draft_graphs_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    """The collectives of the draft model are in the graphs."""
+    vanilla, ours = engines.start_case(case)
+    result = ours.result()
+    _note(record, case, result)
+    workers, theirs = finished(result)["workers"], finished(vanilla.result())
+    acceptance, expected = result["metrics"][PER_POSITION], theirs["metrics"][PER_POSITION]
+    record |= {"accepted_per_position": acceptance, "accepted_per_position_vanilla": expected}
+    assert len(workers) == 2
+    for worker in workers:
+        [report] = worker["draft_graphs"]
+        assert report["replays"]["first_pass"] > 0
+        assert report["replays"]["decode"] > 0
+    assert all(abs(mine - theirs) <= 0.05 * sum(expected) for mine, theirs in zip(acceptance, expected, strict=True))
+    assert_same_tokens(result, theirs)
+
+
+@pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: refusal.name)
+def test_refused_parallel_modes(refusal: Refusal, engines: Any, record: dict[str, Any]) -> None:
+    assert refusal.because in refused(refusal, engines, record)
+
+
+@pytest.mark.parametrize("case", ONE_STATE_RANKS, ids=lambda case: case.name)
+def test_one_state_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    """Both plan the same windows, and each compares the states of its own heads."""
+    vanilla, ours = engines.start_case(case)
+    result = ours.result()
+    _note(record, case, result)
+    workers = finished(result)["workers"]
+    assert len(workers) == 2
+    assert workers[0]["one_state"] == workers[1]["one_state"]
+    for worker in workers:
+        assert worker["one_state"], f"there is one state per draft in that engine; it said {result['said']}"
+        [state], [session] = worker["one_state"], worker["sessions"]
+        audit = state["audit"]
+        record |= {"one_state": state["describe"], **audit}
+        assert worker["kv_cache_groups"] == case.expect["kv_cache_groups"]
+        assert audit["states_compared"] > 0
+        assert audit["windows"] < audit["rows_replayed"] < 4 * audit["windows"]
+        if case.nwor["mode"] != "off":
+            check_audit(session)
+    assert_same_tokens(result, finished(vanilla.result()), case.may_differ)

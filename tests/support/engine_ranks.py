@@ -1,0 +1,103 @@
+"""What engines of several ranks need beyond :mod:`engine_child`: the data-parallel ranks of one server, and an engine
+whose second half is another node's.
+
+Of data-parallel ranks a job is served twice, through vLLM's ``AsyncLLM``: one request at a time, to each rank in turn,
+so that nothing depends on what arrives when (the other ranks are idle, or run dummy batches beside it); then all at
+once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+NODES = 2
+_ALONE = 8  # requests that have the engine to themselves
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def second_node(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The engine's arguments for the first node, while the second runs: each has its half of the GPUs."""
+    engine = job["engine"]
+    half = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1) // NODES
+    nodes = [
+        engine | {"nnodes": NODES, "node_rank": rank, "master_addr": "127.0.0.1", "master_port": job["port"]}
+        for rank in range(NODES)
+    ]
+    devices = [",".join(str(rank * half + place) for place in range(half)) for rank in range(NODES)]
+    os.environ |= {"VLLM_HOST_IP": "127.0.0.1", "CUDA_VISIBLE_DEVICES": devices[0]}
+    script = pathlib.Path(__file__).with_name("headless_node.py")
+    # Its counters go to a folder of its own, as another host's do.
+    environment = {name: value for name, value in os.environ.items() if name != "NWOR_METRICS_DIR"}
+    with subprocess.Popen(
+        [sys.executable, str(script), json.dumps(nodes[1])],
+        env=environment | {"CUDA_VISIBLE_DEVICES": devices[1]},
+    ) as node:
+        try:
+            yield nodes[0]
+        finally:
+            node.kill()
+
+
+def serve_ranks(
+    job: dict[str, Any], requests: list[Any], sampling: Callable[[int], Any], describe: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """What a data-parallel engine answers, what its workers say of themselves, and its counters."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def all_of_it() -> dict[str, Any]:
+        started = time.monotonic()
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job["engine"]))
+        result: dict[str, Any] = {"start_seconds": round(time.monotonic() - started, 1)}
+        ranks = job["engine"]["data_parallel_size"]
+
+        async def answer(name: str, index: int) -> list[int]:
+            prompt: Any = {"prompt_token_ids": requests[index].prompt}
+            tokens: list[int] = []
+            async for output in engine.generate(
+                prompt, sampling(index), f"{name}-{index}", data_parallel_rank=index % ranks
+            ):
+                tokens = list(output.outputs[0].token_ids)
+            return tokens
+
+        started = time.monotonic()
+        alone = [await answer("alone", index) for index in range(_ALONE)]
+        together = await asyncio.gather(*(answer("together", index) for index in range(len(requests))))
+        result["rounds"] = [alone, together]
+        result["run_seconds"] = round(time.monotonic() - started, 1)
+        of_engines = await engine.engine_core.call_utility_all_async("collective_rpc", describe, None, (), None)
+        result["workers"] = [worker for workers in of_engines for worker in workers]
+        await asyncio.sleep(2)  # counters are at most about a second old
+        result["counters"] = counters()
+        return result
+
+    return asyncio.run(all_of_it())
+
+
+def counters() -> dict[str, dict[str, int]]:
+    """On this process's /metrics: ours, by engine."""
+    import prometheus_client
+
+    found: dict[str, dict[str, int]] = {}
+    for metric in prometheus_client.REGISTRY.collect():
+        if metric.name.startswith("nwor_"):
+            for sample in metric.samples:
+                if "engine" in sample.labels and sample.name.endswith("_total"):
+                    found.setdefault(sample.labels["engine"], {})[metric.name] = int(sample.value)
+    return found
