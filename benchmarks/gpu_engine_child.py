@@ -196,7 +196,9 @@ class TimedEngine:
     def _switch(self, on: bool, capture: int) -> int:
         """Windows begun so far."""
         captures = self._job.get("captures", 1)
-        [windows] = self._llm.collective_rpc(switch_transactions, args=(on, capture, captures))
+        windows, *others = self._llm.collective_rpc(switch_transactions, args=(on, capture, captures))
+        if any(other != windows for other in others):
+            raise RuntimeError(f"the ranks of one engine have begun {[windows, *others]} windows")
         return int(windows)
 
     def drafter(self, requests: int, steps: int) -> dict[str, Any]:
@@ -267,7 +269,7 @@ class TimedEngine:
         return {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
 
     def _plugin(self) -> dict[str, Any]:
-        [worker] = self._llm.collective_rpc(describe_plugin)
+        worker, *_ = self._llm.collective_rpc(describe_plugin)  # all ranks have the same to say
         return worker
 
 

@@ -499,10 +499,10 @@ def _both(*names: str) -> tuple[str, ...]:
 PARALLEL_MODES = (
     ParallelMode("tensor parallelism", v2=_both("tp2-ngram-v2", "tp2-eagle-v2", "tp4-eagle-v2"),
                  v1=_both("tp2-ngram-v1", "tp2-eagle-v1")),
-    ParallelMode("data parallelism, dense", v2=(*_both("dp2-dense-v2"), "dp4-dense-v2"), v1=_both("dp2-dense-v1")),
-    ParallelMode("data parallelism with expert parallelism", v2=(*_both("dp2-moe-v2"), "dp4-moe-v2"),
+    ParallelMode("data parallelism, dense", v2=_both("dp2-dense-v2", "dp4-dense-v2"), v1=_both("dp2-dense-v1")),
+    ParallelMode("data parallelism with expert parallelism", v2=_both("dp2-moe-v2", "dp4-moe-v2"),
                  v1=_both("dp2-moe-v1")),
-    ParallelMode("tensor x data", v2=("tp2-dp2-dense-v2", "tp2-dp2-moe-v2")),
+    ParallelMode("tensor x data", v2=_both("tp2-dp2-dense-v2", "tp2-dp2-moe-v2")),
     ParallelMode("decode context parallelism", ("cow",), v2=("dcp2-gqa-v2", "dcp2-mla-v2"),
                  v1=("dcp2-gqa-v1", "dcp2-mla-v1")),
     ParallelMode(_PIPELINE, ("cow",), v2=("pp2-ngram-v2", "pp2-eagle-v2", "pp2-eager-v2", "pp2-not-async-v2",

@@ -81,13 +81,13 @@ DATA = [_dp(f"dp2-dense-{runner}", environment) for runner, environment in RUNNE
 DATA += [
     _dp(f"dp2-moe-{runner}", environment, model="@moe", enable_expert_parallel=True) for runner, environment in RUNNERS
 ]
-DATA += [_staged(case) for case in DATA]
 DATA += [
     _dp("dp4-dense-v2", ranks=4),
     _dp("dp4-moe-v2", ranks=4, model="@moe", enable_expert_parallel=True),
     _dp("tp2-dp2-dense-v2", **{TP: 2}),
     _dp("tp2-dp2-moe-v2", model="@moe", enable_expert_parallel=True, **{TP: 2}),
 ]
+DATA += [_staged(case) for case in DATA]
 NODES = [
     Case("nodes2-tp2-v2", _ranks(NGRAM, **{TP: 2}), nwor=COW, use={"nodes": 2}),
     Case("nodes2-pp2-v2", _ranks(NGRAM, **{PP: 2}), nwor=COW, use={"nodes": 2}),

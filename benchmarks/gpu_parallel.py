@@ -1,0 +1,269 @@
+"""vLLM on several GPUs, end to end: NWOR on against off with tensor and with data parallelism.
+
+    python benchmarks/gpu_parallel.py [--gpus N ...] [--modes MODE ...] [--requests N ...]
+
+    tp1, tp2, tp4   the Llama-3-8B shape and an EAGLE head on so many GPUs, as in gpu_engine.py
+    dp2, dp4        so many engines of one GPU at once, each with all its requests: to vLLM, the ranks of a dense model
+                    are engines of their own. (Not measured: the server in front of them, which NWOR has no part in.)
+
+Measured as in gpu_engine.py: one engine for a mode, whose two sides take turns of 20 steps while its requests decode;
+synthetic acceptance of 2.5 tokens per step; graphs are captured twice for either side in mode `cow`. All engines are on
+the GPUs at the same time (some 20 GiB each), and are measured in turn; the ranks of data parallelism at the same time.
+
+Beside the rows of gpu_engine.py there is `added_us_MODE_tpN/REQUESTS`, what NWOR adds to a step, turn by turn: how it
+grows from one GPU to several. About 4 minutes on two GPUs. A row is written when it is measured; what fails is reported
+and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from gpu_engine import (
+    LLAMA_8B,
+    REQUESTS,
+    SMALL,
+    SYNTHETIC,
+    K,
+    engine_job,
+    launch_engine,
+    turn_figures,
+    visitor,
+    write_shape,
+)
+from results import FOLDER, Row, row, show, this_machine, write
+
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
+
+NAME = "gpu_parallel"
+CAPTURES = {"cow": 2, "stage": 1}  # nothing of mode stage is in a graph
+TARGETS = {"cow": 0.995, "stage": 0.99}
+WARM_UP_TOKENS = 64
+
+
+class Place(NamedTuple):
+    """Where an engine is.
+
+    Attributes:
+        mode: NWOR's.
+        ranks: of tensor parallelism.
+        first: its first GPU.
+    """
+
+    mode: str
+    ranks: int
+    first: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode}_tp{self.ranks}-{self.first}"
+
+
+def places(mode: str, gpus: list[int]) -> Iterator[Place]:
+    """The engines that a mode is measured with on 1, 2, ... GPUs."""
+    for count in gpus:
+        if count > 1:
+            yield Place(mode, count)
+    for first in range(max(gpus)):
+        yield Place(mode, 1, first)
+
+
+def engine_job_at(place: Place, folder: pathlib.Path, requests: list[int], small: bool) -> dict[str, Any]:
+    shape = LLAMA_8B | (SMALL if small else {})
+    model = write_shape(folder / "target", shape)
+    speculation: dict[str, Any] = {"model": write_shape(folder / "eagle", shape | {"num_hidden_layers": 1})}
+    speculation |= {"method": "draft_model"} if small else {"method": "eagle"} | SYNTHETIC
+    more: dict[str, Any] = {}
+    if not small:
+        kernels = ("enable_jit_warmup", "enable_cutedsl_warmup", "enable_flashinfer_autotune")
+        more = {
+            "compilation_config": {"cudagraph_capture_sizes": [(K + 1) * count for count in sorted(requests)]},
+            "kernel_config": dict.fromkeys(kernels, False),  # compiled when first needed, while the engine warms up
+            # Six engines' at once on a GPU.
+            "gpu_memory_utilization": 0.1,
+            "kv_cache_memory_bytes": 6 << 30,
+        }
+    if place.ranks > 1:
+        more |= {"tensor_parallel_size": place.ranks, "distributed_executor_backend": "mp"}
+    job = engine_job(model, speculation, small, **more)
+    captures = 1 if small else CAPTURES[place.mode]
+    return job | {"vocabulary": shape["vocab_size"], "max_tokens": WARM_UP_TOKENS, "captures": captures}
+
+
+class Run:
+    """The engines of a run, and what went wrong so far."""
+
+    def __init__(self, options: argparse.Namespace, folder: pathlib.Path) -> None:
+        self.options, self.folder = options, folder
+        self.engines: dict[Place, EngineProcess] = {}
+        self.problems: list[str] = []
+
+    def report(self, problem: object) -> None:
+        self.problems.append(str(problem))
+        print(f"PROBLEM: {problem}", file=sys.stderr, flush=True)
+
+    def start(self) -> None:
+        """All engines, at once. Leaves out what does not start."""
+        began, options = time.monotonic(), self.options
+        wanted = [place for mode in options.modes for place in places(mode, options.gpus)]
+        for place in wanted:
+            job = engine_job_at(place, self.folder, options.requests, options.small)
+            devices = ",".join(str(place.first + rank) for rank in range(place.ranks))
+            environment = {"VLLM_NWOR_MODE": place.mode} | ({} if options.small else {"CUDA_VISIBLE_DEVICES": devices})
+            cache = self.folder / f"cache-{place.name}"
+            self.engines[place] = launch_engine(place.name, job, self.folder, cache, "v2", environment)
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            ready = dict(zip(wanted, pool.map(self._is_ready, wanted), strict=True))
+        for place in wanted:
+            if not ready[place]:
+                self.engines.pop(place).close()
+        for place in list(self.engines):  # in turn: a capture is not disturbed by another's
+            self._guarded(place, "switch 0")
+        with visitor():
+            for on, count in product((0, 1), options.requests):
+                there = list(self.engines)
+                with ThreadPoolExecutor(max(len(there), 1)) as pool:
+                    list(pool.map(partial(self._warm, on, count), there))
+        print(f"ready after {time.monotonic() - began:.0f} s: {[place.name for place in self.engines]}", flush=True)
+
+    def _warm(self, on: int, count: int, place: Place) -> None:
+        self._guarded(place, f"switch {on}")
+        self._guarded(place, f"run {count}")
+
+    def _guarded(self, place: Place, command: str) -> None:
+        try:
+            if place in self.engines:
+                self.engines[place].ask(command)
+        except EngineFailed as error:
+            self.report(error)
+            self.engines.pop(place).close()
+
+    def _is_ready(self, place: Place) -> bool:
+        try:
+            found = self.engines[place].wait_until_ready()
+        except EngineFailed as error:
+            self.report(error)
+            return False
+        print(f"{place.name}: {found}", flush=True)
+        if not found["sessions"]:
+            self.report(f"{place.name}: nwor_ops is not on there")
+        return bool(found["sessions"])
+
+    def measure(self) -> None:
+        """One kind and number of requests after the other; both modes of a kind in turn."""
+        kinds: list[tuple[str, list[int]]] = [(f"tp{count}", [0]) for count in self.options.gpus]
+        kinds += [(f"dp{count}", list(range(count))) for count in self.options.gpus if count > 1]
+        for count, (kind, firsts) in product(self.options.requests, kinds):
+            ranks = int(kind[2:]) if kind.startswith("tp") else 1
+            sides = {mode: [Place(mode, ranks, first) for first in firsts] for mode in self.options.modes}
+            sides = {mode: own for mode, own in sides.items() if all(place in self.engines for place in own)}
+            try:
+                found = self._turns(sides, count) if sides else {}
+            except EngineFailed as error:
+                self.report(error)
+                continue
+            for mode, answers in found.items():
+                self._write(f"{mode}_{kind}", mode, count, answers)
+
+    def _turns(self, sides: dict[str, list[Place]], count: int) -> dict[str, list[dict[str, Any]]]:
+        """Answers of every mode, in rounds in which each has all its captures, with either side first."""
+        answers: dict[str, list[dict[str, Any]]] = {mode: [] for mode in sides}
+        budget, began, rounds = self.options.seconds * len(sides), time.monotonic(), 0
+        with ThreadPoolExecutor(max(map(len, sides.values()))) as pool:
+            while True:
+                for number, first in product(range(max(CAPTURES.values())), (0, 1)):
+                    for mode, own in sides.items():
+                        capture = 0 if self.options.small else number % CAPTURES[mode]
+                        command = f"turns {count} {capture} {first} 0"
+                        engines = [self.engines[place] for place in own]
+                        answers[mode] += pool.map(EngineProcess.ask, engines, [command] * len(engines))
+                rounds += 1
+                taken = time.monotonic() - began
+                if taken + taken / rounds / 2 > budget:
+                    print(f"{count} requests: {rounds} rounds in {taken:.0f} s", flush=True)
+                    return answers
+
+    def _write(self, name: str, mode: str, count: int, answers: list[dict[str, Any]]) -> None:
+        (self.folder / f"{name}-{count}.json").write_text(json.dumps(answers) + "\n")
+        try:
+            rows = [*turn_figures(name, f"vanilla_{name}", count, answers, TARGETS[mode]), added(name, count, answers)]
+        except RuntimeError as error:
+            self.report(error)
+            return
+        write(this_machine(), NAME, rows, self.options.folder, keep=True)
+        show(rows)
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+
+
+def added(name: str, count: int, answers: list[dict[str, Any]]) -> Row:
+    """Microseconds that a step takes longer with NWOR, pair of turns by pair of turns, by their median steps."""
+    found = []
+    for answer in answers:
+        for pair in zip(answer["turns"][::2], answer["turns"][1::2], strict=True):
+            off, on = sorted(pair, key=itemgetter("on"))
+            found.append(1e6 * (on["median_step"] - off["median_step"]))
+    return row(f"added_us_{name}/{count}", found, "us", "lower", digits=1)
+
+
+def gpus_here() -> int:
+    """By the driver's own tool: torch would take a context in this process."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    listed = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, check=False)
+    return len(listed.stdout.splitlines())
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", nargs="+", type=int, help="how many, of 1, 2 and 4 (default: as far as there are)")
+    parser.add_argument("--modes", nargs="+", choices=list(CAPTURES), default=list(CAPTURES), help="NWOR's")
+    parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=[16, 64], help="of each engine")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of measuring, for each row")
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
+    parser.add_argument("--logs", type=pathlib.Path, help="where logs, answers and what vLLM compiles go")
+    parser.add_argument("--small", action="store_true", help="try this script with tiny models; nothing is saved")
+    options = parser.parse_args(arguments)
+    there = 1 if options.small else gpus_here()
+    options.gpus = options.gpus or [count for count in (1, 2, 4) if count <= there]
+    if not options.gpus or (max(options.gpus) > there and not options.small):
+        parser.error(f"--gpus asks for {options.gpus}, {there} are here")
+    return options
+
+
+def main() -> int:
+    options = parse_arguments()
+    if options.small:
+        options.requests, options.folder = [1, 4], pathlib.Path(tempfile.mkdtemp())
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.logs or pathlib.Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        run = Run(options, folder)
+        try:
+            run.start()
+            run.measure()
+        finally:
+            run.close()
+    for problem in run.problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    return 1 if run.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
