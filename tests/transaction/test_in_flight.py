@@ -67,6 +67,22 @@ def test_slots_that_are_given_away_keep_their_new_rows() -> None:
     assert layers.manager.stats().accepted == 2, "the verdict is counted, whatever became of the rows"
 
 
+def test_a_graph_that_is_replayed_in_between_logs_nothing() -> None:
+    """In a step without drafts, outside any window: what was captured takes the log rows that it finds."""
+    layers = InFlight(["packed"], windows=2)
+    first, plain = layers.batches(FIRST, (Request(8),))
+    waiting = layers.run(first)
+    manager = layers.manager
+    for name, cache in layers.caches.items():
+        slots = plain.slots[layers.group_of[name]]
+        rows = layers.rows(name, len(slots))
+        layer, one = manager._layers[name], torch.ones(1)
+        manager.recovery.write(layer, manager.buffers.log_rows, *cache.key_value(rows), slots, one, one, "auto")
+        layers.expect(name, rows, slots, [])
+    manager.settle(waiting, first.num_rejected)
+    layers.assert_as_expected()
+
+
 @pytest.mark.parametrize("when", ["open", "deferred"])
 def test_a_cancelled_window_leaves_the_others(when: str) -> None:
     layers = InFlight(windows=2)
