@@ -95,7 +95,7 @@ class InFlightManager(DraftCommitManager):
             RuntimeError: no window is open.
         """
         window = self._open_window("defer")
-        # A graph that is replayed outside a window, in a step without drafts, must log nothing: not over rows that wait.
+        # A graph that is replayed in a step without drafts must log nothing: it would over rows that wait.
         self.buffers.log_rows.fill_(-1)
         deferred = self._waiting[self._section] = Deferred(self._section, window.num_requests)
         self._section = (self._section + 1) % self._windows

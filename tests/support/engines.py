@@ -6,6 +6,7 @@ engines that are told the same say the same: each is run once.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -252,6 +253,27 @@ def _job(
             "layers": {name: layer.fused for name, layer in session._layers.items()},
             "describe": session.describe(),
         }
+    return result
+
+
+def ranks_job(requests: list[list[int]], arguments: dict[str, Any]) -> dict[str, Any]:
+    """An engine whose ranks are processes of their own: what each worker says of itself, and what all have counted."""
+    os.environ.update(ENVIRONMENT | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})  # collective_rpc takes a function
+    import time
+
+    from engine_child import describe_worker
+    from vllm import LLM
+
+    import nwor_ops
+
+    llm = LLM(**(ENGINE | {"model": model_folder(**SMALL)} | arguments))
+    _run_requests(llm, requests, [_sampling(index, 0.0, 12) for index in range(len(requests))], {})
+    workers, until = llm.collective_rpc(describe_worker), time.monotonic() + 20
+    drafted = workers[0]["sessions"][0]["stats"]["drafted"]
+    while nwor_ops.stats().drafted < drafted and time.monotonic() < until:
+        time.sleep(0.1)  # a second at most, on an idle machine
+    result = {"workers": workers, "stats": dataclasses.asdict(nwor_ops.stats())}
+    llm.llm_engine.engine_core.shutdown()
     return result
 
 

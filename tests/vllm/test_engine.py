@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_checks import COW, STAGE, check_transaction, check_vllm_counts
-from engines import ENGINE, LLAMA, Engines, model_folder, prompts
+from engines import ENGINE, LLAMA, Engines, model_folder, prompts, ranks_job
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 MODES = pytest.mark.parametrize("nwor", [COW, STAGE], ids=["cow", "stage"])
@@ -182,3 +182,16 @@ def test_engine_core_in_its_own_process(engines: Engines, mode: str, said: str) 
     assert ours["tokens"] == vanilla.result()["tokens"]
     assert f"nwor: active, mode {mode}, audited at every step" in ours["log"]
     assert said in ours["log"]
+
+
+def test_two_ranks(engines: Engines) -> None:
+    """Tensor parallelism: each rank, a process of its own, audits its half of the heads; on /metrics both are one."""
+    arguments = {"tensor_parallel_size": 2, "additional_config": {"nwor": COW}}
+    result = engines.submit(ranks_job, prompts(4), arguments).result()
+    sessions = [session for worker in result["workers"] for session in worker["sessions"]]
+    assert len(sessions) == 2
+    for session in sessions:
+        check_transaction({"session": session})
+    assert sessions[0]["audit"] == sessions[1]["audit"]
+    for name in ("drafted", "accepted", "rejected"):
+        assert result["stats"][name] == sessions[0]["stats"][name]
