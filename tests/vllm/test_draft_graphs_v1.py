@@ -148,7 +148,7 @@ def attach(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"speculative_config": SimpleNamespace(enforce_eager=True)}, "speculative_config has enforce_eager"),
         (
             {"draft_attn_groups": [group("FLASHINFER")]},
-            "attention back end FLASHINFER: only FLASH_ATTN and TRITON_ATTN",
+            "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN are known",
         ),
     ],
 )
@@ -234,7 +234,7 @@ def test_captured_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter.vllm_config.compilation_config = SimpleNamespace(**sizes)
     attach(make_runner(drafter), monkeypatch)
     proposer = drafter.propose.__self__
-    found = [(key.num_reqs, key.query_len) for key in proposer.capture_keys()]
+    found = [(key.num_reqs, key.query_len) for keys in proposer.capture_keys().values() for key in keys]
     assert found == [(4, 4), (2, 4), (1, 4), (4, 1), (2, 1), (1, 1)]
 
 

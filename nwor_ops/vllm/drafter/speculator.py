@@ -19,6 +19,7 @@ and mixed batches (first pass), batches larger than the largest graph, profiling
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -182,7 +183,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
         self._refused = False
-        self._or_refuse(check_attention, self.attn_groups)
+        self._or_refuse(functools.partial(check_attention, runner="V2"), self.attn_groups)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """A cache was bound: graphs of the one before are worth nothing."""
