@@ -64,7 +64,7 @@ def test_a_document_without_the_marks_is_an_error() -> None:
     ("found", "because"),
     [
         (
-            {"parallel_config__pipeline_parallel_size": 2},
+            {"parallel_config__pipeline_parallel_size": 2, "use_v2_model_runner": False},
             "pipeline parallelism in model runner V1 and the CPU engine: ",
         ),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism: its slot mappings"),
