@@ -41,7 +41,7 @@ YARN = {
     "mscale_all_dim": 0.707,
 }
 SLIDING_WINDOW = 64
-EXPERTS = 4
+MIXED_EXPERTS = 4
 # Gated DeltaNet and full attention in turn, as in Qwen3-Next and Qwen3.5. The head sizes are those that vLLM's kernels
 # for it are made for; a bf16 state keeps the blocks, whose size follows from it, at some tokens.
 GDN = {
@@ -124,8 +124,8 @@ def _write_moe(folder: pathlib.Path) -> None:
         own, experts = f"model.layers.{layer}.mlp", f"model.layers.{layer}.block_sparse_moe"
         for name in ("gate_proj", "up_proj", "down_proj"):
             del weights[f"{own}.{name}.weight"]
-        weights[f"{experts}.gate.weight"] = _matrix(generator, EXPERTS, size.hidden)
-        for expert in range(EXPERTS):
+        weights[f"{experts}.gate.weight"] = _matrix(generator, MIXED_EXPERTS, size.hidden)
+        for expert in range(MIXED_EXPERTS):
             for name in ("w1", "w3"):
                 weights[f"{experts}.experts.{expert}.{name}.weight"] = _matrix(
                     generator, size.intermediate, size.hidden
@@ -136,7 +136,7 @@ def _write_moe(folder: pathlib.Path) -> None:
     config = size.config() | {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        "num_local_experts": EXPERTS,
+        "num_local_experts": MIXED_EXPERTS,
         "num_experts_per_tok": 2,
         "sliding_window": None,
     }

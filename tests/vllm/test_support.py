@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import string
 from pathlib import Path
@@ -13,6 +14,7 @@ import gpu_cases
 import pytest
 import results
 import support_tables
+import tiny_models
 import torch
 import vllm
 from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
@@ -282,3 +284,18 @@ def test_a_connector_of_ones_own_says_when_it_reads() -> None:
     for name, module in modules.items():
         with pytest.raises(Unsupported, match=f"^KV connector {name}: {said}$"):
             check_connectors(with_connector(name, module=module), "cow")
+
+
+def test_the_models_of_the_gpu_cases_can_be_written(tmp_path: Path) -> None:
+    """Without a GPU too: every name that a case gives is the folder of one."""
+    models = tiny_models.write_models(tmp_path)
+    cases = [
+        case
+        for found in vars(gpu_cases).values()
+        if isinstance(found, list)
+        for case in found
+        if isinstance(case, gpu_cases.Case | gpu_cases.Refusal)
+    ]
+    used = json.dumps([[case.engine, getattr(case, "use", {})] for case in cases])
+    named = {word[1:] for word in re.findall(r'"(@\w+)"', used)}
+    assert {"mla", "mla_draft", "gdn_mtp", "llama_lora"} <= named <= set(models)
