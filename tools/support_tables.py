@@ -71,7 +71,7 @@ def supported() -> str:
             "",
             _code(ONE_STATE_MODELS),
         ),
-        ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS["V2"]), "any"),
+        ("attention", cuda, _classes([CPU_IMPL]), _code(DRAFT_BACK_ENDS), "any"),
     )
     return "\n".join(_row(*row) for row in rows)
 

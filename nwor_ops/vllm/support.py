@@ -24,10 +24,9 @@ DEVICES = {TRANSACTION: ("cpu", "cuda"), DRAFT_GRAPHS: ("cuda",), ONE_STATE: ("c
 # Of a drafter with graphs, by model runner. (Of the transaction: runners/base.py for drafters, layers/back_ends.py for
 # attention.)
 DRAFT_METHODS = {"V2": ("draft_model",), "V1": ("draft_model", "eagle", "eagle3", "mtp")}
-DRAFT_BACK_ENDS = {"V2": ("FLASH_ATTN", "TRITON_ATTN", "FLASH_ATTN_MLA"), "V1": ("FLASH_ATTN", "TRITON_ATTN")}
-# Of these, whose builders work on the host, but always into the same memory: they have a graph per step.
-DRAFT_STEP_BACK_ENDS = ("FLASH_ATTN_MLA",)
-DRAFT_CACHE_SPECS = CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
+DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN")
+DRAFT_CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
+CACHE_SPECS = (*DRAFT_CACHE_SPECS, "MLAAttentionSpec")
 # Whose Gated DeltaNet layers may have one state per request: all are of one class of vLLM's.
 ONE_STATE_MODELS = (
     "Qwen3NextForCausalLM",
@@ -386,12 +385,11 @@ REFUSALS = (
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER, SPLIT_BLOCKS,
     COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, TAKEN_CLASS, STATE,
     CHECKPOINTS,
-    Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS['V2'])} (model runner V1: "
-            f"{', '.join(DRAFT_BACK_ENDS['V1'])}); layers neither full nor sliding-window "
-            "nor MLA",
+    Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
             draft_graphs="TRITON_MLA, FlashMLA and CUTLASS MLA take the first pass for prompts, whose contexts vLLM "
-            "0.33 has from bounds on the host; FlashInfer plans on the host and has not been tried with a graph per "
-            "step; others were not looked at"),
+            "0.33 has from bounds on the host; FLASH_ATTN_MLA, with a graph per step, stopped with an illegal memory "
+            "access; FlashInfer plans on the host and has not been tried with a graph per step; others were not looked "
+            "at"),
     Refusal("expert load balancing", "", _NOT_TRIED, _has(_PARALLEL + "enable_eplb")),
     # A draft model sees token ids and positions in a row, the placeholders of images among them, as in vLLM's drafter.
     Refusal("a multimodal model", "", "no engine with images has been run; a draft model with positions of three "
@@ -679,16 +677,16 @@ def check_group_spec(group: str, spec: Any) -> None:
         raise CACHE_SPEC.because(group=group, spec=type(spec).__name__)
 
 
-def check_attention(attn_groups: Iterable[Iterable[Any]], runner: str) -> None:
-    """Can a graph keep the metadata of the drafter's attention groups up to date, in runner ``"V1"`` or ``"V2"``?"""
-    back_ends, problems = DRAFT_BACK_ENDS[runner], set()
+def check_attention(attn_groups: Iterable[Iterable[Any]]) -> None:
+    """Can a graph keep the metadata of the drafter's attention groups up to date?"""
+    problems = set()
     for group in (group for groups in attn_groups for group in groups):
         backend, spec = group.backend.get_name(), type(group.kv_cache_spec).__name__
-        if backend not in back_ends:
-            problems.add(f"attention back end {backend}: only {', '.join(back_ends)} are known")
+        if backend not in DRAFT_BACK_ENDS:
+            problems.add(f"attention back end {backend}: only {', '.join(DRAFT_BACK_ENDS)} are known")
         elif spec not in DRAFT_CACHE_SPECS:
             problems.add(f"a cache of kind {spec}: only {', '.join(DRAFT_CACHE_SPECS)} are known")
-        elif backend not in DRAFT_STEP_BACK_ENDS and not group.supports_draft_decode_metadata_update:
+        elif not group.supports_draft_decode_metadata_update:
             problems.add(f"attention back end {backend}: it cannot update its metadata on the device here")
     if problems:
         raise Unsupported("; ".join(sorted(problems)))

@@ -162,16 +162,15 @@ def group(backend: str, spec: Any = FullAttentionSpec, in_place: bool = True) ->
 
 
 def test_attention_that_a_graph_cannot_follow_is_refused() -> None:
-    check_attention([[group("FLASH_ATTN")], [], [group("TRITON_ATTN")]], "V2")
-    check_attention([[group("FLASH_ATTN_MLA", MLAAttentionSpec, in_place=False)]], "V2")  # a graph per step
+    check_attention([[group("FLASH_ATTN")], [], [group("TRITON_ATTN")]])
     for groups, because in (
-        ([[group("FLASHINFER")]], "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN, FLASH_ATTN_MLA"),
+        ([[group("FLASHINFER")]], "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN"),
         ([[group("TRITON_MLA", MLAAttentionSpec)]], "attention back end TRITON_MLA: only FLASH_ATTN"),
         ([[group("FLASH_ATTN", MambaSpec)]], "a cache of kind MambaSpec"),
         ([[group("FLASH_ATTN")], [group("TRITON_ATTN", in_place=False)]], "TRITON_ATTN: it cannot update its metadata"),
     ):
         with pytest.raises(Unsupported, match=because):
-            check_attention(groups, "V2")
+            check_attention(groups)
 
 
 def test_graph_modes() -> None:

@@ -101,12 +101,10 @@ class GraphedDrafter:
             drafts: "first pass of {first_pass}, decode loop of {decode} requests".format(**_counts_of(of_them))
             for drafts, of_them in keys.items()
         }
-        why_steps = self.graphs.loop.metadata.why_not_in_place
         logger.info(
-            "nwor: draft graphs: active: %d graphs (%s%s) in %.1f s, %.0f MiB",
+            "nwor: draft graphs: active: %d graphs (%s) in %.1f s, %.0f MiB",
             sum(map(len, keys.values())),
             "; ".join(passes.values() if len(passes) == 1 else (f"{n} drafts: {said}" for n, said in passes.items())),
-            f"; a graph per step: {why_steps}" if why_steps else "",
             self.graphs.seconds,
             self.graphs.bytes / 2**20,
         )
@@ -121,7 +119,7 @@ class GraphedDrafter:
             captured_by_drafts={drafts: _counts_of(of_them) for drafts, of_them in keys.items()},
             capture_seconds=self.graphs.seconds,
             capture_bytes=self.graphs.bytes,
-            replays={name: counts[name, "loop"] + counts[name, "step"] for name in ("first_pass", "decode")},
+            replays={name: counts[name, "loop"] for name in ("first_pass", "decode")},
             eager=dict(self._eager),
         )
 
@@ -130,6 +128,6 @@ class GraphedDrafter:
         graphs = self.graphs
         replays = [] if graphs is None else list(graphs.loop.counts.items())
         return {
-            "draft_graph_replays": sum(count for (_, mode), count in replays if mode in ("loop", "step")),
+            "draft_graph_replays": sum(count for (_, mode), count in replays if mode == "loop"),
             "draft_eager_passes": sum(count for why, count in list(self._eager.items()) if why not in NO_REQUESTS),
         }

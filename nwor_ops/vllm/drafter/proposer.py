@@ -143,7 +143,7 @@ class GraphedProposer(GraphedDrafter):
     def __init__(self, runner: Any, refuse: Refuse, logger: Any) -> None:
         self.drafter = drafter = runner.drafter
         check_drafter(drafter)
-        check_attention([drafter.draft_attn_groups], "V1")
+        check_attention([drafter.draft_attn_groups])
         check_graph_mode(runner.cudagraph_dispatcher.cudagraph_mode)
         self._refuse, self._logger = refuse, logger
         self._eager: Counter[str] = Counter()

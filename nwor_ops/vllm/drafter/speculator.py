@@ -5,8 +5,7 @@ launches, for each of K tokens. Here a step of a decode batch is two graph launc
 
 - the *first pass*, for batches in which every request has K + 1 tokens (its last token and K drafts): expansion to
   K + 2 tokens each, attention metadata, forward, sampling, and the inputs of the next pass;
-- the *decode loop*, for any batch: steps 1 to K - 1 with slots and metadata updated on the device. Back ends that make
-  metadata on the host have a graph per step instead.
+- the *decode loop*, for any batch: steps 1 to K - 1 with slots and metadata updated on the device.
 
 Where the number of drafts follows the batch size, each number has graphs: of the first pass over as many drafts that
 were verified, and of the loop that makes as many. (vLLM's own speculator drafts K each time, and the runner drops what
@@ -19,7 +18,6 @@ and mixed batches (first pass), batches larger than the largest graph, profiling
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -183,7 +181,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
         self._refused = False
-        self._or_refuse(functools.partial(check_attention, runner="V2"), self.attn_groups)
+        self._or_refuse(check_attention, self.attn_groups)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """A cache was bound: graphs of the one before are worth nothing."""

@@ -12,6 +12,7 @@ from gpu_cases import (
     DRAFT,
     EAGLE,
     EVERY_COUNT,
+    EXPERTS_LIBRARY,
     GRAPHED,
     GRAPHED_COW,
     NGRAM,
@@ -45,8 +46,9 @@ def _staged(case: Case) -> Case:
     return replace(case, name=f"{case.name}-stage", nwor=STAGE, more_blocks=SPARE)
 
 
-def _dp(name: str, environment: dict[str, str] = V2, ranks: int = 2, **more: Any) -> Case:
-    return Case(name, _ranks(NGRAM, **{DP: ranks}, distributed_executor_backend=None, **more), environment, nwor=COW)
+def _dp(name: str, environment: dict[str, str] = V2, ranks: int = 2, needs: str | None = None, **more: Any) -> Case:
+    engine = _ranks(NGRAM, **{DP: ranks}, distributed_executor_backend=None, **more)
+    return Case(name, engine, environment, nwor=COW, needs=needs)
 
 
 # ---------------------------------------------------------------- the cases
@@ -78,19 +80,20 @@ PIPELINE = [
 ]
 DATA = [_dp(f"dp2-dense-{runner}", environment) for runner, environment in RUNNERS]
 # The ranks share the experts: one that has nothing to do runs dummy batches beside the other.
-DATA += [
-    _dp(f"dp2-moe-{runner}", environment, model="@moe", enable_expert_parallel=True) for runner, environment in RUNNERS
-]
+EXPERTS = {"model": "@moe", "enable_expert_parallel": True, "needs": EXPERTS_LIBRARY}
+DATA += [_dp(f"dp2-moe-{runner}", environment, **EXPERTS) for runner, environment in RUNNERS]
 DATA += [
     _dp("dp4-dense-v2", ranks=4),
-    _dp("dp4-moe-v2", ranks=4, model="@moe", enable_expert_parallel=True),
+    _dp("dp4-moe-v2", ranks=4, **EXPERTS),
     _dp("tp2-dp2-dense-v2", **{TP: 2}),
-    _dp("tp2-dp2-moe-v2", model="@moe", enable_expert_parallel=True, **{TP: 2}),
+    _dp("tp2-dp2-moe-v2", **EXPERTS, **{TP: 2}),
 ]
 DATA += [_staged(case) for case in DATA]
+# Both "nodes" are this host: what vLLM compiled for a rank there may name a GPU that is another one here.
+NODE = V2 | {"VLLM_DISABLE_COMPILE_CACHE": "1"}
 NODES = [
-    Case("nodes2-tp2-v2", _ranks(NGRAM, **{TP: 2}), nwor=COW, use={"nodes": 2}),
-    Case("nodes2-pp2-v2", _ranks(NGRAM, **{PP: 2}), nwor=COW, use={"nodes": 2}),
+    Case("nodes2-tp2-v2", _ranks(NGRAM, **{TP: 2}), NODE, nwor=COW, use={"nodes": 2}),
+    Case("nodes2-pp2-v2", _ranks(NGRAM, **{PP: 2}), NODE, nwor=COW, use={"nodes": 2}),
 ]
 NODES += [_staged(NODES[0])]
 DRAFT_ENGINE = _ranks(DRAFT, **{TP: 2}, compilation_config={"cudagraph_capture_sizes": EVERY_COUNT})
