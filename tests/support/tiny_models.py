@@ -41,7 +41,6 @@ YARN = {
     "mscale_all_dim": 0.707,
 }
 SLIDING_WINDOW = 64
-MIXED_EXPERTS = 4
 # Gated DeltaNet and full attention in turn, as in Qwen3-Next and Qwen3.5. The head sizes are those that vLLM's kernels
 # for it are made for; a bf16 state keeps the blocks, whose size follows from it, at some tokens.
 GDN = {
@@ -83,7 +82,6 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "hybrid": lambda path: _write_sliding(path, ["sliding_attention", "full_attention"] * 2),
         "llama_lora": _write_lora,
         "mqa": lambda path: write_tiny_llama(path, size=Size(kv_heads=1)),
-        "moe": _write_moe,
         "mla": _write_mla,
         "mla_draft": lambda path: _write_mla(path, seed=33),
         "mla_yarn": lambda path: _write_mla(path, YARN),
@@ -111,36 +109,6 @@ def _write_sliding(folder: pathlib.Path, layer_types: list[str]) -> None:
     config = json.loads((folder / "config.json").read_text())
     config |= {"layer_types": layer_types, "sliding_window": SLIDING_WINDOW}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _write_moe(folder: pathlib.Path) -> None:
-    """The tiny Llama with experts, of which each token asks two: a Mixtral."""
-    from safetensors.torch import load_file
-
-    write_tiny_llama(folder)
-    weights, size = load_file(folder / "model.safetensors"), Size()
-    generator = torch.Generator().manual_seed(28)
-    for layer in range(size.layers):
-        own, experts = f"model.layers.{layer}.mlp", f"model.layers.{layer}.block_sparse_moe"
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            del weights[f"{own}.{name}.weight"]
-        weights[f"{experts}.gate.weight"] = _matrix(generator, MIXED_EXPERTS, size.hidden)
-        for expert in range(MIXED_EXPERTS):
-            for name in ("w1", "w3"):
-                weights[f"{experts}.experts.{expert}.{name}.weight"] = _matrix(
-                    generator, size.intermediate, size.hidden
-                )
-            weights[f"{experts}.experts.{expert}.w2.weight"] = _matrix(
-                generator, size.hidden, size.intermediate, BLOCK_SCALE
-            )
-    config = size.config() | {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "num_local_experts": MIXED_EXPERTS,
-        "num_experts_per_tok": 2,
-        "sliding_window": None,
-    }
-    _save(folder, config, weights)
 
 
 def _write_eagle(folder: pathlib.Path, biases: bool = False) -> None:

@@ -12,7 +12,6 @@ from gpu_cases import (
     DRAFT,
     EAGLE,
     EVERY_COUNT,
-    EXPERTS_LIBRARY,
     GRAPHED,
     GRAPHED_COW,
     NGRAM,
@@ -61,13 +60,6 @@ TENSOR = [
 TENSOR += [_staged(case) for case in TENSOR]
 TENSOR += [Case("tp4-eagle-v2", _ranks(EAGLE, **{TP: 4}), nwor=COW)]
 TENSOR += [_staged(TENSOR[-1])]
-# Every other token of a sequence is the other rank's. GQA needs more ranks than heads of keys.
-CONTEXT = [
-    Case(f"dcp2-{name}-{runner}", _ranks(NGRAM, backend, model=model, **{TP: 2}, decode_context_parallel_size=2),
-         environment, nwor=COW)
-    for name, backend, model in (("gqa", "FLASH_ATTN", "@mqa"), ("mla", "FLASH_ATTN_MLA", "@mla"))
-    for runner, environment in RUNNERS
-]  # fmt: skip
 PIPELINE = [
     Case("pp2-ngram-v2", _ranks(NGRAM, **{PP: 2}), nwor=COW),
     Case("pp2-eagle-v2", _ranks(EAGLE, **{PP: 2}), nwor=COW),
@@ -79,15 +71,7 @@ PIPELINE = [
     Case("tp2-pp2-eagle-v2", _ranks(EAGLE, **{TP: 2, PP: 2}), nwor=COW),
 ]
 DATA = [_dp(f"dp2-dense-{runner}", environment) for runner, environment in RUNNERS]
-# The ranks share the experts: one that has nothing to do runs dummy batches beside the other.
-EXPERTS = {"model": "@moe", "enable_expert_parallel": True, "needs": EXPERTS_LIBRARY}
-DATA += [_dp(f"dp2-moe-{runner}", environment, **EXPERTS) for runner, environment in RUNNERS]
-DATA += [
-    _dp("dp4-dense-v2", ranks=4),
-    _dp("dp4-moe-v2", ranks=4, **EXPERTS),
-    _dp("tp2-dp2-dense-v2", **{TP: 2}),
-    _dp("tp2-dp2-moe-v2", **EXPERTS, **{TP: 2}),
-]
+DATA += [_dp("dp4-dense-v2", ranks=4), _dp("tp2-dp2-dense-v2", **{TP: 2})]
 DATA += [_staged(case) for case in DATA]
 # Both "nodes" are this host: what vLLM compiled for a rank there may name a GPU that is another one here.
 NODE = V2 | {"VLLM_DISABLE_COMPILE_CACHE": "1"}
@@ -111,8 +95,8 @@ DRAFT_RANKS = [
 REFUSED = [
     Refusal("refused-pp2-stage", "pipeline parallelism: a stage that is not the last", _ranks(NGRAM, **{PP: 2}),
             nwor={"mode": "stage"}),
-    Refusal("refused-dcp2-stage", "decode context parallelism: a page holds",
-            _ranks(NGRAM, model="@mqa", **{TP: 2}, decode_context_parallel_size=2), nwor={"mode": "stage"}),
+    Refusal("refused-dcp2", "decode context parallelism: with drafts vLLM 0.33's own tokens",
+            _ranks(NGRAM, model="@mqa", **{TP: 2}, decode_context_parallel_size=2)),
 ]  # fmt: skip
 
 
@@ -145,7 +129,7 @@ def _check_ranks(case: Case, result: dict[str, Any], record: dict[str, Any]) -> 
     return sessions
 
 
-@pytest.mark.parametrize("case", [*TENSOR, *CONTEXT, *PIPELINE, *NODES], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*TENSOR, *PIPELINE, *NODES], ids=lambda case: case.name)
 def test_ranks_of_one_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
     """All see the same drafts and the same verdict, a stage that does not sample some steps later."""
     vanilla, ours = engines.start_case(case)
@@ -154,7 +138,7 @@ def test_ranks_of_one_engine(case: Case, engines: Any, record: dict[str, Any]) -
     first, *others = _check_ranks(case, result, record)
     for other in others:
         assert {name: other["audit"][name] for name in COUNTS} == {name: first["audit"][name] for name in COUNTS}
-        if set(case.engine) & {PP, "decode_context_parallel_size"} == set():
+        if PP not in case.engine:
             assert other["audit"] == first["audit"]
     theirs = finished(vanilla.result())
     if "num_gpu_blocks_override" in case.engine:
