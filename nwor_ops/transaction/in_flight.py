@@ -64,6 +64,10 @@ class InFlightManager(DraftCommitManager):
         """Windows that wait for their verdict."""
         return len(self._waiting)
 
+    @property
+    def launches_per_window(self) -> int:
+        return super().launches_per_window + 6  # two copies, three that move log rows on, one that clears them
+
     def allocate(self) -> None:
         super().allocate()
         self._row_slots = torch.full(

@@ -37,6 +37,7 @@ from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.recurrent import plugin as one_state
 from nwor_ops.vllm.recurrent.supported import HOOKS as ONE_STATE_HOOKS
 from nwor_ops.vllm.runners.base import detach, log_bytes
+from nwor_ops.vllm.runners.pipeline import HOOKS as PIPELINE_HOOKS
 from nwor_ops.vllm.runners.v1 import V1
 from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.session import Session
@@ -235,8 +236,12 @@ def _stats() -> EngineStats:
 
 def check() -> list[dict[str, Any]]:
     """What ``nwor-ops doctor`` says of this vLLM: its version and each hook, without starting an engine."""
+    import vllm
+
     rows = [("vLLM version", version_problem(), f"supported: {', '.join(SUPPORTED_VERSIONS[TRANSACTION])}")]
-    of_runners = (hook for kind in RUNNERS.values() for hook in kind.hooks)
+    of_runners = [hook for kind in RUNNERS.values() for hook in kind.hooks]
+    if not vllm.__version__.startswith("0.32."):  # whose V2 runner no engine of several stages is attached to
+        of_runners += PIPELINE_HOOKS
     for hook in (*of_runners, *draft_graphs.HOOKS, *spare_blocks.HOOKS, *connectors.HOOKS, *ONE_STATE_HOOKS):
         name = f"{hook.module}.{hook.name}" if hook.module in RUNNERS else hook.name
         rows.append((name, hook.problem(), hook.signature))

@@ -394,7 +394,10 @@ REFUSALS = (
             "dimensions (M-RoPE) is given those of one",
             _has("model_config.is_multimodal_model", "speculative_config.draft_model_config.is_multimodal_model")),
     Refusal("an encoder-decoder model", "", _NOT_TRIED, _has("model_config.is_encoder_decoder")),
-    # The draft model runs without: vLLM makes the adapters' layers in the target alone.
+    # A draft model runs without: vLLM makes the adapters' layers in the target alone.
+    Refusal("LoRA beside a drafter that follows the target", "", "it may share the target's embedding, whose adapters "
+            "are looked up on the host", lambda config: _has("lora_config")(config)
+            and config.speculative_config.method != "draft_model"),
     Refusal("LoRA", "", "", _has("lora_config"), one_state=_NOT_TRIED),
     Refusal("dynamic speculative decoding", "", "",
             _has("speculative_config.num_speculative_tokens_per_batch_size"), one_state=_NOT_TRIED),

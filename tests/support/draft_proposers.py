@@ -26,7 +26,7 @@ from torch import Tensor
 from nwor_ops.drafter import GraphKey
 
 ROWS, K, LONGEST, VOCABULARY, BLOCKS, BLOCK_SIZE = 6, 4, 48, 97, 100, 4
-DRAFT_VOCABULARY = 61
+DRAFT_VOCABULARY = 113
 COLUMNS = LONGEST // BLOCK_SIZE + 2
 MAX_TOKENS = 64
 BATCHES = 40
@@ -110,6 +110,7 @@ def make_config(method: str, **speculation: Any) -> Any:
     settings: dict[str, Any] = {
         "method": method,
         "num_speculative_tokens": K,
+        "num_speculative_tokens_per_batch_size": None,
         "draft_model_config": draft,
         "parallel_drafting": False,
         "use_local_argmax_reduction": False,
@@ -188,7 +189,8 @@ def _vocab_mapping() -> Any:
     from vllm.v1.spec_decode.vocab_mapping import VocabMapping
 
     mapping: Any = VocabMapping.__new__(VocabMapping)
-    mapping.target_unk_token_id, mapping.draft_unk_token_id = 3, 5
+    # Not an id of the target: mapped twice it would be none of either.
+    mapping.target_unk_token_id, mapping.draft_unk_token_id = 3, DRAFT_VOCABULARY - 1
     mapping.draft_to_target_ids = torch.full((DRAFT_VOCABULARY,), -1)
     mapping.target_to_draft_ids = torch.full((VOCABULARY,), -1)
     for draft in range(0, DRAFT_VOCABULARY, 3):

@@ -99,6 +99,12 @@ def make_runner(drafter: Any, **changes: Any) -> Any:
     return runner
 
 
+def speculation(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{"num_speculative_tokens": 3, "enforce_eager": None, "num_speculative_tokens_per_batch_size": None} | changes
+    )
+
+
 def make_drafter(kind: str = "eagle", **changes: Any) -> Any:
     """One of vLLM's, as far as it is looked at before anything runs."""
     from vllm.v1.spec_decode.dflash import DFlashProposer
@@ -109,7 +115,7 @@ def make_drafter(kind: str = "eagle", **changes: Any) -> Any:
     vars(drafter).update(
         vllm_config=engine_config(use_v2_model_runner=False),
         device=torch.device("cpu"),
-        speculative_config=SimpleNamespace(num_speculative_tokens=3, enforce_eager=None),
+        speculative_config=speculation(),
         parallel_drafting=False,
         constant_draft_positions=False,
         uses_mrope=False,
@@ -145,7 +151,11 @@ def attach(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"uses_mrope": True}, "it has M-RoPE"),
         ({"supports_mm_inputs": True}, "it takes embeddings of images"),
         ({"_share_mtp_indices": True}, "its steps share the indices of the first"),
-        ({"speculative_config": SimpleNamespace(enforce_eager=True)}, "speculative_config has enforce_eager"),
+        ({"speculative_config": speculation(enforce_eager=True)}, "speculative_config has enforce_eager"),
+        (
+            {"speculative_config": speculation(num_speculative_tokens_per_batch_size=[(1, 8, 3)])},
+            "its number of drafts is dynamic",
+        ),
         (
             {"draft_attn_groups": [group("FLASHINFER")]},
             "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN are known",

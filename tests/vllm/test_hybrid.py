@@ -228,5 +228,6 @@ def test_the_log_has_no_rows_for_states() -> None:
         max_num_reqs=4,
         max_num_tokens=64,
         speculative_config=SimpleNamespace(num_speculative_tokens=3),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1)),
     )
     assert log_bytes(runner) == 4 * 3 * 2 * 2 * 64 * 2

@@ -29,6 +29,19 @@ REQUESTS, MOST_TOKENS = 4, 32
 NOT_THERE_YET = 99
 
 
+class Event:
+    """Waited for by the main stream; nobody knows before that it happened, but where a test says so."""
+
+    def __init__(self, arrive: Any) -> None:
+        self._arrive, self.happened = arrive, False
+
+    def __call__(self) -> None:
+        self._arrive()
+
+    def query(self) -> bool:
+        return self.happened
+
+
 class Handler:
     """``PPHandler`` of a stage that is not the last: counts of a step are there once its event was waited for."""
 
@@ -49,7 +62,7 @@ class Handler:
             sampled.copy_(accepted + 1)
             rejected.copy_(drafts - accepted)
 
-        self.queue[-1] = SimpleNamespace(event=arrive, num_sampled=sampled, num_rejected=rejected)
+        self.queue[-1] = SimpleNamespace(event=Event(arrive), num_sampled=sampled, num_rejected=rejected)
         return True
 
     def get_prev_sampled_outputs(self) -> dict[str, Any] | None:
@@ -160,7 +173,8 @@ class Engine:
         self.steps.append([batch, set(), False])
         runner.execute_model(
             SimpleNamespace(
-                batch=batch, finished_req_ids=half, preempted_req_ids=gone - half or None, cleared=cleared,
+                batch=batch, total_num_scheduled_tokens=1, finished_req_ids=half,
+                preempted_req_ids=gone - half or None, cleared=cleared,
                 pending_structured_output_tokens=defers, scheduled_new_reqs=[],
                 scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
             )
@@ -283,3 +297,31 @@ def test_a_request_that_comes_back_too_early_is_judged_first() -> None:
     assert engine.runner.session.manager.in_flight == 0
     engine._settle(number)
     assert torch.equal(engine.runner.kv_cache, engine.runner.should)
+
+
+@pytest.mark.parametrize("how", ["empty step", "verdict here"])
+def test_what_a_paused_engine_knows_is_kept(how: str) -> None:
+    """It takes results without scheduling, so that accepted drafts may be in the prefix cache when a request ends."""
+    engine = Engine(2, seed=3)
+    while True:
+        engine.step()
+        batch = engine.steps[-1][0]
+        if engine.runner.session.manager.in_flight and max(batch.drafts) > 0:
+            break
+    number, names = len(engine.steps) - 1, set(batch.req_ids)
+    engine._settle(number - 1)
+    flight = engine.runner.attachment._stage._flights[-1]
+    flight.received.event.happened = how == "verdict here"
+    tokens = 0 if how == "empty step" else 1
+    engine.runner.pp_handler.get_prev_sampled_outputs()
+    engine.runner.finish_requests(
+        SimpleNamespace(
+            finished_req_ids=names,
+            preempted_req_ids=None,
+            total_num_scheduled_tokens=tokens,
+            pending_structured_output_tokens=False,
+        )
+    )
+    engine._settle(number)
+    assert torch.equal(engine.runner.kv_cache, engine.runner.should)
+    assert engine.runner.session.stats().accepted > 0

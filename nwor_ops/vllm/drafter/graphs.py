@@ -56,8 +56,7 @@ class LoopGraphs:
 
     def capture_keys(self, keys: dict[int, list[GraphKey]]) -> None:
         """Capture, and measure what it takes."""
-        torch.cuda.synchronize(self._device)
-        free, started = torch.cuda.mem_get_info(self._device)[0], time.perf_counter()
+        reserved, started = self._reserved(), time.perf_counter()
         with graph_capture(device=self._device):
             self.loop.capture(key for of_them in keys.values() for key in of_them if key.query_len > 1)
             for num_drafts in sorted(keys, reverse=True):
@@ -67,7 +66,13 @@ class LoopGraphs:
         torch.cuda.synchronize(self._device)
         self.keys = keys
         self.seconds = time.perf_counter() - started
-        self.bytes = free - torch.cuda.mem_get_info(self._device)[0]
+        self.bytes = max(self._reserved() - reserved, 0)
+
+    def _reserved(self) -> int:
+        """By this process: others on the GPU do not count, nor does what the driver keeps for each graph."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # a capture does so too
+        return torch.cuda.memory_reserved(self._device)
 
     @property
     def most_requests(self) -> int:

@@ -163,7 +163,13 @@ class GraphedProposer(GraphedDrafter):
 
     @staticmethod
     def detach(runner: Any) -> None:
-        """Give a runner, and its drafter, their own methods back."""
+        """Give a runner, and its drafter, their own methods back. The graphs of a cache that was there before are worth
+        nothing."""
+        old = getattr(vars(runner.drafter).get("propose"), "__self__", None)
+        if isinstance(old, GraphedProposer):
+            if old.graphs is not None:
+                old.graphs.loop.invalidate("the cache was bound anew")
+            old.graphs = None
         vars(runner).pop("capture_model", None)
         vars(runner.drafter).pop("propose", None)
 
@@ -254,7 +260,9 @@ class GraphedProposer(GraphedDrafter):
         drafter, tokens = self.drafter, key.num_tokens
         if key.query_len == 1 and drafter.use_heterogeneous_vocab:  # what was sampled, in the target's vocabulary
             ids = drafter.input_ids[:tokens]
-            ids.copy_(drafter.vocab_mapping.map_target_to_draft_ids(ids))
+            mapped = drafter.vocab_mapping.map_target_to_draft_ids(ids)
+            # A padded row keeps its id from step to step, and would be mapped again; 0 is an id of either vocabulary.
+            ids.copy_(mapped.masked_fill_(self.buffers.idx_mapping[:tokens] < 0, 0))
         inputs, _ = drafter.build_model_inputs_first_pass(tokens, tokens, None)
         with set_forward_context(
             metadata.attention,
@@ -439,6 +447,7 @@ def check_drafter(drafter: Any) -> None:
         "it takes embeddings of images": drafter.supports_mm_inputs,
         "its steps share the indices of the first": drafter._share_mtp_indices,
         "speculative_config has enforce_eager": drafter.speculative_config.enforce_eager,
+        "its number of drafts is dynamic": drafter.speculative_config.num_speculative_tokens_per_batch_size,
     }
     found = [feature for feature, has in features.items() if has]
     if found:

@@ -14,7 +14,7 @@ class DraftGraphReport:
         captured: request counts that have a graph, by pass (``"first_pass"``, ``"decode"``).
         captured_by_drafts: the same, by the number of drafts that they are for: several, where it is dynamic.
         capture_seconds: how long capturing took.
-        capture_bytes: GPU memory that it took.
+        capture_bytes: GPU memory that it took from the allocator; the driver keeps something for each graph besides.
         replays: passes that ran from graphs, by pass.
         eager: passes that ran vLLM's own code instead, by reason. Warm-up and profiling included.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
@@ -42,14 +43,18 @@ class Sender:
 
     def __init__(self, publisher: SessionPublisher, session: Any) -> None:
         self._publisher, self._next = publisher, time.monotonic()
-        session.subscribe(returned=functools.partial(self.returned, session))
+        # The session must not keep itself, and its log, alive.
+        session.subscribe(returned=functools.partial(self.returned, weakref.ref(session)))
 
-    def returned(self, session: Any, output: Any) -> None:
+    def returned(self, owner: Callable[[], Any], output: Any) -> None:
         """Of async scheduling the output itself is inside. One without requests may be a constant of vLLM's."""
         for name in ("model_runner_output", "_model_runner_output"):
             output = getattr(output, name, output)
         now = time.monotonic()
         if now < self._next or not getattr(output, "req_ids", None):
+            return
+        session = owner()
+        if session is None:
             return
         self._next = now + transport.PERIOD
         totals = self._publisher.arrived(session)

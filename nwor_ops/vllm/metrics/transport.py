@@ -102,8 +102,9 @@ class CounterFile:
         self.path = _path(f"{role}-{self._engine}-{os.getpid()}-{next(_numbers)}")  # a name is not used twice
 
     def of_same_engine(self, role: str) -> list[Path]:
-        """Files of this engine's writers of one role."""
-        return files(f"{role}-{self._engine}")
+        """Files of this engine's writers of one role: of whichever set of processes, as Ray's workers are another, and
+        may be in the same folder."""
+        return sorted(self.path.parent.glob(f"counter_*-{role}-{self._engine}-*.db"))
 
     def write(self, totals: Totals) -> None:
         """Replace the file. Raises OSError."""

@@ -162,12 +162,12 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         if not metadata.is_windows_only:
             assert metadata.spec_state_indices_tensor is not None
             slots = metadata.spec_state_indices_tensor[:, 0]
-        refused = self._refused
+        group, refused = self.group, self._refused  # the group says so where no cache is bound
         assert refused is not None
         self.slots, self.starts = slots[:windows], starts[: windows + 1]
         ops.plan_recurrent_window(
             self.plan,
-            self.group.cursors,
+            group.cursors,
             self.window,
             self.slots,
             self.starts,

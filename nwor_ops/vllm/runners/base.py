@@ -255,6 +255,10 @@ def start_audit(
     """Audit a session from now on. ``others_write``, ``recurrent``: as for :class:`CacheAudit`."""
     audit = CacheAudit(layers, session.max_num_tokens, others_write, recurrent)
     if session.windows > 1:
+        if session.manager is None:
+            raise ValueError(
+                "audit in mode off: on a pipeline stage that samples nothing it follows the transaction's windows"
+            )
         audit = PipelineAudit(layers, session.max_num_tokens)
     if session.spare is not None:
         shadow = {layer.group: session.spare.of_group(int(layer.group)) for layer in layers}

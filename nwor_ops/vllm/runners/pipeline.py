@@ -8,7 +8,8 @@ Until then its requests are in no other batch: vLLM schedules a decode again whe
 request may end or be preempted meanwhile, and then its blocks are another's in the very step that says so. Its drafts
 are undone at once, before that step's forward; the verdict still counts them. Only where the scheduler may know already
 what was sampled, and so may have kept blocks of accepted drafts for its prefix cache, does the stream wait for the
-verdict: that is, where a step between had its sampling deferred for a grammar.
+verdict: where a step between had its sampling deferred for a grammar, and where the engine took results without
+scheduling (a pause), so that this step is empty, or the verdict is here already.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class PipelineStage:
         """Behind that, before blocks are cleared, copied or written: which requests are no more."""
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         for flight in [flight for flight in self._flights if not gone.isdisjoint(flight.places)]:
-            if flight.known:
+            if flight.known or not scheduler_output.total_num_scheduled_tokens or flight.received.event.query():
                 self._settle(flight)
                 continue
             self.session.undo(flight.deferred, [flight.places.pop(name) for name in gone & flight.places.keys()])

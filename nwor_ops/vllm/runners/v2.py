@@ -44,7 +44,7 @@ class V2(RunnerAttachment):
     _stage: PipelineStage | None = None  # where another stage samples
 
     def attach(self, config: NworConfig, logger: Any) -> Session | None:
-        if self.windows > 1:
+        if self.windows > 1 and self.runner.speculative_config is not None:
             check_vllm(PIPELINE_HOOKS)
         return super().attach(config, logger)
 
