@@ -223,6 +223,8 @@ def test_in_and_out_of_a_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second is not first
     assert second._propose.__func__ is EagleProposer.propose
     assert second in draft_graphs._speculators
+    assert first not in draft_graphs._speculators
+    assert first.graphs is None
     type(second).detach(runner)
     assert drafter.propose.__func__ is EagleProposer.propose
     assert runner.capture_model() == 5

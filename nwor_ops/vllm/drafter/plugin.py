@@ -191,7 +191,9 @@ def attach(runner: Any, module: str, logger: Any) -> None:
         return
     from nwor_ops.vllm.drafter.proposer import GraphedProposer
 
-    GraphedProposer.detach(runner)
+    old = GraphedProposer.detach(runner)
+    if old is not None:
+        _speculators.discard(old)
     try:
         _speculators.add(GraphedProposer(runner, functools.partial(refuse, config, logger=logger), logger))
     except Unsupported as error:

@@ -162,9 +162,9 @@ class GraphedProposer(GraphedDrafter):
         drafter.propose, runner.capture_model = self.propose, self.capture_model
 
     @staticmethod
-    def detach(runner: Any) -> None:
-        """Give a runner, and its drafter, their own methods back. The graphs of a cache that was there before are worth
-        nothing."""
+    def detach(runner: Any) -> GraphedProposer | None:
+        """Give a runner, and its drafter, their own methods back. Returns whose they were; its graphs, of a cache that
+        was there before, are worth nothing."""
         old = getattr(vars(runner.drafter).get("propose"), "__self__", None)
         if isinstance(old, GraphedProposer):
             if old.graphs is not None:
@@ -172,6 +172,7 @@ class GraphedProposer(GraphedDrafter):
             old.graphs = None
         vars(runner).pop("capture_model", None)
         vars(runner.drafter).pop("propose", None)
+        return old if isinstance(old, GraphedProposer) else None
 
     # ------------------------------------------------------------ set up
 
