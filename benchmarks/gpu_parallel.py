@@ -44,14 +44,13 @@ from gpu_engine import (
     visitor,
     write_shape,
 )
+from gpu_methods import CAPTURES, WARM_UP_TOKENS
 from results import FOLDER, Row, row, show, this_machine, write
 
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
 
 NAME = "gpu_parallel"
-CAPTURES = {"cow": 2, "stage": 1}  # nothing of mode stage is in a graph
 TARGETS = {"cow": 0.995, "stage": 0.99}
-WARM_UP_TOKENS = 64
 
 
 class Place(NamedTuple):
