@@ -172,10 +172,7 @@ class Session:
 
     def begin(self, step: Step) -> None:
         """After the runner prepared its inputs, before the forward."""
-        self.close_interrupted()
-        window = step.window
-        self.tell("begin", step.query_start_loc, step.num_draft_tokens, window.slot_mappings, window.block_tables,
-                  window.seq_lens)  # fmt: skip
+        self.observe(step)
         if self.manager is None:
             return
         drafts, rows = step.window.num_draft_tokens, self.manager.max_draft_tokens
@@ -228,7 +225,7 @@ class Session:
     # ------------------------------------------------------------ where the verdict comes later
 
     def observe(self, step: Step) -> None:
-        """A step without drafts, for those who must know of every write."""
+        """A step that begins, for those who listen; of one without drafts, that is all."""
         self.close_interrupted()
         window = step.window
         self.tell("begin", step.query_start_loc, step.num_draft_tokens, window.slot_mappings, window.block_tables,

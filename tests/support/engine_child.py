@@ -19,7 +19,6 @@ import importlib
 import json
 import os
 import pathlib
-import socket
 import sys
 import tempfile
 import time
@@ -71,8 +70,6 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
     engine = json.dumps(job["engine"])
     if "{fresh}" in engine:
         engine = engine.replace("{fresh}", tempfile.mkdtemp(prefix="nwor-engine-"))
-    while "{port}" in engine:
-        engine = engine.replace("{port}", str(_free_port()), 1)
     llm = LLM(**json.loads(engine))
     result["start_seconds"] = round(time.monotonic() - started, 1)
     replays.total = replays.with_drafts = 0
@@ -116,12 +113,6 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
     result["workers"] = llm.collective_rpc(describe_worker)
     if len(result["workers"]) > 1:  # processes of their own, in the middle of nothing
         llm.llm_engine.engine_core.shutdown()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class GraphReplays:

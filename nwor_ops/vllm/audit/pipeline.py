@@ -75,11 +75,7 @@ class PipelineAudit(CacheAudit):
     ) -> None:
         """Before the forward. What vLLM did to the cache since the last comparison (clearing and copying blocks) is no
         business of ours, and stays."""
-        starts = [int(start) for start in query_start_loc]
-        slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
-        self._step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots, {})
-        for recorder in self._recorders.values():
-            recorder.slot_mapping.fill_(-1)
+        self._step = self._begun(query_start_loc, num_draft_tokens, slot_mappings, {})
         found = self._copies()
         for address, storage in found.items():
             if address in self._settled:

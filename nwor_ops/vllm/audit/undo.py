@@ -202,19 +202,29 @@ class CacheAudit:
         seq_lens: Tensor | None = None,
     ) -> None:
         """Before the forward: remember the whole cache."""
-        starts = [int(start) for start in query_start_loc]
-        slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
-        self._step = AuditedStep(starts, [int(number) for number in num_draft_tokens], slots, self._copies())
-        for recorder in self._recorders.values():
-            recorder.slot_mapping.fill_(-1)
+        self._step = step = self._begun(query_start_loc, num_draft_tokens, slot_mappings, self._copies())
         self._forget_zeroed_blocks()
         self._left_out = self._recurrent_states() if self._recurrent else {}
         if self.others_write and block_tables is not None and seq_lens is not None:
-            lens = seq_lens[: len(starts) - 1].tolist()
+            lens = seq_lens[: len(step.query_start_loc) - 1].tolist()
             owned = {group: self._blocks(group, table, lens) for group, table in block_tables.items()}
             for address in self._storages():
                 others = ~self._bytes_of_pages(address, owned)
                 self._left_out[address] = either(self._left_out.get(address), others)
+
+    def _begun(
+        self,
+        query_start_loc: Sequence[int],
+        num_draft_tokens: Sequence[int],
+        slot_mappings: Mapping[str, Tensor],
+        before: dict[int, torch.UntypedStorage],
+    ) -> AuditedStep:
+        """The step; no layer has written in it."""
+        for recorder in self._recorders.values():
+            recorder.slot_mapping.fill_(-1)
+        starts = [int(start) for start in query_start_loc]
+        slots = {group: mapping[: starts[-1]].cpu().clone() for group, mapping in slot_mappings.items()}
+        return AuditedStep(starts, [int(number) for number in num_draft_tokens], slots, before)
 
     def loading(self) -> None:
         """A KV connector is about to load rows, or to wait for them."""

@@ -31,11 +31,11 @@ COUNTS = ("drafted", "accepted", "rejected")
 TP, PP, DP = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 
 
-def _ranks(speculation: dict[str, Any], backend: str = "FLASH_ATTN", **more: Any) -> dict[str, Any]:
+def _ranks(speculation: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {
         "distributed_executor_backend": "mp",
         "disable_custom_all_reduce": True,
-        "attention_config": {"backend": backend},
+        "attention_config": {"backend": "FLASH_ATTN"},
         "speculative_config": speculation,
         **more,
     }
