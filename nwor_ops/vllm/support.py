@@ -219,6 +219,7 @@ _PIPELINE = "pipeline parallelism"
 _CUDA = "CUDA"
 _PARALLEL = "parallel_config."
 _PENDING = "it would see a state whose last window is pending"
+_in_stages = _has(_PARALLEL + "pipeline_parallel_size", above=1)
 
 # fmt: off
 DEVICE = Refusal(
@@ -345,15 +346,16 @@ REFUSALS = (
     Refusal(f"{_PIPELINE} in model runner V1 and the CPU engine",
             "its other stages are told of a request that goes on where it stands, and of one that ends nothing: what "
             "they have to undo they do not know",
-            found=lambda config: _has(_PARALLEL + "pipeline_parallel_size", above=1)(config)
-            and not getattr(config, "use_v2_model_runner", False)),
+            found=lambda config: _in_stages(config) and not getattr(config, "use_v2_model_runner", False)),
     Refusal(_PIPELINE, "a stage that is not the last learns steps later which drafts were accepted, and a shadow page "
-            "is one step's", _NOT_TRIED, _has(_PARALLEL + "pipeline_parallel_size", above=1), one_state=_NOT_TRIED,
+            "is one step's", _NOT_TRIED, _in_stages, one_state=_NOT_TRIED,
             modes=("stage",)),
     Refusal(f"{_PIPELINE} with KV connectors",
             "on a stage that is not the last they read a step's last blocks before its drafts are judged",
-            found=lambda config: _has(_PARALLEL + "pipeline_parallel_size", above=1)(config)
-            and _has("kv_transfer_config")(config)),
+            found=lambda config: _in_stages(config) and _has("kv_transfer_config")(config)),
+    Refusal(f"{_PIPELINE} without async scheduling",
+            "with drafts vLLM 0.33's own runner stops there with an assertion: a request has fewer tokens than logits",
+            found=lambda config: _in_stages(config) and not _has("scheduler_config.async_scheduling")(config)),
     HYBRID_PIPELINE,
     Refusal("prefill context parallelism", "its slot mappings are made anew inside the forward",
             "its batches are cut up on the host", _has(_PARALLEL + "prefill_context_parallel_size", above=1),
@@ -501,8 +503,8 @@ PARALLEL_MODES = (
                  v1=_both("tp2-ngram-v1", "tp2-eagle-v1")),
     ParallelMode("data parallelism, dense", v2=_both("dp2-dense-v2", "dp4-dense-v2"), v1=_both("dp2-dense-v1")),
     ParallelMode("tensor x data", v2=_both("tp2-dp2-dense-v2")),
-    ParallelMode(_PIPELINE, ("cow",), v2=("pp2-ngram-v2", "pp2-eagle-v2", "pp2-eager-v2", "pp2-not-async-v2",
-                 "pp2-abort-v2", "pp2-preemption-v2", "tp2-pp2-eagle-v2"),
+    ParallelMode(_PIPELINE, ("cow",), v2=("pp2-ngram-v2", "pp2-eagle-v2", "pp2-eager-v2", "pp2-abort-v2",
+                 "pp2-preemption-v2", "tp2-pp2-eagle-v2"),
                  cpu=("test_a_stage_leaves_accepted_rows_alone",),
                  notes={"v1": "refused", "cpu": "without an engine, which is refused"}),
     ParallelMode("several nodes, by vLLM's multiprocess launcher",

@@ -75,6 +75,10 @@ def test_a_document_without_the_marks_is_an_error() -> None:
             "pipeline parallelism with KV connectors: on a stage",
         ),
         (
+            {"parallel_config__pipeline_parallel_size": 2, "scheduler_config__async_scheduling": False},
+            "pipeline parallelism without async scheduling: with drafts vLLM 0.33's own runner",
+        ),
+        (
             {"parallel_config__decode_context_parallel_size": 2},
             "decode context parallelism: with drafts vLLM 0.33's own tokens are wrong there",
         ),
@@ -91,7 +95,10 @@ def test_each_refusal_has_its_sentence(found: dict[str, Any], because: str) -> N
 @pytest.mark.parametrize(
     ("found", "because"),
     [
-        ({"parallel_config__pipeline_parallel_size": 2, "use_v2_model_runner": True}, "pipeline parallelism: a stage"),
+        (
+            {"parallel_config__pipeline_parallel_size": 2, "scheduler_config__async_scheduling": True},
+            "pipeline parallelism: a stage",
+        ),
     ],
 )
 def test_what_is_refused_in_mode_stage_alone(found: dict[str, Any], because: str) -> None:

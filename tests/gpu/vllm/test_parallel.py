@@ -64,7 +64,6 @@ PIPELINE = [
     Case("pp2-ngram-v2", _ranks(NGRAM, **{PP: 2}), nwor=COW),
     Case("pp2-eagle-v2", _ranks(EAGLE, **{PP: 2}), nwor=COW),
     Case("pp2-eager-v2", _ranks(EAGLE, **{PP: 2}, enforce_eager=True), nwor=COW),
-    Case("pp2-not-async-v2", _ranks(NGRAM, **{PP: 2}, async_scheduling=False), nwor=COW),
     # What a step that waits has drafted is undone before the blocks are another's.
     Case("pp2-abort-v2", _ranks(EAGLE, **{PP: 2}), nwor=COW, use={"abort": {9: [1], 14: [2, 4], 21: [6], 30: [9, 10]}}),
     Case("pp2-preemption-v2", _ranks(EAGLE, **{PP: 2}, num_gpu_blocks_override=22, max_model_len=192), nwor=COW),
@@ -95,6 +94,8 @@ DRAFT_RANKS = [
 REFUSED = [
     Refusal("refused-pp2-stage", "pipeline parallelism: a stage that is not the last", _ranks(NGRAM, **{PP: 2}),
             nwor={"mode": "stage"}),
+    Refusal("refused-pp2-not-async", "pipeline parallelism without async scheduling: with drafts",
+            _ranks(NGRAM, **{PP: 2}, async_scheduling=False)),
     Refusal("refused-dcp2", "decode context parallelism: with drafts vLLM 0.33's own tokens",
             _ranks(NGRAM, model="@mqa", **{TP: 2}, decode_context_parallel_size=2)),
 ]  # fmt: skip
