@@ -522,12 +522,12 @@ inline VerifyArguments check_verify(
     return c;
 }
 
-// What request q cannot be given. Its tokens are known to lie inside only where there is none.
-NWOR_HOST_DEVICE inline Found problem_of_request(const VerifyArguments& c, int64_t q) {
-    const int64_t begin = c.query_start_loc[q], end = c.query_start_loc[q + 1];
+// What request q, of tokens begin to end, cannot be given. They are known to lie inside only where there is
+// none.
+NWOR_HOST_DEVICE inline Found problem_of_request(const VerifyArguments& c, int64_t q, int64_t begin,
+                                                 int64_t end, const RecurrentRow& row) {
     if (begin < 0 || end < begin) return {kQueriesDecrease, q, end, begin};
     if (end > c.num_tokens) return {kTokensPastQueries, q, end, c.num_tokens};
-    const RecurrentRow row = c.plan[q];
     if (const Found found = problem_of_plan(row, q, c.states.num_slots, c.record.rows)) return found;
     if (row.any() && end - begin > c.record.rows) return {kWindowPastRecord, q, end - begin, c.record.rows};
     return {};

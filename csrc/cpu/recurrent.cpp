@@ -393,7 +393,9 @@ class WindowHead {
 };
 
 void run(const VerifyArguments& c, const Cpu&) {
-    check_each(c.op, c.num_requests, [&](int64_t q) { return problem_of_request(c, q); });
+    check_each(c.op, c.num_requests, [&](int64_t q) {
+        return problem_of_request(c, q, c.query_start_loc[q], c.query_start_loc[q + 1], c.plan[q]);
+    });
     check_meetings(c.op, c.plan, c.num_requests);
     const int64_t heads = c.states.num_value_heads;
     with_input_type(c.dtype, [&](auto tag) {

@@ -2,13 +2,15 @@
 // nwor_ops/ops/recurrent.py.
 //
 // A block owns rows of one head's state of one request, from load to store, in registers: eight lanes share a
-// row, a thread has 64 elements of a few rows. Keys, queries, gates and the record's rows are copied to
-// shared memory while the state is on its way. The state is stored as soon as the accepted rows are replayed,
-// and the window runs on what is in registers.
+// row, a thread has 64 elements of a few rows. The state comes through shared memory: loads into registers
+// would have the first branch after them wait for all, and what a block works out meanwhile of the window's
+// keys, queries and gates and of the record's rows has many. The state is stored as soon as the accepted rows
+// are replayed, and the window runs on what is in registers.
 //
 // Bits are those of vLLM's Triton kernel as Triton 3.6 compiles it for num_warps=4: the same approximations
 // of exp, log, 1/x and 1/sqrt(x), the same fused multiply-adds, and each sum in the same order. So products
-// are written with the functions that the compiler does not fuse, and `dot` says which sum is whose.
+// are written with the functions that the compiler does not fuse, and `multiply` and
+// `add_lanes` say which sum is whose.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -23,7 +25,10 @@ constexpr int kLanes = 8;                // that share a row of a state
 constexpr int kGroups = kWarp / kLanes;  // rows that a warp holds beside each other
 constexpr int kRowsOfTile = 32;          // of a Triton program
 constexpr unsigned kAllLanes = 0xffffffff;
-constexpr size_t kSharedWithoutAsking = 48 << 10;
+constexpr int kSharedWithoutAsking = 48 << 10;
+// Of a block of gated_delta_verify, at most. Four of these share a multiprocessor, as two of twice as many do
+// (the registers are the limit), and more blocks overlap their waits for memory better.
+constexpr int kVerifyThreads = 128;
 
 // ---------------------------------------------------------------- arithmetic
 
@@ -102,22 +107,64 @@ __device__ void set(__half* to, float x) {
     *to = __float2half_rn(x);
 }
 
-// One of `Floats`, loaded but not looked at: nothing waits for it before it is needed.
-struct LoadedFloat {
-    uint32_t bits;
-    ScalarType dtype;
+// Two elements side by side.
+template <class Input>
+struct Pair {
+    float first, second;
 
-    __device__ LoadedFloat(const Floats& from, int64_t i, int64_t j = 0, int64_t k = 0) : dtype(from.dtype) {
-        const int64_t place = i * from.strides[0] + j * from.strides[1] + k * from.strides[2];
-        bits = dtype == ScalarType::Float ? static_cast<const uint32_t*>(from.data)[place]
-                                          : static_cast<const uint16_t*>(from.data)[place];
-    }
-    __device__ float value() const {
-        if (dtype == ScalarType::Float) return __uint_as_float(bits);
-        if (dtype == ScalarType::BFloat16) return __uint_as_float(bits << 16);
-        return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+    __device__ explicit Pair(uint32_t bits) {
+        if constexpr (std::is_same_v<Input, __nv_bfloat16>) {
+            first = __uint_as_float(bits << 16);
+            second = __uint_as_float(bits & 0xffff0000);
+        } else {
+            const float2 two = __half22float2(reinterpret_cast<const __half2&>(bits));
+            first = two.x;
+            second = two.y;
+        }
     }
 };
+
+// One of `Floats`, loaded but not looked at: nothing waits for it before it is needed. It is loaded in
+// halves, which are the same where the dtype has 16 bits: loads that depend on the dtype would wait for each
+// other.
+struct LoadedFloat {
+    const Floats& from;
+    uint16_t low, high;
+
+    __device__ LoadedFloat(const Floats& from, int64_t i, int64_t j = 0) : from(from) {
+        const bool is_float = from.dtype == ScalarType::Float;
+        const char* data = static_cast<const char*>(from.data) +
+                           (i * from.strides[0] + j * from.strides[1]) * (is_float ? 4 : 2);
+        low = *reinterpret_cast<const uint16_t*>(data);
+        high = *reinterpret_cast<const uint16_t*>(data + (is_float ? 2 : 0));
+    }
+    __device__ float value() const {
+        if (from.dtype == ScalarType::Half) return __half2float(__ushort_as_half(low));
+        return __uint_as_float(static_cast<uint32_t>(high) << 16 |
+                               (from.dtype == ScalarType::Float ? low : 0));
+    }
+};
+
+// ---------------------------------------------------------------- copies to shared memory
+
+template <int kBytes>
+__device__ void copy_async(void* shared, const void* from) {
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    if constexpr (kBytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ void close_group_of_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits for all groups but the last `kPending`.
+template <int kPending>
+__device__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // ---------------------------------------------------------------- rows of a state in registers
 
@@ -174,6 +221,8 @@ struct RawRows {
     using R = Rows<State, kWidth>;
     using Element = typename RawOf<sizeof(State)>::type;
     uint4 chunks[R::kRows][R::kChunks];
+    static constexpr int kStagedStride = kWarp * 16;  // between chunks of a thread
+    static constexpr int kStagedOfWarp = R::kRows * R::kChunks * kStagedStride;
 
     // `state` is where the head's rows begin.
     __device__ void load(const char* state, bool is_aligned, int first, const LaneOfRow& at) {
@@ -201,6 +250,26 @@ struct RawRows {
                 }
                 chunks[j][c] = make_uint4(words[0], words[1], words[2], words[3]);
             }
+    }
+    // The same through shared memory, aligned chunks alone. A thread reads what it copied itself, so it waits
+    // for its own copies and for no other thread.
+    static __device__ int staged_place() {
+        return threadIdx.x / kWarp * kStagedOfWarp + threadIdx.x % kWarp * 16;
+    }
+    static __device__ void stage(char* staged, const char* state, int first, const LaneOfRow& at) {
+        const char* from = state + place(first, at);
+#pragma unroll
+        for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+            for (int c = 0; c < R::kChunks; ++c)
+                copy_async<16>(staged + (j * R::kChunks + c) * kStagedStride, from + offset(j, c));
+    }
+    __device__ void read_staged(const char* staged) {
+#pragma unroll
+        for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+            for (int c = 0; c < R::kChunks; ++c)
+                chunks[j][c] = *reinterpret_cast<const uint4*>(staged + (j * R::kChunks + c) * kStagedStride);
     }
     __device__ void store(char* state, bool is_aligned, int first, const LaneOfRow& at) const {
         char* to = state + place(first, at);
@@ -324,36 +393,48 @@ __device__ float dot_chunk(const float (&h)[kChunk], const float (&x)[kChunk], b
     return sum;
 }
 
-// The products of all rows with x, summed over the eight lanes. A lane returns that of the row
-// j = at.lane / kLanesOfSum. Chunks are added in the order of a warp's butterfly, from 16 lanes apart to
-// neighbours: the distances 16 and 8 are in one thread here, and of the other three a lane hands over the
-// rows that it does not return.
+// A lane's part of the products of all rows with a vector.
+template <class State, int kWidth>
+struct Products {
+    static constexpr int kCount = Rows<State, kWidth>::kRows * Rows<State, kWidth>::kParts;
+    float sums[kCount];
+};
+
+// Of x, chunks added in the order of a warp's butterfly, from 16 lanes apart to neighbours: the distances 16
+// and 8 are in one thread here. `last`: which of the rows are among a tile's last.
 template <bool kOfKey, class State, int kWidth>
-__device__ float dot(const Rows<State, kWidth>& rows,
-                     const float (&x)[Rows<State, kWidth>::kChunks][Rows<State, kWidth>::kChunk], int first,
-                     const LaneOfRow& at) {
+__device__ Products<State, kWidth> multiply(
+    const Rows<State, kWidth>& rows,
+    const float (&x)[Rows<State, kWidth>::kChunks][Rows<State, kWidth>::kChunk],
+    const bool (&last)[Rows<State, kWidth>::kRows]) {
     using R = Rows<State, kWidth>;
     constexpr int kChunksOfPart = R::kChunks / R::kParts;
-    float sums[R::kRows * R::kParts];
+    Products<State, kWidth> products;
 #pragma unroll
     for (int j = 0; j < R::kRows; ++j) {
-        // Whether a row at j can be one of the last of a tile, and whether this one is.
-        const bool may_be_last = kOfKey && kGroups * (j + 1) + R::kLastRows > R::kRowsOfWarp;
-        const bool last =
-            may_be_last && (first + kGroups * j + at.group) % kRowsOfTile >= kRowsOfTile - R::kLastRows;
 #pragma unroll
         for (int part = 0; part < R::kParts; ++part) {
             float chunks[kChunksOfPart];
 #pragma unroll
             for (int c = 0; c < kChunksOfPart; ++c)
-                chunks[c] = dot_chunk(rows.h[j][part * kChunksOfPart + c], x[part * kChunksOfPart + c], last);
+                chunks[c] = dot_chunk(rows.h[j][part * kChunksOfPart + c], x[part * kChunksOfPart + c],
+                                      kOfKey && last[j]);
 #pragma unroll
             for (int distance = kChunksOfPart / 2; distance > 0; distance /= 2)
 #pragma unroll
                 for (int c = 0; c < distance; ++c) chunks[c] = __fadd_rn(chunks[c], chunks[c + distance]);
-            sums[j * R::kParts + part] = chunks[0];
+            products.sums[j * R::kParts + part] = chunks[0];
         }
     }
+    return products;
+}
+
+// The products, summed over the eight lanes: the other three distances. A lane returns that of the row
+// j = at.lane / kLanesOfSum, and hands over the others.
+template <class State, int kWidth>
+__device__ float add_lanes(Products<State, kWidth> products, const LaneOfRow& at) {
+    using R = Rows<State, kWidth>;
+    float (&sums)[Products<State, kWidth>::kCount] = products.sums;
     int count = R::kRows * R::kParts;
 #pragma unroll
     for (int distance = kLanes / 2; distance > 0; distance /= 2) {
@@ -383,12 +464,14 @@ struct SharedPlaces {
     int keys, queries, decays, betas;                              // of the window
     int replay_keys, replay_norms, replay_decays, replay_updates;  // of the record
     int weights, gates, outputs;                                   // of the norm
-    int raw_keys, raw_queries, raw_replay_keys;
+    int values, raw_keys, raw_queries, raw_replay_keys;            // as they came
+    int states;                                                    // on their way to registers
     int bytes;
 
-    // Of at most `tokens` tokens and `rows` rows of a record; `width` of keys, `values` rows of a state.
-    SharedPlaces(int64_t tokens, int64_t rows, int64_t width, int64_t values, bool per_channel,
-                 bool has_norm) {
+    // Of at most `tokens` tokens and `rows` rows of a record; `width` of keys, `num_values` rows of a state,
+    // of which `staged` bytes come through here.
+    SharedPlaces(int64_t tokens, int64_t rows, int64_t width, int64_t num_values, bool per_channel,
+                 bool has_norm, int64_t staged) {
         int64_t end = 0;
         const auto take = [&end](int64_t bytes) {
             const int64_t begin = end;
@@ -403,13 +486,15 @@ struct SharedPlaces {
         replay_keys = take(rows * width * 4);
         replay_norms = take(rows * 4);
         replay_decays = take(rows * decay);
-        replay_updates = take(rows * values * 4);
-        weights = take(has_norm ? values * 4 : 0);
-        gates = take(has_norm ? tokens * values * 2 : 0);
-        outputs = take(has_norm ? tokens * values * 2 : 0);
+        replay_updates = take(rows * num_values * 4);
+        weights = take(has_norm ? num_values * 4 : 0);
+        gates = take(has_norm ? tokens * num_values * 2 : 0);
+        outputs = take(has_norm ? tokens * num_values * 2 : 0);
+        values = take(tokens * num_values * 2);
         raw_keys = take(tokens * width * 2);
         raw_queries = take(tokens * width * 2);
         raw_replay_keys = take(rows * width * 2);
+        states = take(staged);
         bytes = static_cast<int>(end);
     }
 };
@@ -419,19 +504,6 @@ extern __shared__ __align__(16) char shared_memory[];
 template <class T>
 __device__ T* shared_at(int place) {
     return reinterpret_cast<T*>(shared_memory + place);
-}
-
-template <int kBytes>
-__device__ void copy_async(void* shared, const void* from) {
-    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    if constexpr (kBytes == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ void wait_for_copies() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // A warp copies `bytes`, a multiple of 16, of elements of two bytes or more.
@@ -519,11 +591,15 @@ __device__ void copy_replay(const RecurrentRecord& r, const SharedPlaces& places
 // From raw keys to keys, of the rows to replay.
 template <class State, class Input, int kWidth>
 __device__ void scale_replay_keys(const SharedPlaces& places, int num_rows) {
-    const Input* raw = shared_at<Input>(places.raw_replay_keys);
-    for (int i = threadIdx.x; i < num_rows * kWidth; i += blockDim.x) {
-        const int row = i / kWidth;
-        shared_at<float>(places.replay_keys)[row * kWidth + shared_place<State, kWidth>(i % kWidth)] =
-            __fmul_rn(to_float(raw[i]), shared_at<float>(places.replay_norms)[row]);
+    const uint32_t* raw = shared_at<uint32_t>(places.raw_replay_keys);
+    constexpr int kPairs = kWidth / 2;
+    for (int i = threadIdx.x; i < num_rows * kPairs; i += blockDim.x) {
+        const int row = i / kPairs;
+        const float norm = shared_at<float>(places.replay_norms)[row];
+        const Pair<Input> two(raw[i]);
+        *reinterpret_cast<float2*>(shared_at<float>(places.replay_keys) + row * kWidth +
+                                   shared_place<State, kWidth>(i % kPairs * 2)) =
+            make_float2(__fmul_rn(two.first, norm), __fmul_rn(two.second, norm));
     }
 }
 
@@ -554,6 +630,7 @@ struct VerifyJob {
     SharedPlaces shared;
     BlockPlaces blocks;
     bool is_aligned;  // states, of the slots and of `all_states`
+    bool is_staged;   // states, on their way to registers
     const char* report_as;
 };
 
@@ -570,12 +647,15 @@ __device__ void scale_window(const VerifyJob& job, const RecurrentRow& row, cons
         const bool of_key = i % 2 == 0;
         const Input* raw =
             shared_at<Input>(of_key ? job.shared.raw_keys : job.shared.raw_queries) + token * kWidth;
+        Input bits[kSegments][kNeighbours];
         float x[kSegments][kNeighbours], sums[kSegments];
 #pragma unroll
         for (int s = 0; s < kSegments; ++s)
 #pragma unroll
-            for (int e = 0; e < kNeighbours; ++e)
-                x[s][e] = to_float(raw[(s * kWarp + lane) * kNeighbours + e]);
+            for (int e = 0; e < kNeighbours; ++e) {
+                bits[s][e] = raw[(s * kWarp + lane) * kNeighbours + e];
+                x[s][e] = to_float(bits[s][e]);
+            }
         float factor = 1.0f;
         if (c.use_qk_l2norm) {
 #pragma unroll
@@ -602,7 +682,10 @@ __device__ void scale_window(const VerifyJob& job, const RecurrentRow& row, cons
             const RecurrentRecord& r = c.record;
             Input* keys = reinterpret_cast<Input*>(r.keys) +
                           r.key_offset(row.target, row.next_half(), token, block.key_head);
-            for (int k = lane; k < kWidth; k += kWarp) keys[k] = raw[k];
+#pragma unroll
+            for (int s = 0; s < kSegments; ++s)
+#pragma unroll
+                for (int e = 0; e < kNeighbours; ++e) keys[(s * kWarp + lane) * kNeighbours + e] = bits[s][e];
             if (lane == 0)
                 r.norms[r.norm_offset(row.target, row.next_half(), token, block.key_head)] = factor;
         }
@@ -638,6 +721,7 @@ __device__ void norm_outputs(const VerifyJob& job, const BlockPlace& block, int6
 template <class State, class Input, int kWidth, bool kPerChannel>
 __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_constant__ VerifyJob job) {
     using R = Rows<State, kWidth>;
+    using Raw = RawRows<State, kWidth>;
     const VerifyArguments& c = job.call;
     const RecurrentRecord& r = c.record;
     const BlockPlace block = job.blocks[blockIdx.x];
@@ -648,7 +732,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                   end_token = c.query_start_loc[block.request + 1];
     const RecurrentRow row = c.plan[block.request];
     if (blockIdx.x == 0 && threadIdx.x == 0) *c.layer_window = *c.window;
-    if (const Found found = problem_of_request(c, block.request)) {
+    if (const Found found = problem_of_request(c, block.request, first_token, end_token, row)) {
         if (threadIdx.x == 0) report(job.report_as, found);
         return;
     }
@@ -663,41 +747,45 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         return;
     }
 
-    // Small things set out before the state does.
+    // Small things set out before the state does. The last warp has the gates, a lane those of a token.
+    const bool has_gates = warp == warps - 1 && lane < num_tokens;
+    const int64_t token_of_gates = first_token + (has_gates ? lane : 0);
+    const LoadedFloat a(c.a, token_of_gates, block.head), b(c.b, token_of_gates, block.head),
+        log_rate(c.A_log, block.head), bias(c.dt_bias, block.head);
     const bool has_norm = c.gate.data != nullptr;
-    const int num_copies = (has_norm ? 3 : 2) * num_tokens;
-    int copy = warp;
-    for (; copy < num_copies; copy += warps) {
-        const int kind = copy / num_tokens, token = copy - kind * num_tokens;
-        const HeadsView& from = kind == 0 ? c.k : kind == 1 ? c.q : c.gate;
+    for (int copy = warp; copy < 4 * num_tokens; copy += warps) {
+        const int kind = copy % 4, token = copy / 4;
+        if (kind == 3 && !has_norm) continue;
+        const HeadsView& from = kind == 0 ? c.k : kind == 1 ? c.q : kind == 2 ? c.v : c.gate;
         const int to = kind == 0   ? job.shared.raw_keys
                        : kind == 1 ? job.shared.raw_queries
+                       : kind == 2 ? job.shared.values
                                    : job.shared.gates;
-        const int bytes = (kind < 2 ? kWidth : block.num_values) * 2;
-        copy_row(shared_at<char>(to) + token * bytes,
-                 from.data + from.offset(first_token + token, kind < 2 ? block.key_head : block.head) * 2,
-                 bytes);
+        const bool of_keys = kind < 2;
+        const int64_t place = from.offset(first_token + token, of_keys ? block.key_head : block.head) +
+                              (of_keys ? 0 : block.first_value);
+        const int bytes = (of_keys ? kWidth : block.num_values) * 2;
+        copy_row(shared_at<char>(to) + token * bytes, from.data + place * 2, bytes);
     }
-    copy_replay<State, kWidth, kPerChannel>(r, job.shared, row, block, copy - num_copies);
-    const int token_of_lane = lane < num_tokens ? lane : 0;
-    const LoadedFloat a(c.a, first_token + token_of_lane, block.head),
-        b(c.b, first_token + token_of_lane, block.head), log_rate(c.A_log, block.head),
-        bias(c.dt_bias, block.head);
-    const LoadedFloat weight = has_norm ? LoadedFloat(c.norm_weight, threadIdx.x % block.num_values) : a;
+    copy_replay<State, kWidth, kPerChannel>(r, job.shared, row, block, warps - 1 - warp);
+    close_group_of_copies();
 
     const LaneOfRow at;
     const int row_of_lane = at.lane / R::kLanesOfSum * kGroups + at.group;
     const bool writes_row = at.lane % R::kLanesOfSum == 0;
     const char* source = c.states.data + c.states.row_offset(row.source, block.head, 0) * sizeof(State);
     char* target = c.states.data + c.states.row_offset(row.target, block.head, 0) * sizeof(State);
+    char* const staged = shared_at<char>(job.shared.states) + Raw::staged_place();
     int value = warp * R::kRowsOfWarp;  // the warp's first row among the block's
-    RawRows<State, kWidth> raw;
-    raw.load(source, job.is_aligned, block.first_value + value, at);
-    __syncwarp();  // else the compiler has the loads wait for the copies
+    if (job.is_staged) Raw::stage(staged, source, block.first_value + value, at);
+    close_group_of_copies();
 
-    wait_for_copies();
+    if (has_norm)
+        for (int i = threadIdx.x; i < block.num_values; i += blockDim.x)
+            shared_at<float>(job.shared.weights)[i] = LoadedFloat(c.norm_weight, i).value();
+    wait_for_copies<1>();  // all but the state
     __syncthreads();
-    if (warp == warps - 1 && lane < num_tokens) {
+    if (has_gates) {
         shared_at<float>(job.shared.betas)[lane] = sigmoid(b.value());
         if constexpr (!kPerChannel) {
             const float decay = decay_of(c, __fadd_rn(a.value(), bias.value()), log_rate.value());
@@ -716,14 +804,22 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
             if (block.leads_head)
                 r.decays[r.decay_offset(row.target, row.next_half(), token, block.head) + k] = decay;
         }
-    if (has_norm && threadIdx.x < block.num_values)
-        shared_at<float>(job.shared.weights)[threadIdx.x] = weight.value();
     scale_window<State, Input, kWidth>(job, row, block, num_tokens);
     scale_replay_keys<State, Input, kWidth>(job.shared, row.rows);
     __syncthreads();
 
+    const float* const decays = shared_at<float>(job.shared.decays);
+    const float* const betas = shared_at<float>(job.shared.betas);
+    const int updates_stride = static_cast<int>(r.num_value_heads * r.value_width);
     while (true) {
         const int first = block.first_value + value;
+        Raw raw;
+        if (job.is_staged) {
+            wait_for_copies<0>();
+            raw.read_staged(staged);
+        } else {
+            raw.load(source, job.is_aligned, first, at);
+        }
         R rows;
         raw.widen(&rows);
         if (row.rows > 0 || row.source != row.target) {
@@ -733,51 +829,72 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
             raw.widen(&rows);
         }
 
-        const int value_of_lane = first + row_of_lane;
-        const Input* v =
-            reinterpret_cast<const Input*>(c.v.data) + c.v.offset(first_token, block.head) + value_of_lane;
-        float* updates = r.values + r.value_offset(row.target, 0, block.head) + value_of_lane;
-        const int64_t updates_stride = r.num_value_heads * r.value_width;
-        Input* out = has_norm ? shared_at<Input>(job.shared.outputs) + value + row_of_lane
-                              : reinterpret_cast<Input*>(c.out.data) + c.out.offset(first_token, block.head) +
-                                    value_of_lane;
-        const int64_t out_stride = has_norm ? block.num_values : c.out.token_stride;
-        Input next_v = *v;
-        float addend = 0.0f;
-#pragma unroll 1
-        for (int token = 0; token < num_tokens; ++token) {
-            const float v_of_lane = to_float(next_v);
-            v += c.v.token_stride;
-            if (token + 1 < num_tokens) next_v = *v;
-            decay_rows<State, kWidth, kPerChannel>(
-                &rows, shared_at<float>(job.shared.decays) + token * (kPerChannel ? kWidth : 1), addend, at);
-            addend = -0.0f;
-            float x[R::kChunks][R::kChunk];
-            read_vector(x, shared_at<float>(job.shared.keys) + token * kWidth, at);
-            const float update = __fmul_rn(__fadd_rn(v_of_lane, -dot<true>(rows, x, first, at)),
-                                           shared_at<float>(job.shared.betas)[token]);
-            if (writes_row) *updates = update;
-            updates += updates_stride;
-            float u[R::kRows];
+        bool last[R::kRows];  // of a tile
 #pragma unroll
-            for (int j = 0; j < R::kRows; ++j)
-                u[j] = __shfl_sync(kAllLanes, update, j * R::kLanesOfSum, kLanes);
-            update_rows(&rows, u, x);
-            read_vector(x, shared_at<float>(job.shared.queries) + token * kWidth, at);
-            const float output = dot<false>(rows, x, first, at);
-            if (writes_row) set(out, output);
-            out += out_stride;
-            if (c.all_states != nullptr) {
-                const int64_t place =
-                    (first_token + token) * c.all_states_stride + block.head * c.states.value_width * kWidth;
-                raw.round(rows);
-                raw.store(c.all_states + place * static_cast<int64_t>(sizeof(State)), job.is_aligned, first,
-                          at);
+        for (int j = 0; j < R::kRows; ++j)
+            last[j] = kGroups * (j + 1) + R::kLastRows > R::kRowsOfWarp &&
+                      (first + kGroups * j + at.group) % kRowsOfTile >= kRowsOfTile - R::kLastRows;
+        const int value_of_lane = first + row_of_lane;
+        const float *keys = shared_at<float>(job.shared.keys),
+                    *queries = shared_at<float>(job.shared.queries);
+        const Input* values = shared_at<Input>(job.shared.values) + value + row_of_lane;
+        float* updates = r.values + r.value_offset(row.target, 0, block.head) + value_of_lane;
+        Input* out =
+            reinterpret_cast<Input*>(c.out.data) + c.out.offset(first_token, block.head) + value_of_lane;
+        Input* out_for_norm = shared_at<Input>(job.shared.outputs) + value + row_of_lane;
+        const auto put = [&](float output) {
+            if (has_norm) {
+                if (writes_row) set(out_for_norm, output);
+                out_for_norm += block.num_values;
+            } else {
+                if (writes_row) set(out, output);
+                out += c.out.token_stride;
             }
+        };
+        float addend = 0.0f;
+        // Of the token before: its lanes are added while those of this token's keys are, of which neither
+        // has to wait for the other.
+        Products<State, kWidth> outputs{};
+        // One token at a time where states of all are stored: a store in the inner loop would cost it a move
+        // of each element, whether it is done or not.
+        for (int token = 0; token < num_tokens;) {
+            const int end = c.all_states == nullptr ? num_tokens : token + 1;
+#pragma unroll 1
+            for (; token < end; ++token) {
+                const float v = to_float(*values), beta = betas[token];
+                values += block.num_values;
+                decay_rows<State, kWidth, kPerChannel>(&rows, decays + token * (kPerChannel ? kWidth : 1),
+                                                       addend, at);
+                addend = -0.0f;
+                float x[R::kChunks][R::kChunk];
+                read_vector(x, keys, at);
+                keys += kWidth;
+                const Products<State, kWidth> products = multiply<true>(rows, x, last);
+                const float output = add_lanes(outputs, at);
+                const float update = __fmul_rn(__fadd_rn(v, -add_lanes(products, at)), beta);
+                if (writes_row) *updates = update;
+                updates += updates_stride;
+                if (token > 0) put(output);
+                float u[R::kRows];
+#pragma unroll
+                for (int j = 0; j < R::kRows; ++j)
+                    u[j] = __shfl_sync(kAllLanes, update, j * R::kLanesOfSum, kLanes);
+                update_rows(&rows, u, x);
+                read_vector(x, queries, at);
+                queries += kWidth;
+                outputs = multiply<false>(rows, x, last);
+            }
+            if (c.all_states == nullptr) break;
+            const int64_t place =
+                (first_token + token - 1) * c.all_states_stride + block.head * c.states.value_width * kWidth;
+            raw.round(rows);
+            raw.store(c.all_states + place * static_cast<int64_t>(sizeof(State)), job.is_aligned, first, at);
         }
+        put(add_lanes(outputs, at));
         value += warps * R::kRowsOfWarp;
         if (value >= block.num_values) break;
-        raw.load(source, job.is_aligned, block.first_value + value, at);
+        if (job.is_staged) Raw::stage(staged, source, block.first_value + value, at);
+        close_group_of_copies();
     }
     if (!has_norm) return;
     __syncthreads();
@@ -831,8 +948,9 @@ __global__ void __launch_bounds__(kThreads, 2) fold_kernel(const __grid_constant
     const int value = threadIdx.x / kWarp * R::kRowsOfWarp;
     RawRows<State, kWidth> raw;
     raw.load(layer.states + source, job.is_aligned, block.first_value + value, at);
-    __syncwarp();  // as above
-    wait_for_copies();
+    close_group_of_copies();
+    __syncwarp();  // else the compiler has the loads wait for the copies
+    wait_for_copies<0>();
     __syncthreads();
     scale_replay_keys<State, Input, kWidth>(job.shared, row.rows);
     __syncthreads();
@@ -882,16 +1000,22 @@ bool is_aligned(const RecurrentStates& s, const void* data, int64_t slot_stride)
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && slot_stride * (s.is_bfloat16 ? 2 : 4) % 16 == 0;
 }
 
-template <class Kernel>
-void allow_shared_memory(const char* op, Kernel* kernel, const LaunchShape& shape, const Launch& launch) {
-    if (shape.shared_bytes <= kSharedWithoutAsking) return;
+// That a block may have on this GPU.
+int most_shared_memory(const Launch& launch) {
     int most = 0;
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, launch.device()));
-    if (shape.shared_bytes > static_cast<size_t>(most))
+    return most;
+}
+
+template <class Kernel>
+void allow_shared_memory(const char* op, Kernel* kernel, const LaunchShape& shape, const Launch& launch) {
+    const int bytes = static_cast<int>(shape.shared_bytes);
+    if (bytes <= kSharedWithoutAsking) return;
+    const int most = most_shared_memory(launch);
+    if (bytes > most)
         fail(op, "record_rows must be so few that a block's copies of them fit ", most,
-             " bytes of shared memory on this GPU, got rows that need ", shape.shared_bytes);
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(shape.shared_bytes)));
+             " bytes of shared memory on this GPU, got rows that need ", bytes);
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
 }
 
 LaunchShape shape_for_heads(const char* op, int64_t heads, int64_t splits, int64_t threads,
@@ -919,19 +1043,33 @@ void run(const VerifyArguments& c, const Launch& launch) {
     with_types(c.states, c.record, [&](auto state, auto input, auto width, auto per_channel) {
         using State = typename decltype(state)::type;
         constexpr int kWidth = decltype(width)::value;
-        constexpr int64_t kMost = Rows<State, kWidth>::kRowsOfWarp * (kThreads / kWarp);
+        using Raw = RawRows<State, kWidth>;
+        constexpr int64_t kRowsOfWarp = Rows<State, kWidth>::kRowsOfWarp;
+        const int64_t most = kRowsOfWarp * (kVerifyThreads / kWarp);
         const bool has_norm = c.gate.data != nullptr;  // then a block has all rows, a few at a time
-        const int64_t values = has_norm ? c.states.value_width : values_of_block(c.record, heads, kMost);
-        const VerifyJob job{
-            c, SharedPlaces(c.record.rows, c.record.rows, kWidth, values, c.record.per_channel, has_norm),
-            BlockPlaces(c.record, values),
-            is_aligned(c.states, c.states.data, c.states.slot_stride) &&
-                is_aligned(c.states, c.all_states, c.all_states_stride),
-            report_as(c.op)};
+        const int64_t values = has_norm ? c.states.value_width : values_of_block(c.record, heads, most);
+        const int64_t warps = std::min(values, most) / kRowsOfWarp;
+        const auto places = [&](int64_t staged) {
+            return SharedPlaces(c.record.rows, c.record.rows, kWidth, values, c.record.per_channel, has_norm,
+                                staged);
+        };
+        const bool all_aligned = is_aligned(c.states, c.states.data, c.states.slot_stride) &&
+                                 is_aligned(c.states, c.all_states, c.all_states_stride);
+        VerifyJob job{c,
+                      places(warps * Raw::kStagedOfWarp),
+                      BlockPlaces(c.record, values),
+                      all_aligned,
+                      all_aligned,
+                      report_as(c.op)};
+        // Where long windows leave no room, states go straight to registers.
+        if (!all_aligned ||
+            (job.shared.bytes > kSharedWithoutAsking && job.shared.bytes > most_shared_memory(launch))) {
+            job.is_staged = false;
+            job.shared = places(0);
+        }
         const auto kernel = verify_kernel<State, typename decltype(input)::type, kWidth, per_channel>;
-        const int64_t threads = std::min(values, kMost) / Rows<State, kWidth>::kRowsOfWarp * kWarp;
         const LaunchShape shape =
-            shape_for_heads(c.op, heads, c.states.value_width / values, threads, job.shared.bytes);
+            shape_for_heads(c.op, heads, c.states.value_width / values, warps * kWarp, job.shared.bytes);
         allow_shared_memory(c.op, kernel, shape, launch);
         launch.start(kernel, shape, job);
     });
@@ -953,7 +1091,7 @@ void run(const FoldArguments& f, const Launch& launch) {
                     f.record,
                     f.plan,
                     f.window,
-                    SharedPlaces(0, f.record.rows, kWidth, values, f.record.per_channel, false),
+                    SharedPlaces(0, f.record.rows, kWidth, values, f.record.per_channel, false, 0),
                     BlockPlaces(f.record, values),
                     FastDivisor(f.plan.length),
                     all_aligned,
