@@ -9,8 +9,8 @@
 //
 // Bits are those of vLLM's Triton kernel as Triton 3.6 compiles it for num_warps=4: the same approximations
 // of exp, log, 1/x and 1/sqrt(x), the same fused multiply-adds, and each sum in the same order. So products
-// are written with the functions that the compiler does not fuse, and `multiply` and
-// `add_lanes` say which sum is whose.
+// are written with the functions that the compiler does not fuse, and `multiply` and `add_lanes` say which
+// sum is whose.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -26,9 +26,6 @@ constexpr int kGroups = kWarp / kLanes;  // rows that a warp holds beside each o
 constexpr int kRowsOfTile = 32;          // of a Triton program
 constexpr unsigned kAllLanes = 0xffffffff;
 constexpr int kSharedWithoutAsking = 48 << 10;
-// Of a block of gated_delta_verify, at most. Four of these share a multiprocessor, as two of twice as many do
-// (the registers are the limit), and more blocks overlap their waits for memory better.
-constexpr int kVerifyThreads = 128;
 
 // ---------------------------------------------------------------- arithmetic
 
@@ -1033,6 +1030,16 @@ int64_t values_of_block(const RecurrentRecord& r, int64_t heads, int64_t most) {
     return values;
 }
 
+// Of a block of gated_delta_verify, at most. Four blocks of 128 share a multiprocessor as two of 256 do (the
+// registers are the limit), and overlap their waits for memory better. But what a block does for all of its
+// rows grows with the window, and with the norm, where a block has all rows of a head, few blocks of 128
+// leave a part of the chip idle.
+int64_t threads_of_verify(const VerifyArguments& c, int64_t heads) {
+    constexpr int64_t kShortWindow = 5;
+    const bool has_few_blocks = c.gate.data != nullptr && heads <= kEnoughBlocks;
+    return c.record.rows > kShortWindow || has_few_blocks ? kThreads : kThreads / 2;
+}
+
 void run(const VerifyArguments& c, const Launch& launch) {
     const int64_t heads = c.num_requests * c.states.num_value_heads;
     if (heads == 0) {
@@ -1045,7 +1052,7 @@ void run(const VerifyArguments& c, const Launch& launch) {
         constexpr int kWidth = decltype(width)::value;
         using Raw = RawRows<State, kWidth>;
         constexpr int64_t kRowsOfWarp = Rows<State, kWidth>::kRowsOfWarp;
-        const int64_t most = kRowsOfWarp * (kVerifyThreads / kWarp);
+        const int64_t most = kRowsOfWarp * (threads_of_verify(c, heads) / kWarp);
         const bool has_norm = c.gate.data != nullptr;  // then a block has all rows, a few at a time
         const int64_t values = has_norm ? c.states.value_width : values_of_block(c.record, heads, most);
         const int64_t warps = std::min(values, most) / kRowsOfWarp;
