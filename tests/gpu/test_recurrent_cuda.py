@@ -282,11 +282,11 @@ def test_bits_over_many_steps(device, state_dtype, per_channel, steps):
 # ---------------------------------------------------------------- items and blocks
 
 
+@pytest.mark.parametrize("heads", [Heads(4, 16, 128, 128), Heads(4, 16, 64, 256)], ids=str)
 @pytest.mark.parametrize("norm", [None, "silu"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-def test_requests_alone_and_together(device, state_dtype, norm):
-    """All at once, blocks take several heads one after another; alone, a head is several blocks. Some are padded."""
-    heads = Heads(4, 16, 128, 128)
+def test_requests_alone_and_together(device, state_dtype, norm, heads):
+    """All at once and alone, blocks have other numbers of threads, or of rows of a state. Some are padded."""
     together = Requests(device, 50, 4, state_dtype, heads)
     together.slots[::7] = 0
     alone = Requests(device, 50, 4, state_dtype, heads)
@@ -333,14 +333,20 @@ def test_norm_is_that_of_the_output(device, heads):
     torch.testing.assert_close(normed.float(), expected, rtol=2**-7, atol=1e-6)
 
 
-def test_long_records(device):
-    """The most rows that a record may have take more shared memory than a launch gets unasked."""
-    requests = Requests(device, 3, 32, torch.float32)
+@pytest.mark.parametrize(
+    ("heads", "per_channel", "norm"),
+    [(HEADS, False, "silu"), (Heads(1, 2, 256, 256), False, "silu"), (Heads(1, 2, 256, 256), True, None)],
+    ids=["128", "256", "256-kda"],
+)
+def test_long_records(device, heads, per_channel, norm):
+    """The most rows that a record may have take more shared memory than a launch gets unasked, and at a width of 256 so
+    much that states do not come through it."""
+    requests = Requests(device, 3, 32, torch.float32, heads, per_channel=per_channel)
     for _ in range(3):
         lengths = [32, 1, 17]
         window = requests.draw(lengths)
         every = requests.states_of(window)
-        requests.run(window, norm="silu", every=every)
+        requests.run(window, norm=norm, every=every)
         requests.accept(lengths)
         requests.fold()
         assert same_bits(requests.state[1:], every[(window.starts[:-1] + requests.accepted - 1).long()])
