@@ -8,11 +8,17 @@
 
 Measured as in gpu_engine.py: one engine for a mode, whose two sides take turns of 20 steps while its requests decode;
 synthetic acceptance of 2.5 tokens per step; graphs are captured twice for either side in mode `cow`. All engines are on
-the GPUs at the same time (some 20 GiB each), and are measured in turn; the ranks of data parallelism at the same time.
+the GPUs at the same time (some 28 GiB each; a rank of tp2: 18), and are measured in turn; the ranks of data parallelism
+at the same time.
+
+Ranks of tensor parallelism add up with NCCL: what else vLLM has for it wants peer access or NVLink multicast, which
+virtual machines may lack. The workers of several ranks are not in the process of vLLM's scheduler, whose book of drafts
+(microseconds a step) is kept there on both sides, and whose log says once that counters disagree: it counts the steps
+in which NWOR is off.
 
 Beside the rows of gpu_engine.py there is `added_us_MODE_tpN/REQUESTS`, what NWOR adds to a step, turn by turn: how it
-grows from one GPU to several. About 4 minutes on two GPUs. A row is written when it is measured; what fails is reported
-and left out.
+grows from one GPU to several. About 4 minutes on two GPUs, half of them until all engines are ready. A row is written
+when it is measured; what fails is reported and left out.
 """
 
 from __future__ import annotations
@@ -50,6 +56,7 @@ from results import FOLDER, Row, row, show, this_machine, write
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
 
 NAME = "gpu_parallel"
+NCCL_ALONE = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 TARGETS = {"cow": 0.995, "stage": 0.99}
 
 
@@ -87,14 +94,17 @@ def engine_job_at(place: Place, folder: pathlib.Path, requests: list[int], small
     speculation |= {"method": "draft_model"} if small else {"method": "eagle"} | SYNTHETIC
     more: dict[str, Any] = {}
     if not small:
+        sizes = [(K + 1) * count for count in sorted(requests)]
         kernels = ("enable_jit_warmup", "enable_cutedsl_warmup", "enable_flashinfer_autotune")
         more = {
-            "compilation_config": {"cudagraph_capture_sizes": [(K + 1) * count for count in sorted(requests)]},
+            # The fused all-reduce is FlashInfer's, by NVLink multicast.
+            "compilation_config": {"cudagraph_capture_sizes": sizes, "pass_config": {"fuse_allreduce_rms": False}},
             "kernel_config": dict.fromkeys(kernels, False),  # compiled when first needed, while the engine warms up
             "gpu_memory_utilization": 0.1,  # what must be free at start-up: four engines start on a GPU at once
         }
     if place.ranks > 1:
         more |= {"tensor_parallel_size": place.ranks, "distributed_executor_backend": "mp"}
+        more["disable_custom_all_reduce"] = True
     job = engine_job(model, speculation, small, **more)
     captures = 1 if small else CAPTURES[place.mode]
     return job | {"vocabulary": shape["vocab_size"], "max_tokens": WARM_UP_TOKENS, "captures": captures}
@@ -119,7 +129,8 @@ class Run:
         for place in wanted:
             job = engine_job_at(place, self.folder, options.requests, options.small)
             devices = ",".join(str(place.first + rank) for rank in range(place.ranks))
-            environment = {"VLLM_NWOR_MODE": place.mode} | ({} if options.small else {"CUDA_VISIBLE_DEVICES": devices})
+            environment = {"VLLM_NWOR_MODE": place.mode}
+            environment |= {} if options.small else NCCL_ALONE | {"CUDA_VISIBLE_DEVICES": devices}
             cache = self.folder / f"cache-{place.name}"
             self.engines[place] = launch_engine(place.name, job, self.folder, cache, "v2", environment)
         with ThreadPoolExecutor(len(wanted)) as pool:
@@ -204,8 +215,8 @@ class Run:
         show(rows)
 
     def close(self) -> None:
-        for engine in self.engines.values():
-            engine.close()
+        with ThreadPoolExecutor(max(len(self.engines), 1)) as pool:  # they have ranks to wait for
+            list(pool.map(EngineProcess.close, self.engines.values()))
 
 
 def added(name: str, count: int, answers: list[dict[str, Any]]) -> Row:
