@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import abc
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import graph_capture
 
 from nwor_ops.drafter import DraftLoop, GraphKey, keys_of_token_counts
+from nwor_ops.vllm import metrics
 from nwor_ops.vllm.drafter.report import DraftGraphReport
+from nwor_ops.vllm.support import CAPTURE_SIZES, Unsupported
+
+Refuse = Callable[[Unsupported], None]
 
 # Why a pass runs vLLM's code.
 NOTHING_CAPTURED, DUMMY_RUN = NO_REQUESTS = ("nothing captured", "dummy run")  # that no request asked for
@@ -89,24 +94,50 @@ def _counts_of(keys: Iterable[GraphKey]) -> dict[str, list[int]]:
     }
 
 
-class GraphedDrafter:
-    """Who drafts with graphs, as far as it tells of it.
+class GraphedDrafter(abc.ABC):
+    """Who drafts with graphs, as far as both runners' have it in common.
 
     Attributes:
         graphs: None while there are none, and where they were refused.
     """
 
     graphs: Any  # LoopGraphs
+    _refuse: Refuse
+    _logger: Any  # vLLM's
     _eager: Counter[str]  # passes that ran vLLM's code, by reason
 
-    def say_active(self, logger: Any) -> None:
+    @abc.abstractmethod
+    def capture_keys(self) -> dict[int, list[GraphKey]]:
+        """By the number of drafts the graphs for it; none where no capture size holds a batch."""
+
+    def capture_graphs(self, vllm_config: Any, num_drafts: int) -> int:
+        """Capture, count from now on and say so; or refuse where there is nothing to capture. Bytes that it took.
+
+        Args:
+            vllm_config: the engine's.
+            num_drafts: most of a request.
+        """
+        if self.graphs is None:
+            return 0
+        keys = self.capture_keys()
+        if not keys:
+            self.graphs, sizes = None, vllm_config.compilation_config.cudagraph_capture_sizes
+            self._refuse(CAPTURE_SIZES.because(sizes=sizes, tokens=num_drafts + 1))
+            return 0
+        self.graphs.capture_keys(keys)
+        metrics.start_counting(self, "drafter", vllm_config, self._logger)
+        self._say_active()
+        taken: int = self.graphs.bytes
+        return taken
+
+    def _say_active(self) -> None:
         """The start-up line."""
         keys: dict[int, list[GraphKey]] = self.graphs.keys
         passes = {
             drafts: "first pass of {first_pass}, decode loop of {decode} requests".format(**_counts_of(of_them))
             for drafts, of_them in keys.items()
         }
-        logger.info(
+        self._logger.info(
             "nwor: draft graphs: active: %d graphs (%s) in %.1f s, %.0f MiB",
             sum(map(len, keys.values())),
             "; ".join(passes.values() if len(passes) == 1 else (f"{n} drafts: {said}" for n, said in passes.items())),

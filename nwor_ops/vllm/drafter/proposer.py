@@ -16,7 +16,6 @@ graph, next to the model's length limit, and where drafts are drawn at random.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -32,7 +31,6 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 
 from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftMetadata, GraphKey
-from nwor_ops.vllm import metrics
 from nwor_ops.vllm.drafter.graphs import (
     MIXED,
     NOTHING_CAPTURED,
@@ -40,12 +38,12 @@ from nwor_ops.vllm.drafter.graphs import (
     TOO_MANY_TOKENS,
     GraphedDrafter,
     LoopGraphs,
+    Refuse,
     captured_counts,
 )
 from nwor_ops.vllm.drafter.metadata import LayerMetadata
-from nwor_ops.vllm.support import CAPTURE_SIZES, DRAFTER, Unsupported, check_attention, check_graph_mode
+from nwor_ops.vllm.support import DRAFTER, check_attention, check_graph_mode
 
-Refuse = Callable[[Unsupported], None]
 _NO_SLOT = -1
 _RANDOM = "drafts drawn at random"
 _NEAR_LIMIT = "a request next to the model's length limit"
@@ -240,19 +238,9 @@ class GraphedProposer(GraphedDrafter):
     def capture_model(self) -> int:
         """vLLM captures, and then we do. Bytes that both took, as vLLM's method returns them."""
         taken: int = self._capture_model()
-        if self.graphs is None:
-            return taken
-        keys = self.capture_keys()
-        if not keys:
-            self.graphs, sizes = None, self._vllm_config.compilation_config.cudagraph_capture_sizes
-            self._refuse(CAPTURE_SIZES.because(sizes=sizes, tokens=self.num_drafts + 1))
-            return taken
-        with self._freeze_gc():
-            self.graphs.capture_keys(keys)
         self._staged_rows = None
-        metrics.start_counting(self, "drafter", self._vllm_config, self._logger)
-        self.say_active(self._logger)
-        return taken + self.graphs.bytes
+        with self._freeze_gc():
+            return taken + self.capture_graphs(self._vllm_config, self.num_drafts)
 
     # ------------------------------------------------------------ the captured bodies
 

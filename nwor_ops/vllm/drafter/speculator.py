@@ -32,7 +32,6 @@ from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneAR
 
 from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, GraphKey
-from nwor_ops.vllm import metrics
 from nwor_ops.vllm.drafter.graphs import (
     DUMMY_RUN,
     MIXED,
@@ -41,12 +40,12 @@ from nwor_ops.vllm.drafter.graphs import (
     TOO_MANY_TOKENS,
     GraphedDrafter,
     LoopGraphs,
+    Refuse,
     captured_counts,
 )
 from nwor_ops.vllm.drafter.metadata import LayerMetadata, VllmDraftMetadata
-from nwor_ops.vllm.support import CAPTURE_SIZES, Unsupported, check_attention, check_graph_mode
+from nwor_ops.vllm.support import Unsupported, check_attention, check_graph_mode
 
-Refuse = Callable[[Unsupported], None]
 # The runner's buffers of the batch that the target has just verified.
 _TARGET_INPUTS = ("input_ids", "positions", "query_start_loc", "seq_lens")
 
@@ -161,7 +160,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         self.num_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         # Lengths with the target's own token, which the expansion inserted; not clamped at the model's limit.
         self._expanded_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
-        self._refuse: Refuse = refuse
+        self._refuse = refuse
         self._refused = False
         self._logger = logger
         self._eager: Counter[str] = Counter()
@@ -267,17 +266,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
 
     def capture(self) -> None:
         """vLLM captures: the target's graphs are there."""
-        if self.graphs is None:
-            return
-        keys = self.capture_keys()
-        if not keys:
-            self.graphs, sizes = None, self.vllm_config.compilation_config.cudagraph_capture_sizes
-            tokens = self.num_speculative_steps + 1
-            self._refuse(CAPTURE_SIZES.because(sizes=sizes, tokens=tokens))
-            return
-        self.graphs.capture_keys(keys)
-        metrics.start_counting(self, "drafter", self.vllm_config, self._logger)
-        self.say_active(self._logger)
+        self.capture_graphs(self.vllm_config, self.num_speculative_steps)
 
     # ------------------------------------------------------------ the captured bodies
 
