@@ -136,9 +136,10 @@ class InFlightManager(DraftCommitManager):
         """
         self._require_waiting("undo", deferred)
         buffers, rows = self.buffers, self._rows(deferred.section)
+        ended = torch.tensor(list(requests), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        ended = ended.to(self.device, non_blocking=True)
         gone = torch.zeros_like(buffers.row_rejected)
-        for request in requests:
-            gone[rows] |= buffers.row_requests[rows] == request
+        torch.any(buffers.row_requests[rows].unsqueeze(1) == ended, 1, out=gone[rows])
         self._restore(deferred, gone)
         buffers.row_slots.masked_fill_(gone, -1)  # what the slots hold from now on is another's
 

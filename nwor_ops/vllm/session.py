@@ -248,14 +248,16 @@ class Session:
             return
         self.tell("settled", deferred, num_sampled, True)
 
-    def undo(self, deferred: Deferred, requests: Sequence[int]) -> None:
-        """Before the blocks of requests of an earlier step are given away, by their places in its batch."""
+    def undo(self, deferred: Deferred, requests: Sequence[int]) -> bool:
+        """Before the blocks of requests of an earlier step are given away, by their places in its batch. Whether that
+        step still waits for its verdict."""
         try:
             self._in_flight.undo(deferred, requests)
         except Exception as error:
             self._fall_back_later(deferred, error)
-            return
+            return False
         self.tell("undone", deferred, requests)
+        return True
 
     def cancel_deferred(self, deferred: Deferred) -> None:
         """Nobody will say what was sampled in that step: undo all its drafts."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import KINDS, Batch, Request, Transactions, distinct_slots, make_batch, one_thread  # noqa: F401
 
 from nwor_ops.transaction.in_flight import Deferred, InFlightManager
@@ -65,6 +67,34 @@ def test_slots_that_are_given_away_keep_their_new_rows() -> None:
     layers.manager.settle(second, other.num_rejected)
     layers.assert_as_expected()
     assert layers.manager.stats().accepted == 2, "the verdict is counted, whatever became of the rows"
+
+
+class Calls(TorchDispatchMode):
+    """How many of torch's operations ran: each is a launch, or a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def test_all_requests_that_end_are_undone_at_once() -> None:
+    counts = []
+    for requests in ([1], [0, 1, 2]):
+        layers = InFlight(windows=2)
+        _, batch = layers.batches(SECOND, FIRST)
+        starts = batch.window.query_start_loc.tolist()
+        of_them = {token for request in requests for token in range(starts[request], starts[request + 1])}
+        deferred = layers.run(batch, lost=sorted({*batch.rejected, *(of_them & {*batch.drafted})}))
+        with Calls() as calls:
+            layers.manager.undo(deferred, requests)
+        counts.append(calls.count)
+        layers.manager.settle(deferred, batch.num_rejected)
+        layers.assert_as_expected()
+    assert counts[0] == counts[1]
 
 
 def test_a_graph_that_is_replayed_in_between_logs_nothing() -> None:

@@ -83,7 +83,7 @@ class Runner:
 
     adaptive_verification = None
 
-    def __init__(self, stages: int, seed: int, audit: bool) -> None:
+    def __init__(self, stages: int, seed: int, audit: bool, on_unsupported: str) -> None:
         self.stages, self.random = stages, random.Random(seed)
         self.kv_cache = torch.zeros(BLOCKS, BLOCK_SIZE, HEADS, 2 * WIDTH)
         self.slots = torch.full((1, MOST_TOKENS), -1, dtype=torch.int64)
@@ -93,7 +93,7 @@ class Runner:
         self.verdicts: dict[tuple[int, str], int] = {}
         self.pp_handler = Handler(stages, self.verdicts)
         layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), self.write, fused=True)
-        config = NworConfig.load({"nwor": {"mode": "cow", "audit": audit}}, {})
+        config = NworConfig.load({"nwor": {"mode": "cow", "audit": audit, "on_unsupported": on_unsupported}}, {})
         self.session = Session(
             config, [layer], {"0": self.slots[0]}, max_num_requests=REQUESTS, max_draft_tokens=REQUESTS * K,
             max_drafts_per_request=K, spare=None, logger=logging.getLogger("nwor"), windows=stages,
@@ -143,8 +143,10 @@ class Runner:
 class Engine:
     """A scheduler, the runner, and the verdicts of a last stage that does not run."""
 
-    def __init__(self, stages: int, seed: int, audit: bool = True, defers: bool = False) -> None:
-        self.runner, self.random = Runner(stages, seed, audit), random.Random(seed)
+    def __init__(
+        self, stages: int, seed: int, audit: bool = True, defers: bool = False, on_unsupported: str = "error"
+    ) -> None:
+        self.runner, self.random = Runner(stages, seed, audit, on_unsupported), random.Random(seed)
         self.stages, self._defers = stages, defers
         self.free = list(range(1, BLOCKS))
         self.running: dict[str, SimpleNamespace] = {}
@@ -285,6 +287,25 @@ def test_a_row_that_is_not_undone_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     engine = Engine(2, seed=0)
     with pytest.raises(AuditError, match=r"when requests ended, nwor audit, step .* not what this step should leave"):
         engine.run(60)
+
+
+def test_an_undo_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``on_unsupported="vanilla"`` the drafts of that step stay, and nothing is settled when its verdict comes."""
+    failed = 0
+
+    def fails(*_: Any) -> None:
+        nonlocal failed
+        failed += 1
+        raise RuntimeError("planted in undo")
+
+    monkeypatch.setattr(InFlightManager, "undo", fails)
+    engine = Engine(2, seed=0, on_unsupported="vanilla")
+    engine.run(60)
+    engine.run(3, idle=True)
+    session = engine.runner.session
+    assert failed > 0
+    assert session.vanilla_steps["commit failed"] == session.stats().abandoned == failed
+    assert session.manager.in_flight == 0
 
 
 def test_a_request_that_comes_back_too_early_is_judged_first() -> None:

@@ -92,7 +92,9 @@ class PipelineStage:
             if flight.known or not scheduler_output.total_num_scheduled_tokens or flight.received.event.query():
                 self._settle(flight)
                 continue
-            self.session.undo(flight.deferred, [flight.places.pop(name) for name in gone & flight.places.keys()])
+            ended = [flight.places.pop(name) for name in gone & flight.places.keys()]
+            if not self.session.undo(flight.deferred, ended):
+                self._flights.remove(flight)
         if scheduler_output.pending_structured_output_tokens:
             for flight in self._flights:
                 flight.known = True
