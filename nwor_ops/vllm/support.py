@@ -509,7 +509,8 @@ PARALLEL_MODES = (
                  notes={"v1": "refused", "cpu": "without an engine, which is refused"}),
     ParallelMode("several nodes, by vLLM's multiprocess launcher",
                  v2=(*_both("nodes2-tp2-v2"), "nodes2-pp2-v2"), notes={"v1": "not tried", "cpu": "not tried"}),
-    ParallelMode("Ray", notes=dict.fromkeys(("v2", "v1", "cpu"), "not tried")),
+    ParallelMode("Ray", cpu=("test_serve_counts_what_the_workers_of_ray_count",),
+                 notes={"v2": "not tried", "v1": "not tried", "cpu": "tensor parallel 2, workers on another node"}),
 )
 # fmt: on
 
