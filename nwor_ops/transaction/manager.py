@@ -22,7 +22,7 @@ enforced where Python does run: begin, commit, cancel, and eager writes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -420,6 +420,42 @@ class DraftCommitManager(Stateful[Layer]):
         self.recovery.close_keeping_all(window, self._redirects)
         self._abandoned += 1
         self._end()
+
+    def refresh_shadow_pages(self) -> None:
+        """In an open window: rows of requests with drafts have arrived since begin, before those of this step, as a
+        loader's do. Mode ``"stage"`` copies them to the pages that attention reads; in mode ``"cow"`` they are there.
+
+        Raises:
+            RuntimeError: no window is open.
+        """
+        self.recovery.refresh(self._open_window("refresh_shadow_pages"))
+
+    def forget_shadow_pages(self, states: Sequence[int] | None = None) -> None:
+        """Have the next window copy what shadow pages are thought to hold: for engines that pass
+        ``Window.request_states``.
+
+        A shadow page keeps the rows of its request for the next window with drafts of it. They are forgotten where a
+        window is begun with the request in it and no drafts: that is how a state that changed hands shows. Beyond that
+        the engine calls this, on the stream of its windows,
+
+        - in place of begin, in a step that is run without a window;
+        - with their states before begin, where requests have drafts in their first step, or in the first one since
+          their pages were given away.
+
+        In mode ``"cow"`` nothing is kept, and this does nothing.
+
+        Args:
+            states: which ones; None = all.
+
+        Raises:
+            RuntimeError: a window is open, or nothing is allocated.
+            ValueError, TypeError: a state that is none of this manager's.
+        """
+        self._require(State.CLOSED, "forget_shadow_pages")
+        for state in () if states is None else states:
+            validation.integer("forget_shadow_pages: states", state, 0, self.max_num_requests - 1)
+        if states is None or len(states) > 0:
+            self.recovery.forget(states)
 
     @contextlib.contextmanager
     def _judging(self) -> Iterator[None]:

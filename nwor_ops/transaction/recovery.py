@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -79,3 +79,9 @@ class Recovery(Protocol):
 
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
         """Close a window whose rows all stay."""
+
+    def refresh(self, window: Window) -> None:
+        """Rows of requests have arrived behind :meth:`open`, before the slots of this step's tokens."""
+
+    def forget(self, states: Sequence[int] | None) -> None:
+        """Rely on nothing that is remembered of these request states; None = of any."""

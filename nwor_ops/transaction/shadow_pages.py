@@ -19,7 +19,7 @@ from nwor_ops.kv_cache import Plane, PlaneList
 from nwor_ops.ops.shadow import MOST_GROUPS
 from nwor_ops.transaction.layers import Layer, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Redirects
-from nwor_ops.transaction.window import Window, WindowBuffers
+from nwor_ops.transaction.window import Window, WindowBuffers, request_states
 from nwor_ops.validation import BoundToMemory
 
 
@@ -148,20 +148,24 @@ class ShadowPages(BoundToMemory):
             check(f"block_tables[{group!r}]", window.block_tables[group], torch.int32, dims=2)
 
     def open(self, window: Window, redirects: Redirects) -> None:
-        assert window.seq_lens is not None
         try:
-            for launch, (slot_mappings, block_tables) in zip(self.launches, redirects, strict=True):
-                g = launch.groups
-                caches, table = launch.planes.arguments()
-                ops.open_window(
-                    caches, launch.planes_per_group, window.query_start_loc, self._buffers.draft_starts,
-                    window.seq_lens, self._buffers.row_slots[g], self.shadow_blocks[g], slot_mappings, block_tables,
-                    self.saved_slots[g], self.tail_pages[g], window.request_states, self._held(launch, window),
-                    launch.page_offsets, table,
-                )  # fmt: skip
+            for launch, own in zip(self.launches, redirects, strict=True):
+                self._open(launch, window, own, self._held(launch, window))
         except Exception:
             self._put_back(window, redirects)
             raise
+
+    def _open(
+        self, launch: Launch, window: Window, redirects: tuple[list[Tensor], list[Tensor]], held_slots: Tensor | None
+    ) -> None:
+        assert window.seq_lens is not None
+        g = launch.groups
+        caches, table = launch.planes.arguments()
+        ops.open_window(
+            caches, launch.planes_per_group, window.query_start_loc, self._buffers.draft_starts,
+            window.seq_lens, self._buffers.row_slots[g], self.shadow_blocks[g], *redirects,
+            self.saved_slots[g], self.tail_pages[g], window.request_states, held_slots, launch.page_offsets, table,
+        )  # fmt: skip
 
     def write(
         self,
@@ -218,6 +222,18 @@ class ShadowPages(BoundToMemory):
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
         self._buffers.row_rejected.fill_(False)
         self.close(window, redirects)
+
+    def refresh(self, window: Window) -> None:
+        """Every committed row of the tail pages is copied again; tables and slots are as they were."""
+        for launch in self.launches:
+            self._open(launch, window, ([], []), None)
+
+    def forget(self, states: Sequence[int] | None) -> None:
+        """One fill; of some states alone, also a copy of their numbers."""
+        if states is None:
+            self.held_slots.fill_(-1)
+        else:
+            self.held_slots.index_fill_(1, request_states(states, self.held_slots.device), -1)
 
     def _put_back(self, window: Window, redirects: Redirects) -> None:
         """Undo the launches of an open that failed; waits for the device.

@@ -5,6 +5,7 @@ The log holds raw bytes (before-images), a row for each draft of a window in eve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -150,6 +151,12 @@ class UndoLog(BoundToMemory):
 
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
         """Every row is where it was written."""
+
+    def refresh(self, window: Window) -> None:
+        """They are where they belong."""
+
+    def forget(self, states: Sequence[int] | None) -> None:
+        """A log is one window's: nothing is remembered."""
 
     def of_layer(self, layer: Layer) -> LayerLog:
         if not torch.compiler.is_compiling():

@@ -7,7 +7,7 @@ CUDA graph captured once reads the values of every later step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,8 +35,9 @@ class Window(NamedTuple):
         block_tables: int32 ``[>= Q, pages]`` per group of layers: the tables that attention will read. Mode
             ``"stage"`` needs them, and edits them and the slot mappings in place until the window is closed.
         request_states: int32 or int64 ``[>= Q]``, or None: a number of each request that stays its own, below
-            ``max_num_requests``; negative in padded rows. With it, mode ``"stage"`` need not copy a page to its shadow
-            page in every step; then begin must be called in every step, also in those without drafts.
+            ``max_num_requests``; negative in padded rows. With it mode ``"stage"`` need not copy a page to its shadow
+            page in every step. Then every window must have it, and
+            :meth:`~nwor_ops.DraftCommitManager.forget_shadow_pages` be called where it says.
     """
 
     query_start_loc: Tensor
@@ -53,6 +54,11 @@ class Window(NamedTuple):
     def num_requests(self) -> int:
         """Q, padded requests included."""
         return self.cu_num_draft_tokens.size(0) - self.leading_zero
+
+
+def request_states(states: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers on the host as ``Window.request_states``, without waiting for the device."""
+    return torch.tensor(states, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class WindowBuffers:

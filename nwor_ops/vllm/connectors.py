@@ -77,7 +77,7 @@ class ConnectorAttachment:
         """Hear of the steps of a session from now on."""
         self.session = session
         session.subscribe(commit=self._step_ended, drop=self._exports.clear)
-        if session.audit is not None:
+        if session.audit is not None or session.spare is not None:
             self.wrapped += ("start_load_kv", "wait_for_layer_load") if self.layer_wise else ("start_load_kv",)
 
     # ------------------------------------------------------------ in the place of the connector's methods
@@ -100,7 +100,7 @@ class ConnectorAttachment:
     def _load(self, load: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self.session.tell("loading")
         load(*args, **kwargs)
-        self.session.tell("loaded")
+        self.session.loaded()
 
     # ------------------------------------------------------------ what the session tells of
 

@@ -37,11 +37,14 @@ class Step(NamedTuple):
         window: device tensors for the manager.
         query_start_loc: the same on the host.
         num_draft_tokens: on the host, per request.
+        new_states: of the window's request states, those of requests with drafts whose pages may have been another's
+            since the last window.
     """
 
     window: Window
     query_start_loc: Sequence[int]
     num_draft_tokens: Sequence[int]
+    new_states: Sequence[int] = ()
 
 
 # Of a step, in order; see Session.subscribe.
@@ -91,6 +94,7 @@ class Session:
         self._logger = logger
         self._step: Step | None = None
         self.begun = 0  # windows, counted before the device counts them
+        self._pages_stay = False  # whether shadow pages may hold rows for the next window
         self.slot_mappings = slot_mappings
         self.max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
         self.vanilla_steps: Counter[str] = Counter()
@@ -177,16 +181,35 @@ class Session:
             return
         drafts, rows = step.window.num_draft_tokens, self.manager.max_draft_tokens
         if drafts is not None and drafts > rows:  # no fault: the step is plain vLLM's, strict or not
+            self.skip()
             self._count("more drafts than log rows", f"{drafts} drafts, {rows} rows; this step runs without an undo")
             return
         self.begun += 1
         try:
+            if step.new_states:
+                self.manager.forget_shadow_pages(step.new_states)
+            self._pages_stay = self.spare is not None
             self.manager.begin(step.window)
         except Exception as error:
             self._fall_back("begin", error)
             return
         self._step = step
         self.tell("opened", step.window.slot_mappings)
+
+    def skip(self) -> None:
+        """In place of :meth:`begin`, in a step that writes to pages of requests without a window: what shadow pages
+        hold of them is of no more use."""
+        manager = self.manager
+        if self._pages_stay and manager is not None and manager.state is State.CLOSED:
+            manager.forget_shadow_pages()
+            self._pages_stay = False
+
+    def loaded(self) -> None:
+        """Rows were loaded since the step began: of requests that are new, some of which have drafts at once."""
+        if self._step is not None and self._step.new_states:
+            assert self.manager is not None
+            self.manager.refresh_shadow_pages()
+        self.tell("loaded")
 
     def write(self, name: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any) -> None:
         """In place of the layer's own writer, with its arguments.
@@ -285,6 +308,7 @@ class Session:
         """Close the window of a step that failed. It is that failure which goes up, not one of closing."""
         try:
             close()
+            self.skip()
         except Exception:
             self._logger.exception("nwor: closing the window of a step that failed")
 
@@ -306,6 +330,7 @@ class Session:
             self.tell("drop")
             self._fall_back("cancel", error)
             return False
+        self.skip()
         self._count("cancelled", "a step ended without sampling; its drafts were undone")
         return True
 
@@ -386,6 +411,7 @@ class Session:
         self._step = None
         if self.manager is not None and self.manager.state is State.OPEN:
             self.manager.abandon()
+        self.skip()
         if self.config.strict:
             raise RuntimeError(
                 f"nwor: {moment} failed: {error} (VLLM_NWOR_ON_UNSUPPORTED=vanilla runs such steps without the "

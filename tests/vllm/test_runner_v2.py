@@ -31,13 +31,20 @@ SLOTS = [6, 7, 12]
 BATCH = SimpleNamespace(
     query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
     cu_num_logits=torch.tensor([0, 3], dtype=torch.int32),
+    req_ids=["a"],
+    idx_mapping=torch.tensor([2]),
+    idx_mapping_np=numpy.array([2]),
     num_reqs=1,
     num_draft_tokens=2,
     query_start_loc_np=numpy.array([0, 3]),
     num_draft_tokens_per_req=numpy.array([2]),
     seq_lens=torch.tensor([5], dtype=torch.int32),
 )
-NOTHING = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]))
+NOTHING = SimpleNamespace(
+    scheduled_new_reqs=[],
+    scheduled_cached_reqs=SimpleNamespace(new_block_ids=[], resumed_req_ids=set()),
+    scheduled_spec_decode_tokens={"a": [-1] * 2, "b": [-1] * 2},
+)
 MODES = pytest.mark.parametrize("mode", ["cow", "stage"])
 
 
@@ -48,6 +55,9 @@ ADAPTIVE_SLOTS = [6, 7, 8, 9, 10]
 ADAPTIVE_BATCH = SimpleNamespace(
     query_start_loc=torch.tensor([0, 2, 5], dtype=torch.int32),
     cu_num_logits=torch.tensor([0, 2, 5], dtype=torch.int32),
+    req_ids=["a", "b"],
+    idx_mapping=torch.tensor([1, 3]),
+    idx_mapping_np=numpy.array([1, 3]),
     num_reqs=2,
     num_draft_tokens=3,
     query_start_loc_np=numpy.array([0, 3, 5]),

@@ -242,8 +242,8 @@ def test_vllms_warm_up_keeps_off_the_spare_blocks(
 # ---------------------------------------------------------------- the audit by itself
 
 SHADOW = range(4, 6)
-OWN = torch.tensor([5, 6, 7, 8])  # a prompt token of another request; a token, and its two drafts
-REDIRECTED = torch.tensor([5, 18, 19, 20])
+OWN = torch.tensor([2, 6, 7, 8])  # a prompt token of another request; a token, and its two drafts
+REDIRECTED = torch.tensor([2, 18, 19, 20])
 ROWS = torch.arange(2.0 * 4 * HEADS * WIDTH).view(2, 4, HEADS, WIDTH) + 2
 
 
@@ -267,13 +267,14 @@ class Step:
 
     def begin(self, redirected: Tensor = REDIRECTED) -> None:
         self.audit.begin([0, 1, 4], [0, 2], {"0": OWN})
+        self.cache[4, :2] = self.cache[1, :2]
         self.audit.opened({"0": redirected})
 
     def forward(self) -> None:
         if self.recorded:
             self.audit.record("layer", *ROWS, REDIRECTED, 0, ())
         _write(*ROWS, self.cache, REDIRECTED)
-        self.row(17)[:] = 7  # what a shadow page holds besides does not matter
+        self.row(21)[:] = 7  # what a shadow page holds besides does not matter
 
     def commit(self) -> None:
         for own, shadow in zip((6, 7), (18, 19), strict=True):
@@ -300,6 +301,7 @@ def test_a_step_as_it_should_be(recorded: bool) -> None:
     assert counted == {"drafted": 2, "accepted": 1, "rejected": 1, "stale_rows": 0, "exposed_rows": 0}
     row_bytes = HEADS * 2 * WIDTH * 4
     assert (summary["moments"], summary["committed_rows"], summary["committed_bytes"]) == (2, 2, 2 * row_bytes)
+    assert summary["tail_rows"] == 2 * 2  # slots 4 and 5, at both moments
 
 
 @pytest.mark.parametrize("slot", [8, 16, 12])
@@ -316,7 +318,7 @@ def test_a_draft_that_is_not_redirected_is_found(slot: int) -> None:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("slot", [7, 8, 0])
+@pytest.mark.parametrize("slot", [7, 8, 12])
 def test_a_draft_in_a_page_of_its_request_is_found_before_sampling(slot: int, recorded: bool) -> None:
     """An accepted draft's row as well: it is not known yet that it will be. And a page that the step has no part in."""
     step = Step(recorded)
@@ -351,6 +353,19 @@ def test_a_commit_that_forgets_a_row_is_found(recorded: bool) -> None:
     step.audit.forwarded("before sampling")
     with pytest.raises(AuditError, match=r"in layer layer slots 6 \(token 1\), 7 \(token 2\)"):
         step.compare()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_shadow_page_without_the_rows_before_the_step_is_found(recorded: bool) -> None:
+    """Attention reads them there. Slot 5 is the last one of them."""
+    step = Step(recorded)
+    step.begin()
+    step.forward()
+    step.row(17)[1, 3] = 5
+    with pytest.raises(
+        AuditError, match=r"after the forward, .* in layer layer attention .* 1 slots: 5 \(found at 17\)"
+    ):
+        step.audit.forwarded("after the forward")
 
 
 def test_a_writer_that_goes_wrong_in_the_shadow_page_is_found_at_commit() -> None:

@@ -2,8 +2,9 @@
 rejected row.
 
 - When a window has been opened: every draft names a slot of a shadow page of its group.
-- After the forward, and once more before sampling: outside the shadow pages the cache holds what it held before the
-  step, and the rows of tokens that were not redirected (prompts, tokens before the tail page); nothing else.
+- After the forward, and once more before sampling: the shadow page of a request's first draft holds the committed rows
+  of the page that it stands for, which attention read there. Outside the shadow pages the cache holds what it held
+  before the step, and the rows of tokens that were not redirected (prompts, tokens before the tail page); nothing else.
 - After commit: as in mode ``"cow"``, outside the shadow pages.
 
 Rows are expected as vLLM's own writer makes them, from the keys and values that it was given. Where it was not asked
@@ -12,6 +13,7 @@ Rows are expected as vLLM's own writer makes them, from the keys and values that
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -26,6 +28,7 @@ from nwor_ops.vllm.audit.undo import (
     either,
     elements_of,
     listed,
+    rows_at,
     slot_elements,
     slots_of,
 )
@@ -79,11 +82,17 @@ class StageAudit(CacheAudit):
                 )
 
     def forwarded(self, moment: str) -> None:
-        """Raises AuditError where a page outside the shadow pages holds what is not committed yet."""
+        """Raises AuditError where attention did not read what is committed, or a page outside the shadow pages holds
+        what is not committed yet."""
         super().forwarded(moment)
         step = self._step
         if step is None or not self._redirected:
             return
+        for group in step.slot_mappings:
+            tails = self._tails(step, group)
+            for layer in self._layers.values():
+                if layer.group == group:
+                    self._compare_tails(step, moment, layer, *tails)
         images = {address: storage.clone() for address, storage in step.before.items()}
         self._write_rows(step, images, {group: self._redirected_tokens(step, group) for group in step.slot_mappings})
         unrecorded = self._unrecorded()
@@ -119,6 +128,34 @@ class StageAudit(CacheAudit):
         return states
 
     # ------------------------------------------------------------ inside
+
+    def _tails(self, step: AuditedStep, group: str) -> tuple[Tensor, Tensor]:
+        """Of each request that is redirected, the slots from the start of its tail page to its first redirected token:
+        its own, and those of the shadow page."""
+        own, found, size = step.slot_mappings[group], self._redirected[group], self._block_sizes[group]
+        tails = [(own[:0], own[:0])]
+        for start, end in itertools.pairwise(step.query_start_loc):
+            moved = torch.nonzero(found[start:end] != own[start:end])
+            if len(moved) > 0:
+                token = start + int(moved[0])
+                rows = torch.arange(-int(own[token] % size), 0)
+                tails.append((own[token] + rows, found[token] + rows))
+        some, others = zip(*tails, strict=True)
+        return torch.cat(some), torch.cat(others)
+
+    def _compare_tails(self, step: AuditedStep, moment: str, layer: TargetLayer, own: Tensor, found: Tensor) -> None:
+        storage = layer.kv_cache.untyped_storage()
+        self._totals.tail_rows += len(own)
+        for plane in layer.cache.planes:
+            differ = (rows_at(plane, storage, own) != rows_at(plane, storage, found)).flatten(1).any(1).cpu()
+            if differ.any():
+                pairs = zip(own[differ].tolist(), found[differ].tolist(), strict=True)
+                slots = ", ".join(f"{slot} (found at {other})" for slot, other in itertools.islice(pairs, 8))
+                raise AuditError(
+                    f"{moment}, nwor audit, step {self._totals.steps}: in layer {layer.name} attention did not read "
+                    f"what is committed in {int(differ.sum())} slots: {slots}; query_start_loc "
+                    f"{step.query_start_loc}, drafts {step.num_draft_tokens}"
+                )
 
     def _make_expected(self, step: AuditedStep, rejected: list[int]) -> None:
         super()._make_expected(step, rejected)

@@ -50,6 +50,8 @@ class AuditSummary:
         committed_rows: rows that commit copied to pages of a request, summed over layers and steps (mode
             ``"stage"``): of accepted drafts, and of the tokens before them that had been redirected too.
         committed_bytes: their bytes.
+        tail_rows: committed rows that were compared with those that attention reads in their place, summed over layers
+            and moments (mode ``"stage"``): of the page of each request's first draft.
     """
 
     steps: int = 0
@@ -66,6 +68,7 @@ class AuditSummary:
     moments: int = 0
     committed_rows: int = 0
     committed_bytes: int = 0
+    tail_rows: int = 0
 
 
 class _Recorder:
@@ -131,6 +134,18 @@ def pages(plane: Plane, storage: torch.UntypedStorage) -> Tensor:
     view = plane.view
     like = torch.empty(0, dtype=INTEGERS[view.element_size()], device=storage.device)
     return like.set_(storage, view.storage_offset(), view.shape, view.stride())
+
+
+def rows_at(plane: Plane, storage: torch.UntypedStorage, slots: Tensor) -> Tensor:
+    """What a plane keeps at some slots, of another storage: integers ``[slots, H, W]``."""
+    view, slots = plane.view, slots.to(storage.device)
+    blocks, offsets = slots // view.shape[1], slots % view.shape[1]
+    if plane.page_offsets is None:
+        return pages(plane, storage)[blocks, offsets]
+    starts = int(view.storage_offset()) + blocks * view.stride(0)
+    heads = torch.arange(view.shape[2], device=storage.device) * view.stride(2)
+    in_page = heads[:, None] + plane.page_offsets[offsets][:, None]
+    return elements_of(storage, plane)[starts[:, None, None] + in_page]
 
 
 def unmarked(storage: torch.UntypedStorage, device: torch.device | str | None = None) -> torch.UntypedStorage:

@@ -74,6 +74,7 @@ class RunnerAttachment(abc.ABC):
     hooks: ClassVar[tuple[Hook, ...]]
     wrapped: ClassVar[tuple[str, ...]] = ("execute_model", "sample_tokens")
     session: Session
+    entering: frozenset[str] = frozenset()  # of the step: requests that have drafts and are new to the runner
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -203,6 +204,7 @@ class RunnerAttachment(abc.ABC):
         try:
             if session.spare is not None:
                 session.spare.check(scheduler_output)
+                self.entering = _entering_with_drafts(scheduler_output)
             output = execute(scheduler_output, *args, **kwargs)
             session.tell("forwarded", "after the forward")
             return output
@@ -220,6 +222,17 @@ class RunnerAttachment(abc.ABC):
             raise
         self.session.tell("returned", output)
         return output
+
+
+def _entering_with_drafts(scheduler_output: Any) -> frozenset[str]:
+    """Requests that are new to the runner, or come back to it with other blocks, in a step that verifies drafts of
+    them: the scheduler makes some up for one of which a single token is left to compute."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    if not drafts:
+        return frozenset()
+    new = (request.req_id for request in scheduler_output.scheduled_new_reqs)
+    resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+    return frozenset(name for name in (*new, *resumed) if name in drafts)
 
 
 def named_layers(runner: Any, drafter: Any) -> set[str]:

@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from nwor_ops.transaction.window import Window
+from nwor_ops.transaction.window import Window, request_states
 from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, runner_hooks
-from nwor_ops.vllm.session import Step
+from nwor_ops.vllm.session import Session, Step
 from nwor_ops.vllm.support import Hook
 
 _MODULE = "vllm.v1.worker.gpu_model_runner"
+
+
+class RequestStates:
+    """A number of each request of the batch that stays its own while it is in the batch: its row does not, since others
+    leave it and vLLM sorts it.
+
+    Args:
+        most: requests in one batch.
+        device: where the numbers are wanted.
+
+    Attributes:
+        tensor: int64: the numbers in the order of the batch.
+    """
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self._device = device
+        self._order: list[str] = []
+        self._of: dict[str, int] = {}
+        self._free = list(range(most))
+        self.tensor = request_states([], device)
+
+    def update(self, order: list[str]) -> list[bool]:
+        """Of each request of the batch as it is now, whether it was not in the batch before. Where nothing has changed
+        since then nothing is copied to the device."""
+        if order == self._order:
+            return [False] * len(order)
+        self._free += [self._of.pop(name) for name in self._of.keys() - set(order)]
+        new = [name not in self._of for name in order]
+        self._of |= {name: self._free.pop() for name in order if name not in self._of}
+        self._order = order
+        self.tensor = request_states([self._of[name] for name in order], self._device)
+        return new
+
+    def __getitem__(self, name: str) -> int:
+        return self._of[name]
 
 
 class V1(RunnerAttachment):
@@ -34,6 +70,7 @@ class V1(RunnerAttachment):
         ),
     )
     wrapped = (*RunnerAttachment.wrapped, "_prepare_inputs", "_sample")
+    _states: RequestStates | None = None  # in mode "stage"
 
     def slot_mapping(self, group: str) -> Tensor:
         return self.runner.input_batch.block_table[int(group)].slot_mapping.gpu
@@ -53,9 +90,25 @@ class V1(RunnerAttachment):
     def drafter_layers(self) -> set[str]:
         return named_layers(self.runner, self.runner.drafter)
 
+    def wrap(self, session: Session) -> None:
+        super().wrap(session)
+        if session.spare is not None:
+            self._states = RequestStates(self.runner.max_num_reqs, self.runner.device)
+
+    def _new_states(self, num_draft_tokens: Sequence[int]) -> list[int]:
+        """Of the requests with drafts, the states that they did not have in the window before, or had with other
+        blocks."""
+        states = self._states
+        if states is None:
+            return []
+        order = self.runner.input_batch.req_ids[: len(num_draft_tokens)]
+        rows = zip(order, states.update(order), num_draft_tokens, strict=True)
+        return [states[name] for name, new, drafts in rows if drafts and (new or name in self.entering)]
+
     def _step(self, metadata: Any) -> Step:
         """One forward: metadata is vLLM's ``SpecDecodeMetadata``, on the host and on the device."""
         runner, num_requests = self.runner, len(metadata.num_draft_tokens)
+        new_states = self._new_states(metadata.num_draft_tokens)
         return Step(
             Window(
                 query_start_loc=runner.query_start_loc.gpu,
@@ -64,15 +117,19 @@ class V1(RunnerAttachment):
                 num_draft_tokens=sum(metadata.num_draft_tokens),
                 seq_lens=runner.seq_lens,
                 block_tables=self.block_tables,
+                request_states=None if self._states is None else self._states.tensor,
             ),
             query_start_loc=runner.query_start_loc.np[: num_requests + 1],
             num_draft_tokens=metadata.num_draft_tokens,
+            new_states=new_states,
         )
 
     def _prepare_inputs(self, prepare: Callable[..., Any], scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = prepare(scheduler_output, num_scheduled_tokens)
         if result[1] is not None:
             self.session.begin(self._step(result[1]))
+        else:
+            self.session.skip()
         return result
 
     def _sample(self, sample: Callable[..., Any], logits: Any, spec_decode_metadata: Any) -> Any:

@@ -106,10 +106,17 @@ class V2(RunnerAttachment):
                 leading_zero=True,
                 seq_lens=input_batch.seq_lens,
                 block_tables=self.block_tables,
+                request_states=input_batch.idx_mapping,
             ),
             query_start_loc=query_start_loc,
             num_draft_tokens=num_draft_tokens,
+            new_states=self._new_states(input_batch) if self.entering else (),
         )
+
+    def _new_states(self, input_batch: Any) -> list[int]:
+        """A request keeps its state for as long as the runner knows it, in the batch or not."""
+        rows = zip(input_batch.req_ids, input_batch.idx_mapping_np.tolist(), strict=True)
+        return [state for name, state in rows if name in self.entering]
 
     def prepare_attn(self, prepare: Callable[..., Any], input_batch: Any) -> Any:
         prepared = prepare(input_batch)
@@ -118,7 +125,9 @@ class V2(RunnerAttachment):
             self._stage.schedule(input_batch.req_ids)
         if input_batch.num_draft_tokens > 0:
             self.session.begin(self._step(input_batch))
-        elif self._stage is not None and self.session.heard("begin"):
+            return prepared
+        self.session.skip()
+        if self._stage is not None and self.session.heard("begin"):
             self.session.observe(self._step(input_batch))
         return prepared
 
