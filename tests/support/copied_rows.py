@@ -1,4 +1,4 @@
-"""How much of the pages that windows begin in is copied to shadow pages, and how much these hold already."""
+"""How many rows the windows of mode stage copy to shadow pages, and how many these hold already."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class CopiedRows:
-    """Of all windows since it was put around a manager, rows of one layer of each group.
+    """Of a manager's windows from now on, rows of one layer of each group.
 
     Attributes:
         copied: rows that open_window copied.
@@ -14,34 +14,38 @@ class CopiedRows:
             nothing were held.
     """
 
-    def __init__(self, pages: Any) -> None:
+    def __init__(self, manager: Any) -> None:
         self.copied = self.committed = 0
-        self._pages, self._open = pages, pages.open
-        pages.open = self._counting
+        self._pages = pages = manager.recovery
+        self._block_sizes = {
+            group: launch.planes.views[0].shape[1]
+            for launch in pages.launches
+            for group in range(launch.groups.start, launch.groups.stop)
+        }
+        self._open, pages.open = pages.open, self._counting
+
+    def as_dict(self) -> dict[str, int]:
+        return {"copied": self.copied, "committed": self.committed}
 
     def _counting(self, window: Any, redirects: Any) -> None:
-        pages, held = self._pages, self._pages.held_slots.tolist()
+        pages, requests = self._pages, window.num_requests
+        held = pages.held_slots.tolist()
         self._open(window, redirects)
-        requests = window.num_requests
         states = range(requests) if window.request_states is None else window.request_states[:requests].tolist()
-        starts = window.query_start_loc.tolist()
-        for group, (tails, saved) in enumerate(zip(pages.tail_pages.tolist(), pages.saved_slots.tolist(), strict=True)):
-            size = pages.launches[0].planes.views[0].shape[1]
+        starts, draft_starts = window.query_start_loc.tolist(), pages._buffers.draft_starts.tolist()
+        tails, saved = pages.tail_pages.tolist(), pages.saved_slots.tolist()
+        for group, size in self._block_sizes.items():
             for request in range(requests):
-                if tails[request] < 0:
+                tail = tails[group][request]
+                if tail < 0:
                     continue
-                # A token before the tail page was not redirected, and what is saved for it is an older window's.
-                drafts = pages._buffers.draft_starts[request : request + 2].diff().item()
-                first_draft = saved[starts[request + 1] - drafts]
-                given = starts[request + 1] - drafts - starts[request]
-                page, offset = divmod(first_draft, size)
-                rows = max(0, offset - given)
-                last = held[group][states[request]][tails[request] % len(held[group][0])]
-                there = last % size + 1 if window.request_states is not None and last // size == page else 0
+                first_draft = starts[request + 1] - (draft_starts[request + 1] - draft_starts[request])
+                page, offset = divmod(saved[group][first_draft], size)
+                rows = max(0, offset - (first_draft - starts[request]))
+                there = 0
+                if window.request_states is not None:
+                    of_state = held[group][states[request]]
+                    held_page, last = divmod(of_state[tail % len(of_state)], size)
+                    there = last + 1 if held_page == page else 0
                 self.committed += rows
                 self.copied += max(0, rows - there)
-
-
-def copied_rows(manager: Any) -> CopiedRows:
-    """Begin to count."""
-    return CopiedRows(manager.recovery)

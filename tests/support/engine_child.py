@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from copied_rows import CopiedRows
 from engine_ranks import counters, free_port, second_node, serve_ranks
 
 MOST_STEPS = 4000
@@ -78,6 +79,7 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
     steps_by_drafts = _count_steps_by_drafts()
     proposed = _record_drafts(llm) if job["record_drafts"] else None
     exports = _watch_exports(llm) if job["exports"] and _sessions() else None
+    copied_rows = [CopiedRows(session.manager) for session in _sessions() if session.mode == "stage" and session.audit]
     started = time.monotonic()
     requests = _requests(job)
     result["rounds"] = []
@@ -95,6 +97,7 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
     result["replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}
     result["steps_by_drafts"] = steps_by_drafts
     result["proposed"] = proposed
+    result["copied_rows"] = [counted.as_dict() for counted in copied_rows]
     if exports is not None:
         serve_short_one(llm, "last")  # a step after all others, which takes their end to the worker
         result["exports"] = exports.summary()

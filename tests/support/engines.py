@@ -20,6 +20,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
+from copied_rows import CopiedRows
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -226,6 +228,8 @@ def _job(
         nwor_ops.vllm.sessions()[-1].manager.max_draft_tokens = fault[1]
     elif fault is not None:
         _plant_fault(*fault)
+    staged = [session for session in nwor_ops.vllm.sessions() if session.mode == "stage" and session.audit]
+    copied_rows = [CopiedRows(session.manager) for session in staged]
     sampling = [_sampling(index, temperature, max_tokens) for index in range(len(requests))]
     error = None
     try:
@@ -252,6 +256,7 @@ def _job(
             "groups": sorted({layer.group for layer in session._layers.values()}),
             "layers": {name: layer.fused for name, layer in session._layers.items()},
             "describe": session.describe(),
+            "copied_rows": [counted.as_dict() for counted in copied_rows],
         }
     return result
 

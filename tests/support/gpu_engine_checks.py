@@ -21,6 +21,7 @@ AUDITED = (
     "moments",
     "committed_rows",
     "committed_bytes",
+    "tail_rows",
 )
 
 
@@ -62,6 +63,8 @@ def note(record: dict[str, Any], case: Case, result: dict[str, Any]) -> None:
         for session in worker["sessions"]:
             record["session"] = session["describe"]
             record |= {name: session["audit"][name] for name in AUDITED if session["audit"]}
+        for counted in result["copied_rows"]:
+            record |= {"tail_rows_committed": counted["committed"], "tail_rows_copied": counted["copied"]}
 
 
 def assert_same_tokens(ours: dict[str, Any], vanilla: dict[str, Any], may_differ: int = 0) -> None:
@@ -91,6 +94,8 @@ def check_case(case: Case, result: dict[str, Any]) -> dict[str, Any]:
             assert worker[what] == wanted, f"{what} is {worker[what]}, expected {wanted}"
     assert session["mode"] == case.nwor["mode"]
     check_audit(session, case.share)
+    for counted in result["copied_rows"]:
+        assert counted["copied"] < counted["committed"], "no shadow page held a row of the step before"
     assert (session["audit"]["recurrent_bytes"] > 0) == (case.recurrent_groups > 0)
     steps = result["steps_by_drafts"]
     assert set(case.draft_counts) <= {int(drafts) for drafts in steps}, f"steps by their drafts per request: {steps}"
@@ -112,6 +117,7 @@ def check_audit(session: dict[str, Any], share: float = Case.share) -> None:
         assert audit["exposed_rows"] == 0
         assert audit["moments"] == 2 * audit["steps"]
         assert audit["committed_rows"] > audit["accepted"]
+        assert audit["tail_rows"] > 0
     else:
         assert audit["exposed_rows"] > 0
     assert audit["stale_rows"] == 0

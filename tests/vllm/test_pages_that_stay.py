@@ -20,7 +20,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from copied_rows import copied_rows
+from copied_rows import CopiedRows
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -98,7 +98,7 @@ class Runner:
         start_audit(self.session, [layer])
         self.attachment(self).wrap(self.session)
         self.counter = itertools.count(1.0)
-        self.copied = copied_rows(self.session.manager)
+        self.copied = CopiedRows(self.session.manager)
 
     def make_buffers(self) -> None:
         """Before the plugin looks at them."""
@@ -434,7 +434,7 @@ def test_a_request_that_drafts_in_every_step_is_copied_once(runner_class: type[R
     serve(runner, [[Part(a, 6, 0, 0), Part(b, 5, 0, 0)]])
     serve(runner, [[Part(a, 1, DRAFTS, number % 2), Part(b, 1, DRAFTS, number % 3)] for number in range(6)])
     assert runner.copied.copied == 2 + 1  # of the pages that the prompts end in
-    assert runner.copied.committed > 20
+    assert runner.copied.committed == 11
 
 
 @pytest.mark.parametrize("forgets", [True, False])
