@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,17 @@ class Launch:
     page_offsets: Tensor | None
 
 
+class Records(NamedTuple):
+    """What is kept of the groups of one launch: views, made once, since making them in every step costs the host
+    more than looking them up."""
+
+    row_slots: Tensor
+    shadow_blocks: Tensor
+    saved_slots: Tensor
+    tail_pages: Tensor
+    held_slots: Tensor
+
+
 class ShadowPages(BoundToMemory):
     """See :class:`nwor_ops.transaction.recovery.Recovery`. All planes of a group have the same pages."""
 
@@ -100,6 +111,8 @@ class ShadowPages(BoundToMemory):
         self.saved_slots = filled(shape[0], capacity.max_num_tokens, dtype=torch.int64)
         self.tail_pages = filled(*shape[:2], dtype=torch.int32)
         self.launches, self._buffers = _plan_launches(planes), buffers
+        kept = (buffers.row_slots, self.shadow_blocks, self.saved_slots, self.tail_pages, self.held_slots)
+        self._records = [Records(*(tensor[launch.groups] for tensor in kept)) for launch in self.launches]
 
     @property
     def launches_per_window(self) -> int:
@@ -149,22 +162,26 @@ class ShadowPages(BoundToMemory):
 
     def open(self, window: Window, redirects: Redirects) -> None:
         try:
-            for launch, own in zip(self.launches, redirects, strict=True):
-                self._open(launch, window, own, self._held(launch, window))
+            for launch, records, own in zip(self.launches, self._records, redirects, strict=True):
+                self._open(launch, records, window, own, _held(records, window))
         except Exception:
             self._put_back(window, redirects)
             raise
 
     def _open(
-        self, launch: Launch, window: Window, redirects: tuple[list[Tensor], list[Tensor]], held_slots: Tensor | None
+        self,
+        launch: Launch,
+        records: Records,
+        window: Window,
+        redirects: tuple[list[Tensor], list[Tensor]],
+        held_slots: Tensor | None,
     ) -> None:
         assert window.seq_lens is not None
-        g = launch.groups
         caches, table = launch.planes.arguments()
         ops.open_window(
             caches, launch.planes_per_group, window.query_start_loc, self._buffers.draft_starts,
-            window.seq_lens, self._buffers.row_slots[g], self.shadow_blocks[g], *redirects,
-            self.saved_slots[g], self.tail_pages[g], window.request_states, held_slots, launch.page_offsets, table,
+            window.seq_lens, records.row_slots, records.shadow_blocks, *redirects, records.saved_slots,
+            records.tail_pages, window.request_states, held_slots, launch.page_offsets, table,
         )  # fmt: skip
 
     def write(
@@ -186,14 +203,14 @@ class ShadowPages(BoundToMemory):
 
     def close(self, window: Window, redirects: Redirects, first: int = 0, num_drafts: int | None = None) -> None:
         """And put slots and tables back: what is copied and put back stays where it is copied from."""
-        for launch, own in zip(self.launches[first:], redirects[first:], strict=True):
+        for launch, records, own in zip(self.launches[first:], self._records[first:], redirects[first:], strict=True):
             caches, table = launch.planes.arguments()
-            held = self._held(launch, window)
-            self._close(launch, window, own, caches, table, held, launch.page_offsets)
+            self._close(launch, records, window, own, caches, table, _held(records, window), launch.page_offsets)
 
     def _close(
         self,
         launch: Launch,
+        records: Records,
         window: Window,
         redirects: tuple[list[Tensor], list[Tensor]],
         caches: list[Tensor],
@@ -201,22 +218,20 @@ class ShadowPages(BoundToMemory):
         held_slots: Tensor | None,
         page_offsets: Tensor | None,
     ) -> None:
-        g = launch.groups
         ops.close_window(
             caches, launch.planes_per_group, window.query_start_loc, self._buffers.draft_starts,
-            self._buffers.row_rejected, self.shadow_blocks[g], self.saved_slots[g], self.tail_pages[g], *redirects,
+            self._buffers.row_rejected, records.shadow_blocks, records.saved_slots, records.tail_pages, *redirects,
             window.request_states, held_slots, page_offsets, plane_table,
         )  # fmt: skip
 
     def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
-        launch, buffers = self.launches[0], self._buffers
-        g = launch.groups
+        launch, records, buffers = self.launches[0], self._records[0], self._buffers
         caches, table = launch.planes.arguments()
         ops.close_window_from_rejected(
             caches, launch.planes_per_group, window.query_start_loc, buffers.draft_starts,
-            num_rejected, buffers.row_rejected, buffers.num_accepted, buffers.counters, self.shadow_blocks[g],
-            self.saved_slots[g], self.tail_pages[g], *redirects[0], window.request_states,
-            self._held(launch, window), launch.page_offsets, table,
+            num_rejected, buffers.row_rejected, buffers.num_accepted, buffers.counters, records.shadow_blocks,
+            records.saved_slots, records.tail_pages, *redirects[0], window.request_states,
+            _held(records, window), launch.page_offsets, table,
         )  # fmt: skip
 
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
@@ -225,8 +240,8 @@ class ShadowPages(BoundToMemory):
 
     def refresh(self, window: Window) -> None:
         """Every committed row of the tail pages is copied again; tables and slots are as they were."""
-        for launch in self.launches:
-            self._open(launch, window, ([], []), None)
+        for launch, records in zip(self.launches, self._records, strict=True):
+            self._open(launch, records, window, ([], []), None)
 
     def forget(self, states: Sequence[int] | None) -> None:
         """One fill; of some states alone, also a copy of their numbers."""
@@ -242,17 +257,20 @@ class ShadowPages(BoundToMemory):
         others lie in shadow pages. What the others have saved is of an earlier window.
         """
         self.held_slots.fill_(-1)
-        for launch, own in zip(self.launches, redirects, strict=True):
+        for launch, records, own in zip(self.launches, self._records, redirects, strict=True):
             first, block_size = launch.groups.start, launch.planes.views[0].shape[1]
             if any(self._is_redirected(first + place, slots, block_size) for place, slots in enumerate(own[0])):
-                self._close(launch, window, own, [view[..., :0] for view in launch.planes.views], None, None, None)
+                self._close(
+                    launch, records, window, own, [view[..., :0] for view in launch.planes.views], None, None, None
+                )
 
     def _is_redirected(self, group: int, slots: Tensor, block_size: int) -> bool:
         blocks = slots[slots >= 0] // block_size
         return bool(torch.isin(blocks, self.shadow_blocks[group]).any())
 
-    def _held(self, launch: Launch, window: Window) -> Tensor | None:
-        return None if window.request_states is None else self.held_slots[launch.groups]
+
+def _held(records: Records, window: Window) -> Tensor | None:
+    return None if window.request_states is None else records.held_slots
 
 
 def _pages_of(group: str, planes: Sequence[Plane]) -> tuple[int, int]:
