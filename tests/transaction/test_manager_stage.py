@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from copied_rows import CopiedRows
 from decoding import ALL, DRAFTS, REQUESTS, STEPS, Engine
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import numbers
-from transactions import KINDS, Request, make_batch, one_thread  # noqa: F401
+from transactions import KINDS, Request, make_batch, one_thread, put_rows  # noqa: F401
 
 import nwor_ops
 import nwor_ops.transaction.manager
@@ -218,6 +219,79 @@ def test_a_window_that_cannot_be_opened_in_the_last_group_changes_nothing(case, 
         for one in (engine, untouched):
             one.step(requests)
         engine.assert_pages(untouched)
+
+
+DRAFTING = (Request(1, 2, 1),) * 4
+
+
+def test_what_is_forgotten_is_copied_again():
+    engine = Engine(("packed", "latent"), with_states=True)
+    engine.step((Request(6), Request(7), Request(5), Request(3)))
+    rows = CopiedRows(engine.manager)
+
+    def copied_of():
+        before, batch = rows.as_dict(), engine.batch(DRAFTING)
+        engine.manager.begin(batch.window)
+        engine.forward(batch)
+        engine.manager.commit_rejected(batch.num_rejected)
+        engine.lengths = [length + 2 for length in engine.lengths]
+        return {name: count - before[name] for name, count in rows.as_dict().items()}
+
+    every = copied_of()
+    assert every["copied"] == every["committed"] > 0  # the prompts' step had no drafts
+    assert copied_of()["copied"] == 0
+    engine.manager.forget_shadow_pages()
+    every = copied_of()
+    assert every["copied"] == every["committed"] > 0
+    engine.manager.forget_shadow_pages([])
+    assert copied_of()["copied"] == 0
+    for request, state in enumerate(engine.states.tolist()):
+        engine.manager.forget_shadow_pages([state])
+        first_draft = engine.lengths[request] + 1
+        alone = sum(max(0, first_draft % size - 1) for size in engine.block_sizes.values())
+        assert copied_of()["copied"] == alone
+
+
+def test_rows_that_arrive_behind_begin():
+    """A loader's, in the page of the first draft: attention reads them where it was redirected to."""
+    engine = Engine(with_states=True)
+    engine.step((Request(6), Request(7), Request(5), Request(3)))
+    engine.step(DRAFTING)
+    batch = engine.batch(DRAFTING)
+    own = {group: table.clone() for group, table in engine.tables.items()}
+    engine.manager.begin(batch.window)
+    for name, cache in engine.caches.items():
+        group = engine.group_of[name]
+        size = engine.block_sizes[group]
+        for request, length in enumerate(engine.lengths):
+            page = int(own[group][request, length // size])
+            slots = [page * size + offset for offset in range(length % size)]
+            rows = tuple(torch.randint(0, 9, (len(slots), *p.view.shape[2:])).to(p.view.dtype) for p in cache.planes)
+            put_rows(cache.planes, rows, slots)
+    redirected, expected = engine.tables, []
+    for engine.tables in (own, redirected):
+        engine.manager.refresh_shadow_pages()
+        expected.append(engine.committed_rows())
+    for seen, wanted in zip(expected[1], expected[0], strict=True):
+        assert torch.equal(seen, wanted)
+    engine.manager.cancel()
+
+
+def test_when_shadow_pages_are_forgotten_or_refreshed():
+    for mode in ("cow", "stage"):
+        engine = Engine(mode=mode, with_states=mode == "stage")
+        with pytest.raises(RuntimeError, match=r"^refresh_shadow_pages: the manager must be inside a window"):
+            engine.manager.refresh_shadow_pages()
+        for states, error in (([0, 4], ValueError), ([-1], ValueError), ([0.5], TypeError)):
+            with pytest.raises(error, match=r"^forget_shadow_pages: states must be "):
+                engine.manager.forget_shadow_pages(states)
+        engine.step((Request(6), Request(7), Request(5), Request(3)))
+        engine.manager.begin(engine.batch(DRAFTING).window)
+        engine.manager.refresh_shadow_pages()
+        with pytest.raises(RuntimeError, match=r"^forget_shadow_pages: the manager must be between windows"):
+            engine.manager.forget_shadow_pages()
+        engine.manager.cancel()
+        engine.manager.forget_shadow_pages()
 
 
 def test_what_staging_needs():
