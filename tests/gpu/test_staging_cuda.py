@@ -10,7 +10,7 @@ from samples import SMALL, ops_of, sample_inputs
 from samples_staging import accept_staged_arguments, stage_arguments
 from staged_windows import Sequence, make_window
 
-from nwor_ops import ops
+from nwor_ops import DraftCommitManager, LayerCache, ops
 
 STAGE = (*ops_of("shadow"), *ops_of("staging"))
 
@@ -199,6 +199,24 @@ def test_nothing_is_allocated_and_nothing_waits(device):
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_forgetting_shadow_pages_waits_for_nothing(device):
+    """Also of some states, whose numbers are on the host."""
+    manager = DraftCommitManager(
+        max_num_tokens=9, max_num_requests=3, max_draft_tokens=6, device=device, mode="stage", max_drafts_per_request=2
+    )
+    manager.register_layer("layer", LayerCache.packed(torch.zeros(16, 4, 2, 16, device=device)))
+    manager.allocate()
+    held = manager.recovery.held_slots
+    for states, kept in (([2, 0], 1), (None, 0)):
+        held.fill_(7)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            manager.forget_shadow_pages(states)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert (held >= 0).flatten(1).cpu().sum() == kept * held.shape[2]
 
 
 def test_launches(device):

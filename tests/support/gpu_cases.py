@@ -240,6 +240,11 @@ def _recurrent() -> Iterator[Case]:
         yield _case(
             f"recurrent-{runner}-gdn-align", environment, **gdn, **aligned, expect={"kv_cache_groups": 4} | hits
         )
+    # A drafter that proposes in every step: shadow pages of hundreds of rows stay, and requests leave theirs to others.
+    yield _case(
+        "recurrent-v2-gdn-mtp-abort", method="mtp", num_gpu_blocks_override=192, **gdn | {"recurrent_groups": 2},
+        use={"abort": {10: [0, 2], 16: [5]}}, expect={"kv_cache_groups": 3},
+    )  # fmt: skip
     yield _case("recurrent-v2-mamba", backend="TRITON_ATTN", **mamba, expect={"kv_cache_groups": 3})
     yield _case("recurrent-v1-mamba-align", V1, **mamba, **aligned, expect={"kv_cache_groups": 3} | hits)
 
