@@ -16,8 +16,8 @@ def check_transaction(result: dict[str, Any], accepts: bool = True) -> dict[str,
         assert audit["exposed_rows"] == 0
         assert audit["moments"] == 2 * audit["steps"]
         assert audit["committed_rows"] > audit["accepted"]
-        [rows] = session["copied_rows"]  # most are there from the step before
-        assert rows["copied"] < rows["committed"] / 2, rows
+        for rows in session.get("copied_rows", ()):  # most are there from the step before
+            assert rows["copied"] < rows["committed"] / 2, rows
     else:  # what the audit of mode stage looks for is there to be found
         assert audit["exposed_rows"] > 0
         assert audit["moments"] == 0

@@ -223,6 +223,7 @@ class Engine:
             number=number, req_ids=names, num_reqs=len(names), num_draft_tokens=sum(drafts), slots=slots, rows=rows,
             drafts=drafts, num_draft_tokens_per_req=numpy.array(drafts) if any(drafts) else None, query_start_loc=loc,
             query_start_loc_np=numpy.array(starts), cu_num_logits=logits, new_blocks=new_blocks, seq_lens=None,
+            idx_mapping=None,
             needed=not any(drafts) or self.random.random() < 0.95,
         )  # fmt: skip
 
