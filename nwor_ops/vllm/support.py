@@ -27,13 +27,14 @@ DRAFT_METHODS = {"V2": ("draft_model",), "V1": ("draft_model", "eagle", "eagle3"
 DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN")
 DRAFT_CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 CACHE_SPECS = (*DRAFT_CACHE_SPECS, "MLAAttentionSpec")
-# Whose Gated DeltaNet layers may have one state per request: all are of one class of vLLM's.
+# Whose recurrent layers may have one state per request: of each of them all are of one class of vLLM's.
 ONE_STATE_MODELS = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "KimiLinearForCausalLM",
 )
 STATE_WIDTHS = (64, 128, 256)
 # A pass of vLLM's compiler that replaces the writer of MLA layers by a kernel that also rotates the key. The passes for
@@ -214,6 +215,12 @@ def _has(*paths: str, above: int = 0) -> Callable[[Any], bool]:
     return lambda config: any(holds(config, path) for path in paths)
 
 
+def _has_other_gate(config: Any) -> bool:
+    """Of KDA: than that of Kimi Linear."""
+    kda = getattr(config.model_config.hf_text_config, "linear_attn_config", None) or {}
+    return bool(kda.get("use_full_rank_gate")) or kda.get("gate_lower_bound") is not None
+
+
 _NOT_TRIED = "it has not been tried"
 _PIPELINE = "pipeline parallelism"
 _CUDA = "CUDA"
@@ -292,13 +299,13 @@ DRAFTER = Refusal(
     "M-RoPE, index sharing between the steps of MTP, `enforce_eager` of the drafter",
     draft_graphs="its passes are others", message="draft graphs in model runner V1: {what}", engines="runner V1")
 NOT_ONE_STATE = Refusal(
-    "recurrent layers of another class than vLLM's Gated DeltaNet for Qwen (Mamba, short convolutions; Kimi Linear, "
-    "which vLLM 0.33 itself gives one state with `--use-replayssm`; OLMo hybrid, with heads of 96 and 192)",
+    "recurrent layers of another class than vLLM's Gated DeltaNet for Qwen and KDA for Kimi Linear (Mamba, short "
+    "convolutions; OLMo hybrid, with heads of 96 and 192 and a doubled beta)",
     one_state="they have kernels of their own",
-    message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen, not "
-    "for layers {layers}")
+    message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen or KDA "
+    "for Kimi Linear, not for layers {layers}")
 TAKEN_CLASS = Refusal(
-    "another plugin's class in the place of vLLM's Gated DeltaNet for Qwen",
+    "another plugin's class in the place of vLLM's Gated DeltaNet for Qwen, or KDA for Kimi Linear",
     one_state="there is room for one in vLLM's registry",
     message="one state per request: {registered} is registered in the place of {layer}")
 STATE = Refusal(
@@ -379,6 +386,11 @@ REFUSALS = (
     Refusal(f"other models than {', '.join(ONE_STATE_MODELS)}", "", "",
             lambda config: config.model_config.architecture not in ONE_STATE_MODELS,
             one_state="they have not been tried, or their recurrent layers have kernels of their own"),
+    Refusal("Kimi Linear with Kimi K3's gate (`use_full_rank_gate`) or a bounded decay (`gate_lower_bound`)", "", "",
+            _has_other_gate,
+            one_state="with the first vLLM makes Kimi K3's layer, which is another class; the kernel has no bound"),
+    Refusal("`--use-replayssm`", "", "", _has("cache_config.use_replayssm"),
+            one_state="vLLM then counts on one state itself"),
     # Where there is none, vLLM has the target's configuration there.
     Refusal("a draft model with recurrent layers of its own", "", "",
             lambda config: config.speculative_config.method == "draft_model"

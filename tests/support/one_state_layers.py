@@ -16,6 +16,7 @@ import itertools
 import json
 import random
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,10 +38,12 @@ def use_interpreter() -> None:
     utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
 
 
-def configuration(full_graphs: bool, state: torch.dtype, ranks: int = 1) -> Any:
+def configuration(
+    full_graphs: bool, state: torch.dtype, ranks: int = 1, sizes: dict[str, Any] | None = None
+) -> Any:
     """As far as builders and layers look at it. Of several ranks each has the heads above."""
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    sizes = {
+    sizes = sizes or {
         "linear_num_key_heads": KEY_HEADS * ranks,
         "linear_num_value_heads": VALUE_HEADS * ranks,
         "linear_key_head_dim": WIDTH,
@@ -113,8 +116,9 @@ def convolve_prompts(x: Tensor, weight: Tensor, bias: None, *, conv_states: Tens
 
 def convolve_windows(x: Tensor, conv_state: Tensor, weight: Tensor, bias: None, activation: str, *,
                      conv_state_indices: Tensor, num_accepted_tokens: Tensor, query_start_loc: Tensor,
-                     max_query_len: int, validate_data: bool) -> Tensor:  # fmt: skip
+                     max_query_len: int, validate_data: bool, out: Tensor | None = None) -> Tensor:  # fmt: skip
     """Likewise ``causal_conv1d_update``: the rows hold the inputs before a window and those of the window."""
+    x = x if out is None else out.copy_(x)
     starts, accepted = query_start_loc.tolist(), num_accepted_tokens.tolist()
     for sequence, (slot, start, end) in enumerate(zip(conv_state_indices.tolist(), starts, starts[1:], strict=False)):
         if slot > 0 and start < end:
@@ -237,13 +241,16 @@ class Side:
         outputs = []
         for layer, given in zip(self.layers, inputs, strict=True):
             out = torch.zeros(batch.tokens, VALUE_HEADS, WIDTH, dtype=torch.bfloat16)
-            mixed, b, a = (given[name].clone() for name in ("mixed_qkv", "b", "a"))
-            if self.fused_norm:
-                layer._forward_core_fused_norm(mixed, b, a, given["gate"], out)
-            else:
-                layer._forward_core(mixed_qkv=mixed, b=b, a=a, core_attn_out=out)
+            self._forward(layer, {name: tensor.clone() for name, tensor in given.items()}, out)
             outputs.append(out)
         return outputs
+
+    def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:
+        """A layer, from behind its projections to its output, or to that of its norm."""
+        if self.fused_norm:
+            layer._forward_core_fused_norm(given["mixed_qkv"], given["b"], given["a"], given["gate"], out)
+        else:
+            layer._forward_core(given["mixed_qkv"], given["b"], given["a"], out)
 
 
 class Request:
@@ -322,13 +329,23 @@ def normal_inputs(generator: torch.Generator, tokens: int) -> list[dict[str, Ten
     ]
 
 
-def run(fused_norm: bool, full_graphs: bool, state: torch.dtype, ranks: int = 1) -> dict[str, Any]:
+def run(
+    fused_norm: bool,
+    full_graphs: bool,
+    state: torch.dtype,
+    ranks: int = 1,
+    sizes: dict[str, Any] | None = None,
+    side: type[Side] = Side,
+    weights_of: Callable[[torch.Generator], list[dict[str, Tensor]]] = weights_of,
+    inputs_of: Callable[[torch.Generator, int], list[dict[str, Tensor]]] = normal_inputs,
+) -> dict[str, Any]:
+    """Both engines on the same batches. ``sizes``: of another model; then also its layers, weights and inputs."""
     from nwor_ops.vllm.recurrent.audit import StateAudit
 
     chance, generator = random.Random(7), torch.Generator().manual_seed(7)
-    config = configuration(full_graphs, state, ranks)
+    config = configuration(full_graphs, state, ranks, sizes)
     weights = weights_of(generator)
-    sides = [Side(config, one_state, fused_norm, weights) for one_state in (False, True)]
+    sides = [side(config, one_state, fused_norm, weights) for one_state in (False, True)]
     audit = StateAudit(sides[1].builders)
     for builder in sides[1].builders:
         builder.audit = audit
@@ -345,7 +362,7 @@ def run(fused_norm: bool, full_graphs: bool, state: torch.dtype, ranks: int = 1)
         kind = "windows_only" if windows == len(scheduled) else "mixed" if windows else "prompts_only"
         said[kind] += 1
         batch = Batch(scheduled, full_graphs and kind == "windows_only")
-        inputs = normal_inputs(generator, batch.tokens)
+        inputs = inputs_of(generator, batch.tokens)
         outputs = [
             side.run(batch, [request.blocks[number] for request, _, _ in scheduled], inputs)
             for number, side in enumerate(sides)
@@ -378,13 +395,13 @@ def prepare_vllm() -> None:
     use_interpreter()
     from vllm.third_party.flash_linear_attention.ops import layernorm_guard
 
-    from nwor_ops.vllm.recurrent import layer
+    from nwor_ops.vllm.recurrent import qwen
 
     layernorm_guard.num_compute_units = lambda index: 1
-    layer.install()
-    layer.vllm_layer.causal_conv1d_fn = convolve_prompts
-    layer.vllm_layer.causal_conv1d_update = convolve_windows
-    layer.vllm_layer.supports_fused_mtp_decode = lambda: True
+    qwen.install()
+    qwen.vllm_layer.causal_conv1d_fn = convolve_prompts
+    qwen.vllm_layer.causal_conv1d_update = convolve_windows
+    qwen.vllm_layer.supports_fused_mtp_decode = lambda: True
 
 
 def main() -> None:

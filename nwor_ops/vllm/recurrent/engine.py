@@ -17,7 +17,7 @@ class GroupLayers:
 
     Args:
         cursors: int32 ``[num_blocks, 2]``, of all groups: a block belongs to one of them at a time.
-        layers: :class:`~nwor_ops.vllm.recurrent.layer.OneStateGatedDeltaNet`, their caches bound.
+        layers: :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`, their caches bound.
 
     Attributes:
         layers: by name.

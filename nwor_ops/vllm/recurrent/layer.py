@@ -1,33 +1,35 @@
-"""vLLM's Gated DeltaNet of Qwen3-Next and Qwen3.5 with one state per request.
+"""A layer of vLLM's with one state per request: what all kinds of them have in common.
 
-A subclass that vLLM makes in the place of its own, through its registry of pluggable layers. What an engine that did
-not ask for it gets is vLLM's code, inherited. Weights, projections, convolution, prompts: vLLM's in any case; a window
-is one launch of :func:`nwor_ops.gated_delta_verify`.
+Of each kind there is a subclass that vLLM makes in the place of its own layer, through its registry of pluggable layers
+(``qwen``, ``kimi``). What an engine that did not ask for it gets is vLLM's code, inherited. Weights, projections,
+convolution, prompts: vLLM's in any case; a window is one launch of :func:`nwor_ops.gated_delta_verify`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
-from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as vllm_layer
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
 from nwor_ops.vllm.recurrent.records import RecordGeometry, Records
-from nwor_ops.vllm.recurrent.supported import LAYER_CLASS, has_one_state
+from nwor_ops.vllm.recurrent.supported import has_one_state
 from nwor_ops.vllm.support import wrap_once
 
-# On the state that vLLM hands to its kernel: whose it is.
-_OWNER = "_nwor_layer"
+# On the state that vLLM hands to its kernel: whose it is, and its records. They go with the state: vLLM lets go of a
+# cache by emptying ``kv_cache``, which has the entries that vLLM's code unpacks.
+_OWNER, _RECORDS = "_nwor_layer", "_nwor_records"
 
 
-class OneStateGatedDeltaNet(vllm_layer.QwenGatedDeltaNetAttention):
-    """See the module.
+class OneStateLayer(MambaBase):
+    """See the module. Comes before vLLM's class among the bases of a layer.
 
     Attributes:
         one_state: whether this engine has it; all else only then.
@@ -62,9 +64,9 @@ class OneStateGatedDeltaNet(vllm_layer.QwenGatedDeltaNetAttention):
             return
         states = self.kv_cache
         offset = sum(state[0].numel() * state.element_size() for state in states)
-        self.kv_cache = (*states, *self.geometry.bind(kv_cache.squeeze(dim=(1, 2)), offset))
         self.layer_window = torch.zeros(1, dtype=torch.int64, device=kv_cache.device)
         setattr(states[1], _OWNER, self)
+        setattr(states[1], _RECORDS, self.geometry.bind(kv_cache.squeeze(dim=(1, 2)), offset))
         if self._most_audited_tokens:
             self.all_states = torch.empty(
                 self._most_audited_tokens, *states[1].shape[1:], dtype=states[1].dtype, device=kv_cache.device
@@ -72,63 +74,41 @@ class OneStateGatedDeltaNet(vllm_layer.QwenGatedDeltaNetAttention):
 
     @property
     def records(self) -> Records:
-        """Views of the cache, behind vLLM's states in ``kv_cache``: vLLM lets go of a cache by emptying that."""
-        return Records(*self.kv_cache[2:])
+        """Views of the cache, behind vLLM's states."""
+        found: Records = getattr(self.kv_cache[1], _RECORDS)
+        return found
 
     # ------------------------------------------------------------ a step
 
-    def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> Any:
-        """Convolution and recurrence; a batch of windows alone goes without vLLM's copies of q, k, v and the output."""
-        metadata = self._windows()
-        if metadata is None or not metadata.is_windows_only:
-            return super()._forward_core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
-        # The convolution, and then the method below: without a gate, as there is none here.
-        return self._forward_core_decode_spec_fused_norm(
-            mixed_qkv=mixed_qkv,
-            b=b,
-            a=a,
-            output_gate=core_attn_out.new_empty(0),
-            core_attn_out=core_attn_out,
-            attn_metadata=metadata,
-        )
-
-    def _forward_core_decode_spec_post_conv_fused_norm(
+    def verify(
         self,
-        mixed_qkv: Tensor,
-        b: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         a: Tensor,
-        output_gate: Tensor,
-        core_attn_out: Tensor,
-        attn_metadata: Any,
+        b: Tensor,
+        out: Tensor,
+        gate: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 0.0,
+        gate_activation: str = "silu",
     ) -> None:
-        """Recurrence, gate and norm, where vLLM has one kernel for them; with an empty gate the recurrence alone."""
-        if isinstance(attn_metadata, OneStateMetadata):
-            self._verify_packed(mixed_qkv, b, a, core_attn_out, output_gate if output_gate.numel() else None)
-            return
-        super()._forward_core_decode_spec_post_conv_fused_norm(
-            mixed_qkv=mixed_qkv,
-            b=b,
-            a=a,
-            output_gate=output_gate,
-            core_attn_out=core_attn_out,
-            attn_metadata=attn_metadata,
-        )
-
-    def verify(self, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, out: Tensor, gate: Tensor | None) -> None:
         """The windows of this step: their tokens, in the order of the plan.
 
         Args:
             q, k, v: ``[T, heads, width]``.
-            a, b: ``[T, value_heads]``.
+            a: ``[T, value_heads]``, or ``[T, value_heads, dk]`` with a decay per channel.
+            b: ``[T, value_heads]``.
             out: ``[T, value_heads, dv]``; **mutated**, with gate and norm where there is a gate.
-            gate: likewise, or None.
+            gate, norm_weight, norm_eps, gate_activation: as for :func:`nwor_ops.gated_delta_verify`.
         """
-        metadata = self._windows()
+        metadata = self.windows()
         assert metadata is not None
         assert metadata.plan is not None
         assert metadata.window is not None
         assert metadata.spec_query_start_loc is not None
-        records = self.records
+        records, geometry = self.records, self.geometry
+        per_channel = (geometry.value_heads, geometry.key_width)
         ops.gated_delta_verify(
             out,
             self.kv_cache[1],
@@ -143,38 +123,23 @@ class OneStateGatedDeltaNet(vllm_layer.QwenGatedDeltaNetAttention):
             a,
             b,
             self.A_log,
-            self.dt_bias,
+            self.dt_bias.view(per_channel) if geometry.per_channel else self.dt_bias,
             metadata.plan,
             metadata.window,
             metadata.spec_query_start_loc[: metadata.num_spec_decodes + 1],
-            scale=self.head_k_dim**-0.5,
+            scale=geometry.key_width**-0.5,
             gate=gate,
-            norm_weight=None if gate is None else self.norm.weight,
-            norm_eps=self.layer_norm_epsilon,
-            gate_activation=self.norm.activation,
+            norm_weight=norm_weight,
+            norm_eps=norm_eps,
+            gate_activation=gate_activation,
             all_states=self.all_states,
         )
 
-    def _windows(self) -> OneStateMetadata | None:
+    def windows(self) -> OneStateMetadata | None:
         """Of this step, or None: there is no metadata, or no window."""
         by_layer = get_forward_context().attn_metadata
         found = by_layer.get(self.prefix) if isinstance(by_layer, dict) else None
         return found if isinstance(found, OneStateMetadata) and found.num_spec_decodes > 0 else None
-
-    def _verify_packed(
-        self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, gate: Tensor | None
-    ) -> None:
-        tokens, keys = mixed_qkv.shape[0], self.key_dim // self.tp_size
-        q, k, v = mixed_qkv.split([keys, keys, self.value_dim // self.tp_size], dim=-1)
-        self.verify(
-            q.unflatten(-1, (-1, self.head_k_dim)),
-            k.unflatten(-1, (-1, self.head_k_dim)),
-            v.unflatten(-1, (-1, self.head_v_dim)),
-            a,
-            b,
-            core_attn_out[:tokens],
-            gate,
-        )
 
 
 def most_window_tokens(vllm_config: Any) -> int:
@@ -184,23 +149,28 @@ def most_window_tokens(vllm_config: Any) -> int:
     return int(min((size for size in sizes if size >= most), default=most))
 
 
-def install() -> None:
-    """Have vLLM make this layer in the place of its own, where no other is registered (:func:`.supported.problem_of`
-    says so), and hand the windows of mixed batches to it. Safe to call again."""
-    if LAYER_CLASS not in op_registry_oot:
-        PluggableLayer.register_oot(OneStateGatedDeltaNet, name=LAYER_CLASS)
-    wrap_once(vllm_layer, "fused_sigmoid_gating_delta_rule_update", _handing_over)
+def put_in_place(layer: type, name: str, module: Any, recurrence: str, verified: Callable[..., Any]) -> None:
+    """Have vLLM make a layer in the place of its own, where no other is registered (:func:`.supported.problem_of` says
+    so), and hand it its windows. Safe to call again.
 
+    Args:
+        layer: ours.
+        name: of vLLM's class.
+        module: where vLLM's code finds the function that computes its windows.
+        recurrence: that function. It is given the layer's state as ``initial_state``.
+        verified: takes our layer and the arguments of that function, all by keyword; returns the output.
+    """
+    if name not in op_registry_oot:
+        PluggableLayer.register_oot(layer, name=name)
 
-def _handing_over(update: Any) -> Any:
-    def fused_sigmoid_gating_delta_rule_update(*args: Any, **kwargs: Any) -> Any:
-        """vLLM's, but for the windows of a layer with one state: in batches that hold prompts, too."""
-        layer = getattr(kwargs.get("initial_state"), _OWNER, None)
-        if layer is None or kwargs.get("num_accepted_tokens") is None:
-            return update(*args, **kwargs)
-        q, k, v = (kwargs[name].squeeze(0) for name in "qkv")
-        out = torch.empty_like(v)
-        layer.verify(q, k, v, kwargs["a"], kwargs["b"], out, None)
-        return out.unsqueeze(0), kwargs["initial_state"]
+    def handing_over(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def hand_over(*args: Any, **kwargs: Any) -> Any:
+            """vLLM's, but for the windows of a layer with one state: in batches that hold prompts, too."""
+            owner = getattr(kwargs.get("initial_state"), _OWNER, None)
+            if owner is None or kwargs.get("num_accepted_tokens") is None:
+                return compute(*args, **kwargs)
+            return verified(owner, **kwargs), kwargs["initial_state"]
 
-    return fused_sigmoid_gating_delta_rule_update
+        return hand_over
+
+    wrap_once(module, recurrence, handing_over)

@@ -11,6 +11,7 @@ This module imports nothing of vLLM's at the top.
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from typing import Any
 
@@ -23,7 +24,7 @@ from nwor_ops.vllm.recurrent.align import AlignedStates
 from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests, new_cursors
 from nwor_ops.vllm.recurrent.records import RecordGeometry
-from nwor_ops.vllm.recurrent.supported import has_one_state, problem_of
+from nwor_ops.vllm.recurrent.supported import has_one_state, kind_of, problem_of
 from nwor_ops.vllm.session import Session
 from nwor_ops.vllm.support import NOT_ONE_STATE, Unsupported, is_recurrent
 
@@ -123,9 +124,7 @@ def prepare(vllm_config: Any, logger: Any) -> None:
         return
     from vllm.model_executor.models import ModelRegistry
 
-    from nwor_ops.vllm.recurrent.layer import install
-
-    install()
+    importlib.import_module(kind_of(vllm_config).ours).install()
     model_config = vllm_config.model_config
     model: Any
     model, _ = ModelRegistry.resolve_model_cls(model_config.architecture, model_config=model_config)

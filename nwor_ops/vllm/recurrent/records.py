@@ -31,6 +31,7 @@ class RecordGeometry:
         rows: tokens of the longest window, K + 1.
         key_heads, value_heads, key_width, value_width: of the layer.
         key_dtype: of its keys.
+        per_channel: a decay for each channel of a key (KDA), not one for the head.
     """
 
     rows: int
@@ -39,28 +40,35 @@ class RecordGeometry:
     key_width: int
     value_width: int
     key_dtype: torch.dtype
+    per_channel: bool = False
 
     @classmethod
     def of(cls, vllm_config: Any) -> RecordGeometry:
-        """Of every Gated DeltaNet layer of an engine's model: their sizes are in the model's configuration."""
+        """Of every recurrent layer of an engine's model: their sizes are in the model's configuration."""
         config, ranks = vllm_config.model_config.hf_text_config, vllm_config.parallel_config.tensor_parallel_size
+        rows, dtype = vllm_config.num_speculative_tokens + 1, vllm_config.model_config.dtype
+        kda = getattr(config, "linear_attn_config", None)
+        if kda is not None:
+            heads, width = kda["num_heads"] // ranks, kda["head_dim"]
+            return cls(rows, heads, heads, width, width, dtype, per_channel=True)
         return cls(
-            vllm_config.num_speculative_tokens + 1,
+            rows,
             config.linear_num_key_heads // ranks,
             config.linear_num_value_heads // ranks,
             config.linear_key_head_dim,
             config.linear_value_head_dim,
-            vllm_config.model_config.dtype,
+            dtype,
         )
 
     @property
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each part of a slot, in the order of the page."""
         rows, keys, values = self.rows, self.key_heads, self.value_heads
+        channels = (self.key_width,) if self.per_channel else ()
         return {
             "values": ((rows, values, self.value_width), torch.float32),
             "keys": ((2, rows, keys, self.key_width), self.key_dtype),
-            "decays": ((2, rows, values), torch.float32),
+            "decays": ((2, rows, values, *channels), torch.float32),
             "norms": ((2, rows, keys), torch.float32),
         }
 

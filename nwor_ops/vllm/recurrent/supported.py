@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 from nwor_ops.config import NworConfig
@@ -21,36 +22,83 @@ from nwor_ops.vllm.support import (
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 
-LAYER_CLASS = "QwenGatedDeltaNetAttention"
-_OURS = "nwor_ops.vllm.recurrent.layer"
 _LAYERS = "vllm.model_executor.layers.mamba."
-_LAYER = _LAYERS + "gdn.qwen_gdn_linear_attn"
 _CONTEXT = "vllm.v1.worker.mamba_utils"
 _BUILDER = "vllm.v1.attention.backends.gdn_attn"
-# What of vLLM's is overridden, called or relied upon.
-HOOKS = (
-    Hook(
-        _LAYER,
-        "QwenGatedDeltaNetAttention.__init__",
-        "config, vllm_config, prefix, gqa_interleaved_layout, reduce_results",
-    ),
-    Hook(_LAYER, "QwenGatedDeltaNetAttention.get_kv_cache_spec", "vllm_config"),
-    Hook(_LAYER, "QwenGatedDeltaNetAttention.get_state_shape", ""),
-    Hook(_LAYER, "QwenGatedDeltaNetAttention._forward_core", "mixed_qkv, b, a, core_attn_out"),
-    *(
+_QWEN = _LAYERS + "gdn.qwen_gdn_linear_attn"
+_KIMI = _LAYERS + "gdn.kimi_gdn_linear_attn"
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A class of vLLM's layers that may have one state per request.
+
+    Attributes:
+        name: of the class.
+        ours: the module of what takes its place, with a function ``install``.
+        hooks: what of vLLM's is overridden, called or relied upon for this class alone.
+    """
+
+    name: str
+    ours: str
+    hooks: tuple[Hook, ...]
+
+
+QWEN = LayerKind(
+    "QwenGatedDeltaNetAttention",
+    "nwor_ops.vllm.recurrent.qwen",
+    (
         Hook(
-            _LAYER,
-            f"QwenGatedDeltaNetAttention._forward_core_decode_spec{name}",
-            "mixed_qkv, b, a, output_gate, core_attn_out, attn_metadata",
-        )
-        for name in ("_fused_norm", "_post_conv_fused_norm")
+            _QWEN,
+            "QwenGatedDeltaNetAttention.__init__",
+            "config, vllm_config, prefix, gqa_interleaved_layout, reduce_results",
+        ),
+        Hook(_QWEN, "QwenGatedDeltaNetAttention.get_kv_cache_spec", "vllm_config"),
+        Hook(_QWEN, "QwenGatedDeltaNetAttention.get_state_shape", ""),
+        Hook(_QWEN, "QwenGatedDeltaNetAttention._forward_core", "mixed_qkv, b, a, core_attn_out"),
+        *(
+            Hook(
+                _QWEN,
+                f"QwenGatedDeltaNetAttention._forward_core_decode_spec{name}",
+                "mixed_qkv, b, a, output_gate, core_attn_out, attn_metadata",
+            )
+            for name in ("_fused_norm", "_post_conv_fused_norm")
+        ),
+        Hook(
+            _QWEN,
+            "fused_sigmoid_gating_delta_rule_update",
+            "A_log, a, b, dt_bias, q, k, v, beta, threshold, scale, initial_state, inplace_final_state, cu_seqlens, "
+            "ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel, is_kda",
+        ),
     ),
-    Hook(
-        _LAYER,
-        "fused_sigmoid_gating_delta_rule_update",
-        "A_log, a, b, dt_bias, q, k, v, beta, threshold, scale, initial_state, inplace_final_state, cu_seqlens, "
-        "ssm_state_indices, num_accepted_tokens, use_qk_l2norm_in_kernel, is_kda",
+)
+KIMI = LayerKind(
+    "KimiGatedDeltaNetAttention",
+    "nwor_ops.vllm.recurrent.kimi",
+    (
+        Hook(_KIMI, "KimiGatedDeltaNetAttention.__init__", "config, vllm_config, prefix"),
+        Hook(_KIMI, "KimiGatedDeltaNetAttention.get_state_shape", ""),
+        Hook(_KIMI, "KimiGatedDeltaNetAttention.get_state_dtype", ""),
+        Hook(_KIMI, "KimiGatedDeltaNetAttention._forward", "mixed_qkv, g1, g2, beta, core_attn_out"),
+        Hook(
+            "vllm.models.kimi_k3.nvidia.ops.third_party.kda",
+            "fused_recurrent_kda",
+            "q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, ssm_state_indices, "
+            "num_accepted_tokens, out, fuse_gate",
+        ),
+        Hook(_LAYERS + "abstract", "MambaBase.get_kv_cache_spec", "vllm_config"),
     ),
+)
+_KINDS = {"KimiLinearForCausalLM": KIMI}  # of other architectures: Qwen's
+
+
+def kind_of(vllm_config: Any) -> LayerKind:
+    """Of the recurrent layers of an engine's model, which is one of ``ONE_STATE_MODELS``."""
+    return _KINDS.get(vllm_config.model_config.architecture, QWEN)
+
+
+# What of vLLM's is overridden, called or relied upon for any of them.
+_COMMON_HOOKS = (
     Hook(_LAYERS + "abstract", "MambaBase.bind_kv_cache", "kv_cache"),
     Hook(_LAYERS + "abstract", "MambaBase.get_attn_backend", ""),
     Hook(_BUILDER, "GDNAttentionMetadataBuilder.__init__", "kv_cache_spec, layer_names, vllm_config, device"),
@@ -82,12 +130,13 @@ HOOKS = (
     Hook("vllm.platforms.interface", "Platform._align_hybrid_block_size", "vllm_config, backend_cls"),
     Hook(RUNNER_MODULE, "GPUModelRunner.load_model", "load_dummy_weights, args, model, kwargs"),
 )  # fmt: skip
+HOOKS = (*QWEN.hooks, *KIMI.hooks, *_COMMON_HOOKS)
 
 
 @functools.cache
-def _problem_of_vllm() -> str | None:
+def _problem_of_vllm(kind: LayerKind) -> str | None:
     try:
-        check_vllm(HOOKS, ONE_STATE)
+        check_vllm((*kind.hooks, *_COMMON_HOOKS), ONE_STATE)
         check_library("cuda")
     except Unsupported as error:
         return str(error)
@@ -97,9 +146,11 @@ def _problem_of_vllm() -> str | None:
 def _state_dtype(vllm_config: Any) -> Any:
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 
-    cache = vllm_config.cache_config
+    cache, dtype = vllm_config.cache_config, vllm_config.model_config.dtype
+    if kind_of(vllm_config) is KIMI:  # whose layer does not look at mamba_ssm_cache_dtype
+        return MambaStateDtypeCalculator.kda_state_dtype(dtype, cache.mamba_cache_dtype)[1]
     return MambaStateDtypeCalculator.gated_delta_net_state_dtype(
-        vllm_config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
+        dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
     )[1]
 
 
@@ -109,11 +160,11 @@ def _prefill_backend(vllm_config: Any) -> str:
     return _resolve_gdn_prefill_backend(vllm_config)[1]
 
 
-def _registered() -> type | None:
+def _registered(kind: LayerKind) -> type | None:
     """What vLLM would make in the place of its layer, if not its own."""
     from vllm.model_executor.custom_op import op_registry_oot
 
-    found: type | None = op_registry_oot.get(LAYER_CLASS)
+    found: type | None = op_registry_oot.get(kind.name)
     return found
 
 
@@ -121,13 +172,14 @@ def problem_of(vllm_config: Any) -> str | None:
     """None, or why an engine of this configuration cannot have one state per request."""
     try:
         check_engine(vllm_config, vllm_config.device_config.device_type, ONE_STATE)
+        kind = kind_of(vllm_config)
         check_one_state(RecordGeometry.of(vllm_config), _state_dtype(vllm_config))
-        if vllm_config.cache_config.mamba_cache_mode == "align":
+        if vllm_config.cache_config.mamba_cache_mode == "align" and kind is QWEN:  # the others have one prefill
             check_prefill(_prefill_backend(vllm_config))
-        check_registered(_registered(), LAYER_CLASS, _OURS)
+        check_registered(_registered(kind), kind.name, kind.ours)
     except Unsupported as error:
         return str(error)
-    return _problem_of_vllm()
+    return _problem_of_vllm(kind)
 
 
 def has_one_state(vllm_config: Any) -> bool:

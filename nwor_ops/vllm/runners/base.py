@@ -183,7 +183,7 @@ class RunnerAttachment(abc.ABC):
             if is_recurrent(group.kv_cache_spec):
                 layers = [context[name] for name in group.layer_names]
                 # With one state per request a page holds a record, too.
-                states = tuple(part for layer in layers for part in layer.kv_cache)
+                states = tuple(part for layer in layers for part in (*layer.kv_cache, *getattr(layer, "records", ())))
                 rows = functools.partial(self.table_rows, str(number))
                 made.append(RecurrentGroup(group.kv_cache_spec.block_size, states, rows))
         return made

@@ -1,0 +1,135 @@
+"""As one_state_layers.py, of Kimi Linear: its layer, with a decay for each channel. Run by test_one_state.py:
+
+    TRITON_INTERPRET=1 python one_state_kimi.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from one_state_layers import (
+    CONVOLUTION,
+    GROUPS,
+    K,
+    Side,
+    convolve_prompts,
+    convolve_windows,
+    run,
+    use_interpreter,
+)
+from torch import Tensor
+
+HEADS, WIDTH = 2, 64
+SIZE = HEADS * WIDTH
+KDA = {"num_heads": HEADS, "head_dim": WIDTH, "short_conv_kernel_size": CONVOLUTION}
+
+
+class KimiSide(Side):
+    def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
+        from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+
+        from nwor_ops.vllm.recurrent.records import RecordGeometry
+
+        ranks = config.parallel_config.tensor_parallel_size
+        layer = KimiGatedDeltaNetAttention.__new__(KimiGatedDeltaNetAttention)
+        torch.nn.Module.__init__(layer)
+
+        def normed(x: Tensor, gate: Tensor) -> Tensor:
+            scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+            return (x.float() * scale * weights["norm"] * gate.float().sigmoid()).to(x.dtype)
+
+        given = {
+            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_spec": K,
+            "head_dim": WIDTH, "num_heads": HEADS * ranks, "local_num_heads": HEADS, "conv_size": CONVOLUTION,
+            "projection_size": SIZE * ranks, "local_projection_size": SIZE, "gate_lower_bound": None,
+            "model_config": config.model_config, "cache_config": config.cache_config,
+            "A_log": weights["A_log"], "dt_bias": weights["dt_bias"], "o_norm": normed,
+            "conv1d": SimpleNamespace(weight=weights["convolution"], bias=None),
+        }  # fmt: skip
+        if one_state:
+            given |= {"geometry": RecordGeometry.of(config), "_most_audited_tokens": 64}
+        for name, value in given.items():
+            setattr(layer, name, value)
+        return layer
+
+    def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:
+        # Beta is a part of the projection that has q, k and v, too.
+        projected = torch.cat((given["mixed_qkv"], given["beta"]), 1)
+        mixed_qkv, beta = projected.split([3 * SIZE, HEADS], 1)
+        layer._forward(mixed_qkv, given["g1"][None], given["g2"], beta[None], out[None])
+
+
+def weights_of(generator: torch.Generator) -> list[dict[str, Tensor]]:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return [
+        {
+            "A_log": normal(HEADS),
+            "dt_bias": normal(SIZE),
+            "convolution": normal(3 * SIZE, 1, CONVOLUTION) / 2,
+            "norm": 1 + normal(WIDTH) / 10,
+        }
+        for _ in range(GROUPS)
+    ]
+
+
+def inputs_of(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]]:
+    shapes = {"mixed_qkv": (3 * SIZE,), "beta": (HEADS,), "g1": (HEADS, WIDTH), "g2": (HEADS, WIDTH)}
+    return [
+        {name: torch.randn(tokens, *shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+        for _ in range(GROUPS)
+    ]
+
+
+def chunked(q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_log: Tensor, g_bias: Tensor,
+            initial_state: Tensor, cu_seqlens: Tensor, **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The recurrence of a prompt's tokens, in the place of the kernel that tunes itself."""
+    out, final = torch.empty_like(v), initial_state.float().clone()
+    gate = torch.nn.functional.softplus(raw_g[0].float() + g_bias.view(HEADS, WIDTH))
+    decay, beta = (-A_log.exp()[:, None] * gate).exp(), raw_beta[0].float().sigmoid()
+    query, key = (x[0].float() / (x[0].float().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    for sequence, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        for token in range(start, end):
+            state = final[sequence]
+            state *= decay[token][:, None]
+            update = beta[token][:, None] * (v[0, token].float() - (state @ key[token][..., None])[..., 0])
+            state += update[..., None] * key[token][:, None]
+            out[0, token] = ((state @ query[token][..., None])[..., 0] * WIDTH**-0.5).to(out.dtype)
+    return out, final
+
+
+def initial_states(state: Tensor, indices: Tensor, has_initial_state: Tensor) -> Tensor:
+    """In the place of ``gather_initial_states``, which asks for a GPU."""
+    return torch.where(has_initial_state[:, None, None, None], state[indices.long()], 0.0)
+
+
+def main() -> None:
+    use_interpreter()
+    import triton.language as tl
+    from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent
+
+    from nwor_ops.vllm.recurrent import kimi
+
+    # By the names that the interpreter knows.
+    fused_recurrent.exp, fused_recurrent.log = (lambda x: tl.exp(x)), (lambda x: tl.log(x))
+    kimi.install()
+    kimi.kda.chunk_kda_with_fused_gate = chunked
+    kimi.vllm_layer.causal_conv1d_fn = convolve_prompts
+    kimi.vllm_layer.causal_conv1d_update = convolve_windows
+    kimi.vllm_layer.gather_initial_states = initial_states
+    cases = {"kimi": (False, 1), "kimi-graphs": (True, 2)}
+    for name in sys.argv[1:] or cases:
+        full_graphs, ranks = cases[name]
+        sizes = {"linear_attn_config": KDA | {"num_heads": HEADS * ranks}}
+        said = run(False, full_graphs, torch.float32, ranks, sizes, KimiSide, weights_of, inputs_of)
+        print(name, json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
