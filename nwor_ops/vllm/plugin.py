@@ -210,6 +210,9 @@ def _attach(runner: Any, module: str) -> None:
     try:
         session = RUNNERS[module](runner).attach(config, logger)
     except Unsupported as error:
+        if config.mode == "off" and one_state.audit_alone(runner):
+            logger.info("nwor: of this engine recurrent states alone are audited: %s", error)
+            return
         error.stop_if(config.strict, f"mode {config.mode} was asked for", "without it")
         logger.warning("nwor: not active: %s", error)
         return

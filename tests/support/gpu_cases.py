@@ -93,6 +93,7 @@ class Case:
         recurrent_groups: those of its KV-cache groups that need no shadow pages.
         share: more than that of the drafts is accepted, and more than that rejected.
         draft_counts: how many drafts the request has that has most of them: each of these numbers in some step.
+        watched: the layers of attention are audited; else of one recurrent state per request the states alone.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Case:
     recurrent_groups: int = 0
     share: float = 0.02
     draft_counts: tuple[int, ...] = ()
+    watched: bool = True
 
     @property
     def is_v1(self) -> bool:
@@ -134,7 +136,7 @@ def _case(
 ) -> Case:
     fields = (
         "nwor", "use", "same_tokens", "may_differ", "trimmed", "expect", "needs", "recurrent_groups", "share",
-        "draft_counts",
+        "draft_counts", "watched",
     )  # fmt: skip
     own = {key: more.pop(key) for key in fields if key in more}
     expect = own.pop("expect", {})
@@ -716,7 +718,8 @@ ONE_STATE_STAGE = {**STAGE, "recurrent": True}
 # Of Qwen3-Next vLLM's Triton kernel verifies windows, of Qwen3.5 its CUDA kernel with the norm in it, or Triton's where
 # it is told so. Ours has the bits of Triton's; the CUDA kernel adds in another order, so that here and there another of
 # two close logits wins.
-_DELTA_NETS = {"next": ("@qwen3_next_mtp", V2, 0), "qwen3_5": ("@gdn_mtp", V2, 6),
+# Kimi Linear's kernel adds in an order that depends on how many requests there are.
+_DELTA_NETS = {"kimi": ("@kimi", V2, 6), "next": ("@qwen3_next_mtp", V2, 0), "qwen3_5": ("@gdn_mtp", V2, 6),
                "triton": ("@gdn_mtp", {"VLLM_GDN_DECODE_KERNEL": "triton"}, 0)}  # fmt: skip
 
 
@@ -781,6 +784,16 @@ def _one_states() -> Iterator[Case]:
     yield _one_state("moe", model="@qwen3_next_experts_mtp", needs=EXPERTS_LIBRARY)
     for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW)):
         yield _one_state(f"draft-model{mode}", nwor=nwor, speculative_config=DRAFT | {"model": "@draft_of_gdn"})
+    # Its MLA layer writes its cache itself, so attention is not watched.
+    kimi = {"shape": "kimi", "method": "ngram", "watched": False}
+    for backend, graphs in (("FLASH_ATTN_MLA", "default"), ("TRITON_MLA", "any")):
+        yield _one_state(f"kimi-{backend.lower()}", backend=backend, graphs=graphs, **kimi)
+    for graphs in ("eager", "piecewise", "full_decode_only"):
+        yield _one_state(f"kimi-{graphs}", backend="FLASH_ATTN_MLA", graphs=graphs, **kimi)
+    yield _one_state("kimi-abort", backend="FLASH_ATTN_MLA", use={"abort": {10: [0, 2], 16: [5]}}, **kimi)
+    # One head of 128 has blocks of 128 tokens, in either engine.
+    prefixes = aligned | {"max_model_len": 384, "use": {"shared_prefix": 220, "rounds": 2, "requests": 12}}
+    yield _one_state("kimi-align", backend="FLASH_ATTN_MLA", model="@kimi_of_one_head", **prefixes, **kimi)
     # The classes of the multimodal model around the text's, with its positions; nobody sends it an image.
     yield _one_state("multimodal", "triton", model="@gdn_mtp_multimodal", language_model_only=True, needs="torchvision")
 

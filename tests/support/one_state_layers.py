@@ -38,9 +38,7 @@ def use_interpreter() -> None:
     utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
 
 
-def configuration(
-    full_graphs: bool, state: torch.dtype, ranks: int = 1, sizes: dict[str, Any] | None = None
-) -> Any:
+def configuration(full_graphs: bool, state: torch.dtype, ranks: int = 1, sizes: dict[str, Any] | None = None) -> Any:
     """As far as builders and layers look at it. Of several ranks each has the heads above."""
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
     sizes = sizes or {

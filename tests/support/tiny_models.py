@@ -55,6 +55,8 @@ GDN = {
 }
 # The same for two ranks.
 WIDE_GDN = GDN | {"key_heads": 2, "value_heads": 4}
+# KDA of Kimi Linear.
+KDA = {"state": 128, "conv": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
            "shared_expert_intermediate_size": 128}  # fmt: skip
 # Mamba and full attention in turn, as in Granite 4: a state of some 40 KiB, so blocks of 80 tokens.
@@ -92,6 +94,8 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "qwen3_next_mtp": _write_qwen3_next_mtp,
         "qwen3_next_experts_mtp": lambda path: _write_qwen3_next_mtp(path, experts=True),
         "draft_of_gdn": _write_draft_of_gdn,
+        "kimi": _write_kimi,
+        "kimi_of_one_head": lambda path: _write_kimi(path, heads=1),
         "mamba": _write_mamba,
         "eagle3": _write_eagle3,
         "dflash": _write_dflash,
@@ -271,6 +275,54 @@ def _write_mla_mtp(folder: pathlib.Path) -> None:
         f"{layer}.shared_head.head.weight": weights["lm_head.weight"].clone(),
     }
     _save(folder, config, weights)
+
+
+def _write_kimi(folder: pathlib.Path, heads: int = 2) -> None:
+    """Kimi Linear without experts: three layers of KDA, and one of MLA whose keys are not rotated."""
+    hidden, width, layers = MLA["hidden"], KDA["state"], 4
+    kda = {"num_heads": heads, "head_dim": width, "short_conv_kernel_size": KDA["conv"],
+           "kda_layers": list(range(1, layers)), "full_attn_layers": [layers]}  # fmt: skip
+    left_out = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group")
+    config = {name: value for name, value in _mla_config().items() if name not in left_out} | {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "num_hidden_layers": layers,
+        "mla_use_nope": True,
+        "linear_attn_config": kda,
+    }
+    generator = torch.Generator().manual_seed(43)
+    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    weights = {"model.embed_tokens.weight": embedding}
+    for layer in range(layers - 1):
+        weights |= _kda_layer(generator, f"model.layers.{layer}", heads)
+    weights |= dict(_mla_layer(generator, f"model.layers.{layers - 1}"))
+    weights |= {
+        "model.norm.weight": _ones(hidden),
+        "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+    }
+    _save(folder, config, weights)
+
+
+def _kda_layer(generator: torch.Generator, prefix: str, heads: int) -> dict[str, Tensor]:
+    hidden, width = MLA["hidden"], KDA["state"]
+    size, layer = heads * width, f"{prefix}.self_attn"
+    weights = {
+        f"{prefix}.input_layernorm.weight": _ones(hidden),
+        f"{prefix}.post_attention_layernorm.weight": _ones(hidden),
+        f"{layer}.b_proj.weight": _matrix(generator, heads, hidden),
+        f"{layer}.A_log": torch.zeros(heads),
+        f"{layer}.dt_bias": torch.ones(size),
+        f"{layer}.o_norm.weight": _ones(width),
+        f"{layer}.o_proj.weight": _matrix(generator, hidden, size, BLOCK_SCALE),
+    }
+    for part in "qkv":
+        convolution = torch.randn(size, 1, KDA["conv"], generator=generator) / KDA["conv"] ** 0.5
+        weights[f"{layer}.{part}_proj.weight"] = _matrix(generator, size, hidden, 1.5)
+        weights[f"{layer}.{part}_conv1d.weight"] = convolution.to(torch.bfloat16)
+    for gate in "fg":  # of the decay, and of the norm: each of low rank
+        weights[f"{layer}.{gate}_a_proj.weight"] = _matrix(generator, width, hidden)
+        weights[f"{layer}.{gate}_b_proj.weight"] = _matrix(generator, size, width)
+    return weights | _mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"])
 
 
 def _mla_config() -> dict[str, Any]:

@@ -33,6 +33,8 @@ from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests, new_cur
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.support import ONE_STATE, ONE_STATE_MODELS, REFUSALS, Unsupported, check_one_state
 
+KDA = {"num_heads": 4, "head_dim": 128, "short_conv_kernel_size": 4}
+KIMI = {"model_config__architecture": "KimiLinearForCausalLM", "model_config__hf_text_config__linear_attn_config": KDA}
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
 STATES = MambaSpec(
     block_size=256, shapes=((6, 768), (4, 128, 64)), dtypes=(torch.bfloat16, torch.float32), num_speculative_blocks=3
@@ -68,6 +70,15 @@ def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
     # Most windows kept some drafts and lost some.
     assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
     assert said["prompt_folds"] > 0
+
+
+@pytest.mark.parametrize("case", ["kimi-graphs", pytest.param("kimi", marks=pytest.mark.nightly)])
+def test_outputs_of_kimi_linear_are_those_of_a_state_per_draft(case: str) -> None:
+    said = said_of(case, "one_state_kimi.py")
+    assert said["blocks"] == [4, 1]
+    assert min(said["windows_only"], said["mixed"]) > 4
+    assert said["states_compared"] > 50
+    assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
 
 
 def test_outputs_with_prefix_caching_are_those_of_a_state_per_draft() -> None:
@@ -143,7 +154,7 @@ def test_a_cache_that_vllm_lets_go_of_is_freed() -> None:
     """It measures graphs with a cache that it throws away, before it sizes its own by what is free."""
     from vllm.v1.worker.utils import clear_layer_kv_caches
 
-    from nwor_ops.vllm.recurrent.layer import OneStateGatedDeltaNet
+    from nwor_ops.vllm.recurrent.qwen import OneStateGatedDeltaNet
 
     layer: Any = OneStateGatedDeltaNet.__new__(OneStateGatedDeltaNet)
     torch.nn.Module.__init__(layer)
@@ -167,6 +178,17 @@ def test_the_geometry_is_that_of_the_model_and_the_rank() -> None:
     assert RecordGeometry.of(config) == RecordGeometry(4, 1, 2, 64, 128, torch.bfloat16)
 
 
+def test_the_geometry_of_kimi_linear_has_a_decay_for_each_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = engine(**KIMI, cache_config__mamba_ssm_cache_dtype="float16")  # which its layer does not look at
+    config.parallel_config.tensor_parallel_size = 2
+    geometry = RecordGeometry.of(config)
+    assert geometry == RecordGeometry(4, 2, 2, 128, 128, torch.bfloat16, per_channel=True)
+    assert geometry.parts["decays"] == ((2, 4, 2, 128), torch.float32)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    assert supported.problem_of(config) is None
+    assert supported.kind_of(config) is supported.KIMI
+
+
 def test_a_model_says_how_large_a_page_is_with_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     class Model:
         get_mamba_state_shape_from_config = classmethod(lambda cls, config: STATES.shapes)
@@ -177,7 +199,7 @@ def test_a_model_says_how_large_a_page_is_with_the_record(monkeypatch: pytest.Mo
         [spec] = Model.get_mamba_specs_from_config(config)
         return spec.page_size_bytes
 
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
     assert page(engine()) == STATES.page_size_bytes + GEOMETRY.num_bytes
     assert page(engine(recurrent=False)) == STATES.page_size_bytes
 
@@ -490,7 +512,7 @@ def engine(recurrent: bool = True, **found: Any) -> Any:
 @pytest.fixture
 def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of vLLM's version and of the CUDA library pass."""
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
 
 
 @pytest.mark.usefixtures("any_vllm")
@@ -499,7 +521,20 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"device_config__device_type": "cpu"}, "device cpu: vLLM's kernels beside it are those of CUDA"),
         ({"use_v2_model_runner": False}, "model runner V1: "),
-        ({"model_config__architecture": "KimiLinearForCausalLM"}, "other models than Qwen3NextForCausalLM, .*: they "),
+        ({"model_config__architecture": "OlmoHybridForCausalLM"}, "other models than Qwen3NextForCausalLM, .*: they "),
+        (
+            KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"use_full_rank_gate": True}},
+            r"Kimi Linear with Kimi K3's gate .*: with the first vLLM makes Kimi K3's layer, which is another class",
+        ),
+        (
+            KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"gate_lower_bound": -5.0}},
+            r"Kimi Linear with .* or a bounded decay \(`gate_lower_bound`\): .*; the kernel has no bound",
+        ),
+        (
+            KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"head_dim": 96}},
+            "one state per request: heads of keys are 96 wide",
+        ),
+        ({"cache_config__use_replayssm": True}, "`--use-replayssm`: vLLM then counts on one state itself"),
         ({"kv_transfer_config": object()}, "KV connectors: it would see a state whose last window is pending"),
         ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
         ({"speculative_config__enable_adaptive_verification": True}, "adaptive verification: it has not"),
@@ -524,7 +559,7 @@ def test_each_refusal_has_its_sentence(found: dict[str, Any], because: str) -> N
 
 def test_another_plugin_s_class_in_the_place_of_vllm_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused; asked to go on without, the engine has that one."""
-    monkeypatch.setattr(supported, "_problem_of_vllm", lambda: None)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
     from vllm.model_executor.custom_op import op_registry_oot
 
     class Theirs: ...
@@ -552,7 +587,7 @@ def test_a_method_without_a_draft_model_has_the_target_s_configuration_in_its_pl
 def test_every_refusal_of_a_configuration_is_tried_above() -> None:
     """Those that show in a configuration; the others are raised once there are layers."""
     wanted = {refusal.feature for refusal in REFUSALS if refusal.why(ONE_STATE) and refusal.found}
-    assert len(wanted) == 14, wanted
+    assert len(wanted) == 16, wanted
 
 
 def test_this_vllm_is_refused_by_its_version() -> None:

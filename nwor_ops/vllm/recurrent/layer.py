@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
-from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
@@ -28,7 +28,7 @@ from nwor_ops.vllm.support import wrap_once
 _OWNER, _RECORDS = "_nwor_layer", "_nwor_records"
 
 
-class OneStateLayer(MambaBase):
+class OneStateLayer(GatedDeltaNetAttention):
     """See the module. Comes before vLLM's class among the bases of a layer.
 
     Attributes:
@@ -38,6 +38,8 @@ class OneStateLayer(MambaBase):
         all_states: of an audit, ``[max_tokens, value_heads, dv, dk]``: the states that vLLM would have kept.
     """
 
+    A_log: torch.nn.Parameter
+    dt_bias: torch.nn.Parameter
     layer_window: Tensor
     all_states: Tensor | None = None
 

@@ -86,14 +86,14 @@ class OneState:
     def _counts(self, refused: int) -> dict[str, int]:
         return {"one_state_steps": self._builders[0].steps, "one_state_refused_requests": refused}
 
-    def start_audit(self, session: Session) -> None:
-        """Compare every state from now on."""
+    def start_audit(self) -> StateAudit:
+        """Compare every state from now on, if what comes back is told of each forward."""
         self.audit = StateAudit(self._builders)
         for builder in self._builders:
             builder.audit = self.audit
-        session.subscribe(forwarded=self.audit.forwarded)
         if self._aligned is not None:
             self._aligned.audit = self.audit
+        return self.audit
 
     @property
     def requests_before(self) -> int:
@@ -210,7 +210,22 @@ def _align(runner: Any, groups: list[tuple[GroupLayers, Tensor]], drafts: int, c
 def audit(runner: Any, session: Session) -> None:
     """Where there is one state per request: compare it, too."""
     if runner in _engines:
-        _engines[runner].start_audit(session)
+        session.subscribe(forwarded=_engines[runner].start_audit().forwarded)
+
+
+def audit_alone(runner: Any) -> bool:
+    """Compare the states of an engine whose attention layers cannot be watched; whether there are such states."""
+    if runner not in _engines:
+        return False
+    audit, execute = _engines[runner].start_audit(), type(runner).execute_model.__get__(runner)
+
+    def execute_model(*args: Any, **kwargs: Any) -> Any:
+        result = execute(*args, **kwargs)
+        audit.forwarded("after the forward")
+        return result
+
+    runner.execute_model = execute_model
+    return True
 
 
 def _check(vllm_config: Any, logger: Any) -> bool:
