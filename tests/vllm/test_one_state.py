@@ -33,6 +33,7 @@ from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests, new_cur
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.support import ONE_STATE, ONE_STATE_MODELS, REFUSALS, Unsupported, check_one_state
 
+GROUPS = 2  # of one_state_layers.py
 KDA = {"num_heads": 4, "head_dim": 128, "short_conv_kernel_size": 4}
 KIMI = {"model_config__architecture": "KimiLinearForCausalLM", "model_config__hf_text_config__linear_attn_config": KDA}
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
@@ -70,6 +71,8 @@ def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
     # Most windows kept some drafts and lost some.
     assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
     assert said["prompt_folds"] > 0
+    # A plan for each group. For all but the first vLLM copies state indices, where they are a graph's.
+    assert said["launches_added"] == (1 if "graphs" in case else GROUPS)
 
 
 @pytest.mark.parametrize("case", ["kimi-graphs", pytest.param("kimi", marks=pytest.mark.nightly)])
@@ -77,6 +80,7 @@ def test_outputs_of_kimi_linear_are_those_of_a_state_per_draft(case: str) -> Non
     said = said_of(case, "one_state_kimi.py")
     assert said["blocks"] == [4, 1]
     assert min(said["windows_only"], said["mixed"]) > 4
+    assert said["launches_added"] == (1 if "graphs" in case else GROUPS)
     assert said["states_compared"] > 50
     assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
 
@@ -309,6 +313,32 @@ def test_the_audit_compares_each_state_and_finds_a_wrong_byte() -> None:
     layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += 1
     with pytest.raises(AuditError, match=r"state of layer layer in block 2 is not the one after 2 tokens .* 1 bytes"):
         audit.forwarded("after the forward")
+
+
+def test_states_are_audited_where_attention_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, window = Layer(), Window([5, 2], [4, 3])
+    window.group = layer.group
+
+    class Runner:
+        def execute_model(self, wrong: int) -> str:
+            window.open(layer, [2, 2])
+            layer.verify(window)
+            layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += wrong
+            return "output"
+
+    runner, state = Runner(), plugin.OneState.__new__(plugin.OneState)
+    state._builders, state._aligned = [window], None
+    assert not plugin.audit_alone(runner)
+    monkeypatch.setitem(plugin._engines, runner, state)
+    for _ in range(2):  # once more: a cache that is bound again
+        assert plugin.audit_alone(runner)
+    window.open(layer, [1, 1])
+    layer.verify(window)
+    state.audit.forwarded("before")
+    assert runner.execute_model(0) == "output"
+    assert (state.audit.summary()["steps"], state.audit.summary()["states_compared"]) == (2, 2)
+    with pytest.raises(AuditError, match="state of layer layer in block 2 is not the one after 2 tokens"):
+        runner.execute_model(1)
 
 
 def test_the_audit_finds_a_request_that_was_left_out() -> None:
