@@ -300,7 +300,7 @@ DRAFTER = Refusal(
     draft_graphs="its passes are others", message="draft graphs in model runner V1: {what}", engines="runner V1")
 NOT_ONE_STATE = Refusal(
     "recurrent layers of another class than vLLM's Gated DeltaNet for Qwen and KDA for Kimi Linear (Mamba, short "
-    "convolutions; OLMo hybrid, with heads of 96 and 192 and a doubled beta)",
+    "convolutions; OLMo hybrid, with heads of 96 and 192 and a doubled beta, which the kernel has not)",
     one_state="they have kernels of their own",
     message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen or KDA "
     "for Kimi Linear, not for layers {layers}")
