@@ -34,6 +34,7 @@ from nwor_ops.vllm import connectors, metrics, spare_blocks
 from nwor_ops.vllm.audit import agreement
 from nwor_ops.vllm.drafter import plugin as draft_graphs
 from nwor_ops.vllm.environment import announce_variables
+from nwor_ops.vllm.layers.back_ends import KIMI_HOOKS
 from nwor_ops.vllm.recurrent import plugin as one_state
 from nwor_ops.vllm.recurrent.supported import HOOKS as ONE_STATE_HOOKS
 from nwor_ops.vllm.runners.base import detach, log_bytes
@@ -245,6 +246,7 @@ def check() -> list[dict[str, Any]]:
     of_runners = [hook for kind in RUNNERS.values() for hook in kind.hooks]
     if not vllm.__version__.startswith("0.32."):  # whose V2 runner no engine of several stages is attached to
         of_runners += PIPELINE_HOOKS
+    of_runners += KIMI_HOOKS
     for hook in (*of_runners, *draft_graphs.HOOKS, *spare_blocks.HOOKS, *connectors.HOOKS, *ONE_STATE_HOOKS):
         name = f"{hook.module}.{hook.name}" if hook.module in RUNNERS else hook.name
         rows.append((name, hook.problem(), hook.signature))

@@ -784,10 +784,14 @@ def _one_states() -> Iterator[Case]:
     yield _one_state("moe", model="@qwen3_next_experts_mtp", needs=EXPERTS_LIBRARY)
     for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW)):
         yield _one_state(f"draft-model{mode}", nwor=nwor, speculative_config=DRAFT | {"model": "@draft_of_gdn"})
-    # Its MLA layer writes its cache itself, so attention is not watched.
-    kimi = {"shape": "kimi", "method": "ngram", "watched": False}
+    kimi = {"shape": "kimi", "method": "ngram"}
+    for mode, nwor in (("cow", ONE_STATE_COW), ("stage", ONE_STATE_STAGE)):
+        yield _one_state(f"kimi-{mode}", backend="FLASH_ATTN_MLA", nwor=nwor, **kimi)
+    yield _one_state("kimi-piecewise-cow", backend="FLASH_ATTN_MLA", nwor=ONE_STATE_COW, graphs="piecewise", **kimi)
     for backend, graphs in (("FLASH_ATTN_MLA", "default"), ("TRITON_MLA", "any")):
         yield _one_state(f"kimi-{backend.lower()}", backend=backend, graphs=graphs, **kimi)
+    # The model's writer is known for bfloat16 alone: attention is not watched.
+    yield _one_state("kimi-fp8", backend="TRITON_MLA", graphs="any", kv_cache_dtype="fp8", watched=False, **kimi)
     for graphs in ("eager", "piecewise", "full_decode_only"):
         yield _one_state(f"kimi-{graphs}", backend="FLASH_ATTN_MLA", graphs=graphs, **kimi)
     yield _one_state("kimi-abort", backend="FLASH_ATTN_MLA", use={"abort": {10: [0, 2], 16: [5]}}, **kimi)

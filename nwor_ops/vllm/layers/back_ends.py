@@ -22,14 +22,29 @@ from nwor_ops.vllm.support import (
     SPLIT_BLOCKS,
     UNKNOWN_LAYER,
     UNRELIABLE_CACHE,
+    Hook,
     Unsupported,
     check_group_spec,
     check_passes,
+    check_vllm,
     is_recurrent,
 )
 
 _ATTENTION = "vllm.model_executor.layers.attention.attention.Attention"
 _MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention.MLAAttention"
+
+# Kimi Linear's MLA, which writes the cache itself, in one kernel with what attention needs besides.
+KIMI_ATTENTION = "vllm.models.kimi_k3.nvidia.mla.MultiHeadLatentAttention"
+
+_KIMI_MODULE, _KIMI_CLASS = KIMI_ATTENTION.rsplit(".", 1)
+KIMI_HOOKS = (
+    Hook(_KIMI_MODULE, f"{_KIMI_CLASS}._attention", "positions, q, kv_c_normed, k_pe, attn_out"),
+    Hook(
+        _KIMI_MODULE,
+        f"{_KIMI_CLASS}._decode_concat_cache",
+        "ql_nope, q_pe, kv_c_normed, k_pe, positions, cos_sin_cache, slot_mapping",
+    ),
+)
 
 _BACK_ENDS = "vllm.v1.attention.backends."
 CPU_IMPL = _BACK_ENDS + "cpu_attn.CPUAttentionBackendImpl"
@@ -92,7 +107,7 @@ def target_layers(runner: Any, drafter_layers: set[str], mode: str) -> list[Targ
         if is_recurrent(spec):
             continue
         check_group_spec(group, spec)
-        if _qualified_name(attention) == _MLA_ATTENTION and mode != "stage":
+        if qualified_name(attention) == _MLA_ATTENTION and mode != "stage":
             check_passes(runner.compilation_config.pass_config)
         layers.append(_target_layer(name, group, attention, runner.model_config.dtype))
     return layers
@@ -124,7 +139,7 @@ def table_copies(runner: Any, layers: list[TargetLayer], borrowers: Iterable[str
     back ends."""
     context = runner.compilation_config.static_forward_context
     names = (*(layer.name for layer in layers), *sorted(borrowers))
-    impls = {name: _qualified_name(context[name].impl) for name in names}
+    impls = {name: qualified_name(context[name].impl) for name in names}
     return {name: impl for name, impl in impls.items() if impl not in _TABLE_READERS}
 
 
@@ -136,16 +151,18 @@ def _layers_of_groups(kv_cache_config: Any) -> Iterator[tuple[str, str, Any]]:
             yield str(number), name, specs.get(name, group.kv_cache_spec)
 
 
-def _qualified_name(thing: Any) -> str:
+def qualified_name(thing: Any) -> str:
+    """Of its class, with the module."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def _target_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:
-    layer_class, impl = _qualified_name(attention), _qualified_name(getattr(attention, "impl", None))
+    layer_class, impl = qualified_name(attention), qualified_name(getattr(attention, "impl", None))
     makers: dict[tuple[str, str], Callable[[str, str, Any, torch.dtype], TargetLayer]] = {
         (_ATTENTION, CPU_IMPL): _cpu_layer,
         **{(_ATTENTION, known): _packed_layer for known in PACKED_IMPLS},
         **{(_MLA_ATTENTION, known): _latent_layer for known in LATENT_IMPLS},
+        **{(KIMI_ATTENTION, known): _kimi_layer for known in LATENT_IMPLS},
     }
     if (layer_class, impl) not in makers:
         raise UNKNOWN_LAYER.because(layer=name, layer_class=layer_class, impl=impl)
@@ -208,15 +225,43 @@ def _latent_layer(name: str, group: str, attention: Any, source_dtype: torch.dty
         raise ValueError(f"its cache must be [num_blocks, block_size, width], got {kv_cache.shape}")
     own_writer = functools.partial(type(impl).do_kv_cache_update, impl)
 
-    def planes(kv_cache: Tensor) -> LayerCache:
-        return LayerCache.opaque(kv_cache.unsqueeze(2))
-
     def tried(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         own_writer(key, value, kv_cache, slot_mapping, impl.kv_cache_dtype, attention._k_scale)
 
+    trial.check_slots(tried, _latents, kv_cache, _rows_of_latents(attention, source_dtype))
+    return TargetLayer(name, group, kv_cache, _latents(kv_cache), own_writer)
+
+
+def _kimi_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:
+    """The same rows, which the model writes. What writes them for us, before it does, is the back end."""
+    check_vllm(KIMI_HOOKS)
+    layer, impl = _latent_layer(name, group, attention, source_dtype), attention.impl
+    if attention.rotary_emb is not None or attention.q_lora_rank is not None:
+        raise ValueError("of this class only Kimi Linear's layers are known, not Kimi K3's")
+    if impl.kv_cache_dtype not in ("auto", "bfloat16"):
+        raise ValueError(f"its own writer is known for a cache of bfloat16, not of {impl.kv_cache_dtype}")
+    own = attention.kv_cache
+
+    def tried(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        query = key.new_zeros(len(key), attention.num_local_heads, attention.head_size)
+        query_of_latents, rotated = query.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
+        attention.kv_cache = kv_cache
+        try:
+            attention._decode_concat_cache(query_of_latents, rotated, key, value, None, None, slot_mapping)
+        finally:
+            attention.kv_cache = own
+
+    trial.check_slots(tried, _latents, own, _rows_of_latents(attention, source_dtype))
+    return layer
+
+
+def _latents(kv_cache: Tensor) -> LayerCache:
+    return LayerCache.opaque(kv_cache.unsqueeze(2))
+
+
+def _rows_of_latents(attention: Any, source_dtype: torch.dtype) -> trial.Rows:
     shapes = (attention.kv_lora_rank,), (1, attention.qk_rope_head_dim)
-    trial.check_slots(tried, planes, kv_cache, trial.Rows(shapes, source_dtype, kv_cache.device))
-    return TargetLayer(name, group, kv_cache, planes(kv_cache), own_writer)
+    return trial.Rows(shapes, source_dtype, attention.kv_cache.device)
 
 
 class _WriterOfScales:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any, ClassVar
@@ -23,7 +24,14 @@ from nwor_ops.vllm.audit.recurrent import RecurrentGroup
 from nwor_ops.vllm.audit.shadow import StageAudit
 from nwor_ops.vllm.audit.undo import CacheAudit
 from nwor_ops.vllm.connectors import ConnectorAttachment, worker_connector
-from nwor_ops.vllm.layers.back_ends import LATENT_IMPLS, check_tables, table_copies, target_layers
+from nwor_ops.vllm.layers.back_ends import (
+    KIMI_ATTENTION,
+    LATENT_IMPLS,
+    check_tables,
+    qualified_name,
+    table_copies,
+    target_layers,
+)
 from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.session import EVENTS, Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
@@ -165,7 +173,9 @@ class RunnerAttachment(abc.ABC):
             put_around(attached.connector, attached)
         context = runner.compilation_config.static_forward_context
         for layer in layers if session.wraps_writers else ():
-            _wrap_writer(context[layer.name].impl, layer.name, session)
+            writes_itself = qualified_name(context[layer.name]) == KIMI_ATTENTION
+            wrap = _wrap_model_s_writer if writes_itself else _wrap_writer
+            wrap(context[layer.name], layer.name, session)
         return session
 
     def _spare_blocks(self, layers: list[TargetLayer], drafter_layers: set[str]) -> SpareBlocks:
@@ -318,7 +328,9 @@ def _around(method: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
     return wrapped
 
 
-def _wrap_writer(impl: Any, name: str, session: Session) -> None:
+def _wrap_writer(attention: Any, name: str, session: Session) -> None:
+    impl = attention.impl
+
     def do_kv_cache_update(
         layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
@@ -329,10 +341,31 @@ def _wrap_writer(impl: Any, name: str, session: Session) -> None:
     ) -> None:
         session.write(name, latent, rotated_key, kv_cache, slot_mapping, *rest)
 
-    latent = f"{type(impl).__module__}.{type(impl).__qualname__}" in LATENT_IMPLS
+    latent = qualified_name(impl) in LATENT_IMPLS
     wrapper = do_latent_cache_update if latent else do_kv_cache_update
     setattr(wrapper, _MARK, True)
     impl.do_kv_cache_update = wrapper
+
+
+def _wrap_model_s_writer(attention: Any, name: str, session: Session) -> None:
+    """Of a layer that writes its rows in a kernel of the model's: they are logged and written before, and it writes the
+    same bytes again. Inside what vLLM takes out of piecewise graphs, which is the whole of its attention."""
+    from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+    from vllm.forward_context import get_forward_context
+
+    attend = functools.partial(inspect.unwrap(type(attention)._attention), attention)
+
+    @eager_break_during_capture
+    def _attention(positions: Tensor, q: Tensor, latent: Tensor, rotated_key: Tensor, out: Tensor) -> None:
+        context: Any = get_forward_context()
+        if context.attn_metadata is not None:
+            tokens = context.attn_metadata[name].num_actual_tokens
+            slots, rest = context.slot_mapping[name][:tokens], (attention.impl.kv_cache_dtype, attention._k_scale)
+            session.write(name, latent[:tokens], rotated_key[:tokens], attention.kv_cache, slots, *rest)
+        attend(positions, q, latent, rotated_key, out)
+
+    setattr(_attention, _MARK, True)
+    attention._attention = _attention
 
 
 def wrapped_methods(runner: Any) -> list[tuple[Any, str, Any]]:
@@ -342,7 +375,7 @@ def wrapped_methods(runner: Any) -> list[tuple[Any, str, Any]]:
     others = filter(None, [worker_connector(), getattr(runner, "pp_handler", None)])
     return [
         (owner, name, value)
-        for owner in (runner, *(getattr(layer, "impl", layer) for layer in layers), *others)
+        for owner in (runner, *layers, *(layer.impl for layer in layers if hasattr(layer, "impl")), *others)
         for name, value in vars(owner).items()
         if isinstance(value, FunctionType) and hasattr(value, _MARK)
     ]
