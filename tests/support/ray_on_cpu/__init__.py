@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -23,13 +25,14 @@ def platform() -> str:
 
 
 @contextlib.contextmanager
-def cluster(folder: str, devices: Sequence[int]) -> Iterator[dict[str, str]]:
-    """What vLLM needs in its environment to find the cluster, on whose first node it then is.
+def cluster(devices: Sequence[int]) -> Iterator[tuple[dict[str, str], Callable[[], list[str]]]]:
+    """What vLLM needs in its environment to find the cluster, on whose first node it then is; and what workers have
+    written so far.
 
     Args:
-        folder: for all that is written. Its path must be short, as sockets are in it.
         devices: of each node: as many workers have room there.
     """
+    folder = tempfile.mkdtemp(prefix="nwor-ray-", dir="/tmp")  # sockets are in it, whose paths must be short
     installed = pathlib.Path(folder, f"{_NAME}-0.dist-info")
     installed.mkdir()
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: 0\n")
@@ -41,7 +44,8 @@ def cluster(folder: str, devices: Sequence[int]) -> Iterator[dict[str, str]]:
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():  # Ray's processes, and so vLLM's workers, have it from this one
+        # Ray's processes, and so vLLM's workers, have it from this one; what they leave behind goes with the folder.
+        for name, value in {**environment, "TMPDIR": folder}.items():
             patch.setenv(name, value)
         from ray.cluster_utils import Cluster
 
@@ -49,6 +53,12 @@ def cluster(folder: str, devices: Sequence[int]) -> Iterator[dict[str, str]]:
         try:
             for number in devices:  # the first one is the head
                 nodes.add_node(num_cpus=1, num_gpus=number, include_dashboard=False)
-            yield environment | {"RAY_ADDRESS": nodes.address}
+            yield environment | {"RAY_ADDRESS": nodes.address}, lambda: _logs(folder)
         finally:
             nodes.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _logs(folder: str) -> list[str]:
+    files = pathlib.Path(folder, "ray").glob("session_2*/logs/worker-*.out")  # session_latest is one of them
+    return [file.read_text(errors="replace") for file in files]
