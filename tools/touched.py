@@ -46,6 +46,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"tools/\w+\.py", ("package/test_tools.py", "package/test_touched.py")),
     (r"benchmarks/results.*|docs/benchmarks\.md|README\.md", ("package/test_results.py",)),
     (r"benchmarks/gpu_(?:methods|engine)\.py", ("package/test_gpu_methods.py",)),
+    (r"benchmarks/gpu_(?:parallel|engine)\.py", ("package/test_gpu_parallel.py",)),
     (r".*\.md", ("package/test_documents.py",)),
     (r"tests/support/house\.py", ("package/test_house.py",)),
 )
