@@ -13,8 +13,6 @@ import multiprocessing
 import os
 import pathlib
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -39,7 +37,6 @@ LLAMA = {
 }
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}  # where the model does not matter
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-TOKENS = "tokens: "
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -282,12 +279,19 @@ def ranks_job(requests: list[list[int]], arguments: dict[str, Any]) -> dict[str,
     return result
 
 
-def _detached_job(requests: list[list[int]], arguments: dict[str, Any]) -> None:
-    from vllm import LLM
+def _detached_job(requests: list[list[int]], environment: dict[str, str]) -> dict[str, Any]:
+    """On an engine whose core is a process of its own: its tokens, and what both processes have logged."""
+    os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | environment)
+    with tempfile.NamedTemporaryFile("r") as log:
+        for stream in (1, 2):
+            os.dup2(os.open(log.name, os.O_WRONLY | os.O_APPEND), stream)
+        from vllm import LLM
 
-    llm = LLM(**arguments)
-    sampling = [_sampling(index, 0.0, 40) for index in range(len(requests))]
-    print(TOKENS + json.dumps(_run_requests(llm, requests, sampling, {})), flush=True)
+        llm = LLM(**(ENGINE | {"model": model_folder()}))
+        sampling = [_sampling(index, 0.0, 40) for index in range(len(requests))]
+        tokens = _run_requests(llm, requests, sampling, {})
+        llm.llm_engine.engine_core.shutdown()
+        return {"tokens": tokens, "log": log.read()}
 
 
 # ---------------------------------------------------------------- in the test's process
@@ -337,18 +341,7 @@ class Engines:
         return self.start(requests, **arguments).result()
 
     def run_detached(self, requests: list[list[int]], environment: dict[str, str]) -> dict[str, Any]:
-        """On an engine whose core is a process of its own: its tokens, and everything it logged."""
-        job = json.dumps({"requests": requests, "arguments": ENGINE | {"model": model_folder()}})
-        child = subprocess.run(
-            [sys.executable, __file__, job],
-            env=os.environ | ENVIRONMENT | environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        )
-        tokens = next(line for line in child.stdout.splitlines() if line.startswith(TOKENS))
-        return {"tokens": json.loads(tokens.removeprefix(TOKENS)), "log": child.stdout + child.stderr}
+        return self.submit(_detached_job, requests, environment).result()
 
     def pair(self, requests: list[list[int]], nwor: dict[str, Any], **arguments: Any) -> Any:
         """The same requests on a vanilla engine and on one with the plugin, at the same time."""
@@ -356,7 +349,3 @@ class Engines:
         vanilla = self.start(requests, **arguments)
         ours = self.start(requests, nwor=nwor, **arguments)
         return vanilla.result(), ours.result()
-
-
-if __name__ == "__main__":
-    _detached_job(**json.loads(sys.argv[1]))

@@ -169,14 +169,15 @@ def test_sampling_with_temperature(engines: Engines) -> None:
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
-        ("cow", "launches per step beyond the writers"),
+        # The servers of test_metrics.py run in mode cow.
+        pytest.param("cow", "launches per step beyond the writers", marks=pytest.mark.nightly),
         ("stage", "16 of 96 blocks (16.7% of the cache, 0.8 MiB) are shadow pages, withheld from the scheduler"),
     ],
 )
 def test_engine_core_in_its_own_process(engines: Engines, mode: str, said: str) -> None:
     """`vllm serve` runs the engine core in a child process: the plugin loads there too, in worker and scheduler."""
     requests = prompts(6)
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NWOR_MODE": mode, "VLLM_NWOR_AUDIT": "1"}
+    environment = {"VLLM_NWOR_MODE": mode, "VLLM_NWOR_AUDIT": "1"}
     vanilla = engines.start(requests)
     ours = engines.run_detached(requests, environment)
     assert ours["tokens"] == vanilla.result()["tokens"]
