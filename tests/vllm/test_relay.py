@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from counted_session import CountedSession
+from vllm.config import ParallelConfig
 from vllm.v1.outputs import ModelRunnerOutput
 
 from nwor_ops.vllm.metrics import relay, transport
@@ -17,12 +18,20 @@ from nwor_ops.vllm.metrics.transport import CounterFile
 from nwor_ops.vllm.metrics.worker import SessionPublisher
 
 
-def _config(nodes: int = 2, backend: str = "mp") -> Any:
+class RaysExecutor:
+    """As engines may be given a class: those of vLLM that put workers under Ray say so."""
+
+    uses_ray = True
+
+
+class Parallel(SimpleNamespace):
+    use_ray = ParallelConfig.use_ray
+
+
+def _config(nodes: int = 2, backend: Any = "mp") -> Any:
     return SimpleNamespace(
         instance_id="i",
-        parallel_config=SimpleNamespace(
-            data_parallel_index=0, nnodes_within_dp=nodes, distributed_executor_backend=backend
-        ),
+        parallel_config=Parallel(data_parallel_index=0, nnodes_within_dp=nodes, distributed_executor_backend=backend),
         model_config=SimpleNamespace(served_model_name="tiny"),
         additional_config={"nwor": {"mode": "cow"}},
         speculative_config=SimpleNamespace(),
@@ -121,10 +130,11 @@ def test_no_folder_to_write_to_is_said_once(hosts: Any, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(
-    ("nodes", "backend", "remote"), [(1, "mp", False), (2, "mp", True), (1, "ray", True), (1, "uni", False)]
+    ("nodes", "backend", "remote"),
+    [(1, "mp", False), (2, "mp", True), (1, "ray", True), (1, RaysExecutor, True), (1, "uni", False)],
 )
 def test_only_an_engine_whose_workers_may_be_elsewhere_receives(
-    hosts: Any, nodes: int, backend: str, remote: bool
+    hosts: Any, nodes: int, backend: Any, remote: bool
 ) -> None:
     hosts("the engine core's")
     made = type("Made", (Scheduler,), {})

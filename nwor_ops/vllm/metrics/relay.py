@@ -30,7 +30,7 @@ _MARK = "_nwor_relays"
 def is_remote(vllm_config: Any) -> bool:
     """Whether the workers of an engine may be where its core's folder is not."""
     parallel = vllm_config.parallel_config
-    return parallel.nnodes_within_dp > 1 or parallel.distributed_executor_backend == "ray"
+    return bool(parallel.nnodes_within_dp > 1 or parallel.use_ray)
 
 
 class Sender:
