@@ -718,8 +718,10 @@ ONE_STATE_STAGE = {**STAGE, "recurrent": True}
 # Of Qwen3-Next vLLM's Triton kernel verifies windows, of Qwen3.5 its CUDA kernel with the norm in it, or Triton's where
 # it is told so. Ours has the bits of Triton's; the CUDA kernel adds in another order, so that here and there another of
 # two close logits wins.
-# Kimi Linear's kernel adds in an order that depends on how many requests there are.
-_DELTA_NETS = {"kimi": ("@kimi", V2, 6), "next": ("@qwen3_next_mtp", V2, 0), "qwen3_5": ("@gdn_mtp", V2, 6),
+# Kimi Linear's kernel adds in an order that depends on how many requests there are. Its model asks for a kernel in CuTe
+# unless it is told not to.
+_DELTA_NETS = {"next": ("@qwen3_next_mtp", V2, 0), "qwen3_5": ("@gdn_mtp", V2, 6),
+               "kimi": ("@kimi", V2 | {"VLLM_KIMI_K3_GEMM_AR": "0"}, 6),
                "triton": ("@gdn_mtp", {"VLLM_GDN_DECODE_KERNEL": "triton"}, 0)}  # fmt: skip
 
 
