@@ -93,7 +93,6 @@ class Case:
         recurrent_groups: those of its KV-cache groups that need no shadow pages.
         share: more than that of the drafts is accepted, and more than that rejected.
         draft_counts: how many drafts the request has that has most of them: each of these numbers in some step.
-        watched: the layers of attention are audited; else of one recurrent state per request the states alone.
     """
 
     name: str
@@ -110,7 +109,6 @@ class Case:
     recurrent_groups: int = 0
     share: float = 0.02
     draft_counts: tuple[int, ...] = ()
-    watched: bool = True
 
     @property
     def is_v1(self) -> bool:
@@ -136,7 +134,7 @@ def _case(
 ) -> Case:
     fields = (
         "nwor", "use", "same_tokens", "may_differ", "trimmed", "expect", "needs", "recurrent_groups", "share",
-        "draft_counts", "watched",
+        "draft_counts",
     )  # fmt: skip
     own = {key: more.pop(key) for key in fields if key in more}
     expect = own.pop("expect", {})
@@ -792,8 +790,6 @@ def _one_states() -> Iterator[Case]:
     yield _one_state("kimi-piecewise-cow", backend="FLASH_ATTN_MLA", nwor=ONE_STATE_COW, graphs="piecewise", **kimi)
     for backend, graphs in (("FLASH_ATTN_MLA", "default"), ("TRITON_MLA", "any")):
         yield _one_state(f"kimi-{backend.lower()}", backend=backend, graphs=graphs, **kimi)
-    # The model's writer is known for bfloat16 alone: attention is not watched.
-    yield _one_state("kimi-fp8", backend="TRITON_MLA", graphs="any", kv_cache_dtype="fp8", watched=False, **kimi)
     for graphs in ("eager", "piecewise", "full_decode_only"):
         yield _one_state(f"kimi-{graphs}", backend="FLASH_ATTN_MLA", graphs=graphs, **kimi)
     yield _one_state("kimi-abort", backend="FLASH_ATTN_MLA", use={"abort": {10: [0, 2], 16: [5]}}, **kimi)
