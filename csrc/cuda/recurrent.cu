@@ -1031,9 +1031,9 @@ int64_t values_of_block(const RecurrentRecord& r, int64_t heads, int64_t most) {
 }
 
 // Of a block of gated_delta_verify, at most. Four blocks of 128 share a multiprocessor as two of 256 do (the
-// registers are the limit where it has 164 KB of shared memory), and overlap their waits for memory better. But what a block does for all of its
-// rows grows with the window, and with the norm, where a block has all rows of a head, few blocks of 128
-// leave a part of the chip idle.
+// registers are the limit where it has 164 KB of shared memory), and overlap their waits for memory better.
+// But what a block does for all of its rows grows with the window, and with the norm, where a block has all
+// rows of a head, few blocks of 128 leave a part of the chip idle.
 int64_t threads_of_verify(const VerifyArguments& c, int64_t heads) {
     constexpr int64_t kShortWindow = 5;
     const bool has_few_blocks = c.gate.data != nullptr && heads <= kEnoughBlocks;

@@ -74,9 +74,9 @@ def open_window(
         held_slots: int64 ``[G, S, P]``, contiguous, or None; **mutated**: -1 for the states of requests without
             drafts. What a shadow page holds already: the slot of the last row of the real page of which it has that
             row and all before it; -1 = nothing. Such rows are not copied again: while a request stays in its page,
-            none is. Fill it with -1 at first, and after a window that was opened and never closed. It needs request
-            states that stay (``idx_mapping``) and a call in every step, since a request without drafts is what
-            tells that a state has changed hands: a new request first runs its prompt.
+            none is. Fill it with -1 at first, after a window that was opened and never closed, and in a step without
+            a call. It needs request states that stay (``idx_mapping``). A request without drafts is what tells that a
+            state has changed hands; for a new one that has drafts at once fill its state's with -1 before.
         page_offsets: as in :func:`log_slots`.
         plane_table: as in :func:`restore_slots`.
 

@@ -445,7 +445,8 @@ class DraftCommitManager(Stateful[Layer]):
         In mode ``"cow"`` nothing is kept, and this does nothing.
 
         Args:
-            states: which ones; None = all.
+            states: which ones, not to be captured in a CUDA graph, as a replay would read them from memory of the host
+                that is another's by then; None = all.
 
         Raises:
             RuntimeError: a window is open, or nothing is allocated.

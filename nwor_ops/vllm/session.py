@@ -94,6 +94,7 @@ class Session:
         self._logger = logger
         self._step: Step | None = None
         self.begun = 0  # windows, counted before the device counts them
+        self.loads = True  # whether rows that the step that runs reads are loaded in it
         self._pages_stay = False  # whether shadow pages may hold rows for the next window
         self.slot_mappings = slot_mappings
         self.max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
@@ -205,8 +206,8 @@ class Session:
             self._pages_stay = False
 
     def loaded(self) -> None:
-        """Rows were loaded since the step began: of requests that are new, some of which have drafts at once."""
-        if self._step is not None and self._step.new_states:
+        """A connector may have loaded rows since the step began: of new requests, some of which have drafts at once."""
+        if self._step is not None and self._step.new_states and self.loads:
             assert self.manager is not None
             self.manager.refresh_shadow_pages()
         self.tell("loaded")

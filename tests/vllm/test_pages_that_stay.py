@@ -126,6 +126,7 @@ class Runner:
             scheduled_new_reqs=new,
             scheduled_cached_reqs=SimpleNamespace(new_block_ids=[], resumed_req_ids=resumed),
             scheduled_spec_decode_tokens={p.request.name: [-1] * p.drafts for p in parts if p.drafts},
+            has_sync_kv_loads=any(part.request.loaded for part in parts),
         )
         self.execute_model(output)
         self.sample_tokens(None)
@@ -435,6 +436,22 @@ def test_a_request_that_drafts_in_every_step_is_copied_once(runner_class: type[R
     serve(runner, [[Part(a, 1, DRAFTS, number % 2), Part(b, 1, DRAFTS, number % 3)] for number in range(6)])
     assert runner.copied.copied == 2 + 1  # of the pages that the prompts end in
     assert runner.copied.committed == 11
+
+
+@RUNNERS
+@pytest.mark.parametrize("loads", [True, False])
+def test_pages_are_copied_again_where_rows_are_loaded_alone(
+    runner_class: type[Runner], loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connector is called in every attention layer, also where it has loaded all that there is in earlier steps."""
+    runner, refreshed = runner_class(), []
+    monkeypatch.setattr(runner.session.manager, "refresh_shadow_pages", lambda: refreshed.append(1))
+    request = Request("a", 1, [1.0, 2.0, 3.0, 4.0], blocks=[1, 2], loaded=4 if loads else 0)
+    runner.kv_cache[1] = torch.arange(1.0, 5.0)[:, None, None]
+    load = runner.load
+    monkeypatch.setattr(runner, "load", lambda: load() if loads else runner.session.loaded())
+    serve(runner, [[Part(request, 1, DRAFTS, 1)]])
+    assert len(refreshed) == loads
 
 
 @pytest.mark.parametrize("forgets", [True, False])

@@ -44,6 +44,7 @@ NOTHING = SimpleNamespace(
     scheduled_new_reqs=[],
     scheduled_cached_reqs=SimpleNamespace(new_block_ids=[], resumed_req_ids=set()),
     scheduled_spec_decode_tokens={"a": [-1] * 2, "b": [-1] * 2},
+    has_sync_kv_loads=False,
 )
 MODES = pytest.mark.parametrize("mode", ["cow", "stage"])
 

@@ -215,6 +215,7 @@ class RunnerAttachment(abc.ABC):
             if session.spare is not None:
                 session.spare.check(scheduler_output)
                 self.entering = _entering_with_drafts(scheduler_output)
+                session.loads = scheduler_output.has_sync_kv_loads  # else a connector's calls in it are of later steps
             output = execute(scheduler_output, *args, **kwargs)
             session.tell("forwarded", "after the forward")
             return output
