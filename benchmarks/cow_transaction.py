@@ -16,13 +16,11 @@ else.
 from __future__ import annotations
 
 import os
-import pathlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from results import FOLDER, Row, ratios, row, save, this_machine
+from results import Row, asked_folder, ratios, row, save, this_machine
 from torch import Tensor
 
 from nwor_ops import COUNTERS, ops
@@ -247,13 +245,14 @@ def large_rows(buffer: Tensor, read: Tensor) -> list[Row]:
 
 
 def main() -> None:
+    folder = asked_folder(__doc__)
     torch.manual_seed(0)
     writer = load_vllm_writer()
     buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device="cuda")
     read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device="cuda")
     rows = [figure for case in CASES for figure in transaction_rows(case, buffer, read, writer)]
     rows += large_rows(buffer, read)
-    save(this_machine(), "cow_transaction", rows, pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    save(this_machine(), "cow_transaction", rows, folder)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ compiled by torch.compile, in every mode, as a serving engine's would be.
 
 from __future__ import annotations
 
-import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from results import FOLDER, Row, alternating, ratios, row, save, this_machine
+from results import Row, alternating, asked_folder, ratios, row, save, this_machine
 from torch import Tensor
 from torch.profiler import profile, supported_activities
 
@@ -225,6 +223,7 @@ def idle_rows(size: Size, layer: Layer, batch: int) -> list[Row]:
 
 @torch.no_grad()
 def main() -> None:
+    folder = asked_folder(__doc__)
     torch._dynamo.config.recompile_limit = 2 * len(BATCHES)  # a shape each
     torch.manual_seed(0)
     rows: list[Row] = []
@@ -236,7 +235,7 @@ def main() -> None:
         for batch in PROFILED_BATCHES:
             rows += idle_rows(size, layer, batch)
         del layer
-    save(this_machine(), "draft_loop", rows, pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    save(this_machine(), "draft_loop", rows, folder)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ Other ops: 32 launches in one graph, at 64 rows.
 
 from __future__ import annotations
 
-import pathlib
 import statistics
-import sys
 from collections.abc import Callable
 
 import torch
 from cow_transaction import alternating_on_gpu, captured
-from results import FOLDER, Row, ratios, row, save, this_machine
+from results import Row, asked_folder, ratios, row, save, this_machine
 from torch import Tensor
 
 from nwor_ops import ops
@@ -156,10 +154,11 @@ def launch_rows(read: Tensor) -> list[Row]:
 
 
 def main() -> None:
+    folder = asked_folder(__doc__)
     torch.manual_seed(0)
     read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device="cuda")
     rows = sampling_rows(read) + launch_rows(read)
-    save(this_machine(), "draft_ops", rows, pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    save(this_machine(), "draft_ops", rows, folder)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 
-from results import FOLDER, this_machine, write_entries
+from results import asked_folder, this_machine, write_entries
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def main() -> int:
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    folder, more = pathlib.Path(*arguments[:1]) if cut else FOLDER, arguments[cut + 1 :]
+    folder, more = asked_folder(__doc__, arguments[:cut]), arguments[cut + 1 :]
     with tempfile.TemporaryDirectory() as scratch:
         logs = pathlib.Path(os.environ.get("NWOR_TEST_LOGS") or scratch)
         command = [sys.executable, "-m", "pytest", "tests/gpu/vllm", "-q", "--tb=no", "-p", "no:cacheprovider"]

@@ -14,7 +14,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 
-from results import FOLDER, Row, row, save, this_machine
+from results import Row, asked_folder, row, save, this_machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -61,7 +61,7 @@ def sanitizer_row(tool: str) -> Row:
 
 
 def main() -> None:
-    folder = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    folder = asked_folder(__doc__)
     with ThreadPoolExecutor() as pool:  # all at once: each keeps one processor busy, and the GPU hardly
         tests, sanitizers = pool.submit(test_rows, folder), [pool.submit(sanitizer_row, tool) for tool in TOOLS]
     rows = tests.result() + [sanitizer.result() for sanitizer in sanitizers]

@@ -13,14 +13,13 @@ tables and records.
 from __future__ import annotations
 
 import csv
-import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
 
 import torch
 from cow_transaction import CASES, Step, layer_caches
-from results import FOLDER, Row, row, save, this_machine
+from results import Row, asked_folder, row, save, this_machine
 from stage_ops import Window, layer_planes
 from torch import Tensor
 
@@ -122,7 +121,8 @@ def main() -> None:
         for shape in WINDOWS:
             launch_window(buffer, *shape)
         return
-    save(this_machine(), "kernel_profile", profile(), pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    folder = asked_folder(__doc__)
+    save(this_machine(), "kernel_profile", profile(), folder)
 
 
 if __name__ == "__main__":

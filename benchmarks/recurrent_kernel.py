@@ -17,13 +17,11 @@ our time over theirs.
 
 from __future__ import annotations
 
-import pathlib
-import sys
 from collections.abc import Callable
 
 import torch
 from cow_transaction import alternating_on_gpu, captured
-from results import FOLDER, Row, ratios, row, save, this_machine
+from results import Row, asked_folder, ratios, row, save, this_machine
 from torch import Tensor
 from vllm_kernels import load_core, recurrent_update
 
@@ -144,6 +142,7 @@ def case_rows(name: str, requests: int, drafts: int, update: Callable[..., objec
 
 
 def main() -> None:
+    folder = asked_folder(__doc__)
     torch.manual_seed(0)
     load_core()
     update = recurrent_update()
@@ -154,7 +153,7 @@ def main() -> None:
             for drafts in DRAFTS:
                 rows += case_rows(name, requests, drafts, update, read)
                 torch.cuda.empty_cache()
-    save(this_machine(), "recurrent_kernel", rows, pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    save(this_machine(), "recurrent_kernel", rows, folder)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ in, with its target.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -17,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -106,12 +107,26 @@ def source() -> str | None:
         return None
 
 
+def asked_folder(description: str | None, arguments: Sequence[str] | None = None) -> pathlib.Path:
+    """Where the results of a script go that is told nothing else. Ends the script where it is asked for help, or told
+    what it does not know."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder", nargs="?", type=pathlib.Path, default=FOLDER, help="where the results go (default: %(default)s)"
+    )
+    folder: pathlib.Path = parser.parse_args(arguments).folder
+    return folder
+
+
 def _options(arguments: list[str]) -> list[str]:
-    """Without folders, which change nothing: a script takes options, or a folder alone."""
-    if not any(argument.startswith("--") for argument in arguments):
-        return []
-    folders = [i for i, argument in enumerate(arguments) if argument in ("--folder", "--logs")]
-    return [argument for i, argument in enumerate(arguments) if i not in folders and i - 1 not in folders]
+    """Without folders, which change nothing: a script takes options, or a folder alone. What stands behind ``--`` is
+    another program's."""
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    own, others = arguments[:cut], arguments[cut:]
+    if not any(argument.startswith("--") for argument in own):
+        return others
+    folders = [i for i, argument in enumerate(own) if argument in ("--folder", "--logs")]
+    return [argument for i, argument in enumerate(own) if i not in folders and i - 1 not in folders] + others
 
 
 def circumstances() -> dict[str, str | None]:

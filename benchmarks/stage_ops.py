@@ -20,13 +20,11 @@ Staging: stage_kv and commit_staged of all layers, and accept_staged, beside wri
 
 from __future__ import annotations
 
-import pathlib
-import sys
 from collections.abc import Callable
 
 import torch
 from cow_transaction import alternating_on_gpu, captured
-from results import FOLDER, Row, ratios, row, save, this_machine
+from results import Row, asked_folder, ratios, row, save, this_machine
 from torch import Tensor
 
 from nwor_ops import num_shadow_blocks, ops
@@ -232,10 +230,11 @@ def staging_rows(read: Tensor) -> list[Row]:
 
 
 def main() -> None:
+    folder = asked_folder(__doc__)
     torch.manual_seed(0)
     read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device=DEVICE)
     rows = window_rows(read) + move_rows(read) + staging_rows(read)
-    save(this_machine(), "stage_ops", rows, pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    save(this_machine(), "stage_ops", rows, folder)
 
 
 if __name__ == "__main__":

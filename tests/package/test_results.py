@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import sys
 
 import pytest
 import results
@@ -30,6 +31,31 @@ def test_results_go_to_the_machine_that_they_are_of(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
     assert results.this_machine() == machine
+
+
+def test_a_script_that_takes_a_folder_is_asked_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert results.asked_folder("What it does.", []) == results.FOLDER
+    assert results.asked_folder(None, ["elsewhere"]) == pathlib.Path("elsewhere")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        results.asked_folder("What it does.", ["--help"])
+    assert "What it does." in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"^2$"):
+        results.asked_folder(None, ["--requests"])
+    assert "unrecognized arguments: --requests" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ("folder", ""),
+        ("--seconds 5 --folder out --logs l", " --seconds 5"),
+        ("folder -- -k v1", " -- -k v1"),
+        ("-- -k v1 --folder f", " -- -k v1 --folder f"),
+    ],
+)
+def test_folders_are_no_part_of_a_command(arguments: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks/some.py", *arguments.split()])
+    assert results.circumstances()["command"] == f"python benchmarks/some.py{command}"
 
 
 def test_what_is_written_is_read(tmp_path: pathlib.Path) -> None:
