@@ -21,6 +21,7 @@ from one_state_layers import (
     Side,
     convolve_prompts,
     convolve_windows,
+    furnished,
     run,
     use_interpreter,
 )
@@ -34,8 +35,6 @@ KDA = {"num_heads": HEADS, "head_dim": WIDTH, "short_conv_kernel_size": CONVOLUT
 class KimiSide(Side):
     def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
         from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-
-        from nwor_ops.vllm.recurrent.records import RecordGeometry
 
         ranks = config.parallel_config.tensor_parallel_size
         layer = KimiGatedDeltaNetAttention.__new__(KimiGatedDeltaNetAttention)
@@ -53,11 +52,7 @@ class KimiSide(Side):
             "A_log": weights["A_log"], "dt_bias": weights["dt_bias"], "o_norm": normed,
             "conv1d": SimpleNamespace(weight=weights["convolution"], bias=None),
         }  # fmt: skip
-        if one_state:
-            given |= {"geometry": RecordGeometry.of(config), "_most_audited_tokens": 64}
-        for name, value in given.items():
-            setattr(layer, name, value)
-        return layer
+        return furnished(layer, given, config)
 
     def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:
         # Beta is a part of the projection that has q, k and v, too.

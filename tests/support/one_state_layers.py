@@ -130,6 +130,17 @@ def convolve_windows(x: Tensor, conv_state: Tensor, weight: Tensor, bias: None, 
     return x
 
 
+def furnished(layer: Any, given: dict[str, Any], config: Any) -> Any:
+    """A layer of which nothing but this was made; ``one_state`` says whether it is ours."""
+    from nwor_ops.vllm.recurrent.records import RecordGeometry
+
+    if given["one_state"]:
+        given = given | {"geometry": RecordGeometry.of(config), "_most_audited_tokens": 64}
+    for name, value in given.items():
+        setattr(layer, name, value)
+    return layer
+
+
 class Side:
     """Layers and builders of one engine, a group for each.
 
@@ -170,8 +181,6 @@ class Side:
     def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
         from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
-        from nwor_ops.vllm.recurrent.records import RecordGeometry
-
         ranks = config.parallel_config.tensor_parallel_size
         # Ours in either case, once it is installed: where nobody asked for it, it is vLLM's.
         layer = QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)
@@ -190,11 +199,7 @@ class Side:
             "norm": SimpleNamespace(weight=weights["norm"], bias=None, eps=1e-6, group_size=None,
                                     norm_before_gate=True, activation="silu"),
         }  # fmt: skip
-        if one_state:
-            given |= {"geometry": RecordGeometry.of(config), "_most_audited_tokens": 64}
-        for name, value in given.items():
-            setattr(layer, name, value)
-        return layer
+        return furnished(layer, given, config)
 
     def take(self) -> list[list[int]]:
         """Blocks of a request, by group."""
