@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.transaction.manager import DraftCommitManager
-from nwor_ops.transaction.window import Window
+from nwor_ops.transaction.window import Window, numbers_on
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,8 +136,7 @@ class InFlightManager(DraftCommitManager):
         """
         self._require_waiting("undo", deferred)
         buffers, rows = self.buffers, self._rows(deferred.section)
-        ended = torch.tensor(list(requests), dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        ended = ended.to(self.device, non_blocking=True)
+        ended = numbers_on(self.device, list(requests))
         gone = torch.zeros_like(buffers.row_rejected)
         torch.any(buffers.row_requests[rows].unsqueeze(1) == ended, 1, out=gone[rows])
         self._restore(deferred, gone)

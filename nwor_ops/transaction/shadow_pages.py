@@ -19,7 +19,7 @@ from nwor_ops.kv_cache import Plane, PlaneList
 from nwor_ops.ops.shadow import MOST_GROUPS
 from nwor_ops.transaction.layers import Layer, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Redirects
-from nwor_ops.transaction.window import Window, WindowBuffers, request_states
+from nwor_ops.transaction.window import Window, WindowBuffers, numbers_on
 from nwor_ops.validation import BoundToMemory
 
 
@@ -248,7 +248,7 @@ class ShadowPages(BoundToMemory):
         if states is None:
             self.held_slots.fill_(-1)
         else:
-            self.held_slots.index_fill_(1, request_states(states, self.held_slots.device), -1)
+            self.held_slots.index_fill_(1, numbers_on(self.held_slots.device, states), -1)
 
     def _put_back(self, window: Window, redirects: Redirects) -> None:
         """Undo the launches of an open that failed; waits for the device.

@@ -56,9 +56,9 @@ class Window(NamedTuple):
         return self.cu_num_draft_tokens.size(0) - self.leading_zero
 
 
-def request_states(states: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers on the host as ``Window.request_states``, without waiting for the device."""
-    return torch.tensor(states, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """Numbers of the host, such as request states, as int64 there, without waiting for the device."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class WindowBuffers:

@@ -112,10 +112,6 @@ class Runner:
     def remove(self, name: str) -> None:
         """A request ended or was preempted."""
 
-    def arrange(self, parts: list[Part]) -> list[Part]:
-        """The batch: who is in which row."""
-        raise NotImplementedError
-
     def run(self, parts: list[Part], fails: bool) -> None:
         """One step."""
         self.parts, self.fails = parts, fails
@@ -207,6 +203,7 @@ class V1Runner(Runner):
                 self.names[row] = last
 
     def arrange(self, parts: list[Part]) -> list[Part]:
+        """The batch: who is in which row."""
         of = {part.request.name: part for part in parts}
         for name in [name for name in self.names if name not in of]:
             self.remove(name)

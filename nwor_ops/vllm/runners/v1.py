@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.transaction.window import Window, request_states
+from nwor_ops.transaction.window import Window, numbers_on
 from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, runner_hooks
 from nwor_ops.vllm.session import Session, Step
 from nwor_ops.vllm.support import Hook
@@ -33,7 +33,7 @@ class RequestStates:
         self._order: list[str] = []
         self._of: dict[str, int] = {}
         self._free = list(range(most))
-        self.tensor = request_states([], device)
+        self.tensor = numbers_on(device, [])
 
     def update(self, order: list[str]) -> list[bool]:
         """Of each request of the batch as it is now, whether it was not in the batch before. Where nothing has changed
@@ -44,7 +44,7 @@ class RequestStates:
         new = [name not in self._of for name in order]
         self._of |= {name: self._free.pop() for name in order if name not in self._of}
         self._order = order
-        self.tensor = request_states([self._of[name] for name in order], self._device)
+        self.tensor = numbers_on(self._device, [self._of[name] for name in order])
         return new
 
     def __getitem__(self, name: str) -> int:
