@@ -199,9 +199,13 @@ class Session:
 
     def skip(self) -> None:
         """In place of :meth:`begin`, in a step that writes to pages of requests without a window: what shadow pages
-        hold of them is of no more use."""
+        hold of them is of no more use. Like begin, it first undoes the drafts of a window that is still open."""
         manager = self.manager
-        if self._pages_stay and manager is not None and manager.state is State.CLOSED:
+        if manager is None:
+            return
+        if manager.state is State.OPEN:
+            self.close_interrupted()  # comes back here with the window closed
+        elif self._pages_stay:
             manager.forget_shadow_pages()
             self._pages_stay = False
 

@@ -83,3 +83,15 @@ def test_a_step_that_is_cancelled_is_told_of_to_its_end() -> None:
     step.session.close_interrupted()
     assert step.heard == ["commit", "ended"]
     assert not step.drafts.any()
+
+
+def test_a_step_without_a_window_undoes_one_that_was_left_open() -> None:
+    """As a step that begins does: the open window is that of a step that failed."""
+    step = Listened()
+    step.session.skip()
+    assert step.session.manager is not None
+    assert step.session.manager.state is State.CLOSED
+    assert not step.session.in_window
+    assert not step.drafts.any()
+    assert step.heard == ["commit", "ended"]
+    assert step.session.vanilla_steps["cancelled"] == 1
