@@ -7,7 +7,6 @@ A number like 41162-1 names a requirement of docs/draft_loop.md.
 from __future__ import annotations
 
 import logging
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -28,6 +27,7 @@ from draft_loops import (
     require_metadata_of_every_step,
     require_only_own_slots_written,
 )
+from ports import free_port
 from processes import SUPPORT, environment
 
 from nwor_ops.drafter import GraphKey
@@ -461,9 +461,7 @@ def test_launches(device):
 @pytest.mark.parametrize("ranks", [1, 2] if torch.cuda.device_count() > 1 else [1])
 def test_ranks(ranks):
     """34880-14: a collective in each step, captured; every rank drafts what one alone drafts, per position."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     script = SUPPORT / "draft_loop_ranks.py"
     running = [
         subprocess.Popen(

@@ -28,7 +28,8 @@ from collections.abc import Callable
 from typing import Any
 
 from copied_rows import CopiedRows
-from engine_ranks import counters, free_port, second_node, serve_ranks
+from engine_ranks import counters, second_node, serve_ranks
+from ports import free_port
 
 MOST_STEPS = 4000
 MOST_RESETS = 200

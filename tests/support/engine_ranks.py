@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import time
@@ -22,12 +21,6 @@ from typing import Any
 
 NODES = 2
 _ALONE = 8  # requests that have the engine to themselves
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @contextlib.contextmanager

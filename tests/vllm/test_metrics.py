@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ import pytest
 import ray_on_cpu
 from counted_session import CountedSession
 from engines import ENGINE, ENVIRONMENT, NGRAM, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
+from ports import free_port
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.v1.engine import EngineCoreOutputs
@@ -68,9 +68,7 @@ class Server:
     def __init__(self, environment: dict[str, str], *arguments: str) -> None:
         self.folder = tempfile.mkdtemp(prefix="nwor-serve-")
         self._log = Path(self.folder, "log")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         settings = {
             "--load-format": "dummy",
             "--max-model-len": "256",

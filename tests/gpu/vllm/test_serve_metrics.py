@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from engine_pool import ENVIRONMENT
 from gpu_cases import ENGINE, NGRAM
+from ports import free_port
 
 PATIENCE_SECONDS = 120.0
 REQUESTS = 6
@@ -54,9 +54,7 @@ def _get(url: str, body: dict[str, Any] | None = None) -> str:
 @contextmanager
 def _server(engines: Any) -> Iterator[str]:
     """Its address, once it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = engines.logs / "serve.log"
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output:

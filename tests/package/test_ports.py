@@ -1,0 +1,32 @@
+"""Tests' servers find a port that is still free when they have started."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import ports
+import pytest
+
+
+def test_a_port_is_taken_by_nobody_who_asks_for_any() -> None:
+    found = {ports.free_port() for _ in range(20)}
+    assert len(found) == 20
+    assert all(ports.FIRST <= port < 29500 for port in found)  # where vLLM's own begin; Linux's begin at 32768
+
+
+def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = ports.free_port()
+    monkeypatch.setattr(ports, "_asked", iter(range((port - ports.FIRST - os.getpid() * 17) % ports.COUNT, 10**6)))
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))  # one address of this host's is enough
+        assert ports.free_port() != port
+
+
+def test_processes_that_look_at_once_find_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for number in range(50):
+        monkeypatch.setattr(ports, "_asked", iter(range(17)))
+        monkeypatch.setattr(os, "getpid", lambda number=number: 4321 + number)
+        found.append(ports.free_port())
+    assert len(set(found)) == 50
