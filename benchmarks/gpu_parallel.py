@@ -53,10 +53,9 @@ from gpu_engine import (
 from gpu_methods import CAPTURES, WARM_UP_TOKENS
 from results import FOLDER, Row, row, show, this_machine, write
 
-from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
+from nwor_ops.testing.engine_process import NCCL_ALONE, EngineFailed, EngineProcess
 
 NAME = "gpu_parallel"
-NCCL_ALONE = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 TARGETS = {"cow": 0.995, "stage": 0.99}
 
 

@@ -16,6 +16,9 @@ from typing import Any
 PATIENCE_SECONDS = 900.0
 TAIL_LINES = 25
 LONGEST_SENTENCE = 400
+# Ranks of tensor parallelism add up by NCCL (with disable_custom_all_reduce): vLLM's other ways use NVLink multicast,
+# which not every machine grants.
+NCCL_ALONE = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
 
 class EngineFailed(RuntimeError):

@@ -24,6 +24,8 @@ from typing import Any
 import engine_child
 from processes import ROOT, SUPPORT
 
+from nwor_ops.testing.engine_process import NCCL_ALONE
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, worker and test's child are one process
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -32,6 +34,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    **NCCL_ALONE,
 }
 # Imported once, before the processes fork: not one of them touches the GPU on import.
 PRELOAD = ["vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "torch._dynamo", "torch._inductor.compile_fx"]
