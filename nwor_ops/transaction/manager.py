@@ -408,7 +408,8 @@ class DraftCommitManager(Stateful[Layer]):
         neither as accepted nor as rejected.
 
         For engines whose own error handling prefers a plain step to a stopped one. In mode ``"stage"`` all rows are
-        copied to their slots. After a :meth:`commit` that failed every accepted draft stays, and so do, in mode
+        copied to their slots, and shadow pages keep none: what the rest of a forward writes goes to the requests'
+        pages alone. After a :meth:`commit` that failed every accepted draft stays, and so do, in mode
         ``"cow"``, the rejected ones of the layers that it had not come to; in mode ``"stage"``, all.
 
         If this raises, the window is still open, for another abandon or a cancel.

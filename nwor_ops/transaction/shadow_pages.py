@@ -237,6 +237,7 @@ class ShadowPages(BoundToMemory):
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
         self._buffers.row_rejected.fill_(False)
         self.close(window, redirects)
+        self.forget(None)  # what the rest of the forward writes does not reach them
 
     def refresh(self, window: Window) -> None:
         """Every committed row of the tail pages is copied again; tables and slots are as they were."""

@@ -277,6 +277,23 @@ def test_rows_that_arrive_behind_begin():
     engine.manager.cancel()
 
 
+def test_what_an_abandoned_step_writes_behind_the_window_is_copied_again():
+    """A window that is abandoned in the middle of a forward: the other layers' rows go to the requests' pages alone."""
+    engine = Engine(with_states=True)
+    for requests in ((Request(6), Request(7), Request(5), Request(3)), DRAFTING):
+        engine.step(requests)
+    batch, names = engine.batch(DRAFTING), list(engine.caches)
+    engine.manager.begin(batch.window)
+    engine.forward(batch, layers=names[:3])
+    engine.manager.abandon()
+    for name in names[3:]:
+        planes, slots = engine.caches[name].planes, batch.slots[engine.group_of[name]].tolist()
+        rows = tuple(torch.randint(0, 9, (len(slots), *p.view.shape[2:])).to(p.view.dtype) for p in planes)
+        put_rows(planes, rows, slots)
+    engine.lengths = [length + 2 for length in engine.lengths]
+    engine.step(DRAFTING)
+
+
 def test_when_shadow_pages_are_forgotten_or_refreshed():
     for mode in ("cow", "stage"):
         engine = Engine(mode=mode, with_states=mode == "stage")
