@@ -57,7 +57,7 @@ class InFlightManager(DraftCommitManager):
         if self.mode != "cow":
             raise ValueError(f"InFlightManager: mode must be cow, got {self.mode!r}: shadow pages serve one window")
         self._waiting: dict[int, Deferred] = {}  # by section
-        self._section = 0  # of the open window, or of the next one
+        self._section = 0  # of the open window
 
     @property
     def in_flight(self) -> int:
@@ -79,9 +79,10 @@ class InFlightManager(DraftCommitManager):
     # ------------------------------------------------------------ the transaction
 
     def _plan(self, window: Window, slot_mappings: list[Tensor]) -> None:
-        if self._section in self._waiting:
+        number = next((section for section in range(self._windows) if section not in self._waiting), None)
+        if number is None:
             raise RuntimeError(f"begin: at most {self._windows} windows may wait for their verdict")
-        buffers, rows, number = self.buffers, self._rows(self._section), self._section
+        self._section, buffers, rows = number, self.buffers, self._rows(number)
         ops.plan_window(
             window.query_start_loc, window.cu_num_draft_tokens, slot_mappings, buffers.log_rows, self._row_slots,
             buffers.row_requests[rows], buffers.row_positions[rows], buffers.counters, self._starts[number], None,
@@ -102,7 +103,6 @@ class InFlightManager(DraftCommitManager):
         # A graph that is replayed in a step without drafts must log nothing: it would over rows that wait.
         self.buffers.log_rows.fill_(-1)
         deferred = self._waiting[self._section] = Deferred(self._section, window.num_requests)
-        self._section = (self._section + 1) % self._windows
         self._end()
         return deferred
 

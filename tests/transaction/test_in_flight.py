@@ -155,6 +155,26 @@ def test_no_more_windows_than_the_log_has_room_for() -> None:
     layers.assert_as_expected()
 
 
+@pytest.mark.parametrize("end", ["settle", "cancel_deferred", "cancel"])
+def test_room_is_room_wherever_it_is_in_the_log(end: str) -> None:
+    """A window that has ended leaves room for another, whichever of those before it still waits."""
+    layers = InFlight(["packed"], windows=2)
+    first, second, third = layers.batches(FIRST, SECOND, THIRD)
+    waiting = layers.run(first)
+    if end == "cancel":
+        layers.manager.begin(second.window)
+        layers.forward(second, second.drafted)
+        layers.manager.cancel()
+    elif end == "settle":
+        layers.manager.settle(layers.run(second), second.num_rejected)
+    else:
+        layers.manager.cancel_deferred(layers.run(second, lost=second.drafted))
+    last = layers.run(third)
+    layers.manager.settle(last, third.num_rejected)
+    layers.manager.settle(waiting, first.num_rejected)
+    layers.assert_as_expected()
+
+
 def test_the_protocol_is_enforced() -> None:
     layers = InFlight(["packed"], windows=2)
     first, _ = layers.batches(FIRST, SECOND)
