@@ -15,13 +15,13 @@ else.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from results import Row, asked_folder, ratios, row, save, this_machine
 from torch import Tensor
+from vllm_kernels import load_core
 
 from nwor_ops import COUNTERS, ops
 
@@ -52,14 +52,6 @@ CASES = (
     Case("cow_transaction_d192", head_size=192),
     Case("cow_transaction_d256", head_size=256),
 )
-
-
-def load_vllm_writer() -> Callable[..., None]:
-    if "VLLM_CORE" in os.environ:
-        torch.ops.load_library(os.environ["VLLM_CORE"])
-    else:
-        import vllm._custom_ops  # noqa: F401
-    return torch.ops._C_cache_ops.reshape_and_cache_flash
 
 
 def layer_caches(buffer: Tensor, case: Case, count: int = LAYERS) -> list[Tensor]:
@@ -247,7 +239,8 @@ def large_rows(buffer: Tensor, read: Tensor) -> list[Row]:
 def main() -> None:
     folder = asked_folder(__doc__)
     torch.manual_seed(0)
-    writer = load_vllm_writer()
+    load_core()
+    writer = torch.ops._C_cache_ops.reshape_and_cache_flash
     buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device="cuda")
     read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device="cuda")
     rows = [figure for case in CASES for figure in transaction_rows(case, buffer, read, writer)]

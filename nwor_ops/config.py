@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from nwor_ops.transaction.manager import MODES
+
 ENVIRONMENT_PREFIX = "VLLM_NWOR_"
 ADDITIONAL_CONFIG_KEY = "nwor"
 
 # Environment variables with the prefix that are read elsewhere than here.
-_READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda"}
+_READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda/launch.h, nwor_ops/transaction/state.py"}
 
-_MODES = ("off", "cow", "stage")
+_MODES = ("off", *MODES)
 _ON_UNSUPPORTED = ("error", "vanilla")
 _SWITCHES = ("audit", "emit_metrics", "draft_graphs", "recurrent")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def before_lowering(fake: _Function) -> _Function:
         correct_as_strided()
         return fake(*arguments, **options)
 
-    return with_correction  # type: ignore[return-value]
+    return cast("_Function", with_correction)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # Okabe and Ito's colours, told apart by every common kind of colour blindness, and in grey.
 FREE, COMMITTED, STALE, SHADOW = "0", "1", "2", "3"
@@ -67,7 +68,7 @@ def _height(panels: Sequence[CachePanel], row: int, columns: int) -> float:
     return min(16.0, max([2.5, *(width * blocks / slots for blocks, slots in shapes)])) + 0.8
 
 
-def _draw_panel(axis, panel: CachePanel) -> None:  # type: ignore[no-untyped-def]
+def _draw_panel(axis: Any, panel: CachePanel) -> None:
     from matplotlib.colors import ListedColormap
 
     states = [[int(slot) for slot in block] for block in panel.blocks] or [[0]]
@@ -93,12 +94,12 @@ def _draw_panel(axis, panel: CachePanel) -> None:  # type: ignore[no-untyped-def
         spine.set_visible(False)
 
 
-def _ticks_in_cell_centres(axis, cells: int) -> None:  # type: ignore[no-untyped-def]
+def _ticks_in_cell_centres(axis: Any, cells: int) -> None:
     step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 1 << 20) if cells / step <= 16)
     axis.set_ticks([cell + 0.5 for cell in range(0, cells, step)], [str(cell) for cell in range(0, cells, step)])
 
 
-def _add_headline_and_legend(figure, headline: str, shown: list[str]) -> None:  # type: ignore[no-untyped-def]
+def _add_headline_and_legend(figure: Any, headline: str, shown: list[str]) -> None:
     from matplotlib.patches import Patch
 
     inches = figure.get_figheight()

@@ -1,7 +1,7 @@
 """One small call of every op, compared with what plain torch makes of it. For ``nwor-ops doctor``.
 
 The test suite is where the ops are tested; this answers "do they run on this machine?". Those of two
-families are in :mod:`nwor_ops.cli.self_test_draft` and :mod:`nwor_ops.cli.self_test_recurrent`.
+families are in :mod:`nwor_ops.cli.self_test_drafter` and :mod:`nwor_ops.cli.self_test_recurrent`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
-from nwor_ops.cli import self_test_draft, self_test_recurrent
+from nwor_ops.cli import self_test_drafter, self_test_recurrent
 from nwor_ops.kv_cache import LayerCache
 from nwor_ops.testing.comparison import difference
 from nwor_ops.transaction.manager import DraftCommitManager
@@ -344,7 +344,7 @@ SELF_TESTS: dict[str, Callable[[torch.device], str | None]] = {
     "open_window": _staged_transaction,
     "close_window": _staged_transaction,
     "close_window_from_rejected": functools.partial(_staged_transaction, by_counts=True),
-    **self_test_draft.SELF_TESTS,
+    **self_test_drafter.SELF_TESTS,
     **self_test_recurrent.SELF_TESTS,
     "a whole transaction": _transaction,
     "a call that is refused": _refused_call,

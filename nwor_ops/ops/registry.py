@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Fun
             except (ValueError, TypeError, AttributeError, RuntimeError) as error:
                 raise _translated(declared, arguments, named, error) from None
 
-        return call  # type: ignore[return-value]
+        return cast("_Function", call)
 
     return declare
 

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.transaction.manager import DraftCommitManager
+from nwor_ops.transaction.undo_log import UndoLog
 from nwor_ops.transaction.window import Window, numbers_on
 
 
@@ -51,9 +53,9 @@ class InFlightManager(DraftCommitManager):
 
     _in_place_of_a_copy = "make another InFlightManager, register the layers' own caches and allocate() it"
 
-    def __init__(self, *, windows: int, **limits: object) -> None:
+    def __init__(self, *, windows: int, **limits: Any) -> None:
         self._windows = validation.integer("InFlightManager: windows", windows, 1)
-        super().__init__(**limits)  # type: ignore[arg-type]
+        super().__init__(**limits)
         if self.mode != "cow":
             raise ValueError(f"InFlightManager: mode must be cow, got {self.mode!r}: shadow pages serve one window")
         self._waiting: dict[int, Deferred] = {}  # by section
@@ -184,7 +186,8 @@ class InFlightManager(DraftCommitManager):
 
     def _restore(self, deferred: Deferred, rejected: Tensor) -> None:
         """Rows of other windows are left alone, whatever the flags say: they carry another number."""
-        for launch in self.recovery.launches:  # type: ignore[attr-defined]
+        assert isinstance(self.recovery, UndoLog)
+        for launch in self.recovery.launches:
             caches, table = launch.planes.arguments()
             ops.restore_slots(
                 caches, launch.log, launch.row_slots, rejected, launch.page_offsets, self._ids[deferred.section],

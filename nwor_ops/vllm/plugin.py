@@ -111,7 +111,7 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
             execute(module)
             self._wrappers[name](module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
         return spec
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nwor_ops import library
+from nwor_ops.transaction.manager import MODES
 
 # What an engine may be asked for: the modes cow and stage, draft graphs, and one recurrent state per request.
 TRANSACTION, DRAFT_GRAPHS, ONE_STATE = "transaction", "draft graphs", "one state"
@@ -187,7 +188,7 @@ class Refusal:
     draft_graphs: str = ""
     found: Callable[[Any], bool] | None = None
     message: str = ""
-    modes: tuple[str, ...] = ("cow", "stage")
+    modes: tuple[str, ...] = MODES
     engines: str = ""
     one_state: str = ""
 
@@ -500,7 +501,7 @@ class ParallelMode:
     """
 
     name: str
-    modes: tuple[str, ...] = ("cow", "stage")
+    modes: tuple[str, ...] = MODES
     v2: tuple[str, ...] = ()
     v1: tuple[str, ...] = ()
     cpu: tuple[str, ...] = ()

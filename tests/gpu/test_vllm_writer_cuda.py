@@ -5,17 +5,16 @@ Needs vLLM's compiled core: an installed vLLM, or the path of its `_C_stable_lib
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from vllm_kernels import load_core
 
 import nwor_ops
 
-if "VLLM_CORE" in os.environ:
-    torch.ops.load_library(os.environ["VLLM_CORE"])
-else:
-    pytest.importorskip("vllm._custom_ops", reason="vLLM is not installed and VLLM_CORE does not name its core")
+try:
+    load_core()
+except ImportError as error:
+    pytest.skip(f"vLLM's core is neither installed nor named by VLLM_CORE: {error}", allow_module_level=True)
 
 TOKENS, BLOCKS, BLOCK_SIZE, HEADS = 37, 8, 16, 4
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import nwor_ops
-from nwor_ops.cli import doctor, self_test, self_test_draft
+from nwor_ops.cli import doctor, self_test, self_test_drafter
 from nwor_ops.ops import registry
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, engine_environment
 
@@ -136,8 +136,8 @@ def test_an_op_without_a_self_test_is_a_finding(monkeypatch):
 
 
 def test_the_draws_of_the_self_test_are_the_oracles():
-    for seed, position, step, token in self_test_draft.DRAWS:
-        noise = oracle_drafter.noise(seed, position, step, self_test_draft.VOCABULARY)
+    for seed, position, step, token in self_test_drafter.DRAWS:
+        noise = oracle_drafter.noise(seed, position, step, self_test_drafter.VOCABULARY)
         assert noise.index(max(noise)) == token
 
 
