@@ -16,6 +16,7 @@
 
 #include "../common/dispatch.h"
 #include "../recurrent.h"
+#include "async_copies.h"
 #include "launch.h"
 
 namespace nwor {
@@ -142,27 +143,6 @@ struct LoadedFloat {
     }
 };
 
-// ---------------------------------------------------------------- copies to shared memory
-
-template <int kBytes>
-__device__ void copy_async(void* shared, const void* from) {
-    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    if constexpr (kBytes == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ void close_group_of_copies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits for all groups but the last `kPending`.
-template <int kPending>
-__device__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // ---------------------------------------------------------------- rows of a state in registers
 
 // What a warp holds of a state of `State` [dv, kWidth]: rows first + 4 * j + group for j < kRows. A chunk is
@@ -218,8 +198,6 @@ struct RawRows {
     using R = Rows<State, kWidth>;
     using Element = typename RawOf<sizeof(State)>::type;
     uint4 chunks[R::kRows][R::kChunks];
-    static constexpr int kStagedStride = kWarp * 16;  // between chunks of a thread
-    static constexpr int kStagedOfWarp = R::kRows * R::kChunks * kStagedStride;
 
     // `state` is where the head's rows begin.
     __device__ void load(const char* state, bool is_aligned, int first, const LaneOfRow& at) {
@@ -247,26 +225,6 @@ struct RawRows {
                 }
                 chunks[j][c] = make_uint4(words[0], words[1], words[2], words[3]);
             }
-    }
-    // The same through shared memory, aligned chunks alone. A thread reads what it copied itself, so it waits
-    // for its own copies and for no other thread.
-    static __device__ int staged_place() {
-        return threadIdx.x / kWarp * kStagedOfWarp + threadIdx.x % kWarp * 16;
-    }
-    static __device__ void stage(char* staged, const char* state, int first, const LaneOfRow& at) {
-        const char* from = state + place(first, at);
-#pragma unroll
-        for (int j = 0; j < R::kRows; ++j)
-#pragma unroll
-            for (int c = 0; c < R::kChunks; ++c)
-                copy_async<16>(staged + (j * R::kChunks + c) * kStagedStride, from + offset(j, c));
-    }
-    __device__ void read_staged(const char* staged) {
-#pragma unroll
-        for (int j = 0; j < R::kRows; ++j)
-#pragma unroll
-            for (int c = 0; c < R::kChunks; ++c)
-                chunks[j][c] = *reinterpret_cast<const uint4*>(staged + (j * R::kChunks + c) * kStagedStride);
     }
     __device__ void store(char* state, bool is_aligned, int first, const LaneOfRow& at) const {
         char* to = state + place(first, at);
@@ -462,11 +420,11 @@ struct SharedPlaces {
     int replay_keys, replay_norms, replay_decays, replay_updates;  // of the record
     int weights, gates, outputs;                                   // of the norm
     int values, raw_keys, raw_queries, raw_replay_keys;            // as they came
-    int states;                                                    // on their way to registers
+    int states, barriers;                                          // of `StagedRows`
     int bytes;
 
     // Of at most `tokens` tokens and `rows` rows of a record; `width` of keys, `num_values` rows of a state,
-    // of which `staged` bytes come through here.
+    // of which `staged` bytes are here at once.
     SharedPlaces(int64_t tokens, int64_t rows, int64_t width, int64_t num_values, bool per_channel,
                  bool has_norm, int64_t staged) {
         int64_t end = 0;
@@ -492,6 +450,7 @@ struct SharedPlaces {
         raw_queries = take(tokens * width * 2);
         raw_replay_keys = take(rows * width * 2);
         states = take(staged);
+        barriers = take(staged > 0 ? kThreads / kWarp * sizeof(BulkBarrier) : 0);
         bytes = static_cast<int>(end);
     }
 };
@@ -502,6 +461,105 @@ template <class T>
 __device__ T* shared_at(int place) {
     return reinterpret_cast<T*>(shared_memory + place);
 }
+
+// A warp's rows on their way between a state and registers, aligned chunks alone, in the warp's part of
+// shared memory. Rows of float32 go both ways by bulk copies, as they lie in memory, where the device has
+// those: lane 0 starts them. Others come by copies that each thread makes of its own chunks and reads back
+// itself, so that it waits for no other thread, and go straight from the registers. (bfloat16 gained nothing
+// by bulk copies.)
+template <class State, int kWidth>
+class StagedRows {
+    using R = Rows<State, kWidth>;
+    using Raw = RawRows<State, kWidth>;
+
+  public:
+    static constexpr bool kIsBulk = kHasBulkCopies && std::is_same_v<State, float>;
+    static constexpr int kBytes = R::kRowsOfWarp * kWidth * static_cast<int>(sizeof(State));  // of a warp
+
+    __device__ explicit StagedRows(const SharedPlaces& places)
+        : lane_(threadIdx.x % kWarp),
+          chunks_(shared_at<char>(places.states) + threadIdx.x / kWarp * kBytes +
+                  (kIsBulk ? Raw::place(0, LaneOfRow()) : lane_ * 16)),
+          barrier_(shared_at<BulkBarrier>(places.barriers) + threadIdx.x / kWarp) {}
+
+    // By all lanes, as all that follows.
+    __device__ void init() {
+        if constexpr (kIsBulk) {
+            if (lane_ == 0) {
+                barrier_->init();
+                fence_shared_from_bulk_copies();
+            }
+            __syncwarp();
+        }
+    }
+    // Sends for the rows from `first` on. `state` is where the head's rows begin, here and below.
+    __device__ void fetch(const char* state, int first) {
+        if constexpr (kIsBulk) {
+            if (lane_ != 0) return;
+            fence_global_from_bulk_copies();
+            barrier_->copy(chunks_, state + first * kBytesOfRow, kBytes);
+        } else {
+            const char* from = state + Raw::place(first, LaneOfRow());
+#pragma unroll
+            for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+                for (int c = 0; c < R::kChunks; ++c)
+                    copy_async<16>(chunks_ + offset(j, c), from + Raw::offset(j, c));
+        }
+    }
+    // Waits for what was fetched.
+    __device__ void read(Raw* raw) {
+        if constexpr (kIsBulk) {
+            barrier_->wait(parity_);
+            parity_ ^= 1;
+        } else {
+            wait_for_copies<0>();
+        }
+#pragma unroll
+        for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+            for (int c = 0; c < R::kChunks; ++c)
+                raw->chunks[j][c] = *reinterpret_cast<const uint4*>(chunks_ + offset(j, c));
+    }
+    // In bulk alone.
+    __device__ void store(char* state, int first, const Raw& raw) {
+        if constexpr (kIsBulk) {
+#pragma unroll
+            for (int j = 0; j < R::kRows; ++j)
+#pragma unroll
+                for (int c = 0; c < R::kChunks; ++c)
+                    *reinterpret_cast<uint4*>(chunks_ + offset(j, c)) = raw.chunks[j][c];
+            fence_shared_from_bulk_copies();
+            __syncwarp();
+            if (lane_ == 0) copy_bulk(state + first * kBytesOfRow, chunks_, kBytes);
+        }
+    }
+    // Before the next rows are fetched: all lanes have read these, and they are stored.
+    __device__ void make_room() {
+        if constexpr (kIsBulk) {
+            fence_shared_from_bulk_copies();
+            __syncwarp();
+        }
+        finish();
+    }
+    // Before the block ends.
+    __device__ void finish() {
+        if constexpr (kIsBulk)
+            if (lane_ == 0) wait_for_bulk_reads();
+    }
+
+  private:
+    static constexpr int kBytesOfRow = kWidth * static_cast<int>(sizeof(State));
+
+    static constexpr __device__ int offset(int j, int c) {
+        return kIsBulk ? Raw::offset(j, c) : (j * R::kChunks + c) * kWarp * 16;
+    }
+
+    int lane_;
+    char* chunks_;  // the thread's first one; that of lane 0 is where the warp's rows begin
+    BulkBarrier* barrier_;
+    uint32_t parity_ = 0;
+};
 
 // A warp copies `bytes`, a multiple of 16, of elements of two bytes or more.
 __device__ void copy_row(char* shared, const void* source, int bytes) {
@@ -627,7 +685,7 @@ struct VerifyJob {
     SharedPlaces shared;
     BlockPlaces blocks;
     bool is_aligned;  // states, of the slots and of `all_states`
-    bool is_staged;   // states, on their way to registers
+    bool is_staged;   // states, on their way to registers; then they are aligned
     const char* report_as;
 };
 
@@ -719,10 +777,13 @@ template <class State, class Input, int kWidth, bool kPerChannel>
 __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_constant__ VerifyJob job) {
     using R = Rows<State, kWidth>;
     using Raw = RawRows<State, kWidth>;
+    using Staged = StagedRows<State, kWidth>;
     const VerifyArguments& c = job.call;
     const RecurrentRecord& r = c.record;
     const BlockPlace block = job.blocks[blockIdx.x];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    Staged staged(job.shared);
+    if (job.is_staged) staged.init();
     wait_for_earlier_kernels();
     // All of these are loaded before the first is looked at.
     const int64_t first_token = c.query_start_loc[block.request],
@@ -744,7 +805,12 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         return;
     }
 
-    // Small things set out before the state does. The last warp has the gates, a lane those of a token.
+    const char* source = c.states.data + c.states.row_offset(row.source, block.head, 0) * sizeof(State);
+    int value = warp * R::kRowsOfWarp;  // the warp's first row among the block's
+    if (Staged::kIsBulk && job.is_staged) staged.fetch(source, block.first_value + value);
+
+    // Small things set out before a state does that takes many copies. The last warp has the gates, a lane
+    // those of a token.
     const bool has_gates = warp == warps - 1 && lane < num_tokens;
     const int64_t token_of_gates = first_token + (has_gates ? lane : 0);
     const LoadedFloat a(c.a, token_of_gates, block.head), b(c.b, token_of_gates, block.head),
@@ -770,11 +836,8 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     const LaneOfRow at;
     const int row_of_lane = at.lane / R::kLanesOfSum * kGroups + at.group;
     const bool writes_row = at.lane % R::kLanesOfSum == 0;
-    const char* source = c.states.data + c.states.row_offset(row.source, block.head, 0) * sizeof(State);
     char* target = c.states.data + c.states.row_offset(row.target, block.head, 0) * sizeof(State);
-    char* const staged = shared_at<char>(job.shared.states) + Raw::staged_place();
-    int value = warp * R::kRowsOfWarp;  // the warp's first row among the block's
-    if (job.is_staged) Raw::stage(staged, source, block.first_value + value, at);
+    if (!Staged::kIsBulk && job.is_staged) staged.fetch(source, block.first_value + value);
     close_group_of_copies();
 
     if (has_norm)
@@ -811,18 +874,19 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     while (true) {
         const int first = block.first_value + value;
         Raw raw;
-        if (job.is_staged) {
-            wait_for_copies<0>();
-            raw.read_staged(staged);
-        } else {
+        if (job.is_staged)
+            staged.read(&raw);
+        else
             raw.load(source, job.is_aligned, first, at);
-        }
         R rows;
         raw.widen(&rows);
         if (row.rows > 0 || row.source != row.target) {
             replay<State, kWidth, kPerChannel>(&rows, job.shared, row.rows, block.num_values, value, at);
             raw.round(rows);
-            raw.store(target, job.is_aligned, first, at);
+            if (Staged::kIsBulk && job.is_staged)
+                staged.store(target, first, raw);
+            else
+                raw.store(target, job.is_aligned, first, at);
             raw.widen(&rows);
         }
 
@@ -890,9 +954,13 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         put(add_lanes(outputs, at));
         value += warps * R::kRowsOfWarp;
         if (value >= block.num_values) break;
-        if (job.is_staged) Raw::stage(staged, source, block.first_value + value, at);
+        if (job.is_staged) {
+            staged.make_room();
+            staged.fetch(source, block.first_value + value);
+        }
         close_group_of_copies();
     }
+    if (job.is_staged) staged.finish();
     if (!has_norm) return;
     __syncthreads();
     norm_outputs<Input>(job, block, first_token, num_tokens);
@@ -1012,7 +1080,8 @@ void allow_shared_memory(const char* op, Kernel* kernel, const LaunchShape& shap
     if (bytes > most)
         fail(op, "record_rows must be so few that a block's copies of them fit ", most,
              " bytes of shared memory on this GPU, got rows that need ", bytes);
-    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    // The most, not what this launch needs: another thread's launch of the same kernel may need more.
+    STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
 }
 
 LaunchShape shape_for_heads(const char* op, int64_t heads, int64_t splits, int64_t threads,
@@ -1032,12 +1101,13 @@ int64_t values_of_block(const RecurrentRecord& r, int64_t heads, int64_t most) {
 
 // Of a block of gated_delta_verify, at most. Four blocks of 128 share a multiprocessor as two of 256 do (the
 // registers are the limit where it has 164 KB of shared memory), and overlap their waits for memory better.
-// But what a block does for all of its rows grows with the window, and with the norm, where a block has all
-// rows of a head, few blocks of 128 leave a part of the chip idle.
+// But what a block does for all of its rows grows with the window, least with small states and the norm,
+// where a block has all rows of a head; and there few blocks of 128 leave a part of the chip idle.
 int64_t threads_of_verify(const VerifyArguments& c, int64_t heads) {
-    constexpr int64_t kShortWindow = 5;
-    const bool has_few_blocks = c.gate.data != nullptr && heads <= kEnoughBlocks;
-    return c.record.rows > kShortWindow || has_few_blocks ? kThreads : kThreads / 2;
+    const bool has_norm = c.gate.data != nullptr;
+    const int64_t short_window = has_norm && c.states.is_bfloat16 ? 8 : 5;
+    const bool has_few_blocks = has_norm && heads <= kEnoughBlocks;
+    return c.record.rows > short_window || has_few_blocks ? kThreads : kThreads / 2;
 }
 
 void run(const VerifyArguments& c, const Launch& launch) {
@@ -1050,7 +1120,6 @@ void run(const VerifyArguments& c, const Launch& launch) {
     with_types(c.states, c.record, [&](auto state, auto input, auto width, auto per_channel) {
         using State = typename decltype(state)::type;
         constexpr int kWidth = decltype(width)::value;
-        using Raw = RawRows<State, kWidth>;
         constexpr int64_t kRowsOfWarp = Rows<State, kWidth>::kRowsOfWarp;
         const int64_t most = kRowsOfWarp * (threads_of_verify(c, heads) / kWarp);
         const bool has_norm = c.gate.data != nullptr;  // then a block has all rows, a few at a time
@@ -1063,7 +1132,7 @@ void run(const VerifyArguments& c, const Launch& launch) {
         const bool all_aligned = is_aligned(c.states, c.states.data, c.states.slot_stride) &&
                                  is_aligned(c.states, c.all_states, c.all_states_stride);
         VerifyJob job{c,
-                      places(warps * Raw::kStagedOfWarp),
+                      places(warps * StagedRows<State, kWidth>::kBytes),
                       BlockPlaces(c.record, values),
                       all_aligned,
                       all_aligned,
