@@ -474,19 +474,16 @@ class StagedRows {
 
   public:
     static constexpr bool kIsBulk = kHasBulkCopies && std::is_same_v<State, float>;
-    static constexpr int kBytes = R::kRowsOfWarp * kWidth * static_cast<int>(sizeof(State));  // of a warp
+    static constexpr int kBytesOfRow = kWidth * static_cast<int>(sizeof(State));
+    static constexpr int kBytes = R::kRowsOfWarp * kBytesOfRow;  // of a warp
 
-    __device__ explicit StagedRows(const SharedPlaces& places)
-        : lane_(threadIdx.x % kWarp),
-          chunks_(shared_at<char>(places.states) + threadIdx.x / kWarp * kBytes +
-                  (kIsBulk ? Raw::place(0, LaneOfRow()) : lane_ * 16)),
-          barrier_(shared_at<BulkBarrier>(places.barriers) + threadIdx.x / kWarp) {}
+    __device__ explicit StagedRows(const SharedPlaces& places) : places_(places) {}
 
     // By all lanes, as all that follows.
     __device__ void init() {
         if constexpr (kIsBulk) {
-            if (lane_ == 0) {
-                barrier_->init();
+            if (lane() == 0) {
+                barrier()->init();
                 fence_shared_from_bulk_copies();
             }
             __syncwarp();
@@ -495,22 +492,22 @@ class StagedRows {
     // Sends for the rows from `first` on. `state` is where the head's rows begin, here and below.
     __device__ void fetch(const char* state, int first) {
         if constexpr (kIsBulk) {
-            if (lane_ != 0) return;
+            if (lane() != 0) return;
             fence_global_from_bulk_copies();
-            barrier_->copy(chunks_, state + first * kBytesOfRow, kBytes);
+            barrier()->copy(chunks(), state + first * kBytesOfRow, kBytes);
         } else {
             const char* from = state + Raw::place(first, LaneOfRow());
 #pragma unroll
             for (int j = 0; j < R::kRows; ++j)
 #pragma unroll
                 for (int c = 0; c < R::kChunks; ++c)
-                    copy_async<16>(chunks_ + offset(j, c), from + Raw::offset(j, c));
+                    copy_async<16>(chunks() + offset(j, c), from + Raw::offset(j, c));
         }
     }
     // Waits for what was fetched.
     __device__ void read(Raw* raw) {
         if constexpr (kIsBulk) {
-            barrier_->wait(parity_);
+            barrier()->wait(parity_);
             parity_ ^= 1;
         } else {
             wait_for_copies<0>();
@@ -519,7 +516,7 @@ class StagedRows {
         for (int j = 0; j < R::kRows; ++j)
 #pragma unroll
             for (int c = 0; c < R::kChunks; ++c)
-                raw->chunks[j][c] = *reinterpret_cast<const uint4*>(chunks_ + offset(j, c));
+                raw->chunks[j][c] = *reinterpret_cast<const uint4*>(chunks() + offset(j, c));
     }
     // In bulk alone.
     __device__ void store(char* state, int first, const Raw& raw) {
@@ -528,10 +525,10 @@ class StagedRows {
             for (int j = 0; j < R::kRows; ++j)
 #pragma unroll
                 for (int c = 0; c < R::kChunks; ++c)
-                    *reinterpret_cast<uint4*>(chunks_ + offset(j, c)) = raw.chunks[j][c];
+                    *reinterpret_cast<uint4*>(chunks() + offset(j, c)) = raw.chunks[j][c];
             fence_shared_from_bulk_copies();
             __syncwarp();
-            if (lane_ == 0) copy_bulk(state + first * kBytesOfRow, chunks_, kBytes);
+            if (lane() == 0) copy_bulk(state + first * kBytesOfRow, chunks(), kBytes);
         }
     }
     // Before the next rows are fetched: all lanes have read these, and they are stored.
@@ -545,19 +542,25 @@ class StagedRows {
     // Before the block ends.
     __device__ void finish() {
         if constexpr (kIsBulk)
-            if (lane_ == 0) wait_for_bulk_reads();
+            if (lane() == 0) wait_for_bulk_reads();
     }
 
   private:
-    static constexpr int kBytesOfRow = kWidth * static_cast<int>(sizeof(State));
-
+    // Worked out anew where they are needed: kept from the beginning they would cost registers.
+    static __device__ int lane() { return threadIdx.x % kWarp; }
+    __device__ BulkBarrier* barrier() const {
+        return shared_at<BulkBarrier>(places_.barriers) + threadIdx.x / kWarp;
+    }
+    // The thread's first chunk. That of lane 0 is where the warp's rows begin.
+    __device__ char* chunks() const {
+        return shared_at<char>(places_.states) + threadIdx.x / kWarp * kBytes +
+               (kIsBulk ? Raw::place(0, LaneOfRow()) : lane() * 16);
+    }
     static constexpr __device__ int offset(int j, int c) {
         return kIsBulk ? Raw::offset(j, c) : (j * R::kChunks + c) * kWarp * 16;
     }
 
-    int lane_;
-    char* chunks_;  // the thread's first one; that of lane 0 is where the warp's rows begin
-    BulkBarrier* barrier_;
+    const SharedPlaces& places_;
     uint32_t parity_ = 0;
 };
 
@@ -805,9 +808,11 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         return;
     }
 
-    const char* source = c.states.data + c.states.row_offset(row.source, block.head, 0) * sizeof(State);
-    int value = warp * R::kRowsOfWarp;  // the warp's first row among the block's
-    if (Staged::kIsBulk && job.is_staged) staged.fetch(source, block.first_value + value);
+    const auto state_of = [&](int64_t slot) {
+        return c.states.data + c.states.row_offset(slot, block.head, 0) * sizeof(State);
+    };
+    if (Staged::kIsBulk && job.is_staged)
+        staged.fetch(state_of(row.source), block.first_value + warp * R::kRowsOfWarp);
 
     // Small things set out before a state does that takes many copies. The last warp has the gates, a lane
     // those of a token.
@@ -836,7 +841,9 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     const LaneOfRow at;
     const int row_of_lane = at.lane / R::kLanesOfSum * kGroups + at.group;
     const bool writes_row = at.lane % R::kLanesOfSum == 0;
-    char* target = c.states.data + c.states.row_offset(row.target, block.head, 0) * sizeof(State);
+    const char* source = state_of(row.source);
+    char* target = state_of(row.target);
+    int value = warp * R::kRowsOfWarp;  // the warp's first row among the block's
     if (!Staged::kIsBulk && job.is_staged) staged.fetch(source, block.first_value + value);
     close_group_of_copies();
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -352,6 +353,46 @@ def test_long_records(device, heads, per_channel, norm):
         assert same_bits(requests.state[1:], every[(window.starts[:-1] + requests.accepted - 1).long()])
 
 
+def laid_out(states, shift, gap):
+    """The same states in a buffer of sentinels: `shift` elements in front of the first, `gap` behind each."""
+    stride = states[0].numel() + gap
+    buffer = torch.full((shift + len(states) * stride + 64,), 9.0, dtype=states.dtype, device=states.device)
+    view = buffer.as_strided(states.shape, (stride, *states.stride()[1:]), shift)
+    view.copy_(states)
+    return view, buffer
+
+
+@pytest.mark.parametrize("heads", [HEADS, Heads(1, 48, 128, 128), Heads(1, 3, 64, 256), Heads(1, 2, 256, 256)], ids=str)
+@pytest.mark.parametrize("norm", [None, "silu"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_states_wherever_they_lie(device, state_dtype, norm, heads):
+    """Where states lie decides whether they are moved in bulk, in chunks or by the element. The bits are the same, and
+    nothing beside them is touched: behind windows that replay, that do not, and that go on in another slot."""
+    requests = Requests(device, 8, 4, state_dtype, heads)
+    plan = int32([[1, 0, 0, 1], [2, 3, 1, 2], [3, 0, 0, 6], [4, 4, 0, 7], [5, 1, 1, 8], [0, 0, 0, 0]], device)
+    window = requests.draw([4, 1, 3, 2, 4, 2])
+    begun_with, records = requests.state.clone(), [record.clone() for record in requests.records]
+    expected, expected_every = None, None
+    # (shift, gap) of the states, shift of those that are stored for each token: the first two are aligned to 16 bytes.
+    for shift, gap, every_shift in ((0, 0, 0), (8, 64, 8), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        for record, old in zip(requests.records, records, strict=True):
+            record.copy_(old)
+        state, buffer = laid_out(begun_with, shift, gap)
+        every, every_buffer = laid_out(requests.states_of(window), every_shift, 0)
+        out = torch.full_like(window.gate, 7)
+        requests.verify(window, out, state=state, plan=plan, every=every, norm=norm)
+        if expected is None:
+            expected, expected_every = (state.clone(), out, [r.clone() for r in requests.records]), every.clone()
+            assert same_bits(state[[0, 1, 3, 4, 5]], begun_with[[0, 1, 3, 4, 5]])
+            assert same_bits(state[6], begun_with[3])
+            assert not same_bits(state[2], begun_with[2])
+            assert not same_bits(state[8], begun_with[5])
+        assert same_bits(buffer, laid_out(expected[0], shift, gap)[1])
+        assert same_bits(every_buffer, laid_out(expected_every, every_shift, 0)[1])
+        assert same_bits(out, expected[1])
+        assert all(map(same_bits, requests.records, expected[2]))
+
+
 def test_offsets_beyond_32_bits(device):
     """States of more than 2^31 elements: the last slot is reached, and the first one is not."""
     heads, slots = Heads(1, 4, 128, 128), 2**31 // (4 * 128 * 128) + 2
@@ -459,6 +500,67 @@ def test_another_stream(device):
     theirs.fold()
     assert same_bits(out, expected)
     assert same_bits(ours.state[1:], theirs.state[1:])
+
+
+@pytest.mark.parametrize("heads", [HEADS, Heads(4, 64, 128, 128)], ids=["few blocks", "many"])
+@pytest.mark.parametrize("norm", [None, "silu"])
+def test_launches_behind_each_other(device, norm, heads):
+    """A window reads what the one before it stored, and what another kernel did with it meanwhile, as if each had been
+    waited for."""
+    runs = []
+    for waits in (False, True):
+        requests = Requests(device, 5, 4, torch.float32, heads)
+        window = requests.draw([4, 1, 3, 2, 4])
+        rows = {1: 1, 2: 1, 3: 0, 4: 1, 5: 2}
+        plans = [int32([[slot, count, half, slot] for slot, count in rows.items()], device) for half in (0, 1)]
+        outs = [torch.empty_like(window.gate) for _ in range(60)]
+        torch.cuda.synchronize()
+        for step, out in enumerate(outs):
+            requests.verify(window, out, plan=plans[step % 2], norm=norm)
+            if step % 3 == 0:
+                requests.state.neg_()
+            if step % 4 == 0:
+                tensors = (requests.state, *requests.records, requests.ran)
+                ops.gated_delta_fold(*([tensor] for tensor in tensors), plans[step % 2])
+            if waits:
+                torch.cuda.synchronize()
+        runs.append((requests.state.clone(), torch.stack(outs), *requests.records))
+    assert all(map(same_bits, *runs))
+    assert runs[0][0][1:].isfinite().all()
+
+
+def test_two_streams(device):
+    """Launches of two streams run at once, each with shared memory of its own."""
+    pairs = [[Requests(device, 5, 4, torch.float32, seed=seed) for seed in (0, 1)] for _ in range(2)]
+    windows = [[requests.draw([4, 1, 3, 2, 4]) for _ in range(30)] for requests in pairs[0]]
+    outs = []
+    of_their_own, shared = [torch.cuda.Stream(), torch.cuda.Stream()], [torch.cuda.current_stream()] * 2
+    for pair, streams in zip(pairs, (of_their_own, shared), strict=True):
+        torch.cuda.synchronize()
+        outs.append([[], []])
+        for step in range(30):
+            for i, (requests, stream) in enumerate(zip(pair, streams, strict=True)):
+                with torch.cuda.stream(stream):
+                    outs[-1][i].append(requests.run(windows[i][step]))
+        torch.cuda.synchronize()
+    for at_once, alone, mine, other in zip(*outs, *pairs, strict=True):
+        assert same_bits(torch.stack(at_once), torch.stack(alone))
+        assert same_bits(mine.state[1:], other.state[1:])
+
+
+def test_threads_that_need_other_amounts_of_shared_memory(device):
+    """What a kernel may have is an attribute of the kernel: one thread's launch must not lower it for another's."""
+
+    def run(rows):
+        requests = Requests(device, 1, rows, torch.float32)
+        window = requests.draw([rows])
+        out = torch.empty_like(window.gate)
+        for _ in range(2000):
+            requests.verify(window, out)
+        torch.cuda.synchronize()
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(run, (32, 12, 32, 12)))
 
 
 def test_window_allocates_nothing_and_waits_for_nothing(device):
