@@ -77,10 +77,11 @@ __device__ inline Place place_of_thread() {
 
 // A kernel of this library may be set up while the one before it in the stream still runs (programmatic
 // dependent launch, compute capability 9.0), which hides most of the cost of a launch. It is safe because
-// the first thing that every thread of every kernel does is this wait: earlier kernels have then finished
-// and their writes are seen. A thread that returned without it would let this kernel finish before its
-// predecessor, and an ordinary kernel after it would start too soon. Only past the wait is the next kernel
-// let in, so that no more than two overlap, whatever kernels of others do before waits of their own.
+// the first thing that every thread of every kernel does is this wait (but for what concerns its block's
+// shared memory alone): earlier kernels have then finished and their writes are seen. A thread that returned
+// without it would let this kernel finish before its predecessor, and an ordinary kernel after it would start
+// too soon. Only past the wait is the next kernel let in, so that no more than two overlap, whatever kernels
+// of others do before waits of their own.
 __device__ inline void let_next_kernel_in() {
 #if __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();

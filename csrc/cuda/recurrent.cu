@@ -5,7 +5,7 @@
 // row, a thread has 64 elements of a few rows. The state comes through shared memory: loads into registers
 // would have the first branch after them wait for all, and what a block works out meanwhile of the window's
 // keys, queries and gates and of the record's rows has many. The state is stored as soon as the accepted rows
-// are replayed, and the window runs on what is in registers.
+// are replayed, and the window runs on what is in registers. `StagedRows` says how states come and go.
 //
 // Bits are those of vLLM's Triton kernel as Triton 3.6 compiles it for num_warps=4: the same approximations
 // of exp, log, 1/x and 1/sqrt(x), the same fused multiply-adds, and each sum in the same order. So products
