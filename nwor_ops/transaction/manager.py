@@ -21,8 +21,8 @@ enforced where Python does run: begin, commit, cancel, and eager writes.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -347,11 +347,10 @@ class DraftCommitManager(Stateful[Layer]):
         window, buffers = self._window_to_commit("commit"), self.buffers
         if not self._judged:
             try:
-                with self._judging():
-                    ops.reject_rows(
-                        draft_token_ids, sampled_token_ids, buffers.draft_starts, buffers.row_rejected,
-                        buffers.num_accepted, buffers.counters,
-                    )  # fmt: skip
+                self._judge(
+                    ops.reject_rows, draft_token_ids, sampled_token_ids, buffers.draft_starts, buffers.row_rejected,
+                    buffers.num_accepted, buffers.counters,
+                )  # fmt: skip
             except Exception as error:
                 self._take_back_counts()  # no row was moved: another commit judges anew
                 ids = {"draft_token_ids": draft_token_ids, "sampled_token_ids": sampled_token_ids}
@@ -367,15 +366,14 @@ class DraftCommitManager(Stateful[Layer]):
         window, buffers, first = self._window_to_commit("commit_rejected"), self.buffers, 0
         if not self._judged:
             try:
-                with self._judging():
-                    if window.num_draft_tokens == 0:
-                        ops.reject_rows_from_rejected(
-                            num_rejected, buffers.draft_starts, buffers.row_rejected, buffers.num_accepted,
-                            buffers.counters,
-                        )  # fmt: skip
-                    else:
-                        self.recovery.close_from_rejected(window, self._redirects, num_rejected)
-                        first = 1
+                if window.num_draft_tokens == 0:
+                    self._judge(
+                        ops.reject_rows_from_rejected, num_rejected, buffers.draft_starts, buffers.row_rejected,
+                        buffers.num_accepted, buffers.counters,
+                    )  # fmt: skip
+                else:
+                    self._judge(self.recovery.close_from_rejected, window, self._redirects, num_rejected)
+                    first = 1
             except Exception as error:
                 raise explained(error, validation.tensors, "commit_rejected", num_rejected=num_rejected) from None
         self._close(window, first)
@@ -459,14 +457,13 @@ class DraftCommitManager(Stateful[Layer]):
         if states is None or len(states) > 0:
             self.recovery.forget(states)
 
-    @contextlib.contextmanager
-    def _judging(self) -> Iterator[None]:
-        """Around the launch that judges the drafts. One that raises has changed nothing, unless it raises behind the
+    def _judge(self, launch: Callable[..., None], *arguments: Any) -> None:
+        """Make the launch that judges the drafts. One that raises has changed nothing, unless it raises behind the
         launch: then the counters tell."""
         counters = self.buffers.counters
         before = counters.tolist() if raises_behind_launches(counters) else None
         try:
-            yield
+            launch(*arguments)
         except Exception:
             self._judged = before is not None and before != counters.tolist()
             raise

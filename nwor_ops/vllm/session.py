@@ -35,15 +35,14 @@ class Step(NamedTuple):
 
     Attributes:
         window: device tensors for the manager.
-        query_start_loc: the same on the host.
-        num_draft_tokens: on the host, per request.
+        on_host: gives ``query_start_loc`` and the number of drafts of each request, on the host. May wait for the
+            device: called where that is listened to alone.
         new_states: of the window's request states, those of requests with drafts whose pages may have been another's
             since the last window.
     """
 
     window: Window
-    query_start_loc: Sequence[int]
-    num_draft_tokens: Sequence[int]
+    on_host: Callable[[], tuple[Sequence[int], Sequence[int]]]
     new_states: Sequence[int] = ()
 
 
@@ -255,9 +254,9 @@ class Session:
     def observe(self, step: Step) -> None:
         """A step that begins, for those who listen; of one without drafts, that is all."""
         self.close_interrupted()
-        window = step.window
-        self.tell("begin", step.query_start_loc, step.num_draft_tokens, window.slot_mappings, window.block_tables,
-                  window.seq_lens)  # fmt: skip
+        if self.heard("begin"):
+            window = step.window
+            self.tell("begin", *step.on_host(), window.slot_mappings, window.block_tables, window.seq_lens)
 
     def defer(self) -> Deferred | None:
         """At the end of a step on a stage that samples nothing: what :meth:`settle` takes, None where there is nothing

@@ -31,7 +31,7 @@ class Listened:
         )  # fmt: skip
         self.heard: list[str] = []
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-        self.session.begin(Step(Window(starts, counts, slots, 2), [0, 3], [2]))
+        self.session.begin(Step(Window(starts, counts, slots, 2), lambda: ([0, 3], [2])))
         self.session.write("layer", KEYS, KEYS, self.cache, slots["0"])
         self.session.subscribe(
             drop=lambda: self.heard.append("drop"), commit=lambda *_: self.heard.append("commit"),

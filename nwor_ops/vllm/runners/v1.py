@@ -107,20 +107,19 @@ class V1(RunnerAttachment):
 
     def _step(self, metadata: Any) -> Step:
         """One forward: metadata is vLLM's ``SpecDecodeMetadata``, on the host and on the device."""
-        runner, num_requests = self.runner, len(metadata.num_draft_tokens)
-        new_states = self._new_states(metadata.num_draft_tokens)
+        runner, drafts = self.runner, metadata.num_draft_tokens
+        new_states = self._new_states(drafts)
         return Step(
             Window(
                 query_start_loc=runner.query_start_loc.gpu,
                 cu_num_draft_tokens=metadata.cu_num_draft_tokens,
                 slot_mappings=self.session.slot_mappings,
-                num_draft_tokens=sum(metadata.num_draft_tokens),
+                num_draft_tokens=sum(drafts),
                 seq_lens=runner.seq_lens,
                 block_tables=self.block_tables,
                 request_states=None if self._states is None else self._states.tensor,
             ),
-            query_start_loc=runner.query_start_loc.np[: num_requests + 1],
-            num_draft_tokens=metadata.num_draft_tokens,
+            on_host=lambda: (runner.query_start_loc.np[: len(drafts) + 1], drafts),
             new_states=new_states,
         )
 

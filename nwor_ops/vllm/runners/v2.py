@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -86,8 +87,8 @@ class V2(RunnerAttachment):
         """Where each request's tokens start, and how many drafts it has, on the host.
 
         With adaptive verification the host knows how many drafts there are in all, and the device alone which request
-        has how many of them. Where somebody listens, this waits for it."""
-        if self.runner.adaptive_verification is None or not self.session.heard("begin"):
+        has how many of them: this waits for it."""
+        if self.runner.adaptive_verification is None:
             drafts = input_batch.num_draft_tokens_per_req
             return input_batch.query_start_loc_np, [0] * input_batch.num_reqs if drafts is None else drafts
         logits = input_batch.cu_num_logits.tolist()
@@ -95,7 +96,6 @@ class V2(RunnerAttachment):
         return input_batch.query_start_loc.tolist(), drafts
 
     def _step(self, input_batch: Any) -> Step:
-        query_start_loc, num_draft_tokens = self._counts(input_batch)
         return Step(
             Window(
                 query_start_loc=input_batch.query_start_loc,
@@ -108,8 +108,7 @@ class V2(RunnerAttachment):
                 block_tables=self.block_tables,
                 request_states=input_batch.idx_mapping,
             ),
-            query_start_loc=query_start_loc,
-            num_draft_tokens=num_draft_tokens,
+            on_host=functools.partial(self._counts, input_batch),
             new_states=self._new_states(input_batch) if self.entering else (),
         )
 
