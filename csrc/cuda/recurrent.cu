@@ -1129,8 +1129,11 @@ void run(const VerifyArguments& c, const Launch& launch) {
         constexpr int kWidth = decltype(width)::value;
         constexpr int64_t kRowsOfWarp = Rows<State, kWidth>::kRowsOfWarp;
         const int64_t most = kRowsOfWarp * (threads_of_verify(c, heads) / kWarp);
-        const bool has_norm = c.gate.data != nullptr;  // then a block has all rows, a few at a time
-        const int64_t values = has_norm ? c.states.value_width : values_of_block(c.record, heads, most);
+        const bool has_norm = c.gate.data != nullptr;
+        // All rows of a head, a few at a time: for the norm, and where heads are many, so that what a block
+        // does for all of its rows is done once.
+        const bool has_all_rows = has_norm || heads > kEnoughBlocks;
+        const int64_t values = has_all_rows ? c.states.value_width : values_of_block(c.record, heads, most);
         const int64_t warps = std::min(values, most) / kRowsOfWarp;
         const auto places = [&](int64_t staged) {
             return SharedPlaces(c.record.rows, c.record.rows, kWidth, values, c.record.per_channel, has_norm,
