@@ -76,7 +76,8 @@ class ConnectorAttachment:
     def follow(self, session: Session) -> None:
         """Hear of the steps of a session from now on."""
         self.session = session
-        session.subscribe(commit=self._step_ended, drop=self._exports.clear)
+        if self.layer_wise:
+            session.subscribe(commit=self._step_ended, drop=self._exports.clear)
         if session.audit is not None or session.spare is not None:
             self.wrapped += ("start_load_kv", "wait_for_layer_load") if self.layer_wise else ("start_load_kv",)
 

@@ -292,7 +292,7 @@ class Exporting:
             logger=logging.getLogger("test"),
         )  # fmt: skip
         self.exported: list[Any] = []
-        self.attached = ConnectorAttachment(runner_with(None), mode="cow")
+        self.attached = ConnectorAttachment(runner_with(EXPORT), mode="cow")
         self.attached.follow(self.session)
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
         self.session.begin(Step(Window(starts, counts, slots, 2), lambda: ([0, 3], [2])))
