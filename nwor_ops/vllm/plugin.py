@@ -11,7 +11,7 @@ In the V2
 runner's module also ``init_speculator`` (see :mod:`nwor_ops.vllm.drafter.plugin`), in the scheduler's what mode
 ``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`) and the metrics need, and the V2 runner's warm-up, for mode ``"stage"``
 and the audit.
-With ``VLLM_NWOR_MODE=off`` in the environment not even that happens.
+With ``VLLM_NWOR_MODE=off`` in the environment, and no other switch there, not even that happens.
 """
 
 from __future__ import annotations
