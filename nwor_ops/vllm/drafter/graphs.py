@@ -59,7 +59,7 @@ class LoopGraphs:
         self.seconds, self.bytes = 0.0, 0
         self._device = device
 
-    def capture_keys(self, keys: dict[int, list[GraphKey]]) -> None:
+    def capture_for(self, keys: dict[int, list[GraphKey]]) -> None:
         """Capture, and measure what it takes."""
         reserved, started = self._reserved(), time.perf_counter()
         with graph_capture(device=self._device):
@@ -124,7 +124,7 @@ class GraphedDrafter(abc.ABC):
             self.graphs, sizes = None, vllm_config.compilation_config.cudagraph_capture_sizes
             self._refuse(CAPTURE_SIZES.because(sizes=sizes, tokens=num_drafts + 1))
             return 0
-        self.graphs.capture_keys(keys)
+        self.graphs.capture_for(keys)
         metrics.start_counting(self, "drafter", vllm_config, self._logger)
         self._say_active()
         taken: int = self.graphs.bytes
