@@ -44,6 +44,8 @@ BATCH_TOKENS = 64
 # On a busy machine the timing stops after so long, but not before so many rounds.
 TIMING_SECONDS = 30.0
 FEWEST_ROUNDS = 3
+# Rounds of one engine that differ by more tell of the machine.
+STEADY = 1.5
 # Both sides must be seen: drafts that were accepted, and drafts that were not.
 ACCEPTANCE = (0.2, 0.8)
 
@@ -310,7 +312,7 @@ def _judged(options: DemoOptions, measured: dict[str, Any]) -> dict[str, Any]:
         "speed_ratio": _spread([nwor / vanilla for vanilla, nwor in rounds]),
     }
     result["problems"] = list(_problems(options, result))
-    result["warnings"] = list(_workload_remarks(result)) if options.own_model else []
+    result["warnings"] = [*(_workload_remarks(result) if options.own_model else ()), *_machine_remarks(result)]
     result["ok"] = not result["problems"]
     return result
 
@@ -387,6 +389,15 @@ def _workload_remarks(result: dict[str, Any]) -> Iterator[str]:
             )
     if result["vanilla"]["audit"] and not result["vanilla"]["audit"]["stale_rows"]:
         yield "the demo's workload does not show both sides: vanilla vLLM left no stale row"
+
+
+def _machine_remarks(result: dict[str, Any]) -> Iterator[str]:
+    rates = result["vanilla"]["tokens_per_second"]
+    if rates["highest"] > STEADY * rates["lowest"]:
+        yield (
+            f"vanilla vLLM's own rounds lie between {rates['lowest']:,.0f} and {rates['highest']:,.0f} tok/s: "
+            "something else works on this machine, and the speeds say little"
+        )
 
 
 # ---------------------------------------------------------------- showing

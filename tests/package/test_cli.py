@@ -323,6 +323,18 @@ def test_with_a_model_of_ones_own_the_workload_is_no_promise(tmp_path):
     assert list(_problems(DemoOptions(tmp_path, model="mine"), demo_result(acceptance__timed=0.99))) == []
 
 
+def test_a_machine_that_does_other_work_is_spoken_of():
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo import _machine_remarks
+
+    def remarks(*rates: float) -> list[str]:
+        return list(_machine_remarks({"vanilla": {"tokens_per_second": {"lowest": min(rates), "highest": max(rates)}}}))
+
+    assert remarks(418, 430, 438) == []
+    [remark] = remarks(63, 219, 319)
+    assert remark.startswith("vanilla vLLM's own rounds lie between 63 and 319 tok/s")
+
+
 def failed_start(tmp_path: Path, program: str) -> EngineFailed:
     """Of an engine whose process is this program."""
     (tmp_path / "program.py").write_text(program)
