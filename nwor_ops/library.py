@@ -62,9 +62,8 @@ def _load(kind: str, dispatch_key: str) -> CompiledLibrary:
     if not path.exists():
         what = " with nvcc on the PATH" if kind == "cuda" else ""
         problem = (
-            f"the {kind.upper()} library of nwor_ops is not built ({path.name} is missing); reinstall{what}: "
-            "pip install --no-build-isolation --force-reinstall --no-deps nwor_ops (from a checkout: "
-            "pip install --no-build-isolation -e .)"
+            f"the {kind.upper()} library of nwor_ops is not built ({path.name} is missing); reinstall it from a "
+            f"checkout{what}: pip install --no-build-isolation --force-reinstall --no-deps ."
         )
     elif kind == "cuda" and torch.version.cuda is None:
         problem = (
