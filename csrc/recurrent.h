@@ -291,8 +291,11 @@ inline void check_shape(const Argument& a, std::initializer_list<int64_t> shape)
     a.must_be(text, "]");
 }
 
-inline void check_width(const Argument& a, int64_t width, const char* what) {
-    if (width != 64 && width != 128 && width != 256) a.must_be("of ", what, " 64, 128 or 256");
+inline void check_widths(const Argument& a, int64_t value_width, int64_t key_width) {
+    if (value_width != 64 && value_width != 128 && value_width != 192 && value_width != 256)
+        a.must_be("of value_width 64, 128, 192 or 256");
+    if (key_width != 64 && key_width != 96 && key_width != 128 && key_width != 256)
+        a.must_be("of key_width 64, 96, 128 or 256");
 }
 
 inline RecurrentStates states_view(const Argument& a) {
@@ -300,8 +303,7 @@ inline RecurrentStates states_view(const Argument& a) {
     if (t.scalar_type() != ScalarType::Float && t.scalar_type() != ScalarType::BFloat16)
         a.must_have_dtype("torch.float32 or torch.bfloat16");
     if (t.dim() != 4) a.must_be("[num_slots, num_value_heads, value_width, key_width]");
-    check_width(a, t.size(2), "value_width");
-    check_width(a, t.size(3), "key_width");
+    check_widths(a, t.size(2), t.size(3));
     if (t.size(1) < 1) a.must_be("of at least one head");
     if (t.size(0) > INT32_MAX) a.must_be("of fewer than 2^31 slots");
     check_contiguous_within_slot(a);
@@ -410,7 +412,7 @@ struct VerifyArguments {
     HeadsView gate;  // data is null without the fused norm
     Floats a, b, A_log, dt_bias;
     Floats norm_weight;
-    float scale, softplus_beta, softplus_threshold, norm_eps;
+    float scale, softplus_beta, softplus_threshold, norm_eps, beta_factor;
     bool use_qk_l2norm;
     GateActivation gate_activation;
     RecurrentPlan plan;              // at least `num_requests` rows
@@ -454,7 +456,8 @@ inline VerifyArguments check_verify(
     const Tensor& b, const Tensor& A_log, const Tensor& dt_bias, const Tensor& plan, const Tensor& window,
     const Tensor& query_start_loc, double scale, double softplus_beta, double softplus_threshold,
     bool use_qk_l2norm, const std::optional<Tensor>& gate, const std::optional<Tensor>& norm_weight,
-    double norm_eps, const std::string& gate_activation, const std::optional<Tensor>& all_states) {
+    double norm_eps, const std::string& gate_activation, const std::optional<Tensor>& all_states,
+    bool allow_neg_eigval) {
     const Argument to{op, "out", out}, states{op, "state", state}, keys{op, "record_keys", record_keys},
         norms{op, "record_norms", record_norms}, decays{op, "record_decays", record_decays},
         values{op, "record_values", record_values}, ran{op, "layer_window", layer_window}, qs{op, "q", q},
@@ -499,6 +502,7 @@ inline VerifyArguments check_verify(
     c.softplus_beta = static_cast<float>(softplus_beta);
     c.softplus_threshold = static_cast<float>(softplus_threshold);
     c.norm_eps = static_cast<float>(norm_eps);
+    c.beta_factor = allow_neg_eigval ? 2.0f : 1.0f;
     c.use_qk_l2norm = use_qk_l2norm;
     c.query_start_loc = int32_view(qsl, 1, "[num_requests + 1]").data;
     c.num_requests = query_start_loc.size(0) - 1;

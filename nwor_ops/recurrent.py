@@ -438,6 +438,7 @@ class RecurrentStates(Stateful[_Layer]):
         norm_eps: float = 1e-5,
         gate_activation: str = "silu",
         all_states: Tensor | None = None,
+        allow_neg_eigval: bool = False,
     ) -> Tensor:
         """Run a layer's tokens: one kernel, which replays what was pending, stores the state and records the window.
 
@@ -446,8 +447,8 @@ class RecurrentStates(Stateful[_Layer]):
         Args:
             name: a registered layer.
             q, k, v, a, b, A_log, dt_bias, softplus_beta, softplus_threshold, use_qk_l2norm, gate, norm_weight,
-                norm_eps, gate_activation, all_states: as in :func:`nwor_ops.gated_delta_verify`. A layer with a decay
-                per channel (KDA) has ``a`` ``[T, HV, dk]`` and ``dt_bias`` ``[HV, dk]``.
+                norm_eps, gate_activation, all_states, allow_neg_eigval: as in :func:`nwor_ops.gated_delta_verify`. A
+                layer with a decay per channel (KDA) has ``a`` ``[T, HV, dk]`` and ``dt_bias`` ``[HV, dk]``.
             out: **mutated**, as there; None = a new tensor, which is zero at tokens of no request.
             scale: of the queries; None = ``dk ** -0.5``.
 
@@ -482,6 +483,7 @@ class RecurrentStates(Stateful[_Layer]):
             self.query_start_loc, scale=cache.state.shape[-1] ** -0.5 if scale is None else scale,
             softplus_beta=softplus_beta, softplus_threshold=softplus_threshold, use_qk_l2norm=use_qk_l2norm, gate=gate,
             norm_weight=norm_weight, norm_eps=norm_eps, gate_activation=gate_activation, all_states=all_states,
+            allow_neg_eigval=allow_neg_eigval,
         )  # fmt: skip
         if counted:
             self._verified.add(name)

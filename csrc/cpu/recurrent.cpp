@@ -99,7 +99,7 @@ void check_meetings(const char* op, const RecurrentPlan& plan, int64_t count) {
 // A sum in an order that is the same on every processor and that a compiler can vectorise.
 class Sum {
   public:
-    static constexpr int64_t kLanes = 16;  // divides 64
+    static constexpr int64_t kLanes = 16;  // divides every width
 
     float& operator[](int64_t lane) { return lanes_[lane]; }
     float total() {
@@ -313,7 +313,7 @@ class WindowHead {
             read_row(queries_, c_.q, t);
             for (int64_t i = 0; i < width_; ++i) queries_[static_cast<size_t>(t * width_ + i)] *= c_.scale;
             norms_[static_cast<size_t>(t)] = read_row(keys_, c_.k, t);
-            betas_[static_cast<size_t>(t)] = sigmoid(c_.b.at(token, value_head_));
+            betas_[static_cast<size_t>(t)] = c_.beta_factor * sigmoid(c_.b.at(token, value_head_));
             for (int64_t i = 0; i < decay_width_; ++i)
                 decays_[static_cast<size_t>(t * decay_width_ + i)] =
                     decay_from(c_, A_log, c_.a.at(token, value_head_, i) + c_.dt_bias.at(value_head_, i));

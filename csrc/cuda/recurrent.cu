@@ -10,9 +10,14 @@
 // Bits are those of vLLM's Triton kernel as Triton 3.6 compiles it for num_warps=4: the same approximations
 // of exp, log, 1/x and 1/sqrt(x), the same fused multiply-adds, and each sum in the same order. So products
 // are written with the functions that the compiler does not fuse, and `multiply` and `add_lanes` say which
-// sum is whose.
+// sum is whose. Keys 96 wide are those of OLMo hybrid, which runs another kernel
+// (`fused_recurrent_gated_delta_rule`, num_warps=1): there, bits are that one's.
+//
+// A width that is no power of two is computed as the next one, as Triton does: what is no memory is zero.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <numeric>
 
 #include "../common/dispatch.h"
 #include "../recurrent.h"
@@ -43,6 +48,12 @@ __device__ float exp_approx(float x) {
 __device__ float rsqrt_approx(float x) {
     float y;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ float sqrt_approx(float x) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
@@ -146,21 +157,31 @@ struct LoadedFloat {
 // ---------------------------------------------------------------- rows of a state in registers
 
 // What a warp holds of a state of `State` [dv, kWidth]: rows first + 4 * j + group for j < kRows. A chunk is
-// what one access of 16 bytes moves; lane l of a row's eight has the chunks l, l + 8, ...
+// what one access of 16 bytes moves; lane l of a row's eight has the chunks l, l + 8, ... Of keys 96 wide
+// some lanes' last chunk of a bfloat16 state is none: it is zero.
 template <class State, int kWidth>
 struct Rows {
     static constexpr int kChunk = 16 / sizeof(State);
-    static constexpr int kChunks = kWidth / (kLanes * kChunk);
-    static constexpr int kRows = 512 / kWidth;
+    static constexpr int kPadded = kWidth == 96 ? 128 : kWidth;
+    static constexpr int kChunks = (kWidth + kLanes * kChunk - 1) / (kLanes * kChunk);
+    static constexpr int kRowBytes = kWidth * sizeof(State);
+    static constexpr int kRows = 512 / kPadded;
     static constexpr int kRowsOfWarp = kRows * kGroups;
     // Of Triton's program: one lane has one chunk of a row, and a row that needs more than a warp is summed
     // in parts. In the last rows of a tile, those in the last registers, or all, `dot_chunk` begins with the
-    // first product.
+    // first product; with num_warps=1 in none.
     static constexpr int kParts = kWidth > kWarp* kChunk ? kWidth / (kWarp * kChunk) : 1;
-    static constexpr int kLastRows = kChunk * 8 == kWidth ? kRowsOfTile : kWarp * kChunk * 4 / kWidth;
+    static constexpr int kLastRows = kWidth == 96           ? 0
+                                     : kChunk * 8 == kWidth ? kRowsOfTile
+                                                            : kWarp * kChunk * 4 / kWidth;
     static constexpr int kLanesOfSum = kLanes / kRows;  // that hold the sum of the same row
 
     float h[kRows][kChunks][kChunk];
+
+    // Whether a lane has its chunk c.
+    static __device__ bool has(int c, int lane) {
+        return (c + 1) * kLanes * kChunk <= kWidth || (c * kLanes + lane) * kChunk < kWidth;
+    }
 };
 
 // Lane l of a row's eight, and which of the warp's rows beside each other it is in.
@@ -207,7 +228,9 @@ struct RawRows {
             for (int j = 0; j < R::kRows; ++j)
 #pragma unroll
                 for (int c = 0; c < R::kChunks; ++c)
-                    chunks[j][c] = __ldcs(reinterpret_cast<const uint4*>(from + offset(j, c)));
+                    chunks[j][c] = R::has(c, at.lane)
+                                       ? __ldcs(reinterpret_cast<const uint4*>(from + offset(j, c)))
+                                       : uint4{};
             return;
         }
 #pragma unroll
@@ -215,14 +238,15 @@ struct RawRows {
 #pragma unroll
             for (int c = 0; c < R::kChunks; ++c) {
                 const Element* elements = reinterpret_cast<const Element*>(from + offset(j, c));
-                uint32_t words[4];
+                uint32_t words[4] = {};
+                if (R::has(c, at.lane))
 #pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    if constexpr (sizeof(State) == 4)
-                        words[w] = elements[w];
-                    else
-                        words[w] = elements[2 * w] | static_cast<uint32_t>(elements[2 * w + 1]) << 16;
-                }
+                    for (int w = 0; w < 4; ++w) {
+                        if constexpr (sizeof(State) == 4)
+                            words[w] = elements[w];
+                        else
+                            words[w] = elements[2 * w] | static_cast<uint32_t>(elements[2 * w + 1]) << 16;
+                    }
                 chunks[j][c] = make_uint4(words[0], words[1], words[2], words[3]);
             }
     }
@@ -233,13 +257,14 @@ struct RawRows {
             for (int j = 0; j < R::kRows; ++j)
 #pragma unroll
                 for (int c = 0; c < R::kChunks; ++c)
-                    __stcs(reinterpret_cast<uint4*>(to + offset(j, c)), chunks[j][c]);
+                    if (R::has(c, at.lane)) __stcs(reinterpret_cast<uint4*>(to + offset(j, c)), chunks[j][c]);
             return;
         }
 #pragma unroll
         for (int j = 0; j < R::kRows; ++j)
 #pragma unroll
             for (int c = 0; c < R::kChunks; ++c) {
+                if (!R::has(c, at.lane)) continue;
                 Element* elements = reinterpret_cast<Element*>(to + offset(j, c));
                 const uint32_t words[4] = {chunks[j][c].x, chunks[j][c].y, chunks[j][c].z, chunks[j][c].w};
 #pragma unroll
@@ -254,10 +279,10 @@ struct RawRows {
             }
     }
     static __device__ int place(int first, const LaneOfRow& at) {
-        return ((first + at.group) * R::kChunks * kLanes + at.lane) * 16;
+        return (first + at.group) * R::kRowBytes + at.lane * 16;
     }
     static constexpr __device__ int offset(int j, int c) {
-        return (j * kGroups * R::kChunks + c) * kLanes * 16;
+        return j * kGroups * R::kRowBytes + c * kLanes * 16;
     }
     __device__ void widen(R* rows) const {
 #pragma unroll
@@ -364,18 +389,19 @@ __device__ Products<State, kWidth> multiply(
     const bool (&last)[Rows<State, kWidth>::kRows]) {
     using R = Rows<State, kWidth>;
     constexpr int kChunksOfPart = R::kChunks / R::kParts;
+    constexpr int kLeaves = R::kPadded / (R::kParts * kLanes * R::kChunk);  // with chunks that are none
     Products<State, kWidth> products;
 #pragma unroll
     for (int j = 0; j < R::kRows; ++j) {
 #pragma unroll
         for (int part = 0; part < R::kParts; ++part) {
-            float chunks[kChunksOfPart];
+            float chunks[kLeaves] = {};
 #pragma unroll
             for (int c = 0; c < kChunksOfPart; ++c)
                 chunks[c] = dot_chunk(rows.h[j][part * kChunksOfPart + c], x[part * kChunksOfPart + c],
                                       kOfKey && last[j]);
 #pragma unroll
-            for (int distance = kChunksOfPart / 2; distance > 0; distance /= 2)
+            for (int distance = kLeaves / 2; distance > 0; distance /= 2)
 #pragma unroll
                 for (int c = 0; c < distance; ++c) chunks[c] = __fadd_rn(chunks[c], chunks[c + distance]);
             products.sums[j * R::kParts + part] = chunks[0];
@@ -423,8 +449,8 @@ struct SharedPlaces {
     int states, barriers;                                          // of `StagedRows`
     int bytes;
 
-    // Of at most `tokens` tokens and `rows` rows of a record; `width` of keys, `num_values` rows of a state,
-    // of which `staged` bytes are here at once.
+    // Of at most `tokens` tokens and `rows` rows of a record; `width` of keys, padded, `num_values` rows of a
+    // state, of which `staged` bytes are here at once.
     SharedPlaces(int64_t tokens, int64_t rows, int64_t width, int64_t num_values, bool per_channel,
                  bool has_norm, int64_t staged) {
         int64_t end = 0;
@@ -474,8 +500,9 @@ class StagedRows {
 
   public:
     static constexpr bool kIsBulk = kHasBulkCopies && std::is_same_v<State, float>;
-    static constexpr int kBytesOfRow = kWidth * static_cast<int>(sizeof(State));
-    static constexpr int kBytes = R::kRowsOfWarp * kBytesOfRow;  // of a warp
+    static constexpr int kBytes = R::kRows * R::kChunks * kWarp * 16;  // of a warp
+    static_assert(!std::is_same_v<State, float> || kBytes == R::kRowsOfWarp * R::kRowBytes,
+                  "rows as they lie in memory");
 
     __device__ explicit StagedRows(const SharedPlaces& places) : places_(places) {}
 
@@ -494,14 +521,15 @@ class StagedRows {
         if constexpr (kIsBulk) {
             if (lane() != 0) return;
             fence_global_from_bulk_copies();
-            barrier()->copy(chunks(), state + first * kBytesOfRow, kBytes);
+            barrier()->copy(chunks(), state + first * R::kRowBytes, kBytes);
         } else {
-            const char* from = state + Raw::place(first, LaneOfRow());
+            const LaneOfRow at;
+            const char* from = state + Raw::place(first, at);
 #pragma unroll
             for (int j = 0; j < R::kRows; ++j)
 #pragma unroll
                 for (int c = 0; c < R::kChunks; ++c)
-                    copy_async<16>(chunks() + offset(j, c), from + Raw::offset(j, c));
+                    if (R::has(c, at.lane)) copy_async<16>(chunks() + offset(j, c), from + Raw::offset(j, c));
         }
     }
     // Waits for what was fetched.
@@ -516,7 +544,9 @@ class StagedRows {
         for (int j = 0; j < R::kRows; ++j)
 #pragma unroll
             for (int c = 0; c < R::kChunks; ++c)
-                raw->chunks[j][c] = *reinterpret_cast<const uint4*>(chunks() + offset(j, c));
+                raw->chunks[j][c] = R::has(c, LaneOfRow().lane)
+                                        ? *reinterpret_cast<const uint4*>(chunks() + offset(j, c))
+                                        : uint4{};
     }
     // In bulk alone.
     __device__ void store(char* state, int first, const Raw& raw) {
@@ -528,7 +558,7 @@ class StagedRows {
                     *reinterpret_cast<uint4*>(chunks() + offset(j, c)) = raw.chunks[j][c];
             fence_shared_from_bulk_copies();
             __syncwarp();
-            if (lane() == 0) copy_bulk(state + first * kBytesOfRow, chunks(), kBytes);
+            if (lane() == 0) copy_bulk(state + first * R::kRowBytes, chunks(), kBytes);
         }
     }
     // Before the next rows are fetched: all lanes have read these, and they are stored.
@@ -638,8 +668,14 @@ __device__ void copy_replay(const RecurrentRecord& r, const SharedPlaces& places
         const float* decays = r.decays + r.decay_offset(row.source, row.half, i, block.head);
         float* to = shared_at<float>(places.replay_decays);
         if constexpr (kPerChannel) {
-            for (int k = lane; k < kWidth; k += kWarp)
-                copy_async<4>(to + i * kWidth + shared_place<State, kWidth>(k), decays + k);
+            constexpr int kPadded = Rows<State, kWidth>::kPadded;
+            for (int k = lane; k < kPadded; k += kWarp) {
+                float* place = to + i * kPadded + shared_place<State, kWidth>(k);
+                if (k < kWidth)
+                    copy_async<4>(place, decays + k);
+                else
+                    *place = 0.0f;
+            }
         } else if (lane == 0) {
             copy_async<4>(to + i, decays);
         }
@@ -650,13 +686,13 @@ __device__ void copy_replay(const RecurrentRecord& r, const SharedPlaces& places
 template <class State, class Input, int kWidth>
 __device__ void scale_replay_keys(const SharedPlaces& places, int num_rows) {
     const uint32_t* raw = shared_at<uint32_t>(places.raw_replay_keys);
-    constexpr int kPairs = kWidth / 2;
+    constexpr int kPadded = Rows<State, kWidth>::kPadded, kPairs = kPadded / 2;
     for (int i = threadIdx.x; i < num_rows * kPairs; i += blockDim.x) {
-        const int row = i / kPairs;
+        const int row = i / kPairs, k = i % kPairs * 2;
         const float norm = shared_at<float>(places.replay_norms)[row];
-        const Pair<Input> two(raw[i]);
-        *reinterpret_cast<float2*>(shared_at<float>(places.replay_keys) + row * kWidth +
-                                   shared_place<State, kWidth>(i % kPairs * 2)) =
+        const Pair<Input> two(k < kWidth ? raw[(row * kWidth + k) / 2] : 0);
+        *reinterpret_cast<float2*>(shared_at<float>(places.replay_keys) + row * kPadded +
+                                   shared_place<State, kWidth>(k)) =
             make_float2(__fmul_rn(two.first, norm), __fmul_rn(two.second, norm));
     }
 }
@@ -671,10 +707,10 @@ __device__ void replay(Rows<State, kWidth>* rows, const SharedPlaces& places, in
 #pragma unroll 1
     for (int i = 0; i < num_rows; ++i) {
         decay_rows<State, kWidth, kPerChannel>(
-            rows, shared_at<float>(places.replay_decays) + i * (kPerChannel ? kWidth : 1), addend, at);
+            rows, shared_at<float>(places.replay_decays) + i * (kPerChannel ? R::kPadded : 1), addend, at);
         addend = -0.0f;
         float k[R::kChunks][R::kChunk], u[R::kRows];
-        read_vector(k, shared_at<float>(places.replay_keys) + i * kWidth, at);
+        read_vector(k, shared_at<float>(places.replay_keys) + i * R::kPadded, at);
 #pragma unroll
         for (int j = 0; j < R::kRows; ++j) u[j] = updates[i * num_values + j * kGroups];
         update_rows(rows, u, k);
@@ -696,8 +732,11 @@ struct VerifyJob {
 template <class State, class Input, int kWidth>
 __device__ void scale_window(const VerifyJob& job, const RecurrentRow& row, const BlockPlace& block,
                              int num_tokens) {
-    constexpr int kSegments = kWidth < 128 ? kWidth / kWarp : 4;  // Triton's warps, which are added last
-    constexpr int kNeighbours = kWidth / kWarp / kSegments;       // elements of one lane
+    constexpr int kPadded = Rows<State, kWidth>::kPadded;
+    constexpr int kSegments = kWidth == 96   ? 1
+                              : kWidth < 128 ? kWidth / kWarp
+                                             : 4;             // Triton's warps, added last
+    constexpr int kNeighbours = kPadded / kWarp / kSegments;  // elements of one lane
     const VerifyArguments& c = job.call;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     for (int i = warp; i < 2 * num_tokens; i += warps) {
@@ -711,23 +750,30 @@ __device__ void scale_window(const VerifyJob& job, const RecurrentRow& row, cons
         for (int s = 0; s < kSegments; ++s)
 #pragma unroll
             for (int e = 0; e < kNeighbours; ++e) {
-                bits[s][e] = raw[(s * kWarp + lane) * kNeighbours + e];
-                x[s][e] = to_float(bits[s][e]);
+                const int place = (s * kWarp + lane) * kNeighbours + e;
+                if (place < kWidth) bits[s][e] = raw[place];
+                x[s][e] = place < kWidth ? to_float(bits[s][e]) : 0.0f;
             }
         float factor = 1.0f;
         if (c.use_qk_l2norm) {
 #pragma unroll
             for (int s = 0; s < kSegments; ++s) {
                 sums[s] = __fmul_rn(x[s][0], x[s][0]);  // squares of 16-bit floats are exact
-                if constexpr (kNeighbours == 2) sums[s] = __fmaf_rn(x[s][1], x[s][1], sums[s]);
+#pragma unroll
+                for (int e = 1; e < kNeighbours; ++e) sums[s] = __fmaf_rn(x[s][e], x[s][e], sums[s]);
                 sums[s] = sum_of_warp(sums[s]);
             }
-            const float sum = kSegments == 2 ? __fadd_rn(sums[0], sums[1])
-                                             : __fadd_rn(__fadd_rn(sums[0], sums[kSegments / 2]),
-                                                         __fadd_rn(sums[1], sums[kSegments - 1]));
-            factor = rsqrt_approx(__fadd_rn(sum, 1e-6f));
+            if constexpr (kSegments == 1) {
+                // x / sqrt(sum), of which div.full makes a product with an approximation of 1 / sqrt(sum).
+                factor = divide_approx(1.0f, sqrt_approx(__fadd_rn(sums[0], 1e-6f)));
+            } else {
+                const float sum = kSegments == 2 ? __fadd_rn(sums[0], sums[1])
+                                                 : __fadd_rn(__fadd_rn(sums[0], sums[kSegments / 2]),
+                                                             __fadd_rn(sums[1], sums[kSegments - 1]));
+                factor = rsqrt_approx(__fadd_rn(sum, 1e-6f));
+            }
         }
-        float* to = shared_at<float>(of_key ? job.shared.keys : job.shared.queries) + token * kWidth;
+        float* to = shared_at<float>(of_key ? job.shared.keys : job.shared.queries) + token * kPadded;
 #pragma unroll
         for (int s = 0; s < kSegments; ++s)
 #pragma unroll
@@ -743,7 +789,10 @@ __device__ void scale_window(const VerifyJob& job, const RecurrentRow& row, cons
 #pragma unroll
             for (int s = 0; s < kSegments; ++s)
 #pragma unroll
-                for (int e = 0; e < kNeighbours; ++e) keys[(s * kWarp + lane) * kNeighbours + e] = bits[s][e];
+                for (int e = 0; e < kNeighbours; ++e) {
+                    const int place = (s * kWarp + lane) * kNeighbours + e;
+                    if (place < kWidth) keys[place] = bits[s][e];
+                }
             if (lane == 0)
                 r.norms[r.norm_offset(row.target, row.next_half(), token, block.key_head)] = factor;
         }
@@ -853,7 +902,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     wait_for_copies<1>();  // all but the state
     __syncthreads();
     if (has_gates) {
-        shared_at<float>(job.shared.betas)[lane] = sigmoid(b.value());
+        shared_at<float>(job.shared.betas)[lane] = __fmul_rn(sigmoid(b.value()), c.beta_factor);
         if constexpr (!kPerChannel) {
             const float decay = decay_of(c, __fadd_rn(a.value(), bias.value()), log_rate.value());
             shared_at<float>(job.shared.decays)[lane] = decay;
@@ -862,12 +911,18 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         }
     }
     if constexpr (kPerChannel)
-        for (int i = threadIdx.x; i < num_tokens * kWidth; i += blockDim.x) {
-            const int token = i / kWidth, k = i % kWidth;
+        for (int i = threadIdx.x; i < num_tokens * R::kPadded; i += blockDim.x) {
+            const int token = i / R::kPadded, k = i % R::kPadded;
+            float& shared =
+                shared_at<float>(job.shared.decays)[token * R::kPadded + shared_place<State, kWidth>(k)];
+            if (k >= kWidth) {
+                shared = 0.0f;
+                continue;
+            }
             const float x =
                 __fadd_rn(c.a.at(first_token + token, block.head, k), c.dt_bias.at(block.head, k));
             const float decay = decay_of(c, x, log_rate.value());
-            shared_at<float>(job.shared.decays)[token * kWidth + shared_place<State, kWidth>(k)] = decay;
+            shared = decay;
             if (block.leads_head)
                 r.decays[r.decay_offset(row.target, row.next_half(), token, block.head) + k] = decay;
         }
@@ -931,12 +986,12 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
             for (; token < end; ++token) {
                 const float v = to_float(*values), beta = betas[token];
                 values += block.num_values;
-                decay_rows<State, kWidth, kPerChannel>(&rows, decays + token * (kPerChannel ? kWidth : 1),
+                decay_rows<State, kWidth, kPerChannel>(&rows, decays + token * (kPerChannel ? R::kPadded : 1),
                                                        addend, at);
                 addend = -0.0f;
                 float x[R::kChunks][R::kChunk];
                 read_vector(x, keys, at);
-                keys += kWidth;
+                keys += R::kPadded;
                 const Products<State, kWidth> products = multiply<true>(rows, x, last);
                 const float output = add_lanes(outputs, at);
                 const float update = __fmul_rn(__fadd_rn(v, -add_lanes(products, at)), beta);
@@ -949,7 +1004,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                     u[j] = __shfl_sync(kAllLanes, update, j * R::kLanesOfSum, kLanes);
                 update_rows(&rows, u, x);
                 read_vector(x, queries, at);
-                queries += kWidth;
+                queries += R::kPadded;
                 outputs = multiply<false>(rows, x, last);
             }
             if (c.all_states == nullptr) break;
@@ -1050,6 +1105,7 @@ void with_input_type(ScalarType dtype, const F& f) {
 template <class F>
 void with_key_width(int64_t width, const F& f) {
     if (width == 64) return f(std::integral_constant<int, 64>{});
+    if (width == 96) return f(std::integral_constant<int, 96>{});
     if (width == 128) return f(std::integral_constant<int, 128>{});
     f(std::integral_constant<int, 256>{});
 }
@@ -1101,7 +1157,7 @@ LaunchShape shape_for_heads(const char* op, int64_t heads, int64_t splits, int64
 // Rows of a state that a block takes: few while the blocks are few, so that they spread over the chip. Below
 // 64, what each block does for all of its rows costs more than that gains.
 int64_t values_of_block(const RecurrentRecord& r, int64_t heads, int64_t most) {
-    int64_t values = std::min(r.value_width, most);
+    int64_t values = std::gcd(r.value_width, most);
     while (values > 64 && heads * (r.value_width / values) < 2 * kEnoughBlocks) values /= 2;
     return values;
 }
@@ -1134,10 +1190,10 @@ void run(const VerifyArguments& c, const Launch& launch) {
         // does for all of its rows is done once.
         const bool has_all_rows = has_norm || heads > kEnoughBlocks;
         const int64_t values = has_all_rows ? c.states.value_width : values_of_block(c.record, heads, most);
-        const int64_t warps = std::min(values, most) / kRowsOfWarp;
+        const int64_t warps = std::gcd(values, most) / kRowsOfWarp;
         const auto places = [&](int64_t staged) {
-            return SharedPlaces(c.record.rows, c.record.rows, kWidth, values, c.record.per_channel, has_norm,
-                                staged);
+            return SharedPlaces(c.record.rows, c.record.rows, Rows<State, kWidth>::kPadded, values,
+                                c.record.per_channel, has_norm, staged);
         };
         const bool all_aligned = is_aligned(c.states, c.states.data, c.states.slot_stride) &&
                                  is_aligned(c.states, c.all_states, c.all_states_stride);
@@ -1177,7 +1233,8 @@ void run(const FoldArguments& f, const Launch& launch) {
                     f.record,
                     f.plan,
                     f.window,
-                    SharedPlaces(0, f.record.rows, kWidth, values, f.record.per_channel, false, 0),
+                    SharedPlaces(0, f.record.rows, Rows<State, kWidth>::kPadded, values, f.record.per_channel,
+                                 false, 0),
                     BlockPlaces(f.record, values),
                     FastDivisor(f.plan.length),
                     all_aligned,

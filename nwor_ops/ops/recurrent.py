@@ -10,9 +10,9 @@ A step is :func:`plan_recurrent_window` once, :func:`gated_delta_verify` for eac
 tokens stay is an argument of the next plan. :func:`plan_recurrent_fold` and :func:`gated_delta_fold` replay at once
 what is pending, before anybody else looks at a state.
 
-Letters as in :mod:`nwor_ops.ops`; further S slots of states, H key heads, V value heads (a multiple of H), dk and dv
-the widths of a key and a value head (64, 128 or 256 each), W rows of a record (at most 32). Slot 0 and negative slots
-are nobody's, as vLLM's null block.
+Letters as in :mod:`nwor_ops.ops`; further S slots of states, H key heads, V value heads (a multiple of H), dk the width
+of a key head (64, 96, 128 or 256) and dv that of a value head (64, 128, 192 or 256), W rows of a record (at most 32).
+Slot 0 and negative slots are nobody's, as vLLM's null block.
 """
 
 from __future__ import annotations
@@ -128,13 +128,14 @@ def gated_delta_verify(
     norm_eps: float = 1e-5,
     gate_activation: str = "silu",
     all_states: Tensor | None = None,
+    allow_neg_eigval: bool = False,
 ) -> None:
     """One layer of a window: replay what was accepted onto the state, run this window's tokens, record them.
 
     For each token, in float32 from the state on, which is not rounded in between:
 
         x = a + dt_bias;  softplus = log(1 + exp(softplus_beta x)) / softplus_beta, or x above the threshold
-        decay = exp(-exp(A_log) softplus);  beta = sigmoid(b)
+        decay = exp(-exp(A_log) softplus);  beta = sigmoid(b), or twice that with allow_neg_eigval
         k = k / sqrt(sum(k^2) + 1e-6), q likewise;  q = q scale
         S = S decay;  u = beta (v - S k);  S = S + u k^T;  out = S q
 
@@ -179,6 +180,8 @@ def gated_delta_verify(
         gate_activation: ``"silu"`` or ``"sigmoid"``.
         all_states: ``[>= T, V, dv, dk]``, dtype of ``state``, contiguous within a token, or None; **mutated**: the
             state after each token, rounded: what a scheme that stores every state keeps. For tests and audits.
+        allow_neg_eigval: whether beta is doubled, so that what a token does to the state (the matrix ``1 - beta k k^T``)
+            may have negative eigenvalues, as in OLMo hybrid.
 
     Raises:
         ValueError: a shape, a stride, an option, or memory that what is written shares with anything else; on the CPU

@@ -283,7 +283,7 @@ def test_bits_over_many_steps(device, state_dtype, per_channel, steps):
 # ---------------------------------------------------------------- items and blocks
 
 
-@pytest.mark.parametrize("heads", [Heads(4, 16, 128, 128), Heads(4, 16, 64, 256)], ids=str)
+@pytest.mark.parametrize("heads", [Heads(4, 16, 128, 128), Heads(4, 16, 64, 256), Heads(10, 10, 96, 192)], ids=str)
 @pytest.mark.parametrize("norm", [None, "silu"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_requests_alone_and_together(device, state_dtype, norm, heads):

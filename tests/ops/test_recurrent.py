@@ -36,7 +36,7 @@ from nwor_ops import ops
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 DTYPES = (torch.bfloat16, torch.float16)
-WIDTHS = (64, 128, 256)
+KEY_WIDTHS, VALUE_WIDTHS = (64, 96, 128, 256), (64, 128, 192, 256)
 PLANS = ("plan_recurrent_window", "plan_recurrent_fold")
 
 
@@ -257,8 +257,8 @@ def test_verify(device, state_dtype, dtype, per_channel, norm):
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
-@pytest.mark.parametrize("value_width", WIDTHS)
-@pytest.mark.parametrize("key_width", WIDTHS)
+@pytest.mark.parametrize("value_width", VALUE_WIDTHS)
+@pytest.mark.parametrize("key_width", KEY_WIDTHS)
 def test_widths(device, key_width, value_width, per_channel):
     """Norms over every width, too."""
     heads = Heads(1, 2, key_width, value_width)
@@ -294,6 +294,34 @@ def test_options(device):
     given = named(VERIFY, arguments)
     weights = {name: given[name].to(torch.float16) for name in ("a", "b", "A_log", "dt_bias", "norm_weight")}
     check_verify(with_arguments(VERIFY, arguments, **weights), device)
+
+
+@pytest.mark.parametrize("heads", [Heads(2, 2, 96, 192), Heads(1, 2)], ids=str)
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_doubled_beta(device, state_dtype, heads):
+    """The same as beta without it, doubled: of gates that make it 1/2, and 1, by hand; and of any, as the oracle."""
+    check_verify(verify_arguments(heads, state_dtype=state_dtype, all_states=True, allow_neg_eigval=True), device)
+    once = twin(verify_arguments(heads, state_dtype=state_dtype), device)
+    twice = twin(once)
+    named(VERIFY, once)["b"].fill_(100.0)  # a beta of 1
+    named(VERIFY, twice)["b"].zero_()  # of 1/2
+    ops.gated_delta_verify(*once)
+    ops.gated_delta_verify(*with_arguments(VERIFY, twice, allow_neg_eigval=True))
+    assert all(torch.equal(one, two) for one, two in zip(may_write(once), may_write(twice), strict=True))
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize("gap", [0, 8, 4096])
+def test_pages_of_keys_96_wide(device, state_dtype, gap):
+    """What a key lacks of the next power of two is no memory: that of the next row, or of nobody."""
+    heads, most = Heads(2, 4, 96, 192), 6
+    requests = (Planned(2, most, 3, 1), Planned(3, 1, most), Planned(1, 2, 0))
+    for norm in (None, "silu"):
+        arguments = verify_arguments(
+            heads, requests, state_dtype, rows=most, gap=gap, shift=gap, norm=norm, all_states=True
+        )
+        check_verify(arguments, device)
+    check_fold(fold_arguments(2, heads, state_dtype=state_dtype, gap=gap, shift=gap), device)
 
 
 def test_extremes(device):
@@ -451,7 +479,9 @@ def check_fold(arguments: tuple, device: str = "cpu") -> tuple:
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
-@pytest.mark.parametrize("heads", [Heads(1, 2), Heads(2, 4, 128, 64), Heads(1, 1, 64, 256)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [Heads(1, 2), Heads(2, 4, 128, 64), Heads(1, 1, 64, 256), Heads(1, 2, 96, 192)], ids=str
+)
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_fold(device, state_dtype, heads, per_channel):
     for dtype in DTYPES:
@@ -614,10 +644,13 @@ def test_bits_of_a_scheme_that_stores_every_state(device, state_dtype, per_chann
     assert pair.ours[0].float().abs().max() > 0.1
 
 
-@pytest.mark.parametrize("heads", [Heads(2, 4, 128, 128), Heads(1, 2, 256, 64), Heads(1, 2, 64, 256)], ids=str)
-def test_bits_of_other_widths(device, heads):
+@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
+@pytest.mark.parametrize(
+    "heads", [Heads(2, 4, 128, 128), Heads(1, 2, 256, 64), Heads(1, 2, 64, 256), Heads(1, 2, 96, 192)], ids=str
+)
+def test_bits_of_other_widths(device, heads, per_channel):
     for state_dtype in STATE_DTYPES:
-        pair = Pair(state_dtype, False, device, heads)
+        pair = Pair(state_dtype, per_channel, device, heads)
         for _ in range(25):
             pair.step()
 
@@ -720,8 +753,10 @@ def refused_shapes() -> dict[str, tuple[dict, str]]:
         return torch.zeros(shape, dtype=given[like].dtype)
 
     return {
-        "width": ({"state": zeros(5, 2, 64, 96, like="state")}, "state must be of key_width 64, 128 or 256"),
-        "value width": ({"state": zeros(5, 2, 32, 64, like="state")}, "state must be of value_width 64, 128 or 256"),
+        "width": ({"state": zeros(5, 2, 64, 192, like="state")}, "state must be of key_width 64, 96, 128 or 256"),
+        "value width": (
+            {"state": zeros(5, 2, 96, 64, like="state")}, "state must be of value_width 64, 128, 192 or 256"
+        ),
         "transposed state": ({"state": given["state"].transpose(2, 3)}, "state must be contiguous within"),
         "slots in slots": ({"state": given["state"][:1].expand(5, -1, -1, -1)}, "state must be of slots at least 8192"),
         "heads": ({"record_keys": zeros(5, 2, 3, 3, 64)}, "record_keys must be of a number of heads that divides"),

@@ -91,8 +91,8 @@ nwor::gated_delta_verify(Tensor(a!) out, Tensor(b!) state, Tensor(c!) record_key
     Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor plan,
     Tensor window, Tensor query_start_loc, float scale, float softplus_beta=1., float
     softplus_threshold=20., bool use_qk_l2norm=True, Tensor? gate=None, Tensor? norm_weight=None,
-    float norm_eps=1.0000000000000001e-05, str gate_activation="silu", Tensor(h!)? all_states=None)
-    -> ()
+    float norm_eps=1.0000000000000001e-05, str gate_activation="silu", Tensor(h!)? all_states=None,
+    bool allow_neg_eigval=False) -> ()
 nwor::gated_delta_fold(Tensor(a!)[] states, Tensor[] record_keys, Tensor[] record_norms, Tensor[]
     record_decays, Tensor[] record_values, Tensor[] layer_windows, Tensor plan, Tensor? window=None)
     -> ()

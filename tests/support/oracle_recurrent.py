@@ -89,7 +89,7 @@ def replayed(state, record_keys, record_norms, record_decays, record_values, slo
 def gated_delta_verify(
     out, state, record_keys, record_norms, record_decays, record_values, layer_window, q, k, v, a, b, A_log, dt_bias,
     plan, window, query_start_loc, scale, softplus_beta=1.0, softplus_threshold=20.0, use_qk_l2norm=True, gate=None,
-    norm_weight=None, norm_eps=1e-5, gate_activation="silu", all_states=None,
+    norm_weight=None, norm_eps=1e-5, gate_activation="silu", all_states=None, allow_neg_eigval=False,
 ) -> None:  # fmt: skip
     record = (record_keys, record_norms, record_decays, record_values)
     starts = query_start_loc.tolist()
@@ -114,7 +114,7 @@ def gated_delta_verify(
                     key, factor = normalised(key)
                 x = a[token, head].float() + dt_bias[head].float()
                 decay = decay_of(A_log[head].float(), x, softplus_beta, softplus_threshold)
-                beta = torch.sigmoid(b[token, head].float())
+                beta = torch.sigmoid(b[token, head].float()) * (2 if allow_neg_eigval else 1)
                 h, output, update = forward_token(h, query * scale, key, v[token, head].float(), decay, beta)
                 if all_states is not None:
                     all_states[token, head] = h

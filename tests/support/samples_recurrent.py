@@ -175,6 +175,7 @@ def verify_arguments(
     shift: int = 0,
     one_page: bool = True,
     seed: int = 0,
+    allow_neg_eigval: bool = False,
 ) -> tuple[Any, ...]:
     """A window of a layer. `norm` is the activation of the gate; tokens past the last request's are nobody's."""
     tokens = sum(request.tokens for request in requests) + extra_tokens
@@ -190,7 +191,8 @@ def verify_arguments(
     gate = surrounded(drawn(*value, seed=seed + 30, dtype=dtype)) if norm else None
     weight = surrounded(drawn(heads.value_width, seed=seed + 31).abs()) if norm else None
     every = torch.full((*value, heads.key_width), float(POISON), dtype=state_dtype) if all_states else None
-    return (*arguments, gate, weight, 1e-5, norm or "silu", None if every is None else surrounded(every, edge=64))
+    every = None if every is None else surrounded(every, edge=64)
+    return (*arguments, gate, weight, 1e-5, norm or "silu", every, allow_neg_eigval)
 
 
 FOLDS = ((2, 2, 1, 2), (0, 0, 0, 0), (1, 0, 0, 3), (4, 3, 0, 4))  # in place, nothing, a copy, all rows
@@ -285,6 +287,7 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             verify_arguments(norm="silu", all_states=True),
             verify_arguments(state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True),
             verify_arguments(Heads(2, 4, 64, 128), use_qk_l2norm=False, norm="sigmoid", seed=3),
+            verify_arguments(Heads(2, 2, 96, 192), all_states=True, allow_neg_eigval=True),
             verify_arguments(requests=nobody, all_states=True),
             verify_arguments(requests=(), extra_tokens=0),
         ],
@@ -294,6 +297,7 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
                 3, state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True, ran=(1,), one_page=False
             ),
             fold_arguments(1, Heads(2, 4, 128, 64), ran=(), one_page=False),
+            fold_arguments(1, Heads(2, 2, 96, 192), one_page=False),
             fold_arguments(folds=(), one_page=False),
         ],
     }
