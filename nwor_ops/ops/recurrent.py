@@ -180,8 +180,8 @@ def gated_delta_verify(
         gate_activation: ``"silu"`` or ``"sigmoid"``.
         all_states: ``[>= T, V, dv, dk]``, dtype of ``state``, contiguous within a token, or None; **mutated**: the
             state after each token, rounded: what a scheme that stores every state keeps. For tests and audits.
-        allow_neg_eigval: whether beta is doubled, so that what a token does to the state (the matrix ``1 - beta k k^T``)
-            may have negative eigenvalues, as in OLMo hybrid.
+        allow_neg_eigval: whether beta is doubled, as in OLMo hybrid: ``1 - beta k k^T``, what a token makes of a state,
+            may then have negative eigenvalues.
 
     Raises:
         ValueError: a shape, a stride, an option, or memory that what is written shares with anything else; on the CPU

@@ -36,8 +36,9 @@ ONE_STATE_MODELS = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "KimiLinearForCausalLM",
+    "OlmoHybridForCausalLM",
 )
-STATE_WIDTHS = (64, 128, 256)
+KEY_WIDTHS, VALUE_WIDTHS = (64, 96, 128, 256), (64, 128, 192, 256)  # of a recurrent state's heads
 # A pass of vLLM's compiler that replaces the writer of MLA layers by a kernel that also rotates the key. The passes for
 # other layers exist for ROCm alone.
 FUSED_MLA_WRITER = "fuse_rope_kvcache_cat_mla"
@@ -300,18 +301,19 @@ DRAFTER = Refusal(
     "M-RoPE, index sharing between the steps of MTP, `enforce_eager` of the drafter",
     draft_graphs="its passes are others", message="draft graphs in model runner V1: {what}", engines="runner V1")
 NOT_ONE_STATE = Refusal(
-    "recurrent layers of another class than vLLM's Gated DeltaNet for Qwen and KDA for Kimi Linear (Mamba, short "
-    "convolutions; OLMo hybrid, with heads of 96 and 192 and a doubled beta, which the kernel has not)",
+    "recurrent layers of another class than vLLM's Gated DeltaNet for Qwen and for OLMo hybrid, and KDA for Kimi "
+    "Linear (Mamba, short convolutions)",
     one_state="they have kernels of their own",
-    message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen or KDA "
-    "for Kimi Linear, not for layers {layers}")
+    message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen, that "
+    "for OLMo hybrid, or KDA for Kimi Linear, not for layers {layers}")
 TAKEN_CLASS = Refusal(
-    "another plugin's class in the place of vLLM's Gated DeltaNet for Qwen, or KDA for Kimi Linear",
+    "another plugin's class in the place of vLLM's Gated DeltaNet for Qwen or OLMo hybrid, or KDA for Kimi Linear",
     one_state="there is room for one in vLLM's registry",
     message="one state per request: {registered} is registered in the place of {layer}")
 STATE = Refusal(
-    f"recurrent states of other heads than {', '.join(map(str, STATE_WIDTHS))} wide, of float16, windows of more "
-    "than 32 tokens, keys of float32", one_state="the kernel has no such",
+    f"recurrent states of other heads than {', '.join(map(str, KEY_WIDTHS))} (keys) and "
+    f"{', '.join(map(str, VALUE_WIDTHS))} (values) wide, of float16, windows of more than 32 tokens, keys of float32",
+    one_state="the kernel has no such",
     message="one state per request: {what}")
 CHECKPOINTS = Refusal(
     "prefix caching with FlashInfer's prefill, which writes states to other blocks in the middle of a prompt",
@@ -649,9 +651,12 @@ def check_library(device_type: str) -> None:
 
 def check_one_state(geometry: Any, state_dtype: Any) -> None:
     """Is there a kernel for such states? Takes a :class:`~nwor_ops.vllm.recurrent.records.RecordGeometry`."""
-    for what, width in (("keys", geometry.key_width), ("values", geometry.value_width)):
-        if width not in STATE_WIDTHS:
-            raise STATE.because(what=f"heads of {what} are {width} wide, not one of {STATE_WIDTHS}")
+    for what, width, known in (
+        ("keys", geometry.key_width, KEY_WIDTHS),
+        ("values", geometry.value_width, VALUE_WIDTHS),
+    ):
+        if width not in known:
+            raise STATE.because(what=f"heads of {what} are {width} wide, not one of {known}")
     if geometry.rows > 32:
         raise STATE.because(what=f"windows have {geometry.rows} tokens, more than 32")
     if str(state_dtype) not in ("torch.float32", "torch.bfloat16"):

@@ -91,7 +91,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_st
                 state *= g[0, token, head].float().exp()
                 update = beta[0, token, head].float() * (v[0, token, head].float() - state @ key)
                 state += update[:, None] * key
-                out[0, token, head] = (state @ query * WIDTH**-0.5).to(out.dtype)
+                out[0, token, head] = (state @ query * q.shape[-1] ** -0.5).to(out.dtype)
     return out, final
 
 
@@ -149,7 +149,12 @@ class Side:
         one_state: ours, else vLLM's.
         fused_norm: the layers' windows are computed with gate and norm, where that is possible.
         weights: of each layer.
+
+    Attributes:
+        output: heads and width of what a layer computes.
     """
+
+    output = (VALUE_HEADS, WIDTH)
 
     def __init__(self, config: Any, one_state: bool, fused_norm: bool, weights: list[dict[str, Tensor]]) -> None:
         from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
@@ -251,7 +256,7 @@ class Side:
         forward_context._forward_context = SimpleNamespace(attn_metadata=metadata)
         outputs = []
         for layer, given in zip(self.layers, inputs, strict=True):
-            out = torch.zeros(batch.tokens, VALUE_HEADS, WIDTH, dtype=torch.bfloat16)
+            out = torch.zeros(batch.tokens, *self.output, dtype=torch.bfloat16)
             self._forward(layer, {name: tensor.clone() for name, tensor in given.items()}, out)
             outputs.append(out)
         return outputs

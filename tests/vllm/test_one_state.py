@@ -85,6 +85,16 @@ def test_outputs_of_kimi_linear_are_those_of_a_state_per_draft(case: str) -> Non
     assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
 
 
+@pytest.mark.parametrize("case", ["olmo-graphs", pytest.param("olmo", marks=pytest.mark.nightly)])
+def test_outputs_of_olmo_hybrid_are_those_of_a_state_per_draft(case: str) -> None:
+    said = said_of(case, "one_state_olmo.py")
+    assert said["blocks"] == [4, 1]
+    assert min(said["windows_only"], said["mixed"]) > 4
+    assert said["launches_added"] == (1 if "graphs" in case else GROUPS)
+    assert said["states_compared"] > 50
+    assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
+
+
 def test_outputs_with_prefix_caching_are_those_of_a_state_per_draft() -> None:
     """vLLM's own kernels copy its states from block to block, and say where ours go."""
     said = said_of("aligned", "one_state_aligned.py")

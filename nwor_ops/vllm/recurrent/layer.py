@@ -1,8 +1,8 @@
 """A layer of vLLM's with one state per request: what all kinds of them have in common.
 
 Of each kind there is a subclass that vLLM makes in the place of its own layer, through its registry of pluggable layers
-(``qwen``, ``kimi``). What an engine that did not ask for it gets is vLLM's code, inherited. Weights, projections,
-convolution, prompts: vLLM's in any case; a window is one launch of :func:`nwor_ops.gated_delta_verify`.
+(``qwen``, ``kimi``, ``olmo``). What an engine that did not ask for it gets is vLLM's code, inherited. Weights,
+projections, convolution, prompts: vLLM's in any case; a window is one launch of :func:`nwor_ops.gated_delta_verify`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class OneStateLayer(GatedDeltaNetAttention):
         one_state: whether this engine has it; all else only then.
         geometry: of the record.
         layer_window: int64 ``[1]``, the number of the last window that this layer verified.
+        allow_neg_eigval: whether beta is doubled.
         all_states: of an audit, ``[max_tokens, value_heads, dv, dk]``: the states that vLLM would have kept.
     """
 
     A_log: torch.nn.Parameter
     dt_bias: torch.nn.Parameter
     layer_window: Tensor
+    allow_neg_eigval: bool = False
     all_states: Tensor | None = None
 
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,6 +137,7 @@ class OneStateLayer(GatedDeltaNetAttention):
             norm_eps=norm_eps,
             gate_activation=gate_activation,
             all_states=self.all_states,
+            allow_neg_eigval=self.allow_neg_eigval,
         )
 
     def windows(self) -> OneStateMetadata | None:

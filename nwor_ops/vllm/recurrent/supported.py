@@ -27,6 +27,7 @@ _CONTEXT = "vllm.v1.worker.mamba_utils"
 _BUILDER = "vllm.v1.attention.backends.gdn_attn"
 _QWEN = _LAYERS + "gdn.qwen_gdn_linear_attn"
 _KIMI = _LAYERS + "gdn.kimi_gdn_linear_attn"
+_OLMO = _LAYERS + "gdn.olmo_gdn_linear_attn"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,31 @@ KIMI = LayerKind(
         Hook(_LAYERS + "abstract", "MambaBase.get_kv_cache_spec", "vllm_config"),
     ),
 )
-_KINDS = {"KimiLinearForCausalLM": KIMI}  # of other architectures: Qwen's
+OLMO = LayerKind(
+    "OlmoHybridGatedDeltaNetAttention",
+    "nwor_ops.vllm.recurrent.olmo",
+    (
+        Hook(_OLMO, "OlmoHybridGatedDeltaNetAttention.__init__", "config, vllm_config, prefix"),
+        Hook(_OLMO, "OlmoHybridGatedDeltaNetAttention.get_state_shape", ""),
+        Hook(_OLMO, "OlmoHybridGatedDeltaNetAttention._forward_core", "mixed_qkv, b, a, core_attn_out"),
+        Hook(_OLMO, "OlmoHybridGatedDeltaNetAttention.rearrange_mixed_qkv", "mixed_qkv"),
+        Hook(
+            _OLMO,
+            "fused_recurrent_gated_delta_rule",
+            "q, k, v, g, beta, scale, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, "
+            "num_accepted_tokens, use_qk_l2norm_in_kernel",
+        ),
+        Hook(
+            _LAYERS + "ops.causal_conv1d",
+            "causal_conv1d_update",
+            "x, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens, query_start_loc, "
+            "max_query_len, null_block_id, validate_data, out",
+        ),
+        Hook(_LAYERS + "mamba_utils", "is_conv_state_dim_first", ""),
+        Hook(_LAYERS + "abstract", "MambaBase.get_kv_cache_spec", "vllm_config"),
+    ),
+)
+_KINDS = {"KimiLinearForCausalLM": KIMI, "OlmoHybridForCausalLM": OLMO}  # of other architectures: Qwen's
 
 
 def kind_of(vllm_config: Any) -> LayerKind:
@@ -130,7 +155,7 @@ _COMMON_HOOKS = (
     Hook("vllm.platforms.interface", "Platform._align_hybrid_block_size", "vllm_config, backend_cls"),
     Hook(RUNNER_MODULE, "GPUModelRunner.load_model", "load_dummy_weights, args, model, kwargs"),
 )  # fmt: skip
-HOOKS = (*QWEN.hooks, *KIMI.hooks, *_COMMON_HOOKS)
+HOOKS = (*QWEN.hooks, *KIMI.hooks, *OLMO.hooks, *_COMMON_HOOKS)
 
 
 @functools.cache

@@ -1,0 +1,129 @@
+"""As one_state_layers.py, of OLMo hybrid: its layer, with keys 96 wide and values 192, fewer of the former, and a beta
+that is doubled. Run by test_one_state.py:
+
+    TRITON_INTERPRET=1 python one_state_olmo.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import one_state_layers
+import torch
+from one_state_layers import (
+    CONVOLUTION,
+    GROUPS,
+    KEY_HEADS,
+    VALUE_HEADS,
+    K,
+    Side,
+    convolve_prompts,
+    convolve_windows,
+    furnished,
+    run,
+    use_interpreter,
+)
+from torch import Tensor
+
+KEY_WIDTH, VALUE_WIDTH = 96, 192
+KEYS, VALUES = KEY_HEADS * KEY_WIDTH, VALUE_HEADS * VALUE_WIDTH
+
+
+class OlmoSide(Side):
+    output = (VALUE_HEADS, VALUE_WIDTH)
+
+    def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
+        from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
+
+        ranks = config.parallel_config.tensor_parallel_size
+        layer = OlmoHybridGatedDeltaNetAttention.__new__(OlmoHybridGatedDeltaNetAttention)
+        torch.nn.Module.__init__(layer)
+        given = {
+            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_spec": K, "activation": "silu",
+            "num_k_heads": KEY_HEADS * ranks, "num_v_heads": VALUE_HEADS * ranks, "head_k_dim": KEY_WIDTH,
+            "head_v_dim": VALUE_WIDTH, "key_dim": KEYS * ranks, "value_dim": VALUES * ranks,
+            "conv_kernel_size": CONVOLUTION, "allow_neg_eigval": weights["allow_neg_eigval"],
+            "model_config": config.model_config, "cache_config": config.cache_config,
+            "A_log": weights["A_log"], "dt_bias": weights["dt_bias"],
+            "conv1d": SimpleNamespace(weight=weights["convolution"], bias=None),
+        }  # fmt: skip
+        return furnished(layer, given, config)
+
+    def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:
+        # The gate of the norm is a part of the projection that has q, k and v, too.
+        mixed_qkv, _ = given["qkvg"].split([2 * KEYS + VALUES, VALUES], 1)
+        layer._forward_core(mixed_qkv=mixed_qkv, b=given["b"], a=given["a"], core_attn_out=out)
+
+
+def weights_of(generator: torch.Generator) -> list[dict[str, Any]]:
+    """The first layer's beta is doubled."""
+    return [
+        {
+            "A_log": torch.randn(VALUE_HEADS, generator=generator),
+            "dt_bias": torch.randn(VALUE_HEADS, generator=generator),
+            "convolution": torch.randn(2 * KEYS + VALUES, 1, CONVOLUTION, generator=generator) / 2,
+            "allow_neg_eigval": group == 0,
+        }
+        for group in range(GROUPS)
+    ]
+
+
+def inputs_of(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]]:
+    shapes = {"qkvg": 2 * (KEYS + VALUES), "b": VALUE_HEADS, "a": VALUE_HEADS}
+    return [
+        {name: torch.randn(tokens, width, generator=generator).to(torch.bfloat16) for name, width in shapes.items()}
+        for _ in range(GROUPS)
+    ]
+
+
+def chunked(*, q: Tensor, k: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    """The recurrence of a prompt's tokens, in the place of the kernel that tunes itself."""
+    query, key = (x.float() / (x.float().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    return one_state_layers.chunked(query, key, **given)
+
+
+class WholeHeads:
+    """A kernel of vLLM's, with one program for a head in the place of six, which take milliseconds each in the
+    interpreter."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert grid[1] == -(-VALUE_WIDTH // 32)
+        return lambda **given: self._kernel[(1, 1, grid[2])](**given | {"BV": 256})
+
+
+def main() -> None:
+    use_interpreter()
+    import triton.language as tl
+    from vllm.third_party.flash_linear_attention.ops import fused_recurrent
+
+    from nwor_ops.vllm.recurrent import olmo
+
+    fused_recurrent.exp = lambda x: tl.exp(x)  # by the name that the interpreter knows
+    kernel = WholeHeads(fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel)
+    fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel = kernel
+    olmo.install()
+    olmo.vllm_layer.chunk_gated_delta_rule = chunked
+    olmo.vllm_layer.causal_conv1d_fn = convolve_prompts
+    olmo.vllm_layer.causal_conv1d_update = olmo.causal_conv1d_update = convolve_windows
+    one_state_layers.STEPS = 16
+    cases = {"olmo": (False, torch.bfloat16, 1), "olmo-graphs": (True, torch.float32, 2)}
+    for name in sys.argv[1:] or cases:
+        full_graphs, state, ranks = cases[name]
+        sizes = {
+            "linear_num_key_heads": KEY_HEADS * ranks,
+            "linear_num_value_heads": VALUE_HEADS * ranks,
+            "linear_key_head_dim": KEY_WIDTH,
+            "linear_value_head_dim": VALUE_WIDTH,
+        }
+        said = run(False, full_graphs, state, ranks, sizes, OlmoSide, weights_of, inputs_of)
+        print(name, json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
