@@ -1,18 +1,23 @@
 """What a benchmark's worker needs before it builds its model: vLLM imports this as its ``worker_extension_cls``.
 
 Qwen3-Next without experts, which is the shape of the dense Qwen3.5 models: vLLM's classes for it would look for a layer
-with experts, and find none. And of the kernels that Triton tunes, which are those of a prompt's Gated DeltaNet, the
-first configuration without tuning: prompts are not what is measured, and tuning takes minutes.
+with experts, and find none. OLMo hybrid, none of whose checkpoints vLLM 0.33.0 can load: the loader of its convolutions
+does not look where a weight says which part it is (https://github.com/vllm-project/vllm/pull/55858). And of the kernels
+that Triton tunes, which are those of a prompt's Gated DeltaNet, the first configuration without tuning: prompts are not
+what is measured, and tuning takes minutes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from triton.runtime.autotuner import Autotuner
+from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
 from vllm.model_executor.models.qwen3_next import QwenNextMixtureOfExperts
 
 run_tuned = Autotuner.run
+make_loader = olmo_gdn_linear_attn._make_fused_conv1d_weight_loader
 set_moe_parameters = QwenNextMixtureOfExperts.set_moe_parameters
 
 
@@ -26,7 +31,17 @@ def set_if_any(self: QwenNextMixtureOfExperts) -> None:
         set_moe_parameters(self)
 
 
+def make_loader_of_parts(*sizes: Any) -> Callable[..., None]:
+    load = make_loader(*sizes)
+
+    def load_part(parameter: Any, weight: Any, part: int | None = None) -> None:
+        load(parameter, weight, getattr(weight, "shard_id", None) if part is None else part)
+
+    return load_part
+
+
 Autotuner.run = run_first
+olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = make_loader_of_parts
 QwenNextMixtureOfExperts.set_moe_parameters = set_if_any
 
 

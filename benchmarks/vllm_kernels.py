@@ -23,6 +23,22 @@ def load_core() -> None:
         import vllm._custom_ops  # noqa: F401
 
 
+def olmo_update() -> Callable[..., Any]:
+    """What vLLM's layer of OLMo hybrid computes of a window, called as the next function's result, with
+    ``allow_neg_eigval`` besides. It takes an installed vLLM."""
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
+
+    def update(
+        A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+        v: torch.Tensor, *, allow_neg_eigval: bool, is_kda: bool, **more: Any,
+    ) -> Any:  # fmt: skip
+        assert not is_kda
+        g, beta = olmo.fused_olmo_hybrid_gdn_gating(A_log, a, b, dt_bias, allow_neg_eigval)
+        return olmo.fused_recurrent_gated_delta_rule(q=q, k=k, v=v, g=g, beta=beta, inplace_final_state=True, **more)
+
+    return update
+
+
 def recurrent_update() -> Callable[..., Any]:
     """`fused_sigmoid_gating_delta_rule_update`, a Triton kernel. Its file is enough: a tree of vLLM on the path whose
     other parts cannot be imported here."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from samples_recurrent import Heads, make_layer
-from vllm_kernels import load_core, recurrent_update
+from vllm_kernels import load_core, olmo_update, recurrent_update
 
 from nwor_ops import ops
 
@@ -56,6 +57,7 @@ class Requests:
         torch.manual_seed(seed)
         self.device, self.requests, self.rows, self.heads, self.dtype = device, requests, rows, heads, dtype
         self.per_channel, self.random = per_channel, random.Random(seed)
+        self.allow_neg_eigval = False
         layer = make_layer(heads, requests + 1, rows, state_dtype, dtype, per_channel, gap=64, seed=seed)
         state, *records = layer.tensors
         records, self.ran = records[:-1], torch.zeros(1, dtype=torch.int64, device=device)
@@ -104,6 +106,7 @@ class Requests:
             window.a, window.b, self.A_log, self.dt_bias, self.plan if plan is None else plan, self.window,
             window.starts, self.scale, gate=window.gate if norm else None, norm_weight=self.weight if norm else None,
             gate_activation=norm or "silu", all_states=every, use_qk_l2norm=use_qk_l2norm,
+            allow_neg_eigval=self.allow_neg_eigval,
         )  # fmt: skip
 
     def run(self, window: Window, **options):
@@ -218,6 +221,33 @@ def test_bits_of_vllm_in_more_items_than_blocks(device, triton_update):
     check_vllm_has_the_bits(requests, triton_update, 4)
 
 
+@pytest.fixture(scope="module")
+def olmo_kernels():
+    try:
+        return olmo_update()
+    except ImportError as error:
+        pytest.skip(f"vLLM's kernels for OLMo hybrid need an installed vLLM: {error}")
+
+
+@pytest.mark.parametrize("allow_neg_eigval", [False, True])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "drafts", "count", "steps"),
+    [(Heads(3, 3, 96, 192), 3, 5, 40), (Heads(1, 2, 96, 64), 7, 5, 40), (Heads(30, 30, 96, 192), 4, 40, 4)],
+    ids=["three-heads", "shared-keys", "many"],
+)
+def test_bits_of_vllm_for_olmo_hybrid(device, olmo_kernels, heads, drafts, count, steps, state_dtype, allow_neg_eigval):
+    """Another kernel than that of other widths: one warp of a program sums, and keys are divided by their norms."""
+    requests = Requests(device, count, drafts + 1, state_dtype, heads)
+    requests.allow_neg_eigval = allow_neg_eigval
+    check_vllm_has_the_bits(requests, functools.partial(olmo_kernels, allow_neg_eigval=allow_neg_eigval), steps)
+
+
+def test_bits_of_vllm_for_olmo_hybrid_with_half_inputs(device, olmo_kernels):
+    requests = Requests(device, 5, 4, torch.float32, Heads(2, 2, 96, 192), dtype=torch.float16)
+    check_vllm_has_the_bits(requests, functools.partial(olmo_kernels, allow_neg_eigval=False), 20)
+
+
 # ---------------------------------------------------------------- vLLM's CUDA op, which ends with the norm
 
 
@@ -254,17 +284,24 @@ def test_norm_of_vllm(device, fused_op, state_dtype, activation):
 
 
 @pytest.mark.parametrize(
-    ("state_dtype", "per_channel", "steps"),
-    [(torch.float32, False, 2500), (torch.bfloat16, False, 2500), (torch.bfloat16, True, 300)],
-    ids=["float32", "bfloat16", "kda"],
+    ("state_dtype", "per_channel", "steps", "heads"),
+    [
+        (torch.float32, False, 2500, HEADS),
+        (torch.bfloat16, False, 2500, HEADS),
+        (torch.bfloat16, True, 300, HEADS),
+        (torch.float32, False, 300, Heads(2, 2, 96, 192)),
+        (torch.bfloat16, False, 300, Heads(2, 2, 96, 192)),
+        (torch.bfloat16, True, 300, Heads(2, 2, 96, 192)),
+    ],
+    ids=["float32", "bfloat16", "kda", "96-float32", "96-bfloat16", "96-kda"],
 )
-def test_bits_over_many_steps(device, state_dtype, per_channel, steps):
+def test_bits_over_many_steps(device, state_dtype, per_channel, steps, heads):
     """At the widths of real models. The other scheme is the kernel without a record: every window begins with the state
     that the last accepted token left."""
-    requests = Requests(device, 4, 4, state_dtype, per_channel=per_channel)
+    requests = Requests(device, 4, 4, state_dtype, heads, per_channel=per_channel)
     begins = requests.state.clone()
     nothing = int32([[slot, 0, 0, slot] for slot in range(1, 5)], device)
-    other = Requests(device, 4, 4, state_dtype, per_channel=per_channel, seed=1)
+    other = Requests(device, 4, 4, state_dtype, heads, per_channel=per_channel, seed=1)
     other.A_log, other.dt_bias = requests.A_log, requests.dt_bias
     differ = torch.zeros(1, dtype=torch.int64, device=device)
     windows = [(lengths, requests.draw(lengths)) for lengths in (requests.ragged() for _ in range(50))]
@@ -317,7 +354,9 @@ def test_requests_alone_and_together(device, state_dtype, norm, heads):
         together.accept(lengths)
 
 
-@pytest.mark.parametrize("heads", [HEADS, Heads(1, 2, 256, 256), Heads(1, 2, 128, 256), Heads(1, 2, 64, 64)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [HEADS, Heads(1, 2, 256, 256), Heads(1, 2, 128, 256), Heads(1, 2, 64, 64), Heads(2, 2, 96, 192)], ids=str
+)
 def test_norm_is_that_of_the_output(device, heads):
     """Also where a block has too few registers for a head, and the norm is a launch of its own."""
     requests = Requests(device, 5, 4, torch.float32, heads)
@@ -336,8 +375,13 @@ def test_norm_is_that_of_the_output(device, heads):
 
 @pytest.mark.parametrize(
     ("heads", "per_channel", "norm"),
-    [(HEADS, False, "silu"), (Heads(1, 2, 256, 256), False, "silu"), (Heads(1, 2, 256, 256), True, None)],
-    ids=["128", "256", "256-kda"],
+    [
+        (HEADS, False, "silu"),
+        (Heads(1, 2, 256, 256), False, "silu"),
+        (Heads(1, 2, 256, 256), True, None),
+        (Heads(2, 2, 96, 192), False, "silu"),
+    ],
+    ids=["128", "256", "256-kda", "96"],
 )
 def test_long_records(device, heads, per_channel, norm):
     """The most rows that a record may have take more shared memory than a launch gets unasked, and at a width of 256 so

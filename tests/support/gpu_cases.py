@@ -717,9 +717,9 @@ ONE_STATE_STAGE = {**STAGE, "recurrent": True}
 # it is told so. Ours has the bits of Triton's; the CUDA kernel adds in another order, so that here and there another of
 # two close logits wins.
 # Kimi Linear's kernel adds in an order that depends on how many requests there are. Its model asks for a kernel in CuTe
-# unless it is told not to.
+# unless it is told not to. OLMo hybrid's Triton kernel is another than Qwen's; ours has its bits, too.
 _DELTA_NETS = {"next": ("@qwen3_next_mtp", V2, 0), "qwen3_5": ("@gdn_mtp", V2, 6),
-               "kimi": ("@kimi", V2 | {"VLLM_KIMI_K3_GEMM_AR": "0"}, 6),
+               "kimi": ("@kimi", V2 | {"VLLM_KIMI_K3_GEMM_AR": "0"}, 6), "olmo": ("@olmo", V2, 0),
                "triton": ("@gdn_mtp", {"VLLM_GDN_DECODE_KERNEL": "triton"}, 0)}  # fmt: skip
 
 
@@ -796,6 +796,22 @@ def _one_states() -> Iterator[Case]:
     # One head of 128 has blocks of 128 tokens, in either engine.
     prefixes = aligned | {"max_model_len": 384, "use": {"shared_prefix": 220, "rounds": 2, "requests": 12}}
     yield _one_state("kimi-align", backend="FLASH_ATTN_MLA", model="@kimi_of_one_head", **prefixes, **kimi)
+    olmo = {"shape": "olmo", "method": "ngram"}
+    for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW), ("-stage", ONE_STATE_STAGE)):
+        yield _one_state(f"olmo-ngram{mode}", nwor=nwor, **olmo)
+        yield _one_state(
+            f"olmo-align{mode}", nwor=nwor, **olmo, **aligned | {"use": aligned["use"] | {"shared_prefix": 160}}
+        )  # of blocks of 96 tokens
+    yield _one_state("olmo-draft-model", "olmo", speculative_config=DRAFT | {"model": "@draft_of_gdn"})
+    yield _one_state("olmo-repeated-keys", model="@olmo_repeated", **olmo)
+    yield _one_state("olmo-float32", **float32, **olmo)
+    for graphs in ("eager", "piecewise", "full_decode_only"):
+        yield _one_state(f"olmo-{graphs}", graphs=graphs, **olmo)
+    yield _one_state("olmo-triton", backend="TRITON_ATTN", graphs="any", **olmo)
+    yield _one_state("olmo-temperature", use={"temperature": 1.0}, **olmo)
+    yield _one_state("olmo-abort", use={"abort": {10: [0, 2], 16: [5]}}, **olmo)
+    yield _one_state("olmo-preemption", num_gpu_blocks_override=24, use={"max_tokens": 80}, may_differ=12,
+                     expect={"metric:num_preemptions": 1}, **olmo)  # fmt: skip
     # The classes of the multimodal model around the text's, with its positions; nobody sends it an image.
     yield _one_state("multimodal", "triton", model="@gdn_mtp_multimodal", language_model_only=True, needs="torchvision")
 

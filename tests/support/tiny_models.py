@@ -57,6 +57,8 @@ GDN = {
 WIDE_GDN = GDN | {"key_heads": 2, "value_heads": 4}
 # KDA of Kimi Linear.
 KDA = {"state": 128, "conv": 4}
+# Gated DeltaNet of OLMo hybrid, whose heads of attention share the model's width.
+OLMO = {"layers": 4, "heads": 2, "kv_heads": 2, "key_heads": 2, "value_heads": 2, "key": 96, "value": 192, "conv": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
            "shared_expert_intermediate_size": 128}  # fmt: skip
 # Mamba and full attention in turn, as in Granite 4: a state of some 40 KiB, so blocks of 80 tokens.
@@ -96,6 +98,8 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "draft_of_gdn": _write_draft_of_gdn,
         "kimi": _write_kimi,
         "kimi_of_one_head": lambda path: _write_kimi(path, heads=1),
+        "olmo": _write_olmo,
+        "olmo_repeated": lambda path: _write_olmo(path, OLMO | {"key_heads": 1}, allow_neg_eigval=False),
         "mamba": _write_mamba,
         "eagle3": _write_eagle3,
         "dflash": _write_dflash,
@@ -323,6 +327,72 @@ def _kda_layer(generator: torch.Generator, prefix: str, heads: int) -> dict[str,
         weights[f"{layer}.{gate}_a_proj.weight"] = _matrix(generator, width, hidden)
         weights[f"{layer}.{gate}_b_proj.weight"] = _matrix(generator, size, width)
     return weights | _mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"])
+
+
+def _write_olmo(folder: pathlib.Path, sizes: dict[str, int] = OLMO, allow_neg_eigval: bool = True) -> None:
+    """OLMo hybrid: three layers of Gated DeltaNet, and one of attention, with its norms behind attention and MLP."""
+    size = Size()
+    hidden, intermediate, width = size.hidden, size.intermediate, size.hidden // sizes["heads"]
+    keys, values = sizes["key_heads"] * sizes["key"], sizes["value_heads"] * sizes["value"]
+    config = {
+        "architectures": ["OlmoHybridForCausalLM"],
+        "model_type": "olmo_hybrid",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": sizes["layers"],
+        "layer_types": ["linear_attention"] * (sizes["layers"] - 1) + ["full_attention"],
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes["kv_heads"],
+        "linear_num_key_heads": sizes["key_heads"],
+        "linear_num_value_heads": sizes["value_heads"],
+        "linear_key_head_dim": sizes["key"],
+        "linear_value_head_dim": sizes["value"],
+        "linear_conv_kernel_dim": sizes["conv"],
+        "linear_allow_neg_eigval": allow_neg_eigval,
+        **COMMON,
+        "pad_token_id": 0,
+        "max_position_embeddings": MAX_TOKENS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+    }
+    generator = torch.Generator().manual_seed(44)
+    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    weights = {"model.embed_tokens.weight": embedding}
+    for layer, kind in enumerate(config["layer_types"]):
+        prefix = f"model.layers.{layer}"
+        if kind == "full_attention":
+            attention = _attention(generator, prefix, hidden, sizes["heads"], sizes["kv_heads"], width, _ones)
+            del attention[f"{prefix}.input_layernorm.weight"]
+            weights |= attention | {
+                f"{prefix}.post_attention_layernorm.weight": BLOCK_SCALE * _ones(hidden),
+                f"{prefix}.post_feedforward_layernorm.weight": BLOCK_SCALE * _ones(hidden),
+                f"{prefix}.self_attn.q_norm.weight": _ones(sizes["heads"] * width),
+                f"{prefix}.self_attn.k_norm.weight": _ones(sizes["kv_heads"] * width),
+            }
+        else:
+            linear = f"{prefix}.linear_attn"
+            weights |= {
+                f"{prefix}.input_layernorm.weight": _ones(hidden),
+                f"{prefix}.post_attention_layernorm.weight": _ones(hidden),
+                f"{linear}.g_proj.weight": _matrix(generator, values, hidden),
+                f"{linear}.a_proj.weight": _matrix(generator, sizes["value_heads"], hidden),
+                f"{linear}.b_proj.weight": _matrix(generator, sizes["value_heads"], hidden),
+                f"{linear}.A_log": torch.zeros(sizes["value_heads"]),
+                f"{linear}.dt_bias": torch.ones(sizes["value_heads"]),
+                f"{linear}.o_norm.weight": _ones(sizes["value"]),
+                f"{linear}.o_proj.weight": _matrix(generator, hidden, values, BLOCK_SCALE),
+            }
+            for part, rows in (("q", keys), ("k", keys), ("v", values)):
+                convolution = torch.randn(rows, 1, sizes["conv"], generator=generator) / sizes["conv"] ** 0.5
+                weights[f"{linear}.{part}_proj.weight"] = _matrix(generator, rows, hidden, 1.5)
+                weights[f"{linear}.{part}_conv1d.weight"] = convolution.to(torch.bfloat16)
+        weights |= _mlp(generator, f"{prefix}.mlp", hidden, intermediate)
+    weights |= {
+        "model.norm.weight": _ones(hidden),
+        "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+    }
+    _save(folder, config, weights)
 
 
 def _mla_config() -> dict[str, Any]:

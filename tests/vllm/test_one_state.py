@@ -35,6 +35,10 @@ from nwor_ops.vllm.support import ONE_STATE, ONE_STATE_MODELS, REFUSALS, Unsuppo
 
 GROUPS = 2  # of one_state_layers.py
 KDA = {"num_heads": 4, "head_dim": 128, "short_conv_kernel_size": 4}
+OLMO = {"model_config__architecture": "OlmoHybridForCausalLM"} | {
+    f"model_config__hf_text_config__linear_{name}": size
+    for name, size in {"num_key_heads": 30, "num_value_heads": 30, "key_head_dim": 96, "value_head_dim": 192}.items()
+}
 KIMI = {"model_config__architecture": "KimiLinearForCausalLM", "model_config__hf_text_config__linear_attn_config": KDA}
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
 STATES = MambaSpec(
@@ -201,6 +205,17 @@ def test_the_geometry_of_kimi_linear_has_a_decay_for_each_channel(monkeypatch: p
     monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
     assert supported.problem_of(config) is None
     assert supported.kind_of(config) is supported.KIMI
+
+
+def test_the_geometry_of_olmo_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its prefill there is one; what Qwen's would choose is not asked."""
+    config = engine(**OLMO, cache_config__mamba_cache_mode="align")
+    config.parallel_config.tensor_parallel_size = 2
+    assert RecordGeometry.of(config) == RecordGeometry(4, 15, 15, 96, 192, torch.bfloat16)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(supported, "_prefill_backend", lambda config: "flashinfer")
+    assert supported.problem_of(config) is None
+    assert supported.kind_of(config) is supported.OLMO
 
 
 def test_a_model_says_how_large_a_page_is_with_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -561,7 +576,10 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"device_config__device_type": "cpu"}, "device cpu: vLLM's kernels beside it are those of CUDA"),
         ({"use_v2_model_runner": False}, "model runner V1: "),
-        ({"model_config__architecture": "OlmoHybridForCausalLM"}, "other models than Qwen3NextForCausalLM, .*: they "),
+        (
+            {"model_config__architecture": "GraniteMoeHybridForCausalLM"},
+            "other models than Qwen3NextForCausalLM, .*: they ",
+        ),
         (
             KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"use_full_rank_gate": True}},
             r"Kimi Linear with Kimi K3's gate .*: with the first vLLM makes Kimi K3's layer, which is another class",
@@ -572,7 +590,7 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"head_dim": 96}},
-            "one state per request: heads of keys are 96 wide",
+            "one state per request: heads of values are 96 wide",
         ),
         ({"cache_config__use_replayssm": True}, "`--use-replayssm`: vLLM then counts on one state itself"),
         ({"kv_transfer_config": object()}, "KV connectors: it would see a state whose last window is pending"),
@@ -588,7 +606,10 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cache_config__mamba_ssm_cache_dtype": "float16"}, "one state per request: states are torch.float16: set"),
         ({"model_config__dtype": torch.float32}, "one state per request: keys are torch.float32"),
         ({"num_speculative_tokens": 32}, "one state per request: windows have 33 tokens, more than 32"),
-        ({"model_config__hf_text_config__linear_key_head_dim": 96}, "one state per request: heads of keys are 96 wide"),
+        (
+            {"model_config__hf_text_config__linear_key_head_dim": 192},
+            "one state per request: heads of keys are 192 wide",
+        ),
     ],
 )
 def test_each_refusal_has_its_sentence(found: dict[str, Any], because: str) -> None:
