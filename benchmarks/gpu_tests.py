@@ -2,17 +2,22 @@
 
     python benchmarks/gpu_tests.py [FOLDER]      # FOLDER: default benchmarks/results
 
-For a machine with a GPU; vLLM is not needed. A few minutes.
+For a machine with a GPU; the tests of the recurrent kernel compare it with vLLM's. A few minutes.
 """
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from results import Row, asked_folder, row, save, this_machine
 
@@ -24,23 +29,34 @@ SANITIZED = (
     "or plane_table or leading_zero or norm_is) "
     "and not (compile or opcheck or graph or test_debug or any_counts or equals_a_run)"
 )
+# vLLM's engines, in tests/gpu/vllm: gpu_engines.py. Long ones first.
+FILES = sorted((file for of in ("ops", "gpu") for file in (ROOT / "tests" / of).glob("test_*.py")), key=os.path.getsize)
+FILES = [file.relative_to(ROOT) for file in reversed(FILES)]
+NONE_SELECTED = 5  # pytest's exit status
 
 
-def pytest(*arguments: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    # vLLM's engines: gpu_engines.py
-    tests = ("--device", "cuda", "tests/ops", "tests/gpu", "--ignore=tests/gpu/vllm")
-    command = [*under, sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def pytest(file: pathlib.Path, *arguments: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    options = ("--device", "cuda", "-q", "-p", "no:cacheprovider")
+    command = [*under, sys.executable, "-m", "pytest", str(file), *options, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(*under[2:3], file, *[line for line in done.stdout.splitlines() if " in " in line][-1:], flush=True)
+    return done
 
 
-def test_rows(folder: pathlib.Path) -> list[Row]:
-    report = folder / "gpu_tests.xml"
-    done = pytest(f"--junitxml={report}")
-    print(done.stdout[-3000:])
-    [suite] = ElementTree.parse(report).getroot().iter("testsuite")
-    report.unlink()
-    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
-    failed, passed = counts["failures"] + counts["errors"], counts["tests"] - sum(list(counts.values())[1:])
+def outcomes(file: pathlib.Path) -> Counter[str]:
+    with tempfile.TemporaryDirectory() as scratch:
+        report = pathlib.Path(scratch) / "report.xml"
+        done = pytest(file, f"--junitxml={report}")
+        if done.returncode not in (0, NONE_SELECTED):
+            print(done.stdout[-3000:])
+        [suite] = ElementTree.parse(report).getroot().iter("testsuite")
+    return Counter({name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")})
+
+
+def test_rows(found: Iterable[Counter[str]]) -> list[Row]:
+    counts = sum(found, Counter())
+    failed = counts["failures"] + counts["errors"]
+    passed = counts["tests"] - failed - counts["skipped"]
     return [
         row("gpu_tests/passed", [passed], "tests", "higher"),
         row("gpu_tests/failed", [failed], "tests", "lower", 0),
@@ -48,23 +64,27 @@ def test_rows(folder: pathlib.Path) -> list[Row]:
     ]
 
 
-def sanitizer_row(tool: str) -> Row:
-    done = pytest("-k", SANITIZED, under=("compute-sanitizer", "--tool", tool, "--print-limit", "5"))
+def sanitizer_errors(tool: str, file: pathlib.Path) -> int:
+    done = pytest(file, "-k", SANITIZED, under=("compute-sanitizer", "--tool", tool, "--print-limit", "5"))
+    if " passed" not in done.stdout and " deselected" in done.stdout:
+        return 0  # of this file, none
     found = re.search(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", done.stdout + done.stderr)
     if found is None or " passed" not in done.stdout:
         raise RuntimeError(
-            f"compute-sanitizer --tool {tool} did not finish:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            f"compute-sanitizer --tool {tool}, {file}, did not finish:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         )
     if found[1] != "0":
         print(done.stdout[-6000:])
-    return row(f"compute_sanitizer/{tool}", [int(found[1])], "errors", "lower", 0)
+    return int(found[1])
 
 
 def main() -> None:
     folder = asked_folder(__doc__)
-    with ThreadPoolExecutor() as pool:  # all at once: each keeps one processor busy, and the GPU hardly
-        tests, sanitizers = pool.submit(test_rows, folder), [pool.submit(sanitizer_row, tool) for tool in TOOLS]
-    rows = tests.result() + [sanitizer.result() for sanitizer in sanitizers]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each keeps one processor busy, and the GPU hardly
+        tests = pool.map(outcomes, FILES)
+        sanitizers = {tool: pool.map(partial(sanitizer_errors, tool), FILES) for tool in TOOLS}
+    rows = test_rows(tests)
+    rows += [row(f"compute_sanitizer/{tool}", [sum(found)], "errors", "lower", 0) for tool, found in sanitizers.items()]
     save(this_machine(), "gpu_tests", rows, folder)
 
 
