@@ -692,12 +692,20 @@ def test_a_layer_that_no_kernel_takes_is_refused_before_any_window():
 
 
 def test_layers_that_lie_in_other_strides_are_folded_apart():
-    states = new_states()
-    states.register_layer("a", new_cache())
-    spaced = torch.zeros(4, 3, 64, 64)[:, :2]
+    states, cache = new_states(), new_cache()
+    memory = torch.zeros(4, 3, 64, 64)
+    spaced = memory[:, :2]
+    states.register_layer("a", cache)
     states.register_layer("b", RecurrentCache.beside(spaced, max_window=3, num_key_heads=1))
     states.allocate()
+    for state in (cache.state, spaced):
+        state[1].normal_()
     states.copy(int32(1), int32(2))
+    for state in (cache.state, spaced):
+        assert torch.equal(state[2], state[1])
+        assert state[1].count_nonzero() > 0
+        assert state[[0, 3]].count_nonzero() == 0
+    assert memory[:, 2].count_nonzero() == 0  # of nobody
 
 
 def sharing(what: str) -> dict[str, RecurrentCache]:
