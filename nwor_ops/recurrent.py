@@ -81,10 +81,15 @@ class RecurrentCache:
         Args:
             num_slots: one for each request that may hold a state, and slot 0.
             max_window: tokens of the longest window: K drafts and 1. At most 32.
-            num_key_heads, num_value_heads, key_size, value_size: of the layer.
+            num_key_heads, num_value_heads: of the layer; the latter a multiple of the former.
+            key_size, value_size: widths of its heads. There are kernels for keys of 64, 96, 128 or 256 and values of
+                64, 128, 192 or 256; :meth:`RecurrentStates.allocate` refuses others.
             dtype: of its queries, keys and values.
-            state_dtype: of its states.
+            state_dtype: of its states, float32 or bfloat16.
             per_channel: whether it has a decay for each channel of a key (KDA) or one for each value head.
+
+        Raises:
+            ValueError, TypeError: a number, dtype or device that cannot be.
         """
         where = "RecurrentCache.new"
         sizes = {"num_slots": num_slots, "num_value_heads": num_value_heads, "value_size": value_size,
@@ -390,8 +395,7 @@ class RecurrentStates(Stateful[_Layer]):
             ValueError, TypeError: more requests than these states were made for, or a wrong shape, dtype or device.
             ValueError, IndexError: on the CPU, a window that is too long, a slot that is not there, or one that two
                 requests have. Nothing has changed then. On CUDA such a request is left out and counted (:meth:`stats`);
-                where debug mode raises
-                for it, the window is cancelled (:func:`nwor_ops.plan_recurrent_window`).
+                where debug mode raises for it, the window is cancelled (:func:`nwor_ops.plan_recurrent_window`).
         """
         self._require(State.CLOSED, "begin")
         self._check_begin(state_slots, query_start_loc, is_window)
