@@ -358,7 +358,7 @@ def test_requests_alone_and_together(device, state_dtype, norm, heads):
     "heads", [HEADS, Heads(1, 2, 256, 256), Heads(1, 2, 128, 256), Heads(1, 2, 64, 64), Heads(2, 2, 96, 192)], ids=str
 )
 def test_norm_is_that_of_the_output(device, heads):
-    """Also where a block has too few registers for a head, and the norm is a launch of its own."""
+    """Also where a block has too few registers for a head's rows, and takes a few at a time."""
     requests = Requests(device, 5, 4, torch.float32, heads)
     window = requests.draw(requests.ragged())
     requests.open(window)
