@@ -19,6 +19,8 @@ class OneStateKimiDeltaNet(OneStateLayer, vllm_layer.KimiGatedDeltaNetAttention)
     """See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`. All windows come by the function that vLLM calls for
     them, which its layer imports when it runs."""
 
+    allow_neg_eigval = False
+
 
 def install() -> None:
     """See :func:`~nwor_ops.vllm.recurrent.layer.put_in_place`."""

@@ -35,14 +35,14 @@ class OneStateLayer(GatedDeltaNetAttention):
         one_state: whether this engine has it; all else only then.
         geometry: of the record.
         layer_window: int64 ``[1]``, the number of the last window that this layer verified.
-        allow_neg_eigval: whether beta is doubled.
+        allow_neg_eigval: whether beta is doubled. vLLM's OLMo hybrid says so by this name; others of its layers do not.
         all_states: of an audit, ``[max_tokens, value_heads, dv, dk]``: the states that vLLM would have kept.
     """
 
     A_log: torch.nn.Parameter
     dt_bias: torch.nn.Parameter
     layer_window: Tensor
-    allow_neg_eigval: bool = False
+    allow_neg_eigval: bool
     all_states: Tensor | None = None
 
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:

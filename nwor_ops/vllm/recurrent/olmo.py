@@ -34,6 +34,7 @@ class OneStateOlmoDeltaNet(OneStateLayer, vllm_layer.OlmoHybridGatedDeltaNetAtte
             assert picked is not None
             self._gates = a[:tokens].index_select(0, picked), b[:tokens].index_select(0, picked)
             super()._forward_core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
+            del self._gates  # a later call that lacks its own fails, and no memory is kept
             return
         indices = metadata.spec_state_indices_tensor
         assert indices is not None

@@ -16,6 +16,8 @@ class OneStateGatedDeltaNet(OneStateLayer, vllm_layer.QwenGatedDeltaNetAttention
     """See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`. A batch of windows alone goes without vLLM's copies of
     q, k, v and the output."""
 
+    allow_neg_eigval = False
+
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> Any:
         """Convolution and recurrence."""
         metadata = self.windows()
