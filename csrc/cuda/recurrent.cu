@@ -1186,29 +1186,31 @@ void run(const VerifyArguments& c, const Launch& launch) {
         constexpr int64_t kRowsOfWarp = Rows<State, kWidth>::kRowsOfWarp;
         const int64_t most = kRowsOfWarp * (threads_of_verify(c, heads) / kWarp);
         const bool has_norm = c.gate.data != nullptr;
-        // All rows of a head, a few at a time: for the norm, and where heads are many, so that what a block
-        // does for all of its rows is done once.
-        const bool has_all_rows = has_norm || heads > kEnoughBlocks;
-        const int64_t values = has_all_rows ? c.states.value_width : values_of_block(c.record, heads, most);
-        const int64_t warps = std::gcd(values, most) / kRowsOfWarp;
+        int64_t values = c.states.value_width;
         const auto places = [&](int64_t staged) {
             return SharedPlaces(c.record.rows, c.record.rows, Rows<State, kWidth>::kPadded, values,
                                 c.record.per_channel, has_norm, staged);
         };
+        const auto fits = [&](int64_t staged) {
+            const int bytes = places(staged).bytes;
+            return bytes <= kSharedWithoutAsking || bytes <= most_shared_memory(launch);
+        };
+        // A block has all rows of a head, a few at a time: for the norm, and where heads are many, so that
+        // what it does for all of its rows is done once. But long records may leave no room for them.
+        if (!has_norm && (heads <= kEnoughBlocks || !fits(0)))
+            values = values_of_block(c.record, heads, most);
+        const int64_t warps = std::gcd(values, most) / kRowsOfWarp;
+        const int64_t staged = warps * StagedRows<State, kWidth>::kBytes;
         const bool all_aligned = is_aligned(c.states, c.states.data, c.states.slot_stride) &&
                                  is_aligned(c.states, c.all_states, c.all_states_stride);
-        VerifyJob job{c,
-                      places(warps * StagedRows<State, kWidth>::kBytes),
-                      BlockPlaces(c.record, values),
-                      all_aligned,
-                      all_aligned,
-                      report_as(c.op)};
         // Where long windows leave no room, states go straight to registers.
-        if (!all_aligned ||
-            (job.shared.bytes > kSharedWithoutAsking && job.shared.bytes > most_shared_memory(launch))) {
-            job.is_staged = false;
-            job.shared = places(0);
-        }
+        const bool is_staged = all_aligned && fits(staged);
+        const VerifyJob job{c,
+                            places(is_staged ? staged : 0),
+                            BlockPlaces(c.record, values),
+                            all_aligned,
+                            is_staged,
+                            report_as(c.op)};
         const auto kernel = verify_kernel<State, typename decltype(input)::type, kWidth, per_channel>;
         const LaunchShape shape =
             shape_for_heads(c.op, heads, c.states.value_width / values, warps * kWarp, job.shared.bytes);

@@ -379,13 +379,14 @@ def test_norm_is_that_of_the_output(device, heads):
         (HEADS, False, "silu"),
         (Heads(1, 2, 256, 256), False, "silu"),
         (Heads(1, 2, 256, 256), True, None),
+        (Heads(1, 96, 256, 256), True, None),
         (Heads(2, 2, 96, 192), False, "silu"),
     ],
-    ids=["128", "256", "256-kda", "96"],
+    ids=["128", "256", "256-kda", "256-kda-many", "96"],
 )
 def test_long_records(device, heads, per_channel, norm):
     """The most rows that a record may have take more shared memory than a launch gets unasked, and at a width of 256 so
-    much that states do not come through it."""
+    much that states do not come through it, or that a block has not all rows of a head where heads are many."""
     requests = Requests(device, 3, 32, torch.float32, heads, per_channel=per_channel)
     for _ in range(3):
         lengths = [32, 1, 17]
