@@ -99,13 +99,11 @@ class InFlightManager(DraftCommitManager):
         """Close the window and leave its drafts where they are; they wait for :meth:`settle`.
 
         Raises:
-            RuntimeError: no window is open.
+            RuntimeError: no window is open, or its :meth:`cancel` has begun.
         """
-        window = self._open_window("defer")
-        # A graph that is replayed in a step without drafts must log nothing: it would over rows that wait.
-        self.buffers.log_rows.fill_(-1)
+        window = self._window_to_commit("defer")
+        self._leave()
         deferred = self._waiting[self._section] = Deferred(self._section, window.num_requests)
-        self._end()
         return deferred
 
     def settle(self, deferred: Deferred, num_rejected: Tensor) -> None:
@@ -125,7 +123,7 @@ class InFlightManager(DraftCommitManager):
             num_rejected, self._starts[deferred.section][: deferred.num_requests + 1],
             rejected[self._rows(deferred.section)], buffers.num_accepted, buffers.counters,
         )  # fmt: skip
-        self._restore(deferred, rejected)
+        self._restore(deferred.section, rejected)
         del self._waiting[deferred.section]
 
     def undo(self, deferred: Deferred, requests: Iterable[int]) -> None:
@@ -141,29 +139,30 @@ class InFlightManager(DraftCommitManager):
         ended = numbers_on(self.device, list(requests))
         gone = torch.zeros_like(buffers.row_rejected)
         torch.any(buffers.row_requests[rows].unsqueeze(1) == ended, 1, out=gone[rows])
-        self._restore(deferred, gone)
+        self._restore(deferred.section, gone)
         buffers.row_slots.masked_fill_(gone, -1)  # what the slots hold from now on is another's
 
     def cancel(self) -> None:
-        """Undo every draft of the open window, and close it. Its drafts count as rejected. No other window changes."""
+        """Undo every draft of the open window, and close it. Its drafts count as rejected. No other window changes.
+
+        If this raises, the window is still open, for another cancel or an abandon.
+        """
         self._open_window("cancel")
-        self.cancel_deferred(self.defer())
+        self._ending = "cancel"
+        self._undo_all(self._section)
+        self._leave()
 
     def cancel_deferred(self, deferred: Deferred) -> None:
-        """As :meth:`cancel`, of a window in flight."""
+        """As :meth:`cancel`, of a window in flight. If this raises, it waits on."""
         self._require_waiting("cancel_deferred", deferred)
-        buffers, rows = self.buffers, self._rows(deferred.section)
-        gone = torch.zeros_like(buffers.row_rejected)
-        gone[rows] = True
-        buffers.counters[ops.COUNTERS.index("rejected")].add_((buffers.row_requests[rows] >= 0).sum())
-        self._restore(deferred, gone)
+        self._undo_all(deferred.section)
         del self._waiting[deferred.section]
-        self._cancelled += 1
 
     def abandon(self) -> None:
         """Close the open window without undoing anything, now or later."""
         self._open_window("abandon")
-        self.forget(self.defer())
+        self._leave()
+        self._abandoned += 1
 
     def forget(self, deferred: Deferred) -> None:
         """As :meth:`abandon`, of a window in flight."""
@@ -184,13 +183,28 @@ class InFlightManager(DraftCommitManager):
     def _rows(self, section: int) -> slice:
         return slice(section * self.max_draft_tokens, (section + 1) * self.max_draft_tokens)
 
-    def _restore(self, deferred: Deferred, rejected: Tensor) -> None:
+    def _leave(self) -> None:
+        """Close the open window as it is."""
+        # A graph that is replayed in a step without drafts must log nothing: it would over rows that wait.
+        self.buffers.log_rows.fill_(-1)
+        self._end()
+
+    def _undo_all(self, section: int) -> None:
+        buffers, rows = self.buffers, self._rows(section)
+        gone = torch.zeros_like(buffers.row_rejected)
+        gone[rows] = True
+        self._restore(section, gone)
+        # Counted behind what may fail, and is then done again.
+        buffers.counters[ops.COUNTERS.index("rejected")].add_((buffers.row_requests[rows] >= 0).sum())
+        self._cancelled += 1
+
+    def _restore(self, section: int, rejected: Tensor) -> None:
         """Rows of other windows are left alone, whatever the flags say: they carry another number."""
         assert isinstance(self.recovery, UndoLog)
         for launch in self.recovery.launches:
             caches, table = launch.planes.arguments()
             ops.restore_slots(
-                caches, launch.log, launch.row_slots, rejected, launch.page_offsets, self._ids[deferred.section],
+                caches, launch.log, launch.row_slots, rejected, launch.page_offsets, self._ids[section],
                 launch.row_windows, None, table,
             )  # fmt: skip
 

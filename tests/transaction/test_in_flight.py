@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from faults import Lost, fail_at
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import KINDS, Batch, Request, Transactions, distinct_slots, make_batch, one_thread  # noqa: F401
 
@@ -128,6 +130,34 @@ def test_a_cancelled_window_leaves_the_others(when: str) -> None:
     layers.assert_as_expected()
     assert layers.manager.stats().cancelled == 1
     assert layers.manager.stats().rejected == len(first.rejected) + len(second.drafted)
+
+
+@pytest.mark.parametrize("when", ["open", "deferred"])
+@pytest.mark.parametrize("then", ["cancel", "keep"])
+def test_a_cancellation_that_failed_is_finished_by_another_one(when: str, then: str) -> None:
+    """Or is given up. It takes no room in the log with it, and every draft is counted once."""
+    layers = InFlight(windows=2)
+    first, second = layers.batches(FIRST, SECOND)
+    waiting = layers.run(first)
+    manager, lost = layers.manager, second.drafted if then == "cancel" else []
+    manager.begin(second.window)
+    layers.forward(second, lost)
+    if when == "open":
+        ends = {"cancel": manager.cancel, "keep": manager.abandon}
+    else:
+        deferred = manager.defer()
+        ends = {"cancel": partial(manager.cancel_deferred, deferred), "keep": partial(manager.forget, deferred)}
+    with fail_at(0, lasting=True), pytest.raises(Lost):
+        ends["cancel"]()
+    with pytest.raises(RuntimeError, match="defer: "):  # of an open one, nobody would say what was sampled
+        manager.defer()
+    ends[then]()
+    assert manager.in_flight == 1
+    manager.settle(waiting, first.num_rejected)
+    layers.assert_as_expected()
+    stats = manager.stats()
+    assert (stats.cancelled, stats.abandoned) == ((1, 0) if then == "cancel" else (0, 1))
+    assert stats.rejected == len(first.rejected) + len(lost)
 
 
 def test_an_abandoned_window_keeps_its_rows() -> None:
