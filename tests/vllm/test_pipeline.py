@@ -309,6 +309,32 @@ def test_an_undo_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert session.manager.in_flight == 0
 
 
+@pytest.mark.parametrize("moment", ["begin", "write"])
+def test_a_step_that_goes_on_without_the_transaction_is_no_finding(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """With ``on_unsupported="vanilla"`` every draft of such a step stays; of all others the audit still is one."""
+    planned, calls = getattr(InFlightManager, moment), 0
+
+    def fails_now_and_then(*arguments: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 5 == 0:
+            raise RuntimeError(f"planted in {moment}")
+        planned(*arguments, **options)
+
+    monkeypatch.setattr(InFlightManager, moment, fails_now_and_then)
+    engine = Engine(2, seed=0, on_unsupported="vanilla")
+    engine.run(60)
+    engine.run(3, idle=True)
+    session = engine.runner.session
+    assert session.vanilla_steps[f"{moment} failed"] == calls // 5 > 2
+    assert session.manager.in_flight == 0
+    summary, stats = session.audit.summary(), session.stats()
+    assert (summary["accepted"], summary["rejected"]) == (stats.accepted, stats.rejected), "of the others alone"
+    assert stats.rejected > 0
+
+
 def test_a_request_that_comes_back_too_early_is_judged_first() -> None:
     """Not a step of vLLM's: its scheduler lets as many steps pass as there are stages."""
     engine = Engine(3, seed=1)

@@ -89,12 +89,13 @@ class PipelineAudit(CacheAudit):
         """The end of the forward is told of as the end of the step."""
 
     def deferred(self, deferred: Any) -> None:
-        """Raises AuditError where the forward left anything but its rows."""
+        """Raises AuditError where the forward left anything but its rows. Without a window all of them stay."""
         step, self._step = self._step, None
         if step is None:
             return
         waiting = _Waiting(step, self._records(step))
-        given = sorted(set(range(step.query_start_loc[-1])).difference(self._draft_tokens(step)))
+        drafts = self._draft_tokens(step) if deferred is not None else []
+        given = sorted(set(range(step.query_start_loc[-1])).difference(drafts))
         self._write(self._settled, waiting.rows(given))
         waiting.forget(given)
         if deferred is not None:
