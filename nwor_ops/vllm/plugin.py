@@ -241,6 +241,7 @@ def _stats() -> EngineStats:
 def check() -> list[dict[str, Any]]:
     """What ``nwor-ops doctor`` says of this vLLM: its version and each hook, without starting an engine."""
     import vllm
+    from vllm.platforms import current_platform
 
     rows = [("vLLM version", version_problem(), f"supported: {', '.join(SUPPORTED_VERSIONS[TRANSACTION])}")]
     of_runners = [hook for kind in RUNNERS.values() for hook in kind.hooks]
@@ -248,6 +249,8 @@ def check() -> list[dict[str, Any]]:
         of_runners += PIPELINE_HOOKS
     of_runners += KIMI_HOOKS
     for hook in (*of_runners, *draft_graphs.HOOKS, *spare_blocks.HOOKS, *connectors.HOOKS, *ONE_STATE_HOOKS):
+        if hook.cuda and current_platform.is_cpu():
+            continue
         name = f"{hook.module}.{hook.name}" if hook.module in RUNNERS else hook.name
         rows.append((name, hook.problem(), hook.signature))
     return [{"hook": name, "ok": problem is None, "detail": problem or detail} for name, problem, detail in rows]

@@ -127,11 +127,13 @@ class Hook:
     Attributes:
         module, name: where it is; ``name`` may have one dot.
         signature: its parameters, in order, without ``self``.
+        cuda: whether it is called on CUDA alone, and vLLM gives its name to another function on a CPU.
     """
 
     module: str
     name: str
     signature: str
+    cuda: bool = False
 
     def problem(self) -> str | None:
         """None, or what does not match."""

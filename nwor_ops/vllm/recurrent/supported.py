@@ -109,6 +109,7 @@ OLMO = LayerKind(
             "causal_conv1d_update",
             "x, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens, query_start_loc, "
             "max_query_len, null_block_id, validate_data, out",
+            cuda=True,
         ),
         Hook(_LAYERS + "mamba_utils", "is_conv_state_dim_first", ""),
         Hook(_LAYERS + "abstract", "MambaBase.get_kv_cache_spec", "vllm_config"),
