@@ -18,7 +18,7 @@ import torch
 from one_state_layers import CLOSE, GROUPS, Batch, K, Side, configuration, normal_inputs, prepare_vllm, weights_of
 from torch import Tensor
 
-ROWS, BLOCK, COLUMNS, STEPS = 4, 8, 9, 55
+ROWS, BLOCK, COLUMNS, STEPS = 4, 8, 9, 44
 LONGEST = BLOCK * COLUMNS - K - 1
 
 
