@@ -79,19 +79,13 @@ def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
     assert said["launches_added"] == (1 if "graphs" in case else GROUPS)
 
 
-@pytest.mark.parametrize("case", ["kimi-graphs", pytest.param("kimi", marks=pytest.mark.nightly)])
-def test_outputs_of_kimi_linear_are_those_of_a_state_per_draft(case: str) -> None:
-    said = said_of(case, "one_state_kimi.py")
-    assert said["blocks"] == [4, 1]
-    assert min(said["windows_only"], said["mixed"]) > 4
-    assert said["launches_added"] == (1 if "graphs" in case else GROUPS)
-    assert said["states_compared"] > 50
-    assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
-
-
-@pytest.mark.parametrize("case", ["olmo-graphs", pytest.param("olmo", marks=pytest.mark.nightly)])
-def test_outputs_of_olmo_hybrid_are_those_of_a_state_per_draft(case: str) -> None:
-    said = said_of(case, "one_state_olmo.py")
+@pytest.mark.parametrize(
+    "case",
+    ["kimi-graphs", "olmo-graphs", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("kimi", "olmo"))],
+)
+def test_outputs_of_other_kinds_are_those_of_a_state_per_draft(case: str) -> None:
+    """Kimi Linear's layers and OLMo hybrid's."""
+    said = said_of(case, f"one_state_{case.partition('-')[0]}.py")
     assert said["blocks"] == [4, 1]
     assert min(said["windows_only"], said["mixed"]) > 4
     assert said["launches_added"] == (1 if "graphs" in case else GROUPS)
