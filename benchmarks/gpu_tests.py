@@ -30,15 +30,16 @@ SANITIZED = (
     "and not (compile or opcheck or graph or test_debug or any_counts or equals_a_run)"
 )
 # vLLM's engines, in tests/gpu/vllm: gpu_engines.py. Long ones first.
-FILES = sorted((file for of in ("ops", "gpu") for file in (ROOT / "tests" / of).glob("test_*.py")), key=os.path.getsize)
-FILES = [file.relative_to(ROOT) for file in reversed(FILES)]
+FOLDERS = (ROOT / "tests" / "ops", ROOT / "tests" / "gpu")
+FILES = sorted((file for folder in FOLDERS for file in folder.glob("test_*.py")), key=os.path.getsize, reverse=True)
 
 
 def pytest(file: pathlib.Path, *arguments: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     options = ("--device", "cuda", "-q", "-p", "no:cacheprovider")
-    command = [*under, sys.executable, "-m", "pytest", str(file), *options, *arguments]
+    name = str(file.relative_to(ROOT))
+    command = [*under, sys.executable, "-m", "pytest", name, *options, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    print(*under[2:3], file, *[line for line in done.stdout.splitlines() if " in " in line][-1:], flush=True)
+    print(*under[2:3], name, *[line for line in done.stdout.splitlines() if " in " in line][-1:], flush=True)
     return done
 
 
