@@ -17,6 +17,7 @@ import pathlib
 import signal
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -101,6 +102,7 @@ class EnginePool:
         logs.mkdir(parents=True, exist_ok=True)
         self._threads = ThreadPoolExecutor(parallel)
         self._futures: dict[str, Future[dict[str, Any]]] = {}
+        self._closing = threading.Event()
         self._context: Any = multiprocessing.get_context(os.environ.get("NWOR_TEST_START", "forkserver"))
         if hasattr(self._context, "set_forkserver_preload"):
             self._context.set_forkserver_preload(PRELOAD)
@@ -113,13 +115,15 @@ class EnginePool:
         return self._futures[key]
 
     def close(self) -> None:
+        """Ends what still runs: a test run that is interrupted does not wait for its engines."""
+        self._closing.set()
         self._threads.shutdown(cancel_futures=True)
 
     def _run(self, name: str, job: dict[str, Any]) -> dict[str, Any]:
         for _ in range(PROFILING_ATTEMPTS):
             result = self._run_once(name, job)
             # vLLM measures free memory, and gives up where another process gave memory back meanwhile.
-            if "Error in memory profiling" not in (result["error"] or ""):
+            if "Error in memory profiling" not in (result["error"] or "") or self._closing.is_set():
                 break
         return result
 
@@ -136,10 +140,11 @@ class EnginePool:
         )
         started = time.monotonic()
         process.start()
-        process.join(self._deadline)
+        while process.is_alive() and time.monotonic() - started < self._deadline and not self._closing.is_set():
+            process.join(1)
         late = process.is_alive()
         _end(process)
-        result: dict[str, Any] = {"error": f"no answer after {self._deadline:.0f} s" if late else None}
+        result: dict[str, Any] = {"error": f"no answer after {time.monotonic() - started:.0f} s" if late else None}
         if answer.exists():
             result = json.loads(answer.read_text())
         elif not late:
