@@ -59,6 +59,7 @@ class InFlightManager(DraftCommitManager):
         if self.mode != "cow":
             raise ValueError(f"InFlightManager: mode must be cow, got {self.mode!r}: shadow pages serve one window")
         self._waiting: dict[int, Deferred] = {}  # by section
+        self._settling: set[int] = set()  # sections of those that are judged, counted, and not all undone yet
         self._section = 0  # of the open window
 
     @property
@@ -113,18 +114,24 @@ class InFlightManager(DraftCommitManager):
             deferred: what :meth:`defer` returned.
             num_rejected: int32 ``[>= Q]``.
 
+        If this raises, the window waits on. Where its drafts were judged already the verdict stands: another call
+        finishes it, and its argument is not asked.
+
         Raises:
             RuntimeError: it was settled, cancelled or forgotten before.
-            ValueError, TypeError: as :func:`nwor_ops.reject_rows_from_rejected`; it waits on then.
+            ValueError, TypeError: as :func:`nwor_ops.reject_rows_from_rejected`.
         """
         self._require_waiting("settle", deferred)
-        buffers, rejected = self.buffers, self.buffers.row_rejected
-        ops.reject_rows_from_rejected(
-            num_rejected, self._starts[deferred.section][: deferred.num_requests + 1],
-            rejected[self._rows(deferred.section)], buffers.num_accepted, buffers.counters,
-        )  # fmt: skip
-        self._restore(deferred.section, rejected)
-        del self._waiting[deferred.section]
+        section, buffers, rejected = deferred.section, self.buffers, self.buffers.row_rejected
+        if section not in self._settling:
+            ops.reject_rows_from_rejected(
+                num_rejected, self._starts[section][: deferred.num_requests + 1], rejected[self._rows(section)],
+                buffers.num_accepted, buffers.counters,
+            )  # fmt: skip
+            self._settling.add(section)
+        self._restore(section, rejected)
+        self._settling.remove(section)
+        del self._waiting[section]
 
     def undo(self, deferred: Deferred, requests: Iterable[int]) -> None:
         """Put back what the drafts of some requests overwrote, at once and whatever the verdict will be: their slots
@@ -167,6 +174,7 @@ class InFlightManager(DraftCommitManager):
     def forget(self, deferred: Deferred) -> None:
         """As :meth:`abandon`, of a window in flight."""
         self._require_waiting("forget", deferred)
+        self._take_back_verdict(deferred.section)
         del self._waiting[deferred.section]
         self._abandoned += 1
 
@@ -195,8 +203,15 @@ class InFlightManager(DraftCommitManager):
         gone[rows] = True
         self._restore(section, gone)
         # Counted behind what may fail, and is then done again.
+        self._take_back_verdict(section)
         buffers.counters[ops.COUNTERS.index("rejected")].add_((buffers.row_requests[rows] >= 0).sum())
         self._cancelled += 1
+
+    def _take_back_verdict(self, section: int) -> None:
+        """Of a window whose settlement has failed."""
+        if section in self._settling:
+            self._uncount(self._rows(section))
+            self._settling.remove(section)
 
     def _restore(self, section: int, rejected: Tensor) -> None:
         """Rows of other windows are left alone, whatever the flags say: they carry another number."""

@@ -471,13 +471,16 @@ class DraftCommitManager(Stateful[Layer]):
 
     def _take_back_counts(self) -> None:
         """Uncount what :meth:`_judged` drafts of this window were counted as."""
-        if not self._judged:
-            return
-        buffers = self.buffers
-        planned = buffers.row_requests >= 0
-        for name, rows in (("accepted", ~buffers.row_rejected), ("rejected", buffers.row_rejected)):
-            buffers.counters[ops.COUNTERS.index(name)].sub_((planned & rows).sum())
+        if self._judged:
+            self._uncount(slice(None))
         self._judged = False
+
+    def _uncount(self, rows: slice) -> None:
+        """Take back what the drafts of these log rows were judged to be."""
+        buffers = self.buffers
+        planned, rejected = buffers.row_requests[rows] >= 0, buffers.row_rejected[rows]
+        for name, judged in (("accepted", ~rejected), ("rejected", rejected)):
+            buffers.counters[ops.COUNTERS.index(name)].sub_((planned & judged).sum())
 
     def _count_as_rejected(self) -> None:
         """Every draft of the planned window, whatever it was counted as before."""

@@ -160,6 +160,27 @@ def test_a_cancellation_that_failed_is_finished_by_another_one(when: str, then: 
     assert stats.rejected == len(first.rejected) + len(lost)
 
 
+@pytest.mark.parametrize("then", ["settle", "cancel_deferred", "forget"])
+def test_a_settlement_that_failed_counts_no_draft_twice(then: str) -> None:
+    """Its verdict stands: it is finished by another one, whatever that says, or is taken back with the drafts."""
+    layers = InFlight(windows=2)
+    first, second = layers.batches(FIRST, SECOND)
+    waiting = layers.run(first)
+    lost = {"settle": second.rejected, "cancel_deferred": second.drafted, "forget": []}[then]
+    manager, deferred = layers.manager, layers.run(second, lost)
+    for launch in (1, 0) if then == "settle" else (1,):  # 0: the launches that undo
+        with fail_at(launch, lasting=True), pytest.raises(Lost):
+            manager.settle(deferred, second.num_rejected)
+    assert manager.in_flight == 2
+    end = getattr(manager, then)
+    end(deferred, torch.zeros_like(second.num_rejected)) if then == "settle" else end(deferred)
+    manager.settle(waiting, first.num_rejected)
+    layers.assert_as_expected()
+    stats, counted = manager.stats(), [] if then == "forget" else second.drafted
+    assert stats.rejected == len(first.rejected) + len(lost)
+    assert stats.accepted == len(first.drafted) - len(first.rejected) + len(counted) - len(lost)
+
+
 def test_an_abandoned_window_keeps_its_rows() -> None:
     layers = InFlight(windows=2)
     first, second = layers.batches(FIRST, SECOND)
