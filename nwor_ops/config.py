@@ -35,8 +35,8 @@ class NworConfig:
         emit_metrics: publish counters (``nwor_...`` on ``/metrics``, ``nwor_ops.stats()``) and compare
             them with the scheduler's. Nothing happens while the plugin is not active.
         draft_graphs: run a draft model from CUDA graphs, in the V1 runner EAGLE and MTP too. Independent of the mode.
-        recurrent: one recurrent state per request in place of one per draft, for Gated DeltaNet layers. Independent of
-            the mode.
+        recurrent: one recurrent state per request in place of one per draft, for Gated DeltaNet and KDA layers.
+            Independent of the mode.
     """
 
     mode: str = "off"

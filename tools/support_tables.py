@@ -5,6 +5,7 @@ python tools/support_tables.py
 
 from __future__ import annotations
 
+import collections
 import json
 import pathlib
 import re
@@ -108,14 +109,48 @@ def parallel() -> str:
     return "\n".join(_row(*row) for row in rows)
 
 
+def entries() -> dict[str, dict[str, dict[str, str]]]:
+    """What came of the GPU cases by machine and name, each with the day and the commit of its run."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*/engines.jsonl")):
+        ran: dict[str, str] = {}
+        for entry in map(json.loads, file.read_text().splitlines()):
+            if "outcome" in entry:
+                found.setdefault(file.parent.name, {})[entry["name"]] = entry | ran
+            else:  # the circumstances of the lines below it
+                ran = {name: entry[name] for name in ("commit", "date")}
+    return found
+
+
 def passed_cases() -> set[str]:
     """The GPU cases that passed on every machine that ran them."""
     found: dict[str, set[str]] = {}
-    for file in sorted((ROOT / "benchmarks" / "results").glob("*/engines.jsonl")):
-        for entry in map(json.loads, file.read_text().splitlines()):
-            if "outcome" in entry:  # the first line is of the machine
-                found.setdefault(entry["name"], set()).add(entry["outcome"])
+    for cases in entries().values():
+        for name, entry in cases.items():
+            found.setdefault(name, set()).add(entry["outcome"])
     return {name for name, outcomes in found.items() if outcomes == {"passed"}}
+
+
+def outcomes() -> str:
+    """How many GPU cases ran on each machine, when, and which of them did not pass."""
+    rows: list[tuple[str, ...]] = [("machine", "cases", "passed", "ran", "did not pass"), ("---",) * 5]
+    by_machine = entries()
+    for machine, cases in by_machine.items():
+        bad: dict[str, list[str]] = {}
+        for name, entry in cases.items():
+            if entry["outcome"] != "passed":
+                others = [
+                    other.upper() for other, its in by_machine.items() if its.get(name, {}).get("outcome") == "passed"
+                ]
+                where = f"; passed on an {', '.join(others)}" if others else ""
+                bad.setdefault(f"{entry.get('why', entry['outcome'])}{where}", []).append(name)
+        days = sorted({entry["date"] for entry in cases.values()})
+        [(commit, most)] = collections.Counter(entry["commit"] for entry in cases.values()).most_common(1)
+        ran = f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, {most} of them at `{commit}`"
+        passed = len(cases) - sum(map(len, bad.values()))
+        said = "; ".join(f"{_code(names)} ({why})" for why, names in bad.items())
+        rows.append((machine.upper(), str(len(cases)), str(passed), ran, said or "none"))
+    return "\n".join(_row(*row) for row in rows)
 
 
 def _ran(mode: ParallelMode, engine: str, passed: set[str]) -> str:
@@ -154,7 +189,7 @@ def connectors() -> str:
 def filled(text: str) -> str:
     """The document with the tables between their marks."""
     tables = {"supported": supported(), "methods": methods(), "connectors": connectors(), "refused": refused()}
-    tables["parallel"] = parallel()
+    tables |= {"parallel": parallel(), "outcomes": outcomes()}
     for name, table in tables.items():
         marks = f"<!-- {name}: made by tools/support_tables.py -->", f"<!-- end of {name} -->"
         text, found = re.subn(

@@ -44,7 +44,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"setup\.py|pyproject\.toml|MANIFEST\.in|Makefile", ("package/test_package.py",)),
     (r"setup\.py|tools/older_glibc\.py", ("package/test_build.py",)),
     (r"tools/\w+\.py", ("package/test_tools.py", "package/test_touched.py")),
-    (r"benchmarks/results.*|docs/benchmarks\.md|README\.md", ("package/test_results.py",)),
+    (r"benchmarks/results.*|docs/(?:benchmarks|tried)\.md|README\.md", ("package/test_results.py",)),
     (r"benchmarks/gpu_(?:methods|engine)\.py", ("package/test_gpu_methods.py",)),
     (r"benchmarks/gpu_(?:parallel|engine)\.py", ("package/test_gpu_parallel.py",)),
     (r".*\.md", ("package/test_documents.py",)),

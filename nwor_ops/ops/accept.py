@@ -47,7 +47,7 @@ def plan_window(
     Args:
         query_start_loc: int32 ``[>= Q + 1]``, contiguous. First token of each request, then the end.
         cu_num_draft_tokens: int32 ``[Q]``, contiguous. Drafts up to and including each request.
-        slot_mappings: G tensors int64 ``[T]``, contiguous: this step's slots, one per group.
+        slot_mappings: G tensors int64 ``[T]``, contiguous: this step's slots, one per group; on CUDA at most 128.
         log_rows: int32 ``[>= T]``, contiguous; **mutated**: log row of each token, else -1.
         row_slots: int64 ``[G, R]``, contiguous; **mutated**: slot of each log row per group, else -1.
         row_requests: int32 ``[R]``, contiguous; **mutated**: request of each log row, else -1.

@@ -52,8 +52,8 @@ def open_window(
     Args:
         caches: planes ``[B, N, H, W]`` of one geometry, those of group 0 first; **mutated** in shadow pages only.
             Layers of another geometry take another call, with empty ``slot_mappings`` and ``block_tables``.
-        planes_per_group: how many of ``caches`` belong to each of G groups. Groups share neither slots nor tables, and
-            a page of one is never a page of another, even where they share memory.
+        planes_per_group: how many of ``caches`` belong to each of G groups, at most 16. Groups share neither slots nor
+            tables, and a page of one is never a page of another, even where they share memory.
         query_start_loc: as in :func:`plan_window`.
         draft_start_loc: int32 ``[Q + 1]``, contiguous: what :func:`plan_window` gave.
         seq_lens: int32 ``[>= Q]``, contiguous: length of each sequence, this step's tokens and drafts included. The

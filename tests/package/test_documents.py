@@ -1,13 +1,16 @@
-"""What the documents name exists: the files, the links and their anchors."""
+"""What the documents name exists: files, links and their anchors, tests, options of benchmarks, variables."""
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import re
+from dataclasses import fields
 
 import pytest
 from samples import OPS
 
+from nwor_ops.config import ENVIRONMENT_PREFIX, NworConfig
 from nwor_ops.vllm.support import SUPPORTED_VERSIONS, TRANSACTION
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -15,13 +18,22 @@ DOCUMENTS = sorted(path for folder in ("", "docs", "examples", "tests/gpu") for 
 FAMILIES = sorted(path.stem for path in (ROOT / "csrc" / "cpu").glob("*.cpp"))
 FOLDERS = "benchmarks|csrc|docs|examples|meta|nwor_ops|tests|tools|\\.ci|\\.github"
 SUFFIXES = "py|h|cpp|cu|map|md|toml|yml|yaml|in"
+SOURCES = {".py", ".h", ".cpp", ".cu"}
 
 
 def names(text: str) -> set[str]:
     """Paths in backticks, from the top of the tree, and bare names of files."""
     words = {word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()}
     built = {word for word in words if word.endswith(".so")}
-    return {word for word in words - built if re.fullmatch(rf"(?:{FOLDERS})/[\w./*-]*|[\w-]+\.(?:{SUFFIXES})", word)}
+    words = {re.sub("MACHINE|NAME", "*", word) for word in words - built}
+    return {word for word in words if re.fullmatch(rf"(?:{FOLDERS})/[\w./*-]*|[\w-]+\.(?:{SUFFIXES})", word)}
+
+
+def code(document: pathlib.Path) -> str:
+    """What stands in backticks and in blocks of code, a line each."""
+    text = document.read_text()
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return "\n".join([*blocks, *re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", text)])
 
 
 def missing(name: str) -> bool:
@@ -31,8 +43,13 @@ def missing(name: str) -> bool:
 
 
 def found_anywhere(name: str) -> bool:
-    folders = ["", *FOLDERS.replace("\\", "").split("|")]
-    return any((ROOT / name).exists() if not folder else any((ROOT / folder).rglob(name)) for folder in folders)
+    return (ROOT / name).exists() or name in names_of_files()
+
+
+@functools.cache
+def names_of_files() -> set[str]:
+    folders = FOLDERS.replace("\\", "").split("|")
+    return {path.name for folder in folders for path in (ROOT / folder).rglob("*")}
 
 
 def anchors(text: str) -> set[str]:
@@ -41,11 +58,46 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/architecture.md"])
-def test_every_file_that_is_named_exists(document: str) -> None:
-    named = names((ROOT / document).read_text())
-    assert len(named) > 20, "the search finds too little to show anything"
-    assert [name for name in sorted(named) if missing(name)] == []
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_is_named_exists(document: pathlib.Path) -> None:
+    assert [name for name in sorted(names(document.read_text())) if missing(name)] == []
+
+
+def test_the_search_for_files_finds_them() -> None:
+    for document in ("CONTRIBUTING.md", "docs/architecture.md"):
+        assert len(names((ROOT / document).read_text())) > 20
+
+
+def test_every_test_that_is_named_exists() -> None:
+    sources = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    tests = {name for text in sources.values() for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
+    tests |= {path.stem for path in sources} | {path.name for path in sources}
+    named = {
+        name
+        for path in DOCUMENTS
+        for name in re.findall(r"\b(test_\w+(?:\.py\b)?)", code(path))
+        if "FAMILY" not in name
+    }
+    assert len(named) > 50
+    assert sorted(named - tests) == []
+
+
+def test_every_option_of_a_benchmark_is_there() -> None:
+    commands = re.findall(r"python (benchmarks/\w+\.py)([^#\n`]*)(?:#([^\n]*))?", "\n".join(map(code, DOCUMENTS)))
+    assert len(commands) > 20
+    for script, arguments, said in commands:
+        asked = re.findall(r"--[a-z][a-z-]*", arguments.partition(" -- ")[0] + said)
+        assert [option for option in asked if f'"{option}"' not in (ROOT / script).read_text()] == [], script
+
+
+def test_every_variable_is_read_somewhere() -> None:
+    folders = ("nwor_ops", "csrc", "tests", "tools")
+    read = [path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.*") if path.suffix in SOURCES]
+    read += [(ROOT / name).read_text() for name in ("setup.py", "Makefile")]
+    read += [f"{ENVIRONMENT_PREFIX}{field.name.upper()}" for field in fields(NworConfig)]
+    named = {name for path in DOCUMENTS for name in re.findall(r"\b(?:VLLM_)?NWOR_[A-Z_]+[A-Z]\b", path.read_text())}
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not any(name in text for text in read)] == []
 
 
 def test_every_op_is_on_the_map() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import re
@@ -10,6 +11,8 @@ import sys
 import pytest
 import results
 import torch
+
+from nwor_ops.transaction.manager import MODES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILES = sorted(results.FOLDER.rglob("*.jsonl"))
@@ -123,3 +126,86 @@ def test_the_table_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     for row in rows:
         assert f"| {' | '.join(row)} |" in readme
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+
+
+COSTS: dict[str, tuple[str, dict[str, str], list[str]]] = {  # rows of the README's table, and what they are of
+    "H200, 8B shape": ("h200", {"cow": "gpu_engine", "stage": "gpu_engine_stage"}, ["e2e_MODE"]),
+    "the same, few turns": ("h200", dict.fromkeys(MODES, "gpu_parallel"), ["e2e_MODE_tp1"]),
+    "two H200s, tensor parallel": ("h200", dict.fromkeys(MODES, "gpu_parallel"), ["e2e_MODE_tp2"]),
+    "two H200s, data parallel": ("h200", dict.fromkeys(MODES, "gpu_parallel"), ["e2e_MODE_dp2"]),
+    "H100, EAGLE-3": ("h100", dict.fromkeys(MODES, "gpu_methods"), ["e2e_MODE_eagle3"]),
+    "another H100": ("h100", dict.fromkeys(MODES, "gpu_methods"), ["e2e_MODE_offloading"]),
+    "two H200s with EAGLE-3": (
+        "h200", dict.fromkeys(MODES, "gpu_methods"), ["e2e_MODE_eagle3", "e2e_MODE_offloading"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("label", COSTS)
+def test_what_the_transaction_costs_by_the_readme(label: str) -> None:
+    """In percent of vanilla's speed; of several measurements from the least to the most."""
+    machine, files, names = COSTS[label]
+    [row] = re.findall(rf"^\| {re.escape(label)}[^|]*\|(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    cells = {count: cell.strip() for count, cell in zip((1, 16, 64), row.split("|"), strict=False) if cell.strip()}
+    assert {16, 64} <= set(cells)
+    for count, cell in cells.items():
+        for mode, said in zip(MODES, cell.split(", "), strict=True):
+            found = results.read(machine, files[mode])
+            ratios = [found[f"{name.replace('MODE', mode)}/{count}"]["value"] for name in names]
+            assert numbers(said) == pytest.approx(sorted(100 - 100 * ratio for ratio in ratios), abs=0.0501)
+
+
+def test_the_table_of_recurrent_states_in_the_readme() -> None:
+    found = results.read("h200", "gpu_recurrent")
+    readme = (ROOT / "README.md").read_text()
+    for command, side in (("`vllm serve`", "vanilla"), ("`VLLM_NWOR_RECURRENT=1 vllm serve`", "recurrent")):
+        speeds = [found[f"tok_s_{side}/3/{number}"]["value"] for number in (1, 16, 64, 128, "full/384")]
+        [row] = re.findall(rf"^\| {re.escape(command)} \| (.*) \(.*\) \|$", readme, re.MULTILINE)
+        assert [numbers(cell)[0] for cell in row.split("|")] == pytest.approx(speeds, abs=0.501)
+
+
+# With a point or with thousands.
+FIGURE = re.compile(r"(?<![\w.,])(\d+\.\d+|\d{1,3}(?:,\d{3})+(?:\.\d+)?)(?![\w.]|,\d)")
+
+
+def in_tables(section: str) -> list[str]:
+    """Figures of a section's tables, without the rows that head them."""
+    lines = section.splitlines()
+    rows = [line for line, below in itertools.pairwise([*lines, ""]) if line.startswith("|") and "|---" not in below]
+    return [figure for row in rows for figure in FIGURE.findall(row)]
+
+
+def is_of(figure: str, values: list[float]) -> bool:
+    """Whether one of these is rounded to that."""
+    digits = len(figure.partition(".")[2])
+    return any(abs(float(figure.replace(",", "")) - abs(value)) <= 0.5 * 10**-digits + 1e-9 for value in values)
+
+
+def sections() -> dict[str, str]:
+    """Of the documents of figures, those that name files of results, by heading."""
+    texts = [(ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "tried.md")]
+    found = [section for text in texts for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE)]
+    return {section.partition("\n")[0]: section for section in found if re.search(r"`\w+\.jsonl`", section)}
+
+
+@pytest.mark.parametrize("heading", sections())
+def test_figures_of_a_table_are_in_the_files_that_its_section_names(heading: str) -> None:
+    """Rounded, and wherever they stand: a value, a quartile, a target, a share in percent or a number of a name."""
+    section = sections()[heading]
+    known: list[float] = []
+    for file in FILES:
+        if f"`{file.name}`" in section and file.name != "engines.jsonl":
+            for name, entry in results.read(file.parent.name, file.stem).items():
+                some = [entry["value"], *entry["spread"], entry.get("target", entry["value"])]
+                known += [*some, *numbers(name), *(100 * value for value in some if entry["unit"] == "share")]
+    assert [figure for figure in in_tables(section) if not is_of(figure, known)] == []
+
+
+def test_a_figure_without_a_row_is_found() -> None:
+    section = "| 1,000 | a |\n|---|---|\n| 1.03 (0.99 to 1.2), 7 | `a` 12,345 |\nand 3.14"
+    assert in_tables(section) == ["1.03", "0.99", "1.2", "12,345"]
+    assert [is_of(figure, [1.0251, -0.994, 12345.4]) for figure in in_tables(section)] == [True, True, False, True]
+    assert sum(len(in_tables(section)) for section in sections().values()) > 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import json
 import re
@@ -169,19 +170,64 @@ def test_the_cases_of_a_parallel_mode_are_there(mode: ParallelMode) -> None:
     assert {cases[name].nwor["mode"] for name in (*mode.v2, *mode.v1)} <= set(mode.modes)
 
 
-def parallel_cases() -> list[gpu_cases.Case]:
+def parallel_tests() -> Any:
     path = TESTS.parent / "gpu" / "vllm" / "test_parallel.py"
     spec = importlib.util.spec_from_file_location("parallel_cases", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def parallel_cases() -> list[gpu_cases.Case]:
+    module = parallel_tests()
     return [*module.TENSOR, *module.PIPELINE, *module.DATA, *module.NODES]
 
 
 def test_every_case_of_several_gpus_is_in_the_table() -> None:
     named = {name for mode in PARALLEL_MODES for name in (*mode.v2, *mode.v1)}
     assert named == {case.name for case in parallel_cases()}
+
+
+def all_cases() -> set[str]:
+    things = [*vars(gpu_cases).values(), *vars(parallel_tests()).values()]
+    listed = (each for thing in things for each in (thing if isinstance(thing, list) else [thing]))
+    return {each.name for each in listed if isinstance(each, gpu_cases.Case | gpu_cases.Refusal)}
+
+
+def cases_named(text: str, cases: set[str]) -> list[str]:
+    """Names and patterns of cases in backticks; one that begins with a hyphen ends another that stands before it."""
+    first_words = {case.partition("-")[0] for case in cases if "-" in case}
+    found: list[str] = []
+    for word in re.findall(r"`([\w.*]*(?:-[\w.*]+)+)`", text):
+        if not word.startswith("-"):
+            if (word.partition("-")[0] in first_words or word.startswith("*")) and "NAME" not in word:
+                found.append(word)
+        elif found:
+            parts = found[-1].split("-")
+            whole = ("-".join(parts[:count]) + word for count in range(len(parts), 0, -1))
+            found.append(next((name for name in whole if fnmatch.filter(cases, name)), found[-1] + word))
+    return found
+
+
+def test_every_case_that_the_document_names_is_there() -> None:
+    text = support_tables.DOCUMENT.read_text()
+    cases = all_cases()
+    named = cases_named(text, cases)
+    assert len(set(named)) > 150
+    assert [name for name in named if not fnmatch.filter(cases, name)] == []
+    by_hand = re.sub(r"<!-- (\w+): made by .*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
+    passed = {name for its in support_tables.entries().values() for name in its if its[name]["outcome"] == "passed"}
+    assert [name for name in cases_named(by_hand, cases) if not fnmatch.filter(passed, name)] == []
+
+
+def test_a_case_that_is_not_there_is_found() -> None:
+    cases = {"v2-some", "v2-some-cow", "v2-other"}
+    text = "`v2-some`, `-cow`, `-other`, `v2-*`, `v2-gone`, `-stage`, `--option`, `no-case`"
+    named = cases_named(text, cases)
+    assert named == ["v2-some", "v2-some-cow", "v2-other", "v2-*", "v2-gone", "v2-gone-stage"]
+    assert [name for name in named if not fnmatch.filter(cases, name)] == ["v2-gone", "v2-gone-stage"]
 
 
 def test_a_case_that_did_not_pass_is_no_yes() -> None:
