@@ -211,6 +211,16 @@ def test_pages_without_an_order_are_refused():
             learn_pages(write, cache_like(32), torch.bfloat16)
 
 
+def test_wider_keys_than_the_cache_has_room_for_are_not_tried():
+    """vLLM 0.32's writer takes the cache for one of their dtype, and writes behind its end: of a scratch page, too."""
+
+    def write(key, value, kv_cache, slots):
+        pytest.fail("the writer was tried")
+
+    with pytest.raises(ValueError, match=r"writes torch.float32 as it is into a cache of torch.bfloat16, .* set kv_cache"):
+        learn_pages(write, cache_like(32), torch.float32)
+
+
 def test_a_writer_that_treats_single_tokens_in_another_way_is_refused():
     def more_than_the_slot(page, token):
         page[0, 100] = 1
