@@ -249,6 +249,11 @@ UNNAMED_LAYERS = Refusal(
 TAKEN_LAYERS = Refusal(
     "a drafter that names layers of the target's model as its own", "their rows would be left out of the transaction",
     message="speculation by {method}: {drafter} names layers {layers} as its own, which are in the target's model")
+OTHER_GROUP = Refusal(
+    "a draft model whose layers are not in the first of several KV-cache groups",
+    "vLLM has them write at the slots of the first one, where they overwrite rows of the target's",
+    message="speculation by {method}: layers {layers} are in KV-cache group {group}, and this runner has them write at "
+    "the slots of group 0, over rows of the target's", engines="runner V1 and the CPU engine")
 HYBRID_PIPELINE = Refusal(
     f"{_PIPELINE} with a hybrid model", _NOT_TRIED, message=f"{_PIPELINE} with a hybrid model: {_NOT_TRIED}",
     engines="runner V2")
@@ -352,7 +357,8 @@ EXPORTED_TABLE = Refusal(
     "the block table, which names shadow pages in mode stage", modes=("stage",))
 
 REFUSALS = (
-    DEVICE, METHOD, UNNAMED_LAYERS, TAKEN_LAYERS, NEW_TOKENS, CONNECTOR, UNORDERED, PARTIAL_TAILS, EXPORTED_TABLE,
+    DEVICE, METHOD, UNNAMED_LAYERS, TAKEN_LAYERS, OTHER_GROUP, NEW_TOKENS, CONNECTOR, UNORDERED, PARTIAL_TAILS,
+    EXPORTED_TABLE,
     Refusal("KV connectors", "", "a connector moves a layer's keys in Python, which graphs do not run",
             _has("kv_transfer_config"), one_state=_PENDING),
     Refusal(f"{_PIPELINE} in model runner V1 and the CPU engine",

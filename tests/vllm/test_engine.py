@@ -99,20 +99,22 @@ def test_dtypes(engines: Engines, dtype: str) -> None:
     assert ours["session"]["audit"]["stale_rows"] == 0
 
 
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
 @MODES
 def test_groups_of_layers_that_share_memory(engines: Engines, nwor: dict[str, Any]) -> None:
     """Sliding-window and full layers are two KV-cache groups, with slot mappings of their own, whose blocks lie in
     one backing buffer."""
-    gemma = {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 64,
-        "query_pre_attn_scalar": 64,
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-    vanilla, ours = engines.pair(prompts(8, longest=150), nwor, model=model_folder(**gemma))
+    vanilla, ours = engines.pair(prompts(8, longest=150), nwor, model=model_folder(**GEMMA))
     assert ours["tokens"] == vanilla["tokens"]
     check_transaction(ours)
     check_vllm_counts(ours)
@@ -156,6 +158,17 @@ def test_draft_model_layers_are_left_alone(engines: Engines, nwor: dict[str, Any
     assert len(ours["layers"]) == 4
     assert {name for name, layer in ours["layers"].items() if layer["wrapped"]} == target
     check_transaction(ours, accepts=False)  # another random model
+
+
+def test_a_draft_model_that_writes_over_the_target_s_rows_is_refused(engines: Engines) -> None:
+    """vLLM hands it the slots of the first group, and its layer lies in the memory of that group's."""
+    draft = {"method": "draft_model", "model": model_folder(num_hidden_layers=1), "num_speculative_tokens": 2}
+    said = (
+        r"nwor: speculation by draft_model: layers draft_model.model.layers.0.self_attn.attn are in KV-cache group 1, "
+        r"and this runner has them write at the slots of group 0"
+    )
+    with pytest.raises(RuntimeError, match=said):
+        engines.run(prompts(2), nwor=COW, model=model_folder(**GEMMA), speculative_config=draft)
 
 
 def test_sampling_with_temperature(engines: Engines) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from nwor_ops.transaction.window import Window, numbers_on
 from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, runner_hooks
 from nwor_ops.vllm.session import Session, Step
-from nwor_ops.vllm.support import Hook
+from nwor_ops.vllm.support import OTHER_GROUP, Hook
 
 _MODULE = "vllm.v1.worker.gpu_model_runner"
 
@@ -88,7 +88,13 @@ class V1(RunnerAttachment):
             yield int(tokens), row[:length].tolist()
 
     def drafter_layers(self) -> set[str]:
-        return named_layers(self.runner, self.runner.drafter)
+        named, speculation = named_layers(self.runner, self.runner.drafter), self.runner.speculative_config
+        # Drafters that follow the target are given the slots of their own group, a draft model those of the first.
+        for number, group in enumerate(self.runner.kv_cache_config.kv_cache_groups):
+            elsewhere = named.intersection(group.layer_names)
+            if number > 0 and elsewhere and speculation.uses_draft_model():
+                raise OTHER_GROUP.because(method=speculation.method, layers=", ".join(sorted(elsewhere)), group=number)
+        return named
 
     def wrap(self, session: Session) -> None:
         super().wrap(session)
