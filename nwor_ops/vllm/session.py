@@ -182,7 +182,9 @@ class Session:
         drafts, rows = step.window.num_draft_tokens, self.manager.max_draft_tokens
         if drafts is not None and drafts > rows:  # no fault: the step is plain vLLM's, strict or not
             self.skip()
-            self._count("more drafts than log rows", f"{drafts} drafts, {rows} rows; this step runs without an undo")
+            self._count(
+                "more drafts than log rows", f"{drafts} drafts, {rows} rows; this step runs without the transaction"
+            )
             return
         self.begun += 1
         try:
