@@ -275,6 +275,11 @@ UNRELIABLE_CACHE = Refusal(
     "a cache of `int4_per_token_head`",
     "vLLM 0.33.0's own engines with it fail now and then: of three on the H200, two ended in a device-side assertion",
     message="layer {layer}: vLLM's own engines with a cache of {kv_cache_dtype} fail now and then", engines=_CUDA)
+OTHER_SIZE = Refusal(
+    "keys whose elements are larger than the cache's (`dtype` float32, `kv_cache_dtype` bfloat16)",
+    "vLLM's writer writes them as they are, in others' places and past the end of the cache",
+    message="keys of {source} in a cache of {cache}: vLLM's CPU writer writes them as they are, in others' places and "
+    "past the end of the cache; set kv_cache_dtype to auto", engines="the CPU engine")
 CACHE_SPEC = Refusal(
     "ring buffers, cross attention, other KV-cache specs (recurrent states aside)",
     "their states are not slots of tokens, or a slot serves several",
@@ -407,9 +412,8 @@ REFUSALS = (
             lambda config: config.speculative_config.method == "draft_model"
             and config.speculative_config.draft_model_config.is_hybrid, one_state=_NOT_TRIED),
     Refusal("HiSparse", "it writes to slots of its own", found=_has("attention_config.hisparse_config"), engines=_CUDA),
-    FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER, SPLIT_BLOCKS,
-    COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, TAKEN_CLASS, STATE,
-    CHECKPOINTS,
+    FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, OTHER_SIZE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER,
+    SPLIT_BLOCKS, COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, TAKEN_CLASS, STATE, CHECKPOINTS,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
             draft_graphs="TRITON_MLA, FlashMLA and CUTLASS MLA take the first pass for prompts, whose contexts vLLM "
             "0.33 has from bounds on the host; FLASH_ATTN_MLA, with a graph per step, stopped with an illegal memory "

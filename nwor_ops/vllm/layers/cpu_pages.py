@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops.kv_cache import LayerCache, Plane
+from nwor_ops.vllm.support import OTHER_SIZE
 
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # key, value, kv_cache, slot_mapping
 
@@ -44,13 +45,10 @@ def learn_pages(write: Writer, like: Tensor, source_dtype: torch.dtype) -> Tenso
 
     Raises:
         ValueError: no order of a page is what it does: it writes an element twice or not at all, or outside the block.
-            Or it would write elements of another size, past the end of the cache: then it is not tried.
+        Unsupported: it would write elements of another size; then it is not tried.
     """
     if 1 < like.element_size() != source_dtype.itemsize:  # of one byte: fp8, to which it converts
-        raise ValueError(
-            f"vLLM's CPU writer writes {source_dtype} as it is into a cache of {like.dtype}, so that rows end up in "
-            "others' places and past the end of the cache; set kv_cache_dtype to auto"
-        )
+        raise OTHER_SIZE.because(source=source_dtype, cache=like.dtype)
     _, num_heads, block_size, width = like.shape
     # The bits of each element's number, one a time, as values that no quantisation turns into zero or back.
     numbers = torch.arange(1, block_size * width + 1).view(block_size, 1, width).expand(-1, num_heads, -1)
