@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nwor_ops import ops, validation
+from nwor_ops.torch_fixes import static_int
 from nwor_ops.validation import BoundToMemory
 
 
@@ -155,5 +156,6 @@ class LayerCache:
     def key_value(self, planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Split tensors shaped like the planes (the caches themselves, or their logs) into key and value."""
         if self.key_size is not None:
-            return planes[0][..., : self.key_size], planes[0][..., self.key_size :]
+            size = static_int(self.key_size)
+            return planes[0][..., :size], planes[0][..., size:]
         return planes[0], planes[1]

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
+from nwor_ops.torch_fixes import static
 from nwor_ops.transaction.state import State, Stateful, is_capturing, raises_behind_launches
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -482,9 +483,10 @@ class RecurrentStates(Stateful[_Layer]):
         if out is None:
             out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
         cache = layer.cache
+        state, keys, norms, decays, values = map(static, (cache.state, *cache.records))
         ops.gated_delta_verify(
-            out, cache.state, *cache.records, layer.window, q, k, v, a, b, A_log, dt_bias, self.plan, self.window,
-            self.query_start_loc, scale=cache.state.shape[-1] ** -0.5 if scale is None else scale,
+            out, state, keys, norms, decays, values, layer.window, q, k, v, a, b, A_log, dt_bias, self.plan,
+            self.window, self.query_start_loc, scale=cache.state.shape[-1] ** -0.5 if scale is None else scale,
             softplus_beta=softplus_beta, softplus_threshold=softplus_threshold, use_qk_l2norm=use_qk_l2norm, gate=gate,
             norm_weight=norm_weight, norm_eps=norm_eps, gate_activation=gate_activation, all_states=all_states,
             allow_neg_eigval=allow_neg_eigval,

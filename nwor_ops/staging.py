@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import LayerCache
+from nwor_ops.torch_fixes import static, static_int
 from nwor_ops.transaction.counters import InterceptorStats, StagingStats
 from nwor_ops.transaction.state import State, Stateful
 from nwor_ops.validation import BoundToMemory, explained
@@ -226,8 +227,10 @@ class StagingBuffer(Stateful[_StagedLayer]):
         self._require_window("stage", name, key)
         assert layer.staged is not None
         rows = self.stage_rows[token_offset : token_offset + key.shape[0]]
+        staged_key, staged_value = map(static, layer.staged)
+        row_windows = static(self.row_windows)[static_int(layer.index)]
         try:
-            ops.stage_kv(key, value, rows, *layer.staged, self.window_id, self.row_windows[layer.index])
+            ops.stage_kv(key, value, rows, staged_key, staged_value, self.window_id, row_windows)
         except Exception as error:
             raise explained(error, validation.tensors, "stage", value=value) from None
 

@@ -1,12 +1,17 @@
-"""Two defects of torch.compile by which a mutated view is written elsewhere, in silence, and their corrections.
+"""Defects of torch.compile by which a mutated view is written elsewhere, in silence, and what is done about them.
 
-Both concern a graph input that does not start its storage, and a view of it that an op mutates. They are not of these
+Two concern a graph input that does not start its storage, and a view of it that an op mutates. They are not of these
 ops: any mutating custom op meets them. Here they would write over a neighbour's cache.
 
 - *Slices* (every release up to 2.15). ``try_use_slice`` takes the offset of the view in its storage for its offset in
   the graph input. Corrected by leaving such views to ``as_strided``, which names a place in the storage.
 - *as_strided* (2.11 and 2.12; mended in 2.13). Inductor adds that place to the address of the graph input, which has
   the input's own offset in it already. Corrected as 2.13 does: the input's offset is taken off.
+
+A third one cannot be corrected here: of a view that is mutated Inductor forgets an offset that is a symbol
+(pytorch/pytorch#198068), so with ``dynamic=True`` every layer would log into the rows of the first. What is traced for
+an object of this library has no such symbols: its tensors go through :func:`static`, its numbers
+through :func:`static_int`.
 
 A torch that does right is left alone. What others compile in the same process changes in this alone: what was written
 to a wrong place is written to the right one.
@@ -15,6 +20,7 @@ to a wrong place is written to the right one.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -22,6 +28,18 @@ import torch
 from torch import Tensor
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def static(tensor: Tensor) -> Tensor:
+    """The tensor, with sizes that are numbers in a trace, also in one with ``dynamic=True``."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.mark_static(tensor)
+    return tensor
+
+
+def static_int(value: int) -> int:
+    """The number, as itself in a trace: an attribute of an object may be a symbol there."""
+    return operator.index(value)
 
 
 def correct_slices() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops.kv_cache import LayerCache, Plane
+from nwor_ops.torch_fixes import static, static_int
 
 
 @dataclass
@@ -38,9 +39,12 @@ class Layer:
             assert self.key_value is not None
             return self.key_value
         if not self.traced_planes:
-            return self.cache.key_value(tuple(plane.view for plane in self.cache.planes))
+            return self.cache.key_value(tuple(static(plane.view) for plane in self.cache.planes))
         return self.cache.key_value(
-            tuple(root.as_strided(shape, stride, offset) for root, shape, stride, offset in self.traced_planes)
+            tuple(
+                static(root).as_strided([*map(static_int, shape)], [*map(static_int, stride)], static_int(offset))
+                for root, shape, stride, offset in self.traced_planes
+            )
         )
 
 

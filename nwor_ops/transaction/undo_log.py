@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.kv_cache import Plane, PlaneList
+from nwor_ops.torch_fixes import static, static_int
 from nwor_ops.transaction.layers import Layer, LayerClass, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Redirects
 from nwor_ops.transaction.window import Window, WindowBuffers
@@ -37,10 +38,11 @@ class ClassLog(NamedTuple):
     row_windows: Tensor  # int64 [layers, R]
 
     def of_layer(self, layer: Layer) -> LayerLog:
-        logs = tuple(log[layer.index] for log in self.logs)
+        place = static_int(layer.index)
+        logs = tuple(static(log)[place] for log in self.logs)
         writable = layer.cache.writable
         key_value = (*layer.caches(), *layer.cache.key_value(logs)) if writable else None
-        return LayerLog(logs, self.row_windows[layer.index], key_value)
+        return LayerLog(logs, static(self.row_windows)[place], key_value)
 
 
 class LayerLog(NamedTuple):

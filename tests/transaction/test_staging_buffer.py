@@ -202,11 +202,14 @@ def test_any_windows(data):
         staged.assert_as_expected()
 
 
-def test_compiled_stage():
-    """One compilation serves later windows: rows, marks and slots are data."""
+@pytest.mark.parametrize("dynamic", [None, True], ids=["", "dynamic"])
+def test_compiled_stage(dynamic):
+    """One compilation serves later windows: rows, marks and slots are data. Sizes of the buffer never are symbols."""
     staged = Staged(("packed",))
     torch._dynamo.reset()
-    step = torch.compile(lambda name, key, value: staged.buffer.stage(name, key * 2, value + 1), fullgraph=True)
+    step = torch.compile(
+        lambda name, key, value: staged.buffer.stage(name, key * 2, value + 1), fullgraph=True, dynamic=dynamic
+    )
     for window in range(3):
         slots, rows = torch.randperm(60)[:6], torch.randperm(6, dtype=torch.int32)
         staged.buffer.begin(slots, rows)
