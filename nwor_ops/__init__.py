@@ -80,6 +80,7 @@ from nwor_ops.transaction.counters import (  # noqa: E402
     Stats as Stats,
     stats as stats,
 )
+from nwor_ops.transaction.in_flight import InFlightManager as InFlightManager  # noqa: E402
 from nwor_ops.transaction.manager import (  # noqa: E402
     DraftCommitManager as DraftCommitManager,
     current_manager as current_manager,

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops, validation
+from nwor_ops.kv_cache import has_no_data
 from nwor_ops.torch_fixes import static
 from nwor_ops.transaction.state import State, Stateful, is_capturing, raises_behind_launches
 
@@ -622,6 +623,8 @@ class RecurrentStates(Stateful[_Layer]):
         own, and no kernel sees all layers."""
         places = [(f"{field.name} of {name!r}", getattr(layer.cache, field.name))
                   for name, layer in self._layers.items() for field in fields(layer.cache)]  # fmt: skip
+        if any(has_no_data(tensor) for _, tensor in places):
+            return  # no addresses to compare
         slots = torch.arange(self.num_slots)
         starts = torch.cat([tensor.data_ptr() + slots * tensor.stride(0) * tensor.itemsize for _, tensor in places])
         sizes = torch.tensor([tensor[0].numel() * tensor.itemsize for _, tensor in places])
@@ -638,8 +641,8 @@ class RecurrentStates(Stateful[_Layer]):
                    for tensor in (layer.cache.state, *layer.cache.records)]  # fmt: skip
         dtypes: dict[int, set[torch.dtype]] = {}
         for _, tensor in tensors:
-            dtypes.setdefault(tensor.untyped_storage().data_ptr(), set()).add(tensor.dtype)
-        return {name for name, tensor in tensors if len(dtypes[tensor.untyped_storage().data_ptr()]) > 1}
+            dtypes.setdefault(tensor.untyped_storage()._cdata, set()).add(tensor.dtype)
+        return {name for name, tensor in tensors if len(dtypes[tensor.untyped_storage()._cdata]) > 1}
 
     def _fold_into(self, source_slots: Tensor, target_slots: Tensor, *, keep_source: bool) -> None:
         count = source_slots.shape[0]

@@ -57,6 +57,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
     """
 
     _called = "staging buffer"
+    _closing = "commit() or reject()"
     _layers: dict[str, _StagedLayer]
     _in_place_of_a_copy = "make another StagingBuffer, register the layers' own caches and allocate() it"
 

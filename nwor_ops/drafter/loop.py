@@ -284,6 +284,7 @@ class DraftLoop(BoundToMemory):
         buffers = self.buffers
         output, next_hidden = self._forward(key, metadata)
         sampled = self.sample_fn(key, output)
+        validation.instance("DraftLoop: what sample_fn returns", sampled, Tensor, "a tensor")
         if list(sampled.shape) != [key.num_reqs]:
             raise ValueError(f"DraftLoop: sample_fn must return [{key.num_reqs}] tokens, got {list(sampled.shape)}")
         ops.update_draft_inputs(

@@ -63,9 +63,13 @@ class DraftSampler(BoundToMemory):
 
         Returns:
             int64 ``[N]``: a view of one buffer, overwritten by the next call.
+
+        Raises:
+            TypeError, ValueError: logits that are no tensor ``[>= N, V]``; or as :func:`~nwor_ops.ops.gumbel_sample`.
         """
         rows, buffers = key.num_reqs, self.buffers
         logits = output if self.compute_logits is None else self.compute_logits(output)
+        validation.tensor("DraftSampler: logits", logits, dims=2, least=rows)
         if positions is None:
             positions = buffers.positions if buffers.sample_positions is None else buffers.sample_positions
         sampled = self._sampled[:rows]

@@ -51,6 +51,7 @@ class InFlightManager(DraftCommitManager):
     :meth:`settle` or :meth:`undo`. Commits are not made at once: :meth:`commit` raises.
     """
 
+    _closing = "defer() or cancel()"
     _in_place_of_a_copy = "make another InFlightManager, register the layers' own caches and allocate() it"
 
     def __init__(self, *, windows: int, **limits: Any) -> None:
@@ -84,7 +85,10 @@ class InFlightManager(DraftCommitManager):
     def _plan(self, window: Window, slot_mappings: list[Tensor]) -> None:
         number = next((section for section in range(self._windows) if section not in self._waiting), None)
         if number is None:
-            raise RuntimeError(f"begin: at most {self._windows} windows may wait for their verdict")
+            raise RuntimeError(
+                f"begin: at most {self._windows} windows may wait for their verdict; call settle(), cancel_deferred() "
+                "or forget() for one of them first"
+            )
         self._section, buffers, rows = number, self.buffers, self._rows(number)
         ops.plan_window(
             window.query_start_loc, window.cu_num_draft_tokens, slot_mappings, buffers.log_rows, self._row_slots,

@@ -63,7 +63,8 @@ class DraftCommitManager(Stateful[Layer]):
         max_num_requests: most requests in one batch, padding included.
         max_draft_tokens: most drafts in one batch: rows of the undo log. The log takes this many rows
             of every registered layer; see :attr:`log_bytes`.
-        device: where the caches are. One process may have a manager per device.
+        device: where the caches are. A process may have any number of managers; layers of one engine share one, since
+            a window is of all of them.
         mode: ``"cow"`` or ``"stage"``. ``"stage"`` has no log, but takes pages: the last
             :func:`nwor_ops.num_shadow_blocks` ones of each group's caches, which the engine must not give to a request.
         max_drafts_per_request: most drafts of one request; mode ``"stage"`` needs it.
@@ -237,9 +238,7 @@ class DraftCommitManager(Stateful[Layer]):
             if drafts < 0:
                 raise ValueError(f"begin: window.num_draft_tokens must not be negative, got {drafts}")
             if drafts > self.max_draft_tokens:
-                raise ValueError(
-                    f"begin: window must have at most {self.max_draft_tokens} drafts (max_draft_tokens), got {drafts}"
-                )
+                raise ValueError(self._too_many_drafts(drafts))
         if requests > self.max_num_requests:
             raise ValueError(
                 f"begin: window must have at most {self.max_num_requests} requests (max_num_requests), got {requests}"
@@ -265,7 +264,20 @@ class DraftCommitManager(Stateful[Layer]):
         for group in self._groups:
             if group in window.slot_mappings:
                 check(f"slot_mappings[{group!r}]", window.slot_mappings[group], torch.int64)
+                tokens = window.slot_mappings[group].shape[0]
+                if tokens > self.max_num_tokens:
+                    raise ValueError(
+                        f"begin: window must have at most {self.max_num_tokens} tokens (max_num_tokens), got {tokens} "
+                        f"in slot_mappings[{group!r}]"
+                    )
+        if self.device.type == "cpu" and window.num_requests > 0:
+            counted = int(window.cu_num_draft_tokens[-1]) - window.num_bonus_tokens * window.num_requests
+            if counted > self.max_draft_tokens:
+                raise ValueError(self._too_many_drafts(counted))
         self.recovery.check(window)
+
+    def _too_many_drafts(self, drafts: int) -> str:
+        return f"begin: window must have at most {self.max_draft_tokens} drafts (max_draft_tokens), got {drafts}"
 
     def write(
         self,
@@ -283,12 +295,17 @@ class DraftCommitManager(Stateful[Layer]):
 
         Args:
             name: a registered layer whose planes hold a key and a value.
-            key, value, slot_mapping, kv_cache_dtype: as in :func:`nwor_ops.write_kv`.
+            key, value, kv_cache_dtype: as in :func:`nwor_ops.write_kv`.
+            slot_mapping: likewise; the window's own of this layer's group, or a part of it from ``token_offset`` on.
+                Nothing compares them: a draft that is written elsewhere is not undone there, and the slot that
+                the window has for it gets what was logged elsewhere. In mode ``"stage"`` the very tensor, or a view
+                of it, not a copy from before begin, which is not redirected.
             k_scale, v_scale: likewise; None = 1.
             token_offset: place in the batch of the first token of ``slot_mapping`` (micro-batches).
 
         Write each token of a layer once per window: a second write would log the first one's row.
         Tensors without data (fake, meta, freed storage) pass through: nothing is written.
+        In compiled and captured code, which cannot see whether a window is open, it is a plain write outside of one.
 
         Raises:
             RuntimeError: no window is open, or the layer's planes are opaque.
@@ -314,8 +331,8 @@ class DraftCommitManager(Stateful[Layer]):
     def log(self, name: str, slot_mapping: Tensor, *, token_offset: int = 0) -> None:
         """Log what the drafts' slots of a layer hold, before a writer that is not ours runs.
 
-        Once for each token of a window, as :meth:`write`. In mode ``"stage"`` there is nothing to log: that writer
-        follows the redirected slots.
+        Once for each token of a window, with the window's own slots, as :meth:`write`. In mode ``"stage"`` there is
+        nothing to log: that writer follows the redirected slots.
 
         Raises:
             RuntimeError, KeyError, ValueError, TypeError, IndexError: as :meth:`write`.
@@ -559,7 +576,10 @@ _current: WeakValueDictionary[torch.device, DraftCommitManager] = WeakValueDicti
 
 
 def set_current_manager(manager: DraftCommitManager | None, device: torch.device | str | None = None) -> None:
-    """Make a manager the one that :func:`current_manager` finds for its device; None removes it."""
+    """Make a manager the one that :func:`current_manager` finds for its device, in every thread; None removes it.
+
+    It is kept alive by its owner alone. Engines that share a device hand out their managers themselves.
+    """
     if manager is not None:
         validation.instance("set_current_manager: manager", manager, DraftCommitManager, "a DraftCommitManager or None")
         _current[manager.device] = manager

@@ -32,6 +32,7 @@ class Stateful(BoundToMemory, Generic[_Layer]):
     """A state, and layers that are registered before it is first ``CLOSED``."""
 
     _called = ""  # in messages
+    _closing = "commit() or cancel()"  # what ends a window, in messages
     _cache_type: type = LayerCache  # what a layer is registered with
     device: torch.device
     _layers: Mapping[str, _Layer]
@@ -43,7 +44,17 @@ class Stateful(BoundToMemory, Generic[_Layer]):
 
     def _require(self, state: State, method: str) -> None:
         if self._state is not state:
-            raise RuntimeError(f"{method}: the {self._called} must be {state.value}, it is {self._state.value}")
+            raise RuntimeError(
+                f"{method}: the {self._called} must be {state.value}, it is {self._state.value}{self._way_to(state)}"
+            )
+
+    def _way_to(self, state: State) -> str:
+        """What to call before, in a message."""
+        if state is State.REGISTERING:  # there is no way back
+            return ""
+        if self._state is State.REGISTERING:
+            return "; call allocate() first"
+        return f"; call {self._closing if self._state is State.OPEN else 'begin()'} first"
 
     def _check_new_layer(self, name: object, cache: Any) -> None:
         """Raises where a layer cannot be registered under this name."""

@@ -536,12 +536,18 @@ def test_bad_arguments():
             "model_fn must return no hidden states: buffers.h",
         ),
         (lambda: loop(sample_fn=lambda key, out: out[:1, 0]).run(2), r"sample_fn must return \[2\] tokens, got \[1\]"),
+        (
+            lambda: loop(model_fn=lambda key, metadata: torch.zeros(1, 9)).run(2),
+            r"DraftSampler: logits must have 2 dimensions, the first of at least 2, got \[1, 9\]",
+        ),
         (lambda: GraphKey(0), "GraphKey: num_reqs must be at least 1, got 0"),
         (lambda: keys_of_token_counts([3], 0, 4), "keys_of_token_counts: query_len must be at least 1, got 0"),
         (lambda: keys_of_token_counts([-3], 1, 4), "each of token_counts must be at least 1, got -3"),
     ):
         with pytest.raises(ValueError, match=message):
             run()
+    with pytest.raises(TypeError, match=r"what sample_fn returns must be a tensor, got \[1, 2\]"):
+        loop(sample_fn=lambda key, out: [1, 2]).run(2)
     carrying = Follower(3, 4, 20)
     carrying.loop.model_fn = lambda key, metadata: torch.zeros(2, 9)
     with pytest.raises(

@@ -316,6 +316,25 @@ def test_compiled_layers_write_in_place_and_never_recompile(one_storage):
     torch._dynamo.reset()
 
 
+def test_sizes_of_caches_are_numbers_in_a_trace():
+    """With ``dynamic=True``, too: where they are symbols, torch 2.13 does not trace views that share a storage."""
+    decoding = Decoding(["gdn", "kda"], one_storage=True)
+    decoding.start(1)
+    torch._dynamo.reset()
+
+    def forward(inputs):
+        return [decoding.verify(name, inputs[name]) * 2 for name in decoding.kinds]
+
+    compiled = torch.compile(forward, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (3, 2):
+        decoding.begin([1], [length])
+        inputs = {name: decoding.inputs(name, length) for name in decoding.kinds}
+        for (name, layer), out in zip(decoding.every_state.items(), compiled(inputs), strict=True):
+            assert torch.equal(out, layer.verify([1], [length], inputs[name]) * 2)
+        decoding.commit({1: 1})
+    torch._dynamo.reset()
+
+
 def test_pages_of_several_dtypes_are_traced_within_an_op_of_the_engine():
     """Torch cannot trace what mutates views of one storage as several dtypes. It is said, and what to do instead."""
     decoding = Decoding(["gdn", "kda"], in_pages=True)
@@ -436,6 +455,24 @@ def test_buffers_stay_where_they_are():
     decoding.begin([2], [1])
     decoding.states.cancel()
     assert [getattr(decoding.states, name).data_ptr() for name in names] == before
+
+
+def test_states_without_data():
+    """On the meta device every tensor has the address 0, and shares no memory with another for that."""
+    states = RecurrentStates(max_num_requests=2, device="meta")
+    for name in ("a", "b"):
+        states.register_layer(name, new_cache(device="meta", dtype=torch.float32))
+    states.allocate()
+    states.begin(int32(1, 0).to("meta"), int32(0, 3, 3).to("meta"))
+
+    def rows(*shape):
+        return torch.empty(3, *shape, device="meta")
+
+    for name in states.layer_names:
+        out = states.verify(name, rows(1, 64), rows(1, 64), rows(2, 64), rows(2), rows(2), *rows(2)[:2])
+        assert out.shape == (3, 2, 64)
+    states.commit(int32(2, 0).to("meta"))
+    states.fold(int32(1).to("meta"))
 
 
 # ---------------------------------------------------------------- protocol

@@ -17,6 +17,7 @@ from transactions import one_thread  # noqa: F401
 import nwor_ops
 from nwor_ops import (
     DraftCommitManager,
+    InFlightManager,
     KVCacheInterceptor,
     LayerCache,
     Plane,
@@ -106,6 +107,7 @@ INTEGERS = {
         STAGE,
         ("max_num_tokens", "max_num_requests", "max_draft_tokens", "max_drafts_per_request"),
     ),
+    "InFlightManager": (InFlightManager, MANAGER | {"windows": 2}, ("windows",)),
     "StagingBuffer": (StagingBuffer, STAGING, ("max_num_tokens", "max_num_rows")),
     "num_shadow_blocks": (
         num_shadow_blocks,

@@ -197,7 +197,7 @@ def test_no_more_windows_than_the_log_has_room_for() -> None:
     layers = InFlight(["packed"], windows=2)
     first, second, third = layers.batches(FIRST, SECOND, THIRD)
     waiting = [layers.run(batch) for batch in (first, second)]
-    with pytest.raises(RuntimeError, match="begin: at most 2 windows may wait for their verdict"):
+    with pytest.raises(RuntimeError, match=r"at most 2 windows may wait for their verdict; call settle\(\), "):
         layers.manager.begin(third.window)
     layers.manager.settle(waiting[0], first.num_rejected)
     last = layers.run(third)
