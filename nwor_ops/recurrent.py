@@ -83,7 +83,8 @@ class RecurrentCache:
         Args:
             num_slots: one for each request that may hold a state, and slot 0.
             max_window: tokens of the longest window: K drafts and 1. At most 32.
-            num_key_heads, num_value_heads: of the layer; the latter a multiple of the former.
+            num_key_heads, num_value_heads: of the layer; the latter a multiple of the former, neighbouring value heads
+                share a key head.
             key_size, value_size: widths of its heads. There are kernels for keys of 64, 96, 128 or 256 and values of
                 64, 128, 192 or 256; :meth:`RecurrentStates.allocate` refuses others.
             dtype: of its queries, keys and values.

@@ -145,6 +145,8 @@ def gated_delta_verify(
     goes on from what was rounded. With ``gate`` and ``norm_weight`` out is rounded to its dtype and then becomes
     ``out / sqrt(mean(out^2) + norm_eps) * norm_weight * act(gate)``, as by vLLM's ``fused_gdn_decode_post_conv_mtp``.
 
+    Value head i goes with head ``i // (V // H)`` of q and k.
+
     The requests are those of ``query_start_loc``, Q; tokens of a request whose row of ``plan`` is zeros (a padded one,
     or one that is no window) become zeros in ``out``, and nothing else of theirs is written: who computes such tokens
     writes them behind this call. Tokens from ``query_start_loc[Q]`` on are untouched.

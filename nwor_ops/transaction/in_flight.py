@@ -1,4 +1,5 @@
-"""Windows that are judged when later ones have begun: those of a pipeline stage that samples nothing.
+"""Windows that are judged when later ones have begun: those of a pipeline stage that samples nothing, or of an engine
+with several batches in flight.
 
     manager = InFlightManager(windows=2, max_num_tokens=..., ...)      # mode "cow", register and allocate as ever
 
