@@ -230,12 +230,17 @@ def test_in_and_out_of_a_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner.capture_model() == 5
 
 
-def test_other_runners_and_engines_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_runners_and_engines_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER.name)
     drafter = make_drafter()
     runner = make_runner(drafter)
     draft_graphs.attach(runner, draft_graphs.RUNNER_MODULE, LOGGER)
-    attach(make_runner(drafter, speculative_config=None), monkeypatch)
     attach(make_runner(drafter, vllm_config=engine_config(additional_config={})), monkeypatch)
+    assert caplog.messages == []
+    attach(make_runner(drafter, speculative_config=None), monkeypatch)
+    assert caplog.messages == ["nwor: draft graphs: not active: the engine does not speculate"]
     assert "propose" not in vars(drafter)
 
 

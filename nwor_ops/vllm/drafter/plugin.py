@@ -185,7 +185,12 @@ def attach(runner: Any, module: str, logger: Any) -> None:
     """Give a V1 runner's drafter its graphs where its engine's configuration asks for them. Called once its cache is
     bound, and again where it is bound anew; the V2 runner has asked for its speculator long before."""
     config = NworConfig.load(runner.vllm_config.additional_config)
-    if not config.draft_graphs or runner.speculative_config is None or module != V1_RUNNER_MODULE:
+    if not config.draft_graphs:
+        return
+    if runner.speculative_config is None:
+        logger.info("nwor: draft graphs: not active: the engine does not speculate")
+        return
+    if module != V1_RUNNER_MODULE:
         return
     if not _may_have_graphs(config, V1_HOOKS, runner.vllm_config, runner.device, logger):
         return
