@@ -409,7 +409,7 @@ struct VerifyArguments {
     ScalarType dtype;  // of out, q, k, v, gate and the record's keys
     int64_t num_tokens, num_requests;
     HeadsView q, k, v, out;
-    HeadsView gate;  // data is null without the fused norm
+    HeadsView gate;  // of the norm; data is null without
     Floats a, b, A_log, dt_bias;
     Floats norm_weight;
     float scale, softplus_beta, softplus_threshold, norm_eps, beta_factor;
@@ -421,6 +421,8 @@ struct VerifyArguments {
     int64_t* layer_window;
     char* all_states;  // null, or [T, V, dv, dk] of the states' dtype
     int64_t all_states_stride;
+
+    NWOR_HOST_DEVICE bool has_norm() const { return gate.data != nullptr; }
 };
 
 inline HeadsView heads_view(const Argument& a, ScalarType dtype, int64_t tokens, bool more, int64_t heads,

@@ -14,13 +14,13 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FLOORS = r"(?:csrc/(?:cpu/|cuda/)?|meta/|nwor_ops/ops/|tests/support/(?:oracle_|samples_))"
 # A room's sources and the tests of the room, or what is quick of them, named relative to tests/. A family has the same
-# name on every floor. Every rule that matches counts.
+# name on every floor, and before an underscore where it has several files on one. Every rule that matches counts.
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (FLOORS + r"(undo|accept|staging|drafter|recurrent)\.\w+", (r"ops/test_\1.py",)),
+    (FLOORS + r"(undo|accept|staging|drafter|recurrent)(?:_\w+)?\.\w+", (r"ops/test_\1.py",)),
     (FLOORS + r"shadow\.\w+|tests/support/staged_windows\.py", ("ops/test_staging.py",)),
     (r"(?:csrc|meta|nwor_ops/ops)/.*", ("ops/test_schema.py", "ops/test_plane_table.py")),
     (
-        r"csrc/(?!.*(?:accept|shadow|staging|drafter|recurrent)\.).*|tests/support/(?:oracle|layouts|samples)\.py",
+        r"csrc/(?!.*(?:accept|shadow|staging|drafter|recurrent)(?:_\w+)?\.).*|tests/support/(?:oracle|layouts|samples)\.py",
         ("ops/test_undo.py",),
     ),
     (r"tests/support/bad_input\.py", ("ops/test_bad_input.py",)),

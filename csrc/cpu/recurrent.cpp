@@ -363,7 +363,7 @@ class WindowHead {
         for (int64_t t = 0; t < tokens_; ++t) {
             const float* output = outputs_.data() + t * c_.states.value_width;
             store(out(t), output, c_.states.value_width);
-            if (c_.gate.data != nullptr) normalise(t);
+            if (c_.has_norm()) normalise(t);
         }
     }
 

@@ -18,6 +18,7 @@ namespace nwor {
 
 constexpr int kThreads = 256;  // of a block, at most
 constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffff;  // of a warp
 constexpr int64_t kMostGridYZ = 65535;
 constexpr int64_t kMostRows = 1 << 30;  // row numbers fit in 31 bits, past the last one too
 constexpr int64_t kMostBlockZ = 64;

@@ -6,7 +6,7 @@ import pathlib
 import re
 
 import pytest
-from house import ROOT, House, circles, edges_of, includes, uphill
+from house import ROOT, House, circles, edges_of, includes, trespasses, uphill
 
 HOUSE = House()
 
@@ -32,6 +32,10 @@ def test_no_circle_of_includes() -> None:
 
 def test_no_include_leaves_its_floor() -> None:
     assert uphill(includes()) == []
+
+
+def test_no_family_includes_a_part_of_another() -> None:
+    assert trespasses(includes()) == []
 
 
 def test_a_family_has_one_name_on_every_floor() -> None:
@@ -144,3 +148,17 @@ def test_includes_that_leave_their_floor_are_found(tmp_path: pathlib.Path) -> No
         "common/views.h includes undo.h", "cuda/undo.cu includes cpu/rows.h", "undo.h includes cpu/rows.h"
     ]  # fmt: skip
     assert circles(graph) == [["common/views.h", "cpu/rows.h", "undo.h"]]
+
+
+def test_an_include_of_another_family_s_part_is_found(tmp_path: pathlib.Path) -> None:
+    files = {
+        "csrc/undo.h": "",
+        "csrc/shadow.h": '#include "undo.h"\n',
+        "csrc/cuda/async_copies.h": "",
+        "csrc/cuda/undo_rows.h": '#include "../undo.h"\n#include "async_copies.h"\n',
+        "csrc/cuda/undo.cu": '#include "undo_rows.h"\n',
+        "csrc/cuda/shadow.cu": '#include "undo_rows.h"\n#include "async_copies.h"\n',
+        "csrc/cuda/write.h": '#include "undo_rows.h"\n',
+    }
+    graph = includes(tree(tmp_path, files))
+    assert trespasses(graph) == ["cuda/shadow.cu includes cuda/undo_rows.h", "cuda/write.h includes cuda/undo_rows.h"]

@@ -27,6 +27,10 @@ def test_every_source_has_tests_that_exist() -> None:
     ("path", "tests"),
     [
         ("csrc/cuda/undo.cu", ["tests/ops/test_plane_table.py", "tests/ops/test_schema.py", "tests/ops/test_undo.py"]),
+        (
+            "csrc/cuda/recurrent_rows.h",
+            ["tests/ops/test_plane_table.py", "tests/ops/test_recurrent.py", "tests/ops/test_schema.py"],
+        ),
         ("nwor_ops/vllm/session.py", ["tests/vllm"]),
         ("docs/ops.md", ["tests/package/test_documents.py"]),
         ("benchmarks/picture.py", []),

@@ -125,6 +125,21 @@ def uphill(graph: Graph) -> list[str]:
     ]
 
 
+def trespasses(graph: Graph) -> list[str]:
+    """Includes of a part of one family's kernels, such as cuda/recurrent_rows.h, by another's files."""
+    families = {os.path.splitext(file)[0] for file in graph if os.path.dirname(file) == ""}
+
+    def family(file: str) -> str:
+        return re.split(r"[_.]", os.path.basename(file))[0]
+
+    return [
+        f"{file} includes {target}"
+        for file, targets in graph.items()
+        for target in sorted(targets)
+        if "_" in target and family(target) in families - {family(file)}
+    ]
+
+
 def circles(graph: Graph) -> list[list[str]]:
     """Nodes that reach each other, largest circle first."""
 

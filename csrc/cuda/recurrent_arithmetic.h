@@ -1,0 +1,145 @@
+// Family recurrent: arithmetic with the bits of vLLM's Triton kernels, and the dtypes of what they read.
+//
+// The kernel is the one of speculative decoding as Triton 3.6 compiles it for num_warps=4: the same
+// approximations of exp, log, 1/x and 1/sqrt(x), the same fused multiply-adds, and each sum in the same
+// order. So products are written with the functions that the compiler does not fuse (`__fmul_rn`). Keys 96
+// wide are those of OLMo hybrid, which runs another kernel (`fused_recurrent_gated_delta_rule`, num_warps=1):
+// there, bits are that one's.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../recurrent.h"
+#include "launch.h"
+
+namespace nwor {
+namespace {
+
+// ---------------------------------------------------------------- approximations
+
+__device__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ float exp_approx(float x) {
+    return exp2_approx(__fmul_rn(x, 0x1.715476p+0f));  // log2(e)
+}
+
+__device__ float rsqrt_approx(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ float sqrt_approx(float x) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ float divide_approx(float x, float y) {
+    float z;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
+__device__ float sigmoid(float x) {
+    return divide_approx(1.0f, __fadd_rn(exp_approx(-x), 1.0f));
+}
+
+// log(x) for x >= 1, as libdevice has it: the exponent, and a polynomial of a mantissa in [2/3, 4/3).
+__device__ float log_from_one(float x) {
+    const int bits = __float_as_int(x);
+    if (bits >= 0x7f800000) return x;
+    const int exponent = (bits - 0x3f2aaaab) & 0xff800000;
+    const float m = __fadd_rn(__int_as_float(bits - exponent), -1.0f);
+    float p = __fmaf_rn(__int_as_float(0xbe055027), m, __int_as_float(0x3e1039f6));
+    p = __fmaf_rn(p, m, __int_as_float(0xbdf8cdcc));
+    p = __fmaf_rn(p, m, __int_as_float(0x3e0f2955));
+    p = __fmaf_rn(p, m, __int_as_float(0xbe2ad8b9));
+    p = __fmaf_rn(p, m, __int_as_float(0x3e4ced0b));
+    p = __fmaf_rn(p, m, __int_as_float(0xbe7fff22));
+    p = __fmaf_rn(p, m, __int_as_float(0x3eaaaa78));
+    p = __fmaf_rn(p, m, -0.5f);
+    p = __fmaf_rn(__fmul_rn(m, p), m, m);
+    return __fmaf_rn(__fmul_rn(static_cast<float>(exponent), 0x1p-23f), 0x1.62e430p-1f, p);
+}
+
+// exp(-exp(A_log) * softplus(x))
+__device__ float decay_of(const VerifyArguments& c, float x, float log_rate) {
+    const float scaled = __fmul_rn(c.softplus_beta, x);
+    const float soft =
+        __fmul_rn(divide_approx(1.0f, c.softplus_beta), log_from_one(__fadd_rn(exp_approx(scaled), 1.0f)));
+    const float softplus = scaled <= c.softplus_threshold ? soft : x;
+    return exp_approx(__fmul_rn(-exp_approx(log_rate), softplus));
+}
+
+__device__ float sum_of_warp(float x) {
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+        x = __fadd_rn(x, __shfl_xor_sync(kAllLanes, x, offset));
+    return x;
+}
+
+// ---------------------------------------------------------------- dtypes
+
+__device__ float to_float(__nv_bfloat16 x) {
+    return __bfloat162float(x);
+}
+__device__ float to_float(__half x) {
+    return __half2float(x);
+}
+__device__ void set(__nv_bfloat16* to, float x) {
+    *to = __float2bfloat16_rn(x);
+}
+__device__ void set(__half* to, float x) {
+    *to = __float2half_rn(x);
+}
+
+// Two elements side by side.
+template <class Input>
+struct Pair {
+    float first, second;
+
+    __device__ explicit Pair(uint32_t bits) {
+        if constexpr (std::is_same_v<Input, __nv_bfloat16>) {
+            first = __uint_as_float(bits << 16);
+            second = __uint_as_float(bits & 0xffff0000);
+        } else {
+            const float2 two = __half22float2(reinterpret_cast<const __half2&>(bits));
+            first = two.x;
+            second = two.y;
+        }
+    }
+};
+
+// One of `Floats`, loaded but not looked at: nothing waits for it before it is needed. It is loaded in
+// halves, which are the same where the dtype has 16 bits: loads that depend on the dtype would wait for each
+// other.
+struct LoadedFloat {
+    const Floats& from;
+    uint16_t low, high;
+
+    __device__ LoadedFloat(const Floats& from, int64_t i, int64_t j = 0) : from(from) {
+        const bool is_float = from.dtype == ScalarType::Float;
+        const char* data = static_cast<const char*>(from.data) +
+                           (i * from.strides[0] + j * from.strides[1]) * (is_float ? 4 : 2);
+        low = *reinterpret_cast<const uint16_t*>(data);
+        high = *reinterpret_cast<const uint16_t*>(data + (is_float ? 2 : 0));
+    }
+    __device__ float value() const {
+        if (from.dtype == ScalarType::Half) return __half2float(__ushort_as_half(low));
+        return __uint_as_float(static_cast<uint32_t>(high) << 16 |
+                               (from.dtype == ScalarType::Float ? low : 0));
+    }
+};
+
+}  // namespace
+
+}  // namespace nwor

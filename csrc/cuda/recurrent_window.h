@@ -1,0 +1,144 @@
+// Family recurrent: the two norms of gated_delta_verify. Before a window's pass over a state its raw keys and
+// queries become what the pass multiplies with, and keys are recorded; behind it, outputs are normed.
+#pragma once
+
+#include <cstdint>
+
+#include "../recurrent.h"
+#include "launch.h"
+#include "recurrent_arithmetic.h"
+#include "recurrent_launch.h"
+#include "recurrent_rows.h"
+#include "recurrent_shared.h"
+
+namespace nwor {
+namespace {
+
+struct VerifyJob {
+    VerifyArguments call;
+    SharedPlaces shared;
+    BlockPlaces blocks;
+    bool is_aligned;  // states, of the slots and of `all_states`
+    bool is_staged;   // states, on their way to registers; then they are aligned
+    const char* report_as;
+};
+
+// What a block has of a request's window: its tokens, for rows of a head.
+struct Window {
+    const BlockPlace& block;
+    const RecurrentRow& row;  // of the plan
+    int64_t first_token;
+    int num_tokens;
+    bool has_norm;
+};
+
+// ---------------------------------------------------------------- keys and queries
+
+// What makes a query or a key one of norm 1. Each of Triton's warps adds up a segment; then come their sums.
+template <int kSegments, int kNeighbours>
+__device__ float norm_factor(const float (&x)[kSegments][kNeighbours]) {
+    float sums[kSegments];
+#pragma unroll
+    for (int s = 0; s < kSegments; ++s) {
+        sums[s] = __fmul_rn(x[s][0], x[s][0]);  // squares of 16-bit floats are exact
+#pragma unroll
+        for (int e = 1; e < kNeighbours; ++e) sums[s] = __fmaf_rn(x[s][e], x[s][e], sums[s]);
+        sums[s] = sum_of_warp(sums[s]);
+    }
+    if constexpr (kSegments == 1) {
+        // x / sqrt(sum), of which div.full makes a product with an approximation of 1 / sqrt(sum).
+        return divide_approx(1.0f, sqrt_approx(__fadd_rn(sums[0], 1e-6f)));
+    } else {
+        const float sum = kSegments == 2 ? __fadd_rn(sums[0], sums[1])
+                                         : __fadd_rn(__fadd_rn(sums[0], sums[kSegments / 2]),
+                                                     __fadd_rn(sums[1], sums[kSegments - 1]));
+        return rsqrt_approx(__fadd_rn(sum, 1e-6f));
+    }
+}
+
+// A token's key as it came, which the warp has in `bits`, and what made its norm 1.
+template <int kWidth, class Input, int kSegments, int kNeighbours>
+__device__ void record_key(const RecurrentRecord& r, const Window& w, int token,
+                           const Input (&bits)[kSegments][kNeighbours], float norm) {
+    const int lane = threadIdx.x % kWarp;
+    Input* keys = reinterpret_cast<Input*>(r.keys) +
+                  r.key_offset(w.row.target, w.row.next_half(), token, w.block.key_head);
+#pragma unroll
+    for (int s = 0; s < kSegments; ++s)
+#pragma unroll
+        for (int e = 0; e < kNeighbours; ++e) {
+            const int place = (s * kWarp + lane) * kNeighbours + e;
+            if (place < kWidth) keys[place] = bits[s][e];
+        }
+    if (lane == 0) r.norms[r.norm_offset(w.row.target, w.row.next_half(), token, w.block.key_head)] = norm;
+}
+
+// From raw keys and queries, which have come, to what the window works with: a warp has one at a time. Keys
+// are recorded.
+template <class State, class Input, int kWidth>
+__device__ void scale_window(const VerifyJob& job, const Window& w) {
+    constexpr int kPadded = Rows<State, kWidth>::kPadded;
+    constexpr int kSegments = kWidth == 96 ? 1 : kWidth < 128 ? kWidth / kWarp : 4;
+    constexpr int kNeighbours = kPadded / kWarp / kSegments;  // elements of one lane
+    const VerifyArguments& c = job.call;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    for (int i = warp; i < 2 * w.num_tokens; i += warps) {
+        const int token = i / 2;
+        const bool of_key = i % 2 == 0;
+        const Input* raw =
+            shared_at<Input>(of_key ? job.shared.raw_keys : job.shared.raw_queries) + token * kWidth;
+        Input bits[kSegments][kNeighbours];
+        float x[kSegments][kNeighbours];
+#pragma unroll
+        for (int s = 0; s < kSegments; ++s)
+#pragma unroll
+            for (int e = 0; e < kNeighbours; ++e) {
+                const int place = (s * kWarp + lane) * kNeighbours + e;
+                if (place < kWidth) bits[s][e] = raw[place];
+                x[s][e] = place < kWidth ? to_float(bits[s][e]) : 0.0f;
+            }
+        const float factor = c.use_qk_l2norm ? norm_factor(x) : 1.0f;
+        float* to = shared_at<float>(of_key ? job.shared.keys : job.shared.queries) + token * kPadded;
+#pragma unroll
+        for (int s = 0; s < kSegments; ++s)
+#pragma unroll
+            for (int e = 0; e < kNeighbours; ++e) {
+                float scaled = __fmul_rn(x[s][e], factor);
+                if (!of_key) scaled = __fmul_rn(scaled, c.scale);
+                to[shared_place<State, kWidth>((s * kWarp + lane) * kNeighbours + e)] = scaled;
+            }
+        if (of_key && w.block.leads_key_head) record_key<kWidth>(c.record, w, token, bits, factor);
+    }
+}
+
+// ---------------------------------------------------------------- outputs
+
+// A warp has a token. Its outputs were rounded, as those of a kernel without the norm.
+template <class Input>
+__device__ void norm_outputs(const VerifyJob& job, const Window& w) {
+    const VerifyArguments& c = job.call;
+    const BlockPlace& block = w.block;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    const float* weights = shared_at<float>(job.shared.weights);
+    for (int token = warp; token < w.num_tokens; token += warps) {
+        const Input* outputs = shared_at<Input>(job.shared.outputs) + token * block.num_values;
+        const Input* gates = shared_at<Input>(job.shared.gates) + token * block.num_values;
+        float sum = 0.0f;
+        for (int i = lane; i < block.num_values; i += kWarp) {
+            const float o = to_float(outputs[i]);
+            sum = __fmaf_rn(o, o, sum);
+        }
+        sum = sum_of_warp(sum);
+        const float factor = rsqrt_approx(sum / static_cast<float>(block.num_values) + c.norm_eps);
+        Input* out = reinterpret_cast<Input*>(c.out.data) + c.out.offset(w.first_token + token, block.head);
+        for (int i = lane; i < block.num_values; i += kWarp) {
+            const float z = to_float(gates[i]);
+            const float gate = c.gate_activation == GateActivation::kSilu ? z * sigmoid(z) : sigmoid(z);
+            set(out + i, to_float(outputs[i]) * factor * weights[i] * gate);
+        }
+    }
+}
+
+}  // namespace
+
+}  // namespace nwor
