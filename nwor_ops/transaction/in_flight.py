@@ -145,10 +145,16 @@ class InFlightManager(DraftCommitManager):
         Args:
             deferred: what :meth:`defer` returned.
             requests: places in that window's batch.
+
+        Raises:
+            RuntimeError: it was settled, cancelled or forgotten before.
+            ValueError, TypeError: a place that is none of that batch's; nothing is undone.
         """
         self._require_waiting("undo", deferred)
+        last = deferred.num_requests - 1
+        places = [validation.integer("undo: requests", request, 0, last) for request in requests]
         buffers, rows = self.buffers, self._rows(deferred.section)
-        ended = numbers_on(self.device, list(requests))
+        ended = numbers_on(self.device, places)
         gone = torch.zeros_like(buffers.row_rejected)
         torch.any(buffers.row_requests[rows].unsqueeze(1) == ended, 1, out=gone[rows])
         self._restore(deferred.section, gone)

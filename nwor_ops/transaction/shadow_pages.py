@@ -125,6 +125,11 @@ class ShadowPages(BoundToMemory):
                 f"allocate: group {group!r} must have {self.blocks_per_group} shadow pages "
                 f"(num_shadow_blocks) from page {first} on, it has {num_blocks} pages"
             )
+        if self.blocks_per_group == num_blocks:
+            raise ValueError(
+                f"allocate: group {group!r} must have pages for requests beside its {num_blocks} shadow pages "
+                "(num_shadow_blocks), it has none"
+            )
         return torch.arange(first, first + self.blocks_per_group, dtype=torch.int32)
 
     def redirects(self, window: Window, slot_mappings: list[Tensor]) -> Redirects:

@@ -234,6 +234,9 @@ def test_the_protocol_is_enforced() -> None:
     deferred = layers.run(first)
     with pytest.raises(TypeError, match="num_rejected must have dtype"):
         layers.manager.settle(deferred, first.num_rejected.float())
+    for request in (-1, len(FIRST)):
+        with pytest.raises(ValueError, match=f"undo: requests must be at (least 0|most 2), got {request}"):
+            layers.manager.undo(deferred, [0, request])
     layers.manager.settle(deferred, first.num_rejected)
     for call in (
         lambda: layers.manager.settle(deferred, first.num_rejected),
