@@ -297,9 +297,9 @@ class DraftCommitManager(Stateful[Layer]):
             name: a registered layer whose planes hold a key and a value.
             key, value, kv_cache_dtype: as in :func:`nwor_ops.write_kv`.
             slot_mapping: likewise; the window's own of this layer's group, or a part of it from ``token_offset`` on.
-                Nothing compares them: a draft that is written elsewhere is not undone there, and the slot that
-                the window has for it gets what was logged elsewhere. In mode ``"stage"`` the very tensor, or a view
-                of it, not a copy from before begin, which is not redirected.
+                Only debug mode (``VLLM_NWOR_DEBUG_SYNC=1``) compares them: a draft that is written elsewhere is not
+                undone there, and the slot that the window has for it gets what was logged elsewhere. In mode
+                ``"stage"`` the very tensor, or a view of it, not a copy from before begin, which is not redirected.
             k_scale, v_scale: likewise; None = 1.
             token_offset: place in the batch of the first token of ``slot_mapping`` (micro-batches).
 

@@ -84,6 +84,11 @@ def is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def waits_for_checks(tensor: Tensor) -> bool:
+    """Whether what a tensor holds may be looked at for a check's sake: eagerly, in debug mode."""
+    return _DEBUG_SYNC and not torch.compiler.is_compiling() and not is_capturing(tensor)
+
+
 def raises_behind_launches(tensor: Tensor) -> bool:
     """Whether an op on this tensor may raise what its kernel met, when the kernel has run: on CUDA in debug mode."""
-    return _DEBUG_SYNC and tensor.is_cuda and not is_capturing(tensor)
+    return tensor.is_cuda and waits_for_checks(tensor)

@@ -16,6 +16,7 @@ from nwor_ops.kv_cache import Plane, PlaneList
 from nwor_ops.torch_fixes import static, static_int
 from nwor_ops.transaction.layers import Layer, LayerClass, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Redirects
+from nwor_ops.transaction.state import waits_for_checks
 from nwor_ops.transaction.window import Window, WindowBuffers
 from nwor_ops.validation import BoundToMemory
 
@@ -117,6 +118,7 @@ class UndoLog(BoundToMemory):
         v_scale: Tensor,
         kv_cache_dtype: str,
     ) -> None:
+        self._check_slots("write", layer, log_rows, slot_mapping)
         log = self.of_layer(layer)
         assert log.key_value is not None
         key_cache, value_cache, key_log, value_log = log.key_value
@@ -126,12 +128,27 @@ class UndoLog(BoundToMemory):
         )  # fmt: skip
 
     def log(self, layer: Layer, log_rows: Tensor, slot_mapping: Tensor) -> None:
+        self._check_slots("log", layer, log_rows, slot_mapping)
         log = self.of_layer(layer)
         last = len(layer.cache.planes) - 1
         for index, plane in enumerate(layer.cache.planes):
             # Only the last plane marks the rows: a layer counts as logged when all of it is.
             marks = (self._buffers.window_id, log.row_windows) if index == last else (None, None)
             ops.log_slots(plane.view, slot_mapping, log_rows, log.logs[index], plane.page_offsets, *marks)
+
+    def _check_slots(self, method: str, layer: Layer, log_rows: Tensor, slot_mapping: Tensor) -> None:
+        """In debug mode: a draft is undone where the window has it, so there it must be written."""
+        if not waits_for_checks(slot_mapping) or slot_mapping.device != log_rows.device:
+            return
+        rows = log_rows[: slot_mapping.shape[0]]
+        tokens = (rows >= 0).nonzero().squeeze(1)
+        group = layer.layer_class.group
+        planned = self._buffers.row_slots[self._layers.groups.index(group)][rows[tokens].to(torch.int64)]
+        for token in tokens[slot_mapping[tokens] != planned].tolist():
+            raise ValueError(
+                f"{method}: slot_mapping must have the slots of the window's slot_mappings[{group!r}], got slot "
+                f"{int(slot_mapping[token])} for the draft at place {token}, which has another one there"
+            )
 
     def close(self, window: Window, redirects: Redirects, first: int = 0, num_drafts: int | None = None) -> None:
         buffers = self._buffers

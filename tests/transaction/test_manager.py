@@ -424,6 +424,32 @@ def test_longer_keys_than_slots():
     transactions.assert_as_expected()
 
 
+@pytest.mark.parametrize("start", [0, 5])
+def test_debug_mode_compares_the_slots(start, monkeypatch):
+    """A draft that is written elsewhere than the window says is found before anything is; any other token may be."""
+    monkeypatch.setattr(nwor_ops.transaction.state, "_DEBUG_SYNC", True)
+    transactions = Transactions()
+    batch = transactions.batch(MIXED)
+    transactions.manager.begin(batch.window)
+    for name in transactions.caches:
+        group = transactions.group_of[name]
+        elsewhere, views = batch.slots[group].clone(), [plane.view for plane in transactions.caches[name].planes]
+        before = memory(views)
+        place = batch.drafted[-1]
+        elsewhere[place] += 1
+        rows = tuple(plane_rows[start:] for plane_rows in transactions.rows(name, batch.num_tokens))
+        sentence = (
+            rf"^(write|log): slot_mapping must have the slots of the window's slot_mappings\['{group}'\], got slot "
+            rf"{elsewhere[place]} for the draft at place {place - start}, which has another one there"
+        )
+        with pytest.raises(ValueError, match=sentence):
+            transactions.write(name, rows, elsewhere[start:], token_offset=start)
+        assert all(map(torch.equal, before, memory(views)))
+    transactions.forward(batch, batch.rejected)
+    commit(transactions, batch)
+    transactions.assert_as_expected()
+
+
 @pytest.mark.parametrize("cuts", [(3,), (7,), (2, 7, 8), (9,), (11, 17)])
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
 def test_micro_batches(cuts, end):

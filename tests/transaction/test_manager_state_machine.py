@@ -189,12 +189,12 @@ class Engine(RuleBasedStateMachine):
                 self.counts[name] += len(batch.drafted) if count is None else count
 
     def refused(self, parts: list[tuple[Request, Part]]) -> None:
-        """More drafts than rows, which only the op finds: no window, nothing changed."""
+        """More drafts than rows, which the host was not told: no window, nothing changed."""
         count = sum(part.given + part.drafts for _, part in parts)
         slots = {group: [-1] * count for group in self.free}
         batch = make_batch([part for _, part in parts], slots, num_draft_tokens_known=False)
         batch.window = self.with_tables(batch.window, parts, 0)
-        with pytest.raises(ValueError, match="row_slots"):
+        with pytest.raises(ValueError, match=rf"begin: window must have at most {MAX_LOG_ROWS} drafts"):
             self.manager.begin(batch.window)
 
     def forward_goes_on(self) -> bool:
