@@ -62,6 +62,7 @@ class InFlightManager(DraftCommitManager):
             raise ValueError(f"InFlightManager: mode must be cow, got {self.mode!r}: shadow pages serve one window")
         self._waiting: dict[int, Deferred] = {}  # by section
         self._settling: set[int] = set()  # sections of those that are judged, counted, and not all undone yet
+        self._cancelling: set[int] = set()  # sections of those whose cancel_deferred has begun
         self._section = 0  # of the open window
 
     @property
@@ -123,20 +124,28 @@ class InFlightManager(DraftCommitManager):
         finishes it, and its argument is not asked.
 
         Raises:
-            RuntimeError: it was settled, cancelled or forgotten before.
+            RuntimeError: it was settled, cancelled or forgotten before, or a :meth:`cancel_deferred` of it has begun and
+                failed.
             ValueError, TypeError: as :func:`nwor_ops.reject_rows_from_rejected`.
         """
         self._require_waiting("settle", deferred)
         section, buffers, rejected = deferred.section, self.buffers, self.buffers.row_rejected
+        if section in self._cancelling:  # what it has undone is not to be kept
+            raise RuntimeError(
+                "settle: the window must not be one whose cancel_deferred() has begun; call that again, or forget()"
+            )
         if section not in self._settling:
-            ops.reject_rows_from_rejected(
-                num_rejected, self._starts[section][: deferred.num_requests + 1], rejected[self._rows(section)],
-                buffers.num_accepted, buffers.counters,
-            )  # fmt: skip
-            self._settling.add(section)
+            self._judged = False
+            try:
+                self._judge(
+                    ops.reject_rows_from_rejected, num_rejected, self._starts[section][: deferred.num_requests + 1],
+                    rejected[self._rows(section)], buffers.num_accepted, buffers.counters,
+                )  # fmt: skip
+            finally:
+                if self._judged:
+                    self._settling.add(section)
         self._restore(section, rejected)
-        self._settling.remove(section)
-        del self._waiting[section]
+        self._remove(section)
 
     def undo(self, deferred: Deferred, requests: Iterable[int]) -> None:
         """Put back what the drafts of some requests overwrote, at once and whatever the verdict will be: their slots
@@ -171,10 +180,11 @@ class InFlightManager(DraftCommitManager):
         self._leave()
 
     def cancel_deferred(self, deferred: Deferred) -> None:
-        """As :meth:`cancel`, of a window in flight. If this raises, it waits on."""
+        """As :meth:`cancel`, of a window in flight. If this raises, it waits on, for another one or a :meth:`forget`."""
         self._require_waiting("cancel_deferred", deferred)
+        self._cancelling.add(deferred.section)
         self._undo_all(deferred.section)
-        del self._waiting[deferred.section]
+        self._remove(deferred.section)
 
     def abandon(self) -> None:
         """Close the open window without undoing anything, now or later."""
@@ -186,7 +196,7 @@ class InFlightManager(DraftCommitManager):
         """As :meth:`abandon`, of a window in flight."""
         self._require_waiting("forget", deferred)
         self._take_back_verdict(deferred.section)
-        del self._waiting[deferred.section]
+        self._remove(deferred.section)
         self._abandoned += 1
 
     def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> None:
@@ -207,6 +217,12 @@ class InFlightManager(DraftCommitManager):
         # A graph that is replayed in a step without drafts must log nothing: it would over rows that wait.
         self.buffers.log_rows.fill_(-1)
         self._end()
+
+    def _remove(self, section: int) -> None:
+        """The window waits no more."""
+        del self._waiting[section]
+        self._settling.discard(section)
+        self._cancelling.discard(section)
 
     def _undo_all(self, section: int) -> None:
         buffers, rows = self.buffers, self._rows(section)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from faults import Lost, fail_at
+from faults import Lost, fail_at, raising_behind
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import KINDS, Batch, Request, Transactions, distinct_slots, make_batch, one_thread  # noqa: F401
 
+import nwor_ops.transaction.manager
 from nwor_ops.transaction.in_flight import Deferred, InFlightManager
 
 FIRST = (Request(3), Request(1, 4, 2), Request(1, 3, 0))
@@ -179,6 +180,40 @@ def test_a_settlement_that_failed_counts_no_draft_twice(then: str) -> None:
     stats, counted = manager.stats(), [] if then == "forget" else second.drafted
     assert stats.rejected == len(first.rejected) + len(lost)
     assert stats.accepted == len(first.drafted) - len(first.rejected) + len(counted) - len(lost)
+
+
+def test_a_settlement_that_was_judged_when_it_raised_counts_no_draft_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA in debug mode, where a launch is made and raises behind itself."""
+    monkeypatch.setattr(nwor_ops.transaction.manager, "raises_behind_launches", lambda counters: True)
+    layers = InFlight(windows=2)
+    first, _ = layers.batches(FIRST, SECOND)
+    deferred = layers.run(first)
+    with raising_behind(IndexError), pytest.raises(IndexError, match="reject_rows_from_rejected: met behind"):
+        layers.manager.settle(deferred, first.num_rejected)
+    layers.manager.settle(deferred, torch.zeros_like(first.num_rejected))
+    layers.assert_as_expected()
+    assert layers.manager.stats().rejected == len(first.rejected)
+
+
+@pytest.mark.parametrize("judged", [False, True])
+def test_a_window_whose_cancellation_has_begun_is_not_settled(judged: bool) -> None:
+    """Accepted drafts are undone in the layers that it came to: to keep them in the others would be neither."""
+    layers = InFlight(windows=2)
+    first, _ = layers.batches(FIRST, SECOND)
+    manager, deferred = layers.manager, layers.run(first, lost=first.drafted)
+    if judged:
+        with fail_at(1, lasting=True), pytest.raises(Lost):
+            manager.settle(deferred, first.num_rejected)
+    with fail_at(1, lasting=True), pytest.raises(Lost):
+        manager.cancel_deferred(deferred)
+    with pytest.raises(RuntimeError, match=r"settle: .* whose cancel_deferred\(\) has begun; call that again"):
+        manager.settle(deferred, first.num_rejected)
+    manager.cancel_deferred(deferred)
+    layers.assert_as_expected()
+    assert (manager.stats().rejected, manager.stats().accepted) == (len(first.drafted), 0)
+    [again] = layers.batches(FIRST, seed=1)  # in the same section
+    manager.settle(layers.run(again), again.num_rejected)
+    layers.assert_as_expected()
 
 
 def test_an_abandoned_window_keeps_its_rows() -> None:
