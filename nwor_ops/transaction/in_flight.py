@@ -124,7 +124,7 @@ class InFlightManager(DraftCommitManager):
         finishes it, and its argument is not asked.
 
         Raises:
-            RuntimeError: it was settled, cancelled or forgotten before, or a :meth:`cancel_deferred` of it has begun and
+            RuntimeError: it was settled, cancelled or forgotten before, or its :meth:`cancel_deferred` has begun and
                 failed.
             ValueError, TypeError: as :func:`nwor_ops.reject_rows_from_rejected`.
         """
@@ -180,7 +180,7 @@ class InFlightManager(DraftCommitManager):
         self._leave()
 
     def cancel_deferred(self, deferred: Deferred) -> None:
-        """As :meth:`cancel`, of a window in flight. If this raises, it waits on, for another one or a :meth:`forget`."""
+        """As :meth:`cancel`, of a window in flight. If this raises, it waits on, for another one or for :meth:`forget`."""
         self._require_waiting("cancel_deferred", deferred)
         self._cancelling.add(deferred.section)
         self._undo_all(deferred.section)
