@@ -10,8 +10,8 @@ ops: any mutating custom op meets them. Here they would write over a neighbour's
 
 A third one cannot be corrected here: of a view that is mutated Inductor forgets an offset that is a symbol
 (pytorch/pytorch#198068), so with ``dynamic=True`` every layer would log into the rows of the first. What is traced for
-an object of this library has no such symbols: its tensors go through :func:`static`, its numbers
-through :func:`static_int`.
+an object of this library has no such symbols: its tensors go through :func:`static`, its numbers through
+:func:`static_int`.
 
 A torch that does right is left alone. What others compile in the same process changes in this alone: what was written
 to a wrong place is written to the right one.

@@ -180,7 +180,7 @@ class InFlightManager(DraftCommitManager):
         self._leave()
 
     def cancel_deferred(self, deferred: Deferred) -> None:
-        """As :meth:`cancel`, of a window in flight. If this raises, it waits on, for another one or for :meth:`forget`."""
+        """As :meth:`cancel`, of a window in flight. If this raises, it waits on, for another or a :meth:`forget`."""
         self._require_waiting("cancel_deferred", deferred)
         self._cancelling.add(deferred.section)
         self._undo_all(deferred.section)

@@ -50,7 +50,7 @@ class Connector:
 
     Attributes:
         reads: when, and what.
-        shown: the test that shows it; empty: vLLM's source was read, it was not run.
+        shown: the test that shows it, or what else does; empty: vLLM's source was read, it was not run.
         in_order: it reads on the main stream, or behind an event there, and of what a step computes only behind that
             step's forward. Else at any time after a request's end.
         layer_wise: it may export a layer from inside its attention op.
@@ -84,7 +84,8 @@ CONNECTORS = {
         "`test_connectors_gpu.py`", partial_tails=True),
     "SimpleCPUOffloadConnector": Connector(
         "at `wait_for_save`, behind an event: full blocks, at a hybrid request's end a partial one", _LOADS),
-    "LMCacheMPConnector": Connector("at `wait_for_save`, behind an event: full chunks"),
+    "LMCacheMPConnector": Connector(
+        "at `wait_for_save`, behind an event: full chunks", "no test; by hand on a CPU, vLLM 0.32"),
     "LMCacheConnectorV1": Connector(
         "at `wait_for_save`, or in attention: full chunks", layer_wise=True, loads_any_time=False,
         shown="`test_connectors_gpu.py`, tokens not compared"),

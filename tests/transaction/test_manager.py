@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from layouts import Shape, make_pages, memory
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import (  # noqa: F401
@@ -620,7 +621,7 @@ def test_tensors_without_data_pass_through(kind, window):
 # ---------------------------------------------------------------- compiled
 
 
-def compiled_forward(transactions: Transactions, read: bool, backend: str, dynamic: bool | None):
+def compiled_forward(transactions: Transactions, read: bool, backend, dynamic: bool | None):
     def forward(rows_of, slots_of):
         outputs = []
         for name, cache in transactions.caches.items():
@@ -672,6 +673,27 @@ def test_compiled(kinds, backend, dynamic, read):
                 assert memory(output[:-2].clone())[0].equal(memory(written.clone())[0])
         commit(transactions, batch)
         transactions.assert_as_expected()
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["", "dynamic"])
+def test_the_number_of_tokens_stays_a_symbol(dynamic):
+    """Where it is marked as one, whatever sizes of caches it meets: 16 blocks, 4 slots in each."""
+    torch.compiler.reset()
+    transactions = Transactions(["packed", "one_backing"])
+    counter = CompileCounterWithBackend("eager")
+    forward = compiled_forward(transactions, False, counter, dynamic)
+    for seed, num_tokens in enumerate((16, 4, 17)):
+        batch = transactions.batch([Request(num_tokens - 2, 2, 1)], seed=seed)
+        rows = {name: transactions.rows(name, num_tokens) for name in transactions.caches}
+        for tensor in itertools.chain(batch.slots.values(), *rows.values()):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        transactions.manager.begin(batch.window)
+        forward(rows, batch.slots)
+        for name in transactions.caches:
+            transactions.expect(name, rows[name], batch.slots[transactions.group_of[name]], batch.rejected)
+        commit(transactions, batch)
+        transactions.assert_as_expected()
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
