@@ -6,6 +6,7 @@ op is called on its device: then the sentence says what to do.
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import re
 from collections.abc import Callable
@@ -53,6 +54,15 @@ def check_torch() -> None:
         raise ImportError(
             f"nwor_ops needs torch >= {STABLE_ABI_TARGET} (its kernels use that version of the "
             f"LibTorch stable ABI), found torch {torch.__version__}; upgrade torch"
+        )
+
+
+def check_fakes() -> None:
+    """They are elsewhere in a source tree, which Python takes for the package where it runs in that folder."""
+    if importlib.util.find_spec("nwor_ops.meta") is None:
+        raise ImportError(
+            f"nwor_ops was found in {FOLDER}, a source tree that is not installed; run Python in another folder if "
+            "nwor_ops is installed, or install this tree in place: pip install --no-build-isolation --no-deps -e ."
         )
 
 
@@ -124,6 +134,7 @@ def loaded_libraries() -> tuple[CompiledLibrary, ...]:
     """Both libraries, loaded at the first call (the import of ``nwor_ops``). Every device without kernels
     gets its sentence."""
     check_torch()
+    check_fakes()
     libraries = (_load("cpu", "CPU"), _load("cuda", "CUDA"))
     missing = {library.dispatch_key: library.problem for library in libraries if library.problem}
     for key, device in _DEVICES.items():

@@ -92,6 +92,18 @@ def test_wheel(tmp_path: pathlib.Path) -> None:
     assert not [name for name in names if name.startswith(("meta/", "tests/", "csrc/"))]
 
 
+def test_a_source_tree_in_the_place_of_the_package_is_named(tmp_path: pathlib.Path) -> None:
+    """Python looks in its own folder first: there a checkout has no fakes, and an installed nwor_ops is not seen."""
+    shutil.copytree(ROOT / "nwor_ops", tmp_path / "nwor_ops", ignore=shutil.ignore_patterns("meta", "*.so"))
+    done = python(
+        "import sys\n"
+        "sys.meta_path[:] = [finder for finder in sys.meta_path if 'ditable' not in repr(finder)]\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import nwor_ops"
+    )
+    assert f"ImportError: nwor_ops was found in {tmp_path / 'nwor_ops'}, a source tree that is not" in done.stderr
+
+
 # ---------------------------------------------------------------- versions
 
 
