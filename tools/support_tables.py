@@ -6,9 +6,9 @@ python tools/support_tables.py
 from __future__ import annotations
 
 import collections
-import json
 import pathlib
 import re
+import sys
 from collections.abc import Iterable
 
 from nwor_ops.vllm.layers.back_ends import CPU_IMPL, LATENT_IMPLS, PACKED_IMPLS
@@ -30,6 +30,9 @@ from nwor_ops.vllm.support import (
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "vllm.md"
+sys.path.append(str(ROOT / "benchmarks"))
+
+import results  # noqa: E402
 
 
 def _row(*cells: str) -> str:
@@ -111,15 +114,8 @@ def parallel() -> str:
 
 def entries() -> dict[str, dict[str, dict[str, str]]]:
     """What came of the GPU cases by machine and name, each with the day and the commit of its run."""
-    found: dict[str, dict[str, dict[str, str]]] = {}
-    for file in sorted((ROOT / "benchmarks" / "results").glob("*/engines.jsonl")):
-        ran: dict[str, str] = {}
-        for entry in map(json.loads, file.read_text().splitlines()):
-            if "outcome" in entry:
-                found.setdefault(file.parent.name, {})[entry["name"]] = entry | ran
-            else:  # the circumstances of the lines below it
-                ran = {name: entry[name] for name in ("commit", "date")}
-    return found
+    machines = [file.parent.name for file in sorted(results.FOLDER.glob("*/engines.jsonl"))]
+    return {machine: results.read(machine, "engines") for machine in machines}
 
 
 def passed_cases() -> set[str]:
