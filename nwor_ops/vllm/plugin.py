@@ -37,6 +37,7 @@ from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.layers.back_ends import KIMI_HOOKS
 from nwor_ops.vllm.recurrent import plugin as one_state
 from nwor_ops.vllm.recurrent.supported import HOOKS as ONE_STATE_HOOKS
+from nwor_ops.vllm.recurrent.supported import RUNNER_MODULE as V2_RUNNER_MODULE
 from nwor_ops.vllm.runners.base import detach, log_bytes
 from nwor_ops.vllm.runners.pipeline import HOOKS as PIPELINE_HOOKS
 from nwor_ops.vllm.runners.v1 import V1
@@ -175,6 +176,8 @@ def _wrap_runner_module(module: ModuleType) -> None:
 
         return load_model
 
+    if module.__name__ == V2_RUNNER_MODULE:
+        wrap_once(runner_class, "execute_model", one_state.folding_tails)
     wrap_once(runner_class, "load_model", preparing)
     wrap_once(runner_class, "initialize_kv_cache", attaching)
     wrap_once(runner_class, "profile_run", with_room)  # if it is not there, the check of the hooks says so

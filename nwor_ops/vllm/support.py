@@ -328,11 +328,6 @@ STATE = Refusal(
     f"{', '.join(map(str, VALUE_WIDTHS))} (values) wide, of float16, windows of more than 32 tokens, keys of float32",
     one_state="the kernel has no such",
     message="one state per request: {what}")
-CHECKPOINTS = Refusal(
-    "prefix caching with FlashInfer's prefill, which writes states to other blocks in the middle of a prompt",
-    one_state="which of them have something pending would not be known",
-    message="one state per request with prefix caching: FlashInfer's prefill writes states to other blocks in the "
-    "middle of a prompt: --gdn-prefill-backend triton, or --no-enable-prefix-caching")
 GRAPH_MODE = Refusal(
     "decode batches of the target that do not run from FULL graphs (`enforce_eager`, PIECEWISE)",
     draft_graphs="the drafter follows the target",
@@ -414,7 +409,7 @@ REFUSALS = (
             and config.speculative_config.draft_model_config.is_hybrid, one_state=_NOT_TRIED),
     Refusal("HiSparse", "it writes to slots of its own", found=_has("attention_config.hisparse_config"), engines=_CUDA),
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, OTHER_SIZE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER,
-    SPLIT_BLOCKS, COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, TAKEN_CLASS, STATE, CHECKPOINTS,
+    SPLIT_BLOCKS, COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, TAKEN_CLASS, STATE,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
             draft_graphs="TRITON_MLA, FlashMLA and CUTLASS MLA take the first pass for prompts, whose contexts vLLM "
             "0.33 has from bounds on the host; FLASH_ATTN_MLA, with a graph per step, stopped with an illegal memory "
@@ -682,12 +677,6 @@ def check_registered(registered: type | None, layer: str, ours: str) -> None:
     """Is the class that vLLM would make in the place of a layer's none, or ours (a module)?"""
     if registered is not None and registered.__module__ != ours:
         raise TAKEN_CLASS.because(registered=f"{registered.__module__}.{registered.__qualname__}", layer=layer)
-
-
-def check_prefill(backend: str) -> None:
-    """Does a prefill back end leave states alone but for the one that it ends with?"""
-    if backend == "flashinfer":
-        raise CHECKPOINTS.because()
 
 
 def check_passes(pass_config: Any) -> None:

@@ -29,6 +29,7 @@ from nwor_ops.vllm.audit.undo import AuditError
 from nwor_ops.vllm.recurrent import plugin, supported
 from nwor_ops.vllm.recurrent.align import PER_STATE, AlignedStates
 from nwor_ops.vllm.recurrent.audit import StateAudit
+from nwor_ops.vllm.recurrent.blocks import BlockOwners
 from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests, new_cursors
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.support import ONE_STATE, ONE_STATE_MODELS, REFUSALS, Unsupported, check_one_state
@@ -202,12 +203,10 @@ def test_the_geometry_of_kimi_linear_has_a_decay_for_each_channel(monkeypatch: p
 
 
 def test_the_geometry_of_olmo_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its prefill there is one; what Qwen's would choose is not asked."""
     config = engine(**OLMO, cache_config__mamba_cache_mode="align")
     config.parallel_config.tensor_parallel_size = 2
     assert RecordGeometry.of(config) == RecordGeometry(4, 15, 15, 96, 192, torch.bfloat16)
     monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
-    monkeypatch.setattr(supported, "_prefill_backend", lambda config: "flashinfer")
     assert supported.problem_of(config) is None
     assert supported.kind_of(config) is supported.OLMO
 
@@ -326,7 +325,7 @@ def test_the_audit_compares_each_state_and_finds_a_wrong_byte() -> None:
         layer.verify(window)
         audit.forwarded("after the forward")
     assert audit.summary() == {"steps": 3, "windows": 6, "states_compared": 4, "rows_replayed": 11, "folds": 0,
-                               "prompt_folds": 0}  # fmt: skip
+                               "prompt_folds": 0, "tail_folds": 0, "checkpoints": 0, "checkpoint_hits": 0}  # fmt: skip
     window.open(layer, [2, 2])
     layer.verify(window)
     layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += 1
@@ -346,7 +345,7 @@ def test_states_are_audited_where_attention_cannot_be_watched(monkeypatch: pytes
             return "output"
 
     runner, state = Runner(), plugin.OneState.__new__(plugin.OneState)
-    state._builders, state._aligned = [window], None
+    state._builders, state._aligned, state._owners = [window], None, None
     assert not plugin.audit_alone(runner)
     monkeypatch.setitem(plugin._engines, runner, state)
     for _ in range(2):  # once more: a cache that is bound again
@@ -414,6 +413,205 @@ def test_the_audit_finds_a_record_of_a_former_owner() -> None:
     window.open(layer, [2])
     with pytest.raises(AuditError, match="replays 2 rows that no window of block 5 recorded"):
         audit.forwarded("after the forward")
+
+
+class Checkpoint:
+    """vLLM's metadata of checkpoints, as far as an exporter reads it."""
+
+    def __init__(self, blocks: list[int], offsets: list[int]) -> None:
+        self.state_indices = torch.tensor(blocks, dtype=torch.int32)
+        self.checkpoint_offsets = torch.tensor(offsets, dtype=torch.int32)
+
+
+def exported(layer: Layer, audit: StateAudit) -> tuple[Checkpoint, Tensor, Tensor]:
+    """Write two checkpoints as vLLM does, to blocks 3 and 6. The other rows of the batch have none."""
+    emitted = torch.randn(5, 4, 128, 64, generator=torch.Generator().manual_seed(9))
+    checkpoint, rows = Checkpoint([0, 3, 6, 4], [64, 64, 128, 0]), torch.tensor([0, 1, 4, 0])
+    layer.kv_cache[1][[3, 6]] = emitted[[1, 4]]
+    audit.exported(layer, checkpoint, emitted, rows)
+    return checkpoint, emitted, rows
+
+
+def test_the_audit_compares_each_checkpoint_and_the_requests_that_begin_with_it() -> None:
+    layer, window = Layer(), Window([5], [4])
+    window.group = layer.group
+    audit = StateAudit([window])
+    checkpoint, emitted, rows = exported(layer, audit)
+    assert audit.summary()["checkpoints"] == 2
+    plan = torch.zeros(4, 4, dtype=torch.int32)
+
+    def hit(source: int, target: int) -> None:
+        slots = torch.tensor([[source], [target]], dtype=torch.int32)
+        layer.group.fold(plan, slots[0], slots[1], torch.tensor([1], dtype=torch.int32))
+        audit.folded(layer.group, plan[:1])
+
+    audit.assigned([3, 7])  # a hit and a new block
+    hit(3, 7)
+    assert audit.summary()["checkpoint_hits"] == 1
+    # A wrong byte in the block, before and after the export's own comparison.
+    layer.kv_cache[1].view(torch.uint8)[6, 3, 100, 7] += 1
+    with pytest.raises(AuditError, match=r"in block 2 is not the checkpoint that vLLM wrote to block 6: 1 bytes"):
+        hit(6, 2)
+    with pytest.raises(AuditError, match=r"checkpoint of layer layer in block 6 is not the state .* 128 tokens: 1 byt"):
+        audit.exported(layer, checkpoint, emitted, rows)
+    # The block is given away, and its new owner writes another state.
+    audit.overwritten(layer.group, torch.tensor([6]))
+    hit(6, 2)
+    layer.group.cursors[3, 0] = 2
+    with pytest.raises(AuditError, match=r"checkpoint of layer layer to block 3, where 2 rows of another window"):
+        audit.exported(layer, checkpoint, emitted, rows)
+
+
+def test_the_audit_follows_copied_blocks_and_forgets_those_that_a_connector_may_fill() -> None:
+    layer, window = Layer(), Window([5], [4])
+    window.group = layer.group
+    audit = StateAudit([window])
+    exported(layer, audit)
+    audit._kept["layer", 4] = torch.zeros(0)
+    audit.copied([(3, 7), (4, 3)])
+    assert (sorted(audit._exported), sorted(audit._kept)) == (
+        [("layer", 6), ("layer", 7)],
+        [("layer", 3), ("layer", 4)],
+    )
+    audit.assigned([3, 6, 7])
+    assert (sorted(audit._exported), sorted(audit._kept)) == ([("layer", 6), ("layer", 7)], [("layer", 4)])
+    audit.assigned([6], may_be_loaded=True)
+    assert sorted(audit._exported) == [("layer", 7)]
+
+
+# ---------------------------------------------------------------- blocks that get a new owner
+
+
+class Runner:
+    """vLLM's, as far as blocks are concerned: groups 0 and 2 have one state. It notes which cursors its code sees."""
+
+    def __init__(self, cursors: Tensor, **config: Any) -> None:
+        self.cursors, self.seen = cursors, []
+        self.vllm_config = SimpleNamespace(kv_transfer_config=None, **config)
+        self.req_states = SimpleNamespace(req_id_to_index={"known": 1})
+        counts = numpy.array([[0, 2], [0, 9], [0, 1]], dtype=numpy.int32)
+        self.block_tables = SimpleNamespace(num_blocks=SimpleNamespace(np=counts))
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        self.seen.append(self.cursors[:, 0].tolist())
+
+    update_requests = add_requests
+
+
+def scheduled(new: dict[str, Any], cached: list[Any], copies: Any = None) -> Any:
+    """What vLLM's scheduler says of a step."""
+    requests = [SimpleNamespace(req_id=name, block_ids=blocks) for name, blocks in new.items()]
+    return SimpleNamespace(
+        scheduled_new_reqs=requests,
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=cached),
+        kv_cache_block_copies=copies,
+    )
+
+
+def test_a_block_that_gets_a_new_owner_has_nothing_pending_before_vllm_touches_it() -> None:
+    cursors = torch.tensor([[0, 0], *([4, 1] for _ in range(11))], dtype=torch.int32)
+    runner = Runner(cursors)
+    owners = BlockOwners(runner, [0, 2], cursors)
+    owners.attach()
+    owners.attach()  # a cache that is bound again
+    # One new request: blocks 1 and 2 in group 0, 3 in group 2, the null block. One that vLLM knows: it had 4, 5 and 6.
+    output = scheduled({"new": ([0, 1, 2], [8], [3]), "known": ([4, 5, 7], [8], [6])}, [])
+    runner.add_requests(output)
+    assert runner.seen == [[0, 0, 0, 0, 4, 4, 4, 0, 4, 4, 4, 4]]
+    assert cursors[:, 1].tolist() == [0] + [1] * 11
+    runner.update_requests(scheduled({}, [None, ([9], [8], []), None]))
+    assert runner.seen[1] == [0, 0, 0, 0, 4, 4, 4, 0, 4, 0, 4, 4]
+    # Copies of whole blocks: the rows that are pending in the source are pending in the target, new or not.
+    cursors[10] = torch.tensor([2, 0])
+    runner.update_requests(scheduled({}, [([11], [8], [])], [(10, 11), (1, 5)]))
+    assert runner.seen[2] == [0, 0, 0, 0, 4, 4, 4, 0, 4, 0, 2, 0]
+    assert cursors[[1, 5, 10, 11]].tolist() == [[0, 1], [0, 1], [2, 0], [2, 0]]
+
+
+def test_the_audit_hears_of_new_owners_and_copies() -> None:
+    layer, window = Layer(), Window([5], [4])
+    window.group = layer.group
+    runner = Runner(layer.group.cursors)
+    owners = BlockOwners(runner, [0], layer.group.cursors)
+    owners.attach()
+    owners.audit = audit = StateAudit([window])
+    window.open(layer, [1])
+    layer.verify(window)
+    audit.forwarded("after the forward")
+    runner.update_requests(scheduled({}, [], [(5, 2)]))
+    assert sorted(audit._kept) == [("layer", 2), ("layer", 5)]
+    # Block 5 goes to another request. Its former owner's rows are not in that one's state, and no audit expects them.
+    before = layer.kv_cache[1][5].clone()
+    runner.add_requests(scheduled({"new": ([5],)}, []))
+    assert sorted(audit._kept) == [("layer", 2)]
+    window.open(layer, [1])
+    layer.verify(window)
+    assert torch.equal(layer.kv_cache[1][5], before)
+    audit.forwarded("after the forward")
+    # Without the wrapper the audit finds the foreign row.
+    Runner.add_requests(runner, scheduled({"new": ([5],)}, []))
+    audit.assigned([5])
+    window.open(layer, [1])
+    layer.verify(window)
+    with pytest.raises(AuditError, match="replays 1 rows that no window of block 5 recorded"):
+        audit.forwarded("after the forward")
+
+
+# ---------------------------------------------------------------- the ends of prompts
+
+
+@pytest.mark.parametrize("audited", [False, True])
+def test_the_end_of_a_prompt_that_ran_as_a_window_is_folded_by_one_row(audited: bool) -> None:
+    """Requests 0 and 2 of the batch are ends of prompts, padded with placeholder drafts; request 1 decodes."""
+    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+
+    layer, window = Layer(), Window([5, 2, 6], [4, 3, 4])
+    window.open(layer, [1, 1, 1])
+    layer.verify(window)
+    truth = layer.all_states.clone()
+    builder: Any = OneStateMetadataBuilder.__new__(OneStateMetadataBuilder)
+    builder._batch_slots, builder._group, builder.plan = window.slots, layer.group, window.plan
+    builder._fold_plan, builder.starts, builder.slots = torch.zeros_like(window.plan), window.starts, window.slots
+    builder._has_planned = True
+    state = plugin.OneState.__new__(plugin.OneState)
+    state._builders, state.folds_tails, state.audit = [builder], True, None
+    if audited:
+        state.audit = builder.audit = StateAudit([builder])
+
+    class V2Runner:
+        execute_model_state: Any = None
+
+        @plugin.folding_tails
+        def execute_model(self, tails: Any) -> str:
+            if tails is not None:
+                batch = SimpleNamespace(prefill_runs_as_decode_np=tails)
+                self.execute_model_state = SimpleNamespace(input_batch=batch)
+            return "output"
+
+    runner = V2Runner()
+    ends = numpy.array([True, False, True])
+    assert runner.execute_model(ends) == "output"  # an engine without one state
+    plugin._engines[runner] = state
+    runner.execute_model_state = None
+    runner.execute_model(None)  # a step without a forward
+    runner.execute_model(numpy.zeros(3, dtype=bool))
+    state.folds_tails = False
+    runner.execute_model(ends)
+    assert layer.group.cursors[[5, 2, 6], 0].tolist() == [4, 3, 4]
+    state.folds_tails = True
+    runner.execute_model(ends)
+    assert layer.group.cursors[[5, 2, 6], 0].tolist() == [0, 3, 0]
+    # The states after the first token of each window; the other request's state is the one of before.
+    for slot, first in ((5, 0), (6, 7)):
+        assert torch.equal(layer.kv_cache[1][slot], truth[first])
+    if audited:
+        assert state.audit.summary()["tail_folds"] == 2
+    # The next window applies nothing to the folded states.
+    folded = layer.kv_cache[1][[5, 6]].clone()
+    window.open(layer, [1, 2, 1])
+    layer.verify(window)
+    assert torch.equal(layer.kv_cache[1][[5, 6]], folded)
+    assert torch.equal(layer.kv_cache[1][2], truth[5])
 
 
 def test_a_fold_leaves_nothing_pending() -> None:
@@ -648,18 +846,6 @@ def test_every_refusal_of_a_configuration_is_tried_above() -> None:
 def test_this_vllm_is_refused_by_its_version() -> None:
     with pytest.raises(RuntimeError, match=r"nwor: vLLM 0\.32.* is not supported for one state; supported is 0\.33"):
         plugin.prepare(engine(), logging.getLogger("nwor"))
-
-
-@pytest.mark.usefixtures("any_vllm")
-def test_prefix_caching_needs_a_prefill_that_leaves_other_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = engine(cache_config__mamba_cache_mode="align")
-    monkeypatch.setattr(supported, "_prefill_backend", lambda config: "triton")
-    assert supported.problem_of(config) is None
-    monkeypatch.setattr(supported, "_prefill_backend", lambda config: "flashinfer")
-    with pytest.raises(
-        RuntimeError, match=r"^nwor: one state per request with prefix caching: FlashInfer's prefill wri"
-    ):
-        plugin.prepare(config, logging.getLogger("nwor"))
 
 
 def test_a_geometry_without_kernel_is_refused() -> None:

@@ -1,14 +1,17 @@
-"""Is the one state, after what was accepted was replayed, the state that vLLM would have kept? To the bit, every step.
+"""Checks that the one state of a request is, byte by byte, the state that vLLM would have kept. Every step.
 
-The kernel that verifies a window also gives, where it is asked, the state after each of its tokens as a scheme stores
-it that keeps them all. The next window of the request begins with the replay of what was accepted: what is stored then
-must be what was given for the last accepted token. Nothing else may have touched the state in between.
+On request the kernel that verifies a window also returns the state after each token, as a scheme stores it that keeps
+them all. The next window of the request first applies the accepted rows. The state that this stores must equal the
+state that was returned for the last accepted token, so nothing else may have changed it meanwhile.
+
+vLLM also writes checkpoints: FlashInfer's prefill stores a state from inside a prompt in a block of its own. Such a
+block must hold that state and have nothing pending, now and when a later request begins with it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from nwor_ops.vllm.audit.undo import AuditError
 
 
 class StateAudit:
-    """Compares the states of every window. Waits for the device, and keeps K + 1 states per block: small models.
+    """Compares the states of every window. It waits for the device and keeps K + 1 states per block: small models only.
 
     Args:
         builders: the metadata builders of all groups, bound.
@@ -27,18 +30,33 @@ class StateAudit:
     def __init__(self, builders: Sequence[Any]) -> None:
         self._builders = builders
         self._kept: dict[tuple[str, int], Tensor] = {}  # by layer and block: the states after each token
-        self._counts = Counter(steps=0, windows=0, states_compared=0, rows_replayed=0, folds=0, prompt_folds=0)
+        self._exported: dict[tuple[str, int], Tensor] = {}  # likewise: the state of a checkpoint
+        self._counts = Counter(
+            steps=0,
+            windows=0,
+            states_compared=0,
+            rows_replayed=0,
+            folds=0,
+            prompt_folds=0,
+            tail_folds=0,
+            checkpoints=0,
+            checkpoint_hits=0,
+        )
 
     def summary(self) -> dict[str, int]:
-        """Steps with windows, windows, states compared (by layer), rows that windows replayed, folds between blocks and
-        before the tokens of a prompt."""
+        """Return the counts.
+
+        Steps with windows, windows, states compared (by layer), rows that windows applied, folds between blocks,
+        before the tokens of a prompt and after its last one, checkpoints that vLLM exported (by layer), and how often
+        a request began with the state of a checkpoint (by layer).
+        """
         return dict(self._counts)
 
     def forwarded(self, moment: str) -> None:
-        """After the forward of a step, and again before sampling.
+        """Compare the windows of a step: after its forward, and again before sampling.
 
         Raises:
-            AuditError: a state is not what it should be, or a request of the batch has no window.
+            AuditError: a state is wrong, or a request of the batch has no window.
         """
         ran = [builder for builder in self._builders if builder.take_planned()]
         self._counts["steps"] += bool(ran)
@@ -49,7 +67,7 @@ class StateAudit:
                     rows, half = builder.group.cursors[slot].tolist()
                     raise AuditError(
                         f"nwor audit: the request in block {slot} was left out of its window of {end - start} tokens: "
-                        f"the count of its accepted tokens, or its cursor ({rows} rows in half {half}), cannot be"
+                        f"the count of its accepted tokens, or its cursor ({rows} rows in half {half}), is invalid"
                     )
                 if target:
                     self._compare(builder.group, source, rows, target)
@@ -59,15 +77,80 @@ class StateAudit:
                     self._counts["rows_replayed"] += rows
 
     def folded(self, group: Any, plan: Tensor, counted: str = "folds") -> None:
-        """Behind a fold: of a window that is pending, or of none, which is a copy. ``counted``: as what.
+        """Compare the targets of a fold. A fold of no rows is a copy.
+
+        Args:
+            group: the layers of a KV-cache group.
+            plan: of the fold.
+            counted: the count that it adds to.
 
         Raises:
-            AuditError: as above.
+            AuditError: a state is wrong.
         """
         for source, rows, _, target in plan.tolist():
             if target:
                 self._compare(group, source, rows, target, keep=True)
                 self._counts[counted] += 1
+
+    def exported(self, layer: Any, checkpoint: Any, emitted: Tensor, rows: Tensor | None) -> None:
+        """Compare the checkpoints of one layer that vLLM just wrote.
+
+        Args:
+            layer: with one state per request.
+            checkpoint: vLLM's metadata, with the block and the offset of each.
+            emitted: the states that the prefill kernel computed.
+            rows: of each checkpoint, its place in ``emitted``; None: its own place.
+
+        Raises:
+            AuditError: a block does not hold the emitted state, or has rows pending.
+        """
+        states, cursors = layer.kv_cache[1], self._group_of(layer).cursors
+        blocks, offsets = checkpoint.state_indices.tolist(), checkpoint.checkpoint_offsets.tolist()
+        places = range(len(blocks)) if rows is None else rows.tolist()
+        for block, offset, place in zip(blocks, offsets, places, strict=True):
+            if block <= 0 or offset <= 0:
+                continue
+            if pending := int(cursors[block, 0]):
+                raise AuditError(
+                    f"nwor audit: vLLM wrote a checkpoint of layer {layer.prefix} to block {block}, where {pending} "
+                    f"rows of another window are pending"
+                )
+            wanted = emitted[place].to(states.dtype)
+            if differ := int((_bytes(states[block]) != _bytes(wanted)).sum()):
+                raise AuditError(
+                    f"nwor audit: the checkpoint of layer {layer.prefix} in block {block} is not the state that the "
+                    f"prefill computed after {offset} tokens: {differ} bytes differ"
+                )
+            self._exported[layer.prefix, block] = wanted.clone()
+            self._counts["checkpoints"] += 1
+
+    def assigned(self, blocks: Iterable[int], may_be_loaded: bool = False) -> None:
+        """Forget the windows of blocks that get a new owner.
+
+        Args:
+            blocks: new ones, and those that a prefix-cache hit shares.
+            may_be_loaded: a KV connector may have loaded other states to these blocks.
+        """
+        for block in blocks:
+            for name in self._names():
+                self._kept.pop((name, block), None)
+                if may_be_loaded:
+                    self._exported.pop((name, block), None)
+
+    def copied(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Follow copies of whole blocks: (source, target)."""
+        for source, target in copies:
+            for name in self._names():
+                for known in (self._kept, self._exported):
+                    known.pop((name, target), None)
+                    if (name, source) in known:
+                        known[name, target] = known[name, source]
+
+    def overwritten(self, group: Any, slots: Tensor) -> None:
+        """Forget the checkpoints in blocks whose state a prompt is about to overwrite."""
+        for block in slots.tolist():
+            for name in group.layers:
+                self._exported.pop((name, block), None)
 
     def _compare(self, group: Any, source: int, rows: int, target: int, keep: bool = False) -> None:
         for name, layer in group.layers.items():
@@ -81,14 +164,26 @@ class StateAudit:
                 raise AuditError(
                     f"nwor audit: layer {name} replays {rows} rows that no window of block {source} recorded"
                 )
-            wanted = kept[rows - 1] if rows and kept is not None else states[source]
-            differ = int((_bytes(states[target]) != _bytes(wanted)).sum())
-            if differ:
+            exported = self._exported.get((name, source))
+            if rows and kept is not None:
+                wanted, what = kept[rows - 1], f"the one after {rows} tokens of the last window"
+            elif exported is not None:
+                wanted, what = exported, f"the checkpoint that vLLM wrote to block {source}"
+                self._counts["checkpoint_hits"] += 1
+            else:
+                wanted, what = states[source], f"that of block {source}"
+            if differ := int((_bytes(states[target]) != _bytes(wanted)).sum()):
                 raise AuditError(
-                    f"nwor audit: the state of layer {name} in block {target} is not the one after {rows} tokens of "
-                    f"the last window: {differ} bytes differ"
+                    f"nwor audit: the state of layer {name} in block {target} is not {what}: {differ} bytes differ"
                 )
+            self._exported.pop((name, target), None)
             self._counts["states_compared"] += 1
+
+    def _names(self) -> Iterable[str]:
+        return (name for builder in self._builders for name in builder.group.layers)
+
+    def _group_of(self, layer: Any) -> Any:
+        return next(builder.group for builder in self._builders if layer.prefix in builder.group.layers)
 
 
 def _bytes(state: Tensor) -> Tensor:

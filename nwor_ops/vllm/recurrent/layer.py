@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.mamba import checkpoint as vllm_checkpoint
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
+from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
 from nwor_ops.vllm.recurrent.records import RecordGeometry, Records
 from nwor_ops.vllm.recurrent.supported import has_one_state
@@ -37,6 +39,7 @@ class OneStateLayer(GatedDeltaNetAttention):
         layer_window: int64 ``[1]``, the number of the last window that this layer verified.
         allow_neg_eigval: whether beta is doubled. vLLM's OLMo hybrid says so by this name; others of its layers do not.
         all_states: of an audit, ``[max_tokens, value_heads, dv, dk]``: the states that vLLM would have kept.
+        audit: the audit of this engine, or None.
     """
 
     A_log: torch.nn.Parameter
@@ -44,6 +47,7 @@ class OneStateLayer(GatedDeltaNetAttention):
     layer_window: Tensor
     allow_neg_eigval: bool
     all_states: Tensor | None = None
+    audit: StateAudit | None = None
 
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, vllm_config, *args, **kwargs)
@@ -179,3 +183,19 @@ def put_in_place(layer: type, name: str, module: Any, recurrence: str, verified:
         return hand_over
 
     wrap_once(module, recurrence, handing_over)
+
+
+def watch_checkpoints() -> None:
+    """Tell the audit of a layer about each checkpoint that vLLM exports to its cache. Safe to call again."""
+
+    def telling(export: Callable[..., Any]) -> Callable[..., Any]:
+        def export_and_tell(exporter: Any, checkpoint: Any, **kwargs: Any) -> Any:
+            result = export(exporter, checkpoint, **kwargs)
+            owner = getattr(kwargs.get("recurrent_state"), _OWNER, None)
+            if owner is not None and owner.audit is not None:
+                owner.audit.exported(owner, checkpoint, kwargs["recurrent_checkpoint"], kwargs.get("recurrent_rows"))
+            return result
+
+        return export_and_tell
+
+    wrap_once(vllm_checkpoint.MambaPrefillCheckpointExporter, "export", telling)

@@ -76,6 +76,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         # Of the windows planned last.
         self.starts = torch.zeros(1, dtype=torch.int32, device=device)
         self.slots = torch.zeros(0, dtype=torch.int32, device=device)
+        self._batch_slots = self.slots  # of each request of the last batch
         self._has_planned = False
         self.steps = 0  # with windows, graphs' captures left out
         self._group: GroupLayers | None = None
@@ -100,9 +101,13 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> OneStateMetadata:
         slots = self._slots(common_attn_metadata.block_table_tensor)
-        common = common_attn_metadata.replace(block_table_tensor=slots)
+        table = self._table(common_attn_metadata.block_table_tensor, slots)
         built = super().build(
-            common_prefix_len, common, num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build=fast_build
+            common_prefix_len,
+            common_attn_metadata.replace(block_table_tensor=table),
+            num_accepted_tokens,
+            num_decode_draft_tokens_cpu,
+            fast_build=fast_build,
         )
         metadata = OneStateMetadata(**vars(built), batch_accepted=num_accepted_tokens)
         return self._planned(metadata, slots[:, 0])
@@ -114,7 +119,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         slots = self._slots(blk_table)
         updated: Any = metadata
         if not metadata.is_windows_only:
-            updated = super().update_block_table(metadata, slots, slot_mapping)
+            updated = super().update_block_table(metadata, self._table(blk_table, slots), slot_mapping)
         return self._planned(updated, slots[:, 0])
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
@@ -137,10 +142,29 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             )
         return (block_table if aligned is None else aligned[: block_table.shape[0]])[:, :1]
 
+    def _table(self, block_table: Tensor, slots: Tensor) -> Tensor:
+        """Return the block table that vLLM's builder needs.
+
+        With prefix caching vLLM reads two things: the aligned indices, which it finds itself, and the blocks of
+        checkpoints, which it looks up in the whole table. Without, it takes the first columns of the table.
+        """
+        return block_table if self.vllm_config.cache_config.mamba_cache_mode == "align" else slots
+
     def take_planned(self) -> bool:
         """Whether windows were planned since this was asked last."""
         found, self._has_planned = self._has_planned, False
         return found
+
+    def fold_first_rows(self, places: Tensor) -> None:
+        """Fold the first row of windows of this step, and drop their other rows. Call it after the forward.
+
+        Args:
+            places: int64 ``[E]``, places of their requests in the batch.
+        """
+        slots = self._batch_slots[places]
+        self.group.fold(self._fold_plan, slots, slots, slots.new_ones(slots.shape))
+        if self.audit is not None:
+            self.audit.folded(self.group, self._fold_plan[: slots.shape[0]], "tail_folds")
 
     def _planned(self, metadata: OneStateMetadata, slots: Tensor) -> OneStateMetadata:
         """This group's plan in place of its state indices.
@@ -149,6 +173,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             metadata: all but the plan, and for a batch of windows the indices, are this group's.
             slots: the block of each request of the batch.
         """
+        self._batch_slots = slots
         self._has_planned = False  # of an earlier batch that nobody asked about: a graph's capture, a warm-up
         if not metadata.is_windows_only:
             self._fold(metadata, slots)
@@ -193,6 +218,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self.group.fold(self._fold_plan, slots, slots, metadata.batch_accepted)
         if self.audit is None:
             return
+        self.audit.overwritten(self.group, slots)
         plan, has_state = self._fold_plan[: slots.shape[0]], metadata.has_initial_state
         if has_state is not None:
             # What the block's former owner left is not looked at, and other layers may have had the block since.

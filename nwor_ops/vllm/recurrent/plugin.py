@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from nwor_ops.config import NworConfig
 from nwor_ops.vllm import metrics
 from nwor_ops.vllm.recurrent.align import AlignedStates
 from nwor_ops.vllm.recurrent.audit import StateAudit
+from nwor_ops.vllm.recurrent.blocks import BlockOwners, to_device
 from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests, new_cursors
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import has_one_state, kind_of, problem_of
@@ -45,6 +47,8 @@ class OneState:
         geometry: of a record.
         refused: what the builders' plans count.
         aligned: with prefix caching, what copies states from block to block.
+        owners: with prefix caching or a KV connector, what clears the blocks that get a new owner.
+        folds_tails: whether a state is folded after each last token of a prompt (:meth:`fold_tails`).
 
     Attributes:
         audit: what compares every state, if the configuration asks for it.
@@ -57,8 +61,11 @@ class OneState:
         geometry: RecordGeometry,
         refused: RefusedRequests,
         aligned: AlignedStates | None = None,
+        owners: BlockOwners | None = None,
+        folds_tails: bool = False,
     ) -> None:
-        self._builders, self._refused, self._aligned = builders, refused, aligned
+        self.folds_tails = folds_tails
+        self._builders, self._refused, self._aligned, self._owners = builders, refused, aligned, owners
         self.audit: StateAudit | None = None
         cache, drafts = runner.kv_cache_config, geometry.rows - 1
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
@@ -87,13 +94,31 @@ class OneState:
         return {"one_state_steps": self._builders[0].steps, "one_state_refused_requests": refused}
 
     def start_audit(self) -> StateAudit:
-        """Compare every state from now on, if what comes back is told of each forward."""
+        """Start to compare every state. The caller tells the returned audit of each forward."""
         self.audit = StateAudit(self._builders)
-        for builder in self._builders:
-            builder.audit = self.audit
-        if self._aligned is not None:
-            self._aligned.audit = self.audit
+        layers = [layer for builder in self._builders for layer in builder.group.layers.values()]
+        for thing in (*self._builders, *layers, self._aligned, self._owners):
+            if thing is not None:
+                thing.audit = self.audit
+        importlib.import_module("nwor_ops.vllm.recurrent.layer").watch_checkpoints()  # it imports vLLM
         return self.audit
+
+    def fold_tails(self, input_batch: Any) -> None:
+        """Fold the state of each prompt that ran as a window in this step. Call it between forward and sampling.
+
+        vLLM runs one token of a prompt as a window and pads it with placeholder drafts. So K + 1 rows are pending, and
+        the first counts. vLLM may give this block to another request, and a KV connector may export it, at the end of
+        the prompt. Neither knows about pending rows.
+        """
+        tails = input_batch.prefill_runs_as_decode_np
+        if tails is None or not tails.any():
+            return
+        if self.audit is not None:
+            self.audit.forwarded("before the ends of prompts are folded")
+        places = to_device(tails.nonzero()[0], self._builders[0].plan.device)
+        with torch.inference_mode():
+            for builder in self._builders:
+                builder.fold_first_rows(places)
 
     @property
     def requests_before(self) -> int:
@@ -161,7 +186,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     context, cache = runner.compilation_config.static_forward_context, runner.kv_cache_config
     cursors, builders = new_cursors(cache.num_blocks, runner.device), []
     refused = RefusedRequests(runner.device)
-    tables = []
+    tables, numbers = [], []
     for number, attn_groups in enumerate(runner.attn_groups):
         for group in attn_groups:
             if not is_recurrent(group.kv_cache_spec):
@@ -172,39 +197,52 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
             builder.bind(GroupLayers(cursors, [context[name] for name in group.layer_names]), refused)
             builders.append(builder)
             tables.append(runner.block_tables.block_tables[number].gpu)
+            numbers.append(number)
     if not builders:
         raise RuntimeError(f"nwor: {NOT_ONE_STATE.because(layers='(none)')}")
     if profiling:
         return
-    aligned = None
+    aligned = owners = None
     if vllm_config.cache_config.mamba_cache_mode == "align":
         groups = [(builder.group, table) for builder, table in zip(builders, tables, strict=True)]
-        aligned = _align(runner, groups, vllm_config.num_speculative_tokens, cursors)
-    _engines[runner] = OneState(runner, builders, RecordGeometry.of(vllm_config), refused, aligned)
+        aligned = _align(runner, groups, vllm_config.num_speculative_tokens)
+    connected = vllm_config.kv_transfer_config is not None
+    if aligned is not None or connected:
+        owners = BlockOwners(runner, numbers, cursors)
+        owners.attach()
+    folds_tails = connected or vllm_config.cache_config.prefix_match_unit is not None
+    geometry = RecordGeometry.of(vllm_config)
+    _engines[runner] = OneState(runner, builders, geometry, refused, aligned, owners, folds_tails)
     metrics.start_counting(_engines[runner], "states", vllm_config, logger)
     logger.info("nwor: one state per request: active: %s", _engines[runner].describe())
 
 
-def _align(runner: Any, groups: list[tuple[GroupLayers, Tensor]], drafts: int, cursors: Tensor) -> AlignedStates:
-    """Have copies of states between blocks fold what is pending."""
+def _align(runner: Any, groups: list[tuple[GroupLayers, Tensor]], drafts: int) -> AlignedStates:
+    """Make copies of states between blocks fold the pending rows."""
     state = runner.model_state
     aligned = AlignedStates(state._mamba_ctx, groups, drafts)
     preprocess = type(state).preprocess_state.__get__(state)
-    update = type(runner).update_requests.__get__(runner)
 
     def preprocess_state(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         aligned.look_at(input_batch)
         return preprocess(input_batch, *args, **kwargs)
 
-    def update_requests(scheduler_output: Any) -> Any:
-        result = update(scheduler_output)
-        if scheduler_output.kv_cache_block_copies:  # of whole blocks, records and all
-            source, target = torch.tensor(scheduler_output.kv_cache_block_copies, device=cursors.device).unbind(1)
-            cursors[target] = cursors[source]
+    state.preprocess_state = preprocess_state
+    return aligned
+
+
+def folding_tails(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the ``execute_model`` of vLLM's V2 runner: fold the ends of prompts after the forward, in engines that need
+    it. See :meth:`OneState.fold_tails`."""
+
+    def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = execute(self, *args, **kwargs)
+        state = _engines.get(self)
+        if state is not None and state.folds_tails and self.execute_model_state is not None:
+            state.fold_tails(self.execute_model_state.input_batch)
         return result
 
-    state.preprocess_state, runner.update_requests = preprocess_state, update_requests
-    return aligned
+    return execute_model
 
 
 def audit(runner: Any, session: Session) -> None:

@@ -15,7 +15,6 @@ from nwor_ops.vllm.support import (
     check_engine,
     check_library,
     check_one_state,
-    check_prefill,
     check_registered,
     check_vllm,
 )
@@ -152,7 +151,15 @@ _COMMON_HOOKS = (
         "MambaHybridModelState.preprocess_state",
         "input_batch, block_tables, kv_cache_config, num_computed_tokens",
     ),
+    Hook(RUNNER_MODULE, "GPUModelRunner.add_requests", "scheduler_output"),
     Hook(RUNNER_MODULE, "GPUModelRunner.update_requests", "scheduler_output"),
+    Hook(_LAYERS + "checkpoint", "MambaPrefillCheckpointBuilder.build", "m, request_rows"),
+    Hook(
+        _LAYERS + "checkpoint",
+        "MambaPrefillCheckpointExporter.export",
+        "checkpoint, raw_qkv, conv_state, cu_seqlens, recurrent_checkpoint, recurrent_state, recurrent_rows, "
+        "token_indices",
+    ),
     Hook("vllm.platforms.interface", "Platform._align_hybrid_block_size", "vllm_config, backend_cls"),
     Hook(RUNNER_MODULE, "GPUModelRunner.load_model", "load_dummy_weights, args, model, kwargs"),
 )  # fmt: skip
@@ -180,12 +187,6 @@ def _state_dtype(vllm_config: Any) -> Any:
     )[1]
 
 
-def _prefill_backend(vllm_config: Any) -> str:
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import _resolve_gdn_prefill_backend
-
-    return _resolve_gdn_prefill_backend(vllm_config)[1]
-
-
 def _registered(kind: LayerKind) -> type | None:
     """What vLLM would make in the place of its layer, if not its own."""
     from vllm.model_executor.custom_op import op_registry_oot
@@ -200,8 +201,6 @@ def problem_of(vllm_config: Any) -> str | None:
         check_engine(vllm_config, vllm_config.device_config.device_type, ONE_STATE)
         kind = kind_of(vllm_config)
         check_one_state(RecordGeometry.of(vllm_config), _state_dtype(vllm_config))
-        if vllm_config.cache_config.mamba_cache_mode == "align" and kind is QWEN:  # the others have one prefill
-            check_prefill(_prefill_backend(vllm_config))
         check_registered(_registered(kind), kind.name, kind.ours)
     except Unsupported as error:
         return str(error)
