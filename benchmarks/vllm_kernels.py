@@ -39,6 +39,24 @@ def olmo_update() -> Callable[..., Any]:
     return update
 
 
+def glm_update() -> Callable[..., Any]:
+    """Return the kernel of vLLM's layer of GLM-5.3-Flash, with the arguments of `recurrent_update`'s function and
+    ``gate_lower_bound``. Needs an installed vLLM."""
+    from vllm.models.glm5next.nvidia.ops.third_party.kda import fused_recurrent_kda
+
+    def update(
+        A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+        v: torch.Tensor, *, gate_lower_bound: float, is_kda: bool, **more: Any,
+    ) -> Any:  # fmt: skip
+        assert is_kda
+        return fused_recurrent_kda(
+            q=q, k=k, v=v, g=a[None], beta=b[None], a_log=A_log, g_bias=dt_bias, sigmoid_beta=True, compute_gate=True,
+            lower_bound=gate_lower_bound, **more,
+        )  # fmt: skip
+
+    return update
+
+
 def recurrent_update() -> Callable[..., Any]:
     """`fused_sigmoid_gating_delta_rule_update`, a Triton kernel. Its file is enough: a tree of vLLM on the path whose
     other parts cannot be imported here."""

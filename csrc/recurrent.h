@@ -402,6 +402,13 @@ struct Floats {
 
 enum class GateActivation { kSilu, kSigmoid };
 
+// How a decay is computed; see gated_delta_verify in nwor_ops/ops/recurrent.py.
+enum class DecayForm {
+    kSoftplus,
+    kBounded,  // with gate_lower_bound
+    kGiven     // without A_log and dt_bias: `a` holds logarithms of decays, and `b` holds betas
+};
+
 struct VerifyArguments {
     const char* op;
     RecurrentStates states;
@@ -410,9 +417,11 @@ struct VerifyArguments {
     int64_t num_tokens, num_requests;
     HeadsView q, k, v, out;
     HeadsView gate;  // of the norm; data is null without
-    Floats a, b, A_log, dt_bias;
+    DecayForm decay_form;
+    Floats a, b;
+    Floats A_log, dt_bias;  // with kGiven any readable memory: a kernel may load from it, but uses no value
     Floats norm_weight;
-    float scale, softplus_beta, softplus_threshold, norm_eps, beta_factor;
+    float scale, softplus_beta, softplus_threshold, gate_lower_bound, norm_eps, beta_factor;
     bool use_qk_l2norm;
     GateActivation gate_activation;
     RecurrentPlan plan;              // at least `num_requests` rows
@@ -455,17 +464,17 @@ inline VerifyArguments check_verify(
     const char* op, const Tensor& out, const Tensor& state, const Tensor& record_keys,
     const Tensor& record_norms, const Tensor& record_decays, const Tensor& record_values,
     const Tensor& layer_window, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& a,
-    const Tensor& b, const Tensor& A_log, const Tensor& dt_bias, const Tensor& plan, const Tensor& window,
-    const Tensor& query_start_loc, double scale, double softplus_beta, double softplus_threshold,
-    bool use_qk_l2norm, const std::optional<Tensor>& gate, const std::optional<Tensor>& norm_weight,
-    double norm_eps, const std::string& gate_activation, const std::optional<Tensor>& all_states,
-    bool allow_neg_eigval) {
+    const Tensor& b, const std::optional<Tensor>& A_log, const std::optional<Tensor>& dt_bias,
+    const Tensor& plan, const Tensor& window, const Tensor& query_start_loc, double scale,
+    double softplus_beta, double softplus_threshold, bool use_qk_l2norm, const std::optional<Tensor>& gate,
+    const std::optional<Tensor>& norm_weight, double norm_eps, const std::string& gate_activation,
+    const std::optional<Tensor>& all_states, bool allow_neg_eigval,
+    const std::optional<double>& gate_lower_bound) {
     const Argument to{op, "out", out}, states{op, "state", state}, keys{op, "record_keys", record_keys},
         norms{op, "record_norms", record_norms}, decays{op, "record_decays", record_decays},
         values{op, "record_values", record_values}, ran{op, "layer_window", layer_window}, qs{op, "q", q},
-        ks{op, "k", k}, vs{op, "v", v}, as{op, "a", a}, bs{op, "b", b}, logs{op, "A_log", A_log},
-        biases{op, "dt_bias", dt_bias}, rows{op, "plan", plan}, number{op, "window", window},
-        qsl{op, "query_start_loc", query_start_loc};
+        ks{op, "k", k}, vs{op, "v", v}, as{op, "a", a}, bs{op, "b", b}, rows{op, "plan", plan},
+        number{op, "window", window}, qsl{op, "query_start_loc", query_start_loc};
     VerifyArguments c{};
     c.op = op;
     c.states = states_view(states);
@@ -480,16 +489,29 @@ inline VerifyArguments check_verify(
     c.v = heads_view(vs, c.dtype, c.num_tokens, false, heads, dv);
     c.out = heads_view(to, c.dtype, c.num_tokens, true, heads, dv);
     keys.dtype(c.dtype);
-    if (c.record.per_channel) {
-        c.a = floats_view(as, {c.num_tokens, heads, dk});
-        c.dt_bias = floats_view(biases, {heads, dk});
-    } else {
-        c.a = floats_view(as, {c.num_tokens, heads});
-        c.dt_bias = floats_view(biases, {heads});
-    }
+    c.a = c.record.per_channel ? floats_view(as, {c.num_tokens, heads, dk})
+                               : floats_view(as, {c.num_tokens, heads});
     c.b = floats_view(bs, {c.num_tokens, heads});
-    c.A_log = floats_view(logs, {heads});
-    std::vector<Argument> inputs{qs, ks, vs, as, bs, logs, biases, rows, number, qsl};
+    std::vector<Argument> inputs{qs, ks, vs, as, bs, rows, number, qsl};
+    if (A_log.has_value() != dt_bias.has_value()) fail(op, "A_log and dt_bias must be given together");
+    if (A_log.has_value()) {
+        inputs.push_back({op, "A_log", *A_log});
+        c.A_log = floats_view(inputs.back(), {heads});
+        inputs.push_back({op, "dt_bias", *dt_bias});
+        c.dt_bias = c.record.per_channel ? floats_view(inputs.back(), {heads, dk})
+                                         : floats_view(inputs.back(), {heads});
+    } else {
+        if (gate_lower_bound.has_value()) fail(op, "gate_lower_bound must be None without A_log and dt_bias");
+        if (allow_neg_eigval) fail(op, "allow_neg_eigval must be False without A_log and dt_bias");
+        c.decay_form = DecayForm::kGiven;
+        c.A_log = c.dt_bias = {b.data_ptr(), b.scalar_type(), {0, 0, 0}};
+    }
+    if (gate_lower_bound.has_value()) {
+        c.decay_form = DecayForm::kBounded;
+        c.gate_lower_bound = static_cast<float>(*gate_lower_bound);
+        if (!(c.gate_lower_bound < 0) || std::isinf(c.gate_lower_bound))
+            fail(op, "gate_lower_bound must be negative and finite in float32, got ", *gate_lower_bound);
+    }
     std::vector<Argument> outputs{to, states, keys, norms, decays, values, ran};
     if (gate.has_value() != norm_weight.has_value()) fail(op, "gate and norm_weight must be given together");
     if (gate.has_value()) {

@@ -74,7 +74,8 @@ def by_name(table: Mapping[Spec, str]) -> dict[str, Spec]:
 
 def specs_of(op: Op, table: Mapping[str, Spec]) -> dict[str, Spec]:
     """The arguments of one op, in their order."""
-    checked = [a.name for a in op.overload._schema.arguments if str(a.type) not in ("bool", "float", "str")]
+    unchecked = ("bool", "float", "Optional[float]", "str")
+    checked = [a.name for a in op.overload._schema.arguments if str(a.type) not in unchecked]
     return {name: table[f"{op.name}.{name}" if f"{op.name}.{name}" in table else name] for name in checked}
 
 

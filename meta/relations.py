@@ -14,6 +14,7 @@ _TOGETHER = (
     ("row_requests", "row_positions"),
     ("hidden_states", "next_hidden_states"),
     ("gate", "norm_weight"),
+    ("A_log", "dt_bias"),
 )
 # Heads and width of the first are those of the second.
 _ROWS_OF = (

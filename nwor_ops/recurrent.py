@@ -432,8 +432,8 @@ class RecurrentStates(Stateful[_Layer]):
         v: Tensor,
         a: Tensor,
         b: Tensor,
-        A_log: Tensor,
-        dt_bias: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
         *,
         out: Tensor | None = None,
         scale: float | None = None,
@@ -446,26 +446,29 @@ class RecurrentStates(Stateful[_Layer]):
         gate_activation: str = "silu",
         all_states: Tensor | None = None,
         allow_neg_eigval: bool = False,
+        gate_lower_bound: float | None = None,
     ) -> Tensor:
-        """Run a layer's tokens: one kernel, which replays what was pending, stores the state and records the window.
+        """Run a layer's tokens with one kernel. It replays the pending rows, stores the state and records the window.
 
-        Once for each layer of a window, with all tokens of the batch.
+        Call this once for each layer of a window, with all tokens of the batch.
 
         Args:
             name: a registered layer.
             q, k, v, a, b, A_log, dt_bias, softplus_beta, softplus_threshold, use_qk_l2norm, gate, norm_weight,
-                norm_eps, gate_activation, all_states, allow_neg_eigval: as in :func:`nwor_ops.gated_delta_verify`. A
-                layer with a decay per channel (KDA) has ``a`` ``[T, HV, dk]`` and ``dt_bias`` ``[HV, dk]``.
-            out: **mutated**, as there; None = a new tensor, which is zero at tokens of no request.
-            scale: of the queries; None = ``dk ** -0.5``.
+                norm_eps, gate_activation, all_states, allow_neg_eigval, gate_lower_bound: as in
+                :func:`nwor_ops.gated_delta_verify`. In a layer with a decay per channel (KDA), ``a`` is
+                ``[T, HV, dk]`` and ``dt_bias`` is ``[HV, dk]``.
+            out: as there, **mutated**; None = a new tensor, with zeros at tokens that belong to no request.
+            scale: factor of the queries; None = ``dk ** -0.5``.
 
         Returns:
             ``out``.
 
         Raises:
-            RuntimeError: no window is open; or, where Python can tell, the layer has run in this window; or a trace of
-                a layer whose tensors share a storage with tensors of another dtype (docs/recurrent.md).
-            KeyError: no such layer.
+            RuntimeError: no window is open; the layer has already run in this window (if Python can tell); or
+                ``torch.compile`` traces a layer whose tensors share a storage with tensors of another dtype
+                (docs/recurrent.md).
+            KeyError: no layer has this name.
             ValueError, TypeError: as :func:`nwor_ops.gated_delta_verify`; nothing is written.
         """
         layer = self._layer(name, "verify")
@@ -491,7 +494,7 @@ class RecurrentStates(Stateful[_Layer]):
             self.window, self.query_start_loc, scale=cache.state.shape[-1] ** -0.5 if scale is None else scale,
             softplus_beta=softplus_beta, softplus_threshold=softplus_threshold, use_qk_l2norm=use_qk_l2norm, gate=gate,
             norm_weight=norm_weight, norm_eps=norm_eps, gate_activation=gate_activation, all_states=all_states,
-            allow_neg_eigval=allow_neg_eigval,
+            allow_neg_eigval=allow_neg_eigval, gate_lower_bound=gate_lower_bound,
         )  # fmt: skip
         if counted:
             self._verified.add(name)

@@ -245,10 +245,13 @@ float sigmoid(float x) {
 }
 
 float decay_from(const VerifyArguments& c, float A_log, float x) {
+    const float rate = std::exp(A_log);
+    if (c.decay_form == DecayForm::kBounded)
+        return std::exp(c.gate_lower_bound / (1.0f + std::exp(-(rate * x))));
     const float scaled = c.softplus_beta * x;
     const float softplus =
         scaled <= c.softplus_threshold ? (1.0f / c.softplus_beta) * std::log(1.0f + std::exp(scaled)) : x;
-    return std::exp(-std::exp(A_log) * softplus);
+    return std::exp(-rate * softplus);
 }
 
 // One head of a request's window.
@@ -298,6 +301,17 @@ class WindowHead {
         return norm;
     }
 
+    float decay(int64_t token, int64_t channel) const {
+        const float a = c_.a.at(token, value_head_, channel);
+        if (c_.decay_form == DecayForm::kGiven) return std::exp(a);
+        return decay_from(c_, c_.A_log.at(value_head_), a + c_.dt_bias.at(value_head_, channel));
+    }
+
+    float beta(int64_t token) const {
+        const float b = c_.b.at(token, value_head_);
+        return c_.decay_form == DecayForm::kGiven ? b : c_.beta_factor * sigmoid(b);
+    }
+
     void read_inputs() {
         const size_t count = static_cast<size_t>(tokens_), wide = count * static_cast<size_t>(width_);
         queries_.resize(wide);
@@ -307,16 +321,14 @@ class WindowHead {
         betas_.resize(count);
         values_.resize(count * static_cast<size_t>(c_.states.value_width));
         outputs_.resize(values_.size());
-        const float A_log = c_.A_log.at(value_head_);
         for (int64_t t = 0; t < tokens_; ++t) {
             const int64_t token = begin_ + t;
             read_row(queries_, c_.q, t);
             for (int64_t i = 0; i < width_; ++i) queries_[static_cast<size_t>(t * width_ + i)] *= c_.scale;
             norms_[static_cast<size_t>(t)] = read_row(keys_, c_.k, t);
-            betas_[static_cast<size_t>(t)] = c_.beta_factor * sigmoid(c_.b.at(token, value_head_));
+            betas_[static_cast<size_t>(t)] = beta(token);
             for (int64_t i = 0; i < decay_width_; ++i)
-                decays_[static_cast<size_t>(t * decay_width_ + i)] =
-                    decay_from(c_, A_log, c_.a.at(token, value_head_, i) + c_.dt_bias.at(value_head_, i));
+                decays_[static_cast<size_t>(t * decay_width_ + i)] = decay(token, i);
             load(values_.data() + t * c_.states.value_width,
                  reinterpret_cast<const Input*>(c_.v.data) + c_.v.offset(token, value_head_),
                  c_.states.value_width);

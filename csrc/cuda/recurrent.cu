@@ -108,9 +108,9 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     wait_for_copies<1>();  // all but the state
     __syncthreads();
     if (has_gates) {
-        shared_at<float>(job.shared.betas)[lane] = __fmul_rn(sigmoid(b.value()), c.beta_factor);
+        shared_at<float>(job.shared.betas)[lane] = beta_of(c, b.value());
         if constexpr (!kPerChannel) {
-            const float decay = decay_of(c, __fadd_rn(a.value(), bias.value()), log_rate.value());
+            const float decay = decay_of(c, a.value(), bias.value(), log_rate.value());
             shared_at<float>(job.shared.decays)[lane] = decay;
             if (block.leads_head)
                 r.decays[r.decay_offset(row.target, row.next_half(), lane, block.head)] = decay;
@@ -125,9 +125,8 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                 shared = 0.0f;
                 continue;
             }
-            const float x =
-                __fadd_rn(c.a.at(first_token + token, block.head, k), c.dt_bias.at(block.head, k));
-            const float decay = decay_of(c, x, log_rate.value());
+            const float decay = decay_of(c, c.a.at(first_token + token, block.head, k),
+                                         c.dt_bias.at(block.head, k), log_rate.value());
             shared = decay;
             if (block.leads_head)
                 r.decays[r.decay_offset(row.target, row.next_half(), token, block.head) + k] = decay;

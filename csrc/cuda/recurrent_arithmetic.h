@@ -71,13 +71,22 @@ __device__ float log_from_one(float x) {
     return __fmaf_rn(__fmul_rn(static_cast<float>(exponent), 0x1p-23f), 0x1.62e430p-1f, p);
 }
 
-// exp(-exp(A_log) * softplus(x))
-__device__ float decay_of(const VerifyArguments& c, float x, float log_rate) {
+__device__ float decay_of(const VerifyArguments& c, float a, float bias, float log_rate) {
+    if (c.decay_form == DecayForm::kGiven) return exp_approx(a);
+    const float x = __fadd_rn(a, bias);
+    if (c.decay_form == DecayForm::kBounded) {
+        const float open = __fadd_rn(exp_approx(-__fmul_rn(exp_approx(log_rate), x)), 1.0f);
+        return exp_approx(divide_approx(c.gate_lower_bound, open));
+    }
     const float scaled = __fmul_rn(c.softplus_beta, x);
     const float soft =
         __fmul_rn(divide_approx(1.0f, c.softplus_beta), log_from_one(__fadd_rn(exp_approx(scaled), 1.0f)));
     const float softplus = scaled <= c.softplus_threshold ? soft : x;
     return exp_approx(__fmul_rn(-exp_approx(log_rate), softplus));
+}
+
+__device__ float beta_of(const VerifyArguments& c, float b) {
+    return c.decay_form == DecayForm::kGiven ? b : __fmul_rn(sigmoid(b), c.beta_factor);
 }
 
 __device__ float sum_of_warp(float x) {

@@ -114,8 +114,8 @@ def gated_delta_verify(
     v: Tensor,
     a: Tensor,
     b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
     plan: Tensor,
     window: Tensor,
     query_start_loc: Tensor,
@@ -129,68 +129,79 @@ def gated_delta_verify(
     gate_activation: str = "silu",
     all_states: Tensor | None = None,
     allow_neg_eigval: bool = False,
+    gate_lower_bound: float | None = None,
 ) -> None:
-    """One layer of a window: replay what was accepted onto the state, run this window's tokens, record them.
+    """Run one layer of a window: replay the accepted rows, store the state, run the window's tokens and record them.
 
-    For each token, in float32 from the state on, which is not rounded in between:
+    The replay computes ``S = S decay + u k^T`` for each accepted row of the record, without dot products. The kernel
+    then rounds the state to its dtype, stores it, and continues from the rounded state. It computes each token of the
+    window in float32 and does not round the state between tokens:
 
-        x = a + dt_bias;  softplus = log(1 + exp(softplus_beta x)) / softplus_beta, or x above the threshold
-        decay = exp(-exp(A_log) softplus);  beta = sigmoid(b), or twice that with allow_neg_eigval
+        g = -exp(A_log) softplus(a + dt_bias);  decay = exp(g);  beta = sigmoid(b)
         k = k / sqrt(sum(k^2) + 1e-6), q likewise;  q = q scale
         S = S decay;  u = beta (v - S k);  S = S + u k^T;  out = S q
 
-    as vLLM's ``fused_sigmoid_gating_delta_rule_update``
-    (``vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py``). The replay is the first and the third
-    step of the last line with what the record holds, rounded to the dtype of ``state`` once, at its end; the window
-    goes on from what was rounded. With ``gate`` and ``norm_weight`` out is rounded to its dtype and then becomes
-    ``out / sqrt(mean(out^2) + norm_eps) * norm_weight * act(gate)``, as by vLLM's ``fused_gdn_decode_post_conv_mtp``.
+    This is the formula of vLLM's ``fused_sigmoid_gating_delta_rule_update``
+    (``vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py``). Here
+    ``softplus(x) = log(1 + exp(softplus_beta x)) / softplus_beta``, or x if ``softplus_beta x`` is above the threshold.
 
-    Value head i goes with head ``i // (V // H)`` of q and k.
+    Models differ in how they compute g and beta:
 
-    The requests are those of ``query_start_loc``, Q; tokens of a request whose row of ``plan`` is zeros (a padded one,
-    or one that is no window) become zeros in ``out``, and nothing else of theirs is written: who computes such tokens
-    writes them behind this call. Tokens from ``query_start_loc[Q]`` on are untouched.
+    - With ``gate_lower_bound``, ``g = gate_lower_bound / (1 + exp(-exp(A_log) (a + dt_bias)))``. GLM-5.3-Flash uses
+      -5. The softplus arguments have no effect.
+    - Without ``A_log`` and ``dt_bias``, the caller has computed both: ``a`` holds g and ``b`` holds beta.
+    - With ``allow_neg_eigval``, beta is doubled, as in OLMo hybrid. ``1 - beta k k^T`` may then have negative
+      eigenvalues.
+
+    With ``gate`` and ``norm_weight``, the kernel rounds out to its dtype and then computes
+    ``out / sqrt(mean(out^2) + norm_eps) * norm_weight * act(gate)``, like vLLM's ``fused_gdn_decode_post_conv_mtp``.
+
+    Value head i uses head ``i // (V // H)`` of q and k.
+
+    ``query_start_loc`` defines the Q requests. If a request's row of ``plan`` is zeros (padding, or no window), the
+    kernel writes zeros to the request's tokens in ``out`` and nothing else. Another kernel may write these tokens
+    after this call. Tokens from ``query_start_loc[Q]`` on are not written.
 
     Args:
-        out: ``[>= T, V, dv]``, float16 or bfloat16 (on the CPU float32 too), contiguous along dv; **mutated** at the
+        out: ``[>= T, V, dv]``, float16 or bfloat16 (on the CPU also float32), contiguous along dv; **mutated** at the
             requests' tokens.
-        state: ``[S, V, dv, dk]``, float32 or bfloat16, contiguous within a slot, any stride of slots (fastest where
-            each begins at a multiple of 16 bytes); **mutated** at the slots that the plan writes, and so are the
-            records.
-        record_keys: ``[S, 2, W, H, dk]``, dtype of ``out``: keys as given. This and the other records are contiguous
-            within a slot, with any stride of slots.
-        record_norms: float32 ``[S, 2, W, H]``: what a key is multiplied with (1 without ``use_qk_l2norm``).
+        state: ``[S, V, dv, dk]``, float32 or bfloat16, contiguous within a slot, any stride of slots (fastest if each
+            slot begins at a multiple of 16 bytes); **mutated** at the slots that the plan writes, like the records.
+        record_keys: ``[S, 2, W, H, dk]``, dtype of ``out``: keys before normalization. Each record is contiguous
+            within a slot and may have any stride of slots.
+        record_norms: float32 ``[S, 2, W, H]``: the factor that normalizes a key (1 without ``use_qk_l2norm``).
         record_decays: float32 ``[S, 2, W, V]``, or ``[S, 2, W, V, dk]`` with a decay per channel.
         record_values: float32 ``[S, W, V, dv]``: the updates u.
-        layer_window: int64 ``[1]``; **mutated**: ``window``, so that a cancelled step knows which layers ran. That is
-            of the layer, not of a request: of one that CUDA leaves out here (below) a cancelled step replays nothing.
-        q, k: ``[T, H, dk]``, dtype of ``out``, contiguous along dk: views of one packed tensor as they are.
-        v: ``[T, V, dv]``, likewise.
-        a: ``[T, V]``, any strides; ``[T, V, dk]`` for a decay per channel (KDA). float32, float16 or bfloat16, as
-            ``b``, ``A_log``, ``dt_bias`` and ``norm_weight``, each by itself.
+        layer_window: int64 ``[1]``; **mutated**: set to ``window``. A cancelled step uses it to find the layers that
+            ran. It describes the layer, not a request: if CUDA skips a request here (see below), a cancelled step
+            replays nothing for it.
+        q, k: ``[T, H, dk]``, dtype of ``out``, contiguous along dk. They may be views of one packed tensor.
+        v: ``[T, V, dv]``, dtype of ``out``, contiguous along dv.
+        a: ``[T, V]``, any strides; ``[T, V, dk]`` with a decay per channel (KDA). ``a``, ``b``, ``A_log``,
+            ``dt_bias`` and ``norm_weight`` may each be float32, float16 or bfloat16.
         b: ``[T, V]``, any strides.
-        A_log: ``[V]``.
-        dt_bias: ``[V]``, or ``[V, dk]`` with a decay per channel.
-        plan, window: what :func:`plan_recurrent_window` gave. A plan of another window replays twice.
-        query_start_loc: int32 ``[Q + 1]``, contiguous, as it had; no more requests than ``plan`` has rows.
+        A_log: ``[V]``, or None.
+        dt_bias: ``[V]``, or ``[V, dk]`` with a decay per channel; None if ``A_log`` is None.
+        plan, window: from :func:`plan_recurrent_window`. The plan of another window would replay rows twice.
+        query_start_loc: int32 ``[Q + 1]``, contiguous, as passed to the plan; Q is at most the rows of ``plan``.
         scale: factor of q.
         softplus_beta, softplus_threshold: of the softplus.
-        use_qk_l2norm: whether q and k are divided by their norms.
+        use_qk_l2norm: whether to normalize q and k.
         gate: ``[>= T, V, dv]``, dtype of ``out``, contiguous along dv, or None.
-        norm_weight: ``[dv]``, or None (both or neither).
+        norm_weight: ``[dv]``; None if ``gate`` is None.
         norm_eps: of the norm.
-        gate_activation: ``"silu"`` or ``"sigmoid"``.
+        gate_activation: ``"silu"`` or ``"sigmoid"``, applied to ``gate``.
         all_states: ``[>= T, V, dv, dk]``, dtype of ``state``, contiguous within a token, or None; **mutated**: the
-            state after each token, rounded: what a scheme that stores every state keeps. For tests and audits.
-        allow_neg_eigval: whether beta is doubled, as in OLMo hybrid: ``1 - beta k k^T``, what a token makes of a state,
-            may then have negative eigenvalues.
+            rounded state after each token, as a scheme that stores every state keeps it. For tests and audits.
+        allow_neg_eigval: whether to double beta. Needs ``A_log``.
+        gate_lower_bound: the bound of g, finite and negative, or None for the softplus. Needs ``A_log``.
 
     Raises:
-        ValueError: a shape, a stride, an option, or memory that what is written shares with anything else; on the CPU
-            also a plan that cannot be, or does not fit ``query_start_loc``.
+        ValueError: a shape, a stride, an option, or written memory that overlaps any other argument; on the CPU also
+            an invalid plan, or a plan that does not fit ``query_start_loc``.
         TypeError: a dtype or device.
-        IndexError: on the CPU, a slot of the plan >= S. Nothing is written then. On CUDA such a request is left out,
-            and with ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after it.
+        IndexError: on the CPU, a slot of the plan >= S. Nothing is written then. CUDA skips such a request; with
+            ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after the launch.
         RuntimeError: as :func:`plan_recurrent_window`.
     """
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from samples_recurrent import Heads, make_layer
-from vllm_kernels import load_core, olmo_update, recurrent_update
+from vllm_kernels import glm_update, load_core, olmo_update, recurrent_update
 
 from nwor_ops import ops
 
@@ -57,7 +57,7 @@ class Requests:
         torch.manual_seed(seed)
         self.device, self.requests, self.rows, self.heads, self.dtype = device, requests, rows, heads, dtype
         self.per_channel, self.random = per_channel, random.Random(seed)
-        self.allow_neg_eigval = False
+        self.allow_neg_eigval, self.gate_lower_bound = False, None
         layer = make_layer(heads, requests + 1, rows, state_dtype, dtype, per_channel, gap=64, seed=seed)
         state, *records = layer.tensors
         records, self.ran = records[:-1], torch.zeros(1, dtype=torch.int64, device=device)
@@ -106,7 +106,7 @@ class Requests:
             window.a, window.b, self.A_log, self.dt_bias, self.plan if plan is None else plan, self.window,
             window.starts, self.scale, gate=window.gate if norm else None, norm_weight=self.weight if norm else None,
             gate_activation=norm or "silu", all_states=every, use_qk_l2norm=use_qk_l2norm,
-            allow_neg_eigval=self.allow_neg_eigval,
+            allow_neg_eigval=self.allow_neg_eigval, gate_lower_bound=self.gate_lower_bound,
         )  # fmt: skip
 
     def run(self, window: Window, **options):
@@ -246,6 +246,66 @@ def test_bits_of_vllm_for_olmo_hybrid(device, olmo_kernels, heads, drafts, count
 def test_bits_of_vllm_for_olmo_hybrid_with_half_inputs(device, olmo_kernels):
     requests = Requests(device, 5, 4, torch.float32, Heads(2, 2, 96, 192), dtype=torch.float16)
     check_vllm_has_the_bits(requests, functools.partial(olmo_kernels, allow_neg_eigval=False), 20)
+
+
+# ---------------------------------------------------------------- vLLM's Triton kernel for GLM-5.3-Flash
+
+GLM = Heads(3, 3, 128, 128)
+
+
+@pytest.fixture(scope="module")
+def glm_kernel():
+    try:
+        return functools.partial(glm_update(), gate_lower_bound=-5.0)
+    except ImportError as error:
+        pytest.skip(f"vLLM's kernel for GLM-5.3-Flash needs an installed vLLM: {error}")
+
+
+def glm_requests(device, state_dtype, count=5, heads=GLM) -> Requests:
+    requests = Requests(device, count, 4, state_dtype, heads, per_channel=True)
+    requests.gate_lower_bound = -5.0
+    return requests
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_bits_of_the_decays_of_vllm_for_glm(device, glm_kernel, state_dtype):
+    """A state of ones and keys of zeros: after each token the state is the product of its decays."""
+    requests = glm_requests(device, state_dtype)
+    for _ in range(10):
+        requests.state[1:] = 1
+        requests.cursors.zero_()
+        requests.accepted.fill_(1)
+        theirs = EveryState(requests, glm_kernel)
+        lengths = requests.ragged()
+        window = requests.draw(lengths)
+        window.k = torch.zeros_like(window.k)
+        every = requests.states_of(window)
+        requests.run(window, every=every)
+        theirs.run(window)
+        kept = torch.cat([row[:length] for row, length in zip(theirs.indices, lengths, strict=True)])
+        assert same_bits(every, theirs.states[kept.long()])
+    assert ((every > 0) & (every < 1)).any()
+
+
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "count"), [(GLM, 5), (Heads(64, 64, 128, 128), 20)], ids=["small", "glm"])
+def test_near_vllm_for_glm(device, glm_kernel, heads, count, state_dtype):
+    """vLLM's kernel sums in another order. Each window begins with vLLM's states, so that differences do not add up."""
+    requests = glm_requests(device, state_dtype, count, heads)
+    theirs, exact = EveryState(requests, glm_kernel), state_dtype == torch.float32
+    tolerance = {"rtol": 1e-4 if exact else 2**-7, "atol": 1e-5 if exact else 2**-8}
+    for _ in range(10):
+        lengths = requests.ragged()
+        window = requests.draw(lengths)
+        begun_with, every = theirs.accepted_states(), requests.states_of(window)
+        out = requests.run(window, every=every)
+        torch.testing.assert_close(requests.state[1:], begun_with, **tolerance)  # replayed from the last window
+        expected = theirs.run(window)
+        torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-3 if exact else 2**-7)
+        kept = torch.cat([row[:length] for row, length in zip(theirs.indices, lengths, strict=True)])
+        torch.testing.assert_close(every, theirs.states[kept.long()], **tolerance)
+        assert expected.float().abs().max() > 0.01
+        requests.accept(lengths)
 
 
 # ---------------------------------------------------------------- vLLM's CUDA op, which ends with the norm

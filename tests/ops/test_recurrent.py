@@ -4,7 +4,9 @@ every state; on all memory around."""
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import re
 
 import oracle
 import pytest
@@ -294,6 +296,66 @@ def test_options(device):
     given = named(VERIFY, arguments)
     weights = {name: given[name].to(torch.float16) for name in ("a", "b", "A_log", "dt_bias", "norm_weight")}
     check_verify(with_arguments(VERIFY, arguments, **weights), device)
+
+
+@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_bounded_decays(device, state_dtype, dtype, per_channel):
+    heads = Heads(1, 2, 128, 64)
+    for bound in (-5.0, -0.25):
+        arguments = verify_arguments(
+            heads, state_dtype=state_dtype, dtype=dtype, per_channel=per_channel, all_states=True,
+            gate_lower_bound=bound,
+        )  # fmt: skip
+        ours = named(VERIFY, check_verify(arguments, device))
+        tokens = REQUESTS[0].tokens
+        decays = ours["record_decays"][REQUESTS[0].slot, 1 - REQUESTS[0].half, :tokens]
+        assert ((decays > math.exp(bound)) & (decays < 1)).all()
+        softplus = check_verify(with_arguments(VERIFY, arguments, gate_lower_bound=None), device)
+        assert not torch.equal(ours["record_decays"][1:], named(VERIFY, softplus)["record_decays"][1:])
+
+
+@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
+def test_bounded_decays_by_hand(device, per_channel):
+    """A gate of 0 is half open: the decay is exp(L / 2). Large gates give a decay of 1 or exp(L), not NaN."""
+    arguments = twin(verify_arguments(per_channel=per_channel, gate_lower_bound=-5.0), device)
+    given = named(VERIFY, arguments)
+    for name in ("a", "dt_bias"):
+        given[name].zero_()
+    given["a"][1], given["a"][2] = 3e4, -3e4
+    ops.gated_delta_verify(*arguments)
+    decays = given["record_decays"][REQUESTS[0].slot, 1 - REQUESTS[0].half].cpu()
+    for token, log_decay in enumerate((-2.5, -5.0, 0.0)):
+        expected = torch.full_like(decays[token], log_decay).exp()
+        torch.testing.assert_close(decays[token], expected, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_given_gates(device, state_dtype, per_channel):
+    """Gates that the caller computed give what the op computes itself."""
+    heads = Heads(1, 2, 64, 128)
+    arguments = verify_arguments(heads, state_dtype=state_dtype, per_channel=per_channel, gate_lower_bound=-5.0)
+    ours = named(VERIFY, check_verify(arguments, device))
+    given = named(VERIFY, arguments)
+    rate = given["A_log"].exp()
+    g = -5.0 * torch.sigmoid((rate[:, None] if per_channel else rate) * (given["a"].float() + given["dt_bias"].float()))
+    ready = with_arguments(
+        VERIFY, arguments, a=surrounded(g), b=surrounded(given["b"].float().sigmoid()), A_log=None, dt_bias=None,
+        gate_lower_bound=None,
+    )  # fmt: skip
+    theirs = named(VERIFY, check_verify(ready, device))
+    for name in ("record_decays", "record_values", "out"):
+        expected = ours[name]
+        torch.testing.assert_close(theirs[name][1:], expected[1:], **tolerance(expected, state_dtype, device))
+
+
+def test_given_gates_of_any_dtype(device):
+    arguments = verify_arguments(given_gates=True, seed=6)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        gates = {name: surrounded(named(VERIFY, arguments)[name].to(dtype)) for name in "ab"}
+        check_verify(with_arguments(VERIFY, arguments, **gates), device)
 
 
 @pytest.mark.parametrize("heads", [Heads(2, 2, 96, 192), Heads(1, 2)], ids=str)
@@ -774,6 +836,23 @@ def refused_shapes() -> dict[str, tuple[dict, str]]:
         "weight": ({"norm_weight": zeros(1, like="state")}, r"norm_weight must be \[64\]"),
         "activation": ({"gate_activation": "tanh"}, "gate_activation must be silu or sigmoid, got tanh"),
         "softplus": ({"softplus_beta": 0.0}, "softplus_beta must be positive, got 0"),
+        "no A_log": ({"A_log": None}, "A_log and dt_bias must be given together"),
+        "no dt_bias": ({"dt_bias": None}, "A_log and dt_bias must be given together"),
+        **{
+            f"bound of {bound}": (
+                {"gate_lower_bound": bound},
+                re.escape(f"gate_lower_bound must be negative and finite in float32, got {bound:g}"),
+            )
+            for bound in (0.0, 5.0, math.nan, math.inf, -math.inf, -1e60, -1e-60)
+        },
+        "bound of nothing": (
+            {"A_log": None, "dt_bias": None, "gate_lower_bound": -5.0},
+            "gate_lower_bound must be None without A_log and dt_bias",
+        ),
+        "doubled beta that was given": (
+            {"A_log": None, "dt_bias": None, "allow_neg_eigval": True},
+            "allow_neg_eigval must be False without A_log and dt_bias",
+        ),
         "plan": ({"plan": int32(0, 0, 0, 0).view(1, 4)}, r"plan must be \[num_requests, 4\] with at least 5 rows"),
         "starts": ({"query_start_loc": int32()}, r"query_start_loc must be \[num_requests \+ 1\] with at least 1"),
         "states": ({"all_states": zeros(2, 2, 64, 64, like="state")}, rf"all_states must be \[>= {tokens}, 2, 64"),
@@ -840,4 +919,6 @@ def test_oracle_has_the_formula_of_torch():
     x = torch.tensor([-3.0, 0.0, 19.0, 21.0])
     expected = torch.exp(-torch.exp(torch.tensor(0.3)) * torch.nn.functional.softplus(x))
     assert torch.equal(decay_of(torch.tensor(0.3), x, 1.0, 20.0), expected)
+    bounded = torch.exp(-5.0 / (1 + torch.exp(-torch.exp(torch.tensor(0.3)) * x)))
+    torch.testing.assert_close(decay_of(torch.tensor(0.3), x, 1.0, 20.0, -5.0), bounded)
     assert starts_of(REQUESTS).tolist() == [0, 3, 5, 5, 6, 8]

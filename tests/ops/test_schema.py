@@ -88,11 +88,11 @@ nwor::plan_recurrent_fold(Tensor(a!) plan, Tensor(b!) cursors, Tensor source_slo
     target_slots, Tensor num_rows, bool keep_source=False) -> ()
 nwor::gated_delta_verify(Tensor(a!) out, Tensor(b!) state, Tensor(c!) record_keys, Tensor(d!)
     record_norms, Tensor(e!) record_decays, Tensor(f!) record_values, Tensor(g!) layer_window,
-    Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor plan,
+    Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, Tensor plan,
     Tensor window, Tensor query_start_loc, float scale, float softplus_beta=1., float
     softplus_threshold=20., bool use_qk_l2norm=True, Tensor? gate=None, Tensor? norm_weight=None,
     float norm_eps=1.0000000000000001e-05, str gate_activation="silu", Tensor(h!)? all_states=None,
-    bool allow_neg_eigval=False) -> ()
+    bool allow_neg_eigval=False, float? gate_lower_bound=None) -> ()
 nwor::gated_delta_fold(Tensor(a!)[] states, Tensor[] record_keys, Tensor[] record_norms, Tensor[]
     record_decays, Tensor[] record_values, Tensor[] layer_windows, Tensor plan, Tensor? window=None)
     -> ()

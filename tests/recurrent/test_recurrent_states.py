@@ -152,7 +152,7 @@ def test_a_cancel_that_failed_between_two_launches_is_finished_by_another(monkey
         decoding.states.cancel()
     assert decoding.states.state is State.OPEN
     decoding.states.cancel()
-    assert len(calls) == 3 + len({cache.geometry for cache in decoding.caches.values()}) == 8
+    assert len(calls) == 3 + len({cache.geometry for cache in decoding.caches.values()}) == 10
     decoding.assert_folded(1)
 
 

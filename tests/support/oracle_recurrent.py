@@ -54,7 +54,11 @@ def plan_recurrent_fold(plan, cursors, source_slots, target_slots, num_rows, kee
 # ---------------------------------------------------------------- one token of one head
 
 
-def decay_of(A_log: Tensor, x: Tensor, softplus_beta: float, softplus_threshold: float) -> Tensor:
+def decay_of(
+    A_log: Tensor, x: Tensor, softplus_beta: float, softplus_threshold: float, gate_lower_bound: float | None = None
+) -> Tensor:
+    if gate_lower_bound is not None:
+        return torch.exp(gate_lower_bound * torch.sigmoid(torch.exp(A_log) * x))
     softplus = torch.nn.functional.softplus(x, softplus_beta, softplus_threshold)
     return torch.exp(-torch.exp(A_log) * softplus)
 
@@ -90,6 +94,7 @@ def gated_delta_verify(
     out, state, record_keys, record_norms, record_decays, record_values, layer_window, q, k, v, a, b, A_log, dt_bias,
     plan, window, query_start_loc, scale, softplus_beta=1.0, softplus_threshold=20.0, use_qk_l2norm=True, gate=None,
     norm_weight=None, norm_eps=1e-5, gate_activation="silu", all_states=None, allow_neg_eigval=False,
+    gate_lower_bound=None,
 ) -> None:  # fmt: skip
     record = (record_keys, record_norms, record_decays, record_values)
     starts = query_start_loc.tolist()
@@ -112,9 +117,12 @@ def gated_delta_verify(
                 if use_qk_l2norm:
                     query, _ = normalised(query)
                     key, factor = normalised(key)
-                x = a[token, head].float() + dt_bias[head].float()
-                decay = decay_of(A_log[head].float(), x, softplus_beta, softplus_threshold)
-                beta = torch.sigmoid(b[token, head].float()) * (2 if allow_neg_eigval else 1)
+                if A_log is None:
+                    decay, beta = torch.exp(a[token, head].float()), b[token, head].float()
+                else:
+                    x = a[token, head].float() + dt_bias[head].float()
+                    decay = decay_of(A_log[head].float(), x, softplus_beta, softplus_threshold, gate_lower_bound)
+                    beta = torch.sigmoid(b[token, head].float()) * (2 if allow_neg_eigval else 1)
                 h, output, update = forward_token(h, query * scale, key, v[token, head].float(), decay, beta)
                 if all_states is not None:
                     all_states[token, head] = h

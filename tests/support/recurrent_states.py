@@ -33,6 +33,8 @@ class Kind:
     state_dtype: torch.dtype = torch.float32
     per_channel: bool = False
     gated: bool = False
+    gate_lower_bound: float | None = None
+    given_gates: bool = False  # a caller computes decays and betas
 
 
 KINDS = {
@@ -41,6 +43,8 @@ KINDS = {
     "other keys": Kind(dtype=torch.float16),  # by another, for its record alone
     "small state": Kind(key_heads=2, state_dtype=torch.bfloat16, dtype=torch.float16),
     "kda": Kind(value_heads=1, value_size=128, per_channel=True),
+    "bounded": Kind(value_heads=1, per_channel=True, gate_lower_bound=-5.0),
+    "given gates": Kind(key_heads=2, given_gates=True),
     "gated": Kind(value_heads=3, state_dtype=torch.bfloat16, gated=True),
 }
 
@@ -64,8 +68,8 @@ def paged(cache: RecurrentCache, seed: int = 0) -> tuple[RecurrentCache, Tensor]
 
 @dataclass
 class Weights:
-    A_log: Tensor
-    dt_bias: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
     norm: Tensor | None
 
 
@@ -101,6 +105,7 @@ class EveryState:
             *(inputs[name][:tokens] for name in "qkvab"), self.weights.A_log, self.weights.dt_bias, plan, window,
             torch.tensor(starts, dtype=torch.int32, device=self.device), kind.key_size**-0.5,
             gate=inputs["gate"][:tokens] if kind.gated else None, norm_weight=self.weights.norm, all_states=states,
+            gate_lower_bound=kind.gate_lower_bound,
         )  # fmt: skip
         self._after = {
             slot: states[start:end].clone()
@@ -118,10 +123,16 @@ def in_double_precision(kind: Kind, weights: Weights, inputs: dict[str, Tensor])
     group = kind.value_heads // kind.key_heads
     q, k, v, a, b = (inputs[name].double() for name in "qkvab")
     q, k = (torch.nn.functional.normalize(x, dim=-1).repeat_interleave(group, dim=1) for x in (q, k))
-    rate = weights.A_log.double().exp()
-    decay = torch.exp(-(rate[:, None] if kind.per_channel else rate) * torch.nn.functional.softplus(
-        a + weights.dt_bias.double()))  # fmt: skip
-    beta = b.sigmoid()
+    if kind.given_gates:
+        decay, beta = a.exp(), b
+    else:
+        assert weights.A_log is not None
+        assert weights.dt_bias is not None
+        rate, x = weights.A_log.double().exp(), a + weights.dt_bias.double()
+        rate = rate[:, None] if kind.per_channel else rate
+        bound = kind.gate_lower_bound
+        decay = torch.exp(-rate * torch.nn.functional.softplus(x) if bound is None else bound * (rate * x).sigmoid())
+        beta = b.sigmoid()
     state = torch.zeros(kind.value_heads, kind.value_size, kind.key_size, dtype=torch.float64, device=q.device)
     outputs = []
     for t in range(len(q)):
@@ -178,8 +189,8 @@ class Decoding:
             self.states.register_layer(name, cache)
             channels = (kind.key_size,) if kind.per_channel else ()
             self.weights[name] = Weights(
-                self.random(kind.value_heads).to(device),
-                self.random(kind.value_heads, *channels).to(device),
+                None if kind.given_gates else self.random(kind.value_heads).to(device),
+                None if kind.given_gates else self.random(kind.value_heads, *channels).to(device),
                 (1 + 0.1 * self.random(kind.value_size)).to(device) if kind.gated else None,
             )
             self.every_state[name] = EveryState(kind, self.weights[name], device)
@@ -209,6 +220,8 @@ class Decoding:
         channels = (kind.key_size,) if kind.per_channel else ()
         views["a"] = self.random(tokens, kind.value_heads, *channels).to(self.device, kind.dtype)
         views["b"] = self.random(tokens, kind.value_heads).to(self.device, kind.dtype)
+        if kind.given_gates:
+            views["a"], views["b"] = -views["a"].float().exp(), views["b"].float().sigmoid()
         return views
 
     # ------------------------------------------------------------ what both do
@@ -256,7 +269,7 @@ class Decoding:
         weights, gate = self.weights[name], inputs["gate"] if self.kinds[name].gated else None
         return self.states.verify(
             name, *(inputs[part] for part in "qkvab"), weights.A_log, weights.dt_bias, gate=gate,
-            norm_weight=weights.norm,
+            norm_weight=weights.norm, gate_lower_bound=self.kinds[name].gate_lower_bound,
         )  # fmt: skip
 
     def commit(self, accepted: dict[int, int]) -> None:

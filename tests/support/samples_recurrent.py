@@ -111,8 +111,8 @@ class Inputs(NamedTuple):
     v: Tensor
     a: Tensor
     b: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
 
 
 def packed_inputs(
@@ -176,13 +176,19 @@ def verify_arguments(
     one_page: bool = True,
     seed: int = 0,
     allow_neg_eigval: bool = False,
+    gate_lower_bound: float | None = None,
+    given_gates: bool = False,
 ) -> tuple[Any, ...]:
-    """A window of a layer. `norm` is the activation of the gate; tokens past the last request's are nobody's."""
+    """Make a window of a layer. `norm` is the activation of the gate; the last `extra_tokens` belong to no request.
+    With `given_gates`, `a` and `b` hold logarithms of decays and betas, and there is no `A_log`."""
     tokens = sum(request.tokens for request in requests) + extra_tokens
     layer = make_layer(heads, 5, rows, state_dtype, dtype, per_channel, gap, shift, one_page, seed)
     inputs = packed_inputs(tokens, heads, dtype, per_channel, seed)
     if not use_qk_l2norm:  # keys of any length would blow the state up
         inputs = inputs._replace(k=surrounded(inputs.k * heads.key_width**-0.5))
+    if given_gates:
+        g, beta = surrounded(-inputs.a.float().exp()), surrounded(inputs.b.float().sigmoid())
+        inputs = inputs._replace(a=g, b=beta, A_log=None, dt_bias=None)
     value = (tokens, heads.value_heads, heads.value_width)
     arguments = (
         surrounded(torch.full(value, float(POISON), dtype=dtype)), *layer.tensors, *inputs, plan_of(requests),
@@ -192,7 +198,7 @@ def verify_arguments(
     weight = surrounded(drawn(heads.value_width, seed=seed + 31).abs()) if norm else None
     every = torch.full((*value, heads.key_width), float(POISON), dtype=state_dtype) if all_states else None
     every = None if every is None else surrounded(every, edge=64)
-    return (*arguments, gate, weight, 1e-5, norm or "silu", every, allow_neg_eigval)
+    return (*arguments, gate, weight, 1e-5, norm or "silu", every, allow_neg_eigval, gate_lower_bound)
 
 
 FOLDS = ((2, 2, 1, 2), (0, 0, 0, 0), (1, 0, 0, 3), (4, 3, 0, 4))  # in place, nothing, a copy, all rows
@@ -288,6 +294,8 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             verify_arguments(state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True),
             verify_arguments(Heads(2, 4, 64, 128), use_qk_l2norm=False, norm="sigmoid", seed=3),
             verify_arguments(Heads(2, 2, 96, 192), all_states=True, allow_neg_eigval=True),
+            verify_arguments(per_channel=True, gate_lower_bound=-5.0, seed=4),
+            verify_arguments(per_channel=True, given_gates=True, seed=5),
             verify_arguments(requests=nobody, all_states=True),
             verify_arguments(requests=(), extra_tokens=0),
         ],
