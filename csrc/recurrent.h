@@ -568,7 +568,7 @@ struct FoldLayer {
     char* states;
     const char* keys;
     const float *norms, *decays, *values;
-    const int64_t* window;
+    int64_t* window;  // the last window that the layer ran in, or that it was folded for
 };
 
 struct FoldArguments {
@@ -577,7 +577,7 @@ struct FoldArguments {
     RecurrentRecord record;  // of the first layer
     std::vector<FoldLayer> layers;
     RecurrentPlan plan;
-    const int64_t* window;  // null: no layer is left out
+    const int64_t* window;  // null: all layers are folded, and none is marked
 };
 
 inline void check_same_layout(const Argument& a, const char* list, const Tensor& first) {
@@ -586,6 +586,20 @@ inline void check_same_layout(const Argument& a, const char* list, const Tensor&
     bool same = a.tensor.dim() == first.dim() && a.tensor.stride(0) == first.stride(0);
     for (int64_t i = 0; same && i < first.dim(); ++i) same = a.tensor.size(i) == first.size(i);
     if (!same) a.must_be("of the shape and strides of ", list, "[0], ", describe(first));
+}
+
+// The number of each layer is written, so it must not share memory with another one or with an input.
+inline void check_marks(const char* op, const std::vector<Tensor>& marks,
+                        std::initializer_list<Argument> inputs) {
+    std::vector<Placed> placed;
+    placed.reserve(marks.size());
+    for (const Tensor& mark : marks) {
+        placed.emplace_back("layer_windows", mark);
+        for (size_t other = 0; other + 1 < placed.size(); ++other)
+            must_not_overlap(op, placed.back(), placed[other]);
+        for (const Argument& input : inputs)
+            must_not_overlap(op, placed.back(), Placed(input.name, input.tensor));
+    }
 }
 
 inline FoldArguments check_fold(const char* op, const std::vector<Tensor>& states,
@@ -652,8 +666,9 @@ inline FoldArguments check_fold(const char* op, const std::vector<Tensor>& state
         must_not_overlap(op, placed[layer], rows);
         if (window.has_value()) must_not_overlap(op, placed[layer], Placed("window", *window));
         f.layers.push_back({view.data, record.keys, record.norms, record.decays, record.values,
-                            static_cast<const int64_t*>(layer_windows[layer].data_ptr())});
+                            static_cast<int64_t*>(layer_windows[layer].data_ptr())});
     }
+    if (window.has_value()) check_marks(op, lists[5].tensors, {rows, {op, "window", *window}});
     return f;
 }
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import has_no_data
 from nwor_ops.torch_fixes import static
-from nwor_ops.transaction.state import State, Stateful, is_capturing, raises_behind_launches
+from nwor_ops.transaction.state import State, Stateful, is_capturing
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
 _KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -252,13 +252,14 @@ class _Launch:
     """Layers of one geometry, which one launch folds."""
 
     def __init__(self, layers: list[_Layer]) -> None:
-        self.windows = [layer.window for layer in layers]
+        self._windows = [layer.window for layer in layers]
         self._states = [layer.cache.state for layer in layers]
         self._records = [list(tensors) for tensors in zip(*(layer.cache.records for layer in layers), strict=True)]
 
-    def fold(self, plan: Tensor, window: Tensor | None = None) -> None:
+    def fold(self, plan: Tensor, window: Tensor) -> None:
+        """Fold the rows of a plan into the layers that are not marked with the number ``window``, and mark them."""
         keys, norms, decays, values = self._records
-        ops.gated_delta_fold(self._states, keys, norms, decays, values, self.windows, plan, window)
+        ops.gated_delta_fold(self._states, keys, norms, decays, values, self._windows, plan, window)
 
 
 class RecurrentStates(Stateful[_Layer]):
@@ -287,6 +288,7 @@ class RecurrentStates(Stateful[_Layer]):
         self.num_slots = self.max_window = 0  # those of the layers
         self._layers = {}
         self._num_requests = 0  # of the open window
+        self._unfinished: Tensor | None = None  # the plan of a fold that an error has interrupted
         self._verified: set[str] = set()  # layers that ran in it, where Python can tell
 
     # ------------------------------------------------------------ set-up
@@ -339,6 +341,7 @@ class RecurrentStates(Stateful[_Layer]):
         self.plan = zeros(requests, 4)
         self.window = zeros(1, dtype=torch.int64)
         self.num_refused = zeros(1, dtype=torch.int64)
+        self._fold_number = zeros(1, dtype=torch.int64)  # folds between windows count down, windows count up
         self.query_start_loc = zeros(requests + 1)
         self.num_accepted = zeros(self.num_slots)  # tokens of each slot's last window that stay
         self._slots = zeros(requests, dtype=torch.int64)
@@ -402,27 +405,28 @@ class RecurrentStates(Stateful[_Layer]):
         """
         self._require(State.CLOSED, "begin")
         self._check_begin(state_slots, query_start_loc, is_window)
+        self._finish_fold()
         requests = state_slots.shape[0]
         slots, accepted = self._slots[:requests], self._num_accepted[:requests]
         slots.copy_(state_slots).clamp_(0, self.num_slots - 1)
         torch.index_select(self.num_accepted, 0, slots, out=accepted)
-        before = int(self.window) if raises_behind_launches(self.window) else None
+        self._num_requests = requests
+        self._verified.clear()
         try:
+            self._state = State.OPEN  # an error after the launch of the plan leaves a window that cancel() can undo
             ops.plan_recurrent_window(
                 self.plan, self.cursors, self.window, state_slots, query_start_loc, accepted, self.max_window,
                 is_window, self.num_refused,
             )  # fmt: skip
-        except Exception:
-            if before is not None and before != int(self.window):
-                self._undo()
-                self._close()
+            self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
+            if requests < self.max_num_requests:  # the rest have no tokens
+                self.query_start_loc[requests + 1 :].copy_(query_start_loc[requests : requests + 1])
+        except BaseException:
+            if has_no_data(self.plan) or not self.plan.any():  # refused: the plan is still all zeros
+                self._state = State.CLOSED
+            else:
+                self.cancel()
             raise
-        self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
-        if requests < self.max_num_requests:  # the rest have no tokens
-            self.query_start_loc[requests + 1 :].copy_(query_start_loc[requests : requests + 1])
-        self._num_requests = requests
-        self._verified.clear()
-        self._state = State.OPEN
 
     def verify(
         self,
@@ -593,6 +597,7 @@ class RecurrentStates(Stateful[_Layer]):
         self._check_slots("reset: slots", slots)
         if self.device.type == "cpu" and slots.numel() and int(slots.max()) >= self.num_slots:
             raise IndexError(f"reset: slots must be less than {self.num_slots}, got {int(slots.max())}")
+        self._finish_fold()
         rows = torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
         self._drop_pending(rows)
         for layer in self._layers.values():
@@ -606,18 +611,19 @@ class RecurrentStates(Stateful[_Layer]):
         self._state = State.CLOSED
 
     def _undo(self) -> None:
-        """Of a window that is planned: what was pending before is applied in all layers, and nothing is pending."""
+        """Fold what was pending before the open window in the layers that have not run, and drop the window's rows.
+
+        Repeatable: each layer is marked when it is folded, and a second call leaves it out.
+        """
         for launch in self._launches:
             launch.fold(self.plan, self.window)
-            for window in launch.windows:
-                window.copy_(self.window)  # so that a second cancel leaves these layers out
         self._drop_pending(self.plan[:, 3].long())
 
     def _try_fold(self, names: list[str]) -> _Launch:
         """Before any window: no row of the plan is anybody's, so it only looks at the arguments."""
         launch = _Launch([self._layers[name] for name in names])
         try:
-            launch.fold(self.plan)
+            launch.fold(self.plan, self.window)
         except (ValueError, TypeError) as error:
             raise type(error)(f"allocate: {', '.join(names)} could not be folded: {error}") from error
         return launch
@@ -649,14 +655,24 @@ class RecurrentStates(Stateful[_Layer]):
         return {name for name, tensor in tensors if len(dtypes[tensor.untyped_storage()._cdata]) > 1}
 
     def _fold_into(self, source_slots: Tensor, target_slots: Tensor, *, keep_source: bool) -> None:
+        self._finish_fold()
         count = source_slots.shape[0]
         if count == 0:
             return
         plan = torch.zeros(count, 4, dtype=torch.int32, device=self.device)
         accepted = self.num_accepted.index_select(0, source_slots.clamp(0, self.num_slots - 1))
+        self._fold_number.sub_(1)
+        self._unfinished = plan
         ops.plan_recurrent_fold(plan, self.cursors, source_slots, target_slots, accepted, keep_source)
+        self._finish_fold()
+
+    def _finish_fold(self) -> None:
+        """Fold the layers that an interrupted fold or copy has not reached. Its plan has cleared the cursors already."""
+        if self._unfinished is None:
+            return
         for launch in self._launches:
-            launch.fold(plan)
+            launch.fold(self._unfinished, self._fold_number)
+        self._unfinished = None
 
     def _drop_pending(self, rows: Tensor) -> None:
         self.cursors[:, 0].index_fill_(0, rows, 0)

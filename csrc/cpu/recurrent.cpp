@@ -450,6 +450,7 @@ void run(const FoldArguments& f, const Cpu&) {
     check_each(f.op, f.plan.length,
                [&](int64_t i) { return problem_of_plan(f.plan[i], i, f.states.num_slots, f.record.rows); });
     check_meetings(f.op, f.plan, f.plan.length);
+    if (f.plan.length == 0) return;
     const int64_t heads = f.states.num_value_heads;
     const auto fold = [&](const FoldLayer& layer, int64_t begin, int64_t end) {
         const LayerViews views(f, layer);
@@ -471,6 +472,7 @@ void run(const FoldArguments& f, const Cpu&) {
         if (f.window != nullptr && *layer.window == *f.window) continue;
         parallel_for(0, f.plan.length * heads, 1,
                      [&](int64_t begin, int64_t end) { fold(layer, begin, end); });
+        if (f.window != nullptr) *layer.window = *f.window;
     }
 }
 

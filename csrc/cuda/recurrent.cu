@@ -350,6 +350,14 @@ __global__ void __launch_bounds__(kThreads, 2) fold_kernel(const __grid_constant
     raw.store(layer.states + target, job.is_aligned, block.first_value + value, at);
 }
 
+// Marks the layers of a launch as folded. All blocks of fold_kernel must have read the marks before.
+__global__ void __launch_bounds__(kThreads)
+    mark_kernel(const __grid_constant__ FoldJob job, int64_t num_layers) {
+    wait_for_earlier_kernels();
+    if (threadIdx.x < num_layers) *job.layers[threadIdx.x].window = *job.window;
+}
+static_assert(kLayersPerLaunch <= kThreads, "a thread marks one layer");
+
 void run(const FoldArguments& f, const Launch& launch) {
     const bool all_aligned = std::all_of(f.layers.begin(), f.layers.end(), [&](const FoldLayer& layer) {
         return is_aligned(f.states, layer.states, f.states.slot_stride);
@@ -381,6 +389,7 @@ void run(const FoldArguments& f, const Launch& launch) {
                                 values / Rows<State, kWidth>::kRowsOfWarp * kWarp, job.shared.bytes);
             allow_shared_memory(f.op, kernel, shape, launch);
             launch.start(kernel, shape, job);
+            if (f.window != nullptr) launch.start(mark_kernel, {dim3(1), dim3(kThreads)}, job, count);
         }
     });
     check_launch(launch);

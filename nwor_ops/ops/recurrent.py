@@ -206,7 +206,7 @@ def gated_delta_verify(
     """
 
 
-@op(mutates=("states",))
+@op(mutates=("states", "layer_windows"))
 def gated_delta_fold(
     states: list[Tensor],
     record_keys: list[Tensor],
@@ -217,21 +217,26 @@ def gated_delta_fold(
     plan: Tensor,
     window: Tensor | None = None,
 ) -> None:
-    """Replay what a plan says in all layers at once: ``state[target]`` becomes ``state[source]`` with its rows.
+    """Fold pending rows into the states of several layers: ``state[target]`` becomes ``state[source]`` with its rows.
 
-    The same bits as :func:`gated_delta_verify` stores before its window.
+    The result is bit-identical to the state that :func:`gated_delta_verify` stores before its window. With ``window``
+    the call is repeatable: a layer that it has folded is marked, and a second call leaves that layer out.
 
     Args:
-        states: of each of L layers, as ``state`` of :func:`gated_delta_verify`, all of one shape, dtype and strides;
-            **mutated** at the slots that the plan writes. Layers of another geometry take another call.
-        record_keys, record_norms, record_decays, record_values, layer_windows: of each layer, as there. Contiguous
-            within a slot; of a kind all have one shape and one stride of slots.
-        plan: int32 ``[E, 4]``, contiguous: what :func:`plan_recurrent_fold` gave, or, to cancel an open window,
-            :func:`plan_recurrent_window`.
-        window: int64 ``[1]`` or None: layers whose ``layer_windows`` holds this number are left out: they ran in the
-            window that is cancelled, and have replayed already.
+        states: a tensor for each of L layers, as ``state`` of :func:`gated_delta_verify`. All have the same shape,
+            dtype and strides; layers of another geometry take another call. **Mutated** at the target slots of the
+            plan.
+        record_keys, record_norms, record_decays, record_values: a tensor for each layer, as there. Contiguous within
+            a slot. The tensors of one list have the same shape and the same stride between slots.
+        layer_windows: int64 ``[1]`` for each layer: the last window that the layer ran in. **Mutated** if ``window``
+            is given and the plan has rows: all of them hold its number afterwards.
+        plan: int32 ``[E, 4]``, contiguous: the output of :func:`plan_recurrent_fold`, or of
+            :func:`plan_recurrent_window` to cancel an open window.
+        window: int64 ``[1]`` or None. Layers whose ``layer_windows`` holds this number already are left out: they ran
+            in the window, or an earlier call has folded them. None = fold all layers and mark none.
 
     Raises:
-        As :func:`gated_delta_verify`; ValueError also for lists of different lengths, and for a state that shares
-        memory with another layer's or with a record.
+        As :func:`gated_delta_verify`. ValueError also for lists of different lengths, for a state that shares memory
+        with another state or a record, and, with ``window``, for a number in ``layer_windows`` that shares memory
+        with another one, the plan or ``window``.
     """

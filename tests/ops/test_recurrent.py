@@ -524,15 +524,18 @@ def test_norm_is_that_of_a_layer_of_its_own(device, dtype, activation):
 
 
 def check_fold(arguments: tuple, device: str = "cpu") -> tuple:
-    """Like the oracle, on the CPU to the bit; what is not a target keeps its bytes."""
+    """Compare with the oracle (bit-identical on the CPU). Everything except targets and marks keeps its bytes."""
     ours, theirs = twin(arguments, device), twin(arguments)
     ops.gated_delta_fold(*ours)
     oracle.gated_delta_fold(*theirs)
     for mine, expected in zip(ours[0], theirs[0], strict=True):
         torch.testing.assert_close(mine[1:].cpu(), expected[1:], **tolerance(expected))
+    assert [mark.item() for mark in ours[5]] == [mark.item() for mark in theirs[5]]
     if device == "cpu":
         assert same_memory(ours, theirs)
     restored = twin(ours)
+    for mark, before in zip(restored[5], arguments[5], strict=True):
+        mark.copy_(before)
     for mine, before in zip(restored[0], arguments[0], strict=True):
         for target in {row[3] for row in arguments[6].tolist()} - {0}:
             mine[target] = before[target].to(device)
@@ -565,6 +568,9 @@ def test_fold_of_nothing(device):
 def test_cancel_leaves_out_layers_that_ran(device):
     arguments = fold_arguments(4, ran=(0, 2))
     ours = check_fold(arguments, device)
+    again = twin(ours)
+    ops.gated_delta_fold(*again)  # all layers are marked now
+    assert same_memory(again, ours)
     changed = [not torch.equal(a[1:].cpu(), b[1:]) for a, b in zip(ours[0], arguments[0], strict=True)]
     assert changed == [False, True, False, True]
 
@@ -897,6 +903,18 @@ def test_a_state_is_apart_from_what_says_where_to_fold(device, name):
     shared = given["states"][1][0].view(-1).view(given[name].dtype)[: given[name].numel()].view_as(given[name])
     call = with_arguments(FOLD, arguments, **{name: shared.zero_()})
     refuse(FOLD, call, ValueError, f"states and {name} must not share memory")
+
+
+@pytest.mark.parametrize("shared", ["layer_windows", "window", "plan"])
+def test_the_marks_of_a_fold_share_no_memory(device, shared):
+    """A fold with a window writes the number of each layer."""
+    arguments = twin(fold_arguments(2, ran=()), device)
+    given = named(FOLD, arguments)
+    first, memory = given["layer_windows"][0], torch.zeros(2 * len(given["plan"]), dtype=torch.int64, device=device)
+    plan = memory.view(torch.int32).view(-1, 4).copy_(given["plan"])
+    other = {"layer_windows": first, "window": given["window"], "plan": memory[:1]}
+    call = with_arguments(FOLD, arguments, layer_windows=[first, other[shared]], plan=plan)
+    refuse(FOLD, call, ValueError, f"layer_windows and {shared} must not share memory")
 
 
 @pytest.mark.gpu

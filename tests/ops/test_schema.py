@@ -94,8 +94,8 @@ nwor::gated_delta_verify(Tensor(a!) out, Tensor(b!) state, Tensor(c!) record_key
     float norm_eps=1.0000000000000001e-05, str gate_activation="silu", Tensor(h!)? all_states=None,
     bool allow_neg_eigval=False, float? gate_lower_bound=None) -> ()
 nwor::gated_delta_fold(Tensor(a!)[] states, Tensor[] record_keys, Tensor[] record_norms, Tensor[]
-    record_decays, Tensor[] record_values, Tensor[] layer_windows, Tensor plan, Tensor? window=None)
-    -> ()
+    record_decays, Tensor[] record_values, Tensor(b!)[] layer_windows, Tensor plan, Tensor?
+    window=None) -> ()
 nwor::open_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
     draft_start_loc, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks, Tensor(b!)[]
     slot_mappings, Tensor(c!)[] block_tables, Tensor(d!) saved_slots, Tensor(e!) tail_pages, Tensor?

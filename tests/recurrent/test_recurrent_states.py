@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from math import prod
 
@@ -11,7 +12,6 @@ from recurrent_states import KINDS, Decoding, in_double_precision
 from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 
-import nwor_ops.recurrent
 from nwor_ops import RecurrentCache, RecurrentMemory, RecurrentStates, RecurrentStats, ops
 from nwor_ops.transaction.state import State
 
@@ -133,6 +133,86 @@ def test_a_window_that_is_cancelled_leaves_the_states_of_before(device, reached)
     decoding.assert_folded(1, 2, 3)
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("number", range(3))
+def test_cancel_is_repeatable_after_an_error(monkeypatch, number, moment):
+    """An error before or right after any launch leaves the window open, and another cancel finishes the first one."""
+    decoding = Decoding()
+    decoding.start(1)
+    decoding.window({1: 4}, {1: 3})
+    decoding.begin([1], [4])
+    decoding.forward(["gdn"])
+    with interrupted(monkeypatch, "gated_delta_fold", number, moment):
+        decoding.states.cancel()
+    assert decoding.states.state is State.OPEN
+    decoding.states.cancel()
+    decoding.assert_folded(1)
+    decoding.window({1: 4}, {1: 2})
+    decoding.states.fold(decoding.tensor([1]))
+    decoding.assert_folded(1)
+
+
+@pytest.mark.parametrize("follow_up", ["fold", "copy", "reset", "begin"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("number", range(3))
+def test_any_call_finishes_a_fold_that_an_error_interrupted(monkeypatch, number, moment, follow_up):
+    """The plan of a fold clears the cursors. The layers that its launches did not reach still get their rows, once."""
+    decoding = Decoding()
+    decoding.start(1, 2)
+    decoding.window({1: 4, 2: 4}, {1: 3, 2: 2})
+    with interrupted(monkeypatch, "gated_delta_fold", number, moment):
+        decoding.states.fold(decoding.tensor([1]))
+    assert decoding.states.state is State.CLOSED
+    if follow_up == "fold":
+        decoding.states.fold(decoding.tensor([1]))
+    elif follow_up == "copy":
+        decoding.states.copy(decoding.tensor([2]), decoding.tensor([3]))
+    elif follow_up == "reset":
+        decoding.states.reset(decoding.tensor([3]))
+    else:
+        decoding.begin([1], [4])
+        decoding.states.cancel()
+    decoding.assert_folded(1)
+    decoding.states.fold(decoding.tensor([2]))
+    decoding.assert_folded(1, 2)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interrupt_in_begin_leaves_no_window(monkeypatch, moment):
+    """A KeyboardInterrupt before or after the plan's launch: nothing of the window stays, and begin can be repeated."""
+    decoding = Decoding()
+    decoding.start(1, 2)
+    decoding.window({1: 4, 2: 3}, {1: 3, 2: 1})
+    with interrupted(monkeypatch, "plan_recurrent_window", 0, moment, KeyboardInterrupt):
+        decoding.begin([1], [4])
+    assert decoding.states.state is State.CLOSED
+    decoding.states.fold(decoding.tensor([1]))
+    decoding.assert_folded(1)
+    decoding.window({1: 4, 2: 4}, {1: 1, 2: 4})
+    decoding.states.fold(decoding.tensor([1, 2]))
+    decoding.assert_folded(1, 2)
+
+
+@contextlib.contextmanager
+def interrupted(monkeypatch, op, number, moment, error=OSError):
+    """Raise an error before or after call ``number`` of an op, and expect it."""
+    original, calls = getattr(ops, op), []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        is_this_call = len(calls) == number + 1
+        if is_this_call and moment == "before":
+            raise error("injected")
+        original(*arguments)
+        if is_this_call:
+            raise error("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, op, failing)
+        with pytest.raises(error, match="injected"):
+            yield
+
+
 def test_a_cancel_that_failed_between_two_launches_is_finished_by_another(monkeypatch):
     decoding = Decoding()
     decoding.start(1)
@@ -167,7 +247,6 @@ def test_a_begin_that_raises_behind_its_launch_is_cancelled(monkeypatch):
         plan(*arguments)
         raise IndexError("plan_recurrent_window: state_slots")
 
-    monkeypatch.setattr(nwor_ops.recurrent, "raises_behind_launches", lambda tensor: True)
     with monkeypatch.context() as patch:
         patch.setattr(ops, "plan_recurrent_window", raising)
         with pytest.raises(IndexError, match="state_slots"):

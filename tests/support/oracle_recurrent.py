@@ -151,3 +151,5 @@ def gated_delta_fold(
                 continue
             for head in range(state.shape[1]):
                 state[target, head] = replayed(state, *record, source, rows, half, head)
+        if window is not None and len(plan):
+            layer_windows[layer].copy_(window)

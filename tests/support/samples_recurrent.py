@@ -300,11 +300,11 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             verify_arguments(requests=(), extra_tokens=0),
         ],
         "gated_delta_fold": lambda: [
+            fold_arguments(1, Heads(2, 4, 128, 64), ran=(), one_page=False),
             fold_arguments(one_page=False),
             fold_arguments(
                 3, state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True, ran=(1,), one_page=False
             ),
-            fold_arguments(1, Heads(2, 4, 128, 64), ran=(), one_page=False),
             fold_arguments(1, Heads(2, 2, 96, 192), one_page=False),
             fold_arguments(folds=(), one_page=False),
         ],
