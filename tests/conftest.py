@@ -9,8 +9,11 @@ from pathlib import Path
 # Before torch is imported: tensors are small, and processes run beside each other. What needs threads asks for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import processor
 import pytest
 from hypothesis import settings
+
+processor.separate_compiler_cache()
 
 # Compiling and thread start-up make single examples slow; the same examples every time keep a red test red. At night
 # there are more, and others each time.
@@ -31,6 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--nightly"):
         settings.load_profile("nightly")
+    try:
+        processor.limit_compiler()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def _devices(config: pytest.Config) -> tuple[str, ...]:

@@ -1,4 +1,8 @@
-"""torch.compile(fullgraph=True): the same bytes as eager, and no cache or log is ever copied."""
+"""torch.compile(fullgraph=True): the same bytes as eager, and no cache or log is ever copied.
+
+The ops guarantee their bytes. torch and Inductor do not: the order of a sum depends on the instruction set and on the
+number of threads. Models and steps in this file let torch compute only what every order computes exactly.
+"""
 
 from __future__ import annotations
 
@@ -350,7 +354,11 @@ def recurrent_step(
     plan, cursors, window, slots, starts, accepted, states, keys, norms, decays, values, layer_windows, packed, a, b,
     A_log, dt_bias, out,
 ):  # fmt: skip
-    """Open a window, run it in two layers, fold what it left: one graph, every view made inside it."""
+    """Open a window, run it in two layers, fold the accepted rows: one graph that makes every view itself.
+
+    The second layer reads the output of the first. Everything that torch computes here is one addition or one
+    multiplication by 2 per element: a compiler may add the terms of a sum (or a mean) in any order.
+    """
     ops.plan_recurrent_window(plan, cursors, window, slots, starts, accepted, RECURRENT_ROWS)
     for layer in range(LAYERS):
         q, k, v = (packed[layer] * 2).split((1, 1, 2), 1)
@@ -358,7 +366,7 @@ def recurrent_step(
             out, states[layer], keys[layer], norms[layer], decays[layer], values[layer], layer_windows[layer], q, k, v,
             a[layer] - 1, b[layer], A_log, dt_bias, plan, window, starts, 0.125,
         )  # fmt: skip
-        packed = packed + out.mean()
+        packed = packed + out[:, :1]
     rows = accepted.clamp(max=1)
     ops.plan_recurrent_fold(plan, cursors, slots, slots, rows)
     ops.gated_delta_fold(*(list(t.unbind(0)) for t in (states, keys, norms, decays, values, layer_windows)), plan)

@@ -932,11 +932,14 @@ def test_most_record_rows(device):
     assert_same_as_oracle(PLANS[0], window_arguments(record_rows=32), device)
 
 
-def test_oracle_has_the_formula_of_torch():
-    """softplus above its threshold is the identity."""
-    x = torch.tensor([-3.0, 0.0, 19.0, 21.0])
-    expected = torch.exp(-torch.exp(torch.tensor(0.3)) * torch.nn.functional.softplus(x))
-    assert torch.equal(decay_of(torch.tensor(0.3), x, 1.0, 20.0), expected)
-    bounded = torch.exp(-5.0 / (1 + torch.exp(-torch.exp(torch.tensor(0.3)) * x)))
-    torch.testing.assert_close(decay_of(torch.tensor(0.3), x, 1.0, 20.0, -5.0), bounded)
+def test_decay_of_the_oracle():
+    """Compare with the formula in Python's doubles; above its threshold softplus is the identity."""
+    x, A_log, threshold = [-3.0, 0.0, 0.5, 2.0], 0.3, 1.0
+    softplus = [y if y > threshold else math.log1p(math.exp(y)) for y in x]
+    expected = torch.tensor([math.exp(-math.exp(A_log) * y) for y in softplus])
+    decays = decay_of(torch.tensor(A_log), torch.tensor(x), 1.0, threshold)
+    torch.testing.assert_close(decays, expected, rtol=1e-6, atol=0)  # a few roundings in float32
+    bounded = torch.tensor([math.exp(-5.0 / (1 + math.exp(-math.exp(A_log) * y))) for y in x])
+    decays = decay_of(torch.tensor(A_log), torch.tensor(x), 1.0, threshold, -5.0)
+    torch.testing.assert_close(decays, bounded, rtol=2e-6, atol=0)  # the exponent is up to 5
     assert starts_of(REQUESTS).tolist() == [0, 3, 5, 5, 6, 8]

@@ -1,8 +1,11 @@
-"""A processor that can less than this one, for vLLM: ``NWOR_TEST_CPU`` names what it has at most.
+"""Limit a test run to some of this processor's instruction sets.
 
-vLLM asks ``torch.cpu`` which of its libraries to load (``_C``, ``_C_AVX512``, ``_C_AVX2``) and which attention to run.
-Every Python process that a limited test run starts, vLLM's own among them, imports ``limited/sitecustomize.py``, and is
-then told no more than the variable permits.
+``NWOR_TEST_CPU`` limits vLLM. vLLM asks ``torch.cpu`` which of its libraries to load (``_C``, ``_C_AVX512``,
+``_C_AVX2``) and which attention to run. Every Python process of a limited run, those of vLLM included, imports
+``limited/sitecustomize.py``, which hides the instruction sets above the limit.
+
+``ATEN_CPU_CAPABILITY`` is torch's own variable. It limits torch's kernels and, by default, Inductor.
+``NWOR_TEST_SIMDLEN`` sets the vector width of Inductor's code separately: 0 (no vectors), 256 or 512 bits.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import importlib.machinery
 import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable
 from types import MappingProxyType, ModuleType
 from typing import NamedTuple
@@ -18,6 +22,7 @@ from typing import NamedTuple
 import processes
 
 VARIABLE = "NWOR_TEST_CPU"
+SIMDLEN = "NWOR_TEST_SIMDLEN"
 
 
 class Level(NamedTuple):
@@ -61,6 +66,33 @@ def apply() -> None:
 def environment(name: str) -> dict[str, str]:
     """Of a process that is limited from its start."""
     return processes.environment(processes.SUPPORT / "limited") | LEVELS[name].environment | {VARIABLE: name}
+
+
+def separate_compiler_cache() -> None:
+    """Give a limited run its own folder for Inductor's cache; call this before torch is imported.
+
+    Inductor's cache key has no instruction set. In a shared folder a limited run finds code that was compiled for a
+    wider set, and then results differ or the process crashes.
+    """
+    limits = "-".join(filter(None, (os.environ.get(name) for name in ("ATEN_CPU_CAPABILITY", VARIABLE, SIMDLEN))))
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/nwor_tests_{os.getuid()}"
+    if limits and pathlib.Path(folder).name != limits:  # workers of pytest-xdist inherit the variable
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(pathlib.Path(folder, limits))
+
+
+def limit_compiler() -> None:
+    """Apply ``NWOR_TEST_SIMDLEN`` to the Inductor of this process.
+
+    Raises:
+        ValueError: Inductor cannot generate code of that width for this processor.
+    """
+    if not (bits := os.environ.get(SIMDLEN)):
+        return
+    from torch._inductor import config, cpu_vec_isa
+
+    config.cpp.simdlen = int(bits)
+    if (width := cpu_vec_isa.pick_vec_isa().bit_width()) != int(bits):
+        raise ValueError(f"{SIMDLEN}={bits}, but Inductor generates code of {width} bits for this processor")
 
 
 def apply_at_import() -> None:

@@ -1,0 +1,192 @@
+"""Run the tests that depend on the processor under every instruction set of this processor: ``make test-isa``.
+
+    python tools/isa.py                      # every run of the table below
+    python tools/isa.py avx2-4 vllm-avx2     # some runs, by name
+    python tools/isa.py --list               # the names
+    python tools/isa.py avx2-1 -- -n 2 -x    # options for pytest
+
+For each instruction set there are two runs of tests/ops, tests/transaction and tests/recurrent, with 1 and 4 threads.
+torch's kernels and Inductor's code both use that set. For each pair of different sets (torch's kernels of one,
+Inductor's code of the other) the tests that compile run once more. With vLLM installed, tests/vllm/test_cpu_writer.py
+and a few more run with each of vLLM's CPU libraries.
+
+Every run has its own folder for Inductor's cache. The output of pytest is in build/logs. The last output is a table;
+the exit status is 1 if a run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import pathlib
+import shutil
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass, field
+
+from step import run_step
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "isa"
+
+TESTS = ("tests/ops", "tests/transaction", "tests/recurrent")
+THAT_COMPILE = (*TESTS, "-k", "compile or trace")
+# The tests of tests/vllm whose results depend on the library that vLLM loads. `NWOR_TEST_CPU=avx2 make test-vllm` runs
+# all of tests/vllm.
+OF_VLLM = (
+    "tests/vllm/test_processor.py", "tests/vllm/test_cpu_writer.py", "tests/vllm/test_engine.py::test_dtypes",
+    "tests/vllm/test_recurrent_kernel.py::test_windows_are_those_of_the_cpu_kernel",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """One instruction set: the feature of torch.cpu that it needs, and how torch and Inductor are limited to it."""
+
+    needs: str
+    simdlen: int
+    environment: dict[str, str]
+
+
+# oneDNN and MKL do not read ATEN_CPU_CAPABILITY. MKL reads its variable on Intel's processors only.
+SETS = {
+    "default": InstructionSet(
+        "", 0, {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
+    ),
+    "avx2": InstructionSet(
+        "avx2", 256, {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    ),
+    "avx512": InstructionSet("avx512_f", 512, {"ATEN_CPU_CAPABILITY": "avx512"}),
+}
+LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "NWOR_TEST_CPU", "NWOR_TEST_SIMDLEN")
+
+
+@dataclass
+class Run:
+    """One run of pytest, and its result."""
+
+    name: str
+    torch: str
+    inductor: str
+    threads: int
+    tests: tuple[str, ...]
+    environment: dict[str, str]
+    passed: int = 0
+    skipped: int = 0
+    failed: list[str] = field(default_factory=list)
+    problem: str = "did not run"
+    seconds: float = 0.0
+
+    @property
+    def result(self) -> str:
+        skipped = f", {self.skipped} skipped" if self.skipped else ""
+        return f"{self.passed} passed, {len(self.failed)} failed{skipped}" + (self.problem and f"; {self.problem}")
+
+    @property
+    def good(self) -> bool:
+        return self.passed > 0 and not self.failed and not self.problem
+
+    def execute(self, number: str, options: list[str]) -> None:
+        """Run pytest and read its report."""
+        report, cache = FOLDER / f"{self.name}.xml", FOLDER / "inductor" / self.name
+        report.unlink(missing_ok=True)
+        shutil.rmtree(cache, ignore_errors=True)
+        variables = {name: value for name, value in os.environ.items() if name not in LIMITS}
+        variables |= {"OMP_NUM_THREADS": str(self.threads), "TORCHINDUCTOR_CACHE_DIR": str(cache)} | self.environment
+        words = [sys.executable, "-m", "pytest", "-q", "--device", "cpu", f"--junitxml={report}", *self.tests, *options]
+        start = time.monotonic()
+        status = run_step(number, f"isa {self.name}", words, environment=variables)
+        self.seconds = time.monotonic() - start
+        shutil.rmtree(cache, ignore_errors=True)
+        self.read(report, status)
+
+    def read(self, report: pathlib.Path, status: int) -> None:
+        self.problem = "" if status in (0, 1) else f"exit status {status}"
+        if not report.exists():
+            self.problem = f"pytest wrote no report, exit status {status}"
+            return
+        for case in ElementTree.parse(report).iter("testcase"):
+            outcome = {child.tag for child in case}
+            if outcome & {"failure", "error"}:
+                self.failed.append(f"{case.get('classname')}::{case.get('name')}")
+            elif "skipped" in outcome:  # and expected failures
+                self.skipped += 1
+            else:
+                self.passed += 1
+
+
+def runs(capabilities: dict[str, bool], has_vllm: bool, cpu_levels: dict[str, str]) -> list[Run]:
+    """List the runs for a processor.
+
+    Args:
+        capabilities: of ``torch.cpu.get_capabilities()``.
+        has_vllm: whether vLLM is installed.
+        cpu_levels: values of ``NWOR_TEST_CPU``, each with the capability that it needs.
+    """
+    sets = {name: of for name, of in SETS.items() if not of.needs or capabilities.get(of.needs)}
+    found = [
+        Run(f"{name}-{threads}", name, name, threads, TESTS, of.environment)
+        for name, of in sets.items()
+        for threads in (1, 4)
+    ]
+    found += [
+        Run(f"{name}+{other}", name, other, 1, THAT_COMPILE,
+            of.environment | {"NWOR_TEST_SIMDLEN": str(sets[other].simdlen)})
+        for name, of in sets.items() for other in sets if other != name
+    ]  # fmt: skip
+    if has_vllm:
+        found += [
+            Run(f"vllm-{level}", level, "-", 1, OF_VLLM, {"NWOR_TEST_CPU": level})
+            for level, needs in cpu_levels.items() if capabilities.get(needs)
+        ]  # fmt: skip
+    return found
+
+
+def of_this_processor() -> list[Run]:
+    import torch
+
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from processor import LEVELS
+
+    levels = {name: level.needs for name, level in LEVELS.items()}
+    return runs(torch.cpu.get_capabilities(), importlib.util.find_spec("vllm") is not None, levels)
+
+
+def table(done: list[Run]) -> str:
+    """Format the results, one row for each run, with the tests that failed below."""
+    rows = [("run", "torch", "Inductor", "threads", "result", "seconds")]
+    rows += [(r.name, r.torch, r.inductor, str(r.threads), r.result, f"{r.seconds:.0f}") for r in done]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines + [f"FAILED in {run.name}: {test}" for run in done for test in run.failed])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="runs; all of them by default")
+    parser.add_argument("--list", action="store_true", help="show the names of all runs")
+    words = sys.argv[1:]
+    where = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:where])
+    every = of_this_processor()
+    if unknown := set(options.names) - {run.name for run in every}:
+        parser.error(f"no such run on this processor: {', '.join(sorted(unknown))}")
+    chosen = [run for run in every if not options.names or run.name in options.names]
+    if options.list:
+        print("\n".join(run.name for run in chosen))
+        return 0
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    os.chdir(ROOT)
+    for number, run in enumerate(chosen, 1):
+        run.execute(f"{number}/{len(chosen)}", words[where + 1 :])
+    print(table(chosen))
+    return 0 if all(run.good for run in chosen) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
