@@ -7,6 +7,8 @@
 #   MODE=stage         of the demo: cow (default) or stage
 #   MATRIX_TORCH="2.11.0 2.15.0", MATRIX_WHEELS=FOLDER, MATRIX_FOLDER=FOLDER
 #                      of `make matrix`: fewer versions; where torch's wheels are kept; where everything else is
+#   ISA="avx2-1 avx2-4"
+#                      of `make test-isa`: some of its runs (`python tools/isa.py --list` shows all)
 #   TORCH_CUDA_ARCH_LIST, NWOR_BUILD_CUDA, CXX: see setup.py
 
 SHELL := /bin/bash
@@ -30,7 +32,7 @@ CPP := csrc/*.h csrc/*.cpp csrc/common/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda
 # What a recipe that failed or was interrupted has begun is not taken for done.
 .DELETE_ON_ERROR:
 .PHONY: setup demo test lint types build test-cpu test-vllm format clean
-.PHONY: check test-nightly matrix dist test-dist
+.PHONY: check test-isa test-nightly matrix dist test-dist
 
 export TORCH_INDEX MATRIX_WHEELS
 
@@ -106,6 +108,13 @@ test-cpu: build
 test-vllm: build
 	@echo "== tests with a real vLLM engine"
 	$(PYTEST) tests/vllm
+
+# The tests that depend on the processor, under each of its instruction sets, with 1 and 4 threads.
+test-isa: export NWOR_BUILD_CUDA := 0
+test-isa: setup
+	@$(STEP) 5/5 "CPU library" -- $(BIN)/python setup.py -q build_ext --inplace
+	@echo "== tests under each instruction set"
+	@$(BIN)/python tools/isa.py $(ISA) -- -n $(WORKERS) --dist loadgroup
 
 # More examples of every property, others each time, and what is too slow for `make test`.
 test-nightly: build

@@ -1,17 +1,17 @@
 """Run the tests that depend on the processor under every instruction set of this processor: ``make test-isa``.
 
-    python tools/isa.py                      # every run of the table below
+    python tools/isa.py                      # all runs
     python tools/isa.py avx2-4 vllm-avx2     # some runs, by name
     python tools/isa.py --list               # the names
     python tools/isa.py avx2-1 -- -n 2 -x    # options for pytest
 
-For each instruction set there are two runs of tests/ops, tests/transaction and tests/recurrent, with 1 and 4 threads.
-torch's kernels and Inductor's code both use that set. For each pair of different sets (torch's kernels of one,
-Inductor's code of the other) the tests that compile run once more. With vLLM installed, tests/vllm/test_cpu_writer.py
-and a few more run with each of vLLM's CPU libraries.
+- ``avx2-1``, ``avx2-4``: torch's kernels and Inductor's code use AVX2, with 1 and 4 threads. The run has all tests of
+  tests/ops, tests/transaction and tests/recurrent.
+- ``avx2+avx512``: torch's kernels use AVX2, Inductor's code uses AVX-512. The run has the tests that compile.
+- ``vllm-avx2``: vLLM loads its library for AVX2. The run has the tests of tests/vllm that depend on that library.
 
-Every run has its own folder for Inductor's cache. The output of pytest is in build/logs. The last output is a table;
-the exit status is 1 if a run failed.
+Each run has its own folder for Inductor's cache. The output of pytest goes to build/logs. The tool ends with a table of
+the results. Its exit status is 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from step import run_step
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "isa"
 
-TESTS = ("tests/ops", "tests/transaction", "tests/recurrent")
+TESTS = ("--device=cpu", "tests/ops", "tests/transaction", "tests/recurrent")
 THAT_COMPILE = (*TESTS, "-k", "compile or trace")
 # The tests of tests/vllm whose results depend on the library that vLLM loads. `NWOR_TEST_CPU=avx2 make test-vllm` runs
 # all of tests/vllm.
@@ -95,7 +95,7 @@ class Run:
         shutil.rmtree(cache, ignore_errors=True)
         variables = {name: value for name, value in os.environ.items() if name not in LIMITS}
         variables |= {"OMP_NUM_THREADS": str(self.threads), "TORCHINDUCTOR_CACHE_DIR": str(cache)} | self.environment
-        words = [sys.executable, "-m", "pytest", "-q", "--device", "cpu", f"--junitxml={report}", *self.tests, *options]
+        words = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *self.tests, *options]
         start = time.monotonic()
         status = run_step(number, f"isa {self.name}", words, environment=variables)
         self.seconds = time.monotonic() - start

@@ -43,7 +43,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"examples/.*", ("package/test_examples.py",)),
     (r"setup\.py|pyproject\.toml|MANIFEST\.in|Makefile", ("package/test_package.py",)),
     (r"setup\.py|tools/older_glibc\.py", ("package/test_build.py",)),
-    (r"tools/\w+\.py", ("package/test_tools.py", "package/test_touched.py")),
+    (r"tools/\w+\.py|tests/support/processor\.py", ("package/test_tools.py", "package/test_touched.py")),
     (r"benchmarks/results.*|docs/(?:benchmarks|tried)\.md|README\.md", ("package/test_results.py",)),
     (r"benchmarks/gpu_(?:methods|engine)\.py", ("package/test_gpu_methods.py",)),
     (r"benchmarks/gpu_(?:parallel|engine)\.py", ("package/test_gpu_parallel.py",)),

@@ -1,5 +1,5 @@
-"""What the Makefile runs: one step with its log, the libraries that let a CUDA build of torch be imported, and links
-for an older glibc."""
+"""Test the tools that the Makefile runs: steps with their logs, stub libraries for a CUDA build of torch, links for an
+older glibc, and runs under each instruction set."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import isa
+import processor
 import pytest
 from older_glibc import link_flags
 from processes import ROOT
@@ -139,3 +141,102 @@ def test_a_library_is_linked_for_an_older_glibc(tmp_path: Path) -> None:
 def test_nothing_is_added_where_nothing_is_too_new(tmp_path: Path) -> None:
     build("double sqrt(double); double f(double x) { return sqrt(x); }", "-o", "plain.so", "-lm", folder=tmp_path)
     assert link_flags(tmp_path / "plain.so", (2, 28), "g++", tmp_path / "older") == []
+
+
+# ---------------------------------------------------------------- isa
+
+
+def runs_of(*capabilities: str, has_vllm: bool = True) -> list[isa.Run]:
+    levels = {name: level.needs for name, level in processor.LEVELS.items()}
+    return isa.runs(dict.fromkeys(capabilities, True), has_vllm, levels)
+
+
+def test_each_instruction_set_of_the_processor_has_its_runs() -> None:
+    assert [run.name for run in runs_of(has_vllm=False)] == ["default-1", "default-4"]
+    runs = runs_of("avx2", "avx512_f", "avx512_bf16")
+    assert [run.name for run in runs] == [
+        "default-1", "default-4", "avx2-1", "avx2-4", "avx512-1", "avx512-4", "default+avx2", "default+avx512",
+        "avx2+default", "avx2+avx512", "avx512+default", "avx512+avx2", "vllm-avx2", "vllm-avx512",
+        "vllm-avx512_bf16",
+    ]  # fmt: skip
+    mixed = next(run for run in runs if run.name == "avx512+avx2")
+    assert mixed.environment == {"ATEN_CPU_CAPABILITY": "avx512", "NWOR_TEST_SIMDLEN": "256"}
+
+
+FEW_TESTS = """
+import os, pytest
+
+def test_the_environment_is_that_of_the_run():
+    assert os.environ["OMP_NUM_THREADS"] == "4"
+    assert os.environ["NWOR_TEST_SIMDLEN"] == "256"
+    assert "NWOR_TEST_CPU" not in os.environ
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"].endswith("inductor/few")
+
+def test_that_fails():
+    assert not os.environ["NWOR_TEST_SIMDLEN"]
+
+@pytest.mark.skip
+def test_that_is_skipped():
+    pass
+"""
+
+
+def few(tests: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> isa.Run:
+    monkeypatch.chdir(tests)
+    monkeypatch.setattr(isa, "FOLDER", tests)
+    monkeypatch.setenv("NWOR_TEST_CPU", "avx2")  # of the user's shell, and not of the run
+    (tests / "test_few.py").write_text(text)
+    run = isa.Run("few", "avx2", "avx2", 4, ("test_few.py", "-p", "no:cacheprovider"), {"NWOR_TEST_SIMDLEN": "256"})
+    run.execute("1/1", [])
+    return run
+
+
+def test_a_run_counts_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = few(tmp_path, FEW_TESTS, monkeypatch)
+    assert (run.passed, run.skipped, run.failed, run.problem) == (1, 1, ["test_few::test_that_fails"], "")
+    assert not run.good
+    lines = isa.table([run]).splitlines()
+    assert "1 passed, 1 failed, 1 skipped" in lines[1]
+    assert lines[2:] == ["FAILED in few: test_few::test_that_fails"]
+
+
+@pytest.mark.parametrize("text", ["import os; os.abort()", "1 / 0", "", "def test(): import os; os.abort()"])
+def test_a_run_without_a_result_is_not_good(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = few(tmp_path, text, monkeypatch)
+    assert run.passed == 0
+    assert run.problem
+    assert not run.good
+
+
+# ---------------------------------------------------------------- limits of tests/support/processor.py
+
+
+def test_each_limit_has_its_own_compiler_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATEN_CPU_CAPABILITY", processor.VARIABLE, processor.SIMDLEN):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
+    processor.separate_compiler_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/cache"
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    for _ in ("here", "in a worker"):
+        processor.separate_compiler_cache()
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/cache/avx2"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
+    monkeypatch.setenv(processor.SIMDLEN, "0")
+    processor.separate_compiler_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/cache/avx2-0"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    processor.separate_compiler_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"].endswith("/avx2-0")
+
+
+def test_width_of_the_compiler_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config, cpu_vec_isa
+
+    with config.patch({"cpp.simdlen": config.cpp.simdlen}):
+        monkeypatch.setenv(processor.SIMDLEN, "0")
+        processor.limit_compiler()
+        assert not cpu_vec_isa.pick_vec_isa()
+        monkeypatch.setenv(processor.SIMDLEN, "1024")
+        with pytest.raises(ValueError, match="NWOR_TEST_SIMDLEN=1024, but Inductor generates code of 0 bits"):
+            processor.limit_compiler()
