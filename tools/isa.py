@@ -24,7 +24,9 @@ import shutil
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from step import run_step
 
@@ -117,12 +119,12 @@ class Run:
                 self.passed += 1
 
 
-def runs(capabilities: dict[str, bool], has_vllm: bool, cpu_levels: dict[str, str]) -> list[Run]:
+def runs(capabilities: Mapping[str, Any], has_vllm: bool, cpu_levels: dict[str, str]) -> list[Run]:
     """List the runs for a processor.
 
     Args:
         capabilities: of ``torch.cpu.get_capabilities()``.
-        has_vllm: whether vLLM is installed.
+        has_vllm: whether a CPU build of vLLM is installed.
         cpu_levels: values of ``NWOR_TEST_CPU``, each with the capability that it needs.
     """
     sets = {name: of for name, of in SETS.items() if not of.needs or capabilities.get(of.needs)}
@@ -151,7 +153,14 @@ def of_this_processor() -> list[Run]:
     from processor import LEVELS
 
     levels = {name: level.needs for name, level in LEVELS.items()}
-    return runs(torch.cpu.get_capabilities(), importlib.util.find_spec("vllm") is not None, levels)
+    return runs(torch.cpu.get_capabilities(), has_cpu_vllm(), levels)
+
+
+def has_cpu_vllm() -> bool:
+    """Whether the installed vLLM is a CPU build: only that has a library for AVX2."""
+    spec = importlib.util.find_spec("vllm")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return any(list(pathlib.Path(folder).glob("_C_AVX2*.so")) for folder in folders)
 
 
 def table(done: list[Run]) -> str:

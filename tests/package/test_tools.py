@@ -184,7 +184,7 @@ def test_that_is_skipped():
 def few(tests: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> isa.Run:
     monkeypatch.chdir(tests)
     monkeypatch.setattr(isa, "FOLDER", tests)
-    monkeypatch.setenv("NWOR_TEST_CPU", "avx2")  # of the user's shell, and not of the run
+    monkeypatch.setenv("NWOR_TEST_CPU", "avx2")  # The shell of the user has it; the run must not.
     (tests / "test_few.py").write_text(text)
     run = isa.Run("few", "avx2", "avx2", 4, ("test_few.py", "-p", "no:cacheprovider"), {"NWOR_TEST_SIMDLEN": "256"})
     run.execute("1/1", [])
