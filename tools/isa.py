@@ -97,6 +97,7 @@ class Run:
         shutil.rmtree(cache, ignore_errors=True)
         variables = {name: value for name, value in os.environ.items() if name not in LIMITS}
         variables |= {"OMP_NUM_THREADS": str(self.threads), "TORCHINDUCTOR_CACHE_DIR": str(cache)} | self.environment
+        variables["OMP_WAIT_POLICY"] = "passive"  # there may be more threads than cores: a waiting one must not spin
         words = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *self.tests, *options]
         start = time.monotonic()
         status = run_step(number, f"isa {self.name}", words, environment=variables)
