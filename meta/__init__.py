@@ -1,8 +1,8 @@
 """Fake implementations: what each op does to shapes, for ``torch.compile``, FakeTensor and ``device="meta"``.
 
-A fake checks what needs no data, so that a wrong model fails while it is traced: each argument alone against the
-table of its family (``ARGUMENTS``: one module per family, as everywhere), then what arguments ask of each other
-(``relations``). What the op returns is the body of its declaration in ``nwor_ops/ops/``.
+A fake checks everything that needs no data, so that an invalid model fails while it is traced. First it checks each
+argument by the table of its family (``ARGUMENTS``, one module per family). Then it checks the relations between
+arguments (``relations``). The body of the op's declaration in ``nwor_ops/ops/`` returns the result.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _FAMILIES = {
     "undo": undo,
 }
 
-# Of every op: what each argument must be, by name.
+# Requirements of each argument, by op and by name.
 SPECS: dict[str, dict[str, Spec]] = {
     name: specs_of(op, _FAMILIES[op.family].ARGUMENTS) for name, op in registry.OPS.items()
 }

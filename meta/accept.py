@@ -1,8 +1,8 @@
-"""What the arguments of the family accept must be."""
+"""Argument requirements of the family accept."""
 
 from nwor_ops.meta.check import NOT_NEGATIVE, by_name, flags, ids, int32, int64
 
-# Of every family that goes from counts of drafts to rows.
+# Shared by every family that maps draft counts to rows.
 COUNTS = by_name({
     int32("[num_requests + 1]"): "query_start_loc draft_start_loc",
     int32("[num_requests]"): "num_rejected num_accepted",

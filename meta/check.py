@@ -1,4 +1,4 @@
-"""What an argument must be by itself, and the check of it, in the words of the compiled kernels."""
+"""Requirements of single arguments, and their check. The messages are the same as those of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from nwor_ops.ops.registry import Op
 
 
 class Array(NamedTuple):
-    """What a tensor must be; where a list is wanted, each tensor of it.
+    """Requirements of a tensor, or of each tensor in a list.
 
     Attributes:
-        shape: as messages say it. What stands in brackets says how many dimensions there may be; none = any number.
-        dtypes: one of these; none = any.
-        like: the argument whose dtype it must have; of a list, its first tensor's.
+        shape: as shown in messages. The parts in brackets give the allowed numbers of dimensions; no brackets = any
+            number.
+        dtypes: allowed dtypes; none = any.
+        like: name of the argument whose dtype it must have; for a list, that of its first tensor.
     """
 
     shape: str
@@ -32,10 +33,10 @@ class Array(NamedTuple):
 
 
 class Number(NamedTuple):
-    """What an integer must be; where a list is wanted, each of it.
+    """Requirements of an integer, or of each integer in a list.
 
     Attributes:
-        least: it must not be below; None = what 32 bits hold.
+        least: smallest allowed value; None = any value of 32 bits.
         bounded: whether it must be below 2^31.
     """
 
@@ -68,19 +69,19 @@ def flags(shape: str) -> Array:
 
 
 def by_name(table: Mapping[Spec, str]) -> dict[str, Spec]:
-    """The table of a family, by argument. An argument that differs in one op is named ``OP.ARGUMENT`` there."""
+    """Return the table of a family by argument. A name ``OP.ARGUMENT`` overrides the argument for one op."""
     return {name: spec for spec, names in table.items() for name in names.split()}
 
 
 def specs_of(op: Op, table: Mapping[str, Spec]) -> dict[str, Spec]:
-    """The arguments of one op, in their order."""
+    """Return the requirements of the arguments of one op, in order."""
     unchecked = ("bool", "float", "Optional[float]", "str")
     checked = [a.name for a in op.overload._schema.arguments if str(a.type) not in unchecked]
     return {name: table[f"{op.name}.{name}" if f"{op.name}.{name}" in table else name] for name in checked}
 
 
 def check(op: str, specs: Mapping[str, Spec], given: Mapping[str, Any]) -> None:
-    """Raises ValueError or TypeError for the first argument that is not what it must be."""
+    """Raise ValueError or TypeError for the first invalid argument."""
     values = [
         (name if value is given[name] else f"{name}[{index}]", spec, value)
         for name, spec in specs.items()
@@ -99,7 +100,7 @@ def check(op: str, specs: Mapping[str, Spec], given: Mapping[str, Any]) -> None:
 
 
 def elements(value: Any) -> list[Any]:
-    """Of a list, its elements; of another value, itself; of None, nothing."""
+    """Return the elements of a list; a single value as a list; nothing for None."""
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 

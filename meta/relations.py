@@ -1,4 +1,4 @@
-"""What arguments ask of each other, as far as a trace needs it. The kernels check the rest when they are called."""
+"""Relations between arguments, as far as a trace needs them. The kernels check the rest when they are called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOGETHER = (
     ("gate", "norm_weight"),
     ("A_log", "dt_bias"),
 )
-# Heads and width of the first are those of the second.
+# The first has the heads and the width of the second.
 _ROWS_OF = (
     ("key", "key_cache"), ("value", "value_cache"), ("staged_key", "key_cache"), ("staged_value", "value_cache"),
     ("key_log", "key_cache"), ("value_log", "value_cache"), ("staged_key", "key"), ("staged_value", "value"),
@@ -30,7 +30,7 @@ _FORMATS = {
 
 
 def check_relations(op: str, given: dict[str, Any]) -> None:
-    """Raises ValueError or TypeError for the first relation that does not hold between the arguments of an op."""
+    """Raise ValueError or TypeError for the first relation between arguments of an op that does not hold."""
     if given.get("plane_table") is not None:
         if given["plane_table"].device.type != "cpu":
             raise TypeError(f"{op}: plane_table must be on device cpu, got {given['plane_table'].device}")
@@ -60,7 +60,7 @@ def check_relations(op: str, given: dict[str, Any]) -> None:
     pointers = ("draft_start_loc", "cu_num_draft_tokens") if given.get("leading_zero") else ("draft_start_loc",)
     for name in pointers:
         length = given[name].shape[0] if name in given else None
-        if isinstance(length, int) and length == 0:  # not a symbol of a trace
+        if isinstance(length, int) and length == 0:  # not a symbol in a trace
             raise ValueError(
                 f"{op}: {name} must be [num_requests + 1] with at least 1 elements, got {described(given[name])}"
             )
@@ -91,7 +91,7 @@ def _cache_has_the_format(op: str, given: dict[str, Any]) -> None:
 
 
 def _records_fit(op: str, given: dict[str, Any]) -> None:
-    """Of family recurrent: heads and widths of everything are those of the state and of the record's keys."""
+    """Check, for family recurrent, that heads and widths agree with the state and with the record's keys."""
     layers = given.get("states")
     if layers is None:
         _layer_fits(op, given["state"], given, {name: name for name in given})

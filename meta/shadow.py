@@ -1,4 +1,4 @@
-"""What the arguments of the family shadow must be."""
+"""Argument requirements of the family shadow."""
 
 from nwor_ops.meta.accept import COUNTS
 from nwor_ops.meta.check import NOT_NEGATIVE, by_name, ids, int32, int64

@@ -1,4 +1,4 @@
-"""What the arguments of the family staging must be."""
+"""Argument requirements of the family staging."""
 
 import torch
 
@@ -11,7 +11,7 @@ ARGUMENTS = PLANES | WRITE | SOURCE_ROWS | by_name({
     Array(STAGED, SOURCES): "staged_key",
     Array(STAGED, like="staged_key"): "staged_value",
     Array(STAGED, like="key"): "stage_kv.staged_key stage_kv.staged_value",
-    Array(ROWS, (torch.bool, torch.int32)): "row_accepted",  # flags of rows, or lengths of requests
+    Array(ROWS, (torch.bool, torch.int32)): "row_accepted",  # flags per row, or counts per request
     int32("[num_tokens]"): "stage_rows",
     int32(ROWS): "row_requests row_positions",
     int64(ROWS): "row_slots stage_kv.row_windows",

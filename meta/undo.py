@@ -1,4 +1,4 @@
-"""What the arguments of the family undo must be."""
+"""Argument requirements of the family undo."""
 
 from nwor_ops.meta.accept import COUNTS
 from nwor_ops.meta.check import ANY, CACHE, SIZE, SOURCES, Array, by_name, int32, int64

@@ -1,11 +1,17 @@
 """No Write On Reject: the KV-cache writes of speculative decoding as a transaction.
 
->>> import nwor_ops                      # declares torch.ops.nwor.*, loads the kernels
->>> nwor_ops.write_kv_logged(...)        # the ops, one documented function each: nwor_ops.ops
->>> manager = nwor_ops.DraftCommitManager(...)   # begin, write, commit or cancel: nwor_ops.transaction.manager
+Importing the package declares ``torch.ops.nwor.*`` and loads the compiled kernels.
+
+- :mod:`nwor_ops.ops`: the ops, one documented function each.
+- :class:`DraftCommitManager`: the transaction (begin, write, then commit or cancel).
+
+Example:
+    >>> import nwor_ops
+    >>> nwor_ops.num_shadow_blocks(max_num_requests=8, max_drafts_per_request=3, block_size=16)
+    16
 """
 
-# ruff: noqa: I001  (`name as name` re-exports; isort would give each a statement of its own)
+# ruff: noqa: I001  (`name as name` re-exports; isort would split them into one statement each)
 
 from importlib import metadata as _metadata
 
@@ -15,7 +21,7 @@ from nwor_ops import torch_fixes as _torch_fixes
 
 try:
     __version__ = _metadata.version("nwor_ops")
-except _metadata.PackageNotFoundError:  # an unpacked tree that was never installed
+except _metadata.PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0.0.0"
 
 LIBRARIES = _library.loaded_libraries()

@@ -1,4 +1,4 @@
-"""``python -m nwor_ops`` is the command ``nwor-ops``."""
+"""Run the command ``nwor-ops`` by ``python -m nwor_ops``."""
 
 from nwor_ops.cli import main
 

@@ -1,7 +1,7 @@
-"""What is wrong with the Python types of a call, said from the op's own schema after the call has failed.
+"""Explain Python type errors of a failed call from the schema of the op.
 
-The dispatcher's own words for them are five lines that print whole tensors, or, for None in the place of a tensor, a
-line of a C++ header. Nothing here runs in a call that succeeds.
+The dispatcher prints five lines with whole tensors, or a line of a C++ header if None was passed for a tensor. Nothing
+in this module runs in a call that succeeds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ _NUMBERS_AND_TEXT = {
 
 
 def describe_type_error(overload: torch._ops.OpOverload, arguments: Iterable[Any]) -> TypeError | ValueError | None:
-    """The error of the first argument that the schema does not take; None if it takes all of them.
+    """Return an error for the first argument that the schema does not accept; None if it accepts all.
 
-    A ``TypeError``, and a ``ValueError`` for an integer that 64 bits cannot hold. `arguments` are in the schema's
-    order, trailing ones may be missing. Only what torch refuses too is blamed: an error of the op itself stays.
+    The error is a ``TypeError``, or a ``ValueError`` for an integer that does not fit 64 bits. Only values that torch
+    refuses too are reported, so that other errors of the op propagate.
+
+    Args:
+        overload: the op.
+        arguments: values in the order of the schema. Trailing ones may be missing.
     """
     op = overload._schema.name.split("::")[-1]
     for declared, value in zip(overload._schema.arguments, arguments, strict=False):
@@ -67,7 +71,7 @@ def _error_in_list(name: str, expected: torch._C.JitType, values: Any) -> TypeEr
 
 
 def type_error_in_list(name: str, tensors: Any) -> TypeError | ValueError | None:
-    """The same of one list of tensors that goes to no op."""
+    """Return such an error for one list of tensors that is not passed to an op; None if it is valid."""
     return _error_in_list(name, torch._C.TensorType.get(), tensors)
 
 

@@ -1,4 +1,4 @@
-"""Settings of the vLLM plugin: from ``additional_config["nwor"]`` and from the environment, which wins."""
+"""Settings of the vLLM plugin, from the environment and from ``additional_config["nwor"]``. The environment wins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nwor_ops.transaction.manager import MODES
 ENVIRONMENT_PREFIX = "VLLM_NWOR_"
 ADDITIONAL_CONFIG_KEY = "nwor"
 
-# Environment variables with the prefix that are read elsewhere than here.
+# Environment variables with the prefix that other modules read.
 _READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda/launch.h, nwor_ops/transaction/state.py"}
 
 _MODES = ("off", *MODES)
@@ -23,19 +23,20 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "
 
 @dataclass(frozen=True)
 class NworConfig:
-    """What the plugin is asked to do.
+    """The settings of the plugin.
 
     Attributes:
-        mode: ``"off"``: nothing. ``"cow"``: log what the drafts overwrite, undo the rejected ones. ``"stage"``: the
-            drafts' rows go to spare pages, the accepted ones are copied to their own after sampling.
-        audit: compare the whole cache at every step and raise at the first byte that is not as
-            promised. Slow. With mode ``"off"`` it only counts what vLLM leaves behind.
-        on_unsupported: what to do where the transaction cannot be kept: ``"error"`` stops with the
-            reason, ``"vanilla"`` warns, counts, and runs (the step or the engine) without it.
-        emit_metrics: publish counters (``nwor_...`` on ``/metrics``, ``nwor_ops.stats()``) and compare
-            them with the scheduler's. Nothing happens while the plugin is not active.
-        draft_graphs: run a draft model from CUDA graphs, in the V1 runner EAGLE and MTP too. Independent of the mode.
-        recurrent: one recurrent state per request in place of one per draft, for Gated DeltaNet and KDA layers.
+        mode: ``"off"``: no transaction. ``"cow"``: an undo log. Log what the drafts overwrite, and undo the rejected
+            ones. ``"stage"``: shadow paging. Write the drafts to shadow pages, and copy the accepted rows to their
+            slots after sampling.
+        audit: compare the whole cache at every step, and raise at the first byte that violates the transaction. Slow.
+            With mode ``"off"`` it only counts the rejected rows that vLLM leaves in the cache.
+        on_unsupported: what to do if the transaction is not possible. ``"error"`` stops with the reason. ``"vanilla"``
+            warns, counts, and runs the step or the engine without it.
+        emit_metrics: publish counters (``nwor_...`` on ``/metrics``, ``nwor_ops.stats()``), and compare them with the
+            scheduler's counters. It has no effect while the plugin is not active.
+        draft_graphs: run a draft model from CUDA graphs; in the V1 runner also EAGLE and MTP. Independent of the mode.
+        recurrent: keep one recurrent state per request instead of one per draft, for Gated DeltaNet and KDA layers.
             Independent of the mode.
     """
 
@@ -55,7 +56,7 @@ class NworConfig:
 
     @property
     def wants_transaction(self) -> bool:
-        """Whether the target's steps are to be wrapped."""
+        """Whether the plugin attaches to the steps of the target model."""
         return self.mode != "off" or self.audit
 
     @property
@@ -68,14 +69,20 @@ class NworConfig:
 
     @classmethod
     def load(cls, additional_config: Any = None, environment: Mapping[str, str] | None = None) -> NworConfig:
-        """Read both sources.
+        """Read the settings from both sources.
 
         Args:
-            additional_config: vLLM's, a dict (or anything else, which then says nothing about nwor).
-            environment: default ``os.environ``.
+            additional_config: vLLM's ``additional_config``, a dict. Any other type is ignored.
+            environment: environment variables; default ``os.environ``.
 
         Raises:
-            ValueError: an unknown key, variable or value; the sentence lists the known ones.
+            ValueError: an unknown key, variable or value. The message lists the known ones.
+            TypeError: ``environment`` does not map strings to strings.
+
+        Example:
+            >>> from nwor_ops.config import NworConfig
+            >>> NworConfig.load({"nwor": {"mode": "cow"}}, environment={"VLLM_NWOR_AUDIT": "1"}).mode
+            'cow'
         """
         return cls(**{**_from_additional_config(additional_config), **_from_environment(environment)})
 
@@ -124,5 +131,5 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
 
 
 def mode_from_environment(environment: Mapping[str, str] | None = None) -> str | None:
-    """The mode if the environment names one. ``off`` there settles the matter: the plugin stays away."""
+    """Return the mode that the environment names, or None. With ``off`` the plugin stays inactive."""
     return (os.environ if environment is None else environment).get(ENVIRONMENT_PREFIX + "MODE")

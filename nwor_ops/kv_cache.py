@@ -1,7 +1,7 @@
-"""One layer's paged cache as the ops see it: planes of slots.
+"""The paged cache of one layer, as the ops see it: planes of slots.
 
-A plane is a logical ``[num_blocks, block_size, num_kv_heads, width]`` view with any strides. Which
-strides is the engine's business; nothing here guesses a layout from a shape.
+A plane is a logical ``[num_blocks, block_size, num_kv_heads, width]`` view with any strides. The engine chooses the
+strides. This module never infers a layout from a shape.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nwor_ops.validation import BoundToMemory
 
 
 def has_no_data(tensor: Tensor) -> bool:
-    """Tracing, profiling and warm-up pass tensors without storage: there is nothing to write, and no address."""
+    """Return whether a tensor has no storage, as in tracing, profiling and warm-up. There is nothing to write then."""
     return isinstance(tensor, FakeTensor) or tensor.data_ptr() == 0
 
 
@@ -29,11 +29,15 @@ class Plane:
 
     Args:
         view: ``[B, N, H, W]``, any strides, any dtype of 1, 2, 4 or 8 bytes.
-        page_offsets: int32 ``[N, W]`` or None; see :func:`nwor_ops.log_slots`. Planes that share a
-            page order must share the tensor.
+        page_offsets: int32 ``[N, W]`` on the same device, or None; see :func:`nwor_ops.log_slots`. Planes with the same
+            order inside their pages must share the tensor.
 
     Raises:
-        ValueError, TypeError: another shape or dtype.
+        ValueError, TypeError: an invalid shape, dtype or device.
+
+    Example:
+        >>> import torch
+        >>> latents = nwor_ops.Plane(torch.zeros(4, 16, 1, 576, dtype=torch.bfloat16))
     """
 
     view: Tensor
@@ -59,16 +63,16 @@ class Plane:
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """What planes must have in common to be restored by one launch."""
+        """The properties that planes must share to be restored by one launch."""
         view = self.view
         return view.dtype, tuple(view.shape), view.stride(), id(self.page_offsets)
 
 
 class PlaneList(BoundToMemory):
-    """Planes of one geometry that ops are called with in every step: compared once, then passed as a table.
+    """Planes of one geometry that ops take in every step. They are compared once and then passed as a table.
 
     Args:
-        views: of every layer; they stay where they are.
+        views: ``[B, N, H, W]``, one per plane. They must not move.
     """
 
     def __init__(self, views: list[Tensor]) -> None:
@@ -77,7 +81,8 @@ class PlaneList(BoundToMemory):
         self._table = None if has_no_data(views[0]) else ops.plane_table(views)
 
     def arguments(self) -> tuple[list[Tensor], Tensor | None]:
-        """``caches`` and ``plane_table`` of an op. A trace must see every plane that it mutates."""
+        """Return the arguments ``caches`` and ``plane_table`` of an op. A trace gets all planes, since it must see
+        which it mutates."""
         if self._table is None or torch.compiler.is_compiling():
             return self.views, None
         return self._first, self._table
@@ -85,14 +90,20 @@ class PlaneList(BoundToMemory):
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The planes of one layer, and how a key and a value are found in them.
+    """The planes of one layer, and the position of key and value in them.
 
     Use one of the three constructors:
 
-    - :meth:`packed`: key and value lie next to each other in one row (vLLM >= 0.26);
-    - :meth:`split`: key and value have a plane each;
-    - :meth:`opaque`: planes that another writer fills (MLA latents, inline scales, pages in an order
-      of their own). Such a layer is logged with ``manager.log``, before that writer runs.
+    - :meth:`packed`: key and value are adjacent in one row (vLLM >= 0.26).
+    - :meth:`split`: key and value have one plane each.
+    - :meth:`opaque`: an external writer fills the planes (MLA latents, inline scales, pages with a custom order). Log
+      such a layer with ``manager.log`` before that writer runs.
+
+    Example:
+        >>> import torch
+        >>> cache = nwor_ops.LayerCache.packed(torch.zeros(4, 16, 8, 2 * 128))
+        >>> cache.num_slots, cache.key_size
+        (64, 128)
     """
 
     planes: tuple[Plane, ...]
@@ -101,7 +112,15 @@ class LayerCache:
 
     @classmethod
     def packed(cls, cache: Tensor, key_size: int | None = None) -> LayerCache:
-        """``cache`` is ``[B, N, H, Dk + Dv]``; ``key_size`` is Dk (default: half)."""
+        """Describe a cache whose rows hold a key and then a value.
+
+        Args:
+            cache: ``[B, N, H, Dk + Dv]``, any strides.
+            key_size: Dk; default: half of the width.
+
+        Raises:
+            ValueError, TypeError: an invalid shape, dtype or size.
+        """
         validation.tensor("LayerCache.packed: cache", cache, dims=4)
         if key_size is None:
             key_size = cache.shape[-1] // 2
@@ -110,7 +129,15 @@ class LayerCache:
 
     @classmethod
     def split(cls, key_cache: Tensor, value_cache: Tensor) -> LayerCache:
-        """``key_cache`` is ``[B, N, H, Dk]``, ``value_cache`` ``[B, N, H, Dv]``."""
+        """Describe a cache with one plane for keys and one for values.
+
+        Args:
+            key_cache: ``[B, N, H, Dk]``, any strides.
+            value_cache: ``[B, N, H, Dv]``, dtype of ``key_cache``, any strides.
+
+        Raises:
+            ValueError, TypeError: an invalid or different shape, dtype or device.
+        """
         for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
             validation.tensor(f"LayerCache.split: {name}", cache, dims=4)
         if key_cache.shape[:3] != value_cache.shape[:3] or key_cache.dtype != value_cache.dtype:
@@ -122,7 +149,14 @@ class LayerCache:
 
     @classmethod
     def opaque(cls, *planes: Plane | Tensor) -> LayerCache:
-        """Planes whose writer is not ours."""
+        """Describe planes that an external writer fills.
+
+        Args:
+            planes: planes, or tensors ``[B, N, H, W]``.
+
+        Raises:
+            ValueError, TypeError: no plane, or an invalid one.
+        """
         if not planes:
             raise ValueError("LayerCache.opaque: planes must hold at least one plane, got none")
         for index, plane in enumerate(planes):
@@ -154,7 +188,7 @@ class LayerCache:
         return self.planes[0].view.shape[0] * self.planes[0].view.shape[1]
 
     def key_value(self, planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Split tensors shaped like the planes (the caches themselves, or their logs) into key and value."""
+        """Split tensors with the shapes of the planes (the caches or their logs) into key and value."""
         if self.key_size is not None:
             size = static_int(self.key_size)
             return planes[0][..., :size], planes[0][..., size:]

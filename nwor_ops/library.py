@@ -1,7 +1,7 @@
-"""Find and load the compiled parts, and say in a sentence what is missing.
+"""Find and load the compiled libraries, and explain in one sentence what is missing.
 
-The kernels are two plain shared libraries beside this file. A missing one is not an error until an
-op is called on its device: then the sentence says what to do.
+The kernels are in two plain shared libraries next to this file. A missing library is not an error until an op is called
+on its device. The error then says what to do.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from nwor_ops.ops import registry
 
-MIN_TORCH = (2, 11)  # as pyproject.toml says, from which setup.py has the stable ABI's version
+MIN_TORCH = (2, 11)  # as in pyproject.toml, from which setup.py derives the version of the stable ABI
 STABLE_ABI_TARGET = f"{MIN_TORCH[0]}.{MIN_TORCH[1]}"
 FOLDER = pathlib.Path(__file__).resolve().parent
 
-# Dispatch keys that get a sentence where they have no kernel.
+# Dispatch keys whose ops raise an explanation if there is no kernel.
 _DEVICES = {
     "CPU": "cpu",
     "CUDA": "cuda",
@@ -35,7 +35,7 @@ _DEVICES = {
 
 @dataclass(frozen=True)
 class CompiledLibrary:
-    """One compiled part: where it is looked for, and what became of it."""
+    """One compiled library: its path, and the problem that kept it from loading, if any."""
 
     kind: str
     dispatch_key: str
@@ -58,7 +58,7 @@ def check_torch() -> None:
 
 
 def check_fakes() -> None:
-    """They are elsewhere in a source tree, which Python takes for the package where it runs in that folder."""
+    """Raise if Python imported an uninstalled source tree, because the fakes are in another folder there."""
     if importlib.util.find_spec("nwor_ops.meta") is None:
         raise ImportError(
             f"nwor_ops was found in {FOLDER}, a source tree that is not installed; run Python in another folder if "
@@ -95,9 +95,9 @@ def _refusal(op: str, sentence: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-# Views that torch works out when they are read, by dispatch key: who has the key, and how it is read. A kernel would
-# meet the memory behind the view. (torch's own fallback for them copies what an op mutates, whole caches too, and
-# fails when it is to copy it back, after other arguments were written.)
+# Views that torch resolves when they are read, by dispatch key: name, test, and function to resolve them. A kernel
+# would read the unresolved memory. (The default kernel of torch for these keys copies mutated arguments, including
+# whole caches. It then fails to copy them back, after other arguments were written.)
 _LAZY_VIEWS: dict[str, tuple[str, Callable[[Tensor], bool], Callable[[Tensor], Tensor]]] = {
     "Negative": ("a negative view", Tensor.is_neg, Tensor.resolve_neg),
     "Conjugate": ("a conjugate view", Tensor.is_conj, Tensor.resolve_conj),
@@ -106,7 +106,7 @@ _LAZY_VIEWS: dict[str, tuple[str, Callable[[Tensor], bool], Callable[[Tensor], T
 
 
 def _without_lazy_views(op: str, dispatch_key: str) -> Callable[..., Any]:
-    """The kernel of one op for one such key: refuses what the op would mutate, reads the rest."""
+    """Return an op's kernel for a lazy-view key. It refuses such views if the op mutates them, and resolves others."""
     overload = registry.OPS[op].overload
     what, is_lazy, read = _LAZY_VIEWS[dispatch_key]
 
@@ -116,7 +116,7 @@ def _without_lazy_views(op: str, dispatch_key: str) -> Callable[..., Any]:
         if not isinstance(value, Tensor) or not is_lazy(value):
             return value
         if mutated:
-            raise ValueError(f"{op}: {name} must not be {what}, the op writes to it; pass a tensor of its own memory")
+            raise ValueError(f"{op}: {name} must not be {what}, the op writes to it; pass a tensor with its own memory")
         return read(value)
 
     def kernel(*arguments: Any) -> Any:
@@ -131,8 +131,10 @@ def _without_lazy_views(op: str, dispatch_key: str) -> Callable[..., Any]:
 
 @cache
 def loaded_libraries() -> tuple[CompiledLibrary, ...]:
-    """Both libraries, loaded at the first call (the import of ``nwor_ops``). Every device without kernels
-    gets its sentence."""
+    """Load both libraries at the first call, which is the import of ``nwor_ops``, and return them.
+
+    Ops on a device without kernels raise an error that explains the reason.
+    """
     check_torch()
     check_fakes()
     libraries = (_load("cpu", "CPU"), _load("cuda", "CUDA"))

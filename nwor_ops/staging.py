@@ -1,20 +1,22 @@
-"""A staging buffer: a window's keys and values beside the cache, until it is known which of them stay.
+"""A staging buffer holds a window's keys and values outside the cache until their outcome is known.
 
     buffer = StagingBuffer(max_num_tokens=..., max_num_rows=..., device=...)
-    buffer.register_layer("layers.0", LayerCache.packed(kv_cache))       # every layer, then
+    buffer.register_layer("layers.0", LayerCache.packed(kv_cache))       # for every layer
     buffer.allocate()                                                     # once, before any capture
 
     buffer.begin(row_slots)                                               # each window
     ...  buffer.stage("layers.0", key, value)                             # at each KV-write site
-    ...  staged_key, staged_value = buffer.rows("layers.0")               # what attention reads beside the cache
+    ...  staged_key, staged_value = buffer.rows("layers.0")               # read by attention, with the cache
     buffer.commit(row_accepted)                                           # after sampling; or reject()
 
-For engines whose attention can read fresh keys and values from elsewhere than the cache, and for those that verify
-token trees: the rows of a tree's nodes lie side by side, several of them may name the same slot, and the accepted path
-goes to consecutive slots. Between begin and commit nothing waits for the device, and ``stage`` traces and can be
-captured: all that changes from window to window is data in buffers at fixed addresses.
+It is for custom engines whose attention can read keys and values outside the cache, and for engines that verify token
+trees. The rows of a tree's nodes are adjacent, several of them may name the same slot, and the accepted path goes to
+consecutive slots.
 
-:class:`KVCacheInterceptor` puts a plain writer beside it.
+Between begin and commit nothing synchronizes with the device. ``stage`` can be traced and captured, since all that
+changes between windows is data in buffers at fixed addresses.
+
+:class:`KVCacheInterceptor` combines it with a plain writer.
 """
 
 from __future__ import annotations
@@ -45,15 +47,27 @@ class _StagedLayer:
 
 
 class StagingBuffer(Stateful[_StagedLayer]):
-    """Rows of keys and values of every layer, with one record of where they are to go.
+    """Staged rows of keys and values for every layer, with one record of their destinations.
 
     Args:
-        max_num_tokens: most tokens in one batch, padding included.
-        max_num_rows: most rows staged in one window.
-        device: where the caches are.
+        max_num_tokens: largest number of tokens in one batch, including padding.
+        max_num_rows: largest number of rows staged in one window.
+        device: device of the caches.
 
-    Not thread-safe: it belongs to the thread that runs the model, and its calls are ordered by the current stream. It
-    cannot be copied or pickled.
+    A staging buffer is not thread-safe. It belongs to the thread that runs the model, and the current stream orders its
+    calls. It cannot be copied or pickled.
+
+    Example:
+        >>> import torch
+        >>> cache = torch.zeros(4, 2, 1, 8)
+        >>> buffer = nwor_ops.StagingBuffer(max_num_tokens=8, max_num_rows=8, device="cpu")
+        >>> buffer.register_layer("layers.0", nwor_ops.LayerCache.packed(cache))
+        >>> buffer.allocate()
+        >>> buffer.begin(torch.tensor([2, 3]))
+        >>> buffer.stage("layers.0", torch.ones(2, 1, 4), torch.ones(2, 1, 4))
+        >>> buffer.commit(torch.tensor([True, False]))
+        >>> cache.view(8, 8)[2:4, 0].tolist()
+        [1.0, 0.0]
     """
 
     _called = "staging buffer"
@@ -67,7 +81,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
         self.device = validation.device("StagingBuffer: device", device)
         self._layers = {}
         self._by_request = False  # whether the open window's rows have requests and positions
-        self._destinations: Tensor | None = None  # once a commit has judged the open window: slots of its rows
+        self._destinations: Tensor | None = None  # slots of the open window's rows, after their outcome is known
 
     # ------------------------------------------------------------ set-up
 
@@ -81,18 +95,18 @@ class StagingBuffer(Stateful[_StagedLayer]):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
     ) -> None:
-        """Make a layer part of every window.
+        """Add a layer to every window.
 
         Args:
             name: the engine's name of the layer; unique.
-            cache: its planes, which must hold a key and a value.
-            dtype: of its keys and values; None = the cache's (``kv_cache_dtype="auto"``).
-            kv_cache_dtype, k_scale, v_scale: as in :func:`nwor_ops.write_kv`; None = 1. Rows are staged as they are
-                and quantised at commit, so a scale per row is one for each row of the buffer.
+            cache: planes of the layer, which must hold a key and a value.
+            dtype: dtype of its keys and values; None = that of the cache (``kv_cache_dtype="auto"``).
+            kv_cache_dtype, k_scale, v_scale: as in :func:`nwor_ops.write_kv`; None = 1. Rows are staged unquantized and
+                quantized at commit, so a scale per token has one value for each row of the buffer.
 
         Raises:
             RuntimeError: the buffer is allocated already.
-            ValueError, TypeError: a name that is taken, or a cache that cannot be staged; no layer was registered then.
+            ValueError, TypeError: the name is taken, or the cache cannot be staged. The layer is not registered.
         """
         self._require(State.REGISTERING, "register_layer")
         self._check_new_layer(name, cache)
@@ -111,12 +125,12 @@ class StagingBuffer(Stateful[_StagedLayer]):
         self._layers[name] = _StagedLayer(cache, len(self._layers), dtype, kv_cache_dtype, k_scale, v_scale)
 
     def allocate(self) -> None:
-        """Allocate rows and records: the only allocation a staging buffer makes.
+        """Allocate rows and records. A staging buffer makes no other allocation.
 
         Raises:
-            RuntimeError: no layer is registered.
-            ValueError, TypeError: a layer whose rows :func:`nwor_ops.commit_staged` would refuse. At the end of a
-                window it would be too late: the layers before it would have their rows already.
+            RuntimeError: no layer is registered, or the buffer is allocated already.
+            ValueError, TypeError: :func:`nwor_ops.commit_staged` would refuse a layer. This is checked here, because at
+                the end of a window the layers before it would have their rows already.
         """
         self._require(State.REGISTERING, "allocate")
         if not self._layers:
@@ -134,7 +148,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
             layer.staged = key, value
         self.stage_rows = filled(-1, self.max_num_tokens, dtype=torch.int32)
         self.row_slots = filled(-1, rows, dtype=torch.int64)
-        self._other_slots = filled(-1, rows, dtype=torch.int64)  # those of a commit that names its own
+        self._other_slots = filled(-1, rows, dtype=torch.int64)  # slots of a commit that replaces them
         self.row_requests = filled(-1, rows, dtype=torch.int32)
         self.row_positions = filled(-1, rows, dtype=torch.int32)
         self.row_accepted = filled(0, rows, dtype=torch.bool)
@@ -151,7 +165,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of the staged rows."""
+        """Memory of the staged rows in bytes."""
         staged = (layer.staged for layer in self._layers.values() if layer.staged is not None)
         return sum(tensor.numel() * tensor.element_size() for pair in staged for tensor in pair)
 
@@ -164,20 +178,22 @@ class StagingBuffer(Stateful[_StagedLayer]):
         row_requests: Tensor | None = None,
         row_positions: Tensor | None = None,
     ) -> None:
-        """Open a window. What is given is copied: the caller may change it afterwards.
+        """Open a window. The arguments are copied, so the caller may change them afterwards.
 
         Args:
-            row_slots: int64 ``[<= max_num_rows]``: the slot of each row of this window, negative = none. Rows of which
-                at most one will be accepted may name the same slot. :meth:`commit` can replace them.
-            stage_rows: int32 ``[<= max_num_tokens]``: row of each token, in any order, negative = not staged. None =
-                token t has row t, for as many as ``row_slots`` has.
-            row_requests, row_positions: int32, as long as ``row_slots``: request of each row, and its place among that
-                request's rows. Needed to commit by lengths.
+            row_slots: int64 ``[<= max_num_rows]``: destination slot of each row of this window; negative = none. Rows
+                may name the same slot if at most one of them will be accepted. :meth:`commit` can replace the slots.
+            stage_rows: int32 ``[<= max_num_tokens]``: row of each token, in any order; negative = not staged. None =
+                token t has row t, for as many tokens as ``row_slots`` has rows.
+            row_requests, row_positions: int32, as long as ``row_slots``: request of each row, and index among that
+                request's rows. Required for a commit by number of accepted rows.
+
+        All tensors are on the buffer's device.
 
         Raises:
             RuntimeError: a window is open already.
-            ValueError, TypeError: more rows or tokens than this buffer was made for, or a wrong dtype; nothing has
-                changed then.
+            ValueError, TypeError: more rows or tokens than the buffer's limits, or an invalid dtype. Nothing has
+                changed.
         """
         self._require(State.CLOSED, "begin")
         count = self._check("begin", "row_slots", row_slots, self.row_slots)
@@ -200,18 +216,18 @@ class StagingBuffer(Stateful[_StagedLayer]):
         self._state = State.OPEN
 
     def stage(self, name: str, key: Tensor, value: Tensor, *, token_offset: int = 0) -> None:
-        """Stage a layer's keys and values: one kernel.
+        """Stage a layer's keys and values with one kernel.
 
         Args:
             name: a registered layer.
-            key, value: as in :func:`nwor_ops.stage_kv`, a row for each token of the batch from ``token_offset`` on.
-            token_offset: place in the batch of the first of them (micro-batches).
+            key, value: as in :func:`nwor_ops.stage_kv`: one row for each token of the batch from ``token_offset`` on.
+            token_offset: index in the batch of the first of these tokens, for micro-batches.
 
         Raises:
             RuntimeError: no window is open.
-            KeyError: no such layer.
-            ValueError, TypeError: more tokens than this buffer was made for, or a ``token_offset`` that is not in the
-                batch; nothing is staged.
+            KeyError: the layer is not registered.
+            ValueError, TypeError: more tokens than the buffer's limit, or a ``token_offset`` outside the batch; nothing
+                is staged.
             ValueError, TypeError, IndexError: as :func:`nwor_ops.stage_kv`.
         """
         layer = self._layer(name, "stage")
@@ -236,32 +252,34 @@ class StagingBuffer(Stateful[_StagedLayer]):
             raise explained(error, validation.tensors, "stage", value=value) from None
 
     def rows(self, name: str) -> tuple[Tensor, Tensor]:
-        """The staged keys and values of a layer, ``[max_num_rows, H, D]``. Rows that this window has not staged hold
-        what an earlier one left."""
+        """Return the staged keys and values of a layer, ``[max_num_rows, H, Dk]`` and ``[max_num_rows, H, Dv]``.
+
+        Rows that this window has not staged hold data of an earlier window.
+        """
         layer = self._layer(name, "rows")
         if layer.staged is None:
             raise RuntimeError("rows: the buffer must be allocated first")
         return layer.staged
 
     def commit(self, accepted: Tensor, row_slots: Tensor | None = None) -> None:
-        """Write the accepted rows of every layer into the caches, or none, and close the window.
+        """Write the accepted rows of every layer into the caches, or none of them, and close the window.
 
-        If any layer has not staged one of them in this window, or a slot lies outside the caches, no layer gets any:
-        the window is rejected as a whole, on the device, and counted as incomplete.
+        The whole window is rejected, on the device, if any layer has not staged an accepted row in this window, or if a
+        slot is out of range. No layer then gets any row, and the window counts as incomplete.
 
         Args:
-            accepted: bool ``[<= max_num_rows]``: which rows were accepted, any pattern. Or int32 ``[Q]``: how many
-                rows of each request, where begin was given ``row_requests`` and ``row_positions``.
-            row_slots: int64, as at begin: other destinations, or None.
+            accepted: bool ``[<= max_num_rows]``: accepted rows, in any pattern. Or int32 ``[Q]``: number of accepted
+                rows of each request, if begin got ``row_requests`` and ``row_positions``.
+            row_slots: int64, as at begin: replaces the destination slots; None = keep them.
 
-        If this raises, the window is still open, and what it was begun with is as it was. Arguments are looked at
-        first: where they are refused nothing has changed. Rows are then judged once, and written layer by layer with
-        arguments that :meth:`allocate` has tried, so only the device can fail between two layers. Call this again to
-        finish: the first verdict stands, to its slots. Or :meth:`reject`.
+        If this raises, the window is still open, and the data of begin has not changed. Arguments are checked first. If
+        they are invalid, nothing has changed. The outcome of the rows is then determined once. Then the layers are
+        written one by one, with arguments that :meth:`allocate` has checked, so only the device can fail between two
+        layers. Call this again to finish: the first outcome and its slots are kept. Or call :meth:`reject`.
 
         Raises:
             RuntimeError: no window is open.
-            ValueError, TypeError: a wrong shape, dtype or device.
+            ValueError, TypeError: an invalid shape, dtype or device.
         """
         self._require(State.OPEN, "commit")
         by_request = self._by_request and isinstance(accepted, Tensor) and accepted.dtype == torch.int32
@@ -274,22 +292,26 @@ class StagingBuffer(Stateful[_StagedLayer]):
         if row_slots is not None:
             self._check("commit", "row_slots", row_slots, self.row_slots)
         if self._destinations is None:
-            self._destinations = self._verdict(accepted, row_slots, by_request)
+            self._destinations = self._determine_outcome(accepted, row_slots, by_request)
         for layer in self._layers.values():
             self._commit_layer(layer, self._destinations)
         self._state = State.CLOSED
 
     def reject(self) -> None:
-        """Close the window; no row reaches a cache. Also for a forward that failed, wherever it stopped.
+        """Close the window without writing a row to a cache. It is also for a forward that failed at any layer.
 
-        After a :meth:`commit` that failed between two layers, the rows that it has written stay in their caches (what
-        they replaced is gone), and all rows count as rejected. Finish that commit to have all layers alike.
+        After a :meth:`commit` that failed between two layers, the rows that it wrote stay in their caches, since the
+        overwritten rows are lost. All rows then count as rejected. To have the same rows in all layers, finish the
+        commit instead.
+
+        Raises:
+            RuntimeError: no window is open.
         """
         self._require(State.OPEN, "reject")
         if self._destinations is None:
             self.row_accepted.fill_(False)
-            self._judge(self.row_accepted, self.row_slots)
-        else:  # the window is counted
+            self._accept(self.row_accepted, self.row_slots)
+        else:  # the window is counted already
             committed, rejected = (ops.STAGE_COUNTERS.index(name) for name in ("committed", "rejected"))
             count = self.row_committed.sum()
             self.counters[committed].sub_(count)
@@ -297,34 +319,34 @@ class StagingBuffer(Stateful[_StagedLayer]):
         self._state = State.CLOSED
 
     def stats(self) -> StagingStats:
-        """Totals so far. Waits for the device."""
+        """Return the totals so far. Synchronizes with the device."""
         if self._state is State.REGISTERING:
             return StagingStats(*[0] * len(ops.STAGE_COUNTERS))
         return StagingStats(**dict(zip(ops.STAGE_COUNTERS, self.counters.tolist(), strict=True)))
 
     # ------------------------------------------------------------ inside
 
-    def _verdict(self, accepted: Tensor, row_slots: Tensor | None, by_request: bool) -> Tensor:
-        """Judge which rows are committed; returns the slots that they go to. The record of begin stays as it is."""
+    def _determine_outcome(self, accepted: Tensor, row_slots: Tensor | None, by_request: bool) -> Tensor:
+        """Determine which rows are committed and return their slots. The data of begin does not change."""
         slots = self.row_slots
         if row_slots is not None:
             slots = self._other_slots
             _fill(slots, row_slots)
         if by_request:
-            self._judge(accepted, slots, self.row_requests, self.row_positions)
+            self._accept(accepted, slots, self.row_requests, self.row_positions)
         else:
             _fill(self.row_accepted, accepted)
-            self._judge(self.row_accepted, slots)
+            self._accept(self.row_accepted, slots)
         return slots
 
-    def _judge(self, accepted: Tensor, slots: Tensor, *of_requests: Tensor) -> None:
+    def _accept(self, accepted: Tensor, slots: Tensor, *of_requests: Tensor) -> None:
         ops.accept_staged(
             accepted, slots, self.window_id, self.row_windows, self._num_slots, self.row_committed, self.counters,
             *of_requests,
         )  # fmt: skip
 
     def _try_commit(self, name: str, layer: _StagedLayer) -> None:
-        """Before any window: no row is accepted, so it only looks at the arguments."""
+        """Check the arguments of a commit before any window. No row is accepted, so nothing is written."""
         try:
             self._commit_layer(layer, self.row_slots)
         except (ValueError, TypeError) as error:
@@ -337,8 +359,7 @@ class StagingBuffer(Stateful[_StagedLayer]):
         ops.commit_staged(*layer.staged, slots, self.row_committed, *caches, scales[0], scales[1], layer.kv_cache_dtype)
 
     def _check(self, method: str, name: str, tensor: Tensor, buffer: Tensor, count: int | None = None) -> int:
-        """Raises where a tensor does not fit the buffer that it fills, or has not so many elements; returns how many
-        it has."""
+        """Check a tensor for the buffer that it fills, and its length for ``count``. Return its length."""
         validation.tensor(f"{method}: {name}", tensor, buffer.dtype, device=self.device)
         if tensor.dim() != 1 or tensor.shape[0] > buffer.shape[0] or count not in (None, tensor.shape[0]):
             wanted = f"at most {buffer.shape[0]}" if count is None else f"{count}, one for each of row_slots"
@@ -347,31 +368,47 @@ class StagingBuffer(Stateful[_StagedLayer]):
 
 
 def _fill(buffer: Tensor, values: Tensor) -> None:
-    """Values first, then "none": nothing of an earlier window survives."""
+    """Copy the values and fill the rest with "none", so that no data of an earlier window remains."""
     count = values.shape[0]
     buffer[:count].copy_(values)
     buffer[count:].fill_(False if buffer.dtype == torch.bool else -1)
 
 
-# What an op or a buffer answers arguments with that it does not take.
+# What an op or a buffer raises for arguments that it refuses.
 _REFUSALS = (ValueError, TypeError, IndexError, RuntimeError)
 
 
 class KVCacheInterceptor(BoundToMemory):
-    """The one call at the KV-write sites of an engine: writes into the cache, or stages, as the window asks.
+    """The single call at the KV-write sites of an engine. It writes into the cache or stages, depending on the window.
 
     Args:
-        buffer: the staging buffer, with its layers registered and allocated.
-        mode: ``"staging"``, or ``"direct"``: every window is written straight into the caches and keeps all its rows,
-            as without this library. Switching is this one value.
+        buffer: the staging buffer, allocated.
+        mode: ``"staging"`` or ``"direct"``. With ``"direct"``, every window is written into the caches directly and
+            keeps all its rows, as without this library.
 
-    A window is staged if the mode says so, warm-up is over (:meth:`finish_warm_up`: profiling and capture runs must
-    not open windows) and the buffer takes it. Where something is wrong before the first layer was staged (too many
-    rows, a wrong dtype), the window is written directly and counted as a fallback. After that it is an error: layers
-    before have staged their rows and attention has read them there; :meth:`cancel` closes the window.
+    A window is staged if the mode says so, warm-up is over, and the buffer accepts it. Call :meth:`finish_warm_up`
+    after profiling and capture, since these runs must not open windows. If there is an error before the first layer is
+    staged (too many rows, an invalid dtype), the window is written directly and counted as a fallback. A later error
+    propagates, because earlier layers have staged their rows, and attention has read them. :meth:`cancel` then closes
+    the window.
 
-    Which way a window goes is decided in Python, so it suits engines whose write site runs in Python. Compiled code and
-    CUDA graphs call :meth:`StagingBuffer.stage` itself.
+    The decision is made in Python, so it suits engines whose write site runs in Python. Compiled code and CUDA graphs
+    should call :meth:`StagingBuffer.stage` directly.
+
+    Example:
+        >>> import torch
+        >>> cache, slots = torch.zeros(4, 2, 1, 8), torch.tensor([2, 3])
+        >>> buffer = nwor_ops.StagingBuffer(max_num_tokens=8, max_num_rows=8, device="cpu")
+        >>> buffer.register_layer("layers.0", nwor_ops.LayerCache.packed(cache))
+        >>> buffer.allocate()
+        >>> interceptor = nwor_ops.KVCacheInterceptor(buffer)
+        >>> interceptor.finish_warm_up()
+        >>> interceptor.begin(slots)
+        True
+        >>> interceptor.write("layers.0", torch.ones(2, 1, 4), torch.ones(2, 1, 4), slots)
+        >>> interceptor.cancel()
+        >>> bool(cache.any())
+        False
     """
 
     _in_place_of_a_copy = "make another KVCacheInterceptor for the same buffer"
@@ -389,7 +426,7 @@ class KVCacheInterceptor(BoundToMemory):
 
     @property
     def mode(self) -> str:
-        """``"staging"`` or ``"direct"``; a new value holds from the next window on."""
+        """``"staging"`` or ``"direct"``. A new value takes effect at the next window."""
         return self._mode
 
     @mode.setter
@@ -400,11 +437,11 @@ class KVCacheInterceptor(BoundToMemory):
 
     @property
     def staging(self) -> bool:
-        """Whether the open window is staged: attention then reads its rows from the buffer."""
+        """Whether the open window is staged. Attention must then read its rows from the buffer."""
         return self.buffer.state is State.OPEN
 
     def finish_warm_up(self) -> None:
-        """From now on windows may be staged."""
+        """Allow windows to be staged from now on."""
         self.ready = True
 
     def begin(
@@ -414,7 +451,14 @@ class KVCacheInterceptor(BoundToMemory):
         row_requests: Tensor | None = None,
         row_positions: Tensor | None = None,
     ) -> bool:
-        """Open a window; arguments as of :meth:`StagingBuffer.begin`. Returns whether it is staged."""
+        """Open a window; arguments as in :meth:`StagingBuffer.begin`.
+
+        Returns:
+            Whether the window is staged.
+
+        Raises:
+            RuntimeError: a staged window is open.
+        """
         if self.staging:
             raise RuntimeError("begin: a staged window is open; commit or cancel it first")
         self._staged_layers = 0
@@ -424,7 +468,7 @@ class KVCacheInterceptor(BoundToMemory):
         try:
             self.buffer.begin(row_slots, stage_rows, row_requests, row_positions)
         except _REFUSALS as error:
-            self._fall_back(error)
+            self._skip_staging(error)
             return False
         self.reason = ""
         return True
@@ -442,14 +486,15 @@ class KVCacheInterceptor(BoundToMemory):
         """Stage a layer's keys and values, or write them to the slots of ``slot_mapping``.
 
         Args:
-            name: a layer that the buffer has registered; it says the format of the cache.
+            name: a layer registered in the buffer, which has the format of the cache.
             key, value, slot_mapping: as in :func:`nwor_ops.write_kv`.
-            k_scale, v_scale: for a direct write, where they are not those registered.
+            k_scale, v_scale: scales for a direct write; None = the registered ones.
 
         Raises:
-            KeyError: no such layer. Like any other error of the first layer, it leaves no staged window open.
-            ValueError, TypeError, IndexError, RuntimeError: as :func:`nwor_ops.write_kv`; or, of a later layer of a
-                staged window, as :meth:`StagingBuffer.stage`.
+            KeyError: the layer is not registered. As any other error of the first layer, it leaves no staged window
+                open.
+            ValueError, TypeError, IndexError, RuntimeError: as :func:`nwor_ops.write_kv`; for a later layer of a staged
+                window, as :meth:`StagingBuffer.stage`.
         """
         if self.staging:
             try:
@@ -460,7 +505,7 @@ class KVCacheInterceptor(BoundToMemory):
                 self.buffer.reject()
                 if not isinstance(error, _REFUSALS):
                     raise
-                self._fall_back(error)
+                self._skip_staging(error)
             else:
                 self._staged_layers += 1
                 return
@@ -477,24 +522,25 @@ class KVCacheInterceptor(BoundToMemory):
             raise explained(error, validation.tensors, "write", **arguments) from None
 
     def commit(self, accepted: Tensor, row_slots: Tensor | None = None) -> None:
-        """Commit a staged window as :meth:`StagingBuffer.commit` does. A direct one has kept all its rows already."""
+        """Commit a staged window as :meth:`StagingBuffer.commit`. A direct window keeps all its rows, and this does
+        nothing."""
         if self.staging:
             self.buffer.commit(accepted, row_slots)
 
     def cancel(self) -> None:
-        """Close a staged window; no row of it reaches a cache."""
+        """Close a staged window without writing its rows to a cache."""
         if self.staging:
             self.buffer.reject()
 
     def stats(self) -> InterceptorStats:
-        """Totals so far. Waits for the device."""
+        """Return the totals so far. Synchronizes with the device."""
         return InterceptorStats(self.buffer.stats(), self._direct_windows, self._fallbacks)
 
     def _write_directly(self, reason: str) -> None:
         self.reason = reason
         self._direct_windows += 1
 
-    def _fall_back(self, error: Exception) -> None:
+    def _skip_staging(self, error: Exception) -> None:
         self._write_directly(str(error))
         self._fallbacks += 1
         if self._fallbacks == 1:

@@ -1,20 +1,19 @@
-"""Defects of torch.compile by which a mutated view is written elsewhere, in silence, and what is done about them.
+"""Fixes for torch.compile defects that silently write a mutated view to a wrong place.
 
-Two concern a graph input that does not start its storage, and a view of it that an op mutates. They are not of these
-ops: any mutating custom op meets them. Here they would write over a neighbour's cache.
+Two defects concern a graph input that does not start its storage, if an op mutates a view of it. They affect any
+mutating custom op. Here they would overwrite a neighbouring cache.
 
 - *Slices* (every release up to 2.15). ``try_use_slice`` takes the offset of the view in its storage for its offset in
-  the graph input. Corrected by leaving such views to ``as_strided``, which names a place in the storage.
-- *as_strided* (2.11 and 2.12; mended in 2.13). Inductor adds that place to the address of the graph input, which has
-  the input's own offset in it already. Corrected as 2.13 does: the input's offset is taken off.
+  the graph input. Fix: such views use ``as_strided``, which names a place in the storage.
+- *as_strided* (2.11 and 2.12; fixed in 2.13). Inductor adds that place to the address of the graph input, which already
+  includes the input's own offset. Fix, as in 2.13: subtract the input's offset.
 
-A third one cannot be corrected here: of a view that is mutated Inductor forgets an offset that is a symbol
-(pytorch/pytorch#198068), so with ``dynamic=True`` every layer would log into the rows of the first. What is traced for
-an object of this library has no such symbols: its tensors go through :func:`static`, its numbers through
-:func:`static_int`.
+A third defect is not fixed here. For a mutated view, Inductor loses an offset that is a symbol
+(pytorch/pytorch#198068). With ``dynamic=True`` every layer would log into the rows of the first. Traces of this library
+have no such symbols: its tensors go through :func:`static`, and its numbers through :func:`static_int`.
 
-A torch that does right is left alone. What others compile in the same process changes in this alone: what was written
-to a wrong place is written to the right one.
+A torch version without a defect is not changed. For other code compiled in the same process, the only difference is
+that such writes go to the right place.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def static(tensor: Tensor) -> Tensor:
-    """The tensor, with sizes that are numbers in a trace, also in one with ``dynamic=True``."""
+    """Return the tensor, marked so that its sizes are constants in a trace, even with ``dynamic=True``."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.mark_static(tensor)
     return tensor
 
 
 def static_int(value: int) -> int:
-    """The number, as itself in a trace: an attribute of an object may be a symbol there."""
+    """Return the integer as a constant in a trace, where an attribute of an object may be a symbol."""
     return operator.index(value)
 
 
 def correct_slices() -> None:
-    """Cheap: torch has imported that module already."""
+    """Install the fix for slices if this torch needs it. It is cheap, since torch has imported the module already."""
     from torch._higher_order_ops import auto_functionalize
 
     try_use_slice = getattr(auto_functionalize, "try_use_slice", None)
@@ -64,8 +63,11 @@ def _takes_offsets_as_places(try_use_slice: Callable[..., Any]) -> bool:
 
 
 def before_lowering(fake: _Function) -> _Function:
-    """A fake that corrects ``as_strided`` when it first runs: before Inductor lowers what was traced with it, and not
-    before the first compilation, since importing Inductor takes seconds."""
+    """Return a fake that installs the ``as_strided`` fix when it first runs.
+
+    That is early enough, since Inductor lowers a graph after tracing it. It is not done at import, because importing
+    Inductor takes seconds.
+    """
     if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
         return fake
 

@@ -1,7 +1,7 @@
-"""What the classes ask of their arguments: a sentence that names them, before anything changes.
+"""Argument checks of the classes: an error names the argument, before anything changes.
 
-The ops check their own arguments, in C++. This is for constructors and for the methods that call no op with an
-argument, or that call one by another name; :func:`explained` costs a step nothing, because it looks after the failure.
+The ops check their own arguments in C++. These checks are for constructors, and for methods that pass an argument to no
+op or under another name. :func:`explained` costs a successful step nothing, because it runs only after a failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INT32_MAX = 2**31 - 1  # rows, tokens and requests are numbered in int32
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it."""
+    """Return a value as error messages show it."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)} on {value.device}"
     text = repr(value)
@@ -25,11 +25,11 @@ def shown(value: object) -> str:
 
 
 def integer(what: str, value: object, least: int = 1, most: int = INT32_MAX) -> int:
-    """``value`` as an int from ``least`` to ``most``. ``what`` names class or method and argument.
+    """Return ``value`` as an int from ``least`` to ``most``. ``what`` names the class or method and the argument.
 
     Raises:
-        TypeError: it is no integer; a bool and a tensor are none.
-        ValueError: it is out of range.
+        TypeError: the value is not an integer. A bool or a tensor is not an integer.
+        ValueError: the value is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{what} must be an integer, got {shown(value)}")
@@ -42,7 +42,7 @@ def integer(what: str, value: object, least: int = 1, most: int = INT32_MAX) -> 
 
 
 def instance(what: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
-    """Raises TypeError where ``value`` is not of a type, ``wanted`` in words."""
+    """Raise TypeError if ``value`` is not an instance of ``kind``. ``wanted`` describes that type."""
     if not isinstance(value, kind):
         raise TypeError(f"{what} must be {wanted}, got {shown(value)}")
 
@@ -64,8 +64,12 @@ def tensor(
     least: int = 0,
     device: torch.device | None = None,
 ) -> None:
-    """Raises where ``value`` is not a tensor of one of ``dtypes`` (none = any) on ``device``, or does not have ``dims``
-    dimensions and at least so many elements in the first of them."""
+    """Check a tensor argument.
+
+    Raises:
+        TypeError: ``value`` is not a tensor, has none of ``dtypes`` (none given = any), or is not on ``device``.
+        ValueError: ``value`` does not have ``dims`` dimensions, or fewer than ``least`` elements in the first one.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} must be a tensor, got {shown(value)}")
     if dtypes and value.dtype not in dtypes:
@@ -78,18 +82,18 @@ def tensor(
 
 
 def tensors(method: str, **arguments: object) -> None:
-    """Raises TypeError for the first argument of a method that is no tensor."""
+    """Raise TypeError for the first argument of a method that is not a tensor."""
     for name, value in arguments.items():
         tensor(f"{method}: {name}", value)
 
 
 def device(what: str, value: Any) -> torch.device:
-    """A device by itself or by its name; ``"cuda"`` is the current one.
+    """Return a device, given as a device or by name; ``"cuda"`` is the current one.
 
     Raises:
-        TypeError: neither of both.
+        TypeError: the value is neither a device nor a string.
         ValueError: torch knows no such device.
-        RuntimeError: ``"cuda"`` where there is none.
+        RuntimeError: ``"cuda"`` without a CUDA device.
     """
     instance(what, value, (torch.device, str), "a torch.device or its name")
     try:
@@ -100,12 +104,12 @@ def device(what: str, value: Any) -> torch.device:
         try:
             return torch.device("cuda", torch.cuda.current_device())
         except (AssertionError, RuntimeError) as error:
-            raise RuntimeError(f"{what} must be a device that is there, got {shown(value)}: {error}") from None
+            raise RuntimeError(f"{what} must be an available device, got {shown(value)}: {error}") from None
     return found
 
 
 def token_offset(method: str, value: Any, num_tokens: int, max_num_tokens: int) -> None:
-    """Raises where a micro-batch of ``num_tokens`` does not lie in a batch of ``max_num_tokens``."""
+    """Raise if a micro-batch of ``num_tokens`` at this offset is not inside a batch of ``max_num_tokens``."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt))):
         raise TypeError(f"{method}: token_offset must be an integer, got {shown(value)}")
     most: Any = max(max_num_tokens - num_tokens, 0)
@@ -117,7 +121,10 @@ def token_offset(method: str, value: Any, num_tokens: int, max_num_tokens: int) 
 
 
 def explained(error: Exception, check: Callable[..., None], *arguments: Any, **named: Any) -> Exception:
-    """The error of a call that failed, in the words of its caller if ``check`` finds the reason in an argument."""
+    """Return the exception to raise after a failed call.
+
+    It is the error of ``check`` if that finds an invalid argument; otherwise the original exception.
+    """
     try:
         check(*arguments, **named)
     except (TypeError, ValueError) as reason:
@@ -126,8 +133,10 @@ def explained(error: Exception, check: Callable[..., None], *arguments: Any, **n
 
 
 class BoundToMemory:
-    """What finds tensors by their addresses: a copy would write to memory of the original, or to memory that nothing
-    reads. So there is none, by ``copy``, ``deepcopy`` or ``pickle``."""
+    """Base of classes that find tensors by their addresses. They refuse ``copy``, ``deepcopy`` and ``pickle``.
+
+    A copy would write to memory of the original, or to memory that nothing reads.
+    """
 
     _in_place_of_a_copy = "make another one"
 

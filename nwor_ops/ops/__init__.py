@@ -1,21 +1,24 @@
 """Every op of the library: declared, typed and documented as one function, in the file of its family.
 
-The kernels live in ``csrc/cpu/FAMILY.cpp`` and ``csrc/cuda/FAMILY.cu``, what the fakes ask of each argument in
-``meta/FAMILY.py``.
-``torch.ops.nwor.NAME`` and the function of the same name take the same arguments in the same order.
-The function adds two things: it refuses tensors that require a gradient (these ops have none, and
-an in-place op without one would corrupt a backward pass in silence), and it raises ``TypeError``
-for a wrong dtype or device where the dispatcher can only raise ``ValueError``.
+The kernels of a family are in ``csrc/cpu/FAMILY.cpp`` and ``csrc/cuda/FAMILY.cu``. The fakes check arguments by the
+tables in ``meta/FAMILY.py``.
 
-Shapes use these letters: T tokens of this step, R log rows, G groups of layers, Q requests,
-B blocks, N slots per block (the block size), H KV heads, D head size, W the width of a plane.
+``torch.ops.nwor.NAME`` and the function of the same name take the same arguments in the same order. The function adds
+two things:
 
-A *cache* is always the logical view ``[B, N, H, W]`` with any strides: NHD, HND, K and V packed in
-one row, one backing buffer for all layers and MLA latents (H = 1) are all such views. A *slot* is
-``block * N + offset``, as in vLLM. No op here has a return value unless it says so.
+- It refuses tensors that require a gradient. The ops have no backward, and an in-place op without one would silently
+  corrupt a backward pass.
+- It raises ``TypeError`` for a wrong dtype or device. The dispatcher can raise only ``ValueError``.
+
+Shapes use these letters: T tokens of this step, R log rows, G groups of layers, Q requests, B blocks, N slots per block
+(the block size), H KV heads, D head size, W the width of a plane.
+
+A *cache* is always the logical view ``[B, N, H, W]`` with any strides. NHD, HND, K and V packed in one row, one backing
+buffer for all layers, and MLA latents (H = 1) are all such views. A *slot* is ``block * N + offset``, as in vLLM. An op
+returns nothing unless its documentation says so.
 """
 
-# ruff: noqa: I001  (`name as name` re-exports; isort would give each a statement of its own)
+# ruff: noqa: I001  (`name as name` re-exports; isort would split them into one statement each)
 
 from nwor_ops.ops.accept import (
     COUNTERS as COUNTERS,

@@ -1,4 +1,4 @@
-"""Family ``accept``: which tokens of a step are drafts, and which of them were accepted."""
+"""Family ``accept``: which tokens of a step are drafts, and which drafts were accepted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from nwor_ops.ops.registry import op
 
-# Layout of the `counters` tensor, int64 [len(COUNTERS)], which only ever grows.
+# Layout of the `counters` tensor, int64 [len(COUNTERS)]. Ops only increment it.
 COUNTERS = ("windows", "drafted", "accepted", "rejected", "overflowed")
 
 
 def _new_mask(draft_start_loc: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
-    """What the ops that return a mask return."""
+    """Allocate the results of the ops that return a mask."""
     accepted = draft_start_loc.new_empty(num_draft_tokens, dtype=torch.bool)
     return accepted, draft_start_loc.new_empty(draft_start_loc.shape[0] - 1, dtype=torch.int32)
 
@@ -34,45 +34,62 @@ def plan_window(
     num_bonus_tokens: int = 0,
     leading_zero: bool = False,
 ) -> None:
-    """Work out, on the device, which tokens of this step are drafts and where each is logged.
+    """Find the drafts among the tokens of this step, on the device, and assign their log rows.
 
-    The drafts of request q are the last ``n = cu_num_draft_tokens[q] - cu_num_draft_tokens[q - 1]``
-    of its tokens, ``[query_start_loc[q + 1] - n, query_start_loc[q + 1])``: vLLM's order in both
-    of its model runners. Draft number r of the batch, counted through all requests, gets log row r,
-    so row r is also entry r of vLLM's flat ``draft_token_ids``. Prompt and target tokens, padded
-    tokens and padded requests (a repeated last value in both cumulative arrays) get no row.
+    The drafts of request q are its last ``n = cu_num_draft_tokens[q] - cu_num_draft_tokens[q - 1]`` tokens,
+    ``[query_start_loc[q + 1] - n, query_start_loc[q + 1])``. This is the order of both vLLM model runners. Drafts are
+    numbered through all requests of the batch. Draft r gets log row r, which is also entry r of vLLM's flat
+    ``draft_token_ids``. Prompt tokens, target tokens and padded tokens get no row. Padded requests repeat the last
+    value in both cumulative arrays and get no row either.
 
-    Every element of every output is written, so nothing of an earlier window survives.
+    Every element of every output is written, so no value of an earlier window remains.
 
     Args:
-        query_start_loc: int32 ``[>= Q + 1]``, contiguous. First token of each request, then the end.
-        cu_num_draft_tokens: int32 ``[Q]``, contiguous. Drafts up to and including each request.
-        slot_mappings: G tensors int64 ``[T]``, contiguous: this step's slots, one per group; on CUDA at most 128.
-        log_rows: int32 ``[>= T]``, contiguous; **mutated**: log row of each token, else -1.
-        row_slots: int64 ``[G, R]``, contiguous; **mutated**: slot of each log row per group, else -1.
-        row_requests: int32 ``[R]``, contiguous; **mutated**: request of each log row, else -1.
-        row_positions: int32 ``[R]``, contiguous; **mutated**: place of the draft among the drafts of
-            its request, from 0, else -1.
-        counters: int64 ``[len(COUNTERS)]``; **mutated**: ``windows`` and ``drafted`` grow, or
-            ``overflowed`` if the window was not planned.
-        draft_start_loc: int32 ``[>= Q + 1]``, contiguous; **mutated**: the first log row of each request, then the
-            number of drafts, which is repeated to the end: an index pointer of the drafts, whatever the engine
-            counts. The other ops of a window take it. Micro-batches of one batch write the same.
-        token_offset: None = a whole batch. Else a micro-batch: the first T tokens of ``slot_mappings``
-            and ``log_rows`` are the tokens ``[token_offset, token_offset + T)`` of the batch, and rows of
+        query_start_loc: int32 ``[>= Q + 1]``, contiguous. Index of the first token of each request, then the end.
+        cu_num_draft_tokens: int32 ``[Q]``, contiguous. Cumulative number of drafts, including this request.
+        slot_mappings: G tensors int64 ``[T]``, contiguous: the slots of this step, one tensor per group. On CUDA at
+            most 128 groups.
+        log_rows: int32 ``[>= T]``, contiguous; **mutated**: log row of each token; -1 = not a draft.
+        row_slots: int64 ``[G, R]``, contiguous; **mutated**: slot of each log row per group; -1 = none.
+        row_requests: int32 ``[R]``, contiguous; **mutated**: request of each log row; -1 = none.
+        row_positions: int32 ``[R]``, contiguous; **mutated**: index of the draft among the drafts of its request, from
+            0; -1 = none.
+        counters: int64 ``[len(COUNTERS)]``; **mutated**: increments ``windows`` and ``drafted``, or ``overflowed`` if
+            the window was not planned.
+        draft_start_loc: int32 ``[>= Q + 1]``, contiguous; **mutated**: the first log row of each request. The number of
+            drafts fills the rest. This index pointer counts only drafts, whatever the engine counts. The other ops of a
+            window take it. Micro-batches of one batch write the same values.
+        token_offset: None = a whole batch. Otherwise the call is for a micro-batch: the first T tokens of
+            ``slot_mappings`` and ``log_rows`` are the tokens ``[token_offset, token_offset + T)`` of the batch. Rows of
             drafts outside it keep slot -1.
-        num_bonus_tokens: how many tokens beside its drafts ``cu_num_draft_tokens`` counts for each request,
-            padded ones too: 1 where an engine counts logits, as vLLM's ``cu_num_logits``. The drafts of
-            request q are then ``num_bonus_tokens`` fewer than the difference above.
+        num_bonus_tokens: number of tokens in ``cu_num_draft_tokens`` that are not drafts, per request, including padded
+            ones. It is 1 for engines that count logits, such as vLLM's ``cu_num_logits``. The drafts of request q are
+            ``num_bonus_tokens`` fewer than the difference above.
         leading_zero: whether ``cu_num_draft_tokens`` is ``[Q + 1]`` and begins with a 0 before the first request's
-            count, as vLLM's ``cu_num_logits`` and other index pointers do. The 0 is not looked at on CUDA.
+            count, as vLLM's ``cu_num_logits`` and other index pointers do. CUDA does not read the 0.
 
     Raises:
-        ValueError: a shape, stride or overlap; on the CPU also more than R drafts, a cumulative array
-            that decreases, more drafts than tokens in a request, or tokens beyond T (of a whole
-            batch); nothing is written. On CUDA such a window is left unplanned as a whole (every
-            row -1, no request has a draft in ``draft_start_loc``, counted in ``overflowed``) and raises in debug mode.
-        TypeError: a dtype or device.
+        ValueError: an invalid shape or stride, or overlapping memory. On the CPU also more than R drafts, a decreasing
+            cumulative array, more drafts than tokens in a request, or tokens beyond T (in a whole batch); nothing is
+            written. CUDA leaves such a window unplanned: every row is -1, no request has a draft in
+            ``draft_start_loc``, and ``overflowed`` counts it. Debug mode then raises.
+        TypeError: an invalid dtype or device.
+
+    Example:
+        >>> import torch
+        >>> def filled(*shape, dtype=torch.int32):
+        ...     return torch.full(shape, -1, dtype=dtype)
+        >>> query_start_loc = torch.tensor([0, 3, 4], dtype=torch.int32)  # requests of 3 and 1 tokens
+        >>> cu_num_draft_tokens = torch.tensor([2, 2], dtype=torch.int32)  # with 2 and 0 drafts
+        >>> log_rows, row_slots = filled(4), filled(1, 2, dtype=torch.int64)
+        >>> counters = torch.zeros(len(nwor_ops.COUNTERS), dtype=torch.int64)
+        >>> draft_start_loc = filled(3)
+        >>> nwor_ops.plan_window(
+        ...     query_start_loc, cu_num_draft_tokens, [torch.tensor([8, 9, 10, 3])],
+        ...     log_rows, row_slots, filled(2), filled(2), counters, draft_start_loc,
+        ... )
+        >>> log_rows.tolist(), row_slots.tolist(), draft_start_loc.tolist()
+        ([-1, 0, 1, -1], [[9, 10]], [0, 2, 2])
     """
 
 
@@ -80,27 +97,41 @@ def plan_window(
 def acceptance_mask(
     draft_token_ids: Tensor, sampled_token_ids: Tensor, draft_start_loc: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Which drafts were accepted, from what the target sampled; on the device, no sync.
+    """Compare the drafts with the sampled tokens and return which were accepted. It runs on the device without a sync.
 
-    Draft j of request q counts as accepted if every draft of q up to and including j equals the
-    token sampled in its place (a negative one equals nothing), and the sampler went on after it:
-    ``sampled_token_ids[q, j + 1]`` is not negative (where that column exists). The second condition
-    tells an accepted draft from a rejected one whose replacement happens to be the same token, which
-    vLLM's synthetic rejection sampler can produce.
+    Draft j of request q is accepted if two conditions hold:
+
+    - Every draft of q up to and including j equals the token sampled at its position. A negative token equals nothing.
+    - The sampler continued after it: ``sampled_token_ids[q, j + 1]`` is not negative, if that column exists.
+
+    The second condition detects a rejected draft whose replacement is the same token. vLLM's synthetic rejection
+    sampler can produce such a replacement.
 
     Args:
         draft_token_ids: int32 or int64 ``[P]``, contiguous: the drafts of all requests in order.
-        sampled_token_ids: int32 or int64 ``[>= Q, >= most drafts]``, any strides; negative = no token
-            (vLLM's ``RejectionSampler`` writes -1).
-        draft_start_loc: int32 ``[Q + 1]``, contiguous: number of the first draft of each request, then the number of
-            drafts, which is <= P; what :func:`plan_window` gives. It begins with 0.
+        sampled_token_ids: int32 or int64 ``[>= Q, >= most drafts]``, any strides; negative = no token (vLLM's
+            ``RejectionSampler`` writes -1).
+        draft_start_loc: int32 ``[Q + 1]``, contiguous: index of the first draft of each request, then the number of
+            drafts, which is at most P. It begins with 0. :func:`plan_window` writes it.
 
     Returns:
-        ``accepted``, bool ``[P]`` (False past the last draft), and ``num_accepted``, int32 ``[Q]``.
+        ``accepted``, bool ``[P]`` (False after the last draft), and ``num_accepted``, int32 ``[Q]``: number of accepted
+            drafts of each request.
 
     Raises:
-        ValueError, TypeError: as above; on the CPU also for a ``draft_start_loc`` that does not begin with 0, decreases
-            or counts more drafts than there are. On CUDA that changes only the results, and raises in debug mode.
+        ValueError: an invalid shape or stride. On the CPU also a ``draft_start_loc`` that does not begin with 0, that
+            decreases, or that counts more drafts than there are. On CUDA such values change only the results; debug
+            mode raises.
+        TypeError: an invalid dtype or device.
+
+    Example:
+        >>> import torch
+        >>> drafts = torch.tensor([5, 6, 7])  # two drafts of the first request, one of the second
+        >>> sampled = torch.tensor([[5, 9, -1], [7, 8, -1]])
+        >>> starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+        >>> accepted, num_accepted = nwor_ops.acceptance_mask(drafts, sampled, starts)
+        >>> accepted.tolist(), num_accepted.tolist()
+        ([True, False, True], [1, 1])
     """
     return _new_mask(draft_start_loc, draft_token_ids.shape[0])
 
@@ -109,16 +140,26 @@ def acceptance_mask(
 def acceptance_mask_from_rejected(
     num_rejected: Tensor, draft_start_loc: Tensor, num_draft_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """:func:`acceptance_mask` for runners that already know how many drafts were rejected.
+    """Return the result of :func:`acceptance_mask` for runners that know how many drafts were rejected.
 
     Args:
-        num_rejected: int32 ``[>= Q]``, contiguous: the last so many drafts of each request were
-            rejected; clamped to [0, its drafts].
+        num_rejected: int32 ``[>= Q]``, contiguous: number of rejected drafts of each request. Its last drafts are the
+            rejected ones. Values are clamped to [0, number of drafts].
         draft_start_loc: as in :func:`acceptance_mask`.
-        num_draft_tokens: P, the length of the mask (a host integer below 2^31, an upper bound of the drafts).
+        num_draft_tokens: P, the length of the mask: a host integer below 2^31, an upper bound of the number of drafts.
 
     Returns:
         ``accepted``, bool ``[P]``, and ``num_accepted``, int32 ``[Q]``.
+
+    Raises:
+        ValueError, TypeError: as :func:`acceptance_mask`.
+
+    Example:
+        >>> import torch
+        >>> counts, starts = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
+        >>> accepted, num_accepted = nwor_ops.acceptance_mask_from_rejected(counts, starts, 3)
+        >>> accepted.tolist(), num_accepted.tolist()
+        ([True, False, True], [1, 1])
     """
     return _new_mask(draft_start_loc, num_draft_tokens)
 
@@ -132,20 +173,32 @@ def reject_rows(
     num_accepted: Tensor,
     counters: Tensor,
 ) -> None:
-    """:func:`acceptance_mask` into a window's own buffers, as :func:`restore_slots` wants it.
+    """Write the result of :func:`acceptance_mask` into the buffers of a window, as :func:`restore_slots` takes it.
 
-    Nothing is allocated, so it fits between begin and commit.
+    It allocates nothing, so it can run between begin and commit.
 
     Args:
         draft_token_ids, sampled_token_ids, draft_start_loc: as in :func:`acceptance_mask`.
         row_rejected: bool ``[R]``, contiguous; **mutated**, every element: True for a rejected draft.
-        num_accepted: int32 ``[>= Q]``, contiguous; **mutated**, every element; 0 past Q.
-        counters: int64 ``[len(COUNTERS)]``; **mutated**: ``accepted`` and ``rejected`` grow.
+        num_accepted: int32 ``[>= Q]``, contiguous; **mutated**, every element; 0 after the first Q.
+        counters: int64 ``[len(COUNTERS)]``; **mutated**: increments ``accepted`` and ``rejected``.
+
+    A window that :func:`plan_window` did not plan has no drafts: every row is False and nothing is counted.
 
     Raises:
-        ValueError, TypeError: as :func:`acceptance_mask`; ValueError on the CPU also for more than R drafts.
+        ValueError, TypeError: as :func:`acceptance_mask`. On the CPU also ValueError for more than R drafts.
 
-    A window that :func:`plan_window` refused has no drafts: every row is False and nothing is counted.
+    Example:
+        >>> import torch
+        >>> row_rejected = torch.zeros(4, dtype=torch.bool)
+        >>> num_accepted = torch.zeros(1, dtype=torch.int32)
+        >>> counters = torch.zeros(len(nwor_ops.COUNTERS), dtype=torch.int64)
+        >>> starts = torch.tensor([0, 2], dtype=torch.int32)
+        >>> nwor_ops.reject_rows(
+        ...     torch.tensor([5, 6]), torch.tensor([[5, 9, -1]]), starts, row_rejected, num_accepted, counters
+        ... )
+        >>> row_rejected.tolist(), num_accepted.tolist()
+        ([False, True, False, False], [1])
     """
 
 
@@ -157,4 +210,14 @@ def reject_rows_from_rejected(
     num_accepted: Tensor,
     counters: Tensor,
 ) -> None:
-    """:func:`reject_rows` for runners that already know ``num_rejected``, int32 ``[>= Q]``."""
+    """Write the result of :func:`acceptance_mask_from_rejected` into the buffers of a window, as :func:`reject_rows`
+    does.
+
+    Args:
+        num_rejected: int32 ``[>= Q]``, contiguous: as in :func:`acceptance_mask_from_rejected`.
+        draft_start_loc, row_rejected, num_accepted, counters: as in :func:`reject_rows`; the last three are
+            **mutated**.
+
+    Raises:
+        ValueError, TypeError: as :func:`reject_rows`.
+    """

@@ -1,4 +1,4 @@
-"""Declare ops, register their kernels in Python, call them: the one place that talks to :mod:`torch.library`."""
+"""Declare ops, register their Python kernels, and call them. Only this module uses :mod:`torch.library`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Op:
     """A declared op.
 
     Attributes:
+        name: name of the op and of its function.
         family: name of the file that declares it.
-        function: as it is written there: signature, docstring, and a body that says what a trace gets.
-        overload: calling it through its packet would look it up again each time.
+        function: the function as written: its signature, its docstring, and a body that returns the result of a trace.
+        overload: the op's overload. A call through the packet would look it up each time.
     """
 
     name: str
@@ -38,8 +39,11 @@ class Op:
     overload: torch._ops.OpOverload
 
     def arguments(self, positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """All arguments of a call by name, in the order of the schema, defaults filled in; TypeError where one is
-        missing or unknown."""
+        """Return all arguments of a call by name, in the order of the schema, with defaults.
+
+        Raises:
+            TypeError: an argument is missing or unknown.
+        """
         try:
             bound = inspect.signature(self.function).bind(*positional, **named)
         except TypeError as wrong_call:
@@ -48,25 +52,25 @@ class Op:
         return bound.arguments
 
 
-OPS: dict[str, Op] = {}  # in the order of their declaration
+OPS: dict[str, Op] = {}  # in the order of declaration
 
 
 class Refusal(RuntimeError):
-    """There is no kernel for a device, or a trace asks for what it must not have: not a matter of one argument."""
+    """No kernel exists for a device, or a trace got an argument that only eager calls may have."""
 
 
 def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Function], _Function]:
-    """Declare the op of a function: its schema is inferred from the signature, and a call of the function calls the op.
+    """Declare the op of a function. The schema is inferred from the signature, and calling the function calls the op.
 
-    The body is run in traces alone, behind the checks of ``meta/``: it returns what the op returns.
+    The body of the function runs only in traces, after the checks of ``meta/``. It returns what the op returns.
 
     Args:
-        mutates: the arguments that the op writes to.
-        results: names of what it returns.
+        mutates: names of the arguments that the op writes to.
+        results: names of the results.
 
     A call raises:
-        TypeError: an argument is of a type that the schema does not take, or of a wrong dtype or device.
-        ValueError: anything else is wrong with an argument.
+        TypeError: an argument has a type that the schema does not accept, or an invalid dtype or device.
+        ValueError: an argument is invalid in another way.
         RuntimeError: a tensor requires a gradient, or there is no kernel for its device.
     """
 
@@ -78,7 +82,7 @@ def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Fun
 
         @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
-            if torch.is_grad_enabled():  # in serving it is not: then no plane of a cache is looked at
+            if torch.is_grad_enabled():  # serving disables gradients, which skips this check of every plane
                 _refuse_gradients(declared, arguments, named)
             try:
                 return overload(*arguments, **named)
@@ -91,8 +95,11 @@ def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Fun
 
 
 def _schema(function: Callable[..., Any], mutates: Sequence[str], results: Sequence[str]) -> str:
-    """What torch infers, in the form that compiled graphs hold since version 0.1: a letter for each mutated argument,
-    integers that are never symbols (the kernels' stable ABI has none), named results."""
+    """Return the schema that torch infers, in the form that compiled graphs have held since version 0.1.
+
+    A letter marks each mutated argument. Integers are never symbols, because the stable ABI of the kernels has none.
+    Results have names.
+    """
     letters = iter(string.ascii_lowercase)
     arguments, _, returned = torch.library.infer_schema(function, mutates_args=mutates).rpartition(" -> ")
     if returned.count("Tensor") != len(results):
@@ -107,12 +114,12 @@ def implement(op: str, kernel: Callable[..., Any], dispatch_key: str) -> None:
 
 
 def implement_fake(op: str, kernel: Callable[..., Any]) -> None:
-    """Register the fake implementation of one op: what it does to shapes (see ``meta/``)."""
+    """Register the fake implementation of one op, which computes shapes (see ``meta/``)."""
     torch.library.register_fake(f"{NAMESPACE}::{op}", before_lowering(kernel), lib=_library)
 
 
-# The compiled kernels word a dtype or device complaint in exactly these two ways (csrc/common/argument.h).
-_TYPE_COMPLAINT = re.compile(r" must have dtype | must be on device ")
+# Every dtype or device error of the compiled kernels contains one of these two phrases (csrc/common/argument.h).
+_TYPE_ERROR = re.compile(r" must have dtype | must be on device ")
 
 
 def _refuse_gradients(op: Op, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
@@ -142,15 +149,15 @@ def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
 
 
 def _translated(op: Op, arguments: Sequence[Any], named: Mapping[str, Any], error: Exception) -> Exception:
-    """The error a caller should see.
+    """Return the exception that the caller should see.
 
-    A kernel throws std::invalid_argument, which Python sees as ValueError up to torch 2.14 and as RuntimeError from
-    2.15 on. Its complaints begin with the name of the op; so do the refusals of ``library.py``, which are
-    RuntimeErrors and stay so.
+    A kernel throws std::invalid_argument. Python sees it as ValueError up to torch 2.14, and as RuntimeError from 2.15
+    on. The message of such an error begins with the name of the op. Messages of the refusals in ``library.py`` do so
+    too, but they stay RuntimeErrors.
     """
     if wrong_type := describe_type_error(op.overload, op.arguments(arguments, named).values()):
         return wrong_type
-    complaint = str(error)
-    if isinstance(error, Refusal) or not complaint.startswith(f"{op.name}: "):
+    message = str(error)
+    if isinstance(error, Refusal) or not message.startswith(f"{op.name}: "):
         return error
-    return TypeError(complaint) if _TYPE_COMPLAINT.search(complaint) else ValueError(complaint)
+    return TypeError(message) if _TYPE_ERROR.search(message) else ValueError(message)

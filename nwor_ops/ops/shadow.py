@@ -1,11 +1,11 @@
-"""Family ``shadow``: this step's rows go to spare pages, and only accepted ones to pages that a request owns.
+"""Family ``shadow``: shadow paging. Drafts are written to shadow pages, and only accepted rows reach a request's pages.
 
-:func:`open_window` redirects, in place, this step's slots and block-table entries of the pages that drafts touch to
-spare pages, and :func:`close_window` copies what was accepted to where it belongs and puts tables and slots back.
-Writers and attention need not know.
+:func:`open_window` redirects slots and block-table entries of this step in place. Those of pages that drafts touch then
+name shadow pages. :func:`close_window` copies the accepted rows to their slots and restores tables and slots. Writers
+and attention need no change.
 
-Letters as in :mod:`nwor_ops.ops`; further S request states, P shadow pages of each, M pages in a row of a block table,
-L planes.
+Letters are as in :mod:`nwor_ops.ops`. In addition: S request states, P shadow pages of each state, M pages in a row of
+a block table, L planes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nwor_ops.ops.registry import op
 
-# Groups of one call of `open_window` or `close_window` (kMostWindowGroups in csrc/shadow.h).
+# Maximum number of groups in one call of `open_window` or `close_window` (kMostWindowGroups in csrc/shadow.h).
 MOST_GROUPS = 16
 
 
@@ -40,53 +40,84 @@ def open_window(
 ) -> None:
     """Redirect a window to shadow pages: one launch for all layers and all groups of one geometry.
 
-    For each request with drafts the *tail page* is the page of its first draft. The tokens of this step from the
-    start of the tail page on (drafts, and the tokens before them that lie in the same page) are redirected, page by
-    page: their slots in ``slot_mappings`` and the entries of ``block_tables`` name shadow pages afterwards. The rows
-    of the tail page before this step's tokens, which are committed, are copied to its shadow page, so attention sees
-    in the redirected table what it would have seen, and every write of this step goes past the pages the request
-    owns. Page number p of a sequence is shadowed by ``shadow_blocks[g, state, p % P]``.
+    The *tail page* of a request with drafts is the page of its first draft. The tokens of this step from the start of
+    the tail page on are redirected, page by page. These are the drafts and the tokens before them in the same page.
+    Afterwards their slots in ``slot_mappings`` and their entries in ``block_tables`` name shadow pages.
 
-    Call it after :func:`plan_window`, and :func:`close_window` after sampling.
+    The tail page may also hold committed rows, from before this step's tokens. They are copied to its shadow page.
+    Attention reads the same rows through the redirected table as it would without it. No write of this step touches a
+    page that the request owns. Page number p of a sequence is shadowed by ``shadow_blocks[g, state, p % P]``.
+
+    Call it after :func:`plan_window`, and call :func:`close_window` after sampling.
 
     Args:
         caches: planes ``[B, N, H, W]`` of one geometry, those of group 0 first; **mutated** in shadow pages only.
             Layers of another geometry take another call, with empty ``slot_mappings`` and ``block_tables``.
-        planes_per_group: how many of ``caches`` belong to each of G groups, at most 16. Groups share neither slots nor
-            tables, and a page of one is never a page of another, even where they share memory.
+        planes_per_group: number of ``caches`` of each of G groups; at most 16 groups. Groups share neither slots nor
+            tables. A page of one group is never a page of another, even if they share memory.
         query_start_loc: as in :func:`plan_window`.
-        draft_start_loc: int32 ``[Q + 1]``, contiguous: what :func:`plan_window` gave.
-        seq_lens: int32 ``[>= Q]``, contiguous: length of each sequence, this step's tokens and drafts included. The
+        draft_start_loc: int32 ``[Q + 1]``, contiguous: written by :func:`plan_window`.
+        seq_lens: int32 ``[>= Q]``, contiguous: length of each sequence, including this step's tokens and drafts. The
             last token of request q is at position ``seq_lens[q] - 1``.
-        row_slots: int64 ``[G, R]``, contiguous: what :func:`plan_window` gave: the slots of the drafts.
-        shadow_blocks: int32 ``[G, S, P]``, contiguous: the shadow pages of each request state. P pages must be enough
-            for the tail page and the drafts: ``(N - 1 + drafts - 1) // N + 1``.
-        slot_mappings: G tensors int64 ``[>= tokens]``, contiguous; **mutated** at the redirected tokens. Or empty, to
-            copy rows only.
+        row_slots: int64 ``[G, R]``, contiguous: the slots of the drafts, written by :func:`plan_window`.
+        shadow_blocks: int32 ``[G, S, P]``, contiguous: the shadow pages of each request state. P pages must hold the
+            tail page and the drafts: ``(N - 1 + drafts - 1) // N + 1``.
+        slot_mappings: G tensors int64 ``[>= tokens]``, contiguous; **mutated** at the redirected tokens. Empty = only
+            copy rows.
         block_tables: G tensors int32 ``[>= Q, M]``, contiguous along a row; **mutated** at the redirected pages. Entry
             ``[q, p]`` is page p of request q. As many as ``slot_mappings``.
-        saved_slots: int64 ``[G, >= tokens]``, contiguous; **mutated** where ``slot_mappings`` are given: the former
-            slot of each token of a request with drafts from its tail page on, -1 where it was not redirected.
-        tail_pages: int32 ``[G, >= Q]``, contiguous; **mutated** likewise: number of each request's tail page in its
-            sequence, -1 for a request that is not redirected.
-        idx_mapping: int32 or int64 ``[>= Q]``, contiguous, or None: the state of each request, negative in padded
+        saved_slots: int64 ``[G, >= tokens]``, contiguous; **mutated** if ``slot_mappings`` are given: the former slot
+            of each token of a request with drafts from its tail page on; -1 if it was not redirected.
+        tail_pages: int32 ``[G, >= Q]``, contiguous; **mutated** if ``slot_mappings`` are given: index of each request's
+            tail page in its sequence; -1 for a request that is not redirected.
+        idx_mapping: int32 or int64 ``[>= Q]``, contiguous, or None: the state of each request; negative for padded
             rows. None = the state of request q is q.
-        held_slots: int64 ``[G, S, P]``, contiguous, or None; **mutated**: -1 for the states of requests without
-            drafts. What a shadow page holds already: the slot of the last row of the real page of which it has that
-            row and all before it; -1 = nothing. Such rows are not copied again: while a request stays in its page,
-            none is. Fill it with -1 at first, after a window that was opened and never closed, and in a step without
-            a call. It needs request states that stay (``idx_mapping``). A request without drafts is what tells that a
-            state has changed hands; for a new one that has drafts at once fill its state's with -1 before.
+        held_slots: int64 ``[G, S, P]``, contiguous, or None; **mutated**: the rows that each shadow page holds already.
+            The value is the slot of the last row of the real page up to which it has all rows; -1 = none. Such rows are
+            not copied again, so a request that stays in its page needs no copy. See below.
         page_offsets: as in :func:`log_slots`.
         plane_table: as in :func:`restore_slots`.
 
-    A request whose numbers do not agree (a first draft without a slot, or whose place in its page is not that of its
-    position; fewer pages than it needs; a state, token, page or block outside its buffer) is a ValueError or IndexError
-    on the CPU, before anything is written. On CUDA it is not redirected, so its drafts go to its own pages as they
-    would without this library, and debug mode raises. Requests none of whose drafts has a slot are not redirected.
+    ``held_slots`` needs request states that stay with their requests (``idx_mapping``). The op sets it to -1 for states
+    of requests without drafts, which is how it detects that a state has a new request. Fill it with -1 in these cases:
+
+    - before the first call;
+    - after a window that was opened and never closed;
+    - in a step without a call;
+    - for a state whose new request has drafts in its first step.
+
+    A request is inconsistent if its first draft has no slot, or a slot at another offset in its page than its position
+    says. It is also inconsistent if it has too few pages, or if a state, token, page or block is out of range. The CPU
+    raises before anything is written. CUDA does not redirect such a request: its drafts go to its own pages, as they
+    would without this library, and debug mode raises. A request whose drafts all have no slot is not redirected.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`stage_kv`; and as said above.
+        ValueError, TypeError, RuntimeError: as :func:`stage_kv`.
+        ValueError, IndexError: on the CPU, an inconsistent request.
+
+    Example:
+        >>> import torch
+        >>> def int32(*values):
+        ...     return torch.tensor(values, dtype=torch.int32)
+        >>> cache = torch.zeros(4, 2, 1, 4)  # pages 2 and 3 are shadow pages
+        >>> query_start_loc, draft_start_loc, seq_lens = int32(0, 2), int32(0, 1), int32(2)
+        >>> slot_mapping, block_table = torch.tensor([0, 1]), int32(0, 1).view(1, 2)
+        >>> row_slots, shadow_blocks = torch.tensor([[1]]), int32(2, 3).view(1, 1, 2)
+        >>> saved_slots, tail_pages = torch.full((1, 2), -1), int32(-1).view(1, 1)
+        >>> nwor_ops.open_window(
+        ...     [cache], [1], query_start_loc, draft_start_loc, seq_lens, row_slots, shadow_blocks,
+        ...     [slot_mapping], [block_table], saved_slots, tail_pages,
+        ... )
+        >>> slot_mapping.tolist(), block_table.tolist()
+        ([4, 5], [[2, 1]])
+        >>> cache.view(8, 4)[slot_mapping] = 1.0  # a writer follows the redirected slots
+        >>> rejected = torch.tensor([True])
+        >>> nwor_ops.close_window(
+        ...     [cache], [1], query_start_loc, draft_start_loc, rejected, shadow_blocks,
+        ...     saved_slots, tail_pages, [slot_mapping], [block_table],
+        ... )
+        >>> slot_mapping.tolist(), block_table.tolist(), cache.view(8, 4)[:2, 0].tolist()
+        ([0, 1], [[0, 1]], [1.0, 0.0])
     """
 
 
@@ -107,25 +138,26 @@ def close_window(
     page_offsets: Tensor | None = None,
     plane_table: Tensor | None = None,
 ) -> None:
-    """Copy what was accepted to where it belongs, and put slots and tables back: one launch, as :func:`open_window`.
+    """Copy the accepted rows to their slots and restore slots and tables, with one launch. See :func:`open_window`.
 
-    The rows of redirected tokens go from their shadow pages to their own slots, in every plane: drafts that were not
-    rejected, and all tokens of the step that are no drafts. A rejected row stays in its shadow page.
+    The rows of redirected tokens are copied from their shadow pages to their own slots, in every plane. These are the
+    drafts that were not rejected, and all tokens of the step that are not drafts. A rejected row stays in its shadow
+    page.
 
     Args:
         caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, idx_mapping, page_offsets,
-            plane_table: with the values that :func:`open_window` had; ``caches`` are **mutated** at the slots of the
-            rows copied, nowhere else.
-        row_rejected: bool ``[R]``, contiguous: which drafts were rejected, what :func:`reject_rows` gave. Any pattern.
-            All true cancels the window.
-        saved_slots, tail_pages: what :func:`open_window` saved.
-        slot_mappings, block_tables: what :func:`open_window` changed; **mutated**: what it found there is there again.
-            Or empty, to copy rows only.
-        held_slots: as there; **mutated** where ``slot_mappings`` are given: what the shadow pages of each request with
-            drafts hold now: rows up to the first that was rejected; -1 for its pages that this window did not use.
+            plane_table: with the values of the :func:`open_window` call. ``caches`` are **mutated** at the slots of
+            copied rows, nowhere else.
+        row_rejected: bool ``[R]``, contiguous: which drafts were rejected, in any pattern, as written by
+            :func:`reject_rows`. All True cancels the window.
+        saved_slots, tail_pages: as written by :func:`open_window`.
+        slot_mappings, block_tables: as redirected by :func:`open_window`; **mutated**: they get their former values.
+            Empty = only copy rows.
+        held_slots: as in :func:`open_window`; **mutated** if ``slot_mappings`` are given, for each request with drafts:
+            its shadow pages hold the rows up to the first rejected one. Pages that this window did not use get -1.
 
     Raises:
-        As :func:`open_window`.
+        ValueError, TypeError, IndexError, RuntimeError: as :func:`open_window`.
     """
 
 
@@ -149,16 +181,16 @@ def close_window_from_rejected(
     page_offsets: Tensor | None = None,
     plane_table: Tensor | None = None,
 ) -> None:
-    """:func:`reject_rows_from_rejected`, then :func:`close_window` with what it rejected, in one launch.
+    """Run :func:`reject_rows_from_rejected` and then :func:`close_window` in one launch.
 
     Args:
-        num_rejected: int32 ``[>= Q]``: how many drafts of each request were rejected.
-        row_rejected, num_accepted, counters: as in :func:`reject_rows`; **mutated**, and share no memory with the
-            window's other tensors.
+        num_rejected: int32 ``[>= Q]``: number of rejected drafts of each request.
+        row_rejected, num_accepted, counters: as in :func:`reject_rows`; **mutated**. They must not share memory with
+            the other tensors of the window.
         caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, saved_slots, tail_pages,
-            slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, plane_table: as in
-            :func:`close_window`.
+            slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, plane_table: as in :func:`close_window`.
 
     Raises:
-        As :func:`close_window` and :func:`reject_rows`, before anything is written.
+        ValueError, TypeError, IndexError, RuntimeError: as :func:`close_window` and :func:`reject_rows`, before
+            anything is written.
     """

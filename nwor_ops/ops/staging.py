@@ -1,12 +1,12 @@
-"""Family ``staging``: a window's rows wait in a side buffer until it is known which of them are accepted.
+"""Family ``staging``: a window's rows stay in a staging buffer until their outcome is known.
 
-:func:`stage_kv` puts a window's keys and values into rows of a side buffer, attention reads them there, and after
-sampling :func:`accept_staged` and :func:`commit_staged` scatter the accepted ones into the cache. For engines whose
-attention can read fresh keys and values, and for those that verify token trees: the slots of a commit may be new
-ones, so that an accepted path lands in consecutive slots. A tree that was written to the cache at once is compacted
-there by :func:`move_slots`.
+:func:`stage_kv` copies keys and values to rows of a staging buffer, and attention reads them there. After sampling,
+:func:`accept_staged` and :func:`commit_staged` write the accepted rows into the cache. This family is for custom
+engines whose attention can read keys and values outside the cache, and for engines that verify token trees. A commit
+may name new slots, so an accepted path can go to consecutive slots. :func:`move_slots` compacts a tree that was written
+to the cache directly.
 
-Letters as in :mod:`nwor_ops.ops`. A *staging row* is a row of a staging buffer.
+Letters are as in :mod:`nwor_ops.ops`. A *staging row* is a row of a staging buffer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nwor_ops.ops.registry import op
 
-# Layout of the `counters` tensor of `accept_staged`, int64 [len(STAGE_COUNTERS)], which only ever grows.
+# Layout of the `counters` tensor of `accept_staged`, int64 [len(STAGE_COUNTERS)]. Ops only increment it.
 STAGE_COUNTERS = ("windows", "staged", "stage_operations", "committed", "rejected", "incomplete")
 
 
@@ -29,27 +29,35 @@ def stage_kv(
     window_id: Tensor | None = None,
     row_windows: Tensor | None = None,
 ) -> None:
-    """Copy keys and values of this window to rows of a staging buffer: raw bytes, quantised only at commit.
+    """Copy keys and values of this window to rows of a staging buffer, as raw bytes. They are quantized only at commit.
 
     Args:
         key: ``[>= T, H, Dk]``, float32, float16 or bfloat16, any strides. Only the first T rows are read.
         value: ``[>= T, H, Dv]``, dtype of ``key``, any strides.
-        stage_rows: int32 ``[T]``, contiguous: staging row of each token, in any order; negative = not staged. Rows of
-            one call must be distinct. One such tensor serves every layer of a window.
+        stage_rows: int32 ``[T]``, contiguous: staging row of each token, in any order; negative = not staged. The rows
+            of one call must be distinct. One such tensor serves every layer of a window.
         staged_key: ``[R, H, Dk]``, dtype of ``key``, any strides; **mutated** at the rows named, nowhere else.
-        staged_value: ``[R, H, Dv]``, likewise.
+        staged_value: ``[R, H, Dv]``, dtype of ``key``, any strides; **mutated** at the same rows.
         window_id: int64 ``[1]`` or None: the number of the open window.
-        row_windows: int64 ``[R]``, contiguous, or None (both or neither); **mutated**: ``window_id`` at every row
-            staged, which tells :func:`accept_staged` what this layer has staged in this window.
-
-    Raises:
-        ValueError: a shape, a stride, or memory that a source and a buffer, or the two buffers, share.
-        TypeError: a dtype or device.
-        IndexError: on the CPU, a row >= R; nothing is written. On CUDA such a token is skipped, and with
-            ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after it.
-        RuntimeError: a tensor requires a gradient, or the library for this device is missing.
+        row_windows: int64 ``[R]``, contiguous, or None (both or neither); **mutated**: ``window_id`` at every staged
+            row. It tells :func:`accept_staged` which rows this layer has staged in this window.
 
     All tensors are on one device.
+
+    Raises:
+        ValueError: an invalid shape or stride, or memory shared by a source and a buffer or by the two buffers.
+        TypeError: an invalid dtype or device.
+        IndexError: on the CPU, a row >= R; nothing is written. CUDA skips such a token. With ``VLLM_NWOR_DEBUG_SYNC=1``
+            the call then raises.
+        RuntimeError: a tensor requires a gradient, or the library for this device is missing.
+
+    Example:
+        >>> import torch
+        >>> staged_key, staged_value = torch.zeros(4, 1, 2), torch.zeros(4, 1, 2)
+        >>> rows = torch.tensor([2, -1], dtype=torch.int32)
+        >>> nwor_ops.stage_kv(torch.ones(2, 1, 2), torch.ones(2, 1, 2), rows, staged_key, staged_value)
+        >>> staged_key[:, 0, 0].tolist()
+        [0.0, 0.0, 1.0, 0.0]
     """
 
 
@@ -65,29 +73,40 @@ def accept_staged(
     row_requests: Tensor | None = None,
     row_positions: Tensor | None = None,
 ) -> None:
-    """Decide on the device which staged rows are committed: the accepted ones of every layer, or none at all.
+    """Decide on the device which staged rows are committed: the accepted ones in every layer, or none.
 
-    A row is *wanted* if it was accepted and has a slot. If every layer has staged every wanted row in this window and
-    every slot lies inside the caches, the wanted rows are committed. Else the window is rejected as a whole: after a
-    forward that stopped half-way, or skipped a layer, no layer gets a row that another lacks.
+    A row is *wanted* if it was accepted and has a slot. The wanted rows are committed if every layer has staged every
+    one of them in this window, and every slot is in range. Otherwise the whole window is rejected. So after a forward
+    that stopped early, or that skipped a layer, no layer gets a row that another layer lacks.
 
     Args:
         row_accepted: bool ``[R]``, contiguous: any pattern. Or int32 ``[Q]``, contiguous, with ``row_requests`` and
-            ``row_positions``: how many rows of each request were accepted.
-        row_slots: int64 ``[R]``, contiguous: where each row is to go, negative = nowhere.
+            ``row_positions``: number of accepted rows of each request.
+        row_slots: int64 ``[R]``, contiguous: destination slot of each row; negative = none.
         window_id: int64 ``[1]``: the number of the open window.
         row_windows: int64 ``[L, R]``, contiguous: the window in which each of L layers last staged each row.
-        num_slots: slots of the smallest of the caches.
-        row_committed: bool ``[R]``, contiguous; **mutated**: which rows :func:`commit_staged` shall write.
-        counters: int64 ``[len(STAGE_COUNTERS)]``, contiguous; **mutated**, each grows: ``windows`` by one, ``staged``
-            by the rows that some layer staged in this window, ``stage_operations`` by the pairs of layer and row
-            staged, ``committed`` by the rows committed, ``rejected`` by the other staged rows, ``incomplete`` by one
-            if the window was rejected as a whole.
-        row_requests: int32 ``[R]``, contiguous, or None: request of each row, negative = none.
-        row_positions: int32 ``[R]``, contiguous, or None: place of each row among those of its request, from 0.
+        num_slots: number of slots of the smallest cache.
+        row_committed: bool ``[R]``, contiguous; **mutated**: the rows that :func:`commit_staged` must write.
+        counters: int64 ``[len(STAGE_COUNTERS)]``, contiguous; **mutated**. It adds to ``windows`` 1, to ``staged`` the
+            rows that some layer staged in this window, and to ``stage_operations`` the pairs of layer and row staged.
+            It adds to ``committed`` the committed rows, to ``rejected`` the other staged rows, and to ``incomplete`` 1
+            if the whole window was rejected.
+        row_requests: int32 ``[R]``, contiguous, or None: request of each row; negative = none.
+        row_positions: int32 ``[R]``, contiguous, or None: index of each row among the rows of its request, from 0.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`stage_kv`.
+
+    Example:
+        >>> import torch
+        >>> row_committed = torch.zeros(2, dtype=torch.bool)
+        >>> counters = torch.zeros(len(nwor_ops.STAGE_COUNTERS), dtype=torch.int64)
+        >>> nwor_ops.accept_staged(
+        ...     torch.tensor([True, False]), torch.tensor([4, 5]), torch.tensor([1]), torch.tensor([[1, 1]]), 8,
+        ...     row_committed, counters,
+        ... )
+        >>> row_committed.tolist()
+        [True, False]
     """
 
 
@@ -105,44 +124,61 @@ def commit_staged(
     row_requests: Tensor | None = None,
     row_positions: Tensor | None = None,
 ) -> None:
-    """Write the accepted rows of a staging buffer into one layer's cache, quantised exactly as :func:`write_kv` does.
+    """Write the accepted rows of a staging buffer into one layer's cache, quantized exactly as :func:`write_kv` does.
 
     Args:
         staged_key: ``[>= R, H, Dk]``, float32, float16 or bfloat16, any strides.
-        staged_value: ``[>= R, H, Dv]``, dtype of ``staged_key``.
-        row_slots: int64 ``[R]``, contiguous: the slot of each row, negative = none. They need not be the slots the
-            tokens were drafted for. Those of accepted rows must be distinct.
+        staged_value: ``[>= R, H, Dv]``, dtype of ``staged_key``, any strides.
+        row_slots: int64 ``[R]``, contiguous: the slot of each row; negative = none. These need not be the slots for
+            which the tokens were drafted. Slots of accepted rows must be distinct.
         row_accepted: bool ``[R]``, contiguous: any pattern. Or int32 ``[Q]``, contiguous, with ``row_requests`` and
-            ``row_positions``: how many rows of each request were accepted.
+            ``row_positions``: number of accepted rows of each request.
         key_cache: ``[B, N, H, Dk]``, any strides; **mutated** at the slots of accepted rows, nowhere else.
-        value_cache: ``[B, N, H, Dv]``, likewise.
-        k_scale, v_scale, kv_cache_dtype: as in :func:`write_kv`; scales per token are ``[>= R, 1]``, one for each row.
+        value_cache: ``[B, N, H, Dv]``, any strides; **mutated** at the same slots.
+        k_scale, v_scale, kv_cache_dtype: as in :func:`write_kv`. Scales per token are ``[>= R, 1]``, one for each row.
         row_requests, row_positions: as in :func:`accept_staged`.
 
     Raises:
-        As :func:`write_kv`; the IndexError is for the slot of an accepted row.
+        ValueError, TypeError, IndexError, RuntimeError: as :func:`write_kv`. IndexError is for the slot of an accepted
+            row.
+
+    Example:
+        >>> import torch
+        >>> key_cache, value_cache, scale = torch.zeros(2, 2, 1, 2), torch.zeros(2, 2, 1, 2), torch.ones(1)
+        >>> nwor_ops.commit_staged(
+        ...     torch.ones(2, 1, 2), torch.ones(2, 1, 2), torch.tensor([3, 0]), torch.tensor([True, False]),
+        ...     key_cache, value_cache, scale, scale, "auto",
+        ... )
+        >>> key_cache.view(4, 2)[:, 0].tolist()
+        [0.0, 0.0, 0.0, 1.0]
     """
 
 
 @op(mutates=("caches",))
 def move_slots(caches: list[Tensor], src_slots: Tensor, dst_slots: Tensor, page_offsets: Tensor | None = None) -> None:
-    """Move rows inside the caches, in every layer: one launch. All moves happen at once.
+    """Move rows within the caches, in every layer, with one launch. The moves are simultaneous.
 
-    A slot may be the source of some moves and the destination of another: each destination then holds what its source
-    held before the call, as if all sources had been read before the first was written. So the accepted path of a
-    token tree is compacted in place.
+    A slot may be the source of some moves and the destination of another. Each destination then gets the row that its
+    source held before the call, as if all sources were read before the first write. This compacts the accepted path of
+    a token tree in place.
 
     Args:
-        caches: L planes ``[B, N, H, W]`` of one geometry (equal shape, strides and dtype), none of them twice;
-            **mutated** at the destinations, nowhere else. The dtype may be any of 1, 2, 4 or 8 bytes; bytes are not
-            interpreted.
+        caches: L planes ``[B, N, H, W]`` of one geometry (equal shape, strides and dtype), all distinct; **mutated** at
+            the destinations, nowhere else. Any dtype of 1, 2, 4 or 8 bytes. Bytes are not interpreted.
         src_slots: int64 ``[C]``, contiguous.
         dst_slots: int64 ``[C]``, contiguous. Destinations must be distinct. A move with a negative source or
-            destination is left out.
+            destination is skipped.
         page_offsets: as in :func:`log_slots`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`stage_kv`.
-        IndexError: on the CPU, a source or destination >= B * N; nothing is written. On CUDA the move is left out and
-            reported in debug mode.
+        IndexError: on the CPU, a source or destination >= B * N; nothing is written. CUDA skips the move, and debug
+            mode raises.
+
+    Example:
+        >>> import torch
+        >>> cache = torch.arange(4.0).view(2, 2, 1, 1)
+        >>> nwor_ops.move_slots([cache], torch.tensor([3, 0]), torch.tensor([0, 1]))
+        >>> cache.flatten().tolist()
+        [3.0, 0.0, 2.0, 3.0]
     """

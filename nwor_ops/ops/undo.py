@@ -1,4 +1,4 @@
-"""Family ``undo``: write, keep what was there before, and put it back."""
+"""Family ``undo``: write keys and values, log the rows that drafts overwrite, and restore the rejected ones."""
 
 from __future__ import annotations
 
@@ -22,32 +22,40 @@ def write_kv(
     v_scale: Tensor,
     kv_cache_dtype: str,
 ) -> None:
-    """Write this step's keys and values into the paged cache: the plain writer.
+    """Write this step's keys and values into the paged cache. This is the plain writer.
 
-    Writes the same bytes as vLLM's ``reshape_and_cache_flash``
-    (``vllm/csrc/libtorch_stable/cache_kernels.cu``) for everything that one supports.
+    It writes the same bytes as vLLM's ``reshape_and_cache_flash`` (``vllm/csrc/libtorch_stable/cache_kernels.cu``), for
+    everything that vLLM's op supports.
 
     Args:
         key: ``[>= T, H, Dk]``, float32, float16 or bfloat16, any strides. Only the first T rows are read.
         value: ``[>= T, H, Dv]``, dtype of ``key``, any strides. Dv may differ from Dk.
         key_cache: ``[B, N, H, Dk]``, any strides; **mutated** at the slots written, nowhere else.
-        value_cache: ``[B, N, H, Dv]``, the same B, N, H and dtype; **mutated** likewise.
-        slot_mapping: int64 ``[T]``, contiguous. Slot of each token; -1 (any negative) = skip the token.
-            The slots of one call must be distinct.
-        k_scale: float32: one element, per head ``[H]``, or per token ``[T, 1]``. A stored fp8 key is
-            ``key / k_scale``, saturated. Not read when ``kv_cache_dtype`` is ``"auto"``, but on the same device.
-        v_scale: the same for ``value``.
-        kv_cache_dtype: ``"auto"`` (caches have the dtype of ``key``, bytes are copied), ``"fp8"`` =
-            ``"fp8_e4m3"``, or ``"fp8_e5m2"`` (caches are uint8 or the float8 dtype of that format).
-
-    Raises:
-        ValueError: a shape, stride, option or overlap (key or value may not share memory with a cache).
-        TypeError: a dtype or device.
-        IndexError: on the CPU, a slot >= B * N; nothing is written. On CUDA such a token is skipped,
-            and with ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after it.
-        RuntimeError: a tensor requires a gradient, or the library for this device is missing.
+        value_cache: ``[B, N, H, Dv]``, the same B, N, H and dtype; **mutated** at the same slots.
+        slot_mapping: int64 ``[T]``, contiguous. Slot of each token; negative = skip the token. The slots of one call
+            must be distinct.
+        k_scale: float32, one element, or per head ``[H]``, or per token ``[T, 1]``. A stored fp8 key is ``key /
+            k_scale``, saturated. With ``kv_cache_dtype`` ``"auto"`` it is not read, but must be on the same device.
+        v_scale: float32, the same for ``value``.
+        kv_cache_dtype: ``"auto"`` (caches have the dtype of ``key``, bytes are copied), ``"fp8"`` = ``"fp8_e4m3"``, or
+            ``"fp8_e5m2"`` (caches are uint8 or the float8 dtype of that format).
 
     All tensors are on one device.
+
+    Raises:
+        ValueError: an invalid shape, stride or option, or a key or value that shares memory with a cache.
+        TypeError: an invalid dtype or device.
+        IndexError: on the CPU, a slot >= B * N; nothing is written. CUDA skips such a token. With
+            ``VLLM_NWOR_DEBUG_SYNC=1`` the call then raises.
+        RuntimeError: a tensor requires a gradient, or the library for this device is missing.
+
+    Example:
+        >>> import torch
+        >>> key_cache, value_cache, scale = torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4), torch.ones(1)
+        >>> key = value = torch.ones(2, 1, 4)
+        >>> nwor_ops.write_kv(key, value, key_cache, value_cache, torch.tensor([3, -1]), scale, scale, "auto")
+        >>> key_cache.view(4, 4)[:, 0].tolist()
+        [0.0, 0.0, 0.0, 1.0]
     """
 
 
@@ -67,27 +75,42 @@ def write_kv_logged(
     window_id: Tensor | None = None,
     row_windows: Tensor | None = None,
 ) -> None:
-    """:func:`write_kv`, and first save what each draft's slot held: one kernel.
+    """Write keys and values as :func:`write_kv`, after logging what each draft's slot holds, in one kernel.
 
-    Before token t is written, the raw old bytes of its slot are copied to row ``log_rows[t]`` of
-    the logs. Bytes are never interpreted, so :func:`restore_slots` is exact for every dtype.
+    Before token t is written, the old bytes of its slot are copied to row ``log_rows[t]`` of the logs. Bytes are never
+    interpreted, so :func:`restore_slots` is exact for every dtype.
 
     Args:
-        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype:
-            as in :func:`write_kv`.
-        log_rows: int32 ``[>= T]``, contiguous. Log row of each token, -1 = not a draft. Rows of one
-            call must be distinct.
-        key_log: ``[R, H, Dk]``, dtype of ``key_cache``, any strides; **mutated** at the rows named
-            by ``log_rows`` of tokens whose slot is not negative, nowhere else.
-        value_log: ``[R, H, Dv]``, likewise.
+        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype: as in :func:`write_kv`.
+        log_rows: int32 ``[>= T]``, contiguous. Log row of each token; -1 = not a draft. The rows of one call must be
+            distinct.
+        key_log: ``[R, H, Dk]``, dtype of ``key_cache``, any strides; **mutated** at the rows in ``log_rows`` of tokens
+            with a slot, nowhere else.
+        value_log: ``[R, H, Dv]``, dtype of ``key_cache``, any strides; **mutated** at the same rows.
         window_id: int64 ``[1]`` or None: the number of the open window.
-        row_windows: int64 ``[R]``, contiguous, or None (both or neither); **mutated**: ``window_id`` at
-            every row logged, so that :func:`restore_slots` can tell this window's rows from older ones.
+        row_windows: int64 ``[R]``, contiguous, or None (both or neither); **mutated**: ``window_id`` at every row
+            logged. It lets :func:`restore_slots` distinguish rows of this window from older ones.
 
     Raises:
-        As :func:`write_kv`; IndexError also for a log row >= R (CUDA: the token is written, not
-        logged, and reported in debug mode); ValueError also where a log shares memory with a cache,
-        a source or the other log.
+        ValueError: as :func:`write_kv`, or a log shares memory with a cache, a source or the other log.
+        TypeError, RuntimeError: as :func:`write_kv`.
+        IndexError: as :func:`write_kv`, or a log row >= R. CUDA writes such a token without logging it, and debug mode
+            raises.
+
+    Example:
+        >>> import torch
+        >>> key_cache, value_cache, scale = torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4), torch.ones(1)
+        >>> key_log, value_log = torch.full((1, 1, 4), -1.0), torch.full((1, 1, 4), -1.0)
+        >>> key, slots = torch.ones(2, 1, 4), torch.tensor([0, 1])
+        >>> log_rows = torch.tensor([-1, 0], dtype=torch.int32)  # the second token is a draft
+        >>> nwor_ops.write_kv_logged(
+        ...     key, key, key_cache, value_cache, slots, scale, scale, "auto", log_rows, key_log, value_log
+        ... )
+        >>> key_log[0, 0].tolist()
+        [0.0, 0.0, 0.0, 0.0]
+        >>> nwor_ops.restore_slots([key_cache], key_log.unsqueeze(0), torch.tensor([1]), torch.tensor([True]))
+        >>> key_cache.view(4, 4)[:2, 0].tolist()
+        [1.0, 0.0]
     """
 
 
@@ -101,43 +124,60 @@ def log_slots(
     window_id: Tensor | None = None,
     row_windows: Tensor | None = None,
 ) -> None:
-    """Save what each draft's slot holds in one plane, for writers that are not ours.
+    """Log what each draft's slot holds in one plane, for an external writer.
 
-    Call it before the other writer. The plane may be anything with slots: MLA latents, scales,
-    packed keys and values, of any dtype of 1, 2, 4 or 8 bytes.
+    Call it before that writer. The plane may hold anything that has slots: MLA latents, scales, or packed keys and
+    values, of any dtype of 1, 2, 4 or 8 bytes.
 
     Args:
         cache: ``[B, N, H, W]``, any strides.
         slot_mapping: int64 ``[T]``, contiguous; negative = skip.
         log_rows: int32 ``[>= T]``, contiguous; negative = not a draft.
-        log: ``[R, H, W]``, dtype of ``cache``, any strides; **mutated** at the rows named.
-        page_offsets: int32 ``[N, W]``, contiguous, or None. Where given, element ``(b, n, h, w)`` of
-            the plane is ``b * cache.stride(0) + h * cache.stride(2) + page_offsets[n, w]`` elements
-            from the start of ``cache``: pages whose inner order no strides can express. ``cache``
-            must then span the whole page: the largest such offset lies inside its storage.
+        log: ``[R, H, W]``, dtype of ``cache``, any strides; **mutated** at the rows in ``log_rows``.
+        page_offsets: int32 ``[N, W]``, contiguous, or None. It describes pages whose inner order no strides can
+            express. Element ``(b, n, h, w)`` of the plane is then ``b * cache.stride(0) + h * cache.stride(2) +
+            page_offsets[n, w]`` elements from the start of ``cache``. ``cache`` must span the whole page: the largest
+            such offset must be inside its storage.
         window_id, row_windows: as in :func:`write_kv_logged`.
 
     Raises:
-        As :func:`write_kv_logged`.
+        ValueError, TypeError, IndexError, RuntimeError: as :func:`write_kv_logged`.
+
+    Example:
+        >>> import torch
+        >>> cache, log = torch.arange(8.0).view(2, 2, 1, 2), torch.zeros(1, 1, 2)
+        >>> nwor_ops.log_slots(cache, torch.tensor([3]), torch.tensor([0], dtype=torch.int32), log)
+        >>> log[0, 0].tolist()
+        [6.0, 7.0]
     """
 
 
 def plane_table(caches: Sequence[Tensor]) -> Tensor:
-    """Where planes of one geometry lie, for ops that are called with the same ones in every step.
+    """Make a table of the addresses of planes of one geometry, for ops that get the same planes in every step.
 
-    Looking at each of an engine's layers costs the host more than the rest of such a call. The table is made, and the
-    planes are compared, once; the planes must outlive it and stay where they are, and it serves calls with the very
-    first plane that it was made with.
+    Checking every layer of an engine costs the host more than the rest of such a call. The table is made, and the
+    planes are compared, once. The planes must outlive the table and must not move. It serves only calls with the same
+    first plane.
 
     Args:
         caches: L planes ``[B, N, H, W]`` of one geometry (equal shape, strides, dtype and device).
 
     Returns:
-        int64 ``[L, 2]`` on the CPU: the address of each plane, and the bytes from there to the end of its storage.
+        int64 ``[L, 2]`` on the CPU: the address of each plane, and the number of bytes from there to the end of its
+            storage.
 
     Raises:
-        ValueError, TypeError: no plane, or another geometry.
+        ValueError, TypeError: no plane, or planes of different geometries.
         RuntimeError: a plane requires a gradient.
+
+    Example:
+        >>> import torch
+        >>> caches = [torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 4)]
+        >>> table = nwor_ops.plane_table(caches)
+        >>> table[:, 1].tolist()
+        [64, 64]
+        >>> logs, slots, rejected = torch.zeros(2, 1, 1, 4), torch.tensor([1]), torch.tensor([True])
+        >>> nwor_ops.restore_slots(caches[:1], logs, slots, rejected, plane_table=table)
     """
     if wrong_type := type_error_in_list("plane_table: caches", caches):
         raise wrong_type
@@ -149,7 +189,7 @@ def plane_table(caches: Sequence[Tensor]) -> Tensor:
     first = caches[0]
     for index, cache in enumerate(caches):
         if cache.is_neg() or cache.is_conj() or cache._is_zerotensor():
-            raise ValueError(f"plane_table: caches[{index}] must be a tensor of its own memory, got a lazy view")
+            raise ValueError(f"plane_table: caches[{index}] must be a tensor with its own memory, got a lazy view")
         for what, found, expected in (
             ("have dtype", cache.dtype, first.dtype),
             ("be on device", cache.device, first.device),
@@ -180,30 +220,33 @@ def restore_slots(
     num_rows: int | None = None,
     plane_table: Tensor | None = None,
 ) -> None:
-    """Put the logged bytes of every rejected row back, in every layer: one launch.
+    """Restore the logged bytes of every rejected row, in every layer, with one launch.
 
     Args:
-        caches: L planes ``[B, N, H, W]`` of one geometry (equal shape, strides and dtype), one per
-            layer; **mutated** at the slots of rejected rows, nowhere else.
-        log: ``[L, R, H, W]``, dtype of the planes, any strides: what :func:`write_kv_logged` or
-            :func:`log_slots` saved.
+        caches: L planes ``[B, N, H, W]`` of one geometry (equal shape, strides and dtype), one per layer; **mutated**
+            at the slots of rejected rows, nowhere else.
+        log: ``[L, R, H, W]``, dtype of the planes, any strides: written by :func:`write_kv_logged` or
+            :func:`log_slots`.
         row_slots: int64 ``[R]``, contiguous. Slot of each log row; negative = nothing was logged.
-        row_rejected: bool ``[R]``, contiguous. Any pattern: a prefix, a suffix, sparse.
+        row_rejected: bool ``[R]``, contiguous. Any pattern: a prefix, a suffix, or sparse.
         page_offsets: as in :func:`log_slots`.
-        window_id: int64 ``[1]`` or None.
-        row_windows: int64 ``[L, R]``, contiguous, or None (both or neither): the window in which each
-            layer logged each row. Rows of another window than ``window_id`` are left alone: after a
-            forward that stopped half-way, the layers it never reached hold nothing to put back.
-        num_rows: only the first so many rows are looked at; None = all R. A log made for many requests need not be
-            walked through for the drafts of a few.
-        plane_table: :func:`plane_table` of all planes, or None. Where given, ``caches`` holds the first plane alone
-            and the host looks at no other; all of them are **mutated**. For eager and captured calls: torch.compile
-            and export, which could not see what is mutated, refuse it.
+        window_id: int64 ``[1]`` or None: the number of the window to restore.
+        row_windows: int64 ``[L, R]``, contiguous, or None (both or neither): the window in which each layer logged each
+            row. Rows of other windows than ``window_id`` are skipped. After a forward that stopped early, the layers
+            that it did not reach have nothing to restore.
+        num_rows: number of rows to look at, from row 0; None = all R. It saves time if a log made for many requests
+            holds only a few drafts.
+        plane_table: :func:`plane_table` of all planes, or None. With a table, ``caches`` holds only the first plane,
+            and the host checks no other. All planes of the table are **mutated**. This is for eager and captured calls.
+            torch.compile and export refuse it, because they could not see which planes are mutated.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`write_kv`; ValueError also for ``num_rows`` below 0 or above R.
-        IndexError: on the CPU, a slot >= B * N of a rejected row; nothing is written. On CUDA the row
-            is skipped and reported in debug mode.
+        ValueError: as :func:`write_kv`, or ``num_rows`` is below 0 or above R.
+        TypeError, RuntimeError: as :func:`write_kv`.
+        IndexError: on the CPU, a rejected row has a slot >= B * N; nothing is written. CUDA skips the row, and debug
+            mode raises.
+
+    Example: see :func:`write_kv_logged`.
     """
 
 
@@ -223,16 +266,17 @@ def restore_slots_from_rejected(
     num_rows: int | None = None,
     plane_table: Tensor | None = None,
 ) -> None:
-    """:func:`reject_rows_from_rejected`, then :func:`restore_slots` of the rows it rejected, in one launch.
+    """Run :func:`reject_rows_from_rejected`, and then :func:`restore_slots` for the rejected rows, in one launch.
 
     Args:
         caches, log, row_slots, page_offsets, window_id, row_windows, num_rows, plane_table: as in
             :func:`restore_slots`.
-        num_rejected: int32 ``[>= Q]``: how many drafts of each request were rejected.
-        draft_start_loc, row_rejected, num_accepted, counters: as in :func:`reject_rows`; the three outputs are
-            **mutated**, and share no memory with ``row_slots`` and ``row_windows``. ``window_id`` may be
-            ``counters[:1]``, which stays as it is, not another part of them.
+        num_rejected: int32 ``[>= Q]``: number of rejected drafts of each request.
+        draft_start_loc, row_rejected, num_accepted, counters: as in :func:`reject_rows`; the last three are
+            **mutated**. They must not share memory with ``row_slots`` or ``row_windows``. ``window_id`` may be
+            ``counters[:1]``, which does not change, but no other part of ``counters``.
 
     Raises:
-        As :func:`restore_slots` and :func:`reject_rows`, before anything is written.
+        ValueError, TypeError, IndexError, RuntimeError: as :func:`restore_slots` and :func:`reject_rows`, before
+            anything is written.
     """

@@ -1,1 +1,1 @@
-"""Begin, write, commit or cancel: the protocol of a transaction, and what it counts."""
+"""The transaction: begin a window, write, then commit or cancel it; and what is counted."""

@@ -1,4 +1,4 @@
-"""What a manager, or the engines of a process, have done so far. Counted on the device."""
+"""Totals of a manager, of a staging buffer, and of the engines in a process. They are counted on the device."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from nwor_ops.ops import COUNTERS
 
 @dataclass(frozen=True)
 class Stats:
-    """Totals since the manager was made.
+    """Totals of a manager since it was created.
 
     Attributes:
         windows: windows begun.
         drafted: draft tokens that got a log row.
-        accepted: drafts committed.
-        rejected: drafts undone, those of cancelled windows included.
-        overflowed: windows left unplanned because the log has too few rows or their numbers do not agree; none of their
-            drafts counts as drafted.
-        cancelled: windows cancelled: every draft undone.
-        abandoned: windows closed without an undo: the drafts' rows stayed, as without this library.
+        accepted: draft tokens committed.
+        rejected: draft tokens undone, including those of cancelled windows.
+        overflowed: windows that were not planned, because the log has too few rows or the window's counts disagree.
+            Their drafts do not count as drafted.
+        cancelled: windows cancelled, with every draft undone.
+        abandoned: windows closed without an undo. Their rows stay, as they would without this library.
 
-    Between windows, drafted = accepted + rejected + the drafts of abandoned windows, however often a commit failed and
-    was tried again before.
+    Between windows, drafted = accepted + rejected + the drafts of abandoned windows. This also holds after a commit
+    that failed and was repeated.
     """
 
     windows: int
@@ -40,7 +40,7 @@ class Stats:
 
     @classmethod
     def read(cls, counters: Tensor, cancelled: int, abandoned: int) -> Stats:
-        """Reads the device counters: waits for the device."""
+        """Read the device counters. Synchronizes with the device."""
         return cls(**dict(zip(COUNTERS, counters.tolist(), strict=True)), cancelled=cancelled, abandoned=abandoned)
 
     def as_dict(self) -> dict[str, int]:
@@ -49,15 +49,15 @@ class Stats:
 
 @dataclass(frozen=True)
 class StagingStats:
-    """Totals of a staging buffer. Counted on the device.
+    """Totals of a staging buffer, counted on the device.
 
     Attributes:
         windows: windows committed or rejected.
-        staged: rows staged, each counted once, in however many layers: unique tokens.
-        stage_operations: rows staged, counted in every layer: layers x tokens.
+        staged: distinct rows staged: a row counts once, in however many layers it was staged.
+        stage_operations: pairs of layer and row staged.
         committed: rows written into the caches.
-        rejected: rows staged that were not.
-        incomplete: windows rejected as a whole because a layer lacked an accepted row, or a slot was outside.
+        rejected: staged rows that were not written.
+        incomplete: windows rejected as a whole, because a layer lacked an accepted row or a slot was out of range.
     """
 
     windows: int
@@ -76,9 +76,9 @@ class InterceptorStats:
     """Totals of an interceptor.
 
     Attributes:
-        staging: of its buffer.
-        direct_windows: windows written straight into the caches, for whatever reason.
-        fallbacks: those of them that were to be staged and could not be.
+        staging: the totals of its staging buffer.
+        direct_windows: windows written directly into the caches, for any reason.
+        fallbacks: direct windows that should have been staged, but were refused by the buffer.
     """
 
     staging: StagingStats
@@ -91,20 +91,20 @@ class InterceptorStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals over the engines that vLLM runs for a process. ``/metrics`` has the same numbers.
+    """Totals of the vLLM engines of a process. ``/metrics`` has the same numbers.
 
     Attributes:
-        engines: engines with the transaction, counted here.
-        windows, drafted, accepted, rejected, cancelled, abandoned: as in :class:`Stats`. Between steps,
-            drafted = accepted + rejected + the drafts of abandoned windows.
+        engines: engines with the transaction that are counted here.
+        windows, drafted, accepted, rejected, cancelled, abandoned: as in :class:`Stats`. Between steps, drafted =
+            accepted + rejected + the drafts of abandoned windows.
         vanilla_steps: steps with drafts that ran without the transaction, by reason.
-        comparisons: how often accepted and proposed drafts were compared with the scheduler's count.
-        disagreements: how often the scheduler had counted something else.
+        comparisons: how often the counts of accepted and proposed drafts were compared with the scheduler's counts.
+        disagreements: how many of these comparisons found a difference.
         draft_graph_replays: passes of a draft model (its first pass, its decode loop) that were one graph launch.
-        draft_eager_passes: such passes of an engine with draft graphs that ran vLLM's own code; dummy runs left out.
-        one_state_steps: steps whose drafts were verified with one recurrent state per request; warm-up included.
-        one_state_refused_requests: requests that such a step left out (their outputs are zeros), because the count of
-            their accepted tokens cannot be: once for each step and KV-cache group. Anything but 0 is a fault.
+        draft_eager_passes: passes of an engine with draft graphs that ran vLLM's own code. Dummy runs are not counted.
+        one_state_steps: steps that verified their drafts with one recurrent state per request, including warm-up.
+        one_state_refused_requests: requests that such a step skipped because their accepted count was invalid. Their
+            outputs are zeros. Each counts once per step and KV-cache group. Any value above 0 is a fault.
     """
 
     engines: int
@@ -130,22 +130,30 @@ _sources: list[Callable[[], EngineStats]] = []
 
 
 def add_source(source: Callable[[], EngineStats]) -> None:
-    """Let :func:`stats` add what ``source()`` returns. Safe to call again."""
+    """Let :func:`stats` add the totals that ``source()`` returns. A second call with the same source does nothing."""
     if source not in _sources:
         _sources.append(source)
 
 
 def stats() -> EngineStats:
-    """What the engines of this process have done so far: for vLLM's ``LLM`` beside its ``get_metrics()``.
+    """Return the totals of the engines of this process, in addition to ``get_metrics()`` of the vLLM class ``LLM``.
 
-    An engine core in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) is asked: the numbers are exact, and
-    the call waits for the device. One in a process of its own publishes twice a second: the numbers are what
-    it has published last, also after it has ended, and at rest they are complete after a second. Engines of
-    another process tree or host are not seen, nor, with ``emit_metrics`` off, those of another process.
-    Comparisons and disagreements are always the published ones.
+    An engine core in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) is read directly. Its numbers are exact, and
+    the call synchronizes with the device.
+
+    An engine core in another process publishes its numbers twice a second. This call returns the last published
+    ones, also after that process has ended. They are complete one second after the last step. Comparisons and
+    disagreements are always published numbers.
+
+    Engines of another process tree or host are not counted. With ``emit_metrics`` off, engines in other processes are
+    not counted either.
 
     Returns:
-        Totals; zeros where no engine with the plugin was started.
+        The totals. They are zeros if no engine with the plugin was started.
+
+    Example:
+        >>> nwor_ops.stats().engines
+        0
     """
     counts: Counter[str] = Counter()
     vanilla_steps: Counter[str] = Counter()

@@ -1,16 +1,17 @@
-"""Windows that are judged when later ones have begun: those of a pipeline stage that samples nothing, or of an engine
-with several batches in flight.
+"""Deferred windows: the outcome of a window arrives after later windows have begun.
 
-    manager = InFlightManager(windows=2, max_num_tokens=..., ...)      # mode "cow", register and allocate as ever
+A pipeline rank that samples nothing needs this, and so does an engine with several batches in progress.
+
+    manager = InFlightManager(windows=2, max_num_tokens=..., ...)      # mode "cow"; register layers, then allocate
 
     manager.begin(window); ... manager.write(...)
-    first = manager.defer()              # the step is over here, its sampling is not
+    first = manager.defer()              # the forward is over, its sampling is not
     manager.begin(window); ... second = manager.defer()
     manager.settle(first, num_rejected)  # in any order
 
-The undo log has rows for so many windows. Which of them a window takes is data, as everything is that compiled and
-captured code sees: the log rows of its drafts begin further on. What an earlier window logged stays as it is until that
-section is taken again.
+The undo log has one section of rows per window. The section of a window is data: the log row numbers of its drafts are
+shifted, so compiled and captured code does not change. The logged bytes of a window stay until its section is used
+again.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from nwor_ops.transaction.window import Window, numbers_on
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """A window whose step is over, and whose drafts are not judged yet.
+    """A window whose forward is over and whose outcome is not known yet.
 
     Attributes:
-        section: of the log.
-        num_requests: padded ones included.
+        section: section of the undo log.
+        num_requests: number of requests, including padded ones.
     """
 
     section: int
@@ -42,14 +43,34 @@ class Deferred:
 
 
 class InFlightManager(DraftCommitManager):
-    """A manager in mode ``"cow"`` of which several windows may wait for their verdict.
+    """A manager in mode ``"cow"`` with several deferred windows.
 
     Args:
-        windows: most that are begun and not judged. The log has this many times the rows.
-        limits: as for :class:`DraftCommitManager`; ``max_draft_tokens`` is of one window.
+        windows: largest number of windows that are begun and not settled. The log has this many times the rows.
+        limits: as for :class:`DraftCommitManager`. ``max_draft_tokens`` is the limit of one window.
 
-    The tokens of windows in flight must have slots of their own, a slot may be given away only behind
-    :meth:`settle` or :meth:`undo`. Commits are not made at once: :meth:`commit` raises.
+    The tokens of deferred windows must have distinct slots. Reassign a slot only after :meth:`settle` or :meth:`undo`.
+    There is no immediate commit: :meth:`commit` raises.
+
+    Example:
+        >>> import torch
+        >>> cache = torch.zeros(4, 2, 1, 8)
+        >>> manager = nwor_ops.InFlightManager(
+        ...     windows=2, max_num_tokens=8, max_num_requests=2, max_draft_tokens=4, device="cpu"
+        ... )
+        >>> manager.register_layer("layers.0", nwor_ops.LayerCache.packed(cache))
+        >>> manager.allocate()
+        >>> query_start_loc = torch.tensor([0, 2], dtype=torch.int32)
+        >>> cu_num_draft_tokens = torch.tensor([1], dtype=torch.int32)
+        >>> slots = torch.tensor([4, 5])
+        >>> manager.begin(nwor_ops.Window(query_start_loc, cu_num_draft_tokens, {"default": slots}))
+        >>> manager.write("layers.0", torch.ones(2, 1, 4), torch.ones(2, 1, 4), slots)
+        >>> deferred = manager.defer()
+        >>> manager.in_flight
+        1
+        >>> manager.settle(deferred, torch.tensor([1], dtype=torch.int32))  # the draft was rejected
+        >>> cache.view(8, 8)[4:6, 0].tolist()
+        [1.0, 0.0]
     """
 
     _closing = "defer() or cancel()"
@@ -59,20 +80,22 @@ class InFlightManager(DraftCommitManager):
         self._windows = validation.integer("InFlightManager: windows", windows, 1)
         super().__init__(**limits)
         if self.mode != "cow":
-            raise ValueError(f"InFlightManager: mode must be cow, got {self.mode!r}: shadow pages serve one window")
-        self._waiting: dict[int, Deferred] = {}  # by section
-        self._settling: set[int] = set()  # sections of those that are judged, counted, and not all undone yet
-        self._cancelling: set[int] = set()  # sections of those whose cancel_deferred has begun
-        self._section = 0  # of the open window
+            raise ValueError(
+                f"InFlightManager: mode must be cow, got {self.mode!r}; shadow pages serve one window at a time"
+            )
+        self._deferred: dict[int, Deferred] = {}  # by section
+        self._settling: set[int] = set()  # sections whose outcome is counted, and whose undo is not finished
+        self._cancelling: set[int] = set()  # sections whose cancel_deferred() has begun
+        self._section = 0  # section of the open window
 
     @property
     def in_flight(self) -> int:
-        """Windows that wait for their verdict."""
-        return len(self._waiting)
+        """Number of deferred windows."""
+        return len(self._deferred)
 
     @property
     def launches_per_window(self) -> int:
-        return super().launches_per_window + 6  # two copies, three that move log rows on, one that clears them
+        return super().launches_per_window + 6  # two copies, three to shift log rows, one to clear them
 
     def allocate(self) -> None:
         super().allocate()
@@ -85,11 +108,11 @@ class InFlightManager(DraftCommitManager):
     # ------------------------------------------------------------ the transaction
 
     def _plan(self, window: Window, slot_mappings: list[Tensor]) -> None:
-        number = next((section for section in range(self._windows) if section not in self._waiting), None)
+        number = next((section for section in range(self._windows) if section not in self._deferred), None)
         if number is None:
             raise RuntimeError(
-                f"begin: at most {self._windows} windows may wait for their verdict; call settle(), cancel_deferred() "
-                "or forget() for one of them first"
+                f"begin: all {self._windows} windows of the undo log are deferred; call settle(), cancel_deferred() or "
+                "forget() for one of them first"
             )
         self._section, buffers, rows = number, self.buffers, self._rows(number)
         ops.plan_window(
@@ -103,63 +126,65 @@ class InFlightManager(DraftCommitManager):
             buffers.log_rows.add_((buffers.log_rows >= 0).to(torch.int32), alpha=rows.start)
 
     def defer(self) -> Deferred:
-        """Close the window and leave its drafts where they are; they wait for :meth:`settle`.
+        """Close the window and leave its drafts in the caches until :meth:`settle`.
 
         Raises:
             RuntimeError: no window is open, or its :meth:`cancel` has begun.
         """
         window = self._window_to_commit("defer")
         self._leave()
-        deferred = self._waiting[self._section] = Deferred(self._section, window.num_requests)
+        deferred = self._deferred[self._section] = Deferred(self._section, window.num_requests)
         return deferred
 
     def settle(self, deferred: Deferred, num_rejected: Tensor) -> None:
-        """Keep the accepted drafts of a window in flight, and undo the rest.
+        """Keep the accepted drafts of a deferred window and undo the rejected ones.
 
         Args:
-            deferred: what :meth:`defer` returned.
-            num_rejected: int32 ``[>= Q]``.
+            deferred: the object that :meth:`defer` returned.
+            num_rejected: int32 ``[>= Q]`` on the manager's device: number of rejected drafts of each request.
 
-        If this raises, the window waits on. Where its drafts were judged already the verdict stands: another call
-        finishes it, and its argument is not asked.
+        If this raises, the window is still deferred. If its outcome was already counted, that outcome is kept: call
+        again to finish, and ``num_rejected`` of the second call is ignored.
 
         Raises:
-            RuntimeError: it was settled, cancelled or forgotten before, or its :meth:`cancel_deferred` has begun and
-                failed.
+            RuntimeError: the window was settled, cancelled or forgotten before, or its :meth:`cancel_deferred` has
+                begun and failed.
             ValueError, TypeError: as :func:`nwor_ops.reject_rows_from_rejected`.
         """
-        self._require_waiting("settle", deferred)
+        self._require_deferred("settle", deferred)
         section, buffers, rejected = deferred.section, self.buffers, self.buffers.row_rejected
-        if section in self._cancelling:  # what it has undone is not to be kept
+        if section in self._cancelling:  # accepted drafts may be undone already
             raise RuntimeError(
-                "settle: the window must not be one whose cancel_deferred() has begun; call that again, or forget()"
+                "settle: cancel_deferred() has begun for this window; call cancel_deferred() again, or forget()"
             )
         if section not in self._settling:
-            self._judged = False
+            self._outcome_known = False
             try:
-                self._judge(
+                self._determine_outcome(
                     ops.reject_rows_from_rejected, num_rejected, self._starts[section][: deferred.num_requests + 1],
                     rejected[self._rows(section)], buffers.num_accepted, buffers.counters,
                 )  # fmt: skip
             finally:
-                if self._judged:
+                if self._outcome_known:
                     self._settling.add(section)
         self._restore(section, rejected)
         self._remove(section)
 
     def undo(self, deferred: Deferred, requests: Iterable[int]) -> None:
-        """Put back what the drafts of some requests overwrote, at once and whatever the verdict will be: their slots
-        are about to be given away. They are counted by the verdict.
+        """Undo all drafts of some requests now, before their outcome is known, because their slots are about to be
+        reassigned.
+
+        :meth:`settle` still counts these drafts as accepted or rejected.
 
         Args:
-            deferred: what :meth:`defer` returned.
-            requests: places in that window's batch.
+            deferred: the object that :meth:`defer` returned.
+            requests: indices of requests in the batch of that window.
 
         Raises:
-            RuntimeError: it was settled, cancelled or forgotten before.
-            ValueError, TypeError: a place that is none of that batch's; nothing is undone.
+            RuntimeError: the window was settled, cancelled or forgotten before.
+            ValueError, TypeError: an index is not in that batch; nothing is undone.
         """
-        self._require_waiting("undo", deferred)
+        self._require_deferred("undo", deferred)
         last = deferred.num_requests - 1
         places = [validation.integer("undo: requests", request, 0, last) for request in requests]
         buffers, rows = self.buffers, self._rows(deferred.section)
@@ -167,12 +192,12 @@ class InFlightManager(DraftCommitManager):
         gone = torch.zeros_like(buffers.row_rejected)
         torch.any(buffers.row_requests[rows].unsqueeze(1) == ended, 1, out=gone[rows])
         self._restore(deferred.section, gone)
-        buffers.row_slots.masked_fill_(gone, -1)  # what the slots hold from now on is another's
+        buffers.row_slots.masked_fill_(gone, -1)  # these slots now belong to other requests
 
     def cancel(self) -> None:
-        """Undo every draft of the open window, and close it. Its drafts count as rejected. No other window changes.
+        """Undo every draft of the open window and close it. Its drafts count as rejected. No other window changes.
 
-        If this raises, the window is still open, for another cancel or an abandon.
+        If this raises, the window is still open: call cancel again, or abandon.
         """
         self._open_window("cancel")
         self._ending = "cancel"
@@ -180,32 +205,35 @@ class InFlightManager(DraftCommitManager):
         self._leave()
 
     def cancel_deferred(self, deferred: Deferred) -> None:
-        """As :meth:`cancel`, of a window in flight. If this raises, it waits on, for another or a :meth:`forget`."""
-        self._require_waiting("cancel_deferred", deferred)
+        """Undo every draft of a deferred window and remove it, as :meth:`cancel` does for the open one.
+
+        If this raises, the window is still deferred: call this again, or :meth:`forget`.
+        """
+        self._require_deferred("cancel_deferred", deferred)
         self._cancelling.add(deferred.section)
         self._undo_all(deferred.section)
         self._remove(deferred.section)
 
     def abandon(self) -> None:
-        """Close the open window without undoing anything, now or later."""
+        """Close the open window and never undo its drafts."""
         self._open_window("abandon")
         self._leave()
         self._abandoned += 1
 
     def forget(self, deferred: Deferred) -> None:
-        """As :meth:`abandon`, of a window in flight."""
-        self._require_waiting("forget", deferred)
-        self._take_back_verdict(deferred.section)
+        """Remove a deferred window and never undo its drafts, as :meth:`abandon` does for the open one."""
+        self._require_deferred("forget", deferred)
+        self._uncount_outcome(deferred.section)
         self._remove(deferred.section)
         self._abandoned += 1
 
     def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> None:
-        """Raises RuntimeError: see :meth:`defer`."""
-        raise RuntimeError("commit: windows of an InFlightManager are deferred and then settled")
+        """Raise RuntimeError: use :meth:`defer` and :meth:`settle`."""
+        raise RuntimeError("commit: an InFlightManager has no immediate commit; call defer(), then settle()")
 
     def commit_rejected(self, num_rejected: Tensor) -> None:
-        """Raises RuntimeError: see :meth:`defer`."""
-        raise RuntimeError("commit_rejected: windows of an InFlightManager are deferred and then settled")
+        """Raise RuntimeError: use :meth:`defer` and :meth:`settle`."""
+        raise RuntimeError("commit_rejected: an InFlightManager has no immediate commit; call defer(), then settle()")
 
     # ------------------------------------------------------------ inside
 
@@ -213,14 +241,14 @@ class InFlightManager(DraftCommitManager):
         return slice(section * self.max_draft_tokens, (section + 1) * self.max_draft_tokens)
 
     def _leave(self) -> None:
-        """Close the open window as it is."""
-        # A graph that is replayed in a step without drafts must log nothing: it would over rows that wait.
+        """Close the open window without an undo."""
+        # A graph replayed in a step without drafts must not log: it would overwrite rows of deferred windows.
         self.buffers.log_rows.fill_(-1)
         self._end()
 
     def _remove(self, section: int) -> None:
-        """The window waits no more."""
-        del self._waiting[section]
+        """Remove a window from the deferred ones."""
+        del self._deferred[section]
         self._settling.discard(section)
         self._cancelling.discard(section)
 
@@ -229,19 +257,19 @@ class InFlightManager(DraftCommitManager):
         gone = torch.zeros_like(buffers.row_rejected)
         gone[rows] = True
         self._restore(section, gone)
-        # Counted behind what may fail, and is then done again.
-        self._take_back_verdict(section)
+        # Count after the step that can fail, since a repeated call counts again.
+        self._uncount_outcome(section)
         buffers.counters[ops.COUNTERS.index("rejected")].add_((buffers.row_requests[rows] >= 0).sum())
         self._cancelled += 1
 
-    def _take_back_verdict(self, section: int) -> None:
-        """Of a window whose settlement has failed."""
+    def _uncount_outcome(self, section: int) -> None:
+        """Uncount the outcome of a window whose settle failed."""
         if section in self._settling:
             self._uncount(self._rows(section))
             self._settling.remove(section)
 
     def _restore(self, section: int, rejected: Tensor) -> None:
-        """Rows of other windows are left alone, whatever the flags say: they carry another number."""
+        """Restore the logged rows of one section. Rows of other windows carry another window number and are skipped."""
         assert isinstance(self.recovery, UndoLog)
         for launch in self.recovery.launches:
             caches, table = launch.planes.arguments()
@@ -250,7 +278,7 @@ class InFlightManager(DraftCommitManager):
                 launch.row_windows, None, table,
             )  # fmt: skip
 
-    def _require_waiting(self, method: str, deferred: Deferred) -> None:
+    def _require_deferred(self, method: str, deferred: Deferred) -> None:
         validation.instance(f"{method}: deferred", deferred, Deferred, "what defer() returned")
-        if self._waiting.get(deferred.section) is not deferred:
-            raise RuntimeError(f"{method}: that window does not wait for its verdict")
+        if self._deferred.get(deferred.section) is not deferred:
+            raise RuntimeError(f"{method}: this window is not deferred; it was settled, cancelled or forgotten before")

@@ -1,4 +1,4 @@
-"""The layers of a manager: which of them go together in one launch, and what a traced graph sees of them."""
+"""The layers of a manager: which planes share a launch, and how a traced graph accesses them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nwor_ops.torch_fixes import static, static_int
 
 @dataclass
 class LayerClass:
-    """Layers of one group whose planes have the same geometries: one launch per plane serves them all."""
+    """Layers of one group whose planes have the same geometries. One launch per plane serves all of them."""
 
-    number: int  # its place among the classes
+    number: int  # index of this class
     group: str
     planes: tuple[Plane, ...]
     names: list[str] = field(default_factory=list)
@@ -27,14 +27,14 @@ class Layer:
     name: str
     cache: LayerCache
     layer_class: LayerClass
-    index: int  # within its class
+    index: int  # index of the layer in its class
     # Filled by LayerTable.prepare().
-    key_value: tuple[Tensor, Tensor] | None = None  # the caches, None where the planes are opaque
-    # How a traced graph makes the planes: root, shape, strides, offset; empty = it takes them as they are.
+    key_value: tuple[Tensor, Tensor] | None = None  # the caches; None if the planes are opaque
+    # How a traced graph makes the planes: root, shape, strides, offset. Empty: it uses the planes themselves.
     traced_planes: tuple[tuple[Tensor, tuple[int, ...], tuple[int, ...], int], ...] = ()
 
     def caches(self) -> tuple[Tensor, Tensor]:
-        """Key and value cache of this layer, as eager calls or as a trace should see them."""
+        """Return the key and value cache of this layer, in the form for eager calls or for a trace."""
         if not torch.compiler.is_compiling():
             assert self.key_value is not None
             return self.key_value
@@ -49,10 +49,10 @@ class Layer:
 
 
 class LayerTable(dict[str, Layer]):
-    """Layers by their names.
+    """Layers by name.
 
     Attributes:
-        groups: in the order of ``WindowBuffers.row_slots``.
+        groups: names of the groups, in the order of ``WindowBuffers.row_slots``.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class LayerTable(dict[str, Layer]):
         return self.classes[-1]
 
     def planes_of(self, group: str) -> list[Plane]:
-        """The planes of all layers of a group."""
+        """Return the planes of all layers of a group."""
         return [
             Plane(view, plane.page_offsets)
             for layer_class in self.classes if layer_class.group == group
@@ -86,7 +86,7 @@ class LayerTable(dict[str, Layer]):
         ]  # fmt: skip
 
     def prepare(self) -> None:
-        """Work out what :meth:`Layer.caches` answers, once all layers are there."""
+        """Prepare the results of :meth:`Layer.caches`, after all layers are added."""
         every_view = (plane.view for layer in self.values() for plane in layer.cache.planes)
         offset = {view.untyped_storage()._cdata for view in every_view if view.storage_offset() != 0}
         flat: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -102,12 +102,15 @@ class LayerTable(dict[str, Layer]):
 
 
 def _traced_root(view: Tensor, flat: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
-    """The tensor of which a traced graph should make a plane that does not start its storage.
+    """Return the tensor from which a traced graph should make a plane that does not start its storage.
 
-    torch 2.13 forgets the storage offset of a graph input when it makes a mutated slice of it anew
-    (try_use_slice in torch/_higher_order_ops/auto_functionalize.py), and sees layers that lie between each
-    other as overlapping inputs. A root starts its storage and is one input for all layers in it: what the
-    planes are views of for autograd, so that a model may read them as well; else the whole storage, flat.
+    torch 2.13 loses the storage offset of a graph input when it recreates a mutated slice of it (try_use_slice in
+    torch/_higher_order_ops/auto_functionalize.py). It also treats layers that are interleaved in one storage as
+    overlapping inputs.
+
+    A root starts its storage, and all layers of that storage share it as one input. It is the tensor that autograd
+    records as the base of the planes, so that a model may read them as well. Otherwise it is a flat view of the whole
+    storage.
     """
     root = view if view._base is None else view._base
     if root.dtype == view.dtype and root.storage_offset() == 0:

@@ -1,22 +1,24 @@
-"""The transaction: begin, write, then commit or cancel.
+"""The transaction: begin a window, write, then commit or cancel it.
 
     manager = DraftCommitManager(max_num_tokens=..., max_num_requests=..., max_draft_tokens=..., device=...)
-    manager.register_layer("layers.0", LayerCache.packed(kv_cache))      # every layer, then
+    manager.register_layer("layers.0", LayerCache.packed(kv_cache))      # for every layer
     manager.allocate()                                                     # once, before any capture
 
     manager.begin(Window(query_start_loc, cu_num_draft_tokens, {"default": slot_mapping}))
     ...  manager.write("layers.0", key, value, slot_mapping)               # at each KV-write site
     manager.commit(draft_token_ids, sampled_token_ids)                     # after sampling
 
-There are two modes, with the same calls. ``"cow"``: drafts are written to their slots, what they overwrite is logged,
-commit puts it back where a draft was rejected. ``"stage"``: begin redirects the window to spare pages, commit copies
-the accepted rows to their slots; a rejected row never reaches a page of a request.
+Two modes have the same calls:
 
-Between begin and commit nothing is allocated, nothing waits for the device, and nothing depends on a
-value that only the host has (cancel, which is for failures, does allocate): the same calls may run
-eagerly, be traced by ``torch.compile`` (``write`` at the KV-write site of a compiled model) or be
-captured in a CUDA graph. Inside compiled or captured code Python runs once, so the protocol is
-enforced where Python does run: begin, commit, cancel, and eager writes.
+- ``"cow"`` is an undo log. Drafts are written to their slots, and the overwritten bytes are logged. Commit restores
+  them for rejected drafts.
+- ``"stage"`` is shadow paging. Begin redirects the window to shadow pages, and commit copies the accepted rows to their
+  slots. A rejected row never reaches a page of a request.
+
+Between begin and commit nothing is allocated, nothing synchronizes with the device, and nothing depends on a value that
+only the host has. (Cancel, which is for failures, does allocate.) The same calls may therefore run eagerly, be traced
+by ``torch.compile`` (``write`` at the KV-write site of a compiled model), or be captured in a CUDA graph. Compiled or
+captured code runs Python only once. The protocol is therefore enforced in begin, commit, cancel and eager writes.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ MODES = tuple(_RECOVERIES)
 def _check_write(
     key: object, value: object, slot_mapping: object, k_scale: object, v_scale: object, kv_cache_dtype: object
 ) -> None:
-    """Raises TypeError for the first argument of a write that failed which no op could take."""
+    """Raise TypeError for the first argument of a failed write that no op accepts."""
     validation.tensors("write", key=key, value=value, slot_mapping=slot_mapping)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
@@ -56,28 +58,48 @@ def _check_write(
 
 
 class DraftCommitManager(Stateful[Layer]):
-    """Makes the cache writes of speculative decoding a transaction on one device.
+    """Makes the KV-cache writes of speculative decoding a transaction on one device.
 
     Args:
-        max_num_tokens: most tokens in one batch, padding included.
-        max_num_requests: most requests in one batch, padding included.
-        max_draft_tokens: most drafts in one batch: rows of the undo log. The log takes this many rows
-            of every registered layer; see :attr:`log_bytes`.
-        device: where the caches are. A process may have any number of managers; layers of one engine share one, since
-            a window is of all of them.
-        mode: ``"cow"`` or ``"stage"``. ``"stage"`` has no log, but takes pages: the last
-            :func:`nwor_ops.num_shadow_blocks` ones of each group's caches, which the engine must not give to a request.
-        max_drafts_per_request: most drafts of one request; mode ``"stage"`` needs it.
-        shadow_blocks: first shadow page of each group, where they are not its last ones: groups that share memory must
+        max_num_tokens: largest number of tokens in one batch, including padding.
+        max_num_requests: largest number of requests in one batch, including padding.
+        max_draft_tokens: largest number of drafts in one batch, which is the number of rows of the undo log. The log
+            has this many rows of every registered layer; see :attr:`log_bytes`.
+        device: device of the caches. A process may have any number of managers. All layers of one engine share one,
+            because a window covers all of them.
+        mode: ``"cow"`` or ``"stage"``. ``"stage"`` has no log but takes pages: the last
+            :func:`nwor_ops.num_shadow_blocks` pages of each group's caches. The engine must not assign them to a
+            request.
+        max_drafts_per_request: largest number of drafts of one request. Required in mode ``"stage"``.
+        shadow_blocks: first shadow page of each group, if it does not use its last pages. Groups that share memory must
             not share shadow pages.
 
-    Not thread-safe: one manager belongs to the thread that runs the model, and its calls are ordered
-    by the current stream. It cannot be copied or pickled.
+    A manager is not thread-safe. It belongs to the thread that runs the model, and the current stream orders its calls.
+    It cannot be copied or pickled.
+
+    Example:
+        >>> import torch
+        >>> cache = torch.zeros(4, 2, 1, 8)  # pages, slots per page, heads, key and value
+        >>> manager = nwor_ops.DraftCommitManager(
+        ...     max_num_tokens=8, max_num_requests=2, max_draft_tokens=4, device="cpu"
+        ... )
+        >>> manager.register_layer("layers.0", nwor_ops.LayerCache.packed(cache))
+        >>> manager.allocate()
+        >>> query_start_loc = torch.tensor([0, 3], dtype=torch.int32)
+        >>> cu_num_draft_tokens = torch.tensor([2], dtype=torch.int32)
+        >>> slots = torch.tensor([2, 3, 4])  # one target token, two drafts
+        >>> manager.begin(nwor_ops.Window(query_start_loc, cu_num_draft_tokens, {"default": slots}))
+        >>> manager.write("layers.0", torch.ones(3, 1, 4), torch.ones(3, 1, 4), slots)
+        >>> manager.commit(torch.tensor([7, 8]), torch.tensor([[7, 9, -1]]))  # 7 was accepted, 8 was not
+        >>> cache.view(8, 8)[2:5, 0].tolist()
+        [1.0, 1.0, 0.0]
+        >>> manager.stats().rejected
+        1
     """
 
     _called = "manager"
     _layers: LayerTable
-    _windows = 1  # which the log has room for
+    _windows = 1  # capacity of the log, in windows
     _in_place_of_a_copy = "make another DraftCommitManager, register the layers' own caches and allocate() it"
 
     def __init__(
@@ -119,9 +141,9 @@ class DraftCommitManager(Stateful[Layer]):
         )  # fmt: skip
         self.recovery: Recovery = _RECOVERIES[mode](self._layers, capacity)
         self._window: Window | None = None
-        self._redirects: Redirects = []  # of the open window
-        self._judged = False  # whether row_rejected says of the open window's drafts what the counters count
-        self._ending = ""  # "cancel" or "abandon" once it has begun in the open window
+        self._redirects: Redirects = []  # redirects of the open window
+        self._outcome_known = False  # whether the open window's drafts are in row_rejected and in the counters
+        self._ending = ""  # "cancel" or "abandon" after it has begun for the open window
         self._cancelled = 0
         self._abandoned = 0
 
@@ -129,7 +151,7 @@ class DraftCommitManager(Stateful[Layer]):
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups of layers, in the order of ``WindowBuffers.row_slots``."""
+        """Names of the groups of layers, in the order of ``WindowBuffers.row_slots``."""
         return tuple(self._groups)
 
     @property
@@ -137,16 +159,16 @@ class DraftCommitManager(Stateful[Layer]):
         return tuple(self._layers)
 
     def register_layer(self, name: str, cache: LayerCache, group: str = DEFAULT_GROUP) -> None:
-        """Make a layer part of every transaction.
+        """Add a layer to every transaction.
 
         Args:
             name: the engine's name of the layer; unique.
-            cache: its planes; their storage must stay where it is while this manager lives.
-            group: layers that share a slot mapping. Geometries may differ within a group.
+            cache: planes of the layer. Their storage must not move while this manager lives.
+            group: name of the layers that share a slot mapping. Geometries may differ within a group.
 
         Raises:
             RuntimeError: the manager is allocated already.
-            ValueError, TypeError: a name that is taken, a cache on another device; no layer was registered then.
+            ValueError, TypeError: the name is taken, or the cache is on another device. The layer is not registered.
         """
         self._require(State.REGISTERING, "register_layer")
         self._check_new_layer(name, cache)
@@ -154,11 +176,13 @@ class DraftCommitManager(Stateful[Layer]):
         self._layers.add(name, cache, group)
 
     def allocate(self) -> None:
-        """Allocate the undo log, or the records of shadow pages, and the window buffers: all that a manager allocates.
+        """Allocate the window buffers, and the undo log or the records of shadow pages. A manager makes no other
+        allocation.
 
         Raises:
-            ValueError: in mode ``"stage"``, a group without enough pages, or whose layers differ in their pages; groups
-                that share memory and shadow pages; ``shadow_blocks`` of a group that has no layer.
+            RuntimeError: no layer is registered, or the manager is allocated already.
+            ValueError: in mode ``"stage"``: a group has too few pages, or layers with different pages; groups share
+                memory and shadow pages; or ``shadow_blocks`` names a group without layers.
         """
         self._require(State.REGISTERING, "allocate")
         if not self._layers:
@@ -174,30 +198,36 @@ class DraftCommitManager(Stateful[Layer]):
 
     @property
     def log_bytes(self) -> int:
-        """Memory of the undo log."""
+        """Memory of the undo log in bytes."""
         return self.recovery.log_bytes
 
     @property
     def launches_per_window(self) -> int:
-        """Kernels that begin and commit launch together at most, whatever the number of layers; with
-        :meth:`commit_rejected`, which judges in the first launch of the undo, one fewer."""
+        """Largest number of kernels that begin and commit launch together, whatever the number of layers.
+
+        :meth:`commit_rejected` launches one fewer, since the first launch of the undo also finds the rejected drafts.
+        """
         return 2 + self.recovery.launches_per_window
 
     # ------------------------------------------------------------ the transaction
 
     def begin(self, window: Window) -> None:
-        """Open a window: one kernel works out which tokens are drafts and where each is logged.
+        """Open a window: one kernel finds the drafts among the tokens and assigns their log rows.
 
-        In mode ``"stage"`` one more fills the shadow pages and redirects the window's slot mappings and block tables,
-        in place: they must not change, nor move, until the window is closed.
+        In mode ``"stage"`` another kernel fills the shadow pages. It also redirects the window's slot mappings and
+        block tables in place. Do not change or move them until the window is closed.
+
+        Args:
+            window: the tensors of this step; see :class:`nwor_ops.Window`. Mode ``"stage"`` **mutates**
+                ``slot_mappings`` and ``block_tables``.
 
         Raises:
             RuntimeError: a window is open already.
-            ValueError, TypeError: more drafts, tokens or requests than this manager was made for, a slot mapping, table
-                or length that is missing, or a tensor of another shape, dtype or device; nothing has changed then.
-            ValueError, TypeError, IndexError: in mode ``"stage"``, lengths, tables or states of another shape, dtype or
-                device, or on the CPU a request whose numbers do not agree (:func:`nwor_ops.open_window`); the pages of
-                requests, slots and tables have not changed then, and the window counts as cancelled.
+            ValueError, TypeError: more drafts, tokens or requests than the manager's limits; a missing slot mapping,
+                table or length; or a tensor of another shape, dtype or device. Nothing has changed.
+            ValueError, TypeError, IndexError: in mode ``"stage"``: lengths, tables or states of another shape, dtype or
+                device, or, on the CPU, a request with inconsistent values (:func:`nwor_ops.open_window`). Pages of
+                requests, slots and tables have not changed. The window counts as cancelled.
         """
         self._require(State.CLOSED, "begin")
         if not isinstance(window, Window):
@@ -211,7 +241,7 @@ class DraftCommitManager(Stateful[Layer]):
         except Exception as error:
             raise explained(error, self._check_window, window) from None
         buffers.draft_starts = buffers.draft_starts_of[requests]
-        self._judged, self._ending = False, ""
+        self._outcome_known, self._ending = False, ""
         try:
             self.recovery.open(window, redirects)
         except Exception as error:
@@ -230,7 +260,7 @@ class DraftCommitManager(Stateful[Layer]):
         )  # fmt: skip
 
     def _slot_mappings(self, window: Window, requests: int) -> list[Tensor]:
-        """One for each group. Raises ValueError for a window that is larger than this manager was made for."""
+        """Return the slot mapping of each group. Raise ValueError if the window exceeds the manager's limits."""
         drafts = window.num_draft_tokens
         if drafts is not None:
             if type(drafts) is not int:
@@ -251,7 +281,7 @@ class DraftCommitManager(Stateful[Layer]):
             ) from None
 
     def _check_window(self, window: Window) -> None:
-        """Raises for the first field that cannot be what it should be. For sentences: begin has failed already."""
+        """Raise for the first invalid field. Called only after begin has failed, to explain the failure."""
 
         def check(name: str, value: object, *dtypes: torch.dtype, least: int = 0) -> None:
             validation.tensor(f"begin: window.{name}", value, *dtypes, dims=1, least=least, device=self.device)
@@ -291,33 +321,35 @@ class DraftCommitManager(Stateful[Layer]):
         kv_cache_dtype: str = "auto",
         token_offset: int = 0,
     ) -> None:
-        """Write a layer's keys and values, logging what the drafts' slots held: one kernel.
+        """Write a layer's keys and values and log what the drafts' slots held, with one kernel.
 
         Args:
             name: a registered layer whose planes hold a key and a value.
             key, value, kv_cache_dtype: as in :func:`nwor_ops.write_kv`.
-            slot_mapping: likewise; the window's own of this layer's group, or a part of it from ``token_offset`` on.
-                Only debug mode (``VLLM_NWOR_DEBUG_SYNC=1``) compares them: a draft that is written elsewhere is not
-                undone there, and the slot that the window has for it gets what was logged elsewhere. In mode
-                ``"stage"`` the very tensor, or a view of it, not a copy from before begin, which is not redirected.
-            k_scale, v_scale: likewise; None = 1.
-            token_offset: place in the batch of the first token of ``slot_mapping`` (micro-batches).
+            slot_mapping: int64 ``[T]``: the window's slot mapping of this layer's group, or its part from
+                ``token_offset`` on. Only debug mode (``VLLM_NWOR_DEBUG_SYNC=1``) compares them. A draft written to
+                another slot is not undone there, and commit restores the logged bytes to the window's slot instead. In
+                mode ``"stage"``, pass the window's tensor or a view of it. A copy made before begin is not redirected.
+            k_scale, v_scale: as in :func:`nwor_ops.write_kv`; None = 1.
+            token_offset: index in the batch of the first token of ``slot_mapping``, for micro-batches.
 
-        Write each token of a layer once per window: a second write would log the first one's row.
-        Tensors without data (fake, meta, freed storage) pass through: nothing is written.
-        In compiled and captured code, which cannot see whether a window is open, it is a plain write outside of one.
+        Write each token of a layer once per window: a second write would log the row of the first one. Tensors without
+        data (fake, meta, freed storage) are accepted, and nothing is written. Compiled and captured code cannot check
+        for an open window. Outside a window it is a plain write.
 
         Raises:
             RuntimeError: no window is open, or the layer's planes are opaque.
-            KeyError: no such layer.
-            ValueError, TypeError: a ``token_offset`` with which the tokens do not lie in the batch; nothing is written.
+            KeyError: the layer is not registered.
+            ValueError, TypeError: with this ``token_offset`` the tokens are not in the batch; nothing is written.
             ValueError, TypeError, IndexError: as :func:`nwor_ops.write_kv_logged`.
         """
         layer = self._layer(name, "write")
         if self._passes_through("write", name, layer, "key", key):
             return
         if not layer.cache.writable:
-            raise RuntimeError(f"write: the planes of layer {name!r} are opaque; call log(), then their own writer")
+            raise RuntimeError(
+                f"write: the planes of layer {name!r} are opaque; call log() and then the layer's own writer"
+            )
         try:
             log_rows = self._log_rows_from("write", token_offset, slot_mapping)
             self.recovery.write(
@@ -329,10 +361,14 @@ class DraftCommitManager(Stateful[Layer]):
             raise explained(error, _check_write, key, value, slot_mapping, k_scale, v_scale, kv_cache_dtype) from None
 
     def log(self, name: str, slot_mapping: Tensor, *, token_offset: int = 0) -> None:
-        """Log what the drafts' slots of a layer hold, before a writer that is not ours runs.
+        """Log what the drafts' slots of a layer hold, before an external writer runs.
 
-        Once for each token of a window, with the window's own slots, as :meth:`write`. In mode ``"stage"`` there is
-        nothing to log: that writer follows the redirected slots.
+        Call it once for each token of a window, with the window's own slots, as :meth:`write`. In mode ``"stage"`` it
+        does nothing, since the external writer follows the redirected slots.
+
+        Args:
+            name: a registered layer.
+            slot_mapping, token_offset: as in :meth:`write`.
 
         Raises:
             RuntimeError, KeyError, ValueError, TypeError, IndexError: as :meth:`write`.
@@ -343,53 +379,60 @@ class DraftCommitManager(Stateful[Layer]):
         self.recovery.log(layer, self._log_rows_from("log", token_offset, slot_mapping), slot_mapping)
 
     def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> None:
-        """Keep the accepted drafts, undo the rest, and close the window.
+        """Keep the accepted drafts, undo the rejected ones, and close the window.
 
         Args:
             draft_token_ids, sampled_token_ids: as in :func:`nwor_ops.acceptance_mask`.
 
         If this raises, the window is still open:
 
-        - Arguments are looked at first. Where they are refused nothing has changed.
-        - Drafts are judged once, and then undone (mode ``"stage"``: copied) in one launch for each geometry. What a
-          launch needs was checked before the first one, at :meth:`begin`, so only the device can fail between two.
-        - Call this, or :meth:`commit_rejected`, again to finish a commit that had judged: its verdict stands, the
-          arguments of the second call are not asked.
-        - :meth:`cancel` or :meth:`abandon` end the window otherwise; they say what they make of half a commit.
+        - Arguments are checked first. If they are invalid, nothing has changed.
+        - The outcome of the drafts is determined once. Then one launch per geometry undoes the rejected drafts (mode
+          ``"stage"``: copies the accepted ones). :meth:`begin` has checked everything that these launches need, so only
+          the device can fail between two of them.
+        - To finish a commit after its outcome was determined, call this or :meth:`commit_rejected` again. The first
+          outcome is kept; later arguments are ignored.
+        - Otherwise end the window with :meth:`cancel` or :meth:`abandon`. They describe their effect on a partial
+          commit.
 
         Raises:
-            RuntimeError: no window is open; or a cancel or abandon of it has begun and failed.
+            RuntimeError: no window is open, or its cancel or abandon has begun and failed.
             ValueError, TypeError: as :func:`nwor_ops.reject_rows`.
         """
         window, buffers = self._window_to_commit("commit"), self.buffers
-        if not self._judged:
+        if not self._outcome_known:
             try:
-                self._judge(
+                self._determine_outcome(
                     ops.reject_rows, draft_token_ids, sampled_token_ids, buffers.draft_starts, buffers.row_rejected,
                     buffers.num_accepted, buffers.counters,
                 )  # fmt: skip
             except Exception as error:
-                self._take_back_counts()  # no row was moved: another commit judges anew
+                self._take_back_counts()  # no row was moved: the next commit determines the outcome again
                 ids = {"draft_token_ids": draft_token_ids, "sampled_token_ids": sampled_token_ids}
                 raise explained(error, validation.tensors, "commit", **ids) from None
         self._close(window)
 
     def commit_rejected(self, num_rejected: Tensor) -> None:
-        """:meth:`commit` for engines that know how many drafts of each request were rejected.
+        """Commit with the number of rejected drafts of each request, for engines that know it; otherwise as
+        :meth:`commit`.
 
         Args:
-            num_rejected: int32 ``[>= Q]``.
+            num_rejected: int32 ``[>= Q]``: number of rejected drafts of each request.
+
+        Raises:
+            RuntimeError: as :meth:`commit`.
+            ValueError, TypeError: as :func:`nwor_ops.reject_rows_from_rejected`.
         """
         window, buffers, first = self._window_to_commit("commit_rejected"), self.buffers, 0
-        if not self._judged:
+        if not self._outcome_known:
             try:
                 if window.num_draft_tokens == 0:
-                    self._judge(
+                    self._determine_outcome(
                         ops.reject_rows_from_rejected, num_rejected, buffers.draft_starts, buffers.row_rejected,
                         buffers.num_accepted, buffers.counters,
                     )  # fmt: skip
                 else:
-                    self._judge(self.recovery.close_from_rejected, window, self._redirects, num_rejected)
+                    self._determine_outcome(self.recovery.close_from_rejected, window, self._redirects, num_rejected)
                     first = 1
             except Exception as error:
                 raise explained(error, validation.tensors, "commit_rejected", num_rejected=num_rejected) from None
@@ -398,18 +441,19 @@ class DraftCommitManager(Stateful[Layer]):
     def cancel(self) -> None:
         """Undo every draft written since begin, and close the window. All its drafts count as rejected.
 
-        Safe wherever the forward stopped: a layer it never reached has logged nothing in this window
-        and is left alone. In mode ``"stage"``, which does not know the layers reached, the rows of this step's other
-        tokens come from the shadow pages in all of them: a layer that was not reached gets stale rows at these
-        slots, which hold nothing until the step is repeated, and nowhere else.
+        It is safe after a forward that stopped at any layer. In mode ``"cow"``, a layer that was not reached has logged
+        nothing in this window and does not change. Mode ``"stage"`` does not know which layers were reached. It copies
+        the rows of this step's non-draft tokens from the shadow pages in all layers. A layer that was not reached gets
+        stale rows at these slots, and only there. The slots hold no valid rows until the step is repeated.
 
-        After a :meth:`commit` that failed between two launches: in mode ``"cow"`` the accepted drafts are undone too,
-        in every layer, from the log. In mode ``"stage"``, which has none, the layers of the launches that were made
-        keep the accepted drafts' rows (never a rejected one's), at slots past the end of the cancelled step's
-        sequences; slots and tables are put back, and no other layer gets one. Finish that commit to have all layers
-        alike.
+        After a :meth:`commit` that failed between two launches:
 
-        If this raises, the window is still open, for another cancel or an abandon.
+        - In mode ``"cow"``, accepted drafts are undone from the log too, in every layer.
+        - In mode ``"stage"`` there is no log. Layers whose launch was made keep the rows of accepted drafts, never of
+          rejected ones. These slots are past the end of the cancelled step's sequences. Other layers get none of these
+          rows. Slots and tables are restored. To have the same rows in all layers, finish the commit instead.
+
+        If this raises, the window is still open: call cancel again, or :meth:`abandon`.
         """
         window = self._open_window("cancel")
         self._ending = "cancel"
@@ -419,15 +463,18 @@ class DraftCommitManager(Stateful[Layer]):
         self._end()
 
     def abandon(self) -> None:
-        """Close the window without undoing anything: this step ends as it would without the library. Its drafts count
-        neither as accepted nor as rejected.
+        """Close the window without undoing anything, so that this step ends as it would without the library.
 
-        For engines whose own error handling prefers a plain step to a stopped one. In mode ``"stage"`` all rows are
-        copied to their slots, and shadow pages keep none: what the rest of a forward writes goes to the requests'
-        pages alone. After a :meth:`commit` that failed every accepted draft stays, and so do, in mode
-        ``"cow"``, the rejected ones of the layers that it had not come to; in mode ``"stage"``, all.
+        Its drafts count neither as accepted nor as rejected. This is for engines that prefer a plain step to a stopped
+        one after an error.
 
-        If this raises, the window is still open, for another abandon or a cancel.
+        In mode ``"stage"`` all rows are copied to their slots. Shadow pages are no longer reused, because the rest of
+        the forward writes only to the requests' pages.
+
+        After a :meth:`commit` that failed, every accepted draft stays. In mode ``"cow"``, rejected drafts stay in the
+        layers that the commit did not reach. In mode ``"stage"``, all drafts stay.
+
+        If this raises, the window is still open: call abandon again, or :meth:`cancel`.
         """
         window = self._open_window("abandon")
         self._ending = "abandon"
@@ -438,8 +485,10 @@ class DraftCommitManager(Stateful[Layer]):
         self._end()
 
     def refresh_shadow_pages(self) -> None:
-        """In an open window: rows of requests with drafts have arrived since begin, before those of this step, as a
-        loader's do. Mode ``"stage"`` copies them to the pages that attention reads; in mode ``"cow"`` they are there.
+        """Copy rows again that have arrived in an open window, before the slots of this step's tokens, such as a
+        loader's.
+
+        Mode ``"stage"`` copies them to the pages that attention reads. Mode ``"cow"`` does nothing.
 
         Raises:
             RuntimeError: no window is open.
@@ -447,26 +496,25 @@ class DraftCommitManager(Stateful[Layer]):
         self.recovery.refresh(self._open_window("refresh_shadow_pages"))
 
     def forget_shadow_pages(self, states: Sequence[int] | None = None) -> None:
-        """Have the next window copy what shadow pages are thought to hold: for engines that pass
-        ``Window.request_states``.
+        """Discard what the shadow pages are assumed to hold, for engines that pass ``Window.request_states``.
 
-        A shadow page keeps the rows of its request for the next window with drafts of it. They are forgotten where a
-        window is begun with the request in it and no drafts: that is how a state that changed hands shows. Beyond that
-        the engine calls this, on the stream of its windows,
+        A shadow page keeps the rows of its request for that request's next window with drafts. A window that has the
+        request without drafts discards them; this detects that a state belongs to a new request. In the following cases
+        the engine must call this method, on the stream of its windows:
 
-        - in place of begin, in a step that is run without a window;
-        - with their states before begin, where requests have drafts in their first step, or in the first one since
-          their pages were given away.
+        - instead of begin, in a step that runs without a window;
+        - before begin, with their states, if requests have drafts in their first step, or in the first step after their
+          pages were reassigned.
 
         In mode ``"cow"`` nothing is kept, and this does nothing.
 
         Args:
-            states: which ones, not to be captured in a CUDA graph, as a replay would read them from memory of the host
-                that is another's by then; None = all.
+            states: the states to forget; None = all. Do not capture a call with states in a CUDA graph. A replay would
+                read them from host memory that has been reused by then.
 
         Raises:
             RuntimeError: a window is open, or nothing is allocated.
-            ValueError, TypeError: a state that is none of this manager's.
+            ValueError, TypeError: a state is not below ``max_num_requests``.
         """
         self._require(State.CLOSED, "forget_shadow_pages")
         for state in () if states is None else states:
@@ -474,46 +522,49 @@ class DraftCommitManager(Stateful[Layer]):
         if states is None or len(states) > 0:
             self.recovery.forget(states)
 
-    def _judge(self, launch: Callable[..., None], *arguments: Any) -> None:
-        """Make the launch that judges the drafts. One that raises has changed nothing, unless it raises behind the
-        launch: then the counters tell."""
+    def _determine_outcome(self, launch: Callable[..., None], *arguments: Any) -> None:
+        """Launch the op that determines which drafts were accepted.
+
+        An op that raises has changed nothing, unless it raises after its launch. In that case the counters have
+        changed.
+        """
         counters = self.buffers.counters
         before = counters.tolist() if raises_behind_launches(counters) else None
         try:
             launch(*arguments)
         except Exception:
-            self._judged = before is not None and before != counters.tolist()
+            self._outcome_known = before is not None and before != counters.tolist()
             raise
-        self._judged = True
+        self._outcome_known = True
 
     def _take_back_counts(self) -> None:
-        """Uncount what :meth:`_judged` drafts of this window were counted as."""
-        if self._judged:
+        """Uncount the outcome of this window's drafts, if it was counted."""
+        if self._outcome_known:
             self._uncount(slice(None))
-        self._judged = False
+        self._outcome_known = False
 
     def _uncount(self, rows: slice) -> None:
-        """Take back what the drafts of these log rows were judged to be."""
+        """Uncount the outcome of the drafts in these log rows."""
         buffers = self.buffers
         planned, rejected = buffers.row_requests[rows] >= 0, buffers.row_rejected[rows]
-        for name, judged in (("accepted", ~rejected), ("rejected", rejected)):
-            buffers.counters[ops.COUNTERS.index(name)].sub_((planned & judged).sum())
+        for name, outcome in (("accepted", ~rejected), ("rejected", rejected)):
+            buffers.counters[ops.COUNTERS.index(name)].sub_((planned & outcome).sum())
 
     def _count_as_rejected(self) -> None:
-        """Every draft of the planned window, whatever it was counted as before."""
+        """Count every draft of the planned window as rejected, whatever its counted outcome was."""
         self._take_back_counts()
         buffers = self.buffers
         buffers.num_accepted.zero_()
         buffers.row_rejected.fill_(True)
         buffers.counters[ops.COUNTERS.index("rejected")].add_((buffers.row_requests >= 0).sum())
-        self._judged = True
+        self._outcome_known = True
 
     def stats(self, counters: Tensor | None = None) -> Stats:
-        """Totals so far.
+        """Return the totals so far.
 
         Args:
-            counters: a copy of ``buffers.counters`` on the host. None = the device's own: waits for the device, so
-                never call it between begin and commit of a hot loop.
+            counters: int64 ``[len(COUNTERS)]``: a copy of ``buffers.counters`` on the host. None = read the device
+                counters. This synchronizes with the device, so do not do it between begin and commit of a hot loop.
         """
         if self._state is State.REGISTERING:
             return Stats(0, 0, 0, 0, 0, 0, 0)
@@ -524,7 +575,7 @@ class DraftCommitManager(Stateful[Layer]):
     # ------------------------------------------------------------ inside
 
     def _log_rows_from(self, method: str, token_offset: int, slot_mapping: Tensor) -> Tensor:
-        # The ops take more log rows than tokens, so only a micro-batch needs a view.
+        # The ops accept more log rows than tokens, so only a micro-batch needs a view.
         log_rows = self.buffers.log_rows
         if type(token_offset) is int and token_offset == 0:
             return log_rows
@@ -532,7 +583,7 @@ class DraftCommitManager(Stateful[Layer]):
         return log_rows[token_offset:]
 
     def _close(self, window: Window, first: int = 0) -> None:
-        """The launches of a commit from some launch on; where the host knows of no draft there is none."""
+        """Make the launches of a commit from launch ``first`` on; none if the host knows that there are no drafts."""
         if window.num_draft_tokens != 0:
             self.recovery.close(window, self._redirects, first, window.num_draft_tokens)
         self._end()
@@ -548,14 +599,12 @@ class DraftCommitManager(Stateful[Layer]):
 
     def _window_to_commit(self, method: str) -> Window:
         window = self._open_window(method)
-        if self._ending:  # what it has done is not to be committed
-            raise RuntimeError(
-                f"{method}: the window must not be one whose {self._ending}() has begun; call that again"
-            )
+        if self._ending:  # rows may be undone or kept already
+            raise RuntimeError(f"{method}: {self._ending}() has begun for the open window; call {self._ending}() again")
         return window
 
     def _passes_through(self, method: str, name: str, layer: Layer, argument: str, tensor: Tensor) -> bool:
-        """Whether there is nothing to write. Raises outside a window, where Python can tell."""
+        """Return whether there is nothing to write. Raise outside a window, except in compiled or captured code."""
         if torch.compiler.is_compiling():
             return False
         try:
@@ -568,17 +617,21 @@ class DraftCommitManager(Stateful[Layer]):
         return False
 
 
-# ---------------------------------------------------------------- one manager per device, found from anywhere
+# ---------------------------------------------------------------- the manager of a device
 
 
-# A manager's owner keeps it alive: this must not hold an engine's cache for longer than the engine lives.
+# Weak references: an engine's cache must not outlive the engine.
 _current: WeakValueDictionary[torch.device, DraftCommitManager] = WeakValueDictionary()
 
 
 def set_current_manager(manager: DraftCommitManager | None, device: torch.device | str | None = None) -> None:
-    """Make a manager the one that :func:`current_manager` finds for its device, in every thread; None removes it.
+    """Make a manager the one that :func:`current_manager` returns for its device, in every thread; None removes it.
 
-    It is kept alive by its owner alone. Engines that share a device hand out their managers themselves.
+    Only the owner of the manager keeps it alive. Engines that share a device must pass their managers on themselves.
+
+    Args:
+        manager: the manager, or None.
+        device: with None, the device whose manager is removed; None = of all devices.
     """
     if manager is not None:
         validation.instance("set_current_manager: manager", manager, DraftCommitManager, "a DraftCommitManager or None")
@@ -590,5 +643,5 @@ def set_current_manager(manager: DraftCommitManager | None, device: torch.device
 
 
 def current_manager(device: torch.device | str) -> DraftCommitManager | None:
-    """The manager of a device, for attention back ends that hold no reference to one."""
+    """Return the manager of a device, for attention back ends that hold no reference to one."""
     return _current.get(validation.device("current_manager: device", device))

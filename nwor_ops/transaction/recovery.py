@@ -1,4 +1,4 @@
-"""What a manager asks of the two ways to keep rejected rows out of the cache, of which it knows no more than this."""
+"""The interface of the undo log and of shadow pages, the two ways to keep rejected rows out of the cache."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from nwor_ops.transaction.layers import Layer
 from nwor_ops.transaction.window import Window, WindowBuffers
 
-# Slot mappings and block tables that each launch changes and puts back; none where another launch of its groups does.
+# Slot mappings and block tables that each launch redirects and restores. Empty if another launch of its groups does it.
 Redirects = list[tuple[list[Tensor], list[Tensor]]]
 
 
 class Capacity(NamedTuple):
-    """What a manager was made for."""
+    """The limits of a manager."""
 
     max_num_tokens: int
     max_num_requests: int
@@ -27,28 +27,32 @@ class Capacity(NamedTuple):
 
 
 class Recovery(Protocol):
-    """An undo log, or shadow pages. Made of layers and a capacity, before all layers are there."""
+    """An undo log or shadow pages. It is created with the layer table and the capacity, before all layers are
+    registered."""
 
     def allocate(self, buffers: WindowBuffers) -> None:
-        """All that is allocated. Where it fails, it can be called again."""
+        """Make every allocation. After a failure it can be called again."""
 
     @property
     def log_bytes(self) -> int:
-        """Memory of the undo log."""
+        """Memory of the undo log in bytes."""
 
     @property
     def launches_per_window(self) -> int:
-        """Kernels that :meth:`open` and :meth:`close` launch."""
+        """Number of kernels that :meth:`open` and :meth:`close` launch."""
 
     def check(self, window: Window) -> None:
-        """Raises ValueError or TypeError where a window lacks what :meth:`open` needs, or has it in another form."""
+        """Raise ValueError or TypeError if a window lacks a field that :meth:`open` needs, or has an invalid one."""
 
     def redirects(self, window: Window, slot_mappings: list[Tensor]) -> Redirects:
-        """What each launch will redirect and put back. To be kept while the window is open: ``window`` holds mappings
-        that an engine may fill anew. Any exception means that :meth:`check` has something to say."""
+        """Return the slot mappings and block tables that each launch redirects and restores.
+
+        The manager keeps them while the window is open, because the engine may refill the mappings of ``window``. Any
+        exception means that :meth:`check` has an error to report.
+        """
 
     def open(self, window: Window, redirects: Redirects) -> None:
-        """Open a window that ``plan_window`` has planned. If this raises, it is as it was."""
+        """Open a window after ``plan_window``. If this raises, slots and tables are unchanged."""
 
     def write(
         self,
@@ -61,27 +65,27 @@ class Recovery(Protocol):
         v_scale: Tensor,
         kv_cache_dtype: str,
     ) -> None:
-        """Write a layer's keys and values: one kernel."""
+        """Write a layer's keys and values with one kernel."""
 
     def log(self, layer: Layer, log_rows: Tensor, slot_mapping: Tensor) -> None:
-        """Be told of the rows that another writer is about to write."""
+        """Log the rows that an external writer is about to write."""
 
     def close(self, window: Window, redirects: Redirects, first: int = 0, num_drafts: int | None = None) -> None:
-        """Keep the rows that ``buffers.row_rejected`` does not name, in every layer. Twice is the same as once.
+        """Keep the rows that ``buffers.row_rejected`` does not mark, in every layer. It is idempotent.
 
         Args:
-            first: the launch to begin with; those before it were made.
-            num_drafts: no more drafts than these are looked at; None = all.
+            first: index of the first launch to make. The earlier ones were made before.
+            num_drafts: number of drafts to look at; None = all.
         """
 
     def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
-        """The first launch of :meth:`close`, which finds out by itself what was rejected."""
+        """Make the first launch of :meth:`close`, which also finds out which rows were rejected."""
 
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
-        """Close a window whose rows all stay."""
+        """Close a window and keep all its rows."""
 
     def refresh(self, window: Window) -> None:
-        """Rows of requests have arrived behind :meth:`open`, before the slots of this step's tokens."""
+        """Handle rows of requests that arrived after :meth:`open`, before the slots of this step's tokens."""
 
     def forget(self, states: Sequence[int] | None) -> None:
-        """Rely on nothing that is remembered of these request states; None = of any."""
+        """Discard everything remembered of these request states; None = of all states."""

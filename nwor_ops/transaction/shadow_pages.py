@@ -1,7 +1,7 @@
 """Shadow paging, mode ``"stage"``: the pages that a window's drafts are written to.
 
-The last pages of each group's caches belong to no request; the engine withholds them from its allocator. While a window
-is open, slots and block tables name them in place of the pages that drafts touch; see
+The last pages of each group's caches belong to no request. The engine withholds them from its allocator. While a window
+is open, slots and block tables name these shadow pages instead of the pages that drafts touch; see
 :func:`nwor_ops.open_window`.
 """
 
@@ -24,15 +24,19 @@ from nwor_ops.validation import BoundToMemory
 
 
 def num_shadow_blocks(max_num_requests: int, max_drafts_per_request: int, block_size: int) -> int:
-    """How many pages of each group an engine has to withhold for mode ``"stage"``.
+    """Return how many pages of each group an engine must withhold for mode ``"stage"``.
 
     Args:
-        max_num_requests: most requests in one batch.
-        max_drafts_per_request: most drafts of one request.
-        block_size: slots in a page; with several groups, the smallest.
+        max_num_requests: largest number of requests in one batch.
+        max_drafts_per_request: largest number of drafts of one request.
+        block_size: slots per page; with several groups, the smallest block size.
 
     Raises:
-        ValueError, TypeError: a number that is no integer above 0.
+        ValueError, TypeError: a value is not an integer above 0.
+
+    Example:
+        >>> nwor_ops.num_shadow_blocks(max_num_requests=8, max_drafts_per_request=3, block_size=16)
+        16
     """
     for name, value in (
         ("max_num_requests", max_num_requests),
@@ -44,24 +48,24 @@ def num_shadow_blocks(max_num_requests: int, max_drafts_per_request: int, block_
 
 
 def shadow_pages_per_request(max_drafts_per_request: int, block_size: int) -> int:
-    """Pages that the drafts of one request can touch: the first may lie in the last row of a page."""
+    """Return how many pages the drafts of one request can touch, if the first lies in the last row of a page."""
     return (block_size + max_drafts_per_request - 2) // block_size + 1
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What one call of open_window or close_window takes: the planes of one geometry in consecutive groups."""
+    """Arguments of one call of open_window or close_window: the planes of one geometry in consecutive groups."""
 
     planes: PlaneList
     planes_per_group: list[int]
     groups: slice
-    redirects: bool  # whether this call changes the tables of its groups
+    redirects: bool  # whether this launch changes the tables of its groups
     page_offsets: Tensor | None
 
 
 class Records(NamedTuple):
-    """What is kept of the groups of one launch: views, made once, since making them in every step costs the host
-    more than looking them up."""
+    """Views of the records of the groups of one launch. They are made once, since a lookup costs the host less than a
+    new view in every step."""
 
     row_slots: Tensor
     shadow_blocks: Tensor
@@ -83,10 +87,11 @@ class ShadowPages(BoundToMemory):
         self.launches: list[Launch] = []
 
     def allocate(self, buffers: WindowBuffers) -> None:
-        """
+        """Allocate the records of the shadow pages.
+
         Raises:
-            ValueError: a group without enough pages, or whose layers differ in their pages; groups that share memory
-                and shadow pages; ``shadow_blocks`` of a group that has no layer.
+            ValueError: a group has too few pages, or layers with different pages; groups share memory and shadow pages;
+                or ``shadow_blocks`` names a group without layers.
         """
         capacity, first_blocks = self._capacity, self._capacity.shadow_blocks
         planes = {group: self._layers.planes_of(group) for group in self.groups}
@@ -127,8 +132,8 @@ class ShadowPages(BoundToMemory):
             )
         if self.blocks_per_group == num_blocks:
             raise ValueError(
-                f"allocate: group {group!r} must have pages for requests beside its {num_blocks} shadow pages "
-                "(num_shadow_blocks), it has none"
+                f"allocate: group {group!r} must have pages for requests in addition to its {num_blocks} shadow "
+                "pages (num_shadow_blocks), it has none"
             )
         return torch.arange(first, first + self.blocks_per_group, dtype=torch.int32)
 
@@ -200,14 +205,14 @@ class ShadowPages(BoundToMemory):
         v_scale: Tensor,
         kv_cache_dtype: str,
     ) -> None:
-        """The slots are redirected already."""
+        """Write to the slots, which are redirected already."""
         ops.write_kv(key, value, *layer.caches(), slot_mapping, k_scale, v_scale, kv_cache_dtype)
 
     def log(self, layer: Layer, log_rows: Tensor, slot_mapping: Tensor) -> None:
-        """There is nothing to log: the other writer follows the redirected slots."""
+        """Do nothing: the external writer follows the redirected slots."""
 
     def close(self, window: Window, redirects: Redirects, first: int = 0, num_drafts: int | None = None) -> None:
-        """And put slots and tables back: what is copied and put back stays where it is copied from."""
+        """Copy the rows to keep, and restore slots and tables. The source rows do not change, so it can be repeated."""
         for launch, records, own in zip(self.launches[first:], self._records[first:], redirects[first:], strict=True):
             caches, table = launch.planes.arguments()
             self._close(launch, records, window, own, caches, table, _held(records, window), launch.page_offsets)
@@ -242,25 +247,26 @@ class ShadowPages(BoundToMemory):
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
         self._buffers.row_rejected.fill_(False)
         self.close(window, redirects)
-        self.forget(None)  # what the rest of the forward writes does not reach them
+        self.forget(None)  # the rest of the forward does not write to shadow pages
 
     def refresh(self, window: Window) -> None:
-        """Every committed row of the tail pages is copied again; tables and slots are as they were."""
+        """Copy every committed row of the tail pages again. Tables and slots do not change."""
         for launch, records in zip(self.launches, self._records, strict=True):
             self._open(launch, records, window, ([], []), None)
 
     def forget(self, states: Sequence[int] | None) -> None:
-        """One fill; of some states alone, also a copy of their numbers."""
+        """Clear the held slots with one fill. For selected states, their numbers are copied to the device first."""
         if states is None:
             self.held_slots.fill_(-1)
         else:
             self.held_slots.index_fill_(1, numbers_on(self.held_slots.device, states), -1)
 
     def _put_back(self, window: Window, redirects: Redirects) -> None:
-        """Undo the launches of an open that failed; waits for the device.
+        """Undo the launches of an open that failed. Synchronizes with the device.
 
-        No row is copied, since none was written: planes without columns. Which launches ran, the slots tell: no
-        others lie in shadow pages. What the others have saved is of an earlier window.
+        Nothing was written yet, so no row is copied: the launch gets planes without columns. The slots show which
+        launches ran, because only those of made launches lie in shadow pages. Records of the other launches are from an
+        earlier window.
         """
         self.held_slots.fill_(-1)
         for launch, records, own in zip(self.launches, self._records, redirects, strict=True):
@@ -280,7 +286,7 @@ def _held(records: Records, window: Window) -> Tensor | None:
 
 
 def _pages_of(group: str, planes: Sequence[Plane]) -> tuple[int, int]:
-    """Number and size of the pages of a group."""
+    """Return the number and the size of the pages of a group."""
     found = {(plane.view.shape[0], plane.view.shape[1]) for plane in planes}
     if len(found) != 1:
         raise ValueError(
@@ -291,8 +297,7 @@ def _pages_of(group: str, planes: Sequence[Plane]) -> tuple[int, int]:
 
 
 def _check_shared_memory(planes: Mapping[str, Sequence[Plane]], first_blocks: Mapping[str, int], count: int) -> None:
-    """Raises ValueError for groups with planes in the same place (an engine's one pool of pages) and shadow pages in
-    common."""
+    """Raise ValueError if groups whose planes share memory (one page pool of an engine) also share shadow pages."""
     users: dict[tuple[int, int], list[str]] = {}
     for name, of_group in planes.items():
         for plane in of_group:
@@ -309,7 +314,7 @@ def _check_shared_memory(planes: Mapping[str, Sequence[Plane]], first_blocks: Ma
 
 
 def _plan_launches(planes: Mapping[str, Sequence[Plane]]) -> list[Launch]:
-    """One launch for each geometry, if the groups that have it are neighbours; the first one of a group redirects."""
+    """Plan one launch per geometry and run of adjacent groups. The first launch of a group redirects its tables."""
     of_geometry: dict[object, dict[int, list[Plane]]] = {}
     for index, of_group in enumerate(planes.values()):
         for plane in of_group:
@@ -319,7 +324,7 @@ def _plan_launches(planes: Mapping[str, Sequence[Plane]]) -> list[Launch]:
     for by_group in of_geometry.values():
         runs: dict[tuple[int, bool, int], list[int]] = {}
         for place, index in enumerate(sorted(by_group)):
-            # Neighbours have the same distance from their place in the list.
+            # Adjacent groups have the same difference between group index and list index.
             runs.setdefault((index - place, index in redirected, place // MOST_GROUPS), []).append(index)
         for indices in runs.values():
             of_run = [by_group[index] for index in indices]

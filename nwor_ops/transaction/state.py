@@ -1,4 +1,4 @@
-"""What a manager, a staging buffer and recurrent states have in common: layers by name, calls that come in an order."""
+"""Common base of managers, staging buffers and recurrent states: layers by name, and methods with a required order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nwor_ops.validation import BoundToMemory
 
 _Layer = TypeVar("_Layer")
 
-# As csrc/cuda/launch.h reads it.
+# csrc/cuda/launch.h reads the same variable.
 _DEBUG_SYNC = os.environ.get("VLLM_NWOR_DEBUG_SYNC") in ("1", "true")
 
 
 class State(Enum):
-    """Where one of them is in the protocol."""
+    """State of the protocol."""
 
     REGISTERING = "registering layers"
     CLOSED = "between windows"
@@ -29,11 +29,11 @@ class State(Enum):
 
 
 class Stateful(BoundToMemory, Generic[_Layer]):
-    """A state, and layers that are registered before it is first ``CLOSED``."""
+    """Holds a protocol state, and layers that are registered before the state first becomes ``CLOSED``."""
 
-    _called = ""  # in messages
-    _closing = "commit() or cancel()"  # what ends a window, in messages
-    _cache_type: type = LayerCache  # what a layer is registered with
+    _called = ""  # name in messages
+    _closing = "commit() or cancel()"  # calls that end a window, for messages
+    _cache_type: type = LayerCache  # type of the cache of a layer
     device: torch.device
     _layers: Mapping[str, _Layer]
     _state = State.REGISTERING
@@ -49,15 +49,15 @@ class Stateful(BoundToMemory, Generic[_Layer]):
             )
 
     def _way_to(self, state: State) -> str:
-        """What to call before, in a message."""
-        if state is State.REGISTERING:  # there is no way back
+        """Say in a message which call leads to the required state."""
+        if state is State.REGISTERING:  # cannot be reached again
             return ""
         if self._state is State.REGISTERING:
             return "; call allocate() first"
         return f"; call {self._closing if self._state is State.OPEN else 'begin()'} first"
 
     def _check_new_layer(self, name: object, cache: Any) -> None:
-        """Raises where a layer cannot be registered under this name."""
+        """Raise if a layer must not be registered under this name."""
         validation.instance("register_layer: name", name, str, "a string")
         validation.instance("register_layer: cache", cache, self._cache_type, f"a {self._cache_type.__name__}")
         if name in self._layers:
@@ -73,22 +73,22 @@ class Stateful(BoundToMemory, Generic[_Layer]):
             raise KeyError(f"{method}: layer {name!r} is not registered") from None
 
     def _require_window(self, method: str, name: str, tensor: Tensor) -> None:
-        """Raises for a layer that is called outside a window, where Python can tell."""
-        # A capture is made once, outside any window; its replays happen inside one.
+        """Raise if a layer is called outside a window. Compiled and captured calls are not checked."""
+        # A graph is captured once, outside any window. Its replays happen inside windows.
         if self._state is not State.OPEN and not torch.compiler.is_compiling() and not is_capturing(tensor):
             raise RuntimeError(f"{method} of layer {name!r}: no window is open; call begin() first")
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured on the stream that this tensor's ops would go to."""
+    """Return whether a CUDA graph is being captured on the current stream of this tensor's device."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def waits_for_checks(tensor: Tensor) -> bool:
-    """Whether what a tensor holds may be looked at for a check's sake: eagerly, in debug mode."""
+    """Return whether a check may read the tensor's data: only eagerly, and only in debug mode."""
     return _DEBUG_SYNC and not torch.compiler.is_compiling() and not is_capturing(tensor)
 
 
 def raises_behind_launches(tensor: Tensor) -> bool:
-    """Whether an op on this tensor may raise what its kernel met, when the kernel has run: on CUDA in debug mode."""
+    """Return whether an op on this tensor may raise after its kernel has run: on CUDA in debug mode."""
     return tensor.is_cuda and waits_for_checks(tensor)

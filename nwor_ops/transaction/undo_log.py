@@ -1,6 +1,6 @@
-"""The undo log, mode ``"cow"``: drafts are written in place, and what their slots held is kept until commit.
+"""The undo log, mode ``"cow"``: saves the rows that drafts overwrite and restores the rejected ones.
 
-The log holds raw bytes (before-images), a row for each draft of a window in every layer.
+The log holds raw bytes. It has one row for each draft of a window in every layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nwor_ops.validation import BoundToMemory
 
 
 class Launch(NamedTuple):
-    """What one call of restore_slots takes: a plane of every layer of a class."""
+    """Arguments of one call of restore_slots: one plane of every layer of a class."""
 
     planes: PlaneList
     log: Tensor
@@ -47,11 +47,11 @@ class ClassLog(NamedTuple):
 
 
 class LayerLog(NamedTuple):
-    """The log of a layer, as eager calls or as a trace should see it."""
+    """The log of a layer, in the form for eager calls or for a trace."""
 
     logs: tuple[Tensor, ...]  # per plane: [R, H, W]
     row_windows: Tensor  # int64 [R]
-    key_value: tuple[Tensor, Tensor, Tensor, Tensor] | None  # both caches, both logs; None where the planes are opaque
+    key_value: tuple[Tensor, Tensor, Tensor, Tensor] | None  # both caches, both logs; None if the planes are opaque
 
 
 class UndoLog(BoundToMemory):
@@ -83,7 +83,7 @@ class UndoLog(BoundToMemory):
             for found in classes
             for plane, caches, log in zip(found.of.planes, found.of.caches, found.logs, strict=True)
         ]
-        # All at once: an allocation that fails can be tried again.
+        # Assigned together, so that a failed allocation can be repeated.
         self.classes, self.launches, self._buffers = classes, launches, buffers
         self._of_layer = {
             name: classes[layer.layer_class.number].of_layer(layer) for name, layer in self._layers.items()
@@ -99,13 +99,13 @@ class UndoLog(BoundToMemory):
         return sum(len(layer_class.planes) for layer_class in self._layers.classes)
 
     def check(self, window: Window) -> None:
-        """A window needs nothing beyond what every window does."""
+        """Do nothing: the undo log has no requirements beyond those of every window."""
 
     def redirects(self, window: Window, slot_mappings: list[Tensor]) -> Redirects:
         return []
 
     def open(self, window: Window, redirects: Redirects) -> None:
-        """Drafts are logged where they are written."""
+        """Do nothing: drafts are logged when they are written."""
 
     def write(
         self,
@@ -132,12 +132,12 @@ class UndoLog(BoundToMemory):
         log = self.of_layer(layer)
         last = len(layer.cache.planes) - 1
         for index, plane in enumerate(layer.cache.planes):
-            # Only the last plane marks the rows: a layer counts as logged when all of it is.
+            # Only the last plane marks the rows, after all planes of the layer are logged.
             marks = (self._buffers.window_id, log.row_windows) if index == last else (None, None)
             ops.log_slots(plane.view, slot_mapping, log_rows, log.logs[index], plane.page_offsets, *marks)
 
     def _check_slots(self, method: str, layer: Layer, log_rows: Tensor, slot_mapping: Tensor) -> None:
-        """In debug mode: a draft is undone where the window has it, so there it must be written."""
+        """In debug mode, raise for a draft written to another slot than the window has. It would not be undone."""
         if not waits_for_checks(slot_mapping) or slot_mapping.device != log_rows.device:
             return
         rows = log_rows[: slot_mapping.shape[0]]
@@ -147,7 +147,7 @@ class UndoLog(BoundToMemory):
         for token in tokens[slot_mapping[tokens] != planned].tolist():
             raise ValueError(
                 f"{method}: slot_mapping must have the slots of the window's slot_mappings[{group!r}], got slot "
-                f"{int(slot_mapping[token])} for the draft at place {token}, which has another one there"
+                f"{int(slot_mapping[token])} for the draft at index {token}, which has another slot there"
             )
 
     def close(self, window: Window, redirects: Redirects, first: int = 0, num_drafts: int | None = None) -> None:
@@ -169,25 +169,27 @@ class UndoLog(BoundToMemory):
         )  # fmt: skip
 
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
-        """Every row is where it was written."""
+        """Do nothing: every row is in its slot already."""
 
     def refresh(self, window: Window) -> None:
-        """They are where they belong."""
+        """Do nothing: the rows are in their slots already."""
 
     def forget(self, states: Sequence[int] | None) -> None:
-        """A log is one window's: nothing is remembered."""
+        """Do nothing: a log holds only one window."""
 
     def of_layer(self, layer: Layer) -> LayerLog:
         if not torch.compiler.is_compiling():
             return self._of_layer[layer.name]
-        # A traced graph that mutates many inputs which share one storage is a hard case for
-        # functionalization: it sees the one tensor of the class and selects from it.
+        # Functionalization handles many mutated inputs that share one storage badly. A traced graph therefore
+        # sees the one tensor of the class and selects from it.
         return self.classes[layer.layer_class.number].of_layer(layer)
 
 
 def _new_log(plane: Plane, layers: int, rows: int) -> Tensor:
-    """``[layers, rows, H, W]``, in memory like the plane: rows next to each other where slots are, so that
-    the drafts of a request, in consecutive slots, move together."""
+    """Allocate a log ``[layers, rows, H, W]`` with the memory order of the plane.
+
+    Rows are adjacent if slots are, so the drafts of a request, in consecutive slots, move together.
+    """
     _, _, heads, width = plane.view.shape
     if plane.page_offsets is None and plane.view.stride(1) == 1 and width > 1:
         return plane.view.new_zeros((layers, heads, width, rows)).permute(0, 3, 1, 2)

@@ -1,8 +1,7 @@
-"""Which tokens of this step are drafts: the engine's device tensors, and our persistent ones.
+"""A window: the draft tokens of one step, as the engine's device tensors and as our persistent buffers.
 
-A window is one verification step of one batch. The engine describes it with tensors it has anyway;
-:class:`WindowBuffers` holds what the ops derive from them, at addresses that never change, so that a
-CUDA graph captured once reads the values of every later step.
+The engine describes a window with tensors that it has anyway. :class:`WindowBuffers` holds what the ops derive from
+them. Its addresses never change, so a CUDA graph captured once reads the values of every later step.
 """
 
 from __future__ import annotations
@@ -17,27 +16,37 @@ from nwor_ops import ops
 
 
 class Window(NamedTuple):
-    """One verification step, as the engine knows it. All tensors are on the manager's device.
+    """The draft tokens of one step, as the engine knows them. All tensors are on the manager's device.
 
     Args:
-        query_start_loc: int32 ``[>= Q + 1]``: first token of each request in the flat batch, then the end.
-        cu_num_draft_tokens: int32 ``[Q]``: drafts up to and including each request. Padded requests
-            repeat the last value. With ``leading_zero`` ``[Q + 1]``.
-        slot_mappings: int64 ``[T]`` per group of layers: the slot of each token, negative = none.
-        num_draft_tokens: drafts in the whole batch (or an upper bound of them) where the host knows it,
-            else None. With it a window too large for the log is refused before anything is launched,
-            and commit looks at no more drafts than that: where there are more, rejected ones stay. Of a commit that a
-            CUDA graph captures it must hold in every replay: None, or the capacity.
-        num_bonus_tokens: tokens beside its drafts that ``cu_num_draft_tokens`` counts for each request, padded
-            ones too: 1 where the engine counts logits, as vLLM's ``cu_num_logits``.
+        query_start_loc: int32 ``[>= Q + 1]``: index of each request's first token in the flat batch, then the end.
+        cu_num_draft_tokens: int32 ``[Q]``: cumulative number of drafts, including this request. Padded requests repeat
+            the last value. With ``leading_zero`` its shape is ``[Q + 1]``.
+        slot_mappings: int64 ``[T]`` per group of layers: slot of each token; negative = no slot.
+        num_draft_tokens: number of drafts in the batch, or an upper bound, if the host knows it; else None. If given, a
+            window too large for the log raises before any launch. Commit then looks only at this many drafts: rejected
+            drafts beyond it stay. For a commit captured in a CUDA graph, the value must hold in every replay: use None
+            or the capacity.
+        num_bonus_tokens: number of tokens in ``cu_num_draft_tokens`` that are not drafts, per request, including padded
+            ones. It is 1 for engines that count logits, such as vLLM's ``cu_num_logits``.
         leading_zero: whether ``cu_num_draft_tokens`` begins with a 0 before the first request's count.
-        seq_lens: int32 ``[>= Q]``: length of each sequence with this step's tokens. Mode ``"stage"`` needs it.
-        block_tables: int32 ``[>= Q, pages]`` per group of layers: the tables that attention will read. Mode
-            ``"stage"`` needs them, and edits them and the slot mappings in place until the window is closed.
-        request_states: int32 or int64 ``[>= Q]``, or None: a number of each request that stays its own, below
-            ``max_num_requests``; negative in padded rows. With it mode ``"stage"`` need not copy a page to its shadow
-            page in every step. Then every window must have it, and
-            :meth:`~nwor_ops.DraftCommitManager.forget_shadow_pages` be called where it says.
+        seq_lens: int32 ``[>= Q]``: length of each sequence including this step's tokens. Required in mode ``"stage"``.
+        block_tables: int32 ``[>= Q, pages]`` per group of layers: the tables that attention will read. Required in mode
+            ``"stage"``, which edits them and the slot mappings in place until the window is closed.
+        request_states: int32 or int64 ``[>= Q]``, or None: a stable number of each request, below ``max_num_requests``;
+            negative for padded rows. With it, mode ``"stage"`` need not copy a page to its shadow page in every step.
+            If one window has it, every window must have it, and the engine must call
+            :meth:`~nwor_ops.DraftCommitManager.forget_shadow_pages` as described there.
+
+    Example:
+        >>> import torch
+        >>> window = nwor_ops.Window(  # requests of 1 + 2 and 1 + 0 tokens: two drafts
+        ...     query_start_loc=torch.tensor([0, 3, 4], dtype=torch.int32),
+        ...     cu_num_draft_tokens=torch.tensor([2, 2], dtype=torch.int32),
+        ...     slot_mappings={"default": torch.tensor([8, 9, 10, 3])},
+        ... )
+        >>> window.num_requests
+        2
     """
 
     query_start_loc: Tensor
@@ -52,29 +61,29 @@ class Window(NamedTuple):
 
     @property
     def num_requests(self) -> int:
-        """Q, padded requests included."""
+        """Number of requests Q, including padded ones."""
         return self.cu_num_draft_tokens.size(0) - self.leading_zero
 
 
 def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
-    """Numbers of the host, such as request states, as int64 there, without waiting for the device."""
+    """Copy host integers, such as request states, to the device as int64 without synchronizing."""
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class WindowBuffers:
-    """What the ops know of the open window. Allocated once.
+    """The buffers that ops derive from the open window. They are allocated once.
 
-    Attributes (T tokens, R log rows, G groups, Q requests: the capacities):
-        log_rows: int32 ``[T]``: log row of each token, -1 = not a draft.
-        row_slots: int64 ``[G, R]``: slot of each log row, -1 = none.
-        row_requests, row_positions: int32 ``[R]``: request, and place among its drafts, of each row.
+    Attributes (capacities: T tokens, R log rows, G groups, Q requests):
+        log_rows: int32 ``[T]``: log row of each token; -1 = not a draft.
+        row_slots: int64 ``[G, R]``: slot of each log row; -1 = none.
+        row_requests, row_positions: int32 ``[R]``: request of each row, and index among that request's drafts.
         row_rejected: bool ``[R]``: filled at commit.
         num_accepted: int32 ``[Q]``: filled at commit.
-        draft_start_loc: int32 ``[Q + 1]``: first log row of each request, then the number of drafts to the end.
-        draft_starts_of: its beginning for each number of requests: making a view in every step would cost the host more
-            than looking it up.
-        draft_starts: that of the open window, which ops take.
-        counters: int64 ``[len(COUNTERS)]``; its first element is also the number of the open window.
+        draft_start_loc: int32 ``[Q + 1]``: first log row of each request; the rest repeats the number of drafts.
+        draft_starts_of: views of the first elements of ``draft_start_loc``, one per number of requests. A lookup costs
+            the host less than a new view in every step.
+        draft_starts: the view for the open window, which the ops take.
+        counters: int64 ``[len(COUNTERS)]``. Its first element is also the number of the open window.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ def test_conjugate_and_zero_views_are_not_written():
     for plane, what in ((pages.conj(), "conjugate view"), (torch._efficientzerotensor(1, 4, 1, 2), "zero without")):
         with pytest.raises(ValueError, match=rf"^move_slots: caches\[0\] must not be a {what}"):
             ops.move_slots([plane], int64(0), int64(1))
-        with pytest.raises(ValueError, match=r"^plane_table: caches\[0\] must be a tensor of its own memory"):
+        with pytest.raises(ValueError, match=r"^plane_table: caches\[0\] must be a tensor with its own memory"):
             ops.plane_table([plane])
     assert torch.equal(pages, before)
 

@@ -245,7 +245,7 @@ def test_a_device_that_is_not_there():
         ("current_manager", lambda: current_manager("cuda")),
         ("DraftCommitManager", lambda: DraftCommitManager(**MANAGER | {"device": "cuda"})),
     ):
-        with pytest.raises(RuntimeError, match=rf"^{where}: device must be a device that is there, got 'cuda'"):
+        with pytest.raises(RuntimeError, match=rf"^{where}: device must be an available device, got 'cuda'"):
             call()
 
 

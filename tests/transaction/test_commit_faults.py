@@ -115,7 +115,7 @@ def test_cancel_of_half_a_commit(mode, end, launch):
         getattr(engine.manager, end)(*outcome_of(batch, end))
     with fail_at(0, lasting=True), pytest.raises(Lost):
         engine.manager.cancel()
-    with pytest.raises(RuntimeError, match=r"^commit: the window must not be one whose cancel\(\) has begun"):
+    with pytest.raises(RuntimeError, match=r"^commit: cancel\(\) has begun for the open window"):
         engine.manager.commit(*outcome_of(batch, "commit"))
     engine.manager.cancel()
     assert counts(engine) == counts(untroubled)

@@ -206,7 +206,9 @@ def test_a_window_whose_cancellation_has_begun_is_not_settled(judged: bool) -> N
             manager.settle(deferred, first.num_rejected)
     with fail_at(1, lasting=True), pytest.raises(Lost):
         manager.cancel_deferred(deferred)
-    with pytest.raises(RuntimeError, match=r"settle: .* whose cancel_deferred\(\) has begun; call that again"):
+    with pytest.raises(
+        RuntimeError, match=r"settle: cancel_deferred\(\) has begun for this window; call cancel_deferred\(\) again"
+    ):
         manager.settle(deferred, first.num_rejected)
     manager.cancel_deferred(deferred)
     layers.assert_as_expected()
@@ -232,7 +234,7 @@ def test_no_more_windows_than_the_log_has_room_for() -> None:
     layers = InFlight(["packed"], windows=2)
     first, second, third = layers.batches(FIRST, SECOND, THIRD)
     waiting = [layers.run(batch) for batch in (first, second)]
-    with pytest.raises(RuntimeError, match=r"at most 2 windows may wait for their verdict; call settle\(\), "):
+    with pytest.raises(RuntimeError, match=r"all 2 windows of the undo log are deferred; call settle\(\), "):
         layers.manager.begin(third.window)
     layers.manager.settle(waiting[0], first.num_rejected)
     last = layers.run(third)
@@ -279,7 +281,7 @@ def test_the_protocol_is_enforced() -> None:
         lambda: layers.manager.cancel_deferred(deferred),
         lambda: layers.manager.forget(deferred),
     ):
-        with pytest.raises(RuntimeError, match="that window does not wait for its verdict"):
+        with pytest.raises(RuntimeError, match="this window is not deferred"):
             call()
     with pytest.raises(TypeError, match=r"settle: deferred must be what defer\(\) returned, got 3"):
         layers.manager.settle(3, first.num_rejected)  # type: ignore[arg-type]
@@ -287,7 +289,7 @@ def test_the_protocol_is_enforced() -> None:
         lambda: layers.manager.commit(first.draft_token_ids, first.sampled_token_ids),
         lambda: layers.manager.commit_rejected(first.num_rejected),
     ):
-        with pytest.raises(RuntimeError, match="deferred and then settled"):
+        with pytest.raises(RuntimeError, match=r"call defer\(\), then settle\(\)"):
             commit()
 
 

@@ -441,7 +441,7 @@ def test_debug_mode_compares_the_slots(start, monkeypatch):
         rows = tuple(plane_rows[start:] for plane_rows in transactions.rows(name, batch.num_tokens))
         sentence = (
             rf"^(write|log): slot_mapping must have the slots of the window's slot_mappings\['{group}'\], got slot "
-            rf"{elsewhere[place]} for the draft at place {place - start}, which has another one there"
+            rf"{elsewhere[place]} for the draft at index {place - start}, which has another slot there"
         )
         with pytest.raises(ValueError, match=sentence):
             transactions.write(name, rows, elsewhere[start:], token_offset=start)

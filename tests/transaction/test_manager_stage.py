@@ -335,7 +335,7 @@ def test_pages_must_be_there():
     for requests, first, sentence in (
         (9, None, "18 shadow pages .*from page -"),
         (9, {"full": 15}, "18 shadow pages .*from page 15 on, it has 16 pages"),
-        (8, None, "pages for requests beside its 16 shadow pages .*, it has none"),
+        (8, None, "pages for requests in addition to its 16 shadow pages .*, it has none"),
     ):
         manager = DraftCommitManager(
             max_num_tokens=9, max_num_requests=requests, max_draft_tokens=9, device="cpu", mode="stage",
