@@ -1,5 +1,5 @@
-// Family accept: what its ops may be given, and what one row or one request of each comes to. The CPU kernels
-// loop over these functions and the CUDA kernels call them in each thread, so the two cannot drift apart.
+// Family accept: argument checks, and the work for one row or one request. The CPU kernels loop over these
+// functions, and the CUDA kernels call them in each thread, so both devices behave the same.
 #pragma once
 
 #include <string>
@@ -14,14 +14,14 @@ namespace nwor {
 
 // ---------------------------------------------------------------- counts of drafts
 
-// Where the drafts of each request begin in the batch, and after the last one where they end: an index
-// pointer, as plan_window writes it.
+// Index of each request's first draft in the batch, and then the number of drafts: an index pointer, as
+// plan_window writes it.
 struct DraftStarts {
     const int32_t* starts;
 
-    // Drafts of requests [0, request), that is the first log row of `request`.
+    // Number of drafts of requests [0, request): the first log row of `request`.
     NWOR_HOST_DEVICE int64_t before(int64_t request) const { return starts[request]; }
-    // Drafts of requests [0, request], that is the log row after the request's last.
+    // Number of drafts of requests [0, request]: the log row after the request's last one.
     NWOR_HOST_DEVICE int64_t until(int64_t request) const { return starts[request + 1]; }
 };
 
@@ -34,17 +34,17 @@ inline DraftStarts check_draft_starts(const Argument& starts, int64_t* num_reque
     return drafts_of;
 }
 
-// How many drafts the requests have by an engine's own counts, which plan_window takes: drafts up to and
-// including each request, and `num_bonus_tokens` more for each request.
+// The engine's draft counts, which plan_window takes: cumulative drafts including each request, plus
+// `num_bonus_tokens` per request.
 struct CumulativeDrafts {
     const int32_t* counts;
     int64_t num_bonus_tokens;
 
-    // Drafts of requests [0, request], that is the log row after the request's last.
+    // Number of drafts of requests [0, request]: the log row after the request's last one.
     NWOR_HOST_DEVICE int64_t until(int64_t request) const {
         return counts[request] - num_bonus_tokens * (request + 1);
     }
-    // Drafts of requests [0, request), that is the first log row of `request`.
+    // Number of drafts of requests [0, request): the first log row of `request`.
     NWOR_HOST_DEVICE int64_t before(int64_t request) const { return request == 0 ? 0 : until(request - 1); }
 };
 
@@ -60,7 +60,7 @@ inline CumulativeDrafts check_cumulative_drafts(const Argument& cu, int64_t num_
     return {counts + zeros, num_bonus_tokens};
 }
 
-// Order of the `counters` tensor; the names are COUNTERS of nwor_ops.
+// Order of the `counters` tensor. COUNTERS of nwor_ops has the names.
 enum Counter { kWindows, kDrafted, kAccepted, kRejected, kOverflowed, kNumCounters };
 
 inline int64_t* counters_view(const Argument& counters) {
@@ -141,7 +141,7 @@ inline PlanCall check_plan(const char* op, const Tensor& query_start_loc, const 
     return call;
 }
 
-// Whether and how request q breaks the window. Differences of 32-bit values are taken in 64.
+// Returns what is invalid about request q, if anything. Differences of 32-bit values are computed in 64 bits.
 NWOR_HOST_DEVICE inline Found problem_of_request(const PlanArguments& p, int64_t q) {
     const int64_t before = p.drafts_of.before(q), until = p.drafts_of.until(q);
     const int64_t begin = p.query_start_loc[q], end = p.query_start_loc[q + 1];
@@ -149,19 +149,19 @@ NWOR_HOST_DEVICE inline Found problem_of_request(const PlanArguments& p, int64_t
     if (drafts < 0) return {kDraftsDecrease, q, until, before};
     if (begin < 0 || end < begin) return {kQueriesDecrease, q, end, begin};
     if (drafts > end - begin) return {kMoreDraftsThanTokens, q, drafts, end - begin};
-    // A micro-batch cannot tell, from here, a draft of another one from a draft past the end.
+    // A micro-batch cannot distinguish a draft of another micro-batch from a draft past the end.
     if (drafts > 0 && p.whole_batch && end > p.num_tokens) return {kDraftPastTokens, q, end, p.num_tokens};
     if (until > p.num_rows && q == p.num_requests - 1) return {kMoreDraftsThanRows, q, until, p.num_rows};
     return {};
 }
 
-// Where the drafts of request q begin; past the last request, where those of the last end.
+// Index of the first draft of request q; after the last request, the number of drafts.
 NWOR_HOST_DEVICE inline int32_t draft_start(const PlanArguments& p, int64_t q) {
     return static_cast<int32_t>(p.drafts_of.before(least(q, p.num_requests)));
 }
 
-// Fills a log row, whose draft is one of request q's; of none where q is `num_requests`. Returns which of
-// this call's tokens the draft is, or less than 0.
+// Fills a log row with a draft of request q, or with none if q is `num_requests`. Returns the index of the
+// draft among the tokens of this call, or a negative value.
 NWOR_HOST_DEVICE inline int64_t plan_row(const PlanArguments& p, const int64_t* const* slot_mappings,
                                          int64_t row, int64_t q) {
     const bool is_draft = q < p.num_requests;
@@ -179,13 +179,13 @@ NWOR_HOST_DEVICE inline int64_t plan_row(const PlanArguments& p, const int64_t* 
 
 // ---------------------------------------------------------------- acceptance
 
-// Token ids of either width: drafts, which are contiguous, or sampled tokens. (As one view with strides, an
-// accepting kernel takes more registers.)
+// Token ids of either width: drafts, which are contiguous, or sampled tokens. (One view with strides for both
+// takes more registers in an accepting kernel.)
 struct TokensView {
     const void* data;
     bool is_int64;
-    int64_t length;                              // of drafts
-    int64_t columns, row_stride, column_stride;  // of sampled tokens
+    int64_t length;                              // number of drafts
+    int64_t columns, row_stride, column_stride;  // for sampled tokens
 
     NWOR_HOST_DEVICE int64_t operator[](int64_t i) const {
         return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
@@ -208,7 +208,7 @@ struct AcceptArguments {
     int64_t num_marks;
     int32_t* num_accepted;
     int64_t num_accepted_length;
-    int64_t* counters;  // null in the forms that return fresh tensors
+    int64_t* counters;  // null in the ops that return new tensors
 };
 
 inline AcceptArguments check_accept(const char* op, const Tensor& draft_start_loc) {
@@ -251,7 +251,7 @@ inline void check_num_rejected(AcceptArguments& a, const Tensor& num_rejected,
     r.same_device(draft_start_loc);
 }
 
-// `inputs` are what the outputs may not overlap.
+// The outputs must not overlap with `inputs`.
 inline void check_reject_outputs(AcceptArguments& a, const Tensor& row_rejected, const Tensor& num_accepted,
                                  const Tensor& counters, const std::vector<Argument>& inputs) {
     const Argument rows{a.op, "row_rejected", row_rejected}, accepted{a.op, "num_accepted", num_accepted},
@@ -278,7 +278,7 @@ inline AcceptArguments check_reject_rows(const char* op, const Tensor& draft_tok
     return a;
 }
 
-// `others` are further inputs of an op that also moves rows: blocks of one launch do both in any order.
+// `others` are further inputs of an op that also moves rows, since the blocks of its launch run in any order.
 inline AcceptArguments check_reject_counts(const char* op, const Tensor& num_rejected,
                                            const Tensor& draft_start_loc, const Tensor& row_rejected,
                                            const Tensor& num_accepted, const Tensor& counters,
@@ -298,7 +298,7 @@ inline AcceptArguments check_reject_rows_from_rejected(const char* op, const Ten
     return check_reject_counts(op, num_rejected, draft_start_loc, row_rejected, num_accepted, counters);
 }
 
-// Fresh results instead of a window's buffers.
+// Returns new tensors instead of writing to a window's buffers.
 struct MaskCall {
     AcceptArguments accept;
     Tensor accepted, num_accepted;
@@ -341,13 +341,13 @@ NWOR_HOST_DEVICE inline Found problem_of_request(const AcceptArguments& a, int64
     return {};
 }
 
-// How many of a request's drafts stay, where the counts say how many do not.
+// Number of accepted drafts of a request from its number of rejected ones.
 NWOR_HOST_DEVICE inline int64_t num_accepted_of(int64_t drafts, int64_t rejected) {
     if (rejected <= 0) return drafts;
     return rejected < drafts ? drafts - rejected : 0;
 }
 
-// How many of the first `drafts` drafts of a request were accepted, counted up to the first that was not.
+// Number of accepted drafts among the first `drafts` of a request, up to the first one that was rejected.
 NWOR_HOST_DEVICE inline int64_t leading_matches(const AcceptArguments& a, int64_t request, int64_t first_row,
                                                 int64_t drafts) {
     drafts = least(least(drafts, a.sampled.columns), a.drafts.length - first_row);
@@ -360,11 +360,11 @@ NWOR_HOST_DEVICE inline int64_t leading_matches(const AcceptArguments& a, int64_
     return j;
 }
 
-// How many drafts of a request were accepted, looking no further than its first `most_looked_at`.
+// Number of accepted drafts of a request. Looks only at its first `most_looked_at` drafts.
 NWOR_HOST_DEVICE inline int64_t count_accepted(const AcceptArguments& a, int64_t request,
                                                int64_t most_looked_at = INT32_MAX) {
     const int64_t first_row = a.drafts_of.before(request);
-    // A device cannot refuse an index pointer that lies; it must not follow it past the rows either.
+    // A device cannot refuse an invalid index pointer, but it must not follow it past the rows.
     const int64_t until = least(a.drafts_of.until(request), a.num_marks);
     const int64_t drafts = first_row < 0 ? 0 : most(until - first_row, 0);
     if (a.num_rejected == nullptr)

@@ -1,5 +1,5 @@
-// Family shadow: what its ops may be given, and what one request of a window comes to. The CPU kernels loop
-// over these functions and the CUDA kernels call them in each thread, so the two cannot drift apart.
+// Family shadow: argument checks, and the work for one request of a window. The CPU kernels loop over these
+// functions, and the CUDA kernels call them in each thread, so both devices behave the same.
 #pragma once
 
 #include "accept.h"
@@ -8,7 +8,7 @@
 
 namespace nwor {
 
-// A launch's parameters are 4 KB in all.
+// The parameters of a launch are limited to 4 KB.
 constexpr int64_t kMostWindowGroups = 16;
 
 struct GroupTables {
@@ -17,11 +17,11 @@ struct GroupTables {
     int64_t row_stride, columns;
 };
 
-// What both ops are given, by value. Every index is checked where it is used: a kernel may be replayed with
+// Arguments of both ops, by value. Every index is checked before use, because a kernel may be replayed with
 // any data.
 struct WindowArguments {
     const char* op;
-    bool redirects;  // slot mappings and block tables are given
+    bool redirects;  // whether slot mappings and block tables are given
     int64_t num_groups, num_requests, num_tokens, num_rows;
     int64_t num_blocks, block_size;
     const int32_t* query_start_loc;
@@ -29,7 +29,7 @@ struct WindowArguments {
     const int32_t* seq_lens;          // open
     const int64_t* row_slots;         // open: [G, R]
     const bool* row_rejected;         // close: [R]
-    const int32_t* num_rejected;      // close: [Q], or null: in place of row_rejected
+    const int32_t* num_rejected;      // close: [Q], or null: replaces row_rejected
     const int32_t* shadow_blocks;     // [G, S, P]
     int64_t num_states, num_shadows;  // S, P
     Ids idx_mapping;                  // without data: request q has state q
@@ -48,31 +48,32 @@ struct WindowArguments {
     }
 };
 
-// The redirected tokens of one request in one group: those of this step from the start of its tail page on.
+// The redirected tokens of one request in one group: the tokens of this step from the start of its tail page
+// on.
 struct Redirect {
-    int64_t state;          // less than 0: nothing is redirected
-    int64_t first_token;    // its number in the batch
-    int64_t given, drafts;  // tokens that are no drafts, and drafts
+    int64_t state;          // negative: nothing is redirected
+    int64_t first_token;    // index in the batch
+    int64_t given, drafts;  // number of other tokens, and of drafts
     int64_t without_slot;   // drafts at the end, past the longest sequence: they need no page
-    int64_t first_row;      // of the first draft
-    int64_t first_offset;   // place of the first token in the tail page
-    int64_t tail_page;      // in the sequence
+    int64_t first_row;      // log row of the first draft
+    int64_t first_offset;   // offset of the first token in the tail page
+    int64_t tail_page;      // index in the sequence
     int64_t first_shadow;   // tail_page % P
-    int64_t tail_block;     // the real page
-    int64_t held;           // rows of the tail page that the shadow page has already
-    int64_t accepted;       // drafts that stay, by num_rejected
+    int64_t tail_block;     // the request's own page
+    int64_t held;           // rows of the tail page that the shadow page holds already
+    int64_t accepted;       // accepted drafts, by num_rejected
 
     NWOR_HOST_DEVICE bool any() const { return state >= 0; }
     NWOR_HOST_DEVICE int64_t tokens() const { return given + drafts; }
 };
 
-// A token of a redirected request: its page, counted from the tail page, its place in it, and its shadow
-// page.
+// A token of a redirected request: its page, counted from the tail page, its offset in the page, and its
+// shadow page.
 struct RedirectedPlace {
     int64_t page, offset, shadow;
 };
 
-// By subtraction: a window spans a few pages, and a GPU divides slowly.
+// Subtracts in a loop: a window spans a few pages, and division is slow on a GPU.
 NWOR_HOST_DEVICE inline RedirectedPlace place_of(const WindowArguments& a, const Redirect& r, int64_t token) {
     RedirectedPlace place{0, r.first_offset + token, r.first_shadow};
     while (place.offset >= a.block_size) {
@@ -83,7 +84,7 @@ NWOR_HOST_DEVICE inline RedirectedPlace place_of(const WindowArguments& a, const
     return place;
 }
 
-// What open and close find alike. `found` tells what is wrong with a request that has drafts.
+// The common part of open and close. `found` receives what is invalid about a request that has drafts.
 NWOR_HOST_DEVICE inline Redirect drafts_of_request(const WindowArguments& a, int64_t request, Found* found) {
     Redirect r{};
     r.state = -1;
@@ -106,7 +107,7 @@ NWOR_HOST_DEVICE inline Redirect drafts_of_request(const WindowArguments& a, int
     return r;
 }
 
-// From the drafts alone to all redirected tokens, given where the first draft lies.
+// Extends a redirect from the drafts to all redirected tokens, given the place of the first draft.
 NWOR_HOST_DEVICE inline void set_tail(const WindowArguments& a, Redirect& r, int64_t tail_page,
                                       int64_t draft_offset) {
     r.tail_page = tail_page;
@@ -116,7 +117,7 @@ NWOR_HOST_DEVICE inline void set_tail(const WindowArguments& a, Redirect& r, int
     r.first_offset = draft_offset - r.given;
 }
 
-// What is wrong with the pages of a request, if anything.
+// Returns what is invalid about the pages of a request, if anything.
 NWOR_HOST_DEVICE inline Found problem_of_pages(const WindowArguments& a, int64_t group, int64_t request,
                                                const Redirect& r) {
     const int64_t pages = quotient(r.first_offset + r.tokens() - r.without_slot - 1, a.block_size) + 1;
@@ -131,7 +132,8 @@ NWOR_HOST_DEVICE inline Found problem_of_pages(const WindowArguments& a, int64_t
     return {};
 }
 
-// What open_window redirects. Reads nothing that the same launch writes, so every thread finds the same.
+// Computes what open_window redirects. It reads nothing that the same launch writes, so every thread gets the
+// same result.
 NWOR_HOST_DEVICE inline Redirect redirect_at_open(const WindowArguments& a, int64_t group, int64_t request,
                                                   Found* found) {
     Redirect r = drafts_of_request(a, request, found);
@@ -169,21 +171,21 @@ NWOR_HOST_DEVICE inline Redirect redirect_at_open(const WindowArguments& a, int6
     return r;
 }
 
-// The own slot of a token that was redirected, else less than 0.
+// The original slot of a redirected token; negative if the token was not redirected.
 NWOR_HOST_DEVICE inline int64_t saved_slot(const WindowArguments& a, int64_t group, const Redirect& r,
                                            int64_t token) {
     const int64_t slot = a.saved_slots[group * a.saved_stride + r.first_token + token];
     return slot < a.num_blocks * a.block_size ? slot : -1;
 }
 
-// What open_window has redirected.
+// Computes what open_window has redirected.
 NWOR_HOST_DEVICE inline Redirect redirect_at_close(const WindowArguments& a, int64_t group, int64_t request,
                                                    Found* found) {
     Redirect r = drafts_of_request(a, request, found);
     if (!r.any()) return r;
     if (a.num_rejected != nullptr) r.accepted = num_accepted_of(r.drafts, a.num_rejected[request]);
     const int64_t tail_page = a.tail_pages[group * a.tail_stride + request];
-    const int64_t slot = saved_slot(a, group, r, 0);  // of the first draft: set_tail comes later
+    const int64_t slot = saved_slot(a, group, r, 0);  // slot of the first draft; set_tail comes later
     if (tail_page < 0 || slot < 0) {
         r.state = -1;
         return r;
@@ -205,22 +207,22 @@ NWOR_HOST_DEVICE inline int64_t shadow_slot(const WindowArguments& a, int64_t gr
     return block * a.block_size + place.offset;
 }
 
-// What is wrong with the slot of a token that is to be redirected, if anything.
+// Returns what is invalid about the slot of a token to redirect, if anything.
 NWOR_HOST_DEVICE inline Found problem_of_token(const WindowArguments& a, int64_t group, int64_t request,
                                                const Redirect& r, int64_t token) {
     const int64_t slot = a.groups[group].slot_mapping[r.first_token + token];
     if (slot < 0) return {};
     if (slot >= a.num_blocks * a.block_size) return {kWindowSlot, request, slot, a.num_blocks * a.block_size};
     const RedirectedPlace place = place_of(a, r, token);
-    // Pages were counted without the drafts that have no slot in row_slots.
+    // Drafts without a slot in row_slots were not counted for the pages.
     if (token >= r.tokens() - r.without_slot ||
         slot - quotient(slot, a.block_size) * a.block_size != place.offset)
         return {kWindowPosition, request, slot, (r.tail_page + place.page) * a.block_size + place.offset};
     return {};
 }
 
-// Redirects the slot of one token and its page, and saves what was there. Only its own thread touches the
-// token; all tokens of a page write the same entry.
+// Redirects the slot of one token and its page, and saves the old slot. Only one thread handles a token. All
+// tokens of a page write the same table entry.
 NWOR_HOST_DEVICE inline Found redirect_token(const WindowArguments& a, int64_t group, int64_t request,
                                              const Redirect& r, int64_t token) {
     const GroupTables& tables = a.groups[group];
@@ -237,7 +239,7 @@ NWOR_HOST_DEVICE inline Found redirect_token(const WindowArguments& a, int64_t g
     return {};
 }
 
-// What is wrong with the slot that was saved for a token, if anything.
+// Returns what is invalid about the saved slot of a token, if anything.
 NWOR_HOST_DEVICE inline Found problem_of_saved(const WindowArguments& a, int64_t group, int64_t request,
                                                const Redirect& r, int64_t token) {
     const int64_t slot = a.saved_slots[group * a.saved_stride + r.first_token + token];
@@ -245,7 +247,7 @@ NWOR_HOST_DEVICE inline Found problem_of_saved(const WindowArguments& a, int64_t
     return slot < limit ? Found{} : Found{kWindowSlot, request, slot, limit};
 }
 
-// Puts back what redirect_token changed.
+// Restores what redirect_token changed.
 NWOR_HOST_DEVICE inline void put_back_token(const WindowArguments& a, int64_t group, int64_t request,
                                             const Redirect& r, int64_t token) {
     const GroupTables& tables = a.groups[group];
@@ -256,7 +258,7 @@ NWOR_HOST_DEVICE inline void put_back_token(const WindowArguments& a, int64_t gr
         static_cast<int32_t>(quotient(slot, a.block_size));
 }
 
-// What a request needs once, at open: which page its tail is, and that a state without drafts holds nothing.
+// Per-request work of open: stores the tail page, and clears the held slots of a state without drafts.
 NWOR_HOST_DEVICE inline void open_request(const WindowArguments& a, int64_t group, int64_t request,
                                           const Redirect& r) {
     a.tail_pages[group * a.tail_stride + request] = r.any() ? static_cast<int32_t>(r.tail_page) : -1;
@@ -272,8 +274,8 @@ NWOR_HOST_DEVICE inline bool kept(const WindowArguments& a, const Redirect& r, i
     return a.num_rejected != nullptr ? draft < r.accepted : !a.row_rejected[r.first_row + draft];
 }
 
-// The same at close: what the shadow pages hold from now on. Rows are alike up to the first that was not
-// kept.
+// Per-request work of close: stores which rows the shadow pages hold now. They hold the rows up to the first
+// one that was not kept.
 NWOR_HOST_DEVICE inline void close_request(const WindowArguments& a, int64_t group, int64_t request,
                                            const Redirect& r) {
     const int64_t state = a.state_of(request);
@@ -291,7 +293,7 @@ NWOR_HOST_DEVICE inline void close_request(const WindowArguments& a, int64_t gro
     }
 }
 
-// The tables of each group, or none of any.
+// The tables of all groups, or no table.
 inline void check_tables(WindowArguments& a, const std::vector<Tensor>& slot_mappings,
                          const std::vector<Tensor>& block_tables, const Argument& saved, const Tensor& like) {
     a.redirects = !slot_mappings.empty();
@@ -346,7 +348,7 @@ inline void check_planes_per_group(WindowArguments& a, int64_t num_planes,
         fail(a.op, "planes_per_group must add up to the ", num_planes, " planes, got ", planes);
 }
 
-// What the three ops have in common.
+// Common arguments of the three ops.
 struct WindowTensors {
     const std::vector<Tensor>& caches;
     const std::vector<int64_t>& planes_per_group;
@@ -363,7 +365,7 @@ struct WindowCall {
     Planes planes;
     std::vector<int64_t> planes_per_group;
     PageOffsets page_offsets;
-    AcceptArguments accept;  // of kJudgeAndClose
+    AcceptArguments accept;  // for kJudgeAndClose
 };
 
 inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensors& t) {

@@ -1,5 +1,5 @@
-// Family staging: what the ops of a staging buffer may be given, and what one row comes to. The CPU kernels
-// loop over these functions and the CUDA kernels call them in each thread, so the two cannot drift apart.
+// Family staging: argument checks of the ops, and the work for one row. The CPU kernels loop over these
+// functions, and the CUDA kernels call them in each thread, so both devices behave the same.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@ struct StageArguments {
     const char* op;
     int64_t num_tokens, num_rows;
     const int32_t* stage_rows;
-    // Of key and value.
-    CacheView shapes[2];  // heads, width and element size of a row; the rest is not used
+    // Index 0 is the key, index 1 the value.
+    CacheView shapes[2];  // only heads, width and element size of a row are used
     RowsView sources[2], staged[2];
     RowWindows row_windows;
 };
@@ -107,7 +107,7 @@ inline WriteArguments check_commit(const char* op, const Tensor& staged_key, con
     return w;
 }
 
-// Order of the `counters` tensor of accept_staged; the names are STAGE_COUNTERS of nwor_ops.
+// Order of the `counters` tensor of accept_staged. STAGE_COUNTERS of nwor_ops has the names.
 enum StageCounter {
     kStageWindows,
     kStageStaged,
@@ -127,7 +127,7 @@ struct AcceptStagedArguments {
     bool* row_committed;
     int64_t* counters;
 
-    // How many layers have staged a row in this window.
+    // Number of layers that have staged a row in this window.
     NWOR_HOST_DEVICE int64_t layers_of(int64_t row, int64_t window) const {
         int64_t layers = 0;
         for (int64_t layer = 0; layer < num_layers; ++layer)
@@ -177,7 +177,7 @@ struct MoveArguments {
     PageOffsets page_offsets;
 };
 
-// A plane that is given twice would be moved twice.
+// A plane given twice would be moved twice.
 inline void check_distinct(const char* op, const Planes& planes) {
     std::vector<char*> starts = planes.data;
     std::sort(starts.begin(), starts.end());

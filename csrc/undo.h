@@ -1,5 +1,5 @@
-// Family undo: what its ops may be given, and which rows of its log they restore. The CPU kernels loop over
-// these functions and the CUDA kernels call them in each thread, so the two cannot drift apart.
+// Family undo: argument checks, and which log rows are restored. The CPU kernels loop over these functions,
+// and the CUDA kernels call them in each thread, so both devices behave the same.
 #pragma once
 
 #include "accept.h"
@@ -96,12 +96,12 @@ inline LogArguments check_log_slots(const char* op, const Tensor& cache, const T
 
 struct RestoreArguments {
     const char* op;
-    int64_t num_rows;  // that are looked at; the log may have more
+    int64_t num_rows;  // number of rows to look at; the log may have more
     int64_t windows_layer_stride;
     const int64_t* row_slots;
     const bool* row_rejected;
-    Planes planes;  // of the layers
-    RowsView log;   // layer 0
+    Planes planes;  // one plane per layer
+    RowsView log;   // log of layer 0
     int64_t log_layer_stride;
     PageOffsets page_offsets;
     RowWindows row_windows;
@@ -148,7 +148,7 @@ inline RestoreArguments check_restore(const char* op, const std::vector<Tensor>&
     return r;
 }
 
-// An op that judges first, in the launch that restores.
+// An op that determines the outcome of drafts in the same launch, before it restores.
 struct RestoreCall {
     RestoreArguments restore;
     AcceptArguments accept;

@@ -1,4 +1,4 @@
-// One argument of an op, with the words of a complaint about it.
+// One argument of an op, and the error messages about it.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace nwor {
 
-// Python sees std::invalid_argument as ValueError and std::out_of_range as IndexError; the functions of
-// nwor_ops/ops turn a complaint that says "must have dtype" or "must be on device" into a TypeError.
+// Python sees std::invalid_argument as ValueError and std::out_of_range as IndexError. The functions of
+// nwor_ops/ops turn a message with "must have dtype" or "must be on device" into a TypeError.
 template <class Error = std::invalid_argument, class... Parts>
 [[noreturn]] inline void fail(const char* op, const Parts&... parts) {
     std::ostringstream text;
@@ -65,7 +65,7 @@ inline std::string describe(const Tensor& tensor) {
     return text.str();
 }
 
-// An argument with the names that a complaint needs.
+// An argument and the names for its error messages.
 struct Argument {
     const char* op;
     const char* name;
@@ -102,7 +102,7 @@ struct Argument {
     }
 };
 
-// Sizes and counts that the host gives. Two of them multiply within 64 bits.
+// Sizes and counts given by the host. The product of two of them fits 64 bits.
 inline void check_below_2_31(const char* op, const char* name, int64_t value) {
     if (value > INT32_MAX) fail(op, name, " must be below 2^31, got ", value);
 }
@@ -115,7 +115,7 @@ inline void check_not_negative(const char* op, const char* name, int64_t value) 
     check_below_2_31(op, name, value);
 }
 
-// An id that goes to an int32 tensor.
+// An id that is written to an int32 tensor.
 inline void check_id(const char* op, const char* name, int64_t id) {
     if (id != within_32_bits(id)) fail(op, name, " must fit 32 bits, got ", id);
 }

@@ -1,5 +1,5 @@
-// float32 -> 8-bit float, round to nearest even, saturating: the bytes that CUDA's
-// __nv_cvt_float_to_fp8(x, __NV_SATFINITE, ...) gives. Infinity saturates, every NaN becomes 0x7f.
+// Converts float32 to an 8-bit float: round to nearest even, saturating. The bytes are those of CUDA's
+// __nv_cvt_float_to_fp8(x, __NV_SATFINITE, ...). Infinity saturates, and every NaN becomes 0x7f.
 #pragma once
 
 #include <cstdint>
@@ -16,18 +16,18 @@ inline uint8_t float_to_fp8(float x) {
     const uint32_t magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return 0x7f;
 
-    // Below the smallest normal number the spacing is constant: shift the significand so far right that
-    // one unit in the last place is the smallest subnormal. `exponent` is that of the result.
+    // Below the smallest normal number the spacing is constant. Shift the significand right until one unit in
+    // the last place is the smallest subnormal. `exponent` is that of the result.
     const int exponent = static_cast<int>(magnitude >> 23) - 127 + kBias;
     const uint32_t significand = (magnitude & 0x7fffffu) | 0x800000u;
     int shift = 23 - kMantissaBits;
     if (exponent < 1) shift += 1 - exponent;
-    if (shift > 25) return sign;  // less than half of the smallest subnormal; float32 subnormals too
+    if (shift > 25) return sign;  // less than half of the smallest subnormal; includes float32 subnormals
     uint32_t kept = significand >> shift;
     const uint32_t rest = significand & ((1u << shift) - 1), half = 1u << (shift - 1);
     if (rest > half || (rest == half && (kept & 1))) ++kept;
-    // `kept` holds the implicit leading one of a normal number, worth one exponent step; a carry out of
-    // the mantissa adds the next one by itself.
+    // `kept` holds the implicit leading one of a normal number, worth one exponent step. A carry out of the
+    // mantissa adds the next step by itself.
     const int64_t code = exponent < 1 ? kept : (static_cast<int64_t>(exponent - 1) << kMantissaBits) + kept;
     return sign | static_cast<uint8_t>(code > kLargest ? kLargest : code);
 }

@@ -1,5 +1,5 @@
-// The noise of gumbel_sample, once for both devices and the same to the bit on both: an integer hash, then
-// arithmetic that IEEE 754 fixes (no library logarithm, no contraction to fused multiply-adds).
+// The noise of gumbel_sample, bit-identical on both devices. It is an integer hash, followed by arithmetic
+// that IEEE 754 defines exactly (no library logarithm, no contraction to fused multiply-adds).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace nwor {
 
-// ---------------------------------------------------------------- arithmetic that is not contracted
+// ---------------------------------------------------------------- arithmetic without contraction
 
 #ifdef __CUDA_ARCH__
 __device__ inline double exact_add(double a, double b) {
@@ -64,8 +64,8 @@ inline uint32_t bits_of(float x) {
 }
 #endif
 
-// ln x of a normal x > 0, to about 1e-15 of its size near 1 too: x = 2^k m with m in [sqrt(1/2), sqrt(2)),
-// and ln m = 2 atanh((m - 1) / (m + 1)).
+// ln x of a normal x > 0, with a relative error of about 1e-15, also near 1. x = 2^k m with m in [sqrt(1/2),
+// sqrt(2)), and ln m = 2 atanh((m - 1) / (m + 1)).
 NWOR_HOST_DEVICE inline double natural_log(double x) {
     const uint64_t bits = bits_of(x);
     int64_t k = static_cast<int64_t>(bits >> 52) - 1023;
@@ -77,7 +77,7 @@ NWOR_HOST_DEVICE inline double natural_log(double x) {
     const double f = exact_add(m, -1.0);
     const double s = exact_divide(f, exact_add(f, 2.0));
     const double z = exact_multiply(s, s);
-    double sum = 1.0 / 21.0;  // z^10; what is left out is below 2e-17
+    double sum = 1.0 / 21.0;  // z^10; the omitted terms are below 2e-17
     for (int i = 19; i >= 1; i -= 2) sum = exact_add(exact_multiply(sum, z), 1.0 / i);
     return exact_add(exact_multiply(static_cast<double>(k), 0.69314718055994531),
                      exact_multiply(exact_multiply(2.0, s), sum));
@@ -85,14 +85,14 @@ NWOR_HOST_DEVICE inline double natural_log(double x) {
 
 // ---------------------------------------------------------------- the hash
 
-// Steele, Lea and Flood's SplitMix64: the output function.
+// The output function of SplitMix64 (Steele, Lea and Flood).
 NWOR_HOST_DEVICE inline uint64_t mix64(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
     return x ^ (x >> 31);
 }
 
-// A counter-based hash of 32 bits, keyed by 64: two rounds of multiply and shift.
+// A counter-based hash of 32 bits with a key of 64 bits: two rounds of multiply and shift.
 NWOR_HOST_DEVICE inline uint32_t hash32(uint32_t key, uint32_t other_key, uint32_t counter) {
     uint32_t x = counter * 0x9E3779B9u + key;
     x = x ^ (x >> 16) ^ other_key;
@@ -116,8 +116,8 @@ NWOR_HOST_DEVICE inline NoiseKey noise_key(int64_t seed, int64_t position, int64
             static_cast<uint32_t>(y >> 32)};
 }
 
-// The first 16 bits of the noise of tokens 2 * pair (low half) and 2 * pair + 1 (high half). They decide for
-// nearly every token that it cannot win, at half a hash each.
+// The first 16 bits of the noise of tokens 2 * pair (low half) and 2 * pair + 1 (high half). For nearly every
+// token they suffice to show that it cannot win, at the cost of half a hash.
 NWOR_HOST_DEVICE inline uint32_t coarse_noise_of_pair(const NoiseKey& key, uint32_t pair) {
     return hash32(key.high, key.high_too, pair);
 }
@@ -129,14 +129,14 @@ NWOR_HOST_DEVICE inline uint32_t coarse_noise(const NoiseKey& key, uint32_t toke
 
 // ---------------------------------------------------------------- from bits to noise
 
-// Gumbel noise -ln(-ln(1 - u)) for u = (48 random bits + 1/2) / 2^48. It falls as the bits grow, so the large
-// values, which decide, have the resolution of small u. Between -3.53 and 33.98.
+// Gumbel noise -ln(-ln(1 - u)) for u = (48 random bits + 1/2) / 2^48. It decreases with the bits, so the
+// large values, which decide, have the resolution of small u. The range is -3.53 to 33.98.
 NWOR_HOST_DEVICE inline double gumbel_of_bits(uint64_t bits48) {
     const double u = exact_multiply(exact_add(static_cast<double>(bits48), 0.5), 1.0 / 281474976710656.0);
     return -natural_log(-natural_log(exact_add(1.0, -u)));
 }
 
-// What a token is compared by.
+// The value by which tokens are compared.
 NWOR_HOST_DEVICE inline float noisy_score(const NoiseKey& key, uint32_t token, float logit,
                                           float temperature) {
     const uint64_t bits =
@@ -145,7 +145,7 @@ NWOR_HOST_DEVICE inline float noisy_score(const NoiseKey& key, uint32_t token, f
     return static_cast<float>(exact_add(scaled, gumbel_of_bits(bits)));
 }
 
-// Below the smallest normal number a temperature is 0: its reciprocal must be finite.
+// A temperature below the smallest normal number counts as 0, because its reciprocal must be finite.
 NWOR_HOST_DEVICE inline bool draws_noise(float temperature) {
     return temperature >= 1.17549435e-38f;
 }

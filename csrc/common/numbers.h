@@ -1,4 +1,4 @@
-// What host and device compute alike.
+// Arithmetic shared by host and device.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ NWOR_HOST_DEVICE inline int64_t least(int64_t a, int64_t b) {
 NWOR_HOST_DEVICE inline int64_t most(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
-// a + b or `limit`, whichever is less, for b and limit >= 0: a + b itself may not fit 64 bits.
+// The smaller one of a + b and `limit`, for b and limit >= 0. The sum itself may not fit 64 bits.
 NWOR_HOST_DEVICE inline int64_t sum_up_to(int64_t limit, int64_t a, int64_t b) {
     return a > limit - b ? limit : a + b;
 }
@@ -25,7 +25,7 @@ NWOR_HOST_DEVICE inline int64_t sum_up_to(int64_t limit, int64_t a, int64_t b) {
 NWOR_HOST_DEVICE inline int64_t within_32_bits(int64_t value) {
     return least(most(value, INT32_MIN), INT32_MAX);
 }
-// n / d of two numbers that fit 32 bits: 64 take a GPU four times as long.
+// n / d of two numbers that fit 32 bits. A 64-bit division takes a GPU four times as long.
 NWOR_HOST_DEVICE inline int64_t quotient(int64_t n, int64_t d) {
     return static_cast<uint32_t>(n) / static_cast<uint32_t>(d);
 }

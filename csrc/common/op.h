@@ -1,4 +1,4 @@
-// How a family's ops are registered: once, for every device.
+// Registers the ops of a family, once for every device.
 #pragma once
 
 #include <vector>
@@ -16,9 +16,9 @@ const Tensor& first_of(const std::vector<Tensor>& tensors, const Others&...) {
     return tensors[0];
 }
 
-// What an op does: `check` makes arguments of its parameters, which are those of the schema behind the op's
-// name, and `run(arguments, device)` of the file that registers the op takes them. `Device` is a type of that
-// file, so that the call finds this `run` and not another device's.
+// An op consists of `check` and `run`. The parameters of `check` are those of the op's schema. It returns the
+// arguments for `run(arguments, device)`, a function of the file that registers the op. `Device` is a type of
+// that file, so the call finds this `run` and not one of another device.
 template <class Device, const char* op, auto check>
 struct Op;
 

@@ -1,4 +1,4 @@
-// Which bytes a tensor spans, and whether two tensors share any.
+// The bytes that a tensor spans, and whether two tensors share any.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@ struct Range {
     const char* end;
 };
 
-// The bytes between the first and the last element of a strided view. Strides of torch views are never
-// negative, so the first element has the lowest address.
+// The bytes from the first to the last element of a strided view. Strides of torch views are never negative,
+// so the first element has the lowest address.
 inline Range range_of(const Tensor& tensor) {
     const char* begin = static_cast<const char*>(tensor.data_ptr());
     if (tensor.numel() == 0) return {begin, begin};
@@ -27,10 +27,11 @@ inline Range range_of(const Tensor& tensor) {
     return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size())};
 }
 
-// Whether two strided views share a byte. Key and value packed in one row, or in one page, span the same
-// range of addresses and share none. Exact: a byte is shared where the distance of the two starts is a sum of
-// the views' strides, so the search goes through the strides from the largest down and keeps to the multiples
-// that the smaller ones can still make good. For views of nested dimensions that is one or two each.
+// Finds whether two strided views share a byte. Key and value packed in one row, or in one page, span the
+// same addresses but share no byte. The result is exact. Two views share a byte if the distance of their
+// starts is a sum of multiples of their strides. The search goes through the strides from the largest to the
+// smallest. It tries only multiples whose remainder the smaller strides can still cover. For views of nested
+// dimensions these are one or two per stride.
 class SharedBytes {
   public:
     SharedBytes(const Tensor& a, const Tensor& b)
@@ -84,7 +85,7 @@ class SharedBytes {
         return false;
     }
 
-    // Strides so tangled that this does not settle it count as shared.
+    // Views that need more steps than this count as overlapping.
     static constexpr int kMostVisited = 4096;
     static constexpr int kMostDimensions = 5;  // of any argument that is checked
     int64_t size_a_, size_b_;
@@ -92,10 +93,10 @@ class SharedBytes {
     size_t num_terms_ = 0;
     std::array<Term, 2 * kMostDimensions> terms_;
     std::array<int64_t, 2 * kMostDimensions + 1> least_,
-        most_;  // what the terms from i on can add up to, within an element
+        most_;  // range of the sum of the terms from i on, within an element
 };
 
-// An argument and where it lies, for one that is compared with several others.
+// An argument and its address range, for comparison with several others.
 struct Placed {
     const char* name;
     const Tensor& tensor;
@@ -112,7 +113,8 @@ inline void must_not_overlap(const char* op, const Placed& a, const Placed& b) {
         fail(op, a.name, " and ", b.name, " must not share memory");
 }
 
-// All on the device of the first; no output shares memory with an input or another output.
+// Checks that all are on the device of the first, and that no output shares memory with an input or another
+// output.
 template <class Inputs = std::initializer_list<Argument>, class Outputs = std::initializer_list<Argument>>
 void check_placement(const char* op, const Inputs& inputs, const Outputs& outputs) {
     std::vector<Placed> placed;  // inputs, then outputs
@@ -127,7 +129,7 @@ void check_placement(const char* op, const Inputs& inputs, const Outputs& output
         for (size_t j = 0; j < i; ++j) must_not_overlap(op, placed[i], placed[j]);
 }
 
-// Whether a result goes exactly where its source lies.
+// Returns whether a result has exactly the memory of its source.
 inline bool same_view(const Tensor& a, const Tensor& b) {
     if (a.data_ptr() != b.data_ptr() || a.dim() != b.dim()) return false;
     for (int64_t i = 0; i < a.dim(); ++i)

@@ -28,8 +28,8 @@ inline PageOffsets check_page_offsets(const char* op, const std::optional<Tensor
             storage_bytes / static_cast<int64_t>(cache.element_size()) - cache.storage_offset()};
 }
 
-// Which device, dtype, shape and strides a plane has. An engine passes all its layers in every step, so that
-// each costs a few calls of torch's, not one for every number.
+// Device, dtype, shape and strides of a plane. An engine passes all its layers in every step. Reading them
+// once per plane needs only a few calls to torch.
 struct Geometry {
     ScalarType dtype;
     bool on_cpu, on_cuda;
@@ -54,9 +54,9 @@ struct Geometry {
 
 // Planes of one geometry.
 struct Planes {
-    CacheView view;           // of the first; the others differ in `data` alone
-    int64_t bytes;            // from the first element of a plane to its last
-    std::vector<char*> data;  // where each begins
+    CacheView view;           // view of the first plane; the others differ only in `data`
+    int64_t bytes;            // from the first to the last element of a plane
+    std::vector<char*> data;  // start of each plane
 
     int64_t count() const { return static_cast<int64_t>(data.size()); }
     CacheView plane(int64_t i) const {
@@ -66,9 +66,9 @@ struct Planes {
     }
 };
 
-// A row of a plane table: where a plane begins, and how many bytes there are from there to the end of its
-// storage. An engine that passes all its layers in every step spends more on looking at them than on the rest
-// of the call; with a table, `caches` is the first one alone.
+// A row of a plane table: the address of a plane, and the number of bytes from there to the end of its
+// storage. For an engine that passes all its layers in every step, checking them costs more than the rest of
+// the call. With a table, `caches` holds only the first plane.
 struct PlaneRow {
     int64_t address, room;
 };
@@ -81,7 +81,7 @@ inline void check_plane_table(const char* op, const std::vector<Tensor>& caches,
                               Planes* planes) {
     const Argument table{op, "plane_table", plane_table};
     if (caches.size() != 1)
-        fail(op, "caches must hold the first plane alone where there is a plane_table, got ", caches.size());
+        fail(op, "caches must hold only the first plane if plane_table is given, got ", caches.size());
     table.dtype(ScalarType::Long);
     if (plane_table.dim() != 2 || plane_table.size(0) < 1 || plane_table.size(1) != 2)
         table.must_be("[>= 1 planes, 2], as nwor_ops.plane_table makes it");
@@ -129,7 +129,7 @@ inline Planes check_planes(const char* op, const std::vector<Tensor>& caches,
     return planes;
 }
 
-// One table serves all planes, so the one with the least storage after its start decides.
+// One offset table serves all planes, so the plane with the least storage after its start sets the limit.
 inline PageOffsets check_page_offsets(const char* op, const std::optional<Tensor>& page_offsets,
                                       const std::vector<Tensor>& caches,
                                       const std::optional<Tensor>& plane_table = std::nullopt) {

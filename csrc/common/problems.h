@@ -1,5 +1,5 @@
-// What data may get wrong, with one wording each. The CPU kernels ask before they write and raise it; a CUDA
-// kernel leaves it in a record, which debug mode raises.
+// Invalid data, with one message per case. The CPU kernels check before they write, and raise. A CUDA kernel
+// stores it in a record, which debug mode raises.
 #pragma once
 
 #include <algorithm>
@@ -67,7 +67,7 @@ enum Problem {
     kNumProblems
 };
 
-// The first problem of a row: where, which value, and what it had to keep to.
+// The first problem of a row: its index, the invalid value, and the limit.
 struct Found {
     int problem;
     int64_t index, value, limit;
@@ -96,7 +96,7 @@ constexpr Wording kWordings[] = {
     {kStageRows, kIndexError,
      "stage_rows[{index}] must be below the {limit} rows of the staging buffer, got {value}"},
     {kPageOffsets, kIndexError,
-     "page_offsets must lie within the storage of the cache ({limit} elements), got the place {value}"},
+     "page_offsets must lie within the storage of the cache ({limit} elements), got offset {value}"},
     {kQueriesDecrease, kValueError,
      "query_start_loc must start at 0 or above and not decrease, got {limit} and {value} around request "
      "{index}"},
@@ -126,8 +126,8 @@ constexpr Wording kWordings[] = {
     {kWindowState, kIndexError,
      "idx_mapping must be in [0, {limit}) for a request with drafts, got {value} for request {index}"},
     {kWindowPosition, kValueError,
-     "row_slots must name the place in a page that the position of a draft has, got slot {value} at position "
-     "{limit} of request {index}"},
+     "row_slots must have the offset in its page that the position of a draft has, got slot {value} at "
+     "position {limit} of request {index}"},
     {kWindowPages, kValueError,
      "shadow_blocks must have a page for each page that a request's drafts touch, got {limit} pages where "
      "request {index} needs {value}"},
@@ -171,7 +171,7 @@ constexpr Wording kWordings[] = {
      "plan must name a target that no other row reads or writes, got {value} in row {index}, which row "
      "{limit} has too"},
     {kPlanRows, kValueError,
-     "plan must replay from 0 to the {limit} rows of a record, got {value} in row {index}"},
+     "plan must reapply from 0 to the {limit} rows of a record, got {value} in row {index}"},
     {kPlanHalf, kValueError, "plan must name half 0 or {limit} of a record, got {value} in row {index}"},
     {kTokensPastQueries, kValueError,
      "q must have a row for every token, got {limit} where request {index} ends at token {value}"},

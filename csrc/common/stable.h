@@ -1,6 +1,6 @@
-// Every header of torch that this library includes, the names it uses of them, and what the older ones lack:
-// the LibTorch stable ABI (torch/csrc/stable, torch/headeronly), no ATen, no pybind. Sources compile against
-// the headers of torch 2.11 and of every later one (`make matrix`).
+// All torch headers that this library includes, the names it uses from them, and what older ones lack. It
+// uses only the LibTorch stable ABI (torch/csrc/stable, torch/headeronly): no ATen, no pybind. Sources
+// compile against the headers of torch 2.11 and later (`make matrix`).
 #pragma once
 
 #ifdef USE_CUDA
@@ -17,7 +17,8 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
-// A call of torch's C interface that must succeed. The headers of 2.13 brought the name that also says why.
+// A call of the torch C interface that must succeed. The headers of 2.13 introduced the macro that also gives
+// the reason.
 #ifdef STABLE_TORCH_ERROR_CODE_CHECK
 #define NWOR_TORCH_CHECK STABLE_TORCH_ERROR_CODE_CHECK
 #else

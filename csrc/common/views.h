@@ -28,13 +28,13 @@ struct RowsView {
     int64_t row_stride, head_stride, width_stride;
 };
 
-// A scale: one, per head or per token, told apart by strides.
+// Scales: one value, one per head or one per token. The strides distinguish them.
 struct ScaleView {
     const float* data;
     int64_t token_stride, head_stride;
 };
 
-// Inner order of a page that no strides can express; null where strides do.
+// Inner order of a page that no strides can express. The table is null if strides express it.
 struct PageOffsets {
     const int32_t* table;  // [N, W], element offsets within a (block, head) page
     int64_t limit;         // elements between the start of the cache and the end of its storage
@@ -70,7 +70,7 @@ inline ScaleView scale_view(const Argument& a, int64_t num_tokens, int64_t num_h
     a.must_be("one element, per head [num_kv_heads] or per token [num_tokens, 1]");
 }
 
-// In which window each log row was last written; null where the caller does not keep track.
+// The window in which each log row was last written. Null if the caller does not track it.
 struct RowWindows {
     const int64_t* window_id;  // [1]
     int64_t* rows;             // [R], or [L, R] for all layers
@@ -110,7 +110,7 @@ struct Ids {
         return is_int64 ? static_cast<const int64_t*>(data)[i * stride]
                         : static_cast<const int32_t*>(data)[i * stride];
     }
-    // 0 outside.
+    // 0 outside the range.
     NWOR_HOST_DEVICE int64_t at(int64_t i) const { return i >= 0 && i < length ? (*this)[i] : 0; }
 };
 
@@ -164,7 +164,7 @@ inline MutableIds mutable_ids_view(const Argument& a, int64_t length, const char
     return {const_cast<void*>(ids.data), ids.is_int64, ids.stride, ids.length};
 }
 
-// Of ids that were checked, [rows, columns], or [rows] with no column.
+// For ids that were checked: [rows, columns], or [rows] without a column.
 inline MutableIdColumns mutable_columns_view(const Tensor& ids, int64_t rows) {
     const bool columns = ids.dim() == 2;
     return {{ids.data_ptr(), ids.scalar_type() == ScalarType::Long, ids.stride(0), rows},

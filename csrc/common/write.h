@@ -17,8 +17,8 @@ inline Format parse_format(const char* op, const std::string& kv_cache_dtype) {
     fail(op, "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, fp8_e5m2, got ", kv_cache_dtype);
 }
 
-// Which rows of a staging buffer are committed: those with a flag, or the first so many of each request.
-// Without either, all.
+// Which rows of a staging buffer are committed: those with a flag, or the first ones of each request by their
+// number. With neither, all rows.
 struct Acceptance {
     const bool* flags;                            // [R]
     const int32_t* lengths;                       // [Q]
@@ -32,7 +32,7 @@ struct Acceptance {
     }
 };
 
-// What an op calls the arguments of a write.
+// Names of the arguments of a write, for messages.
 struct WriteNames {
     const char *key = "key", *value = "value", *slots = "slot_mapping";
 };
@@ -47,7 +47,7 @@ struct WriteArguments {
     ScalarType source_dtype;
     Format format;
     ScaleView k_scale, v_scale;
-    // Logging; log_rows is null in the plain writer.
+    // For logging. log_rows is null in the plain writer.
     const int32_t* log_rows;
     int64_t num_log_rows;
     RowsView key_log, value_log;

@@ -1,4 +1,4 @@
-// Family accept on the CPU: which tokens are drafts, which drafts were accepted. Semantics:
+// Family accept on the CPU: which tokens are drafts, and which drafts were accepted. Semantics:
 // nwor_ops/ops/accept.py.
 #include <algorithm>
 

@@ -1,5 +1,4 @@
-// What all CPU kernels share: the device that an op names, and problems that are raised before the first
-// write.
+// Shared by all CPU kernels: the device of an op, and problems that are raised before the first write.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +8,7 @@
 namespace nwor {
 namespace {
 
-// Whose `run` an op calls: see common/op.h.
+// Type that selects the `run` of an op; see common/op.h.
 struct Cpu {
     explicit Cpu(const Tensor&) {}
 };
@@ -20,7 +19,7 @@ void check_each(const char* op, int64_t count, const ProblemOf& problem_of) {
         if (const Found found = problem_of(i)) complain(op, found);
 }
 
-// A counter that was given full goes round, as on CUDA.
+// A full counter wraps around, as on CUDA.
 inline void grow(int64_t& counter, int64_t by) {
     counter = static_cast<int64_t>(static_cast<uint64_t>(counter) + static_cast<uint64_t>(by));
 }

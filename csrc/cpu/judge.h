@@ -1,4 +1,4 @@
-// What the CPU kernels share that judge drafts.
+// Shared by the CPU kernels that determine which drafts were accepted.
 #pragma once
 
 #include <algorithm>
@@ -32,8 +32,8 @@ inline void judge(const AcceptArguments& a) {
     grow(a.counters[kRejected], a.drafts_of.before(a.num_requests) - accepted_total);
 }
 
-// The marks that `judge` would write, on the side: an op that does more than judge checks what follows from
-// them before it writes anything.
+// The marks that `judge` would write, in separate memory. An op that does more checks their consequences
+// before it writes anything.
 class Judged {
   public:
     explicit Judged(AcceptArguments a)

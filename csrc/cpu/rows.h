@@ -1,4 +1,4 @@
-// What the CPU kernels that move rows of a paged cache share.
+// Shared by the CPU kernels that move rows of a paged cache.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace nwor {
 namespace {
 
-// Rows are small (a few KiB); below this many a second thread costs more than it saves.
+// Rows are small (a few KiB). For fewer rows than this, a second thread costs more than it saves.
 constexpr int64_t kRowsPerThread = 16;
 
 // ---------------------------------------------------------------- moving rows
@@ -39,7 +39,7 @@ inline HeadsStrides strides_of(const RowsView& v) {
     return {v.head_stride, v.width_stride};
 }
 
-// [H, W] from one strided place to another, bytes as they are.
+// Copies [H, W] from one strided place to another without conversion.
 template <class T>
 void copy_row(T* to, HeadsStrides to_strides, const T* from, HeadsStrides from_strides, int64_t num_heads,
               int64_t width) {
@@ -57,7 +57,7 @@ void copy_row(T* to, HeadsStrides to_strides, const T* from, HeadsStrides from_s
     }
 }
 
-// Rows that follow one another: `count` of them in one access for each element of a row.
+// Adjacent rows: `count` of them in one access for each element of a row.
 template <int count, class T>
 void copy_adjacent_rows(T* to, HeadsStrides to_strides, const T* from, HeadsStrides from_strides,
                         int64_t num_heads, int64_t width) {
@@ -66,8 +66,8 @@ void copy_adjacent_rows(T* to, HeadsStrides to_strides, const T* from, HeadsStri
             std::memcpy(to + w * to_strides.width, from + w * from_strides.width, count * sizeof(T));
 }
 
-// Consecutive rows [count, H, W]. Where slots lie next to each other (the keys of vLLM's CPU pages), and the
-// log's rows do too, several rows move at once: the drafts of a request are such rows.
+// Consecutive rows [count, H, W]. If slots are adjacent in memory (the keys of vLLM's CPU pages), and log
+// rows are too, several rows move at once. The drafts of a request are such rows.
 template <class T>
 void copy_rows(T* to, int64_t to_row_stride, HeadsStrides to_strides, const T* from, int64_t from_row_stride,
                HeadsStrides from_strides, int64_t num_heads, int64_t width, int64_t count) {
@@ -89,7 +89,7 @@ void copy_rows(T* to, int64_t to_row_stride, HeadsStrides to_strides, const T* f
     }
 }
 
-// [H, W] into or out of a page whose inner order is a table; `to_page` says which.
+// Copies [H, W] into or out of a page whose inner order is a table. `to_page` gives the direction.
 template <bool to_page, class T>
 void copy_page_row(const CacheView& cache, const PageOffsets& offsets, int64_t slot, T* row,
                    HeadsStrides row_strides) {
@@ -105,7 +105,7 @@ void copy_page_row(const CacheView& cache, const PageOffsets& offsets, int64_t s
         }
 }
 
-// One head of a slot, into or out of a row [W] of its own.
+// Copies one head of a slot into or out of a separate row [W].
 template <bool to_page, class T>
 void copy_head(const CacheView& cache, const PageOffsets& offsets, int64_t slot, int64_t head, T* row) {
     CacheView one = cache;
@@ -137,9 +137,10 @@ inline void check_page_table(const char* op, const PageOffsets& offsets, const C
     if (offsets.table == nullptr || cache.num_slots() * cache.width == 0) return;
     const int64_t last_page =
         (cache.num_blocks - 1) * cache.block_stride + (cache.num_heads - 1) * cache.head_stride;
-    const int64_t room = offsets.limit - last_page;  // more than the largest offset
+    const int64_t room = offsets.limit - last_page;  // exclusive limit of the offsets
     const int32_t* end = offsets.table + cache.block_size * cache.width;
-    // Read in every step: the sign bits alone take a tenth of a search for the least and the most.
+    // Runs in every step. Checking only the sign bits takes a tenth of the time of a search for minimum and
+    // maximum.
     const uint32_t largest = static_cast<uint32_t>(std::min<int64_t>(room - 1, INT32_MAX));
     uint32_t outside = 0;
     for (const int32_t* at = offsets.table; at != end; ++at)

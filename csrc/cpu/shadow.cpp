@@ -10,10 +10,10 @@ namespace nwor {
 namespace {
 
 struct Copy {
-    int64_t group, from, to;  // slots
+    int64_t group, from, to;  // from and to are slots
 };
 
-// Every request's redirect, group by group; raises before anything is written.
+// The redirects of all requests, group by group. Raises before anything is written.
 template <class Find, class ProblemOfToken>
 std::vector<Redirect> redirects_of(const WindowArguments& a, const Find& find,
                                    const ProblemOfToken& problem_of) {

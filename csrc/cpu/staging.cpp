@@ -1,4 +1,4 @@
-// Family staging on the CPU: a staging buffer, moves. Semantics: nwor_ops/ops/staging.py.
+// Family staging on the CPU: the staging buffer, and moves. Semantics: nwor_ops/ops/staging.py.
 #include "../staging.h"
 
 #include <vector>
@@ -65,7 +65,7 @@ void run(const WriteArguments& w, const Cpu&) {
 template <class Raw>
 void move_rows(const MoveArguments& m) {
     const CacheView& shape = m.planes.view;
-    // A head of a plane at a time: all its sources are read before the first destination is written.
+    // One head of a plane at a time: all its sources are read before the first destination is written.
     parallel_for(0, m.planes.count() * shape.num_heads, 1, [&](int64_t begin, int64_t end) {
         std::vector<Raw> rows(static_cast<size_t>(m.num_moves * shape.width));
         for (int64_t part = begin; part < end; ++part) {

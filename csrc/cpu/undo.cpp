@@ -42,7 +42,7 @@ void run(const LogArguments& l, const Cpu&) {
 
 template <class Raw>
 void restore_rows(const RestoreArguments& r) {
-    // Layers x rows in one parallel region, so that few rows of many layers still fill the threads.
+    // Layers and rows share one parallel region, so that a few rows of many layers still use all threads.
     parallel_for(0, r.planes.count() * r.num_rows, kRowsPerThread, [&](int64_t begin, int64_t end) {
         for (int64_t layer = begin / r.num_rows; layer * r.num_rows < end; ++layer) {
             const CacheView cache = r.planes.plane(layer);

@@ -1,4 +1,4 @@
-// The writer of keys and values, for every op that has one.
+// The writer of keys and values, for all ops that write them.
 #pragma once
 
 #include "../common/fp8.h"
@@ -8,7 +8,7 @@
 namespace nwor {
 namespace {
 
-// One element of the cache from one element of the source.
+// Converts one element of the source to one element of the cache.
 template <Format format, class Source>
 struct Convert;
 
@@ -59,7 +59,7 @@ struct Plane {
     }
 };
 
-// How many tokens from t on, before `end`, are logged to consecutive rows from consecutive slots of one
+// Number of tokens from t on, before `end`, that are logged to consecutive rows from consecutive slots of one
 // block.
 int64_t logged_together(const int64_t* slot_mapping, const int32_t* log_rows, int64_t t, int64_t end,
                         int64_t block_size) {
@@ -71,7 +71,7 @@ int64_t logged_together(const int64_t* slot_mapping, const int32_t* log_rows, in
     return count;
 }
 
-// The slot of a token, or less than 0 if it is skipped.
+// The slot of a token; negative if the token is skipped.
 int64_t slot_of(const WriteArguments& w, int64_t token) {
     return w.accepted.accepts(token) ? w.slot_mapping[token] : -1;
 }
@@ -109,7 +109,7 @@ void write_source(const WriteArguments& w) {
         case Format::kCopy:
             break;
     }
-    // A plain copy moves bytes: NaN payloads and signalling NaNs stay as they are.
+    // A plain copy moves bytes: NaN payloads and signalling NaNs do not change.
     if constexpr (sizeof(Source) == 4)
         write_tokens<Format::kCopy, uint32_t>(w);
     else

@@ -1,9 +1,9 @@
-// Family accept on CUDA: which tokens are drafts, which drafts were accepted. Semantics:
+// Family accept on CUDA: which tokens are drafts, and which drafts were accepted. Semantics:
 // nwor_ops/ops/accept.py.
 //
-// One thread for each element of an output, one launch for each op. What a thread needs of the whole
-// window (is it valid, how many drafts are there) it reads from the inputs alone, so that no thread waits
-// for another block.
+// One thread per element of an output, and one launch per op. A thread also needs facts about the whole
+// window (is it valid, how many drafts are there). It computes them from the inputs, so no thread waits for
+// another block.
 
 #include <algorithm>
 
@@ -12,7 +12,7 @@
 namespace nwor {
 namespace {
 
-// Slot mappings whose addresses travel in a launch's parameters.
+// Number of slot mappings whose addresses fit in a launch's parameters.
 constexpr int kMostGroups = 128;
 
 // ---------------------------------------------------------------- plan_window
@@ -23,8 +23,9 @@ struct PlanJob {
     const char* report_as;
 };
 
-// Whether this thread's share of the requests breaks the window. Every block looks at all requests: a few
-// thousand at most, and cheaper than a second launch. Only the first block reports.
+// Returns whether the requests checked by this thread make the window invalid. Every block checks all
+// requests. These are a few thousand at most, which is cheaper than a second launch. Only the first block
+// reports.
 __device__ bool share_breaks_window(const PlanJob& job) {
     const char* report_as = blockIdx.x == 0 ? job.report_as : nullptr;
     bool broken = false;

@@ -1,4 +1,4 @@
-// What the kernels share that judge drafts.
+// Shared by the kernels that determine which drafts were accepted.
 #pragma once
 
 #include "../accept.h"
@@ -9,9 +9,9 @@ namespace {
 
 // ---------------------------------------------------------------- cumulative arrays
 
-// The first i in [0, length) with element(i) > value, else `length`. In a cumulative array that is where
-// element `value` belongs; requests that own nothing are passed over.
-// Requests are numbered in 32 bits: so are the steps of the search.
+// Returns the first i in [0, length) with element(i) > value, else `length`. In a cumulative array this is
+// the owner of element `value`; requests that own nothing are skipped. Request numbers fit 32 bits, and so do
+// the steps of the search.
 template <class Element>
 __device__ int64_t first_above(const Element& element, int64_t length, int64_t value) {
     uint32_t low = 0, high = static_cast<uint32_t>(length);
@@ -46,8 +46,8 @@ __device__ bool was_rejected(const AcceptArguments& a, int64_t row) {
     return outcome_of_row(a, row) == kWasRejected;
 }
 
-// Brings what the searches below read near, all at once: they would wait for one line of it after another,
-// and a forward has passed since anybody read it.
+// Prefetches everything that the searches below read. Otherwise they would wait for one cache line after
+// another, because the forward has evicted them.
 __device__ void fetch_requests(const AcceptArguments& a) {
     const uint32_t threads = blockDim.x * blockDim.y * blockDim.z;
     for (int64_t q = thread_of_block(); q < a.num_requests; q += threads) {
@@ -56,7 +56,7 @@ __device__ void fetch_requests(const AcceptArguments& a) {
     }
 }
 
-// One thread for each element of an output.
+// One thread per element of an output.
 struct JudgeJob {
     AcceptArguments accept;
     const char* report_as;
@@ -65,7 +65,7 @@ struct JudgeJob {
 // Call it from all threads of a block.
 __device__ void judge(const JudgeJob& job, int64_t i) {
     const AcceptArguments& a = job.accept;
-    // What the CPU refuses, reported after the fact; no output depends on it.
+    // Reports what the CPU refuses. No output depends on it.
     if (job.report_as != nullptr && i < a.num_requests)
         if (const Found found = problem_of_request(a, i)) report(job.report_as, found);
     Outcome outcome = kNoDraft;
@@ -83,7 +83,7 @@ __device__ void judge(const JudgeJob& job, int64_t i) {
     add(a.counters, kRejected, rejected);
 }
 
-// A block of any shape, the n-th of those that judge.
+// Work of a block of any shape. It is block `n` of the blocks that determine outcomes.
 __device__ void judge_items(const JudgeJob& job, uint32_t n) {
     judge(job, static_cast<int64_t>(n) * (blockDim.x * blockDim.y * blockDim.z) + thread_of_block());
 }

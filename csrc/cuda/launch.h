@@ -1,5 +1,5 @@
-// What all CUDA kernels share: the shape of a launch, decided here and nowhere else, the stream it goes
-// to, and the device-side record of a bad index that debug mode turns into an exception.
+// Shared by all CUDA kernels: the shape of a launch, the stream of a launch, and the device-side record of
+// invalid values, which debug mode raises.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,14 @@ namespace nwor {
 
 // ---------------------------------------------------------------- the shape of a launch
 
-constexpr int kThreads = 256;  // of a block, at most
+constexpr int kThreads = 256;  // largest block size
 constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = 0xffffffff;  // of a warp
+constexpr unsigned kAllLanes = 0xffffffff;  // lane mask of a full warp
 constexpr int64_t kMostGridYZ = 65535;
-constexpr int64_t kMostRows = 1 << 30;  // row numbers fit in 31 bits, past the last one too
+constexpr int64_t kMostRows = 1 << 30;  // row numbers, including the end, fit 31 bits
 constexpr int64_t kMostBlockZ = 64;
-// Two blocks for each multiprocessor of an H200. With fewer rows than this, a block takes as few rows as
-// a full warp allows, so that the rows spread over the chip.
+// Two blocks per multiprocessor of an H200. With fewer rows than this, a block takes as few rows as a full
+// warp allows, so that the rows spread over the chip.
 constexpr int64_t kEnoughBlocks = 264;
 
 struct LaunchShape {
@@ -35,9 +35,9 @@ inline int64_t ceil_div(int64_t n, int64_t d) {
     return (n + d - 1) / d;
 }
 
-// Rows of `heads` x `columns` accesses, a thread for each: threadIdx.x and blockIdx.z walk along a head,
-// threadIdx.y and blockIdx.y over the heads, threadIdx.z and blockIdx.x over the rows, so that no thread
-// divides to find its place.
+// Rows of `heads` x `columns` accesses, with one thread per access. threadIdx.x and blockIdx.z walk along a
+// head, threadIdx.y and blockIdx.y over the heads, and threadIdx.z and blockIdx.x over the rows. So no thread
+// needs a division to find its element.
 inline LaunchShape shape_for_rows(const char* op, int64_t rows, int64_t heads, int64_t columns) {
     const int64_t x = std::clamp<int64_t>(columns, 1, kThreads);
     const int64_t y = std::clamp<int64_t>(heads, 1, kThreads / x);
@@ -50,7 +50,7 @@ inline LaunchShape shape_for_rows(const char* op, int64_t rows, int64_t heads, i
             dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z))};
 }
 
-// One thread for each of `items`, and at least one block.
+// One thread per item, and at least one block.
 inline LaunchShape shape_for_items(int64_t items) {
     return {dim3(static_cast<unsigned>(std::max<int64_t>(ceil_div(items, kThreads), 1))), dim3(kThreads)};
 }
@@ -74,15 +74,15 @@ __device__ inline Place place_of_thread() {
     return {blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.x + threadIdx.x};
 }
 
-// ---------------------------------------------------------------- launching early
+// ---------------------------------------------------------------- early launches
 
-// A kernel of this library may be set up while the one before it in the stream still runs (programmatic
-// dependent launch, compute capability 9.0), which hides most of the cost of a launch. It is safe because
-// the first thing that every thread of every kernel does is this wait (but for what concerns its block's
-// shared memory alone): earlier kernels have then finished and their writes are seen. A thread that returned
-// without it would let this kernel finish before its predecessor, and an ordinary kernel after it would start
-// too soon. Only past the wait is the next kernel let in, so that no more than two overlap, whatever kernels
-// of others do before waits of their own.
+// A kernel of this library may be set up while the previous kernel of the stream still runs (programmatic
+// dependent launch, compute capability 9.0). This hides most of the cost of a launch. It is safe because
+// every thread of every kernel starts with this wait. Only work on the shared memory of its own block may
+// come earlier. After the wait, earlier kernels have finished and their writes are visible. A thread that
+// returned without it would let this kernel finish before its predecessor, and a following ordinary kernel
+// would start too early. A kernel lets the next one start only after the wait, so at most two kernels
+// overlap, whatever other libraries' kernels do before their own waits.
 __device__ inline void let_next_kernel_in() {
 #if __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();
@@ -93,17 +93,17 @@ __device__ inline void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();
 #endif
-    // A large grid lets it in late, or by ending: blocks that wait crowd out those that work.
+    // A large grid lets it start late, or at its end, because waiting blocks would displace working ones.
     if (gridDim.x <= kEnoughBlocks) let_next_kernel_in();
 }
 
-// In a graph that only pays behind a kernel that lets it in, as ours do: behind another an early kernel
-// starts later than an ordinary one, by 0.2 us on an H200. So a captured kernel is early behind one of ours
-// alone.
+// In a graph, an early launch pays only after a kernel that lets it start, as ours do. After another kernel,
+// an early kernel starts later than an ordinary one, by 0.2 us on an H200. So a captured kernel is launched
+// early only after one of ours.
 
-// The last node that a stream being captured has taken; none where the next one will follow several.
+// The last node captured from a stream; none if the next node will follow several.
 struct CapturedNode {
-    unsigned long long capture = 0;  // which one; 0: none
+    unsigned long long capture = 0;  // id of the capture; 0: none
     cudaGraphNode_t node = nullptr;
 
     bool operator==(const CapturedNode& other) const {
@@ -123,7 +123,7 @@ inline CapturedNode last_captured(cudaStream_t stream) {
     const auto ask = cudaStreamGetCaptureInfo_v3;
 #endif
     if (ask(stream, &status, &last.capture, nullptr, &nodes, &edges, &count) != cudaSuccess) {
-        cudaGetLastError();  // the launch will fail, and say why
+        cudaGetLastError();  // the launch will fail and give the reason
         return {};
     }
     if (status != cudaStreamCaptureStatusActive) return {};
@@ -131,12 +131,12 @@ inline CapturedNode last_captured(cudaStream_t stream) {
     return last;
 }
 
-inline thread_local CapturedNode last_of_ours;  // of this library's kernels, in this thread
+inline thread_local CapturedNode last_of_ours;  // last node of this library's kernels, in this thread
 
-// ---------------------------------------------------------------- division without a divide
+// ---------------------------------------------------------------- division by multiplication
 
-// n / divisor for 0 <= n < 2^31 by a multiplication and a shift (Granlund and Montgomery, 1994): an integer
-// division costs a GPU some twenty instructions.
+// n / divisor for 0 <= n < 2^31, by a multiplication and a shift (Granlund and Montgomery, 1994). An integer
+// division takes a GPU about twenty instructions.
 struct FastDivisor {
     uint32_t divisor, magic, shift;
 
@@ -150,7 +150,7 @@ struct FastDivisor {
 
 // ---------------------------------------------------------------- debug mode
 
-// VLLM_NWOR_DEBUG_SYNC=1: every op waits for its kernel and raises what the kernel reported.
+// With VLLM_NWOR_DEBUG_SYNC=1, every op waits for its kernel and raises what the kernel reported.
 inline bool debug_sync() {
     static const bool enabled = [] {
         const char* value = std::getenv("VLLM_NWOR_DEBUG_SYNC");
@@ -159,21 +159,21 @@ inline bool debug_sync() {
     return enabled;
 }
 
-// The first bad value that a kernel met. `op` is a string of the host that only the host follows; carrying
-// it here names the right op even where a graph replay left the report and a later call finds it.
+// The first invalid value that a kernel found. `op` is a host string that only the host dereferences. It
+// names the right op even if a graph replay made the report and a later call raises it.
 struct ErrorRecord {
     unsigned taken;
     const char* op;
     Found found;
 };
 
-// One for each source file, and with it everything that names it: an inline function outside this namespace
-// would be merged by the linker and read the record of another file.
+// One record per source file. Everything that refers to it must be in this anonymous namespace too: the
+// linker would merge an inline function outside it, which could then read the record of another file.
 namespace {
 
 __device__ ErrorRecord error_record;
 
-// `op` is null outside debug mode: then a bad value is skipped and leaves no trace.
+// `op` is null outside debug mode: an invalid value is then skipped without a report.
 __device__ void report(const char* op, const Found& found) {
     if (op == nullptr || atomicExch(&error_record.taken, 1u) != 0) return;
     error_record.op = op;
@@ -186,8 +186,8 @@ inline const char* report_as(const char* op) {
 
 // ---------------------------------------------------------------- a launch
 
-// The device of an op's arguments, made current, and torch's stream there. It is what `run` of common/op.h
-// takes.
+// Makes the device of an op's arguments current, and finds torch's stream there. `run` of common/op.h takes
+// it.
 class Launch {
   public:
     explicit Launch(const Tensor& tensor)
@@ -217,16 +217,17 @@ class Launch {
         config.numAttrs =
             (before.capture == 0 || behind_ours) && waits(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
         const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments...);
-        if (launched != cudaSuccess) cudaGetLastError();  // else the next op's check would find it again
+        if (launched != cudaSuccess)
+            cudaGetLastError();  // otherwise the check of the next op would see the error again
         STD_CUDA_CHECK(launched);
         if (before.capture != 0) last_of_ours = last_captured(stream_);
     }
 
   private:
-    // Whether the code that this device runs has the wait in it: it was compiled for 9.0 or later, and not
+    // Whether the code for this device contains the wait. It does if it was compiled for 9.0 or later and not
     // made by the driver from older PTX. All kernels of a library are compiled for the same architectures.
     bool waits(const void* kernel) const {
-        static std::array<std::atomic<int>, 64> known{};  // by device; 0 = not asked yet
+        static std::array<std::atomic<int>, 64> known{};  // by device; 0 = unknown
         std::atomic<int>& version = known[device_ % known.size()];
         if (version == 0) {
             cudaFuncAttributes attributes{};
@@ -242,8 +243,8 @@ class Launch {
     cudaStream_t stream_;
 };
 
-// The end of every host function, which raises what a kernel reported. A stream that is being captured must
-// not be waited for: the report of a replay waits in the record for the next eager call.
+// Called at the end of every host function; raises what a kernel reported. A stream that is being captured
+// must not be synchronized. The record keeps the report of a replay until the next eager call.
 inline void check_launch(const Launch& launch) {
     STD_CUDA_KERNEL_LAUNCH_CHECK();
     if (!debug_sync()) return;

@@ -1,9 +1,9 @@
-// What the kernels that move rows of a paged cache share.
+// Shared by the kernels that move rows of a paged cache.
 //
 // A row of a cache, a source or a log is [H, W]. The host picks the widest access (16 bytes down to one
-// element) that every pointer and stride of a call allows, and hands the kernels strides in *units*: what
-// one access moves. Each thread owns its units from load to store, so no order between threads is assumed,
-// and loads all of them, and whatever says where they go, before it stores the first.
+// element) that every pointer and stride of a call allows. It passes strides in *units*, the size of one
+// access. Each thread handles its units from load to store, so no order between threads is needed. It loads
+// all of them, and everything that says where they go, before the first store.
 #pragma once
 
 #include "../common/dispatch.h"
@@ -19,10 +19,10 @@ struct RawOf<16> {
 
 namespace {
 
-constexpr int kLayersPerThread = 4;  // planes of one thread: they share slot, flag and offsets
+constexpr int kLayersPerThread = 4;  // planes per thread: they share slot, flag and offsets
 constexpr int64_t kWidestAccess = 16;
 
-// ---------------------------------------------------------------- places, in units
+// ---------------------------------------------------------------- addresses, in units
 
 __device__ int64_t offset_in(const RowsView& rows, int64_t row, const Place& p) {
     return row * rows.row_stride + p.head * rows.head_stride + p.column * rows.width_stride;
@@ -39,7 +39,8 @@ struct Pages {
     PageOffsets offsets;
 };
 
-// One slot of a paged cache. With kTable the inner order of a page comes from a table, else from strides.
+// One slot of a paged cache. With kTable the inner order of a page comes from a table, otherwise from
+// strides.
 template <bool kTable>
 struct Slot {
     uint32_t block, in_block;
@@ -54,11 +55,11 @@ struct Slot {
         const int64_t in_page = block * pages.block_stride + p.head * pages.head_stride;
         if (!kTable) return in_page + in_block * pages.slot_stride + p.column * pages.width_stride;
         const int64_t element = pages.offsets.table[in_block * pages.width_stride + p.column];
-        return element < 0 ? element : in_page + element;  // of no page: within() refuses it
+        return element < 0 ? element : in_page + element;  // outside any page: within() refuses it
     }
 };
 
-// Whether a place may be touched; strides stay inside a tensor, a table may say anything.
+// Whether an element is inside the cache. Strides stay inside a tensor; a table may contain anything.
 template <bool kTable>
 __device__ bool within(const Pages& pages, int64_t offset, const char* report_as) {
     if (!kTable || (offset >= 0 && offset < pages.offsets.limit)) return true;
@@ -66,9 +67,9 @@ __device__ bool within(const Pages& pages, int64_t offset, const char* report_as
     return false;
 }
 
-// ---------------------------------------------------------------- the host's side of units
+// ---------------------------------------------------------------- units on the host
 
-// How many rows [num_heads, columns] of units a cache has room for.
+// Shape of a row of a cache, in units.
 struct RowShape {
     uint32_t num_heads, columns;
 
@@ -90,14 +91,14 @@ Slots slots_of(const CacheView& c) {
 RowsView in_units(RowsView rows, int64_t elements) {
     rows.row_stride /= elements;
     rows.head_stride /= elements;
-    return rows;  // more than one element at a time only where the width stride is 1
+    return rows;  // several elements per unit only if the width stride is 1
 }
 
 Pages in_units(const CacheView& c, int64_t elements, const PageOffsets& offsets = {}) {
     Pages pages{
         c.data, c.block_stride / elements, c.slot_stride / elements, c.head_stride / elements, c.width_stride,
         offsets};
-    if (offsets.table != nullptr) pages.width_stride = c.width;  // of the table, which replaces it
+    if (offsets.table != nullptr) pages.width_stride = c.width;  // for the table, which replaces it
     return pages;
 }
 
@@ -105,8 +106,8 @@ bool aligned(const void* data, int64_t bytes) {
     return reinterpret_cast<uintptr_t>(data) % bytes == 0;
 }
 
-// Whether every unit of `elements` elements of the view is contiguous and aligned. The stride of a
-// dimension of size one is never used and may be anything.
+// Whether every unit of `elements` elements of the view is contiguous and aligned. The stride of a dimension
+// of size one is never used and may be anything.
 bool fits(const CacheView& c, int64_t elements) {
     return c.width_stride == 1 && c.width % elements == 0 && aligned(c.data, elements * c.element_size) &&
            (c.num_blocks <= 1 || c.block_stride % elements == 0) &&

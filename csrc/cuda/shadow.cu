@@ -6,17 +6,16 @@
 namespace nwor {
 namespace {
 
-constexpr int kTokensAtOnce = 8;           // of a request, that threads redirect side by side
-constexpr int64_t kMostTokensAtOnce = 16;  // and that they copy
-// Rows of a request that copy at the same time: as many as give every multiprocessor some blocks. A larger
-// grid only makes more blocks that find no row; threads that copy more than a few rows, one after another,
-// are slower again.
+constexpr int kTokensAtOnce = 8;           // tokens of a request that adjacent threads redirect
+constexpr int64_t kMostTokensAtOnce = 16;  // tokens of a request that are copied at the same time, at most
+// Number of blocks that copy at the same time: enough for several per multiprocessor. A larger grid only adds
+// blocks without a row. Threads that copy more than a few rows in sequence are slower too.
 constexpr int64_t kBlocksOfCopies = 4 * kEnoughBlocks;
 constexpr int64_t kFewestRowsAtOnce = 3;
 constexpr int64_t kPlanesPerWindow = 320;
 constexpr int64_t kMostRuns = kPlanesPerWindow / kLayersPerThread + kMostWindowGroups;
 
-// Planes that one thread takes together: of one group, so that they share slots.
+// Planes that one thread handles together. They belong to one group, so they share slots.
 struct PlaneRun {
     uint16_t first;
     uint8_t count, group;
@@ -25,19 +24,19 @@ struct PlaneRun {
 struct WindowJob {
     WindowArguments window;
     RowShape row;
-    Pages pages;  // of every plane; `data` is not used
+    Pages pages;  // layout of every plane; `data` is not used
     uint32_t copy_blocks, rows_at_once;
-    FastDivisor by_run, by_request;  // of a row of the launch
+    FastDivisor by_run, by_request;  // divide a row index of the launch
     uint32_t num_runs;
     const char* report_as;
-    JudgeJob judge;        // of a launch that judges
-    uint32_t first_judge;  // block; those before it copy and redirect
+    JudgeJob judge;        // for a launch that also determines outcomes
+    uint32_t first_judge;  // its first block; the blocks before it copy and redirect
     PlaneRun runs[kMostRuns];
     char* caches[kPlanesPerWindow];
 };
 static_assert(sizeof(WindowJob) <= 4096, "kernel parameters are at most 4 KB on every architecture");
 
-// What a thread of the copying blocks does: every `rows_at_once`-th row of one request in one run of planes.
+// Work of a copying thread: every `rows_at_once`-th row of one request in one run of planes.
 struct CopyTask {
     PlaneRun run;
     int64_t request, first;
@@ -71,7 +70,7 @@ __device__ void copy_row(const WindowJob& job, const PlaneRun& run, const Place&
         if (i < run.count) reinterpret_cast<Unit*>(job.caches[run.first + i])[target] = row[i];
 }
 
-// The threads past the copying blocks: a request of a group for every kTokensAtOnce of them.
+// Work of the threads after the copying blocks: kTokensAtOnce of them handle one request of a group.
 template <class Redirects, class OfRequest, class OfToken>
 __device__ void redirect_tables(const WindowJob& job, const Redirects& redirect_of,
                                 const OfRequest& of_request, const OfToken& of_token) {
@@ -160,11 +159,11 @@ __global__ void __launch_bounds__(kThreads) close_kernel(const __grid_constant__
     }
 }
 
-// One launch for as many planes as its parameters hold: the planes of each group in runs.
+// One launch with as many planes as its parameters hold. The planes of each group form runs.
 struct WindowLaunch {
-    int64_t group = 0, in_group = 0;  // where the next one goes on
+    int64_t group = 0, in_group = 0;  // position of the next plane
 
-    // Fills runs and addresses; false when no plane is left.
+    // Fills runs and addresses. Returns false if no plane is left.
     bool next(WindowJob& job, const std::vector<char*>& planes, const std::vector<int64_t>& planes_per_group,
               int64_t& plane) {
         job.num_runs = 0;
@@ -259,7 +258,7 @@ void run_window(const WindowCall& call, int64_t most_rows, const Launch& launch)
     check_launch(launch);
 }
 
-// A target token and its drafts, where the caller sizes its rows by the batch.
+// One target token and its drafts, if the caller sizes the rows by the batch.
 int64_t most_rows_of(const WindowArguments& a) {
     const int64_t drafts = ceil_div(a.num_rows, std::max<int64_t>(a.num_requests, 1));
     return std::min(drafts + 1, kMostTokensAtOnce);

@@ -1,4 +1,4 @@
-// Family staging on CUDA: a staging buffer, moves. Semantics: nwor_ops/ops/staging.py.
+// Family staging on CUDA: the staging buffer, and moves. Semantics: nwor_ops/ops/staging.py.
 #include "../staging.h"
 #include "write.h"
 
@@ -16,7 +16,7 @@ struct StageJob {
     const char* report_as;
 };
 
-// A thread moves the same place of key and value.
+// A thread moves the same element of key and value.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ StageJob job) {
     const int64_t token = row_of_thread();
@@ -78,7 +78,7 @@ void run(const StageArguments& a, const Launch& launch) {
 
 constexpr int kAcceptThreads = 1024;
 
-// One block: whether any row is missing anywhere decides about all rows.
+// One block, because one missing row decides for all rows.
 __global__ void __launch_bounds__(kAcceptThreads)
     accept_staged_kernel(const __grid_constant__ AcceptStagedArguments a) {
     __shared__ unsigned long long counts[3];  // staged, operations, committed
@@ -124,10 +124,10 @@ void run(const WriteArguments& w, const Launch& launch) {
 
 // ---------------------------------------------------------------- move_slots
 
-constexpr int64_t kPlanesPerMove = 384;       // addresses that fit in a launch's parameters (4 KB in all)
-constexpr int64_t kMoveTileBytes = 32 << 10;  // of shared memory: seven blocks fit on a multiprocessor
+constexpr int64_t kPlanesPerMove = 384;       // addresses that fit in a launch's parameters (4 KB)
+constexpr int64_t kMoveTileBytes = 32 << 10;  // shared memory per block: seven blocks fit on a multiprocessor
 constexpr int64_t kSharedWithoutAsking = 48 << 10;
-constexpr int kMovesPerThread = 4;  // whose loads overlap
+constexpr int kMovesPerThread = 4;  // moves whose loads overlap
 
 struct MoveJob {
     RowShape row;
@@ -140,7 +140,7 @@ struct MoveJob {
 };
 static_assert(sizeof(MoveJob) <= 4096, "kernel parameters are at most 4 KB on every architecture");
 
-// Where one access of a move reads and writes; less than 0 for a move that is left out.
+// Where one access of a move reads and writes; negative for a move that is skipped.
 struct MoveOffsets {
     int64_t from, to;
 };
@@ -163,8 +163,8 @@ __device__ MoveOffsets offsets_of(const MoveJob& job, int64_t move, const Place&
     return offsets;
 }
 
-// A block owns some columns of one head of one plane, in all moves: it reads every source into shared memory
-// before it writes the first destination, and no other block touches those columns.
+// A block handles some columns of one head of one plane, in all moves. It reads every source into shared
+// memory before it writes the first destination, and no other block touches those columns.
 template <class Unit, bool kTable>
 __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ MoveJob job) {
     extern __shared__ uint4 shared[];
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
     }
 }
 
-// How many columns a block takes, and the shape that follows.
+// Computes how many columns a block handles, and the launch shape.
 LaunchShape shape_for_moves(const MoveJob& job, int64_t unit, int64_t planes) {
     int64_t x = 1;
     while (x < kWarp && x < job.row.columns) x *= 2;

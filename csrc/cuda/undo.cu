@@ -7,7 +7,7 @@ namespace nwor {
 namespace {
 
 constexpr int kRowsPerThread = 2;  // log: rows whose loads overlap
-// Base addresses that fit in a launch's parameters (4 KB in all); more layers take another launch.
+// Number of base addresses that fit in a launch's parameters (4 KB). More layers take another launch.
 constexpr int64_t kLayersPerLaunch = 384;
 
 // ---------------------------------------------------------------- write_kv, write_kv_logged
@@ -98,8 +98,8 @@ void run(const LogArguments& l, const Launch& launch) {
 struct RestoreJob {
     RowShape row;
     Slots slots;
-    Pages pages;   // of every layer; `data` is not used
-    RowsView log;  // of the first layer of this launch
+    Pages pages;   // layout of every layer; `data` is not used
+    RowsView log;  // log of the first layer of this launch
     int64_t log_layer_stride;
     int num_layers;
     int64_t windows_layer_stride;
@@ -108,13 +108,13 @@ struct RestoreJob {
     const bool* row_rejected;
     RowWindows row_windows;  // from the first layer of this launch on
     const char* report_as;
-    JudgeJob judge;         // of a launch that judges
-    uint32_t judge_blocks;  // which come first
+    JudgeJob judge;         // for a launch that also determines outcomes
+    uint32_t judge_blocks;  // number of blocks that determine outcomes; they come first
     char* caches[kLayersPerLaunch];
 };
 static_assert(sizeof(RestoreJob) <= 4096, "kernel parameters are at most 4 KB on every architecture");
 
-// Which of a thread's layers logged the row in this window, one bit each.
+// The layers of this thread that logged the row in this window, one bit each.
 __device__ unsigned layers_to_restore(const RestoreJob& job, int first_layer, int64_t row) {
     const int layers = min(kLayersPerThread, job.num_layers - first_layer);
     if (job.row_windows.rows == nullptr) return (1u << layers) - 1;
@@ -127,9 +127,9 @@ __device__ unsigned layers_to_restore(const RestoreJob& job, int first_layer, in
     return logged;
 }
 
-// The rows of this launch are those of the log, once for each group of layers that share a thread. The last
-// layers come first: what was written last is still in the L2 cache. With kJudges, every thread finds the
-// fate of its row by itself, and no block waits for those that write it down.
+// The rows of this launch are the rows of the log, repeated for each group of layers that share a thread. The
+// last layers come first, because the most recent writes are still in the L2 cache. With kJudges, every
+// thread determines the outcome of its row, and no block waits for those that store the outcomes.
 template <class Unit, bool kTable, bool kJudges>
 __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant__ RestoreJob job) {
     const Place place = place_of_thread();
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant
         }
     }
     if (first_layer < 0 || !job.row.has(place)) return;
-    // All of these are loaded before the first is looked at.
+    // All of these are loaded before the first one is used.
     const int64_t slot_number = job.row_slots[row];
     const unsigned layers = layers_to_restore(job, first_layer, row);
     const bool rejected = kJudges ? was_rejected(job.judge.accept, row) : job.row_rejected[row];
@@ -175,7 +175,8 @@ bool layers_fit(const RestoreArguments& r, int64_t elements) {
     return planes_fit(r.planes, elements);
 }
 
-// One launch for the layers [first, first + count); the first one judges, if there is anything to judge.
+// One launch for the layers [first, first + count). With kJudges, the first launch also determines the
+// outcome of drafts.
 template <bool kJudges>
 void launch_restore(const RestoreArguments& r, const AcceptArguments& accept, int64_t first, int64_t count,
                     int64_t elements, const Launch& launch) {

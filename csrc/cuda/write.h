@@ -1,4 +1,4 @@
-// The writer of keys and values, for every op that has one: plain, with a log, or of accepted rows alone.
+// The writer of keys and values, for all ops that write them: plain, with a log, or only accepted rows.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,13 +13,13 @@ namespace {
 
 constexpr int kPlanes = 2;  // key and value
 
-// What a writer does beside writing: nothing, save the old bytes of drafts, or leave out rows that were not
+// Extra work of a writer: nothing, log the old bytes of drafts, or skip rows that were not
 // accepted.
 enum class Writer { kPlain, kLogged, kAccepted };
 
-// ---------------------------------------------------------------- where a token goes
+// ---------------------------------------------------------------- the slot of a token
 
-// The slot of a token, or less than 0 if it is skipped, and its log row, or less than 0 if it is not logged.
+// The slot of a token (negative if it is skipped) and its log row (negative if it is not logged).
 struct Destination {
     int64_t slot, log_row;
 };
@@ -30,7 +30,7 @@ struct Limits {
     const char* report_as;
 };
 
-// Loading is apart from judging, so that what else a thread needs is loaded at the same time.
+// Loading is separate from checking, so that a thread's other loads overlap with it.
 __device__ Destination destination(const int64_t* slot_mapping, const int32_t* log_rows, int64_t token) {
     return {slot_mapping[token], log_rows == nullptr ? -1 : log_rows[token]};
 }
@@ -48,14 +48,14 @@ __device__ Destination checked(Destination to, int64_t token, const Limits& limi
     return to;
 }
 
-// The thread that leads a row marks it as logged, with a number that it has loaded before.
+// The first thread of a row marks it as logged, with a window number that it has loaded before.
 __device__ bool marks_row(const RowWindows& row_windows, const Place& place) {
     return row_windows.rows != nullptr && place.leads_row();
 }
 
 // ---------------------------------------------------------------- from a source to a cache
 
-// How one unit of the source becomes one unit of the cache: bytes as they are,
+// Converts one unit of the source to one unit of the cache: it copies bytes,
 template <class T>
 struct Copy {
     using Source = T;
@@ -74,8 +74,8 @@ __device__ float as_float(__nv_bfloat16 x) {
     return __bfloat162float(x);
 }
 
-// or 8-bit floats, as vLLM's fp8::scaled_convert makes them: a division, then a saturating conversion. (One
-// reciprocal and exact corrections instead of the divisions were slower but for a few tokens.)
+// or converts to 8-bit floats as vLLM's fp8::scaled_convert: a division, then a saturating conversion. (One
+// reciprocal with exact corrections instead of the divisions was slower, except for a few tokens.)
 template <class T, int kElements>
 struct Quantize {
     using Source = typename RawOf<sizeof(T) * kElements>::type;
@@ -124,7 +124,7 @@ struct WriteJob {
     Format format;
 };
 
-// A thread moves the same place of key and value: in a packed row they are neighbours.
+// A thread moves the same element of key and value. In a packed row they are adjacent.
 template <class Access, Writer kWriter>
 __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__ WriteJob job) {
     using Source = typename Access::Source;
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
 #pragma unroll
     for (int i = 0; i < kPlanes; ++i)
         if (has[i]) *at[i] = Access::apply(fresh[i], scale[i], job.format);
-    let_next_kernel_in();  // what is left waits for the old bytes
+    let_next_kernel_in();  // the rest of the work waits for the old bytes
 #pragma unroll
     for (int i = 0; i < kPlanes; ++i) {
         const RowsView& log = job.planes[i].log;

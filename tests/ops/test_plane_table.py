@@ -75,7 +75,7 @@ WRONG = [
     (lambda caches, table: {"plane_table": table[:, :1]}, ValueError, r"plane_table must be \[>= 1 planes, 2\]"),
     (lambda caches, table: {"plane_table": table[:0]}, ValueError, r"plane_table must be \[>= 1 planes, 2\]"),
     (lambda caches, table: {"plane_table": table.T.contiguous().T}, ValueError, "plane_table must be contiguous"),
-    (lambda caches, table: {"caches": caches}, ValueError, "caches must hold the first plane alone .*, got 2$"),
+    (lambda caches, table: {"caches": caches}, ValueError, "caches must hold only the first plane .*, got 2$"),
     (lambda caches, table: {"caches": caches[1:]}, ValueError, "plane_table must be of planes that begin with caches"),
 ]  # fmt: skip
 

@@ -742,9 +742,9 @@ BAD_PLANS = {
     "more rows than a record has": (
         (4, 4, 0, 4),
         ValueError,
-        "plan must replay from 0 to the 3 rows .* got 4 in row 1",
+        "plan must reapply from 0 to the 3 rows .* got 4 in row 1",
     ),
-    "fewer rows than none": ((4, -1, 0, 4), ValueError, "plan must replay from 0 to the 3 rows .* got -1 in row 1"),
+    "fewer rows than none": ((4, -1, 0, 4), ValueError, "plan must reapply from 0 to the 3 rows .* got -1 in row 1"),
     "no such half": ((4, 0, 2, 4), ValueError, "plan must name half 0 or 1 of a record, got 2 in row 1"),
 }
 

@@ -715,7 +715,7 @@ WRONG = {
     ),
     "another length": (
         {"seq_lens": int32(14, 7, 12, 8, 10, 0)}, ValueError,
-        "row_slots must name the place in a page that the position of a draft has, got slot .* at position .* of", True,
+        "row_slots must have the offset in its page that the position of a draft has, got slot .* at position .* of", True,
     ),
     "a length of nothing": (
         {"seq_lens": int32(14, 7, 1, 8, 10, 0)}, ValueError, "at position -3 of request 2", True,
@@ -784,7 +784,7 @@ def test_drafts_past_the_window_have_no_slot():
     few = make_window((Sequence(10, 1, 4, 1, state=0), Sequence(3, 3, state=1)), num_shadows=1)
     few.tensors["row_slots"][0, 2:4] = -1
     for arguments in (past_the_window()[1], few.open_arguments()):
-        sentence = "row_slots must name the place in a page .*, got slot .* at position 8 of request 0"
+        sentence = "row_slots must have the offset in its page .*, got slot .* at position 8 of request 0"
         refuse("open_window", arguments, ValueError, sentence)
 
 
@@ -810,7 +810,7 @@ def test_a_slot_that_is_not_where_it_should_be(change):
     if change == 4:
         run_as_the_oracle_does(window)
     else:
-        refuse("open_window", window.open_arguments(), ValueError, "row_slots must name the place in a page")
+        refuse("open_window", window.open_arguments(), ValueError, "row_slots must have the offset in its page")
     window.groups[0].slot_mapping[2] = 240
     refuse("open_window", window.open_arguments(), IndexError, "the slots of a request must be below 240, got 240")
 

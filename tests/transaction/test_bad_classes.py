@@ -1,6 +1,6 @@
-"""Every public class and its methods, argument by argument: a wrong one is named in a sentence, and changes nothing.
+"""Test invalid arguments of every public class and its methods: the error names the argument, and nothing changes.
 
-After each refusal the same object does what it is for, and what that leaves is what an untroubled one leaves.
+After each refusal the same object is used again. The result must equal that of an object without a refused call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def int32(*values: int) -> torch.Tensor:
 
 
 def refused(call, arguments: dict[str, Any], name: str, value: Any, sentence: str, error=REFUSALS) -> None:
-    """`call` names itself and the argument."""
+    """Check that `call` raises, and that the message names the call and the argument."""
     with pytest.raises(error, match=sentence) as caught:
         call(**arguments | {name: value})
     assert type(caught.value) in (error if isinstance(error, tuple) else (error,)), caught.value
@@ -131,7 +131,7 @@ INTEGERS = {
     "RecurrentCache.beside": (RecurrentCache.beside, RECORD, ("max_window", "num_key_heads")),
     "RecurrentStates": (RecurrentStates, STATES, ("max_num_requests",)),
 }
-# None stands for a default there.
+# None selects a default for these.
 MAY_BE_NONE = {"max_num_tokens of DraftBuffers.allocate", "hidden_size", "key_size"}
 
 
@@ -150,7 +150,7 @@ def test_integers(where, name):
 
 
 def test_integers_of_numpy():
-    """An integer need not be an int."""
+    """An integer argument need not be an int."""
     numpy = pytest.importorskip("numpy")
     manager = DraftCommitManager(**MANAGER | {"max_num_tokens": numpy.int32(8)})
     assert type(manager.max_num_tokens) is int
@@ -240,7 +240,7 @@ def test_unknown_settings_of_any_type():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
-def test_a_device_that_is_not_there():
+def test_an_unavailable_device():
     for where, call in (
         ("current_manager", lambda: current_manager("cuda")),
         ("DraftCommitManager", lambda: DraftCommitManager(**MANAGER | {"device": "cuda"})),
@@ -249,15 +249,15 @@ def test_a_device_that_is_not_there():
             call()
 
 
-def test_every_public_class_is_asked():
-    """But for results, which a caller only reads."""
+def test_every_public_class_is_tested():
+    """Except results, which a caller only reads."""
     asked = {case[0].split(".")[0] for case in OTHERS} | {where.split(".")[0] for where in INTEGERS}
     results = {"EngineStats", "InterceptorStats", "RecurrentMemory", "RecurrentStats", "StagingStats", "Stats",
                "Dispatch"}  # fmt: skip
     protocols = {"DraftMetadata", "FirstPass"}
     for module in (nwor_ops, nwor_ops.drafter):
         classes = {name for name, value in vars(module).items() if isinstance(value, type)}
-        assert classes - asked - results - protocols <= {"Window"}  # which begin looks at
+        assert classes - asked - results - protocols <= {"Window"}  # begin checks these
 
 
 # ---------------------------------------------------------------- the manager
@@ -272,7 +272,7 @@ def new_manager(mode: str) -> DraftCommitManager:
 
 
 def new_window() -> Window:
-    """Two requests of two tokens, the second of each a draft, in pages 0 and 1."""
+    """Two requests of two tokens in pages 0 and 1. The second token of each is a draft."""
     return Window(
         int32(0, 2, 4), int32(1, 2), {"default": torch.tensor([0, 1, 4, 5])}, 2, seq_lens=int32(2, 2),
         block_tables={"default": int32(0, 2, 1, 3).view(2, 2)}, request_states=int32(0, 1),
@@ -291,7 +291,7 @@ def everything(manager: DraftCommitManager) -> list[Any]:
 
 
 def steps(manager: DraftCommitManager, window: Window) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """One window, call by call; what each takes."""
+    """One window, call by call, with the arguments of each call."""
     key, value = rows()
     slots = window.slot_mappings["default"]
     drafts, sampled = torch.tensor([5, 6]), torch.tensor([[5, 9], [8, -1]])
@@ -304,7 +304,7 @@ def steps(manager: DraftCommitManager, window: Window) -> dict[str, tuple[Any, d
 
 
 def finish(manager: DraftCommitManager, window: Window, done: int = 0) -> None:
-    """What is left of one window, and then another, both as everybody would."""
+    """Finish one window, run another, and return the result."""
     for call, arguments in list(steps(manager, window).values())[done:]:
         call(**arguments)
     another = new_window()
@@ -313,7 +313,7 @@ def finish(manager: DraftCommitManager, window: Window, done: int = 0) -> None:
 
 
 def assert_refused_and_works(mode, method, name, value, sentence, error=REFUSALS):
-    """In an open window where the method needs one; then that window goes on."""
+    """Open a window if the method needs one. After the refusal that window continues."""
     manager, untroubled, window = new_manager(mode), new_manager(mode), new_window()
     calls = steps(manager, window)
     done = list(calls).index("commit" if method == "commit_rejected" else method)
@@ -355,11 +355,11 @@ STAGED_WINDOWS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_windows(mode, field):
     if mode == "cow" and field in STAGED_WINDOWS:
-        return  # they are not looked at
+        return  # these are ignored
     for value in (WINDOWS | STAGED_WINDOWS)[field]:
         manager, window = new_manager(mode), new_window()
         caches = [layer_class.caches for layer_class in manager._layers.classes]
-        # What open_window refuses, the window was planned for: it counts as cancelled.
+        # The window was planned before open_window refused it, so it counts as cancelled.
         unchanged = [caches if field in STAGED_WINDOWS else everything(manager), window]
         before = twin(unchanged)
         with pytest.raises(REFUSALS, match=r"^begin: window") as caught:
@@ -403,7 +403,7 @@ def test_calls(mode, case):
 
 
 def test_a_token_offset_of_fewer_tokens():
-    """With as many tokens as are left it fits, with one more it does not."""
+    """It fits with as many tokens as are left, and not with one more."""
     for mode in ("cow", "stage"):
         manager, window = new_manager(mode), new_window()
         manager.begin(window)
@@ -435,7 +435,7 @@ def test_layers_and_counters(mode):
     ("mode", "maker"), [("cow", "_new_log"), ("cow", "WindowBuffers"), ("cow", "PlaneList"), ("stage", "WindowBuffers")]
 )
 def test_an_allocation_that_fails_can_be_tried_again(mode, maker, monkeypatch):
-    """Memory may have been freed by then. The second of several tensors does not fit."""
+    """Memory may have been freed since. The second of several tensors does not fit."""
     manager, untroubled = DraftCommitManager(**STAGE | {"mode": mode}), new_manager(mode)
     manager.register_layer("a", LayerCache.packed(torch.zeros(8, 4, 2, 16)))
     manager.register_layer("b", LayerCache.opaque(torch.zeros(8, 4, 1, 8)))
@@ -541,7 +541,7 @@ def test_staged_layers():
 
 @pytest.fixture(name="commits_fail")
 def commits_that_fail(monkeypatch):
-    """commit_staged fails from a layer on, until this is called with None."""
+    """Make commit_staged fail from a layer on, until this is called with None."""
     real = nwor_ops.ops.commit_staged
 
     def fail_from(layer):
@@ -561,7 +561,7 @@ def commits_that_fail(monkeypatch):
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("again", ["commit", "commit to others", "reject"])
 def test_a_staged_commit_that_failed_between_two_layers(commits_fail, layer, again):
-    """Its verdict and its destinations stand; what begin recorded is as it was; the window is counted once."""
+    """Its outcome and its destinations are kept, the data of begin does not change, and the window is counted once."""
     buffer, untroubled = new_buffer(), new_buffer()
     for one in (buffer, untroubled):
         for call, arguments in list(staging_steps(one).values())[:-1]:
@@ -577,7 +577,7 @@ def test_a_staged_commit_that_failed_between_two_layers(commits_fail, layer, aga
     if again == "reject":
         buffer.reject()
         untroubled.reject()
-        # Layers before the failure keep what they were given.
+        # Layers before the failure keep their rows.
         changed = [bool(staged.cache.planes[0].view.any()) for staged in buffer._layers.values()]
         assert changed == [layer > 0, False]
     else:
@@ -589,7 +589,7 @@ def test_a_staged_commit_that_failed_between_two_layers(commits_fail, layer, aga
 
 
 def test_a_commit_that_is_refused_does_not_move_the_next_one():
-    """The destinations of the refused call are none of the next one's."""
+    """The next call does not use the destinations of the refused one."""
     buffer = new_buffer()
     for call, arguments in list(staging_steps(buffer).values())[:-1]:
         call(**arguments)
@@ -622,8 +622,11 @@ class Interrupted(BaseException):
     ids=lambda error: type(error).__name__,
 )
 def test_an_interceptor_leaves_no_window_open_after_its_first_layer(error, monkeypatch):
-    """Whatever stage raises. What an op answers bad arguments with (RuntimeError under some versions of torch) makes
-    the window a direct one; anything else goes up."""
+    """The error may be any that stage raises.
+
+    If it is an error for invalid arguments (RuntimeError in some versions of torch), the window becomes a direct one.
+    Any other error propagates.
+    """
     buffer = new_buffer()
     interceptor = KVCacheInterceptor(buffer)
     interceptor.finish_warm_up()
@@ -652,7 +655,7 @@ def test_an_interceptor_leaves_no_window_open_after_its_first_layer(error, monke
 
 
 @pytest.mark.filterwarnings("ignore:nwor_ops. a window was written directly")
-def test_an_interceptor_is_asked_for_what_is_not_there():
+def test_an_interceptor_with_an_unknown_layer():
     buffer = new_buffer()
     interceptor = KVCacheInterceptor(buffer)
     interceptor.finish_warm_up()
@@ -687,7 +690,8 @@ BOUND = {
 
 @pytest.mark.parametrize("kind", BOUND)
 def test_no_copies(kind):
-    """They would name the memory of the original, or memory that nothing reads. Nor in a module that holds one."""
+    """A copy would refer to memory of the original, or to memory that nothing reads. This includes a module that holds
+    such an object."""
     thing = BOUND[kind]()
     module = torch.nn.Module()
     module.thing = thing

@@ -1,4 +1,4 @@
-"""Commits that fail on their way: at each launch of both modes, and what comes after."""
+"""Test commits that fail at each launch, in both modes, and the calls that can follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def outcome_of(batch, end):
 
 
 def a_step(engine, requests=STEPS[1]):
-    """A window whose forward is done."""
+    """Open a window and write all its layers."""
     engine.step(STEPS[0])
     batch = engine.batch(requests)
     engine.manager.begin(batch.window)
@@ -53,7 +53,7 @@ def test_every_launch_is_among_the_cases():
 @pytest.mark.parametrize(("mode", "end", "launch"), CASES)
 @pytest.mark.parametrize("again", ["commit", "commit_rejected"])
 def test_a_commit_that_failed_is_finished_by_another(mode, end, launch, again):
-    """The same pages and counts as if nothing had failed; a failure in between changes nothing."""
+    """Pages and counts are the same as without a failure. A failure in between changes nothing."""
     engine, untroubled = Engine(KINDS, mode), Engine(KINDS, mode)
     batch, other = a_step(engine), a_step(untroubled)
     untroubled.manager.commit(*outcome_of(other, "commit"))
@@ -75,8 +75,8 @@ def test_a_commit_that_failed_is_finished_by_another(mode, end, launch, again):
 @pytest.mark.parametrize("end", ["commit", "commit_rejected"])
 @pytest.mark.parametrize("error", [IndexError, ValueError])
 @pytest.mark.parametrize("then", ["commit", "cancel"])
-def test_a_launch_that_raises_when_it_has_judged(monkeypatch, mode, end, error, then):
-    """As on CUDA in debug mode, where an error of any kind comes behind the launch: every draft is counted once."""
+def test_a_launch_that_raises_after_the_outcome_is_known(monkeypatch, mode, end, error, then):
+    """On CUDA in debug mode, any error is raised after the launch. Every draft is counted once."""
     engine, untroubled = Engine(KINDS, mode), Engine(KINDS, mode)
     batch, other = a_step(engine), a_step(untroubled)
     getattr(untroubled.manager, then)(*(outcome_of(other, then) if then == "commit" else ()))
@@ -92,8 +92,8 @@ def test_a_launch_that_raises_when_it_has_judged(monkeypatch, mode, end, error, 
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_a_verdict_stands(mode):
-    """What another commit is given cannot change which rows stay: some of them are in their pages."""
+def test_the_first_outcome_is_kept(mode):
+    """Arguments of a second commit cannot change which rows stay, because some of them are in their pages already."""
     engine, untroubled = Engine(KINDS, mode), Engine(KINDS, mode)
     batch, other = a_step(engine), a_step(untroubled)
     untroubled.manager.commit_rejected(other.num_rejected)
@@ -105,9 +105,12 @@ def test_a_verdict_stands(mode):
 
 
 @pytest.mark.parametrize(("mode", "end", "launch"), CASES)
-def test_cancel_of_half_a_commit(mode, end, launch):
-    """Every draft counts as rejected. In cow every page is as if there had been none. In stage the layers of the
-    launches made keep accepted drafts, at their slots, and nothing else; slots and tables are put back."""
+def test_cancel_after_a_partial_commit(mode, end, launch):
+    """Every draft counts as rejected.
+
+    In cow every page is as if there had been no drafts. In stage the layers of the launches made keep accepted drafts
+    at their slots, and nothing else. Slots and tables are restored.
+    """
     engine, untroubled = Engine(KINDS, mode), Engine(KINDS, mode)
     batch, other = a_step(engine), a_step(untroubled)
     untroubled.manager.cancel()
@@ -121,9 +124,9 @@ def test_cancel_of_half_a_commit(mode, end, launch):
     assert counts(engine) == counts(untroubled)
     assert all(torch.equal(other.slots[group], slots) for group, slots in batch.slots.items())
     assert all(torch.equal(engine.tables[group], untroubled.tables[group]) for group in engine.tables)
-    judging = 1 if end == "commit" else 0
-    if mode == "cow" or launch <= judging:
-        # One launch of commit_rejected judges and copies; where it failed nothing was copied.
+    first_copy = 1 if end == "commit" else 0
+    if mode == "cow" or launch <= first_copy:
+        # One launch of commit_rejected determines the outcome and copies. If it failed, nothing was copied.
         engine.assert_pages(untroubled)
         return
     accepted = set(batch.drafted) - set(batch.rejected)
@@ -135,12 +138,12 @@ def test_cancel_of_half_a_commit(mode, end, launch):
             assert changed <= at_slots
             if changed:
                 kept.add(name.split(".")[0])
-    assert len(kept) == launch - judging
+    assert len(kept) == launch - first_copy
 
 
 @pytest.mark.parametrize(("mode", "end", "launch"), CASES)
-def test_abandon_of_half_a_commit(mode, end, launch):
-    """Its drafts count as nothing; the accepted ones stay in every layer, in stage the rejected ones as well."""
+def test_abandon_after_a_partial_commit(mode, end, launch):
+    """Its drafts are not counted. The accepted ones stay in every layer, and in stage the rejected ones too."""
     engine, untroubled = Engine(KINDS, mode), Engine(KINDS, mode)
     batch, other = a_step(engine), a_step(untroubled)
     untroubled.manager.abandon()
@@ -163,8 +166,10 @@ def test_abandon_of_half_a_commit(mode, end, launch):
 
 @pytest.mark.parametrize("end", ["commit", "commit_rejected", "cancel", "abandon"])
 def test_a_window_keeps_the_tensors_it_was_begun_with(end):
-    """An engine that fills its mappings anew before it commits: with other tensors a launch in the middle could be
-    refused, and the tables that were redirected would stay so."""
+    """An engine refills its mappings before it commits.
+
+    With other tensors a later launch could be refused, and the redirected tables would not be restored.
+    """
     engine, untroubled = Engine(KINDS), Engine(KINDS)
     batches = []
     for one in (engine, untroubled):

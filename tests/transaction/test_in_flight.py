@@ -1,4 +1,4 @@
-"""Windows that wait for their verdict while others begin: each leaves what was accepted, byte for byte."""
+"""Test deferred windows: each leaves only the accepted rows, byte for byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THIRD = (Request(1, 4, 0), Request(1, 1, 1))
 
 
 class InFlight(Transactions):
-    """Batches whose tokens have slots of their own, as those of an engine do that are under way together."""
+    """Batches with distinct slots, as an engine has for batches that are in progress together."""
 
     manager: InFlightManager
 
@@ -41,13 +41,13 @@ class InFlight(Transactions):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_verdicts_come_in_any_order(order: tuple[int, ...]) -> None:
+def test_outcomes_arrive_in_any_order(order: tuple[int, ...]) -> None:
     layers = InFlight(windows=3)
-    for seed in range(3):  # the sections of the log are taken again
+    for seed in range(3):  # the sections of the log are reused
         batches = layers.batches(FIRST, SECOND, THIRD, seed=seed)
         deferred = [layers.run(batch) for batch in batches]
         assert layers.manager.in_flight == 3
-        assert not layers.is_as_expected(), "rejected drafts are there until they are judged"
+        assert not layers.is_as_expected(), "rejected drafts stay until settle"
         for place in order:
             layers.manager.settle(deferred[place], batches[place].num_rejected)
         layers.assert_as_expected()
@@ -56,11 +56,12 @@ def test_verdicts_come_in_any_order(order: tuple[int, ...]) -> None:
     assert stats.rejected == stats.drafted - stats.accepted
 
 
-def test_slots_that_are_given_away_keep_their_new_rows() -> None:
-    """A request ends while its step waits: its drafts are undone, another's rows come, and the verdict leaves them."""
+def test_reassigned_slots_keep_their_new_rows() -> None:
+    """A request ends while its window is deferred. Its drafts are undone, other rows take their slots, and settle keeps
+    these rows."""
     layers = InFlight(windows=2)
     [batch] = layers.batches(FIRST)
-    tokens = [token for token in batch.drafted if token < 8]  # of request 1
+    tokens = [token for token in batch.drafted if token < 8]  # slots of request 1
     deferred = layers.run(batch, lost=sorted({*batch.rejected, *tokens}))
     layers.manager.undo(deferred, [1])
     group_slots = {group: slots[tokens] for group, slots in batch.slots.items()}
@@ -69,11 +70,11 @@ def test_slots_that_are_given_away_keep_their_new_rows() -> None:
     layers.manager.settle(deferred, batch.num_rejected)
     layers.manager.settle(second, other.num_rejected)
     layers.assert_as_expected()
-    assert layers.manager.stats().accepted == 2, "the verdict is counted, whatever became of the rows"
+    assert layers.manager.stats().accepted == 2, "the outcome is counted, whatever happened to the rows"
 
 
 class Calls(TorchDispatchMode):
-    """How many of torch's operations ran: each is a launch, or a view."""
+    """Count the torch operations that run. Each is a launch or a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_all_requests_that_end_are_undone_at_once() -> None:
+def test_all_ended_requests_are_undone_together() -> None:
     counts = []
     for requests in ([1], [0, 1, 2]):
         layers = InFlight(windows=2)
@@ -100,8 +101,8 @@ def test_all_requests_that_end_are_undone_at_once() -> None:
     assert counts[0] == counts[1]
 
 
-def test_a_graph_that_is_replayed_in_between_logs_nothing() -> None:
-    """In a step without drafts, outside any window: what was captured takes the log rows that it finds."""
+def test_a_graph_replayed_between_windows_logs_nothing() -> None:
+    """It is replayed in a step without drafts, outside any window. Captured code uses the log rows that it finds."""
     layers = InFlight(["packed"], windows=2)
     first, plain = layers.batches(FIRST, (Request(8),))
     waiting = layers.run(first)
@@ -117,7 +118,7 @@ def test_a_graph_that_is_replayed_in_between_logs_nothing() -> None:
 
 
 @pytest.mark.parametrize("when", ["open", "deferred"])
-def test_a_cancelled_window_leaves_the_others(when: str) -> None:
+def test_a_cancelled_window_does_not_change_the_others(when: str) -> None:
     layers = InFlight(windows=2)
     first, second = layers.batches(FIRST, SECOND)
     waiting = layers.run(first)
@@ -135,8 +136,8 @@ def test_a_cancelled_window_leaves_the_others(when: str) -> None:
 
 @pytest.mark.parametrize("when", ["open", "deferred"])
 @pytest.mark.parametrize("then", ["cancel", "keep"])
-def test_a_cancellation_that_failed_is_finished_by_another_one(when: str, then: str) -> None:
-    """Or is given up. It takes no room in the log with it, and every draft is counted once."""
+def test_a_failed_cancel_is_finished_by_another_one(when: str, then: str) -> None:
+    """Or the window is forgotten. It then takes no section of the log, and every draft is counted once."""
     layers = InFlight(windows=2)
     first, second = layers.batches(FIRST, SECOND)
     waiting = layers.run(first)
@@ -150,7 +151,7 @@ def test_a_cancellation_that_failed_is_finished_by_another_one(when: str, then: 
         ends = {"cancel": partial(manager.cancel_deferred, deferred), "keep": partial(manager.forget, deferred)}
     with fail_at(0, lasting=True), pytest.raises(Lost):
         ends["cancel"]()
-    with pytest.raises(RuntimeError, match="defer: "):  # of an open one, nobody would say what was sampled
+    with pytest.raises(RuntimeError, match="defer: "):  # the sampled tokens of an open window are unknown
         manager.defer()
     ends[then]()
     assert manager.in_flight == 1
@@ -162,14 +163,14 @@ def test_a_cancellation_that_failed_is_finished_by_another_one(when: str, then: 
 
 
 @pytest.mark.parametrize("then", ["settle", "cancel_deferred", "forget"])
-def test_a_settlement_that_failed_counts_no_draft_twice(then: str) -> None:
-    """Its verdict stands: it is finished by another one, whatever that says, or is taken back with the drafts."""
+def test_a_failed_settle_counts_no_draft_twice(then: str) -> None:
+    """Its outcome is kept. Another settle with any arguments finishes it, or cancel and forget uncount it."""
     layers = InFlight(windows=2)
     first, second = layers.batches(FIRST, SECOND)
     waiting = layers.run(first)
     lost = {"settle": second.rejected, "cancel_deferred": second.drafted, "forget": []}[then]
     manager, deferred = layers.manager, layers.run(second, lost)
-    for launch in (1, 0) if then == "settle" else (1,):  # 0: the launches that undo
+    for launch in (1, 0) if then == "settle" else (1,):  # 0: the undo launches
         with fail_at(launch, lasting=True), pytest.raises(Lost):
             manager.settle(deferred, second.num_rejected)
     assert manager.in_flight == 2
@@ -182,8 +183,8 @@ def test_a_settlement_that_failed_counts_no_draft_twice(then: str) -> None:
     assert stats.accepted == len(first.drafted) - len(first.rejected) + len(counted) - len(lost)
 
 
-def test_a_settlement_that_was_judged_when_it_raised_counts_no_draft_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA in debug mode, where a launch is made and raises behind itself."""
+def test_a_settle_that_raises_after_its_launch_counts_no_draft_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA in debug mode a call can raise after its launch."""
     monkeypatch.setattr(nwor_ops.transaction.manager, "raises_behind_launches", lambda counters: True)
     layers = InFlight(windows=2)
     first, _ = layers.batches(FIRST, SECOND)
@@ -195,13 +196,13 @@ def test_a_settlement_that_was_judged_when_it_raised_counts_no_draft_twice(monke
     assert layers.manager.stats().rejected == len(first.rejected)
 
 
-@pytest.mark.parametrize("judged", [False, True])
-def test_a_window_whose_cancellation_has_begun_is_not_settled(judged: bool) -> None:
-    """Accepted drafts are undone in the layers that it came to: to keep them in the others would be neither."""
+@pytest.mark.parametrize("outcome_known", [False, True])
+def test_settle_is_refused_after_cancel_deferred_has_begun(outcome_known: bool) -> None:
+    """Accepted drafts are undone in some layers already. A settle would keep them in the others."""
     layers = InFlight(windows=2)
     first, _ = layers.batches(FIRST, SECOND)
     manager, deferred = layers.manager, layers.run(first, lost=first.drafted)
-    if judged:
+    if outcome_known:
         with fail_at(1, lasting=True), pytest.raises(Lost):
             manager.settle(deferred, first.num_rejected)
     with fail_at(1, lasting=True), pytest.raises(Lost):
@@ -230,7 +231,7 @@ def test_an_abandoned_window_keeps_its_rows() -> None:
     assert layers.manager.stats().abandoned == 1
 
 
-def test_no_more_windows_than_the_log_has_room_for() -> None:
+def test_begin_is_refused_if_the_log_is_full() -> None:
     layers = InFlight(["packed"], windows=2)
     first, second, third = layers.batches(FIRST, SECOND, THIRD)
     waiting = [layers.run(batch) for batch in (first, second)]
@@ -244,8 +245,8 @@ def test_no_more_windows_than_the_log_has_room_for() -> None:
 
 
 @pytest.mark.parametrize("end", ["settle", "cancel_deferred", "cancel"])
-def test_room_is_room_wherever_it_is_in_the_log(end: str) -> None:
-    """A window that has ended leaves room for another, whichever of those before it still waits."""
+def test_any_free_section_of_the_log_is_used(end: str) -> None:
+    """A window that has ended frees its section for another one, whichever earlier windows are still deferred."""
     layers = InFlight(["packed"], windows=2)
     first, second, third = layers.batches(FIRST, SECOND, THIRD)
     waiting = layers.run(first)
@@ -293,7 +294,7 @@ def test_the_protocol_is_enforced() -> None:
             commit()
 
 
-def test_shadow_pages_serve_one_window() -> None:
+def test_mode_stage_is_refused() -> None:
     with pytest.raises(ValueError, match="InFlightManager: mode must be cow, got 'stage'"):
         InFlightManager(
             windows=2, max_num_tokens=8, max_num_requests=2, max_draft_tokens=4, device="cpu", mode="stage",

@@ -1,4 +1,4 @@
-"""The manager: its protocol, and that a window leaves only what was accepted, byte for byte."""
+"""Test the manager: its protocol, and that a window leaves only the accepted rows, byte for byte."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from nwor_ops import (
 )
 from nwor_ops.transaction.manager import State
 
-# Prefill, decode with drafts of every fate, decode without drafts.
+# Prefill, decode with drafts of every outcome, decode without drafts.
 MIXED = (Request(5), Request(1, 4, 2), Request(1, 3, 0), Request(1), Request(2, 2, 2), Request(1, 1, 0))
 
 
@@ -88,7 +88,7 @@ def test_register_a_name_twice():
     assert manager.layer_names == ("a",)
 
 
-def test_register_a_cache_elsewhere():
+def test_register_a_cache_on_another_device():
     manager = new_manager()
     with pytest.raises(TypeError, match="cache of 'a' must be on device cpu, got meta"):
         manager.register_layer("a", some_cache("meta"))
@@ -136,7 +136,7 @@ def test_stats_before_allocate():
         lambda: Plane(torch.zeros(8, 2, 16)),
     ],
 )
-def test_impossible_caches(make):
+def test_invalid_caches(make):
     with pytest.raises(ValueError, match=r"^(LayerCache|Plane)"):
         make()
 
@@ -217,8 +217,8 @@ def test_a_failed_commit_leaves_the_window_open():
 
 
 @pytest.mark.parametrize("broken", ["restore_slots_from_rejected", "restore_slots"])
-def test_a_commit_that_fails_on_its_way_can_be_cancelled(broken, monkeypatch):
-    """Before or after it has judged: every draft counts as rejected, once."""
+def test_a_commit_that_fails_between_launches_can_be_cancelled(broken, monkeypatch):
+    """Before or after its outcome is known: every draft counts as rejected, once."""
     all_layers = Transactions()
     batch = all_layers.batch(MIXED)
     all_layers.manager.begin(batch.window)
@@ -327,7 +327,7 @@ def lost_tokens(batch, end):
 @pytest.mark.parametrize("kinds", [*((kind,) for kind in KINDS), tuple(KINDS)], ids="+".join)
 @pytest.mark.parametrize("known", [True, False], ids=["host knows", "host does not know"])
 def test_windows(kinds, end, known):
-    """Several windows one after the other, over the same slots."""
+    """Several windows in sequence over the same slots."""
     transactions = Transactions(kinds)
     for seed in range(3):
         batch = transactions.batch(MIXED[seed:], seed=seed, num_draft_tokens_known=known)
@@ -339,8 +339,8 @@ def test_windows(kinds, end, known):
 
 
 @pytest.mark.parametrize("end", [commit, commit_rejected])
-def test_counts_that_are_filled_anew_before_the_commit(end):
-    """An engine that prepares its next step early: the open window has an index pointer of its own."""
+def test_counts_refilled_before_the_commit(end):
+    """An engine prepares its next step early. The open window has its own index pointer."""
     transactions = Transactions()
     batch = transactions.batch(MIXED)
     transactions.manager.begin(batch.window)
@@ -350,8 +350,8 @@ def test_counts_that_are_filled_anew_before_the_commit(end):
     transactions.assert_as_expected()
 
 
-def test_the_comparison_sees_a_rejected_draft():
-    """Of every kind: nothing undone, nothing equal."""
+def test_the_comparison_finds_a_rejected_draft():
+    """In every kind of layer: without an undo the comparison fails."""
     for kind in KINDS:
         transactions = Transactions([kind])
         batch = transactions.batch(MIXED)
@@ -366,7 +366,7 @@ def test_the_comparison_sees_a_rejected_draft():
 @pytest.mark.parametrize("known", [True, False], ids=["host knows", "host does not know"])
 def test_windows_without_drafts(requests, end, known):
     transactions = Transactions(["packed", "split"])
-    first = transactions.batch(MIXED)  # so that rows of an older window lie in the log
+    first = transactions.batch(MIXED)  # so that the log has rows of an older window
     transactions.manager.begin(first.window)
     transactions.forward(first, first.rejected)
     commit(transactions, first)
@@ -399,7 +399,7 @@ def test_an_upper_bound_of_the_drafts_is_enough():
 
 
 def test_drafts_without_a_slot():
-    """A draft past the end of its block table has slot -1: never written, never restored."""
+    """A draft past the end of its block table has slot -1. It is never written and never restored."""
     transactions = Transactions()
     slots = distinct_slots(transactions.groups, 6)
     for group_slots in slots.values():
@@ -427,7 +427,7 @@ def test_longer_keys_than_slots():
 
 @pytest.mark.parametrize("start", [0, 5])
 def test_debug_mode_compares_the_slots(start, monkeypatch):
-    """A draft that is written elsewhere than the window says is found before anything is; any other token may be."""
+    """A draft with another slot than in the window is found before anything is written. Other tokens may have any."""
     monkeypatch.setattr(nwor_ops.transaction.state, "_DEBUG_SYNC", True)
     transactions = Transactions()
     batch = transactions.batch(MIXED)
@@ -454,7 +454,7 @@ def test_debug_mode_compares_the_slots(start, monkeypatch):
 @pytest.mark.parametrize("cuts", [(3,), (7,), (2, 7, 8), (9,), (11, 17)])
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
 def test_micro_batches(cuts, end):
-    """A layer writes the batch in parts; requests and their drafts straddle the cuts (token 7: mid-draft)."""
+    """A layer writes the batch in parts. Requests and their drafts straddle the cuts (token 7 is within the drafts)."""
     transactions = Transactions()
     batch = transactions.batch(MIXED)
     assert {6, 7} <= set(batch.drafted)
@@ -472,7 +472,7 @@ def test_micro_batches(cuts, end):
 
 
 def test_fp8_cache_with_scales():
-    """What is undone is bytes: quantised rows come back exactly."""
+    """The undo restores bytes, so quantized rows are restored exactly."""
     cache = packed("packed", Shape(16, 4, 2, 8, 8), torch.uint8, seed=3)[0]
     manager = new_manager(max_num_tokens=16, max_num_requests=8, max_draft_tokens=16)
     manager.register_layer("a", cache)
@@ -494,11 +494,11 @@ def test_fp8_cache_with_scales():
 # ---------------------------------------------------------------- a forward that stopped half-way
 
 
-def stop_half_way(transactions: Transactions) -> None:
-    """A committed window, then one over the same slots that stops after some layers, cancelled.
+def stop_early(transactions: Transactions) -> None:
+    """Commit a window, then begin one over the same slots, stop it after some layers, and cancel it.
 
-    The log rows of the layers it never reached hold the bytes that the first window found, which the
-    first window's accepted drafts have replaced since: putting those back would undo a committed row.
+    The log rows of the layers that were not reached hold bytes of the first window. Its accepted drafts have replaced
+    these bytes, so restoring them would undo a committed row.
     """
     requests = (Request(2), Request(1, 4, 4), Request(1, 3, 1))
     first = transactions.batch(requests, seed=5)
@@ -514,15 +514,15 @@ def stop_half_way(transactions: Transactions) -> None:
 
 
 @pytest.mark.parametrize("kinds", [("packed",), ("split",), ("amx",), ("one_backing",), tuple(KINDS)])
-def test_stopped_half_way(kinds):
+def test_stopped_early(kinds):
     transactions = Transactions(kinds)
-    stop_half_way(transactions)
+    stop_early(transactions)
     transactions.assert_as_expected()
 
 
 @pytest.mark.parametrize("kinds", [("packed",), ("split",), ("amx",), ("one_backing",), tuple(KINDS)])
-def test_stopped_half_way_needs_row_windows(kinds, monkeypatch):
-    """The test above can fail: without the windows of rows, old log rows overwrite committed ones."""
+def test_stopped_early_needs_row_windows(kinds, monkeypatch):
+    """The test above can fail: without the windows of rows, old log rows overwrite committed rows."""
     restore = ops.restore_slots
 
     def without_row_windows(caches, log, row_slots, row_rejected, page_offsets, window_id, row_windows, *rest):
@@ -530,12 +530,12 @@ def test_stopped_half_way_needs_row_windows(kinds, monkeypatch):
 
     monkeypatch.setattr(nwor_ops.transaction.manager.ops, "restore_slots", without_row_windows)
     transactions = Transactions(kinds)
-    stop_half_way(transactions)
+    stop_early(transactions)
     assert not transactions.is_as_expected()
 
 
 def test_stopped_between_two_planes():
-    """An opaque layer of which only the first plane was logged counts as not logged; its writer never ran."""
+    """An opaque layer with only its first plane logged counts as not logged. Its writer never ran."""
     transactions = Transactions(["amx"])
     requests = (Request(1, 4, 4),)
     first = transactions.batch(requests, seed=5)
@@ -604,7 +604,7 @@ def without_data(kind: str):
 @pytest.mark.parametrize("kind", ["meta", "fake", "freed"])
 @pytest.mark.parametrize("window", ["open", "closed"])
 def test_tensors_without_data_pass_through(kind, window):
-    """Profiling and warm-up runs, inside a window or not: nothing is read, logged, written or refused."""
+    """In profiling and warm-up runs, inside a window or not, nothing is read, logged, written or refused."""
     manager = allocated_manager()
     if window == "open":
         manager.begin(small_window())
@@ -631,7 +631,7 @@ def compiled_forward(transactions: Transactions, read: bool, backend, dynamic: b
                 transactions.manager.write(name, key, value, slots)
             else:
                 transactions.manager.log(name, slots)
-            if read:  # as a model's own attention would
+            if read:  # as the attention of a model would
                 outputs.append(cache.planes[0].view.flatten(0, 1)[slots.clamp(min=0)].clone())
         return outputs
 
@@ -649,10 +649,10 @@ def compiled_forward(transactions: Transactions, read: bool, backend, dynamic: b
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled(kinds, backend, dynamic, read):
-    """Layers that share a storage, lie between each other in it, or start inside of it, in one full graph.
+    """Compile layers that share a storage, are interleaved in it, or start inside it, as one full graph.
 
-    All of them are such here: left to itself (see `_traced_root` of layers.py), torch 2.13 fails on the packed kinds,
-    and where sizes are symbols it logs every layer into the rows of the first (`torch_fixes.static`).
+    All layers here are of these kinds. Without `_traced_root` of layers.py, torch 2.13 fails on the packed kinds. If
+    sizes are symbols, it logs every layer into the rows of the first one (`torch_fixes.static`).
     """
     torch.compiler.reset()
     transactions = Transactions(kinds)
@@ -668,7 +668,7 @@ def test_compiled(kinds, backend, dynamic, read):
                 put_rows(cache.planes, rows[name], slots.tolist())
             transactions.expect(name, rows[name], slots, batch.rejected)
         for name, output in zip(transactions.caches, outputs, strict=False):
-            if transactions.caches[name].writable:  # what was written, drafts included, is what is read
+            if transactions.caches[name].writable:  # reads return what was written, drafts included
                 written = rows[name][0][:-2]
                 assert memory(output[:-2].clone())[0].equal(memory(written.clone())[0])
         commit(transactions, batch)
@@ -677,7 +677,7 @@ def test_compiled(kinds, backend, dynamic, read):
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["", "dynamic"])
 def test_the_number_of_tokens_stays_a_symbol(dynamic):
-    """Where it is marked as one, whatever sizes of caches it meets: 16 blocks, 4 slots in each."""
+    """If it is marked as dynamic, it stays a symbol next to caches of any size: 16 blocks of 4 slots here."""
     torch.compiler.reset()
     transactions = Transactions(["packed", "one_backing"])
     counter = CompileCounterWithBackend("eager")
@@ -698,7 +698,7 @@ def test_the_number_of_tokens_stays_a_symbol(dynamic):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
 def test_compiled_micro_batches(dynamic):
-    """An offset is a value of the host: a graph may hold any, and is refused none that fits."""
+    """An offset is a host value. A graph may have any offset that fits."""
     torch.compiler.reset()
     transactions = Transactions(["packed", "latent"])
 
@@ -780,7 +780,7 @@ def test_two_managers_with_interleaved_windows():
         theirs.assert_as_expected()
 
 
-# ---------------------------------------------------------------- figures
+# ---------------------------------------------------------------- counts
 
 
 def test_stats():
@@ -806,7 +806,7 @@ def test_stats():
     ],
 )
 def test_num_accepted_is_of_the_last_window(known):
-    """Also where that window had no drafts: an engine may read the buffer after every step."""
+    """Also if that window had no drafts: an engine may read the buffer after every step."""
     transactions = Transactions(["packed"])
     for requests in (MIXED, (Request(3), Request(1))):
         batch = transactions.batch(requests, num_draft_tokens_known=known)
@@ -819,7 +819,7 @@ def test_num_accepted_is_of_the_last_window(known):
 
 
 def test_log_bytes():
-    """Rows times the bytes of a token in every layer, plus one int64 per row and layer."""
+    """The bytes of a token in every layer times the number of rows, plus one int64 per row and layer."""
     transactions = Transactions(["packed", "split", "latent"], max_draft_tokens=16)
     token = 2 * (2 * 16 * 2) + 2 * (2 * (8 + 12) * 4) + 2 * 24
     assert transactions.manager.log_bytes == 16 * (token + 6 * 8)
@@ -827,7 +827,7 @@ def test_log_bytes():
 
 
 class OpCounter(TorchDispatchMode):
-    """Counts the ops of nwor_ops that run, by name."""
+    """Counts the nwor_ops ops that run, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -842,7 +842,7 @@ class OpCounter(TorchDispatchMode):
 @pytest.mark.parametrize("layers", [1, 4, 32])
 @pytest.mark.parametrize("kind", ["packed", "split", "both"])
 def test_launches_per_window(layers, kind):
-    """Begin and commit launch as much for 32 layers as for one; a write is one launch."""
+    """Begin and commit launch as many kernels for 32 layers as for one. A write is one launch."""
     manager = new_manager()
     for index in range(layers):
         manager_kinds = ("packed", "split") if kind == "both" else (kind,)
@@ -865,8 +865,8 @@ def test_launches_per_window(layers, kind):
         manager.commit_rejected(int32(1, 0))
     assert begin.counts == {"plan_window": 1}
     assert forward.counts == {"write_kv_logged": len(manager.layer_names)}
-    judged = {"restore_slots_from_rejected": 1}  # in the first launch
-    assert end.counts == judged | ({"restore_slots": restores - 1} if restores > 1 else {})
+    first_launch = {"restore_slots_from_rejected": 1}  # made by the first launch
+    assert end.counts == first_launch | ({"restore_slots": restores - 1} if restores > 1 else {})
     manager.begin(small_window())
     with OpCounter() as end_by_tokens:
         manager.commit(torch.tensor([1, 2]), torch.tensor([[1, 9], [9, -1]]))
@@ -883,6 +883,6 @@ def test_launches_of_a_window_known_to_have_no_drafts():
 
 
 def test_every_kind_has_the_same_slots():
-    """What the batches of these tests rest on."""
+    """The batches of these tests rely on it."""
     for cache in Transactions().caches.values():
         assert cache.num_slots >= NUM_SLOTS

@@ -1,4 +1,4 @@
-"""Mode "stage" of the manager: the same calls as "cow", the same caches after them, and nothing in between."""
+"""Test mode "stage" of the manager: it has the same calls as "cow", and leaves the same caches."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_both_modes_leave_the_same_pages(kinds, end, with_states):
 
 
 @pytest.mark.parametrize("with_states", [False, True])
-def test_requests_in_other_rows(with_states):
-    """A row of the batch is no request: what its shadow page holds may be another's."""
+def test_requests_change_rows(with_states):
+    """A batch row is not a request: its shadow page may hold rows of another request."""
     stage, cow = Engine(mode="stage", with_states=with_states), Engine(mode="cow", with_states=with_states)
     for requests, order in zip(STEPS, ([0, 1, 2, 3], [2, 3, 1, 0], [1, 0, 3, 2], [3, 2, 0, 1]), strict=True):
         for engine in (stage, cow):
@@ -45,7 +45,7 @@ def test_requests_in_other_rows(with_states):
 
 @pytest.mark.parametrize("mode", ["stage", "cow"])
 def test_counts_of_logits(mode):
-    """num_bonus_tokens and leading_zero, as vLLM's cu_num_logits: the same as counts of drafts."""
+    """num_bonus_tokens and leading_zero, as in vLLM's cu_num_logits, give the same as counts of drafts."""
     stage, cow = Engine(mode=mode, num_bonus_tokens=1, leading_zero=True), Engine(mode="cow")
     for requests in STEPS:
         for engine in (stage, cow):
@@ -55,7 +55,7 @@ def test_counts_of_logits(mode):
 
 
 def test_write_takes_format_and_scales():
-    """As in cow: quantised by the scales given, key and value by their own."""
+    """As in cow: key and value are quantized by their own scales."""
     pages = []
     for mode in ("cow", "stage"):
         cache = torch.zeros(12, 4, 2, 16, dtype=torch.uint8)
@@ -82,7 +82,7 @@ def test_write_takes_format_and_scales():
 
 @pytest.mark.parametrize("with_states", [False, True])
 def test_abandon_keeps_every_row(with_states):
-    """As if the library were not there: the same as a cow window that is abandoned."""
+    """As without the library: the same as a cow window that is abandoned."""
     stage, cow = Engine(mode="stage", with_states=with_states), Engine(mode="cow", with_states=with_states)
     for requests in STEPS:
         for engine in (stage, cow):
@@ -107,8 +107,8 @@ def test_any_steps(data):
         stage.assert_pages(cow)
 
 
-def test_a_forward_that_stopped_half_way_is_cancelled():
-    """Layers that were never reached have nothing to lose: tables and pages are as before."""
+def test_a_forward_that_stopped_early_is_cancelled():
+    """Layers that were not reached have no rows to lose. Tables and pages are as before."""
     engine, untouched = Engine(), Engine()
     for one in (engine, untouched):
         one.step(STEPS[0])
@@ -125,9 +125,12 @@ def test_a_forward_that_stopped_half_way_is_cancelled():
 
 
 @pytest.mark.parametrize("with_states", [False, True])
-def test_a_step_that_stopped_half_way_is_repeated(with_states):
-    """With given tokens: the layers reached are as in cow, the others but for the slots of these tokens, which are not
-    read. The same step again then leaves the same pages everywhere."""
+def test_a_step_that_stopped_early_is_repeated(with_states):
+    """With given tokens, the layers that were reached are as in cow.
+
+    The other layers differ at the slots of these tokens, which are not read. After the same step again, the pages are
+    the same everywhere.
+    """
     stage, cow = Engine(mode="stage", with_states=with_states), Engine(mode="cow", with_states=with_states)
     reached = list(stage.caches)[:3]
     for requests in STEPS[:2]:
@@ -153,7 +156,7 @@ def test_a_step_that_stopped_half_way_is_repeated(with_states):
 
 @pytest.mark.parametrize("end", ["commit", "commit_rejected"])
 def test_a_commit_that_fails_can_be_cancelled(monkeypatch, end):
-    engine = Engine(("packed", "one_backing"))  # two launches: the first one judges, the second one fails
+    engine = Engine(("packed", "one_backing"))  # two launches: the first determines the outcome, the second fails
     engine.step(STEPS[0])
     batch = engine.batch(STEPS[1])
     engine.manager.begin(batch.window)
@@ -177,7 +180,7 @@ def test_a_window_that_cannot_be_opened_changes_nothing():
         one.step(STEPS[0])
     batch = engine.batch(STEPS[1])
     wrong = batch.window._replace(seq_lens=batch.window.seq_lens + 1)
-    with pytest.raises(ValueError, match=r"^open_window: row_slots must name the place in a page"):
+    with pytest.raises(ValueError, match=r"^open_window: row_slots must have the offset in its page"):
         engine.manager.begin(wrong)
     engine.assert_pages(untouched)
     stats = engine.manager.stats()
@@ -200,7 +203,7 @@ NARROW = {
 @pytest.mark.parametrize("with_states", [False, True])
 @pytest.mark.parametrize("case", NARROW)
 def test_a_window_that_cannot_be_opened_in_the_last_group_changes_nothing(case, with_states):
-    """The launches of the groups before have redirected slots and tables by then."""
+    """The launches of the earlier groups have redirected slots and tables by then."""
     narrow, error, sentence = NARROW[case]
     engine, untouched = (Engine(with_states=with_states) for _ in range(2))
     for requests in STEPS[:2]:
@@ -224,7 +227,7 @@ def test_a_window_that_cannot_be_opened_in_the_last_group_changes_nothing(case, 
 DRAFTING = (Request(1, 2, 1),) * 4
 
 
-def test_what_is_forgotten_is_copied_again():
+def test_forgotten_rows_are_copied_again():
     engine = Engine(("packed", "latent"), with_states=True)
     engine.step((Request(6), Request(7), Request(5), Request(3)))
     rows = CopiedRows(engine.manager)
@@ -238,7 +241,7 @@ def test_what_is_forgotten_is_copied_again():
         return {name: count - before[name] for name, count in rows.as_dict().items()}
 
     every = copied_of()
-    assert every["copied"] == every["committed"] > 0  # the prompts' step had no drafts
+    assert every["copied"] == every["committed"] > 0  # the step of the prompts had no drafts
     assert copied_of()["copied"] == 0
     engine.manager.forget_shadow_pages()
     every = copied_of()
@@ -252,8 +255,8 @@ def test_what_is_forgotten_is_copied_again():
         assert copied_of()["copied"] == alone
 
 
-def test_rows_that_arrive_behind_begin():
-    """A loader's, in the page of the first draft: attention reads them where it was redirected to."""
+def test_rows_that_arrive_after_begin():
+    """A loader writes rows in the page of the first draft. Attention reads them from the shadow page."""
     engine = Engine(with_states=True)
     engine.step((Request(6), Request(7), Request(5), Request(3)))
     engine.step(DRAFTING)
@@ -277,8 +280,9 @@ def test_rows_that_arrive_behind_begin():
     engine.manager.cancel()
 
 
-def test_what_an_abandoned_step_writes_behind_the_window_is_copied_again():
-    """A window that is abandoned in the middle of a forward: the other layers' rows go to the requests' pages alone."""
+def test_rows_written_after_abandon_are_copied_again():
+    """A window is abandoned in the middle of a forward. The rows of the other layers are written only to the requests'
+    pages."""
     engine = Engine(with_states=True)
     for requests in ((Request(6), Request(7), Request(5), Request(3)), DRAFTING):
         engine.step(requests)
@@ -311,7 +315,7 @@ def test_when_shadow_pages_are_forgotten_or_refreshed():
         engine.manager.forget_shadow_pages()
 
 
-def test_what_staging_needs():
+def test_required_window_fields():
     engine = Engine()
     window = engine.batch(STEPS[0]).window
     for lacking in (("seq_lens",), ("block_tables",), ("seq_lens", "block_tables")):
@@ -331,7 +335,7 @@ def test_what_staging_needs():
             DraftCommitManager(**limits, **options)
 
 
-def test_pages_must_be_there():
+def test_too_few_pages_are_refused():
     for requests, first, sentence in (
         (9, None, "18 shadow pages .*from page -"),
         (9, {"full": 15}, "18 shadow pages .*from page 15 on, it has 16 pages"),
@@ -348,7 +352,7 @@ def test_pages_must_be_there():
 
 
 def staged_manager(caches, shadow_blocks):
-    """A layer in each group: 2 requests of up to 4 drafts, pages of 4, so 4 shadow pages."""
+    """One layer in each group: 2 requests of up to 4 drafts, pages of 4 slots, so 4 shadow pages."""
     manager = DraftCommitManager(
         max_num_tokens=9, max_num_requests=2, max_draft_tokens=8, device="cpu", mode="stage", max_drafts_per_request=4,
         shadow_blocks=shadow_blocks,
@@ -359,7 +363,7 @@ def staged_manager(caches, shadow_blocks):
 
 
 def test_groups_that_share_memory_must_not_share_shadow_pages():
-    """As in engines whose groups take pages from one pool. Unnoticed, each would write over the other's drafts."""
+    """Some engines have one page pool for all groups. Unchecked, each group would overwrite the other's drafts."""
     _, construct, layout, shape, dtype = KINDS["packed"]
     one, other = construct(layout, shape, dtype, 0)
     for blocks in (None, {"a": 9}, {"a": 3, "b": 6}):
@@ -370,8 +374,8 @@ def test_groups_that_share_memory_must_not_share_shadow_pages():
         staged_manager(caches, blocks).allocate()
 
 
-def test_shadow_blocks_of_a_group_that_is_none():
-    """A misspelt name would mean the last pages, which may be in use."""
+def test_shadow_blocks_of_an_unknown_group():
+    """A misspelled name would select the last pages, which may be in use."""
     _, construct, layout, shape, dtype = KINDS["packed"]
     manager = staged_manager({"full": construct(layout, shape, dtype, 0)[0]}, {"ful": 3})
     with pytest.raises(ValueError, match=r"^allocate: shadow_blocks must name groups of \['full'\], got \['ful'\]$"):
@@ -379,13 +383,13 @@ def test_shadow_blocks_of_a_group_that_is_none():
 
 
 def test_launches():
-    """Four for one geometry; layers of another cost two more, whatever their number."""
+    """Four for one geometry. Layers of another geometry add two, whatever their number."""
     assert Engine(("one_backing",)).manager.launches_per_window == 4
     assert Engine(("packed", "one_backing")).manager.launches_per_window == 6
     assert Engine(("packed",)).manager.log_bytes == 0
 
 
-def test_neighbouring_groups_of_one_geometry_share_a_launch():
+def test_adjacent_groups_of_one_geometry_share_a_launch():
     manager = DraftCommitManager(
         max_num_tokens=9, max_num_requests=2, max_draft_tokens=8, device="cpu", mode="stage", max_drafts_per_request=4,
         shadow_blocks={"a": 12, "b": 8, "c": 4},
@@ -400,8 +404,8 @@ def test_neighbouring_groups_of_one_geometry_share_a_launch():
     assert manager.recovery.shadow_blocks[:, 0, 0].tolist() == [12, 8, 4]
 
 
-def test_groups_that_are_no_neighbours_have_launches_of_their_own():
-    """One call takes consecutive groups, and at most 16 of them; the first call of a group changes its tables."""
+def test_groups_that_are_not_adjacent_have_separate_launches():
+    """One call takes at most 16 consecutive groups. The first call of a group changes its tables."""
     _, construct, layout, shape, dtype = KINDS["packed"]
     caches = {f"{n:02}": construct(layout, shape, dtype, n)[0] for n in range(17)}
     manager = staged_manager(caches, None)
@@ -418,14 +422,14 @@ def test_groups_that_are_no_neighbours_have_launches_of_their_own():
 
 
 def test_pages_of_a_request():
-    """Drafts that begin in any row of a page, counted one by one."""
+    """Drafts that begin in any row of a page, compared with a count one by one."""
     for block_size in range(1, 33):
         for drafts in range(1, 21):
             touched = [{(first + i) // block_size for i in range(drafts)} for first in range(block_size)]
             assert num_shadow_blocks(3, drafts, block_size) == 3 * max(map(len, touched))
 
 
-def test_counters_are_those_of_cow():
+def test_counters_equal_those_of_cow():
     engine = Engine()
     for requests in STEPS:
         engine.step(requests)

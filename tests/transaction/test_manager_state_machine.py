@@ -1,10 +1,12 @@
-"""The manager driven at random, against a model that is one dictionary per layer: slot -> bytes.
+"""Test the manager with random steps against a model: one dictionary per layer, from slot to bytes.
 
-An engine in miniature: requests come, prefill in chunks, decode with and without drafts, grow over block
-boundaries, finish and leave their blocks to others. Windows end in every way, at every point: after all
-layers wrote, after some (the forward raised), after none. Any launch of begin, commit, cancel and abandon may fail,
-and what follows may be any of the last three, which may fail again. Whenever no window is open, the caches are the
-model, byte for byte, and the sentinel everywhere else, and the counters add up.
+A miniature engine drives it. Requests arrive, prefill in chunks, decode with and without drafts, and grow over block
+boundaries. They finish, and others reuse their blocks. Windows end in every way and at every point: after all layers
+wrote, after some (the forward raised), after none. Any launch of begin, commit, cancel and abandon may fail. Then any
+of the last three may follow, and may fail again.
+
+Whenever no window is open, the caches equal the model byte for byte, with sentinels everywhere else, and the counters
+are consistent.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import nwor_ops.transaction.manager
 from nwor_ops import ops
 from nwor_ops.transaction.manager import State
 
-PlaneOf = tuple[str, int]  # a layer and the number of one of its planes
+PlaneOf = tuple[str, int]  # a layer and the index of one of its planes
 LAYER_KINDS = ("packed", "one_backing", "split", "latent", "amx")  # four groups, of 4 to 16 slots a block
 SENTINEL = 0xA5
 MAX_REQUESTS, MAX_DRAFTS, MAX_LENGTH = 4, 4, 28
@@ -51,9 +53,9 @@ class OpenWindow:
     batch: Batch
     parts: list[tuple[Request, Part]]
     written: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # per layer, the rows
-    judged: bool = False
-    ending: str = ""  # cancel or abandon, once begun
-    # What launches have made of the tokens in each plane: in cow undone ones, in stage those copied to their slots.
+    outcome_known: bool = False
+    ending: str = ""  # cancel or abandon, after it has begun
+    # Tokens that launches have changed in each plane: undone in cow, copied to their slots in stage.
     moved: dict[PlaneOf, set[int]] = field(default_factory=dict)
 
 
@@ -115,13 +117,13 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.closed() and self.requests)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        """Its blocks go to the front, to be reused at once, with what they hold."""
+        """Its blocks go to the front of the free list, so they are reused immediately with their old data."""
         request = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
         for group, blocks in request.blocks.items():
             self.free[group] = blocks + self.free[group]
 
     def slots_of(self, request: Request, group: str, count: int) -> list[int]:
-        """The next `count` slots of a request; -1 where no block is left."""
+        """The next `count` slots of a request; -1 if no block is left."""
         size, blocks, free = self.block_size[group], request.blocks[group], self.free[group]
         slots = []
         for position in range(request.length, request.length + count):
@@ -170,7 +172,7 @@ class Engine(RuleBasedStateMachine):
         self.counts["drafted"] += len(batch.drafted)
 
     def with_tables(self, window, parts: list[tuple[Request, Part]], padded_requests: int):
-        """The window with what mode "stage" asks for beside slots."""
+        """The window with the fields that mode "stage" needs in addition to slots."""
         lengths = [request.length + part.given + part.drafts for request, part in parts] + [0] * padded_requests
         tables = {}
         for group in self.free:
@@ -181,7 +183,7 @@ class Engine(RuleBasedStateMachine):
         return window._replace(seq_lens=torch.tensor(lengths, dtype=torch.int32), block_tables=tables)
 
     def not_begun(self, batch: Batch, slots, tables, planned: bool) -> None:
-        """A launch of begin failed: slots and tables are as they were, and a window that was planned is cancelled."""
+        """A launch of begin failed. Slots and tables are unchanged, and a window that was planned is cancelled."""
         assert {group: own.tolist() for group, own in batch.slots.items()} == slots
         assert all(torch.equal(batch.window.block_tables[group], table) for group, table in tables.items())
         if planned:
@@ -189,7 +191,7 @@ class Engine(RuleBasedStateMachine):
                 self.counts[name] += len(batch.drafted) if count is None else count
 
     def refused(self, parts: list[tuple[Request, Part]]) -> None:
-        """More drafts than rows, which the host was not told: no window, nothing changed."""
+        """There are more drafts than rows, and the host does not know it: no window, nothing changed."""
         count = sum(part.given + part.drafts for _, part in parts)
         slots = {group: [-1] * count for group in self.free}
         batch = make_batch([part for _, part in parts], slots, num_draft_tokens_known=False)
@@ -204,7 +206,7 @@ class Engine(RuleBasedStateMachine):
     @precondition(forward_goes_on)
     @rule(num_layers=st.sampled_from([99, 99, 99, 1, 4]), cut=st.integers(0, 12))
     def write(self, num_layers: int, cut: int) -> None:
-        """The next layers, each in two micro-batches."""
+        """Write the next layers, each in two micro-batches."""
         assert self.window is not None
         batch = self.window.batch
         missing = [name for name in self.caches if name not in self.window.written]
@@ -225,8 +227,8 @@ class Engine(RuleBasedStateMachine):
     def forward_is_done(self) -> bool:
         return self.opened() and len(self.window.written) == len(self.caches)
 
-    def ends(self, end: str, arguments: tuple, fault: int, separate_judge: bool, made_of_tokens: set[int]) -> bool:
-        """Call one of the methods that end a window; a launch may fail. Whether the window is closed."""
+    def ends(self, end: str, arguments: tuple, fault: int, separate_launch: bool, made_of_tokens: set[int]) -> bool:
+        """Call a method that ends a window; a launch may fail. Return whether the window is closed."""
         window = self.window
         with fail_at(fault) as made:
             try:
@@ -234,14 +236,14 @@ class Engine(RuleBasedStateMachine):
                 return True
             except Lost:
                 assert self.manager.state is State.OPEN
-        judging = separate_judge and not window.judged
-        for planes in self.launches[: max(0, made[0] - judging)]:
+        determining = separate_launch and not window.outcome_known
+        for planes in self.launches[: max(0, made[0] - determining)]:
             for plane in planes:
                 window.moved.setdefault(plane, set()).update(made_of_tokens)
         if end in ("cancel", "abandon"):
             window.ending = end
         else:
-            window.judged |= made[0] > 0
+            window.outcome_known |= made[0] > 0
         return False
 
     def may_commit(self) -> bool:
@@ -253,7 +255,7 @@ class Engine(RuleBasedStateMachine):
         batch = self.window.batch
         end = "commit" if by_tokens else "commit_rejected"
         arguments = (batch.draft_token_ids, batch.sampled_token_ids) if by_tokens else (batch.num_rejected,)
-        # The op that judges has a launch of its own where nothing else would be launched.
+        # The op that determines the outcome has a separate launch if nothing else is launched.
         separate = by_tokens or batch.window.num_draft_tokens == 0
         kept = set(range(batch.num_tokens)) - set(batch.rejected)
         moved = kept if self.mode == "stage" else set(batch.rejected)
@@ -276,7 +278,7 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.opened())
     @rule(undo=st.sampled_from([True, True, False]), fault=FAULTS)
     def stop(self, undo: bool, fault: int) -> None:
-        """The forward, or what follows it, raised: before, between or after the layers."""
+        """The forward or a later step raised: before, between or after the layers."""
         batch = self.window.batch
         every, given = set(range(batch.num_tokens)), set(range(batch.num_tokens)) - set(batch.drafted)
         if undo:
@@ -299,8 +301,10 @@ class Engine(RuleBasedStateMachine):
             request.waiting = request.waiting - part.given or 1  # the token just sampled
 
     def close(self, kept: set[int]) -> None:
-        """The tokens kept are in the model from now on; so are those of planes where an earlier try had copied them,
-        and those it had undone are not."""
+        """Add the kept tokens to the model.
+
+        In planes where an earlier attempt copied tokens, these are added too. Tokens that it undid are removed.
+        """
         window = self.window
         for name, number in self.model:
             slots = window.batch.slots[self.transactions.group_of[name]].tolist()
@@ -316,14 +320,14 @@ class Engine(RuleBasedStateMachine):
         self.window = None
 
     def adopt(self, name: str, number: int, slots: list[int]) -> None:
-        """Whatever is at these slots now is right."""
+        """Accept whatever these slots hold now."""
         plane = self.caches[name].planes[number]
         rows = torch.zeros(len(slots), *plane.view.shape[2:], dtype=plane.view.dtype)
         order = torch.arange(len(slots), dtype=torch.int32)
         ops.log_slots(plane.view, torch.tensor(slots, dtype=torch.int64), order, rows, plane.page_offsets)
         self.model[name, number].update(zip(slots, rows, strict=True))
 
-    # ------------------------------------------------------------ what always holds
+    # ------------------------------------------------------------ invariants
 
     @invariant()
     def caches_are_the_model(self) -> None:
@@ -344,7 +348,7 @@ MACHINE_SETTINGS = settings(deadline=None, derandomize=True, max_examples=100, s
 
 
 class StagedEngine(Engine):
-    """With shadow pages in place of the log."""
+    """An engine with shadow pages instead of the log."""
 
     mode = "stage"
 
@@ -376,7 +380,7 @@ def without_page_offsets(restore):
 
 
 @pytest.mark.parametrize("break_restore", [without_row_windows, without_last_layer, without_page_offsets])
-def test_the_machine_finds_a_broken_restore(break_restore, monkeypatch):
+def test_the_state_machine_finds_a_broken_restore(break_restore, monkeypatch):
     monkeypatch.setattr(nwor_ops.transaction.manager.ops, "restore_slots", break_restore(ops.restore_slots))
     with pytest.raises(AssertionError, match="not what they would be"):
         run_state_machine_as_test(

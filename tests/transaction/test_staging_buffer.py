@@ -1,4 +1,4 @@
-"""StagingBuffer and KVCacheInterceptor: against plain writes of the rows that stay, on all memory of the caches."""
+"""Test StagingBuffer and KVCacheInterceptor against plain writes of the kept rows, on all memory of the caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WRITABLE = tuple(kind for kind in KINDS if kind not in ("amx", "latent"))
 
 
 class Staged:
-    """A buffer over layers of some kinds, and a copy of their caches as they should be."""
+    """A buffer over layers of some kinds, and a copy of the expected caches."""
 
     def __init__(self, kinds=WRITABLE, rows=ROWS, kv_cache_dtype="auto"):
         self.buffer = StagingBuffer(max_num_tokens=TOKENS, max_num_rows=rows, device="cpu")
@@ -54,14 +54,14 @@ class Staged:
         return self.caches[name].key_value(tuple(planes))
 
     def stage_all(self, tokens, names=None, stage=None):
-        """Every layer; returns its sources."""
+        """Stage every layer and return its sources."""
         written = {name: self.sources(name, tokens) for name in self.caches if names is None or name in names}
         for name, (key, value) in written.items():
             (stage or self.buffer.stage)(name, key, value)
         return written
 
     def expect(self, written, rows_of_tokens, slots, kept, scales=None):
-        """The rows `kept` at their slots."""
+        """Write the rows `kept` to their slots in the expected caches."""
         slot_of_row = {row: slot for row, slot in enumerate(slots) if row in kept}
         mapping = torch.tensor([slot_of_row.get(row, -1) for row in rows_of_tokens], dtype=torch.int64)
         for name, (key, value) in written.items():
@@ -78,11 +78,11 @@ SLOTS, TOKEN_ROWS = (5, 17, -1, 40, 8, 30), (3, -1, 0, 5, 1, 2, 4)
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
 def test_a_window(kv_cache_dtype):
-    """Rows in any order, one token not staged, any pattern accepted, one accepted row without a slot."""
+    """Rows in any order, one token not staged, any pattern of accepted rows, and one accepted row without a slot."""
     staged = Staged(kv_cache_dtype=kv_cache_dtype)
     staged.buffer.begin(torch.tensor(SLOTS), torch.tensor(TOKEN_ROWS, dtype=torch.int32))
     written = staged.stage_all(7)
-    staged.assert_as_expected()  # nothing is in a cache yet
+    staged.assert_as_expected()  # no cache has a row yet
     for name, (key, value) in written.items():
         for rows, source in zip(staged.buffer.rows(name), (key, value), strict=True):
             assert all(torch.equal(rows[row], source[t]) for t, row in enumerate(TOKEN_ROWS) if row >= 0)
@@ -103,13 +103,13 @@ def test_lengths_of_requests():
     staged.buffer.commit(torch.tensor([2, 0, 1], dtype=torch.int32))
     staged.expect(written, range(6), range(6), {0, 1, 5})
     staged.assert_as_expected()
-    staged.buffer.begin(torch.arange(6))  # rows of no request: the lengths of the window before are no use
+    staged.buffer.begin(torch.arange(6))  # rows of no request: the lengths of the previous window do not apply
     with pytest.raises(TypeError, match=r"^commit: accepted must have dtype torch.bool"):
         staged.buffer.commit(torch.tensor([2, 0, 1], dtype=torch.int32))
 
 
 def test_new_destinations():
-    """The nodes of a tree shared slots before it was known which is accepted; the path goes to consecutive ones."""
+    """The nodes of a tree share slots until the accepted path is known. The path goes to consecutive slots."""
     staged = Staged()
     staged.buffer.begin(torch.tensor([8, 9, 9, 10, 10]))
     written = staged.stage_all(5)
@@ -133,7 +133,7 @@ def test_micro_batches():
 
 @pytest.mark.parametrize("reached", [0, 1, 3])
 def test_all_layers_or_none(reached):
-    """A forward that stopped, or left a layer out: no cache gets a row, whatever was accepted."""
+    """A forward stopped or skipped a layer: no cache gets a row, whatever was accepted."""
     staged = Staged()
     for window in range(2):
         staged.buffer.begin(torch.arange(4))
@@ -150,7 +150,7 @@ def test_all_layers_or_none(reached):
 
 @pytest.mark.parametrize("larger_first", [False, True])
 def test_a_slot_outside_rejects_the_window(larger_first):
-    """Layers of 64 and of 68 slots: what one could take the other could not."""
+    """Layers of 64 and of 68 slots: one has this slot and the other does not."""
     _, construct, layout, shape, dtype = KINDS["packed"]
     caches = [construct(layout, shape._replace(blocks=blocks), dtype, 0)[0] for blocks in (16, 17)]
     buffer = StagingBuffer(max_num_tokens=4, max_num_rows=4, device="cpu")
@@ -168,7 +168,7 @@ def test_a_slot_outside_rejects_the_window(larger_first):
 
 
 def test_reject():
-    """Also what an earlier window accepted."""
+    """Also after a window with accepted rows."""
     staged = Staged()
     staged.buffer.begin(torch.arange(4))
     written = staged.stage_all(4)
@@ -184,7 +184,7 @@ def test_reject():
 
 @given(st.data())
 def test_any_windows(data):
-    """Windows of any rows, one after another: nothing of an earlier one survives."""
+    """Windows of any rows in sequence: no data of an earlier window remains."""
     staged = Staged(data.draw(st.lists(st.sampled_from(WRITABLE), min_size=1, max_size=3, unique=True)))
     for _ in range(data.draw(st.integers(1, 4))):
         rows = data.draw(st.integers(0, ROWS))
@@ -204,7 +204,7 @@ def test_any_windows(data):
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["", "dynamic"])
 def test_compiled_stage(dynamic):
-    """One compilation serves later windows: rows, marks and slots are data. Sizes of the buffer never are symbols."""
+    """One compilation serves later windows: rows, marks and slots are data. Buffer sizes are never symbols."""
     staged = Staged(("packed",))
     torch._dynamo.reset()
     step = torch.compile(
@@ -223,7 +223,7 @@ def test_compiled_stage(dynamic):
     torch._dynamo.reset()
 
 
-def test_buffers_stay_where_they_are():
+def test_buffers_keep_their_addresses():
     staged = Staged()
     names = ("stage_rows", "row_slots", "row_accepted", "row_committed", "row_windows", "window_id", "counters")
     before = [getattr(staged.buffer, name).data_ptr() for name in names]
@@ -300,7 +300,7 @@ def test_wrong_layers():
 
 
 def test_a_commit_that_is_refused_changes_nothing():
-    """Not even the destinations: the window can be committed to those it was begun with."""
+    """Not even the destinations: the window can be committed to those given at begin."""
     staged = Staged()
     requests, positions = (torch.tensor(ids, dtype=torch.int32) for ids in ((0, 0, 1), (0, 1, 0)))
     staged.buffer.begin(torch.tensor([7, 8, 9]), None, requests, positions)
@@ -328,7 +328,7 @@ UNFIT = {
 
 @pytest.mark.parametrize("case", UNFIT)
 def test_a_layer_that_could_not_be_committed_is_refused_before_any_window(case):
-    """At commit the layers before it would have got their rows already."""
+    """At commit the layers before it would have their rows already."""
     options, error, sentence = UNFIT[case]
     buffer = StagingBuffer(max_num_tokens=4, max_num_rows=4, device="cpu")
     _, construct, layout, shape, dtype = KINDS["packed"]
@@ -341,8 +341,8 @@ def test_a_layer_that_could_not_be_committed_is_refused_before_any_window(case):
     assert torch.equal(memory([good.planes[0].view])[0], before)
 
 
-def test_more_tokens_than_the_buffer_was_made_for():
-    """Tokens past the record would be staged nowhere, without a word."""
+def test_more_tokens_than_max_num_tokens():
+    """Tokens past the record would silently not be staged."""
     staged = Staged(("packed",))
     staged.buffer.begin(torch.arange(3))
     for tokens, offset in ((TOKENS + 1, 0), (4, TOKENS - 3)):
@@ -356,7 +356,7 @@ def test_more_tokens_than_the_buffer_was_made_for():
 
 
 def run(interceptor, staged, tokens, slots, accepted):
-    """One window through the interceptor; returns what each layer was given."""
+    """Run one window through the interceptor. Return the rows of each layer."""
     interceptor.begin(slots)
     written = {name: staged.sources(name, tokens) for name in staged.caches}
     for name, (key, value) in written.items():
@@ -397,7 +397,7 @@ def test_not_ready_until_warm_up_is_over():
     assert (stats.staging.windows, stats.direct_windows, stats.fallbacks) == (1, 1, 0)
 
 
-def test_a_window_the_buffer_does_not_take_is_written_directly():
+def test_a_window_that_the_buffer_refuses_is_written_directly():
     staged = Staged()
     interceptor = KVCacheInterceptor(staged.buffer)
     interceptor.finish_warm_up()
@@ -410,8 +410,8 @@ def test_a_window_the_buffer_does_not_take_is_written_directly():
     assert "at most 12" in interceptor.reason
 
 
-def test_an_error_at_the_first_layer_falls_back_and_at_a_later_one_does_not():
-    """A key of another dtype cannot be staged; the first layer's window becomes a direct one."""
+def test_an_error_at_the_first_layer_makes_the_window_direct():
+    """A key of another dtype cannot be staged. At the first layer, the window becomes a direct one."""
     staged = Staged(("packed",), kv_cache_dtype="fp8_e4m3")
     interceptor = KVCacheInterceptor(staged.buffer)
     interceptor.finish_warm_up()
@@ -437,9 +437,9 @@ def test_an_error_at_the_first_layer_falls_back_and_at_a_later_one_does_not():
     stats = interceptor.stats()
     assert (stats.direct_windows, stats.fallbacks, stats.staging.windows) == (1, 1, 2)
 
-    assert interceptor.begin(slots)  # the layer that the window before has staged is none of this one's
+    assert interceptor.begin(slots)  # a layer staged in the previous window does not count for this one
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it was said once
+        warnings.simplefilter("error")  # the warning appears once
         interceptor.write("packed.0", *first, slots)
     assert not interceptor.staging
     staged.expect({"packed.0": first}, range(3), range(3), {0, 1, 2})
@@ -448,7 +448,7 @@ def test_an_error_at_the_first_layer_falls_back_and_at_a_later_one_does_not():
 
 
 def test_scales_of_a_direct_write():
-    """Those given, each for its own; else those registered."""
+    """Each given scale is used; otherwise the registered one."""
     staged = Staged(("packed",), kv_cache_dtype="fp8_e4m3")
     interceptor = KVCacheInterceptor(staged.buffer, "direct")
     scales = torch.tensor([2.0]), torch.tensor([0.25])
