@@ -1,4 +1,5 @@
-"""Family accept: which tokens are drafts, which were accepted; against the oracle, on all memory around."""
+"""Test the family accept against the oracle, on all surrounding memory: which tokens are drafts, which were
+accepted."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ OPS = (
     "reject_rows_from_rejected",
 )
 ID_DTYPES = (torch.int32, torch.int64)
-COUNTED_BEFORE = [10, 20, 30, 40, 50]  # what `samples` puts into counters
+COUNTED_BEFORE = [10, 20, 30, 40, 50]  # initial counters of `samples`
 
 
 # ---------------------------------------------------------------- plan_window
@@ -67,7 +68,7 @@ def test_plan_of_too_many_groups(device):
 
 
 def test_plan_by_hand(device):
-    """Requests of 2 + 2 and 1 + 1 tokens (given and drafted): a test that does not lean on the oracle."""
+    """Requests of 2 + 2 and 1 + 1 tokens (given and drafted). This test does not depend on the oracle."""
     ours = twin(plan_arguments((0, 4, 6), (2, 3), tokens=7, groups=2, rows=5), device)
     ops.plan_window(*ours)
     _, _, _, log_rows, row_slots, row_requests, row_positions, counters, draft_start_loc, *_ = ours
@@ -80,7 +81,7 @@ def test_plan_by_hand(device):
 
 
 def test_plan_of_a_draft_without_a_slot(device):
-    """A row whose token is skipped keeps slot -1, so that nothing is restored for it."""
+    """The row of a skipped token keeps slot -1, so that nothing is restored for it."""
     arguments = plan_arguments((0, 4), (3,), tokens=4)
     slots = int64(9, -1, 8, -5)
     ours = assert_same_as_oracle("plan_window", with_arguments("plan_window", arguments, slot_mappings=[slots]), device)
@@ -89,10 +90,10 @@ def test_plan_of_a_draft_without_a_slot(device):
 
 @pytest.mark.parametrize(("offset", "tokens"), [(3, 4), (4, 5), (5, 1), (9, 3), (50, 2), (8, 0)])
 def test_plan_of_a_later_micro_batch(device, offset, tokens):
-    """A micro-batch's slot mapping is sliced: global token positions must not index it."""
+    """The slot mapping of a micro-batch is a slice. Token positions of the batch must not index it."""
     ours = assert_same_as_oracle("plan_window", plan_arguments(tokens=tokens, token_offset=offset), device)
     _, _, _, log_rows, row_slots, row_requests, row_positions, _, draft_start_loc, *_ = ours
-    assert draft_start_loc.tolist() == [0, 3, 3, 6, 6, 6, 6]  # in every micro-batch those of the batch
+    assert draft_start_loc.tolist() == [0, 3, 3, 6, 6, 6, 6]  # every micro-batch has those of the batch
     drafts = [1, 2, 3, 6, 7, 8]  # tokens of the batch
     here = [offset <= token < offset + tokens for token in drafts]
     slots = [100 + token - offset if inside else -1 for token, inside in zip(drafts, here, strict=True)]
@@ -105,7 +106,7 @@ def test_plan_of_a_later_micro_batch(device, offset, tokens):
 
 @pytest.mark.parametrize("tokens", [2, 3, 7])
 def test_plan_of_the_first_micro_batch(device, tokens):
-    """It starts at token 0 and ends before the batch does; one request straddles the cut."""
+    """It starts at token 0 and ends before the batch does. One request straddles the cut."""
     assert_same_as_oracle("plan_window", plan_arguments(tokens=tokens, token_offset=0), device)
 
 
@@ -138,7 +139,7 @@ def test_plan_of_any_batch(device, data):
     )
 
 
-def test_nothing_of_an_earlier_window_survives(device):
+def test_no_value_of_an_earlier_window_remains(device):
     other = {
         "query_start_loc": int32(0, 2), "cu_num_draft_tokens": int32(1), "counters": int64(0, 0, 0, 0, 0)
     }  # fmt: skip
@@ -153,7 +154,7 @@ def test_nothing_of_an_earlier_window_survives(device):
 
 @pytest.mark.parametrize("requests", [255, 256, 257, 3000])
 def test_plan_of_a_large_batch(device, requests):
-    """More requests than threads in a block, rows and tokens over many blocks."""
+    """More requests than threads in a block, with rows and tokens over many blocks."""
     random = torch.Generator().manual_seed(requests)
     drafts = torch.randint(0, 5, (requests,), generator=random)
     lengths = drafts + torch.randint(0, 3, (requests,), generator=random)
@@ -196,7 +197,7 @@ def test_sampled_tokens_of_any_strides(device):
     assert_same_as_oracle("acceptance_mask", (int64(5, 5), same_row, int32(0, 1, 2)), device)
 
 
-def test_flags_past_the_last_draft_are_false(device):
+def test_flags_after_the_last_draft_are_false(device):
     arguments = (int64(1, 1, 1, 1), surrounded(torch.tensor([[1, 1, 1, 1, 1]])), int32(0, 2))
     assert_same_as_oracle("acceptance_mask", arguments, device)
     accepted, _ = ops.acceptance_mask(*twin(arguments, device))
@@ -211,7 +212,7 @@ def test_samples(device, op):
 
 @st.composite
 def verified(draw):
-    """Drafts and sampled tokens of few different ids, so that equal ones are common."""
+    """Drafts and sampled tokens of a few different ids, so that equal ones are common."""
     counts = draw(st.lists(st.integers(0, 4), max_size=5))
     most = max(counts, default=0)
     ids = st.integers(0, 2)
@@ -236,7 +237,7 @@ def test_acceptance_of_any_batch(device, data):
     outputs = flags(*[1] * (len(drafts) + extra_rows)), int32(*[9] * requests), int64(*COUNTED_BEFORE)
     assert_same_as_oracle("reject_rows", (*arguments, *outputs), device)
 
-    # The runner that knows the counts comes to the same window.
+    # A runner that knows the counts gets the same window.
     arguments, ours, theirs = twin(arguments, device), twin(outputs, device), twin(outputs, device)
     accepted, num_accepted = ops.acceptance_mask(*arguments)
     starts = arguments[2]
@@ -261,7 +262,7 @@ def test_counts_are_clamped(device, requests, extra):
 
 @pytest.mark.parametrize("op", ["reject_rows", "reject_rows_from_rejected"])
 def test_a_window_that_was_refused_rejects_nothing(device, op):
-    """Then plan_window says that no request drafts: nothing may be restored or counted."""
+    """plan_window reports no drafts for it, so nothing may be restored or counted."""
     arguments = with_arguments(op, sample_inputs(op)[0], draft_start_loc=int32(0, 0, 0, 0))
     ours = assert_same_as_oracle(op, arguments, device)
     assert not ours[-3].any()
@@ -269,8 +270,8 @@ def test_a_window_that_was_refused_rejects_nothing(device, op):
 
 
 @pytest.mark.gpu
-def test_no_draft_of_a_refused_window_is_judged(device):
-    """What a device makes of a window that it refuses goes from op to op: no request drafts, whatever was rejected."""
+def test_no_draft_of_a_refused_window_is_accepted_or_rejected(device):
+    """The ops of a window pass the result of a refused window on: no request has drafts, whatever was rejected."""
     plan = twin(plan_arguments(rows=5), device)
     row_rejected, num_accepted = twin((flags(*[1] * 5), int32(*[9] * 6)), device)
     ops.plan_window(*plan)
@@ -291,7 +292,7 @@ def test_more_drafts_than_rows(device, op):
 
 
 def test_a_large_batch_counts_every_row_once(device):
-    """Rows over many blocks: the counters are the sum of all of them."""
+    """With rows over many blocks, the counters are the sum over all blocks."""
     random = torch.Generator().manual_seed(0)
     counts = torch.randint(0, 6, (1000,), generator=random)
     starts, total = torch.nn.functional.pad(counts.cumsum(0).int(), (1, 0)), int(counts.sum())
@@ -304,22 +305,22 @@ def test_a_large_batch_counts_every_row_once(device):
     assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, starts, *outputs), device)
 
 
-def test_counters_only_grow(device):
+def test_counters_only_increase(device):
     arguments = sample_inputs("reject_rows", device)[0]
     for times in (1, 2, 3):
         ops.reject_rows(*arguments)
         assert arguments[-1].tolist() == [10, 20, 30 + 6 * times, 40 + 1 * times, 50]
 
 
-def test_counters_are_those_of_the_package(device):
-    """The kernels count at the places that COUNTERS names."""
+def test_counters_follow_the_order_of_the_package(device):
+    """The kernels use the indices of COUNTERS."""
     counters = torch.zeros(len(ops.COUNTERS), dtype=torch.int64, device=device)
     ops.plan_window(*with_arguments("plan_window", twin(plan_arguments(), device), counters=counters))
     counted = dict(zip(ops.COUNTERS, counters.tolist(), strict=True))
     assert counted == {"windows": 1, "drafted": 6, "accepted": 0, "rejected": 0, "overflowed": 0}
 
 
-# ---------------------------------------------------------------- errors: the sentence, and nothing written
+# ---------------------------------------------------------------- errors: the message, and nothing written
 
 
 BAD_WINDOWS = {
@@ -354,7 +355,7 @@ BAD_WINDOWS = {
 
 
 def unplanned(arguments):
-    """What a device leaves of a window that it can only count: no row has a draft, no request has one."""
+    """The result of a window that a device can only count: no row has a draft, and no request has one."""
     left = twin(arguments)
     for output in left[3:7]:
         output.fill_(-1)
@@ -365,7 +366,7 @@ def unplanned(arguments):
 
 @pytest.mark.debug_mode
 @pytest.mark.parametrize("case", BAD_WINDOWS)
-def test_bad_window_is_refused_whole(device, case):
+def test_an_invalid_window_is_refused_as_a_whole(device, case):
     options, sentence = BAD_WINDOWS[case]
     arguments = plan_arguments(**options, groups=2)
     check_bad_data("plan_window", arguments, ValueError, sentence, device, unplanned(arguments))
@@ -378,7 +379,8 @@ def test_a_negative_token_offset():
 @pytest.mark.debug_mode
 @pytest.mark.parametrize("broken", [0, 300, 1023])
 def test_one_bad_request_among_many(device, broken):
-    """It leaves no trace of the others; on CUDA every block comes to the same verdict, wherever the bad request is."""
+    """The output has no trace of the others. On CUDA every block must come to the same result, wherever the bad
+    request is."""
     starts = torch.arange(0, 1025 * 4, 4)
     cu = torch.arange(3, 1025 * 3, 3)[:1024].clone()
     cu[broken:] += 2  # five drafts in four tokens
@@ -405,7 +407,7 @@ INDEX_ARGUMENTS = [case for op in OPS for case in _index_arguments(op)]
 
 @pytest.mark.parametrize(("op", "name", "dtype"), INDEX_ARGUMENTS)
 def test_index_arguments(op, name, dtype):
-    """Dtype, number of dimensions, contiguity and, where another argument fixes it, length."""
+    """Dtype, number of dimensions, contiguity and, if another argument fixes it, length."""
     arguments = sample_inputs(op)[0]
     names = argument_names(op)
     good = arguments[names.index(name)]
@@ -424,7 +426,7 @@ def test_index_arguments(op, name, dtype):
         refused(good[:short], ValueError, rf"{name} must be .*, got torch.{dtype} \[{short}\]")
 
 
-# (op, argument): wrong values, each with what the sentence says was expected and what came.
+# (op, argument): invalid values, each with the expected and the given part of the message.
 WRONG = {
     ("plan_window", "row_slots"): [
         (int64(*[5] * 6), "be [1 groups, num_log_rows]", "torch.int64 [6]"),
@@ -497,8 +499,8 @@ def test_wrong_slot_mappings(case):
      (-1, 3, 3, 7), (2**31 - 1, 2**31 - 1, 2**31 - 1, 7)],
 )  # fmt: skip
 @pytest.mark.parametrize("op", OPS[1:])
-def test_draft_starts_that_lie(device, op, starts):
-    """What the CPU refuses, the device must survive: only outputs change, and counts stay counts."""
+def test_invalid_draft_starts(device, op, starts):
+    """The CPU refuses them. The device must survive them: only outputs change, and counts stay valid."""
     arguments = with_arguments(op, sample_inputs(op)[0], draft_start_loc=int32(*starts))
     sentence = r"draft_start_loc must (begin with 0, got|not decrease, got -?\d+ and -?\d+ around|not exceed the 7 )"
     left = check_bad_data(op, arguments, ValueError, sentence, device)
@@ -515,13 +517,13 @@ def test_more_drafts_than_draft_tokens(device, op):
     check_bad_data(op, arguments, ValueError, sentence, device)
 
 
-def test_more_drafts_than_the_mask_is_long():
+def test_more_drafts_than_the_length_of_the_mask():
     op = "acceptance_mask_from_rejected"
     arguments = with_arguments(op, sample_inputs(op)[0], num_draft_tokens=6)
     refuse(op, arguments, ValueError, "draft_start_loc must not exceed the 6 num_draft_tokens, got 7$")
 
 
-# output, what it would share memory with (an input or another output)
+# output, and the input or output that it would share memory with
 SHARED = [
     ("plan_window", "log_rows", "query_start_loc"),
     ("plan_window", "row_requests", "cu_num_draft_tokens"),
@@ -540,7 +542,7 @@ SHARED = [
     ("op", "argument"), [("plan_window", "cu_num_draft_tokens"), ("acceptance_mask_from_rejected", "draft_start_loc")]
 )
 def test_too_many_requests(tmp_path, op, argument):
-    """Kernels number them in 32 bits. (A sparse file: nothing of it is read but its beginning.)"""
+    """Kernels number requests in 32 bits. (This is a sparse file, and only its beginning is read.)"""
     counts = torch.from_file(str(tmp_path / "counts"), shared=True, size=2**31 + 1, dtype=torch.int32)
     (tmp_path / "counts").unlink()
     arguments = with_arguments(op, sample_inputs(op)[0], **{argument: counts})
@@ -549,7 +551,7 @@ def test_too_many_requests(tmp_path, op, argument):
 
 
 @pytest.mark.parametrize(("op", "output", "other"), SHARED)
-def test_outputs_may_share_no_memory(op, output, other):
+def test_outputs_must_not_share_memory(op, output, other):
     arguments = sample_inputs(op)[0]
     names = argument_names(op)
     count = 12
@@ -565,8 +567,8 @@ def test_outputs_may_share_no_memory(op, output, other):
 
 
 @pytest.mark.parametrize("output", ["log_rows", "row_requests", "row_positions", "counters", "draft_start_loc"])
-def test_no_output_of_a_plan_lies_in_a_slot_mapping(output):
-    """Which its blocks read in any order."""
+def test_no_output_of_a_plan_overlaps_a_slot_mapping(output):
+    """The blocks of the op read the slot mapping in any order."""
     arguments = sample_inputs("plan_window")[0]
     names = argument_names("plan_window")
     slots, taken = arguments[names.index("slot_mappings")][0], arguments[names.index(output)]

@@ -1,4 +1,4 @@
-"""Bad input to every op: argument by argument, from the schema (`bad_input`). Refusals write nothing."""
+"""Test invalid input to every op: argument by argument, from the schema (`bad_input`). Refusals write nothing."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from nwor_ops.arguments import describe_type_error
 
 @pytest.mark.parametrize("op", OPS)
 def test_another_device(device, op):
-    """A tensor elsewhere beside those on this device, which goes to CUDA's kernel or to the fake: no address of another
-    device reaches a kernel."""
+    """One tensor on another device than the rest. The call goes to the CUDA kernel or to the fake. No address of
+    another device reaches a kernel."""
     for case in bad_input.another_device(op, device, ("cpu", "meta")):
         check_refused(op, case)
 
@@ -29,7 +29,7 @@ def test_another_device(device, op):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 def test_one_argument_on_cuda(device, op):
-    """As seen from the CPU: the one stray tensor decides that the CUDA kernel is called."""
+    """One CUDA tensor in a call on the CPU selects the CUDA kernel."""
     for case in bad_input.another_device(op, "cpu", (device,)):
         check_refused(op, case)
 
@@ -44,21 +44,24 @@ def test_refused(device, op, kind):
 @pytest.mark.parametrize("kind", bad_input.WITHOUT_DATA)
 @pytest.mark.parametrize("op", OPS)
 def test_fake_refuses(op, kind):
-    """A wrong model fails while it is traced."""
+    """An invalid model fails while it is traced."""
     for case in KINDS[kind](op, "meta"):
         check_refused(op, case)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_any_integer(device, op):
-    """An error that names the op and the argument, or what the oracle gives. CUDA does what the CPU does; data that the
-    CPU complains of it leaves out, and writes inside the outputs."""
+    """The call raises an error that names the op and the argument, or gives the result of the oracle.
+
+    CUDA gives the result of the CPU. Data that the CPU refuses is skipped on CUDA, and all writes are inside the
+    outputs.
+    """
     for label, arguments in any_integer(op, "cpu"):
         on_cpu, name = twin(arguments), re.match(r"\w+", label)[0]
         expected, refused = attempt(op, on_cpu)
         if refused is not None:
             assert type(refused) in (ValueError, IndexError), f"{label}: {refused!r}"
-            # A count of drafts that the data goes past is told from there.
+            # If the data exceeds a count of drafts, the message names the data.
             assert re.match(rf"{op}: .*\b({name}|cu_num_draft_tokens)\b", str(refused)), f"{label}: {refused}"
             assert same_memory(on_cpu, arguments), label
         else:
@@ -81,8 +84,11 @@ def test_any_integer(device, op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_any_data(device, op):
-    """Whatever indices, counts and starts say: on the CPU an error that names the op, and nothing written, or a result
-    inside the outputs; on CUDA always the latter. compute-sanitizer sees reads too."""
+    """Call the ops with any indices, counts and starts.
+
+    The CPU raises an error that names the op and writes nothing, or writes a result inside the outputs. CUDA always
+    writes a result inside the outputs. compute-sanitizer also checks reads.
+    """
     for label, arguments in any_data(op, device, seeds={"cpu": 60, "cuda": 20}[device]):
         before = twin(arguments)
         _, error = attempt(op, arguments)
@@ -99,15 +105,15 @@ def test_any_data(device, op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_tensor_is_asked_about(op):
-    """No argument escapes the table: each stands in a call on another device and in one with no tensor in its place."""
+def test_the_table_covers_every_tensor(op):
+    """The table covers every argument: each is tested on another device, and with a value that is not a tensor."""
     tensors = {argument.name for argument in bad_input.declared(op) if bad_input.is_tensor(argument)}
     for made in (bad_input.another_device(op, "cpu", ("meta",)), bad_input.no_tensor(op, "cpu")):
         assert {re.match(r"\w+", case.label)[0] for case in made} >= tensors
 
 
 def test_lazy_views_are_read():
-    """What an op only reads may be a view that torch works out."""
+    """An argument that an op only reads may be a view that torch resolves."""
     arguments = sample_inputs("write_kv")[0]
     key, value = arguments[:2]
     plain, lazy = twin(with_arguments("write_kv", arguments, key=-key, value=-value)), twin(arguments)
@@ -134,7 +140,7 @@ def test_planes_that_begin_together_are_not_moved():
     refuse("move_slots", ([first, second, first], *moves), ValueError, r"caches\[0\] and caches\[2\] must not share")
 
 
-def test_plane_table_refuses_what_is_no_list_of_tensors():
+def test_plane_table_takes_only_a_list_of_tensors():
     for caches, got in (
         (None, "caches must be a list of tensors, got None"),
         ([None], r"caches\[0\] must be a tensor"),
@@ -143,10 +149,10 @@ def test_plane_table_refuses_what_is_no_list_of_tensors():
             ops.plane_table(caches)
 
 
-def test_type_error_is_described_only_where_there_is_one():
+def test_type_error_is_described_only_if_there_is_one():
     overload = torch.ops.nwor.dcp_local_seq_lens.default
     lens = torch.zeros(1, dtype=torch.int32)
-    for rank in (0, True, torch.tensor(0)):  # the dispatcher takes them
+    for rank in (0, True, torch.tensor(0)):  # the dispatcher accepts them
         assert describe_type_error(overload, (lens, lens.clone(), 4, rank)) is None
     assert describe_type_error(overload, (lens,)) is None
     error = describe_type_error(overload, (lens, lens.clone(), 4, 0.5, None))
@@ -160,7 +166,7 @@ LAST = 2**63 - 1
 
 
 def test_positions_at_the_end_of_64_bits():
-    """Sums that 64 bits cannot hold: the limit where there is one, else the largest number."""
+    """If a sum does not fit 64 bits, the result is the limit, or the largest number if there is no limit."""
     positions = decode_arguments(positions=(LAST, 30, LAST - 1, 0, 0, 0))
     ops.prepare_decode_inputs(*positions)
     assert positions[4].tolist()[:3] == [31, 31, 31]

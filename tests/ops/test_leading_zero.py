@@ -1,4 +1,5 @@
-"""Counts as an engine has them (``num_bonus_tokens``, ``leading_zero`` of plan_window): the same window from all."""
+"""Test the ways in which engines count (``num_bonus_tokens``, ``leading_zero`` of plan_window): all give the same
+window."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ OUTPUTS = slice(3, 9)
 
 
 def planned(device, starts, drafts, bonus=0, zero=False):
-    """What plan_window makes of the drafts of each request, counted in one of the ways."""
+    """Run plan_window for the drafts of each request, counted in one of the ways."""
     counts = [sum(drafts[: q + 1]) + bonus * (q + 1) for q in range(len(drafts))]
     arguments = plan_arguments(starts, (0, *counts) if zero else tuple(counts), starts[-1], rows=sum(drafts) + 2)
     arguments = with_arguments("plan_window", arguments, num_bonus_tokens=bonus, leading_zero=zero)
     arguments = with_arguments("plan_window", arguments, draft_start_loc=int32(*[77] * (len(drafts) + 3)))
     ours = twin(arguments, device)
     ops.plan_window(*ours)
-    assert torch.equal(ours[1].cpu(), arguments[1])  # read alone
+    assert torch.equal(ours[1].cpu(), arguments[1])  # only read
     return ours[OUTPUTS]
 
 
@@ -38,7 +39,7 @@ def test_every_way_to_count_gives_one_window(device, requests):
         assert same_memory(planned(device, tuple(starts), drafts, bonus, zero), plain)
 
 
-def test_what_is_refused():
+def test_invalid_counts_are_refused():
     sentence = "cu_num_draft_tokens must begin with 0 where .*, got 3$"
     arguments = plan_arguments(cu_num_draft_tokens=(3, 3, 3, 6, 6), leading_zero=True)
     refuse("plan_window", arguments, ValueError, sentence)

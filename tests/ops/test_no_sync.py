@@ -1,8 +1,7 @@
-"""Between begin and commit nothing is allocated, nothing waits, and nothing depends on a value of the host.
+"""Test that between begin and commit nothing is allocated, nothing synchronizes, and nothing depends on a host value.
 
-That is what lets the same calls run inside compiled code and CUDA graphs. On the CPU a wait would go
-unnoticed, so these tests forbid the operations that would be one. (`tests/gpu` has the same with CUDA's own
-counters.)
+The same calls can therefore run inside compiled code and CUDA graphs. On the CPU a synchronization would not be
+noticed, so these tests forbid the operations that would cause one. (`tests/gpu` checks the same with counters of CUDA.)
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ KIND_SETS = [*((kind,) for kind in KINDS), tuple(KINDS)]
 
 
 def run_window(transactions: Transactions, batch: Batch, end: str = "commit", guarded=guard) -> None:
-    """One window; only its own calls are guarded, not what the test does to prepare and compare."""
+    """Run one window. Only its calls are guarded, not the preparation and comparison of the test."""
     manager = transactions.manager
     slots_of = {name: batch.slots[group] for name, group in transactions.group_of.items()}
     rows_of = {name: transactions.rows(name, batch.num_tokens) for name in transactions.caches}
@@ -92,7 +91,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("plant", PLANTED)
-def test_the_guard_catches(plant, monkeypatch):
+def test_the_guard_finds_a_forbidden_operation(plant, monkeypatch):
     """The same window with one forbidden operation after a layer's write raises."""
     write = ops.write_kv_logged
 
@@ -126,7 +125,7 @@ def counted(result: list[int]):
 @pytest.mark.parametrize("end", ["commit", "commit_rejected"])
 @pytest.mark.parametrize("kinds", KIND_SETS, ids="+".join)
 def test_nothing_is_allocated(kinds, end):
-    """Also inside the kernels, which the guard does not see."""
+    """Also inside the kernels, which the guard cannot see."""
     transactions = Transactions(kinds)
     batch = transactions.batch(MIXED, padding=3)
     result: list[int] = []
@@ -147,8 +146,8 @@ NO_REQUESTS = torch.zeros(1, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("plant", [lambda t: torch.empty(1), lambda t: ops.acceptance_mask(t, t[None], NO_REQUESTS)])
-def test_the_count_sees(plant, monkeypatch):
-    """A planted allocation of one element, in Python and inside one of our kernels."""
+def test_the_count_finds_an_allocation(plant, monkeypatch):
+    """It finds one extra allocation of one element, in Python and inside one of our kernels."""
     write = ops.write_kv_logged
 
     def planted(*args):
@@ -178,7 +177,7 @@ def tensors_of(batch: Batch) -> list[torch.Tensor]:
 
 
 class Calls(TorchDispatchMode):
-    """Every call with the addresses, shapes and strides of its tensors, and its numbers."""
+    """Records every call with the addresses, shapes and strides of its tensors, and its numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +195,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("end", ["commit", "commit_rejected"])
 def test_the_calls_do_not_depend_on_values(end):
-    """What a CUDA graph captured of one window is what every later window would launch."""
+    """A CUDA graph captured in one window makes the launches of every later window."""
     transactions = Transactions()
     batch = transactions.batch(MIXED, padding=3, num_draft_tokens_known=False)
     others = (
@@ -204,7 +203,7 @@ def test_the_calls_do_not_depend_on_values(end):
         (Request(2, 3, 1), Request(4), Request(1, 4, 4), Request(0), Request(3), Request(0)),
         (Request(3),) * 6,  # no drafts at all
     )
-    persistent = tensors_of(batch)  # the engine fills the same tensors for each window
+    persistent = tensors_of(batch)  # the engine refills the same tensors for each window
     rows = {name: transactions.rows(name, batch.num_tokens) for name in transactions.caches}
     transactions.rows = lambda name, num_tokens: rows[name]
     recorded = []
@@ -223,7 +222,7 @@ def test_the_calls_do_not_depend_on_values(end):
     assert (stats.drafted, stats.accepted) == (9 + 7, 4 + 5)
 
 
-def test_window_buffers_stay_where_they_are():
+def test_window_buffers_keep_their_addresses():
     transactions = Transactions()
 
     def addresses() -> list[int]:

@@ -1,4 +1,4 @@
-"""Planes passed as a table (``plane_table``): the same bytes as with all of them in ``caches``."""
+"""Test planes passed as a table (``plane_table``): the result equals a call with all planes in ``caches``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLES = [(op, index) for op in OPS for index in range(len(sample_inputs(op)))]
 
 
 def with_table(op, arguments, **others):
-    """The same call with the first plane alone and a table of all."""
+    """The same call with only the first plane and a table of all planes."""
     table = ops.plane_table(arguments[0])
     return with_arguments(op, arguments, **{"caches": arguments[0][:1], "plane_table": table, **others})
 
@@ -90,7 +90,7 @@ def test_wrong_tables(op, change, error, sentence):
 
 @pytest.mark.parametrize("op", OPS)
 def test_planes_that_are_smaller_than_the_first_one(op):
-    """A view of more blocks at the same address would have the op write past the end of the others."""
+    """With a view of more blocks at the same address, the op would write past the end of the other planes."""
     arguments = sample_inputs(op)[0]
     more = arguments[0][0].new_zeros((arguments[0][0].shape[0] + 5, *arguments[0][0].shape[1:]))
     less = torch.zeros_like(more[:-1])
@@ -116,7 +116,7 @@ def test_a_log_that_overlaps_a_plane_of_the_table(op):
 
 
 def test_the_plane_with_the_least_room_limits_page_offsets():
-    """Not the first one: a table that fits it may reach past the storage of another."""
+    """That may be another plane than the first: offsets that fit the first may exceed the storage of another."""
     pages = make_amx_pages(Shape(2, 16, 2, 16, 16, layers=2), torch.bfloat16)
     planes, offsets = pages.value_caches, pages.value_offsets
     assert offsets is not None
@@ -135,14 +135,14 @@ def test_the_plane_with_the_least_room_limits_page_offsets():
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_trace_refuses_it(op):
-    """It could not see that the other planes are mutated, and would move their readers across the op."""
+    """A trace could not see that the other planes are mutated, and would reorder their readers."""
     arguments = sample_inputs(op)[0]
     table = ops.plane_table(arguments[0])
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match=f"^{op}: plane_table hides"):
         getattr(torch.ops.nwor, op).default(*with_arguments(op, arguments, plane_table=table))
 
 
-def test_every_op_that_takes_planes_and_belongs_to_a_step_is_here():
+def test_every_op_of_a_step_that_takes_planes_is_covered():
     takes = {op for op in registry.OPS if "plane_table" in argument_names(op)}
     assert takes == set(OPS)
 

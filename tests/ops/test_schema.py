@@ -1,4 +1,4 @@
-"""The declared contract: schemas, kernels and fakes of every op, and what opcheck says of them."""
+"""Test the declared contract: schemas, kernels and fakes of every op, and the results of opcheck."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def overload(op):
 
 
 def test_schema_table():
-    """Users' compiled graphs hold these: change one only under a new name (EXPECTTEST_ACCEPT=1 rewrites)."""
+    """Compiled graphs of users hold these schemas. Change one only under a new name (EXPECTTEST_ACCEPT=1 rewrites)."""
     schemas = [str(overload(op)._schema) for op in OPS]
     table = "\n".join(textwrap.fill(schema, 100, subsequent_indent="    ") for schema in schemas)
     assert_expected_inline(table, """\
@@ -147,7 +147,7 @@ def test_every_op_is_documented_and_exported():
 
 @pytest.mark.parametrize("op", OPS)
 def test_wrapper_takes_the_arguments_of_the_schema(op):
-    """Same names, same order, same defaults: moving a call from one to the other changes nothing."""
+    """Function and op have the same names, order and defaults, so a call can use either."""
     import inspect
 
     parameters = inspect.signature(getattr(ops, op)).parameters.values()
@@ -160,7 +160,7 @@ def test_wrapper_takes_the_arguments_of_the_schema(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_call_by_names(op):
-    """Every argument by its name, the same bytes; and the function is found again where it was pickled."""
+    """Every argument can be passed by name, with the same result. A pickled function is found again."""
     arguments = sample_inputs(op)[0]
     ours = twin(arguments)
     getattr(ops, op)(*arguments)
@@ -184,7 +184,7 @@ def test_call_that_does_not_fit_the_signature(op):
 @pytest.mark.parametrize("key", ["CPU", "Meta"])
 @pytest.mark.parametrize("op", OPS)
 def test_kernel_and_fake_are_registered(op, key):
-    """opcheck does not miss a fake of an op that returns nothing; this does."""
+    """opcheck does not notice a missing fake of an op that returns nothing. This test does."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"nwor::{op}", key)
 
 
@@ -197,7 +197,7 @@ def test_tag_and_results(op):
 
 
 def test_counters_have_the_order_of_the_kernels():
-    """`COUNTERS` names what csrc/accept.h counts, in the order of its enum."""
+    """`COUNTERS` has the order of the enum in csrc/accept.h."""
     source = (ROOT / "csrc" / "accept.h").read_text()
     names = re.search(r"enum Counter \{([^}]*)\}", source).group(1).split(",")
     assert [name.strip() for name in names] == [
@@ -212,13 +212,13 @@ def test_opcheck(device, op, index):
     arguments = sample_inputs(op, device)[index]
     utilities = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e5m2 for a in arguments):
-        utilities.remove("test_schema")  # its comparison of tensors is not implemented for this dtype
+        utilities.remove("test_schema")  # it cannot compare tensors of this dtype
     torch.library.opcheck(overload(op), arguments, test_utils=utilities)
 
 
 @pytest.mark.parametrize(("op", "index"), SAMPLES)
 def test_only_declared_arguments_are_written(device, op, index):
-    """What the schema does not mark as mutated keeps its bytes."""
+    """Arguments that the schema does not mark as mutated keep their bytes."""
     arguments = sample_inputs(op, device)[index]
     before = twin(arguments)
     getattr(ops, op)(*arguments)
@@ -229,8 +229,8 @@ def test_only_declared_arguments_are_written(device, op, index):
 
 @pytest.mark.parametrize("op", WRITING)
 def test_every_declared_argument_is_written(device, op):
-    """A kernel that forgets one makes the schema lie; no check of torch sees that."""
-    sample = -1 if op in ("write_kv_logged", "log_slots") else 0  # one that gives every mutated argument
+    """If a kernel does not write one, the schema is wrong. No check of torch finds that."""
+    sample = -1 if op in ("write_kv_logged", "log_slots") else 0  # a sample that passes every mutated argument
     arguments = sample_inputs(op, device)[sample]
     before = twin(arguments)
     getattr(ops, op)(*arguments)
@@ -244,7 +244,7 @@ def test_every_declared_argument_is_written(device, op):
 
 @pytest.mark.parametrize(("op", "index"), SAMPLES)
 def test_meta(op, index):
-    """Every op on `device="meta"`: the right shapes and dtypes out, and no error."""
+    """Every op runs on `device="meta"` and returns the right shapes and dtypes."""
     arguments = sample_inputs(op)[index]
     result = getattr(ops, op)(*twin(arguments, "meta"))
     expected = getattr(ops, op)(*arguments)
@@ -255,8 +255,8 @@ def test_meta(op, index):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_meta_checks_what_needs_no_data(op):
-    """A wrong model fails while it is traced: one dimension too many in any tensor is refused."""
+def test_meta_checks_everything_that_needs_no_data(op):
+    """An invalid model fails while it is traced: a tensor with one dimension too many is refused."""
     for argument, declared in enumerate(overload(op)._schema.arguments):
         arguments = list(twin(sample_inputs(op)[0], "meta"))
         given = argument < len(arguments) and isinstance(arguments[argument], torch.Tensor)
@@ -268,7 +268,7 @@ def test_meta_checks_what_needs_no_data(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_results_own_their_memory(op):
-    """What an op returns is fresh; a caller may write it without touching an argument."""
+    """The results of an op are new tensors. A caller may write to them without changing an argument."""
     if op not in RETURNING:
         assert getattr(ops, op)(*sample_inputs(op)[0]) is None
         return

@@ -1,4 +1,4 @@
-"""Families shadow and staging: a staging buffer, moves, shadow pages; against the oracle, on all memory around."""
+"""Test the families shadow and staging against the oracle, on all surrounding memory."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_samples(device, op):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_stage(device, shape, dtype):
-    """Rows in any order, tokens left out, every bit pattern."""
+    """Rows in any order, skipped tokens, every bit pattern."""
     assert_same_as_oracle("stage_kv", stage_arguments(shape, dtype), device)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(0)).tolist()
     assert_same_as_oracle("stage_kv", stage_arguments(shape, dtype, tuple(order[:200]), rows=300, marks=False), device)
@@ -109,7 +109,7 @@ def test_stage(device, shape, dtype):
 @pytest.mark.parametrize("moved", ["key", "value", "staged_key", "staged_value"])
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_stage_misaligned(device, moved, offset):
-    """One of the four at every element of a 16-byte word, the others aligned."""
+    """One of the four tensors starts at every element of a 16-byte word; the others are aligned."""
     arguments = stage_arguments(Shape(1, 1, 2, 16, 32), torch.bfloat16)
     replaced = {}
     for place, name in {0: "key", 1: "value", 3: "staged_key", 4: "staged_value"}.items():
@@ -183,8 +183,8 @@ def in_format(dtype, kv_cache_dtype, cache_dtype, scales, layout):
 @pytest.mark.parametrize("scales", ["one", "per_head", "per_row"])
 @pytest.mark.parametrize(("kv_cache_dtype", "cache_dtype"), FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_commit_quantises_as_write_kv_does(device, dtype, kv_cache_dtype, cache_dtype, scales):
-    """The accepted rows, staged and committed, against a plain write of these tokens and no others."""
+def test_commit_quantizes_as_write_kv(device, dtype, kv_cache_dtype, cache_dtype, scales):
+    """The accepted rows, staged and committed, equal a plain write of only these tokens."""
     options = in_format(dtype, kv_cache_dtype, cache_dtype, scales, "padded")
     plain = twin(write_arguments(**options), device)
     key, value, key_cache, value_cache, slots, *rest = twin(write_arguments(**options), device)
@@ -218,12 +218,12 @@ def test_commit_of_any_pattern(device, pattern):
 
 @pytest.mark.parametrize("lengths", [(0, 0, 0), (3, 1, 1), (1, 9, -4), (2,), ()])
 def test_commit_by_lengths(device, lengths):
-    """Longer than the request, negative, and of fewer requests than there are rows for."""
+    """A length may exceed the request, be negative, or be missing for some rows' requests."""
     assert_same_as_oracle("commit_staged", commit_lengths(commit_arguments(slots=(5, 2, 0, 11, 7, 1)), lengths), device)
 
 
-def test_commit_to_new_slots_puts_an_accepted_path_in_a_row(device):
-    """Nodes 0, 2 and 5 of a token tree were accepted; they land in consecutive slots."""
+def test_commit_to_new_slots_makes_an_accepted_path_consecutive(device):
+    """Nodes 0, 2 and 5 of a token tree were accepted. They are written to consecutive slots."""
     key, value, _, _, key_cache, value_cache, *rest = commit_arguments(slots=(-1,) * 6)
     slots, accepted = int64(4, -1, 5, -1, -1, 6), flags(1, 0, 1, 0, 0, 1)
     ours = assert_same_as_oracle("commit_staged", (key, value, slots, accepted, key_cache, value_cache, *rest), device)
@@ -241,14 +241,14 @@ def test_commit_slot_outside_the_cache(device, slot):
     check_bad_data("commit_staged", arguments, IndexError, sentence, device, left)
 
 
-def test_slots_of_rejected_rows_are_not_looked_at(device):
+def test_slots_of_rejected_rows_are_ignored(device):
     arguments = commit_arguments((1, 0, 1, 0, 0, 0), slots=(5, 99, 1, 99))
     assert_same_as_oracle("commit_staged", arguments, device)
 
 
 # ---------------------------------------------------------------- accept_staged
 
-# What differs from the sample, the rows committed, and whether the window was rejected as a whole.
+# The difference from the sample, the committed rows, and whether the whole window was rejected.
 DECIDED = {
     "complete": ({}, [0, 2], False),
     "a layer was never reached": ({"staged_by_layer": ((0, 1, 2), (), (0, 2))}, [], True),
@@ -274,7 +274,7 @@ def test_accepted_by_hand(device, case):
 @pytest.mark.parametrize("rows", [1, 1023, 1024, 1025, 5000])
 @pytest.mark.parametrize("missing", [None, "staged", "slot"])
 def test_all_or_nothing(device, rows, missing):
-    """One row that one layer lacks, or whose slot is not there, decides about all of them."""
+    """One row that one layer lacks, or that has no valid slot, decides for all rows."""
     random = torch.Generator().manual_seed(rows)
     accepted = torch.rand(rows, generator=random) < 0.6
     accepted[-1] = True
@@ -292,7 +292,7 @@ def test_all_or_nothing(device, rows, missing):
 
 
 def test_stage_counters(device):
-    """Operations count layers x rows; `staged` counts a row once, however many layers staged it."""
+    """Operations count layers x rows. `staged` counts a row once, in however many layers it was staged."""
     ours = assert_same_as_oracle("accept_staged", accept_staged_arguments(), device)
     grown = [after - before for after, before in zip(ours[6].tolist(), range(10, 70, 10), strict=True)]
     assert dict(zip(staging.STAGE_COUNTERS, grown, strict=True)) == {
@@ -307,7 +307,7 @@ def test_stage_counters_have_the_order_of_the_kernels():
 
 
 @given(st.data())
-def test_accept_staged_as_the_oracle_does(device, data):
+def test_accept_staged_equals_the_oracle(device, data):
     rows, layers = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 4))
     lists = st.lists(st.booleans(), min_size=rows, max_size=rows)
     staged = [tuple(i for i, on in enumerate(data.draw(lists) if data.draw(st.booleans()) else [1] * rows) if on)
@@ -333,7 +333,7 @@ def test_accept_staged_as_the_oracle_does(device, data):
 
 
 def simultaneous(caches, sources, destinations):
-    """What the move must come to, by torch's own indexing: gather all, then scatter all."""
+    """The expected result of the moves, by torch indexing: gather all, then scatter all."""
     for cache in caches:
         pages, block_size = oracle.raw(cache), cache.shape[1]
         rows = pages[sources // block_size, sources % block_size]
@@ -362,7 +362,7 @@ MOVES = {
 
 @pytest.mark.parametrize("layout", ["nhd", "packed_hnd", "one_backing", "vec"])
 @pytest.mark.parametrize("moves", MOVES)
-def test_overlapping_moves_happen_at_once(device, moves, layout):
+def test_overlapping_moves_are_simultaneous(device, moves, layout):
     shape = Shape(5, 12, 3, 16, 8, layers=3)
     sources, destinations = (int64(*slots) for slots in zip(*MOVES[moves], strict=True))
     for planes in make_pages(layout, shape, torch.bfloat16)[:2]:
@@ -388,7 +388,7 @@ def test_any_moves(device, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
-def test_move_in_pages_whose_order_only_a_table_can_say(device, dtype):
+def test_move_in_pages_with_page_offsets(device, dtype):
     pages = make_amx_pages(Shape(3, 32, 2, 16, 16, layers=2), dtype)
     for planes, table in ((pages.key_caches, pages.key_offsets), (pages.value_caches, pages.value_offsets)):
         sources, destinations = int64(95, 0, 33, -1, 17), int64(0, 95, 34, 1, 33)
@@ -408,9 +408,12 @@ def test_move_in_many_layers(device, layers):
 
 
 @pytest.mark.parametrize("moves", [1, 2, 31, 32, 33, 512, 2048, 2049, 14_000, 15_000, 60_000])
-def test_many_moves_happen_at_once(device, moves):
-    """A random cycle through all slots that move: each is a source and a destination. From some number of moves on a
-    block takes narrower columns, then more shared memory than it gets without asking, then narrower accesses."""
+def test_many_moves_are_simultaneous(device, moves):
+    """A random cycle through all moved slots: each is a source and a destination.
+
+    With more moves, a block takes narrower columns. Then it takes more than the default shared memory, and then
+    narrower accesses.
+    """
     shape = Shape(moves // 16 + 2, 16, 2, 64, 64, 2)
     planes = [torch.randint(-999, 999, (shape.blocks, 16, 2, 128), dtype=torch.int16, device=device) for _ in range(2)]
     order = torch.randperm(shape.blocks * 16, device=device)[:moves]
@@ -445,7 +448,7 @@ def test_move_outside_the_cache(device, name, slot):
 
 
 @pytest.mark.parametrize("name", ["src_slots", "dst_slots"])
-def test_a_move_that_is_left_out_is_not_looked_at(device, name):
+def test_a_skipped_move_is_not_checked(device, name):
     other = "dst_slots" if name == "src_slots" else "src_slots"
     skipped = with_arguments("move_slots", move_arguments(), **{name: int64(5, 2**62), other: int64(1, -1)})
     assert_same_as_oracle("move_slots", skipped, device)
@@ -484,13 +487,13 @@ def test_window_of_misaligned_planes(device, offset):
 @pytest.mark.parametrize("layers", [1, 3, 4, 5, 161, 320, 321, 700])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_window_of_many_planes(device, layers, groups):
-    """On CUDA addresses of 320 planes fit in one launch; slots and tables are redirected once."""
+    """On CUDA the addresses of 320 planes fit in one launch. Slots and tables are redirected once."""
     window = make_window(shape=Shape(60, 4, 1, 8, 8, layers), groups=groups)
     run_as_the_oracle_does(window, device)
 
 
 def test_window_of_many_requests(device):
-    """More requests than a block redirects, and more than rows of one page that are copied side by side."""
+    """More requests than a block redirects, and more than the rows of one page that are copied concurrently."""
     sequences = tuple(Sequence(3 + q % 40, 1, q % 4 if q % 40 > 5 else 0, q % 3, state=q) for q in range(300))
     shape = Shape(8000, 4, 2, 8, 8, 2)
     run_as_the_oracle_does(make_window(sequences, shape=shape, num_states=300, held=True), device)
@@ -507,7 +510,7 @@ def test_small_windows(device, sequences):
 
 
 def test_a_window_that_was_refused(device):
-    """Then plan_window says that no request drafts: nothing is redirected or copied."""
+    """plan_window reports no drafts for it, so nothing is redirected or copied."""
     window = make_window(held=True)
     window.tensors["draft_start_loc"].zero_()
     ours = run_as_the_oracle_does(window, device)
@@ -515,15 +518,15 @@ def test_a_window_that_was_refused(device):
 
 
 def test_without_request_states(device):
-    """Without idx_mapping a request's number is its state."""
+    """Without idx_mapping the state of a request is its number."""
     window = make_window(tuple(s for s in MIXED if s.length))
     place = argument_names("open_window").index("idx_mapping")
     arguments = window.open_arguments()
     assert_same_as_oracle("open_window", (*arguments[:place], None, *arguments[place + 1 :]), device)
 
 
-def test_copying_alone(device):
-    """A second geometry of the same layers: rows are copied, tables and records are left alone."""
+def test_copying_only(device):
+    """A second geometry of the same layers: rows are copied, tables and records do not change."""
     window = make_window()
     ours = assert_same_as_oracle("open_window", window.open_arguments(redirects=False), device)
     assert same_memory(ours[5:], window.open_arguments(redirects=False)[5:])
@@ -539,8 +542,8 @@ def test_the_promise(device, layout, groups):
     assert_keeps_the_promise(make_window(layout=layout, groups=groups).copy(device))
 
 
-def test_the_promise_is_tested():
-    """Without the redirect the same test fails: rejected drafts lie in pages of requests."""
+def test_the_promise_can_fail():
+    """Without the redirect the same test fails, because rejected drafts are in pages of requests."""
     window = make_window()
     window.open_arguments = lambda: make_window().open_arguments()
     with pytest.raises(AssertionError):
@@ -549,7 +552,7 @@ def test_the_promise_is_tested():
 
 @st.composite
 def sequences(draw, num_states=6):
-    """Requests that draft, prompts, and padded rows at the end."""
+    """Requests with drafts, prompts, and padded rows at the end."""
     states, made = draw(st.permutations(range(num_states))), []
     for state in states[: draw(st.integers(0, num_states))]:
         drafts = draw(st.integers(0, 5))
@@ -586,13 +589,14 @@ def test_any_window(device, data):
 
 def test_held_rows_are_not_copied_again(device):
     ours = run_as_the_oracle_does(held_window(), device)
-    assert (ours.tensors["held_slots"][:, 0] == -1).all()  # the prompt's state holds nothing
+    assert (ours.tensors["held_slots"][:, 0] == -1).all()  # the state of the prompt holds no rows
 
 
 class Decoding:
-    """Requests that decode step by step, in one pair of caches whose shadow pages stay or are filled anew each step.
+    """Requests that decode step by step, in one pair of caches. Their shadow pages are kept, or filled again in each
+    step.
 
-    Page tables never change hands; `accepted` and drafts of each step are random.
+    Page tables do not change owners. `accepted` and the drafts of each step are random.
     """
 
     def __init__(self, held, seed, requests=3, drafts=4):
@@ -608,7 +612,7 @@ class Decoding:
         self.copied = 0
 
     def step(self, drafts):
-        """Each request's drafts; returns what attention saw."""
+        """Run one step with these drafts per request. Return what attention read."""
         accepted = [int(torch.randint(0, n + 1, (1,), generator=self.random)) for n in drafts]
         ends = [length + 1 + n for length, n in zip(self.lengths, drafts, strict=True)]
         slots = [
@@ -626,7 +630,7 @@ class Decoding:
         common = (self.planes, [len(self.planes)], int32(*starts), int32(*draft_starts))
         tables = [slot_mapping], [self.tables]
         shadows = torch.cat([plane[60:] for plane in self.planes])
-        for plane in self.planes:  # so that a row that is copied shows, also where it is what it was
+        for plane in self.planes:  # so that a copied row is visible even if its value is unchanged
             plane[60:] ^= 0x55
         flipped = torch.cat([plane[60:] for plane in self.planes])
         ops.open_window(
@@ -651,8 +655,8 @@ class Decoding:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_shadow_pages_that_stay_show_the_same(seed):
-    """Twelve steps, some of them without drafts: attention and pages as where shadow pages are filled every step."""
+def test_kept_shadow_pages_show_the_same(seed):
+    """Twelve steps, some without drafts: attention and pages are as if shadow pages were filled in every step."""
     staying, fresh = Decoding(True, seed), Decoding(False, seed)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(12):
@@ -666,7 +670,7 @@ def test_shadow_pages_that_stay_show_the_same(seed):
 
 
 def test_a_request_that_always_drafts_copies_once():
-    """After the first window every tail page is in its shadow page already."""
+    """After the first window, every tail page is in its shadow page already."""
     decoding = Decoding(True, 0)
     decoding.step([3, 3, 3])
     first = decoding.copied
@@ -676,8 +680,8 @@ def test_a_request_that_always_drafts_copies_once():
     assert decoding.copied == first
 
 
-def test_a_page_that_changed_hands_is_copied(device):
-    """What a shadow page holds of another page, or of rows behind its own, is no use."""
+def test_a_reassigned_page_is_copied(device):
+    """Held rows of another page, or rows after the held one, must not be used."""
     window = make_window((Sequence(11, 1, 3, state=0),), held=True)
     tail = int(window.tensors["row_slots"][0, 0]) // window.block_size
     for held in (-1, tail * 4 - 1, tail * 4 + 4, tail * 4, 10**6):
@@ -688,7 +692,7 @@ def test_a_page_that_changed_hands_is_copied(device):
 # ---------------------------------------------------------------- what is refused
 
 
-# What is changed, the error, and whether request 2 is the one that CUDA leaves alone.
+# The change, the error, and whether request 2 is the one that CUDA skips.
 WRONG = {
     "a request with more drafts than tokens": (
         {"query_start_loc": int32(0, 4, 11, 16, 16, 16, 16)}, ValueError, "query_start_loc must give each request its "
@@ -715,13 +719,13 @@ WRONG = {
     ),
     "another length": (
         {"seq_lens": int32(14, 7, 12, 8, 10, 0)}, ValueError,
-        "row_slots must have the offset in its page that the position of a draft has, got slot .* at position .* of", True,
+        "row_slots must have the offset in its page .* of a draft has, got slot .* at position .* of", True,
     ),
     "a length of nothing": (
         {"seq_lens": int32(14, 7, 1, 8, 10, 0)}, ValueError, "at position -3 of request 2", True,
     ),
 }  # fmt: skip
-REPORTED = {  # the requests after it do not agree either
+REPORTED = {  # the following requests are inconsistent too
     "a request with more drafts than tokens": r"got the end 16 for request [345]",
     "tokens past the batch": r"among the 30 tokens",
     "a length of nothing": r"at position -\d of request 2",
@@ -730,8 +734,8 @@ REPORTED = {  # the requests after it do not agree either
 
 @pytest.mark.debug_mode
 @pytest.mark.parametrize("case", WRONG)
-def test_windows_that_do_not_agree(device, case):
-    """On CUDA the other requests are redirected all the same, as if the one that does not agree had no slots."""
+def test_inconsistent_windows(device, case):
+    """On CUDA the other requests are redirected, as if the inconsistent one had no slots."""
     replaced, error, sentence, leaves_one = WRONG[case]
     window, left = make_window(), None
     arguments = with_arguments("open_window", window.open_arguments(), **replaced)
@@ -750,8 +754,8 @@ def test_windows_that_do_not_agree(device, case):
 
 @pytest.mark.debug_mode
 @pytest.mark.parametrize("case", ["shadow block -1", "shadow block 60", "one page", "two columns"])
-def test_pages_that_are_not_there(device, case):
-    """On CUDA nothing of a request without enough pages is redirected; with one page some have enough."""
+def test_too_few_shadow_pages(device, case):
+    """On CUDA a request without enough pages is not redirected. With one page, some requests have enough."""
     window = make_window(num_shadows=1) if case == "one page" else make_window()
     arguments, error, sentence = window.open_arguments(), IndexError, "shadow_blocks must be in "
     if case == "one page":
@@ -771,7 +775,7 @@ def test_pages_that_are_not_there(device, case):
 
 
 def past_the_window():
-    """Two drafts without a slot in row_slots, but with one in the slot mapping, whose page is past the table's row."""
+    """Two drafts without a slot in row_slots, but with a slot in the slot mapping, on a page past the table's row."""
     window = make_window((Sequence(10, 1, 4, 1, state=0), Sequence(3, 3, state=1)))
     window.tensors["row_slots"][0, 2:4] = -1
     narrow = [window.groups[0].block_table[:, :2]]
@@ -779,8 +783,8 @@ def past_the_window():
 
 
 def test_drafts_past_the_window_have_no_slot():
-    """Without a slot in row_slots a request needs no page for its last drafts: slots there would go past its row of the
-    table, or to the shadow page of another page."""
+    """Without a slot in row_slots, a request needs no page for its last drafts. Their slots would be past its table
+    row, or in the shadow page of another page."""
     few = make_window((Sequence(10, 1, 4, 1, state=0), Sequence(3, 3, state=1)), num_shadows=1)
     few.tensors["row_slots"][0, 2:4] = -1
     for arguments in (past_the_window()[1], few.open_arguments()):
@@ -789,7 +793,7 @@ def test_drafts_past_the_window_have_no_slot():
 
 
 @pytest.mark.gpu
-def test_drafts_past_the_window_are_left_alone(device):
+def test_drafts_past_the_window_are_skipped(device):
     window, _ = past_the_window()
     ours = window.copy(device)
     narrow = [ours.groups[0].block_table[:, :2]]
@@ -803,8 +807,8 @@ def test_drafts_past_the_window_are_left_alone(device):
 
 
 @pytest.mark.parametrize("change", [4, 1])
-def test_a_slot_that_is_not_where_it_should_be(change):
-    """The third token of the first request: a page further is accepted, a row further is not; past the end neither."""
+def test_a_slot_at_another_offset_in_its_page(change):
+    """The third token of the first request: another page is accepted, another row or a slot past the end is not."""
     window = make_window()
     window.groups[0].slot_mapping[2] += change
     if change == 4:
@@ -925,7 +929,7 @@ SHARED = [
 
 
 @pytest.mark.parametrize(("op", "argument", "value", "names"), SHARED)
-def test_source_and_destination_may_share_no_memory(op, argument, value, names):
+def test_source_and_destination_must_not_share_memory(op, argument, value, names):
     arguments = sample_inputs(op)[0]
     arguments = with_arguments(op, arguments, **{argument: value(arguments)})
     refuse(op, arguments, ValueError, f"{names} must not share memory$")

@@ -1,4 +1,4 @@
-"""Family undo: write, write with a log, log, restore; against the oracle, on all memory around."""
+"""Test the family undo against the oracle, on all surrounding memory: write, write with a log, log, restore."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ LAYOUT_NAMES = tuple(LAYOUTS)
 
 
 def spread_slots(shape: Shape, seed: int = 0) -> tuple[int, ...]:
-    """Distinct slots in any order, the first and the last one among them, and two skipped tokens."""
+    """Distinct slots in any order, including the first and the last one, and two skipped tokens."""
     num_slots = shape.blocks * shape.block_size
     order = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed)).tolist()
     inner = [slot for slot in order if slot not in (0, num_slots - 1)][:9]
@@ -89,7 +89,7 @@ def spread_slots(shape: Shape, seed: int = 0) -> tuple[int, ...]:
 
 
 def logged_rows(slots: tuple[int, ...]) -> tuple[int, ...]:
-    """Every second token is a draft; rows are not in the order of tokens."""
+    """Every second token is a draft. Rows are not in the order of tokens."""
     drafts = range(0, len(slots), 2)
     rows = dict(zip(drafts, reversed(range(len(drafts))), strict=True))
     return tuple(rows.get(token, -1) for token in range(len(slots)))
@@ -146,7 +146,7 @@ def test_auto_copies_every_bit_pattern(device, op, dtype):
 @pytest.mark.parametrize(("kv_cache_dtype", "cache_dtype"), FP8_CACHES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fp8_write(device, dtype, kv_cache_dtype, cache_dtype, scales, layout):
-    """Values are quantised while the old bytes go to the log as they are (never cast as integers)."""
+    """Values are quantized, while the old bytes are logged unchanged (never cast as integers)."""
     options = {
         "layout": layout, "shape": WIDE_VALUES, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype,
         "cache_dtype": cache_dtype, "scales": scales_of(scales, len(SLOTS) + 2, WIDE_VALUES.heads),
@@ -169,7 +169,7 @@ def test_fp8_of_every_16_bit_number(device, kv_cache_dtype, dtype):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_fp8_divides_by_the_scale(device, kv_cache_dtype):
-    """On and beside every tie between two codes; a product with the reciprocal of 49 rounds otherwise."""
+    """On and next to every tie between two codes. A product with the reciprocal of 49 rounds differently."""
     values = oracle.fp8_values(kv_cache_dtype)
     ties = ((values[1:] + values[:-1]) / 2 * 49).float()
     beside = [torch.nextafter(ties, torch.full_like(ties, limit)) for limit in (0.0, float("inf"))]
@@ -182,8 +182,8 @@ def test_fp8_divides_by_the_scale(device, kv_cache_dtype):
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "dtype"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
 )
-def test_the_oracle_quantises_as_torch_does(kv_cache_dtype, dtype):
-    """Where torch's cast has the same meaning: finite numbers that need no saturation."""
+def test_the_oracle_quantizes_as_torch(kv_cache_dtype, dtype):
+    """Compared where the cast of torch has the same meaning: finite numbers that do not saturate."""
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     fits = every[every.isfinite() & (every.abs() <= torch.finfo(dtype).max)]
     assert torch.equal(oracle.to_fp8(fits, kv_cache_dtype), fits.to(dtype).view(torch.uint8))
@@ -193,7 +193,7 @@ def test_the_oracle_quantises_as_torch_does(kv_cache_dtype, dtype):
 
 
 def aligned(arguments, moved=None, offset=0):
-    """The same call with sources and logs that start 16-byte aligned, but for the one that is moved."""
+    """The same call with sources and logs that start 16-byte aligned, except the one that is moved."""
     replaced = {}
     for name, place in {"key": 0, "value": 1, "key_log": 9, "value_log": 10}.items():
         tensor, shift = arguments[place], offset if name == moved else 0
@@ -208,7 +208,7 @@ def aligned(arguments, moved=None, offset=0):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_misaligned_planes(device, kv_cache_dtype, dtype, offset):
-    """Planes, sources and logs that start at any element, all of them and one at a time: no vector access may assume an
+    """Planes, sources and logs start at any element, all of them and one at a time. No vector access may assume an
     alignment."""
     options = {"layout": "nhd", "shape": Shape(3, 4, 2, 16, 32), "dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     arguments = list(logged_arguments(**options, offset=offset))
@@ -240,7 +240,7 @@ def test_sources_of_any_strides(device):
 
 
 def test_logs_of_any_strides(device):
-    """Key and value logs packed in one row, as the pages are; and heads before rows."""
+    """Key and value logs packed in one row, as the pages are, and heads before rows."""
     arguments = logged_arguments()
     packed = random_bytes(4 * 4 * 16, torch.float32, seed=9).view(4, 4, 16)
     assert_same_as_oracle("write_kv_logged", (*arguments[:-2], packed[..., :8], packed[..., 8:]), device)
@@ -283,7 +283,7 @@ def test_few_tokens(device, slots):
 
 @pytest.mark.parametrize("tokens", [300, 20_000])
 def test_many_tokens(device, tokens):
-    """Every block shape between one row per warp and many rows per block, against torch's own indexing."""
+    """Every block shape between one row per warp and many rows per block, compared with torch indexing."""
     for heads, width in ((8, 128), (1, 8), (2, 40)):
         blocks = tokens // 16 + 2
         cache = torch.randint(-999, 999, (blocks, 16, heads, 2 * width), device=device, dtype=torch.int16)
@@ -314,7 +314,7 @@ def test_scales_of_any_strides(device):
 
 @pytest.mark.parametrize("extra", [0, 1, 5])
 def test_key_longer_than_slot_mapping(device, extra):
-    """vLLM pads key and value for a graph; slot_mapping alone says how many tokens there are."""
+    """vLLM pads key and value for a graph. Only slot_mapping gives the number of tokens."""
     assert_same_as_oracle("write_kv_logged", logged_arguments(extra_tokens=extra), device)
 
 
@@ -324,7 +324,7 @@ def test_log_rows_longer_than_slot_mapping(device):
 
 
 def test_no_early_return_skips_the_write(device):
-    """A batch without drafts, or whose log has no rows, is written all the same."""
+    """A batch without drafts, or with a log without rows, is written too."""
     assert_same_as_oracle("write_kv_logged", logged_arguments(log_rows=(-1,) * len(SLOTS)), device)
     arguments = logged_arguments(log_rows=(-1,) * len(SLOTS))
     no_rows = [log_for(cache, rows=0) for cache in arguments[2:4]]
@@ -345,8 +345,8 @@ def test_only_skipped_tokens(device, op):
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "packed"])
-def test_layout_is_not_guessed_when_block_size_equals_num_heads(device, layout):
-    """NHD and HND planes have one shape here; only the strides say which dimension is which."""
+def test_layout_is_not_inferred_if_block_size_equals_num_heads(device, layout):
+    """NHD and HND planes have the same shape here. Only the strides distinguish them."""
     shape = SHAPES["all_sizes_equal"]
     arguments = write_arguments(layout, shape, slots=(6,), extra_tokens=0)
     ours = assert_same_as_oracle("write_kv", arguments, device)
@@ -373,8 +373,8 @@ def test_many_tokens_on_several_threads():
 
 
 @given(st.data())
-def test_judge_and_restore_of_any_counts(device, data):
-    """Counts below nothing and above all drafts, rows of other windows, a log with room to spare."""
+def test_restore_from_any_rejected_counts(device, data):
+    """Negative counts, counts above all drafts, rows of other windows, and a log with spare rows."""
     drafts = data.draw(st.lists(st.integers(0, 4), max_size=6))
     counts = [data.draw(st.integers(-1, 6)) for _ in drafts]
     spare, layers = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3))
@@ -402,8 +402,8 @@ def test_judge_and_restore_of_any_counts(device, data):
     [(1, 0, 0), (1, 1, 4), (4, 16, 4), (5, 64, 4), (2, 300, 7), (385, 3, 2), (3, 5, 200)],
 )
 @pytest.mark.parametrize("shape", ["one head", "wide", "odd"])
-def test_judge_and_restore_of_many(device, shape, layers, requests, most_drafts):
-    """Random drafts and counts, negative ones and more than there are drafts among them; rows of other windows."""
+def test_restore_from_many_rejected_counts(device, shape, layers, requests, most_drafts):
+    """Random drafts and counts, including negative counts and counts above the drafts, and rows of other windows."""
     sizes = {"one head": (1, 16, 16), "wide": (16, 128, 128), "odd": (3, 7, 9)}[shape]
     random = torch.Generator().manual_seed(requests)
     drafts = torch.randint(0, most_drafts + 1, (requests,), generator=random)
@@ -442,7 +442,7 @@ def test_log_and_restore_of_every_element_size(device, layout, dtype, offset):
 )
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
 def test_log_and_restore_any_plane(device, layout, shape, dtype):
-    """Latents, inline scales, packed rows: anything with slots, of every element size."""
+    """Latents, inline scales, packed rows: any plane with slots, of every element size."""
     pages = make_pages(layout, shape, dtype)
     slots = spread_slots(shape)
     rows = logged_rows(slots)
@@ -469,7 +469,7 @@ REJECTED = {
 @pytest.mark.parametrize("rejected", REJECTED)
 @pytest.mark.parametrize("rows", [0, 1, 11, 40])
 def test_restore_exactly_the_rejected(device, rows, rejected):
-    """0 %, 50 % and 100 % acceptance; slots of accepted rows keep what was written."""
+    """At 0 %, 50 % and 100 % acceptance, slots of accepted rows keep the written rows."""
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(rows))[:rows].tolist()
     slots = [slot if row % 5 else -1 for row, slot in enumerate(slots)]
     for layout in ("packed", "one_backing"):
@@ -482,7 +482,7 @@ def test_restore_exactly_the_rejected(device, rows, rejected):
 
 @pytest.mark.parametrize("layers", [1, 4, 5, 384, 385, 770])
 def test_restore_of_many_layers(device, layers):
-    """On CUDA addresses of 384 layers fit in one launch; more layers take more launches."""
+    """On CUDA the addresses of 384 layers fit in one launch. More layers take more launches."""
     caches = make_pages("packed", Shape(2, 2, 1, 8, 8, layers=layers), torch.bfloat16).key_caches
     log = layer_log(caches, 3)
     assert_same_as_oracle("restore_slots", (caches, log, int64(3, 0, 1), flags(1, 0, 1)), device)
@@ -493,7 +493,7 @@ def test_restore_of_many_layers(device, layers):
 
 
 def test_restore_from_a_log_of_any_strides(device):
-    """[R, L, H, W] in memory, as a caller may prefer it, and the halves of a packed log."""
+    """[R, L, H, W] in memory, and the halves of a packed log."""
     pages = make_pages("packed", SMALL, torch.float32)
     by_row = random_bytes(4 * 2 * 4 * 8, torch.float32).view(4, 2, 4, 8).transpose(0, 1)
     packed = random_bytes(2 * 4 * 4 * 16, torch.float32).view(2, 4, 4, 16)
@@ -526,7 +526,7 @@ def test_page_offsets(device, shape, offset, dtype):
         assert_same_as_oracle("restore_slots", (caches, logs, int64(*slots[:num_rows]), rejected, table), device)
 
 
-def test_page_offsets_of_plain_pages_say_the_same_as_strides(device):
+def test_page_offsets_of_plain_pages_equal_strides(device):
     pages = make_pages("vec", SMALL, torch.int16)
     cache = pages.key_caches[0]
     table = (torch.arange(4)[:, None] * cache.stride(1) + torch.arange(8) * cache.stride(3)).int()
@@ -578,7 +578,7 @@ shapes = st.builds(
 
 @st.composite
 def windows(draw, shape: Shape):
-    """Slots of a step's tokens, log rows of its drafts, and which rows are rejected."""
+    """Slots of a step's tokens, log rows of its drafts, and the rejected rows."""
     num_slots = shape.blocks * shape.block_size
     slots = draw(st.lists(st.integers(0, num_slots - 1), unique=True, max_size=12))
     skipped = draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
@@ -591,8 +591,8 @@ def windows(draw, shape: Shape):
 
 
 @given(st.data())
-def test_log_then_restore_gives_the_bytes_back(device, data):
-    """Whatever the bytes, the layout, the window and what another writer does in between."""
+def test_log_then_restore_returns_the_bytes(device, data):
+    """For any bytes, layout and window, and any data that another writer writes in between."""
     shape = data.draw(shapes)
     layout = data.draw(st.sampled_from(LAYOUT_NAMES))
     dtype = data.draw(st.sampled_from(ELEMENT_DTYPES))
@@ -631,13 +631,14 @@ def test_log_then_restore_gives_the_bytes_back(device, data):
 
 @st.composite
 def batches(draw):
-    """(prompt or target tokens, drafts) of each request; some requests draft nothing."""
+    """(prompt or target tokens, drafts) of each request. Some requests have no drafts."""
     return draw(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=4))
 
 
 @given(st.data())
 def test_a_transaction_equals_a_run_without_the_rejected_drafts(device, data):
-    """plan, write every layer with a log, decide, restore: the promise of this library, over all memory."""
+    """Plan, write every layer with a log, determine the outcome, restore. This is the promise of the library, over
+    all memory."""
     batch = data.draw(batches())
     num_tokens = sum(tokens + drafts for tokens, drafts in batch)
     num_drafts = sum(drafts for _, drafts in batch)
@@ -664,7 +665,7 @@ def test_a_transaction_equals_a_run_without_the_rejected_drafts(device, data):
     slot_mapping = int64(*slots, *[-1] * padding).to(device)
     num_rows = num_drafts + data.draw(st.integers(0, 3))
 
-    # What the target sampled: each request accepts a prefix of its drafts.
+    # The sampled tokens: each request accepts a prefix of its drafts.
     starts, cu, sampled, drafted, rejected_tokens = [0], [], [], [], []
     for tokens, drafts in batch:
         accepted = data.draw(st.integers(0, drafts))
@@ -705,7 +706,7 @@ def test_a_transaction_equals_a_run_without_the_rejected_drafts(device, data):
     assert counters.tolist() == [1, num_drafts, num_drafts - len(rejected_tokens), len(rejected_tokens), 0]
 
 
-# ---------------------------------------------------------------- errors: the sentence, and nothing written
+# ---------------------------------------------------------------- errors: the message, and nothing written
 
 
 BOUNDS = (12, 13, 2**31, 2**40, 2**62)
@@ -715,7 +716,7 @@ BOUNDS = (12, 13, 2**31, 2**40, 2**62)
 @pytest.mark.parametrize("slot", BOUNDS)
 @pytest.mark.parametrize("op", ALL_OPS)
 def test_slot_outside_the_cache(device, op, slot):
-    """The bad slot is the last, so a check inside the loop would come too late."""
+    """The bad slot is the last one, so a check inside the loop would come too late."""
     name, arguments = "slot_mapping", sample_inputs(op)[0]
     if op in RESTORING_OPS:
         caches = make_pages("packed", SMALL, torch.float32).key_caches
@@ -729,7 +730,7 @@ def test_slot_outside_the_cache(device, op, slot):
 
 
 def test_slot_outside_the_cache_of_an_accepted_row(device):
-    """Rows that are kept are not looked at."""
+    """Rows that are kept are not checked."""
     caches = make_pages("packed", SMALL, torch.float32).key_caches
     assert_same_as_oracle("restore_slots", (caches, layer_log(caches, 3), int64(5, 0, 99), flags(1, 1, 0)), device)
 
@@ -738,21 +739,20 @@ def test_slot_outside_the_cache_of_an_accepted_row(device):
 @pytest.mark.parametrize("row", [4, 5, 2**31 - 1])
 @pytest.mark.parametrize("op", LOGGING_OPS)
 def test_log_of_a_fixed_size_is_never_overrun(device, op, row):
-    """An earlier attempt had 512 rows and wrote past them in silence. On CUDA the token is written all the same:
-    attention needs it."""
+    """An earlier version had 512 rows and silently wrote past them. CUDA still writes the token, because attention
+    needs it."""
     arguments = with_arguments(op, sample_inputs(op)[0], slot_mapping=int64(5, 0, 7), log_rows=int32(0, 1, row))
     without = with_arguments(op, arguments, log_rows=int32(0, 1, -1))
     sentence = rf"log_rows\[2\] must be below the 4 rows of the log, got {row}$"
     check_bad_data(op, arguments, IndexError, sentence, device, left_by_the_oracle(op, without))
 
 
-def test_log_row_of_a_skipped_token_is_not_looked_at(device):
+def test_log_row_of_a_skipped_token_is_ignored(device):
     assert_same_as_oracle("write_kv_logged", logged_arguments((0, -1, 99), slots=(3, 5, -1)), device)
 
 
 def _with_page_offset(op, offset):
-    """A sample, and the same with one offset replaced: a number, or a function of the room that the plane's last page
-    has."""
+    """A sample, and the same with one offset replaced: by a number, or by a function of the space in the last page."""
     arguments = sample_inputs(op)[1 if op == "restore_slots_from_rejected" else 3]
     cache = arguments[0] if op == "log_slots" else arguments[0][-1]
     first, storage = cache.storage_offset(), cache.untyped_storage().nbytes() // cache.element_size()
@@ -766,7 +766,7 @@ def _with_page_offset(op, offset):
 @pytest.mark.parametrize("offset", [-1, -(2**31), 2**30, 2**31 - 1])
 @pytest.mark.parametrize("op", ["log_slots", *RESTORING_OPS])
 def test_page_offsets_outside_the_storage(device, op, offset):
-    """Slots 17 (logged), 1 and 17 (restored) use it. On CUDA such an element is left alone, and the others are not."""
+    """Slots 17 (logged), 1 and 17 (restored) use it. CUDA skips such an element, and no other."""
     plain, wrong = _with_page_offset(op, offset)
     left = check_bad_data(op, wrong, IndexError, "page_offsets must lie within the storage", device)
     if left is not None:
@@ -779,7 +779,7 @@ def test_page_offsets_outside_the_storage(device, op, offset):
 
 @pytest.mark.parametrize("op", ["log_slots", *RESTORING_OPS])
 def test_the_last_page_offset_inside_the_storage(device, op):
-    """The next one is refused by the CPU, which asks what the table would do in any page."""
+    """The CPU refuses the next one, because it checks the table for every page."""
     assert_same_as_oracle(op, _with_page_offset(op, lambda room: room - 1)[1], device)
 
 
@@ -789,8 +789,8 @@ def test_the_first_page_offset_outside_the_storage(op):
     refuse(op, wrong, IndexError, "page_offsets must lie within the storage")
 
 
-# (op, sample, argument): wrong values, each with what the sentence says was expected and what came.
-# A function is given the arguments of the sample.
+# (op, sample, argument): invalid values, each with the expected and the given part of the message.
+# A function gets the arguments of the sample.
 CACHE_SHAPE = "be [num_blocks, block_size, num_kv_heads, width]"
 SCALE_SHAPE = "be one element, per head [num_kv_heads] or per token [num_tokens, 1]"
 E4M3_CACHE = "have dtype torch.uint8 or torch.float8_e4m3fn for kv_cache_dtype"
@@ -908,7 +908,7 @@ WRONG = {
 
 
 def error_for(expected):
-    """A wrong dtype is a TypeError, any other wrong argument a ValueError."""
+    """An invalid dtype is a TypeError, any other invalid argument a ValueError."""
     return TypeError if expected.startswith("have dtype") else ValueError
 
 
@@ -966,7 +966,7 @@ def test_layers_of_different_geometry(case):
     refuse("restore_slots", arguments, TypeError if case == "dtype" else ValueError, re.escape(sentence))
 
 
-# op, argument, what it is given of the other arguments, the other argument as the sentence names it
+# op, argument, its value as a function of the other arguments, name of the other argument in the message
 SHARED = [
     ("write_kv", "key", lambda a: a[2].flatten(0, 1)[:8], "key_cache"),
     ("write_kv", "value", lambda a: a[3].flatten(0, 1)[:8], r"\w+_cache"),
@@ -983,13 +983,13 @@ SHARED = [
 
 
 @pytest.mark.parametrize(("op", "argument", "value", "other"), SHARED)
-def test_source_and_destination_may_share_no_memory(op, argument, value, other):
+def test_source_and_destination_must_not_share_memory(op, argument, value, other):
     arguments = sample_inputs(op)[0]
     arguments = with_arguments(op, arguments, **{argument: value(arguments)})
     refuse(op, arguments, ValueError, rf"({other}) (and \w+ )?must not share memory$")
 
 
-def test_logs_that_overlap_but_start_apart():
+def test_logs_that_overlap_with_different_starts():
     """Each row of the value log is the next row of the key log."""
     arguments = logged_arguments()
     log = log_for(arguments[2], rows=5)
@@ -1002,7 +1002,7 @@ def test_logs_that_overlap_but_start_apart():
 
 @pytest.mark.parametrize("op", LOGGING_OPS)
 def test_logged_rows_carry_their_window(device, op):
-    """Rows of skipped tokens, and rows that nothing logs, keep the number they had."""
+    """Rows of skipped tokens, and rows that are not logged, keep their number."""
     arguments = sample_inputs(op)[-1]
     ours = assert_same_as_oracle(op, arguments, device)
     logged = [row for slot, row in zip(SLOTS, LOG_ROWS, strict=True) if slot >= 0 and row >= 0]
@@ -1011,8 +1011,8 @@ def test_logged_rows_carry_their_window(device, op):
 
 
 @pytest.mark.parametrize("reached", range(4))
-def test_a_forward_that_stopped_half_way(device, reached):
-    """Layers that never logged in this window hold an older window's rows, which must stay there."""
+def test_a_forward_that_stopped_early(device, reached):
+    """Layers that did not log in this window hold rows of an older window, which must not be restored."""
     shape = SMALL._replace(layers=3)
     caches = make_pages("one_backing", shape, torch.bfloat16).key_caches
     windows = row_windows(shape.layers, 4)
@@ -1070,8 +1070,8 @@ def test_wrong_windows(op, replaced, sentence):
     refuse(op, arguments, TypeError if "dtype" in sentence else ValueError, sentence)
 
 
-def test_windows_of_rows_may_not_be_counters():
-    """Else what is judged decides which rows count as logged."""
+def test_row_windows_must_not_be_counters():
+    """Otherwise the counted outcome would decide which rows count as logged."""
     arguments = sample_inputs("restore_slots_from_rejected")[0]
     windows = int64(*range(13))
     arguments = with_arguments(
@@ -1088,7 +1088,7 @@ def test_row_windows_must_be_contiguous(op):
     refuse(op, with_arguments(op, arguments, row_windows=spaced), ValueError, "row_windows must be contiguous")
 
 
-def test_row_windows_may_not_hold_the_window_id():
+def test_row_windows_must_not_hold_the_window_id():
     both = int64(1, 1, 1, 1)
     for op in LOGGING_OPS:
         arguments = with_arguments(op, sample_inputs(op)[-1], row_windows=both, window_id=both[2:3])
@@ -1115,7 +1115,7 @@ FLOAT_ARGUMENTS = {
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in FLOAT_ARGUMENTS.items() for name in names])
 def test_gradients_are_refused(op, name):
-    """The ops have no backward: an in-place write without one would corrupt it in silence."""
+    """The ops have no backward. An in-place write without one would silently corrupt the backward pass."""
     arguments = sample_inputs(op)[0]
     argument = arguments[argument_names(op).index(name)]
     (argument[1] if name == "caches" else argument).requires_grad_(True)
@@ -1130,8 +1130,8 @@ def test_gradients_are_refused(op, name):
 # ---------------------------------------------------------------- rows that move together
 
 
-# Slots of ten tokens and their log rows: consecutive runs of every length, cut by a block's end (4 slots), by a
-# gap in the slots, in the rows, by tokens that are skipped or no drafts, and backwards.
+# Slots of ten tokens and their log rows: consecutive runs of every length. Runs end at the end of a block
+# (4 slots), at a gap in slots or rows, and at tokens that are skipped or not drafts. Some run backwards.
 RUNS = {
     "one run over two blocks": (range(1, 11), range(10)),
     "slots jump": ((0, 1, 2, 8, 9, 4, 5, 6, 7, 3), range(10)),
@@ -1143,7 +1143,7 @@ RUNS = {
 
 
 def slot_adjacent(rows):
-    """A key plane of vLLM's `vec` pages, and a log whose rows lie next to each other as the slots do."""
+    """A key plane of vLLM's `vec` pages, and a log whose rows are adjacent if the slots are."""
     cache = torch.arange(3 * 2 * 8 * 4, dtype=torch.float32).reshape(3, 2, 8, 4).permute(0, 3, 1, 2)
     log = torch.full((2, 8, rows), -1.0).permute(2, 0, 1)
     assert cache.stride(1) == log.stride(0) == 1
@@ -1151,7 +1151,7 @@ def slot_adjacent(rows):
 
 
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
-def test_neighbours_are_logged_as_if_one_by_one(device, runs):
+def test_adjacent_rows_are_logged_as_single_ones(device, runs):
     slots, rows = int64(*runs[0]), int32(*runs[1])
     (key_cache, key_log), (value_cache, value_log) = slot_adjacent(10), slot_adjacent(10)
     value_cache += 1000
@@ -1167,7 +1167,7 @@ def test_neighbours_are_logged_as_if_one_by_one(device, runs):
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
 @pytest.mark.parametrize("window_of_row", [(7,) * 10, (7, 7, 7, 6, 7, 7, 7, 7, 5, 7)], ids=["all", "some"])
 @pytest.mark.parametrize("rejected", [0b1111111111, 0b1101111011, 0b0000111100, 0b1010101010])
-def test_neighbours_are_restored_as_if_one_by_one(device, runs, window_of_row, rejected):
+def test_adjacent_rows_are_restored_as_single_ones(device, runs, window_of_row, rejected):
     caches, log = zip(*(slot_adjacent(10) for _ in range(2)), strict=True)
     log = torch.stack([plane.permute(1, 2, 0) for plane in log]).permute(0, 3, 1, 2)
     log.copy_(torch.randn(log.shape))
