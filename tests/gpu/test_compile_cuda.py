@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) on CUDA: no graph break at an op, and nothing of a mutation is lost."""
+"""Test torch.compile(fullgraph=True) on CUDA: no graph break at an op, and no mutation is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nwor_ops import ops
 
 
 def as_eager(step, arguments, device):
-    """What the eager step returns; a compiled one returns the same, and leaves the same memory."""
+    """Return the result of the eager step. A compiled one must return the same and leave the same memory."""
     eager, compiled = twin(arguments, device), twin(arguments, device)
     torch._dynamo.reset()
     expected = step(*eager)
@@ -34,7 +34,7 @@ def test_undo(device):
 
 
 def test_accept(device):
-    """The window that eager code plans and settles, counters too."""
+    """Eager code plans and commits the window; the counters agree too."""
 
     def step(plan, drafts, sampled, rejected, num_accepted):
         ops.plan_window(*plan)

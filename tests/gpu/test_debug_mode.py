@@ -1,5 +1,7 @@
-"""VLLM_NWOR_DEBUG_SYNC=1, which a process reads once: tests marked `debug_mode` run once more with it, in one of their
-own, where bad data raise what they raise on the CPU."""
+"""Test VLLM_NWOR_DEBUG_SYNC=1, which a process reads once.
+
+Tests marked `debug_mode` run again with it in a separate process. Invalid data then raises the errors of the CPU.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from nwor_ops.transaction.state import State
 
 @pytest.mark.debug_mode
 def test_a_replay_is_reported_by_the_next_eager_call(device):
-    """A captured stream is never waited for. Outside debug mode nothing is reported."""
+    """A stream that is being captured is never synchronized. Outside debug mode nothing is reported."""
     arguments = twin(with_arguments("write_kv", sample_inputs("write_kv")[0], slot_mapping=int64(5, 0, 99)), device)
     other = twin(sample_inputs("log_slots")[0], device)
     ops.log_slots(*other)
@@ -39,9 +41,12 @@ def test_a_replay_is_reported_by_the_next_eager_call(device):
 
 @pytest.mark.debug_mode
 @pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_a_commit_that_is_refused_behind_its_launch(device, mode):
-    """Ids that are too few are met by the kernel; the next commit judges anew, and every draft is counted once.
-    Outside debug mode the first commit has judged: a draft without an id is rejected."""
+def test_a_commit_that_is_refused_after_its_launch(device, mode):
+    """The kernel finds that there are too few ids. The next commit determines the outcome again, and every draft is
+    counted once.
+
+    Outside debug mode the first commit determines the outcome: a draft without an id is rejected.
+    """
     requests = [Request(1, 3, 2), Request(1, 2, 2)]
     batch = make_batch(requests, {"default": [*range(4), *range(16, 19)]}, spare_drafts=0)
     window = batch.window._replace(

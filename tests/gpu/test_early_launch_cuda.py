@@ -1,4 +1,4 @@
-"""Which kernels of a captured graph may start before the one they follow has ended: see csrc/cuda/launch.h."""
+"""Test which kernels of a captured graph may start before their predecessor has ended: see csrc/cuda/launch.h."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EdgeData(ctypes.Structure):
 
 
 def _edges(graph: torch.cuda.CUDAGraph) -> list[bool]:
-    """Of a graph whose nodes follow each other: whether each may start early, in their order."""
+    """For a graph whose nodes are a sequence: whether each may start early, in order."""
     driver, raw = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(graph.raw_cuda_graph())
     count = ctypes.c_size_t()
     assert driver.cuGraphGetEdges_v2(raw, None, None, None, ctypes.byref(count)) == 0
@@ -40,7 +40,7 @@ def _edges(graph: torch.cuda.CUDAGraph) -> list[bool]:
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="launches early from 9.0 on"
 )
 @pytest.mark.parametrize("writer", ["write_kv", "log_slots"])
-def test_a_captured_kernel_is_early_behind_our_own_alone(writer: str, device: str) -> None:
+def test_a_captured_kernel_is_early_only_after_one_of_ours(writer: str, device: str) -> None:
     rows = torch.randn(4, 2, 8, device=device)
     caches = torch.zeros(2, 3, 16, 2, 8, device=device)
     slots, one = torch.arange(4, device=device), torch.ones(1, device=device)
@@ -54,9 +54,9 @@ def test_a_captured_kernel_is_early_behind_our_own_alone(writer: str, device: st
         "write_kv": lambda: write_kv(rows, rows, *caches, slots, one, one, "auto"),
         "log_slots": lambda: log_slots(caches[0], slots, log_rows, log),
     }[writer]
-    judge = lambda: reject_rows_from_rejected(counts, counts, rejected, accepted, counters)  # noqa: E731
+    reject = lambda: reject_rows_from_rejected(counts, counts, rejected, accepted, counters)  # noqa: E731
     write()
-    judge()
+    reject()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
@@ -66,9 +66,9 @@ def test_a_captured_kernel_is_early_behind_our_own_alone(writer: str, device: st
         one += 1
         write()
         one += 1
-        judge()
+        reject()
         write()
-    # one, write, write, one, write, one, judge, write
+    # one, write, write, one, write, one, reject, write
     assert _edges(graph) == [False, True, False, False, False, False, True]
     graph.instantiate()
     graph.replay()

@@ -1,4 +1,4 @@
-"""The plugin's counters on their way from the device: nothing waits, and a graph capture is not disturbed."""
+"""Test how the plugin reads its counters: nothing synchronizes, and a graph capture is not disturbed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nwor_ops.vllm.metrics.worker import SessionPublisher
 
 
 class Written:
-    """In the place of a file: what a publisher has written, without a need of prometheus_client."""
+    """Replaces a file: records what a publisher writes, without prometheus_client."""
 
     def __init__(self) -> None:
         self.path, self.totals = None, Totals()
@@ -37,7 +37,7 @@ def _published(file: Written, windows: int) -> int:
     return found
 
 
-def test_the_last_step_arrives_and_nothing_waits(file: Written) -> None:
+def test_the_last_step_arrives_without_a_sync(file: Written) -> None:
     session = CountedSession("cuda")
     publisher = SessionPublisher(session, file, logging.getLogger())
     torch.cuda.synchronize()
@@ -53,8 +53,8 @@ def test_the_last_step_arrives_and_nothing_waits(file: Written) -> None:
 
 
 def test_a_capture_is_not_disturbed(file: Written) -> None:
-    """In CUDA's strictest mode, which forbids other threads what could wait for the device. vLLM captures before the
-    first request, with made-up steps between."""
+    """The strictest capture mode of CUDA forbids synchronization in other threads too. vLLM captures before the
+    first request, with dummy steps in between."""
     session, warming_up = CountedSession("cuda"), [True]
     publisher = SessionPublisher(session, file, logging.getLogger(), lambda: warming_up[0])
     session.step(1)
@@ -62,7 +62,7 @@ def test_a_capture_is_not_disturbed(file: Written) -> None:
     with torch.cuda.graph(graph, capture_error_mode="global"):
         for _ in range(50):
             x += 1
-            time.sleep(0.002)  # the publisher looks meanwhile
+            time.sleep(0.002)  # the publisher reads meanwhile
     graph.replay()
     assert x.sum().item() == 400
     warming_up[0] = False

@@ -1,7 +1,8 @@
-"""One captured CUDA graph, replayed ten thousand times, every replay audited on the device.
+"""Test one captured CUDA graph, replayed ten thousand times. Every replay is audited on the device.
 
-Three graphs take turns and nothing is read back until the end: one makes a new step (requests, slots, drafts, outcome,
-keys and values) and what must come of it in plain torch, one is the transaction, one counts what differs.
+Three graphs alternate, and nothing is read back until the end. The first makes a new step (requests, slots, drafts,
+outcome, keys and values) and its expected result in plain torch. The second is the transaction. The third counts the
+differences.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Replays:
         self.source = torch.zeros(LAYERS, TOKENS, HEADS, 2 * SIZE, dtype=torch.bfloat16, device=device)
         self.scale = torch.full((1,), SCALE, device=device)
         self.cache = torch.zeros(LAYERS, BLOCKS, BLOCK_SIZE, HEADS, 2 * SIZE, dtype=dtype, device=device)
-        # One slot more: rows that may not stay go there.
+        # One more slot, for rows that must not stay.
         self.expected = torch.zeros(LAYERS, SLOTS + 1, HEADS, 2 * SIZE, dtype=dtype, device=device)
         self.expected_log = torch.zeros(LAYERS, ROWS + 1, HEADS, 2 * SIZE, dtype=dtype, device=device)
         self.is_logged = torch.zeros(ROWS + 1, dtype=torch.bool, device=device)
@@ -56,7 +57,7 @@ class Replays:
         self.source.normal_()
         self.draft_ids.random_(0, 2**20)
 
-        # Which request a token belongs to, and which of its drafts it is; -1 = the target token.
+        # The request of a token, and its index among the drafts; -1 = the target token.
         tokens = torch.arange(TOKENS, device=device)
         request = torch.searchsorted(self.starts[1:].long(), tokens, right=True)
         is_padding = request == REQUESTS
@@ -68,7 +69,7 @@ class Replays:
         slots = torch.rand(SLOTS, device=device).argsort()[:TOKENS]
         self.slots.copy_(torch.where(is_skipped, -1, slots))
 
-        # The sampler repeats what it accepts; then comes a token of its own, at times the very draft it rejects.
+        # The sampler repeats the accepted drafts. Its next token is sometimes equal to the rejected draft.
         column = torch.arange(MOST_DRAFTS + 1, device=device)
         ids = self.draft_ids[(self.cu_drafts - drafts)[:, None].add(column).clamp(max=ROWS - 1)]
         own = torch.where(accepted < drafts, torch.randint(0, 2, (REQUESTS,), device=device), 1)
@@ -120,7 +121,7 @@ def test_every_replay_of_one_graph(device, kv_cache_dtype, by_counts):
     replays = Replays(device, kv_cache_dtype, by_counts)
     graphs = []
     for part in (replays.new_step, replays.transaction, replays.audit):
-        part()  # nothing is loaded or allocated for the first time during a capture
+        part()  # so that nothing is loaded or allocated for the first time during a capture
         torch.cuda.synchronize()
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
@@ -136,8 +137,8 @@ def test_every_replay_of_one_graph(device, kv_cache_dtype, by_counts):
     assert stats.accepted == stats.drafted - stats.rejected > REPLAYS
 
 
-def test_the_audit_sees_a_row_that_was_not_put_back(device):
-    """Without the commit's restore the same audit counts differences."""
+def test_the_audit_finds_a_row_that_was_not_restored(device):
+    """Without the restore of the commit, the same audit counts differences."""
     torch.manual_seed(0)
     replays = Replays(device, "auto", by_counts=False)
     replays.manager.recovery.launches = []

@@ -1,4 +1,5 @@
-"""Staging and shadow pages in CUDA graphs with changed data, on streams; nothing is allocated, nothing waits."""
+"""Test staging and shadow pages in CUDA graphs with changed data, and on streams. Nothing is allocated or
+synchronized."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ STAGE = (*ops_of("shadow"), *ops_of("staging"))
 
 
 class Replayed:
-    """A window in buffers that never move, big enough for any of `random_window`."""
+    """A window in buffers with fixed addresses, large enough for any `random_window`."""
 
     ROWS, TOKENS, DRAFTS, COLUMNS = 8, 60, 40, 8
 
@@ -110,7 +111,7 @@ def captured(run):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_windows_in_cuda_graphs(device, groups):
-    """Captured once; every replay has other requests, lengths, slots, tables, states and outcomes."""
+    """Captured once. Every replay has other requests, lengths, slots, tables, states and outcomes."""
     replayed = Replayed(device, groups)
     replayed.load(replayed.random_window(0))
     open_graph, close_graph = captured(replayed.open), captured(replayed.close)
@@ -126,7 +127,7 @@ def test_windows_in_cuda_graphs(device, groups):
 
 
 def test_the_staging_buffer_in_a_cuda_graph(device):
-    """stage, accept, commit and move in one graph; every replay has other rows, slots and outcomes."""
+    """stage, accept, commit and move in one graph. Every replay has other rows, slots and outcomes."""
     stage = twin(stage_arguments(dtype=torch.bfloat16), device)
     accept = twin(accept_staged_arguments((1,) * 4, (5, 7, 0, 3), ((), ())), device)
     pages = make_pages("packed", SMALL, torch.bfloat16)
@@ -158,7 +159,7 @@ def test_the_staging_buffer_in_a_cuda_graph(device):
         stage_rows = torch.full((6,), -1, dtype=torch.int32)
         stage_rows[rows] = torch.arange(4, dtype=torch.int32)
         if window % 5 == 0:
-            stage_rows[rows[0]] = -1  # row 0 is not staged: if it is accepted the window is rejected as a whole
+            stage_rows[rows[0]] = -1  # row 0 is not staged: if it is accepted, the whole window is rejected
         key, value = (torch.randn(s.shape, generator=random).bfloat16() for s in stage[:2])
         slots = torch.randperm(12, generator=random)[:4]
         accepted = torch.rand(4, generator=random) < 0.5
@@ -183,7 +184,7 @@ def test_the_staging_buffer_in_a_cuda_graph(device):
         assert same_memory(model[:2], ours[:2])
 
 
-def test_nothing_is_allocated_and_nothing_waits(device):
+def test_nothing_is_allocated_or_synchronized(device):
     replayed = Replayed(device, 2)
     replayed.load(replayed.random_window(3))
     others = [twin(sample_inputs(op)[0], device) for op in STAGE[:4]]
@@ -201,8 +202,8 @@ def test_nothing_is_allocated_and_nothing_waits(device):
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def test_forgetting_shadow_pages_waits_for_nothing(device):
-    """Also of some states, whose numbers are on the host."""
+def test_forgetting_shadow_pages_does_not_sync(device):
+    """Also for selected states, whose numbers are on the host."""
     manager = DraftCommitManager(
         max_num_tokens=9, max_num_requests=3, max_draft_tokens=6, device=device, mode="stage", max_drafts_per_request=2
     )
@@ -220,7 +221,7 @@ def test_forgetting_shadow_pages_waits_for_nothing(device):
 
 
 def test_launches(device):
-    """One kernel for open and one for close, whatever the layers and groups."""
+    """One kernel for open and one for close, whatever the number of layers and groups."""
     replayed = Replayed(device, 2)
     replayed.load(replayed.random_window(3))
     replayed.open()
@@ -242,7 +243,7 @@ def test_another_stream(device):
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
-        ours.groups[0].slot_mapping.add_(1)  # only after the sleep are the slots the right ones
+        ours.groups[0].slot_mapping.add_(1)  # the slots are valid only after the sleep
         ops.open_window(*ours.open_arguments())
     stream.synchronize()
     oracle.open_window(*window.open_arguments())

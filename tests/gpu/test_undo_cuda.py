@@ -1,5 +1,5 @@
-"""Family undo on a GPU beyond its cases in ops/: large caches, streams, whole transactions in CUDA graphs, without an
-allocation or a wait."""
+"""Test the family undo on a GPU beyond ops/: large caches, streams, transactions in CUDA graphs without allocation
+or sync."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nwor_ops import ops
 
 
 def test_offsets_beyond_32_bits(device):
-    """A packed cache of more than 2^31 elements: the last slots of it are reached, and put back."""
+    """A packed cache of more than 2^31 elements: its last slots are written and restored."""
     blocks = 2**31 // (16 * 8 * 256) + 4
     cache = torch.zeros(blocks, 16, 8, 256, dtype=torch.bfloat16, device=device)
     slots = blocks * 16 - 1 - torch.arange(5, device=device)
@@ -40,14 +40,14 @@ def test_too_many_slots_are_refused(device):
 
 
 def test_another_stream(device):
-    """The ops follow torch's current stream."""
+    """The ops use the current stream of torch."""
     arguments = logged_arguments(dtype=torch.bfloat16)
     ours, theirs = twin(arguments, device), twin(arguments)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
-        ours[0].add_(1)  # only after the sleep does the key hold what must be written
+        ours[0].add_(1)  # the key is valid only after the sleep
         ops.write_kv_logged(*ours)
     stream.synchronize()
     theirs[0].add_(1)
@@ -61,16 +61,16 @@ REQUESTS, MOST_DRAFTS, PADDING = 4, 4, 3
 
 
 class Transaction:
-    """One verify step of a small model in buffers that never move, and a model of what it leaves behind.
+    """One step of a small model in buffers with fixed addresses, and a model of its result.
 
-    `load` puts a random step into the buffers; `run` is the transaction; `expect` is the audit: the cache
-    of a run that never saw the rejected drafts, kept by plain indexing on the CPU.
+    `load` copies a random step into the buffers, and `run` is the transaction. `expect` is the audit: the cache of a
+    run without the rejected drafts, computed by plain indexing on the CPU.
     """
 
     shape = Shape(blocks=6, block_size=16, heads=4, key_width=64, value_width=32, layers=4)
 
-    def __init__(self, device, layout, kv_cache_dtype, seed=0, judges_by_counts=False):
-        self.judges_by_counts = judges_by_counts
+    def __init__(self, device, layout, kv_cache_dtype, seed=0, rejects_by_counts=False):
+        self.rejects_by_counts = rejects_by_counts
         self.random = torch.Generator().manual_seed(seed)
         self.kv_cache_dtype = kv_cache_dtype
         dtype = torch.bfloat16 if kv_cache_dtype == "auto" else torch.uint8
@@ -118,7 +118,7 @@ class Transaction:
         planes = list(zip(self.pages[:2], self.logs, strict=True))
         windows = None, self.window_id, self.windows
         outputs = self.rejected, i["num_accepted"], self.counters
-        if self.judges_by_counts:
+        if self.rejects_by_counts:
             caches, log = planes.pop(0)
             ops.restore_slots_from_rejected(
                 caches, log, self.row_slots[0], i["num_rejected"], i["starts"], *outputs, *windows
@@ -132,7 +132,7 @@ class Transaction:
         return torch.randint(low, high + 1, size, generator=self.random)
 
     def load(self):
-        """A step of random requests, drafts, slots, rows and outcome; the model gets the rows that stay."""
+        """Load a step of random requests, drafts, slots, rows and outcome. The model gets the rows that stay."""
         drafts = self.draw(0, MOST_DRAFTS, REQUESTS)
         accepted = torch.minimum(self.draw(0, MOST_DRAFTS, REQUESTS), drafts)
         lengths = drafts + 1  # the target token and its drafts
@@ -146,7 +146,7 @@ class Transaction:
         for q, (n, a) in enumerate(zip(drafts.tolist(), accepted.tolist(), strict=True)):
             sampled[q, :a] = ids[before : before + a]
             sampled[q, a] = ids[before + a] + 1 if a < n else 5
-            if a < n and self.draw(0, 1, 1):  # a replacement that equals the draft is told by what follows
+            if a < n and self.draw(0, 1, 1):  # the next token shows that a replacement equal to the draft was rejected
                 sampled[q, a] = ids[before + a]
             before += n
             stays[starts[q + 1] - (n - a) : starts[q + 1]] = False
@@ -180,9 +180,9 @@ class Transaction:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("layout", ["hnd", "packed", "one_backing", "padded", "vec"])
-@pytest.mark.parametrize("judges_by_counts", [False, True])
-def test_transaction(device, layout, kv_cache_dtype, judges_by_counts):
-    transaction = Transaction(device, layout, kv_cache_dtype, judges_by_counts=judges_by_counts)
+@pytest.mark.parametrize("rejects_by_counts", [False, True])
+def test_transaction(device, layout, kv_cache_dtype, rejects_by_counts):
+    transaction = Transaction(device, layout, kv_cache_dtype, rejects_by_counts=rejects_by_counts)
     for _ in range(20):
         transaction.load()
         transaction.run()
@@ -190,11 +190,11 @@ def test_transaction(device, layout, kv_cache_dtype, judges_by_counts):
     assert transaction.counters.tolist() == transaction.expected_counters
 
 
-@pytest.mark.parametrize("judges_by_counts", [False, True])
+@pytest.mark.parametrize("rejects_by_counts", [False, True])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
-def test_transaction_in_a_cuda_graph(device, kv_cache_dtype, judges_by_counts):
-    """Captured once; every replay has new requests, slots, rows and acceptance."""
-    transaction = Transaction(device, "one_backing", kv_cache_dtype, seed=1, judges_by_counts=judges_by_counts)
+def test_transaction_in_a_cuda_graph(device, kv_cache_dtype, rejects_by_counts):
+    """Captured once. Every replay has new requests, slots, rows and outcomes."""
+    transaction = Transaction(device, "one_backing", kv_cache_dtype, seed=1, rejects_by_counts=rejects_by_counts)
     transaction.load()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -213,7 +213,7 @@ def test_transaction_in_a_cuda_graph(device, kv_cache_dtype, judges_by_counts):
     assert transaction.counters.tolist() == transaction.expected_counters
 
 
-def test_transaction_allocates_nothing_and_waits_for_nothing(device):
+def test_transaction_does_not_allocate_or_sync(device):
     transaction = Transaction(device, "packed", "auto")
     transaction.load()
     transaction.run()
@@ -229,12 +229,12 @@ def test_transaction_allocates_nothing_and_waits_for_nothing(device):
     transaction.audit()
 
 
-def test_cancel_puts_every_draft_row_back(device):
+def test_cancel_restores_every_draft_row(device):
     """All rows rejected: after the restore only prompt and target tokens are new."""
     transaction = Transaction(device, "packed", "auto")
     transaction.load()
     i = transaction.int32
-    transaction.sampled[:, 1:] = -1  # whatever was drafted, the sampler stopped before
+    transaction.sampled[:, 1:] = -1  # the sampler stopped before any draft
     transaction.sampled[:, 0] = -2
     before = twin(transaction.pages)
     transaction.run()

@@ -1,6 +1,6 @@
-"""`write_kv` writes the bytes of vLLM's own CUDA writer, `reshape_and_cache_flash`.
+"""Test that `write_kv` writes the bytes of vLLM's CUDA writer, `reshape_and_cache_flash`.
 
-Needs vLLM's compiled core: an installed vLLM, or the path of its `_C_stable_libtorch.abi3.so` in VLLM_CORE.
+It needs the compiled core of vLLM: an installed vLLM, or the path of its `_C_stable_libtorch.abi3.so` in VLLM_CORE.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def caches(layout, head_size, dtype):
 
 
 def rows(dtype, head_size):
-    """Keys and values with everything a conversion may stumble over."""
+    """Keys and values with all special cases of a conversion."""
     key, value = (torch.randn(2, TOKENS, HEADS, head_size, device="cuda") * 200).to(dtype)
     odd = [float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 1e-8, -1e-8, 448.0, 464.0, 465.0, 57344.0, 6e4, -6e4]
     key[3, 1, : len(odd)] = torch.tensor(odd, device="cuda").to(dtype)

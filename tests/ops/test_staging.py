@@ -55,7 +55,7 @@ from staged_windows import (
     Sequence,
     assert_keeps_the_promise,
     make_window,
-    run_as_the_oracle_does,
+    run_and_compare_with_oracle,
     state_of,
 )
 
@@ -461,7 +461,7 @@ def test_a_skipped_move_is_not_checked(device, name):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_window_in_every_layout(device, layout, dtype):
     for shape in (WINDOW_SHAPE, Shape(60, 5, 3, 7, 7, 3), Shape(20, 16, 8, 64, 64, 5)):
-        run_as_the_oracle_does(make_window(layout=layout, shape=shape, dtype=dtype), device)
+        run_and_compare_with_oracle(make_window(layout=layout, shape=shape, dtype=dtype), device)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 16, 32, 64])
@@ -470,18 +470,18 @@ def test_window_of_any_block_size_and_groups(device, block_size, groups):
     shape = Shape(70 if block_size > 4 else 300, block_size, 2, 8, 8, 5)
     for idx_dtype in (torch.int32, torch.int64):
         window = make_window(shape=shape, groups=groups, idx_dtype=idx_dtype)
-        run_as_the_oracle_does(window, device)
+        run_and_compare_with_oracle(window, device)
 
 
 @pytest.mark.parametrize("amx", [False, True])
 def test_window_with_page_offsets(device, amx):
-    run_as_the_oracle_does(make_window(shape=Shape(60, 16, 2, 16, 16), layout="vec", amx=amx), device)
+    run_and_compare_with_oracle(make_window(shape=Shape(60, 16, 2, 16, 16), layout="vec", amx=amx), device)
 
 
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_window_of_misaligned_planes(device, offset):
     for shape in (WINDOW_SHAPE, Shape(60, 4, 2, 16, 16, 2)):
-        run_as_the_oracle_does(make_window(shape=shape, offset=offset), device)
+        run_and_compare_with_oracle(make_window(shape=shape, offset=offset), device)
 
 
 @pytest.mark.parametrize("layers", [1, 3, 4, 5, 161, 320, 321, 700])
@@ -489,31 +489,31 @@ def test_window_of_misaligned_planes(device, offset):
 def test_window_of_many_planes(device, layers, groups):
     """On CUDA the addresses of 320 planes fit in one launch. Slots and tables are redirected once."""
     window = make_window(shape=Shape(60, 4, 1, 8, 8, layers), groups=groups)
-    run_as_the_oracle_does(window, device)
+    run_and_compare_with_oracle(window, device)
 
 
 def test_window_of_many_requests(device):
     """More requests than a block redirects, and more than the rows of one page that are copied concurrently."""
     sequences = tuple(Sequence(3 + q % 40, 1, q % 4 if q % 40 > 5 else 0, q % 3, state=q) for q in range(300))
     shape = Shape(8000, 4, 2, 8, 8, 2)
-    run_as_the_oracle_does(make_window(sequences, shape=shape, num_states=300, held=True), device)
+    run_and_compare_with_oracle(make_window(sequences, shape=shape, num_states=300, held=True), device)
 
 
 def test_drafts_past_the_longest_sequence(device):
     sequences = (Sequence(12, 1, 4, 2, 0, without_slot=2), Sequence(9, 1, 3, 0, 1, without_slot=3))
-    run_as_the_oracle_does(make_window(sequences), device)
+    run_and_compare_with_oracle(make_window(sequences), device)
 
 
 @pytest.mark.parametrize("sequences", [(), (Sequence(3, 3),), (Sequence(0, 0),), (Sequence(4, 0, 4, 2, state=0),)])
 def test_small_windows(device, sequences):
-    run_as_the_oracle_does(make_window(sequences), device)
+    run_and_compare_with_oracle(make_window(sequences), device)
 
 
 def test_a_window_that_was_refused(device):
     """plan_window reports no drafts for it, so nothing is redirected or copied."""
     window = make_window(held=True)
     window.tensors["draft_start_loc"].zero_()
-    ours = run_as_the_oracle_does(window, device)
+    ours = run_and_compare_with_oracle(window, device)
     assert same_memory(state_of(ours)[:2], state_of(window)[:2])
 
 
@@ -580,7 +580,7 @@ def test_any_window(device, data):
         "idx_dtype": data.draw(st.sampled_from([torch.int32, torch.int64])), "held": data.draw(st.booleans()),
         "offset": data.draw(st.integers(0, 8)),
     }  # fmt: skip
-    run_as_the_oracle_does(make_window(**options), device)
+    run_and_compare_with_oracle(make_window(**options), device)
     assert_keeps_the_promise(make_window(**options).copy(device))
 
 
@@ -588,7 +588,7 @@ def test_any_window(device, data):
 
 
 def test_held_rows_are_not_copied_again(device):
-    ours = run_as_the_oracle_does(held_window(), device)
+    ours = run_and_compare_with_oracle(held_window(), device)
     assert (ours.tensors["held_slots"][:, 0] == -1).all()  # the state of the prompt holds no rows
 
 
@@ -686,7 +686,7 @@ def test_a_reassigned_page_is_copied(device):
     tail = int(window.tensors["row_slots"][0, 0]) // window.block_size
     for held in (-1, tail * 4 - 1, tail * 4 + 4, tail * 4, 10**6):
         window.tensors["held_slots"].fill_(held)
-        run_as_the_oracle_does(window, device)
+        run_and_compare_with_oracle(window, device)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -812,7 +812,7 @@ def test_a_slot_at_another_offset_in_its_page(change):
     window = make_window()
     window.groups[0].slot_mapping[2] += change
     if change == 4:
-        run_as_the_oracle_does(window)
+        run_and_compare_with_oracle(window)
     else:
         refuse("open_window", window.open_arguments(), ValueError, "row_slots must have the offset in its page")
     window.groups[0].slot_mapping[2] = 240
@@ -824,7 +824,7 @@ def test_a_slot_at_another_offset_in_its_page(change):
 def test_a_saved_slot_outside_the_cache(device, close):
     window = opened(make_window())
     arguments, without = (
-        with_arguments(close, window.close_arguments() if close == "close_window" else window.judge_arguments(),
+        with_arguments(close, window.close_arguments() if close == "close_window" else window.counted_arguments(),
                        saved_slots=saved_with(window, slot)) for slot in (2**40, -1)
     )  # fmt: skip
     left = left_by_the_oracle(close, without)

@@ -34,7 +34,7 @@ from samples import (
     flags,
     int32,
     int64,
-    judged,
+    outcome_buffers,
     log_for,
     logged_arguments,
     numbers,
@@ -391,7 +391,7 @@ def test_restore_from_any_rejected_counts(device, data):
     assert_same_as_oracle(
         "restore_slots_from_rejected",
         (
-            caches, log, int64(*slots), int32(*counts), int32(*starts), *judged(rows, len(drafts) + 1), None,
+            caches, log, int64(*slots), int32(*counts), int32(*starts), *outcome_buffers(rows, len(drafts) + 1), None,
             int64(7), windows.view(layers, rows), num_rows,
         ), device,
     )  # fmt: skip
@@ -416,7 +416,7 @@ def test_restore_from_many_rejected_counts(device, shape, layers, requests, most
     slots[:used] = torch.randperm(8 * len(caches[0]), generator=random)[:used]
     windows = torch.randint(6, 8, (layers, rows), generator=random)
     for num_rows in (None, used):
-        outputs = judged(rows, requests + 2)
+        outputs = outcome_buffers(rows, requests + 2)
         arguments = (
             caches, layer_log(caches, rows), slots, counts, starts, *outputs, None, int64(7), windows, num_rows
         )  # fmt: skip
@@ -720,7 +720,7 @@ def test_slot_outside_the_cache(device, op, slot):
     name, arguments = "slot_mapping", sample_inputs(op)[0]
     if op in RESTORING_OPS:
         caches = make_pages("packed", SMALL, torch.float32).key_caches
-        how = (flags(1, 1, 1),) if op == "restore_slots" else (int32(1, 2), int32(0, 1, 3), *judged(3, 2))
+        how = (flags(1, 1, 1),) if op == "restore_slots" else (int32(1, 2), int32(0, 1, 3), *outcome_buffers(3, 2))
         name, arguments = "row_slots", (caches, layer_log(caches, 3), int64(5, 0, slot), *how)
     elif op in LOGGING_OPS:
         arguments = with_arguments(op, arguments, log_rows=int32(0, 1, 2))

@@ -1,6 +1,6 @@
-"""Calls that every op must refuse, or answer, made from its schema, its table of arguments and `samples.sample_inputs`.
+"""Calls that every op must refuse or accept, made from its schema, its table of arguments and `samples.sample_inputs`.
 
-And `check_bad_data`, which says once how a call with wrong data ends on the CPU and how on CUDA.
+`check_bad_data` defines how a call with invalid data ends on the CPU and on CUDA.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from nwor_ops.meta.check import Array, one_of
 
 @dataclass(frozen=True)
 class Case:
-    """A call, and the error that it must end in."""
+    """A call and its expected error."""
 
     label: str
     arguments: tuple[Any, ...]
     error: type[Exception]
-    sentence: str  # what the error says behind "OP: ", as a regular expression
+    sentence: str  # the message after "OP: ", as a regular expression
 
 
 def declared(op: str) -> list[Any]:
@@ -71,7 +71,7 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
 
 
 def sample_with(op: str, *names: str, device: str = "cpu") -> tuple[Any, ...] | None:
-    """A valid call that gives all of these arguments, on memory of its own; None if no sample does."""
+    """A valid call that passes all of these arguments, with separate memory; None if no sample has them."""
     places = [argument_names(op).index(name) for name in names]
     for sample in _samples(op):
         if all(place < len(sample) and sample[place] is not None and sample[place] != [] for place in places):
@@ -80,7 +80,7 @@ def sample_with(op: str, *names: str, device: str = "cpu") -> tuple[Any, ...] | 
 
 
 def _given(op: str, name: str, device: str) -> tuple[Any, ...]:
-    """The same; where no sample gives the argument, with its default written out."""
+    """The same. If no sample passes the argument, its default is written out."""
     if name == "plane_table":
         arguments = twin(_samples(op)[0], device)
         return with_arguments(op, arguments, plane_table=ops.plane_table(arguments[0]), caches=arguments[0][:1])
@@ -98,7 +98,8 @@ def _value(op: str, arguments: tuple[Any, ...], name: str) -> Any:
 def _replacements(
     op: str, device: str, wanted: Callable[[Any], bool]
 ) -> Iterator[tuple[str, Any, Any, Callable[[Any], tuple[Any, ...]]]]:
-    """For every place of an argument: its name in messages, its declaration, its value, and the call with another."""
+    """For every position of an argument: its name in messages, its declaration, its value, and a call with another
+    value."""
     for argument in filter(wanted, declared(op)):
         arguments = _given(op, argument.name, device)
         value = _value(op, arguments, argument.name)
@@ -121,7 +122,7 @@ def _replacements(
 
 
 def another_device(op: str, device: str, others: tuple[str, ...]) -> Iterator[Case]:
-    """Any tensor alone on another device. Where it is the one that the rest is compared with, another is named."""
+    """One tensor on another device. If the others are compared with it, the message names another argument."""
     for (name, argument, value, call), other in itertools.product(_replacements(op, device, is_tensor), others):
         sentence = (
             rf"{re.escape(name)} must be on device {device}\S* like the other arguments, got {other}"
@@ -136,7 +137,7 @@ def another_device(op: str, device: str, others: tuple[str, ...]) -> Iterator[Ca
 
 
 def no_tensor(op: str, device: str) -> Iterator[Case]:
-    """None, text, a number, a list and an array in the place of a tensor, or of a list of tensors."""
+    """None, text, a number, a list or an array instead of a tensor or a list of tensors."""
     others: list[Any] = ["x", 3.5, [1, 2]]
     if find_spec("numpy"):
         import numpy
@@ -158,7 +159,7 @@ def no_tensor(op: str, device: str) -> Iterator[Case]:
 
 
 def no_number(op: str, device: str) -> Iterator[Case]:
-    """Text, None, a fraction and 65 bits in the place of an integer; a number in the place of text."""
+    """Text, None, a fraction or 65 bits instead of an integer; a number instead of text."""
     for name, argument, _, call in _replacements(op, device, lambda argument: not is_tensor(argument)):
         of_type = str(argument.type)
         sentence = rf"{re.escape(name)} must be an? \w+, got "
@@ -186,10 +187,11 @@ def _spec(op: str, argument: Any) -> Array:
 
 
 def wrong_dtype(op: str, device: str) -> Iterator[Case]:
-    """Every dtype that the table of arguments does not allow. Where others must be alike, one of them is named."""
+    """Every dtype that the table of arguments does not allow. If several must be equal, the message names one of
+    them."""
     for name, argument, value, call in _replacements(op, device, is_tensor):
         spec = _spec(op, argument)
-        if argument.name == "plane_table" and device == "meta":  # of which there is none
+        if argument.name == "plane_table" and device == "meta":  # no such device
             continue
         if "scale" in argument.name:  # read only for fp8
             arguments = next(twin(s, device) for s in _samples(op) if "fp8" in s)
@@ -197,9 +199,9 @@ def wrong_dtype(op: str, device: str) -> Iterator[Case]:
             value = _value(op, arguments, argument.name)
         alike = re.escape(name) if spec.dtypes else r"\S+"
         sentence = rf"{alike} must have dtype {re.escape(one_of(spec.dtypes)) if spec.dtypes else ''}"
-        if argument.name == "row_accepted":  # flags or lengths
+        if argument.name == "row_accepted":  # flags or counts
             sentence = r"row_accepted must have dtype torch\.(bool|int32)"
-        # 16 bytes per element, which no argument may have.
+        # 16 bytes per element, which no argument allows.
         wrong = [dtype for dtype in DTYPES if spec.dtypes and dtype not in spec.dtypes]
         for dtype in (torch.complex128, *wrong):
             yield Case(
@@ -208,7 +210,7 @@ def wrong_dtype(op: str, device: str) -> Iterator[Case]:
 
 
 def wrong_dims(op: str, device: str) -> Iterator[Case]:
-    """One dimension too many, and all dimensions in one."""
+    """One dimension too many, and all dimensions flattened."""
     for name, argument, value, call in _replacements(op, device, is_tensor):
         dims = _spec(op, argument).dims
         for other in (value[None], value.flatten()):
@@ -221,7 +223,7 @@ def _with(op: str, arguments: tuple[Any, ...], name: str, new: Any) -> tuple[Any
 
 
 def lazy_view(op: str, device: str) -> Iterator[Case]:
-    """What an op would write is a view that torch works out when it is read."""
+    """A mutated argument is a view that torch resolves when it is read."""
     for name, _, value, call in _replacements(op, device, lambda a: is_tensor(a) and is_mutated(a)):
         if value.dtype != torch.bool:
             yield Case(
@@ -232,7 +234,7 @@ def lazy_view(op: str, device: str) -> Iterator[Case]:
             )
 
 
-# Pairs that may share memory or that are not compared, which docs/ops.md says under "Not checked" and the docstrings.
+# Pairs that may share memory, or that are not compared (see docs/ops.md, "Not checked", and the docstrings).
 _SCALES = [(cache, scale) for cache in ("key_cache", "value_cache") for scale in ("k_scale", "v_scale")]
 _WINDOW = [
     ("shadow_blocks", "block_tables"), ("saved_slots", "held_slots"), ("slot_mappings", "held_slots"),
@@ -260,7 +262,7 @@ _NOT_COMPARED: dict[str, list[tuple[str, str]]] = {
 
 
 def shared_memory(op: str, device: str) -> Iterator[Case]:
-    """Each pair of a mutated argument and another of its dtype begins at one address."""
+    """Each pair of a mutated argument and another one of its dtype starts at the same address."""
     tensors = list(filter(is_tensor, declared(op)))
     for one, other in itertools.combinations(tensors, 2):
         if not (is_mutated(one) or is_mutated(other)) or "plane_table" in (one.name, other.name):
@@ -283,7 +285,7 @@ def shared_memory(op: str, device: str) -> Iterator[Case]:
 
 
 def _at(place: Tensor, tensor: Tensor) -> Tensor | None:
-    """`tensor` where `place` begins; None if its storage is too short for it, or of another dtype."""
+    """`tensor` at the start of `place`; None if the storage is too short or has another dtype."""
     if tensor.dtype != place.dtype or tensor.numel() == 0 or place.numel() == 0:
         return None
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -292,7 +294,7 @@ def _at(place: Tensor, tensor: Tensor) -> Tensor | None:
     return place.as_strided(tensor.shape, tensor.stride(), place.storage_offset())
 
 
-# What needs no data, so that the fakes must find it too.
+# Cases that need no data, so the fakes must find them too.
 WITHOUT_DATA: dict[str, Callable[..., Iterator[Case]]] = {"wrong dtype": wrong_dtype, "wrong dims": wrong_dims}
 
 KINDS: dict[str, Callable[..., Iterator[Case]]] = {
@@ -305,7 +307,7 @@ KINDS: dict[str, Callable[..., Iterator[Case]]] = {
 
 
 def attempt(op: str, arguments: tuple[Any, ...]) -> tuple[Any, Exception | None]:
-    """What a call returns, and what it raises."""
+    """Return the result and the exception of a call."""
     try:
         return getattr(ops, op)(*arguments), None
     except Exception as error:
@@ -313,7 +315,7 @@ def attempt(op: str, arguments: tuple[Any, ...]) -> tuple[Any, Exception | None]
 
 
 def check_refused(op: str, case: Case) -> None:
-    """The call ends in the error of the case, and no byte behind its arguments has changed."""
+    """Check that the call raises the error of the case, and that no byte of its arguments has changed."""
     real = [leaf for leaf in _leaves(case.arguments) if leaf.device.type != "meta"]
     before = memory(real)
     _, error = attempt(op, case.arguments)
@@ -334,7 +336,7 @@ INTEGERS = (0, -1, 2**31, 2**62, 2**63 - 1)
 
 
 def any_integer(op: str, device: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every integer that the host gives, at the ends of its range."""
+    """Every integer argument at the ends of its range."""
     for name, _, _, call in _replacements(op, device, is_int):
         for value in INTEGERS:
             yield f"{name}={value}", twin(call(value))
@@ -347,7 +349,7 @@ _DATA = {
 
 
 def any_data(op: str, device: str, seeds: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Some elements of integer tensors, at the ends of their range."""
+    """Some elements of integer tensors at the ends of their range."""
     samples = _samples(op)
     for seed in range(seeds):
         dice = random.Random(seed)
@@ -360,7 +362,7 @@ def any_data(op: str, device: str, seeds: int) -> Iterator[tuple[str, tuple[Any,
 
 
 def only_declared_changed(op: str, arguments: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """Whether nothing but what the schema marks as mutated differs; takes the differences back."""
+    """Return whether only arguments marked as mutated differ. It also reverts the differences."""
     for argument, now, then in zip(declared(op), arguments, before, strict=False):
         if is_tensor(argument) and is_mutated(argument):
             for a, b in zip(_leaves([now]), _leaves([then]), strict=True):
@@ -368,7 +370,7 @@ def only_declared_changed(op: str, arguments: tuple[Any, ...], before: tuple[Any
     return same_memory(arguments, before)
 
 
-# ---------------------------------------------------------------- data that no kernel may follow
+# ---------------------------------------------------------------- invalid data
 
 DEBUG_MODE = os.environ.get("VLLM_NWOR_DEBUG_SYNC") == "1"
 
@@ -388,15 +390,15 @@ def check_bad_data(
     left: tuple[Any, ...] | None = None,
     reported: str | None = None,
 ) -> tuple[Any, ...] | None:
-    """What comes of indices, counts or starts that are wrong.
+    """Check a call with invalid indices, counts or starts.
 
-    The CPU refuses the call, and writes nothing. CUDA meets them in the kernel, which leaves them out: the call leaves
-    what ``left`` holds, or, where that is not given, has changed its outputs alone. In debug mode it raises what the
-    CPU raises, after the launch: ``reported`` if of several wrong values any may be met first. Tests that come here are
-    marked ``debug_mode``, which ``gpu/test_debug_mode.py`` runs once more.
+    The CPU refuses the call and writes nothing. CUDA finds them in the kernel and skips them. The call then leaves the
+    contents of ``left``; without ``left``, only its outputs may have changed. In debug mode CUDA raises the CPU's error
+    after the launch, or ``reported`` if a kernel may find any of several invalid values first. Tests that call this are
+    marked ``debug_mode``, and ``gpu/test_debug_mode.py`` runs them again.
 
     Returns:
-        the arguments as CUDA left them, and its results; None where the call raised.
+        the arguments as CUDA left them, and its results; None if the call raised.
     """
     if device == "cpu":
         refuse(op, arguments, error, sentence)
@@ -407,7 +409,7 @@ def check_bad_data(
             getattr(ops, op)(*ours)
         assert type(caught.value) is error
         assert str(caught.value).startswith(f"{op}: ")
-        getattr(ops, op)(*sample_inputs(op, device)[0])  # the report is gone
+        getattr(ops, op)(*sample_inputs(op, device)[0])  # the report was cleared
         return None
     results = getattr(ops, op)(*ours)
     if left is None:

@@ -1,4 +1,4 @@
-"""How many rows the windows of mode stage copy to shadow pages, and how many these hold already."""
+"""How many rows the windows of mode "stage" copy to shadow pages, and how many they hold already."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 class CopiedRows:
-    """Of a manager's windows from now on, rows of one layer of each group.
+    """Counts rows of one layer of each group, in all later windows of a manager.
 
     Attributes:
         copied: rows that open_window copied.
-        committed: rows before the step's tokens in the pages that its drafts begin in: as many would be copied if
-            nothing were held.
+        committed: rows before the step's tokens, in the pages in which its drafts begin. This many rows would be copied
+            if shadow pages held none.
     """
 
     def __init__(self, manager: Any) -> None:

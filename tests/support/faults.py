@@ -1,4 +1,4 @@
-"""Launches that fail."""
+"""Simulated launch failures."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class Lost(Exception):
 
 @contextmanager
 def fail_at(launch: int, lasting: bool = False) -> Iterator[list[int]]:
-    """The launch of a manager with this number, counted from 0, is not made; where the failure is lasting, nor is any
-    after it. Yields a list with the number of those made."""
+    """Make the launch of a manager with this number fail, counted from 0. If `lasting`, all later launches fail too.
+
+    Yields a list with the number of launches made.
+    """
     made, failed = [0], [False]
 
     def failing(op):
@@ -42,13 +44,13 @@ def fail_at(launch: int, lasting: bool = False) -> Iterator[list[int]]:
 
 
 @contextmanager
-def raising_behind(error: type[Exception]) -> Iterator[None]:
-    """The launches are made, and each raises behind itself."""
+def raising_after_launch(error: type[Exception]) -> Iterator[None]:
+    """Make the launches, and raise after each of them."""
 
     def raising(op):
         def run(*arguments):
             op(*arguments)
-            raise error(f"{op.__name__}: met behind the launch")
+            raise error(f"{op.__name__}: found after the launch")
 
         return run
 

@@ -1,9 +1,8 @@
-"""Paged caches in every layout that a serving engine uses, inside memory of random bytes.
+"""Paged caches in every layout of serving engines, inside memory of random bytes.
 
-Every byte of a backing tensor, between and around the planes too, is random, so a stray write and a
-byte moved to the wrong place both show in a comparison of the whole memory. `twin` copies the memory
-behind any arguments and `memory` lists it: a test runs an op on one twin, the oracle on the other, and
-compares all of it.
+Every byte of a backing tensor is random, including the bytes between and around the planes. A stray write, or a byte
+moved to the wrong place, is therefore found by comparing the whole memory. `twin` copies the memory of any arguments,
+and `memory` lists it. A test runs an op on one twin and the oracle on the other, and compares all of it.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class Shape(NamedTuple):
 class Pages(NamedTuple):
     key_caches: list[Tensor]  # per layer [B, N, H, Dk]
     value_caches: list[Tensor]  # per layer [B, N, H, Dv]
-    key_offsets: Tensor | None = None  # page_offsets [N, Dk], where no strides can express the page
+    key_offsets: Tensor | None = None  # page_offsets [N, Dk], if no strides can express the page
     value_offsets: Tensor | None = None
 
 
 def random_bytes(count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """`count` elements of any bit pattern: NaNs with payloads, infinities and subnormals among them."""
+    """`count` elements of any bit pattern, including NaNs with payloads, infinities and subnormals."""
     generator = torch.Generator().manual_seed(seed)
     size = torch.empty(0, dtype=dtype).element_size()
     return torch.randint(0, 256, (count * size,), dtype=torch.uint8, generator=generator).view(dtype)
@@ -53,7 +52,7 @@ def surrounded(content: Tensor, edge: int = EDGE, seed: int = 1) -> Tensor:
 
 # ---------------------------------------------------------------- layouts
 #
-# Plain numbers, as an engine computes them; all in elements.
+# Plain numbers as in an engine, all in elements.
 
 
 class _Plan(NamedTuple):
@@ -61,7 +60,7 @@ class _Plan(NamedTuple):
     value_strides: tuple[int, int, int, int]
     value_start: int  # from the start of the key plane of the same layer
     layer_stride: int
-    total: int  # of all layers
+    total: int  # for all layers
 
 
 def _nhd(s: Shape) -> _Plan:
@@ -88,7 +87,7 @@ def _hnd(s: Shape) -> _Plan:
 
 
 def _packed(s: Shape) -> _Plan:
-    """[B, N, H, K | V]: both halves of a token in one row (vLLM >= 0.26)."""
+    """[B, N, H, K | V]: key and value of a token in one row (vLLM >= 0.26)."""
     row = s.key_width + s.value_width
     strides = (s.block_size * s.heads * row, s.heads * row, row, 1)
     layer = s.blocks * strides[0]
@@ -104,7 +103,7 @@ def _packed_hnd(s: Shape) -> _Plan:
 
 
 def _one_backing(s: Shape) -> _Plan:
-    """[B, L, N, H, K | V]: a block holds every layer's page (vLLM >= 0.32)."""
+    """[B, L, N, H, K | V]: a block holds the pages of all layers (vLLM >= 0.32)."""
     row = s.key_width + s.value_width
     page = s.block_size * s.heads * row
     strides = (s.layers * page, s.heads * row, row, 1)
@@ -121,7 +120,7 @@ def _padded(s: Shape) -> _Plan:
 
 
 def _vec(s: Shape) -> _Plan:
-    """vLLM's CPU pages `vec` and `vec16`: [B, H, page], K transposed in it, so its width stride is not 1."""
+    """The vLLM CPU pages `vec` and `vec16`: [B, H, page] with transposed K, so the width stride of K is not 1."""
     page = s.block_size * (s.key_width + s.value_width)
     return _Plan(
         (s.heads * page, 1, page, s.block_size),
@@ -155,7 +154,7 @@ def make_pages(layout: str, shape: Shape, dtype: torch.dtype, offset: int = 0, s
 
 
 def amx_offsets(block_size: int, width: int) -> tuple[Tensor, Tensor]:
-    """Order of vLLM's CPU pages `amx`: offsets of K within its region and of V within its region."""
+    """Order of the vLLM CPU pages `amx`: offsets of K in its region and of V in its region."""
     n, d = torch.arange(block_size)[:, None], torch.arange(width)[None, :]
     key = (n // 16) * 16 * width + (d // 2) * 32 + (n % 16) * 2 + d % 2
     value = (d // 16) * 16 * block_size + (n // 2) * 32 + (d % 16) * 2 + n % 2
@@ -163,17 +162,17 @@ def amx_offsets(block_size: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def make_amx_pages(shape: Shape, dtype: torch.dtype, offset: int = 0, seed: int = 0) -> Pages:
-    """Pages [B, H, K region | V region] whose inner order only a table can say."""
+    """Pages [B, H, K region | V region] whose inner order needs a table."""
     assert shape.key_width == shape.value_width
     pages = make_pages("vec", shape, dtype, offset, seed)
     return Pages(pages.key_caches, pages.value_caches, *amx_offsets(shape.block_size, shape.key_width))
 
 
-# ---------------------------------------------------------------- memory behind arguments
+# ---------------------------------------------------------------- memory of arguments
 
 
 def _storages(arguments: Any) -> dict[int, torch.UntypedStorage]:
-    """Every distinct storage behind nested arguments, in the order of first use."""
+    """Every distinct storage of nested arguments, in the order of first use."""
     leaves = tree_flatten(arguments)[0]
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
     return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
@@ -184,7 +183,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def twin(arguments: Any, device: str | torch.device | None = None) -> Any:
-    """The same arguments on a copy of all memory behind them: views of one storage stay views of one."""
+    """The same arguments on a copy of all their memory. Views of one storage stay views of one storage."""
     copies = {}
     for key, storage in _storages(arguments).items():
         source = _bytes_of(storage)
@@ -201,18 +200,18 @@ def twin(arguments: Any, device: str | torch.device | None = None) -> Any:
 
 
 def memory(arguments: Any) -> list[Tensor]:
-    """Copies of all bytes of all memory behind the arguments, on the CPU."""
+    """Copies of all bytes of all memory of the arguments, on the CPU."""
     return [_bytes_of(storage).cpu().clone() for storage in _storages(arguments).values()]
 
 
 def same_memory(a: Any, b: Any) -> bool:
-    """Whether two twins hold the same bytes everywhere, also where no view of theirs looks."""
+    """Return whether two twins have the same bytes everywhere, including bytes outside their views."""
     ours, theirs = memory(a), memory(b)
     return len(ours) == len(theirs) and all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
 def assert_same_as_oracle(op: str, arguments: Any, device: str = "cpu") -> Any:
-    """Run an op and its oracle on twins, compare results and all memory; returns the op's twin, on its device."""
+    """Run an op and its oracle on twins, and compare results and all memory. Return the op's twin, on its device."""
     ours, theirs = twin(arguments, device), twin(arguments)
     result, expected = getattr(ops, op)(*ours), getattr(oracle, op)(*theirs)
     assert_same_results(result, expected)
@@ -221,7 +220,7 @@ def assert_same_as_oracle(op: str, arguments: Any, device: str = "cpu") -> Any:
 
 
 def assert_same_results(result: Any, expected: Any) -> None:
-    """Trees of tensors, the first of them of any device."""
+    """Compare trees of tensors. The first may be on any device."""
     (one, shape), (other, expected_shape) = tree_flatten(result), tree_flatten(expected)
     assert shape == expected_shape
     for a, b in zip(one, other, strict=True):
@@ -229,7 +228,8 @@ def assert_same_results(result: Any, expected: Any) -> None:
 
 
 def refuse(op: str, arguments: Any, error: type[Exception], sentence: str) -> None:
-    """An op must refuse these arguments, with a sentence that matches and begins with its name, and write nothing."""
+    """Check that an op refuses these arguments, writes nothing, and raises a matching message that begins with its
+    name."""
     before = twin(arguments)
     with pytest.raises(error, match=sentence) as caught:
         getattr(ops, op)(*arguments)

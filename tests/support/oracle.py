@@ -1,8 +1,8 @@
-"""Every op of nwor_ops again in plain Python: slow, obvious, one token at a time.
+"""Every op of nwor_ops in plain Python: slow and obvious, one token at a time.
 
-Same names, argument order and in-place behaviour as `nwor_ops.ops`, on CPU tensors. Bytes are moved as
-integers of the element's size, so no NaN payload is lost; fp8 codes come from a table of the values
-that the 256 codes stand for, not from torch's casts.
+Names, argument order and in-place behaviour are those of `nwor_ops.ops`, on CPU tensors. Bytes are moved as integers of
+the element size, so NaN payloads are preserved. fp8 codes come from a table of the values of the 256 codes, not from
+torch casts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The same memory as integers of the same size: assigning moves bytes and interprets nothing."""
+    """The same memory as integers of the same size. An assignment moves bytes without interpreting them."""
     return tensor.view(_INTEGER[tensor.element_size()])
 
 
@@ -29,7 +29,7 @@ def raw(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def fp8_values(kv_cache_dtype: str) -> Tensor:
-    """What the non-negative finite codes 0, 1, 2, ... stand for (OCP 8-bit formats), float64."""
+    """The values of the non-negative finite codes 0, 1, 2, ... (OCP 8-bit formats), float64."""
     exponent_bits, mantissa_bits, last_code = {"e4m3": (4, 3, 0x7E), "e5m2": (5, 2, 0x7B)}[kv_cache_dtype[-4:]]
     bias = 2 ** (exponent_bits - 1) - 1
     values = []
@@ -41,14 +41,14 @@ def fp8_values(kv_cache_dtype: str) -> Tensor:
 
 
 def to_fp8(numbers: Tensor, kv_cache_dtype: str) -> Tensor:
-    """uint8 codes of float32 numbers: nearest, ties to the even code, saturated; NaN is 0x7f in both formats.
+    """Return uint8 codes of float32 numbers: nearest, ties to the even code, saturated. NaN is 0x7f in both formats.
 
-    What CUDA's `__nv_cvt_float_to_fp8(x, __NV_SATFINITE, format)` gives.
+    The result is that of CUDA's `__nv_cvt_float_to_fp8(x, __NV_SATFINITE, format)`.
     """
     values = fp8_values("fp8_e4m3" if kv_cache_dtype == "fp8" else kv_cache_dtype)
     midpoints = (values[1:] + values[:-1]) / 2
     magnitude = numbers.double().abs()
-    code = torch.searchsorted(midpoints, magnitude)  # on a midpoint: its lower neighbour
+    code = torch.searchsorted(midpoints, magnitude)  # on a midpoint: the code below it
     on_midpoint = magnitude == midpoints[code.clamp(max=len(midpoints) - 1)]
     code = code + (on_midpoint & (code % 2 == 1))
     code = code.clamp(max=len(values) - 1) + 0x80 * torch.signbit(numbers)
@@ -65,7 +65,7 @@ def _scale_of(scale: Tensor, token: int, num_heads: int) -> Tensor:
 
 
 def _stored(source: Tensor, token: int, scale: Tensor, kv_cache_dtype: str) -> Tensor:
-    """What the cache holds after writing one token of `source`: integers [H, W]."""
+    """The contents of the cache after writing one token of `source`: integers [H, W]."""
     if kv_cache_dtype == "auto":
         return raw(source)[token]
     numbers = source[token].float() / _scale_of(scale, token, source.size(1))
@@ -147,11 +147,11 @@ def restore_slots_from_rejected(
 
 # ---------------------------------------------------------------- family accept
 
-WINDOWS, DRAFTED, ACCEPTED, REJECTED = range(4)  # places in `counters`
+WINDOWS, DRAFTED, ACCEPTED, REJECTED = range(4)  # indices in `counters`
 
 
 def drafts_of_requests(draft_start_loc: Tensor) -> list[range]:
-    """For each request, the numbers of its drafts in the batch."""
+    """For each request, the indices of its drafts in the batch."""
     return [range(start, end) for start, end in itertools.pairwise(draft_start_loc.tolist())]
 
 
@@ -172,7 +172,7 @@ def plan_window(
             row_requests[row] = request
             row_positions[row] = position
             token = first_token + position - (token_offset or 0)
-            if 0 <= token < len(slot_mappings[0]):  # else in another micro-batch, which counts it
+            if 0 <= token < len(slot_mappings[0]):  # otherwise another micro-batch counts it
                 counters[DRAFTED] += 1
                 log_rows[token] = row
                 for group, slot_mapping in enumerate(slot_mappings):

@@ -1,4 +1,4 @@
-"""The ops of family stage again in plain Python; see `oracle`, which exports them."""
+"""The ops of the families staging and shadow in plain Python; `oracle` exports them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 
 
 def _oracle():
-    """The other half of the oracle: it imports this one."""
+    """Import the other half of the oracle late, because it imports this module."""
     import oracle
 
     return oracle
@@ -35,7 +35,7 @@ def stage_kv(key, value, stage_rows, staged_key, staged_value, window_id=None, r
 
 
 def _accepted(row_accepted: Tensor, num_rows: int, row_requests: Tensor | None, row_positions: Tensor | None):
-    """The rows that were accepted."""
+    """The accepted rows."""
     if row_requests is None:
         return {row for row in range(num_rows) if row_accepted[row]}
     lengths = row_accepted.tolist()
@@ -108,7 +108,7 @@ def _planes_of_groups(caches: list[Tensor], planes_per_group: list[int]) -> list
 
 
 def _requests(query_start_loc, draft_start_loc, idx_mapping):
-    """Of each request: its number, its state, the end of its tokens, its given tokens, the rows of its drafts."""
+    """For each request: its index, its state, the end of its tokens, its given tokens, and the rows of its drafts."""
     for q, rows in enumerate(_oracle().drafts_of_requests(draft_start_loc)):
         state = q if idx_mapping is None else int(idx_mapping[q])
         start, end = int(query_start_loc[q]), int(query_start_loc[q + 1])
@@ -137,7 +137,7 @@ def open_window(
                 page: int(shadow_blocks[g, state, page % num_shadows])
                 for page in range(tail, (length - 1) // block_size + 1)
             }
-            # The committed rows of the tail page: those before this step's tokens.
+            # The committed rows of the tail page, which are before this step's tokens.
             first_position = max(length - len(rows) - given, tail * block_size)
             held = -1 if held_slots is None else int(held_slots[g, state, tail % num_shadows])
             for offset in range(first_position - tail * block_size):
@@ -175,7 +175,7 @@ def close_window(
             draft_offset = int(saved_slots[g, first_draft]) % block_size
             given_in_tail = min(given, draft_offset)
             committed = draft_offset - given_in_tail
-            held = {}  # page: the last of its rows that are as they should be
+            held = {}  # page: the last of its valid rows
             if committed:
                 held[tail] = int(saved_slots[g, first_draft]) - draft_offset + committed - 1
             all_kept = True

@@ -1,4 +1,4 @@
-"""`sample_inputs(op, device)`: a few calls of every op, shared by the schema, meta and error tests."""
+"""`sample_inputs(op, device)`: a few calls of every op, for the schema, meta and error tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL = Shape(blocks=3, block_size=4, heads=4, key_width=8, value_width=8, layer
 WIDE_VALUES = Shape(blocks=3, block_size=5, heads=2, key_width=16, value_width=24)
 LATENT = Shape(blocks=2, block_size=4, heads=1, key_width=24, value_width=8)
 
-SLOTS = (5, -1, 0, 11, 7, -1)  # within SMALL; two tokens are skipped
+SLOTS = (5, -1, 0, 11, 7, -1)  # inside SMALL; two tokens are skipped
 LOG_ROWS = (-1, 1, 2, 0, -1, -1)  # the draft with row 1 has no slot
 NUM_LOG_ROWS = 4
 
@@ -32,7 +32,7 @@ def flags(*values: int) -> Tensor:
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Finite values of every size, zero and both signs among them, with foreign memory around."""
+    """Finite values of every size, including zero and both signs, surrounded by foreign memory."""
     generator = torch.Generator().manual_seed(seed)
     mantissas = torch.randn(shape, generator=generator)
     exponents = torch.randint(-12, 12, shape, generator=generator).float()
@@ -73,17 +73,17 @@ def logged_arguments(log_rows: tuple[int, ...] = LOG_ROWS, **options: Any) -> tu
     return (*arguments, int32(*log_rows), log_for(arguments[2]), log_for(arguments[3], seed=8))
 
 
-# A window's number as write_kv_logged, log_slots and restore_slots take it, and an older one.
+# A window number for write_kv_logged, log_slots and restore_slots, and an older one.
 WINDOW, EARLIER_WINDOW = 2**33 + 5, 5
 
 
 def row_windows(*shape: int) -> Tensor:
-    """Rows that an earlier window logged; the low 32 bits of its number are those of this window."""
+    """Rows that an earlier window logged. The low 32 bits of its number equal those of this window."""
     return surrounded(torch.full(shape, EARLIER_WINDOW, dtype=torch.int64))
 
 
-def judged(rows: int = NUM_LOG_ROWS, requests: int = 3) -> tuple[Tensor, ...]:
-    """What a judgement fills: flags of rows, accepted drafts of requests, counters."""
+def outcome_buffers(rows: int = NUM_LOG_ROWS, requests: int = 3) -> tuple[Tensor, ...]:
+    """Output buffers of an outcome: flags of rows, accepted drafts of requests, counters."""
     return flags(*[1] * rows), int32(*[77] * requests), int64(10, 20, 30, 40, 50)
 
 
@@ -170,12 +170,12 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
         counts = int32(1, 0, 2), int32(0, 1, 1, 4)
         amx_log = layer_log(amx.value_caches)
         return [
-            (planes, log, slots, *counts, *judged()),
-            (amx.value_caches, amx_log, int64(5, 31, 0, 1), *counts, *judged(requests=5), amx.value_offsets),
-            (planes, layer_log(planes, 0), int64(), int32(), int32(0), *judged(0, 0)),
-            (planes, log, slots, int32(-3, 9, 9), int32(0, 1, 1, 4), *judged(), None, int64(WINDOW),
+            (planes, log, slots, *counts, *outcome_buffers()),
+            (amx.value_caches, amx_log, int64(5, 31, 0, 1), *counts, *outcome_buffers(requests=5), amx.value_offsets),
+            (planes, layer_log(planes, 0), int64(), int32(), int32(0), *outcome_buffers(0, 0)),
+            (planes, log, slots, int32(-3, 9, 9), int32(0, 1, 1, 4), *outcome_buffers(), None, int64(WINDOW),
              row_windows(2, NUM_LOG_ROWS), 3),
-            (planes, log, slots, int32(2, 3), int32(0, 0, 0), *judged()),  # a window that plan_window refused
+            (planes, log, slots, int32(2, 3), int32(0, 0, 0), *outcome_buffers()),  # a window that plan_window did not plan
         ]  # fmt: skip
     if op == "plan_window":
         return [
@@ -199,7 +199,9 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
         return [(*counts, 7 + i if len(counts[0]) else 0) for i, counts in enumerate(of_counts)]
 
     inputs = of_tokens if op == "reject_rows" else of_counts
-    return [(*i, *judged(rows, requests)) for i, rows, requests in zip(inputs, (7, 9, 4), (3, 5, 0), strict=True)]
+    return [
+        (*i, *outcome_buffers(rows, requests)) for i, rows, requests in zip(inputs, (7, 9, 4), (3, 5, 0), strict=True)
+    ]
 
 
 def surrounded_layers(logs: list[Tensor]) -> Tensor:
@@ -222,7 +224,7 @@ def plan_arguments(
     num_bonus_tokens: int = 0,
     leading_zero: bool = False,
 ) -> tuple[Any, ...]:
-    """A prompt-free batch: 3 drafts, none, 3 drafts, and a padded request; padded tokens at the end."""
+    """A batch without prompts: requests with 3, no and 3 drafts, a padded request, and padded tokens at the end."""
     slot_mappings = [int64(*(100 * (g + 1) + t if t < 11 else -1 for t in range(tokens))) for g in range(groups)]
     return (
         int32(*query_start_loc), int32(*cu_num_draft_tokens), slot_mappings, int32(*[77] * (tokens + 2)),
@@ -233,8 +235,8 @@ def plan_arguments(
 
 
 def sample_inputs(op: str, device: str = "cpu") -> list[tuple[Any, ...]]:
-    """Arguments of `op`, each on memory of its own."""
-    from samples_drafter import draft_samples  # these make their tensors with what stands here
+    """Arguments of `op`, each with separate memory."""
+    from samples_drafter import draft_samples  # these use the definitions above
     from samples_recurrent import recurrent_samples
     from samples_staging import stage_samples
 
@@ -270,7 +272,7 @@ def with_arguments(op: str, arguments: tuple[Any, ...], **replaced: Any) -> tupl
 OPS = tuple(registry.OPS)
 
 
-# ---------------------------------------------------------------- acceptance, decided by hand
+# ---------------------------------------------------------------- acceptance, computed by hand
 
 # drafts of each request, sampled tokens of each request, accepted drafts of each request
 DECIDED = {
@@ -288,14 +290,14 @@ DECIDED = {
     "same low 32 bits": ([[2**40 + 5]], [[5, 1]], [0]),
     "no token in the place of an invalid draft": ([[1], [-1]], [[1], [-1]], [1, 0]),
 }
-WIDE_IDS = [case for case in DECIDED if "32 bits" in case]  # int64 alone can hold them
+WIDE_IDS = [case for case in DECIDED if "32 bits" in case]  # these need int64
 OTHER_IDS = [case for case in DECIDED if "32 bits" not in case]
 
 
 def decided(
     case: str, draft_dtype: torch.dtype = torch.int64, sampled_dtype: torch.dtype = torch.int64
 ) -> tuple[tuple[Tensor, Tensor, Tensor], list[int]]:
-    """The arguments of `acceptance_mask` for a case, and how many drafts of each request it accepts."""
+    """The arguments of `acceptance_mask` for a case, and the number of accepted drafts of each request."""
     drafts, sampled, accepted = DECIDED[case]
     starts = [sum(map(len, drafts[:q])) for q in range(len(drafts) + 1)]
     flat = surrounded(torch.tensor([d for ids in drafts for d in ids], dtype=draft_dtype))

@@ -1,4 +1,4 @@
-"""A few calls of every op of family stage."""
+"""A few calls of every op of the families staging and shadow."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def accept_staged_arguments(
     requests: tuple[int, ...] | None = None,
     positions: tuple[int, ...] | None = None,
 ) -> tuple[Any, ...]:
-    """Five rows and three layers; rows 0 and 2 are wanted and complete."""
+    """Five rows and three layers. Rows 0 and 2 are wanted and complete."""
     windows = row_windows(len(staged_by_layer), len(slots))
     for layer, rows in enumerate(staged_by_layer):
         for row in rows:
@@ -71,13 +71,13 @@ def accept_staged_arguments(
 
 
 def commit_arguments(accepted: tuple[int, ...] = (1, 0, 1, 1, 0, 1), **options: Any) -> tuple[Any, ...]:
-    """`write_arguments` with six rows, of which some were accepted; `options` as there."""
+    """`write_arguments` with six rows, some of them accepted; `options` as in `write_arguments`."""
     key, value, key_cache, value_cache, slots, *rest = write_arguments(**options)
     return (key, value, slots, flags(*accepted[: len(slots)]), key_cache, value_cache, *rest)
 
 
 def commit_lengths(arguments: tuple[Any, ...], lengths: tuple[int, ...] = (2, 0, 1)) -> tuple[Any, ...]:
-    """The same rows, accepted by a length of each request; row 4 belongs to none."""
+    """The same rows, accepted by a number of rows per request. Row 4 belongs to no request."""
     return (*arguments[:3], int32(*lengths), *arguments[4:], int32(0, 0, 1, 2, -1, 0), int32(0, 1, 0, 0, 0, 2))
 
 
@@ -85,7 +85,7 @@ def move_arguments(
     moves: tuple[tuple[int, int], ...] = ((1, 5), (5, 1), (7, 0), (0, 8), (-1, 3), (4, -2), (8, 11), (9, 9)),
     pages: Pages | None = None,
 ) -> tuple[Any, ...]:
-    """Two slots that swap, a chain of moves, one that stays where it is, and two that are left out."""
+    """Two slots that swap, a chain of moves, one that keeps its slot, and two that are skipped."""
     pages = pages or make_pages("one_backing", SMALL, torch.bfloat16)
     sources, destinations = zip(*moves, strict=True) if moves else ((), ())
     return pages.key_caches, int64(*sources), int64(*destinations), pages.key_offsets
@@ -100,11 +100,11 @@ def opened(window: StagedWindow) -> StagedWindow:
 
 
 def held_window(**options: Any) -> StagedWindow:
-    """A window some of whose shadow pages hold rows already."""
+    """A window with shadow pages that hold rows already."""
     window = make_window(held=True, **options)
     held, row_slots = window.tensors["held_slots"], window.tensors["row_slots"]
-    held[:, 2, :] = row_slots[0, 0] - 3  # one of two committed rows of the first request's tail page
-    held[:, 0, :] = 5  # of a request without drafts: forgotten
+    held[:, 2, :] = row_slots[0, 0] - 3  # one of two committed rows of the tail page of the first request
+    held[:, 0, :] = 5  # of a request without drafts: cleared
     held[:, 1, :] = 3  # of another page
     return window
 
@@ -151,11 +151,11 @@ def stage_samples(op: str) -> list[tuple[Any, ...]]:
             make_window(()).close_arguments(),
         ],
         "close_window_from_rejected": lambda: [
-            opened(held_window()).judge_arguments(),
-            opened(make_window(groups=2)).judge_arguments(),
-            opened(make_window(layout="vec", dtype=torch.float32)).judge_arguments(redirects=False),
-            opened(make_window(shape=Shape(60, 16, 2, 16, 16), amx=True)).judge_arguments(),
-            make_window(()).judge_arguments(),
+            opened(held_window()).counted_arguments(),
+            opened(make_window(groups=2)).counted_arguments(),
+            opened(make_window(layout="vec", dtype=torch.float32)).counted_arguments(redirects=False),
+            opened(make_window(shape=Shape(60, 16, 2, 16, 16), amx=True)).counted_arguments(),
+            make_window(()).counted_arguments(),
         ],
     }
     return samples[op]()

@@ -1,4 +1,4 @@
-"""Whole windows of shadow pages: random requests in pages of any layout, and what must come of them."""
+"""Complete windows of shadow pages: random requests in pages of any layout, and the expected result."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from nwor_ops import ops
 class Sequence:
     """One request of a window."""
 
-    length: int  # of the sequence, with this step's tokens
-    given: int = 1  # tokens of this step that are no drafts
+    length: int  # length of the sequence, including this step's tokens
+    given: int = 1  # tokens of this step that are not drafts
     drafts: int = 0
-    accepted: int | tuple[int, ...] = 0  # so many, or which
-    state: int = -1  # of the request; -1 = padded
+    accepted: int | tuple[int, ...] = 0  # their number, or a flag for each
+    state: int = -1  # state of the request; -1 = padded
     without_slot: int = 0  # drafts at the end that are past the longest sequence
 
 
@@ -31,13 +31,13 @@ MIXED = (
     Sequence(7, 7, 0, state=0),  # a prompt
     Sequence(11, 1, 4, 4, state=4),  # over the end of a page
     Sequence(8, 5, 3, 0, state=1),  # several given tokens, some of them in an earlier page
-    Sequence(10, 1, 2, (0, 1), state=5),  # starts a page; the second draft alone is accepted
+    Sequence(10, 1, 2, (0, 1), state=5),  # starts a page; only the second draft is accepted
     Sequence(0, 0, 0),  # padded
 )
 
 
 class GroupOfPlanes(NamedTuple):
-    """One group of a window: its planes, slots and tables, all of them as an engine would have them."""
+    """One group of a window: its planes, slots and tables, as in an engine."""
 
     planes: list[Tensor]
     slot_mapping: Tensor
@@ -46,10 +46,10 @@ class GroupOfPlanes(NamedTuple):
 
 @dataclass
 class StagedWindow:
-    """Everything that open_window and close_window take, for random pages of some requests.
+    """All arguments of open_window and close_window, for random pages of some requests.
 
-    Shadow pages are the last pages of the caches; pages of requests are drawn from the others, so that no page is
-    in two tables. `token_slots[g]` are the own slots of all tokens.
+    Shadow pages are the last pages of the caches. Pages of requests are drawn from the others, so no page is in two
+    tables. `token_slots[g]` are the original slots of all tokens.
     """
 
     sequences: tuple[Sequence, ...]
@@ -106,7 +106,7 @@ class StagedWindow:
             self.tensors["held_slots"] = surrounded(torch.full(shape, -1))
 
     def copy(self, device: str | None = None) -> StagedWindow:
-        """The same window on memory of its own."""
+        """The same window with separate memory."""
         other = object.__new__(StagedWindow)
         vars(other).update(twin(vars(self), device))
         return other
@@ -116,12 +116,12 @@ class StagedWindow:
         return [token for end, s in ends for token in range(end - s.drafts, end)]
 
     def rejected(self) -> list[bool]:
-        """Of each draft of the batch."""
+        """Whether each draft of the batch was rejected."""
         kept = [range(s.accepted) if isinstance(s.accepted, int) else s.accepted for s in self.sequences]
         return [i not in of for s, of in zip(self.sequences, kept, strict=True) for i in range(s.drafts)]
 
     def num_rejected(self) -> list[int]:
-        """Of each request; an acceptance that is no prefix has no such number of its own."""
+        """Rejected drafts of each request. It exists only if the accepted drafts are a prefix."""
         return [s.drafts - (s.accepted if isinstance(s.accepted, int) else len(s.accepted)) for s in self.sequences]
 
     @property
@@ -144,11 +144,11 @@ class StagedWindow:
             *self.tables(redirects), t["idx_mapping"], t.get("held_slots"), self.page_offsets,
         )  # fmt: skip
 
-    def judge_arguments(self, redirects: bool = True) -> tuple[Any, ...]:
-        """Of close_window_from_rejected."""
-        judged = [self.tensors[name] for name in ("num_rejected", "row_rejected", "num_accepted", "counters")]
+    def counted_arguments(self, redirects: bool = True) -> tuple[Any, ...]:
+        """Arguments of close_window_from_rejected."""
+        counted = [self.tensors[name] for name in ("num_rejected", "row_rejected", "num_accepted", "counters")]
         arguments = self.close_arguments(redirects)
-        return (*arguments[:4], *judged, *arguments[5:])
+        return (*arguments[:4], *counted, *arguments[5:])
 
     def tables(self, redirects: bool) -> tuple[list[Tensor], list[Tensor]]:
         groups = self.groups if redirects else []
@@ -170,7 +170,7 @@ def make_window(
     amx: bool = False,
     **options: Any,
 ) -> StagedWindow:
-    """A window over planes of keys, in each group as many as the shape has layers."""
+    """A window over planes of keys. Each group has as many as the shape has layers."""
     pages = make_amx_pages(shape, dtype, offset) if amx else make_pages(layout, shape, dtype, offset)
     most_drafts = max((s.drafts for s in sequences), default=0)
     num_shadows = num_shadows or (shape.block_size - 2 + max(most_drafts, 1)) // shape.block_size + 1
@@ -180,19 +180,20 @@ def make_window(
     for g in range(groups):
         table = surrounded(torch.full((len(sequences) + 1, columns + 2), 99, dtype=torch.int32))
         slots = surrounded(torch.full((tokens + 3,), -1))
-        # Groups overlay one another's memory: all of them have the same planes.
+        # The groups share their memory: all have the same planes.
         made.append(GroupOfPlanes(pages.key_caches if g == 0 else list(pages.key_caches), slots, table[:, :columns]))
     return StagedWindow(
         sequences, made, pages.key_offsets, shape.block_size, num_states, num_shadows, **options
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------- what must come of them
+# ---------------------------------------------------------------- the expected result
 
 
-def run_as_the_oracle_does(window, device=None):
-    """The ops and the oracle on copies, after each op all memory compared. Returns what open and close left."""
-    _both_ways(window, device, "close_window_from_rejected", "judge_arguments")
+def run_and_compare_with_oracle(window, device=None):
+    """Run the ops and the oracle on copies, and compare all memory after each op. Return the results of open and
+    close."""
+    _both_ways(window, device, "close_window_from_rejected", "counted_arguments")
     return _both_ways(window, device, "close_window", "close_arguments")
 
 
@@ -220,7 +221,7 @@ def rows_of(window, g, slots):
 
 
 def write_rows(window, g, slots, seed):
-    """Another writer: a row of random bytes for each slot that is not negative."""
+    """Write as an external writer: a row of random bytes for each slot that is not negative."""
     for index, plane in enumerate(window.groups[g].planes):
         count = plane.shape[2] * plane.shape[3]
         for token, slot in enumerate(slots):
@@ -230,7 +231,7 @@ def write_rows(window, g, slots, seed):
 
 
 def seen_by_attention(window, g, q):
-    """Every row of a request, through its block table."""
+    """Every row of a request, read through its block table."""
     table = window.groups[g].block_table[q].tolist()
     length = window.sequences[q].length - window.sequences[q].without_slot
     slots = [table[p // window.block_size] * window.block_size + p % window.block_size for p in range(length)]
@@ -242,10 +243,10 @@ def same_rows(a, b):
 
 
 def assert_keeps_the_promise(window, seed=0):
-    """open, a forward that writes by the slots it is given, close; beside a run that writes in place.
+    """Run open, a forward that writes to the given slots, and close. Compare it with a run that writes in place.
 
-    Attention sees the same rows in both; no page of a request changes but at rows that stay; at the end the pages of
-    requests are those of a run that never saw the rejected drafts, and tables and slots are what they were.
+    Attention reads the same rows in both. Pages of requests change only at rows that stay. At the end the pages of
+    requests equal those of a run without the rejected drafts, and tables and slots have their former values.
     """
     vanilla, never_saw = window.copy(), window.copy()
     rejected_tokens = [t for t, gone in zip(drafts_of(window), window.rejected(), strict=True) if gone]
@@ -261,7 +262,7 @@ def assert_keeps_the_promise(window, seed=0):
             assert same_rows(seen_by_attention(window, g, q), seen_by_attention(vanilla, g, q))
     real = [block for block in range(window.groups[0].planes[0].shape[0]) if block not in shadow]
     for plane, other in zip(window.planes, never_saw.planes, strict=True):
-        # Before the commit a page of a request has changed at most where a token that stays was written.
+        # Before the commit, pages of requests may have changed only at tokens that stay.
         changed = (oracle.raw(plane)[real] != oracle.raw(other)[real]).flatten(2).any(-1)
         slots = {real[b] * window.block_size + n for b, n in changed.nonzero().tolist()}
         for g, group in enumerate(window.groups):

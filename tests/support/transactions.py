@@ -1,8 +1,7 @@
-"""A manager over caches of every kind, and beside it the caches as they should be.
+"""A manager over caches of every kind, and a copy of the expected caches.
 
-The model is plain: `expected` is a copy of all memory, and only the rows of tokens that are kept are ever
-put into it. After each commit or cancel, `Transactions.assert_as_expected` compares all bytes, those
-between and around the planes too.
+The model is plain. `expected` is a copy of all memory, and only the rows of kept tokens are written to it. After each
+commit or cancel, `Transactions.assert_as_expected` compares all bytes, including those between and around the planes.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from nwor_ops import DraftCommitManager, LayerCache, Plane, Window, num_shadow_b
 from nwor_ops.transaction.in_flight import InFlightManager
 
 NUM_SLOTS = 64
-# Layers of one geometry share the table, as their geometry includes its identity.
+# Layers of one geometry share the table, because its identity is part of the geometry.
 AMX_OFFSETS = amx_offsets(16, 32)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """For a module that imports it: tensors this small are not worth waiting for a second thread."""
+    """For modules that import it: a second thread is slower for tensors this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,7 +34,7 @@ def one_thread():
 
 
 def whole_rows(key_cache: Tensor, value_cache: Tensor) -> Tensor:
-    """The packed plane of which key and value are the halves."""
+    """The packed plane that contains key and value as halves."""
     shape = (*key_cache.shape[:3], key_cache.shape[3] + value_cache.shape[3])
     return key_cache.as_strided(shape, key_cache.stride(), key_cache.storage_offset())
 
@@ -53,7 +52,7 @@ def split(layout: str, shape: Shape, dtype: torch.dtype, seed: int) -> list[Laye
 
 def amx(layout: str, shape: Shape, dtype: torch.dtype, seed: int) -> list[LayerCache]:
     pages = make_amx_pages(shape, dtype, seed=seed)
-    # A plane with page_offsets spans its whole page, of which key and value are halves.
+    # A plane with page_offsets spans its whole page. Key and value are its halves.
     key_offsets, value_offsets = AMX_OFFSETS
     return [
         LayerCache.opaque(Plane(key, key_offsets), Plane(value, value_offsets))
@@ -80,7 +79,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Request:
-    """One request's part of a batch."""
+    """The part of one request in a batch."""
 
     given: int  # prompt and target tokens
     drafts: int = 0
@@ -108,7 +107,7 @@ def make_batch(
     num_draft_tokens_known: bool = True,
     spare_drafts: int = 2,
 ) -> Batch:
-    """The tensors of a batch whose tokens have these slots (-1 = padded) and whose drafts fare as said."""
+    """The tensors of a batch with these slots (-1 = padded) and with the given outcome of its drafts."""
     rejected, drafted, draft_ids = [], [], []
     most = max([r.drafts for r in requests], default=0)
     sampled = torch.full((len(requests), most + 1), -1)
@@ -145,7 +144,7 @@ def distinct_slots(groups: Iterable[str], count: int, padding: int = 0, seed: in
 
 
 def put_rows(planes: Sequence[Plane], rows: Sequence[Tensor], slots: Sequence[int]) -> None:
-    """Write a row of bytes per token into each plane: any engine's own writer."""
+    """Write a row of bytes per token into each plane, as the writer of any engine."""
     for plane, plane_rows in zip(planes, rows, strict=True):
         view = plane.view
         for token, slot in enumerate(slots):
@@ -155,7 +154,7 @@ def put_rows(planes: Sequence[Plane], rows: Sequence[Tensor], slots: Sequence[in
             if plane.page_offsets is None:
                 oracle.raw(view)[block, offset] = oracle.raw(plane_rows)[token]
                 continue
-            # The page as one row of elements, and the places of this slot's elements in it.
+            # The page as one row of elements, and the indices of this slot's elements in it.
             places = plane.page_offsets[offset].long() + block * view.stride(0)
             for head in range(view.shape[2]):
                 start = view.storage_offset() + head * view.stride(2)
@@ -188,7 +187,7 @@ class Transactions:
             "max_drafts_per_request": max_drafts_per_request,
         }
         self.manager = DraftCommitManager(**limits) if windows == 1 else InFlightManager(**limits, windows=windows)
-        kinds, self.shadows = list(kinds), 0  # pages of each group that belong to no request, its last ones
+        kinds, self.shadows = list(kinds), 0  # the last pages of each group, which belong to no request
         if mode == "stage":
             smallest = min(KINDS[kind][3].block_size for kind in kinds)
             self.shadows = num_shadow_blocks(max_num_requests, max_drafts_per_request or 1, smallest)
@@ -217,7 +216,7 @@ class Transactions:
         return make_batch(requests, distinct_slots(self.groups, count, padding, seed), **options)
 
     def rows(self, name: str, num_tokens: int) -> tuple[Tensor, ...]:
-        """What the layer's writer is to write: new random bytes for each token and plane."""
+        """The data for the layer's writer: new random bytes for each token and plane."""
         self._seed += 1
         shapes = [(num_tokens, *plane.view.shape[2:]) for plane in self.caches[name].planes]
         return tuple(
@@ -235,7 +234,7 @@ class Transactions:
             put_rows(cache.planes, rows, slots.tolist())
 
     def forward(self, batch: Batch, lost: Iterable[int], layers: Iterable[str] | None = None) -> None:
-        """Write every token in each layer; the tokens in `lost` are not expected to stay."""
+        """Write every token in each layer. The tokens in `lost` are not expected to stay."""
         for name in self.caches if layers is None else layers:
             slots = batch.slots[self.group_of[name]]
             rows = self.rows(name, len(slots))
@@ -248,12 +247,12 @@ class Transactions:
         put_rows(self.expected[name], rows, kept)
 
     def expect_any_shadow_pages(self) -> None:
-        """What they hold does not matter."""
+        """Ignore the contents of shadow pages."""
         for name, cache in self.caches.items():
             for plane, expected in zip(cache.planes, self.expected[name], strict=True):
                 real = plane.view.shape[0] - self.shadows
                 theirs, ours = expected.view[real:], plane.view[real:]
-                if plane.page_offsets is not None:  # strides say nothing of the order in a page: whole pages
+                if plane.page_offsets is not None:  # strides do not give the order in a page: whole pages
                     start = cache.planes[0].view.storage_offset() + real * plane.view.stride(0)
                     size = (self.shadows * plane.view.stride(0),)
                     theirs, ours = (view.as_strided(size, (1,), start) for view in (theirs, ours))

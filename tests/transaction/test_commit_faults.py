@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from decoding import STEPS, Engine
-from faults import Lost, fail_at, raising_behind
+from faults import Lost, fail_at, raising_after_launch
 from transactions import one_thread  # noqa: F401
 
 import nwor_ops.transaction.manager
@@ -81,7 +81,7 @@ def test_a_launch_that_raises_after_the_outcome_is_known(monkeypatch, mode, end,
     batch, other = a_step(engine), a_step(untroubled)
     getattr(untroubled.manager, then)(*(outcome_of(other, then) if then == "commit" else ()))
     monkeypatch.setattr(nwor_ops.transaction.manager, "raises_behind_launches", lambda counters: True)
-    with raising_behind(error), pytest.raises(error):
+    with raising_after_launch(error), pytest.raises(error):
         getattr(engine.manager, end)(*outcome_of(batch, end))
     if then == "commit":
         engine.manager.commit(*outcome_of(batch, "commit"))

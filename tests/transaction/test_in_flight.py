@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import Lost, fail_at, raising_behind
+from faults import Lost, fail_at, raising_after_launch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import KINDS, Batch, Request, Transactions, distinct_slots, make_batch, one_thread  # noqa: F401
 
@@ -189,7 +189,7 @@ def test_a_settle_that_raises_after_its_launch_counts_no_draft_twice(monkeypatch
     layers = InFlight(windows=2)
     first, _ = layers.batches(FIRST, SECOND)
     deferred = layers.run(first)
-    with raising_behind(IndexError), pytest.raises(IndexError, match="reject_rows_from_rejected: met behind"):
+    with raising_after_launch(IndexError), pytest.raises(IndexError, match="reject_rows_from_rejected: found after"):
         layers.manager.settle(deferred, first.num_rejected)
     layers.manager.settle(deferred, torch.zeros_like(first.num_rejected))
     layers.assert_as_expected()
