@@ -175,7 +175,7 @@ def _samples(op: str) -> list[tuple[Any, ...]]:
             (planes, layer_log(planes, 0), int64(), int32(), int32(0), *outcome_buffers(0, 0)),
             (planes, log, slots, int32(-3, 9, 9), int32(0, 1, 1, 4), *outcome_buffers(), None, int64(WINDOW),
              row_windows(2, NUM_LOG_ROWS), 3),
-            (planes, log, slots, int32(2, 3), int32(0, 0, 0), *outcome_buffers()),  # a window that plan_window did not plan
+            (planes, log, slots, int32(2, 3), int32(0, 0, 0), *outcome_buffers()),  # an unplanned window
         ]  # fmt: skip
     if op == "plan_window":
         return [
