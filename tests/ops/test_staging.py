@@ -253,9 +253,13 @@ DECIDED = {
     "complete": ({}, [0, 2], False),
     "a layer was never reached": ({"staged_by_layer": ((0, 1, 2), (), (0, 2))}, [], True),
     "a layer lacks one row": ({"staged_by_layer": ((0, 2), (0, 1), (0, 2))}, [], True),
-    "only rejected rows lack": ({"accepted": (1, 0, 0, 0, 0), "staged_by_layer": ((0,), (0, 1), (0, 2))}, [0], False),
-    "a slot outside": ({"num_slots": 5}, [], True),
-    "a rejected slot outside": ({"slots": (5, 99, 0, -1, 3)}, [0, 2], False),
+    "only rejected rows are missing": (
+        {"accepted": (1, 0, 0, 0, 0), "staged_by_layer": ((0,), (0, 1), (0, 2))},
+        [0],
+        False,
+    ),
+    "a slot out of range": ({"num_slots": 5}, [], True),
+    "a rejected slot out of range": ({"slots": (5, 99, 0, -1, 3)}, [0, 2], False),
     "nothing accepted": ({"accepted": (0, 0, 0, 0, 0)}, [], False),
     "nothing staged": ({"staged_by_layer": ((), (), ())}, [], True),
     "accepted rows without a slot": ({"slots": (-1, -1, 0, -1, -1)}, [2], False),
@@ -709,7 +713,7 @@ WRONG = {
         {"draft_start_loc": int32(0, 3, 3, 7, 6, 6, 6)}, ValueError,
         "draft_start_loc must not decrease, got 7 and 6 around request 3", False,
     ),
-    "a state outside": (
+    "a state out of range": (
         {"idx_mapping": int32(2, 0, 6, 1, 5, -1)}, IndexError,
         r"idx_mapping must be in \[0, 6\) .*, got 6 for request 2", True,
     ),
@@ -717,18 +721,18 @@ WRONG = {
         {"idx_mapping": int32(2, 0, -1, 1, 5, -1)}, IndexError,
         r"idx_mapping must be in .*, got -1 for request 2", True,
     ),
-    "another length": (
+    "a wrong length": (
         {"seq_lens": int32(14, 7, 12, 8, 10, 0)}, ValueError,
         "row_slots must have the offset in its page .* of a draft has, got slot .* at position .* of", True,
     ),
-    "a length of nothing": (
+    "a length below the number of tokens": (
         {"seq_lens": int32(14, 7, 1, 8, 10, 0)}, ValueError, "at position -3 of request 2", True,
     ),
 }  # fmt: skip
 REPORTED = {  # the following requests are inconsistent too
     "a request with more drafts than tokens": r"got the end 16 for request [345]",
     "tokens past the batch": r"among the 30 tokens",
-    "a length of nothing": r"at position -\d of request 2",
+    "a length below the number of tokens": r"at position -\d of request 2",
 }
 
 

@@ -374,7 +374,7 @@ def test_many_tokens_on_several_threads():
 
 @given(st.data())
 def test_restore_from_any_rejected_counts(device, data):
-    """Negative counts, counts above all drafts, rows of other windows, and a log with spare rows."""
+    """Negative counts, counts above all drafts, rows of other windows, and a log with unused rows."""
     drafts = data.draw(st.lists(st.integers(0, 4), max_size=6))
     counts = [data.draw(st.integers(-1, 6)) for _ in drafts]
     spare, layers = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3))
@@ -1136,7 +1136,7 @@ RUNS = {
     "one run over two blocks": (range(1, 11), range(10)),
     "slots jump": ((0, 1, 2, 8, 9, 4, 5, 6, 7, 3), range(10)),
     "rows jump": (range(10), (0, 1, 5, 6, 7, 2, 3, 9, 8, 4)),
-    "tokens that are no drafts": (range(10), (-1, 0, 1, 2, -1, 3, 4, -1, 5, 6)),
+    "tokens that are not drafts": (range(10), (-1, 0, 1, 2, -1, 3, 4, -1, 5, 6)),
     "skipped tokens": ((0, 1, -1, 3, 4, 5, 6, -1, 8, 9), range(10)),
     "backwards": (range(9, -1, -1), range(9, -1, -1)),
 }

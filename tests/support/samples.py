@@ -288,7 +288,7 @@ DECIDED = {
     "token 0": ([[0, 0]], [[0, 0, 0]], [2]),
     "beyond 32 bits": ([[2**40]], [[2**40, 1]], [1]),
     "same low 32 bits": ([[2**40 + 5]], [[5, 1]], [0]),
-    "no token in the place of an invalid draft": ([[1], [-1]], [[1], [-1]], [1, 0]),
+    "no token for an invalid draft": ([[1], [-1]], [[1], [-1]], [1, 0]),
 }
 WIDE_IDS = [case for case in DECIDED if "32 bits" in case]  # these need int64
 OTHER_IDS = [case for case in DECIDED if "32 bits" not in case]

@@ -266,4 +266,4 @@ class Transactions:
         return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
     def assert_as_expected(self) -> None:
-        assert self.is_as_expected(), "the caches are not what they would be without the rejected drafts"
+        assert self.is_as_expected(), "the caches differ from a run without the rejected drafts"

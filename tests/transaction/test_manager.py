@@ -236,19 +236,19 @@ def test_a_commit_that_fails_between_launches_can_be_cancelled(broken, monkeypat
 # ---------------------------------------------------------------- refused before anything changes
 
 TOO_MUCH = {
-    "drafts the host knows of": (
+    "drafts known to the host": (
         Window(int32(0, 6), int32(5), {"default": torch.arange(6)}, 5),
         r"begin: window must have at most 4 drafts \(max_draft_tokens\), got 5",
     ),
-    "fewer drafts than none": (
+    "a negative number of drafts": (
         Window(int32(0, 6), int32(3), {"default": torch.arange(6)}, -1),
         r"begin: window.num_draft_tokens must not be negative, got -1",
     ),
-    "drafts only the device knows of": (
+    "drafts known only to the device": (
         Window(int32(0, 6), int32(5), {"default": torch.arange(6)}, None),
         r"begin: window must have at most 4 drafts \(max_draft_tokens\), got 5",
     ),
-    "a host that undercounts": (
+    "a host count that is too low": (
         Window(int32(0, 6), int32(5), {"default": torch.arange(6)}, 3),
         r"begin: window must have at most 4 drafts \(max_draft_tokens\), got 5",
     ),
@@ -491,7 +491,7 @@ def test_fp8_cache_with_scales():
     assert torch.equal(cache.planes[0].view, before)
 
 
-# ---------------------------------------------------------------- a forward that stopped half-way
+# ---------------------------------------------------------------- a forward that stopped early
 
 
 def stop_early(transactions: Transactions) -> None:

@@ -191,7 +191,11 @@ def test_a_window_that_cannot_be_opened_changes_nothing():
 
 
 NARROW = {
-    "a page without a column": (lambda table: table[:, :1], IndexError, "open_window: block_tables must have a column"),
+    "a table without a column for a page": (
+        lambda table: table[:, :1],
+        IndexError,
+        "open_window: block_tables must have a column",
+    ),
     "another dtype": (
         lambda table: table.long(),
         TypeError,

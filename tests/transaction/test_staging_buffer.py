@@ -321,7 +321,7 @@ def test_a_commit_that_is_refused_changes_nothing():
 UNFIT = {
     "a scale of another dtype": ({"k_scale": torch.ones(1, dtype=torch.float64)}, TypeError, "k_scale must have dtype"),
     "scales of too few rows": ({"v_scale": torch.ones(3, 1)}, ValueError, "v_scale must be"),
-    "a format that is none": ({"kv_cache_dtype": "fp4"}, ValueError, "kv_cache_dtype must be"),
+    "an unknown format": ({"kv_cache_dtype": "fp4"}, ValueError, "kv_cache_dtype must be"),
     "keys that cannot be staged": ({"dtype": torch.float64}, TypeError, "staged_key must have dtype"),
 }
 
