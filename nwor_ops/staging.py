@@ -252,9 +252,17 @@ class StagingBuffer(Stateful[_StagedLayer]):
             raise explained(error, validation.tensors, "stage", value=value) from None
 
     def rows(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return the staged keys and values of a layer, ``[max_num_rows, H, Dk]`` and ``[max_num_rows, H, Dv]``.
+        """Return the staged rows of a layer. Rows that this window has not staged hold data of an earlier window.
 
-        Rows that this window has not staged hold data of an earlier window.
+        Args:
+            name: a registered layer.
+
+        Returns:
+            Keys ``[max_num_rows, H, Dk]`` and values ``[max_num_rows, H, Dv]``.
+
+        Raises:
+            KeyError: the layer is not registered.
+            RuntimeError: the buffer is not allocated.
         """
         layer = self._layer(name, "rows")
         if layer.staged is None:

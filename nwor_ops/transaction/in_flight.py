@@ -128,6 +128,9 @@ class InFlightManager(DraftCommitManager):
     def defer(self) -> Deferred:
         """Close the window and leave its drafts in the caches until :meth:`settle`.
 
+        Returns:
+            The deferred window, for :meth:`settle`, :meth:`undo`, :meth:`cancel_deferred` or :meth:`forget`.
+
         Raises:
             RuntimeError: no window is open, or its :meth:`cancel` has begun.
         """
@@ -207,7 +210,13 @@ class InFlightManager(DraftCommitManager):
     def cancel_deferred(self, deferred: Deferred) -> None:
         """Undo every draft of a deferred window and remove it, as :meth:`cancel` does for the open one.
 
+        Args:
+            deferred: the object that :meth:`defer` returned.
+
         If this raises, the window is still deferred: call this again, or :meth:`forget`.
+
+        Raises:
+            RuntimeError: the window was settled, cancelled or forgotten before.
         """
         self._require_deferred("cancel_deferred", deferred)
         self._cancelling.add(deferred.section)
@@ -221,7 +230,14 @@ class InFlightManager(DraftCommitManager):
         self._abandoned += 1
 
     def forget(self, deferred: Deferred) -> None:
-        """Remove a deferred window and never undo its drafts, as :meth:`abandon` does for the open one."""
+        """Remove a deferred window and never undo its drafts, as :meth:`abandon` does for the open one.
+
+        Args:
+            deferred: the object that :meth:`defer` returned.
+
+        Raises:
+            RuntimeError: the window was settled, cancelled or forgotten before.
+        """
         self._require_deferred("forget", deferred)
         self._uncount_outcome(deferred.section)
         self._remove(deferred.section)

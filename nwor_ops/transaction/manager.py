@@ -625,13 +625,16 @@ _current: WeakValueDictionary[torch.device, DraftCommitManager] = WeakValueDicti
 
 
 def set_current_manager(manager: DraftCommitManager | None, device: torch.device | str | None = None) -> None:
-    """Make a manager the one that :func:`current_manager` returns for its device, in every thread; None removes it.
+    """Make a manager the one that :func:`current_manager` returns for its device, in every thread.
 
     Only the owner of the manager keeps it alive. Engines that share a device must pass their managers on themselves.
 
     Args:
-        manager: the manager, or None.
-        device: with None, the device whose manager is removed; None = of all devices.
+        manager: the manager; None removes the current one.
+        device: for None, the device whose manager is removed; default: all devices.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: ``manager`` or ``device`` is invalid.
     """
     if manager is not None:
         validation.instance("set_current_manager: manager", manager, DraftCommitManager, "a DraftCommitManager or None")
@@ -643,5 +646,15 @@ def set_current_manager(manager: DraftCommitManager | None, device: torch.device
 
 
 def current_manager(device: torch.device | str) -> DraftCommitManager | None:
-    """Return the manager of a device, for attention back ends that hold no reference to one."""
+    """Return the manager of a device, for attention back ends that hold no reference to one.
+
+    Args:
+        device: a device or its name; ``"cuda"`` is the current one.
+
+    Returns:
+        The manager that :func:`set_current_manager` set for the device, or None.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: the device is invalid or not available.
+    """
     return _current.get(validation.device("current_manager: device", device))
