@@ -45,8 +45,9 @@ def open_window(
     Afterwards their slots in ``slot_mappings`` and their entries in ``block_tables`` name shadow pages.
 
     The tail page may also hold committed rows, from before this step's tokens. They are copied to its shadow page.
-    Attention reads the same rows through the redirected table as it would without it. No write of this step touches a
-    page that the request owns. Page number p of a sequence is shadowed by ``shadow_blocks[g, state, p % P]``.
+    Attention reads the same rows through the redirected table as it would without it. Writes of redirected tokens do
+    not touch a page that the request owns. Page number p of a sequence is shadowed by
+    ``shadow_blocks[g, state, p % P]``.
 
     Call it after :func:`plan_window`, and call :func:`close_window` after sampling.
 
