@@ -468,8 +468,8 @@ class DraftCommitManager(Stateful[Layer]):
         Its drafts count neither as accepted nor as rejected. This is for engines that prefer a plain step to a stopped
         one after an error.
 
-        In mode ``"stage"`` all rows are copied to their slots. The next window fills the shadow pages again, because the
-        rest of this forward writes only to the requests' pages.
+        In mode ``"stage"`` all rows are copied to their slots. The next window fills the shadow pages again, because
+        the rest of this forward writes only to the requests' pages.
 
         After a :meth:`commit` that failed, every accepted draft stays. In mode ``"cow"``, rejected drafts stay in the
         layers that the commit did not reach. In mode ``"stage"``, all drafts stay.
