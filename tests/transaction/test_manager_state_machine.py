@@ -382,7 +382,7 @@ def without_page_offsets(restore):
 @pytest.mark.parametrize("break_restore", [without_row_windows, without_last_layer, without_page_offsets])
 def test_the_state_machine_finds_a_broken_restore(break_restore, monkeypatch):
     monkeypatch.setattr(nwor_ops.transaction.manager.ops, "restore_slots", break_restore(ops.restore_slots))
-    with pytest.raises(AssertionError, match="not what they would be"):
+    with pytest.raises(AssertionError, match="the caches differ from a run without"):
         run_state_machine_as_test(
             Engine, settings=settings(MACHINE_SETTINGS, report_multiple_bugs=False, phases=[Phase.generate])
         )
