@@ -1,15 +1,26 @@
-"""As one_state_layers.py, with prefix caching: states move from block to block as requests grow, and requests begin
-with states that others have left. Run by test_one_state.py:
+"""Compares one state with vLLM's K + 1 states under prefix caching, on random batches. Run by test_one_state.py:
 
-    TRITON_INTERPRET=1 python one_state_aligned.py
+    TRITON_INTERPRET=1 python one_state_aligned.py aligned
+    TRITON_INTERPRET=1 python one_state_aligned.py checkpoints
 
-What copies the states of vLLM's side, and the rows of the convolution of ours, are vLLM's own kernels and its context.
+As in one_state_layers.py the layers and builders are real. States move from block to block as requests grow, requests
+begin with states that others left, and blocks are given to new requests with whatever is in them. vLLM's own kernels
+and its context copy the states of vLLM's side, and the rows of the convolution of ours.
+
+In case ``checkpoints`` the last chunk of a prompt is not split, as with FlashInfer's prefill: the state at its last
+full block is exported to a block of its own, and later requests begin with it. vLLM 0.33's layer does that itself; here
+a plain recurrence stands in for FlashInfer's kernel. vLLM 0.32 has the builder and the exporter. Its layer does not
+call them, so this script does.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import random
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,20 +29,20 @@ import torch
 from one_state_layers import CLOSE, GROUPS, Batch, K, Side, configuration, normal_inputs, prepare_vllm, weights_of
 from torch import Tensor
 
-ROWS, BLOCK, COLUMNS, STEPS = 4, 8, 9, 44
-LONGEST = BLOCK * COLUMNS - K - 1
+ROWS, COLUMNS = 4, 9
 
 
 class AlignedSide(Side):
     """With what vLLM's runner and its model state keep for each request."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, config: Any, *args: Any) -> None:
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, get_temporal_copy_spec
         from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
         from nwor_ops.vllm.recurrent.align import AlignedStates
 
-        super().__init__(*args)
+        super().__init__(config, *args)
+        self.block = config.cache_config.mamba_block_size
         columns = COLUMNS + self.blocks_per_request - 1
         blocks = torch.arange(1, 1 + GROUPS * ROWS * columns, dtype=torch.int32)
         self.tables = list(blocks.view(GROUPS, ROWS, columns))
@@ -53,17 +64,24 @@ class AlignedSide(Side):
             self.aligned = AlignedStates(self.context, groups, K)
 
     def admit(self, row: int, shared: int) -> None:
-        """A request that begins with the first `shared` blocks of the one that was in its row; the others, full of what
-        was there before, come in another order."""
+        """Admit a request that begins with the first ``shared`` blocks of the request that was in its row.
+
+        The other blocks, full of old data, come in another order.
+        """
         for table in self.tables:
             table[row, shared:] = table[row, shared:].flip(0)
-        self.accepted[row], self.computed[row] = 1, shared * BLOCK
+        self.accepted[row], self.computed[row] = 1, shared * self.block
         self.column[row] = shared - 1
+
+    def block_table(self, group: int, batch: Batch, blocks: Any) -> Tensor:
+        """Return the whole rows, as vLLM's runner hands them to its builders."""
+        return self.tables[group][self._batch_rows.long()]
 
     def step(self, batch: Batch, rows: Tensor, inputs: list[dict[str, Tensor]]) -> list[Tensor]:
         from vllm.v1.worker.mamba_utils import preprocess_mamba_align_fused_kernel
 
         count = len(rows)
+        self._batch_rows = rows
         if self.one_state:
             self.aligned.look_at(
                 SimpleNamespace(
@@ -74,11 +92,11 @@ class AlignedSide(Side):
             )
         preprocess_mamba_align_fused_kernel[(1,)](
             rows, self.column, self.computed, batch.starts, self.accepted, self.source, self.bias, count,
-            BLOCK_SIZE=8, MAMBA_BLOCK_SIZE=BLOCK,
+            BLOCK_SIZE=8, MAMBA_BLOCK_SIZE=self.block,
         )  # fmt: skip
         self.context.run_fused_precopy(count, self.column, self.source, self.bias, rows)
         batch.accepted[:count] = self.accepted[rows.long()]
-        first = ((batch.seq_lens - 1) // BLOCK).clamp(min=0)
+        first = ((batch.seq_lens - 1) // self.block).clamp(min=0)
         for builder, table in zip(self.builders, self.tables, strict=True):
             indices = torch.zeros(batch.rows, self.blocks_per_request, dtype=torch.int32)
             for place, row in enumerate(rows.tolist()):
@@ -93,51 +111,289 @@ class AlignedSide(Side):
         self.context.run_fused_postprocess_align(len(rows), self.accepted, self.column, self.computed, rows)
 
 
-def tokens_of(computed: int, prompt: int, chance: random.Random) -> tuple[int, int]:
-    """Of a request: tokens and drafts, -1 = part of a prompt, which ends at a block's end at the latest."""
-    left = prompt - computed
-    if left <= 0:
-        drafts = chance.randint(0, K)
-        return 1 + drafts, drafts
-    tokens = min(chance.choice([1, left, 5]), left, BLOCK - computed % BLOCK)
-    return (1, 0) if tokens == 1 and computed > 0 else (tokens, -1)
+class CheckpointSide(AlignedSide):
+    """With checkpoints from inside prompts, and with the scheduler's word on each block that a request gets.
+
+    Attributes:
+        owners: ours: what clears new blocks.
+        stale: new blocks for checkpoints in which rows of a former owner were pending.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        from nwor_ops.vllm.recurrent.blocks import BlockOwners
+
+        super().__init__(*args)
+        self.stale = 0
+        for builder in self.builders:  # of 0.33
+            builder.gdn_prefill_backend, builder.plan_flashinfer_checkpoints = "flashinfer", HAS_PLAN
+        if self.one_state:
+            runner = SimpleNamespace(
+                vllm_config=SimpleNamespace(kv_transfer_config=None), req_states=SimpleNamespace(req_id_to_index={}),
+                block_tables=SimpleNamespace(num_blocks=SimpleNamespace(np=None)),
+            )  # fmt: skip
+            self.cursors = self.builders[0].group.cursors
+            self.owners = BlockOwners(runner, range(GROUPS), self.cursors)
+            # The scheduler gives out blocks as a request grows. What it has not given is the null block.
+            self.given = [torch.zeros_like(table) for table in self.tables]
+
+    def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
+        from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointExporter
+
+        layer = super()._layer(config, name, one_state, weights)
+        block, get_spec = config.cache_config.mamba_block_size, layer.get_kv_cache_spec
+        layer._exports_checkpoints = False  # 0.33 would ask all layers of the model; the spec is extended here
+        layer.get_kv_cache_spec = lambda config: dataclasses.replace(
+            get_spec(config), num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=block
+        )
+        layer.chunk_gated_delta_rule = emitting(layer)
+        if HAS_PLAN:
+            shape = (COLUMNS * ROWS, *layer.get_state_shape()[1])
+            layer._checkpoint_buffer_spec = (shape, torch.float32)
+            layer._checkpoint_exporter = MambaPrefillCheckpointExporter(state_len=one_state_layers.CONVOLUTION - 1)
+        return layer
+
+    def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:
+        import vllm.forward_context as forward_context
+
+        metadata = forward_context.get_forward_context().attn_metadata[layer.prefix]
+        super()._forward(layer, given, out)
+        if metadata.checkpoint is not None and not HAS_PLAN:
+            export(layer, metadata, given["mixed_qkv"])
+
+    def admit(self, row: int, shared: int) -> None:
+        super().admit(row, shared)
+        if self.one_state:
+            for table, given in zip(self.tables, self.given, strict=True):
+                given[row] = 0
+                given[row, :shared] = table[row, :shared]
+            blocks = [given[row, :shared].tolist() for given in self.given]
+            self._owned(new=[SimpleNamespace(req_id="new", block_ids=blocks)], cached=[])
+
+    def grow(self, row: int, columns: list[int], is_checkpoint: bool) -> None:
+        """Give a request the blocks of these columns of the table, as vLLM's manager does for a step."""
+        if not self.one_state:
+            return
+        blocks: list[list[int]] = []
+        for table, given in zip(self.tables, self.given, strict=True):
+            fresh = [column for column in columns if not given[row, column]]
+            given[row, fresh] = table[row, fresh]
+            blocks.append(given[row, fresh].tolist())
+        if is_checkpoint:
+            self.stale += sum(int(self.cursors[of_group[0], 0]) > 0 for of_group in blocks if len(of_group) > 1)
+        self._owned(new=[], cached=[None, blocks])
+
+    def _owned(self, new: list[Any], cached: list[Any]) -> None:
+        output = SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(new_block_ids=cached),
+            kv_cache_block_copies=None,
+        )
+        self.owners.add_requests(lambda output: None, output)
+        self.owners.update_requests(lambda output: None, output)
+
+    def block_table(self, group: int, batch: Batch, blocks: Any) -> Tensor:
+        return (self.given if self.one_state else self.tables)[group][self._batch_rows.long()]
 
 
-def run() -> dict[str, Any]:
+# ---------------------------------------------------------------- in the place of FlashInfer's prefill
+
+HAS_PLAN = False  # whether vLLM's layer takes a plan of checkpoints, as 0.33's does
+
+
+def emitting(layer: Any) -> Any:
+    """Return the kernel of prompts. It also keeps all states of each sequence, for :func:`export`."""
+
+    def compute(q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor, cu_seqlens: Tensor, **rest: Any) -> Any:
+        layer.states = all_states(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, **rest)
+        return one_state_layers.chunked(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, **rest)
+
+    return compute
+
+
+def all_states(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, cu_seqlens: Tensor,
+               **_: Any) -> list[Tensor]:  # fmt: skip
+    """Return the state after each token, of each sequence."""
+    found = []
+    for sequence, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        state, states = initial_state[sequence : sequence + 1], []
+        for token in range(start, end):
+            one = [part[:, token : token + 1] for part in (q, k, v, g, beta)]
+            _, state = one_state_layers.chunked(*one, initial_state=state, cu_seqlens=torch.tensor([0, 1]))
+            states.append(state[0])
+        found.append(torch.stack(states) if states else initial_state[:0])
+    return found
+
+
+def export(layer: Any, metadata: Any, mixed_qkv: Tensor) -> None:
+    """Export the checkpoints of a batch by vLLM 0.32's kernel."""
+    from vllm.model_executor.layers.mamba.kda_checkpoint import FlashKDAPrefillCheckpointExporter
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    checkpoint, (conv, state) = metadata.checkpoint, layer.kv_cache
+    emitted = torch.stack([
+        states[max(offset - 1, 0)] for states, offset in zip(layer.states, checkpoint.offsets, strict=True)
+    ])
+    tokens = metadata.non_spec_token_indx
+    FlashKDAPrefillCheckpointExporter(state_len=one_state_layers.CONVOLUTION - 1).export(
+        checkpoint,
+        raw_qkv=mixed_qkv if tokens is None else mixed_qkv.index_select(0, tokens),
+        conv_state=conv if is_conv_state_dim_first() else conv.transpose(-1, -2),
+        recurrent_checkpoint=emitted,
+        recurrent_state=state,
+        cu_seqlens=metadata.non_spec_query_start_loc,
+    )
+    if layer.one_state and layer.audit is not None:  # 0.33's exporter tells it
+        layer.audit.exported(layer, checkpoint, emitted, None)
+
+
+def fi_chunked(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, state_checkpoints: Tensor,
+               checkpoint_cu_starts: Tensor, checkpoint_every_n_tokens: int, **rest: Any) -> Any:  # fmt: skip
+    """In the place of 0.33's ``fi_chunk_gated_delta_rule``: emits a state every N tokens."""
+    for states, (start, end) in zip(
+        all_states(q, k, v, cu_seqlens=cu_seqlens, **rest),
+        itertools.pairwise(checkpoint_cu_starts.tolist()),
+        strict=True,
+    ):
+        emitted = states[checkpoint_every_n_tokens - 1 :: checkpoint_every_n_tokens]
+        assert len(emitted) == end - start
+        state_checkpoints[start:end] = emitted
+    return one_state_layers.chunked(q, k, v, cu_seqlens=cu_seqlens, **rest)
+
+
+def take_any_mask() -> None:
+    """Have Triton's interpreter take masks that are not bool: of a scalar and a vector it makes an integer."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def with_bool(method: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            args[place].data = args[place].data.astype(bool)
+            return method(*args)
+
+        return run
+
+    for name, place in (("create_masked_load", 2), ("create_masked_store", 3)):
+        setattr(InterpreterBuilder, name, with_bool(getattr(InterpreterBuilder, name), place))
+
+
+def prepare_checkpoints() -> None:
+    """Have vLLM 0.33's layers export by themselves, but for FlashInfer's kernel."""
+    global HAS_PLAN
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layers
+    from vllm.v1.attention.backends import gdn_attn
+
+    from nwor_ops.vllm.recurrent.layer import watch_checkpoints
+
+    take_any_mask()
+    HAS_PLAN = hasattr(gdn_attn, "plan_flashinfer_checkpoints")
+    if HAS_PLAN:
+        layers.fi_chunk_gated_delta_rule = fi_chunked
+        workspace = SimpleNamespace(get_simultaneous=lambda spec: (torch.zeros(spec[0], dtype=spec[1]),))
+        layers.current_workspace_manager = lambda: workspace
+        watch_checkpoints()
+
+
+# ---------------------------------------------------------------- the requests
+
+
+class Scheduler:
+    """Which tokens a step computes. All lengths are in tokens.
+
+    Args:
+        block: of the cache.
+        checkpoints: the last chunk of a prompt is not split.
+
+    Attributes:
+        position: of the checkpoint in the chunk that was asked for last, or 0.
+    """
+
+    def __init__(self, block: int, checkpoints: bool, chance: random.Random) -> None:
+        self.block, self._checkpoints, self._chance = block, checkpoints, chance
+        self.longest = block * COLUMNS - K - 1
+
+    def prompt(self, shared: int) -> int:
+        """Return the length of the prompt of a request that begins with so many blocks."""
+        longest = 3 * self.block + 6 if self._checkpoints else 14
+        return shared * self.block + self._chance.randint(1, min(longest, (COLUMNS - shared - 1) * self.block - K))
+
+    def tokens(self, computed: int, prompt: int) -> tuple[int, int]:
+        """Return tokens and drafts; -1 drafts: part of a prompt."""
+        left, block, self.position = prompt - computed, self.block, 0
+        if left <= 0:
+            drafts = self._chance.randint(0, K)
+            return 1 + drafts, drafts
+        if self._checkpoints and self._has_checkpoint(computed, prompt):
+            return left, -1
+        tokens = min(self._chance.choice([1, left, 5]), left, block - computed % block)
+        return (1, 0) if tokens == 1 and computed > 0 else (tokens, -1)
+
+    def _has_checkpoint(self, computed: int, prompt: int) -> bool:
+        from vllm.v1.kv_cache_interface import (
+            get_mamba_prefill_checkpoint_position,
+            is_mamba_prefill_checkpoint_valid,
+        )
+
+        position = get_mamba_prefill_checkpoint_position(prompt, self.block, drop_eagle_block=False)
+        valid = is_mamba_prefill_checkpoint_valid(
+            query_start=computed,
+            query_end=prompt,
+            checkpoint_position=position,
+            hash_block_size=self.block,
+            mamba_block_size=self.block,
+            checkpoint_alignment=self.block,
+        )
+        self.position = position if valid else 0
+        return bool(valid)
+
+
+def run(checkpoints: bool) -> dict[str, Any]:
     from nwor_ops.vllm.recurrent.audit import StateAudit
 
     chance, generator = random.Random(11), torch.Generator().manual_seed(11)
     one_state_layers.ROWS, one_state_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + K)
     config = configuration(False, torch.float32)
-    config.cache_config.mamba_cache_mode, config.cache_config.mamba_block_size = "align", BLOCK
+    block = 64 if checkpoints and HAS_PLAN else 8
+    for name in ("mamba_block_size", "hash_block_size", "cache_hit_alignment_tokens"):
+        setattr(config.cache_config, name, block)
+    config.cache_config.mamba_cache_mode = "align"
     weights = weights_of(generator)
-    sides = [AlignedSide(config, one_state, False, weights) for one_state in (False, True)]
+    sides = [(CheckpointSide if checkpoints else AlignedSide)(config, ours, False, weights) for ours in (False, True)]
     audit = sides[1].aligned.audit = StateAudit(sides[1].builders)
-    for builder in sides[1].builders:
-        builder.audit = audit
-    said: dict[str, Any] = {"hits": 0, "prompts": 0, "windows": 0, "worst": 0.0}
+    for thing in (*sides[1].builders, *sides[1].layers, *([sides[1].owners] if checkpoints else [])):
+        thing.audit = audit
+    scheduler = Scheduler(block, checkpoints, chance)
+    said: dict[str, Any] = {"hits": 0, "prompts": 0, "windows": 0, "checkpoints": 0, "worst": 0.0}
     prompts = [0] * ROWS
+    ready: list[set[int]] = [set() for _ in range(ROWS)]  # columns that hold the state at their end
 
     def admit(row: int, shared: int) -> None:
         for side in sides:
             side.admit(row, shared)
-        prompts[row] = shared * BLOCK + chance.randint(1, 14)
+        ready[row] = {column for column in ready[row] if column < shared}
+        prompts[row] = scheduler.prompt(shared)
         said["hits"] += shared > 0
 
     for row in range(ROWS):
         admit(row, 0)
-    for _ in range(STEPS):
-        scheduled = []
+    for _ in range(28 if checkpoints else 44):  # steps
+        scheduled, positions = [], []
         for row in range(ROWS):
             computed = int(sides[0].computed[row])
-            if computed >= LONGEST - K or chance.random() < 0.03:
-                admit(row, chance.randint(0, min(computed // BLOCK, COLUMNS - 3)))
+            if computed >= scheduler.longest - K or chance.random() < (0.15 if checkpoints else 0.03):
+                admit(row, chance.choice([0, *(column + 1 for column in ready[row] if column < COLUMNS - 3)]))
                 computed = int(sides[0].computed[row])
             if chance.random() < 0.85:
-                scheduled.append((row, *tokens_of(computed, prompts[row], chance)))
+                scheduled.append((row, *scheduler.tokens(computed, prompts[row])))
+                if scheduler.position:
+                    positions.append((row, scheduler.position))
         if not scheduled:
             continue
         scheduled.sort(key=lambda entry: entry[2] < 0)
+        if checkpoints:
+            for row, tokens, _ in scheduled:
+                position = dict(positions).get(row, 0)
+                last = -(-(int(sides[0].computed[row]) + tokens) // block) - 1
+                for side in sides:
+                    side.grow(row, [last - 1, last] if position else [last], bool(position))
         rows = torch.tensor([row for row, _, _ in scheduled], dtype=torch.int32)
         states = [SimpleNamespace(computed=int(sides[0].computed[row]), accepted=1) for row, _, _ in scheduled]
         outputs, inputs = [], None
@@ -148,7 +404,7 @@ def run() -> dict[str, Any]:
         audit.forwarded("after the forward")
         for theirs, mine in zip(*outputs, strict=True):
             difference = (theirs.float() - mine.float()).abs() / (1 + theirs.float().abs())
-            assert torch.isfinite(mine).all()
+            assert torch.isfinite(torch.stack((theirs, mine))).all()
             said["worst"] = max(said["worst"], float(difference.max()))
             assert said["worst"] < CLOSE, said
         sampled, advanced = [], []
@@ -157,12 +413,21 @@ def run() -> dict[str, Any]:
             sampled.append(int(state.computed + tokens >= prompts[row]) if in_prompt else chance.randint(1, tokens))
             advanced.append(tokens if in_prompt else sampled[-1])
             said["prompts" if drafts < 0 else "windows"] += 1
+            end = state.computed + advanced[-1]
+            if end // block > state.computed // block and (drafts >= 0 or end % block == 0):
+                ready[row].add(end // block - 1)
+        for row, position in positions:
+            ready[row].add(position // block - 1)
+        said["checkpoints"] += len(positions)
         for side in sides:
             side.ended(rows, sampled, advanced)
         assert torch.equal(sides[0].accepted, sides[1].accepted)
-    return {**said, "audit": audit.summary()}
+    return {**said, "stale": getattr(sides[1], "stale", 0), "audit": audit.summary()}
 
 
 if __name__ == "__main__":
     prepare_vllm()
-    print("aligned", json.dumps(run()), flush=True)
+    for case in sys.argv[1:] or ("aligned", "checkpoints"):
+        if case == "checkpoints":
+            prepare_checkpoints()
+        print(case, json.dumps(run(case == "checkpoints")), flush=True)

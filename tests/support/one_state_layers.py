@@ -221,9 +221,7 @@ class Side:
         made: dict[str, Any] = {}
         first = None
         for group, (builder, layer) in enumerate(zip(self.builders, self.layers, strict=True)):
-            table = torch.zeros(batch.rows, self.blocks_per_request, dtype=torch.int32)
-            for row, mine in enumerate(blocks):
-                table[row] = torch.tensor(mine[group])
+            table = self.block_table(group, batch, blocks)
             if first is not None and builder.supports_update_block_table:
                 made[layer.prefix] = builder.update_block_table(first, table, None)
                 continue
@@ -245,6 +243,13 @@ class Side:
             )
             made[layer.prefix] = first = built
         return made
+
+    def block_table(self, group: int, batch: Batch, blocks: list[list[list[int]]]) -> Tensor:
+        """Return the rows of the requests of a batch."""
+        table = torch.zeros(batch.rows, self.blocks_per_request, dtype=torch.int32)
+        for row, mine in enumerate(blocks):
+            table[row] = torch.tensor(mine[group])
+        return table
 
     def run(self, batch: Batch, blocks: list[list[list[int]]], inputs: list[dict[str, Tensor]]) -> list[Tensor]:
         """Outputs of each layer."""

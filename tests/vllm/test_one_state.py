@@ -103,6 +103,18 @@ def test_outputs_with_prefix_caching_are_those_of_a_state_per_draft() -> None:
     assert said["audit"]["states_compared"] > said["audit"]["folds"]
 
 
+def test_outputs_with_checkpoints_from_inside_prompts_are_those_of_a_state_per_draft() -> None:
+    """vLLM writes a state from inside a prompt to a block of its own, where rows of a former owner may be pending. It
+    finds the block in the whole table. Later requests begin with that state."""
+    said = said_of("checkpoints", "one_state_aligned.py")
+    audit = said["audit"]
+    assert said["checkpoints"] > 10
+    assert said["stale"] > 3
+    assert audit["checkpoints"] == GROUPS * said["checkpoints"]
+    assert audit["checkpoint_hits"] > 10
+    assert min(said["hits"], said["windows"]) > 10
+
+
 def test_metadata_with_prefix_caching_needs_vllm_s_indices() -> None:
     """Its own builder would look for the block in the table; ours was told by the runner, or does not know."""
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
