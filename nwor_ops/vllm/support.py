@@ -392,7 +392,7 @@ REFUSALS = (
             "parallelism of experts with DeepEP or NIXL, it has not been tried", _NOT_TRIED,
             _has(_PARALLEL + "use_ubatching"), one_state=_NOT_TRIED),
     Refusal("adaptive verification", "", "which request has how many drafts is known on the device alone",
-            _has("speculative_config.enable_adaptive_verification"), one_state=_NOT_TRIED),
+            _has("speculative_config.enable_adaptive_verification")),
     Refusal("model runner V1", "", "", lambda config: not config.use_v2_model_runner,
             one_state="its batches are another's, and so are its states between blocks"),
     Refusal(f"other models than {', '.join(ONE_STATE_MODELS)}", "", "",
@@ -425,14 +425,9 @@ REFUSALS = (
     Refusal("LoRA beside a drafter that follows the target", "", "it may share the target's embedding, whose adapters "
             "are looked up on the host", lambda config: _has("lora_config")(config)
             and config.speculative_config.method != "draft_model"),
-    Refusal("LoRA", "", "", _has("lora_config"), one_state=_NOT_TRIED),
-    Refusal("dynamic speculative decoding", "", "",
-            _has("speculative_config.num_speculative_tokens_per_batch_size"), one_state=_NOT_TRIED),
     Refusal("watermarking", "", "it samples from contexts that are prepared on the host", _has("watermark_config")),
-    Refusal("`prefix_match_unit`", "", "", _has("cache_config.prefix_match_unit"), one_state=_NOT_TRIED),
     Refusal("weight offloading", "", _NOT_TRIED,
-            _has("offload_config.uva.cpu_offload_gb", "offload_config.prefetch.offload_group_size"),
-            one_state=_NOT_TRIED),
+            _has("offload_config.uva.cpu_offload_gb", "offload_config.prefetch.offload_group_size")),
 )
 # fmt: on
 

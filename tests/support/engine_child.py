@@ -333,6 +333,9 @@ def describe_worker(worker: Any) -> dict[str, Any]:
         "kv_cache_groups": len(runner.kv_cache_config.kv_cache_groups),
         "num_gpu_blocks": runner.kv_cache_config.num_blocks,
         "attention": sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")}),
+        "gdn_prefill_backends": sorted(
+            {layer.gdn_prefill_backend for layer in layers if hasattr(layer, "gdn_prefill_backend")}
+        ),
         "recorded_layers": [name for audit in audits for name in audit.recorded_layers],
         "draft_graphs": [report.as_dict() for report in _draft_graphs()],
         "one_state": [

@@ -87,7 +87,8 @@ class Case:
         same_tokens: the two engines' output is compared.
         may_differ: of how many requests it may differ: some of vanilla's kernels add in another order.
         trimmed: fewer drafts must be verified than were scheduled.
-        expect: what the second engine must report: a field of its worker, or ``metric:NAME`` that must be above 0.
+        expect: what the second engine must report: a field of its worker; or, of ``metric:NAME`` and, with one state,
+            of ``audit:NAME``, at least how much.
         needs: a package beside vLLM, without which the case is skipped.
         more_blocks: blocks that the second engine's cache has more: to its scheduler both are of one size.
         recurrent_groups: those of its KV-cache groups that need no shadow pages.
@@ -813,11 +814,58 @@ def _one_states() -> Iterator[Case]:
     # A block of attention has 96 tokens, and a request goes on in a second one.
     yield _one_state("olmo-preemption", num_gpu_blocks_override=24, use={"max_tokens": 120}, may_differ=12,
                      expect={"metric:num_preemptions": 1}, **olmo)  # fmt: skip
+    # What a recurrent layer does not see: how many drafts a request has, adapters of projections, where weights are.
+    yield _one_state("next-dynamic", speculative_config=MTP | DYNAMIC["v2"])
+    yield _one_state("next-adaptive", speculative_config=MTP | {"enable_adaptive_verification": True}, use=STEEP)
+    yield _one_state("lora", "triton", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@gdn_lora"})
+    yield _one_state("next-offload", cpu_offload_gb=0.002)
     # The classes of the multimodal model around the text's, with its positions; nobody sends it an image.
     yield _one_state("multimodal", "triton", model="@gdn_mtp_multimodal", language_model_only=True, needs="torchvision")
 
 
-ONE_STATE_CASES = list(_one_states())
+# vLLM's own settings, but for what keeps a tiny engine small: prefix caching and warm-ups are on, and FlashInfer runs
+# the prompts. Blocks have 128 or 192 tokens. With 352 tokens that all prompts share the shortest prompts end in the
+# second or third block, others have a checkpoint inside, and one has 385 tokens: in the second round one is left.
+DEFAULTS: dict[str, Any] = {
+    "attention_config": None,
+    "gdn_prefill_backend": None,
+    "enable_prefix_caching": None,
+    "max_num_batched_tokens": None,
+    "kernel_config": {"enable_jit_warmup": True},
+    "max_model_len": 640,
+}
+LONG_PROMPTS = {"shared_prefix": 352, "rounds": 2, "requests": 12}
+
+
+def _defaults() -> Iterator[Case]:
+    """One state per request in a default engine. ``-k one-state-default-`` selects them."""
+    expect = {
+        "gdn_prefill_backends": ["flashinfer"],
+        "metric:prefix_cache_hits": 1,
+        "audit:checkpoints": 6,
+        "audit:checkpoint_hits": 6,
+    }
+    for shape, worker in (("next", "gpu_worker_hybrid.Worker"), ("qwen3_5", "")):  # the first has no experts
+
+        def case(name: str, shape: str = shape, worker: str = worker, nwor: Any = ONE_STATE, **more: Any) -> Case:
+            use, expected = LONG_PROMPTS | more.pop("use", {}), expect | more.pop("expect", {})
+            settings = DEFAULTS | {"worker_extension_cls": worker, "use": use, "expect": expected} | more
+            return _one_state(f"default-{shape}{name}", shape, nwor, **settings)
+
+        yield case("")
+        yield case("-cow", nwor=ONE_STATE_COW)
+        yield case("-stage", nwor=ONE_STATE_STAGE)
+        # FlashInfer takes another kernel for few sequences. Here both engines have one in each batch.
+        yield case("-one-by-one", max_num_seqs=1)
+        yield case("-abort", use={"abort": {10: [0, 2], 16: [5]}})
+        # As for `next-preemption`: vanilla preempts at other times.
+        yield case("-preemption", num_gpu_blocks_override=40, use={"max_tokens": 80}, may_differ=24,
+                   expect={"metric:num_preemptions": 1})  # fmt: skip
+        # Keys inside a block. A prompt's last token is left more often, and folded.
+        yield case("-partial-hits", prefix_match_unit=64, expect={"audit:tail_folds": 1})
+
+
+ONE_STATE_CASES = [*_one_states(), *_defaults()]
 # Two GPUs. Each rank has the states of its heads, and a record of them.
 ONE_STATE_RANKS = [
     _one_state(
@@ -849,8 +897,6 @@ ONE_STATE_REFUSALS = [
     )
     for name, because, engine, environment in (
         ("v1", "model runner V1", {}, V1),
-        ("prefix-caching", "FlashInfer's prefill writes states .*--gdn-prefill-backend triton",
-         {"enable_prefix_caching": True, "gdn_prefill_backend": None}, V2),
         ("mamba", "other models than Qwen3NextForCausalLM", {"model": "@mamba", "gdn_prefill_backend": None}, V2),
         ("connector", "KV connectors: it would see a state whose last window is pending",
          {"kv_transfer_config": _connector("ExampleConnector", shared_storage_path="{fresh}")}, V2),

@@ -230,9 +230,9 @@ def export(layer: Any, metadata: Any, mixed_qkv: Tensor) -> None:
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     checkpoint, (conv, state) = metadata.checkpoint, layer.kv_cache
-    emitted = torch.stack([
-        states[max(offset - 1, 0)] for states, offset in zip(layer.states, checkpoint.offsets, strict=True)
-    ])
+    emitted = torch.stack(
+        [states[max(offset - 1, 0)] for states, offset in zip(layer.states, checkpoint.offsets, strict=True)]
+    )
     tokens = metadata.non_spec_token_indx
     FlashKDAPrefillCheckpointExporter(state_len=one_state_layers.CONVOLUTION - 1).export(
         checkpoint,

@@ -85,6 +85,7 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "sliding": lambda path: _write_sliding(path, ["sliding_attention"] * 3),
         "hybrid": lambda path: _write_sliding(path, ["sliding_attention", "full_attention"] * 2),
         "llama_lora": _write_lora,
+        "gdn_lora": _write_gdn_lora,
         "mqa": lambda path: write_tiny_llama(path, size=Size(kv_heads=1)),
         "mla": _write_mla,
         "mla_draft": lambda path: _write_mla(path, seed=33),
@@ -227,9 +228,33 @@ def _write_dspark(folder: pathlib.Path) -> None:
 
 
 def _write_lora(folder: pathlib.Path) -> None:
-    """An adapter of the tiny Llama's attention. vLLM's kernel adds what the first matrix makes in any order: here each
-    of its rows picks one number, so that every order gives the same sum."""
-    size, rank = Size(), 8
+    """An adapter of the tiny Llama's attention."""
+    size = Size()
+    wide = size.heads * size.head_size
+    matrices = {
+        f"model.layers.{layer}.self_attn.{name}": shape
+        for layer in range(size.layers)
+        for name, shape in (("q_proj", (wide, size.hidden)), ("o_proj", (size.hidden, wide)))
+    }
+    _write_adapter(folder, ["q_proj", "o_proj"], matrices)
+
+
+def _write_gdn_lora(folder: pathlib.Path) -> None:
+    """An adapter of what the Gated DeltaNet layers of the tiny Qwen3.5 hand on."""
+    shape = (Size().hidden, GDN["value_heads"] * GDN["state"])
+    matrices = {f"model.layers.{layer}.linear_attn.out_proj": shape for layer in range(GDN["layers"] - 1)}
+    _write_adapter(folder, ["out_proj"], matrices)
+
+
+def _write_adapter(folder: pathlib.Path, names: list[str], matrices: dict[str, tuple[int, int]]) -> None:
+    """A LoRA adapter. vLLM's kernel adds what the first matrix makes in any order: here each of its rows picks one
+    number, so that every order gives the same sum.
+
+    Args:
+        names: of the modules that it changes.
+        matrices: rows and columns of each matrix that it changes.
+    """
+    rank = 8
     generator = torch.Generator().manual_seed(34)
     settings = {
         "peft_type": "LORA",
@@ -238,16 +263,13 @@ def _write_lora(folder: pathlib.Path) -> None:
         "r": rank,
         "lora_alpha": rank,
         "bias": "none",
-        "target_modules": ["q_proj", "o_proj"],
+        "target_modules": names,
     }
-    wide = size.heads * size.head_size
     weights = {}
-    for layer in range(size.layers):
-        for name, columns, rows in (("q_proj", size.hidden, wide), ("o_proj", wide, size.hidden)):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            picked = torch.randperm(columns, generator=generator)[:rank]
-            weights[f"{prefix}.lora_A.weight"] = torch.eye(columns, dtype=torch.bfloat16)[picked]
-            weights[f"{prefix}.lora_B.weight"] = _matrix(generator, rows, rank)
+    for name, (rows, columns) in matrices.items():
+        picked = torch.randperm(columns, generator=generator)[:rank]
+        weights[f"base_model.model.{name}.lora_A.weight"] = torch.eye(columns, dtype=torch.bfloat16)[picked]
+        weights[f"base_model.model.{name}.lora_B.weight"] = _matrix(generator, rows, rank)
     _save(folder, settings, weights)
     (folder / "config.json").rename(folder / "adapter_config.json")
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
@@ -453,7 +475,7 @@ def _mla_layer(generator: torch.Generator, prefix: str) -> Iterator[tuple[str, T
 
 def _write_gdn_mtp(folder: pathlib.Path, sizes: dict[str, int] = GDN, experts: bool = False) -> None:
     """Qwen3.5's layers in a small model: three of Gated DeltaNet, one of attention, and one for multi-token prediction,
-    each with an MLP or with experts. Its norms are 1 + weight."""
+    each with an MLP or with experts. Its norms are 1 + weight. There is room for longer prompts."""
     hidden, intermediate = Size().hidden, Size().intermediate
     config = {
         "architectures": ["Qwen3_5ForCausalLM"],
@@ -472,7 +494,7 @@ def _write_gdn_mtp(folder: pathlib.Path, sizes: dict[str, int] = GDN, experts: b
         "linear_conv_kernel_dim": sizes["conv"],
         "mtp_num_hidden_layers": 1,
         **COMMON,
-        "max_position_embeddings": MAX_TOKENS,
+        "max_position_embeddings": 2 * MAX_TOKENS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         "rms_norm_eps": 1e-6,
         "attn_output_gate": True,
@@ -538,7 +560,7 @@ def _write_draft_of_gdn(folder: pathlib.Path) -> None:
 
 def _write_qwen3_next_mtp(folder: pathlib.Path, experts: bool = False) -> None:
     """The same weights in Qwen3-Next's classes, whose projections are interleaved by key head: here there is one. To
-    have no experts vLLM needs ``gpu_worker_hybrid``. There is room for longer prompts."""
+    have no experts vLLM needs ``gpu_worker_hybrid``."""
     from safetensors.torch import load_file
 
     _write_gdn_mtp(folder, experts=experts)
@@ -547,7 +569,6 @@ def _write_qwen3_next_mtp(folder: pathlib.Path, experts: bool = False) -> None:
         "model_type": "qwen3_next",
         **(EXPERTS if experts else {"num_experts": 0}),
         "num_nextn_predict_layers": 1,
-        "max_position_embeddings": 2 * MAX_TOKENS,
     }
     weights = load_file(str(folder / "model.safetensors"))
     for layer, kind in enumerate(config["layer_types"]):

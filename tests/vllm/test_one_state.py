@@ -6,6 +6,7 @@ draft. So layers and metadata run by themselves here (one_state_layers.py), and 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import logging
@@ -272,6 +273,15 @@ def test_what_the_start_up_line_says() -> None:
     assert "4 layers with 1 state per request (vLLM: 4) and a record of 10.2 KiB (6.9% of a page)" in said
     # vLLM's pages have no record: 112 of them.
     assert "a request of 256 tokens has 4 blocks (10), 26 of them fit (11)" in said
+    # With prefix caching and FlashInfer's prefill a group holds up to three blocks of a request: the state, the one
+    # that it is copied from, and a checkpoint.
+    config.cache_config.mamba_cache_mode = "align"
+    for group in runner.kv_cache_config.kv_cache_groups:
+        if isinstance(group.kv_cache_spec, MambaSpec):
+            group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, num_prefill_checkpoint_blocks=1)
+    aligned = plugin.OneState(runner, builders, GEOMETRY, refused)
+    assert (aligned.blocks_per_request, aligned.blocks_before) == (8, 14)
+    assert "a request of 256 tokens has 8 blocks (14), 13 of them fit (8)" in aligned.describe()
 
 
 # ---------------------------------------------------------------- the audit
@@ -799,14 +809,10 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cache_config__use_replayssm": True}, "`--use-replayssm`: vLLM then counts on one state itself"),
         ({"kv_transfer_config": object()}, "KV connectors: it would see a state whose last window is pending"),
         ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
-        ({"speculative_config__enable_adaptive_verification": True}, "adaptive verification: it has not"),
         (
             {"speculative_config__method": "draft_model", "speculative_config__draft_model_config__is_hybrid": True},
             "a draft model with recurrent layers of its",
         ),
-        ({"lora_config": object()}, "LoRA: it has not been tried"),
-        ({"offload_config__uva__cpu_offload_gb": 1.0}, "weight offloading: it has not been tried"),
-        ({"cache_config__prefix_match_unit": 32}, "`prefix_match_unit`: it has not been tried"),
         ({"cache_config__mamba_ssm_cache_dtype": "float16"}, "one state per request: states are torch.float16: set"),
         ({"model_config__dtype": torch.float32}, "one state per request: keys are torch.float32"),
         ({"num_speculative_tokens": 32}, "one state per request: windows have 33 tokens, more than 32"),
@@ -852,7 +858,23 @@ def test_a_method_without_a_draft_model_has_the_target_s_configuration_in_its_pl
 def test_every_refusal_of_a_configuration_is_tried_above() -> None:
     """Those that show in a configuration; the others are raised once there are layers."""
     wanted = {refusal.feature for refusal in REFUSALS if refusal.why(ONE_STATE) and refusal.found}
-    assert len(wanted) == 16, wanted
+    assert len(wanted) == 11, wanted
+
+
+@pytest.mark.usefixtures("any_vllm")
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"cache_config__mamba_cache_mode": "align"},
+        {"cache_config__mamba_cache_mode": "align", "cache_config__prefix_match_unit": 64},
+        {"lora_config": object()},
+        {"speculative_config__num_speculative_tokens_per_batch_size": [(1, 8, 2)]},
+        {"speculative_config__enable_adaptive_verification": True},
+        {"offload_config__uva__cpu_offload_gb": 1.0},
+    ],
+)
+def test_what_does_not_touch_a_state_is_not_refused(found: dict[str, Any]) -> None:
+    assert supported.problem_of(engine(**found)) is None
 
 
 def test_this_vllm_is_refused_by_its_version() -> None:
