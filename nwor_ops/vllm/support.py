@@ -37,6 +37,8 @@ ONE_STATE_MODELS = (
     "Qwen3_5MoeForConditionalGeneration",
     "KimiLinearForCausalLM",
     "OlmoHybridForCausalLM",
+    "Glm5NextForCausalLM",
+    "Glm5NextForConditionalGeneration",
 )
 KEY_WIDTHS, VALUE_WIDTHS = (64, 96, 128, 256), (64, 128, 192, 256)  # of a recurrent state's heads
 # A pass of vLLM's compiler that replaces the writer of MLA layers by a kernel that also rotates the key. The passes for
@@ -128,7 +130,8 @@ class Hook:
     Attributes:
         module, name: where it is; ``name`` may have one dot.
         signature: its parameters, in order, without ``self``.
-        cuda: whether it is called on CUDA alone, and vLLM gives its name to another function on a CPU.
+        cuda: whether only CUDA engines call it. On a CPU vLLM may have another function of this name, or may lack
+            what its module imports.
     """
 
     module: str
@@ -221,9 +224,9 @@ def _has(*paths: str, above: int = 0) -> Callable[[Any], bool]:
 
 
 def _has_other_gate(config: Any) -> bool:
-    """Of KDA: than that of Kimi Linear."""
+    """Return whether a KDA layer has Kimi K3's gate."""
     kda = getattr(config.model_config.hf_text_config, "linear_attn_config", None) or {}
-    return bool(kda.get("use_full_rank_gate")) or kda.get("gate_lower_bound") is not None
+    return bool(kda.get("use_full_rank_gate"))
 
 
 _NOT_TRIED = "it has not been tried"
@@ -315,12 +318,13 @@ DRAFTER = Refusal(
     draft_graphs="its passes are others", message="draft graphs in model runner V1: {what}", engines="runner V1")
 NOT_ONE_STATE = Refusal(
     "recurrent layers of another class than vLLM's Gated DeltaNet for Qwen and for OLMo hybrid, and KDA for Kimi "
-    "Linear (Mamba, short convolutions)",
+    "Linear and for GLM-5.3-Flash (Mamba, short convolutions)",
     one_state="they have kernels of their own",
     message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen, that "
-    "for OLMo hybrid, or KDA for Kimi Linear, not for layers {layers}")
+    "for OLMo hybrid, or KDA for Kimi Linear or GLM-5.3-Flash, not for layers {layers}")
 TAKEN_CLASS = Refusal(
-    "another plugin's class in the place of vLLM's Gated DeltaNet for Qwen or OLMo hybrid, or KDA for Kimi Linear",
+    "another plugin's class in the place of vLLM's Gated DeltaNet for Qwen or OLMo hybrid, or KDA for Kimi Linear or "
+    "GLM-5.3-Flash",
     one_state="there is room for one in vLLM's registry",
     message="one state per request: {registered} is registered in the place of {layer}")
 STATE = Refusal(
@@ -398,9 +402,8 @@ REFUSALS = (
     Refusal(f"other models than {', '.join(ONE_STATE_MODELS)}", "", "",
             lambda config: config.model_config.architecture not in ONE_STATE_MODELS,
             one_state="they have not been tried, or their recurrent layers have kernels of their own"),
-    Refusal("Kimi Linear with Kimi K3's gate (`use_full_rank_gate`) or a bounded decay (`gate_lower_bound`)", "", "",
-            _has_other_gate,
-            one_state="with the first vLLM makes Kimi K3's layer, which is another class; the kernel has no bound"),
+    Refusal("Kimi Linear with Kimi K3's gate (`use_full_rank_gate`)", "", "", _has_other_gate,
+            one_state="vLLM then makes Kimi K3's layer, which is another class"),
     Refusal("`--use-replayssm`", "", "", _has("cache_config.use_replayssm"),
             one_state="vLLM then counts on one state itself"),
     # Where there is none, vLLM has the target's configuration there.

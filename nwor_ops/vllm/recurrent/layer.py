@@ -1,7 +1,7 @@
 """A layer of vLLM's with one state per request: what all kinds of them have in common.
 
 Of each kind there is a subclass that vLLM makes in the place of its own layer, through its registry of pluggable layers
-(``qwen``, ``kimi``, ``olmo``). What an engine that did not ask for it gets is vLLM's code, inherited. Weights,
+(``qwen``, ``kimi``, ``olmo``, ``glm``). What an engine that did not ask for it gets is vLLM's code, inherited. Weights,
 projections, convolution, prompts: vLLM's in any case; a window is one launch of :func:`nwor_ops.gated_delta_verify`.
 """
 
@@ -37,7 +37,8 @@ class OneStateLayer(GatedDeltaNetAttention):
         one_state: whether this engine has it; all else only then.
         geometry: of the record.
         layer_window: int64 ``[1]``, the number of the last window that this layer verified.
-        allow_neg_eigval: whether beta is doubled. vLLM's OLMo hybrid says so by this name; others of its layers do not.
+        allow_neg_eigval: whether beta is doubled. vLLM's OLMo hybrid has an attribute of this name; other layers do not.
+        gate_lower_bound: of the decays, or None. vLLM's Kimi Linear has an attribute of this name.
         all_states: of an audit, ``[max_tokens, value_heads, dv, dk]``: the states that vLLM would have kept.
         audit: the audit of this engine, or None.
     """
@@ -46,6 +47,7 @@ class OneStateLayer(GatedDeltaNetAttention):
     dt_bias: torch.nn.Parameter
     layer_window: Tensor
     allow_neg_eigval: bool
+    gate_lower_bound: float | None = None
     all_states: Tensor | None = None
     audit: StateAudit | None = None
 
@@ -130,7 +132,7 @@ class OneStateLayer(GatedDeltaNetAttention):
             v,
             a,
             b,
-            self.A_log,
+            self.A_log.view(-1),
             self.dt_bias.view(per_channel) if geometry.per_channel else self.dt_bias,
             metadata.plan,
             metadata.window,
@@ -142,6 +144,7 @@ class OneStateLayer(GatedDeltaNetAttention):
             gate_activation=gate_activation,
             all_states=self.all_states,
             allow_neg_eigval=self.allow_neg_eigval,
+            gate_lower_bound=self.gate_lower_bound,
         )
 
     def windows(self) -> OneStateMetadata | None:

@@ -64,6 +64,8 @@ class OneState:
         owners: BlockOwners | None = None,
         folds_tails: bool = False,
     ) -> None:
+        from vllm.v1.kv_cache_interface import iter_layer_specs
+
         self.folds_tails = folds_tails
         self._builders, self._refused, self._aligned, self._owners = builders, refused, aligned, owners
         self.audit: StateAudit | None = None
@@ -76,7 +78,9 @@ class OneState:
         self.num_blocks = cache.num_blocks - 1  # the first is nobody's
         self.max_model_len = runner.max_model_len
         self._record_bytes = geometry.num_bytes
-        self._page_bytes = next(spec.page_size_bytes for spec in specs if is_recurrent(spec))
+        # vLLM packs layers of several page sizes into one block, and then has a spec for each layer of a group.
+        recurrent = next(spec for spec in specs if is_recurrent(spec))
+        self._page_bytes = next(iter(iter_layer_specs(recurrent))).page_size_bytes
 
     @property
     def num_layers(self) -> int:

@@ -47,6 +47,9 @@ class RecordGeometry:
         """Of every recurrent layer of an engine's model: their sizes are in the model's configuration."""
         config, ranks = vllm_config.model_config.hf_text_config, vllm_config.parallel_config.tensor_parallel_size
         rows, dtype = vllm_config.num_speculative_tokens + 1, vllm_config.model_config.dtype
+        if hasattr(config, "linear_num_heads"):  # GLM-5.3-Flash
+            heads, width = config.linear_num_heads // ranks, config.linear_head_dim
+            return cls(rows, heads, heads, width, width, dtype, per_channel=True)
         kda = getattr(config, "linear_attn_config", None)
         if kda is not None:
             heads, width = kda["num_heads"] // ranks, kda["head_dim"]

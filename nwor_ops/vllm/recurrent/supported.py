@@ -27,6 +27,7 @@ _BUILDER = "vllm.v1.attention.backends.gdn_attn"
 _QWEN = _LAYERS + "gdn.qwen_gdn_linear_attn"
 _KIMI = _LAYERS + "gdn.kimi_gdn_linear_attn"
 _OLMO = _LAYERS + "gdn.olmo_gdn_linear_attn"
+_GLM = "vllm.models.glm5next.common.kda"
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,32 @@ OLMO = LayerKind(
         Hook(_LAYERS + "abstract", "MambaBase.get_kv_cache_spec", "vllm_config"),
     ),
 )
-_KINDS = {"KimiLinearForCausalLM": KIMI, "OlmoHybridForCausalLM": OLMO}  # of other architectures: Qwen's
+# vLLM's package of this model imports what a CPU installation may lack.
+GLM = LayerKind(
+    "Glm5NextLinearAttention",
+    "nwor_ops.vllm.recurrent.glm",
+    (
+        Hook(_GLM, "Glm5NextLinearAttention.__init__", "config, vllm_config, prefix", cuda=True),
+        Hook(_GLM, "Glm5NextLinearAttention.get_kv_cache_spec", "vllm_config", cuda=True),
+        Hook(_GLM, "Glm5NextLinearAttention.get_state_shape", "", cuda=True),
+        Hook(_GLM, "Glm5NextLinearAttention.get_state_dtype", "", cuda=True),
+        Hook(_GLM, "Glm5NextLinearAttention._forward", "qkv_proj_states, g1, beta, core_attn_out", cuda=True),
+        Hook(
+            _GLM,
+            "fused_recurrent_kda",
+            "q, k, v, g, beta, scale, initial_state, inplace_final_state, use_qk_l2norm_in_kernel, cu_seqlens, "
+            "ssm_state_indices, num_accepted_tokens, out, sigmoid_beta, a_log, g_bias, compute_gate, lower_bound, "
+            "kwargs",
+            cuda=True,
+        ),
+    ),
+)
+_KINDS = {  # all other architectures have Qwen's layer
+    "KimiLinearForCausalLM": KIMI,
+    "OlmoHybridForCausalLM": OLMO,
+    "Glm5NextForCausalLM": GLM,
+    "Glm5NextForConditionalGeneration": GLM,
+}
 
 
 def kind_of(vllm_config: Any) -> LayerKind:
@@ -163,7 +189,7 @@ _COMMON_HOOKS = (
     Hook("vllm.platforms.interface", "Platform._align_hybrid_block_size", "vllm_config, backend_cls"),
     Hook(RUNNER_MODULE, "GPUModelRunner.load_model", "load_dummy_weights, args, model, kwargs"),
 )  # fmt: skip
-HOOKS = (*QWEN.hooks, *KIMI.hooks, *OLMO.hooks, *_COMMON_HOOKS)
+HOOKS = (*QWEN.hooks, *KIMI.hooks, *OLMO.hooks, *GLM.hooks, *_COMMON_HOOKS)
 
 
 @functools.cache
@@ -180,8 +206,13 @@ def _state_dtype(vllm_config: Any) -> Any:
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 
     cache, dtype = vllm_config.cache_config, vllm_config.model_config.dtype
-    if kind_of(vllm_config) is KIMI:  # whose layer does not look at mamba_ssm_cache_dtype
+    kind = kind_of(vllm_config)
+    if kind is KIMI:  # its layer ignores mamba_ssm_cache_dtype
         return MambaStateDtypeCalculator.kda_state_dtype(dtype, cache.mamba_cache_dtype)[1]
+    if kind is GLM:
+        return MambaStateDtypeCalculator.kda_state_dtype(
+            dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
+        )[1]
     return MambaStateDtypeCalculator.gated_delta_net_state_dtype(
         dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
     )[1]

