@@ -719,8 +719,10 @@ ONE_STATE_STAGE = {**STAGE, "recurrent": True}
 # two close logits wins.
 # Kimi Linear's kernel adds in an order that depends on how many requests there are. Its model asks for a kernel in CuTe
 # unless it is told not to. OLMo hybrid's Triton kernel is another than Qwen's; ours has its bits, too.
+# GLM-5.3-Flash's Triton kernel sums in an order of its own.
 _DELTA_NETS = {"next": ("@qwen3_next_mtp", V2, 0), "qwen3_5": ("@gdn_mtp", V2, 6),
                "kimi": ("@kimi", V2 | {"VLLM_KIMI_K3_GEMM_AR": "0"}, 6), "olmo": ("@olmo", V2, 0),
+               "glm": ("@glm", V2, 6),
                "triton": ("@gdn_mtp", {"VLLM_GDN_DECODE_KERNEL": "triton"}, 0)}  # fmt: skip
 
 
@@ -797,6 +799,19 @@ def _one_states() -> Iterator[Case]:
     # One head of 128 has blocks of 128 tokens, in either engine.
     prefixes = aligned | {"max_model_len": 384, "use": {"shared_prefix": 220, "rounds": 2, "requests": 12}}
     yield _one_state("kimi-align", backend="FLASH_ATTN_MLA", model="@kimi_of_one_head", **prefixes, **kimi)
+    # Five groups: three of KDA (a layer each), one of MLA and its indexer, one of the indexer's tails. Blocks have 512
+    # tokens, a page of the indexer. Its attention has kernels of its own, so the transaction is off.
+    glm = {"shape": "glm", "method": "ngram", "backend": "FLASHMLA_SPARSE", "gdn_prefill_backend": None,
+           "max_model_len": 768, "needs": "torchvision"}  # fmt: skip
+    five = {"kv_cache_groups": 5}
+    yield _one_state("glm", **glm, expect=five)
+    yield _one_state("glm-eager", graphs="eager", **glm, expect=five)
+    yield _one_state("glm-bfloat16", mamba_ssm_cache_dtype="bfloat16", **glm, expect=five)
+    yield _one_state("glm-abort", use={"abort": {10: [0, 2], 16: [5]}}, **glm, expect=five)
+    # FlashKDA exports a state at the end of the first block of a prompt.
+    over_blocks = aligned | {"max_model_len": 1280, "max_num_batched_tokens": 1280}
+    over_blocks |= {"use": {"shared_prefix": 560, "rounds": 2, "requests": 12}}
+    yield _one_state("glm-align", **glm | over_blocks | {"expect": five | {"metric:prefix_cache_hits": 1}})
     olmo = {"shape": "olmo", "method": "ngram"}
     for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW), ("-stage", ONE_STATE_STAGE)):
         yield _one_state(f"olmo-ngram{mode}", nwor=nwor, **olmo)

@@ -57,6 +57,9 @@ GDN = {
 WIDE_GDN = GDN | {"key_heads": 2, "value_heads": 4}
 # KDA of Kimi Linear.
 KDA = {"state": 128, "conv": 4}
+# Attention and indexer of GLM-5.3-Flash. vLLM's sparse kernels are made for these head sizes, without rotated keys.
+GLM = {"heads": 4, "query_rank": 256, "latent": 512, "nope": 256, "value": 256, "index_heads": 32, "index": 128,
+       "pool": 16}  # fmt: skip
 # Gated DeltaNet of OLMo hybrid, whose heads of attention share the model's width.
 OLMO = {"layers": 4, "heads": 2, "kv_heads": 2, "key_heads": 2, "value_heads": 2, "key": 96, "value": 192, "conv": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
@@ -99,6 +102,7 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "draft_of_gdn": _write_draft_of_gdn,
         "kimi": _write_kimi,
         "kimi_of_one_head": lambda path: _write_kimi(path, heads=1),
+        "glm": _write_glm,
         "olmo": _write_olmo,
         "olmo_repeated": lambda path: _write_olmo(path, OLMO | {"key_heads": 1}, allow_neg_eigval=False),
         "mamba": _write_mamba,
@@ -349,6 +353,90 @@ def _kda_layer(generator: torch.Generator, prefix: str, heads: int) -> dict[str,
         weights[f"{layer}.{gate}_a_proj.weight"] = _matrix(generator, width, hidden)
         weights[f"{layer}.{gate}_b_proj.weight"] = _matrix(generator, size, width)
     return weights | _mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"])
+
+
+def _write_glm(folder: pathlib.Path, heads: int = 2) -> None:
+    """GLM-5.3-Flash without experts and without mixed residual streams: three layers of KDA and one of sparse MLA."""
+    hidden, layers = MLA["hidden"], 4
+    config = {
+        "architectures": ["Glm5NextForCausalLM"],
+        "model_type": "glm5_next_text",
+        "hidden_size": hidden,
+        "intermediate_size": MLA["mlp"],
+        "moe_intermediate_size": MLA["mlp"],
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": 0,
+        "layer_types": ["linear_attention"] * (layers - 1) + ["indexed_attention"],
+        "mlp_layer_types": ["dense"] * layers,
+        "n_routed_experts": 2,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "num_attention_heads": GLM["heads"],
+        "num_key_value_heads": GLM["heads"],
+        "q_lora_rank": GLM["query_rank"],
+        "kv_lora_rank": GLM["latent"],
+        "qk_nope_head_dim": GLM["nope"],
+        "qk_rope_head_dim": 0,
+        "v_head_dim": GLM["value"],
+        "mla_use_nope": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "index_topk": 2048,
+        "index_kpool": GLM["pool"],
+        "index_n_heads": GLM["index_heads"],
+        "index_head_dim": GLM["index"],
+        "indexer_types": ["full"] * layers,
+        "indexer_rope_interleave": True,
+        "linear_num_heads": heads,
+        "linear_head_dim": KDA["state"],
+        "linear_conv_kernel_dim": KDA["conv"],
+        "linear_lower_bound": -5.0,
+        "mhc": False,
+        **COMMON,
+        "pad_token_id": 0,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+    }
+    generator = torch.Generator().manual_seed(47)
+    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    weights = {"model.embed_tokens.weight": embedding}
+    for layer in range(layers - 1):
+        weights |= _kda_layer(generator, f"model.layers.{layer}", heads)
+        # Most decays are near 0.9: exp(-5 * sigmoid(-4)).
+        weights[f"model.layers.{layer}.self_attn.dt_bias"] = torch.full((heads * KDA["state"],), -4.0)
+    weights |= _sparse_mla_layer(generator, f"model.layers.{layers - 1}") | {
+        "model.norm.weight": _ones(hidden),
+        "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+    }
+    _save(folder, config, weights)
+
+
+def _sparse_mla_layer(generator: torch.Generator, prefix: str) -> dict[str, Tensor]:
+    hidden, heads, rank, latent = MLA["hidden"], GLM["heads"], GLM["query_rank"], GLM["latent"]
+    layer, indexer = f"{prefix}.self_attn", f"{prefix}.self_attn.indexer"
+    return {
+        f"{prefix}.input_layernorm.weight": _ones(hidden),
+        f"{prefix}.post_attention_layernorm.weight": _ones(hidden),
+        f"{layer}.q_a_proj.weight": _matrix(generator, rank, hidden),
+        f"{layer}.q_a_layernorm.weight": _ones(rank),
+        f"{layer}.q_b_proj.weight": _matrix(generator, heads * GLM["nope"], rank, 1.5),
+        f"{layer}.kv_a_proj_with_mqa.weight": _matrix(generator, latent, hidden),
+        f"{layer}.kv_a_layernorm.weight": _ones(latent),
+        f"{layer}.kv_b_proj.weight": _matrix(generator, heads * (GLM["nope"] + GLM["value"]), latent, 1.5),
+        f"{layer}.o_proj.weight": _matrix(generator, hidden, heads * GLM["value"], BLOCK_SCALE),
+        f"{indexer}.wq_b.weight": _matrix(generator, GLM["index_heads"] * GLM["index"], rank),
+        f"{indexer}.wk.weight": _matrix(generator, GLM["index"], hidden),
+        f"{indexer}.weights_proj.weight": _matrix(generator, GLM["index_heads"], hidden),
+        f"{indexer}.k_norm.weight": torch.ones(GLM["index"]),
+        f"{indexer}.k_norm.bias": torch.zeros(GLM["index"]),
+        f"{indexer}.index_kpool_compress_ape": torch.zeros(GLM["pool"], GLM["index"]),
+        f"{indexer}.index_kpool_compress_gate": _matrix(generator, GLM["index"], hidden),
+        **_mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"]),
+    }
 
 
 def _write_olmo(folder: pathlib.Path, sizes: dict[str, int] = OLMO, allow_neg_eigval: bool = True) -> None:

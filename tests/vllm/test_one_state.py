@@ -22,7 +22,7 @@ import torch
 from engines import Engines, model_folder, prompts
 from processes import interpreted
 from torch import Tensor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
@@ -40,6 +40,10 @@ KDA = {"num_heads": 4, "head_dim": 128, "short_conv_kernel_size": 4}
 OLMO = {"model_config__architecture": "OlmoHybridForCausalLM"} | {
     f"model_config__hf_text_config__linear_{name}": size
     for name, size in {"num_key_heads": 30, "num_value_heads": 30, "key_head_dim": 96, "value_head_dim": 192}.items()
+}
+GLM = {
+    "model_config__architecture": "Glm5NextForConditionalGeneration",
+    "model_config__hf_text_config": SimpleNamespace(linear_num_heads=64, linear_head_dim=128, linear_attn_config={}),
 }
 KIMI = {"model_config__architecture": "KimiLinearForCausalLM", "model_config__hf_text_config__linear_attn_config": KDA}
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
@@ -83,10 +87,13 @@ def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["kimi-graphs", "olmo-graphs", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("kimi", "olmo"))],
+    [
+        *(f"{kind}-graphs" for kind in ("kimi", "olmo", "glm")),
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("kimi", "olmo", "glm")),
+    ],
 )
 def test_outputs_of_other_kinds_are_those_of_a_state_per_draft(case: str) -> None:
-    """Kimi Linear's layers and OLMo hybrid's."""
+    """The layers of Kimi Linear, OLMo hybrid and GLM-5.3-Flash."""
     said = said_of(case, f"one_state_{case.partition('-')[0]}.py")
     assert said["blocks"] == [4, 1]
     assert min(said["windows_only"], said["mixed"]) > 4
@@ -215,6 +222,35 @@ def test_the_geometry_of_kimi_linear_has_a_decay_for_each_channel(monkeypatch: p
     assert supported.kind_of(config) is supported.KIMI
 
 
+def test_kimi_linear_with_bounded_decays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes the same layer, which hands its bound on."""
+    config = engine(**KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"gate_lower_bound": -5.0}})
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    assert supported.problem_of(config) is None
+    assert supported.kind_of(config) is supported.KIMI
+
+
+def test_the_geometry_of_glm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """34 layers of 64 heads. With three drafts a request needs 163 MiB; with a state for each draft it needs 582."""
+    config = engine(**GLM)
+    geometry = RecordGeometry.of(config)
+    assert geometry == RecordGeometry(4, 64, 64, 128, 128, torch.bfloat16, per_channel=True)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    assert supported.problem_of(config) is None
+    assert supported.kind_of(config) is supported.GLM
+    states = MambaSpec(
+        block_size=256, shapes=((6, 3 * 64 * 128), (64, 128, 128)), dtypes=(torch.bfloat16, torch.float32),
+        num_speculative_blocks=3,
+    )  # fmt: skip
+    assert 34 * 4 * states.page_size_bytes / 2**20 == 582.25
+    assert round(34 * geometry.extend(states).page_size_bytes / 2**20, 1) == 162.6
+    config.cache_config.mamba_ssm_cache_dtype = "bfloat16"
+    assert supported._state_dtype(config) == torch.bfloat16
+    assert supported.problem_of(config) is None
+    config.cache_config.mamba_ssm_cache_dtype = "auto"
+    assert supported._state_dtype(config) == torch.float32
+
+
 def test_the_geometry_of_olmo_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine(**OLMO, cache_config__mamba_cache_mode="align")
     config.parallel_config.tensor_parallel_size = 2
@@ -239,9 +275,14 @@ def test_a_model_says_how_large_a_page_is_with_the_record(monkeypatch: pytest.Mo
     assert page(engine(recurrent=False)) == STATES.page_size_bytes
 
 
-def test_what_the_start_up_line_says() -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_what_the_start_up_line_says(packed: bool) -> None:
+    """`packed`: a block holds pages of several layers, as in GLM-5.3-Flash, and a group has a spec for each layer."""
     attention = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    specs = [GEOMETRY.extend(STATES), attention, GEOMETRY.extend(STATES)]
+    states: Any = GEOMETRY.extend(STATES)
+    if packed:
+        states = UniformTypeKVCacheSpecs(block_size=256, kv_cache_specs={"a": states, "b": states})
+    specs = [states, attention, states]
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=256),
         cache_config=SimpleNamespace(mamba_cache_mode="none"),
@@ -796,11 +837,7 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"use_full_rank_gate": True}},
-            r"Kimi Linear with Kimi K3's gate .*: with the first vLLM makes Kimi K3's layer, which is another class",
-        ),
-        (
-            KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"gate_lower_bound": -5.0}},
-            r"Kimi Linear with .* or a bounded decay \(`gate_lower_bound`\): .*; the kernel has no bound",
+            r"Kimi Linear with Kimi K3's gate .*: vLLM then makes Kimi K3's layer, which is another class",
         ),
         (
             KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"head_dim": 96}},

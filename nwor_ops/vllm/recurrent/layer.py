@@ -37,7 +37,7 @@ class OneStateLayer(GatedDeltaNetAttention):
         one_state: whether this engine has it; all else only then.
         geometry: of the record.
         layer_window: int64 ``[1]``, the number of the last window that this layer verified.
-        allow_neg_eigval: whether beta is doubled. vLLM's OLMo hybrid has an attribute of this name; other layers do not.
+        allow_neg_eigval: whether beta is doubled. Only vLLM's OLMo hybrid has an attribute of this name.
         gate_lower_bound: of the decays, or None. vLLM's Kimi Linear has an attribute of this name.
         all_states: of an audit, ``[max_tokens, value_heads, dv, dk]``: the states that vLLM would have kept.
         audit: the audit of this engine, or None.

@@ -210,9 +210,7 @@ def _state_dtype(vllm_config: Any) -> Any:
     if kind is KIMI:  # its layer ignores mamba_ssm_cache_dtype
         return MambaStateDtypeCalculator.kda_state_dtype(dtype, cache.mamba_cache_dtype)[1]
     if kind is GLM:
-        return MambaStateDtypeCalculator.kda_state_dtype(
-            dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
-        )[1]
+        return MambaStateDtypeCalculator.kda_state_dtype(dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype)[1]
     return MambaStateDtypeCalculator.gated_delta_net_state_dtype(
         dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
     )[1]
