@@ -366,7 +366,7 @@ def _write_glm(folder: pathlib.Path, heads: int = 2) -> None:
         "moe_intermediate_size": MLA["mlp"],
         "num_hidden_layers": layers,
         "num_nextn_predict_layers": 0,
-        "layer_types": ["linear_attention"] * (layers - 1) + ["indexed_attention"],
+        "layer_types": ["linear_attention"] * (layers - 1) + ["full_attention"],  # versions of transformers rename it
         "mlp_layer_types": ["dense"] * layers,
         "n_routed_experts": 2,
         "n_shared_experts": 1,
