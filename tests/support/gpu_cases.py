@@ -89,7 +89,7 @@ class Case:
         trimmed: fewer drafts must be verified than were scheduled.
         expect: what the second engine must report: a field of its worker; or, of ``metric:NAME`` and, with one state,
             of ``audit:NAME``, at least how much.
-        needs: a package beside vLLM, without which the case is skipped.
+        needs: a package, or several, besides vLLM. The case is skipped without them.
         more_blocks: blocks that the second engine's cache has more: to its scheduler both are of one size.
         recurrent_groups: those of its KV-cache groups that need no shadow pages.
         share: more than that of the drafts is accepted, and more than that rejected.
@@ -105,7 +105,7 @@ class Case:
     may_differ: int = 0
     trimmed: bool = False
     expect: dict[str, Any] = field(default_factory=dict)
-    needs: str | None = None
+    needs: str | tuple[str, ...] | None = None
     more_blocks: int = 0
     recurrent_groups: int = 0
     share: float = 0.02
@@ -834,8 +834,19 @@ def _one_states() -> Iterator[Case]:
     yield _one_state("next-adaptive", speculative_config=MTP | {"enable_adaptive_verification": True}, use=STEEP)
     yield _one_state("lora", "triton", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@gdn_lora"})
     yield _one_state("next-offload", cpu_offload_gb=0.002)
-    # The classes of the multimodal model around the text's, with its positions; nobody sends it an image.
-    yield _one_state("multimodal", "triton", model="@gdn_mtp_multimodal", language_model_only=True, needs="torchvision")
+    # Multimodal classes around the text model, with M-RoPE positions. No request has an image.
+    text_only: dict[str, Any] = {"language_model_only": True, "needs": "torchvision"}
+    yield _one_state("multimodal", "triton", model="@gdn_mtp_multimodal", **text_only)
+    minicpm_v = text_only | {"model": "@minicpm_v", "method": "ngram"}
+    yield _one_state("minicpm_v-ngram", "triton", **minicpm_v)
+    yield _one_state("minicpm_v-ngram-cow", "triton", ONE_STATE_COW, **minicpm_v)
+    yield _one_state("minicpm_v-align", "triton", **minicpm_v, **aligned)
+    for model in ("interns2_preview", "interns2_mobius"):
+        interns2 = text_only | {"model": f"@{model}", "trust_remote_code": True}
+        interns2 |= {"needs": ("torchvision", EXPERTS_LIBRARY)}
+        yield _one_state(f"{model}-mtp", "triton", **interns2)
+        yield _one_state(f"{model}-mtp-cow", "triton", ONE_STATE_COW, **interns2)
+        yield _one_state(f"{model}-align", "triton", **interns2, **aligned)
 
 
 # vLLM's own settings, but for what keeps a tiny engine small: prefix caching and warm-ups are on, and FlashInfer runs

@@ -64,6 +64,7 @@ GLM = {"heads": 4, "query_rank": 256, "latent": 512, "nope": 256, "value": 256, 
 OLMO = {"layers": 4, "heads": 2, "kv_heads": 2, "key_heads": 2, "value_heads": 2, "key": 96, "value": 192, "conv": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
            "shared_expert_intermediate_size": 128}  # fmt: skip
+VISION = {"hidden_size": 64, "intermediate_size": 128}
 # Mamba and full attention in turn, as in Granite 4: a state of some 40 KiB, so blocks of 80 tokens.
 MAMBA = {"heads": 8, "head_size": 64, "groups": 1, "state": 32, "conv": 4, "expand": 2}
 # What the configurations below have in common.
@@ -78,8 +79,8 @@ COMMON = {
 MASK = VOCABULARY - 1  # stands where a parallel drafter is to fill a token in
 
 
-def write_models(folder: pathlib.Path) -> dict[str, str]:
-    """All of them; their folders by name."""
+def write_models(folder: pathlib.Path, *names: str) -> dict[str, str]:
+    """Write these models, by default all of them. Return their folders by name."""
     writers: dict[str, Callable[[pathlib.Path], Any]] = {
         "llama": write_tiny_llama,
         "draft": lambda path: write_tiny_llama(path, seed=21, size=Size(layers=1)),
@@ -97,6 +98,9 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "gdn_mtp": _write_gdn_mtp,
         "gdn_mtp_wide": lambda path: _write_gdn_mtp(path, WIDE_GDN),
         "gdn_mtp_multimodal": _write_gdn_mtp_multimodal,
+        "minicpm_v": _write_minicpm_v,
+        "interns2_preview": _write_interns2_preview,
+        "interns2_mobius": _write_interns2_mobius,
         "qwen3_next_mtp": _write_qwen3_next_mtp,
         "qwen3_next_experts_mtp": lambda path: _write_qwen3_next_mtp(path, experts=True),
         "draft_of_gdn": _write_draft_of_gdn,
@@ -110,10 +114,10 @@ def write_models(folder: pathlib.Path) -> dict[str, str]:
         "dflash": _write_dflash,
         "dspark": _write_dspark,
     }
-    for name, write in writers.items():
-        write(folder / name)
+    for name in names or writers:
+        writers[name](folder / name)
         _write_tokenizer(folder / name)
-    return {name: str(folder / name) for name in writers}
+    return {name: str(folder / name) for name in names or writers}
 
 
 def _write_sliding(folder: pathlib.Path, layer_types: list[str]) -> None:
@@ -614,30 +618,102 @@ def _write_gdn_mtp(folder: pathlib.Path, sizes: dict[str, int] = GDN, experts: b
 
 
 def _write_gdn_mtp_multimodal(folder: pathlib.Path) -> None:
-    """The same model as the text part of a multimodal one, whose other part has no weights: for engines that are asked
-    for text alone (``language_model_only``)."""
+    """Write the same model as the text part of a multimodal one. The vision part has no weights: start such an engine
+    with ``language_model_only``."""
+    _write_gdn_mtp(folder)
+    _surround_text(folder, "Qwen3_5ForConditionalGeneration", "qwen3_5")
+
+
+def _write_minicpm_v(folder: pathlib.Path) -> None:
+    """Write MiniCPM-V 4.6 with Qwen3.5's dense text model. It has no layer for multi-token prediction."""
+    _write_gdn_mtp(folder)
+    _surround_text(folder, "MiniCPMV4_6ForConditionalGeneration", "minicpmv4_6", VISION | {
+        "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 64})  # fmt: skip
+
+
+def _write_interns2_preview(folder: pathlib.Path) -> None:
+    """Write InternS2 Preview with Qwen3.5's text model with experts, and a layer for multi-token prediction."""
+    _write_gdn_mtp(folder, experts=True)
+    _surround_text(folder, "InternS2PreviewForConditionalGeneration", "intern_s2_preview",
+                   text={"model_type": "qwen3_5_moe_text"} | EXPERTS)  # fmt: skip
+    _write_remote_config(folder, "intern_s2_preview", "qwen3_5_moe_text")
+
+
+def _write_interns2_mobius(folder: pathlib.Path, banks: int = 2) -> None:
+    """Write InternS2 Mobius. It is Qwen3.5's text model with banks of experts that layers share in turn. Each layer has
+    its own shared expert."""
+    from safetensors.torch import load_file, save_file
+
+    _write_gdn_mtp(folder, experts=True)
+    numbers = {"num_blocks": banks, "mtp_num_experts": EXPERTS["num_experts"],
+               "mtp_num_experts_per_tok": EXPERTS["num_experts_per_tok"]}  # fmt: skip
+    _surround_text(folder, "InternS2MobiusForConditionalGeneration", "interns2_mobius",
+                   text={"model_type": "interns2_mobius_text"} | EXPERTS | numbers)  # fmt: skip
+    _write_remote_config(folder, "interns2_mobius", "interns2_mobius_text")
+    weights, layers = load_file(str(folder / "model.safetensors")), "model.language_model.layers."
+    banked: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        found = re.match(rf"{re.escape(layers)}(\d+)\.mlp\.((?:gate|experts)\..*)", name)
+        if found is None:
+            banked[name] = weight
+        elif int(found[1]) < banks:
+            banked[f"model.language_model.meta_mlp.{found[1]}.{found[2]}"] = weight
+    save_file(banked, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def _surround_text(
+    folder: pathlib.Path,
+    architecture: str,
+    model_type: str,
+    vision: dict[str, Any] | None = None,
+    text: dict[str, Any] | None = None,
+) -> None:
+    """Make the model in a folder the text part of a multimodal one.
+
+    Args:
+        vision: configuration of the vision part; Qwen's by default.
+        text: settings that the text configuration gets in addition.
+    """
     from safetensors.torch import load_file
 
-    _write_gdn_mtp(folder)
-    text = json.loads((folder / "config.json").read_text())
-    del text["architectures"]
-    # Of the 16 frequencies of a head those of time, height and width.
-    text["rope_parameters"] |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
-    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
-              "out_hidden_size": text["hidden_size"], "num_position_embeddings": 16}  # fmt: skip
+    inner = json.loads((folder / "config.json").read_text()) | (text or {})
+    del inner["architectures"]
+    # A head has 16 frequencies: those of time, height and width.
+    inner["rope_parameters"] |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    qwen = {"depth": 1, "num_heads": 4, "out_hidden_size": inner["hidden_size"], "num_position_embeddings": 16}
     special = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
-        "text_config": text,
-        "vision_config": vision,
-        **{name: VOCABULARY + number for number, name in enumerate(special)},  # in no prompt
+        "architectures": [architecture],
+        "model_type": model_type,
+        "text_config": inner,
+        "vision_config": VISION | qwen if vision is None else vision,
+        **{name: VOCABULARY + number for number, name in enumerate(special)},  # no prompt has them
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
     weights = load_file(str(folder / "model.safetensors"))
     inside = {re.sub(r"^model\.", "model.language_model.", name): weight for name, weight in weights.items()}
     _save(folder, config, inside)
+
+
+def _write_remote_config(folder: pathlib.Path, model_type: str, text_type: str) -> None:
+    """Write the configuration classes of a model that transformers does not have, as its checkpoint brings them. Start
+    such an engine with ``trust_remote_code``."""
+    (folder / "configuration.py").write_text(
+        f"""from transformers import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
+
+
+class TextConfig(Qwen3_5MoeTextConfig):
+    model_type = "{text_type}"
+
+
+class Config(Qwen3_5MoeConfig):
+    model_type = "{model_type}"
+    sub_configs = Qwen3_5MoeConfig.sub_configs | {{"text_config": TextConfig}}
+"""
+    )
+    config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoConfig": "configuration.Config"}}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_draft_of_gdn(folder: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import json
 import logging
+import pathlib
 import random
 import re
 import weakref
@@ -21,6 +22,7 @@ import pytest
 import torch
 from engines import Engines, model_folder, prompts
 from processes import interpreted
+from tiny_models import write_models
 from torch import Tensor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
@@ -258,6 +260,23 @@ def test_the_geometry_of_olmo_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
     assert supported.problem_of(config) is None
     assert supported.kind_of(config) is supported.OLMO
+
+
+@pytest.mark.parametrize("name", ["gdn_mtp_multimodal", "minicpm_v", "interns2_preview", "interns2_mobius"])
+def test_a_multimodal_model_has_the_sizes_of_its_text_configuration(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import dynamic_module_utils
+    from vllm.transformers_utils.config import get_config, get_hf_text_config
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    outer = get_config(write_models(tmp_path, name)[name], trust_remote_code=True)
+    [architecture] = outer.architectures
+    config = engine(model_config__architecture=architecture, model_config__hf_text_config=get_hf_text_config(outer))
+    assert RecordGeometry.of(config) == RecordGeometry(4, 1, 2, 128, 128, torch.bfloat16)
+    assert supported.problem_of(config) is None
+    assert supported.kind_of(config) is supported.QWEN
 
 
 def test_a_model_says_how_large_a_page_is_with_the_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,12 +52,13 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 
 def _missing(item: pytest.Item) -> str | None:
-    """What a case needs that is not there: a package, or GPUs."""
+    """Return the reason to skip a case: it needs a package or GPUs that this machine lacks."""
     parameters = _parameters(item)
     case = parameters.get("case", parameters.get("refusal"))
-    needs = getattr(case, "needs", None)
-    if needs is not None and importlib.util.find_spec(needs) is None:
-        return f"{needs} is not installed"
+    needs = getattr(case, "needs", None) or ()
+    for package in (needs,) if isinstance(needs, str) else needs:
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
     engine, there = getattr(case, "engine", {}), torch.cuda.device_count()
     gpus = math.prod(engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
     return f"needs {gpus} GPUs, {there} are here" if gpus > max(there, 1) else None
