@@ -131,7 +131,8 @@ def make_job(folder: pathlib.Path, layers: int, cache_dtype: str, small: bool = 
 
 
 def engine_job(model: str, speculation: dict[str, Any], small: bool, **more: Any) -> dict[str, Any]:
-    """A job without ``vocabulary``; see gpu_engine_child.py."""
+    """Return a job without ``vocabulary``; see gpu_engine_child.py. All else is vLLM's default, prefix caching too: no
+    two prompts of these benchmarks begin alike."""
     engine: dict[str, Any] = {
         "model": model,
         "load_format": "dummy",
@@ -140,7 +141,6 @@ def engine_job(model: str, speculation: dict[str, Any], small: bool, **more: Any
         "max_model_len": 2048,
         "max_num_seqs": max(REQUESTS),
         "max_num_batched_tokens": 8192,
-        "enable_prefix_caching": False,
         "disable_log_stats": False,
         "speculative_config": {"num_speculative_tokens": K, **speculation},
     }
@@ -166,9 +166,10 @@ def launch_engine(
     runner: str,
     environment: dict[str, str],
 ) -> EngineProcess:
-    """An engine that is starting; `cache` is the folder of what vLLM compiles, `environment` comes on top."""
-    environment = engine_environment("off", audit=False, offline=True) | environment
-    environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    """Start an engine. ``cache`` is the folder of what vLLM compiles; ``environment`` wins over all settings here but
+    those of the runner."""
+    sampler = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    environment = engine_environment("off", audit=False, offline=True) | sampler | environment
     # As a server runs it: the engine core in a process that does nothing else.
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if job.get("one_process") else "1"
     environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc takes a function

@@ -4,7 +4,8 @@ A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens":
 ``one_process`` the worker is in this process, which ``host`` needs; ``captures`` are the FULL graphs to take for either
 side; with ``counts_running`` a run looks at how many requests are running. Commands come on stdin, a line each, answers
 go to stdout, a line of JSON each: ``run N [SEED]`` serves N requests, ``texts N AT_ONCE`` the same ones each time and
-says what they answer, ``switch 0`` makes an engine with NWOR vanilla vLLM until ``switch 1``, ``turns N CAPTURE FIRST
+says what they answer, ``ttft N PREFIX SUFFIX AT_ONCE SEED`` times first tokens, ``fits TOKENS`` says how many requests
+fit the cache, ``switch 0`` makes an engine with NWOR vanilla vLLM until ``switch 1``, ``turns N CAPTURE FIRST
 CONTROL`` times steady decode steps of N requests with NWOR off and on in turn, ``profile N STEPS`` profiles about so
 many of them, ``drafter N STEPS`` the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on
 the host.
@@ -51,6 +52,7 @@ SYNCS = (
     "cuEventSynchronize",
 )
 DRAFTING = "nwor: the drafter"  # a range in the profile
+TTFT_TOKENS = 8
 STEPS_BEFORE = 12  # until all prompts are through
 TURNS, TURN_STEPS = 8, 20
 STEPS_BETWEEN_LOOKS = 25  # at how many requests are running: it takes milliseconds
@@ -150,6 +152,41 @@ class TimedEngine:
                     if output.finished:
                         found[int(output.request_id.split("-")[1])] = _tokens_and_margins(output.outputs[0])
         return {"texts": [found[index] for index in range(requests)]}
+
+    def ttft(self, requests: int, prefix: int, suffix: int, at_once: int, seed: int) -> dict[str, Any]:
+        """Measure the seconds until each request's first token. All prompts begin with the same ``prefix`` tokens,
+        which depend on the seed, and end with ``suffix`` tokens of their own."""
+        from vllm import SamplingParams
+
+        engine, vocabulary = self._llm.llm_engine, self._job["vocabulary"]
+        self._runs += 1
+        shared, own = random.Random(-1 - seed), random.Random(self._runs)
+        beginning = [shared.randrange(vocabulary) for _ in range(prefix)]
+        prompts = [beginning + [own.randrange(vocabulary) for _ in range(suffix)] for _ in range(requests)]
+        params = SamplingParams(temperature=0.0, max_tokens=TTFT_TOKENS, ignore_eos=True, detokenize=False)
+        gc.collect()
+        added: dict[int, float] = {}
+        first: dict[int, float] = {}
+        cached: dict[int, int] = {}
+        for index, prompt in enumerate(prompts):
+            added[index] = time.perf_counter()
+            engine.add_request(f"{self._runs}-{index}", {"prompt_token_ids": prompt}, params)
+            while engine.has_unfinished_requests() and (not at_once or index == requests - 1):
+                for output in engine.step():
+                    number = int(output.request_id.split("-")[1])
+                    if number not in first and output.outputs[0].token_ids:
+                        first[number] = time.perf_counter() - added[number]
+                    cached[number] = output.num_cached_tokens or cached.get(number, 0)
+        return {
+            "seconds": [first[index] for index in range(requests)],
+            "cached": [cached[index] for index in range(requests)],
+            "prompt_tokens": prefix + suffix,
+        }
+
+    def fits(self, tokens: int) -> dict[str, Any]:
+        """How many requests of so many tokens the cache holds at once, and how long its blocks are."""
+        found: dict[str, Any] = self._llm.collective_rpc(requests_that_fit, args=(tokens,))[0]
+        return found
 
     def switch(self, on: int) -> dict[str, Any]:
         if self._job.get("one_process"):
@@ -302,6 +339,25 @@ def _tokens_so_far(outputs: list[Any], requests: int) -> int:
 def runner_module(worker: Any) -> str:
     """Where its model runner is defined: vLLM has two."""
     return type(worker.model_runner).__module__
+
+
+def requests_that_fit(worker: Any, tokens: int) -> dict[str, Any]:
+    """See :meth:`TimedEngine.fits`."""
+    runner = worker.model_runner
+    cache, model = runner.kv_cache_config, runner.vllm_config.model_config
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    longest, model.max_model_len = model.max_model_len, tokens
+    try:
+        pages = [-(-spec.max_memory_usage_bytes(runner.vllm_config) // spec.page_size_bytes) for spec in specs]
+    finally:
+        model.max_model_len = longest
+    return {
+        "requests": cache.num_blocks // sum(pages),
+        "num_blocks": cache.num_blocks,
+        "blocks_per_request": pages,
+        "block_sizes": [spec.block_size for spec in specs],
+        "page_bytes": [spec.page_size_bytes for spec in specs],
+    }
 
 
 def start_profile(worker: Any) -> None:

@@ -137,6 +137,7 @@ METHODS = {
             "mamba_ssm_cache_dtype": "float32",
             "gdn_prefill_backend": "triton",
             "worker_extension_cls": "gpu_worker_hybrid.Worker",
+            "enable_prefix_caching": False,
             # 64 requests x 14 blocks of 20 MB, and 128 shadow pages.
             "kv_cache_memory_bytes": 22 * GIB,
         },

@@ -1,0 +1,421 @@
+"""Measure one recurrent state per request in the engine that a user starts: vLLM's defaults, Qwen3.5's own class.
+
+    python benchmarks/gpu_hybrid.py [--vanilla V ...] [--ours V] [--requests N ...] [--seconds S] [--quick] ...
+
+The model has the Qwen3.5-9B shape, its layer for multi-token prediction and random weights. Both sides run with the
+defaults of ``vllm serve``: prefix caching (``align``), FlashInfer's prefill on Hopper, warm-ups, asynchronous
+scheduling, CUDA graphs. Only this is set: dummy weights, no tokenizer, 36 GiB of cache, 8,192 tokens a batch (what
+``vllm serve`` takes on an H200; ``LLM`` would take 16,384), and synthetic acceptance of drafts.
+
+The engine with one state per request stays on the GPU. One vanilla engine after another runs beside it, with as much
+cache, and the two take turns. A vanilla engine is a name of ``VARIANTS``, or several joined by ``+``:
+
+    default     vLLM's defaults, K = 3
+    no_prefix   without prefix caching
+    triton      with the Triton prefill
+    bfloat16    with bfloat16 states
+    drafts_N    with K = N; 0 is no speculation
+
+Each draft is accepted with the probability that gives 2.5 tokens a step at K = 3, so K = 1 and 2 have 1.69 and 2.17.
+
+Rows, of which each is written when it is measured:
+
+    e2e_recurrent/over_V/N       output tok/s over variant V, N requests of 64 + 256 tokens at once
+    e2e_recurrent/over_best/N    the lowest of these: over the best vanilla
+    tok_s_V/N, tok_s_recurrent_beside_V/N, running_V/N (most requests that ran at once), acceptance_length_V/N
+    ttft_ms_V/cold, /hit, /hit_at_once    first tokens of prompts that share a long prefix; hit_rate_V
+    ttft_recurrent/over_V/...    our time over the variant's
+    fits_V/2048, fits_recurrent/over_V    requests of 2,048 tokens that the cache holds
+
+``--resume`` leaves out what the results already have for this commit and these versions. Needs one H200 (two engines of
+60 GiB). The first two engines take 60 to 130 s to start, each further one 30 to 60 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpu_engine import (
+    LLAMA_8B,
+    SMALL,
+    check_acceptance,
+    engine_job,
+    launch_engine,
+    speeds,
+    visitor,
+    write_shape,
+)
+from results import FOLDER, Row, circumstances, ratios, read, row, show, this_machine, write
+
+from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
+
+NAME = "gpu_hybrid"
+GIB = 1 << 30
+OURS = "recurrent"
+REQUESTS = (1, 16, 64, 128, 384)
+# Of output tok/s over the best vanilla, and of requests that fit over vLLM's defaults.
+TARGETS = {1: 1.0, 16: 1.05, 64: 1.12, 128: 1.15}
+TARGET_FITS = 2.1
+RUNS_PER_ROUND = {1: 2, 16: 2}
+# The fewest rounds; a quick run does no more.
+ROUNDS = {384: 1}
+LEAST_ROUNDS = 2
+NOT_WARMED_UP = 384  # it takes 10 s, and runs graphs and kernels that smaller loads have run
+# Eight blocks of 576 tokens, and less than one.
+PREFIX_TOKENS, SUFFIX_TOKENS, TTFT_REQUESTS = 4608, 300, 8
+FIT_TOKENS = 2048
+# By K: 1 + p + p^2 + p^3 = 2.5.
+ACCEPTED = 0.6914
+QWEN3_5_9B: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+    "attn_output_gate": True,
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How an engine differs from the default one.
+
+    Attributes:
+        engine: arguments of ``vllm.LLM``.
+        drafts: K.
+    """
+
+    engine: dict[str, Any] = field(default_factory=dict)
+    drafts: int = 3
+
+
+VARIANTS = {
+    "default": Variant(),
+    "no_prefix": Variant({"enable_prefix_caching": False}),
+    "triton": Variant({"gdn_prefill_backend": "triton"}),
+    "bfloat16": Variant({"mamba_ssm_cache_dtype": "bfloat16"}),
+    **{f"drafts_{drafts}": Variant(drafts=drafts) for drafts in (0, 1, 2)},
+}
+# What a run takes that is told nothing: the defaults first, then what a user may find faster.
+VANILLA = ("default", "bfloat16", "no_prefix+drafts_1", "drafts_2", "drafts_0", "triton")
+VANILLA_QUICK = ("default", "bfloat16")
+
+
+def variant_of(name: str) -> Variant:
+    """Join the variants of a name like ``bfloat16+drafts_1``.
+
+    Raises:
+        ValueError: one of them is not a variant.
+    """
+    engine: dict[str, Any] = {}
+    drafts = VARIANTS["default"].drafts
+    for part in name.split("+"):
+        if part not in VARIANTS:
+            raise ValueError(f"{part!r} is not a variant; there are {', '.join(VARIANTS)}")
+        engine |= VARIANTS[part].engine
+        drafts = VARIANTS[part].drafts if part.startswith("drafts_") else drafts
+    return Variant(engine, drafts)
+
+
+def job_of(folder: pathlib.Path, variant: Variant, small: bool, block_size: int | None = None) -> dict[str, Any]:
+    """Return the job of either side; the environment says which side it is."""
+    if small:  # vLLM's CPU engine, to try the script: neither side has recurrent layers
+        model = write_shape(folder / "target", LLAMA_8B | SMALL)
+        drafter = write_shape(folder / "drafter", LLAMA_8B | SMALL | {"num_hidden_layers": 1})
+        speculation: dict[str, Any] = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 2}
+        job = engine_job(model, speculation, small)
+        job["engine"] |= {"enable_prefix_caching": True, "kv_cache_memory_bytes": 1 << 26}
+        if not variant.drafts:
+            del job["engine"]["speculative_config"]
+        return job | {"vocabulary": SMALL["vocab_size"], "max_tokens": 32, "counts_running": True}
+    model = write_shape(folder / "target", QWEN3_5_9B)
+    engine: dict[str, Any] = {
+        "model": model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "seed": 0,
+        "disable_log_stats": False,
+        "max_num_batched_tokens": 8192,
+        # No memory profiling: two engines share the GPU, with caches of one size.
+        "kv_cache_memory_bytes": 36 * GIB,
+        "gpu_memory_utilization": 0.2,
+        **variant.engine,
+    }
+    if block_size is not None:
+        engine["block_size"] = block_size
+    if variant.drafts:
+        engine["speculative_config"] = {
+            "method": "mtp",
+            "num_speculative_tokens": variant.drafts,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [round(ACCEPTED**place, 4) for place in range(1, variant.drafts + 1)],
+        }
+    return {
+        "engine": engine,
+        "prompt_tokens": 64,
+        "max_tokens": 256,
+        "vocabulary": QWEN3_5_9B["vocab_size"],
+        "counts_running": True,
+    }
+
+
+def launch(side: str, job: dict[str, Any], folder: pathlib.Path, cache: pathlib.Path, small: bool) -> EngineProcess:
+    environment = {} if small else {"VLLM_USE_FLASHINFER_SAMPLER": "1"}  # as by default
+    if side == OURS and not small:
+        environment["VLLM_NWOR_RECURRENT"] = "1"
+    return launch_engine(side.replace("+", "_"), job, folder, cache, "v2", environment)
+
+
+def ready(engines: dict[str, EngineProcess], small: bool) -> None:
+    """Wait for all of them, and check that one state per request is where it should be."""
+    with ThreadPoolExecutor(len(engines)) as pool:
+        found = dict(zip(engines, pool.map(EngineProcess.wait_until_ready, engines.values()), strict=True))
+    for side, versions in found.items():
+        print(f"{side}: {versions}", flush=True)
+        if not small and bool(versions["one_states"]) != (side == OURS):
+            raise RuntimeError(f"{side}: {versions['one_states'] or 'there is one state per draft'}")
+
+
+def warm_up(engine: EngineProcess, requests: Iterable[int]) -> None:
+    for count in requests:
+        if count != NOT_WARMED_UP:
+            engine.ask(f"run {count}")
+    engine.ask(f"ttft 2 {PREFIX_TOKENS} {SUFFIX_TOKENS} 0 999")
+
+
+def measure(engines: dict[str, EngineProcess], count: int, seconds: float) -> dict[str, list[dict[str, Any]]]:
+    """Answers of both sides in turn, their order turning, until the time is up."""
+    answers: dict[str, list[dict[str, Any]]] = {side: [] for side in engines}
+    began, rounds = time.monotonic(), 0
+    while rounds < ROUNDS.get(count, LEAST_ROUNDS) or time.monotonic() - began < seconds:
+        for side in list(engines)[:: 1 if rounds % 2 == 0 else -1]:
+            answers[side] += [engines[side].ask(f"run {count} {rounds}") for _ in range(RUNS_PER_ROUND.get(count, 1))]
+        rounds += 1
+    return answers
+
+
+def figures(vanilla: str, count: int, answers: dict[str, list[dict[str, Any]]]) -> list[Row]:
+    """The rows of one vanilla engine and one load; raises if two sides with equal K accepted differently."""
+    ours, theirs = answers[OURS], answers[vanilla]
+    beside = f"{OURS}_beside_{vanilla}"
+    rates = {OURS: speeds(ours), vanilla: speeds(theirs)}
+    rows = [
+        row(f"e2e_{OURS}/over_{vanilla}/{count}", ratios(rates, OURS, vanilla), "ratio", "higher"),
+        row(f"tok_s_{beside}/{count}", rates[OURS], "tok/s", "higher", digits=1),
+        row(f"tok_s_{vanilla}/{count}", rates[vanilla], "tok/s", "higher", digits=1),
+    ]
+    lengths = {}
+    for side, name in ((OURS, beside), (vanilla, vanilla)):
+        rows.append(
+            row(f"running_{name}/{count}", [run["most_running"] for run in answers[side]], "requests", "higher")
+        )
+        found = [run["acceptance_length"] for run in answers[side] if run["acceptance_length"] is not None]
+        if found:
+            lengths[side] = sum(found) / len(found)
+            rows.append(row(f"acceptance_length_{name}/{count}", [lengths[side]], "tokens", "higher"))
+    if len(lengths) == 2 and variant_of(vanilla).drafts == variant_of("default").drafts:
+        check_acceptance(f"{vanilla}, {count} requests", *lengths.values())
+    return rows
+
+
+def first_tokens(engines: dict[str, EngineProcess], rounds: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Ask both sides in turn: prompts with a shared prefix one by one, then at once."""
+    answers: dict[str, dict[str, list[dict[str, Any]]]] = {side: {"single": [], "at_once": []} for side in engines}
+    for number in range(rounds):
+        for side in list(engines)[:: 1 if number % 2 == 0 else -1]:
+            for at_once, kind in enumerate(("single", "at_once")):
+                command = f"ttft {TTFT_REQUESTS} {PREFIX_TOKENS} {SUFFIX_TOKENS} {at_once} {number}"
+                answers[side][kind].append(engines[side].ask(command))
+    return answers
+
+
+def first_token_figures(vanilla: str, answers: dict[str, dict[str, list[dict[str, Any]]]]) -> list[Row]:
+    """The first prompt of a round finds nothing, the others what it has left, and those at once find it, too."""
+    rows, samples = [], {}
+    for side, found in answers.items():
+        name = side if side == vanilla else f"{OURS}_beside_{vanilla}"
+        times = {
+            "cold": [1e3 * run["seconds"][0] for run in found["single"]],
+            "hit": [1e3 * seconds for run in found["single"] for seconds in run["seconds"][1:]],
+            "hit_at_once": [1e3 * seconds for run in found["at_once"] for seconds in run["seconds"]],
+        }
+        samples[side] = times
+        rows += [row(f"ttft_ms_{name}/{kind}", values, "ms", "lower", digits=2) for kind, values in times.items()]
+        tokens = sum(run["prompt_tokens"] * (len(run["cached"]) - 1) for run in found["single"])
+        hits = sum(sum(run["cached"][1:]) for run in found["single"])
+        rows.append(row(f"hit_rate_{name}", [hits / tokens], "ratio", "higher"))
+    for kind in samples[vanilla]:
+        pairs = zip(samples[OURS][kind], samples[vanilla][kind], strict=True)
+        rows.append(
+            row(f"ttft_{OURS}/over_{vanilla}/{kind}", [mine / theirs for mine, theirs in pairs], "ratio", "lower")
+        )
+    return rows
+
+
+def fit_figures(vanilla: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[Row]:
+    """Requests that the two caches hold, and the tokens of a block of attention."""
+    for side, found in ((OURS, ours), (vanilla, theirs)):
+        print(f"{side}: {found}", flush=True)
+    target = TARGET_FITS if vanilla == "default" else None
+    return [
+        row(f"fits_{OURS}/{FIT_TOKENS}", [ours["requests"]], "requests", "higher"),
+        row(f"fits_{vanilla}/{FIT_TOKENS}", [theirs["requests"]], "requests", "higher"),
+        row(f"fits_{OURS}/over_{vanilla}", [ours["requests"] / theirs["requests"]], "ratio", "higher", target),
+        row(f"block_tokens_{OURS}", [max(ours["block_sizes"])], "tokens", "higher"),
+        row(f"block_tokens_{vanilla}", [max(theirs["block_sizes"])], "tokens", "higher"),
+    ]
+
+
+def best_figures(known: dict[str, dict[str, Any]]) -> list[Row]:
+    """Of each load, the row over the vanilla engine that was fastest beside ours."""
+    rows = []
+    for count in REQUESTS:
+        prefix, suffix = f"e2e_{OURS}/over_", f"/{count}"
+        found = [
+            entry
+            for name, entry in known.items()
+            if name.startswith(prefix) and name.endswith(suffix) and name != f"{prefix}best{suffix}"
+        ]
+        if found:
+            worst = min(found, key=lambda entry: float(entry["value"]))
+            print(f"{count} requests: the best vanilla is {worst['name'].split('/')[1].removeprefix('over_')}")
+            name, target = f"{prefix}best{suffix}", TARGETS.get(count)
+            rows.append(Row(name, worst["value"], "ratio", "higher", worst["spread"], target))
+    return rows
+
+
+def known_rows(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The results of this commit with these versions."""
+    if not (folder / this_machine() / f"{NAME}.jsonl").exists():
+        return {}
+    now = circumstances()
+    same = ("machine", "torch", "vllm", "commit")
+    found = read(this_machine(), NAME, folder)
+    return {name: entry for name, entry in found.items() if all(entry[key] == now[key] for key in same)}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vanilla", nargs="+", help=f"the engines to compare with (default: {' '.join(VANILLA)})")
+    parser.add_argument("--ours", default="default", help="how the engine with one state differs from the defaults")
+    parser.add_argument("--requests", nargs="+", type=int, default=list(REQUESTS), help="at once")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of measuring, for each row")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"the fewest rounds, and {' and '.join(VANILLA_QUICK)} alone"
+    )
+    parser.add_argument("--ttft-rounds", type=int, default=4, help="of first tokens of long prompts, or 0")
+    parser.add_argument("--block-size", type=int, help="of both sides; else each engine chooses")
+    parser.add_argument("--resume", action="store_true", help="leave out what the results have already")
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
+    parser.add_argument("--logs", type=pathlib.Path, help="where logs and answers go")
+    parser.add_argument("--small", action="store_true", help="try this script with tiny models; nothing is saved")
+    options = parser.parse_args()
+    options.vanilla = options.vanilla or list(VANILLA_QUICK if options.quick else VANILLA)
+    try:
+        for name in (*options.vanilla, options.ours):
+            variant_of(name)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.quick:
+        options.seconds, options.ttft_rounds = 0.0, min(options.ttft_rounds, 2)
+    if options.small:
+        options.requests, options.vanilla, options.seconds = [1, 4], ["default", "drafts_0"], 0.0
+    return options
+
+
+def main() -> int:
+    options = parse_arguments()
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.logs or pathlib.Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        target = pathlib.Path(scratch) if options.small else options.folder
+        cache = pathlib.Path(os.environ.get("VLLM_CACHE_ROOT", pathlib.Path.home() / ".cache" / "vllm"))
+        began = time.monotonic()
+
+        def keep(rows: list[Row]) -> None:
+            write(this_machine(), NAME, rows, target, keep=True)
+            show(rows)
+            print(f"-- {time.monotonic() - began:.0f} s", flush=True)
+
+        def start(side: str, name: str) -> EngineProcess:
+            job = job_of(folder, variant_of(name), options.small, options.block_size)
+            return launch(side, job, folder, cache, options.small)
+
+        engines: dict[str, EngineProcess] = {}
+        try:
+            for vanilla in options.vanilla:
+                done = known_rows(target) if options.resume else {}
+                loads = [n for n in options.requests if f"e2e_{OURS}/over_{vanilla}/{n}" not in done]
+                if not loads:
+                    continue
+                new = [] if OURS in engines else [OURS]
+                if new:
+                    engines[OURS] = start(OURS, options.ours)
+                engines[vanilla] = start(vanilla, vanilla)
+                pair = {side: engines[side] for side in (vanilla, OURS)}
+                try:
+                    ready({side: engines[side] for side in (*new, vanilla)}, options.small)
+                    print(f"-- ready after {time.monotonic() - began:.0f} s", flush=True)
+                    with visitor():
+                        for side in (*new, vanilla):
+                            warm_up(engines[side], options.requests if side == OURS else loads)
+                    answers: Any
+                    for count in loads:
+                        answers = measure(pair, count, options.seconds)
+                        (folder / f"answers-{vanilla}-{count}.json").write_text(json.dumps(answers) + "\n")
+                        keep(figures(vanilla, count, answers))
+                    if options.ttft_rounds:
+                        answers = first_tokens(pair, options.ttft_rounds)
+                        (folder / f"answers-{vanilla}-ttft.json").write_text(json.dumps(answers) + "\n")
+                        keep(first_token_figures(vanilla, answers))
+                    keep(fit_figures(vanilla, *(engines[side].ask(f"fits {FIT_TOKENS}") for side in (OURS, vanilla))))
+                except (EngineFailed, RuntimeError) as error:
+                    problems.append(str(error))
+                    if new:
+                        engines.pop(OURS).close()
+                finally:
+                    engines.pop(vanilla).close()
+        finally:
+            for engine in engines.values():
+                engine.close()
+        if rows := best_figures(known_rows(target)):
+            keep(rows)
+    for problem in problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
