@@ -73,6 +73,7 @@ LEAST_ROUNDS = 2
 NOT_WARMED_UP = 384  # it takes 10 s, and runs graphs and kernels that smaller loads have run
 # Eight blocks of 576 tokens, and less than one.
 PREFIX_TOKENS, SUFFIX_TOKENS, TTFT_REQUESTS = 4608, 300, 8
+SMALL_TOKENS = (512, 40)
 FIT_TOKENS = 2048
 # By K: 1 + p + p^2 + p^3 = 2.5.
 ACCEPTED = 0.6914
@@ -207,11 +208,11 @@ def ready(engines: dict[str, EngineProcess], small: bool) -> None:
             raise RuntimeError(f"{side}: {versions['one_states'] or 'there is one state per draft'}")
 
 
-def warm_up(engine: EngineProcess, requests: Iterable[int]) -> None:
+def warm_up(engine: EngineProcess, requests: Iterable[int], tokens: tuple[int, int]) -> None:
     for count in requests:
         if count != NOT_WARMED_UP:
             engine.ask(f"run {count}")
-    engine.ask(f"ttft 2 {PREFIX_TOKENS} {SUFFIX_TOKENS} 0 999")
+    engine.ask(f"ttft 2 {tokens[0]} {tokens[1]} 0 999")
 
 
 def measure(engines: dict[str, EngineProcess], count: int, seconds: float) -> dict[str, list[dict[str, Any]]]:
@@ -249,13 +250,16 @@ def figures(vanilla: str, count: int, answers: dict[str, list[dict[str, Any]]]) 
     return rows
 
 
-def first_tokens(engines: dict[str, EngineProcess], rounds: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Ask both sides in turn: prompts with a shared prefix one by one, then at once."""
+def first_tokens(
+    engines: dict[str, EngineProcess], rounds: int, tokens: tuple[int, int]
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Ask both sides in turn: prompts with a shared prefix one by one, then at once. ``tokens`` are those of the prefix
+    and of what follows it."""
     answers: dict[str, dict[str, list[dict[str, Any]]]] = {side: {"single": [], "at_once": []} for side in engines}
     for number in range(rounds):
         for side in list(engines)[:: 1 if number % 2 == 0 else -1]:
             for at_once, kind in enumerate(("single", "at_once")):
-                command = f"ttft {TTFT_REQUESTS} {PREFIX_TOKENS} {SUFFIX_TOKENS} {at_once} {number}"
+                command = f"ttft {TTFT_REQUESTS} {tokens[0]} {tokens[1]} {at_once} {number}"
                 answers[side][kind].append(engines[side].ask(command))
     return answers
 
@@ -357,6 +361,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     options = parse_arguments()
     problems: list[str] = []
+    tokens = SMALL_TOKENS if options.small else (PREFIX_TOKENS, SUFFIX_TOKENS)
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.logs or pathlib.Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -390,14 +395,14 @@ def main() -> int:
                     print(f"-- ready after {time.monotonic() - began:.0f} s", flush=True)
                     with visitor():
                         for side in (*new, vanilla):
-                            warm_up(engines[side], options.requests if side == OURS else loads)
+                            warm_up(engines[side], options.requests if side == OURS else loads, tokens)
                     answers: Any
                     for count in loads:
                         answers = measure(pair, count, options.seconds)
                         (folder / f"answers-{vanilla}-{count}.json").write_text(json.dumps(answers) + "\n")
                         keep(figures(vanilla, count, answers))
                     if options.ttft_rounds:
-                        answers = first_tokens(pair, options.ttft_rounds)
+                        answers = first_tokens(pair, options.ttft_rounds, tokens)
                         (folder / f"answers-{vanilla}-ttft.json").write_text(json.dumps(answers) + "\n")
                         keep(first_token_figures(vanilla, answers))
                     keep(fit_figures(vanilla, *(engines[side].ask(f"fits {FIT_TOKENS}") for side in (OURS, vanilla))))

@@ -120,6 +120,13 @@ def write_models(folder: pathlib.Path, *names: str) -> dict[str, str]:
     return {name: str(folder / name) for name in names or writers}
 
 
+def write_served_llama(folder: pathlib.Path) -> str:
+    """Write the tiny Llama with a tokenizer, for a server; return its folder."""
+    write_tiny_llama(folder)
+    _write_tokenizer(folder)
+    return str(folder)
+
+
 def _write_sliding(folder: pathlib.Path, layer_types: list[str]) -> None:
     """A Llama some of whose layers see a window only: two KV-cache groups where the kinds are mixed."""
     write_tiny_llama(folder, size=Size(layers=len(layer_types)))

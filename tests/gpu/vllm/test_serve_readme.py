@@ -1,0 +1,127 @@
+"""README's three feature commands, as README.md has them, with tiny models in place of MODEL and DRAFT, over HTTP.
+
+``test_words`` starts each exactly as written; only host and port are added. Such a server takes nine tenths of the GPU:
+the test runs when nothing else does, so ``-k test_words`` selects it and nothing else starts engines then.
+
+``test_audited`` adds ``SMALL_CACHE`` to the words and ``VLLM_NWOR_AUDIT=1`` to the environment. An audit copies the
+cache at every step, and a small cache makes vLLM preempt requests. The answers equal those of a vanilla server that
+gets one request at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_pool import ENVIRONMENT
+from readme_serve import (
+    MAX_TOKENS,
+    Command,
+    Server,
+    at_once,
+    differing,
+    one_by_one,
+    prompts,
+    readme_commands,
+    running,
+)
+
+COMMANDS = readme_commands()
+MODELS = {
+    "draft_graphs": {"MODEL": "llama", "DRAFT": "draft"},
+    "recurrent": {"MODEL": "gdn_mtp"},
+    "mode": {"MODEL": "llama"},
+}
+# Blocks: one request of 512 tokens fits, eight do not.
+BLOCKS = {"draft_graphs": 96, "recurrent": 40, "mode": 64}
+SMALL_CACHE = ("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.05")
+# Of Qwen3.5's layers vLLM's own kernel adds in another order: here and there another of two close logits wins. Requests
+# at once have other matrix products than one by one.
+MAY_DIFFER = {"draft_graphs": (0, 4), "recurrent": (4, 6), "mode": (0, 4)}
+QUIET = {name: value for name, value in ENVIRONMENT.items() if "FLASHINFER" not in name and "MULTIPROC" not in name}
+PATIENCE_SECONDS = 280.0
+
+
+def program() -> list[str]:
+    found = shutil.which("vllm")
+    return [found, "serve"] if found else [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+
+
+def serve(command: Command, engines: Any, name: str, environment: dict[str, str], more: tuple[str, ...] = ()) -> Server:
+    words = command.with_models(**{word: engines.models[model] for word, model in MODELS[command.feature].items()})
+    return Server(program(), [*words, *more], QUIET | environment, engines.logs / f"serve-{command.feature}-{name}.log")
+
+
+def test_the_readme_has_three_commands() -> None:
+    assert set(COMMANDS) == set(MODELS)
+
+
+@pytest.fixture(scope="module")
+def servers(engines: Any) -> Iterator[dict[tuple[str, str], Server]]:
+    """All of the audited tests at once: most of the time is start-up. Each test waits for its own."""
+    started = {}
+    for feature, command in COMMANDS.items():
+        more = ("--num-gpu-blocks-override", str(BLOCKS[feature]), *SMALL_CACHE)
+        audited = command.environment | {"VLLM_NWOR_AUDIT": "1"}
+        started[feature, "vanilla"] = serve(command, engines, "vanilla", {"VLLM_PLUGINS": ""}, SMALL_CACHE)
+        started[feature, "audited"] = serve(command, engines, "audited", audited, more)
+    yield started
+    for server in started.values():
+        server.stop()
+
+
+@pytest.mark.parametrize("feature", list(MODELS))
+def test_audited(feature: str, servers: dict[tuple[str, str], Server], engines: Any, record: dict[str, Any]) -> None:
+    vanilla, ours = (servers[feature, side].wait(PATIENCE_SECONDS) for side in ("vanilla", "audited"))
+    asked = prompts(ours.block_tokens())
+    wanted = one_by_one(vanilla, asked)
+    alone = one_by_one(ours, asked)
+    together = at_once(ours, asked + asked)
+    assert ours.alive(), ours.log[-4000:]
+    found = ours.metrics_at_rest()
+    record |= {
+        name: value for name, value in found.items() if name.startswith("nwor_") and not name.endswith("_created")
+    }
+    record |= {
+        "block_tokens": [vanilla.block_tokens(), ours.block_tokens()],
+        "differ_alone": differing(alone, wanted),
+        "differ_together": differing(together, wanted + wanted),
+        "preemptions": found.get("vllm:num_preemptions_total"),
+        "hits": found.get("vllm:prefix_cache_hits_total"),
+    }
+    assert found["vllm:prefix_cache_hits_total"] > 0
+    assert found["vllm:num_preemptions_total"] > 0
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    assert "AuditError" not in ours.log
+    assert "nwor: active" in ours.log or feature != "mode"
+    alone_limit, together_limit = MAY_DIFFER[feature]
+    assert len(record["differ_alone"]) <= alone_limit
+    assert len(record["differ_together"]) <= together_limit
+    if feature == "mode":
+        assert found["nwor_rejected_tokens_total"] > 0
+        assert found["nwor_disagreements_total"] == 0
+    if feature == "recurrent":
+        assert found["nwor_one_state_steps_total"] > 0
+
+
+@pytest.mark.parametrize("feature", list(MODELS))
+def test_words(feature: str, engines: Any, record: dict[str, Any]) -> None:
+    command = COMMANDS[feature]
+    server = serve(command, engines, "words", command.environment)
+    with running(server, seconds=PATIENCE_SECONDS):
+        asked = prompts(server.block_tokens())
+        answers = one_by_one(server, asked) + at_once(server, asked)
+        assert all(len(tokens) == MAX_TOKENS for tokens in answers)
+        found = server.metrics_at_rest()
+    record |= {
+        name: value for name, value in found.items() if name.startswith("nwor_") and not name.endswith("_created")
+    }
+    record["hits"] = found.get("vllm:prefix_cache_hits_total")
+    record["differ"] = differing(answers[: len(asked)], answers[len(asked) :])
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    assert found["vllm:prefix_cache_hits_total"] > 0
+    counted = {"mode": "windows", "recurrent": "one_state_steps", "draft_graphs": "draft_graph_replays"}[feature]
+    assert any(name.startswith(f"nwor_{counted}") and value > 0 for name, value in found.items()), sorted(record)

@@ -1,0 +1,102 @@
+"""benchmarks/gpu_hybrid.py without a GPU: its jobs, its order of turns, and the rows it makes of the answers."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import gpu_hybrid
+import pytest
+
+
+def test_a_default_engine_is_told_nothing_else(tmp_path: pathlib.Path) -> None:
+    engine = gpu_hybrid.job_of(tmp_path, gpu_hybrid.variant_of("default"), small=False)["engine"]
+    needed = {"model", "load_format", "skip_tokenizer_init", "seed", "disable_log_stats", "max_num_batched_tokens"}
+    assert set(engine) == needed | {"kv_cache_memory_bytes", "gpu_memory_utilization", "speculative_config"}
+
+
+def test_variants_are_joined(tmp_path: pathlib.Path) -> None:
+    variant = gpu_hybrid.variant_of("bfloat16+drafts_1+no_prefix")
+    assert (variant.engine["mamba_ssm_cache_dtype"], variant.drafts) == ("bfloat16", 1)
+    assert gpu_hybrid.variant_of("drafts_1+bfloat16") == gpu_hybrid.variant_of("bfloat16+drafts_1")
+    engine = gpu_hybrid.job_of(tmp_path, variant, small=False, block_size=576)["engine"]
+    assert engine["enable_prefix_caching"] is False
+    assert engine["block_size"] == 576
+    assert engine["speculative_config"]["synthetic_acceptance_rates"] == [0.6914]
+    none = gpu_hybrid.job_of(tmp_path, gpu_hybrid.variant_of("drafts_0"), small=False)["engine"]
+    assert "speculative_config" not in none
+    with pytest.raises(ValueError, match="'nonsense' is not a variant; there are default"):
+        gpu_hybrid.variant_of("default+nonsense")
+
+
+def test_a_draft_is_accepted_as_often_with_any_number_of_drafts(tmp_path: pathlib.Path) -> None:
+    rates = [
+        gpu_hybrid.job_of(tmp_path, gpu_hybrid.variant_of(f"drafts_{drafts}"), small=False)["engine"][
+            "speculative_config"
+        ]["synthetic_acceptance_rates"]
+        for drafts in (1, 2)
+    ]
+    default = gpu_hybrid.job_of(tmp_path, gpu_hybrid.variant_of("default"), small=False)["engine"]
+    most = default["speculative_config"]["synthetic_acceptance_rates"]
+    assert rates == [most[:1], most[:2]]
+    assert 1 + sum(most) == pytest.approx(2.5, abs=0.001)
+
+
+class Engine:
+    """Answers as an engine does, so many times as fast as the other."""
+
+    def __init__(self, side: str, said: list[str], seconds: float) -> None:
+        self.side, self.said, self.seconds = side, said, seconds
+
+    def ask(self, command: str) -> dict[str, Any]:
+        self.said.append(f"{self.side}: {command}")
+        if command.startswith("ttft"):
+            count = int(command.split()[1])
+            found = [self.seconds] + [self.seconds / 2] * (count - 1)
+            return {"seconds": found, "cached": [0] + [512] * (count - 1), "prompt_tokens": 1024}
+        return {"seconds": self.seconds, "tokens": 256, "acceptance_length": 2.5, "most_running": 7}
+
+
+def pair(said: list[str]) -> Any:
+    return {"default": Engine("default", said, 2.0), "recurrent": Engine("recurrent", said, 1.0)}
+
+
+def test_the_sides_take_turns_and_a_row_is_their_ratio() -> None:
+    said: list[str] = []
+    answers = gpu_hybrid.measure(pair(said), 64, seconds=0.0)
+    assert said == ["default: run 64 0", "recurrent: run 64 0", "recurrent: run 64 1", "default: run 64 1"]
+    rows = {row.name: row.value for row in gpu_hybrid.figures("default", 64, answers)}
+    assert rows["e2e_recurrent/over_default/64"] == 2.0
+    assert (rows["tok_s_recurrent_beside_default/64"], rows["tok_s_default/64"]) == (256, 128)
+    assert rows["running_default/64"] == rows["running_recurrent_beside_default/64"] == 7
+    answers["default"][0]["acceptance_length"] = answers["default"][1]["acceptance_length"] = 2.3
+    with pytest.raises(RuntimeError, match="not comparable"):
+        gpu_hybrid.figures("default", 64, answers)
+
+
+def test_first_tokens_of_cold_prompts_and_of_hits() -> None:
+    said: list[str] = []
+    answers = gpu_hybrid.first_tokens(pair(said), 2, (900, 124))
+    assert said[:2] == ["default: ttft 8 900 124 0 0", "default: ttft 8 900 124 1 0"]
+    assert said[4] == "recurrent: ttft 8 900 124 0 1"  # the order turns
+    rows = {row.name: row.value for row in gpu_hybrid.first_token_figures("default", answers)}
+    assert (rows["ttft_ms_default/cold"], rows["ttft_ms_default/hit"]) == (2000, 1000)
+    assert rows["ttft_recurrent/over_default/cold"] == rows["ttft_recurrent/over_default/hit_at_once"] == 0.5
+    assert rows["hit_rate_default"] == rows["hit_rate_recurrent_beside_default"] == 0.5
+
+
+def test_the_best_vanilla_is_that_over_which_we_gain_least() -> None:
+    values = {"default": 1.3, "bfloat16": 1.1, "best": 9.0}
+    known = {
+        f"e2e_recurrent/over_{name}/64": {"name": f"e2e_recurrent/over_{name}/64", "value": value, "spread": [1.0, 2.0]}
+        for name, value in values.items()
+    }
+    [row] = gpu_hybrid.best_figures(known)
+    assert (row.name, row.value, row.target, row.met) == ("e2e_recurrent/over_best/64", 1.1, 1.12, False)
+
+
+def test_requests_that_fit() -> None:
+    caches = [{"requests": requests, "block_sizes": [576, 576]} for requests in (259, 118)]
+    rows = {row.name: row for row in gpu_hybrid.fit_figures("default", *caches)}
+    assert rows["fits_recurrent/over_default"].value == pytest.approx(2.195, abs=0.001)
+    assert rows["fits_recurrent/over_default"].met
