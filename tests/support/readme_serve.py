@@ -200,7 +200,8 @@ def running(*servers: Server, seconds: float = 300) -> Iterator[None]:
 
 
 def prompts(block_tokens: int) -> list[list[int]]:
-    """Prompts that share a prefix, a repeated one, and some that leave one token behind a hit.
+    """Prompts that share a prefix, a repeated one, some that leave one token after a hit, and some whose answers need
+    another block: those make a small cache preempt.
 
     The words follow the tiny models' language, in which drafts are sometimes right.
     """
@@ -215,6 +216,8 @@ def prompts(block_tokens: int) -> list[list[int]]:
     for blocks in (1, 2):
         if (length := blocks * block_tokens) < PREFIX_TOKENS:
             made += [shared[: length + 1], [*shared[:length], VOCABULARY - 2]]
+    growing = max(1, 96 // block_tokens) * block_tokens - 12
+    made += [text(20 + number, 11 + number, growing) for number in range(AT_ONCE)]
     made.append(list(made[0]))
     return made
 

@@ -36,7 +36,7 @@ MODELS = {
     "mode": {"MODEL": "llama"},
 }
 # Blocks: one request of 512 tokens fits, eight do not.
-BLOCKS = {"draft_graphs": 96, "recurrent": 40, "mode": 64}
+BLOCKS = {"draft_graphs": 40, "recurrent": 40, "mode": 40}
 SMALL_CACHE = ("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.05")
 # Of Qwen3.5's layers vLLM's own kernel adds in another order: here and there another of two close logits wins. Requests
 # at once have other matrix products than one by one.
