@@ -38,7 +38,12 @@ ONE_STATE_MODELS = (
     "MiniCPMV4_6ForConditionalGeneration",
     "InternS2PreviewForConditionalGeneration",
     "InternS2MobiusForConditionalGeneration",
+    "Qwen4ExpForCausalLM",
+    "Qwen4ExpForConditionalGeneration",
     "KimiLinearForCausalLM",
+    "AliceAIForCausalLM",
+    "BailingMoeV3ForCausalLM",
+    "BailingMoeV3VLForConditionalGeneration",
     "OlmoHybridForCausalLM",
     "Glm5NextForCausalLM",
     "Glm5NextForConditionalGeneration",
@@ -321,13 +326,13 @@ DRAFTER = Refusal(
     draft_graphs="its passes are others", message="draft graphs in model runner V1: {what}", engines="runner V1")
 NOT_ONE_STATE = Refusal(
     "recurrent layers of another class than vLLM's Gated DeltaNet for Qwen and for OLMo hybrid, and KDA for Kimi "
-    "Linear and for GLM-5.3-Flash (Mamba, short convolutions)",
+    "Linear, GLM-5.3-Flash and Bailing V3 (Mamba, other short convolutions)",
     one_state="they have kernels of their own",
-    message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen, that "
-    "for OLMo hybrid, or KDA for Kimi Linear or GLM-5.3-Flash, not for layers {layers}")
+    message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen or for "
+    "OLMo hybrid, or KDA for Kimi Linear, GLM-5.3-Flash or Bailing V3, not for layers {layers}")
 TAKEN_CLASS = Refusal(
-    "another plugin's class in the place of vLLM's Gated DeltaNet for Qwen or OLMo hybrid, or KDA for Kimi Linear or "
-    "GLM-5.3-Flash",
+    "another plugin's class in place of vLLM's Gated DeltaNet for Qwen or OLMo hybrid, or KDA for Kimi Linear, "
+    "GLM-5.3-Flash or Bailing V3",
     one_state="there is room for one in vLLM's registry",
     message="one state per request: {registered} is registered in the place of {layer}")
 STATE = Refusal(

@@ -723,10 +723,14 @@ ONE_STATE_STAGE = {**STAGE, "recurrent": True}
 _DELTA_NETS = {"next": ("@qwen3_next_mtp", V2, 0), "qwen3_5": ("@gdn_mtp", V2, 6),
                "kimi": ("@kimi", V2 | {"VLLM_KIMI_K3_GEMM_AR": "0"}, 6), "olmo": ("@olmo", V2, 0),
                "glm": ("@glm", V2, 6),
-               "triton": ("@gdn_mtp", {"VLLM_GDN_DECODE_KERNEL": "triton"}, 0)}  # fmt: skip
+               "triton": ("@gdn_mtp", {"VLLM_GDN_DECODE_KERNEL": "triton"}, 0),
+               "qwen4": ("@qwen4_exp", {"VLLM_GDN_DECODE_KERNEL": "triton"}, 0),
+               "alice": ("@alice", V2 | {"VLLM_KIMI_K3_GEMM_AR": "0"}, 6),
+               "bailing": ("@bailing", V2, 6)}  # fmt: skip
 
 
-def _one_state(name: str, shape: str = "next", nwor: Any = ONE_STATE, **more: Any) -> Case:
+def _one_state(name: str, shape: str = "next", nwor: Any = ONE_STATE, convolutions: int = 0, **more: Any) -> Case:
+    """Return a case. ``convolutions``: KV-cache groups of recurrent layers that need no record."""
     model, environment, may_differ = _DELTA_NETS[shape]
     settings = {
         "method": "mtp",
@@ -739,7 +743,7 @@ def _one_state(name: str, shape: str = "next", nwor: Any = ONE_STATE, **more: An
     } | more
     # Layers of attention, a drafter's included; those of Gated DeltaNet are three, in groups of as many.
     attention = 1 if settings["method"] == "ngram" else 2
-    groups = -(-3 // attention)
+    groups = -(-3 // attention) + convolutions
     settings["expect"] = {"kv_cache_groups": groups + 1} | settings.get("expect", {})
     case = _case(f"one-state-{name}", environment, nwor=nwor, recurrent_groups=groups, **settings)
     return replace(case, more_blocks=SPARE) if nwor is ONE_STATE_STAGE else case
@@ -812,6 +816,23 @@ def _one_states() -> Iterator[Case]:
     over_blocks = aligned | {"max_model_len": 1280, "max_num_batched_tokens": 1280}
     over_blocks |= {"use": {"shared_prefix": 560, "rounds": 2, "requests": 12}}
     yield _one_state("glm-align", **glm | over_blocks | {"expect": five | {"metric:prefix_cache_hits": 1}})
+    qwen4 = {"shape": "qwen4", "method": "ngram", "convolutions": 1, "needs": EXPERTS_LIBRARY}
+    for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW)):
+        yield _one_state(f"qwen4-ngram{mode}", nwor=nwor, **qwen4)
+    yield _one_state("qwen4-eager", graphs="eager", **qwen4)
+    yield _one_state("qwen4-float32", **float32, **qwen4)
+    yield _one_state("qwen4-align", **aligned, **qwen4)
+    yield _one_state("qwen4-abort", use={"abort": {10: [0, 2], 16: [5]}}, **qwen4)
+    alice = {"shape": "alice", "method": "ngram", "trust_remote_code": True, "needs": EXPERTS_LIBRARY}
+    for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW)):
+        yield _one_state(f"alice-ngram{mode}", nwor=nwor, **alice)
+    yield _one_state("alice-eager", graphs="eager", **alice)
+    bailing = {"shape": "bailing", "method": "ngram", "trust_remote_code": True, "backend": "FLASH_ATTN_MLA"}
+    for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW)):
+        yield _one_state(f"bailing-ngram{mode}", nwor=nwor, **bailing)
+    for graphs in ("eager", "piecewise", "full_decode_only"):
+        yield _one_state(f"bailing-{graphs}", graphs=graphs, **bailing)
+    yield _one_state("bailing-abort", use={"abort": {10: [0, 2], 16: [5]}}, **bailing)
     olmo = {"shape": "olmo", "method": "ngram"}
     for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW), ("-stage", ONE_STATE_STAGE)):
         yield _one_state(f"olmo-ngram{mode}", nwor=nwor, **olmo)

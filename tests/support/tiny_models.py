@@ -64,6 +64,12 @@ GLM = {"heads": 4, "query_rank": 256, "latent": 512, "nope": 256, "value": 256, 
 OLMO = {"layers": 4, "heads": 2, "kv_heads": 2, "key_heads": 2, "value_heads": 2, "key": 96, "value": 192, "conv": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
            "shared_expert_intermediate_size": 128}  # fmt: skip
+# Qwen3.8-Flash-Next: streams of its hyper-connections, and PLE, which looks up n-grams and convolves them. The sizes of
+# its tables of n-grams are the primes from 101 on; vLLM pads their sum.
+QWEN4 = {"hc_count": 2, "hc_lowrank": 12, "ple_layer_ids": [2], "ple_embed_dim": 64, "ple_conv_kernel_size": 4,
+         "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 101, "split_ngram_parts": 1,
+         "make_ngram_vocab_size_divisible_by": 4}  # fmt: skip
+NGRAM_ROWS = 101 + 103 + 107 + 109
 VISION = {"hidden_size": 64, "intermediate_size": 128}
 # Mamba and full attention in turn, as in Granite 4: a state of some 40 KiB, so blocks of 80 tokens.
 MAMBA = {"heads": 8, "head_size": 64, "groups": 1, "state": 32, "conv": 4, "expand": 2}
@@ -103,10 +109,13 @@ def write_models(folder: pathlib.Path, *names: str) -> dict[str, str]:
         "interns2_mobius": _write_interns2_mobius,
         "qwen3_next_mtp": _write_qwen3_next_mtp,
         "qwen3_next_experts_mtp": lambda path: _write_qwen3_next_mtp(path, experts=True),
+        "qwen4_exp": _write_qwen4_exp,
         "draft_of_gdn": _write_draft_of_gdn,
         "kimi": _write_kimi,
         "kimi_of_one_head": lambda path: _write_kimi(path, heads=1),
         "glm": _write_glm,
+        "alice": _write_alice,
+        "bailing": _write_bailing,
         "olmo": _write_olmo,
         "olmo_repeated": lambda path: _write_olmo(path, OLMO | {"key_heads": 1}, allow_neg_eigval=False),
         "mamba": _write_mamba,
@@ -344,8 +353,8 @@ def _write_kimi(folder: pathlib.Path, heads: int = 2) -> None:
     _save(folder, config, weights)
 
 
-def _kda_layer(generator: torch.Generator, prefix: str, heads: int) -> dict[str, Tensor]:
-    hidden, width = MLA["hidden"], KDA["state"]
+def _kda_layer(generator: torch.Generator, prefix: str, heads: int, hidden: int = MLA["hidden"]) -> dict[str, Tensor]:
+    width = KDA["state"]
     size, layer = heads * width, f"{prefix}.self_attn"
     weights = {
         f"{prefix}.input_layernorm.weight": _ones(hidden),
@@ -559,8 +568,8 @@ def _mla_weights(generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     yield "lm_head.weight", _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding)
 
 
-def _mla_layer(generator: torch.Generator, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    hidden, heads = MLA["hidden"], MLA["heads"]
+def _mla_layer(generator: torch.Generator, prefix: str, heads: int = MLA["heads"]) -> Iterator[tuple[str, Tensor]]:
+    hidden = MLA["hidden"]
     yield f"{prefix}.input_layernorm.weight", _ones(hidden)
     yield f"{prefix}.self_attn.q_proj.weight", _matrix(generator, heads * (MLA["nope"] + MLA["rope"]), hidden, 1.5)
     yield f"{prefix}.self_attn.kv_a_proj_with_mqa.weight", _matrix(generator, MLA["latent"] + MLA["rope"], hidden)
@@ -720,6 +729,176 @@ class Config(Qwen3_5MoeConfig):
 """
     )
     config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoConfig": "configuration.Config"}}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_qwen4_exp(folder: pathlib.Path) -> None:
+    """Write Qwen3.8-Flash-Next without its sparse attention and its layer for multi-token prediction. Its first layers
+    are Qwen3.5's with experts. Hyper-connections with several streams take the place of norms and residuals."""
+    from safetensors.torch import load_file
+
+    _write_gdn_mtp(folder, experts=True)
+    config = json.loads((folder / "config.json").read_text()) | EXPERTS | QWEN4 | {
+        "architectures": ["Qwen4ExpForCausalLM"],
+        "model_type": "qwen4_exp_text",
+        "output_gate_type": "sigmoid",
+    }  # fmt: skip
+    config["layer_types"][-1] = "indexed_attention"
+    hidden, streams = config["hidden_size"], QWEN4["hc_count"]
+    wide, embedded, conv = streams * hidden, QWEN4["ple_embed_dim"], QWEN4["ple_conv_kernel_size"]
+    weights = {
+        name: weight
+        for name, weight in load_file(str(folder / "model.safetensors")).items()
+        if not name.startswith("mtp.") and not re.search("(input|post_attention)_layernorm|model.norm", name)
+    }
+    generator = torch.Generator().manual_seed(45)
+
+    def connection(prefix: str, injects: bool = True) -> dict[str, Tensor]:
+        found = {
+            f"{prefix}.hc_norm.weight": _zeros(wide),
+            f"{prefix}.input_mix_weight_down.weight": _matrix(generator, QWEN4["hc_lowrank"], wide),
+            f"{prefix}.input_mix_weight_up.weight": _matrix(generator, wide, QWEN4["hc_lowrank"]),
+        }
+        return found | ({f"{prefix}.block_inject_weight.weight": _matrix(generator, streams, wide)} if injects else {})
+
+    for layer in range(config["num_hidden_layers"]):
+        for part in ("attn", "mlp"):
+            weights |= connection(f"model.layers.{layer}.{part}_hyper_connection")
+    weights |= connection("model.hyper_connection_mixer", injects=False)
+    # The last mixer weighs each stream by about a half.
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + 2 * _rule(embedding)
+    for layer in QWEN4["ple_layer_ids"]:
+        ple = f"model.layers.{layer - 1}.ple"
+        convolution = torch.randn(wide, 1, conv, generator=generator) * (BLOCK_SCALE / conv**0.5)
+        weights |= {
+            f"{ple}.key_proj.weight": _matrix(generator, wide, embedded),
+            f"{ple}.value_proj.weight": _matrix(generator, hidden, embedded),
+            **{f"{ple}.norm_{name}.weight": _zeros(wide) for name in ("key", "query", "conv")},
+            f"{ple}.conv1d.weight": convolution.to(torch.bfloat16),
+            f"{ple}.ple_embedding.ngram_embedding.shard_0.weight": torch.randn(
+                NGRAM_ROWS, embedded // ((QWEN4["ngram_size"] - 1) * QWEN4["heads_per_ngram"]), generator=generator
+            ).to(torch.bfloat16),
+        }
+    _save(folder, config, weights)
+
+
+def _write_alice(folder: pathlib.Path) -> None:
+    """Write Alice AI: Kimi Linear's KDA with Qwen3.5's attention and experts. Weighted sums of earlier layers' outputs
+    take the place of its residuals. transformers has no configuration for it."""
+    from safetensors.torch import load_file
+
+    _write_gdn_mtp(folder, WIDE_GDN | {"key_heads": 2, "value_heads": 2}, experts=True)
+    config = json.loads((folder / "config.json").read_text()) | EXPERTS | {
+        "architectures": ["AliceAIForCausalLM"],
+        "model_type": "alice_ai",
+        "mtp_num_hidden_layers": 0,
+        "block_attn_res_block_size": 2,
+        "kda_allow_negative_eigenvalues": False,
+        "router_score_function": "sigmoid",
+        "router_bias_correction": True,
+    }  # fmt: skip
+    hidden = config["hidden_size"]
+    generator = torch.Generator().manual_seed(46)
+    weights = {
+        name: weight
+        for name, weight in load_file(str(folder / "model.safetensors")).items()
+        if not name.startswith("mtp.") and ".linear_attn." not in name
+    }
+    for layer, kind in enumerate(config["layer_types"]):
+        prefix = f"model.layers.{layer}"
+        weights[f"{prefix}.mlp.gate.e_score_correction_bias"] = torch.zeros(EXPERTS["num_experts"])
+        for part in ("attn_res", "mlp_res")[layer == 0 :]:
+            weights[f"{prefix}.{part}_proj.weight"] = _matrix(generator, 1, hidden)
+            weights[f"{prefix}.{part}_norm_weight"] = _ones(hidden)
+        if kind == "linear_attention":
+            kda = _kda_layer(generator, prefix, config["linear_num_key_heads"], hidden)
+            inside = f"{prefix}.self_attn."
+            weights |= {
+                name.replace("self_attn", "linear_attn"): weight
+                for name, weight in kda.items()
+                if name.startswith(inside)
+            }
+    weights |= {
+        "model.attnres_final.res_proj.weight": _matrix(generator, 1, hidden),
+        "model.attnres_final.res_norm_weight": _ones(hidden),
+    }
+    _save(folder, config, weights)
+    (folder / "configuration.py").write_text(
+        """from transformers import PretrainedConfig
+
+
+class Config(PretrainedConfig):
+    model_type = "alice_ai"
+"""
+    )
+    config |= {"auto_map": {"AutoConfig": "configuration.Config"}}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_bailing(folder: pathlib.Path, heads: int = 4) -> None:
+    """Write Bailing V3 without experts: three layers of KDA whose gates have full rank, and one of MLA."""
+    hidden, width, layers = MLA["hidden"], KDA["state"], 4
+    config = {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "model_type": "bailing_hybrid",
+        "hidden_size": hidden,
+        "intermediate_size": MLA["mlp"],
+        "moe_intermediate_size": MLA["mlp"],
+        "num_hidden_layers": layers,
+        "layer_group_size": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": width,
+        "short_conv_kernel_size": KDA["conv"],
+        "no_kda_lora": True,
+        "kda_safe_gate": True,
+        "kda_lower_bound": -5.0,
+        "q_lora_rank": None,
+        "kv_lora_rank": MLA["latent"],
+        "qk_nope_head_dim": MLA["nope"],
+        "qk_rope_head_dim": MLA["rope"],
+        "v_head_dim": MLA["value"],
+        "num_experts": 2,
+        "first_k_dense_replace": layers,  # no layer has experts
+        "num_experts_per_tok": 1,
+        "num_shared_experts": 0,
+        "num_nextn_predict_layers": 0,
+        "use_bias": False,
+        "use_qkv_bias": False,
+        **COMMON,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+    }
+    generator = torch.Generator().manual_seed(47)
+    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    weights = {"model.word_embeddings.weight": embedding}
+    for layer in range(layers - 1):
+        prefix = f"model.layers.{layer}"
+        kda = _kda_layer(generator, prefix, heads)
+        for gate in "fg":
+            for part in "ab":
+                del kda[f"{prefix}.self_attn.{gate}_{part}_proj.weight"]
+            kda[f"{prefix}.self_attn.{gate}_proj.weight"] = _matrix(generator, heads * width, hidden)
+        weights |= {name.replace("self_attn", "attention"): weight for name, weight in kda.items()}
+    prefix = f"model.layers.{layers - 1}"
+    for name, weight in _mla_layer(generator, prefix, heads):
+        weights[name.replace("self_attn.o_proj", "attention.dense").replace("self_attn", "attention")] = weight
+    weights |= {
+        "model.norm.weight": _ones(hidden),
+        "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+    }
+    _save(folder, config, weights)
+    (folder / "configuration.py").write_text(
+        """from transformers import PretrainedConfig
+
+
+class Config(PretrainedConfig):
+    model_type = "bailing_hybrid"
+"""
+    )
+    config |= {"auto_map": {"AutoConfig": "configuration.Config"}}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

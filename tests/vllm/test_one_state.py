@@ -14,6 +14,7 @@ import pathlib
 import random
 import re
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,12 +91,12 @@ def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *(f"{kind}-graphs" for kind in ("kimi", "olmo", "glm")),
-        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("kimi", "olmo", "glm")),
+        *(f"{kind}-graphs" for kind in ("kimi", "olmo", "glm", "bailing")),
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("kimi", "olmo", "glm", "bailing")),
     ],
 )
 def test_outputs_of_other_kinds_are_those_of_a_state_per_draft(case: str) -> None:
-    """The layers of Kimi Linear, OLMo hybrid and GLM-5.3-Flash."""
+    """Run layers of Kimi Linear, OLMo hybrid, GLM-5.3-Flash and Bailing V3."""
     said = said_of(case, f"one_state_{case.partition('-')[0]}.py")
     assert said["blocks"] == [4, 1]
     assert min(said["windows_only"], said["mixed"]) > 4
@@ -262,6 +263,36 @@ def test_the_geometry_of_olmo_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert supported.kind_of(config) is supported.OLMO
 
 
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "kind"),
+    [
+        (
+            "AliceAIForCausalLM",
+            {f"linear_{name}": 4 for name in ("num_key_heads", "num_value_heads")}
+            | {f"linear_{name}_head_dim": 128 for name in ("key", "value")},
+            supported.KIMI,
+        ),
+        *(
+            (architecture, {"num_attention_heads": 4, "head_dim": 128}, supported.BAILING)
+            for architecture in ("BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration")
+        ),
+    ],
+)
+def test_other_models_of_kda_have_a_decay_for_each_channel(
+    architecture: str, sizes: dict[str, int], kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine(
+        model_config__architecture=architecture,
+        model_config__hf_text_config=SimpleNamespace(**sizes),
+        cache_config__mamba_ssm_cache_dtype="float16",  # their layers ignore it
+    )
+    config.parallel_config.tensor_parallel_size = 2
+    assert RecordGeometry.of(config) == RecordGeometry(4, 2, 2, 128, 128, torch.bfloat16, per_channel=True)
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    assert supported.problem_of(config) is None
+    assert supported.kind_of(config) is kind
+
+
 @pytest.mark.parametrize("name", ["gdn_mtp_multimodal", "minicpm_v", "interns2_preview", "interns2_mobius"])
 def test_a_multimodal_model_has_the_sizes_of_its_text_configuration(
     name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -283,15 +314,105 @@ def test_a_model_says_how_large_a_page_is_with_the_record(monkeypatch: pytest.Mo
     class Model:
         get_mamba_state_shape_from_config = classmethod(lambda cls, config: STATES.shapes)
         get_mamba_state_dtype_from_config = classmethod(lambda cls, config: STATES.dtypes)
-        get_mamba_specs_from_config = classmethod(plugin._specs_of)
 
-    def page(config: Any) -> int:
-        [spec] = Model.get_mamba_specs_from_config(config)
-        return spec.page_size_bytes
+    def pages(config: Any) -> list[int]:
+        model: Any = Model
+        return [spec.page_size_bytes for spec in model.get_mamba_specs_from_config(config)]
 
     monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
-    assert page(engine()) == STATES.page_size_bytes + GEOMETRY.num_bytes
-    assert page(engine(recurrent=False)) == STATES.page_size_bytes
+    for _ in range(2):  # again: a process may start several engines
+        plugin.add_records(Model)
+    assert pages(engine()) == [STATES.page_size_bytes + GEOMETRY.num_bytes]
+    assert pages(engine(recurrent=False)) == [STATES.page_size_bytes]
+
+
+def test_a_model_with_two_kinds_of_recurrent_layers_adds_records_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    convolution = replace(STATES, shapes=((12, 512),), dtypes=(torch.bfloat16,), tp_replicated=True)
+
+    class Model:
+        get_mamba_state_shape_from_config = classmethod(lambda cls, config: STATES.shapes)
+        get_mamba_specs_from_config = classmethod(lambda cls, config: (STATES, convolution))
+
+    class Outer(Model): ...
+
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    for model in (Model, Outer):
+        plugin.add_records(model)
+    for model in (Model, Outer):
+        specs = model.get_mamba_specs_from_config(engine(model_config__architecture="Qwen4ExpForCausalLM"))
+        assert specs == (GEOMETRY.extend(STATES), convolution)
+
+
+def test_ple_has_one_state_and_reads_the_first_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own layer and metadata builder for PLE of Qwen3.8-Flash-Next."""
+    from one_state_layers import configuration
+    from vllm.models.qwen4_exp.nvidia.ple_layer import Qwen4ExpPLELayer
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.short_conv_attn import PleShortConvAttentionMetadataBuilder
+    from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
+
+    from nwor_ops.vllm.recurrent import qwen4
+
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    monkeypatch.setattr(Qwen4ExpPLELayer, "get_kv_cache_spec", Qwen4ExpPLELayer.get_kv_cache_spec)  # undone
+    qwen4.install()
+    layer: Any = Qwen4ExpPLELayer.__new__(Qwen4ExpPLELayer)
+    torch.nn.Module.__init__(layer)
+    layer.hc_hidden_size, layer.conv_state_len, layer.num_spec_tokens = 512, 9, 3
+    built = []
+    for recurrent in (False, True):
+        config = configuration(True, torch.float32)
+        config.device_config = SimpleNamespace(device_type="cuda")
+        config.speculative_config.method = "mtp"
+        config.model_config.architecture = "Qwen4ExpForCausalLM"
+        config.cache_config.replayssm_buffer_len = 0
+        config.additional_config = {"nwor": {"recurrent": recurrent}}
+        layer.model_config, layer.cache_config = config.model_config, config.cache_config
+        spec = layer.get_kv_cache_spec(config)
+        assert spec.num_speculative_blocks == (0 if recurrent else 3)
+        # In its group vLLM requires the number of Gated DeltaNet.
+        states = replace(STATES, block_size=spec.block_size, mamba_type="gdn")
+        states = GEOMETRY.extend(states) if recurrent else states
+        groups = [SimpleNamespace(kv_cache_spec=given, layer_names=["layer"]) for given in (states, spec)]
+        copies = {"gdn": (None, None), spec.mamba_type: (None,)}
+        cache = SimpleNamespace(kv_cache_groups=groups)
+        context = MambaSpecDecodeGPUContext.create(4, cache, copies, torch.device("cpu"), lambda count, dtype: None)
+        assert (context.num_states, context.num_groups) == (3, 2)
+        builder = PleShortConvAttentionMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+        starts = torch.tensor([0, 4, 6, 11], dtype=torch.int32)
+        table = torch.tensor([[4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]], dtype=torch.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor([20, 30, 5], dtype=torch.int32),
+            num_reqs=3, num_actual_tokens=11, max_query_len=5, max_seq_len=30,
+            block_table_tensor=table[:, : 1 + spec.num_speculative_blocks], slot_mapping=None,
+            is_prefilling=torch.tensor([False, False, True]),
+            seq_lens_cpu_upper_bound=torch.tensor([20, 30, 5], dtype=torch.int32),
+        )  # fmt: skip
+        built.append(
+            builder.build(
+                0, common, num_accepted_tokens=torch.tensor([3, 1, 1], dtype=torch.int32),
+                num_decode_draft_tokens_cpu=torch.tensor([3, 1, -1], dtype=torch.int32),
+            )
+        )  # fmt: skip
+    theirs, ours = built
+    assert ours.spec_state_indices_tensor.tolist() == theirs.spec_state_indices_tensor.tolist() == [4, 8]
+    assert ours.state_indices_tensor.tolist() == theirs.state_indices_tensor.tolist() == [12]
+    assert ours.num_accepted_tokens.tolist() == theirs.num_accepted_tokens.tolist() == [3, 1]
+
+
+def test_the_table_of_sizes_is_that_of_the_models_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
+    import state_sizes
+
+    text = state_sizes.DOCUMENT.read_text()
+    assert state_sizes.filled(text) == text
+    config = engine(num_speculative_tokens=state_sizes.DRAFTS)
+    sizes = config.model_config.hf_text_config
+    sizes.linear_conv_kernel_dim, sizes.layer_types = 4, ["linear_attention", "full_attention", "linear_attention"]
+    # A layer's rows of the convolution, its state, and the record.
+    page = 2 * 768 * 6 + 4 * 4 * 128 * 64
+    record = RecordGeometry.of(config).num_bytes
+    assert state_sizes.states_of(sizes, torch.float32) == (2 * 4 * page, 2 * (page + record))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])

@@ -1,9 +1,10 @@
 """One recurrent state per request in place of 1 + K, for layers of Gated DeltaNet and KDA under vLLM's V2 runner on
 CUDA.
 
-``plugin`` decides and puts the rest into vLLM, ``records`` says what lies in a page, ``layer`` is what our subclasses
-of vLLM's layers have in common, ``qwen``, ``kimi`` and ``olmo`` are these, ``metadata`` one of its metadata builder,
-``engine`` is what the layers of one engine share, ``audit`` compares every state with that of a scheme that keeps them
-all.
-``layer``, ``qwen``, ``kimi``, ``olmo`` and ``metadata`` import vLLM: they are imported when an engine asks for them.
+``plugin`` decides and installs the rest in vLLM. ``records`` defines the contents of a page. ``layer`` is the base of
+our subclasses of vLLM's layers: ``qwen`` (with ``qwen4``), ``kimi``, ``olmo`` and ``bailing``. ``metadata`` has our
+subclass of vLLM's metadata builder. ``engine`` holds what the layers of one engine share. ``audit`` compares every
+state with a scheme that stores all states.
+
+``layer``, its subclasses and ``metadata`` import vLLM. They are imported when an engine asks for one state.
 """

@@ -1,8 +1,9 @@
 """A layer of vLLM's with one state per request: what all kinds of them have in common.
 
-Of each kind there is a subclass that vLLM makes in the place of its own layer, through its registry of pluggable layers
-(``qwen``, ``kimi``, ``olmo``, ``glm``). What an engine that did not ask for it gets is vLLM's code, inherited. Weights,
-projections, convolution, prompts: vLLM's in any case; a window is one launch of :func:`nwor_ops.gated_delta_verify`.
+Each kind has a subclass that vLLM creates instead of its own layer, through its registry of pluggable layers
+(``qwen``, ``kimi``, ``olmo``, ``glm``, ``bailing``). An engine that did not ask for one state runs vLLM's inherited code.
+Weights, projections, convolutions and prompts are vLLM's in any case. A window is one launch of
+:func:`nwor_ops.gated_delta_verify`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba import checkpoint as vllm_checkpoint
-from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
@@ -30,10 +31,11 @@ from nwor_ops.vllm.support import wrap_once
 _OWNER, _RECORDS = "_nwor_layer", "_nwor_records"
 
 
-class OneStateLayer(GatedDeltaNetAttention):
-    """See the module. Comes before vLLM's class among the bases of a layer.
+class OneStateLayer(PluggableLayer, MambaBase):
+    """See the module. List it before vLLM's class among the bases of a layer.
 
     Attributes:
+        given_gates: whether vLLM computes the decays and betas of a window before its kernel.
         one_state: whether this engine has it; all else only then.
         geometry: of the record.
         layer_window: int64 ``[1]``, the number of the last window that this layer verified.
@@ -43,6 +45,8 @@ class OneStateLayer(GatedDeltaNetAttention):
         audit: the audit of this engine, or None.
     """
 
+    given_gates = False
+    prefix: str
     A_log: torch.nn.Parameter
     dt_bias: torch.nn.Parameter
     layer_window: Tensor
@@ -53,6 +57,10 @@ class OneStateLayer(GatedDeltaNetAttention):
 
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, vllm_config, *args, **kwargs)
+        self.set_up(vllm_config)
+
+    def set_up(self, vllm_config: Any) -> None:
+        """Decide whether this layer has one state. Call it after vLLM's ``__init__``."""
         self.one_state = has_one_state(vllm_config)
         if self.one_state:
             self.geometry = RecordGeometry.of(vllm_config)
@@ -107,8 +115,9 @@ class OneStateLayer(GatedDeltaNetAttention):
 
         Args:
             q, k, v: ``[T, heads, width]``.
-            a: ``[T, value_heads]``, or ``[T, value_heads, dk]`` with a decay per channel.
-            b: ``[T, value_heads]``.
+            a: ``[T, value_heads]``, or ``[T, value_heads, dk]`` with a decay per channel. With ``given_gates``, the
+                logarithms of the decays.
+            b: ``[T, value_heads]``. With ``given_gates``, the betas.
             out: ``[T, value_heads, dv]``; **mutated**, with gate and norm where there is a gate.
             gate, norm_weight, norm_eps, gate_activation: as for :func:`nwor_ops.gated_delta_verify`.
         """
@@ -132,8 +141,8 @@ class OneStateLayer(GatedDeltaNetAttention):
             v,
             a,
             b,
-            self.A_log.view(-1),
-            self.dt_bias.view(per_channel) if geometry.per_channel else self.dt_bias,
+            None if self.given_gates else self.A_log.view(-1),
+            None if self.given_gates else self.dt_bias.view(per_channel if geometry.per_channel else -1),
             metadata.plan,
             metadata.window,
             metadata.spec_query_start_loc[: metadata.num_spec_decodes + 1],
@@ -161,16 +170,31 @@ def most_window_tokens(vllm_config: Any) -> int:
     return int(min((size for size in sizes if size >= most), default=most))
 
 
-def put_in_place(layer: type, name: str, module: Any, recurrence: str, verified: Callable[..., Any]) -> None:
-    """Have vLLM make a layer in the place of its own, where no other is registered (:func:`.supported.problem_of` says
-    so), and hand it its windows. Safe to call again.
+def owner_of_state(state: Tensor) -> OneStateLayer | None:
+    """Return the layer that owns a state, if vLLM passes the tensor of ``kv_cache`` itself."""
+    owner: OneStateLayer | None = getattr(state, _OWNER, None)
+    return owner
+
+
+def put_in_place(
+    layer: type,
+    name: str,
+    module: Any,
+    recurrence: str,
+    verified: Callable[..., Any],
+    owner_of: Callable[[Tensor], OneStateLayer | None] = owner_of_state,
+) -> None:
+    """Make vLLM create our layer instead of its own, and give our layer its windows. Safe to call again.
+
+    vLLM's registry has room for one class. :func:`.supported.problem_of` refuses an engine if it holds another.
 
     Args:
-        layer: ours.
-        name: of vLLM's class.
-        module: where vLLM's code finds the function that computes its windows.
-        recurrence: that function. It is given the layer's state as ``initial_state``.
+        layer: our class.
+        name: name of vLLM's class.
+        module: module in which vLLM's code finds the function that computes its windows.
+        recurrence: name of that function. Its argument ``initial_state`` is the layer's state.
         verified: takes our layer and the arguments of that function, all by keyword; returns the output.
+        owner_of: returns the layer of an ``initial_state``, or None if it has no record.
     """
     if name not in op_registry_oot:
         PluggableLayer.register_oot(layer, name=name)
@@ -178,7 +202,8 @@ def put_in_place(layer: type, name: str, module: Any, recurrence: str, verified:
     def handing_over(compute: Callable[..., Any]) -> Callable[..., Any]:
         def hand_over(*args: Any, **kwargs: Any) -> Any:
             """vLLM's, but for the windows of a layer with one state: in batches that hold prompts, too."""
-            owner = getattr(kwargs.get("initial_state"), _OWNER, None)
+            state = kwargs.get("initial_state")
+            owner = None if state is None else owner_of(state)
             if owner is None or kwargs.get("num_accepted_tokens") is None:
                 return compute(*args, **kwargs)
             return verified(owner, **kwargs), kwargs["initial_state"]

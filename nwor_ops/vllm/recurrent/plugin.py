@@ -30,6 +30,7 @@ from nwor_ops.vllm.recurrent.supported import has_one_state, kind_of, problem_of
 from nwor_ops.vllm.session import Session
 from nwor_ops.vllm.support import NOT_ONE_STATE, Unsupported, is_recurrent
 
+_RECORDS_ADDED = "_nwor_adds_records"
 _engines: weakref.WeakKeyDictionary[Any, OneState] = weakref.WeakKeyDictionary()
 
 
@@ -153,26 +154,39 @@ def prepare(vllm_config: Any, logger: Any) -> None:
         return
     from vllm.model_executor.models import ModelRegistry
 
-    importlib.import_module(kind_of(vllm_config).ours).install()
+    kind_of(vllm_config).install()
     model_config = vllm_config.model_config
     model: Any
     model, _ = ModelRegistry.resolve_model_cls(model_config.architecture, model_config=model_config)
-    if not hasattr(model, "get_mamba_specs_from_config"):
-        model.get_mamba_specs_from_config = classmethod(_specs_of)
+    add_records(model)
 
 
-def _specs_of(model: Any, vllm_config: Any) -> tuple[Any, ...]:
-    """As vLLM takes the sizes of a page from the class of a model; with the records where the engine has them."""
-    from vllm.v1.kv_cache_interface import MambaSpec
+def add_records(model: Any) -> None:
+    """Make a model's class report its page sizes with the records. Safe to call again.
 
-    spec = MambaSpec(
-        shapes=tuple(model.get_mamba_state_shape_from_config(vllm_config)),
-        dtypes=tuple(model.get_mamba_state_dtype_from_config(vllm_config)),
-        block_size=-1,
-    )
-    if has_one_state(vllm_config):
-        spec = RecordGeometry.of(vllm_config).extend(spec)
-    return (spec,)
+    vLLM asks ``get_mamba_specs_from_config`` if the class has it. Most classes do not; their single spec follows from
+    the shape and dtype of the state.
+    """
+    given = getattr(model, "get_mamba_specs_from_config", None)
+    if getattr(given, _RECORDS_ADDED, False):
+        return
+
+    def get_mamba_specs_from_config(cls: Any, vllm_config: Any) -> tuple[Any, ...]:
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        shapes = tuple(cls.get_mamba_state_shape_from_config(vllm_config))
+        if given is not None:
+            specs = tuple(given(vllm_config))
+        else:
+            dtypes = tuple(cls.get_mamba_state_dtype_from_config(vllm_config))
+            specs = (MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1),)
+        if not has_one_state(vllm_config):
+            return specs
+        geometry = RecordGeometry.of(vllm_config)
+        return tuple(geometry.extend(spec) if tuple(spec.shapes) == shapes else spec for spec in specs)
+
+    setattr(get_mamba_specs_from_config, _RECORDS_ADDED, True)
+    model.get_mamba_specs_from_config = classmethod(get_mamba_specs_from_config)
 
 
 def attach(runner: Any, logger: Any, profiling: bool) -> None:
@@ -191,9 +205,12 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     cursors, builders = new_cursors(cache.num_blocks, runner.device), []
     refused = RefusedRequests(runner.device)
     tables, numbers = [], []
+    without_record = kind_of(vllm_config).without_record
     for number, attn_groups in enumerate(runner.attn_groups):
         for group in attn_groups:
             if not is_recurrent(group.kv_cache_spec):
+                continue
+            if all(type(context[name]).__name__ in without_record for name in group.layer_names):
                 continue
             builder = group.get_metadata_builder(0)
             if not isinstance(builder, OneStateMetadataBuilder):

@@ -13,6 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Models of KDA whose sizes have the names of Gated DeltaNet's. (Others have a `linear_attn_config`.)
+PER_CHANNEL = ("AliceAIForCausalLM",)
+# Models of KDA with as many heads, as wide, as in their attention.
+BAILING_MODELS = ("BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration")
+
 
 class Records(NamedTuple):
     """A layer's, as :func:`nwor_ops.gated_delta_verify` takes them."""
@@ -50,7 +55,12 @@ class RecordGeometry:
         if hasattr(config, "linear_num_heads"):  # GLM-5.3-Flash
             heads, width = config.linear_num_heads // ranks, config.linear_head_dim
             return cls(rows, heads, heads, width, width, dtype, per_channel=True)
+        architecture = getattr(vllm_config.model_config, "architecture", None)
+        if architecture in BAILING_MODELS:
+            heads = config.num_attention_heads // ranks
+            return cls(rows, heads, heads, config.head_dim, config.head_dim, dtype, per_channel=True)
         kda = getattr(config, "linear_attn_config", None)
+        per_channel = architecture in PER_CHANNEL
         if kda is not None:
             heads, width = kda["num_heads"] // ranks, kda["head_dim"]
             return cls(rows, heads, heads, width, width, dtype, per_channel=True)
@@ -61,6 +71,7 @@ class RecordGeometry:
             config.linear_key_head_dim,
             config.linear_value_head_dim,
             dtype,
+            per_channel,
         )
 
     @property

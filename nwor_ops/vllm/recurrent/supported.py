@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ _QWEN = _LAYERS + "gdn.qwen_gdn_linear_attn"
 _KIMI = _LAYERS + "gdn.kimi_gdn_linear_attn"
 _OLMO = _LAYERS + "gdn.olmo_gdn_linear_attn"
 _GLM = "vllm.models.glm5next.common.kda"
+_BAILING = "vllm.model_executor.models.bailing_moe_v3"
+_PLE = "vllm.models.qwen4_exp.nvidia.ple_layer"
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,23 @@ class LayerKind:
     """A class of vLLM's layers that may have one state per request.
 
     Attributes:
-        name: of the class.
-        ours: the module of what takes its place, with a function ``install``.
-        hooks: what of vLLM's is overridden, called or relied upon for this class alone.
+        name: name of the class.
+        ours: module of the class that takes its place.
+        hooks: vLLM functions that are overridden, called or relied upon for this class only.
+        installer: module with the function ``install``; ``ours`` by default.
+        without_record: names of other recurrent classes in such models. They already keep one state per request, so
+            they need no record.
     """
 
     name: str
     ours: str
     hooks: tuple[Hook, ...]
+    installer: str = ""
+    without_record: tuple[str, ...] = ()
+
+    def install(self) -> None:
+        """Make vLLM create our class instead of its own. See :func:`~nwor_ops.vllm.recurrent.layer.put_in_place`."""
+        importlib.import_module(self.installer or self.ours).install()
 
 
 QWEN = LayerKind(
@@ -73,6 +85,19 @@ QWEN = LayerKind(
         ),
     ),
 )
+# Qwen3.8-Flash-Next. Some of its layers also have PLE, a short convolution with its own KV-cache group.
+QWEN4 = LayerKind(
+    QWEN.name,
+    QWEN.ours,
+    (
+        *QWEN.hooks,
+        Hook(_PLE, "Qwen4ExpPLELayer.get_kv_cache_spec", "vllm_config"),
+        Hook("vllm.v1.attention.backends.short_conv_attn", "PleShortConvAttentionMetadataBuilder.build",
+             "common_prefix_len, common_attn_metadata, num_accepted_tokens, num_decode_draft_tokens_cpu"),
+    ),
+    installer="nwor_ops.vllm.recurrent.qwen4",
+    without_record=("Qwen4ExpPLELayer",),
+)  # fmt: skip
 KIMI = LayerKind(
     "KimiGatedDeltaNetAttention",
     "nwor_ops.vllm.recurrent.kimi",
@@ -135,8 +160,38 @@ GLM = LayerKind(
         ),
     ),
 )
+BAILING = LayerKind(
+    "BailingMoeV3KimiDeltaAttention",
+    "nwor_ops.vllm.recurrent.bailing",
+    (
+        Hook(
+            _BAILING,
+            "BailingMoeV3KimiDeltaAttention.__init__",
+            "config, quant_config, layer_id, prefix, model_config, cache_config, num_speculative_tokens",
+        ),
+        Hook(_BAILING, "BailingMoeV3KimiDeltaAttention.get_state_shape", ""),
+        Hook(_BAILING, "BailingMoeV3KimiDeltaAttention.get_state_dtype", ""),
+        Hook(
+            _BAILING,
+            "BailingMoeV3KimiDeltaAttention._forward",
+            "q_proj_states, k_proj_states, v_proj_states, g1, beta, core_attn_out",
+        ),
+        Hook(
+            _BAILING,
+            "fused_recurrent_kda_fwd",
+            "q, k, v, g, beta, scale, initial_state, inplace_final_state, cu_seqlens, ssm_state_indices, "
+            "num_accepted_tokens, use_qk_l2norm_in_kernel",
+        ),
+        Hook(_LAYERS + "abstract", "MambaBase.get_kv_cache_spec", "vllm_config"),
+    ),
+)
 _KINDS = {  # all other architectures have Qwen's layer
+    "Qwen4ExpForCausalLM": QWEN4,
+    "Qwen4ExpForConditionalGeneration": QWEN4,
     "KimiLinearForCausalLM": KIMI,
+    "AliceAIForCausalLM": KIMI,
+    "BailingMoeV3ForCausalLM": BAILING,
+    "BailingMoeV3VLForConditionalGeneration": BAILING,
     "OlmoHybridForCausalLM": OLMO,
     "Glm5NextForCausalLM": GLM,
     "Glm5NextForConditionalGeneration": GLM,
@@ -189,7 +244,7 @@ _COMMON_HOOKS = (
     Hook("vllm.platforms.interface", "Platform._align_hybrid_block_size", "vllm_config, backend_cls"),
     Hook(RUNNER_MODULE, "GPUModelRunner.load_model", "load_dummy_weights, args, model, kwargs"),
 )  # fmt: skip
-HOOKS = (*QWEN.hooks, *KIMI.hooks, *OLMO.hooks, *GLM.hooks, *_COMMON_HOOKS)
+HOOKS = (*QWEN4.hooks, *KIMI.hooks, *OLMO.hooks, *GLM.hooks, *BAILING.hooks, *_COMMON_HOOKS)
 
 
 @functools.cache
@@ -207,7 +262,7 @@ def _state_dtype(vllm_config: Any) -> Any:
 
     cache, dtype = vllm_config.cache_config, vllm_config.model_config.dtype
     kind = kind_of(vllm_config)
-    if kind is KIMI:  # its layer ignores mamba_ssm_cache_dtype
+    if kind in (KIMI, BAILING):  # their layers ignore mamba_ssm_cache_dtype
         return MambaStateDtypeCalculator.kda_state_dtype(dtype, cache.mamba_cache_dtype)[1]
     if kind is GLM:
         return MambaStateDtypeCalculator.kda_state_dtype(dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype)[1]

@@ -1,0 +1,125 @@
+"""Compare layers of Bailing V3 as one_state_layers.py does. vLLM gives their kernel decays and betas that it computed
+before. Run by test_one_state.py:
+
+    TRITON_INTERPRET=1 python one_state_bailing.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import one_state_layers
+import torch
+from one_state_layers import (
+    CONVOLUTION,
+    GROUPS,
+    K,
+    Side,
+    convolve_prompts,
+    convolve_windows,
+    furnished,
+    run,
+    use_interpreter,
+)
+from torch import Tensor
+
+HEADS, WIDTH = 2, 64
+SIZE = HEADS * WIDTH
+INPUTS = ("q_proj_states", "k_proj_states", "v_proj_states")
+
+
+class BailingSide(Side):
+    def __init__(self, config: Any, *args: Any) -> None:
+        config.model_config.architecture = "BailingMoeV3ForCausalLM"
+        super().__init__(config, *args)
+
+    def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
+        from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
+
+        ranks = config.parallel_config.tensor_parallel_size
+        layer = BailingMoeV3KimiDeltaAttention.__new__(BailingMoeV3KimiDeltaAttention)
+        torch.nn.Module.__init__(layer)
+        given = {
+            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_speculative_tokens": K,
+            "head_dim": WIDTH, "num_heads": HEADS * ranks, "local_num_heads": HEADS, "conv_size": CONVOLUTION,
+            "safe_gate": True, "lower_bound": -5.0,
+            "model_config": config.model_config, "cache_config": config.cache_config,
+            **{f"{part}_conv1d": SimpleNamespace(weight=weights[part], bias=None) for part in "qkv"},
+        }  # fmt: skip
+        return furnished(layer, given, config)
+
+    def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:
+        projected = {name: given[name] for name in INPUTS}
+        layer._forward(**projected, g1=given["g1"][None], beta=given["beta"][None], core_attn_out=out[None])
+
+
+def weights_of(generator: torch.Generator) -> list[dict[str, Tensor]]:
+    return [{part: torch.randn(SIZE, 1, CONVOLUTION, generator=generator) / 2 for part in "qkv"} for _ in range(GROUPS)]
+
+
+def inputs_of(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]]:
+    """Decays lie between exp(-5) and 1, as with the models' lower bound."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(tokens, *shape, generator=generator)
+
+    return [
+        {name: normal(SIZE).to(torch.bfloat16) for name in INPUTS}
+        | {"g1": -5 * normal(HEADS, WIDTH).sigmoid(), "beta": normal(HEADS).sigmoid()}
+        for _ in range(GROUPS)
+    ]
+
+
+def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, cu_seqlens: Tensor,
+            **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run the recurrence over a prompt's tokens, in place of a kernel that tunes itself."""
+    out, final = torch.empty_like(v), initial_state.float().clone()
+    query, key = (x[0].float() / (x[0].float().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    for sequence, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        for token in range(start, end):
+            state = final[sequence]
+            state *= g[0, token].exp()[:, None]
+            update = beta[0, token][:, None] * (v[0, token].float() - (state @ key[token][..., None])[..., 0])
+            state += update[..., None] * key[token][:, None]
+            out[0, token] = ((state @ query[token][..., None])[..., 0] * WIDTH**-0.5).to(out.dtype)
+    return out, final
+
+
+class WholeHeads:
+    """Run vLLM's kernel with one program per head. In the interpreter, each program takes milliseconds."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda **given: self._kernel[(1, 1, grid[2])](**given | {"BV": WIDTH})
+
+
+def main() -> None:
+    use_interpreter()
+    import triton.language as tl
+    from vllm.third_party.flash_linear_attention.ops import fused_recurrent, kda
+
+    from nwor_ops.vllm.recurrent import bailing
+
+    fused_recurrent.exp = lambda x: tl.exp(x)  # by the name that the interpreter knows
+    kda.fused_recurrent_gated_delta_rule_fwd_kernel = WholeHeads(kda.fused_recurrent_gated_delta_rule_fwd_kernel)
+    bailing.install()
+    bailing.vllm_layer.chunk_kda = chunked
+    bailing.vllm_layer.causal_conv1d_fn = convolve_prompts
+    bailing.vllm_layer.causal_conv1d_update = convolve_windows
+    one_state_layers.STEPS = 16
+    cases = {"bailing": (False, 1), "bailing-graphs": (True, 2)}
+    for name in sys.argv[1:] or cases:
+        full_graphs, ranks = cases[name]
+        sizes = {"num_attention_heads": HEADS * ranks, "head_dim": WIDTH}
+        said = run(False, full_graphs, torch.float32, ranks, sizes, BailingSide, weights_of, inputs_of)
+        print(name, json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Write the table of docs/recurrent.md that gives the bytes of recurrent states per request.
+
+The sizes are computed from the default configurations of transformers and vLLM, on one GPU with bfloat16 weights. They
+contain states, rows of the convolutions and records, but no padding of pages.
+
+    python tools/state_sizes.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import re
+from math import prod
+from typing import Any
+
+import torch
+
+from nwor_ops.vllm.recurrent.records import RecordGeometry
+
+DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "recurrent.md"
+DRAFTS = 3
+_BAILING = "vllm.transformers_utils.configs.bailing_moe_v3_vl"
+# Model, module and class of its configuration.
+MODELS = (
+    ("Qwen3-Next", "transformers", "Qwen3NextConfig"),
+    ("Qwen3.5, dense", "transformers", "Qwen3_5TextConfig"),
+    ("Qwen3.5 with experts", "transformers", "Qwen3_5MoeTextConfig"),
+    ("MiniCPM-V 4.6", "transformers", "MiniCPMV4_6Config"),
+    ("Qwen3.8-Flash-Next", "transformers", "Qwen4ExpTextConfig"),
+    ("OLMo hybrid", "transformers", "OlmoHybridConfig"),
+    ("GLM-5.3-Flash", "transformers", "Glm5NextTextConfig"),
+    ("Bailing V3", _BAILING, "BailingMoeV3TextConfig"),
+)
+
+
+def sizes_of(config: Any) -> tuple[int, int, int, int, int, bool]:
+    """Return heads of keys and values, their widths, the width of the convolution, and whether the layers are KDA."""
+    if hasattr(config, "linear_num_key_heads"):
+        heads = config.linear_num_key_heads, config.linear_num_value_heads
+        return (*heads, config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim, False)
+    if hasattr(config, "linear_num_heads"):
+        heads, width, convolution = config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim
+    else:
+        heads, width, convolution = config.num_attention_heads, config.head_dim, config.short_conv_kernel_size
+    return heads, heads, width, width, convolution, True
+
+
+def states_of(config: Any, state: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of a request in all recurrent layers: with vLLM's states, and with one state and a record."""
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+
+    keys, values, key_width, value_width, convolution, is_kda = sizes_of(config)
+    if is_kda:
+        shapes = MambaStateShapeCalculator.kda_state_shape(
+            1, keys, key_width, conv_kernel_size=convolution, num_spec=DRAFTS
+        )
+    else:
+        shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
+            1, keys, values, key_width, value_width, convolution, DRAFTS
+        )
+    rows, matrix = (prod(shape) for shape in shapes)
+    page = rows * torch.bfloat16.itemsize + matrix * state.itemsize
+    record = RecordGeometry(DRAFTS + 1, keys, values, key_width, value_width, torch.bfloat16, is_kda).num_bytes
+    layers = config.layer_types.count("linear_attention")
+    return layers * (DRAFTS + 1) * page, layers * (page + record)
+
+
+def table() -> str:
+    """Return the rows of the document."""
+    rows = [
+        "| model | configuration | layers | float32 states: vLLM | here | bfloat16 states: vLLM | here |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, module, kind in MODELS:
+        config = getattr(importlib.import_module(module), kind)().get_text_config()
+        *_, is_kda = sizes_of(config)
+        cells = [f"{number / 2**20:.1f}" for number in states_of(config, torch.float32)]
+        cells += ["-"] * 2 if is_kda else [f"{number / 2**20:.1f}" for number in states_of(config, torch.bfloat16)]
+        layers = config.layer_types.count("linear_attention")
+        rows.append(f"| {name} | `{kind}` | {layers} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def filled(text: str) -> str:
+    """Return the document with the table between its marks."""
+    marks = "<!-- sizes: made by tools/state_sizes.py -->", "<!-- end of sizes -->"
+    pattern = f"{re.escape(marks[0])}.*?{re.escape(marks[1])}"
+    text, found = re.subn(pattern, f"{marks[0]}\n{table()}\n{marks[1]}", text, flags=re.DOTALL)
+    if found != 1:
+        raise SystemExit(f"{DOCUMENT.name} must have the mark {marks[0]!r} once, got {found}")
+    return text
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(filled(DOCUMENT.read_text()))
