@@ -1,8 +1,8 @@
 """A layer of vLLM's with one state per request: what all kinds of them have in common.
 
 Each kind has a subclass that vLLM creates instead of its own layer, through its registry of pluggable layers
-(``qwen``, ``kimi``, ``olmo``, ``glm``, ``bailing``). An engine that did not ask for one state runs vLLM's inherited code.
-Weights, projections, convolutions and prompts are vLLM's in any case. A window is one launch of
+(``qwen``, ``kimi``, ``olmo``, ``glm``, ``bailing``). An engine that did not ask for one state runs vLLM's inherited
+code. Weights, projections, convolutions and prompts are vLLM's in any case. A window is one launch of
 :func:`nwor_ops.gated_delta_verify`.
 """
 
