@@ -155,7 +155,7 @@ class TimedEngine:
 
     def ttft(self, requests: int, prefix: int, suffix: int, at_once: int, seed: int) -> dict[str, Any]:
         """Measure the seconds until each request's first token. All prompts begin with the same ``prefix`` tokens,
-        which depend on the seed, and end with ``suffix`` tokens of their own."""
+        which depend on the seed. Each ends with ``suffix`` tokens that no other has."""
         from vllm import SamplingParams
 
         engine, vocabulary = self._llm.llm_engine, self._job["vocabulary"]
@@ -184,7 +184,7 @@ class TimedEngine:
         }
 
     def fits(self, tokens: int) -> dict[str, Any]:
-        """How many requests of so many tokens the cache holds at once, and how long its blocks are."""
+        """Return how many requests of this many tokens fit in the cache, and the sizes of its blocks."""
         found: dict[str, Any] = self._llm.collective_rpc(requests_that_fit, args=(tokens,))[0]
         return found
 

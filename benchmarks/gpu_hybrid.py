@@ -4,11 +4,11 @@
 
 The model has the Qwen3.5-9B shape, its layer for multi-token prediction and random weights. Both sides run with the
 defaults of ``vllm serve``: prefix caching (``align``), FlashInfer's prefill on Hopper, warm-ups, asynchronous
-scheduling, CUDA graphs. Only this is set: dummy weights, no tokenizer, 36 GiB of cache, 8,192 tokens a batch (what
-``vllm serve`` takes on an H200; ``LLM`` would take 16,384), and synthetic acceptance of drafts.
+scheduling, CUDA graphs. The benchmark sets dummy weights, no tokenizer, 36 GiB of cache and synthetic acceptance of
+drafts. It also sets 8,192 tokens a batch, which ``vllm serve`` takes on an H200 and ``LLM`` does not.
 
-The engine with one state per request stays on the GPU. One vanilla engine after another runs beside it, with as much
-cache, and the two take turns. A vanilla engine is a name of ``VARIANTS``, or several joined by ``+``:
+The engine with one state per request stays on the GPU. One vanilla engine after another runs next to it. Both have a
+cache of the same size, and they take turns. A vanilla engine is a name of ``VARIANTS``, or several joined by ``+``:
 
     default     vLLM's defaults, K = 3
     no_prefix   without prefix caching
@@ -128,7 +128,7 @@ VARIANTS = {
     "bfloat16": Variant({"mamba_ssm_cache_dtype": "bfloat16"}),
     **{f"drafts_{drafts}": Variant(drafts=drafts) for drafts in (0, 1, 2)},
 }
-# What a run takes that is told nothing: the defaults first, then what a user may find faster.
+# A run without --vanilla takes these: the defaults first, then what a user may find faster.
 VANILLA = ("default", "bfloat16", "no_prefix+drafts_1", "drafts_2", "drafts_0", "triton")
 VANILLA_QUICK = ("default", "bfloat16")
 
@@ -253,8 +253,8 @@ def figures(vanilla: str, count: int, answers: dict[str, list[dict[str, Any]]]) 
 def first_tokens(
     engines: dict[str, EngineProcess], rounds: int, tokens: tuple[int, int]
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Ask both sides in turn: prompts with a shared prefix one by one, then at once. ``tokens`` are those of the prefix
-    and of what follows it."""
+    """Ask both sides in turn for prompts that share a prefix: first one by one, then all at once. ``tokens`` has the
+    lengths of the prefix and of the rest."""
     answers: dict[str, dict[str, list[dict[str, Any]]]] = {side: {"single": [], "at_once": []} for side in engines}
     for number in range(rounds):
         for side in list(engines)[:: 1 if number % 2 == 0 else -1]:
@@ -265,7 +265,7 @@ def first_tokens(
 
 
 def first_token_figures(vanilla: str, answers: dict[str, dict[str, list[dict[str, Any]]]]) -> list[Row]:
-    """The first prompt of a round finds nothing, the others what it has left, and those at once find it, too."""
+    """Make rows of first tokens. The first prompt of a round is cold. All later prompts hit its prefix."""
     rows, samples = [], {}
     for side, found in answers.items():
         name = side if side == vanilla else f"{OURS}_beside_{vanilla}"
@@ -302,7 +302,7 @@ def fit_figures(vanilla: str, ours: dict[str, Any], theirs: dict[str, Any]) -> l
 
 
 def best_figures(known: dict[str, dict[str, Any]]) -> list[Row]:
-    """Of each load, the row over the vanilla engine that was fastest beside ours."""
+    """Return one row per load: ours over the vanilla engine that came closest."""
     rows = []
     for count in REQUESTS:
         prefix, suffix = f"e2e_{OURS}/over_", f"/{count}"

@@ -25,7 +25,7 @@ from processes import ROOT
 # What the README's words stand for.
 PLACEHOLDERS = ("MODEL", "DRAFT")
 MAX_TOKENS = 40
-# Longer than two blocks of any engine of these tests, and short enough for answers behind it.
+# Longer than two blocks of any engine of these tests, and short enough to leave room for an answer.
 PREFIX_TOKENS = 400
 VOCABULARY = 64
 AT_ONCE = 8
@@ -77,7 +77,7 @@ def readme_commands(text: str | None = None) -> dict[str, Command]:
 
 
 class Server:
-    """One server in a process group of its own.
+    """Start one server, with its own process group.
 
     Args:
         program: what runs ``vllm serve``.

@@ -1,4 +1,4 @@
-"""README's commands over HTTP with vLLM's CPU engine, which has the transaction alone; tests/gpu/vllm has all three."""
+"""Run README's commands over HTTP. vLLM's CPU engine has only the transaction; tests/gpu/vllm runs all three."""
 
 from __future__ import annotations
 

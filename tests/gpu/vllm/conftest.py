@@ -36,7 +36,7 @@ def _why_not() -> str | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_not()
-    # Servers have processes of their own: most of their tests run while the pool's engines do. `test_words` comes last.
+    # Servers are other processes, so most of their tests run while the pool's engines do. `test_words` comes last.
     items.sort(key=_turn)
     for item in items:
         if HERE not in item.path.parents:

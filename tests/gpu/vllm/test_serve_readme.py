@@ -38,8 +38,8 @@ MODELS = {
 # Blocks: one request of 512 tokens fits, eight do not.
 BLOCKS = {"draft_graphs": 40, "recurrent": 40, "mode": 40}
 SMALL_CACHE = ("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.05")
-# Of Qwen3.5's layers vLLM's own kernel adds in another order: here and there another of two close logits wins. Requests
-# at once have other matrix products than one by one.
+# How many answers may differ: requests one by one, then several at once. vLLM's kernel for Qwen3.5 adds in another
+# order, so one of two close logits may win instead of the other. Larger batches use other matrix products.
 MAY_DIFFER = {"draft_graphs": (0, 4), "recurrent": (4, 6), "mode": (0, 4)}
 QUIET = {name: value for name, value in ENVIRONMENT.items() if "FLASHINFER" not in name and "MULTIPROC" not in name}
 PATIENCE_SECONDS = 280.0
@@ -61,7 +61,8 @@ def test_the_readme_has_three_commands() -> None:
 
 @pytest.fixture(scope="module")
 def servers(engines: Any) -> Iterator[dict[tuple[str, str], Server]]:
-    """All of the audited tests at once: most of the time is start-up. Each test waits for its own."""
+    """Start the servers of all audited tests together, because start-up takes most of the time. Each test waits for its
+    own two."""
     started = {}
     for feature, command in COMMANDS.items():
         more = ("--num-gpu-blocks-override", str(BLOCKS[feature]), *SMALL_CACHE)
