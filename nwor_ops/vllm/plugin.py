@@ -36,6 +36,7 @@ from nwor_ops.vllm.drafter import plugin as draft_graphs
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.layers.back_ends import KIMI_HOOKS
 from nwor_ops.vllm.recurrent import plugin as one_state
+from nwor_ops.vllm.recurrent import stores
 from nwor_ops.vllm.recurrent.supported import HOOKS as ONE_STATE_HOOKS
 from nwor_ops.vllm.recurrent.supported import RUNNER_MODULE as V2_RUNNER_MODULE
 from nwor_ops.vllm.runners.base import detach, log_bytes
@@ -86,6 +87,7 @@ def _wrappers() -> dict[str, Callable[[ModuleType], None]]:
         "vllm.v1.core.sched.scheduler": _wrap_scheduler_module,
         "vllm.v1.worker.gpu.warmup": _wrap_warmup_module,
         "vllm.v1.metrics.loggers": metrics.wrap_loggers_module,
+        **stores.WRAPPERS,
     }
 
 

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nwor_ops import library
@@ -69,6 +69,10 @@ class Connector:
         loads_any_time: it may load rows while vLLM goes on with other requests. Taken for granted unless vLLM's source
             says otherwise, of connectors of one's own too: an audit takes rows that arrive unexpected for stray writes.
         refused: why, where it is.
+        one_state: why an engine with one recurrent state per request is refused beside it; empty: it is not. Every
+            state that such a connector exports is complete: it is in a block with a cache key, or in the last block of
+            a request that generates one token, and is read after the forward of that step.
+        one_state_shown: the test that shows it; empty: vLLM's source was read, it was not run.
     """
 
     reads: str
@@ -78,30 +82,36 @@ class Connector:
     partial_tails: bool = False
     loads_any_time: bool = True
     refused: str = ""
+    one_state: str = ""
+    one_state_shown: str = ""
 
 
 _AT_THE_END = "after a request's end, by RDMA and in no stream's order: its blocks with the partial tail"
 _NIXL = Connector(_AT_THE_END, in_order=False)
+_NOT_HYBRID = "vLLM starts no hybrid model beside it (it is not `SupportsHMA`)"
 _LOADS = "`test_connectors.py`, `test_connectors_gpu.py`"
 # By the name that vLLM's factory knows them under; all of 0.33's.
 CONNECTORS = {
     "ExampleConnector": Connector(
-        "in attention: whole blocks of prompts", _LOADS, layer_wise=True, loads_any_time=False),
+        "in attention: whole blocks of prompts", _LOADS, layer_wise=True, loads_any_time=False,
+        one_state=_NOT_HYBRID),
     "MultiConnector": Connector(
         "as its connectors do, which must all be supported", "`test_connectors.py`", loads_any_time=False),
     "OffloadingConnector": Connector(
         "in the next step, on a stream that waits for the main one: full chunks, of a hybrid model partial ones too",
-        "`test_connectors_gpu.py`", partial_tails=True),
+        "`test_connectors_gpu.py`", partial_tails=True, one_state_shown="`one-state-connector-offloading`"),
     "SimpleCPUOffloadConnector": Connector(
-        "at `wait_for_save`, behind an event: full blocks, at a hybrid request's end a partial one", _LOADS),
+        "at `wait_for_save`, behind an event: full blocks, at a hybrid request's end a partial one", _LOADS,
+        one_state_shown="`one-state-connector-simple-cpu`"),
     "LMCacheMPConnector": Connector(
-        "at `wait_for_save`, behind an event: full chunks", "no test; by hand on a CPU, vLLM 0.32"),
+        "at `wait_for_save`, behind an event: full chunks", "no test; by hand on a CPU, vLLM 0.32",
+        one_state="vLLM takes the class of the `lmcache` package if it is installed, and that class has not been read"),
     "LMCacheConnectorV1": Connector(
         "at `wait_for_save`, or in attention: full chunks", layer_wise=True, loads_any_time=False,
-        shown="`test_connectors_gpu.py`, tokens not compared"),
+        shown="`test_connectors_gpu.py`, tokens not compared", one_state=_NOT_HYBRID),
     "MooncakeStoreConnector": Connector(
         "at `wait_for_save`, behind an event: full blocks, of a hybrid model partial ones too", partial_tails=True),
-    "HF3FSKVConnector": Connector("at `wait_for_save`: full blocks"),
+    "HF3FSKVConnector": Connector("at `wait_for_save`: full blocks", one_state=_NOT_HYBRID),
     "NixlConnector": _NIXL,
     "NixlPullConnector": _NIXL,
     "NixlPushConnector": _NIXL,
@@ -117,6 +127,13 @@ CONNECTORS = {
 # no token that the step has computed; and a block that is not full on the current stream alone, as an event does not
 # keep the next step from writing drafts there.
 IN_ORDER = "reads_kv_cache_in_order"
+# Set to True, this attribute says of a custom class that every recurrent state it reads is complete: it reads the state
+# in a block with a cache key, in wait_for_save or later, or in the last block of a request that generates one token,
+# after the forward of that step. In other blocks the accepted tokens of the last window may be pending.
+COMPLETE_STATES = "reads_complete_states"
+# The tiers of OffloadingConnector whose keys hold the name of the model, to which recurrent/stores.py adds the record's
+# size.
+NAMED_TIERS = ("fs", "obj", "p2p")
 
 
 class Unsupported(Exception):
@@ -241,7 +258,6 @@ _NOT_TRIED = "it has not been tried"
 _PIPELINE = "pipeline parallelism"
 _CUDA = "CUDA"
 _PARALLEL = "parallel_config."
-_PENDING = "it would see a state whose last window is pending"
 _in_stages = _has(_PARALLEL + "pipeline_parallel_size", above=1)
 
 # fmt: off
@@ -363,6 +379,10 @@ PARTIAL_TAILS = Refusal(
     "they store the partial last block of a prompt, and read it while the next step may write drafts there",
     message="KV connector {name} with a hybrid model: it stores the partial last block of a prompt, and reads it while "
     "the next step may write drafts there; use mode stage", modes=("cow",))
+STATE_CONNECTOR = Refusal(
+    "KV connectors, and settings of them, that the table of connectors refuses for one recurrent state",
+    one_state="it would read a state whose last window is pending, or has not been read or tried: the table says why",
+    message="one state per request with KV connector {name}: {why}")
 EXPORTED_TABLE = Refusal(
     "a KV connector that exports in attention, with a back end whose metadata has a copy of the block table",
     "what it exports by is that copy, which names shadow pages",
@@ -371,9 +391,9 @@ EXPORTED_TABLE = Refusal(
 
 REFUSALS = (
     DEVICE, METHOD, UNNAMED_LAYERS, TAKEN_LAYERS, OTHER_GROUP, NEW_TOKENS, CONNECTOR, UNORDERED, PARTIAL_TAILS,
-    EXPORTED_TABLE,
+    EXPORTED_TABLE, STATE_CONNECTOR,
     Refusal("KV connectors", "", "a connector moves a layer's keys in Python, which graphs do not run",
-            _has("kv_transfer_config"), one_state=_PENDING),
+            _has("kv_transfer_config")),
     Refusal(f"{_PIPELINE} in model runner V1 and the CPU engine",
             "its other stages are told of a request that goes on where it stands, and of one that ends nothing: what "
             "they have to undo they do not know",
@@ -616,17 +636,41 @@ def connectors_of(kv_transfer: Any) -> Iterator[tuple[str, Connector]]:
     if name == "OffloadingConnector" and kv_transfer.kv_connector_extra_config.get("spec_module_path"):
         yield name, Connector("", refused="when a spec of one's own reads the cache is not known")
         return
-    yield name, CONNECTORS[name]
+    connector = CONNECTORS[name]
+    setting = _setting_without_one_state(name, kv_transfer.kv_connector_extra_config)
+    yield name, replace(connector, one_state=setting) if setting and not connector.one_state else connector
     if name == "MultiConnector":
         for inner in kv_transfer.kv_connector_extra_config.get("connectors", ()):
             yield from connectors_of(inner)
 
 
+def _setting_without_one_state(name: str, extra: Mapping[str, Any]) -> str:
+    """Why these settings of a connector of vLLM's are refused beside one recurrent state; empty: they are not."""
+    if name == "OffloadingConnector":
+        if extra.get("sync_load_budget_bytes"):
+            return (
+                "with sync_load_budget_bytes vLLM copies a state to the request's next block before the load of that "
+                "state: set it to 0"
+            )
+        for tier in extra.get("secondary_tiers") or ():
+            if tier.get("type") not in NAMED_TIERS:
+                return f"the keys of a tier of type {tier.get('type')} do not tell pages with a record from others"
+    if name.startswith("Nixl") and extra.get("bidirectional_kv_xfer"):
+        return (
+            "with bidirectional_kv_xfer a decoder exports its last block, in which the accepted tokens of the last "
+            "window are pending: set it to false"
+        )
+    return ""
+
+
 def _own_connector(kv_transfer: Any) -> Connector:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if getattr(KVConnectorFactory.get_connector_class(kv_transfer), IN_ORDER, False):
-        return Connector("in order, it says", layer_wise=True)
+    found = KVConnectorFactory.get_connector_class(kv_transfer)
+    if getattr(found, IN_ORDER, False):
+        unsaid = f"which states it reads is not known; a class that reads complete ones says {COMPLETE_STATES} = True"
+        complete = getattr(found, COMPLETE_STATES, False)
+        return Connector("in order, it says", layer_wise=True, one_state="" if complete else unsaid)
     return Connector(
         "", refused=f"when it reads the cache is not known; a class that reads in order says {IN_ORDER} = True"
     )
@@ -639,6 +683,14 @@ def check_connectors(vllm_config: Any, mode: str) -> None:
             raise CONNECTOR.because(name=name, why=connector.refused)
         if mode == "cow" and not connector.in_order and vllm_config.scheduler_config.async_scheduling:
             raise UNORDERED.because(name=name)
+
+
+def check_state_connectors(vllm_config: Any) -> None:
+    """Is every recurrent state complete that the engine's KV connectors read?"""
+    for name, connector in connectors_of(getattr(vllm_config, "kv_transfer_config", None)):
+        why = connector.refused or connector.one_state
+        if why:
+            raise STATE_CONNECTOR.because(name=name, why=why)
 
 
 def check_transaction(vllm_config: Any, device_type: str, mode: str) -> None:

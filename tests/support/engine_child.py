@@ -7,15 +7,19 @@ A job is a dict: ``engine`` (arguments of ``vllm.LLM``), ``environment``, and ho
 ``adapter`` (a folder: every other request goes through this LoRA adapter),
 ``exports`` (what a KV connector saw, see ``export_connector``), ``cost_curves`` (of adaptive verification, milliseconds
 of drafting by requests and of verifying by tokens, in place of those that vLLM measured, so that what is verified is
-the same in each engine), ``nodes`` (2: half of its workers are another node's). ``{fresh}`` in an engine's settings
-stands for a folder of its own. The answer is a file, so that it is there whatever happens to the process afterwards.
+the same in each engine), ``nodes`` (2: half of its workers are another node's), ``prompt_tokens`` (lengths of the
+prompts, in turn), ``prefill`` (settings of a prefill engine in another process, which computes all prompts first; see
+``prefill_engine``). ``{fresh}`` in an engine's settings stands for a folder of its own.
+The answer is a file, so that it is there whatever happens to the process afterwards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -30,6 +34,7 @@ from typing import Any
 from copied_rows import CopiedRows
 from engine_ranks import counters, second_node, serve_ranks
 from ports import free_port
+from prefill_engine import PrefillEngine, transfer_of
 
 MOST_STEPS = 4000
 MOST_RESETS = 200
@@ -72,7 +77,16 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
     engine = json.dumps(job["engine"])
     if "{fresh}" in engine:
         engine = engine.replace("{fresh}", tempfile.mkdtemp(prefix="nwor-engine-"))
-    llm = LLM(**json.loads(engine))
+    job |= {"engine": json.loads(engine)}
+    with contextlib.ExitStack() as stack:
+        prefill = stack.enter_context(PrefillEngine(job)) if job["prefill"] is not None else None
+        _run_alone(job, result, LLM(**job["engine"]), started, replays, prefill)
+
+
+def _run_alone(
+    job: dict[str, Any], result: dict[str, Any], llm: Any, started: float, replays: GraphReplays,
+    prefill: PrefillEngine | None,
+) -> None:  # fmt: skip
     result["start_seconds"] = round(time.monotonic() - started, 1)
     replays.total = replays.with_drafts = 0
     if job["cost_curves"]:
@@ -93,12 +107,18 @@ def _run(job: dict[str, Any], result: dict[str, Any]) -> None:
         if number and job["continued"]:
             for request, answer in zip(requests, result["rounds"][-1], strict=True):
                 request.prompt.extend(answer)
-        result["rounds"].append(_serve(llm, job, requests, number))
+        prompts = {f"{number}-{index}": list(request.prompt) for index, request in enumerate(requests)}
+        transfer = transfer_of(prefill.prefill(prompts) if prefill else None)
+        result["rounds"].append(_serve(llm, job, requests, number, transfer))
     result["run_seconds"] = round(time.monotonic() - started, 1)
     result["replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}
     result["steps_by_drafts"] = steps_by_drafts
     result["proposed"] = proposed
     result["copied_rows"] = [counted.as_dict() for counted in copied_rows]
+    if prefill is not None:
+        result["prefill"] = prefill.describe()
+    if "state_connector" in sys.modules:
+        result |= {"states": sys.modules["state_connector"].states, "handed_over": handed_over()}
     if exports is not None:
         serve_short_one(llm, "last")  # a step after all others, which takes their end to the worker
         result["exports"] = exports.summary()
@@ -190,6 +210,12 @@ def serve_short_one(llm: Any, name: str) -> None:
     llm.llm_engine.step()
 
 
+def handed_over() -> dict[str, int]:
+    """The pages that ``state_connector`` took and gave in this process."""
+    module = sys.modules.get("state_connector")
+    return dict(module.handed_over) if module else {}
+
+
 def _watch_exports(llm: Any) -> Any:
     import export_connector
 
@@ -271,10 +297,14 @@ def _requests(job: dict[str, Any]) -> list[Any]:
     prefix = [(7 * position + position // 5) % 64 for position in range(job["shared_prefix"])]
     for request in requests:
         request.prompt[:0] = prefix
+    for request, length in zip(requests, itertools.cycle(job["prompt_tokens"]), strict=False):
+        request.prompt[:] = (request.prompt * (1 + length // len(request.prompt)))[:length]
     return requests
 
 
-def _serve(llm: Any, job: dict[str, Any], requests: list[Any], number: int) -> list[list[int] | None]:
+def _serve(
+    llm: Any, job: dict[str, Any], requests: list[Any], number: int, extra: Callable[[str], Any]
+) -> list[list[int] | None]:
     """Tokens per request, None where aborted; each request is added at its own step, as a server does."""
     from vllm.lora.request import LoRARequest
 
@@ -290,7 +320,7 @@ def _serve(llm: Any, job: dict[str, Any], requests: list[Any], number: int) -> l
             engine.add_request(
                 f"{number}-{index}",
                 {"prompt_token_ids": requests[index].prompt},
-                _sampling(job, requests, index),
+                _sampling(job, requests, index, extra(f"{number}-{index}")),
                 lora_request=adapter if index % 2 else None,
             )
         for output in engine.step():
@@ -303,7 +333,7 @@ def _serve(llm: Any, job: dict[str, Any], requests: list[Any], number: int) -> l
     raise RuntimeError(f"{len(requests)} requests are not done after {MOST_STEPS} steps: {sorted(done)} are")
 
 
-def _sampling(job: dict[str, Any], requests: list[Any], index: int) -> Any:
+def _sampling(job: dict[str, Any], requests: list[Any], index: int, extra: dict[str, Any] | None = None) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -312,6 +342,7 @@ def _sampling(job: dict[str, Any], requests: list[Any], index: int) -> Any:
         max_tokens=requests[index].max_tokens,
         ignore_eos=True,
         detokenize=False,
+        extra_args=extra,
     )
 
 

@@ -55,6 +55,8 @@ DEFAULTS: dict[str, Any] = {
     "exports": False,
     "cost_curves": None,
     "nodes": 1,
+    "prompt_tokens": [],
+    "prefill": None,
 }
 
 

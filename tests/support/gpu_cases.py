@@ -912,7 +912,73 @@ def _defaults() -> Iterator[Case]:
         yield case("-partial-hits", prefix_match_unit=64, expect={"audit:tail_folds": 1})
 
 
+def _one_state_connectors() -> Iterator[Case]:
+    """Generate, drop the prefix cache, load. ``-k one-state-connector-`` selects them. As with other connectors, tokens
+    are compared if one request runs at a time."""
+    again = {"shared_prefix": 140, "rounds": 2, "requests": 12, "drop_prefix_cache": True, "continued": True}
+    aligned = {
+        "enable_prefix_caching": True,
+        "max_model_len": 320,
+        "max_num_batched_tokens": 192,
+        "num_gpu_blocks_override": 320,
+        "max_num_seqs": 1,
+        "use": again,
+        "expect": {"metric:external_prefix_cache_hits": 1},
+    }
+    host = {"cpu_bytes_to_use": 1 << 25}
+    simple = aligned | {"kv_transfer_config": _connector("SimpleCPUOffloadConnector", **host), "needs": "cuda"}
+    offloading = aligned | {"kv_transfer_config": _connector("OffloadingConnector", **host, offload_prompt_only=False)}
+    many = {"max_num_seqs": 8, "same_tokens": False}
+    for name, connector in (("simple-cpu", simple), ("offloading", offloading)):
+        yield _one_state(f"connector-{name}", method="ngram", **connector)
+        yield _one_state(f"connector-{name}-mtp", **connector)
+        yield _one_state(f"connector-{name}-8", **connector | many)
+    yield _one_state("connector-simple-cpu-cow", nwor=ONE_STATE_COW, method="ngram", **simple)
+    staged = _one_state("connector-simple-cpu-stage", nwor=ONE_STATE_STAGE, method="ngram", **simple)
+    yield replace(staged, more_blocks=2)  # of one request
+    # FlashInfer's prefill, which stores states inside a prompt, as a default engine does.
+    default = simple | {"gdn_prefill_backend": None, "needs": "flashinfer"}
+    yield _one_state("connector-default", "qwen3_5", **default)
+    # The bytes of every state that gets a cache key; see state_connector.py.
+    states = aligned | {
+        "kv_transfer_config": _connector("StateConnector", "state_connector"),
+        "use": {"requests": 12, "prompt_tokens": [150, 230, 190, 140]},
+        "expect": {},
+    }
+    yield _one_state("connector-states-ngram", method="ngram", **states)
+    yield _one_state("connector-states-mtp", **states)
+    yield _one_state("connector-states-float32", mamba_ssm_cache_dtype="float32", **states)
+
+
+def _prefill_elsewhere() -> Iterator[Case]:
+    """Two engines on one GPU: one computes the prompts, the other decodes with drafts. ``-k one-state-pd-`` selects
+    them. Some prompts leave one token to the prefill engine's last step, which runs as a window there."""
+    pages = {"kv_transfer_config": _connector("PagesConnector", "state_connector", folder="{fresh}")}
+    alone = {
+        "use": {"requests": 8, "prompt_tokens": [66, 40, 130, 90], "prefill": {}},
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 1,
+        "expect": {"metric:external_prefix_cache_hits": 1},
+    }
+    yield _one_state("pd-pages", **alone | pages)
+    yield _one_state("pd-pages-ngram", method="ngram", **alone | pages)
+    yield _one_state("pd-pages-8", **alone | pages | {"max_num_seqs": 8, "same_tokens": False})
+    aligned = {
+        "enable_prefix_caching": True,
+        "max_model_len": 320,
+        "max_num_batched_tokens": 96,  # a block has 80 tokens
+        "use": alone["use"] | {"prompt_tokens": [162, 90, 242, 40]},
+    }
+    yield _one_state("pd-pages-align", **alone | pages | aligned)
+    nixl = {"kv_transfer_config": _connector("NixlConnector"), "needs": "nixl"}
+    for name, more in (("", {}), ("-align", aligned)):
+        case = _one_state(f"pd-nixl{name}", **alone | nixl | more)
+        yield replace(case, environment=case.environment | {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"})
+
+
 ONE_STATE_CASES = [*_one_states(), *_defaults()]
+ONE_STATE_CONNECTORS = list(_one_state_connectors())
+ONE_STATE_PREFILLED = list(_prefill_elsewhere())
 # Two GPUs. Each rank has the states of its heads, and a record of them.
 ONE_STATE_RANKS = [
     _one_state(
@@ -945,8 +1011,8 @@ ONE_STATE_REFUSALS = [
     for name, because, engine, environment in (
         ("v1", "model runner V1", {}, V1),
         ("mamba", "other models than Qwen3NextForCausalLM", {"model": "@mamba", "gdn_prefill_backend": None}, V2),
-        ("connector", "KV connectors: it would see a state whose last window is pending",
-         {"kv_transfer_config": _connector("ExampleConnector", shared_storage_path="{fresh}")}, V2),
+        ("connector", "KV connector ExportConnector: which states it reads is not known",
+         {"kv_transfer_config": _connector("ExportConnector", "export_connector")}, V2),
         ("float16", "states are torch.float16", {"mamba_ssm_cache_dtype": "float16"}, V2),
     )
 ]  # fmt: skip

@@ -103,6 +103,37 @@ def check_case(case: Case, result: dict[str, Any]) -> dict[str, Any]:
     return session
 
 
+def check_one_state(case: Case, result: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Everything that is expected of a case with one state per request but its tokens; the audit of its states."""
+    [worker] = finished(result)["workers"]
+    assert worker["one_state"], f"there is one state per draft in that engine; it said {result['said']}"
+    [state] = worker["one_state"]
+    audit: dict[str, Any] = state["audit"]
+    record |= {"one_state": state["describe"], **audit}
+    counts = {"metric": result["metrics"], "audit": audit}
+    for what, wanted in case.expect.items():
+        kind, _, name = what.partition(":")
+        if name:
+            assert counts[kind][name] >= wanted, f"{what} is {counts[kind][name]}"
+        else:
+            assert worker[what] == wanted, f"{what} is {worker[what]}"
+    assert worker["runner"] == case.runner
+    assert (result["replays"]["graph_replays"] > 0) == (worker["cudagraph_mode"] != "NONE")
+
+    assert audit["states_compared"] > 0
+    assert (audit["folds"] > 0) == (case.engine.get("enable_prefix_caching", False) is not False)
+    # Some windows lost drafts and some kept them: else a count that is always the same would do.
+    windows, rows = audit["windows"], audit["rows_replayed"]
+    drafts = case.engine["speculative_config"]["num_speculative_tokens"]
+    assert windows < rows < windows * (drafts + 1)
+    if case.nwor["mode"] == "off":
+        session = session_of(result)
+        assert session["audit"]["stale_rows"] == session["audit"]["rejected"] > 0
+    else:
+        check_audit(session_of(result))
+    return audit
+
+
 def _check_warm_up(case: Case, said: list[str]) -> None:
     told = re.findall(r"nwor: vLLM's warm-up was audited, (\d+) steps with drafts", "\n".join(said))
     assert bool(told) == case.warms_up, said

@@ -984,7 +984,10 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
             "one state per request: heads of values are 96 wide",
         ),
         ({"cache_config__use_replayssm": True}, "`--use-replayssm`: vLLM then counts on one state itself"),
-        ({"kv_transfer_config": object()}, "KV connectors: it would see a state whose last window is pending"),
+        (
+            {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
+            "one state per request with KV connector LMCacheConnectorV1: vLLM starts no hybrid model beside it",
+        ),
         ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
         (
             {"speculative_config__method": "draft_model", "speculative_config__draft_model_config__is_hybrid": True},

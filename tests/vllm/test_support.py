@@ -36,6 +36,7 @@ from nwor_ops.vllm.support import (
     check_connectors,
     check_engine,
     check_partial_tails,
+    check_state_connectors,
 )
 
 TESTS = Path(__file__).parent
@@ -337,6 +338,66 @@ def test_a_connector_of_ones_own_says_when_it_reads() -> None:
     for name, module in modules.items():
         with pytest.raises(Unsupported, match=f"^KV connector {name}: {said}$"):
             check_connectors(with_connector(name, module=module), "cow")
+
+
+# ---------------------------------------------------------------- KV connectors with one recurrent state
+
+
+def child(name: str, **extra: Any) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+COMPLETE = [
+    "MultiConnector", "OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector", "NixlConnector",
+    "NixlPullConnector", "NixlPushConnector", "MooncakeConnector",
+]  # fmt: skip
+
+
+def test_which_connectors_may_read_one_state() -> None:
+    check_state_connectors(engine(kv_transfer_config=None))
+    check_state_connectors(engine())
+    for name, connector in CONNECTORS.items():
+        if name in COMPLETE:
+            check_state_connectors(with_connector(name))
+            continue
+        why = connector.refused or connector.one_state
+        with pytest.raises(Unsupported, match=re.escape(f"one state per request with KV connector {name}: {why}")):
+            check_state_connectors(with_connector(name))
+    inner = [child("SimpleCPUOffloadConnector"), child("NixlConnector")]
+    check_state_connectors(with_connector("MultiConnector", connectors=inner))
+    with pytest.raises(
+        Unsupported, match="with KV connector LMCacheMPConnector: vLLM takes the class of the `lmcache`"
+    ):
+        check_state_connectors(with_connector("MultiConnector", connectors=[*inner, child("LMCacheMPConnector")]))
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "extra"),
+    [
+        ("OffloadingConnector", "with sync_load_budget_bytes vLLM copies a state", {"sync_load_budget_bytes": 1 << 20}),
+        ("OffloadingConnector", "the keys of a tier of type kvcr", {"secondary_tiers": [{"type": "kvcr"}]}),
+        ("NixlConnector", "with bidirectional_kv_xfer a decoder exports", {"bidirectional_kv_xfer": True}),
+        ("NixlPullConnector", "with bidirectional_kv_xfer a decoder exports", {"bidirectional_kv_xfer": True}),
+    ],
+)
+def test_settings_of_connectors_that_one_state_refuses(name: str, said: str, extra: dict[str, Any]) -> None:
+    """Also those of a connector inside another; the transaction takes them."""
+    allowed = {"sync_load_budget_bytes": 0, "secondary_tiers": [{"type": "fs"}, {"type": "obj"}, {"type": "p2p"}]}
+    check_state_connectors(with_connector(name, **allowed, bidirectional_kv_xfer=False))
+    for config in (with_connector(name, **extra), with_connector("MultiConnector", connectors=[child(name, **extra)])):
+        check_connectors(config, "stage")
+        with pytest.raises(Unsupported, match=f"^one state per request with KV connector {name}: {said}"):
+            check_state_connectors(config)
+
+
+def test_a_custom_connector_says_that_it_reads_complete_states() -> None:
+    for name, module, said in (
+        ("SilentConnector", "export_connector", "when it reads the cache is not known"),
+        ("ExportConnector", "export_connector", "which states it reads is not known; .* says reads_complete_states"),
+    ):
+        with pytest.raises(Unsupported, match=f"^one state per request with KV connector {name}: {said}"):
+            check_state_connectors(with_connector(name, module=module))
+    check_state_connectors(with_connector("StateConnector", module="state_connector"))
 
 
 def test_the_models_of_the_gpu_cases_can_be_written(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from nwor_ops.vllm.support import (
     check_library,
     check_one_state,
     check_registered,
+    check_state_connectors,
     check_vllm,
+    connectors_of,
 )
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
@@ -246,6 +248,26 @@ _COMMON_HOOKS = (
 )  # fmt: skip
 HOOKS = (*QWEN4.hooks, *KIMI.hooks, *OLMO.hooks, *GLM.hooks, *BAILING.hooks, *_COMMON_HOOKS)
 
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1."
+_NIXL = Hook(
+    _V1 + "nixl.base_worker", "compute_nixl_compatibility_hash", "vllm_config, attn_backend_name, transfer_mode"
+)
+# What recurrent/stores.py wraps, by KV connector. Checked only for the connectors of an engine.
+CONNECTOR_HOOKS = {
+    "OffloadingConnector": Hook(
+        _V1 + "offloading_connector", "build_offloading_config", "vllm_config, kv_cache_config"
+    ),
+    "NixlConnector": _NIXL,
+    "NixlPullConnector": _NIXL,
+    "NixlPushConnector": _NIXL,
+    "MooncakeStoreConnector": Hook(
+        _V1 + "mooncake.store.worker", "MooncakeStoreWorker.__init__", "vllm_config, kv_cache_config"
+    ),
+    "MooncakeConnector": Hook(
+        _V1 + "mooncake.mooncake_connector", "MooncakeConnectorWorker.register_kv_caches", "kv_caches"
+    ),
+}
+
 
 @functools.cache
 def _problem_of_vllm(kind: LayerKind) -> str | None:
@@ -283,12 +305,19 @@ def problem_of(vllm_config: Any) -> str | None:
     """None, or why an engine of this configuration cannot have one state per request."""
     try:
         check_engine(vllm_config, vllm_config.device_config.device_type, ONE_STATE)
+        check_state_connectors(vllm_config)
         kind = kind_of(vllm_config)
         check_one_state(RecordGeometry.of(vllm_config), _state_dtype(vllm_config))
         check_registered(_registered(kind), kind.name, kind.ours)
     except Unsupported as error:
         return str(error)
-    return _problem_of_vllm(kind)
+    return _problem_of_vllm(kind) or _problem_of_connectors(vllm_config)
+
+
+def _problem_of_connectors(vllm_config: Any) -> str | None:
+    names = (name for name, _ in connectors_of(getattr(vllm_config, "kv_transfer_config", None)))
+    problems = (CONNECTOR_HOOKS[name].problem() for name in names if name in CONNECTOR_HOOKS)
+    return next(filter(None, problems), None)
 
 
 def has_one_state(vllm_config: Any) -> bool:

@@ -1,0 +1,99 @@
+"""Keep states with a record apart from vanilla vLLM's wherever KV connectors share pages between engines.
+
+A page with one state per request has another size than vLLM's, and a request has one such page in place of K + 1. The
+keys of vLLM's shared stores and the handshakes of its transfers include neither. So each of them gets one more part,
+for engines that have one state: the number of rows and bytes of a record. An engine then finds no page of an engine
+with another layout, and a transfer between two such engines fails when they connect.
+
+| connector | what differs | seen as |
+|---|---|---|
+| OffloadingConnector (tiers of files, objects and peers) | the model's name in the keys | no hits |
+| MooncakeStoreConnector | ``cache_prefix`` | no hits |
+| NIXL | the compatibility hash of the handshake | the handshake fails |
+| MooncakeConnector | the names of the registered layers | the transfer fails |
+
+This module imports nothing of vLLM's at the top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from nwor_ops.vllm.recurrent.records import RecordGeometry
+from nwor_ops.vllm.recurrent.supported import CONNECTOR_HOOKS, has_one_state
+from nwor_ops.vllm.support import wrap_once
+
+
+def layout_of(vllm_config: Any) -> str:
+    """Name the layout of an engine's pages; empty for engines with vLLM's own."""
+    if not has_one_state(vllm_config):
+        return ""
+    geometry = RecordGeometry.of(vllm_config)
+    return f"one-state-{geometry.rows}x{geometry.num_bytes}"
+
+
+def _wrap_offloading(module: ModuleType) -> None:
+    def wrapper(build: Callable[..., Any]) -> Callable[..., Any]:
+        def build_offloading_config(vllm_config: Any, kv_cache_config: Any) -> Any:
+            config, layout = build(vllm_config, kv_cache_config), layout_of(vllm_config)
+            if not layout:
+                return config
+            model = dataclasses.replace(config.model, name=f"{config.model.name}+{layout}")
+            return dataclasses.replace(config, model=model)
+
+        return build_offloading_config
+
+    wrap_once(module, "build_offloading_config", wrapper)
+
+
+def _wrap_nixl(module: ModuleType) -> None:
+    def wrapper(compute: Callable[..., str]) -> Callable[..., str]:
+        def compute_nixl_compatibility_hash(vllm_config: Any, *args: Any, **kwargs: Any) -> str:
+            layout = layout_of(vllm_config)
+            found = compute(vllm_config, *args, **kwargs)
+            return f"{found}+{layout}" if layout else found
+
+        return compute_nixl_compatibility_hash
+
+    wrap_once(module, "compute_nixl_compatibility_hash", wrapper)
+
+
+def _wrap_store(module: ModuleType) -> None:
+    def wrapper(initialize: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, vllm_config: Any, kv_cache_config: Any) -> None:
+            layout = layout_of(vllm_config)
+            if layout:
+                extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+                prefix = str(extra.get("cache_prefix", ""))
+                if not prefix.endswith(layout):  # a second worker of the same configuration
+                    extra["cache_prefix"] = "+".join(filter(None, [prefix, layout]))
+            initialize(self, vllm_config, kv_cache_config)
+
+        return __init__
+
+    wrap_once(getattr(module, "MooncakeStoreWorker", None), "__init__", wrapper)
+
+
+def _wrap_mooncake(module: ModuleType) -> None:
+    def wrapper(register: Callable[..., None]) -> Callable[..., None]:
+        def register_kv_caches(self: Any, kv_caches: Any) -> None:
+            register(self, kv_caches)
+            layout = layout_of(self.vllm_config)
+            if layout:
+                self.registered_layer_names[:] = [f"{name}+{layout}" for name in self.registered_layer_names]
+
+        return register_kv_caches
+
+    wrap_once(getattr(module, "MooncakeConnectorWorker", None), "register_kv_caches", wrapper)
+
+
+# What is done to which of vLLM's modules once it is imported.
+WRAPPERS: dict[str, Callable[[ModuleType], None]] = {
+    CONNECTOR_HOOKS["OffloadingConnector"].module: _wrap_offloading,
+    CONNECTOR_HOOKS["NixlConnector"].module: _wrap_nixl,
+    CONNECTOR_HOOKS["MooncakeStoreConnector"].module: _wrap_store,
+    CONNECTOR_HOOKS["MooncakeConnector"].module: _wrap_mooncake,
+}

@@ -1,0 +1,51 @@
+"""KV connectors beside one recurrent state per request: what they store can be loaded, the states that they read are
+vanilla's, and an engine decodes with drafts what another engine has prefilled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gpu_cases import ONE_STATE_CONNECTORS, ONE_STATE_PREFILLED, Case
+from gpu_engine_checks import assert_same_tokens, check_one_state, finished, note
+
+
+@pytest.mark.parametrize("case", ONE_STATE_CONNECTORS, ids=lambda case: case.name)
+def test_stores_and_loads(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    vanilla, ours = engines.start_case(case)
+    result = ours.result()
+    note(record, case, result)
+    check_one_state(case, result, record)
+    record["loaded"] = result["metrics"].get("external_prefix_cache_hits", 0)
+    if vanilla is not None:
+        expected = finished(vanilla.result())
+        assert_same_tokens(result, expected, case.may_differ)
+        if "states" in result:
+            _assert_same_states(result["states"], expected["states"], record)
+
+
+def _assert_same_states(ours: dict[str, Any], vanilla: dict[str, Any], record: dict[str, Any]) -> None:
+    """Every state with a cache key is complete and has the bytes of vanilla's, whose kernel has the bits of ours."""
+    record["states"] = len(ours)
+    assert len(ours) > 30
+    assert ours.keys() == vanilla.keys()
+    assert not {name: pending for name, (_, _, pending) in ours.items() if pending}
+    differ = [name for name, found in ours.items() if found[:2] != vanilla[name][:2]]
+    assert not differ, f"{len(differ)} of {len(ours)} states differ, the first is {differ[0]}"
+
+
+@pytest.mark.parametrize("case", ONE_STATE_PREFILLED, ids=lambda case: case.name)
+def test_prefilled_by_another_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
+    vanilla, ours = engines.start_case(case)
+    result = ours.result()
+    note(record, case, result)
+    check_one_state(case, result, record)
+    prefill = result["prefill"]
+    [state] = prefill["worker"]["one_state"]
+    # The last tokens of some prompts ran as windows there, and their states were folded.
+    assert state["audit"]["tail_folds"] > 0
+    if prefill["handed_over"]:
+        handed_over = record["handed_over"] = prefill["handed_over"] | {"loaded": result["handed_over"]["loaded"]}
+        assert handed_over == {"exported": 8, "loaded": 8, "pending": 0}
+    if vanilla is not None:
+        assert_same_tokens(result, finished(vanilla.result()), case.may_differ)

@@ -1,0 +1,320 @@
+"""Exports and loads of one recurrent state per request, at each moment at which vLLM's KV connectors touch pages.
+Run by test_one_state_connectors.py:
+
+    TRITON_INTERPRET=1 python one_state_connectors.py
+
+Three engines of one_state_aligned.py run the same requests: with drafts, without drafts, and one that continues from
+loaded pages. The inputs of a token depend only on its request and position, and no kernel here mixes requests. So every
+exported state must have the bits of the engine without drafts.
+
+Exports are read after the forward (tails of prompts), at ``wait_for_save``, after the next forward, and after the end
+of a request. Loads go into blocks whose former owner left a window pending.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import one_state_aligned
+import one_state_layers
+import torch
+from one_state_aligned import BLOCK, COLUMNS, ROWS, AlignedSide
+from one_state_layers import CONVOLUTION, GROUPS, Batch, K, configuration, normal_inputs, prepare_vllm, weights_of
+from torch import Tensor
+
+# Tokens of each request's prompt, and whether its last token is computed alone, in a window.
+PROMPTS = [(19, True), (16, False), (10, True), (17, True)]
+LENGTH = 36
+
+
+class Request:
+    def __init__(self, name: int, computed: int = 0) -> None:
+        self.name, self.computed = name, computed
+        self.prompt, self.has_lone_tail = PROMPTS[name]
+
+    def next_tokens(self, drafts: int) -> tuple[int, int]:
+        """Tokens and drafts of the next step; -1 drafts: prompt tokens that are no window."""
+        left = self.prompt - self.computed
+        if left <= 0:
+            return 1 + drafts, drafts
+        if left == 1 and self.computed:
+            return 1 + K, K  # padded with placeholder drafts, as vLLM's scheduler does
+        tokens = min(left, BLOCK - self.computed % BLOCK)
+        return tokens - (self.has_lone_tail and tokens == left), -1
+
+
+class Engine:
+    """One engine, with a row per request.
+
+    Args:
+        drafts: returns how many a decoding request has in a step.
+        chance: chooses how many of them are accepted.
+    """
+
+    def __init__(self, config: Any, weights: Any, drafts: Callable[[], int], chance: random.Random) -> None:
+        self.side = AlignedSide(config, True, False, weights)
+        self.cursors = self.side.builders[0].group.cursors
+        self.drafts, self.chance = drafts, chance
+        self.requests: dict[int, Request] = {}
+        self._noise = torch.Generator().manual_seed(chance.randrange(1000))
+
+    # ------------------------------------------------------------ blocks and pages
+
+    def admit(self, row: int, request: Request) -> list[int]:
+        """Start a request in a row; return its blocks. They are the former owner's in another order: the block of its
+        last window, which is pending, becomes the block that the new request begins with."""
+        side = self.side
+        begins = max(request.computed - 1, 0) // BLOCK
+        for table in side.tables:
+            pair = [begins, max(int(side.column[row]), 0)]
+            table[row, pair] = table[row, pair[::-1]]
+        side.accepted[row], side.computed[row] = 1, request.computed
+        side.column[row] = (request.computed - 1) // BLOCK
+        self.requests[row] = request
+        return [int(block) for table in side.tables for block in table[row]]
+
+    def blocks(self, row: int, column: int) -> list[int]:
+        """The block of each group."""
+        return [int(table[row, column]) for table in self.side.tables]
+
+    def page(self, group: int, block: int) -> Tensor:
+        """All bytes of a page, as a store copies them."""
+        states = self.side.layers[group].kv_cache[0]
+        pages = torch.empty(0, dtype=torch.int8).set_(states.untyped_storage())
+        return pages.view(one_state_layers.BLOCKS, -1)[block]
+
+    def state(self, row: int, column: int) -> list[Tensor]:
+        """Convolution and state of each group, as a transfer between engines copies them."""
+        found = []
+        for layer, block in zip(self.side.layers, self.blocks(row, column), strict=True):
+            rows, state = layer.kv_cache
+            found += [rows[block][: CONVOLUTION - 1].clone(), state[block].clone()]
+        return found
+
+    def pending(self, row: int, column: int) -> list[int]:
+        return [int(self.cursors[block, 0]) for block in self.blocks(row, column)]
+
+    # ------------------------------------------------------------ steps
+
+    def forward(self) -> None:
+        """Everything up to the forward's end."""
+        rows, scheduled, accepted, inputs = [], [], [], []
+        for row, request in self.requests.items():
+            tokens, drafts = request.next_tokens(self.drafts())
+            in_prompt = request.computed < request.prompt
+            sampled = 1 if in_prompt else self.chance.randint(1, tokens)
+            advanced = (tokens if drafts < 0 else 1) if in_prompt else sampled
+            rows.append(row)
+            scheduled.append((SimpleNamespace(computed=request.computed, accepted=1), tokens, drafts))
+            ends_prompt = request.computed + advanced >= request.prompt
+            accepted.append((int(ends_prompt) if in_prompt else sampled, advanced))
+            inputs.append(self._inputs(request, tokens, advanced))
+        order = sorted(range(len(rows)), key=lambda place: scheduled[place][2] < 0)
+        rows, scheduled, accepted, inputs = ([found[i] for i in order] for found in (rows, scheduled, accepted, inputs))
+        batch = Batch(scheduled, padded=False)
+        given = [
+            {name: torch.cat([of_request[group][name] for of_request in inputs]) for name in inputs[0][group]}
+            for group in range(GROUPS)
+        ]
+        self.rows = torch.tensor(rows, dtype=torch.int32)
+        self.accepted = accepted
+        self.tails = [
+            row for row, (_, _, drafts) in zip(rows, scheduled, strict=True)
+            if drafts >= 0 and self.requests[row].computed < self.requests[row].prompt
+        ]  # fmt: skip
+        self.side.step(batch, self.rows, given)
+
+    def fold_tails(self) -> None:
+        """After the forward: one row of each prompt that ended in a window."""
+        if not self.tails:
+            return
+        rows = torch.tensor(self.tails)
+        for builder, table in zip(self.side.builders, self.side.tables, strict=True):
+            blocks = table[rows, self.side.column[rows].long()]
+            plan = torch.zeros(len(rows), 4, dtype=torch.int32)
+            builder.group.fold(plan, blocks, blocks, torch.ones(len(rows), dtype=torch.int32))
+
+    def sampled(self) -> None:
+        """After sampling, until ``wait_for_save``."""
+        sampled, advanced = zip(*self.accepted, strict=True)
+        self.side.ended(self.rows, list(sampled), list(advanced))
+        for row, count in zip(self.rows.tolist(), advanced, strict=True):
+            self.requests[row].computed += count
+
+    def _inputs(self, request: Request, tokens: int, advanced: int) -> list[dict[str, Tensor]]:
+        """Those of rejected drafts are noise."""
+        found = []
+        for place in range(tokens):
+            position = request.computed + place
+            generator = torch.Generator().manual_seed(1 + request.name * 1000 + position)
+            found.append(normal_inputs(generator if place < advanced else self._noise, 1))
+        return [
+            {name: torch.cat([of_token[group][name] for of_token in found]) for name in found[0][group]}
+            for group in range(GROUPS)
+        ]
+
+
+Truth = dict[tuple[int, int], list[Tensor]]  # by request and tokens
+
+
+def clear(engine: Engine, blocks: list[int]) -> None:
+    """Blocks that change hands have nothing pending."""
+    engine.cursors[:, 0].index_fill_(0, torch.tensor(blocks), 0)
+
+
+def truth_of(config: Any, weights: Any) -> Truth:
+    """The state after each number of tokens, of an engine without drafts; a prompt's, where a chunk ends."""
+    engine, truth = Engine(config, weights, lambda: 0, random.Random(1)), {}
+    for row in range(ROWS):
+        clear(engine, engine.admit(row, Request(row)))
+    while engine.requests:
+        engine.forward()
+        engine.fold_tails()
+        engine.sampled()
+        for row, request in list(engine.requests.items()):
+            column = (request.computed - 1) // BLOCK
+            # The window of the last token is pending: fold it here, as nothing else reads this engine.
+            for builder, block in zip(engine.side.builders, engine.blocks(row, column), strict=True):
+                slot = torch.tensor([block], dtype=torch.int32)
+                builder.group.fold(torch.zeros(1, 4, dtype=torch.int32), slot, slot, torch.ones(1, dtype=torch.int32))
+            truth[request.name, request.computed] = engine.state(row, column)
+            if request.computed >= LENGTH:
+                del engine.requests[row]
+    return truth
+
+
+class Exporter:
+    """Compares what connectors export with the states of an engine without drafts.
+
+    Attributes:
+        stored: what a store holds: the pages of all groups, by request and tokens.
+        handed_over: what a prefill engine hands over: convolutions and states, likewise.
+    """
+
+    def __init__(self, truth: Truth) -> None:
+        self.truth = truth
+        self.counts: Counter[str] = Counter()
+        self.stored: Truth = {}
+        self.handed_over: Truth = {}
+        self._keyed: dict[int, tuple[Request, int]] = {}
+
+    def tails(self, engine: Engine) -> None:
+        """After the forward: prompts that ended in a window."""
+        for row in engine.tails:
+            request = engine.requests[row]
+            column = int(engine.side.column[row])
+            self.check("tails", engine, row, column, request, request.computed + 1)
+            self.handed_over[request.name, request.computed + 1] = engine.state(row, column)
+
+    def saved(self, engine: Engine) -> None:
+        """At ``wait_for_save``: the blocks that this step completed."""
+        for row, (_, advanced) in zip(engine.rows.tolist(), engine.accepted, strict=True):
+            request = engine.requests[row]
+            full = request.computed // BLOCK
+            if full * BLOCK > request.computed - advanced:
+                self._keyed[row] = request, full
+                self.check("save", engine, row, full - 1, request, full * BLOCK)
+                self.stored[request.name, full * BLOCK] = [
+                    engine.page(group, block).clone() for group, block in enumerate(engine.blocks(row, full - 1))
+                ]
+
+    def later(self, moment: str, engine: Engine) -> None:
+        """The last complete block of each request, after the forward of a later step, or after its end."""
+        for row, (request, full) in self._keyed.items():
+            self.check(moment, engine, row, full - 1, request, full * BLOCK)
+
+    def check(self, moment: str, engine: Engine, row: int, column: int, request: Request, tokens: int) -> None:
+        pending = engine.pending(row, column)
+        assert pending == [0] * GROUPS, f"{moment}: request {request.name}, {tokens} tokens: {pending} rows are pending"
+        for mine, wanted in zip(engine.state(row, column), self.truth[request.name, tokens], strict=True):
+            assert torch.equal(mine, wanted), f"{moment}: request {request.name}: another state after {tokens} tokens"
+        self.counts[moment] += 1
+
+
+def run_to(engine: Engine, exporter: Exporter, length: int, folds_tails: bool = True) -> None:
+    """Until every request has so many tokens."""
+    while engine.requests:
+        engine.forward()
+        exporter.later("next forward", engine)
+        if folds_tails:
+            engine.fold_tails()
+        exporter.tails(engine)
+        engine.sampled()
+        exporter.saved(engine)
+        for row, request in list(engine.requests.items()):
+            if request.computed >= length:
+                del engine.requests[row]
+    exporter.later("end", engine)
+
+
+def setting() -> tuple[Any, Any]:
+    one_state_layers.ROWS, one_state_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + K)
+    config = configuration(False, torch.float32)
+    config.cache_config.mamba_cache_mode, config.cache_config.mamba_block_size = "align", BLOCK
+    return config, weights_of(torch.Generator().manual_seed(11))
+
+
+def with_drafts(config: Any, weights: Any, seed: int) -> Engine:
+    chance = random.Random(seed)
+    return Engine(config, weights, lambda: chance.randint(0, K), chance)
+
+
+def run(missing: str) -> dict[str, Any]:
+    """Leave out ``clear`` or ``tails``, and a check must fail; empty: leave out nothing."""
+    config, weights = setting()
+    truth = truth_of(config, weights)
+    exporter = Exporter(truth)
+    engine = with_drafts(config, weights, 3)
+    for row in range(ROWS):
+        clear(engine, engine.admit(row, Request(row)))
+    run_to(engine, exporter, LENGTH - 6, missing != "tails")
+    said = {"loads": 0, "stale": 0}
+
+    # Another engine, whose blocks are full of other requests' states and windows, loads what was exported.
+    for source in (exporter.stored, exporter.handed_over):
+        other = with_drafts(config, weights, 4)
+        for row in range(ROWS):
+            clear(other, other.admit(row, Request(row)))
+        for _ in range(6):
+            other.forward()
+            other.fold_tails()
+            other.sampled()
+        other.requests.clear()
+        for row, name in enumerate(sorted({name for name, _ in source})):
+            tokens = min(tokens for of, tokens in source if of == name)
+            blocks = other.admit(row, Request(name, tokens))
+            column = (tokens - 1) // BLOCK
+            said["stale"] += sum(other.pending(row, column))
+            for group, block in enumerate(other.blocks(row, column)):
+                if source is exporter.stored:
+                    other.page(group, block).copy_(source[name, tokens][group])
+                else:
+                    rows, state = other.side.layers[group].kv_cache
+                    rows[block][: CONVOLUTION - 1], state[block] = source[name, tokens][2 * group : 2 * group + 2]
+            if missing != "clear":
+                clear(other, blocks)
+            said["loads"] += 1
+        loaded = Exporter(truth)
+        run_to(other, loaded, LENGTH - 6)
+        exporter.counts += loaded.counts
+    return said | {"exports": dict(exporter.counts)}
+
+
+def outcome(missing: str) -> dict[str, Any]:
+    try:
+        return run(missing)
+    except AssertionError as error:
+        return {"failed": str(error)}
+
+
+if __name__ == "__main__":
+    prepare_vllm()
+    one_state_aligned.ROWS = ROWS
+    for what in sys.argv[1:] or ("all",):
+        print(what, json.dumps(outcome(what)), flush=True)
