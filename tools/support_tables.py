@@ -169,16 +169,25 @@ def refused() -> str:
 
 
 def connectors() -> str:
-    """Which KV connectors are supported, in which modes."""
-    rows = [("connector", "`cow`", "`stage`", "reads", "shown by"), ("---",) * 5]
+    """Which KV connectors are supported, in which modes, and with one recurrent state."""
+    passed = passed_cases()
+    rows = [("connector", "`cow`", "`stage`", "one recurrent state", "reads", "shown by"), ("---",) * 6]
     for name, connector in CONNECTORS.items():
         if connector.refused:
-            rows.append((f"`{name}`", "refused", "refused", connector.refused, ""))
+            rows.append((f"`{name}`", "refused", "refused", "refused", connector.refused, ""))
             continue
         cow = "yes" if connector.in_order else "without async scheduling"
         if connector.partial_tails:
             cow += ", without recurrent layers"
-        rows.append((f"`{name}`", cow, "yes", connector.reads, connector.shown or "vLLM's source; not run"))
+        not_run = "vLLM's source; not run"
+        cases: dict[bool, list[str]] = {True: [], False: []}
+        for case in connector.one_state_cases:
+            cases[case in passed].append(case)
+        shown = [
+            f"{word}: {_code(found)}" for word, found in (("yes", cases[True]), ("not run", cases[False])) if found
+        ]
+        one_state = f"refused: {connector.one_state}" if connector.one_state else "; ".join(shown) or not_run
+        rows.append((f"`{name}`", cow, "yes", one_state, connector.reads, connector.shown or not_run))
     return "\n".join(_row(*row) for row in rows)
 
 

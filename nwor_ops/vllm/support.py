@@ -72,7 +72,7 @@ class Connector:
         one_state: why an engine with one recurrent state per request is refused beside it; empty: it is not. Every
             state that such a connector exports is complete: it is in a block with a cache key, or in the last block of
             a request that generates one token, and is read after the forward of that step.
-        one_state_shown: the test that shows it; empty: vLLM's source was read, it was not run.
+        one_state_cases: of tests/support/gpu_cases.py, which show it; empty: vLLM's source was read, it was not run.
     """
 
     reads: str
@@ -83,13 +83,20 @@ class Connector:
     loads_any_time: bool = True
     refused: str = ""
     one_state: str = ""
-    one_state_shown: str = ""
+    one_state_cases: tuple[str, ...] = ()
 
 
 _AT_THE_END = "after a request's end, by RDMA and in no stream's order: its blocks with the partial tail"
 _NIXL = Connector(_AT_THE_END, in_order=False)
-_NOT_HYBRID = "vLLM starts no hybrid model beside it (it is not `SupportsHMA`)"
+_NIXL_CASES = ("one-state-pd-nixl", "one-state-pd-nixl-align")
+_NOT_HYBRID = "vLLM starts no hybrid model with it (it is not `SupportsHMA`)"
 _LOADS = "`test_connectors.py`, `test_connectors_gpu.py`"
+
+
+def _offloaded(name: str) -> tuple[str, ...]:
+    return tuple(f"one-state-connector-{name}{more}" for more in ("", "-mtp", "-8"))
+
+
 # By the name that vLLM's factory knows them under; all of 0.33's.
 CONNECTORS = {
     "ExampleConnector": Connector(
@@ -99,10 +106,10 @@ CONNECTORS = {
         "as its connectors do, which must all be supported", "`test_connectors.py`", loads_any_time=False),
     "OffloadingConnector": Connector(
         "in the next step, on a stream that waits for the main one: full chunks, of a hybrid model partial ones too",
-        "`test_connectors_gpu.py`", partial_tails=True, one_state_shown="`one-state-connector-offloading`"),
+        "`test_connectors_gpu.py`", partial_tails=True, one_state_cases=_offloaded("offloading")),
     "SimpleCPUOffloadConnector": Connector(
         "at `wait_for_save`, behind an event: full blocks, at a hybrid request's end a partial one", _LOADS,
-        one_state_shown="`one-state-connector-simple-cpu`"),
+        one_state_cases=(*_offloaded("simple-cpu"), "one-state-connector-default")),
     "LMCacheMPConnector": Connector(
         "at `wait_for_save`, behind an event: full chunks", "no test; by hand on a CPU, vLLM 0.32",
         one_state="vLLM takes the class of the `lmcache` package if it is installed, and that class has not been read"),
@@ -112,7 +119,7 @@ CONNECTORS = {
     "MooncakeStoreConnector": Connector(
         "at `wait_for_save`, behind an event: full blocks, of a hybrid model partial ones too", partial_tails=True),
     "HF3FSKVConnector": Connector("at `wait_for_save`: full blocks", one_state=_NOT_HYBRID),
-    "NixlConnector": _NIXL,
+    "NixlConnector": replace(_NIXL, one_state_cases=_NIXL_CASES),
     "NixlPullConnector": _NIXL,
     "NixlPushConnector": _NIXL,
     "MooncakeConnector": _NIXL,

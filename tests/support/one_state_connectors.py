@@ -28,6 +28,10 @@ from one_state_aligned import BLOCK, COLUMNS, ROWS, AlignedSide
 from one_state_layers import CONVOLUTION, GROUPS, Batch, K, configuration, normal_inputs, prepare_vllm, weights_of
 from torch import Tensor
 
+from nwor_ops.vllm.audit.undo import AuditError
+from nwor_ops.vllm.recurrent.audit import StateAudit
+from nwor_ops.vllm.recurrent.blocks import BlockOwners
+
 # Tokens of each request's prompt, and whether its last token is computed alone, in a window.
 PROMPTS = [(19, True), (16, False), (10, True), (17, True)]
 LENGTH = 36
@@ -55,20 +59,32 @@ class Engine:
     Args:
         drafts: returns how many a decoding request has in a step.
         chance: chooses how many of them are accepted.
+        is_audited: compare every state.
     """
 
-    def __init__(self, config: Any, weights: Any, drafts: Callable[[], int], chance: random.Random) -> None:
+    def __init__(
+        self, config: Any, weights: Any, drafts: Callable[[], int], chance: random.Random, is_audited: bool = True
+    ) -> None:
         self.side = AlignedSide(config, True, False, weights)
         self.cursors = self.side.builders[0].group.cursors
+        runner = SimpleNamespace(
+            vllm_config=SimpleNamespace(kv_transfer_config=object()),
+            req_states=SimpleNamespace(req_id_to_index={}),
+            block_tables=SimpleNamespace(num_blocks=SimpleNamespace(np=None)),
+        )
+        self._owners = BlockOwners(runner, range(GROUPS), self.cursors)
+        self.audit = StateAudit(self.side.builders) if is_audited else None
+        for audited in (*self.side.builders, self.side.aligned, self._owners):
+            audited.audit = self.audit
         self.drafts, self.chance = drafts, chance
         self.requests: dict[int, Request] = {}
         self._noise = torch.Generator().manual_seed(chance.randrange(1000))
 
     # ------------------------------------------------------------ blocks and pages
 
-    def admit(self, row: int, request: Request) -> list[int]:
-        """Start a request in a row; return its blocks. They are the former owner's in another order: the block of its
-        last window, which is pending, becomes the block that the new request begins with."""
+    def admit(self, row: int, request: Request) -> None:
+        """Give a request the blocks of the former owner of a row, in another order: the block of the last window, which
+        is pending, becomes the block that the request begins with."""
         side = self.side
         begins = max(request.computed - 1, 0) // BLOCK
         for table in side.tables:
@@ -77,7 +93,12 @@ class Engine:
         side.accepted[row], side.computed[row] = 1, request.computed
         side.column[row] = (request.computed - 1) // BLOCK
         self.requests[row] = request
-        return [int(block) for table in side.tables for block in table[row]]
+
+    def add(self, row: int) -> None:
+        """Tell the plugin of a new request, as vLLM's runner does in the first step of the request."""
+        blocks = [table[row].tolist() for table in self.side.tables]
+        new = SimpleNamespace(req_id=str(self.requests[row].name), block_ids=blocks)
+        self._owners.add_requests(lambda _: None, SimpleNamespace(scheduled_new_reqs=[new]))
 
     def blocks(self, row: int, column: int) -> list[int]:
         """The block of each group."""
@@ -125,20 +146,17 @@ class Engine:
         self.rows = torch.tensor(rows, dtype=torch.int32)
         self.accepted = accepted
         self.tails = [
-            row for row, (_, _, drafts) in zip(rows, scheduled, strict=True)
+            place for place, (row, (_, _, drafts)) in enumerate(zip(rows, scheduled, strict=True))
             if drafts >= 0 and self.requests[row].computed < self.requests[row].prompt
         ]  # fmt: skip
         self.side.step(batch, self.rows, given)
+        if self.audit is not None:
+            self.audit.forwarded("after the forward")
 
     def fold_tails(self) -> None:
         """After the forward: one row of each prompt that ended in a window."""
-        if not self.tails:
-            return
-        rows = torch.tensor(self.tails)
-        for builder, table in zip(self.side.builders, self.side.tables, strict=True):
-            blocks = table[rows, self.side.column[rows].long()]
-            plan = torch.zeros(len(rows), 4, dtype=torch.int32)
-            builder.group.fold(plan, blocks, blocks, torch.ones(len(rows), dtype=torch.int32))
+        for builder in self.side.builders if self.tails else ():
+            builder.fold_first_rows(torch.tensor(self.tails))
 
     def sampled(self) -> None:
         """After sampling, until ``wait_for_save``."""
@@ -163,16 +181,10 @@ class Engine:
 Truth = dict[tuple[int, int], list[Tensor]]  # by request and tokens
 
 
-def clear(engine: Engine, blocks: list[int]) -> None:
-    """Blocks that change hands have nothing pending."""
-    engine.cursors[:, 0].index_fill_(0, torch.tensor(blocks), 0)
-
-
 def truth_of(config: Any, weights: Any) -> Truth:
     """The state after each number of tokens, of an engine without drafts; a prompt's, where a chunk ends."""
-    engine, truth = Engine(config, weights, lambda: 0, random.Random(1)), {}
-    for row in range(ROWS):
-        clear(engine, engine.admit(row, Request(row)))
+    engine, truth = Engine(config, weights, lambda: 0, random.Random(1), is_audited=False), {}
+    admit_all(engine)
     while engine.requests:
         engine.forward()
         engine.fold_tails()
@@ -206,7 +218,8 @@ class Exporter:
 
     def tails(self, engine: Engine) -> None:
         """After the forward: prompts that ended in a window."""
-        for row in engine.tails:
+        for place in engine.tails:
+            row = int(engine.rows[place])
             request = engine.requests[row]
             column = int(engine.side.column[row])
             self.check("tails", engine, row, column, request, request.computed + 1)
@@ -235,6 +248,12 @@ class Exporter:
         for mine, wanted in zip(engine.state(row, column), self.truth[request.name, tokens], strict=True):
             assert torch.equal(mine, wanted), f"{moment}: request {request.name}: another state after {tokens} tokens"
         self.counts[moment] += 1
+
+
+def admit_all(engine: Engine) -> None:
+    for row in range(ROWS):
+        engine.admit(row, Request(row))
+        engine.add(row)
 
 
 def run_to(engine: Engine, exporter: Exporter, length: int, folds_tails: bool = True) -> None:
@@ -271,16 +290,14 @@ def run(missing: str) -> dict[str, Any]:
     truth = truth_of(config, weights)
     exporter = Exporter(truth)
     engine = with_drafts(config, weights, 3)
-    for row in range(ROWS):
-        clear(engine, engine.admit(row, Request(row)))
+    admit_all(engine)
     run_to(engine, exporter, LENGTH - 6, missing != "tails")
     said = {"loads": 0, "stale": 0}
 
     # Another engine, whose blocks are full of other requests' states and windows, loads what was exported.
     for source in (exporter.stored, exporter.handed_over):
         other = with_drafts(config, weights, 4)
-        for row in range(ROWS):
-            clear(other, other.admit(row, Request(row)))
+        admit_all(other)
         for _ in range(6):
             other.forward()
             other.fold_tails()
@@ -288,7 +305,7 @@ def run(missing: str) -> dict[str, Any]:
         other.requests.clear()
         for row, name in enumerate(sorted({name for name, _ in source})):
             tokens = min(tokens for of, tokens in source if of == name)
-            blocks = other.admit(row, Request(name, tokens))
+            other.admit(row, Request(name, tokens))
             column = (tokens - 1) // BLOCK
             said["stale"] += sum(other.pending(row, column))
             for group, block in enumerate(other.blocks(row, column)):
@@ -298,7 +315,7 @@ def run(missing: str) -> dict[str, Any]:
                     rows, state = other.side.layers[group].kv_cache
                     rows[block][: CONVOLUTION - 1], state[block] = source[name, tokens][2 * group : 2 * group + 2]
             if missing != "clear":
-                clear(other, blocks)
+                other.add(row)
             said["loads"] += 1
         loaded = Exporter(truth)
         run_to(other, loaded, LENGTH - 6)
@@ -309,7 +326,7 @@ def run(missing: str) -> dict[str, Any]:
 def outcome(missing: str) -> dict[str, Any]:
     try:
         return run(missing)
-    except AssertionError as error:
+    except (AssertionError, AuditError) as error:
         return {"failed": str(error)}
 
 
