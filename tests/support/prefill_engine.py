@@ -15,7 +15,7 @@ START_SECONDS = 240
 
 
 class PrefillEngine:
-    """Starts it; use as a context manager.
+    """Starts it, while the caller starts its own engine. Use as a context manager.
 
     Args:
         job: of the decoding engine; ``job["prefill"]`` has the settings in which this engine differs.
@@ -29,7 +29,7 @@ class PrefillEngine:
 
     def __enter__(self) -> PrefillEngine:
         self._process.start()
-        self._receive(START_SECONDS)
+        self._is_ready = False
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -37,7 +37,10 @@ class PrefillEngine:
         self._process.join(10)
 
     def prefill(self, prompts: dict[str, list[int]]) -> dict[str, dict[str, Any]]:
-        """Return the transfer parameters of each prompt, by its name."""
+        """Return the transfer parameters of each prompt, by its name. The first call waits for the engine to start."""
+        if not self._is_ready:
+            self._receive(START_SECONDS)
+            self._is_ready = True
         self._ours.send(prompts)
         found: dict[str, dict[str, Any]] = self._receive(120)
         return found

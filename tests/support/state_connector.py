@@ -10,10 +10,13 @@ Both work in engines with this library and without.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +129,8 @@ class PagesConnector(_Connector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.meta = Handed()
+        self.finish: Callable[[], None] = lambda: None
+        self.in_no_order: Callable[[], Any] = contextlib.nullcontext
         self.sent: set[str] = set()
         self.received: set[str] = set()
         self.folder = vllm_config.kv_transfer_config.kv_connector_extra_config["folder"]
@@ -185,12 +190,14 @@ class PagesConnector(_Connector):
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         self.caches = kv_caches
-        self.stream = torch.cuda.Stream()
+        if torch.cuda.is_available():
+            self.stream = torch.cuda.Stream()
+            self.finish, self.in_no_order = torch.cuda.synchronize, functools.partial(torch.cuda.stream, self.stream)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Handed)
-        with torch.cuda.stream(self.stream):  # in no order with the steps: their outputs have arrived
+        with self.in_no_order():  # with the steps, whose outputs have arrived
             for name, (path, blocks) in metadata.exports.items():
                 pages = {layer: [page.cpu() for page in self._pages(layer, number, blocks[number])]
                          for number, group in enumerate(self.groups) for layer in group.layer_names}  # fmt: skip
@@ -221,6 +228,6 @@ class PagesConnector(_Connector):
             target.copy_(page)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        torch.cuda.synchronize()
+        self.finish()
         sent, received, self.sent, self.received = self.sent, self.received, set(), set()
         return sent or None, received or None

@@ -49,7 +49,9 @@ def test_exports_are_those_of_an_engine_without_drafts_and_loads_have_nothing_pe
     ("missing", "said"),
     [
         pytest.param("tails", "tails: request 2, 10 tokens: [4, 4] rows are pending", id="no tail is folded"),
-        pytest.param("clear", "another state after", id="blocks that change hands are not cleared"),
+        pytest.param(
+            "clear", "is not the one after 1 tokens of the last window", id="blocks that change hands are not cleared"
+        ),
     ],
 )
 def test_what_is_wrong_without(missing: str, said: str) -> None:
