@@ -21,10 +21,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import one_state_aligned
 import one_state_layers
 import torch
-from one_state_aligned import BLOCK, COLUMNS, ROWS, AlignedSide
+from one_state_aligned import COLUMNS, ROWS, AlignedSide
 from one_state_layers import CONVOLUTION, GROUPS, Batch, K, configuration, normal_inputs, prepare_vllm, weights_of
 from torch import Tensor
 
@@ -34,7 +33,7 @@ from nwor_ops.vllm.recurrent.blocks import BlockOwners
 
 # Tokens of each request's prompt, and whether its last token is computed alone, in a window.
 PROMPTS = [(19, True), (16, False), (10, True), (17, True)]
-LENGTH = 36
+LENGTH, BLOCK = 36, 8
 
 
 class Request:
@@ -74,7 +73,7 @@ class Engine:
         )
         self._owners = BlockOwners(runner, range(GROUPS), self.cursors)
         self.audit = StateAudit(self.side.builders) if is_audited else None
-        for audited in (*self.side.builders, self.side.aligned, self._owners):
+        for audited in (*self.side.builders, *self.side.layers, self.side.aligned, self._owners):
             audited.audit = self.audit
         self.drafts, self.chance = drafts, chance
         self.requests: dict[int, Request] = {}
@@ -275,7 +274,9 @@ def run_to(engine: Engine, exporter: Exporter, length: int, folds_tails: bool = 
 def setting() -> tuple[Any, Any]:
     one_state_layers.ROWS, one_state_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + K)
     config = configuration(False, torch.float32)
-    config.cache_config.mamba_cache_mode, config.cache_config.mamba_block_size = "align", BLOCK
+    config.cache_config.mamba_cache_mode = "align"
+    for name in ("mamba_block_size", "hash_block_size", "cache_hit_alignment_tokens"):
+        setattr(config.cache_config, name, BLOCK)
     return config, weights_of(torch.Generator().manual_seed(11))
 
 
@@ -332,6 +333,5 @@ def outcome(missing: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     prepare_vllm()
-    one_state_aligned.ROWS = ROWS
     for what in sys.argv[1:] or ("all",):
         print(what, json.dumps(outcome(what)), flush=True)

@@ -199,7 +199,7 @@ class PagesConnector(_Connector):
         assert isinstance(metadata, Handed)
         with self.in_no_order():  # with the steps, whose outputs have arrived
             for name, (path, blocks) in metadata.exports.items():
-                pages = {layer: [page.cpu() for page in self._pages(layer, number, blocks[number])]
+                pages = {layer: [page.clone().cpu() for page in self._pages(layer, number, blocks[number])]
                          for number, group in enumerate(self.groups) for layer in group.layer_names}  # fmt: skip
                 torch.save(pages, path)
                 handed_over["pending"] += sum(
