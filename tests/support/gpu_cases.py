@@ -933,12 +933,24 @@ def _one_state_connectors() -> Iterator[Case]:
         yield _one_state(f"connector-{name}", method="ngram", **connector)
         yield _one_state(f"connector-{name}-mtp", **connector)
         yield _one_state(f"connector-{name}-8", **connector | many)
+    # Keys inside a block: the ends of prompts are stored too.
+    yield _one_state("connector-offloading-partial-hits", method="ngram", prefix_match_unit=16, **offloading)
     yield _one_state("connector-simple-cpu-cow", nwor=ONE_STATE_COW, method="ngram", **simple)
     staged = _one_state("connector-simple-cpu-stage", nwor=ONE_STATE_STAGE, method="ngram", **simple)
     yield replace(staged, more_blocks=2)  # of one request
-    # FlashInfer's prefill, which stores states inside a prompt, as a default engine does.
-    default = simple | {"gdn_prefill_backend": None, "needs": "flashinfer"}
-    yield _one_state("connector-default", "qwen3_5", **default)
+    # A default engine, whose prompts FlashInfer runs: it writes states inside a prompt.
+    default = DEFAULTS | {
+        "kv_transfer_config": simple["kv_transfer_config"],
+        "max_num_seqs": 1,
+        "needs": "flashinfer",
+        "use": again | {"shared_prefix": LONG_PROMPTS["shared_prefix"]},
+        "expect": {
+            "gdn_prefill_backends": ["flashinfer"],
+            "metric:external_prefix_cache_hits": 1,
+            "audit:checkpoints": 6,
+        },
+    }
+    yield _one_state("connector-default", "qwen3_5", worker_extension_cls="", **default)
     # The bytes of every state that gets a cache key; see state_connector.py.
     states = aligned | {
         "kv_transfer_config": _connector("StateConnector", "state_connector"),
