@@ -69,9 +69,9 @@ class Connector:
         loads_any_time: it may load rows while vLLM goes on with other requests. Taken for granted unless vLLM's source
             says otherwise, of connectors of one's own too: an audit takes rows that arrive unexpected for stray writes.
         refused: why, where it is.
-        one_state: why an engine with one recurrent state per request is refused beside it; empty: it is not. Every
-            state that such a connector exports is complete: it is in a block with a cache key, or in the last block of
-            a request that generates one token, and is read after the forward of that step.
+        one_state: the reason that an engine with one recurrent state per request is refused with it; empty: it is
+            supported. A supported connector exports complete states only. It reads them in a block with a cache key, or
+            in the last block of a request that generates one token, after the forward of that step.
         one_state_cases: of tests/support/gpu_cases.py, which show it; empty: vLLM's source was read, it was not run.
     """
 

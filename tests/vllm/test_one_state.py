@@ -986,7 +986,7 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cache_config__use_replayssm": True}, "`--use-replayssm`: vLLM then counts on one state itself"),
         (
             {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
-            "one state per request with KV connector LMCacheConnectorV1: vLLM starts no hybrid model beside it",
+            "one state per request with KV connector LMCacheConnectorV1: vLLM starts no hybrid model with it",
         ),
         ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
         (
@@ -1038,7 +1038,7 @@ def test_a_method_without_a_draft_model_has_the_target_s_configuration_in_its_pl
 def test_every_refusal_of_a_configuration_is_tried_above() -> None:
     """Those that show in a configuration; the others are raised once there are layers."""
     wanted = {refusal.feature for refusal in REFUSALS if refusal.why(ONE_STATE) and refusal.found}
-    assert len(wanted) == 11, wanted
+    assert len(wanted) == 10, wanted
 
 
 @pytest.mark.usefixtures("any_vllm")

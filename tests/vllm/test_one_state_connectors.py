@@ -1,5 +1,5 @@
-"""KV connectors beside one recurrent state per request: every exported state is complete, a loaded state has nothing
-pending, and no engine takes pages of an engine with another layout for its own."""
+"""KV connectors with one recurrent state per request: exported states are complete, loaded states have nothing pending.
+An engine does not take pages with another layout for its own."""
 
 from __future__ import annotations
 

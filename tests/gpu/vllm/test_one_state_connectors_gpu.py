@@ -1,5 +1,5 @@
-"""KV connectors beside one recurrent state per request: what they store can be loaded, the states that they read are
-vanilla's, and an engine decodes with drafts what another engine has prefilled."""
+"""KV connectors with one recurrent state per request: they load what they stored, and the states that they read are
+vanilla's. An engine decodes with drafts after another engine has prefilled."""
 
 from __future__ import annotations
 
