@@ -419,9 +419,11 @@ def test_the_table_of_sizes_is_that_of_the_models_configurations(monkeypatch: py
 def test_what_the_start_up_line_says(packed: bool) -> None:
     """`packed`: a block holds pages of several layers, as in GLM-5.3-Flash, and a group has a spec for each layer."""
     attention = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    states: Any = GEOMETRY.extend(STATES)
-    if packed:
-        states = UniformTypeKVCacheSpecs(block_size=256, kv_cache_specs={"a": states, "b": states})
+
+    def of_group(spec: MambaSpec) -> Any:
+        return UniformTypeKVCacheSpecs(block_size=256, kv_cache_specs={"a": spec, "b": spec}) if packed else spec
+
+    states = of_group(GEOMETRY.extend(STATES))
     specs = [states, attention, states]
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=256),
@@ -458,8 +460,9 @@ def test_what_the_start_up_line_says(packed: bool) -> None:
     # that it is copied from, and a checkpoint.
     config.cache_config.mamba_cache_mode = "align"
     for group in runner.kv_cache_config.kv_cache_groups:
-        if isinstance(group.kv_cache_spec, MambaSpec):
-            group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, num_prefill_checkpoint_blocks=1)
+        if group.kv_cache_spec is states:
+            with_checkpoint = dataclasses.replace(GEOMETRY.extend(STATES), num_prefill_checkpoint_blocks=1)
+            group.kv_cache_spec = of_group(with_checkpoint)
     aligned = plugin.OneState(runner, builders, GEOMETRY, refused)
     assert (aligned.blocks_per_request, aligned.blocks_before) == (8, 14)
     assert "a request of 256 tokens has 8 blocks (14), 13 of them fit (8)" in aligned.describe()
