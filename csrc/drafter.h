@@ -1,10 +1,9 @@
-// Family drafter: what its ops may be given, and what one row or one token of each op comes to. The CPU
-// kernels loop over these functions and the CUDA kernels call one in each thread, so the two cannot drift
-// apart.
+// Family drafter: checks of the arguments of its ops, and the work of each op for one row or one token. The
+// CPU kernels loop over these functions, and each thread of a CUDA kernel calls one, so both devices share
+// one implementation.
 //
-// Whatever the data says, a function here reads and writes inside the buffers only. What is wrong with the
-// data is found by a `problem_of_...` function: the CPU asks it before anything is written, CUDA in debug
-// mode.
+// For any data, these functions read and write only inside the buffers. The `problem_of_...` functions find
+// invalid data: the CPU calls them before anything is written, CUDA calls them in debug mode.
 #pragma once
 
 #include <algorithm>
@@ -20,9 +19,9 @@ constexpr int64_t kPadSlot = -1;
 
 // ---------------------------------------------------------------- rows and block tables
 
-// The rows of a call: real ones first, then padded ones, which a negative index marks.
+// The rows of a call. Real rows come first; a negative index marks the padded rows after them.
 struct Rows {
-    Ids idx_mapping;  // without data where every row is real
+    Ids idx_mapping;  // without data if every row is real
     int64_t count;
 
     NWOR_HOST_DEVICE bool is_real(int64_t row) const {
@@ -42,11 +41,11 @@ struct Rows {
     }
 };
 
-// The row that owns `token`, given the first token of each row and the end; `rows` if there is none. Rows
-// without tokens own none.
+// Return the row that owns `token`, or `rows` if none does. `starts` holds the first token of each row and
+// the end. A row without tokens owns none.
 NWOR_HOST_DEVICE inline int64_t row_of_token(const int32_t* starts, int64_t rows, int64_t token,
                                              int64_t growth = 0) {
-    // One token per row, as in every step but the first: no search.
+    // In every step except the first, each row has one token and no search is needed.
     if (token < rows && growth == 0 && starts[token] <= token && token < starts[token + 1]) return token;
     int64_t low = 0, high = rows;
     while (low < high) {
@@ -64,7 +63,7 @@ inline Rows rows_of(const char* op, const std::optional<Tensor>& idx_mapping, in
     return {ids_view({op, "idx_mapping", *idx_mapping}, count, "[num_rows]"), count};
 }
 
-// A block table [rows, columns] of one group.
+// A block table [rows, columns] of one group of layers.
 struct BlockTable {
     const int32_t* data;
     int64_t row_stride, rows, columns, block_size;
@@ -182,7 +181,7 @@ NWOR_HOST_DEVICE inline Found problem_of_row(const PrefillArguments& a, int64_t 
     return {};
 }
 
-// Element i of every output with an element per row.
+// Write element i of every output that has one element per row.
 NWOR_HOST_DEVICE inline void prefill_row(const PrefillArguments& a, int64_t i, int64_t num_real) {
     a.query_start_loc.set(i, a.starts[least(i, num_real)]);
     a.seq_lens.set(i, i < num_real ? a.target_seq_lens[i] : 0);
@@ -191,7 +190,7 @@ NWOR_HOST_DEVICE inline void prefill_row(const PrefillArguments& a, int64_t i, i
     if (i == 0) *a.step = 0;
 }
 
-// Token t of the outputs, t < capacity.
+// Write token t of the outputs, t < capacity.
 NWOR_HOST_DEVICE inline void prefill_token(const PrefillArguments& a, int64_t t, int64_t num_real) {
     const int64_t row = row_of_token(a.starts, num_real, t);
     const bool owned = row < num_real && t < a.num_target_tokens;
@@ -219,7 +218,7 @@ struct DecodeArguments {
     Vector<int32_t> input_ids;
     Vector<int64_t> positions;
     Vector<int32_t> query_start_loc, seq_lens;
-    int64_t* sample_positions;  // null where not given
+    int64_t* sample_positions;  // null if not given
     int64_t max_model_len;
     bool advance;
 
@@ -298,10 +297,10 @@ struct UpdateArguments {
     int32_t* input_ids;
     int64_t* positions;
     int32_t* seq_lens;
-    int64_t* sample_positions;  // null where not given
+    int64_t* sample_positions;  // null if not given
     int64_t num_speculative_steps, max_model_len;
     bool advance;
-    // One hidden row for each row; width 0 where there is nothing to copy. Strides in elements.
+    // One hidden row per row. Width 0 if there is nothing to copy. Strides are in elements.
     const char* hidden;
     char* next_hidden;
     int64_t width, hidden_row_stride, hidden_stride, next_row_stride, next_stride;
@@ -388,7 +387,7 @@ NWOR_HOST_DEVICE inline Found problem_of_row(const UpdateArguments& a, int64_t r
     return {};
 }
 
-// All of a row but its hidden state.
+// Update everything in a row except its hidden state.
 NWOR_HOST_DEVICE inline void update_row(const UpdateArguments& a, int64_t i) {
     if (!a.rows.is_real(i)) return;
     const int64_t step = *a.step, token = a.sampled[i];
@@ -402,14 +401,14 @@ NWOR_HOST_DEVICE inline void update_row(const UpdateArguments& a, int64_t i) {
     a.seq_lens[i] = static_cast<int32_t>(least(int64_t{a.seq_lens[i]} + 1, a.max_model_len));
 }
 
-// Whether the hidden state of row i moves.
+// Return whether the hidden state of row i is copied.
 NWOR_HOST_DEVICE inline bool moves_hidden(const UpdateArguments& a, int64_t i) {
     return a.rows.is_real(i) && *a.step >= 0 && !a.is_last_step();
 }
 
 // ---------------------------------------------------------------- compute_slot_mappings
 
-constexpr int64_t kMostTables = 64;  // their addresses travel in a launch's parameters
+constexpr int64_t kMostTables = 64;  // their addresses are passed as kernel parameters
 
 struct SlotArguments {
     const char* op;
@@ -421,7 +420,7 @@ struct SlotArguments {
     int64_t* slots;
     int64_t slots_stride;
     int64_t cp_size, cp_rank, cp_interleave;
-    const bool* cp_sharded;  // null: all
+    const bool* cp_sharded;  // null: all groups
 };
 
 inline SlotArguments check_slot_mappings(const char* op, const Tensor& idx_mapping,
@@ -476,7 +475,7 @@ inline SlotArguments check_slot_mappings(const char* op, const Tensor& idx_mappi
     return a;
 }
 
-// The position within this rank's share of the sequence, or -1 where another rank holds it.
+// Return the position within this rank's share of the sequence, or -1 if another rank holds it.
 NWOR_HOST_DEVICE inline int64_t local_position(const SlotArguments& a, int64_t group, int64_t position) {
     if (a.cp_size == 1 || position < 0 || (a.cp_sharded != nullptr && !a.cp_sharded[group])) return position;
     const int64_t of_all_ranks = a.tables[group].block_size * a.cp_size;
@@ -585,7 +584,7 @@ struct PaddedInputsArguments {
     const int32_t* cu_num_drafts;
     const int32_t* valid_count;
     const int32_t* starts;
-    const bool* discarded;  // null where not given
+    const bool* discarded;  // null if not given
     MutableIds indices, num_rejected;
 
     int64_t num_items() const { return std::max(indices.length, num_rejected.length); }
@@ -644,7 +643,7 @@ NWOR_HOST_DEVICE inline void padded_inputs_row(const PaddedInputsArguments& a, i
 struct NextTokenArguments {
     const char* op;
     int64_t num_rows, columns;
-    Ids sampled;  // of column 0
+    Ids sampled;  // column 0
     int64_t column_stride;
     const bool* discarded;
     Ids backup;
@@ -713,14 +712,14 @@ struct SampleArguments {
     const int64_t* seeds;
     const int64_t* positions;
     const int64_t* step;
-    int64_t step_stride;       // 0: one for all rows
-    MutableIdColumns sampled;  // no column: a vector
-    char* cache;               // null where not given
+    int64_t step_stride;       // 0: one step for all rows
+    MutableIdColumns sampled;  // without columns: a vector
+    char* cache;               // null if not given
     int64_t cache_state_stride, cache_column_stride, cache_vocab_stride, cache_columns;
-    int64_t* workspace;  // null where not given
+    int64_t* workspace;  // null if not given
 
     NWOR_HOST_DEVICE int64_t step_of(int64_t row) const { return step[row * step_stride]; }
-    // The request state of a row; -1 for a padded one and for one that the device cannot serve.
+    // Return the request state of a row, or -1 if the row is padded or its index is out of range.
     NWOR_HOST_DEVICE int64_t state_of(int64_t row) const {
         const int64_t state = idx_mapping[row];
         return state >= 0 && state < num_states ? state : -1;
@@ -806,7 +805,7 @@ NWOR_HOST_DEVICE inline void set_sampled(const SampleArguments& a, int64_t row, 
     if (a.sampled.has(step)) a.sampled[step].set(row, token);
 }
 
-// Where the logits of a row are kept, or null.
+// Return the place in the cache for the logits of a row, or null.
 NWOR_HOST_DEVICE inline char* cache_row(const SampleArguments& a, int64_t row) {
     const int64_t step = a.step_of(row), state = a.state_of(row);
     if (a.cache == nullptr || state < 0 || step < 0 || step >= a.cache_columns) return nullptr;
@@ -829,7 +828,7 @@ struct ExpandArguments {
     Vector<bool> is_rejected, is_masked;
     MutableIds new_indices;
     bool maps_hidden;
-    MutableIds hidden_mapping;  // where it does
+    MutableIds hidden_mapping;  // only if maps_hidden
     int64_t num_new, growth, max_position;
     int64_t padding_id, mask_id;
     bool shift;
@@ -838,7 +837,7 @@ struct ExpandArguments {
         return std::max({input_ids.length, new_indices.length, maps_hidden ? hidden_mapping.length : 0});
     }
     NWOR_HOST_DEVICE int64_t num_tokens(int64_t row) const { return int64_t{starts[row + 1]} - starts[row]; }
-    // Target tokens that are copied.
+    // Return the number of target tokens that are copied.
     NWOR_HOST_DEVICE int64_t num_copied(int64_t row) const {
         const int64_t tokens = num_tokens(row);
         return most(tokens - least(most(num_rejected[row], 0), tokens) - (shift ? 1 : 0), 0);
@@ -915,7 +914,7 @@ NWOR_HOST_DEVICE inline Found problem_of_row(const ExpandArguments& a, int64_t r
     return {};
 }
 
-// Token t of the outputs, t < capacity.
+// Write token t of the outputs, t < capacity.
 NWOR_HOST_DEVICE inline void expand_token(const ExpandArguments& a, int64_t t, int64_t num_real) {
     const int64_t row = row_of_token(a.starts, num_real, t, a.growth);
     int64_t id = a.padding_id, position = 0;
@@ -938,7 +937,7 @@ NWOR_HOST_DEVICE inline void expand_token(const ExpandArguments& a, int64_t t, i
     a.is_masked[t] = masked;
 }
 
-// Element i of the outputs that are not as long as the expanded batch.
+// Write element i of the outputs that do not have the length of the expanded batch.
 NWOR_HOST_DEVICE inline void expand_index(const ExpandArguments& a, int64_t i, int64_t num_real) {
     if (i < a.new_indices.length) {
         const int64_t row = i / a.num_new;

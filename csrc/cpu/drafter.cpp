@@ -1,4 +1,4 @@
-// Family drafter on the CPU: what a drafter's loop does between two passes. Semantics:
+// Family drafter on the CPU: the work between two passes of a drafter's loop. Semantics:
 // nwor_ops/ops/drafter.py.
 #include "../drafter.h"
 
@@ -12,7 +12,7 @@
 namespace nwor {
 namespace {
 
-// What is wrong with any row is said before the first write.
+// Report a problem of any row before the first write.
 template <class Arguments>
 void check_rows(const Arguments& a, int64_t num_rows) {
     check_each(a.op, num_rows, [&](int64_t row) { return problem_of_row(a, row); });
@@ -75,8 +75,8 @@ void run(const NextTokenArguments& a, const Cpu&) {
 
 // ---------------------------------------------------------------- gumbel_sample
 
-// For each value of a token's coarse noise, no less than the noise can be. A sum of floats rounds the same
-// way for both, so a token whose logit and bound do not exceed the best score cannot beat it.
+// An upper bound of the noise, for each value of a token's coarse noise. A sum of floats rounds both in the
+// same way, so a token cannot win if its logit plus bound does not exceed the best score.
 const std::vector<float>& noise_bounds() {
     static const std::vector<float> bounds = [] {
         std::vector<float> table(1 << 16);
@@ -91,7 +91,7 @@ struct Best {
     float score = -std::numeric_limits<float>::infinity();
     int64_t token = 0;
 
-    // A NaN is never better, nor is an equal score: the lowest token wins.
+    // Neither a NaN nor an equal score is better, so the lowest token wins.
     void offer(float other, int64_t other_token) {
         if (other > score) *this = {other, other_token};
     }

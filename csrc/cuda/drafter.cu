@@ -1,8 +1,9 @@
-// Family drafter on CUDA: what a drafter's loop does between two passes. Semantics: nwor_ops/ops/drafter.py.
+// Family drafter on CUDA: the work between two passes of a drafter's loop. Semantics:
+// nwor_ops/ops/drafter.py.
 //
-// All but gumbel_sample are a thread for each element of an output, and what the thread does stands in
-// drafter.h. No kernel allocates, none waits for another block, every count that a replay may change is read
-// from the arguments.
+// All kernels except gumbel_sample have one thread per output element, and each thread calls a function of
+// drafter.h. No kernel allocates or waits for another block. Every count that may change between replays is
+// read from the arguments.
 #include "../common/dispatch.h"
 #include "../common/gumbel.h"
 #include "../drafter.h"
@@ -16,14 +17,14 @@ __device__ int64_t item_of_thread() {
     return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
 }
 
-// Debug mode: what the CPU would have refused.
+// In debug mode, report what the CPU kernel would refuse.
 template <class Arguments>
 __device__ void report_row(const Arguments& a, int64_t row, int64_t num_rows, const char* report_as) {
     if (report_as == nullptr || row >= num_rows) return;
     if (const Found found = problem_of_row(a, row)) report(report_as, found);
 }
 
-// ---------------------------------------------------------------- a thread for each element
+// ---------------------------------------------------------------- one thread per element
 
 __global__ void __launch_bounds__(kThreads)
     prefill_kernel(const __grid_constant__ PrefillArguments a, const char* report_as) {
@@ -136,7 +137,7 @@ void run(const SlotArguments& a, const Launch& launch) {
 
 // ---------------------------------------------------------------- update_draft_inputs
 
-// A thread for each access of a hidden row; the first of a row also does the rest of it.
+// One thread per access of a hidden row. The first thread of a row also updates the other tensors.
 template <class Access>
 __global__ void __launch_bounds__(kThreads)
     update_kernel(const __grid_constant__ UpdateArguments a, int64_t accesses, const char* report_as) {
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(kThreads)
         update_row(a, row);
     }
     if (place.column >= accesses || !moves_hidden(a, row)) return;
-    // Elements per access: more than one only where the strides along a row are 1.
+    // An access holds several elements only if the strides along a row are 1.
     const int64_t first = int64_t{place.column} * (static_cast<int>(sizeof(Access)) / a.element_size);
     const char* from = a.hidden + (row * a.hidden_row_stride + first * a.hidden_stride) * a.element_size;
     char* to = a.next_hidden + (row * a.next_row_stride + first * a.next_stride) * a.element_size;
@@ -163,7 +164,7 @@ bool in_16_bytes(const void* data, int64_t stride, int32_t element_size) {
 template <class Access>
 void start_update(const UpdateArguments& a, const Launch& launch) {
     const int64_t accesses = a.width * a.element_size / static_cast<int64_t>(sizeof(Access));
-    // A row without a hidden state has a thread too, for the rest of it.
+    // A row without a hidden state also has one thread, which updates the other tensors.
     const LaunchShape shape = shape_for_rows(a.op, a.rows.count, 1, std::max<int64_t>(accesses, 1));
     launch.start(update_kernel<Access>, shape, a, accesses, report_as(a.op));
 }
@@ -183,10 +184,10 @@ void run(UpdateArguments a, const Launch& launch) {
     check_launch(launch);
 }
 
-// ---------------------------------------------------------------- gumbel_sample
 //
-// A row is cut into chunks, a block for each, so that a few rows fill the chip. Blocks meet in the workspace:
-// an atomic maximum of (score, lowest token), and a count by which the last one knows that it is.
+// Grid: num_rows * num_chunks blocks. Each row is split into chunks with one block per chunk, so that a few
+// rows use the whole GPU. The blocks of a row combine their results in the workspace, by an atomic maximum
+// of (score, lowest token). An atomic count tells the last block that it is the last.
 
 __global__ void __launch_bounds__(kThreads) clear_kernel(int64_t* workspace, int64_t length) {
     wait_for_earlier_kernels();
@@ -194,7 +195,8 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(int64_t* workspace, int
     if (i < length) workspace[i] = 0;
 }
 
-// The block's candidate to the row's; the last block of a row writes the token and leaves the workspace zero.
+// Merge the block's candidate into the row's. The last block of a row writes the token and resets the
+// workspace to 0.
 __device__ void finish_row(const SampleArguments& a, int64_t row, uint32_t num_chunks, Candidate best) {
     if (num_chunks > 1) {
         Candidate* row_best = reinterpret_cast<Candidate*>(a.workspace) + row;
@@ -254,7 +256,7 @@ void start_sample(SampleArguments& a, const Launch& launch) {
     const int64_t num_chunks = ceil_div(a.vocab_size, kChunk<Format>);
     if (a.num_rows * num_chunks > INT32_MAX)
         fail(a.op, "logits must fit in one launch, got ", describe(launch.like()));
-    Tensor own;  // lives until the launch is in the stream, which is all that the allocator asks for
+    Tensor own;  // the allocator needs it only until the launch is in the stream
     if (a.workspace == nullptr && num_chunks > 1) {
         own = new_empty(launch.like(), {2 * a.num_rows}, ScalarType::Long);
         a.workspace = static_cast<int64_t*>(own.data_ptr());

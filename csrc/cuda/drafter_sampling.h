@@ -1,9 +1,9 @@
 // Family drafter: the best token of a chunk of logits, for gumbel_sample.
 //
-// A thread loads its share of its block's chunk in 16-byte vectors, all at once. The exact score of a token
-// (noisy_score, the same bits as on the CPU) costs a few hundred instructions; so a block first bounds every
-// score by the first 16 bits of the noise and computes only those scores, two or three a block, that the
-// bounds cannot tell from the best.
+// A thread loads its share of its block's chunk in 16-byte vectors, all at the same time. The exact score
+// of a token (noisy_score, with the same bits as on the CPU) costs a few hundred instructions. A block
+// therefore first bounds every score by the first 16 bits of the noise. It then computes only the scores
+// that may be the best by these bounds, two or three per block.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -19,7 +19,7 @@ namespace {
 
 // ---------------------------------------------------------------- logits
 
-constexpr int kVectors = 4;  // loads of 16 bytes in flight in each thread
+constexpr int kVectors = 4;  // outstanding 16-byte loads of each thread
 
 struct Float32Logits {
     using Raw = uint32_t;
@@ -42,9 +42,9 @@ struct BFloat16Logits {
 template <class Format>
 constexpr int kPerVector = 16 / static_cast<int>(sizeof(typename Format::Raw));
 template <class Format>
-constexpr int kChunk = kThreads * kVectors * kPerVector<Format>;  // tokens of a block
+constexpr int kChunk = kThreads * kVectors * kPerVector<Format>;  // tokens per block
 
-// A thread's share of a chunk, 16 bytes at a time.
+// The share of a chunk that one thread loads, in 16-byte vectors.
 template <class Format>
 struct Share {
     using Raw = typename Format::Raw;
@@ -52,7 +52,7 @@ struct Share {
 
     const Raw* row;
     int64_t stride, vocab_size;
-    uint32_t first;  // token of its first vector
+    uint32_t first;  // first token of the thread's first vector
     uint32_t words[kVectors][4];
 
     __device__ uint32_t token(int vector, int element) const {
@@ -107,7 +107,7 @@ struct Share {
 
 // ---------------------------------------------------------------- candidates
 
-// Floats as integers of the same order; -0 and 0 are one.
+// Map a float to an integer with the same order; -0 and 0 map to the same integer.
 __device__ uint32_t ordered(float x) {
     const uint32_t bits = x == 0.0f ? 0 : __float_as_uint(x);
     return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
@@ -117,7 +117,7 @@ __device__ float from_ordered(uint32_t bits) {
     return __uint_as_float((bits & 0x80000000u) != 0 ? bits & 0x7FFFFFFFu : ~bits);
 }
 
-// The larger score wins, of equal ones the lower token. 0 stands for no token at all.
+// The larger score wins; if scores are equal, the lower token wins. 0 means no token.
 using Candidate = unsigned long long;
 
 __device__ Candidate candidate(float score, uint32_t token) {
@@ -130,12 +130,12 @@ __device__ int64_t token_of(Candidate c) {
 
 struct BlockState {
     NoiseKey key;
-    uint32_t top;  // of all threads, ordered
+    uint32_t top;  // maximum of all threads, as an ordered integer
     int tight;
     Candidate best;
 };
 
-// The largest `x` of the block. `state.top` was cleared before the last barrier.
+// Return the largest `x` of the block. `state.top` must be cleared before the last barrier.
 __device__ float block_maximum(BlockState& state, float x) {
     const uint32_t of_warp = __reduce_max_sync(kAllLanes, ordered(x));
     if (threadIdx.x % kWarp == 0) atomicMax(&state.top, of_warp);
@@ -151,7 +151,7 @@ __device__ void offer_argmax(BlockState& state, const Share<Format>& share) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v)
 #pragma unroll
-        for (int e = 0; e < share.kPer; ++e) top = fmaxf(top, share.logit(v, e));  // leaves a NaN out
+        for (int e = 0; e < share.kPer; ++e) top = fmaxf(top, share.logit(v, e));  // ignores NaN
     const float best = block_maximum(state, top);
     if (best == -INFINITY || top != best) return;
     uint32_t token = 0xFFFFFFFFu;
@@ -165,21 +165,21 @@ __device__ void offer_argmax(BlockState& state, const Share<Format>& share) {
 
 // ---------------------------------------------------------------- with noise
 
-// Let c be the first 16 bits of a token's noise, so u lies between c / 2^16 and (c + 1) / 2^16, and
-// coarse(c) = -ln((c + 1) / 2^16). The noise is G = -ln(E), E = -ln(1 - u), and E lies between u and u / (1 -
-// u):
+// Let c be the first 16 bits of a token's noise. Then u is between c / 2^16 and (c + 1) / 2^16, and
+// coarse(c) = -ln((c + 1) / 2^16). The noise is G = -ln(E) with E = -ln(1 - u), and E is between u and u /
+// (1 - u):
 //   G <= -ln u <= coarse + ln 2 (= 0.6931) for c > 0, and G < 34 = coarse(0) + 22.9 for c = 0;
 //   G >= coarse - ln(2 ln 2) (= 0.3267) for u <= 1/2, G >= coarse - 3.53 for any u.
-// The constants below leave room for what floats round away; kRelativeError is for large scaled logits.
+// The constants below add a margin for the rounding of floats; kRelativeError is for large scaled logits.
 constexpr float kAbove = 0.71f, kAboveZero = 23.0f;
 constexpr float kBelowTight = 0.33f, kBelow = 3.6f;
 constexpr float kRelativeError = 1.0f / (1 << 20);
 constexpr float kLn2 = 0.693147181f;
 
-// coarse(c) of the low or the high half of `both`.
+// Return coarse(c) of the low or the high half of `both`.
 template <int kHalf>
 __device__ float coarse_of_half(uint32_t both) {
-    // The float 2^23 + c is the bits of c under those of 2^23.
+    // The bits of c below those of 2^23 are the float 2^23 + c.
     const float c = __uint_as_float(__byte_perm(both, 0x4B000000u, kHalf == 0 ? 0x7610u : 0x7632u));
     float log2;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(c - 8388607.0f));
@@ -194,7 +194,7 @@ __device__ void bounds_of_pair(const Share<Format>& share, const NoiseKey& key, 
     odd = fmaf(share.logit(v, e + 1), reciprocal, coarse_of_half<1>(both));
 }
 
-// Whether the exact score can reach `limit`. A NaN in either can.
+// Return whether the exact score can reach `limit`. True if either is NaN.
 __device__ bool may_reach(float bound, uint32_t coarse, float limit) {
     return !(bound + (coarse == 0 ? kAboveZero : 0.0f) < limit);
 }
@@ -204,7 +204,7 @@ __device__ void offer_noisy(BlockState& state, const Share<Format>& share, float
     const NoiseKey key = state.key;
     const float reciprocal = 1.0f / temperature;
     float tops[kVectors];
-    uint32_t smallest = 0xFFFFFFFFu;  // of the coarse noise, in each half
+    uint32_t smallest = 0xFFFFFFFFu;  // minimum of the coarse noise, in each half
     float top = -INFINITY;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -220,9 +220,9 @@ __device__ void offer_noisy(BlockState& state, const Share<Format>& share, float
         top = fmaxf(top, tops[v]);
     }
     const float block_top = block_maximum(state, top);
-    if (block_top == -INFINITY) return;  // the whole block: nothing but -inf and NaN
+    if (block_top == -INFINITY) return;  // the whole block has only -inf and NaN
 
-    // How far below its bound the score of the topmost token can be.
+    // Maximum distance of the top token's score below its bound.
     if (top == block_top) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
@@ -242,7 +242,7 @@ __device__ void offer_noisy(BlockState& state, const Share<Format>& share, float
     const float reached = block_top - (state.tight != 0 ? kBelowTight : kBelow);
     const float limit = fmaf(-fabsf(reached), kRelativeError, reached - kAbove);
 
-    // The tokens whose exact scores are needed, a bit each.
+    // One bit per token: whether its exact score is needed.
     uint32_t wanted = 0;
     const bool has_zero = (smallest & 0xFFFFu) == 0 || smallest >> 16 == 0;
 #pragma unroll

@@ -1,8 +1,9 @@
-"""A drafter's loop: one step body that runs eagerly, as a graph per step, or as one graph for all steps.
+"""Draft loop: one step body that runs eagerly, as one graph per step, or as one graph for all steps.
 
-:class:`DraftLoop` is the loop; :class:`DraftBuffers` what its steps read and write; a :class:`DraftMetadata` makes
-the attention metadata, for a back end of yours; a :class:`FirstPass` is what comes before the loop. How it works
-and how to write an adapter: ``docs/draft_loop.md``; ``examples/draft_loop.py`` is one to run. Needs torch alone.
+:class:`DraftLoop` is the loop, and :class:`DraftBuffers` holds the tensors that its steps read and write. A
+:class:`DraftMetadata` builds the attention metadata of your back end. A :class:`FirstPass` is the pass before the loop.
+``docs/draft_loop.md`` explains how it works and how to write an adapter; ``examples/draft_loop.py`` is one to run. Only
+torch is needed.
 """
 
 from nwor_ops.drafter.buffers import DraftBuffers

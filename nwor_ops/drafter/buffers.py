@@ -1,4 +1,4 @@
-"""The memory of a draft loop: allocated once, at addresses that every graph keeps."""
+"""Memory of a draft loop, allocated once at addresses that every graph keeps."""
 
 from __future__ import annotations
 
@@ -18,23 +18,31 @@ _INDEX = (torch.int32, torch.int64)
 
 @dataclass
 class DraftBuffers(BoundToMemory):
-    """What the steps of a draft loop read and write.
+    """Tensors that the steps of a draft loop read and write.
 
-    Letters: M rows (the most requests of a batch), K drafts of each. All tensors are on one device and contiguous,
-    but for ``hidden_states``. Make them with :meth:`allocate`, or hand in those of an engine. Graphs know them by their
-    addresses, so they cannot be copied or pickled.
+    Letters: M rows (the maximum number of requests in a batch), K drafts of each. All tensors are on one device. All
+    except ``hidden_states`` and ``draft_tokens`` are contiguous. Create them with :meth:`allocate`, or pass those of an
+    engine. Graphs refer to them by address, so they cannot be copied or pickled.
 
     Attributes:
-        input_ids: int32 ``[>= M]``. Token of each row.
-        positions: int64 ``[>= M]``. Its position.
-        query_start_loc: int32 ``[>= M + 1]``. First token of each row, then the end.
-        seq_lens: int32 ``[M]``. Tokens of each request once this step's are counted.
-        idx_mapping: int32 or int64 ``[M]``. Request-state index of each row; negative = padded, and last.
+        input_ids: int32 ``[>= M]``. The token of each row.
+        positions: int64 ``[>= M]``. The position of that token.
+        query_start_loc: int32 ``[>= M + 1]``. The first token of each row, then the end.
+        seq_lens: int32 ``[M]``. The number of tokens of each request, including those of this step.
+        idx_mapping: int32 or int64 ``[M]``. The request-state index of each row. Negative for padded rows, which come
+            last.
         draft_tokens: int64 ``[M, K]``. The result: column s holds the tokens of step s.
-        current_draft_step: int64 ``[]``. 0 in the first pass, set before each step.
-        sample_positions: int64 ``[>= M]``, or None. What keys the noise of each row where ``positions`` does not.
-        hidden_states: ``[>= M, width]``, or None. What a drafter that follows the target carries to the next step.
+        current_draft_step: int64 ``[]``. The loop sets it before each step; 0 in the first pass.
+        sample_positions: int64 ``[>= M]``, or None. The positions that key the noise, if they differ from
+            ``positions``.
+        hidden_states: ``[>= M, width]``, or None. The hidden states that an EAGLE-like drafter carries to the next
+            step.
         registered: other tensors at fixed addresses that a graph reads, by name; see :meth:`register`.
+
+    Example:
+        >>> buffers = DraftBuffers.allocate(max_num_reqs=4, num_steps=3, device="cpu")
+        >>> buffers.draft_tokens.shape
+        torch.Size([4, 3])
     """
 
     input_ids: Tensor
@@ -78,20 +86,21 @@ class DraftBuffers(BoundToMemory):
         hidden_dtype: torch.dtype = torch.bfloat16,
         sample_positions: bool = False,
     ) -> DraftBuffers:
-        """Make all buffers.
+        """Allocate all buffers.
 
         Args:
-            max_num_reqs: M, > 0.
-            num_steps: K, > 0.
-            device: where.
-            max_num_tokens: places for tokens in ``input_ids`` and ``positions``, >= M; None = M. A first pass that
-                uses these two needs ``M * query_len``.
-            hidden_size: width of the hidden states; None = a drafter that carries none.
-            hidden_dtype: their dtype.
-            sample_positions: whether the noise is keyed by positions of its own.
+            max_num_reqs: M, the maximum number of requests, > 0.
+            num_steps: K, the number of drafts per request, > 0.
+            device: device of all buffers.
+            max_num_tokens: length of ``input_ids`` and ``positions``, >= M; None means M. A first pass that uses these
+                two needs ``M * query_len``.
+            hidden_size: width of the hidden states. None if the drafter carries none.
+            hidden_dtype: dtype of the hidden states.
+            sample_positions: whether to allocate ``sample_positions``.
 
         Raises:
-            ValueError, TypeError: a number that is no integer in its range; nothing is allocated then.
+            ValueError: a number is out of its range. Nothing is allocated.
+            TypeError: an argument has another type. Nothing is allocated.
         """
 
         def size(name: str, value: int, least: int = 1) -> int:
@@ -124,7 +133,7 @@ class DraftBuffers(BoundToMemory):
 
     @property
     def max_num_reqs(self) -> int:
-        """M."""
+        """M, the maximum number of requests in a batch."""
         return self.seq_lens.shape[0]
 
     @property
@@ -132,30 +141,31 @@ class DraftBuffers(BoundToMemory):
         return self.seq_lens.device
 
     def register(self, **tensors: Tensor) -> None:
-        """Name more tensors that graphs read at fixed addresses (temperatures, block tables, ...).
+        """Add tensors that graphs read at fixed addresses (temperatures, block tables, ...).
 
-        With ``debug=True`` the loop refuses to replay once one of them has moved or changed its shape.
+        With ``debug=True`` the loop refuses to replay a graph after one of them moved or changed its shape.
 
         Raises:
-            ValueError: the name is taken by another tensor.
-            TypeError: no tensor.
+            ValueError: the name belongs to another tensor.
+            TypeError: an argument is not a tensor.
         """
         for name, tensor in tensors.items():
             validation.tensor(f"DraftBuffers.register: {name}", tensor)
         for name, tensor in tensors.items():
             if name in self.tensors() and self.tensors()[name] is not tensor:
-                raise ValueError(f"DraftBuffers.register: {name} is registered already, with another tensor")
+                raise ValueError(f"DraftBuffers.register: {name} is already registered with another tensor")
             self.registered[name] = tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the loop, by name."""
+        """Return every tensor of the loop, by name."""
         own = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return own | self.registered
 
     def pad_rows(self, num_reqs: int, padded: int) -> None:
-        """Make rows [num_reqs, padded) inert for a pass of one token per row. Nothing is launched if there are none.
+        """Make rows [num_reqs, padded) inert for a pass of one token per row.
 
-        Request-state index -1, id, position and length 0, and no tokens. What the other rows hold stays.
+        They get request-state index -1, no tokens, and 0 as id, position and length. Other rows do not change. If there
+        are no such rows, nothing is launched.
         """
         if num_reqs == padded:
             return
@@ -165,10 +175,10 @@ class DraftBuffers(BoundToMemory):
             tensor[num_reqs:padded].zero_()
 
     def require_inert(self, num_reqs: int, padded: int) -> None:
-        """Refuse rows [num_reqs, padded) that are not as :meth:`pad_rows` leaves them; waits for the device.
+        """Check that rows [num_reqs, padded) are as :meth:`pad_rows` leaves them. Synchronizes with the device.
 
         Raises:
-            RuntimeError: names the buffer.
+            RuntimeError: a row is not inert. The message names the buffer.
         """
         inert = {"idx_mapping": -1, "query_start_loc": num_reqs, "input_ids": 0, "positions": 0, "seq_lens": 0}
         for name, value in inert.items():
@@ -179,10 +189,10 @@ class DraftBuffers(BoundToMemory):
                 raise RuntimeError(f"DraftBuffers: {name} must be {value} in {rows}, got {tail.tolist()}")
 
     def stage(self, key: GraphKey) -> None:
-        """Put in place what a warm-up runs on: ``key.num_reqs`` rows of ``key.query_len`` tokens, all of them padded.
+        """Fill the buffers for a warm-up: ``key.num_reqs`` rows of ``key.query_len`` tokens, all of them padded.
 
-        Lengths and starts are those of real rows, so that kernels do their work; every index is -1, so no key is
-        written. The rows past the key are inert.
+        Lengths and starts are those of real rows, so that kernels do their work. Every index is -1, so no key is
+        written. The rows after those of the key are inert.
         """
         rows, length = key.num_reqs, key.query_len
         self.idx_mapping.fill_(-1)

@@ -1,4 +1,4 @@
-"""Which graph serves which batch: padded request counts, one table per query length."""
+"""Dispatch: find the graph for a batch. There is one table of padded request counts per query length."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ MODES: tuple[Mode, ...] = ("eager", "step", "loop")
 
 @dataclass(frozen=True)
 class GraphKey:
-    """The shape of a pass: what a graph is captured for, and what it is looked up by at run time.
+    """The shape of a pass. Graphs are captured for it, and looked up by it.
 
     Attributes:
-        num_reqs: rows, padded ones included, > 0.
-        query_len: tokens of each row, > 0: 1 in the steps of the loop, more in the first pass.
+        num_reqs: number of rows, padded rows included, > 0.
+        query_len: number of tokens of each row, > 0. It is 1 in the steps of the loop, and larger in the first pass.
+
+    Example:
+        >>> GraphKey(4, 5).num_tokens
+        20
     """
 
     num_reqs: int
@@ -32,7 +36,7 @@ class GraphKey:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the pass: always a multiple of the query length."""
+        """The number of tokens of the pass, always a multiple of the query length."""
         return self.num_reqs * self.query_len
 
 
@@ -41,10 +45,10 @@ class Dispatch:
     """How one batch will run.
 
     Attributes:
-        key: the padded shape; with mode "eager" the batch's own.
-        mode: "loop" (one graph; metadata updated in it), "step" (a graph per step; metadata built between them) or
-            "eager".
-        reason: why, in a sentence.
+        key: the padded shape. In mode "eager" it is the shape of the batch.
+        mode: "loop" (one graph, which updates the metadata), "step" (one graph per step; the metadata is built between
+            them) or "eager".
+        reason: the reason for this mode, as a sentence.
     """
 
     key: GraphKey
@@ -53,10 +57,10 @@ class Dispatch:
 
 
 class DispatchTable:
-    """Padding tables: for every query length the request counts that have a graph.
+    """Padding tables: the request counts that have a graph, for each query length.
 
-    Query lengths are apart on purpose: a graph of the first pass for 4 tokens (one request, K = 2) says nothing
-    about the decode steps of one request, which pad to 1, not to 4.
+    Query lengths have separate tables. A graph of the first pass for 4 tokens (one request, K = 2) does not help a
+    decode step of one request, which is padded to 1 token, not to 4.
     """
 
     def __init__(self, keys: Iterable[GraphKey] = ()) -> None:
@@ -64,7 +68,7 @@ class DispatchTable:
         self.add(keys)
 
     def add(self, keys: Iterable[GraphKey]) -> None:
-        """Take more keys in; those known stay."""
+        """Add keys. Known keys stay."""
         keys = list(keys)
         for key in keys:
             validation.instance("DispatchTable: each of keys", key, GraphKey, "a GraphKey")
@@ -78,32 +82,37 @@ class DispatchTable:
         self._counts.clear()
 
     def smallest(self, num_reqs: int, query_len: int = 1) -> GraphKey | None:
-        """The smallest key of this query length that holds ``num_reqs`` requests, or None."""
+        """Return the smallest key of this query length that holds ``num_reqs`` requests, or None."""
         counts = self._counts.get(query_len, [])
         place = bisect_left(counts, num_reqs)
         return GraphKey(counts[place], query_len) if place < len(counts) else None
 
     def largest(self, query_len: int = 1) -> int:
-        """The largest request count of this query length; 0 where there is none."""
+        """Return the largest request count of this query length, or 0."""
         return max(self._counts.get(query_len, [0]))
 
 
 def keys_of_token_counts(token_counts: Iterable[int], query_len: int, max_num_reqs: int) -> list[GraphKey]:
-    """The keys for an engine's capture sizes, which count tokens.
+    """Return the keys for an engine's capture sizes, which count tokens.
 
-    Each size is rounded up to whole requests, so the tokens of a key are a multiple of ``query_len`` also where
-    the sizes are not. Keys above ``max_num_reqs`` are left out.
+    Each size is rounded up to whole requests, so the tokens of a key are a multiple of ``query_len`` even if the size
+    is not. Keys above ``max_num_reqs`` are left out.
 
     Args:
-        token_counts: tokens per graph, each > 0, in any order.
-        query_len: tokens of each request, > 0.
-        max_num_reqs: the most requests of a batch.
+        token_counts: number of tokens per graph, each > 0, in any order.
+        query_len: number of tokens of each request, > 0.
+        max_num_reqs: maximum number of requests in a batch.
 
     Returns:
         Distinct keys, largest first.
 
     Raises:
-        ValueError, TypeError: a number that is no integer above 0.
+        ValueError: a number is not above 0.
+        TypeError: an argument is not an integer.
+
+    Example:
+        >>> keys_of_token_counts([1, 8, 16], query_len=5, max_num_reqs=4)
+        [GraphKey(num_reqs=4, query_len=5), GraphKey(num_reqs=2, query_len=5), GraphKey(num_reqs=1, query_len=5)]
     """
     validation.integer("keys_of_token_counts: query_len", query_len)
     validation.integer("keys_of_token_counts: max_num_reqs", max_num_reqs)

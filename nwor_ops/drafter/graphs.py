@@ -1,4 +1,4 @@
-"""Recording a CUDA graph, and knowing whether what it reads is still where it was."""
+"""Record a CUDA graph, and check that the memory that it reads has not moved."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Where a tensor lies and how it is laid out: all that a graph knows of it.
+# Address, shape, strides and dtype of a tensor: everything that a graph depends on.
 Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 Places = dict[str, Place]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A captured graph, the metadata that it was captured with, and what it may assume to find in place."""
+    """A captured graph, the metadata of its capture, and the places of the tensors that it reads."""
 
     graph: torch.cuda.CUDAGraph
     metadata: Any
@@ -26,9 +26,9 @@ class Recording:
 
 
 def tensors_in(value: Any, name: str, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a tree of dicts, lists, tuples and objects with attributes, each with its path.
+    """Yield every tensor in a tree of dicts, lists, tuples and objects with attributes, each with its path.
 
-    An object that several places share is listed at the first one.
+    An object that occurs several times is listed at the first place.
     """
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, (type, str, bytes, int, float)) or callable(value):
@@ -48,7 +48,8 @@ def tensors_in(value: Any, name: str, seen: set[int] | None = None) -> Iterator[
 
 
 def places_of(value: Any, name: str, device: torch.device) -> Places:
-    """Where the tensors in ``value`` lie; those on another device (host copies) are no business of a graph."""
+    """Return the places of the tensors in ``value``. Tensors on another device (host copies) are left out: no graph
+    reads them."""
     return {
         path: (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         for path, tensor in tensors_in(value, name)
@@ -57,16 +58,16 @@ def places_of(value: Any, name: str, device: torch.device) -> Places:
 
 
 def require_unmoved(recorded: Places, now: Places) -> None:
-    """Refuse a replay that would read or write memory which is not what it was at the capture.
+    """Refuse a replay that would read or write other memory than at capture time.
 
     Raises:
-        RuntimeError: names the first tensor that moved, changed its layout, came or went.
+        RuntimeError: a tensor moved, changed its layout, appeared or disappeared. The message names the first one.
     """
     for path in recorded.keys() | now.keys():
         was, is_now = recorded.get(path), now.get(path)
         if was != is_now:
             raise RuntimeError(
-                f"DraftLoop: {path} must stay what it was when the graph was captured, {_words(was)}, "
+                f"DraftLoop: {path} must not move or change after the capture: captured with {_words(was)}, "
                 f"got {_words(is_now)}; write into it in place, or invalidate() and capture() again"
             )
 
@@ -79,13 +80,15 @@ def _words(place: Place | None) -> str:
 
 
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The current stream, or a side stream if that is the default one, which cannot record."""
+    """Return the current stream, or a new side stream if the current one is the default stream, which
+    cannot capture."""
     current = torch.cuda.current_stream(device)
     return torch.cuda.Stream(device) if current == torch.cuda.default_stream(device) else current
 
 
 def warm_up(body: Callable[[], object], stream: torch.cuda.Stream) -> None:
-    """Run once what will be recorded: libraries make their handles, workspaces and choices now."""
+    """Run once what will be recorded, so that libraries create their handles and workspaces and make their
+    choices now."""
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         body()

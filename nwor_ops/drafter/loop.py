@@ -1,4 +1,4 @@
-"""The draft loop itself: one step body, three ways to run it."""
+"""The draft loop: one step body, and three ways to run it."""
 
 from __future__ import annotations
 
@@ -34,46 +34,48 @@ def _require_methods(argument: str, value: object, *names: str) -> None:
 
 
 class DraftLoop(BoundToMemory):
-    """Steps 1 to K - 1 of a drafter, and its first pass if it is given one.
+    """Run steps 1 to K - 1 of a drafter, and its first pass if it is given one.
 
-    One step is: forward, logits, sampling, update. Around it lie the attention metadata, made on the host or on
-    the device. The same body runs in three ways:
+    One step is forward, logits, sampling and update. Each step needs attention metadata, which is built on the host or
+    updated on the device. The same body runs in three ways:
 
-    - ``"eager"``: metadata built before each step, kernels launched one by one. Any batch, any device.
-    - ``"step"``: the same, with the body in a CUDA graph. One graph serves all steps: the step is a device tensor.
-    - ``"loop"``: all steps in one graph, metadata updated in place between them.
+    - ``"eager"``: the metadata is built before each step, and kernels are launched one by one. Works for any batch on
+      any device.
+    - ``"step"``: the same, with the body in a CUDA graph. One graph serves all steps, because the step is a device
+      tensor.
+    - ``"loop"``: all steps are in one graph, and the metadata is updated in place between them.
 
     Args:
-        model_fn: ``model_fn(key, metadata)`` runs the model over the first ``key.num_tokens`` tokens of the buffers
-            and returns what ``sample_fn`` takes, ``[key.num_tokens, ...]``; where hidden states are carried, a pair:
-            that, and the hidden states ``[>= key.num_reqs, width]`` of the next step. It is captured: it may not
-            wait for the device or depend on its values. Collectives of tensor parallelism are fine if they are
-            capturable (NCCL is) and every rank captures the same keys in the same order.
-        sample_fn: ``sample_fn(key, output)`` returns int32 or int64 ``[key.num_reqs]``, a token per row; it reads what
-            else it needs from the buffers (``idx_mapping``, ``current_draft_step``, ...). :class:`DraftSampler`, or an
-            engine's own. Captured likewise. Called in steps >= 1 only.
-        buffers: what the steps read and write.
+        model_fn: ``model_fn(key, metadata)`` runs the model over the first ``key.num_tokens`` tokens of the buffers. It
+            returns the input of ``sample_fn``, ``[key.num_tokens, ...]``. If hidden states are carried, it returns a
+            pair: this input, and the hidden states ``[>= key.num_reqs, width]`` of the next step. It is captured, so it
+            must not synchronize with the device or depend on values there. Collectives of tensor parallelism are
+            allowed if they can be captured (NCCL's can) and every rank captures the same keys in the same order.
+        sample_fn: ``sample_fn(key, output)`` returns int32 or int64 ``[key.num_reqs]``, one token per row. It reads its
+            other inputs from the buffers (``idx_mapping``, ``current_draft_step``, ...). Use :class:`DraftSampler` or
+            your engine's sampler. It is captured too, and called in steps >= 1 only.
+        buffers: the tensors that the steps read and write.
         metadata: the back end's metadata.
-        num_steps: K, > 0: drafts per request, the one of the first pass included; the most of them where a run may ask
-            for fewer (``num_drafts``).
-        max_len: the longest sequence that the model takes; positions are clamped below it, lengths at it.
-        first_pass: step 0, or None where the caller runs it.
-        advance_positions: False for a drafter that writes no keys: positions and lengths stay.
-        pool: memory pool of the graphs (``torch.cuda.graph_pool_handle()``), or a function that gives a context
-            manager around each capture which yields the pool. None = one of its own.
-        debug: compare addresses, shapes and strides of all buffers and metadata with those of the capture before each
-            replay, and look whether the padded rows are inert (this one waits for the device).
+        num_steps: K, the number of drafts per request, > 0, including the draft of the first pass. A run may make fewer
+            (``num_drafts``).
+        max_len: maximum sequence length of the model. Positions are clamped below it, lengths to it.
+        first_pass: step 0, or None if the caller runs it.
+        advance_positions: False for a drafter that writes no keys; then positions and lengths do not change.
+        pool: memory pool of the graphs (``torch.cuda.graph_pool_handle()``), or a function that returns a context
+            manager around each capture, which yields the pool. None means a new pool.
+        debug: before each replay, compare addresses, shapes and strides of all buffers and metadata with those of the
+            capture, and check that padded rows are inert. The second check synchronizes with the device.
 
     Attributes:
-        counts: how often what ran: ``counts["decode", "loop"]``, ``counts["first_pass", "eager"]``, ... A run counts
-            once, whatever its steps.
+        counts: number of runs by pass and mode: ``counts["decode", "loop"]``, ``counts["first_pass", "eager"]``, ... A
+            run counts once, however many steps it has.
 
     Raises:
         ValueError: ``num_steps`` or ``max_len`` is not positive, or ``draft_tokens`` has fewer than K columns.
-        TypeError: an argument that is not what it should be, or lacks a method.
+        TypeError: an argument has the wrong type, or lacks a method.
     """
 
-    _in_place_of_a_copy = "make another DraftLoop with buffers and metadata of its own, and capture() its graphs"
+    _in_place_of_a_copy = "create another DraftLoop with other buffers and metadata, and capture() its graphs"
 
     counts: Counter[tuple[str, Mode]]
 
@@ -113,7 +115,7 @@ class DraftLoop(BoundToMemory):
         self.counts = Counter()
         self._pool = pool
         self._own_pool: Any = None
-        # By the number of drafts, too: K where a graph does not depend on it.
+        # The key includes the number of drafts; it is K if the graph does not depend on that number.
         self._recordings: dict[tuple[Mode, GraphKey, int], Recording] = {}
         self._tables: defaultdict[tuple[Mode, int], DispatchTable] = defaultdict(DispatchTable)
         self._why_no_graphs = "nothing was captured"
@@ -126,23 +128,23 @@ class DraftLoop(BoundToMemory):
         modes: Iterable[Literal["auto", "step", "loop"]] = ("auto",),
         num_drafts: int | None = None,
     ) -> None:
-        """Record graphs: at start-up, or after :meth:`invalidate`. Never done at run time.
+        """Record graphs, at start-up or after :meth:`invalidate`. Graphs are never recorded at run time.
 
-        First the keys with ``query_len > 1`` (first pass), then those of the loop; in both the largest first, so that
-        the smaller graphs fit into the memory of the larger. Before each recording the same body runs once as a
-        warm-up on the stream that then records: the current one, or a side stream if that is the default stream.
-        Both see ``build(..., capturing=True)``. All rows are padded meanwhile: no key is written to the cache. The
-        contents of the buffers are lost.
+        Keys with ``query_len > 1`` (first pass) come first, then those of the loop. Within both, larger keys come
+        first, so that smaller graphs fit into the memory of the larger ones. The same body runs once as a warm-up
+        before each recording, on the stream that then records: the current stream, or a side stream if that is the
+        default stream. Both use ``build(..., capturing=True)``. All rows are padded meanwhile, so no key is written to
+        the cache. The contents of the buffers are lost.
 
         Args:
-            keys: shapes. Doubles and keys that have their graph are left out.
-            modes: "auto" = the one graph that ``run`` would choose; or name them, to have both.
-            num_drafts: what the graphs of mode "loop" are for, 1 to K; None = K. A first pass and a graph per step are
-                the same for every number; with 1 draft there is no loop.
+            keys: shapes to record. Duplicates and keys that already have a graph are left out.
+            modes: "auto" records the one graph that ``run`` would choose. Name the modes to record both.
+            num_drafts: number of drafts that the graphs of mode "loop" make, 1 to K; None means K. A first pass and a
+                graph per step are the same for every number; with 1 draft there is no loop.
 
         Raises:
-            ValueError: a key has more rows than the buffers, or a query length > 1 without a first pass; "loop" where
-                the metadata cannot be updated in place; ``num_drafts`` is not in its range.
+            ValueError: a key has more rows than the buffers, or a query length > 1 without a first pass; mode "loop"
+                needs metadata that can be updated in place; ``num_drafts`` is out of range.
             RuntimeError: the buffers are not on a CUDA device.
         """
         if self.buffers.device.type != "cuda":
@@ -150,8 +152,8 @@ class DraftLoop(BoundToMemory):
         keys, modes, drafts = list(keys), list(modes), self._checked_drafts(num_drafts)
         chosen = [(self._graph_mode(mode), self._checked(key, key.num_reqs)) for mode in modes for key in keys]
         wanted = [(mode, key, self._filed(mode, key.query_len, drafts)) for mode, key in chosen]
-        # The first pass before the loop, and the largest first: later graphs fit into the pool's memory.
-        # Ties are settled by name: every rank of a tensor-parallel group has to capture in the same order.
+        # The first pass precedes the loop, and the largest key comes first: later graphs fit into the pool's memory.
+        # Equal keys are ordered by mode, because all ranks of a tensor-parallel group must capture in the same order.
         missing = set(wanted) - set(self._recordings)
         order = sorted(missing, key=lambda job: (job[1].query_len == 1, -job[1].num_tokens, job[0]))
         if self._pool is None and self._own_pool is None:
@@ -163,7 +165,8 @@ class DraftLoop(BoundToMemory):
                 self._tables[mode, filed].add([key])
 
     def dispatch(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> Dispatch:
-        """What ``run(num_reqs)`` (or the first pass, with its query length) would do, and why. Launches nothing."""
+        """Return how ``run(num_reqs)`` would run, and the reason; with ``query_len`` > 1, how the first pass would.
+        Launches nothing."""
         drafts = self._checked_drafts(num_drafts)
         key = self._smallest("loop", num_reqs, query_len, drafts)
         if key is not None:
@@ -194,29 +197,30 @@ class DraftLoop(BoundToMemory):
     ) -> Tensor:
         """Run steps 1 to K - 1 for the first ``num_reqs`` rows of the buffers.
 
-        The rows must stand as :func:`~nwor_ops.ops.prepare_decode_inputs` makes them: ids, positions, lengths and
-        ``query_start_loc`` of step 1.
+        The rows must hold the inputs of step 1 (ids, positions, lengths and ``query_start_loc``), as
+        :func:`~nwor_ops.ops.prepare_decode_inputs` writes them.
 
         Args:
-            num_reqs: real requests, >= 0; with 0 nothing runs.
-            mode: "auto" = the whole loop in one graph if there is one, else a graph per step, else eager; the reason is
-                logged once. Any other must be possible.
-            key: the padded shape to run in; None = that of the smallest graph, or, eager, no padding.
-            replay: False runs the very body of that mode from the host instead of from its graph: tells a wrong graph
-                from wrong metadata, and needs no capture and no GPU.
-            inert_tails: the caller vouches that the rows past ``num_reqs`` are inert already, as they are after
-                ``prepare_decode_inputs`` with a padded ``idx_mapping``. Otherwise they are made so here (five fills, if
-                there is padding).
-            num_drafts: 1 to K: so many steps fewer are run, and the other columns of ``draft_tokens`` keep their bytes;
-                None = K. A graph of the whole loop must have been captured for that number.
+            num_reqs: number of real requests, >= 0; with 0 nothing runs.
+            mode: "auto" runs the whole loop in one graph if there is one, else one graph per step, else eagerly; the
+                reason is logged once. Any other mode must be available.
+            key: the padded shape to run in. None means the smallest graph that fits, or no padding if eager.
+            replay: False runs the body of that mode from the host instead of its graph. This separates a wrong graph
+                from wrong metadata, and needs neither a capture nor a GPU.
+            inert_tails: the caller guarantees that the rows after ``num_reqs`` are inert, as ``prepare_decode_inputs``
+                with a padded ``idx_mapping`` leaves them. Otherwise they are made inert here (five fills, if there is
+                padding).
+            num_drafts: number of drafts to make, 1 to K; None means K. With fewer drafts, fewer steps run, and the
+                other columns of ``draft_tokens`` do not change. A graph of the whole loop must have been captured for
+                that number.
 
         Returns:
-            ``draft_tokens[:num_reqs]``, int64 ``[num_reqs, K]``, of ``num_drafts`` columns where that is given: a view.
+            ``draft_tokens[:num_reqs]``, int64 ``[num_reqs, K]``, or its first ``num_drafts`` columns: a view.
 
         Raises:
-            ValueError: ``num_reqs``, ``key`` or ``num_drafts`` does not fit, or the metadata cannot do "loop".
-            RuntimeError: the mode needs a graph that was not captured; with ``debug=True`` also: something that a
-                graph reads has moved, or padded rows that are said to be inert are not.
+            ValueError: ``num_reqs``, ``key`` or ``num_drafts`` does not fit, or the metadata does not support "loop".
+            RuntimeError: the mode needs a graph that was not captured. With ``debug=True`` also if a tensor that a
+                graph reads has moved, or if rows that must be inert are not.
         """
         self._check_num_reqs(num_reqs)
         drafts = self._checked_drafts(num_drafts)
@@ -241,11 +245,12 @@ class DraftLoop(BoundToMemory):
         key: GraphKey | None = None,
         replay: bool = True,
     ) -> Tensor:
-        """Run step 0 for ``num_reqs`` requests of ``query_len`` tokens each; arguments and errors as :meth:`run`.
+        """Run step 0 for ``num_reqs`` requests of ``query_len`` tokens each. Arguments and errors are those of
+        :meth:`run`.
 
-        ``idx_mapping[num_reqs:rows]`` is set to -1 here; all else that concerns padded rows is
-        :meth:`FirstPass.expand`'s. Mode "loop" has expansion, metadata update, forward and sampling in one graph;
-        "step" has the expansion and a metadata build before the graph.
+        This method sets ``idx_mapping[num_reqs:rows]`` to -1; :meth:`FirstPass.expand` writes everything else in padded
+        rows. Mode "loop" has expansion, metadata update, forward and sampling in one graph. Mode "step" runs the
+        expansion and a metadata build before the graph.
 
         Returns:
             ``draft_tokens[:num_reqs, :1]``: a view.
@@ -263,28 +268,29 @@ class DraftLoop(BoundToMemory):
         return self.buffers.draft_tokens[:num_reqs, :1]
 
     def invalidate(self, reason: str) -> None:
-        """Drop every graph: what they read is about to move or has moved. Until the next ``capture`` all runs eagerly.
+        """Drop every graph, because memory that they read has moved or is about to. Runs are eager until the next
+        ``capture``.
 
-        Call it when the KV cache is allocated anew, before sleep, after a weight swap that does not keep addresses,
-        or when a registered tensor is replaced.
+        Call it if the KV cache is allocated again, before sleep, after a weight swap that does not keep addresses, or
+        if a registered tensor is replaced.
 
         Args:
-            reason: why, in a few words, for the log.
+            reason: the reason in a few words, for the log.
         """
         self._recordings.clear()
-        self._own_pool = None  # a pool whose graphs are gone cannot be recorded into again
+        self._own_pool = None  # a pool without its graphs cannot be recorded into again
         for table in self._tables.values():
             table.clear()
         self._why_no_graphs = f"the graphs were dropped: {reason}"
 
-    # ---------------------------------------------------------------- the bodies: what a graph holds
+    # ---------------------------------------------------------------- bodies: the contents of a graph
 
     def _step(self, key: GraphKey, metadata: Any) -> None:
-        """One step >= 1: forward, logits, sampling, update."""
+        """Run one step >= 1: forward, logits, sampling, update."""
         buffers = self.buffers
         output, next_hidden = self._forward(key, metadata)
         sampled = self.sample_fn(key, output)
-        validation.instance("DraftLoop: what sample_fn returns", sampled, Tensor, "a tensor")
+        validation.instance("DraftLoop: the result of sample_fn", sampled, Tensor, "a tensor")
         if list(sampled.shape) != [key.num_reqs]:
             raise ValueError(f"DraftLoop: sample_fn must return [{key.num_reqs}] tokens, got {list(sampled.shape)}")
         ops.update_draft_inputs(
@@ -322,7 +328,7 @@ class DraftLoop(BoundToMemory):
             )
         return output, next_hidden
 
-    # ---------------------------------------------------------------- around the bodies: what the host does
+    # ---------------------------------------------------------------- host code around the bodies
 
     def _run_steps(
         self, mode: Mode, key: GraphKey, num_reqs: int, recording: Recording | None, num_drafts: int
@@ -349,7 +355,7 @@ class DraftLoop(BoundToMemory):
         assert self.first_pass is not None
         self.metadata.prepare(key, num_reqs)
         if mode == "loop":
-            if recording is None:  # a build may look at the buffers
+            if recording is None:  # a build may read the buffers
                 self.buffers.current_draft_step.zero_()
                 self.first_pass.expand(key)
                 self._whole_first_pass(key, self.metadata.build(key, num_reqs, 0))
@@ -365,12 +371,12 @@ class DraftLoop(BoundToMemory):
             self._replay_built(recording, metadata)
 
     def _replay_built(self, recording: Recording, metadata: Any) -> None:
-        if self.debug:  # what was built anew must lie where the graph reads
+        if self.debug:  # the new metadata must have the addresses that the graph reads
             require_unmoved(recording.metadata_places, places_of(metadata, "metadata", self.buffers.device))
         recording.graph.replay()
 
     def _recording(self, mode: Mode, key: GraphKey, replay: bool, num_drafts: int) -> Recording | None:
-        """The graph to replay; None = run from the host. In debug it looks for what has moved."""
+        """Return the graph to replay, or None to run from the host. In debug mode, check that nothing has moved."""
         if mode == "eager" or not replay:
             return None
         recording = self._recordings.get((mode, key, self._filed(mode, key.query_len, num_drafts)))
@@ -400,7 +406,7 @@ class DraftLoop(BoundToMemory):
         return chosen, self._checked(key or default, num_reqs, query_len)
 
     def _graph_mode(self, mode: str) -> Mode:
-        """The mode of a graph by its name, "auto" for the best that the metadata permits."""
+        """Return the mode of a graph by its name; "auto" is the best mode that the metadata permits."""
         why_not = self.metadata.why_not_in_place
         if mode == "auto":
             return "step" if why_not else "loop"
@@ -413,7 +419,7 @@ class DraftLoop(BoundToMemory):
         return "loop"
 
     def _filed(self, mode: Mode, query_len: int, num_drafts: int) -> int:
-        """The number of drafts that a graph is filed under."""
+        """Return the number of drafts under which a graph is stored."""
         return num_drafts if mode == "loop" and query_len == 1 else self.num_steps
 
     def _smallest(self, mode: Mode, num_reqs: int, query_len: int, num_drafts: int) -> GraphKey | None:
@@ -439,7 +445,7 @@ class DraftLoop(BoundToMemory):
         if query_len is not None and key.query_len != query_len:
             raise ValueError(f"DraftLoop: {key} must have the query length of this pass, {query_len}")
         if key.query_len > 1 and self.first_pass is None:
-            raise ValueError(f"DraftLoop: {key} is of a first pass, but the loop was given none")
+            raise ValueError(f"DraftLoop: {key} belongs to a first pass, but the loop has none")
         return key
 
     def _log_once(self, query_len: int, found: Dispatch) -> None:

@@ -1,4 +1,5 @@
-"""A ``sample_fn`` made of :func:`~nwor_ops.ops.gumbel_sample`: greedy at temperature 0, else the Gumbel-max trick."""
+"""A ``sample_fn`` built on :func:`~nwor_ops.ops.gumbel_sample`: greedy at temperature 0, otherwise the Gumbel-max
+trick."""
 
 from __future__ import annotations
 
@@ -15,17 +16,19 @@ from nwor_ops.validation import BoundToMemory
 
 
 class DraftSampler(BoundToMemory):
-    """Samples one token per row with the library's own noise; capturable, greedy and random alike.
+    """Sample one token per row with the library's noise. Greedy and random sampling can both be captured.
 
     Args:
-        buffers: the loop's; ``temperature``, ``seeds`` and ``logits_cache`` are registered with them.
-        temperature: float32 ``[S]``, by request-state index; 0 = argmax.
+        buffers: the buffers of the loop. ``temperature``, ``seeds`` and ``logits_cache`` are registered with them.
+        temperature: float32 ``[S]``, by request-state index; 0 means argmax.
         seeds: int64 ``[S]``, by request-state index.
-        compute_logits: from what ``model_fn`` returned, ``[N, ...]``, to logits ``[N, V]``; None = they are the logits.
-        logits_cache: ``[S, K, >= V]``, or None: keeps the logits of every draft for rejection sampling.
+        compute_logits: maps the result of ``model_fn``, ``[N, ...]``, to logits ``[N, V]``. None if the result is the
+            logits.
+        logits_cache: ``[S, K, >= V]``, or None. Receives the logits of every draft, for rejection sampling.
 
     Raises:
-        ValueError, TypeError: an argument of another type, dtype, shape or device; nothing is registered then.
+        ValueError: an argument has another shape. Nothing is registered.
+        TypeError: an argument has another type, dtype or device. Nothing is registered.
     """
 
     def __init__(
@@ -54,18 +57,20 @@ class DraftSampler(BoundToMemory):
             buffers.register(logits_cache=logits_cache)
 
     def __call__(self, key: GraphKey, output: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Draw a token for each of ``key.num_reqs`` rows; 0 in padded ones.
+        """Sample a token for each of ``key.num_reqs`` rows; 0 in padded rows.
 
         Args:
             key: the padded shape.
-            output: ``[N, ...]``, one row per request: what ``compute_logits`` takes.
-            positions: int64 ``[>= N]``: what keys the noise; None = ``sample_positions``, or else ``positions``.
+            output: ``[N, ...]``, one row per request: the argument of ``compute_logits``.
+            positions: int64 ``[>= N]``: the positions that key the noise. None means ``sample_positions`` or, without
+                these, ``positions``.
 
         Returns:
-            int64 ``[N]``: a view of one buffer, overwritten by the next call.
+            int64 ``[N]``: a view of one buffer, which the next call overwrites.
 
         Raises:
-            TypeError, ValueError: logits that are no tensor ``[>= N, V]``; or as :func:`~nwor_ops.ops.gumbel_sample`.
+            TypeError: the logits are not a tensor; or as :func:`~nwor_ops.ops.gumbel_sample`.
+            ValueError: the logits are not ``[>= N, V]``; or as :func:`~nwor_ops.ops.gumbel_sample`.
         """
         rows, buffers = key.num_reqs, self.buffers
         logits = output if self.compute_logits is None else self.compute_logits(output)

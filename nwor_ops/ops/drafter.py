@@ -1,25 +1,25 @@
-"""Family ``drafter``: what a drafter's loop does between two forward passes, on the device.
+"""Family ``drafter``: the work of a drafter's loop between two forward passes, on the device.
 
-What vLLM's drafters do with some twenty small torch ops and a host-side build per step is one kernel each here, so that
-a whole draft loop fits in a CUDA graph: nothing is allocated, nothing read back, and every count that changes from step
-to step is data.
+Each op replaces some twenty small torch ops and a host-side build per step of vLLM's drafters with one kernel. A whole
+draft loop therefore fits in a CUDA graph: nothing is allocated or read back, and every count that changes from step to
+step is read on the device.
 
-Letters: N rows of this call, R of them real, M rows of a buffer (>= N), K drafts per request, L the longest
-sequence the model takes (``max_model_len``), T target tokens, V vocabulary.
+Letters: N rows of this call, R of them real, M rows of a buffer (>= N), K drafts per request, L the maximum sequence
+length of the model (``max_model_len``), T target tokens, V vocabulary.
 
-*Padded rows.* A captured graph has N rows, of which R are requests. Ops that must know R take ``idx_mapping``,
-the request-state index of each row: a negative entry marks a padded row, and padded rows come last. What a
-padded row would read is not read; what is written there is said with each op, and never depends on what was
-there. Where ``idx_mapping`` is optional, None means that all N rows are real.
+*Padded rows.* A captured graph has N rows, of which R are requests. Ops that must know R take ``idx_mapping``, the
+request-state index of each row. A negative entry marks a padded row; padded rows come last. The inputs of a padded row
+are not read. Each op says what it writes there; this never depends on the previous contents. If ``idx_mapping`` is
+optional, None means that all N rows are real.
 
-*Tails.* Unless an op says otherwise every element of an output is written, so nothing of an earlier batch
-survives in it. A slot of -1 (PAD) is one that no cache writer writes.
+*Tails.* Unless an op says otherwise, it writes every element of an output, so nothing of an earlier batch remains. No
+cache writer writes to a slot of -1 (PAD).
 
-*Ends.* Sizes and counts that the host gives are below 2^31. A sum of data that its place cannot hold comes to the
-nearest number that it can: no position, length or slot is ever one that wrapped round.
+*Ranges.* Sizes and counts from the host are below 2^31. A sum that does not fit into its dtype is clamped to the
+nearest value that does. Positions, lengths and slots therefore never wrap around.
 
-Indices that lie outside a buffer are IndexErrors on the CPU, before anything is written. On CUDA such a read is
-left out (the value is 0, the slot PAD) and ``VLLM_NWOR_DEBUG_SYNC=1`` makes the call raise.
+On the CPU, an index outside a buffer raises IndexError before anything is written. On CUDA such a read is left out (the
+value is 0, the slot PAD), and ``VLLM_NWOR_DEBUG_SYNC=1`` makes the call raise.
 """
 
 from __future__ import annotations
@@ -49,38 +49,51 @@ def prepare_prefill_inputs(
     last_token_indices: Tensor,
     current_draft_step: Tensor,
 ) -> None:
-    """The first pass of a drafter that follows the target (EAGLE, MTP): the target's batch, ids moved up by one.
+    """Prepare the first pass of a drafter that follows the target (EAGLE, MTP): the target's batch, ids moved up by
+    one.
 
-    Request i has ``n = query_start_loc[i + 1] - query_start_loc[i] - num_rejected[i]`` valid tokens. Its ids
-    are those of the target from the second on, and last the token that the target sampled (or, in a chunk of
-    a prompt, the prompt's next token). Rejected tokens stay in the batch, behind the valid ones, so that the
-    target's attention metadata fits: their id is 0, their position the target's. The same as
-    ``prepare_prefill_inputs`` of vLLM 0.33 (``v1/worker/gpu/spec_decode/target_dependent_ar``).
+    Request i has ``n = query_start_loc[i + 1] - query_start_loc[i] - num_rejected[i]`` valid tokens. Its ids are the
+    target's ids from the second one on, and then the token that the target sampled. In a chunk of a prompt, the last id
+    is the prompt's next token. Rejected tokens stay in the batch after the valid ones, so that the target's attention
+    metadata fits. Their id is 0, and their position is the target's. Same semantics as ``prepare_prefill_inputs`` of
+    vLLM 0.33 (``v1/worker/gpu/spec_decode/target_dependent_ar``).
 
     Args:
-        target_input_ids: int32 or int64 ``[>= T]``, any stride. Ids of the target's batch.
-        target_positions: int64 ``[>= T]``, contiguous.
+        target_input_ids: int32 or int64 ``[>= T]``, any stride. Token ids of the target's batch.
+        target_positions: int64 ``[>= T]``, contiguous. Positions of these tokens.
         target_query_start_loc: int32 ``[>= N + 1]``, contiguous. First token of each request, then the end.
-        target_seq_lens: int32 ``[>= N]``, contiguous. Tokens of each request after this step.
-        idx_mapping: int32 or int64 ``[N]``, any stride. Request-state index; negative = padded, and last.
-        num_sampled: int32 or int64 ``[>= N]``, any stride. Tokens that the target sampled; 0 = prompt chunk.
-        num_rejected: int32 or int64 ``[>= N]``, any stride. Rejected tokens at the end of each request.
-        last_sampled: int32 or int64 ``[S]``, any stride, by request-state index.
-        next_prefill_tokens: int32 or int64 ``[S]``, any stride, by request-state index.
-        input_ids: int32 ``[capacity]``, contiguous; **mutated**; 0 past the last request.
-        positions: int64 ``[capacity]``, contiguous; **mutated**; 0 past the last request.
-        query_start_loc: int32 ``[>= N + 1]``, contiguous; **mutated**: the target's, and the end of the last
+        target_seq_lens: int32 ``[>= N]``, contiguous. Number of tokens of each request after this step.
+        idx_mapping: int32 or int64 ``[N]``, any stride. Request-state index; negative in padded rows, which come last.
+        num_sampled: int32 or int64 ``[>= N]``, any stride. Number of tokens that the target sampled; 0 in a prompt
+            chunk.
+        num_rejected: int32 or int64 ``[>= N]``, any stride. Number of rejected tokens at the end of each request.
+        last_sampled: int32 or int64 ``[S]``, any stride, by request-state index. The last sampled token.
+        next_prefill_tokens: int32 or int64 ``[S]``, any stride, by request-state index. The next token of the prompt.
+        input_ids: int32 ``[capacity]``, contiguous; **mutated**; 0 after the last request.
+        positions: int64 ``[capacity]``, contiguous; **mutated**; 0 after the last request.
+        query_start_loc: int32 ``[>= N + 1]``, contiguous; **mutated**: the target's values, and the end of the last
             request from row R on.
-        seq_lens: int32 ``[>= N]``, contiguous; **mutated**: the target's, 0 from row R on.
-        last_token_indices: int64 ``[>= N]``, contiguous; **mutated**: place of each request's last valid
-            token; 0 for a request that has none (n <= 0) and from row R on.
+        seq_lens: int32 ``[>= N]``, contiguous; **mutated**: the target's values, 0 from row R on.
+        last_token_indices: int64 ``[>= N]``, contiguous; **mutated**: index of each request's last valid token; 0 for a
+            request without one (n <= 0) and from row R on.
         current_draft_step: int64 ``[]`` or ``[1]``; **mutated**: 0.
 
     Raises:
-        ValueError: a shape, stride or overlap (no output may share memory with another argument); on the CPU
-            also starts that decrease or leave the buffers, or a real row after a padded one.
-        TypeError: a dtype or device.
-        IndexError: on the CPU, an index >= S.
+        ValueError: a shape, stride or overlap is invalid (no output may share memory with another argument). On the CPU
+            also if starts decrease or leave the buffers, or if a real row follows a padded one.
+        TypeError: a dtype or device is invalid.
+        IndexError: an index is >= S (on the CPU).
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> int32, int64 = (lambda *v: torch.tensor(v, dtype=torch.int32)), (lambda *v: torch.tensor(v))
+        >>> input_ids, last_token_indices = int32(0, 0, 0, 0), int64(0)
+        >>> ops.prepare_prefill_inputs(
+        ...     int32(5, 6, 7), int64(0, 1, 2), int32(0, 3), int32(3), int64(0), int32(2), int32(1), int64(9), int64(0),
+        ...     input_ids, int64(0, 0, 0, 0), int32(0, 0), int32(0), last_token_indices, int64(0))
+        >>> input_ids.tolist(), last_token_indices.tolist()  # the rejected token 7 is replaced by the sampled 9
+        ([6, 9, 0, 0], [1])
     """
 
 
@@ -98,30 +111,41 @@ def prepare_decode_inputs(
     sample_positions: Tensor | None = None,
     advance_positions: bool = True,
 ) -> None:
-    """From the first pass to the steps of one token per request.
+    """Prepare the steps of one token per request after the first pass.
 
-    Row i < R: id ``draft_tokens[i, 0]``, position ``min(position + 1, L - 1)``, sequence length
-    ``min(target_seq_lens[i] - num_rejected[i] + 1, L)``. Where positions do not advance (Gemma4's drafter
-    writes no keys), the position stays and the length is ``target_seq_lens[i] - num_rejected[i]``.
-    ``prepare_decode_inputs`` of vLLM 0.33, made inert in rows [R, M).
+    Row i < R gets the id ``draft_tokens[i, 0]``, the position ``min(position + 1, L - 1)`` and the sequence length
+    ``min(target_seq_lens[i] - num_rejected[i] + 1, L)``. If positions do not advance (Gemma4's drafter writes no keys),
+    the position stays and the length is ``target_seq_lens[i] - num_rejected[i]``. Rows [R, M) become inert. Same
+    semantics as ``prepare_decode_inputs`` of vLLM 0.33 otherwise.
 
     Args:
-        draft_tokens: int32 or int64 ``[N, >= 1]``, any strides; column 0 is read.
-        target_seq_lens: int32 ``[>= N]``, contiguous.
-        num_rejected: int32 or int64 ``[>= N]``, any stride.
+        draft_tokens: int32 or int64 ``[N, >= 1]``, any strides. Only column 0 is read.
+        target_seq_lens: int32 ``[>= N]``, contiguous. Number of tokens of each request, rejected tokens included.
+        num_rejected: int32 or int64 ``[>= N]``, any stride. Number of rejected tokens of each request.
         input_ids: int32 ``[>= M]``, contiguous; **mutated** in rows [0, M): 0 from row R on.
-        positions: int64 ``[>= M]``, contiguous. Position of each request's last valid token; **mutated** in
-            rows [0, M): 0 from row R on.
+        positions: int64 ``[>= M]``, contiguous. Position of each request's last valid token; **mutated** in rows [0,
+            M): 0 from row R on.
         query_start_loc: int32 ``[>= N + 1]``, contiguous; **mutated**: ``min(i, R)``.
         seq_lens: int32 ``[M]``, contiguous; **mutated**: 0 from row R on.
         max_model_len: L, > 0.
-        idx_mapping: int32 or int64 ``[>= N]``, any stride, or None; only the signs are read.
-        sample_positions: int64 ``[>= M]``, contiguous, or None. What keys the noise of a request: one more
-            each step, never clamped; **mutated**: + 1, 0 in rows [R, M).
-        advance_positions: whether each draft writes a key of its own.
+        idx_mapping: int32 or int64 ``[>= N]``, any stride, or None. Only the signs are read.
+        sample_positions: int64 ``[>= M]``, contiguous, or None. Positions that key the noise: they grow by one each
+            step and are never clamped; **mutated**: + 1, 0 in rows [R, M).
+        advance_positions: whether each draft token writes a key, so that positions advance.
 
     Raises:
         As :func:`prepare_prefill_inputs`.
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> positions, seq_lens = torch.tensor([6]), torch.zeros(1, dtype=torch.int32)
+        >>> ids, starts = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        >>> ops.prepare_decode_inputs(
+        ...     torch.tensor([[42]]), torch.tensor([8], dtype=torch.int32), torch.tensor([1]),
+        ...     ids, positions, starts, seq_lens, max_model_len=128)
+        >>> ids.tolist(), positions.tolist(), seq_lens.tolist()
+        ([42], [7], [8])
     """
 
 
@@ -141,34 +165,45 @@ def update_draft_inputs(
     sample_positions: Tensor | None = None,
     advance_positions: bool = True,
 ) -> None:
-    """The end of one draft step: keep the token, make the inputs of the next step from it.
+    """End one draft step: store the sampled token and prepare the inputs of the next step.
 
-    ``draft_tokens[i, step] = sampled[i]`` for i < R; the other columns keep their bytes. In the last step,
-    ``step >= num_speculative_steps - 1``, that is all. Before it also ``input_ids[i] = sampled[i]``, the hidden
-    state is copied, and position and sequence length grow by one, clamped to L - 1 and L.
-    Rows [R, N) keep everything, so they stay as :func:`prepare_decode_inputs` made them.
+    ``draft_tokens[i, step] = sampled[i]`` for i < R; the other columns do not change. The last step (``step >=
+    num_speculative_steps - 1``) does nothing else. Earlier steps also set ``input_ids[i] = sampled[i]``, copy the
+    hidden state, and increase position and sequence length by one, clamped to L - 1 and L. Rows [R, N) do not change,
+    so they stay as :func:`prepare_decode_inputs` made them.
 
     Args:
-        sampled: int32 or int64 ``[N]``, any stride.
-        current_draft_step: int64 ``[]`` or ``[1]``, at a fixed address: one captured step serves every step.
+        sampled: int32 or int64 ``[N]``, any stride. The tokens of this step.
+        current_draft_step: int64 ``[]`` or ``[1]``, at a fixed address, so that one captured step serves every step.
         draft_tokens: int32 or int64 ``[>= N, >= num_speculative_steps]``, any strides; **mutated** in one column.
         input_ids: int32 ``[>= N]``, contiguous; **mutated**.
         positions: int64 ``[>= N]``, contiguous; **mutated** if ``advance_positions``.
         seq_lens: int32 ``[>= N]``, contiguous; **mutated** if ``advance_positions``.
         num_speculative_steps: K, > 0.
         max_model_len: L, > 0.
-        idx_mapping: int32 or int64 ``[>= N]``, any stride, or None; only the signs are read.
+        idx_mapping: int32 or int64 ``[>= N]``, any stride, or None. Only the signs are read.
         hidden_states: ``[>= N, width]``, 1, 2, 4 or 8 bytes per element, any strides, or None.
-        next_hidden_states: ``[>= N, width]``, the same dtype, any strides, or None (both or neither);
-            **mutated**. It may be the very view that ``hidden_states`` is (then nothing is copied); otherwise
-            the two may share no memory.
+        next_hidden_states: ``[>= N, width]``, same dtype, any strides, or None (both or neither); **mutated**. It may
+            be the same view as ``hidden_states``, and then nothing is copied. Otherwise the two must not share memory.
         sample_positions: int64 ``[>= N]``, contiguous, or None; **mutated**: + 1, never clamped.
         advance_positions: as in :func:`prepare_decode_inputs`.
 
     Raises:
-        ValueError, TypeError: as :func:`prepare_prefill_inputs`.
-        IndexError: on the CPU, a step outside the columns of ``draft_tokens``.
+        ValueError: as :func:`prepare_prefill_inputs`.
+        TypeError: as :func:`prepare_prefill_inputs`.
+        IndexError: the step is outside the columns of ``draft_tokens`` (on the CPU).
         RuntimeError: a hidden state requires a gradient.
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> drafts, positions = torch.zeros(1, 3, dtype=torch.int64), torch.tensor([7])
+        >>> ids, seq_lens = torch.zeros(1, dtype=torch.int32), torch.tensor([8], dtype=torch.int32)
+        >>> ops.update_draft_inputs(
+        ...     torch.tensor([43]), torch.tensor(1), drafts, ids, positions, seq_lens,
+        ...     num_speculative_steps=3, max_model_len=128)
+        >>> drafts.tolist(), positions.tolist(), seq_lens.tolist()
+        ([[0, 43, 0]], [8], [9])
     """
 
 
@@ -185,28 +220,40 @@ def compute_slot_mappings(
     cp_interleave: int = 1,
     cp_sharded: Tensor | None = None,
 ) -> None:
-    """Where each token's key goes, for every group of layers: one launch over groups x tokens.
+    """Compute the cache slot of each token for every group of layers, in one launch over groups x tokens.
 
-    The slot of a token at position p of row i is ``table[idx_mapping[i], p // B] * B + p % B``. Tokens of a
-    row with a negative index get PAD, and no table is read for them (padded rows need not be last here); so
-    does everything from ``query_start_loc[N]`` to the capacity. ``BlockTables.compute_slot_mappings`` of
-    vLLM 0.33.
+    The slot of a token at position p of row i is ``table[idx_mapping[i], p // B] * B + p % B``. Tokens of a row with a
+    negative index get PAD, and no table is read for them; such rows need not be last here. Everything from
+    ``query_start_loc[N]`` to the capacity gets PAD too. Same semantics as ``BlockTables.compute_slot_mappings`` of vLLM
+    0.33.
 
     Args:
-        idx_mapping: int32 or int64 ``[N]``, any stride: row of the block tables; negative = PAD.
+        idx_mapping: int32 or int64 ``[N]``, any stride. Row of the block tables; negative means PAD.
         query_start_loc: int32 ``[>= N + 1]``, contiguous, not decreasing.
         positions: int64 ``[>= query_start_loc[N]]``, contiguous.
         block_tables: 1 to 64 tensors int32 ``[S, columns]``, last stride 1, one per group.
-        block_sizes: slots per block of each group, in tokens; 0 = a group without slots (all PAD).
+        block_sizes: number of slots per block of each group, in tokens; 0 means a group without slots (all PAD).
         slot_mappings: int64 ``[groups, capacity]``, last stride 1; **mutated**, every element.
-        cp_size: ranks that share the cache by context parallelism; 1 = none.
+        cp_size: number of ranks that share the cache by context parallelism; 1 means none.
         cp_rank: this rank. Positions that another rank holds get PAD.
-        cp_interleave: neighbouring tokens that lie on one rank.
-        cp_sharded: bool ``[groups]``, contiguous, or None = all: whether a group is spread over the ranks.
+        cp_interleave: number of consecutive tokens on one rank.
+        cp_sharded: bool ``[groups]``, contiguous: whether the ranks share the cache of a group. None means that all
+            groups are shared.
 
     Raises:
-        ValueError, TypeError: as :func:`prepare_prefill_inputs`.
-        IndexError: on the CPU, an index >= S, a negative position, or one past the columns.
+        ValueError: as :func:`prepare_prefill_inputs`.
+        TypeError: as :func:`prepare_prefill_inputs`.
+        IndexError: an index is >= S, or a position is negative or outside the columns (on the CPU).
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> slots = torch.zeros(1, 4, dtype=torch.int64)
+        >>> ops.compute_slot_mappings(
+        ...     torch.tensor([0]), torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3, 4, 5]),
+        ...     [torch.tensor([[7, 2]], dtype=torch.int32)], [4], slots)
+        >>> slots.tolist()
+        [[31, 8, 9, -1]]
     """
 
 
@@ -220,25 +267,35 @@ def eagle_step(
     block_size: int,
     max_model_len: int,
 ) -> None:
-    """One EAGLE step of a runner that keeps gathered block tables: position, slot and length in one kernel.
+    """Advance one EAGLE step of a runner that gathers its block tables: position, slot and length in one kernel.
 
-    With ``p = positions[i] + 1``: if p >= L the new position is 0, the slot PAD and the length 1; else the
-    slot is that of p (its block clamped to the last column) and the length ``min(seq_lens[i] + 1, L)``.
-    ``eagle_step_update_slot_mapping_and_metadata`` of vLLM 0.33 (V1 runner).
+    Let ``p = positions[i] + 1``. If p >= L, the new position is 0, the slot is PAD and the length is 1. Otherwise the
+    slot is that of p (its block clamped to the last column) and the length is ``min(seq_lens[i] + 1, L)``. Same
+    semantics as ``eagle_step_update_slot_mapping_and_metadata`` of vLLM 0.33 (V1 runner).
 
     Args:
         positions: int64 ``[N]``, contiguous.
-        block_table: int32 ``[>= N, >= 1]``, last stride 1; row i belongs to row i.
+        block_table: int32 ``[>= N, >= 1]``, last stride 1. Row i belongs to request i.
         seq_lens: int32 ``[>= N]``, contiguous; **mutated** in rows [0, N).
-        new_positions: int64 ``[>= N]``, contiguous; **mutated** in rows [0, N). It may start where
-            ``positions`` does (in place); otherwise the two may share no memory.
+        new_positions: int64 ``[>= N]``, contiguous; **mutated** in rows [0, N). It may start at the address of
+            ``positions`` (in place); otherwise the two must not share memory.
         slot_mapping: int64 ``[>= N]``, contiguous; **mutated**: PAD from row N on.
-        block_size: > 0.
+        block_size: number of tokens per block, > 0.
         max_model_len: L, > 0.
 
     Raises:
-        ValueError, TypeError: as :func:`prepare_prefill_inputs`.
-        IndexError: on the CPU, a position below -1.
+        ValueError: as :func:`prepare_prefill_inputs`.
+        TypeError: as :func:`prepare_prefill_inputs`.
+        IndexError: a position is below -1 (on the CPU).
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> positions, slots = torch.tensor([3]), torch.zeros(2, dtype=torch.int64)
+        >>> lens = torch.tensor([4], dtype=torch.int32)
+        >>> ops.eagle_step(positions, torch.tensor([[7, 2]], dtype=torch.int32), lens, positions, slots, 4, 128)
+        >>> positions.tolist(), lens.tolist(), slots.tolist()
+        ([4], [5], [8, -1])
     """
 
 
@@ -251,24 +308,34 @@ def prepare_inputs_padded(
     num_rejected: Tensor,
     discarded: Tensor | None = None,
 ) -> None:
-    """Which token of each request the drafter goes on from, where rejected tokens stay in the batch.
+    """Find the token from which the drafter continues each request, if rejected tokens stay in the batch.
 
-    With d drafts, ``num_rejected[i] = d + 1 - valid_sampled_count[i]`` (0 without drafts) and the index is
-    ``query_start_loc[i + 1] - 1 - num_rejected[i]``. A row without tokens, a discarded row (marked in
-    ``discarded``, or one with drafts of which nothing was sampled) and a padded row get index 0, rejected 0.
-    ``eagle_prepare_inputs_padded`` of vLLM 0.33, which gives -1 for an empty first row.
+    With d drafts, ``num_rejected[i] = d + 1 - valid_sampled_count[i]`` (0 without drafts), and the index is
+    ``query_start_loc[i + 1] - 1 - num_rejected[i]``. Three kinds of rows get index 0 and 0 rejected tokens: rows
+    without tokens, padded rows, and discarded rows. A row is discarded if ``discarded`` marks it, or if it has drafts
+    but nothing was sampled for it. Same semantics as ``eagle_prepare_inputs_padded`` of vLLM 0.33, except that vLLM
+    gives -1 for an empty first row.
 
     Args:
-        cu_num_draft_tokens: int32 ``[N]``, contiguous. Drafts up to and including each request.
-        valid_sampled_count: int32 ``[>= N]``, contiguous. Accepted drafts + 1.
+        cu_num_draft_tokens: int32 ``[N]``, contiguous. Number of drafts up to and including each request.
+        valid_sampled_count: int32 ``[>= N]``, contiguous. Number of accepted drafts + 1.
         query_start_loc: int32 ``[>= N + 1]``, contiguous.
         token_indices_to_sample: int32 or int64 ``[>= N]``, any stride; **mutated**; 0 from row N on.
         num_rejected: int32 or int64 ``[>= N]``, any stride; **mutated**; 0 from row N on.
         discarded: bool ``[>= N]``, contiguous, or None.
 
     Raises:
-        ValueError: a shape, stride or overlap; on the CPU also cumulative drafts that decrease.
-        TypeError: a dtype or device.
+        ValueError: a shape, stride or overlap is invalid. On the CPU also if cumulative drafts decrease.
+        TypeError: a dtype or device is invalid.
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> indices, rejected = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        >>> int32 = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> ops.prepare_inputs_padded(int32(3), int32(2), int32(0, 4), indices, rejected)
+        >>> indices.tolist(), rejected.tolist()  # 1 of 3 drafts accepted: tokens 2 and 3 are rejected
+        ([1], [2])
     """
 
 
@@ -281,22 +348,33 @@ def prepare_next_token_padded(
     valid_sampled_count: Tensor,
     vocab_size: int,
 ) -> None:
-    """The token each request goes on with, and how many tokens the target sampled for it.
+    """Find the token with which each request continues, and count the tokens that the target sampled for it.
 
-    Valid ids are those in [0, vocab_size). The next token is the last valid one of the row, else the backup.
-    A discarded row gives its backup and a count of 0, whatever was sampled. ``eagle_prepare_next_token_padded``
-    of vLLM 0.33 (which takes any id but -1 below ``vocab_size`` for valid; no sampler writes another).
+    Valid ids are in [0, vocab_size). The next token is the last valid one of the row, otherwise the backup. A discarded
+    row gets its backup and a count of 0, whatever was sampled. Same semantics as ``eagle_prepare_next_token_padded`` of
+    vLLM 0.33. (vLLM treats any id except -1 below ``vocab_size`` as valid; no sampler writes other ids.)
 
     Args:
-        sampled_token_ids: int32 or int64 ``[N, >= 0]``, any strides; -1 = no token.
-        discarded: bool ``[>= N]``, contiguous: rows whose tokens are not to be used.
+        sampled_token_ids: int32 or int64 ``[N, >= 0]``, any strides; -1 means no token.
+        discarded: bool ``[>= N]``, contiguous. Rows whose tokens are not used.
         backup_next_token_ids: int32 or int64 ``[>= N]``, any stride.
         next_token_ids: int32 or int64 ``[>= N]``, any stride; **mutated**; 0 from row N on.
         valid_sampled_count: int32 or int64 ``[>= N]``, any stride; **mutated**; 0 from row N on.
         vocab_size: V, > 0.
 
     Raises:
-        ValueError: a shape or overlap. TypeError: a dtype or device.
+        ValueError: a shape or overlap is invalid.
+        TypeError: a dtype or device is invalid.
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> next_ids, counts = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+        >>> sampled = torch.tensor([[5, 6, -1], [-1, -1, -1]])
+        >>> keep, backup = torch.tensor([False, False]), torch.tensor([1, 2])
+        >>> ops.prepare_next_token_padded(sampled, keep, backup, next_ids, counts, vocab_size=100)
+        >>> next_ids.tolist(), counts.tolist()
+        ([6, 2], [2, 0])
     """
 
 
@@ -312,36 +390,46 @@ def gumbel_sample(
     logits_cache: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
-    """Draw one token per row from ``softmax(logits / temperature)``, or take the argmax at temperature 0.
+    """Sample one token per row from ``softmax(logits / temperature)``, or take the argmax at temperature 0.
 
-    By the Gumbel-max trick: the token with the largest ``logits / temperature + noise``, the lowest one of
-    equals. The noise of a token is a function of (seed, position, step, token) alone, from an integer hash and
-    arithmetic that are the same to the bit on every device; so the same draw comes out on CPU and CUDA, in
-    any row, beside any padding, captured or not. At temperature 0 (or below the smallest normal float32)
-    there is no noise and the result is that of ``torch.argmax``.
+    It uses the Gumbel-max trick: the token with the largest ``logits / temperature + noise`` wins, and the lowest one
+    among equals. The noise of a token depends only on (seed, position, step, token). An integer hash and fixed
+    arithmetic make it bit-identical on every device. CPU and CUDA therefore draw the same token, in any row, with any
+    padding, captured or not. At temperature 0 (or below the smallest normal float32) there is no noise, and the result
+    is that of ``torch.argmax``.
 
-    A NaN logit is never drawn: it counts as -inf (``torch.argmax`` would return it). A row in which every
-    logit is -inf or NaN gives token 0. A padded row (negative index) gives token 0; its logits are not read
-    and the cache is left alone.
+    A NaN logit is never drawn: it counts as -inf (``torch.argmax`` would return it). A row with only -inf and NaN gives
+    token 0. A padded row (negative index) gives token 0; its logits are not read, and the cache does not change.
 
     Args:
         logits: float32, float16 or bfloat16 ``[N, V]``, any strides.
-        idx_mapping: int32 or int64 ``[>= N]``, any stride: request-state index; negative = padded.
+        idx_mapping: int32 or int64 ``[>= N]``, any stride. Request-state index; negative in padded rows.
         temperature: float32 ``[S]``, contiguous, by request-state index.
         seeds: int64 ``[S]``, contiguous, by request-state index.
-        positions: int64 ``[>= N]``, contiguous. Position that keys the draw.
-        step: int64, one element (``[]`` or ``[1]``) or ``[>= N]``, contiguous: the draft step.
-        sampled: int32 or int64 ``[>= N]``, any stride, or ``[>= N, K]``, any strides; **mutated** in rows
-            [0, N). Of a matrix only column ``step`` is written.
-        logits_cache: ``[S, K, >= V]``, dtype of ``logits``, any strides, or None; **mutated**: the raw logits of
-            row i, before temperature, at ``[idx_mapping[i], step, :V]``.
-        workspace: int64 ``[>= 2 * N]``, contiguous, zero, or None; scratch of the CUDA kernel, zero again
-            after the call, so zeros made once serve every call on one stream. Without it the call makes its own.
+        positions: int64 ``[>= N]``, contiguous. The position that keys the noise.
+        step: int64, one element (``[]`` or ``[1]``) or ``[>= N]``, contiguous. The draft step.
+        sampled: int32 or int64 ``[>= N]``, any stride, or ``[>= N, K]``, any strides; **mutated** in rows [0, N). In a
+            matrix only column ``step`` is written.
+        logits_cache: ``[S, K, >= V]``, dtype of ``logits``, any strides, or None; **mutated**: the logits of row i,
+            before temperature, at ``[idx_mapping[i], step, :V]``.
+        workspace: int64 ``[>= 2 * N]``, contiguous, all 0, or None. Scratch memory of the CUDA kernel, which is 0 again
+            after the call, so one buffer serves every call on one stream. If None, the call allocates it.
 
     Raises:
-        ValueError, TypeError: as :func:`prepare_prefill_inputs`.
-        IndexError: on the CPU, an index >= S, or a step outside the columns that it names.
+        ValueError: as :func:`prepare_prefill_inputs`.
+        TypeError: as :func:`prepare_prefill_inputs`.
+        IndexError: an index is >= S, or a step is outside the columns (on the CPU).
         RuntimeError: a tensor requires a gradient.
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> sampled = torch.zeros(1, dtype=torch.int64)
+        >>> ops.gumbel_sample(
+        ...     torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0]), torch.tensor([0.0]), torch.tensor([1]),
+        ...     torch.tensor([7]), torch.tensor(0), sampled)
+        >>> sampled.tolist()
+        [1]
     """
 
 
@@ -365,44 +453,56 @@ def copy_expand_inputs(
     idx_mapping: Tensor | None = None,
     hidden_state_mapping: Tensor | None = None,
 ) -> None:
-    """The first pass of a drafter that reads the sequence itself: make room for P new tokens in each request.
+    """Prepare the first pass of a drafter that reads the sequence itself: make room for P new tokens in each request.
 
-    Each request becomes: its accepted tokens | the bonus token | P - 1 mask tokens | its rejected tokens. It
-    grows by P tokens (``num_new_tokens``), or by P - 1 where ids are shifted, which drops the first. Request i
-    starts at ``target_query_start_loc[i] + i * growth``. Positions count on from the request's first one, through
-    the rejected tokens too. Covers ``prepare_prefill_inputs`` of vLLM 0.33's ``standalone_ar`` (P = 1, with
-    ``idx_mapping`` and ``max_model_len``) and ``copy_and_expand_eagle_inputs`` of its V1 runner (which gives
-    rejected tokens position 0; a slot made of that would be the sequence's first).
+    Each request becomes: its accepted tokens | the bonus token | P - 1 mask tokens | its rejected tokens. It grows by P
+    tokens (``num_new_tokens``), or by P - 1 if ids are shifted, because shifting drops the first id. Request i starts
+    at ``target_query_start_loc[i] + i * growth``. Positions continue from the request's first one, through the rejected
+    tokens too. A request without tokens gets no new ones: the tokens it grows by are marked as rejected, and its
+    indices are 0.
 
-    A request without tokens has no new ones: what it grows by is marked rejected, and its indices are 0.
+    It covers two functions of vLLM 0.33: ``prepare_prefill_inputs`` of ``standalone_ar`` (P = 1, with ``idx_mapping``
+    and ``max_model_len``), and ``copy_and_expand_eagle_inputs`` of the V1 runner. The latter gives rejected tokens
+    position 0; a slot computed from it would be the sequence's first.
 
     Args:
         target_input_ids: int32 or int64 ``[>= T]``, any stride.
         target_positions: int64 ``[>= T]``, contiguous.
         target_query_start_loc: int32 ``[>= N + 1]``, contiguous.
         num_rejected: int32 or int64 ``[N]``, any stride; clamped to the tokens of the request.
-        next_token_ids: int32 or int64, any stride: the bonus token of each row ``[>= N]``, or, with
-            ``idx_mapping``, of each request-state index ``[S]``.
-        input_ids: int32 ``[capacity]``, contiguous; **mutated**; ``padding_token_id`` at rejected tokens and
-            past the last request.
-        positions: int64 ``[capacity]``, contiguous; **mutated**; 0 past the last request.
-        is_rejected: bool ``[capacity]``, contiguous; **mutated**; True also past the last request.
+        next_token_ids: int32 or int64, any stride. The bonus token of each row ``[>= N]``, or, with ``idx_mapping``, of
+            each request-state index ``[S]``.
+        input_ids: int32 ``[capacity]``, contiguous; **mutated**; ``padding_token_id`` at rejected tokens and after the
+            last request.
+        positions: int64 ``[capacity]``, contiguous; **mutated**; 0 after the last request.
+        is_rejected: bool ``[capacity]``, contiguous; **mutated**; True also after the last request.
         is_masked: bool ``[capacity]``, contiguous; **mutated**: the mask tokens.
-        new_token_indices: int32 or int64 ``[>= N * P]``, any stride; **mutated**: places of each request's bonus
-            and mask tokens; 0 past the last request. With P = 1 the indices to sample at.
+        new_token_indices: int32 or int64 ``[>= N * P]``, any stride; **mutated**: indices of each request's bonus and
+            mask tokens; 0 after the last request. With P = 1 these are the indices to sample at.
         num_new_tokens: P, > 0.
-        padding_token_id: id of tokens that count for nothing, of 32 bits, as ``mask_token_id``.
-        mask_token_id: id of the P - 1 tokens that are drafted in parallel.
-        shift_input_ids: whether ids move up by one against positions (EAGLE) or not.
+        padding_token_id: 32-bit id for rejected and unused tokens.
+        mask_token_id: 32-bit id of the P - 1 tokens that are drafted in parallel.
+        shift_input_ids: whether ids move up by one relative to positions (EAGLE).
         max_model_len: L, or None: positions are clamped to L - 1, or not at all.
         idx_mapping: int32 or int64 ``[>= N]``, any stride, or None.
         hidden_state_mapping: int32 or int64 ``[>= T]``, any stride, or None; only with ``shift_input_ids``;
-            **mutated**: where the hidden state of each target token goes; -1 past the last request.
+            **mutated**: the index to which each target token's hidden state moves; -1 after the last request.
 
     Raises:
-        ValueError, TypeError: as :func:`prepare_prefill_inputs`; ValueError on the CPU also where the capacity
-            does not hold every token.
-        IndexError: on the CPU, an index >= S.
+        ValueError: as :func:`prepare_prefill_inputs`. On the CPU also if the capacity is too small for all tokens.
+        TypeError: as :func:`prepare_prefill_inputs`.
+        IndexError: an index is >= S (on the CPU).
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> int32, int64 = (lambda *v: torch.tensor(v, dtype=torch.int32)), (lambda *v: torch.tensor(v))
+        >>> ids, rejected = torch.zeros(5, dtype=torch.int32), torch.zeros(5, dtype=torch.bool)
+        >>> ops.copy_expand_inputs(
+        ...     int32(5, 6, 7), int64(0, 1, 2), int32(0, 3), int64(1), int64(9),
+        ...     ids, torch.zeros(5, dtype=torch.int64), rejected, torch.zeros(5, dtype=torch.bool), int64(0))
+        >>> ids.tolist(), rejected.tolist()
+        ([5, 6, 9, 0, 0], [False, False, False, True, True])
     """
 
 
@@ -421,12 +521,13 @@ def extend_queries(
     num_new_tokens: int = 1,
     idx_mapping: Tensor | None = None,
 ) -> None:
-    """The attention metadata of what :func:`copy_expand_inputs` made: every query longer by the same number.
+    """Compute the attention metadata of the batch from :func:`copy_expand_inputs`: every query grows by the same
+    number.
 
-    ``query_start_loc[i] = target_query_start_loc[i] + i * num_new_tokens`` and
-    ``seq_lens[i] = min(target_seq_lens[i] + num_new_tokens, L)``. A token's slot is that of its position in row
-    i of ``block_table``; PAD where the position is L or more, or the token is rejected.
-    ``extend_all_queries_by_N`` and ``compute_new_slot_mapping`` of vLLM 0.33.
+    ``query_start_loc[i] = target_query_start_loc[i] + i * num_new_tokens`` and ``seq_lens[i] = min(target_seq_lens[i] +
+    num_new_tokens, L)``. A token's slot is that of its position in row i of ``block_table``. It is PAD if the position
+    is L or more, or if the token is rejected. Same semantics as ``extend_all_queries_by_N`` and
+    ``compute_new_slot_mapping`` of vLLM 0.33.
 
     Args:
         target_query_start_loc: int32 ``[>= N + 1]``, contiguous.
@@ -436,15 +537,27 @@ def extend_queries(
         block_table: int32 ``[N, columns]``, last stride 1; as many rows as queries.
         query_start_loc: int32 ``[>= N + 1]``, contiguous; **mutated**; the new end from row R on.
         seq_lens: int32 ``[>= N]``, contiguous; **mutated**; 0 from row R on.
-        slot_mapping: int64 ``[capacity]``, contiguous; **mutated**; PAD past the last request.
-        block_size: > 0.
+        slot_mapping: int64 ``[capacity]``, contiguous; **mutated**; PAD after the last request.
+        block_size: number of tokens per block, > 0.
         max_model_len: L, > 0.
-        num_new_tokens: by how much each query grows, >= 0.
-        idx_mapping: int32 or int64 ``[>= N]``, any stride, or None; only the signs are read.
+        num_new_tokens: number of tokens by which each query grows, >= 0.
+        idx_mapping: int32 or int64 ``[>= N]``, any stride, or None. Only the signs are read.
 
     Raises:
-        ValueError, TypeError: as :func:`prepare_prefill_inputs`.
-        IndexError: on the CPU, a position that is negative or past the columns, of a token that needs a slot.
+        ValueError: as :func:`prepare_prefill_inputs`.
+        TypeError: as :func:`prepare_prefill_inputs`.
+        IndexError: a token that needs a slot has a position that is negative or outside the columns (on the CPU).
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> int32 = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> starts, lens, slots = int32(0, 0), int32(0), torch.zeros(4, dtype=torch.int64)
+        >>> ops.extend_queries(
+        ...     int32(0, 2), int32(4), torch.tensor([2, 3, 4]), torch.tensor([False, False, False]), int32(7, 2)[None],
+        ...     starts, lens, slots, block_size=4, max_model_len=128)
+        >>> starts.tolist(), lens.tolist(), slots.tolist()
+        ([0, 3], [5], [30, 31, 8, -1])
     """
 
 
@@ -452,18 +565,28 @@ def extend_queries(
 def dcp_local_seq_lens(
     seq_lens: Tensor, local_seq_lens: Tensor, dcp_size: int, dcp_rank: int, cp_interleave: int = 1
 ) -> None:
-    """How many of each sequence's tokens lie on this rank of decode context parallelism.
+    """Count the tokens of each sequence that lie on this rank of decode context parallelism.
 
-    Tokens go round the ranks in runs of ``cp_interleave``. ``prepare_dcp_local_seq_lens`` of vLLM 0.33.
+    Tokens are distributed over the ranks in turn, in runs of ``cp_interleave``. Same semantics as
+    ``prepare_dcp_local_seq_lens`` of vLLM 0.33.
 
     Args:
-        seq_lens: int32 ``[N]``, contiguous; 0 in padded rows, and so counts a negative length.
-        local_seq_lens: int32 ``[>= N]``, contiguous; **mutated**; 0 from row N on. It may start where
-            ``seq_lens`` does (in place); otherwise the two may share no memory.
-        dcp_size: ranks, > 0.
+        seq_lens: int32 ``[N]``, contiguous; 0 in padded rows. A negative length counts as 0.
+        local_seq_lens: int32 ``[>= N]``, contiguous; **mutated**; 0 from row N on. It may start at the address of
+            ``seq_lens`` (in place); otherwise the two must not share memory.
+        dcp_size: number of ranks, > 0.
         dcp_rank: this rank, in [0, dcp_size).
-        cp_interleave: > 0.
+        cp_interleave: number of consecutive tokens on one rank, > 0.
 
     Raises:
-        ValueError, TypeError: as :func:`prepare_prefill_inputs`.
+        ValueError: as :func:`prepare_prefill_inputs`.
+        TypeError: as :func:`prepare_prefill_inputs`.
+
+    Example:
+        >>> import torch
+        >>> from nwor_ops import ops
+        >>> local = torch.zeros(2, dtype=torch.int32)
+        >>> ops.dcp_local_seq_lens(torch.tensor([5, 8], dtype=torch.int32), local, dcp_size=2, dcp_rank=1)
+        >>> local.tolist()
+        [2, 4]
     """

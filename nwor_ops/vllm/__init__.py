@@ -1,11 +1,19 @@
-"""The vLLM plugin. Off unless ``VLLM_NWOR_MODE``, ``VLLM_NWOR_DRAFT_GRAPHS``, ``VLLM_NWOR_RECURRENT`` or
-``additional_config={"nwor": {...}}`` asks for it.
+"""The vLLM plugin.
 
-``plugin`` decides, ``runners`` know where the steps of vLLM's two model runners begin and end, ``session`` is what they
-share and says what happens in a step, ``layers`` knows the target's layers and attention back ends, ``audit`` checks
-every byte, ``metrics`` publishes what was counted, ``support`` has the table of what is supported and refused,
-``spare_blocks`` what mode ``"stage"`` keeps from the scheduler, ``connectors`` what KV connectors export and load.
-``drafter`` puts a draft model into CUDA graphs, ``recurrent`` keeps one recurrent state per request.
+It is off unless a setting turns it on: ``VLLM_NWOR_MODE``, ``VLLM_NWOR_DRAFT_GRAPHS``, ``VLLM_NWOR_RECURRENT``, or
+``additional_config={"nwor": {...}}``.
+
+- ``plugin``: decides what is attached to which engine.
+- ``runners``: finds the start and the end of a step in vLLM's two model runners.
+- ``session``: runs the transaction of each step, and notifies the listeners.
+- ``layers``: describes the target's layers and their attention back ends.
+- ``audit``: checks every byte of the KV cache.
+- ``metrics``: publishes the counters.
+- ``support``: lists the supported and the refused configurations.
+- ``spare_blocks``: withholds the shadow pages of mode ``"stage"`` from the scheduler.
+- ``connectors``: handles the rows that KV connectors export and load.
+- ``drafter``: runs a draft model in CUDA graphs.
+- ``recurrent``: keeps one recurrent state per request.
 """
 
 from nwor_ops.vllm.drafter.plugin import draft_graph_reports

@@ -1,10 +1,11 @@
-"""Tell vLLM that the variables of this plugin are no typing errors, and that they change nothing it compiles.
+"""Register the plugin's environment variables with vLLM, and keep them out of its compile cache key.
 
-vLLM warns of every ``VLLM_...`` variable that is not in its own table, and stops with
-``--fail-on-environ-validation``. What is in the table is part of the key of its compile cache. Ours are taken out of
-the key: all that this library does in a forward is behind custom ops of vLLM's, so the compiled code is the same
-whatever they say, and an engine with others, or with ``VLLM_NWOR_MODE=off``, finds what the one before compiled. (What
-is set by ``additional_config`` stays in the key, as vLLM hashes that with its own configuration.)
+vLLM warns about each ``VLLM_...`` variable that its own table lacks, and stops with ``--fail-on-environ-validation``.
+Every variable in that table is part of the compile cache key. The plugin's variables are removed from the key: in a
+forward the library acts only inside vLLM's custom ops, so the compiled code does not depend on them. An engine with
+other values, or with ``VLLM_NWOR_MODE=off``, therefore finds the code that an earlier engine compiled. Settings in
+``additional_config`` stay in the key, because vLLM hashes them with its own configuration.
+
 Ray workers need nothing: vLLM copies every variable with its prefix to them.
 """
 
@@ -19,7 +20,7 @@ from nwor_ops.vllm.support import wrap_once
 
 
 def announce_variables() -> None:
-    """Enter the variables that are set into vLLM's table. Safe to call again."""
+    """Add the plugin's variables that are set to vLLM's table. Calling it again is safe."""
     import vllm.envs
 
     for name in os.environ:

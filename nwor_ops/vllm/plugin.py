@@ -1,17 +1,18 @@
-"""The entry point's work: decide whether there is anything to do, and wait for a runner to do it to.
+"""vLLM plugin entry point: decides what is attached, and patches vLLM's modules when they are imported.
 
-``register`` runs in every process that vLLM starts, long before there is a configuration and before
-the runner's module is imported, and it must not import it (seconds, in processes that never need
-it). So it leaves a note with Python's import system; when vLLM imports a runner's module, three
-methods of ``GPUModelRunner`` are wrapped that look at the engine's configuration:
-``initialize_kv_cache``, after which everything else is wrapped, on instances, if the configuration
-asks for it, ``load_model``, before which one state per request is prepared
-(:mod:`nwor_ops.vllm.recurrent.plugin`), and ``profile_run``, so that the memory of the undo log is taken into account.
-In the V2
-runner's module also ``init_speculator`` (see :mod:`nwor_ops.vllm.drafter.plugin`), in the scheduler's what mode
-``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`) and the metrics need, and the V2 runner's warm-up, for mode ``"stage"``
-and the audit.
-With ``VLLM_NWOR_MODE=off`` in the environment, and no other switch there, not even that happens.
+vLLM calls ``register`` in every process that it starts. No configuration exists at that time, and the runner's module
+is not imported yet. ``register`` must not import it, since that takes seconds in processes that never need it. It
+installs an import hook instead, which patches these modules after their first import:
+
+- Both runner modules: ``GPUModelRunner.initialize_kv_cache`` attaches to the engine if its configuration asks for it,
+  and patches everything else on instances. ``load_model`` prepares one state per request
+  (:mod:`nwor_ops.vllm.recurrent.plugin`). ``profile_run`` reserves the memory of the undo log.
+- The V2 runner's module: also ``init_speculator`` (:mod:`nwor_ops.vllm.drafter.plugin`).
+- The scheduler's module: mode ``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`), the audit and the metrics.
+- The V2 runner's warm-up: mode ``"stage"`` and the audit.
+- vLLM's metrics loggers: the metrics.
+
+If ``VLLM_NWOR_MODE=off`` is the only setting in the environment, nothing is installed.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def _logger() -> Any:
 
 
 def register() -> None:
-    """vLLM's plugin entry point (``vllm.general_plugins``). Safe to call again."""
-    config = NworConfig.load()  # an unknown variable or value is an error now, not when a cache is bound
+    """Install the plugin; vLLM's entry point ``vllm.general_plugins``. Calling it again is safe."""
+    config = NworConfig.load()  # raises for an unknown variable or value now, not when a cache is bound
     announce_variables()
     if mode_from_environment() == "off" and not config.wants_anything:
         return
@@ -81,7 +82,7 @@ def register() -> None:
 
 
 def _wrappers() -> dict[str, Callable[[ModuleType], None]]:
-    """What is done to which of vLLM's modules once it is imported."""
+    """Return the patch function of each vLLM module, by module name."""
     return {
         **dict.fromkeys(RUNNERS, _wrap_runner_module),
         "vllm.v1.core.sched.scheduler": _wrap_scheduler_module,
@@ -92,7 +93,7 @@ def _wrappers() -> dict[str, Callable[[ModuleType], None]]:
 
 
 class _ModuleFinder(importlib.abc.MetaPathFinder):
-    """Wraps a module of vLLM's right after its first import."""
+    """Patch a vLLM module right after its first import."""
 
     def __init__(self) -> None:
         self._wrappers = _wrappers()
@@ -114,7 +115,7 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
             execute(module)
             self._wrappers[name](module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # only on this loader
         return spec
 
 
@@ -145,12 +146,13 @@ def _wrap_warmup_module(module: ModuleType) -> None:
 
 
 def _wrap_runner_module(module: ModuleType) -> None:
-    """Make a runner class look at its engine's configuration once its cache is bound, and before it has a drafter."""
+    """Patch a runner class so that it reads its engine's configuration after its cache is bound and before it has a
+    drafter."""
     draft_graphs.wrap_runner_module(module, _logger())
     runner_class = getattr(module, "GPUModelRunner", None)
     if getattr(runner_class, "initialize_kv_cache", None) is None:
         if mode_from_environment() not in (None, "off"):
-            raise RuntimeError(f"nwor: {module.__name__} has no GPUModelRunner.initialize_kv_cache to attach to")
+            raise RuntimeError(f"nwor: {module.__name__} has no GPUModelRunner.initialize_kv_cache to patch")
         return
 
     def attaching(initialize: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,19 +184,20 @@ def _wrap_runner_module(module: ModuleType) -> None:
         wrap_once(runner_class, "execute_model", one_state.folding_tails)
     wrap_once(runner_class, "load_model", preparing)
     wrap_once(runner_class, "initialize_kv_cache", attaching)
-    wrap_once(runner_class, "profile_run", with_room)  # if it is not there, the check of the hooks says so
+    wrap_once(runner_class, "profile_run", with_room)  # a missing method is reported by the check of the hooks
 
 
 @contextlib.contextmanager
 def _room_for_log(runner: Any) -> Iterator[None]:
-    """While vLLM measures what a forward takes, to size its cache by the rest: hold as much as the log will."""
+    """Hold as much memory as the undo log will take while vLLM profiles a forward. The cache then leaves this memory
+    free."""
     config = NworConfig.load(runner.vllm_config.additional_config)
     if config.mode != "cow" or runner.speculative_config is None or runner.device.type != "cuda":
         yield
         return
     try:
         check_transaction(runner.vllm_config, runner.device.type, config.mode)
-    except Unsupported:  # said once the cache is bound
+    except Unsupported:  # reported after the cache is bound
         yield
         return
     room = torch.empty(log_bytes(runner), dtype=torch.uint8, device=runner.device)
@@ -203,7 +206,7 @@ def _room_for_log(runner: Any) -> Iterator[None]:
 
 
 def _attach(runner: Any, module: str) -> None:
-    """Look at the configuration of a runner whose cache was just bound, and act on it."""
+    """Read the configuration of a runner whose cache was just bound, and attach what it asks for."""
     config = NworConfig.load(runner.vllm_config.additional_config)
     logger = _logger()
     draft_graphs.attach(runner, module, logger)
@@ -217,7 +220,7 @@ def _attach(runner: Any, module: str) -> None:
         session = RUNNERS[module](runner).attach(config, logger)
     except Unsupported as error:
         if config.mode == "off" and one_state.audit_alone(runner):
-            logger.info("nwor: of this engine recurrent states alone are audited: %s", error)
+            logger.info("nwor: only the recurrent states of this engine are audited: %s", error)
             return
         error.stop_if(config.strict, f"mode {config.mode} was asked for", "without it")
         logger.warning("nwor: not active: %s", error)
@@ -235,7 +238,7 @@ def _attach(runner: Any, module: str) -> None:
 
 
 def sessions() -> list[Session]:
-    """The sessions of the engines that run in this process."""
+    """Return the sessions of the engines in this process."""
     return list(_sessions.values())
 
 
@@ -244,13 +247,17 @@ def _stats() -> EngineStats:
 
 
 def check() -> list[dict[str, Any]]:
-    """What ``nwor-ops doctor`` says of this vLLM: its version and each hook, without starting an engine."""
+    """Check the vLLM version and each hook without starting an engine, for ``nwor-ops doctor``.
+
+    Returns:
+        One row per check: ``hook`` (its name), ``ok``, and ``detail`` (the signature, or the problem).
+    """
     import vllm
     from vllm.platforms import current_platform
 
     rows = [("vLLM version", version_problem(), f"supported: {', '.join(SUPPORTED_VERSIONS[TRANSACTION])}")]
     of_runners = [hook for kind in RUNNERS.values() for hook in kind.hooks]
-    if not vllm.__version__.startswith("0.32."):  # whose V2 runner no engine of several stages is attached to
+    if not vllm.__version__.startswith("0.32."):  # there, pipeline parallelism on the V2 runner is refused
         of_runners += PIPELINE_HOOKS
     of_runners += KIMI_HOOKS
     for hook in (*of_runners, *draft_graphs.HOOKS, *spare_blocks.HOOKS, *connectors.HOOKS, *ONE_STATE_HOOKS):

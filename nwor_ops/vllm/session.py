@@ -1,13 +1,14 @@
-"""One model runner's transactions: what is the same for every generation of vLLM's runner.
+"""Session: runs the transaction of each step, for both generations of vLLM's model runner.
 
-A generation of runners (``runners.v1``, ``runners.v2``) turns its runner's objects into a :class:`Step` and calls
-:meth:`Session.begin` and :meth:`Session.commit`; in mode ``"cow"`` each target layer's writer is replaced by
-:meth:`Session.write`. In mode ``"stage"`` begin redirects the step to shadow pages, and writers need no wrapper.
-What happens in a step is told to those who subscribe: an audit, for one. The policy for errors is here and nowhere
-else:
+A runner attachment (``runners.v1``, ``runners.v2``) turns its runner's objects into a :class:`Step` and calls
+:meth:`Session.begin` and :meth:`Session.commit`. In mode ``"cow"``, :meth:`Session.write` replaces the writer of each
+target layer. In mode ``"stage"``, ``begin`` redirects the step to shadow pages, and the writers stay as they are.
 
-- strict (default): the error goes up, the engine stops with the reason;
-- ``on_unsupported="vanilla"``: the step goes on as if this library were not there, and is counted.
+The session notifies its listeners, for example an audit, of each event of a step. It also decides what happens after an
+error:
+
+- strict (default): the exception propagates, and the engine stops with the reason.
+- ``on_unsupported="vanilla"``: the step continues without this library, and is counted.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from nwor_ops.vllm.support import check_library
 
 
 class Step(NamedTuple):
-    """One forward of the target model, as its runner describes it.
+    """One forward of the target model, described by its runner.
 
     Attributes:
         window: device tensors for the manager.
-        on_host: gives ``query_start_loc`` and the number of drafts of each request, on the host. May wait for the
-            device: called where that is listened to alone.
-        new_states: of the window's request states, those of requests with drafts whose pages may have been another's
-            since the last window.
+        on_host: returns ``query_start_loc`` and the number of draft tokens of each request, as host numbers. May
+            synchronize; called only if a listener needs them.
+        new_states: request states of this window whose pages may have belonged to another request since the last
+            window. Only states of requests with drafts.
     """
 
     window: Window
@@ -46,7 +47,7 @@ class Step(NamedTuple):
     new_states: Sequence[int] = ()
 
 
-# Of a step, in order; see Session.subscribe.
+# The events of a step, in order. Session.subscribe describes them.
 EVENTS = (
     "begin", "loading", "loaded", "opened", "record", "forwarded", "commit", "ended", "drop", "returned",
     "deferred", "undone", "settled",
@@ -54,22 +55,24 @@ EVENTS = (
 
 
 class Session:
-    """Everything this library holds for one model runner.
+    """Hold the transaction state of one model runner.
 
     Args:
-        config: what was asked for.
+        config: the plugin's settings.
         layers: the target layers.
-        slot_mappings: int64 ``[max_num_tokens]`` per group: the engine's persistent buffers, of which
-            every forward takes slices.
-        max_num_requests, max_draft_tokens: most in one batch.
-        max_drafts_per_request: most of one request.
-        spare: the blocks that belong to no request, in mode ``"stage"``.
-        logger: vLLM's.
-        windows: above 1 on a pipeline stage that learns later which drafts were accepted: most steps that wait for it.
+        slot_mappings: int64 ``[max_num_tokens]`` per group. These are the engine's persistent buffers; each forward
+            takes slices of them.
+        max_num_requests: maximum number of requests in one batch.
+        max_draft_tokens: maximum number of draft tokens in one batch.
+        max_drafts_per_request: maximum number of draft tokens of one request.
+        spare: the shadow pages in mode ``"stage"``, otherwise None.
+        logger: vLLM's logger.
+        windows: maximum number of windows that are open or deferred at a time. Above 1 on a pipeline rank that does not
+            sample, since it learns in a later step which drafts were accepted.
 
     Attributes:
-        audit: what checks every step, if the configuration asks for it. The session tells it what every listener
-            hears; it is kept here for those who ask for its summary.
+        audit: the audit that checks every step, or None. It is subscribed like any other listener; the session keeps it
+            only so that its summary can be read.
     """
 
     def __init__(
@@ -92,8 +95,8 @@ class Session:
         self._addresses = {name: layer.kv_cache.data_ptr() for name, layer in self._layers.items()}
         self._logger = logger
         self._step: Step | None = None
-        self.begun = 0  # windows, counted before the device counts them
-        self.loads = True  # whether rows that the step that runs reads are loaded in it
+        self.begun = 0  # number of windows, counted on the host before the device counts them
+        self.loads = True  # whether a connector loads rows for the current step within that step
         self._pages_stay = False  # whether shadow pages may hold rows for the next window
         self.slot_mappings = slot_mappings
         self.max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
@@ -129,58 +132,63 @@ class Session:
         return manager
 
     def subscribe(self, **listeners: Callable[..., None]) -> None:
-        """Tell functions what happens, each of the event that it is passed for. In the order of a step:
+        """Register listeners, one function per event name. The events of a step, in order:
 
-        - ``begin(query_start_loc, num_draft_tokens, slot_mappings, block_tables, seq_lens)``: the step's inputs are
-          prepared, nothing of it is redirected or written. Not every step that begins is opened.
-        - ``opened(slot_mappings)``: as the forward will read them, per group.
-        - ``record(name, key, value, slot_mapping, token_offset, rest)``: what a layer is about to write. Also outside a
-          window: a graph captured there replays inside one.
-        - ``loading()``, ``loaded()``: around each call in which a KV connector may load rows.
-        - ``forwarded(moment)``: after the forward, and again before sampling.
-        - ``commit(num_sampled, undone)``: it is over; ``num_sampled`` waits for the device and gives the tokens sampled
-          for each request, None after a cancellation. ``undone``: whether the rejected drafts' rows are.
-        - ``ended()``: likewise, when all have heard of it.
-        - ``returned(output)``: what the runner returns of a step that sampled.
-        - ``drop()``: a step that may have begun will not be told of to its end.
+        - ``begin(query_start_loc, num_draft_tokens, slot_mappings, block_tables, seq_lens)``: the inputs of the step
+          are prepared. Nothing is redirected or written yet. The step may still run without a window.
+        - ``opened(slot_mappings)``: the window is open. The mappings, one per group, are those that the forward will
+          read.
+        - ``record(name, key, value, slot_mapping, token_offset, rest)``: a layer is about to write these rows. This
+          event also occurs outside a window, because a graph captured there is replayed inside one.
+        - ``loading()``, ``loaded()``: sent before and after each call in which a KV connector may load rows.
+        - ``forwarded(moment)``: sent after the forward, and again before sampling.
+        - ``commit(num_sampled, undone)``: the step is over. ``num_sampled()`` synchronizes and returns the number of
+          tokens sampled for each request; it is None after a cancellation. ``undone`` tells whether the rows of
+          rejected drafts are restored.
+        - ``ended()``: every listener has received ``commit``.
+        - ``returned(output)``: the runner is about to return ``output`` for a step that sampled.
+        - ``drop()``: a step that may have begun will receive no further events.
 
-        In place of ``commit``, where steps wait for their verdict (``deferred`` is what the manager knows a window by,
-        None where it had no drafts):
+        If the outcome arrives in a later step, three events replace ``commit``. The argument ``deferred`` identifies
+        the window; it is None for a step without drafts.
 
-        - ``deferred(deferred)``: the forward is over, and with it the step.
-        - ``undone(deferred, requests)``: drafts of these requests are undone, as their slots are given away.
-        - ``settled(deferred, num_sampled, undone)``: as ``commit``, of an earlier step.
+        - ``deferred(deferred)``: the forward and the step are over.
+        - ``undone(deferred, requests)``: the drafts of these requests are undone, because their slots are about to be
+          reused.
+        - ``settled(deferred, num_sampled, undone)``: the same as ``commit``, for an earlier step.
         """
         for event, listener in listeners.items():
             self._listeners[event].append(listener)
 
     def unsubscribe(self, **listeners: Callable[..., None]) -> None:
+        """Remove listeners that :meth:`subscribe` registered."""
         for event, listener in listeners.items():
             self._listeners[event] = [other for other in self._listeners[event] if other != listener]
 
     def tell(self, event: str, *what: Any) -> None:
-        """Runners and connectors say what the session does not see: ``forwarded``, ``loading``, ``loaded``."""
+        """Notify the listeners of an event. Runners and connectors call it for ``forwarded``, ``loading`` and
+        ``loaded``."""
         for listener in self._listeners[event]:
             listener(*what)
 
     def heard(self, event: str) -> bool:
-        """Whether anyone listens."""
+        """Return whether an event has a listener."""
         return bool(self._listeners[event])
 
     @property
     def wraps_writers(self) -> bool:
-        """Whether what the target layers write is to come through :meth:`write`."""
+        """Whether the writes of the target layers must go through :meth:`write`."""
         return self.mode != "stage" or self.heard("record")
 
-    # ------------------------------------------------------------ the moments of a step
+    # ------------------------------------------------------------ one step
 
     def begin(self, step: Step) -> None:
-        """After the runner prepared its inputs, before the forward."""
+        """Open the window of a step. Call it after the runner prepared its inputs and before the forward."""
         self.observe(step)
         if self.manager is None:
             return
         drafts, rows = step.window.num_draft_tokens, self.manager.max_draft_tokens
-        if drafts is not None and drafts > rows:  # no fault: the step is plain vLLM's, strict or not
+        if drafts is not None and drafts > rows:  # not an error, even in strict mode: the step is a vanilla step
             self.skip()
             self._count(
                 "more drafts than log rows", f"{drafts} drafts, {rows} rows; this step runs without the transaction"
@@ -199,30 +207,36 @@ class Session:
         self.tell("opened", step.window.slot_mappings)
 
     def skip(self) -> None:
-        """In place of :meth:`begin`, in a step that writes to pages of requests without a window: what shadow pages
-        hold of them is of no more use. Like begin, it first undoes the drafts of a window that is still open."""
+        """Run a step without a window; call it in place of :meth:`begin`.
+
+        It forgets the contents of the shadow pages, because the step may write to the same pages of its requests. If a
+        window is still open, its drafts are undone first, as in :meth:`begin`.
+        """
         manager = self.manager
         if manager is None:
             return
         if manager.state is State.OPEN:
-            self.close_interrupted()  # comes back here with the window closed
+            self.close_interrupted()  # calls skip again, with the window closed
         elif self._pages_stay:
             manager.forget_shadow_pages()
             self._pages_stay = False
 
     def loaded(self) -> None:
-        """A connector may have loaded rows since the step began: of new requests, some of which have drafts at once."""
+        """Copy the rows that a connector loaded since the step began into the shadow pages.
+
+        They belong to new requests, and some of those already have drafts.
+        """
         if self._step is not None and self._step.new_states and self.loads:
             assert self.manager is not None
             self.manager.refresh_shadow_pages()
         self.tell("loaded")
 
     def write(self, name: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any) -> None:
-        """In place of the layer's own writer, with its arguments.
+        """Replace a layer's own writer; the arguments are the same.
 
-        Python is here at every step of an eager or piecewise-compiled forward, and once, outside any
-        window, where a graph of the whole forward is captured: the captured kernel logs in every replay
-        that happens inside a window. (In one without drafts it logs what is not restored.)
+        Python runs this at each step of an eager or piecewise-compiled forward. For a graph of the whole forward it
+        runs once, at capture time and outside any window: each replay inside a window then logs the rows. A replay in a
+        step without drafts logs rows that are never restored.
         """
         layer = self._layers[name]
         for record in self._listeners["record"]:
@@ -233,11 +247,12 @@ class Session:
             layer.own_writer(key, value, kv_cache, slot_mapping, *rest)
 
     def commit(self, close: Callable[[DraftCommitManager], None], num_sampled: Callable[[], list[int]]) -> None:
-        """Right behind sampling: before anyone is told of the tokens, and before the drafter.
+        """Commit the window. Call it right after sampling: before the tokens are published and before the drafter runs.
 
         Args:
-            close: commits the manager's window with what the sampler said.
-            num_sampled: tokens sampled for each request, on the host. Waits: called where that is listened to alone.
+            close: commits the window of the manager it is given, with the sampler's outcome.
+            num_sampled: returns the number of tokens sampled for each request, on the host. Synchronizes; called only
+                if a listener needs it.
         """
         step, self._step = self._step, None
         committed = False
@@ -251,25 +266,34 @@ class Session:
         self.tell("commit", num_sampled, committed)
         self.tell("ended")
 
-    # ------------------------------------------------------------ where the verdict comes later
+    # ------------------------------------------------------------ deferred windows
 
     def observe(self, step: Step) -> None:
-        """A step that begins, for those who listen; of one without drafts, that is all."""
+        """Notify the listeners that a step began. A step without drafts needs nothing else."""
         self.close_interrupted()
         if self.heard("begin"):
             window = step.window
             self.tell("begin", *step.on_host(), window.slot_mappings, window.block_tables, window.seq_lens)
 
     def defer(self) -> Deferred | None:
-        """At the end of a step on a stage that samples nothing: what :meth:`settle` takes, None where there is nothing
-        to settle."""
+        """End a step on a pipeline rank that does not sample.
+
+        Returns:
+            The handle for :meth:`settle`, or None if the step has no window.
+        """
         step, self._step = self._step, None
         deferred = self._in_flight.defer() if step is not None else None
         self.tell("deferred", deferred)
         return deferred
 
     def settle(self, deferred: Deferred, num_rejected: Tensor, num_sampled: Callable[[], list[int]]) -> None:
-        """When it is known what was sampled in an earlier step. ``num_sampled``: as for :meth:`commit`."""
+        """End a deferred window, once the outcome of its step is known.
+
+        Args:
+            deferred: what :meth:`defer` returned.
+            num_rejected: number of rejected draft tokens per request, on the device.
+            num_sampled: as in :meth:`commit`.
+        """
         try:
             self._in_flight.settle(deferred, num_rejected)
         except Exception as error:
@@ -278,8 +302,15 @@ class Session:
         self.tell("settled", deferred, num_sampled, True)
 
     def undo(self, deferred: Deferred, requests: Sequence[int]) -> bool:
-        """Before the blocks of requests of an earlier step are given away, by their places in its batch. Whether that
-        step still waits for its verdict."""
+        """Undo the drafts of some requests in a deferred window, before their blocks are reused.
+
+        Args:
+            deferred: what :meth:`defer` returned.
+            requests: positions of the requests in the batch of that step.
+
+        Returns:
+            Whether the window is still deferred. It is not if undoing failed.
+        """
         try:
             self._in_flight.undo(deferred, requests)
         except Exception as error:
@@ -289,7 +320,7 @@ class Session:
         return True
 
     def cancel_deferred(self, deferred: Deferred) -> None:
-        """Nobody will say what was sampled in that step: undo all its drafts."""
+        """Undo all drafts of a deferred window whose outcome will never arrive."""
         try:
             self._in_flight.cancel_deferred(deferred)
         except Exception as error:
@@ -304,14 +335,15 @@ class Session:
         return self.manager
 
     def _fall_back_later(self, deferred: Deferred, error: Exception) -> None:
-        """As :meth:`_fall_back`: the drafts of that step stay."""
-        with contextlib.suppress(RuntimeError):  # it is forgotten already
+        """Handle an error as :meth:`_fall_back` does; the drafts of that step stay."""
+        with contextlib.suppress(RuntimeError):  # the manager has already forgotten it
             self._in_flight.forget(deferred)
         self.tell("settled", deferred, None, False)
         self._fall_back("commit", error)
 
     def after_failure(self, close: Callable[[], None]) -> None:
-        """Close the window of a step that failed. It is that failure which goes up, not one of closing."""
+        """Close the window of a step that failed. The original exception propagates; an error while closing is only
+        logged."""
         try:
             close()
             self.skip()
@@ -319,7 +351,7 @@ class Session:
             self._logger.exception("nwor: closing the window of a step that failed")
 
     def close_interrupted(self) -> None:
-        """A window that is still open belongs to a step that failed: undo every draft it wrote."""
+        """Undo the drafts of a window that is still open: its step failed before it could end."""
         self._step = None
         if self.manager is None or self.manager.state is not State.OPEN:
             self.tell("drop")
@@ -329,7 +361,7 @@ class Session:
             self.tell("ended")
 
     def _cancel(self, manager: DraftCommitManager) -> bool:
-        """Whether the drafts of the open window are undone."""
+        """Cancel the open window and return whether its drafts are undone."""
         try:
             manager.cancel()
         except Exception as error:
@@ -344,38 +376,39 @@ class Session:
 
     @property
     def in_window(self) -> bool:
-        """Whether this step is a transaction that is still open."""
+        """Whether the window of the current step is still open."""
         return self._step is not None
 
     def stats(self) -> Stats:
-        """Totals so far; waits for the device."""
+        """Return the totals so far. Synchronizes with the device."""
         return self.manager.stats() if self.manager is not None else Stats(0, 0, 0, 0, 0, 0, 0)
 
     def describe(self) -> str:
+        """Return the session's part of the log line ``nwor: active, ...``."""
         if self.manager is None:
-            return f"watching {len(self._layers)} layers, no transaction"
+            return f"audits {len(self._layers)} layers, no transaction"
         if self.spare is not None:
             return (
                 f"{len(self._layers)} layers, at most {self.manager.launches_per_window} launches per step and none in "
                 f"a layer; {self.spare.describe()}"
             )
         fused = sum(layer.fused for layer in self._layers.values())
-        waiting = f", {self.windows} steps may wait for their verdict" if self.windows > 1 else ""
+        deferred = f", at most {self.windows} windows open or deferred" if self.windows > 1 else ""
         return (
-            f"{len(self._layers)} layers ({fused} through the fused writer), "
+            f"{len(self._layers)} layers ({fused} with the fused writer), "
             f"{self.manager.max_draft_tokens} log rows, log {self.manager.log_bytes / 2**20:.1f} MiB, "
-            f"at most {self.manager.launches_per_window} launches per step beyond the writers{waiting}"
+            f"at most {self.manager.launches_per_window} launches per step beyond the writers{deferred}"
         )
 
     # ------------------------------------------------------------ inside
 
     def _log(self, layer: TargetLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> bool:
-        """Log what a layer is about to overwrite, and where our kernel does both, write. True if it wrote."""
+        """Log the rows that a layer is about to overwrite. If our kernel also writes the new rows, return True."""
         assert self.manager is not None
         name = layer.name
         try:
             if kv_cache.data_ptr() != self._addresses[name]:
-                raise RuntimeError(f"the cache of layer {name} is not where it was when the engine started")
+                raise RuntimeError(f"the KV cache of layer {name} moved to another address after the engine started")
             offset = self._token_offset(layer.group, slot_mapping)
             if not layer.fused:
                 self.manager.log(name, slot_mapping, token_offset=offset)
@@ -397,8 +430,10 @@ class Session:
             return False
 
     def _token_offset(self, group: str, slot_mapping: Tensor) -> int:
-        """Where in the batch a slot mapping begins: 0, or the start of a micro-batch's slice. Both are views
-        of one persistent buffer, so the addresses tell."""
+        """Return the position in the batch at which a slot mapping starts: 0, or the start of a micro-batch's slice.
+
+        Both are views of one persistent buffer, so the position follows from the addresses.
+        """
         batch = self.slot_mappings[group]
         start, batch_start = slot_mapping.data_ptr(), batch.data_ptr()
         if start == batch_start:
@@ -412,8 +447,11 @@ class Session:
         return token_offset
 
     def _fall_back(self, moment: str, error: Exception) -> None:
-        """Strict: stop with the reason. Else: this step ends as it would without the library. A commit that
-        failed half-way has undone some rejected drafts and no accepted one, so that is safe too."""
+        """Raise the error in strict mode. Otherwise finish the step without the transaction.
+
+        The second case is safe after a commit that failed part of the way: it has restored only rejected drafts, never
+        accepted ones.
+        """
         self._step = None
         if self.manager is not None and self.manager.state is State.OPEN:
             self.manager.abandon()

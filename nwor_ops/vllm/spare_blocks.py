@@ -1,13 +1,13 @@
-"""The blocks that mode ``"stage"`` keeps from vLLM's scheduler: shadow pages for the drafts of every running request.
+"""Shadow pages of mode ``"stage"``: blocks of the KV cache that are withheld from vLLM's scheduler.
 
-They are the last blocks of the cache. vLLM's block pool is made without them, so nothing about allocation changes: to
-the scheduler the cache is that much smaller. The engine core and each worker work out the same numbers from the same
-configuration, and the runner looks at every block id that it is given (:meth:`SpareBlocks.check`). vLLM's warm-up of
-the V2 runner asks no scheduler: it hands out blocks itself, so it is shown the smaller cache too.
+They are the last blocks of the cache. vLLM's block pool is created without them, so the scheduler sees a smaller cache
+and allocation does not change. The engine core and each worker compute the same numbers from the same configuration.
+The runner checks every block id that it receives (:meth:`SpareBlocks.check`). vLLM's warm-up of the V2 runner allocates
+blocks without a scheduler, so it is given the smaller cache too.
 
-Blocks are numbered for all KV-cache groups together, and groups may lie in one another's memory, so each group of
-attention layers has spare blocks of its own. Groups of recurrent states need none, and are given none of these either:
-their blocks come from the same pool.
+Block numbers are shared by all KV-cache groups, and groups may share memory. Each group of attention layers therefore
+has its own shadow pages. Groups of recurrent states need none. Their blocks come from the same pool, so they never
+receive a shadow page either.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _WRAPPED = "_nwor_spares_blocks"
 
 @dataclass(frozen=True)
 class SpareBlocks:
-    """Which blocks belong to no request.
+    """The blocks of a cache that are shadow pages.
 
     Attributes:
-        num_blocks: blocks of the whole cache, these included.
-        groups: numbers of the KV-cache groups that have some: those of attention layers, the drafter's own included, as
-            the engine core does not know which they are.
-        per_group: spare blocks of each group.
-        block_bytes: bytes of one block in all layers.
+        num_blocks: number of blocks in the whole cache, shadow pages included.
+        groups: numbers of the KV-cache groups that have shadow pages: all groups of attention layers. The drafter's
+            groups are included, because the engine core does not know which they are.
+        per_group: number of shadow pages of each group.
+        block_bytes: bytes of one block, summed over all layers.
     """
 
     num_blocks: int
@@ -63,14 +63,16 @@ class SpareBlocks:
 
     @property
     def first(self) -> int:
-        """The first one. All behind it are spare too."""
+        """The number of the first shadow page. All later blocks are shadow pages too."""
         return self.num_blocks - len(self.groups) * self.per_group
 
     def of_group(self, group: int) -> range:
+        """Return the shadow pages of a KV-cache group, as block numbers."""
         start = self.first + self.groups.index(group) * self.per_group
         return range(start, start + self.per_group)
 
     def describe(self) -> str:
+        """Return how many blocks are withheld, for the log line at start-up."""
         spare = self.num_blocks - self.first
         return (
             f"{spare} of {self.num_blocks} blocks ({spare / self.num_blocks:.1%} of the cache, "
@@ -78,26 +80,31 @@ class SpareBlocks:
         )
 
     def check(self, scheduler_output: Any) -> None:
-        """Raises RuntimeError where the scheduler hands out a spare block: it must not know of them."""
+        """Check the block ids that the scheduler gave to requests.
+
+        Raises:
+            RuntimeError: one of them is a shadow page, so the scheduler's process did not withhold them.
+        """
         cached = scheduler_output.scheduled_cached_reqs
         for by_group in (*(new.block_ids for new in scheduler_output.scheduled_new_reqs), *cached.new_block_ids):
             for block_ids in by_group or ():
                 if block_ids and max(block_ids) >= self.first:
                     raise RuntimeError(
-                        f"nwor: the scheduler gave block {max(block_ids)} to a request; mode stage needs the blocks "
-                        f"from {self.first} on for itself. Is nwor_ops loaded in the engine core's process?"
+                        f"nwor: the scheduler gave block {max(block_ids)} to a request, but blocks {self.first} and "
+                        "above are shadow pages of mode stage. Is nwor_ops loaded in the engine core's process?"
                     )
 
 
 def spare_blocks(vllm_config: Any, kv_cache_config: Any) -> SpareBlocks:
-    """What mode ``"stage"`` withholds of a cache.
+    """Compute the shadow pages of a cache in mode ``"stage"``.
 
     Args:
-        vllm_config: the engine's.
-        kv_cache_config: the whole cache's, as vLLM made it.
+        vllm_config: the engine's configuration.
+        kv_cache_config: the whole cache, as vLLM sized it.
 
     Raises:
-        Unsupported: too little would be left for one request of the longest length; there is no attention layer.
+        Unsupported: too few blocks would be left for one request of the maximum length, or no layer is an attention
+            layer.
     """
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
@@ -109,10 +116,10 @@ def spare_blocks(vllm_config: Any, kv_cache_config: Any) -> SpareBlocks:
     requests = vllm_config.scheduler_config.max_num_seqs
     drafts = vllm_config.speculative_config.num_speculative_tokens
     num_blocks = kv_cache_config.num_blocks
-    # One allocation; each of its tensors names the size of all of it.
+    # All tensors lie in one allocation, and each of them has the size of the whole allocation.
     block_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0) // num_blocks
     spare = SpareBlocks(num_blocks, groups, num_shadow_blocks(requests, drafts, block_size), block_bytes)
-    # One block of the pool is vLLM's null block.
+    # vLLM reserves one block of the pool as its null block.
     per_request = round(num_blocks / get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config))
     if spare.first - 1 < per_request:
         raise SMALL_CACHE.because(
@@ -130,7 +137,11 @@ def spare_blocks(vllm_config: Any, kv_cache_config: Any) -> SpareBlocks:
 
 
 def check_scheduler(vllm_config: Any) -> None:
-    """Raises :class:`Unsupported` for a scheduler that is not vLLM's own: it would hand the blocks out."""
+    """Refuse a scheduler that is not vLLM's own, because it would give the shadow pages to requests.
+
+    Raises:
+        Unsupported: the engine's scheduler class does not derive from vLLM's.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
 
     scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
@@ -139,7 +150,7 @@ def check_scheduler(vllm_config: Any) -> None:
 
 
 def wrap_scheduler_module(module: ModuleType) -> None:
-    """Make each scheduler start with a cache that lacks the spare blocks, if its engine is in mode ``"stage"``."""
+    """Patch vLLM's scheduler: in mode ``"stage"`` it starts with a cache without the shadow pages."""
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -159,14 +170,17 @@ def _without_spare_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
     try:
         check_transaction(vllm_config, current_platform.device_type, config.mode)
         spare = spare_blocks(vllm_config, kv_cache_config)
-    except Unsupported:  # the workers say so, and stop the engine if that is wanted
+    except Unsupported:  # the workers report it, and stop the engine in strict mode
         return kv_cache_config
     return _smaller(kv_cache_config, spare)
 
 
 def _smaller(kv_cache_config: Any, spare: SpareBlocks) -> Any:
-    """The cache without its last blocks. A tensor's size is that of the whole allocation, and both sides of a connector
-    divide it by the number of blocks."""
+    """Return the configuration of the cache without its shadow pages.
+
+    A tensor's size is the size of the whole allocation, and connectors divide it by the number of blocks. The size is
+    reduced in the same proportion.
+    """
     smaller = copy.copy(kv_cache_config)
     smaller.num_blocks = spare.first
     smaller.kv_cache_tensors = [
@@ -177,12 +191,13 @@ def _smaller(kv_cache_config: Any, spare: SpareBlocks) -> Any:
 
 
 def wrap_warmup_module(module: ModuleType, spare_of: Callable[[Any], SpareBlocks | None]) -> None:
-    """Make vLLM's warm-up of a V2 runner hand out no spare block: it makes up requests, as many as the runner's cache
-    has blocks for.
+    """Patch vLLM's warm-up of a V2 runner so that it uses no shadow page.
+
+    The warm-up invents as many requests as the runner's cache has blocks for.
 
     Args:
         module: ``vllm.v1.worker.gpu.warmup``.
-        spare_of: the spare blocks of a runner, None where it has none.
+        spare_of: returns the shadow pages of a runner, or None.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -331,7 +331,7 @@ def test_what_moved_is_named():
     for other in (torch.zeros(4, 4), tensor[:3], tensor.t(), tensor.view(torch.int32), None):
         changed = {"layer": [other, (tensor[0],)]}
         with pytest.raises(
-            RuntimeError, match=r"DraftLoop: metadata\['layer'\]\[0\] must stay what it was when the gra"
+            RuntimeError, match=r"DraftLoop: metadata\['layer'\]\[0\] must not move or change after the captu"
         ):
             require_unmoved(before, places_of(changed, "metadata", cpu))
     assert places_of([tensor], "metadata", torch.device("cuda")) == {}
@@ -343,9 +343,9 @@ def test_registered_tensors_are_watched():
     buffers.register(table=table)
     buffers.register(table=table)
     assert buffers.tensors()["table"] is table
-    with pytest.raises(ValueError, match=r"DraftBuffers.register: table is registered already, with another tensor"):
+    with pytest.raises(ValueError, match=r"DraftBuffers.register: table is already registered with another tensor"):
         buffers.register(table=torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="seq_lens is registered already"):
+    with pytest.raises(ValueError, match="seq_lens is already registered"):
         buffers.register(seq_lens=table)
 
 
@@ -529,7 +529,7 @@ def test_bad_arguments():
         ),
         (lambda: loop().run(2, key=GraphKey(2, 3)), "must have the query length of this pass, 1"),
         (lambda: loop().run(2, "whole"), "mode must be auto, eager .* step or loop, got 'whole'"),
-        (lambda: loop().run_first_pass(2, 3), r"GraphKey\(num_reqs=2, query_len=3\) is of a first pass, but the loop"),
+        (lambda: loop().run_first_pass(2, 3), r"GraphKey\(num_reqs=2, query_len=3\) belongs to a first pass"),
         (lambda: loop().run_first_pass(2, 1), "DraftLoop.run_first_pass: query_len must be > 1, got 1"),
         (
             lambda: loop(model_fn=lambda key, metadata: (1, 2)).run(2),
@@ -546,7 +546,7 @@ def test_bad_arguments():
     ):
         with pytest.raises(ValueError, match=message):
             run()
-    with pytest.raises(TypeError, match=r"what sample_fn returns must be a tensor, got \[1, 2\]"):
+    with pytest.raises(TypeError, match=r"the result of sample_fn must be a tensor, got \[1, 2\]"):
         loop(sample_fn=lambda key, out: [1, 2]).run(2)
     carrying = Follower(3, 4, 20)
     carrying.loop.model_fn = lambda key, metadata: torch.zeros(2, 9)

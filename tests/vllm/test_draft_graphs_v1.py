@@ -21,8 +21,8 @@ from nwor_ops.vllm.support import DRAFT_GRAPHS, Unsupported, check_engine, check
 LOGGER = logging.getLogger("nwor")
 MIXED = "first pass of a batch with prompts, or with fewer drafts in some request"
 TOO_LARGE = "more requests than the largest graph"
-FEWER = "another number of drafts than the graphs have"
-NEAR = "a request next to the model's length limit"
+FEWER = "a number of drafts without graphs"
+NEAR = "a request close to the model's length limit"
 RANDOM = "drafts drawn at random"
 
 

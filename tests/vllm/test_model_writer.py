@@ -102,8 +102,8 @@ def test_a_slot_is_where_the_model_writes_it() -> None:
 @pytest.mark.parametrize(
     ("more", "because"),
     [
-        ({"q_lora_rank": 8}, "of this class only Kimi Linear's layers are known"),
-        ({"rotary_emb": object()}, "of this class only Kimi Linear's layers are known"),
+        ({"q_lora_rank": 8}, "this layer class is supported for Kimi Linear only"),
+        ({"rotary_emb": object()}, "this layer class is supported for Kimi Linear only"),
     ],
 )
 def test_kimi_k3_is_refused(more: dict[str, Any], because: str) -> None:
@@ -115,7 +115,7 @@ def test_kimi_k3_is_refused(more: dict[str, Any], because: str) -> None:
 def test_a_cache_of_another_format_is_refused() -> None:
     layer = layer_of()
     layer.impl.kv_cache_dtype = "fp8"
-    with pytest.raises(Unsupported, match="its own writer is known for a cache of bfloat16, not of fp8"):
+    with pytest.raises(Unsupported, match="the writer of this layer class needs a bfloat16 cache, got fp8"):
         target_layers(runner_of(layer), set(), "cow")
 
 

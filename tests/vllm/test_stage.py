@@ -181,7 +181,7 @@ def test_a_spare_block_in_a_request_is_an_error() -> None:
 
     spare.check(output([([1, 11], [])], [None, ([], [11])]))
     for wrong in (output([([1], [2, 12])]), output(more=[None, ([19],)])):
-        with pytest.raises(RuntimeError, match=r"gave block (12|19) to a request; mode stage needs .* from 12 on"):
+        with pytest.raises(RuntimeError, match=r"gave block (12|19) to a request, but blocks 12 and above are shadow"):
             spare.check(wrong)
 
 
@@ -313,7 +313,7 @@ def test_a_draft_that_is_not_redirected_is_found(slot: int) -> None:
     if slot == 16:
         step.begin(redirected)
         return
-    with pytest.raises(AuditError, match=rf"must name a slot of blocks 4 to 5: {slot} \(token 3\)"):
+    with pytest.raises(AuditError, match=rf"the slots of these tokens must be in blocks 4 to 5: {slot} \(token 3\)"):
         step.begin(redirected)
 
 

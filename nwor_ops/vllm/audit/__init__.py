@@ -1,1 +1,1 @@
-"""What was promised, checked: every byte at every step (`audit`), and the scheduler's counts (`emit_metrics`)."""
+"""Checks at run time: every byte of the cache (``audit``), and the scheduler's counts (``emit_metrics``)."""

@@ -1,18 +1,20 @@
-"""Do we count what the scheduler counts?
+"""Compare the worker's counters with the scheduler's.
 
-vLLM's scheduler counts proposed and accepted drafts for itself, from token ids on the host; our counters come
-from kernels. Two independent books of the same steps must agree, and this module compares them where vLLM's
-book is kept: in the process of the engine core.
+vLLM's scheduler counts proposed and accepted drafts from token ids on the host; our counters come from kernels. Both
+count the same steps, so they must agree. This module compares them in the process of the engine core, because the
+scheduler's counts are there.
 
-- Both sides see the same steps in the same order, and each step's drafts make the total grow. So the pair
-  (drafts, accepted) that the worker published must be one of the pairs that the scheduler went through. That
-  needs no common clock and no moment of rest: steps in flight only make the scheduler reach the pair later.
-- Its count of a step is in the statistics that the step returns: nothing is added to what vLLM does for each request.
-- The scheduler does not count the drafts of a request that ended while the step ran: aborted, or stopped in
-  the step before under async scheduling. We do: they were written and undone. So a step of which it counted fewer
-  requests than were scheduled, or none as statistics are off, is counted from the tokens that the step returned.
-- vLLM subtracts drafts that a grammar forbids; the worker still verified them. So drafts are counted as scheduled.
-- The comparison ends with the first step that ran without the transaction: only the scheduler counts it.
+- Both sides see the same steps in the same order, and the drafts of each step increase the total. The pair (drafted,
+  accepted) that the worker published must therefore be one of the pairs that the scheduler went through. The comparison
+  needs neither a common clock nor an idle engine: if the scheduler lags, it reaches the pair later.
+- The scheduler's count of a step is taken from the statistics that the step returns. No work is added per request.
+- The scheduler does not count the drafts of a request that ended while the step ran: it was aborted, or it stopped in
+  the previous step under async scheduling. Our counters include them, because these drafts were written and undone. If
+  the scheduler counted fewer requests than were scheduled, or has statistics switched off, the step is counted from the
+  tokens that it returned.
+- vLLM subtracts drafts that a grammar forbids, although the worker verified them. Drafts are therefore counted as
+  scheduled.
+- The comparison ends with the first vanilla step, because only the scheduler counts it.
 """
 
 from __future__ import annotations
@@ -32,12 +34,16 @@ from nwor_ops.vllm.metrics.transport import CounterFile, Totals
 from nwor_ops.vllm.support import wrap_once
 
 _UPDATE = ("scheduler_output", "model_runner_output")
-_MOST_STEPS = 1 << 16  # remembered while nothing is published
+_MOST_STEPS = 1 << 16  # maximum number of totals to keep while nothing is published
 
 
 @dataclass(frozen=True)
 class Total:
-    """Drafts the scheduler has seen so far. It may not know how many were accepted: between two numbers."""
+    """The number of drafts that the scheduler has seen so far.
+
+    The scheduler may not know how many of them were accepted; then the number lies between ``accepted`` and
+    ``accepted_at_most``.
+    """
 
     drafted: int
     accepted: int
@@ -45,11 +51,11 @@ class Total:
 
 
 class Agreement:
-    """Compares the worker's totals with the scheduler's.
+    """Compare the worker's totals with the scheduler's.
 
     Attributes:
-        comparisons: how often both numbers were known.
-        disagreements: how often they differed.
+        comparisons: number of comparisons.
+        disagreements: number of comparisons in which the totals differed.
     """
 
     def __init__(self) -> None:
@@ -59,7 +65,7 @@ class Agreement:
         self._pending: tuple[int, int] | None = None
 
     def step(self, drafted: int, accepted: int, accepted_at_most: int) -> None:
-        """The scheduler has processed one more step with drafts."""
+        """Add one step with drafts to the scheduler's totals."""
         last = self._totals[-1]
         self._totals.append(
             Total(last.drafted + drafted, last.accepted + accepted, last.accepted_at_most + accepted_at_most)
@@ -67,16 +73,20 @@ class Agreement:
 
     @property
     def waiting(self) -> bool:
-        """Whether the scheduler has yet to reach the totals that were published last."""
+        """Whether the scheduler has not reached the last published totals yet."""
         return self._pending is not None
 
     def published(self, drafted: int, accepted: int) -> None:
-        """What the worker says; ignored while it is waiting."""
+        """Set the worker's totals, which are compared next. Ignored while :attr:`waiting`."""
         if self._pending is None:
             self._pending = drafted, accepted
 
     def compare(self) -> str | None:
-        """Both numbers as a sentence if they disagree, None if they agree or cannot be compared yet."""
+        """Compare the totals if the scheduler has reached those of the worker.
+
+        Returns:
+            A sentence with both totals if they differ. None if they agree or cannot be compared yet.
+        """
         if self._pending is None or self._totals[-1].drafted < self._pending[0]:
             return None
         (drafted, accepted), self._pending = self._pending, None
@@ -93,16 +103,16 @@ class Agreement:
         at_most = f" to {total.accepted_at_most}" if total.accepted_at_most > total.accepted else ""
         return (
             f"nwor counted {drafted} drafts and {accepted} accepted, the scheduler {total.drafted} and "
-            f"{total.accepted}{at_most} (and {self._totals[-1].drafted} drafts by now)"
+            f"{total.accepted}{at_most} (the scheduler is now at {self._totals[-1].drafted} drafts)"
         )
 
 
 class SchedulerWatch:
-    """Keeps the scheduler's book of one engine, and compares it with what the worker has published.
+    """Count the drafts of one engine's scheduler, and compare them with the totals that the worker published.
 
     Args:
-        scheduler: vLLM's, before its first step. One method of this instance is wrapped.
-        logger: vLLM's.
+        scheduler: vLLM's scheduler, before its first step. One method of this instance is patched.
+        logger: vLLM's logger.
     """
 
     def __init__(self, scheduler: Any, logger: Any) -> None:
@@ -118,13 +128,13 @@ class SchedulerWatch:
     def _wrap(self, scheduler: Any) -> None:
         update = scheduler.update_from_output
         if tuple(inspect.signature(update).parameters) != _UPDATE:
-            self._stop("this vLLM counts in another way")
+            self._stop("Scheduler.update_from_output has another signature in this vLLM")
             return
 
         @functools.wraps(update)
         def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
             sampled = model_runner_output.sampled_token_ids
-            # vLLM cuts the tokens of a request that stops out of these very lists.
+            # Read the lengths first: vLLM removes tokens of a request that stops from these very lists.
             lengths = [len(tokens) for tokens in sampled] if self._active and sampled else []
             outputs = update(scheduler_output, model_runner_output)
             if self._active:
@@ -134,7 +144,7 @@ class SchedulerWatch:
         scheduler.update_from_output = update_from_output
 
     def _guarded(self, action: Any, *args: Any, **kwargs: Any) -> None:
-        """A check that fails must not take the engine with it."""
+        """Run an action and stop comparing if it raises. A failed comparison must not stop the engine."""
         try:
             action(*args, **kwargs)
         except Exception:
@@ -145,10 +155,11 @@ class SchedulerWatch:
         self._active = False
         self._logger.info("nwor: counters are no longer compared with the scheduler's: %s", reason)
 
-    # ------------------------------------------------------------ the scheduler's book
+    # ------------------------------------------------------------ the scheduler's counts
 
     def _after_step(self, scheduler_output: Any, places: dict[str, int], lengths: list[int], outputs: Any) -> None:
-        """`lengths`: of the tokens that the step returned, at the place of each request."""
+        """Add one step to the scheduler's counts. `lengths` is the number of tokens returned for each request, by its
+        position."""
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         if scheduled:
             counted = _counted(outputs)
@@ -187,7 +198,7 @@ class SchedulerWatch:
     def _of_worker(self) -> Totals | None:
         found = self._file.of_same_engine("worker")
         if len(found) > 1:
-            self._stop("the worker has bound a new cache")
+            self._stop("the worker bound a new cache")
         return transport.read(found) if len(found) == 1 else None
 
     def _publish(self) -> None:
@@ -196,18 +207,18 @@ class SchedulerWatch:
 
 
 def _counted(outputs: Any) -> Any:
-    """The scheduler's own statistics of a step's drafts, or None."""
+    """Return the scheduler's own statistics of a step's drafts, or None."""
     found = [output.scheduler_stats for output in outputs.values() if output.scheduler_stats is not None]
     return found[0].spec_decoding_stats if found else None
 
 
 def _accepted(sampled: int, drafts: int) -> tuple[int, int]:
-    """Least and most drafts of a request that were accepted, by the number of tokens that the step returned for it."""
+    """Return the minimum and maximum number of accepted drafts of a request that got ``sampled`` tokens."""
     return (sampled - 1, sampled - 1) if sampled else (0, drafts)
 
 
 def _comparable(scheduler: Any) -> bool:
-    """Whether each draft that is scheduled is verified, and each token but one of a step is an accepted draft."""
+    """Return whether every scheduled draft is verified, and every token of a step except one is an accepted draft."""
     speculative = scheduler.vllm_config.speculative_config
     return (
         speculative is not None
@@ -218,7 +229,7 @@ def _comparable(scheduler: Any) -> bool:
 
 
 def wrap_scheduler_module(module: ModuleType) -> None:
-    """Make a new scheduler look at its engine's configuration."""
+    """Patch vLLM's scheduler so that each new one starts a comparison, if its engine publishes metrics."""
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,13 +1,13 @@
-"""The audit of a pipeline stage whose steps are judged later: other steps run in between, so no image of the cache from
-before a step is what it should be afterwards.
+"""Audit of a pipeline rank with deferred windows.
 
-Two images are kept instead, both made by vLLM's own writers:
+Other steps run before a window is settled, so an image of the cache from before the step does not tell what should be
+there afterwards. This audit keeps two images instead, both made by vLLM's own writers:
 
-- what is *settled*: the rows of prompt and target tokens, and of the drafts that were accepted;
-- what should be there *now*: that, and the drafts of the steps that wait for their verdict.
+- *settled*: the rows of prompt tokens, target tokens and accepted drafts.
+- *now*: the same rows, and the drafts of deferred windows.
 
-The cache is compared with the second, byte for byte, at the end of each step's forward, when a step is settled and when
-drafts of a request that is no more are undone.
+The cache is compared with the second image, byte for byte, at three times: at the end of each forward, after a window
+is settled, and after the drafts of a request that ended are undone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from nwor_ops.vllm.audit.undo import AuditedStep, AuditError, CacheAudit, bytes_of, slots_of
 from nwor_ops.vllm.layers.target import TargetLayer, same_place
 
-# What each layer was given to write in a step: key, value, slots, and what its writer takes besides.
+# The arguments of one layer's writer in a step: key, value, slots, and the back end's further arguments.
 Record = tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]
 
 
@@ -29,14 +29,14 @@ class _Waiting:
     """A step whose forward is over.
 
     Attributes:
-        records: by layer. A token that has been dealt with has slot -1: of what waits, all but drafts.
+        records: the recorded rows by layer. Tokens that are already settled have slot -1, so only drafts remain.
     """
 
     def __init__(self, step: AuditedStep, records: dict[str, Record]) -> None:
         self.step, self.records = step, records
 
     def rows(self, tokens: Sequence[int] | None = None, without: Sequence[int] = ()) -> dict[str, Record]:
-        """Of some tokens, or of all, but for some."""
+        """Return the records of some tokens, or of all tokens, except those in ``without``."""
         found = {}
         for name, (key, value, slots, rest) in self.records.items():
             kept = slots.clone() if tokens is None else torch.full_like(slots, -1)
@@ -55,15 +55,15 @@ class _Waiting:
 
 
 class PipelineAudit(CacheAudit):
-    """Audits one model runner whose steps wait for their verdict (mode ``"cow"``)."""
+    """Audit one model runner with deferred windows (mode ``"cow"``)."""
 
     def __init__(self, layers: list[TargetLayer], max_num_tokens: int) -> None:
         super().__init__(layers, max_num_tokens)
         self._settled: dict[int, torch.UntypedStorage] = {}
         self._now: dict[int, torch.UntypedStorage] = {}
-        self._flights: dict[Any, _Waiting] = {}  # by what the session calls them, in the order of steps
+        self._flights: dict[Any, _Waiting] = {}  # by the manager's handle, in the order of steps
 
-    # ------------------------------------------------------------ what the session tells of
+    # ------------------------------------------------------------ events of the session
 
     def begin(
         self,
@@ -73,8 +73,8 @@ class PipelineAudit(CacheAudit):
         block_tables: Mapping[str, Tensor] | None = None,
         seq_lens: Tensor | None = None,
     ) -> None:
-        """Before the forward. What vLLM did to the cache since the last comparison (clearing and copying blocks) is no
-        business of ours, and stays."""
+        """Adopt the changes that vLLM made to the cache since the last comparison, for example by clearing or copying
+        blocks."""
         self._step = self._begun(query_start_loc, num_draft_tokens, slot_mappings, {})
         found = self._copies()
         for address, storage in found.items():
@@ -86,10 +86,14 @@ class PipelineAudit(CacheAudit):
         self._now = found
 
     def forwarded(self, moment: str) -> None:
-        """The end of the forward is told of as the end of the step."""
+        """Do nothing: :meth:`deferred` follows the end of the forward."""
 
     def deferred(self, deferred: Any) -> None:
-        """Raises AuditError where the forward left anything but its rows. Without a window all of them stay."""
+        """Compare the cache at the end of a forward. All rows of a step without a window are settled.
+
+        Raises:
+            AuditError: the forward changed anything but its rows.
+        """
         step, self._step = self._step, None
         if step is None:
             return
@@ -105,7 +109,11 @@ class PipelineAudit(CacheAudit):
         self._totals.verify_steps += any(step.num_draft_tokens)
 
     def undone(self, deferred: Any, requests: Sequence[int]) -> None:
-        """Raises AuditError where a draft of these requests left its row."""
+        """Compare the cache after the drafts of some requests were undone.
+
+        Raises:
+            AuditError: a row of these drafts is still there.
+        """
         waiting = self._flights[deferred]
         starts, drafts = waiting.step.query_start_loc, waiting.step.num_draft_tokens
         gone = [token for request in requests
@@ -115,8 +123,11 @@ class PipelineAudit(CacheAudit):
         self._compare(waiting, "when requests ended")
 
     def settled(self, deferred: Any, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        """Raises AuditError where the cache holds anything but the accepted rows of that step. Where it was not
-        ``undone``, what is there is taken as it is."""
+        """Compare the cache after a window was settled. If it was not ``undone``, the cache is taken as it is.
+
+        Raises:
+            AuditError: the cache holds other rows of that step than the accepted ones.
+        """
         waiting = self._flights.pop(deferred)
         if not undone:
             self._write(self._settled, waiting.rows())
@@ -124,10 +135,11 @@ class PipelineAudit(CacheAudit):
         rejected = self._rejected_tokens(waiting.step, None if num_sampled is None else num_sampled())
         self._write(self._settled, waiting.rows(without=rejected))
         self._count_exposed_rows(waiting, rejected)
-        self._compare(waiting, "when the step was judged")
+        self._compare(waiting, "when the window was settled")
 
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        """A step was cancelled in the middle: its other tokens may have been written or not."""
+        """Compare the cache after a step was cancelled before its end. Its other tokens may or may not have been
+        written."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -166,7 +178,7 @@ class PipelineAudit(CacheAudit):
                 raise AuditError(f"{moment}, " + self._complaint(waiting.step, self._layers_in(address), wrong, {}))
 
     def _count_exposed_rows(self, waiting: _Waiting, tokens: Sequence[int]) -> None:
-        """Rows that were in a page of a request until now, and are not to stay there."""
+        """Count the rows that were in a page of a request until now, and do not stay there."""
         exposed: dict[str, set[int]] = {layer.group: set() for layer in self._layers.values()}
         for address, storage in self._now.items():
             differs = (bytes_of(storage) != bytes_of(self._settled[address])).cpu()

@@ -1,14 +1,13 @@
-"""The audit of mode ``"stage"``: not only after commit, at every moment of a step no page that a request owns holds a
-rejected row.
+"""Audit of mode ``"stage"``: at no time during a step does a page of a request hold a rejected row.
 
-- When a window has been opened: every draft names a slot of a shadow page of its group.
-- After the forward, and once more before sampling: the shadow page of a request's first draft holds the committed rows
-  of the page that it stands for, which attention read there. Outside the shadow pages the cache holds what it held
-  before the step, and the rows of tokens that were not redirected (prompts, tokens before the tail page); nothing else.
-- After commit: as in mode ``"cow"``, outside the shadow pages.
+- After a window is opened: every draft names a slot of a shadow page of its group.
+- After the forward, and again before sampling: the shadow page of a request's first draft holds the committed rows of
+  the page that it replaces, because attention reads them there. Outside the shadow pages the cache holds what it held
+  before the step, plus the rows of tokens that were not redirected (prompts, and tokens before the tail page).
+- After commit: the same check as in mode ``"cow"``, outside the shadow pages.
 
-Rows are expected as vLLM's own writer makes them, from the keys and values that it was given. Where it was not asked
-(a fused kernel wrote, or the model itself), what such a row should be is what was found in the shadow page.
+The expected rows come from vLLM's own writer, given the recorded keys and values. If that writer was never called (a
+fused kernel or the model wrote the row), the row found in the shadow page is expected.
 """
 
 from __future__ import annotations
@@ -36,11 +35,14 @@ from nwor_ops.vllm.layers.target import TargetLayer
 
 
 class StageAudit(CacheAudit):
-    """Audits one model runner in mode ``"stage"``.
+    """Audit one model runner in mode ``"stage"``.
 
     Args:
-        layers, max_num_tokens, others_write, recurrent: as in :class:`CacheAudit`.
-        shadow_blocks: the shadow pages of each group.
+        layers: as in :class:`CacheAudit`.
+        max_num_tokens: as in :class:`CacheAudit`.
+        shadow_blocks: the shadow pages of each group, as block numbers.
+        others_write: as in :class:`CacheAudit`.
+        recurrent: as in :class:`CacheAudit`.
     """
 
     def __init__(
@@ -55,15 +57,19 @@ class StageAudit(CacheAudit):
         self._shadow_blocks = shadow_blocks
         shadows = {group: torch.tensor(blocks) for group, blocks in shadow_blocks.items()}
         self._shadows = {address: self._bytes_of_blocks(address, shadows) for address in self._storages()}
-        # Of the open window, per group: the slots that its tokens were redirected to, else their own.
+        # The slot of each token of the open window, per group: in a shadow page if the token was redirected.
         self._redirected: dict[str, Tensor] = {}
         self._forwarded: dict[int, torch.UntypedStorage] = {}
-        self._cancelled = False  # whether the step that is compared ended without sampling
+        self._cancelled = False  # whether the current step ended without sampling
 
-    # ------------------------------------------------------------ what the session tells of
+    # ------------------------------------------------------------ events of the session
 
     def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
-        """Raises AuditError for a draft that was not redirected."""
+        """Check that every draft of the window was redirected.
+
+        Raises:
+            AuditError: a draft names a slot outside the shadow pages.
+        """
         step = self._step
         if step is None:
             return
@@ -77,13 +83,17 @@ class StageAudit(CacheAudit):
             wrong = must & (own >= 0) & ~in_shadow
             if wrong.any():
                 raise AuditError(
-                    f"nwor audit, step {self._totals.steps}: group {group}: these tokens must name a slot of blocks "
-                    f"{blocks.start} to {blocks.stop - 1}: {listed(slots_of(found[wrong]), found)}"
+                    f"nwor audit, step {self._totals.steps}: group {group}: the slots of these tokens must be in "
+                    f"blocks {blocks.start} to {blocks.stop - 1}: {listed(slots_of(found[wrong]), found)}"
                 )
 
     def forwarded(self, moment: str) -> None:
-        """Raises AuditError where attention did not read what is committed, or a page outside the shadow pages holds
-        what is not committed yet."""
+        """Compare the cache before the window ends.
+
+        Raises:
+            AuditError: a shadow page lacks the committed rows that attention reads, or a page outside the shadow pages
+                holds a row that is not committed yet.
+        """
         super().forwarded(moment)
         step = self._step
         if step is None or not self._redirected:
@@ -108,8 +118,11 @@ class StageAudit(CacheAudit):
                 raise AuditError(f"{moment}, " + self._complaint(step, self._layers_in(address), wrong, {}))
 
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        """As :meth:`CacheAudit.commit`. Of a cancelled window nothing is promised of the slots that a layer was to
-        write, and did not, but those of drafts."""
+        """Compare the cache after the step, as :meth:`CacheAudit.commit` does.
+
+        After a cancelled window, the slots of tokens that a layer did not write may hold anything, except the slots of
+        drafts.
+        """
         self._cancelled = num_sampled is None
         try:
             super().commit(num_sampled, undone)
@@ -121,7 +134,7 @@ class StageAudit(CacheAudit):
         self._redirected = {}
 
     def slot_states(self) -> dict[str, Tensor]:
-        """As :meth:`CacheAudit.slot_states`; slots of shadow pages are SHADOW."""
+        """Return the state of each slot, as :meth:`CacheAudit.slot_states` does. Slots of shadow pages are SHADOW."""
         states = super().slot_states()
         for group, blocks in self._shadow_blocks.items():
             states[group][blocks.start : blocks.stop] = SHADOW
@@ -130,8 +143,10 @@ class StageAudit(CacheAudit):
     # ------------------------------------------------------------ inside
 
     def _tails(self, step: AuditedStep, group: str) -> tuple[Tensor, Tensor]:
-        """Of each request that is redirected, the slots from the start of its tail page to its first redirected token:
-        its own, and those of the shadow page."""
+        """Return the slots from the start of each redirected request's tail page to its first redirected token.
+
+        There are two tensors: the request's own slots, and the slots of the shadow page that replaces its tail page.
+        """
         own, found, size = step.slot_mappings[group], self._redirected[group], self._block_sizes[group]
         tails = [(own[:0], own[:0])]
         for start, end in itertools.pairwise(step.query_start_loc):
@@ -152,8 +167,8 @@ class StageAudit(CacheAudit):
                 pairs = zip(own[differ].tolist(), found[differ].tolist(), strict=True)
                 slots = ", ".join(f"{slot} (found at {other})" for slot, other in itertools.islice(pairs, 8))
                 raise AuditError(
-                    f"{moment}, nwor audit, step {self._totals.steps}: in layer {layer.name} attention did not read "
-                    f"what is committed in {int(differ.sum())} slots: {slots}; query_start_loc "
+                    f"{moment}, nwor audit, step {self._totals.steps}: in layer {layer.name} attention read other rows "
+                    f"than the committed ones of {int(differ.sum())} slots: {slots}; query_start_loc "
                     f"{step.query_start_loc}, drafts {step.num_draft_tokens}"
                 )
 
@@ -174,7 +189,8 @@ class StageAudit(CacheAudit):
             self._expect_what_is_there(step, rejected)
 
     def _expect_what_is_there(self, step: AuditedStep, rejected: list[int]) -> None:
-        """At the slots of tokens that a layer was not seen to write: cancel copied what their shadow pages held."""
+        """Accept the current bytes at the slots of tokens that a layer did not write: cancel copied them from the
+        shadow pages."""
         found = self._copies()
         for name, layer in self._layers.items():
             slots = step.slot_mappings[layer.group].clone()
@@ -191,7 +207,7 @@ class StageAudit(CacheAudit):
         return torch.nonzero((self._redirected[group] == own) & (own >= 0)).flatten().tolist()
 
     def _unrecorded(self) -> list[TargetLayer]:
-        """Layers whose own writer was never called."""
+        """Return the layers whose own writer was never called."""
         return [layer for name, layer in self._layers.items() if name not in self._recorders]
 
     def _copy_rows(

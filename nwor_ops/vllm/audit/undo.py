@@ -1,14 +1,13 @@
-"""The audit: after every step with drafts the whole cache is compared, byte for byte, with what it should hold.
-(With vLLM's V1 runner after every step.)
+"""Audit of the KV cache: compare the whole cache, byte for byte, after each step with drafts.
 
-What it should hold is made by vLLM itself: the cache as it was before the step, written by the
-layer's own, unwrapped writer with this step's keys and values, at the slots of prompt, target and
-accepted tokens only. So the audit shares no code with what it checks: neither our kernels nor our
-idea of which draft was rejected (it counts vLLM's sampled tokens on the host). Of a hybrid model the recurrent
-states that the step may change are left out, and nothing else (:mod:`nwor_ops.vllm.audit.recurrent`).
+With vLLM's V1 runner, every step is compared. The expected bytes come from vLLM itself. The layer's original writer
+writes this step's keys and values into a copy of the cache from before the step, at the slots of prompt, target and
+accepted tokens only. The audit therefore shares no code with what it checks. It neither calls our kernels nor uses our
+decision which drafts were rejected; it counts vLLM's sampled tokens on the host. For a hybrid model, only the recurrent
+states that the step may change are left out (:mod:`nwor_ops.vllm.audit.recurrent`).
 
-What a step writes is recorded on the device, in buffers that never move: a copy at each write site,
-which a CUDA graph captures with the rest, so that a replay is audited like an eager step.
+The rows that a step writes are recorded on the device, by a copy at each write site into buffers with fixed addresses.
+A CUDA graph captures these copies, so a replay is audited like an eager step.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ FREE, COMMITTED, STALE, SHADOW = 0, 1, 2, 3
 
 
 class AuditError(AssertionError):
-    """The cache does not hold what was promised."""
+    """The cache does not hold the expected bytes."""
 
 
 @dataclass
@@ -36,22 +35,25 @@ class AuditSummary:
     """Totals of an audited run.
 
     Attributes:
-        steps: steps compared.
-        verify_steps: steps with at least one draft.
-        drafted, accepted, rejected: draft tokens.
-        rows_checked: slots whose bytes were compared, summed over layers and steps.
-        bytes_compared: likewise.
-        recurrent_bytes: bytes of recurrent states that were left out, once for each step.
-        stale_rows: slots of rejected drafts whose bytes had changed after the step, summed over steps.
-        stale_rows_at_end: slots that still hold a rejected draft's row.
-        exposed_rows: slots of rejected drafts whose bytes had changed between the forward and sampling, summed over
-            steps: rows of a request's pages that held what was then rejected. In mode ``"stage"`` there are none.
-        moments: comparisons in the middle of a step: after the forward, and before sampling (mode ``"stage"``).
-        committed_rows: rows that commit copied to pages of a request, summed over layers and steps (mode
-            ``"stage"``): of accepted drafts, and of the tokens before them that had been redirected too.
-        committed_bytes: their bytes.
-        tail_rows: committed rows that were compared with those that attention reads in their place, summed over layers
-            and moments (mode ``"stage"``): of the page of each request's first draft.
+        steps: number of steps compared.
+        verify_steps: number of steps with at least one draft.
+        drafted: number of draft tokens.
+        accepted: number of accepted draft tokens.
+        rejected: number of rejected draft tokens.
+        rows_checked: number of slots compared, summed over layers and steps.
+        bytes_compared: number of bytes compared, summed over layers and steps.
+        recurrent_bytes: number of bytes of recurrent states that were left out, summed over steps.
+        stale_rows: number of slots of rejected drafts whose bytes differed after the step, summed over steps.
+        stale_rows_at_end: number of slots that still hold the row of a rejected draft.
+        exposed_rows: number of slots of rejected drafts whose bytes had changed between the forward and sampling,
+            summed over steps. Until then, these rows in pages of requests held data that was rejected later. 0 in mode
+            ``"stage"``.
+        moments: number of comparisons during a step: after the forward, and before sampling (mode ``"stage"``).
+        committed_rows: number of rows that commit copied to pages of requests, summed over layers and steps (mode
+            ``"stage"``). These are rows of accepted drafts, and of earlier tokens that were redirected too.
+        committed_bytes: number of bytes of these rows.
+        tail_rows: number of committed rows that were compared with the copies that attention reads, summed over layers
+            and comparisons (mode ``"stage"``). They lie in the page of each request's first draft.
     """
 
     steps: int = 0
@@ -72,7 +74,7 @@ class AuditSummary:
 
 
 class _Recorder:
-    """What a layer is given to write in one step. Row t belongs to token t of the batch."""
+    """The rows that a layer's writer is given in one step. Row t belongs to token t of the batch."""
 
     def __init__(self, max_num_tokens: int, key: Tensor, value: Tensor) -> None:
         self.key = key.new_zeros((max_num_tokens, *key.shape[1:]))
@@ -83,7 +85,7 @@ class _Recorder:
     def record(
         self, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
     ) -> None:
-        num_tokens = slot_mapping.shape[0]  # key and value may be padded beyond it
+        num_tokens = slot_mapping.shape[0]  # key and value may have further, padded rows
         tokens = slice(token_offset, token_offset + num_tokens)
         self.key[tokens].copy_(key[:num_tokens])
         self.value[tokens].copy_(value[:num_tokens])
@@ -93,17 +95,18 @@ class _Recorder:
 
 @dataclass
 class AuditedStep:
-    """What is kept from begin to commit. `before` has a copy of each storage that holds a layer's cache."""
+    """The data that is kept from begin to commit. ``before`` has a copy of each storage that holds a layer's cache."""
 
     query_start_loc: list[int]
     num_draft_tokens: list[int]
     slot_mappings: dict[str, Tensor]
     before: dict[int, torch.UntypedStorage]
-    # Which bytes the forward had changed.
+    # Mask of the bytes that the forward changed, by storage.
     touched: dict[int, Tensor] = field(default_factory=dict)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return a storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -111,7 +114,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def slot_elements(plane: Plane, slot: int) -> Tensor:
-    """Where in its storage, in elements, a plane keeps a slot."""
+    """Return the positions of a slot's elements in the storage of a plane, in units of elements."""
     view = plane.view
     _, block_size, num_heads, width = view.shape
     block, offset = divmod(slot, block_size)
@@ -125,19 +128,20 @@ def slot_elements(plane: Plane, slot: int) -> Tensor:
 
 
 def elements_of(storage: torch.UntypedStorage, plane: Plane) -> Tensor:
+    """Return a storage as a tensor of integers with the element size of a plane."""
     dtype = INTEGERS[plane.view.element_size()]
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
 
 
 def pages(plane: Plane, storage: torch.UntypedStorage) -> Tensor:
-    """A plane's view of another storage, as integers."""
+    """Return a view of another storage with the layout of a plane, as integers."""
     view = plane.view
     like = torch.empty(0, dtype=INTEGERS[view.element_size()], device=storage.device)
     return like.set_(storage, view.storage_offset(), view.shape, view.stride())
 
 
 def rows_at(plane: Plane, storage: torch.UntypedStorage, slots: Tensor) -> Tensor:
-    """What a plane keeps at some slots, of another storage: integers ``[slots, H, W]``."""
+    """Return the rows of some slots in another storage with the layout of a plane: integers ``[slots, H, W]``."""
     view, slots = plane.view, slots.to(storage.device)
     blocks, offsets = slots // view.shape[1], slots % view.shape[1]
     if plane.page_offsets is None:
@@ -149,14 +153,14 @@ def rows_at(plane: Plane, storage: torch.UntypedStorage, slots: Tensor) -> Tenso
 
 
 def unmarked(storage: torch.UntypedStorage, device: torch.device | str | None = None) -> torch.UntypedStorage:
-    """Of the same size, all zero; on the same device unless another is named."""
+    """Return a storage of zeros with the same size, on the same device unless ``device`` is given."""
     marks = torch.UntypedStorage(storage.nbytes(), device=device or storage.device)
     bytes_of(marks).zero_()
     return marks
 
 
 def either(some: Tensor | None, more: Tensor) -> Tensor:
-    """Bytes that either names; None names none."""
+    """Return the union of two masks; None is an empty mask."""
     return more if some is None else some | more
 
 
@@ -171,17 +175,18 @@ def listed(slots: list[int], slot_mapping: Tensor) -> str:
 
 
 class CacheAudit:
-    """Audits one model runner.
+    """Audit one model runner.
 
-    Caches of several layers, and of several groups, may lie in one storage and even share bytes: the audit
-    compares storages, and says afterwards which slot of which layer a wrong byte belongs to.
+    The caches of several layers and groups may lie in one storage, and may even share bytes. The audit therefore
+    compares storages, and finds the layer and slot of a wrong byte afterwards.
 
     Args:
         layers: the target layers.
-        max_num_tokens: most tokens in one batch, padding included.
-        others_write: a KV connector may write to blocks of requests that wait for it, at any time: only the blocks of
-            the requests in the batch are compared, with all that lies in them where a block of all layers is one page.
-        recurrent: the groups of a hybrid model that are no part of the transaction.
+        max_num_tokens: maximum number of tokens in one batch, padding included.
+        others_write: whether a KV connector may write to the blocks of waiting requests at any time. If so, only the
+            blocks of requests in the batch are compared. If a block of all layers is one page, everything in that page
+            is compared.
+        recurrent: the groups of recurrent layers of a hybrid model, which do not belong to the transaction.
     """
 
     def __init__(
@@ -194,7 +199,7 @@ class CacheAudit:
         self._layers = {layer.name: layer for layer in layers}
         self.others_write = others_write
         self._recurrent = recurrent
-        # Of the step: the bytes of each storage that recurrent states, or others, may change.
+        # Mask of the bytes of each storage that recurrent layers or a connector may change in this step.
         self._left_out: dict[int, Tensor] = {}
         self._loading: dict[int, torch.UntypedStorage] = {}
         self._max_num_tokens = max_num_tokens
@@ -206,7 +211,7 @@ class CacheAudit:
             self._states.setdefault(layer.group, torch.zeros(layer.cache.num_slots, dtype=torch.uint8))
         self._block_sizes = {layer.group: layer.cache.planes[0].view.shape[1] for layer in layers}
 
-    # ------------------------------------------------------------ what the session tells of
+    # ------------------------------------------------------------ events of the session
 
     def begin(
         self,
@@ -216,7 +221,7 @@ class CacheAudit:
         block_tables: Mapping[str, Tensor] | None = None,
         seq_lens: Tensor | None = None,
     ) -> None:
-        """Before the forward: remember the whole cache."""
+        """Copy the whole cache before the forward."""
         self._step = step = self._begun(query_start_loc, num_draft_tokens, slot_mappings, self._copies())
         self._forget_zeroed_blocks()
         self._left_out = self._recurrent_states() if self._recurrent else {}
@@ -234,7 +239,7 @@ class CacheAudit:
         slot_mappings: Mapping[str, Tensor],
         before: dict[int, torch.UntypedStorage],
     ) -> AuditedStep:
-        """The step; no layer has written in it."""
+        """Return the new step. No layer has written in it yet."""
         for recorder in self._recorders.values():
             recorder.slot_mapping.fill_(-1)
         starts = [int(start) for start in query_start_loc]
@@ -242,11 +247,11 @@ class CacheAudit:
         return AuditedStep(starts, [int(number) for number in num_draft_tokens], slots, before)
 
     def loading(self) -> None:
-        """A KV connector is about to load rows, or to wait for them."""
+        """Copy the cache before a KV connector loads rows or waits for them."""
         self._loading = self._copies() if self._step is not None else {}
 
     def loaded(self) -> None:
-        """What has changed meanwhile was loaded, and must stay; but for slots of drafts, which are never loaded."""
+        """Expect the bytes that changed since :meth:`loading`, except in slots of drafts, which are never loaded."""
         step, found = self._step, self._loading
         self._loading = {}
         if step is None:
@@ -264,17 +269,17 @@ class CacheAudit:
     def record(
         self, name: str, key: Tensor, value: Tensor, slot_mapping: Tensor, token_offset: int, rest: tuple[Any, ...]
     ) -> None:
-        """At a layer's write site, also outside a window: a graph captured there replays inside one."""
+        """Record the rows of a layer's write. Also called outside a window: a graph captured there is replayed inside
+        one."""
         if name not in self._recorders:
             self._recorders[name] = _Recorder(self._max_num_tokens, key, value)
         self._recorders[name].record(key, value, slot_mapping, token_offset, rest)
 
     def opened(self, slot_mappings: Mapping[str, Tensor]) -> None:
-        """The window is open. ``slot_mappings`` are the buffers that the forward will read, per group."""
+        """Do nothing. ``slot_mappings`` are the buffers that the forward will read, per group."""
 
     def forwarded(self, moment: str) -> None:
-        """After the forward, and once more before sampling: what the drafts' slots hold before it is known which
-        are accepted."""
+        """Note which bytes the forward changed. Called after the forward and again before sampling."""
         step = self._step
         if step is None:
             return
@@ -282,13 +287,16 @@ class CacheAudit:
             step.touched[address] = bytes_of(storage) != bytes_of(step.before[address])
 
     def commit(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        """After commit: compare.
+        """Compare the cache after the step.
 
         Args:
-            num_sampled: gives the tokens that vLLM sampled for each request; None if the window was cancelled:
-                every draft counts as rejected.
-            undone: raise :class:`AuditError` at a stale row. False only counts them: vanilla vLLM, and a
-                step that fell back to it, leave them by design. A change anywhere else is an error either way.
+            num_sampled: returns the number of tokens that vLLM sampled for each request. None if the window was
+                cancelled; then every draft counts as rejected.
+            undone: whether rejected drafts must be undone. If False, their rows are only counted: a vanilla step leaves
+                them by design. A change anywhere else is an error in both cases.
+
+        Raises:
+            AuditError: the cache does not hold the expected bytes.
         """
         step, self._step = self._step, None
         if step is None:
@@ -301,27 +309,27 @@ class CacheAudit:
         self._record(step, rejected, stale)
 
     def drop(self) -> None:
-        """Forget the open step: it ends in a way that nothing is promised of."""
+        """Forget the open step. It ends without a result that could be compared."""
         self._step = None
 
     def summary(self) -> dict[str, int]:
-        """Totals so far (see :class:`AuditSummary`)."""
+        """Return the totals so far (see :class:`AuditSummary`)."""
         self._totals.stale_rows_at_end = sum(int((states == STALE).sum()) for states in self._states.values())
         return asdict(self._totals)
 
     @property
     def recorded_layers(self) -> list[str]:
-        """The layers whose own writer was called at least once."""
+        """The names of the layers whose own writer was called at least once."""
         return list(self._recorders)
 
     def slot_states(self) -> dict[str, Tensor]:
-        """Per group uint8 ``[num_blocks, block_size]``: what each slot holds now: FREE, COMMITTED or STALE."""
+        """Return the state of each slot, FREE, COMMITTED or STALE: uint8 ``[num_blocks, block_size]`` per group."""
         return {group: states.clone() for group, states in self._by_block().items()}
 
     # ------------------------------------------------------------ inside
 
     def _by_block(self) -> dict[str, Tensor]:
-        """Views of the slots' states, ``[num_blocks, block_size]`` per group."""
+        """Return views of the slot states, ``[num_blocks, block_size]`` per group."""
         return {group: states.view(-1, self._block_sizes[group]) for group, states in self._states.items()}
 
     def _draft_tokens(self, step: AuditedStep) -> list[int]:
@@ -361,16 +369,18 @@ class CacheAudit:
         self._totals.exposed_rows += sum(map(len, exposed.values()))
 
     def _make_expected(self, step: AuditedStep, rejected: list[int]) -> None:
-        """Turn the image of before the step into what should be there after it."""
+        """Turn the image from before the step into the expected image after it."""
         self._write_rows(step, step.before, dict.fromkeys(step.slot_mappings, rejected))
         self._totals.rows_checked += sum(layer.cache.num_slots for layer in self._layers.values())
 
     def _write_rows(
         self, step: AuditedStep, images: dict[int, torch.UntypedStorage], left_out: Mapping[str, list[int]]
     ) -> None:
-        """Write to images of the cache what the layers wrote in this step, each token at its own slot, but for the
-        tokens left out of each group."""
-        sent: dict[str, Tensor] = {}  # sent to the device once for each group, not for each layer
+        """Write the recorded rows of this step to images of the cache, each token at its own slot.
+
+        ``left_out`` lists the tokens of each group that are not written.
+        """
+        sent: dict[str, Tensor] = {}  # copied to the device once per group, not once per layer
         for group, own in step.slot_mappings.items():
             slots = torch.full((self._max_num_tokens,), -1, dtype=torch.int64)
             slots[: len(own)] = own
@@ -384,11 +394,12 @@ class CacheAudit:
             layer.own_writer(recorder.key, recorder.value, same_place(layer.kv_cache, image), slots, *recorder.rest)
 
     def _ignored(self, address: int) -> Tensor | None:
-        """Bytes of a storage of which nothing is promised, on its device; or None."""
+        """Return a mask of the bytes of a storage that are not compared, on its device, or None."""
         return self._left_out.get(address)
 
     def _recurrent_states(self) -> dict[int, Tensor]:
-        """Which bytes of each storage are recurrent states that this step may change. Slots there hold no rows."""
+        """Return masks of the recurrent states that this step may change, by storage. Their blocks hold no rows of
+        tokens."""
         blocks = [group.blocks() for group in self._recurrent]
         for states in self._by_block().values():
             states[sorted(set().union(*blocks))] = FREE
@@ -402,13 +413,13 @@ class CacheAudit:
         return found
 
     def _blocks(self, group: str, table: Tensor, seq_lens: list[int]) -> Tensor:
-        """The blocks of requests, by their lengths."""
+        """Return the blocks of the requests in a block table, by their lengths."""
         rows = table[: len(seq_lens)].cpu()
         size = self._block_sizes[group]
         return torch.cat([row[: -(-length // size)] for row, length in zip(rows, seq_lens, strict=True)]).long()
 
     def _bytes_of_blocks(self, address: int, blocks: Mapping[str, Any]) -> Tensor:
-        """Which bytes of a storage lie in blocks of the layers there, by group; bool, on its device."""
+        """Return a mask of the bytes of a storage that lie in blocks of its layers, by group: bool, on its device."""
         marked = unmarked(self._storages()[address])
         for layer in self._layers_in(address):
             for plane in layer.cache.planes:
@@ -416,7 +427,8 @@ class CacheAudit:
         return bytes_of(marked) != 0
 
     def _bytes_of_pages(self, address: int, blocks: Mapping[str, Tensor]) -> Tensor:
-        """As :meth:`_bytes_of_blocks`, with what other layers have there where a block of all layers is one page."""
+        """Return a mask as :meth:`_bytes_of_blocks`. If a block of all layers is one page, all bytes of that page are
+        included."""
         found = self._bytes_of_blocks(address, blocks)
         for layer in self._layers_in(address):
             view = layer.cache.planes[0].view
@@ -425,7 +437,7 @@ class CacheAudit:
         return found
 
     def _bytes_of_slots(self, address: int, slots: Mapping[str, list[int]]) -> Tensor:
-        """Which bytes of a storage are of slots of the layers there, by group; bool, on the host."""
+        """Return a mask of the bytes of a storage that belong to slots of its layers, by group: bool, on the host."""
         marked = unmarked(self._storages()[address], "cpu")
         for layer in self._layers_in(address):
             for plane in layer.cache.planes:
@@ -436,7 +448,7 @@ class CacheAudit:
     def _stale_slots(
         self, step: AuditedStep, rejected_slots: dict[str, list[int]], undone: bool
     ) -> dict[str, list[int]]:
-        """Per group, the rejected slots that changed. Raises where anything else is wrong."""
+        """Return the rejected slots that changed, per group. Raises AuditError if any other byte is wrong."""
         stale: dict[str, set[int]] = {group: set() for group in rejected_slots}
         for address, storage in self._storages().items():
             differs = self._differences(address, storage, step.before[address])
@@ -451,7 +463,8 @@ class CacheAudit:
         return {group: sorted(slots) for group, slots in stale.items()}
 
     def _differences(self, address: int, storage: torch.UntypedStorage, image: torch.UntypedStorage) -> Tensor | None:
-        """Which bytes of a storage are not as in its image: bool, on the host; None if all are."""
+        """Return a mask of the bytes of a storage that differ from its image: bool, on the host. None if no byte
+        differs."""
         self._totals.bytes_compared += storage.nbytes()
         differs = bytes_of(storage) != bytes_of(image)
         ignored = self._ignored(address)
@@ -460,7 +473,7 @@ class CacheAudit:
         return differs.cpu() if differs.any() else None
 
     def _changed_slots(self, differs: Tensor, layer: TargetLayer, slots: list[int]) -> set[int]:
-        """Which of the slots hold a byte that differs."""
+        """Return the slots that contain a byte that differs."""
         storage = differs.view(torch.uint8).untyped_storage()
         planes = layer.cache.planes
         return {
@@ -499,7 +512,7 @@ class CacheAudit:
             self._totals.stale_rows += len(stale[group])
 
     def _forget_zeroed_blocks(self) -> None:
-        """vLLM zeroes blocks it hands out anew: whatever they held is gone."""
+        """Mark zeroed blocks as FREE: vLLM zeroes a block before it gives it to a new request."""
         for group, states in self._by_block().items():
             layer = next(layer for layer in self._layers.values() if layer.group == group)
             blocks = layer.kv_cache.reshape(layer.kv_cache.shape[0], -1)

@@ -1,4 +1,4 @@
-"""What the draft graphs of both runners have in common: which are captured, what that took, what ran, what is told."""
+"""Draft graphs, shared by both runners: what is captured, its cost, what ran, and what is reported."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from nwor_ops.vllm.support import CAPTURE_SIZES, Unsupported
 
 Refuse = Callable[[Unsupported], None]
 
-# Why a pass runs vLLM's code.
-NOTHING_CAPTURED, DUMMY_RUN = NO_REQUESTS = ("nothing captured", "dummy run")  # that no request asked for
+# Reasons why a pass runs vLLM's code.
+NOTHING_CAPTURED, DUMMY_RUN = NO_REQUESTS = ("nothing captured", "dummy run")  # not caused by requests
 TOO_LARGE = "more requests than the largest graph"
 MIXED = "first pass of a batch with prompts, or with fewer drafts in some request"
 TOO_MANY_TOKENS = "first pass of more requests than its largest graph"
 
 
 def captured_counts(vllm_config: Any, query_len: int, max_num_reqs: int) -> list[int]:
-    """The request counts of the target's graphs, largest first.
+    """Return the request counts of the target's graphs, largest first.
 
-    vLLM's capture sizes count the target's tokens. A size that is no multiple of a request's is rounded up, as vLLM
-    does, and left out where that exceeds the largest.
+    vLLM's capture sizes count the target's tokens. A size that is not a multiple of a request's tokens is rounded up,
+    as in vLLM. It is left out if the result exceeds the largest size.
 
     Args:
-        vllm_config: the engine's.
-        query_len: the target's tokens of each request, K + 1.
-        max_num_reqs: the most requests of a batch.
+        vllm_config: the engine's configuration.
+        query_len: number of target tokens of each request, K + 1.
+        max_num_reqs: maximum number of requests in a batch.
     """
     config = vllm_config.compilation_config
     keys = keys_of_token_counts(config.cudagraph_capture_sizes or (), query_len, max_num_reqs)
@@ -42,15 +42,15 @@ def captured_counts(vllm_config: Any, query_len: int, max_num_reqs: int) -> list
 
 
 class LoopGraphs:
-    """A draft loop, which of its graphs were captured, and what that took.
+    """A draft loop, its captured graphs, and the cost of capturing them.
 
     Args:
-        device: where the drafter runs.
+        device: device of the drafter.
         loop: the draft loop. It holds no graphs yet.
 
     Attributes:
-        keys: of what was captured, by the number of drafts: the first pass over as many, and the loop that makes as
-            many.
+        keys: keys of the captured graphs, by number of drafts. They belong to first passes over that number of drafts,
+            and to loops that make that number.
     """
 
     def __init__(self, device: torch.device, loop: DraftLoop) -> None:
@@ -60,7 +60,7 @@ class LoopGraphs:
         self._device = device
 
     def capture_for(self, keys: dict[int, list[GraphKey]]) -> None:
-        """Capture, and measure what it takes."""
+        """Capture graphs for ``keys``, and measure time and memory."""
         reserved, started = self._reserved(), time.perf_counter()
         with graph_capture(device=self._device):
             self.loop.capture(key for of_them in keys.values() for key in of_them if key.query_len > 1)
@@ -74,19 +74,20 @@ class LoopGraphs:
         self.bytes = max(self._reserved() - reserved, 0)
 
     def _reserved(self) -> int:
-        """By this process: others on the GPU do not count, nor does what the driver keeps for each graph."""
+        """Return the bytes that this process's allocator holds. Other processes and the driver's memory per graph do
+        not count."""
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # a capture does so too
+        torch.cuda.empty_cache()  # a capture does the same
         return torch.cuda.memory_reserved(self._device)
 
     @property
     def most_requests(self) -> int:
-        """Requests of the largest graph; 0 while nothing is captured."""
+        """Number of requests of the largest graph; 0 if nothing is captured."""
         return max((key.num_reqs for of_them in self.keys.values() for key in of_them), default=0)
 
 
 def _counts_of(keys: Iterable[GraphKey]) -> dict[str, list[int]]:
-    """Request counts by pass."""
+    """Return the request counts of each pass."""
     every = list(keys)
     return {
         "first_pass": sorted({key.num_reqs for key in every if key.query_len > 1}),
@@ -95,10 +96,10 @@ def _counts_of(keys: Iterable[GraphKey]) -> dict[str, list[int]]:
 
 
 class GraphedDrafter(abc.ABC):
-    """Who drafts with graphs, as far as both runners' have it in common.
+    """Base class of the drafters with graphs of both runners.
 
     Attributes:
-        graphs: None while there are none, and where they were refused.
+        graphs: the graphs. None before they are captured, and if they were refused.
     """
 
     graphs: Any  # LoopGraphs
@@ -108,14 +109,17 @@ class GraphedDrafter(abc.ABC):
 
     @abc.abstractmethod
     def capture_keys(self) -> dict[int, list[GraphKey]]:
-        """By the number of drafts the graphs for it; none where no capture size holds a batch."""
+        """Return the keys to capture, by number of drafts. Empty if no capture size holds a batch."""
 
     def capture_graphs(self, vllm_config: Any, num_drafts: int) -> int:
-        """Capture, count from now on and say so; or refuse where there is nothing to capture. Bytes that it took.
+        """Capture the graphs, start counting and log that they are active. If there is nothing to capture, refuse.
 
         Args:
-            vllm_config: the engine's.
-            num_drafts: most of a request.
+            vllm_config: the engine's configuration.
+            num_drafts: maximum number of drafts of a request.
+
+        Returns:
+            GPU memory that capturing took, in bytes.
         """
         if self.graphs is None:
             return 0
@@ -131,7 +135,7 @@ class GraphedDrafter(abc.ABC):
         return taken
 
     def _say_active(self) -> None:
-        """The start-up line."""
+        """Write the log line at start-up."""
         keys: dict[int, list[GraphKey]] = self.graphs.keys
         passes = {
             drafts: "first pass of {first_pass}, decode loop of {decode} requests".format(**_counts_of(of_them))
@@ -146,7 +150,7 @@ class GraphedDrafter(abc.ABC):
         )
 
     def report(self) -> DraftGraphReport:
-        """What was captured, and what ran."""
+        """Return what was captured and what ran."""
         if self.graphs is None:
             return DraftGraphReport(eager=dict(self._eager))
         keys, counts = self.graphs.keys, self.graphs.loop.counts
@@ -160,7 +164,7 @@ class GraphedDrafter(abc.ABC):
         )
 
     def counted(self) -> dict[str, int]:
-        """For ``/metrics``: only what requests have caused. The publisher's thread asks while the runner counts."""
+        """Return the counts for ``/metrics``: only passes that requests caused. Called by the publisher's thread."""
         graphs = self.graphs
         replays = [] if graphs is None else list(graphs.loop.counts.items())
         return {

@@ -1,13 +1,13 @@
 """Attention metadata of a draft loop, from the builders of vLLM's FlashAttention and Triton back ends.
 
-vLLM's builders make an object per step on the host. All tensors in it are views of persistent buffers: the
-drafter's ids, positions, lengths and starts, the runner's block tables, the slot mappings, and FlashAttention's
-scheduler metadata, which its builder keeps for graphs. So one object serves every replay, provided that on the
-device, in the graph, before each step, the slots are computed anew and the builders are asked for what else depends
-on lengths (``update_draft_decode_metadata``: the scheduler metadata of FlashAttention 3, nothing for Triton).
+vLLM's builders create an object per step on the host. All its tensors are views of persistent buffers: the drafter's
+ids, positions, lengths and starts, the runner's block tables, the slot mappings, and FlashAttention's scheduler
+metadata, which its builder keeps for graphs. One object therefore serves every replay if the graph itself updates it on
+the device before each step. The slots are computed again, and ``update_draft_decode_metadata`` updates the rest that
+depends on lengths: the scheduler metadata of FlashAttention 3, and nothing for Triton.
 
-What an object keeps as a number is an upper bound: the longest query (``key.query_len``) and the longest sequence
-(the model's limit), as in vLLM's own eager drafter.
+Plain numbers in an object are upper bounds: the longest query (``key.query_len``) and the longest sequence (the model's
+limit), as in vLLM's own eager drafter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nwor_ops.drafter import DraftMetadata, GraphKey
 
 @dataclass(frozen=True)
 class LayerMetadata:
-    """What vLLM's forward context wants.
+    """Arguments for vLLM's forward context.
 
     Attributes:
         attention: the back end's metadata object, by layer.
@@ -43,13 +43,13 @@ class VllmDraftMetadata(DraftMetadata):
     """Metadata of both passes of a standalone draft model.
 
     Args:
-        speculator: a ``StandaloneARSpeculator`` whose ``set_attn`` was called. Its ``input_buffers``,
-            ``idx_mapping``, ``block_tables`` and ``expanded_slot_mappings`` are what the metadata refers to.
+        speculator: a ``StandaloneARSpeculator`` after ``set_attn``. The metadata refers to its ``input_buffers``,
+            ``idx_mapping``, ``block_tables`` and ``expanded_slot_mappings``.
     """
 
     def __init__(self, speculator: Any) -> None:
         self._speculator = speculator
-        # vLLM adds to it and clamps it at the model's limit: an upper bound for any batch.
+        # An upper bound for any batch: vLLM adds to it and clamps it to the model's limit.
         self._longest = torch.full((speculator.max_num_reqs,), speculator.max_model_len, dtype=torch.int32)
 
     @property
@@ -58,12 +58,13 @@ class VllmDraftMetadata(DraftMetadata):
         return f"{', '.join(sorted(names))} cannot update draft metadata in place" if names else None
 
     def groups(self) -> Iterator[Any]:
-        """vLLM's attention groups that have layers of the drafter."""
+        """Yield vLLM's attention groups that contain layers of the drafter."""
         for groups in self._speculator.attn_groups:
             yield from groups
 
     def prepare(self, key: GraphKey, num_reqs: int) -> None:
-        """Bring this batch's block tables to where kernels with smaller blocks than the cache manager's read them."""
+        """Copy this batch's block tables to the place where kernels with smaller blocks than the cache manager's read
+        them."""
         for group in self.groups():
             group.map_to_kernel_block_table(self._speculator.block_tables.input_block_tables[group.kv_cache_group_id])
 
@@ -73,7 +74,7 @@ class VllmDraftMetadata(DraftMetadata):
         attention = speculator._build_attn_metadata(
             num_reqs=rows,
             batch_desc=BatchExecutionDescriptor(
-                cg_mode=CUDAGraphMode.FULL,  # vLLM's word for: attention sees every row, padded ones too
+                cg_mode=CUDAGraphMode.FULL,  # in vLLM this means that attention sees every row, padded ones too
                 num_tokens=key.num_tokens,
                 num_reqs=rows,
                 uniform_token_count=key.query_len,
@@ -91,11 +92,11 @@ class VllmDraftMetadata(DraftMetadata):
             group.update_draft_decode_metadata(metadata.attention)
 
     def _slot_mappings(self, key: GraphKey) -> Tensor:
-        """int64 ``[groups, key.num_tokens]``, from the positions as they stand; padded rows get no slot."""
+        """Return int64 ``[groups, key.num_tokens]``, computed from the current positions. Padded rows get no slot."""
         speculator, rows, tokens = self._speculator, key.num_reqs, key.num_tokens
         if key.query_len > 1:
-            return speculator.expanded_slot_mappings[:, :tokens]  # the expansion has written them
-        # The runner's own buffer, as in vLLM's drafter: the target is done with it.
+            return speculator.expanded_slot_mappings[:, :tokens]  # the expansion wrote them
+        # Reuse the runner's buffer, as vLLM's drafter does: the target no longer needs it.
         return speculator.block_tables.compute_slot_mappings(
             speculator.idx_mapping[:rows],
             speculator.input_buffers.query_start_loc[: rows + 1],

@@ -1,13 +1,13 @@
-"""CUDA graphs for drafters: which engines may have them, and how they get into vLLM.
+"""CUDA graphs for drafters: which engines may have them, and how they are attached to vLLM.
 
-vLLM's V2 runner makes its speculator by ``init_speculator``, a name in the runner's module. There it is wrapped:
-where the configuration asks for draft graphs, the speculator of :mod:`nwor_ops.vllm.drafter.speculator` takes the
-place of ``StandaloneARSpeculator``, of which it is a subclass. The V1 runner makes its drafter itself: once its cache
-is bound, :mod:`nwor_ops.vllm.drafter.proposer` replaces ``propose`` of that instance, and ``capture_model`` of the
-runner. Nothing else of vLLM's is touched.
+vLLM's V2 runner creates its speculator by calling ``init_speculator``, a name in the runner's module. This function is
+patched: if the configuration asks for draft graphs, it returns the speculator of
+:mod:`nwor_ops.vllm.drafter.speculator`, a subclass of ``StandaloneARSpeculator``. The V1 runner creates its drafter
+itself. After its cache is bound, :mod:`nwor_ops.vllm.drafter.proposer` replaces ``propose`` of that drafter and
+``capture_model`` of the runner. Nothing else in vLLM is changed.
 
-This module imports nothing of vLLM's at the top; ``speculator``, ``proposer`` and ``metadata``, which subclass and call
-it, are imported when the first drafter is made.
+This module imports nothing from vLLM at import time. ``speculator``, ``proposer`` and ``metadata`` subclass and call
+vLLM, and are imported when the first drafter is created.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHARED_HOOKS = (
     Hook("vllm.compilation.cudagraph_pool", "capture_pool", "pool, vllm_config"),
     Hook("vllm.distributed.parallel_state", "graph_capture", "device"),
 )
-# What of vLLM's the speculator overrides and builds on.
+# vLLM functions that the speculator overrides or calls.
 V2_HOOKS = (
     Hook(RUNNER_MODULE, "init_speculator", "vllm_config, device, req_states"),
     Hook(_STANDALONE, "StandaloneARSpeculator.init_cudagraph_manager", "cudagraph_mode"),
@@ -89,7 +89,7 @@ V2_HOOKS = (
     *_SHARED_HOOKS,
 )
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"
-# What of vLLM's the proposer replaces and calls.
+# vLLM functions that the proposer replaces or calls.
 V1_HOOKS = (
     Hook(V1_RUNNER_MODULE, "GPUModelRunner.capture_model", ""),
     Hook(V1_RUNNER_MODULE, "GPUModelRunner._freeze_gc", ""),
@@ -126,31 +126,31 @@ V1_HOOKS = (
     Hook(_PROPOSER, "SpecDecodeBaseProposer.model_returns_tuple", ""),
     *_SHARED_HOOKS,
 )
-# For those who ask without an engine.
+# All hooks, for checks without an engine.
 HOOKS = (*V2_HOOKS, *(hook for hook in V1_HOOKS if hook not in _SHARED_HOOKS))
 
 _speculators: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def draft_graph_reports() -> list[DraftGraphReport]:
-    """What the draft graphs of this process's engines have done; nothing for engines in other processes."""
+    """Return the reports of this process's engines. Engines in other processes are not included."""
     return [speculator.report() for speculator in _speculators]
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
-    """Stop with the reason, or, where that was asked for, say it and go on with vLLM's own drafter."""
+    """Stop the engine with the reason. If the settings ask for it, log a warning instead and use vLLM's own drafter."""
     error.stop_if(config.strict, "draft graphs were asked for", "without them")
     logger.warning("nwor: draft graphs: not active: %s", error)
 
 
-# ---------------------------------------------------------------- getting in
+# ---------------------------------------------------------------- patches
 
 
 def wrap_runner_module(module: ModuleType, logger: Any) -> None:
-    """Make the V2 runner's module ask for our speculator where its engine's configuration does."""
+    """Patch the V2 runner's module so that it creates our speculator if its engine's configuration asks for it."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
@@ -164,7 +164,7 @@ def wrap_runner_module(module: ModuleType, logger: Any) -> None:
 
 
 def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any) -> Any:
-    """Ours, or None where it is not wanted or refused with a warning."""
+    """Create our speculator. Return None if it is not asked for, or refused with a warning."""
     config = NworConfig.load(vllm_config.additional_config)
     if not config.draft_graphs or not _may_have_graphs(config, V2_HOOKS, vllm_config, device, logger):
         return None
@@ -182,8 +182,10 @@ def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any)
 
 
 def attach(runner: Any, module: str, logger: Any) -> None:
-    """Give a V1 runner's drafter its graphs where its engine's configuration asks for them. Called once its cache is
-    bound, and again where it is bound anew; the V2 runner has asked for its speculator long before."""
+    """Give the drafter of a V1 runner its graphs, if its engine's configuration asks for them.
+
+    Called each time the runner's cache is bound. The V2 runner has created its speculator long before.
+    """
     config = NworConfig.load(runner.vllm_config.additional_config)
     if not config.draft_graphs:
         return
@@ -206,7 +208,7 @@ def attach(runner: Any, module: str, logger: Any) -> None:
 
 
 def _may_have_graphs(config: NworConfig, hooks: tuple[Hook, ...], vllm_config: Any, device: Any, logger: Any) -> bool:
-    """Whether an engine may have draft graphs, as far as its configuration says; else it is refused."""
+    """Return whether the engine's configuration permits draft graphs; otherwise refuse them."""
     try:
         check_vllm(hooks, DRAFT_GRAPHS)
         check_engine(vllm_config, device.type, DRAFT_GRAPHS)

@@ -1,16 +1,16 @@
-"""The drafters of vLLM's V1 runner (a draft model of its own, EAGLE, EAGLE-3, MTP), with their passes in CUDA graphs.
+"""Drafters of vLLM's V1 runner (a separate draft model, EAGLE, EAGLE-3, MTP), with their passes in CUDA graphs.
 
-vLLM 0.33 runs them from piecewise graphs: for each of K tokens a metadata build on the host, small tensor operations, a
-graph launch for each piece between two layers' attention, and the logits. Here a step of a decode batch is two graph
-launches, behind vLLM's own preparation of the first pass and a few copies of what is new in the batch:
+vLLM 0.33 runs them from piecewise graphs. Each of K tokens needs a metadata build on the host, small tensor operations,
+one graph launch for each piece between the attention of two layers, and the logits. Here a step of a decode batch takes
+two graph launches, after vLLM's own preparation of the first pass and a few copies of what is new in the batch:
 
-- the *first pass*, for batches in which every request has K + 1 tokens: forward, logits, sampling, the inputs of the
-  next pass;
-- the *decode loop*, for any batch: steps 1 to K - 1, with slots updated on the device.
+- The *first pass*, for batches in which every request has K + 1 tokens: forward, logits, sampling, and the inputs of
+  the next pass.
+- The *decode loop*, for any batch: steps 1 to K - 1, with slots updated on the device.
 
-The drafter stays vLLM's object: ``propose`` of that instance is replaced, and ``capture_model`` of its runner. What has
-no graph runs vLLM's code: the first pass of prompts and mixed batches; all of it in batches larger than the largest
-graph, next to the model's length limit, and where drafts are drawn at random.
+The drafter stays vLLM's object. Only its ``propose`` and the runner's ``capture_model`` are replaced on the instances.
+vLLM's code runs the passes without a graph. These are the first pass of batches with prompts or with fewer drafts, and
+both passes if the batch is larger than the largest graph, close to the model's length limit, or drafts at random.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from nwor_ops.vllm.support import DRAFTER, check_attention, check_graph_mode
 
 _NO_SLOT = -1
 _RANDOM = "drafts drawn at random"
-_NEAR_LIMIT = "a request next to the model's length limit"
-_FEWER_DRAFTS = "another number of drafts than the graphs have"
+_NEAR_LIMIT = "a request close to the model's length limit"
+_FEWER_DRAFTS = "a number of drafts without graphs"
 
 
 class ProposerMetadata(DraftMetadata):
     """Metadata of both passes, from vLLM's builders, in the memory of a :class:`GraphedProposer`.
 
-    vLLM's drafter has its builders plan nothing ahead (``build_for_drafting``), so that all tensors of a metadata
-    object are views of what they were given: starts, lengths, block tables and slots, which lie at fixed addresses
-    here. What it keeps as a number is an upper bound: the longest query, and the model's limit.
+    vLLM's drafter calls builders that plan nothing ahead (``build_for_drafting``). All tensors of a metadata object are
+    therefore views of the builder's inputs: starts, lengths, block tables and slots, which have fixed addresses here.
+    Plain numbers are upper bounds: the longest query, and the model's limit.
 
     Args:
-        proposer: whose buffers the metadata refers to.
+        proposer: the owner of the buffers that the metadata refers to.
     """
 
     def __init__(self, proposer: GraphedProposer) -> None:
@@ -66,10 +66,11 @@ class ProposerMetadata(DraftMetadata):
 
     @property
     def why_not_in_place(self) -> str | None:
-        return None  # others were refused
+        return None  # back ends that cannot do this were refused
 
     def prepare(self, key: GraphKey, num_reqs: int) -> None:
-        """Bring this batch's block tables to where kernels with smaller blocks than the cache manager's read them."""
+        """Copy this batch's block tables to the place where kernels with smaller blocks than the cache manager's read
+        them."""
         for group in self._drafter.draft_attn_groups:
             group.map_to_kernel_block_table(self._proposer.block_table[: key.num_reqs])
 
@@ -96,13 +97,13 @@ class ProposerMetadata(DraftMetadata):
         return LayerMetadata(attention, slots)
 
     def update(self, key: GraphKey, metadata: LayerMetadata) -> None:
-        if key.query_len == 1:  # the first pass has slots from vLLM
+        if key.query_len == 1:  # vLLM computed the slots of the first pass
             self._write_slots(key.num_reqs, next(iter(metadata.slot_mappings.values())))
         for group in self._drafter.draft_attn_groups:
             group.update_draft_decode_metadata(metadata.attention)
 
     def _write_slots(self, rows: int, slots: Tensor) -> None:
-        """The slot of each row's position; padded rows get none."""
+        """Write the slot of each row's position. Padded rows get no slot."""
         positions, size = self._proposer.buffers.positions[:rows], self._drafter.block_size
         blocks = self._proposer.block_table[:rows].gather(1, (positions // size).unsqueeze(1)).squeeze(1)
         found = torch.add(positions % size, blocks, alpha=size)
@@ -110,29 +111,29 @@ class ProposerMetadata(DraftMetadata):
 
 
 class ProposedFirstPass:
-    """The first pass, whose tokens, slots, starts and lengths vLLM's preparation has put in place.
+    """The first pass. vLLM's preparation has already written its tokens, slots, starts and lengths.
 
     Args:
-        proposer: whose buffers it reads.
+        proposer: the owner of the buffers that it reads.
     """
 
     def __init__(self, proposer: GraphedProposer) -> None:
         self._proposer = proposer
 
     def expand(self, key: GraphKey) -> None:
-        """Nothing is left to do."""
+        """Do nothing: vLLM has expanded the batch."""
 
     def finish(self, key: GraphKey, output: Tensor, next_hidden: Tensor | None) -> None:
         self._proposer.finish_first_pass(key.num_reqs, output, next_hidden)
 
 
 class GraphedProposer(GraphedDrafter):
-    """See the module. Takes its place once the runner's cache is bound.
+    """Draft with graphs in the V1 runner. Replaces ``propose`` of the drafter after the runner's cache is bound.
 
     Args:
         runner: vLLM's V1 ``GPUModelRunner``.
-        refuse: what to do where graphs turn out to be impossible later: raises, or returns to go on without them.
-        logger: vLLM's.
+        refuse: called if graphs turn out to be impossible later. It raises, or returns to continue without graphs.
+        logger: vLLM's logger.
 
     Raises:
         Unsupported: this drafter cannot have graphs.
@@ -147,10 +148,10 @@ class GraphedProposer(GraphedDrafter):
         self._eager: Counter[str] = Counter()
         self._vllm_config, self._device = drafter.vllm_config, drafter.device
         self.num_drafts: int = drafter.speculative_config.num_speculative_tokens
-        # Of each request in the first pass; the target has K + 1.
+        # Tokens of each request in the first pass. In the target it has K + 1.
         self.query_len = self.num_drafts + 1 + drafter.net_num_new_slots_per_request
         self._most_rows: int = drafter.max_batch_size
-        # vLLM hands a draft model the block table of the first group, any other drafter that of its own.
+        # vLLM gives a draft model the block table of the first group, and any other drafter the table of its group.
         group = drafter.kv_cache_gid if isinstance(drafter, EagleProposer) else 0
         self._allocate(runner.input_batch.block_table[group].block_table.gpu.shape[1])
         self._freeze_gc = runner._freeze_gc
@@ -161,8 +162,11 @@ class GraphedProposer(GraphedDrafter):
 
     @staticmethod
     def detach(runner: Any) -> GraphedProposer | None:
-        """Give a runner, and its drafter, their own methods back. Returns whose they were; its graphs, of a cache that
-        was there before, are worth nothing."""
+        """Restore the methods of a runner and its drafter.
+
+        Returns:
+            The proposer that replaced them, or None. Its graphs are dropped, because they refer to an earlier cache.
+        """
         old = getattr(vars(runner.drafter).get("propose"), "__self__", None)
         if isinstance(old, GraphedProposer):
             if old.graphs is not None:
@@ -183,7 +187,7 @@ class GraphedProposer(GraphedDrafter):
         self.block_table = zeros(rows, blocks_per_request)
         self.num_rejected = zeros(rows)
         self.last_token_indices = zeros(rows, dtype=torch.int64)
-        # Lengths behind the first pass, rejected tokens included.
+        # Lengths after the first pass, rejected tokens included.
         self.first_pass_lens = zeros(rows)
         self._row_numbers = torch.arange(rows, dtype=torch.int32, device=self._device)
         self._staged_rows: int | None = None
@@ -206,14 +210,17 @@ class GraphedProposer(GraphedDrafter):
         )
 
     def _capture_pool(self) -> Any:
-        """Of its own: the target's graphs leave in theirs what the runner reads behind the drafter (prompts' logprobs).
-        Sleep mode may have one for all."""
+        """Return the memory pool of our graphs.
+
+        It is separate, because the target's graphs leave data in their pool that the runner reads after the drafter
+        (logprobs of prompts). Sleep mode may use one pool for all.
+        """
         if self._pool is None:
             self._pool = current_platform.graph_pool_handle()
         return capture_pool(self._pool, self._vllm_config)
 
     def make_loop(self) -> DraftLoop:
-        """The draft loop over vLLM's buffers and ours. It holds no graphs yet."""
+        """Create the draft loop over vLLM's buffers and ours. It holds no graphs yet."""
         return DraftLoop(
             self._forward,
             lambda key, output: self.drafter._greedy_sample(output[: key.num_reqs]),
@@ -226,9 +233,9 @@ class GraphedProposer(GraphedDrafter):
         )
 
     def capture_keys(self) -> dict[int, list[GraphKey]]:
-        """The request counts of the target's graphs, for both passes; for the one number of drafts."""
+        """Return the keys of both passes: the request counts of the target's graphs, for the one number of drafts."""
         counts = captured_counts(self._vllm_config, self.num_drafts + 1, self._most_rows)
-        # The compiled model takes max_num_batched_tokens at most.
+        # The compiled model takes at most max_num_batched_tokens.
         most = self.drafter.max_num_tokens
         keys = [GraphKey(count, self.query_len) for count in counts if count * self.query_len <= most]
         keys += [GraphKey(count) for count in counts if self.num_drafts > 1]
@@ -236,7 +243,11 @@ class GraphedProposer(GraphedDrafter):
 
     @torch.inference_mode()
     def capture_model(self) -> int:
-        """vLLM captures, and then we do. Bytes that both took, as vLLM's method returns them."""
+        """Capture vLLM's graphs, then ours.
+
+        Returns:
+            Bytes that both took, as vLLM's method returns them.
+        """
         taken: int = self._capture_model()
         self._staged_rows = None
         with self._freeze_gc():
@@ -245,12 +256,13 @@ class GraphedProposer(GraphedDrafter):
     # ------------------------------------------------------------ the captured bodies
 
     def _forward(self, key: GraphKey, metadata: LayerMetadata) -> Tensor | tuple[Tensor, Tensor]:
-        """The model, as vLLM's drafter calls it: compiled, and without graphs of its own."""
+        """Run the model as vLLM's drafter does: compiled, and without vLLM's graphs."""
         drafter, tokens = self.drafter, key.num_tokens
-        if key.query_len == 1 and drafter.use_heterogeneous_vocab:  # what was sampled, in the target's vocabulary
+        if key.query_len == 1 and drafter.use_heterogeneous_vocab:  # sampled ids are in the target's vocabulary
             ids = drafter.input_ids[:tokens]
             mapped = drafter.vocab_mapping.map_target_to_draft_ids(ids)
-            # A padded row keeps its id from step to step, and would be mapped again; 0 is an id of either vocabulary.
+            # A padded row keeps its id from step to step, so it would be mapped again. Set it to 0, a valid id in both
+            # vocabularies.
             ids.copy_(mapped.masked_fill_(self.buffers.idx_mapping[:tokens] < 0, 0))
         inputs, _ = drafter.build_model_inputs_first_pass(tokens, tokens, None)
         with set_forward_context(
@@ -263,15 +275,15 @@ class GraphedProposer(GraphedDrafter):
             return self._outputs(drafter.model(**inputs))
 
     def _outputs(self, output: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """What is sampled from; where hidden states are carried, a pair: that, and what the next step is given."""
+        """Return the output to sample from. If hidden states are carried, return a pair with those of the next step."""
         if not self.drafter.pass_hidden_states_to_model:
             return output
         sampled_from, carried = output if self.drafter.model_returns_tuple() else (output, output)
         return sampled_from, carried.to(self.drafter.hidden_states.dtype)
 
     def finish_first_pass(self, rows: int, output: Tensor, next_hidden: Tensor | None) -> None:
-        """From the first pass, whichever code ran it, to step 1: draft 0, and the inputs of the decode loop, padded
-        rows inert."""
+        """Sample draft 0 and write the inputs of the decode loop, whichever code ran the first pass. Padded rows become
+        inert."""
         buffers, last = self.buffers, self.last_token_indices[:rows]
         buffers.draft_tokens[:rows, 0] = self.drafter._greedy_sample(output[last])
         if self.num_drafts == 1:
@@ -309,7 +321,7 @@ class GraphedProposer(GraphedDrafter):
         num_rejected_tokens_gpu: Tensor | None = None,
         slot_mappings: Any = None,
     ) -> Tensor:
-        """Draft K tokens for each request. Arguments and result as in vLLM."""
+        """Draft K tokens for each request. Arguments and result are those of vLLM's method."""
         why_eager = self._why_eager(num_speculative_tokens, common_attn_metadata, sampling_metadata)
         if why_eager is not None:
             self._eager[why_eager] += 1
@@ -341,7 +353,7 @@ class GraphedProposer(GraphedDrafter):
             num_rejected_tokens_gpu=num_rejected_tokens_gpu,
         )
         why_eager = self._why_eager_first_pass(num_tokens, batch)
-        # Both passes have graphs for the same counts, as far as they fit into the compiled model.
+        # Both passes have graphs for the same counts, except for those that exceed the limit of the compiled model.
         padded = loop.dispatch(rows, self.query_len if why_eager is None else 1).key.num_reqs
         self._stage(rows, padded, last_token_indices, batch, num_rejected_tokens_gpu)
         if why_eager is None:
@@ -350,11 +362,11 @@ class GraphedProposer(GraphedDrafter):
         else:
             self._eager[why_eager] += 1
             self._run_first_pass(num_tokens, batch, mm_embed_inputs, padded)
-        # A tensor of its own: vLLM copies it to the host on another stream.
+        # Return a copy, because vLLM copies the result to the host on another stream.
         return loop.run(rows, inert_tails=True).clone()
 
     def _why_eager(self, num_drafts: int, batch: CommonAttentionMetadata, sampling_metadata: Any) -> str | None:
-        """Why this whole step runs vLLM's code, or None."""
+        """Return the reason why this whole step runs vLLM's code, or None."""
         drafter = self.drafter
         if self.graphs is None or self.graphs.most_requests == 0:
             return NOTHING_CAPTURED
@@ -364,13 +376,13 @@ class GraphedProposer(GraphedDrafter):
             return _RANDOM
         if batch.num_reqs > self.graphs.most_requests:
             return TOO_LARGE
-        # Behind the limit vLLM's positions begin anew. Its runner does not let them come there.
+        # Beyond the limit, vLLM's positions start again. Its runner does not let them get there.
         if batch.max_seq_len + drafter.net_num_new_slots_per_request + num_drafts - 1 > drafter.max_model_len:
             return _NEAR_LIMIT
         return None
 
     def _why_eager_first_pass(self, num_tokens: int, batch: CommonAttentionMetadata) -> str | None:
-        """Why the first pass runs vLLM's code, or None. Takes the batch as it is in that pass."""
+        """Return the reason why the first pass runs vLLM's code, or None. ``batch`` is the batch of that pass."""
         assert self.graphs is not None
         if batch.max_query_len != self.query_len or num_tokens != batch.num_reqs * self.query_len:
             return MIXED
@@ -386,7 +398,7 @@ class GraphedProposer(GraphedDrafter):
         batch: CommonAttentionMetadata,
         num_rejected: Tensor | None,
     ) -> None:
-        """Copy what is new in this batch to where the graphs read it; rows [rows, padded) become inert."""
+        """Copy what is new in this batch into the buffers of the graphs. Rows [rows, padded) become inert."""
         buffers = self.buffers
         if rows != self._staged_rows:
             self._staged_rows = rows
@@ -408,7 +420,7 @@ class GraphedProposer(GraphedDrafter):
             self.num_rejected[:rows].copy_(num_rejected)
 
     def _run_first_pass(self, num_tokens: int, batch: CommonAttentionMetadata, mm_embed_inputs: Any, rows: int) -> None:
-        """As vLLM runs it, from its piecewise graphs where there is one of that size."""
+        """Run the first pass as vLLM does, from its piecewise graphs if one has this size."""
         drafter = self.drafter
         _, attention = drafter.build_per_group_and_layer_attn_metadata(batch)
         mode, padded_tokens, _ = drafter._determine_batch_execution_and_padding(num_tokens)
@@ -426,7 +438,11 @@ class GraphedProposer(GraphedDrafter):
 
 
 def check_drafter(drafter: Any) -> None:
-    """Is it one whose passes are known?"""
+    """Refuse a drafter whose passes are not supported.
+
+    Raises:
+        Unsupported: the class of the drafter is unknown, or it has a feature that the graphs do not cover.
+    """
     if type(drafter) not in (DraftModelProposer, EagleProposer):
         raise DRAFTER.because(what=f"the drafter is a {type(drafter).__name__}")
     features = {

@@ -1,4 +1,4 @@
-"""What the draft graphs of an engine have done."""
+"""Report of an engine's draft graphs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DraftGraphReport:
-    """What one engine's draft graphs have done so far.
+    """What the draft graphs of one engine have done so far.
 
     Attributes:
         captured: request counts that have a graph, by pass (``"first_pass"``, ``"decode"``).
-        captured_by_drafts: the same, by the number of drafts that they are for: several, where it is dynamic.
-        capture_seconds: how long capturing took.
-        capture_bytes: GPU memory that it took from the allocator; the driver keeps something for each graph besides.
-        replays: passes that ran from graphs, by pass.
-        eager: passes that ran vLLM's own code instead, by reason. Warm-up and profiling included.
+        captured_by_drafts: the same, by number of drafts. It has several entries if that number is dynamic.
+        capture_seconds: time that capturing took, in seconds.
+        capture_bytes: GPU memory that capturing took from the allocator, in bytes. The driver keeps further memory per
+            graph.
+        replays: number of passes that ran from graphs, by pass.
+        eager: number of passes that ran vLLM's own code, by reason. Warm-up and profiling are included.
     """
 
     captured: dict[str, list[int]] = field(default_factory=dict)

@@ -1,19 +1,19 @@
-"""vLLM's speculator for a draft model of its own (``method="draft_model"``), with its passes in CUDA graphs.
+"""Speculator of vLLM's V2 runner for a separate draft model (``method="draft_model"``), with its passes in CUDA graphs.
 
-vLLM 0.33 runs this drafter eagerly: small tensor operations, a metadata build on the host and a model's worth of
-launches, for each of K tokens. Here a step of a decode batch is two graph launches:
+vLLM 0.33 runs this drafter eagerly. Each of K tokens needs small tensor operations, a metadata build on the host and
+all launches of a model. Here a step of a decode batch takes two graph launches:
 
-- the *first pass*, for batches in which every request has K + 1 tokens (its last token and K drafts): expansion to
-  K + 2 tokens each, attention metadata, forward, sampling, and the inputs of the next pass;
-- the *decode loop*, for any batch: steps 1 to K - 1 with slots and metadata updated on the device.
+- The *first pass*, for batches in which every request has K + 1 tokens (its last token and K drafts): expansion to K +
+  2 tokens each, attention metadata, forward, sampling, and the inputs of the next pass.
+- The *decode loop*, for any batch: steps 1 to K - 1, with slots and metadata updated on the device.
 
-Where the number of drafts follows the batch size, each number has graphs: of the first pass over as many drafts that
-were verified, and of the loop that makes as many. (vLLM's own speculator drafts K each time, and the runner drops what
-is too many. A step whose drafts nobody can use has none: then its first pass alone runs, for the cache's sake.)
+If the number of drafts depends on the batch size, each number has its graphs: first passes over that number of verified
+drafts, and a loop that makes that number. (vLLM's own speculator always drafts K, and the runner drops the surplus.) A
+step without drafts needs no loop; it runs only the first pass, which fills the cache.
 
-Before them this batch's request indices and rejections are copied to where the graphs read them. Everything else
-that they read lies in persistent buffers of vLLM's runner. What has no graph runs vLLM's own code, inherited: prompts
-and mixed batches (first pass), batches larger than the largest graph, profiling, dummy runs.
+Before the launches, this batch's request indices and rejections are copied into the graphs' buffers. All other inputs
+lie in persistent buffers of vLLM's runner. The inherited code of vLLM runs what has no graph: prompts and mixed batches
+(first pass), batches larger than the largest graph, profiling, and dummy runs.
 """
 
 from __future__ import annotations
@@ -46,25 +46,28 @@ from nwor_ops.vllm.drafter.graphs import (
 from nwor_ops.vllm.drafter.metadata import LayerMetadata, VllmDraftMetadata
 from nwor_ops.vllm.support import Unsupported, check_attention, check_graph_mode
 
-# The runner's buffers of the batch that the target has just verified.
+# Buffers of the runner with the batch that the target has just verified.
 _TARGET_INPUTS = ("input_ids", "positions", "query_start_loc", "seq_lens")
 
 
 def _padded(counts: Iterable[int], batches: Iterable[int]) -> list[int]:
-    """What batches of so many requests pad to, largest first; nothing for those that no count holds."""
+    """Return the counts to which batches of these sizes are padded, largest first. Batches larger than every count are
+    left out."""
     holding = ([count for count in counts if count >= requests] for requests in batches)
     return sorted({min(large) for large in holding if large}, reverse=True)
 
 
 class DraftGraphManager(LoopGraphs, CudaGraphManager):
-    """vLLM's handle on a drafter's graphs.
+    """The object by which vLLM manages a drafter's graphs.
 
-    vLLM looks for attributes of this class: it drops them after its memory profiling, which captures into a pool and
-    a cache that it throws away, and has them release their graphs when elastic expert parallelism changes size.
+    vLLM uses attributes of this class. It drops the graphs after its memory profiling, which captures into a temporary
+    pool and cache. It also releases them when elastic expert parallelism changes size.
 
     Args:
-        vllm_config, device, cudagraph_mode: the engine's.
-        make_loop: makes the draft loop, given what :class:`~nwor_ops.drafter.DraftLoop` takes for ``pool``.
+        vllm_config: the engine's configuration.
+        device: device of the drafter.
+        cudagraph_mode: the engine's graph mode.
+        make_loop: creates the draft loop. Its argument is ``pool`` of :class:`~nwor_ops.drafter.DraftLoop`.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class DraftGraphManager(LoopGraphs, CudaGraphManager):
     ) -> None:
         CudaGraphManager.__init__(self, vllm_config, device, cudagraph_mode, decode_query_len=1)
         pool = self.pool
-        # The engine's pool, or that of sleep mode, decided anew for each capture.
+        # The engine's pool or the pool of sleep mode, decided again for each capture.
         LoopGraphs.__init__(self, device, make_loop(lambda: capture_pool(pool, vllm_config)))
 
     def release_graphs(self) -> None:
@@ -86,16 +89,16 @@ class DraftGraphManager(LoopGraphs, CudaGraphManager):
 
 
 class ExpandedFirstPass:
-    """The first pass: accepted tokens, the target's own token, rejected tokens, of each request.
+    """The first pass. Each request has its accepted tokens, the target's own token, and its rejected tokens.
 
     Args:
-        speculator: whose buffers it writes.
+        speculator: the owner of the buffers that it writes.
     """
 
     def __init__(self, speculator: GraphedDraftModelSpeculator) -> None:
         self._speculator = speculator
         tokens = speculator.expanded_input_ids.shape[0]
-        # vLLM writes the keys of rejected tokens like any others; later passes write over them before they are read.
+        # vLLM writes the keys of rejected tokens too; later passes overwrite them before they are read.
         self._none, self._is_rejected, self._is_masked = torch.zeros(
             3, tokens, dtype=torch.bool, device=speculator.device
         ).unbind()
@@ -141,14 +144,14 @@ class ExpandedFirstPass:
 
 
 class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
-    """See the module. Made by the plugin in the place of its base class.
+    """Draft with graphs in the V2 runner. The plugin creates it in place of its base class.
 
     Args:
-        vllm_config: the engine's.
-        device: where the drafter runs.
-        last_sampled: int64 ``[max_num_reqs, 1]``, by request-state index: the runner's, at its fixed address.
-        refuse: what to do where graphs turn out to be impossible: raises, or returns to go on without them.
-        logger: vLLM's.
+        vllm_config: the engine's configuration.
+        device: device of the drafter.
+        last_sampled: int64 ``[max_num_reqs, 1]``, by request-state index. The runner's buffer, at its fixed address.
+        refuse: called if graphs turn out to be impossible. It raises, or returns to continue without graphs.
+        logger: vLLM's logger.
     """
 
     def __init__(
@@ -158,7 +161,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         self.graphs: DraftGraphManager | None = None
         self.last_sampled = last_sampled.view(-1)
         self.num_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
-        # Lengths with the target's own token, which the expansion inserted; not clamped at the model's limit.
+        # Lengths that include the target's own token, which the expansion inserted. Not clamped to the model's limit.
         self._expanded_lens = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._refuse = refuse
         self._refused = False
@@ -170,7 +173,8 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
     # ------------------------------------------------------------ set up
 
     def _schedule(self) -> list[int]:
-        """How many drafts a batch gets, by its requests; K where that is not dynamic. Entry 0 says nothing."""
+        """Return the number of drafts by the number of requests in the batch. It is always K unless dynamic. Entry 0 is
+        unused."""
         most = self.num_speculative_steps
         schedule = self.speculative_config.num_speculative_tokens_per_batch_size
         if schedule is None:
@@ -183,14 +187,14 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         self._or_refuse(check_attention, self.attn_groups)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """A cache was bound: graphs of the one before are worth nothing."""
+        """Start without graphs, because a new cache was bound."""
         self.graphs = None
         self._or_refuse(check_graph_mode, cudagraph_mode)
         if not self._refused:
             self.graphs = DraftGraphManager(self.vllm_config, self.device, cudagraph_mode, self.make_loop)
 
     def _or_refuse(self, check: Callable[[Any], None], checked: Any) -> None:
-        """Once is enough: who goes on without graphs was told why."""
+        """Refuse graphs if a check fails, unless they are refused already."""
         if self._refused:
             return
         try:
@@ -200,7 +204,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             self._refuse(error)
 
     def make_loop(self, pool: Any = None) -> DraftLoop:
-        """The draft loop over vLLM's buffers. It holds no graphs yet."""
+        """Create the draft loop over vLLM's buffers. It holds no graphs yet."""
         target = self.target_input_buffers
         self._addresses = {name: getattr(target, name).data_ptr() for name in _TARGET_INPUTS}
         buffers = DraftBuffers(
@@ -225,7 +229,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         )
 
     def _registered(self) -> dict[str, Tensor]:
-        """What the graphs read beside the loop's own buffers."""
+        """Return the tensors that the graphs read in addition to the loop's own buffers."""
         tensors = {
             **{f"target_{name}": getattr(self.target_input_buffers, name) for name in _TARGET_INPUTS},
             "last_sampled": self.last_sampled,
@@ -240,10 +244,11 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         return tensors if self.draft_logits is None else tensors | {"draft_logits": self.draft_logits}
 
     def capture_keys(self) -> dict[int, list[GraphKey]]:
-        """By the number of drafts the graphs for it: the first pass over as many, and the loop that makes as many.
+        """Return the keys to capture, by number of drafts: first passes over that number, and loops that make that
+        number.
 
-        The request counts are those of the target's graphs. A first pass needs no more requests than a batch with so
-        many drafts may have, a loop only the counts that batches of its number of drafts pad to.
+        The request counts are those of the target's graphs. A first pass needs no more requests than a batch with that
+        number of drafts may have. A loop needs only the counts to which batches of its number of drafts are padded.
         """
         schedule = self.drafts_by_requests
         batches: dict[int, list[int]] = {}
@@ -257,7 +262,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             keys[drafts] = [
                 GraphKey(count, length)
                 for count in _padded(counts[drafts], range(1, requests_of_them[-1] + 1))
-                # The compiled model takes max_num_batched_tokens at most.
+                # The compiled model takes at most max_num_batched_tokens.
                 if count * length <= self.max_num_tokens
             ]
             if drafts > 1:
@@ -265,13 +270,13 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         return {drafts: of_them for drafts, of_them in sorted(keys.items(), reverse=True) if of_them}
 
     def capture(self) -> None:
-        """vLLM captures: the target's graphs are there."""
+        """Capture the graphs. vLLM calls this after it captured the target's."""
         self.capture_graphs(self.vllm_config, self.num_speculative_steps)
 
     # ------------------------------------------------------------ the captured bodies
 
     def _forward(self, key: GraphKey, metadata: LayerMetadata) -> Tensor:
-        """The model, as vLLM's drafter calls it: compiled, and without graphs of its own."""
+        """Run the model as vLLM's drafter does: compiled, and without vLLM's graphs."""
         if key.query_len > 1:
             ids, positions = self.expanded_input_ids, self.expanded_positions
         else:
@@ -280,7 +285,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         return self._run_model(ids[:tokens], positions[:tokens], metadata.attention, metadata.slot_mappings, None)
 
     def sample_rows(self, rows: int, hidden_states: Tensor, positions: Tensor) -> Tensor:
-        """vLLM's sampling: int64 ``[rows]``. Rows without a request get some token."""
+        """Sample with vLLM's function: int64 ``[rows]``. Rows without a request get an arbitrary token."""
         return self.sample_draft(
             hidden_states[:rows],
             positions,
@@ -292,7 +297,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         )
 
     def start_decode(self, rows: int) -> None:
-        """From the first pass, whichever code ran it, to step 1: the inputs of the decode loop, padded rows inert."""
+        """Write the inputs of the decode loop after the first pass, whichever code ran it. Padded rows become inert."""
         if self.num_speculative_steps == 1:
             return
         buffers = self.input_buffers
@@ -333,7 +338,10 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> Tensor:
-        """Draft for each request. Arguments and result as in vLLM: of K columns those that were asked for count."""
+        """Draft for each request. Arguments and result are those of vLLM's method.
+
+        Only the first ``num_speculative_tokens`` of the K columns are valid.
+        """
         rows, most = input_batch.num_reqs, self.num_speculative_steps
         drafts = most if num_speculative_tokens is None else min(num_speculative_tokens, most)
         why_eager = self._why_eager(input_batch, last_sampled, drafts, dummy_run or is_profile)
@@ -363,7 +371,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         return self._run_decode_loop(rows, drafts)
 
     def _why_eager(self, input_batch: Any, last_sampled: Tensor, drafts: int, dummy: bool) -> str | None:
-        """Why this whole step runs vLLM's code, or None."""
+        """Return the reason why this whole step runs vLLM's code, or None."""
         if self.graphs is None or self.graphs.most_requests == 0:
             return NOTHING_CAPTURED
         if dummy:
@@ -382,8 +390,8 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         )
 
     def _stage(self, rows: int, idx_mapping: Tensor, num_rejected: Tensor, temperature: Tensor, seeds: Tensor) -> None:
-        """Copy what is new in this batch to where the graphs read it."""
-        if self.draft_logits is not None:  # else drafts are the most likely tokens, whatever the temperature
+        """Copy what is new in this batch into the buffers of the graphs."""
+        if self.draft_logits is not None:  # otherwise, drafting is greedy at any temperature
             self.temperature.copy_(temperature)
             self.seeds.copy_(seeds)
         self.idx_mapping[:rows].copy_(idx_mapping)
@@ -409,7 +417,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             self.start_decode(loop.dispatch(rows, num_drafts=drafts).key.num_reqs)
 
     def _run_decode_loop(self, rows: int, drafts: int) -> Tensor:
-        """All K columns, of which the runner takes ``drafts``."""
+        """Return all K columns, of which the runner uses ``drafts``."""
         assert self.graphs is not None
         if drafts > 1:
             self.graphs.loop.run(rows, inert_tails=True, num_drafts=drafts)
@@ -417,7 +425,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
 
     @staticmethod
     def _uniform_length(input_batch: Any) -> int:
-        """Tokens of each request, where all have as many and none is in its prompt; else 0."""
+        """Return the tokens per request if all requests have the same number and none is in its prompt; otherwise 0."""
         length: int = input_batch.num_tokens // input_batch.num_reqs
         uniform = (
             input_batch.decode_graph_eligible

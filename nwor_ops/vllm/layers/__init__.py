@@ -1,1 +1,1 @@
-"""What a target layer is: where its cache's slots lie, and who writes them."""
+"""Target layers: the positions of the slots in their caches, and the code that writes them."""

@@ -1,8 +1,8 @@
-"""Which layers take part, and how each attention back end keeps and writes its cache.
+"""Attention back ends: which layers take part, and how each back end stores and writes its cache.
 
-A back end is supported if it is listed here. What the list says of it is tried on a scratch page when
-the engine starts, with vLLM's own writer as the judge: where a slot's bytes lie, and whether our writer
-leaves the very same ones. If it does, one kernel logs and writes; if not, ours logs and vLLM's writes.
+Only the back ends in this file are supported. Each one is tested on a scratch page when the engine starts, with vLLM's
+own writer as the reference. The test checks the position of a slot's bytes, and whether our writer produces the same
+bytes. If it does, one kernel logs and writes. Otherwise our kernel logs, and vLLM's writer writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nwor_ops.vllm.support import (
 _ATTENTION = "vllm.model_executor.layers.attention.attention.Attention"
 _MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention.MLAAttention"
 
-# Kimi Linear's MLA, which writes the cache itself, in one kernel with what attention needs besides.
+# The MLA layer of Kimi Linear. It writes the cache in its own kernel, together with other work of attention.
 KIMI_ATTENTION = "vllm.models.kimi_k3.nvidia.mla.MultiHeadLatentAttention"
 
 _KIMI_MODULE, _KIMI_CLASS = KIMI_ATTENTION.rsplit(".", 1)
@@ -49,14 +49,14 @@ KIMI_HOOKS = (
 _BACK_ENDS = "vllm.v1.attention.backends."
 CPU_IMPL = _BACK_ENDS + "cpu_attn.CPUAttentionBackendImpl"
 TRITON_IMPL = _BACK_ENDS + "triton_attn.TritonAttentionImpl"
-# Key and value of a token and head lie next to each other: [B, H, N, 2 * D].
+# Key and value of a token and head are adjacent: [B, H, N, 2 * D].
 PACKED_IMPLS = (
     _BACK_ENDS + "flash_attn.FlashAttentionImpl",
     TRITON_IMPL,
     _BACK_ENDS + "flashinfer.FlashInferImpl",
     _BACK_ENDS + "flex_attention.FlexAttentionImpl",
 )
-# One latent row per token: [B, N, C], written by vLLM, logged by us.
+# One latent row per token: [B, N, C]. vLLM writes it, our kernel logs it.
 LATENT_IMPLS = tuple(
     _BACK_ENDS + "mla." + name
     for name in (
@@ -67,8 +67,8 @@ LATENT_IMPLS = tuple(
         "flashinfer_mla.FlashInferMLAImpl",
     )
 )
-# Their metadata holds the runner's own block table, not a copy of it or of what it says: it is right again once the
-# table is.
+# The metadata of these back ends refers to the runner's own block table, neither to a copy nor to values derived from
+# it. Restoring the table therefore restores the metadata.
 _TABLE_READERS = (
     CPU_IMPL,
     TRITON_IMPL,
@@ -88,22 +88,22 @@ _FORMATS = {
 
 
 def target_layers(runner: Any, drafter_layers: set[str], mode: str) -> list[TargetLayer]:
-    """The layers whose writes belong to the transaction, in the order of vLLM's groups. Recurrent states do not.
+    """Return the layers whose writes belong to the transaction, sorted by KV-cache group. Recurrent layers do not.
 
     Args:
-        runner: of either generation, its cache bound.
-        drafter_layers: the drafter's own: their writes are its business.
-        mode: in ``"stage"`` it does not matter who writes, only where.
+        runner: a model runner of either generation, with its cache bound.
+        drafter_layers: the drafter's own layers, which are left out.
+        mode: the transaction mode. In ``"stage"`` only the position of a write matters, not its writer.
 
     Raises:
-        Unsupported: a layer whose cache is not slots of tokens, or whose writer is not known.
+        Unsupported: the cache of a layer does not consist of token slots, or its writer is unknown.
     """
     context = runner.compilation_config.static_forward_context
     layers = []
     for group, name, spec in _layers_of_groups(runner.kv_cache_config):
         attention = context[name]
         if name in drafter_layers or getattr(attention, "kv_sharing_target_layer_name", None) is not None:
-            continue  # the second kind writes nothing
+            continue  # a layer that shares another layer's cache writes nothing
         if is_recurrent(spec):
             continue
         check_group_spec(group, spec)
@@ -114,16 +114,16 @@ def target_layers(runner: Any, drafter_layers: set[str], mode: str) -> list[Targ
 
 
 def check_tables(runner: Any, layers: list[TargetLayer], borrowers: set[str]) -> None:
-    """Whether the slots and tables that the runner holds are all that attention goes by.
+    """Check that attention reads only the slot mappings and block tables that the runner holds.
 
     Args:
-        runner: of either generation.
+        runner: a model runner of either generation.
         layers: the target layers.
-        borrowers: layers of a drafter that attend with metadata that was made for the target's step, so while the
-            tables named shadow pages. Their back end need not be the target's.
+        borrowers: layers of a drafter that attend with metadata of the target's step, which was built while the tables
+            named shadow pages. Their back end may differ from the target's.
 
     Raises:
-        Unsupported: pages of another size than the tables', or a drafter that would read shadow pages.
+        Unsupported: a page has another size than a block of the tables, or a drafter would read shadow pages.
     """
     for layer in layers:
         page = layer.cache.planes[0].view.shape[1]
@@ -135,8 +135,13 @@ def check_tables(runner: Any, layers: list[TargetLayer], borrowers: set[str]) ->
 
 
 def table_copies(runner: Any, layers: list[TargetLayer], borrowers: Iterable[str] = ()) -> dict[str, str]:
-    """The target layers, and those of borrowers, whose metadata does not hold the runner's own block table, and their
-    back ends."""
+    """Return the layers whose metadata copies the runner's block table, with their back ends.
+
+    Args:
+        runner: a model runner of either generation.
+        layers: the target layers.
+        borrowers: as in :func:`check_tables`.
+    """
     context = runner.compilation_config.static_forward_context
     names = (*(layer.name for layer in layers), *sorted(borrowers))
     impls = {name: qualified_name(context[name].impl) for name in names}
@@ -144,7 +149,7 @@ def table_copies(runner: Any, layers: list[TargetLayer], borrowers: Iterable[str
 
 
 def _layers_of_groups(kv_cache_config: Any) -> Iterator[tuple[str, str, Any]]:
-    """Group, name and spec of each layer. Layers of one group may have specs of their own."""
+    """Yield group, name and spec of each layer. The layers of one group may have different specs."""
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         for name in group.layer_names:
@@ -152,7 +157,7 @@ def _layers_of_groups(kv_cache_config: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def qualified_name(thing: Any) -> str:
-    """Of its class, with the module."""
+    """Return the name of an object's class, with its module."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
@@ -176,8 +181,8 @@ def _target_layer(name: str, group: str, attention: Any, source_dtype: torch.dty
 
 
 def _cpu_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:
-    """vLLM's CPU pages: keys transposed within a page, or an order that only a table can express."""
-    # The class's own writer, bound: what the instance attribute will be wrapped around.
+    """Describe a layer of the CPU back end: keys are transposed within a page, or their order needs a table."""
+    # Bind the writer of the class, since the attribute of the instance will be patched.
     own_writer = functools.partial(type(attention.impl).do_kv_cache_update, attention.impl, attention)
     page_offsets = cpu_pages.learn_pages(own_writer, attention.kv_cache, source_dtype)
     writable = page_offsets is None and attention.impl.kv_cache_dtype == "auto"
@@ -187,7 +192,7 @@ def _cpu_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype)
 
 
 def _packed_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:
-    """Key | value rows in strided pages: the GPU back ends."""
+    """Describe a layer of a GPU back end: rows of key and value, adjacent, in strided pages."""
     impl, kv_cache = attention.impl, attention.kv_cache
     if kv_cache.dim() != 4 or kv_cache.shape[-1] % 2 != 0:
         raise ValueError(f"its cache must be [num_blocks, num_kv_heads, block_size, 2 * width], got {kv_cache.shape}")
@@ -217,10 +222,10 @@ def _packed_layer(name: str, group: str, attention: Any, source_dtype: torch.dty
 
 
 def _latent_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:
-    """MLA: one row of latents per token. vLLM's writer takes what it needs besides as further arguments."""
+    """Describe an MLA layer: one row of latents per token. vLLM's writer takes further arguments."""
     impl, kv_cache = attention.impl, attention.kv_cache
     if getattr(attention, "hisparse_cache", None) is not None:
-        raise ValueError("HiSparse writes to slots of its own")
+        raise ValueError("HiSparse writes to its own slots, which the plugin does not know")
     if kv_cache.dim() != 3:
         raise ValueError(f"its cache must be [num_blocks, block_size, width], got {kv_cache.shape}")
     own_writer = functools.partial(type(impl).do_kv_cache_update, impl)
@@ -233,13 +238,16 @@ def _latent_layer(name: str, group: str, attention: Any, source_dtype: torch.dty
 
 
 def _kimi_layer(name: str, group: str, attention: Any, source_dtype: torch.dtype) -> TargetLayer:
-    """The same rows, which the model writes. What writes them for us, before it does, is the back end."""
+    """Describe an MLA layer of Kimi Linear: the same rows as :func:`_latent_layer`, but written by the model.
+
+    Before the model writes them, the writer of the back end writes them for us.
+    """
     check_vllm(KIMI_HOOKS)
     layer, impl = _latent_layer(name, group, attention, source_dtype), attention.impl
     if attention.rotary_emb is not None or attention.q_lora_rank is not None:
-        raise ValueError("of this class only Kimi Linear's layers are known, not Kimi K3's")
+        raise ValueError("this layer class is supported for Kimi Linear only, not for Kimi K3")
     if impl.kv_cache_dtype not in ("auto", "bfloat16"):
-        raise ValueError(f"its own writer is known for a cache of bfloat16, not of {impl.kv_cache_dtype}")
+        raise ValueError(f"the writer of this layer class needs a bfloat16 cache, got {impl.kv_cache_dtype}")
     own = attention.kv_cache
 
     def tried(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -265,16 +273,16 @@ def _rows_of_latents(attention: Any, source_dtype: torch.dtype) -> trial.Rows:
 
 
 class _WriterOfScales:
-    """vLLM's writer of one layer whose cache holds its scales (Triton's per-token-head formats).
+    """Call vLLM's writer for a layer whose cache contains its scales (Triton's per-token-head formats).
 
-    The back end writes the scales through views that it makes of the cache it meets first, setting all scales to 1,
-    and keeps. Any cache but the layer's own (a scratch page, the audit's image) needs views of itself, for the time
-    of the write.
+    The back end writes the scales through views. It creates them from the first cache that it is given, sets all scales
+    to 1, and keeps the views. Any other cache (a scratch page, or the image of the audit) needs its own views during
+    the write.
     """
 
     def __init__(self, attention: Any, write: Callable[..., None]) -> None:
         self._attention, self._write = attention, write
-        self._of_scratch: tuple[Tensor | None, Tensor | None] = (None, None)  # keep their storage alive
+        self._of_scratch: tuple[Tensor | None, Tensor | None] = (None, None)  # views that keep their storage alive
 
     def __call__(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         impl, given = self._attention.impl, kv_cache.untyped_storage()
@@ -297,4 +305,4 @@ class _WriterOfScales:
         known = self._of_scratch[0]
         if known is not None and known.untyped_storage().data_ptr() == given.data_ptr():
             return self._of_scratch
-        return None, None  # the back end makes them, once for each scratch page
+        return None, None  # the back end creates them, once for each scratch page

@@ -1,10 +1,10 @@
-"""The pages of vLLM's CPU attention back end, as planes.
+"""Pages of the CPU attention back end of vLLM, as planes.
 
-``layer.kv_cache`` is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, but the bytes of one (block, head)
-page are in an order of vLLM's choosing, by processor, dtype and sizes (``vllm/csrc/cpu/cpu_attn_*.hpp``): on x86-64
-keys transposed before values, or the tiles of AMX. Nothing here knows which: :func:`learn_pages` lets vLLM's own writer
-write and looks where each element went. The first of these orders is a matter of strides and our writer can fill such
-pages; any other is a table.
+``layer.kv_cache`` is ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``. vLLM chooses the order of bytes within
+one (block, head) page by processor, dtype and sizes (``vllm/csrc/cpu/cpu_attn_*.hpp``). On x86-64, transposed keys
+precede the values, or the page has the tiles of AMX. This module does not assume an order. :func:`learn_pages` runs
+vLLM's own writer and finds out where each element went. Strides can express the first of these orders, and our writer
+can fill such pages; any other order needs a table.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from nwor_ops.vllm.support import OTHER_SIZE
 
 Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # key, value, kv_cache, slot_mapping
 
-_known: dict[tuple[int, int, bytes], Tensor] = {}  # planes of one order must share its table
+_known: dict[tuple[int, int, bytes], Tensor] = {}  # one table per order, shared by all planes of that order
 
 
 def strided_pages(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value views ``[B, N, H, D]`` of pages in which keys lie transposed before values."""
+    """Return key and value views ``[B, N, H, D]`` of pages in which transposed keys precede the values."""
     num_blocks, num_heads, block_size, width = kv_cache.shape
     head_size = width // 2
     shape = (num_blocks, block_size, num_heads, head_size)
@@ -35,22 +35,25 @@ def strided_pages(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def learn_pages(write: Writer, like: Tensor, source_dtype: torch.dtype) -> Tensor | None:
-    """How vLLM's writer orders a page: None where :func:`strided_pages` says it, else int32 ``[N, 2 * D]``, where in
-    the page each element of each slot's key and value lies.
+    """Find out how vLLM's writer orders the elements of a page.
 
     Args:
         write: vLLM's writer of one layer.
-        like: a cache of that layer ``[B, H, N, 2 * D]``, for its shape and dtype; not written.
+        like: a cache of that layer ``[B, H, N, 2 * D]``. Only its shape and dtype are read.
         source_dtype: dtype of keys and values.
 
+    Returns:
+        None if the order is that of :func:`strided_pages`. Otherwise int32 ``[N, 2 * D]``: the position in the page of
+        each element of each slot's key and value.
+
     Raises:
-        ValueError: no order of a page is what it does: it writes an element twice or not at all, or outside the block.
-        Unsupported: it would write elements of another size; then it is not tried.
+        ValueError: the writer writes an element twice, not at all, or outside the block.
+        Unsupported: the writer would write elements of another size, so it is not run.
     """
-    if 1 < like.element_size() != source_dtype.itemsize:  # of one byte: fp8, to which it converts
+    if 1 < like.element_size() != source_dtype.itemsize:  # one byte: fp8, to which the writer converts
         raise OTHER_SIZE.because(source=source_dtype, cache=like.dtype)
     _, num_heads, block_size, width = like.shape
-    # The bits of each element's number, one a time, as values that no quantisation turns into zero or back.
+    # Write one bit of each element's number at a time, as values that no quantization turns into zero or back.
     numbers = torch.arange(1, block_size * width + 1).view(block_size, 1, width).expand(-1, num_heads, -1)
     slots = torch.arange(block_size, 2 * block_size)
     found = torch.zeros((2, num_heads, block_size * width), dtype=torch.int32)
@@ -62,8 +65,8 @@ def learn_pages(write: Writer, like: Tensor, source_dtype: torch.dtype) -> Tenso
     order = found[1, 0]
     if found[0].any() or (found[1] != order).any() or not torch.equal(order.sort().values, numbers[:, 0].flatten()):
         raise ValueError(
-            f"vLLM's CPU writer ({like.dtype}, block size {block_size}, head size {width // 2}) was given one block to "
-            "fill and did not put each element of its keys and values in one place of it, the same in every head"
+            f"vLLM's CPU writer ({like.dtype}, block size {block_size}, head size {width // 2}): filling one block "
+            "must write each element of keys and values exactly once, at the same position for every head"
         )
     offsets = order.argsort().to(torch.int32).view(block_size, width)
     page = torch.arange(block_size * width, dtype=torch.int32).view(1, 1, block_size, width)
@@ -73,15 +76,15 @@ def learn_pages(write: Writer, like: Tensor, source_dtype: torch.dtype) -> Tenso
 
 
 def layer_cache(kv_cache: Tensor, page_offsets: Tensor | None, writable: bool) -> LayerCache:
-    """The planes of one layer.
+    """Return the planes of one layer.
 
     Args:
         kv_cache: ``[B, H, N, 2 * D]`` as vLLM binds it.
-        page_offsets: what :func:`learn_pages` returned.
-        writable: whether our writer may fill the planes (strided pages without quantisation).
+        page_offsets: the result of :func:`learn_pages`.
+        writable: whether our writer may fill the planes (strided pages without quantization).
 
     Raises:
-        ValueError: pages that are not contiguous.
+        ValueError: the pages are not contiguous.
     """
     if kv_cache.stride(3) != 1 or kv_cache.stride(2) != kv_cache.shape[3]:
         raise ValueError(f"CPU cache pages must be contiguous, got strides {kv_cache.stride()}")
@@ -92,12 +95,12 @@ def layer_cache(kv_cache: Tensor, page_offsets: Tensor | None, writable: bool) -
 
 
 def _written(scratch: Tensor) -> Tensor:
-    """Which elements of a cache that was zero are no longer."""
+    """Return a mask of the elements of a cache of zeros that are no longer zero."""
     return scratch.view(torch.uint8 if scratch.element_size() == 1 else scratch.dtype) != 0
 
 
 def _slot_elements(kv_cache: Tensor, cache: LayerCache, slot: int) -> Tensor:
-    """bool, shaped like ``kv_cache``: the elements that the planes say belong to a slot."""
+    """Return the elements that belong to a slot according to the planes: bool, with the shape of ``kv_cache``."""
     marked = torch.zeros_like(kv_cache, dtype=torch.int8)
     block, offset = divmod(slot, kv_cache.shape[2])
     for plane in cache.planes:
@@ -113,24 +116,25 @@ def _slot_elements(kv_cache: Tensor, cache: LayerCache, slot: int) -> Tensor:
 def verify_pages(
     write: Writer, like: Tensor, page_offsets: Tensor | None, source_dtype: torch.dtype, writable: bool
 ) -> None:
-    """Write single tokens with vLLM's own writer and check that exactly the planes' elements changed: what was learned
-    of whole blocks holds of a token too.
+    """Write single tokens with vLLM's own writer, and check that exactly the elements of the planes change.
+
+    :func:`learn_pages` writes whole blocks; this checks that its result also holds for one token.
 
     Args:
         write: vLLM's writer of one layer.
-        like: a cache of that layer, for its shape and dtype; not written.
-        page_offsets: what :func:`learn_pages` returned.
+        like: a cache of that layer. Only its shape and dtype are read.
+        page_offsets: the result of :func:`learn_pages`.
         source_dtype: dtype of keys and values.
         writable: as in :func:`layer_cache`.
 
     Raises:
-        ValueError: the writer put something elsewhere than the planes say.
+        ValueError: the writer changed other elements than the planes say.
     """
     _, num_heads, block_size, width = like.shape
     generator = torch.Generator().manual_seed(0)
     for slot in {0, 1, block_size - 1, block_size + block_size // 2 + 1}:
         scratch = torch.zeros((2, num_heads, block_size, width), dtype=like.dtype)
-        # At least 1 in magnitude: no quantisation turns it into zero.
+        # The magnitude is at least 1, so no quantization turns it into zero.
         row = torch.rand((2, 1, num_heads, width // 2), generator=generator) + 1
         key, value = row.to(source_dtype).unbind(0)
         write(key, value, scratch, torch.tensor([slot]))

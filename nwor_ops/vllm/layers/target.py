@@ -1,4 +1,4 @@
-"""What a layer of the target model is: where its cache lies, and who writes it."""
+"""A layer of the target model: the position of its cache, and the code that writes it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class TargetLayer:
     """A layer of the target model whose cache writes belong to the transaction.
 
     Attributes:
-        name: in vLLM.
-        group: its KV-cache group.
-        kv_cache: the tensor that vLLM bound to it.
+        name: name of the layer in vLLM.
+        group: number of its KV-cache group, as a string.
+        kv_cache: the tensor that vLLM bound to the layer.
         cache: that tensor as planes of slots.
-        own_writer: vLLM's: (key, value, kv_cache, slot_mapping, *rest), where the rest is what its back end takes
-            beyond these.
-        fused: our kernel logs and writes; else it logs, and the layer's own writer writes.
-        kv_cache_dtype: what our kernel writes, as in :func:`nwor_ops.write_kv`.
-        scales: gives the layer's current key and value scale; None = 1.
+        own_writer: vLLM's writer ``(key, value, kv_cache, slot_mapping, *rest)``. ``rest`` holds the further arguments
+            of its back end.
+        fused: True if our kernel logs and writes. False if it only logs, and ``own_writer`` writes.
+        kv_cache_dtype: the format that our kernel writes, as in :func:`nwor_ops.write_kv`.
+        scales: returns the layer's current key scale and value scale. None means 1.
     """
 
     name: str
@@ -38,6 +38,6 @@ class TargetLayer:
 
 
 def same_place(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """What `tensor` is a view of, in another storage."""
+    """Return a view of another storage, at the offset, shape and strides that `tensor` has in its own."""
     like = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     return like.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

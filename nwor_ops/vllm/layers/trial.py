@@ -1,4 +1,4 @@
-"""Trials of vLLM's writers, on scratch pages: where a slot's bytes lie, and whether our writer leaves the very same."""
+"""Trial runs of vLLM's cache writers on scratch pages, which find a slot's bytes and compare our writer with theirs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _BLOCKS = 3
 
 @dataclass(frozen=True)
 class Rows:
-    """Keys and values to try a writer with. The shapes are those of one token's."""
+    """Keys and values for a trial run. ``shapes`` are the shapes of one token's key and value."""
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtype: torch.dtype
     device: torch.device
 
     def plain(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """At least 1 and below 2 in magnitude: no quantisation turns such a number into zero."""
+        """Return rows with magnitudes from 1 to 2. No quantization turns such a number into zero."""
         generator = torch.Generator().manual_seed(num_tokens)
         key, value = (torch.rand((num_tokens, *shape), generator=generator) + 1 for shape in self.shapes)
         return key.to(self.device, self.dtype), value.to(self.device, self.dtype)
 
     def extreme(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Every magnitude, both signs, zeros, infinities and NaN."""
+        """Return rows with every magnitude, both signs, zeros, infinities and NaN."""
         generator = torch.Generator().manual_seed(num_tokens)
         made = []
         for shape in self.shapes:
@@ -44,7 +44,7 @@ class Rows:
 
 
 def _scratch(like: Tensor) -> Tensor:
-    """A small cache with the dimensions of `like` in the same order in memory."""
+    """Return a small cache of zeros with the dimensions of `like`, in the same memory order."""
     order = sorted(range(like.dim()), key=like.stride, reverse=True)
     shape = (_BLOCKS, *like.shape[1:])
     memory = like.new_zeros([shape[dim] for dim in order])
@@ -52,21 +52,21 @@ def _scratch(like: Tensor) -> Tensor:
 
 
 def check_slots(write: Callable[..., None], planes: Callable[[Tensor], LayerCache], like: Tensor, rows: Rows) -> None:
-    """Write single tokens with vLLM's own writer and see that nothing but the planes' slots changes.
+    """Write single tokens with vLLM's own writer, and check that only the slots of the planes change.
 
     Args:
         write: vLLM's writer of one layer.
-        planes: where we think that a slot lies.
-        like: a cache of that layer, for its shape and dtype; not written.
-        rows: what to write.
+        planes: returns the planes of a cache; they say where a slot lies.
+        like: a cache of that layer. Only its shape and dtype are read.
+        rows: the rows to write.
 
     Raises:
-        ValueError: the writer puts something elsewhere, or leaves the slot alone.
+        ValueError: the writer changed bytes outside the slot, or changed nothing.
     """
     block_size = planes(like).planes[0].view.shape[1]
     for slot in sorted({0, 1, block_size - 1, block_size + block_size // 2}):
         scratch = _scratch(like)
-        # The first write may also set what does not depend on the slot (initial scales): look at the second.
+        # The first write may also set values that do not depend on the slot (initial scales). Compare after the second.
         row = rows.plain(1)
         mapping = torch.tensor([slot], device=like.device)
         write(*row, scratch, torch.full_like(mapping, (_BLOCKS - 1) * block_size))
@@ -95,8 +95,10 @@ def writes_the_same(
     scales: tuple[Tensor, Tensor],
     kv_cache_dtype: str,
 ) -> bool:
-    """Whether our writer leaves the same bytes as vLLM's, infinities, NaN and saturation included. It also
-    loads our kernel, which must not happen for the first time while a CUDA graph is captured."""
+    """Return whether our writer produces the same bytes as vLLM's, including infinities, NaN and saturation.
+
+    This call also loads our kernel, which must not happen for the first time during the capture of a CUDA graph.
+    """
     block_size = planes(like).planes[0].view.shape[1]
     num_tokens = 2 * block_size
     key, value = rows.extreme(num_tokens)
@@ -110,5 +112,5 @@ def writes_the_same(
         views = layer.key_value(tuple(plane.view for plane in layer.planes))
         ops.write_kv(key, value, *views, slots, *scales, kv_cache_dtype)
     except (ValueError, TypeError):
-        return False  # a dtype or shape that only vLLM's writer knows
+        return False  # a dtype or shape that only vLLM's writer supports
     return torch.equal(_bytes(theirs), _bytes(ours))

@@ -1,4 +1,4 @@
-"""Counters, from where they are counted to ``/metrics`` and ``nwor_ops.stats()``."""
+"""Metrics: carry the counters to ``/metrics`` and ``nwor_ops.stats()``."""
 
 from nwor_ops.vllm.metrics.exporter import totals, wrap_loggers_module
 from nwor_ops.vllm.metrics.relay import wrap_scheduler_module

@@ -1,4 +1,4 @@
-"""The totals on vLLM's ``/metrics`` and in ``nwor_ops.stats()``: what the files of an engine's processes hold."""
+"""Add the totals in the files of an engine's processes to vLLM's ``/metrics`` and to ``nwor_ops.stats()``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def wrap_loggers_module(module: ModuleType) -> None:
-    """Where vLLM makes its Prometheus metrics, show ours."""
+    """Patch vLLM's Prometheus logger so that it also exports our metrics."""
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -27,7 +27,7 @@ def wrap_loggers_module(module: ModuleType) -> None:
             if config.emit_metrics and (config.mode != "off" or config.draft_graphs or config.recurrent):
                 try:
                     export()
-                except (OSError, ValueError) as error:  # no folder for the files; the engine serves without ours
+                except (OSError, ValueError) as error:  # no folder for the files; the engine runs without our metrics
                     module.logger.warning("nwor: counters are not exported: %s", error)
 
         return __init__
@@ -37,7 +37,7 @@ def wrap_loggers_module(module: ModuleType) -> None:
 
 @functools.cache
 def export() -> None:
-    """Add the files to the registry that vLLM serves, unless it collects them itself."""
+    """Add a collector for the files to vLLM's registry, unless vLLM collects them itself."""
     import prometheus_client
     from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -47,7 +47,7 @@ def export() -> None:
 
 
 def totals(sessions: list[Session]) -> EngineStats:
-    """What :func:`nwor_ops.stats` adds: what the sessions of this process have counted by now, and all other files."""
+    """Return the totals for :func:`nwor_ops.stats`: those of this process's sessions, and those in all other files."""
     publishers = dict(worker.publishers)
     here = {publisher.file.path for publisher in publishers.values()}
     asked = [session for session in sessions if session.manager is not None]

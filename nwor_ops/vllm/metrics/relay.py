@@ -1,8 +1,9 @@
-"""The totals of a worker that does not see the folder of its engine core: on another host, or started by Ray.
+"""Send the totals of a worker to an engine core that does not share a folder with it.
 
-vLLM brings what a step returns from the worker that samples to the scheduler. The totals travel with it, as an
-attribute of the ``ModelRunnerOutput``, at most twice a second, and the engine core writes the file that the worker
-cannot. So they are those of the last step but one, or older: what a step counts arrives with a later one.
+This is the case on another host, and for workers started by Ray. vLLM carries the output of a step from the worker that
+samples to the scheduler. The totals travel with it as an attribute of the ``ModelRunnerOutput``, at most twice a
+second, and the engine core writes the file. They lag by at least one step: the counts of a step arrive with a later
+one.
 """
 
 from __future__ import annotations
@@ -28,26 +29,30 @@ _MARK = "_nwor_relays"
 
 
 def is_remote(vllm_config: Any) -> bool:
-    """Whether the workers of an engine may be where its core's folder is not."""
+    """Return whether the workers of an engine may run without access to the engine core's folder."""
     parallel = vllm_config.parallel_config
     return bool(parallel.nnodes_within_dp > 1 or parallel.use_ray)
 
 
 class Sender:
-    """In the worker: puts the totals beside what a step returns.
+    """Attach the totals to the output of a step, in the worker.
 
     Args:
-        publisher: whose totals.
-        session: its owner.
+        publisher: the publisher of the session.
+        session: the session whose totals are sent.
     """
 
     def __init__(self, publisher: SessionPublisher, session: Any) -> None:
         self._publisher, self._next = publisher, time.monotonic()
-        # The session must not keep itself, and its log, alive.
+        # Hold the session weakly, so that it does not keep itself and its undo log alive.
         session.subscribe(returned=functools.partial(self.returned, weakref.ref(session)))
 
     def returned(self, owner: Callable[[], Any], output: Any) -> None:
-        """Of async scheduling the output itself is inside. One without requests may be a constant of vLLM's."""
+        """Attach the totals to ``output``.
+
+        With async scheduling, the ``ModelRunnerOutput`` is an attribute of ``output``. An output without requests is
+        left unchanged, since it may be a shared constant of vLLM.
+        """
         for name in ("model_runner_output", "_model_runner_output"):
             output = getattr(output, name, output)
         now = time.monotonic()
@@ -62,11 +67,11 @@ class Sender:
 
 
 class Receiver:
-    """In the engine core: writes what arrives to a file, unless the worker has one here.
+    """Write the totals that arrive to a file, in the engine core, unless the worker writes its own file here.
 
     Args:
-        scheduler: vLLM's. One method of this instance is wrapped.
-        logger: vLLM's.
+        scheduler: vLLM's scheduler. One method of this instance is patched.
+        logger: vLLM's logger.
     """
 
     def __init__(self, scheduler: Any, logger: Any) -> None:
@@ -95,7 +100,8 @@ class Receiver:
 
 
 def wrap_scheduler_module(module: ModuleType) -> None:
-    """Make a new scheduler look at its engine's configuration."""
+    """Patch vLLM's scheduler so that each new one receives totals, if its engine has remote workers and publishes
+    metrics."""
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,12 +1,12 @@
-"""A worker's totals, from where they are counted to a file (:mod:`nwor_ops.vllm.metrics.transport`).
+"""Publish the totals of a worker in a file (:mod:`nwor_ops.vllm.metrics.transport`).
 
-1. Kernels count on the device. After a step, at most four times a second, its stream copies the counters to a
-   host tensor (pinned for CUDA): 40 bytes, and nothing waits for them. Draft graphs are counted on the host.
-2. A thread looks every half second, and replaces the file if there is anything new. Where no step has followed for half
-   a second, it fetches the last one's numbers by itself.
+1. Kernels count on the device. After a step, at most four times a second, its stream copies the counters (40 bytes) to
+a host tensor, pinned for CUDA. Nothing waits for this copy. Draft graphs are counted on the host.
+2. A thread checks every half second, and replaces the file if a count changed. If no step has followed for half a
+second, the thread fetches the counts of the last step itself.
 
-Only rank 0 of a tensor-parallel group publishes: all ranks verify the same drafts, and replay the same graphs. Of a
-pipeline the stage that samples, which knows at once what was accepted.
+In a tensor-parallel group only rank 0 publishes, because all ranks verify the same drafts and replay the same graphs.
+With pipeline parallelism only the last rank publishes, because it learns right away what was accepted.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from nwor_ops.vllm.metrics.transport import CounterFile, Totals
 if TYPE_CHECKING:
     from nwor_ops.vllm.session import Session
 
-_NOT_VANILLA = "cancelled"  # a session counts it beside its vanilla steps; it has a counter of its own
+_NOT_VANILLA = "cancelled"  # the session counts it with its vanilla steps, but it has its own metric
 _OVERFLOW = "more drafts than log rows"
 
-publishers: weakref.WeakKeyDictionary[Any, Publisher] = weakref.WeakKeyDictionary()  # by owner
+publishers: weakref.WeakKeyDictionary[Any, Publisher] = weakref.WeakKeyDictionary()  # by owner of the counts
 
 
 def start(runner: Any, session: Session, logger: Any) -> None:
-    """Publish a session's counters from now on. One without a transaction has none."""
+    """Publish a session's counters from now on. A session without a transaction has none."""
     if session.manager is not None and session.windows == 1 and _publishes():
-        runner_of = weakref.ref(runner)  # what a publisher's thread holds lives as long as the engine's process
+        runner_of = weakref.ref(runner)  # a strong reference would live as long as the publisher's thread
         file = CounterFile("worker", runner.vllm_config)
         publisher = SessionPublisher(session, file, logger, lambda: _warming_up(runner_of()))
         publishers[session] = publisher
@@ -48,13 +48,14 @@ def start(runner: Any, session: Session, logger: Any) -> None:
 
 
 def start_counting(owner: Any, role: str, vllm_config: Any, logger: Any) -> None:
-    """Publish what ``owner.counted()`` says from now on, if the engine wants metrics. Safe to call again.
+    """Publish the result of ``owner.counted()`` from now on, if the engine publishes metrics. Calling it again is safe.
 
     Args:
-        owner: a speculator with draft graphs, or an engine's recurrent states, whose ``counted()`` waits for the
-            device and which have ``counted_lately()`` too.
-        role, vllm_config: as in :class:`CounterFile`.
-        logger: vLLM's.
+        owner: a speculator with draft graphs, or an engine's recurrent states. The latter's ``counted()`` synchronizes,
+            so it also has ``counted_lately()``.
+        role: as in :class:`CounterFile`.
+        vllm_config: as in :class:`CounterFile`.
+        logger: vLLM's logger.
     """
     wanted = NworConfig.load(vllm_config.additional_config).emit_metrics
     if wanted and owner not in publishers and _publishes():
@@ -62,7 +63,7 @@ def start_counting(owner: Any, role: str, vllm_config: Any, logger: Any) -> None
 
 
 def stop(session: Session) -> None:
-    """Publish a session's last counters, and no more."""
+    """Publish a session's counters one last time."""
     if session in publishers:
         publishers.pop(session).stop()
 
@@ -74,18 +75,18 @@ def _publishes() -> bool:
 
 
 def _warming_up(runner: Any) -> bool:
-    """Whether this step is one of those that the V2 runner makes up before the first request."""
+    """Return whether the V2 runner is running its warm-up, which uses invented requests."""
     requests = getattr(getattr(runner, "req_states", None), "req_id_to_index", ())
     return any(request.startswith("_") and "warmup" in request for request in requests)
 
 
 class Publisher:
-    """Keeps a file at what its owner has counted, looking twice a second, as long as the owner lives.
+    """Keep a file up to date with its owner's counts, for as long as the owner lives. Checks twice a second.
 
     Args:
-        owner: has ``counted()``, totals by field of :class:`nwor_ops.EngineStats`.
-        file: where to.
-        logger: vLLM's.
+        owner: an object with ``counted()``, which returns totals by field of :class:`nwor_ops.EngineStats`.
+        file: the file to write.
+        logger: vLLM's logger.
     """
 
     def __init__(self, owner: Any, file: CounterFile, logger: Any) -> None:
@@ -98,15 +99,15 @@ class Publisher:
         threading.Thread(target=self._run, name="nwor-publisher", daemon=True).start()
 
     def now(self, owner: Any) -> Totals:
-        """Exact; may wait for the device."""
+        """Return the exact totals. May synchronize with the device."""
         return Totals(Counter(owner.counted()))
 
     def latest(self, owner: Any) -> Totals:
-        """What is known without waiting."""
+        """Return the totals that are known without synchronizing."""
         return Totals(Counter(getattr(owner, "counted_lately", owner.counted)()))
 
     def publish(self) -> None:
-        """Write the file if there is anything new."""
+        """Write the file if the totals changed."""
         with self._lock:
             owner = self._owner()
             if owner is None or (totals := self.latest(owner)) == self._written:
@@ -120,7 +121,7 @@ class Publisher:
                 self._failed = True
 
     def stop(self) -> None:
-        """Publish once more, and then no more."""
+        """Publish one last time."""
         self._stopped.set()
         self.publish()
 
@@ -130,11 +131,14 @@ class Publisher:
 
 
 class SessionPublisher(Publisher):
-    """Of a session with a manager, whose counters are on the device.
+    """Publish the totals of a session with a manager, whose counters are on the device.
 
     Args:
-        session, file, logger: as above.
-        warming_up: whether the step that just ended does not count. Not asked again once it did.
+        session: the owner of the counters.
+        file: as in :class:`Publisher`.
+        logger: as in :class:`Publisher`.
+        warming_up: returns whether the step that just ended belongs to the warm-up and is not counted. No longer called
+            after it has returned False once.
     """
 
     def __init__(
@@ -143,19 +147,22 @@ class SessionPublisher(Publisher):
         assert session.manager is not None
         counters = self._counters = session.manager.buffers.counters
         self._host = torch.zeros(counters.shape, dtype=counters.dtype, pin_memory=counters.is_cuda)
-        self._warm_up = torch.zeros_like(self._host, pin_memory=counters.is_cuda)  # counted before the first request
+        self._warm_up = torch.zeros_like(self._host, pin_memory=counters.is_cuda)  # counts of the warm-up
         self._fetched = self._host.clone()
         self._warming_up: Callable[[], bool] | None = warming_up
-        self._ended = 0  # windows begun when the last step ended
-        self._copied = -float("inf")  # when
-        self._behind = False  # steps have ended since then
-        self._stream: torch.cuda.Stream | None = None  # of CUDA: where steps run
+        self._ended = 0  # number of windows begun when the last step ended
+        self._copied = -float("inf")  # time of the last copy
+        self._stale = False  # whether a step has ended since the last copy
+        self._stream: torch.cuda.Stream | None = None  # the CUDA stream of the steps
         super().__init__(session, file, logger)
         session.subscribe(ended=self.copy)
 
     def copy(self) -> None:
-        """After each step, on the stream that counted. Does not wait, and mostly does nothing: as often as files
-        are written is enough, and :meth:`latest` fetches what the last step counted."""
+        """Copy the counters to the host after a step, on the stream that counted.
+
+        Does not synchronize, and usually does nothing: one copy per write of the file is enough, and :meth:`latest`
+        fetches the counts of the last step.
+        """
         session = self._owner()
         self._ended = session.begun if session is not None else 0
         if self._warming_up is not None:
@@ -164,58 +171,63 @@ class SessionPublisher(Publisher):
                 return
             self._warming_up = None
         now = time.monotonic()
-        self._behind = now - self._copied < transport.PERIOD / 2
-        if not self._behind:
+        self._stale = now - self._copied < transport.PERIOD / 2
+        if not self._stale:
             self._copied = now
             self._host.copy_(self._counters, non_blocking=True)
             if self._counters.is_cuda:
                 self._stream = torch.cuda.current_stream(self._counters.device)
 
     def latest(self, owner: Session) -> Totals:
-        """What the device had counted when its last copy arrived."""
-        if self._behind and time.monotonic() - self._copied >= transport.PERIOD:
+        """Return the device's counts as of the last copy that arrived."""
+        if self._stale and time.monotonic() - self._copied >= transport.PERIOD:
             self._fetch(owner)
         return self.arrived(owner)
 
     def arrived(self, owner: Session) -> Totals:
-        """As :meth:`latest`, and asks the device for nothing."""
+        """Return the same totals as :meth:`latest`, without any request to the device."""
         values = self._host.clone()
-        while not torch.equal(again := self._host.clone(), values):  # the device is writing it
+        while not torch.equal(again := self._host.clone(), values):  # the device is writing to it
             values = again
-        return self._totals(owner, torch.maximum(values, self._fetched))  # of two moments, the later one
+        return self._totals(owner, torch.maximum(values, self._fetched))  # the counts of the later of two moments
 
     def _fetch(self, session: Session) -> None:
-        """Get what the last steps counted, as none has followed them for a while. It may ask CUDA: graphs are
-        captured before the first request, and steps before that do not get here."""
+        """Fetch the counts of the last steps, because no step has followed for a while.
+
+        It may call CUDA: graphs are captured before the first request, and earlier steps do not get here.
+        """
         ended = self._ended
         if session.begun == ended and (self._stream is None or self._stream.query()):
-            self._behind = False
+            self._stale = False
             counters = self._counters.to("cpu", copy=True)
             if session.begun == ended:
                 self._fetched = counters
-            else:  # a step that began meanwhile may have counted its drafts and not yet what became of them
-                self._behind = True
+            else:  # a step that began meanwhile may have counted its drafts, but not their outcome
+                self._stale = True
 
     def now(self, owner: Session) -> Totals:
         return self._totals(owner, self._counters.cpu())
 
     def stop(self) -> None:
-        """As above; waits for the device."""
+        """Publish one last time, with exact totals. Synchronizes with the device."""
         session = self._owner()
         if session is not None:
             session.unsubscribe(ended=self.copy)
-            self._behind = False
+            self._stale = False
             self._fetched = self._counters.to("cpu", copy=True)
         super().stop()
 
     def _totals(self, session: Session, counters: Tensor) -> Totals:
         assert session.manager is not None
-        # Before the first step has arrived there is less than was counted before it.
+        # Until the first copy has arrived, the host's counts are lower than those of the warm-up.
         return session_totals(session, session.manager.stats((counters - self._warm_up).clamp_(min=0)))
 
 
 def session_totals(session: Session, stats: Stats) -> Totals:
-    """What a session's device has counted, and what the host counts: read after it, so never older."""
+    """Return a session's totals: the given counts of the device, and the host's counts.
+
+    The host's counts are read after the device's, so they are never older.
+    """
     counts, vanilla_steps = Counter(stats.as_dict()), Counter(session.vanilla_steps)
     del vanilla_steps[_NOT_VANILLA]
     vanilla_steps[_OVERFLOW] += counts.pop("overflowed")

@@ -1,1 +1,1 @@
-"""How each generation of vLLM's model runner is attached to."""
+"""Attachments to vLLM's model runners, one module per generation."""

@@ -1,8 +1,8 @@
-"""What attaching to a model runner is, whichever generation of vLLM's it is.
+"""Attach to a model runner: the parts that both generations share.
 
-A generation is a subclass of :class:`RunnerAttachment` (``v1.py``, ``v2.py``): where its step begins and ends, and
-what it calls its buffers. Everything is wrapped on **instances**, of the runner and of each target layer's
-``impl``; classes stay as they are, so another engine in the same process is not touched.
+Each generation is a subclass of :class:`RunnerAttachment` (``v1.py``, ``v2.py``). It knows where its step begins and
+ends, and the names of its buffers. Methods are patched on **instances** only, namely the runner and each target layer's
+``impl``. Classes stay unchanged, so another engine in the same process is not affected.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from nwor_ops.vllm.support import (
 )
 
 _MARK = "_nwor_wrapper"
-# Where drafters keep the names of their attention layers: those of the V2 runner, of the V1 runner, and vLLM's V1
-# ExtractHiddenStatesProposer.
+# Attributes in which drafters keep the names of their attention layers. They belong to drafters of the V2 runner,
+# drafters of the V1 runner, and the V1 ExtractHiddenStatesProposer, in this order.
 _NAMES_OF_LAYERS = ("draft_attn_layer_names", "_draft_attn_layer_names", "attn_layer_names")
 
 
 def runner_hooks(module: str, **more: str) -> tuple[Hook, ...]:
-    """Methods of a ``GPUModelRunner`` that are wrapped or called, by signature: those of every generation, and more."""
+    """Return the hooks of a ``GPUModelRunner``, by signature: those common to both generations, and ``more``."""
     common = {
         "initialize_kv_cache": "kv_cache_config, is_profiling, kv_cache_allocation_context",
         "sample_tokens": "grammar_output",
@@ -65,75 +65,75 @@ def runner_hooks(module: str, **more: str) -> tuple[Hook, ...]:
 
 
 class RunnerAttachment(abc.ABC):
-    """Makes one model runner's verification steps transactions.
+    """Run the verification steps of one model runner as transactions.
 
     Args:
-        runner: a ``GPUModelRunner`` or a subclass, its KV cache bound.
+        runner: a ``GPUModelRunner`` or a subclass, with its KV cache bound.
 
     Attributes:
-        module: where the runner's class is.
-        hooks: everything of vLLM's that is wrapped or called.
-        wrapped: methods of the runner in whose place the method of that name here is called: with the runner's own,
-            bound, and then with its arguments.
-        session: what :meth:`attach` made.
+        module: the module of the runner's class.
+        hooks: every vLLM function that is patched or called.
+        wrapped: names of the runner's methods that are patched. The method of the same name in this class is called
+            instead, with the bound original first and then the call's arguments.
+        session: the session that :meth:`attach` created.
     """
 
     module: ClassVar[str]
     hooks: ClassVar[tuple[Hook, ...]]
     wrapped: ClassVar[tuple[str, ...]] = ("execute_model", "sample_tokens")
     session: Session
-    entering: frozenset[str] = frozenset()  # of the step: requests that have drafts and are new to the runner
+    entering: frozenset[str] = frozenset()  # requests of the step that have drafts and are new to the runner
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
 
-    # ------------------------------------------------------------ what a generation knows
+    # ------------------------------------------------------------ implemented by each generation
 
     @abc.abstractmethod
     def slot_mapping(self, group: str) -> Tensor:
-        """The persistent slot mapping of a group, padding included."""
+        """Return the persistent slot mapping of a group, padding included."""
 
     @abc.abstractmethod
     def block_table(self, group: str) -> Tensor:
-        """The persistent block table of a group, which attention reads."""
+        """Return the persistent block table of a group, which attention reads."""
 
     @abc.abstractmethod
     def table_rows(self, group: str) -> Iterable[tuple[int, list[int]]]:
-        """Of each request of the batch that was prepared last, the tokens computed before it, and the blocks in its row
-        of a group's block table. Waits for the device."""
+        """Return, for each request of the last prepared batch, the number of tokens computed before it and the block
+        numbers in its row of a group's block table. Synchronizes with the device."""
 
     @abc.abstractmethod
     def drafter_layers(self) -> set[str]:
-        """The attention layers of the drafter's own, by :func:`named_layers`.
+        """Return the names of the drafter's own attention layers, by :func:`named_layers`.
 
         Raises:
-            Unsupported: they, or which tokens are drafts, are not known.
+            Unsupported: it is unknown which layers belong to the drafter, or which tokens are drafts.
         """
 
     @property
     def windows(self) -> int:
-        """Most steps that are begun before it is known what was sampled in the first of them."""
+        """Maximum number of windows that are open or deferred at a time."""
         return windows_in_flight(self.runner)
 
     @property
     def drafter_borrows(self) -> bool:
-        """Whether the drafter attends with metadata that was made for the target, not when it drafts."""
+        """Whether the drafter attends with metadata that was built for the target's batch."""
         return False
 
     # ------------------------------------------------------------ attaching
 
     def attach(self, config: NworConfig, logger: Any) -> Session | None:
-        """Wrap the runner and its target layers.
+        """Patch the runner and its target layers.
 
         Args:
-            config: settings that want something.
-            logger: vLLM's.
+            config: the plugin's settings, which ask for the transaction or the audit.
+            logger: vLLM's logger.
 
         Returns:
-            The session, or None where there is nothing to do (no speculative decoding).
+            The session, or None if the engine does not use speculative decoding.
 
         Raises:
-            Unsupported: before anything is wrapped.
+            Unsupported: raised before anything is patched.
         """
         runner = self.runner
         if runner.speculative_config is None:
@@ -179,43 +179,44 @@ class RunnerAttachment(abc.ABC):
         return session
 
     def _spare_blocks(self, layers: list[TargetLayer], drafter_layers: set[str]) -> SpareBlocks:
-        """What mode ``"stage"`` needs, or :class:`Unsupported`."""
+        """Return the shadow pages of mode ``"stage"``, or raise :class:`Unsupported`."""
         check_vllm(spare_blocks.HOOKS)
         spare_blocks.check_scheduler(self.runner.vllm_config)
         check_tables(self.runner, layers, drafter_layers if self.drafter_borrows else set())
         return spare_blocks.spare_blocks(self.runner.vllm_config, self.runner.kv_cache_config)
 
     def recurrent_groups(self) -> list[RecurrentGroup]:
-        """What an audit has to know of a hybrid model."""
+        """Return the groups of recurrent layers of a hybrid model, for an audit."""
         runner, made = self.runner, []
         context = runner.compilation_config.static_forward_context
         for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
             if is_recurrent(group.kv_cache_spec):
                 layers = [context[name] for name in group.layer_names]
-                # With one state per request a page holds a record, too.
+                # With one state per request, a page also holds a record.
                 states = tuple(part for layer in layers for part in (*layer.kv_cache, *getattr(layer, "records", ())))
                 rows = functools.partial(self.table_rows, str(number))
                 made.append(RecurrentGroup(group.kv_cache_spec.block_size, states, rows))
         return made
 
     def wrap(self, session: Session) -> None:
-        """Put our methods in the place of the runner's."""
+        """Patch the runner's methods."""
         self.session = session
         self.block_tables = {group: self.block_table(group) for group in session.slot_mappings}
         put_around(self.runner, self)
 
-    # ------------------------------------------------------------ in the place of the runner's methods
+    # ------------------------------------------------------------ methods that replace the runner's
 
-    # Of the two halves of a step: whatever they raise, the drafts are undone before a block is used again.
+    # If either half of a step raises, the drafts are undone before a block is used again.
 
     def execute_model(self, execute: Callable[..., Any], scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """From the blocks that it is given to the end of the forward."""
+        """Run the first half of a step, from its inputs to the end of the forward."""
         session = self.session
         try:
             if session.spare is not None:
                 session.spare.check(scheduler_output)
                 self.entering = _entering_with_drafts(scheduler_output)
-                session.loads = scheduler_output.has_sync_kv_loads  # else a connector's calls in it are of later steps
+                # Without synchronous loads, the connector's calls in this step load rows for later steps.
+                session.loads = scheduler_output.has_sync_kv_loads
             output = execute(scheduler_output, *args, **kwargs)
             session.tell("forwarded", "after the forward")
             return output
@@ -224,8 +225,10 @@ class RunnerAttachment(abc.ABC):
             raise
 
     def sample_tokens(self, sample: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """From sampling to the drafter's end. The commit is inside, right behind sampling: a drafter that fails takes
-        no accepted draft with it."""
+        """Run the second half of a step, from sampling to the end of the drafter.
+
+        The commit is inside, right after sampling. If the drafter fails, accepted drafts are therefore kept.
+        """
         try:
             output = sample(*args, **kwargs)
         except BaseException:
@@ -236,8 +239,10 @@ class RunnerAttachment(abc.ABC):
 
 
 def _entering_with_drafts(scheduler_output: Any) -> frozenset[str]:
-    """Requests that are new to the runner, or come back to it with other blocks, in a step that verifies drafts of
-    them: the scheduler makes some up for one of which a single token is left to compute."""
+    """Return the requests that have drafts in this step, and are new to the runner or return to it with other blocks.
+
+    Such drafts exist: the scheduler invents some for a request that has a single token left to compute.
+    """
     drafts = scheduler_output.scheduled_spec_decode_tokens
     if not drafts:
         return frozenset()
@@ -247,15 +252,15 @@ def _entering_with_drafts(scheduler_output: Any) -> frozenset[str]:
 
 
 def named_layers(runner: Any, drafter: Any) -> set[str]:
-    """The layers that a drafter names as its own; none where it has none.
+    """Return the layers that a drafter names as its own; the set is empty if it has none.
 
     Args:
-        runner: of either generation, its cache bound.
-        drafter: what proposes drafts.
+        runner: a model runner of either generation, with its cache bound.
+        drafter: the object that proposes drafts.
 
     Raises:
-        Unsupported: a layer with a KV cache is neither named nor a module of the target's model, so whose it is is not
-            known; or a layer of that model is named.
+        Unsupported: a layer with a KV cache is neither named by the drafter nor a module of the target's model, so its
+            owner is unknown. Also raised if the drafter names a layer of that model.
     """
     named = {name for attribute in _NAMES_OF_LAYERS for name in getattr(drafter, attribute, None) or ()}
     context = runner.compilation_config.static_forward_context
@@ -276,12 +281,13 @@ def named_layers(runner: Any, drafter: Any) -> set[str]:
 def start_audit(
     session: Session, layers: list[TargetLayer], others_write: bool = False, recurrent: Sequence[RecurrentGroup] = ()
 ) -> None:
-    """Audit a session from now on. ``others_write``, ``recurrent``: as for :class:`CacheAudit`."""
+    """Subscribe an audit to a session. ``others_write`` and ``recurrent`` are passed to :class:`CacheAudit`."""
     audit = CacheAudit(layers, session.max_num_tokens, others_write, recurrent)
     if session.windows > 1:
         if session.manager is None:
             raise ValueError(
-                "audit in mode off: on a pipeline stage that samples nothing it follows the transaction's windows"
+                "audit: mode off is not supported on a pipeline rank that does not sample, because there the audit "
+                "follows the windows of the transaction"
             )
         audit = PipelineAudit(layers, session.max_num_tokens)
     if session.spare is not None:
@@ -292,13 +298,17 @@ def start_audit(
 
 
 def _max_draft_tokens(runner: Any) -> int:
-    """Most drafts in one batch: every request with all of its own, as far as the batch has room."""
+    """Return the maximum number of draft tokens in one batch. Each request has its maximum, limited by the batch's
+    tokens."""
     return min(runner.max_num_reqs * runner.speculative_config.num_speculative_tokens, runner.max_num_tokens)
 
 
 def windows_in_flight(runner: Any) -> int:
-    """Steps of a runner whose drafts wait for a verdict at the same time, the one that runs included: of a pipeline
-    stage that samples nothing, which learns in the step after as many stages what the last one sampled."""
+    """Return the maximum number of windows of a runner that are open or deferred at a time, the current one included.
+
+    It is 1 on a pipeline rank that samples. The other ranks learn what was sampled as many steps later as there are
+    ranks.
+    """
     from vllm.distributed import get_pp_group
 
     stages = runner.vllm_config.parallel_config.pipeline_parallel_size
@@ -306,16 +316,22 @@ def windows_in_flight(runner: Any) -> int:
 
 
 def log_bytes(runner: Any) -> int:
-    """Memory that the undo log of a runner will take, before there is a cache: a row per draft and attention layer."""
+    """Return the bytes that a runner's undo log will take: one row per draft token and attention layer.
+
+    The cache need not exist yet.
+    """
     specs = (spec for spec in runner.get_kv_cache_spec().values() if not is_recurrent(spec))
     row_bytes = sum(-(-spec.page_size_bytes // spec.block_size) for spec in specs)
     return _max_draft_tokens(runner) * row_bytes * windows_in_flight(runner)
 
 
 def put_around(owner: Any, ours: Any, names: Iterable[str] = ()) -> None:
-    """Have methods of one instance called through those of the same names of ``ours``, which names them, or these."""
+    """Patch methods of one instance so that they call the methods of the same name of ``ours``.
+
+    The names are ``names``, or by default ``ours.wrapped``.
+    """
     for name in names or ours.wrapped:
-        # An attribute of the instance hides the method of the class.
+        # An instance attribute takes precedence over the method of the class.
         method = getattr(type(owner), name).__get__(owner)
         setattr(owner, name, _around(method, getattr(ours, name)))
 
@@ -349,8 +365,11 @@ def _wrap_writer(attention: Any, name: str, session: Session) -> None:
 
 
 def _wrap_model_s_writer(attention: Any, name: str, session: Session) -> None:
-    """Of a layer that writes its rows in a kernel of the model's: they are logged and written before, and it writes the
-    same bytes again. Inside what vLLM takes out of piecewise graphs, which is the whole of its attention."""
+    """Patch a layer whose model writes the cache rows in its own kernel.
+
+    The rows are logged and written before that kernel, which writes the same bytes again. This happens inside the
+    function that vLLM excludes from piecewise graphs, namely all of the layer's attention.
+    """
     from vllm.compilation.breakable_cudagraph import eager_break_during_capture
     from vllm.forward_context import get_forward_context
 
@@ -370,8 +389,7 @@ def _wrap_model_s_writer(attention: Any, name: str, session: Session) -> None:
 
 
 def wrapped_methods(runner: Any) -> list[tuple[Any, str, Any]]:
-    """Owner, name and function of all that was put on a runner, its layers, its KV connector and what receives a
-    pipeline's samples."""
+    """Return owner, name and function of each patch on a runner, its layers, its KV connector and its ``PPHandler``."""
     layers = runner.compilation_config.static_forward_context.values()
     others = filter(None, [worker_connector(), getattr(runner, "pp_handler", None)])
     return [
@@ -383,6 +401,6 @@ def wrapped_methods(runner: Any) -> list[tuple[Any, str, Any]]:
 
 
 def detach(runner: Any) -> None:
-    """Take every wrapper off again: the runner binds a new cache, or is refused."""
+    """Remove every patch, because the runner binds a new cache or is refused."""
     for owner, name, _ in wrapped_methods(runner):
-        vars(owner).pop(name, None)  # layers may share an implementation
+        vars(owner).pop(name, None)  # layers may share an impl

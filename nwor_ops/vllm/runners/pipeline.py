@@ -1,15 +1,19 @@
-"""A pipeline stage of the V2 runner that samples nothing: when its drafts are judged.
+"""Deferred windows on a pipeline rank of the V2 runner that does not sample.
 
-The last stage samples, commits, and sends the others what it sampled: vLLM's ``PPHandler`` receives it on a stream of
-its own and hands it to the runner as many steps later as there are stages, before that step writes anything. A window
-is settled there, with the very counts that the last stage committed.
+The last rank samples, commits, and sends its samples to the other ranks. vLLM's ``PPHandler`` receives them on a
+separate stream. With N ranks, it gives them to the runner N steps later, before that step writes anything. The window
+is settled at that point, with the counts that the last rank committed.
 
-Until then its requests are in no other batch: vLLM schedules a decode again when as many steps have passed. But a
-request may end or be preempted meanwhile, and then its blocks are another's in the very step that says so. Its drafts
-are undone at once, before that step's forward; the verdict still counts them. Only where the scheduler may know already
-what was sampled, and so may have kept blocks of accepted drafts for its prefix cache, does the stream wait for the
-verdict: where a step between had its sampling deferred for a grammar, and where the engine took results without
-scheduling (a pause), so that this step is empty, or the verdict is here already.
+The requests of a deferred window are in no other batch, since vLLM schedules their next decode N steps later. However,
+a request may end or be preempted earlier. Its blocks may then belong to another request in the very step that reports
+this. Its drafts are undone right away, before that step's forward; the outcome still counts them.
+
+The stream waits for the outcome only if the scheduler may know it already, because then the scheduler may have kept
+blocks of accepted drafts for its prefix cache. Three cases exist:
+
+- Sampling of a step in between was deferred for a grammar.
+- The engine took results without scheduling (a pause), so this step is empty.
+- The outcome has arrived already.
 """
 
 from __future__ import annotations
@@ -33,12 +37,12 @@ HOOKS = (
 
 @dataclass
 class _Flight:
-    """A step whose verdict is on its way.
+    """A step with a deferred window.
 
     Attributes:
         received: vLLM's ``PendingRecv``.
-        deferred: what the manager knows its window by.
-        places: in its batch, of the requests that have drafts.
+        deferred: the manager's handle of the window.
+        places: positions in its batch of the requests that have drafts.
         known: whether the scheduler may have seen what was sampled.
     """
 
@@ -49,11 +53,11 @@ class _Flight:
 
 
 class PipelineStage:
-    """What stands around the ``PPHandler`` of a runner, and around the runner's ``finish_requests``.
+    """Patch the ``PPHandler`` of a runner, and the runner's ``finish_requests``.
 
     Args:
-        session: with windows that wait for their verdict.
-        handler: vLLM's.
+        session: a session with deferred windows.
+        handler: vLLM's ``PPHandler``.
     """
 
     wrapped = ("receive", "get_prev_sampled_outputs")
@@ -63,13 +67,13 @@ class PipelineStage:
         self._flights: deque[_Flight] = deque()
 
     def receive(self, receive: Callable[..., bool], input_batch: Any, recv_drafts: bool) -> bool:
-        """At the end of a step: vLLM asks for what will be sampled, if any of it is needed."""
+        """Defer the window at the end of a step, when vLLM starts to receive the samples of that step."""
         result = receive(input_batch, recv_drafts)
-        received = self._handler.queue[-1]  # this step's place, None if nothing was asked for
+        received = self._handler.queue[-1]  # the entry of this step, None if nothing is received
         deferred = self.session.defer()
         if deferred is None:
             return result
-        if received is None:  # no draft of this step will ever be anybody's token
+        if received is None:  # no draft of this step will ever be accepted
             self.session.cancel_deferred(deferred)
             return result
         drafts = input_batch.num_draft_tokens_per_req
@@ -78,7 +82,7 @@ class PipelineStage:
         return result
 
     def get_prev_sampled_outputs(self, get: Callable[[], Any]) -> Any:
-        """At the beginning of a step: what was sampled as many steps ago as there are stages."""
+        """Settle the window whose samples have arrived. vLLM calls this at the beginning of a step."""
         due = self._handler.queue[0] if self._handler.queue else None
         outputs = get()
         if due is not None and self._flights and self._flights[0].received is due:
@@ -86,7 +90,10 @@ class PipelineStage:
         return outputs
 
     def finish_requests(self, finish: Callable[[Any], None], scheduler_output: Any) -> None:
-        """Behind that, before blocks are cleared, copied or written: which requests are no more."""
+        """Undo the drafts of requests that ended or were preempted.
+
+        vLLM calls this after ``get_prev_sampled_outputs``, and before blocks are cleared, copied or written.
+        """
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         for flight in [flight for flight in self._flights if not gone.isdisjoint(flight.places)]:
             if flight.known or not scheduler_output.total_num_scheduled_tokens or flight.received.event.query():
@@ -101,7 +108,7 @@ class PipelineStage:
         finish(scheduler_output)
 
     def schedule(self, requests: Iterable[str]) -> None:
-        """These run in the step that begins: what they drafted before is judged first."""
+        """Settle the deferred windows of requests that run in the step that begins."""
         for flight in [flight for flight in self._flights if not flight.places.keys().isdisjoint(requests)]:
             self._settle(flight)
 

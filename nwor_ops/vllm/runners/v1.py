@@ -1,4 +1,4 @@
-"""vLLM's first model runner, the only one on the CPU: where its step begins and ends."""
+"""Attachment to vLLM's Model Runner V1, the only runner on the CPU."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _MODULE = "vllm.v1.worker.gpu_model_runner"
 
 
 class RequestStates:
-    """A number of each request of the batch that stays its own while it is in the batch: its row does not, since others
-    leave it and vLLM sorts it.
+    """Give each request of the batch a number that does not change while the request is in the batch.
+
+    Rows of the batch cannot serve as numbers: vLLM sorts the batch, and rows move when requests leave.
 
     Args:
-        most: requests in one batch.
-        device: where the numbers are wanted.
+        most: maximum number of requests in one batch.
+        device: device of ``tensor``.
 
     Attributes:
-        tensor: int64: the numbers in the order of the batch.
+        tensor: int64 ``[num_requests]``, the numbers in the order of the batch.
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
@@ -36,8 +37,10 @@ class RequestStates:
         self.tensor = numbers_on(device, [])
 
     def update(self, order: list[str]) -> list[bool]:
-        """Of each request of the batch as it is now, whether it was not in the batch before. Where nothing has changed
-        since then nothing is copied to the device."""
+        """Adopt the current batch, and return for each request whether it is new to the batch.
+
+        Nothing is copied to the device if the batch did not change.
+        """
         if order == self._order:
             return [False] * len(order)
         self._free += [self._of.pop(name) for name in self._of.keys() - set(order)]
@@ -52,7 +55,7 @@ class RequestStates:
 
 
 class V1(RunnerAttachment):
-    """See the module."""
+    """Attach to Model Runner V1. See the module docstring."""
 
     module = _MODULE
     hooks = (
@@ -70,7 +73,7 @@ class V1(RunnerAttachment):
         ),
     )
     wrapped = (*RunnerAttachment.wrapped, "_prepare_inputs", "_sample")
-    _states: RequestStates | None = None  # in mode "stage"
+    _states: RequestStates | None = None  # only in mode "stage"
 
     def slot_mapping(self, group: str) -> Tensor:
         return self.runner.input_batch.block_table[int(group)].slot_mapping.gpu
@@ -89,7 +92,8 @@ class V1(RunnerAttachment):
 
     def drafter_layers(self) -> set[str]:
         named, speculation = named_layers(self.runner, self.runner.drafter), self.runner.speculative_config
-        # Drafters that follow the target are given the slots of their own group, a draft model those of the first.
+        # vLLM gives a draft model the slots of the first group. It gives other drafters the slots of the group they are
+        # in.
         for number, group in enumerate(self.runner.kv_cache_config.kv_cache_groups):
             elsewhere = named.intersection(group.layer_names)
             if number > 0 and elsewhere and speculation.uses_draft_model():
@@ -102,8 +106,8 @@ class V1(RunnerAttachment):
             self._states = RequestStates(self.runner.max_num_reqs, self.runner.device)
 
     def _new_states(self, num_draft_tokens: Sequence[int]) -> list[int]:
-        """Of the requests with drafts, the states that they did not have in the window before, or had with other
-        blocks."""
+        """Return the states of requests with drafts that are new to the batch, or have other blocks than in the window
+        before."""
         states = self._states
         if states is None:
             return []
@@ -112,7 +116,7 @@ class V1(RunnerAttachment):
         return [states[name] for name, new, drafts in rows if drafts and (new or name in self.entering)]
 
     def _step(self, metadata: Any) -> Step:
-        """One forward: metadata is vLLM's ``SpecDecodeMetadata``, on the host and on the device."""
+        """Describe one forward from vLLM's ``SpecDecodeMetadata``."""
         runner, drafts = self.runner, metadata.num_draft_tokens
         new_states = self._new_states(drafts)
         return Step(

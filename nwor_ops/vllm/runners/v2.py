@@ -1,4 +1,4 @@
-"""vLLM's Model Runner V2, the default on a GPU: where its step begins and ends."""
+"""Attachment to vLLM's Model Runner V2, the default on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WARM_UP = "vllm.v1.worker.gpu.warmup"
 
 
 class V2(RunnerAttachment):
-    """See the module."""
+    """Attach to Model Runner V2. See the module docstring."""
 
     module = _MODULE
     hooks = (
@@ -41,8 +41,8 @@ class V2(RunnerAttachment):
         ),
     )
     wrapped = (*RunnerAttachment.wrapped, "prepare_attn", "sample")
-    _batch: Any = None  # prepared last
-    _stage: PipelineStage | None = None  # where another stage samples
+    _batch: Any = None  # the last prepared batch
+    _stage: PipelineStage | None = None  # only if another pipeline rank samples
 
     def attach(self, config: NworConfig, logger: Any) -> Session | None:
         if self.windows > 1 and self.runner.speculative_config is not None:
@@ -64,8 +64,8 @@ class V2(RunnerAttachment):
 
     @property
     def drafter_borrows(self) -> bool:
-        # A drafter that attends in batches of its own builds their metadata when it drafts; the others' first pass goes
-        # over the target's batch.
+        # These drafters build new metadata for their batches when they draft. The first pass of the others runs over
+        # the target's batch.
         config = self.runner.speculative_config
         own = config.use_ngram() or config.uses_draft_model() or config.use_dflash() or config.use_dspark()
         return not own
@@ -84,10 +84,11 @@ class V2(RunnerAttachment):
         return named_layers(self.runner, self.runner.speculator)
 
     def _counts(self, input_batch: Any) -> tuple[Sequence[int], Sequence[int]]:
-        """Where each request's tokens start, and how many drafts it has, on the host.
+        """Return, on the host, where each request's tokens start and how many drafts it has.
 
-        With adaptive verification the host knows how many drafts there are in all, and the device alone which request
-        has how many of them: this waits for it."""
+        With adaptive verification the host knows only the total number of drafts, and the device knows the number per
+        request. This function synchronizes in that case.
+        """
         if self.runner.adaptive_verification is None:
             drafts = input_batch.num_draft_tokens_per_req
             return input_batch.query_start_loc_np, [0] * input_batch.num_reqs if drafts is None else drafts
@@ -102,7 +103,7 @@ class V2(RunnerAttachment):
                 cu_num_draft_tokens=input_batch.cu_num_logits,
                 slot_mappings=self.session.slot_mappings,
                 num_draft_tokens=input_batch.num_draft_tokens,
-                num_bonus_tokens=1,  # vLLM counts logits, from a zero on
+                num_bonus_tokens=1,  # vLLM counts logits, and its counts start with a zero
                 leading_zero=True,
                 seq_lens=input_batch.seq_lens,
                 block_tables=self.block_tables,
@@ -113,7 +114,8 @@ class V2(RunnerAttachment):
         )
 
     def _new_states(self, input_batch: Any) -> list[int]:
-        """A request keeps its state for as long as the runner knows it, in the batch or not."""
+        """Return the states of the requests that are new to the runner. A request keeps its state as long as the runner
+        knows it, even outside the batch."""
         rows = zip(input_batch.req_ids, input_batch.idx_mapping_np.tolist(), strict=True)
         return [state for name, state in rows if name in self.entering]
 
@@ -134,8 +136,8 @@ class V2(RunnerAttachment):
         self.session.tell("forwarded", "before sampling")
         output = sample(hidden_states, input_batch, grammar_output)
         if input_batch.num_draft_tokens > 0:
-            # Here, before what the host waits for is on its way: once it has arrived the scheduler may hand blocks out
-            # again, and connectors store what is in them.
+            # Commit before the results are sent to the host. After the host has them, the scheduler may reuse blocks,
+            # and connectors may store their contents.
             _, num_sampled, num_rejected = output
             self.session.commit(lambda manager: manager.commit_rejected(num_rejected), num_sampled=num_sampled.tolist)
         return output
