@@ -1,4 +1,4 @@
-"""The command ``nwor-ops``. Its packages (typer, rich, matplotlib) are optional: ``nwor_ops[cli]``."""
+"""The command ``nwor-ops``. It needs typer, rich and matplotlib, the optional packages of ``nwor_ops[cli]``."""
 
 from nwor_ops.cli.extras import require
 

@@ -1,4 +1,4 @@
-"""What ``nwor-ops`` understands. The work is in ``demo.py`` and ``doctor.py``."""
+"""Options of the command ``nwor-ops``. The commands are implemented in ``demo.py`` and ``doctor.py``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, all else on stderr.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, the rest on stderr.")]
 
 
 class Mode(str, Enum):
-    """Ways to keep the promise."""
+    """Modes of the transaction."""
 
     COW = "cow"
     STAGE = "stage"
@@ -34,26 +34,26 @@ class Mode(str, Enum):
 @app.command()
 def demo(
     mode: Annotated[
-        Mode, typer.Option(help="cow: drafts are written and undone. stage: they go to spare pages.")
+        Mode, typer.Option(help="cow: write drafts, undo rejected ones. stage: write drafts to shadow pages.")
     ] = Mode.COW,
     model: Annotated[
         str | None,
-        typer.Option(help="A model of your own, folder or name, for both parts. Default: two Llamas made on the spot."),
+        typer.Option(help="Your model (folder or name) for both parts. Default: two random Llamas."),
     ] = None,
     method: Annotated[str, typer.Option(help="Speculation method of vLLM: ngram, draft_model, eagle, ...")] = "ngram",
-    draft_model: Annotated[str | None, typer.Option(help="The drafter's model, for methods that have one.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="The draft model, for methods that need one.")] = None,
     num_speculative_tokens: Annotated[int, typer.Option(min=1, help="Drafts per request and step.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=8, max=384, help="Most tokens a request generates.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each engine, fewer on a slow machine.")] = 20,
+    max_tokens: Annotated[int, typer.Option(min=8, max=384, help="Maximum number of tokens per request.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each engine; fewer on a slow machine.")] = 20,
     compile: Annotated[bool, typer.Option(help="Let vLLM compile the model and use CUDA graphs.")] = False,
-    output: Annotated[pathlib.Path, typer.Option(help="Folder for picture, figures and logs.")] = pathlib.Path(
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for the picture, results and logs.")] = pathlib.Path(
         "demo-output"
     ),
     json: JsonOption = False,
 ) -> None:
-    """Run a real vLLM engine without and with NWOR: same tokens, no stale row in the cache.
+    """Run a real vLLM engine with and without NWOR: same tokens, no stale row in the cache.
 
-    Exits with 1 if anything is not as promised or an engine fails, with 2 for an option that makes no sense.
+    Exits with 1 if a check or an engine fails, and with 2 if an option is invalid.
     """
     require("vllm", "matplotlib")
     from nwor_ops.cli.demo import DemoOptions, check_options, run_demo
@@ -79,13 +79,13 @@ def demo(
 
 @app.command()
 def doctor(json: JsonOption = False) -> None:
-    """Say what is installed, what works here, and what to do about the rest.
+    """Report what is installed, what works on this machine, and how to fix the rest.
 
     Exits with 1 if no compiled library is loaded or a self-test fails.
     """
     from nwor_ops.cli.doctor import examine, print_findings
 
-    # What vLLM says while it is imported does not belong into the answer.
+    # Keep vLLM's import messages out of the output.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with contextlib.redirect_stdout(sys.stderr):
         examination = examine()

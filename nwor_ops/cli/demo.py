@@ -1,8 +1,8 @@
-"""``nwor-ops demo``: the same requests through a real vLLM engine, without and with NWOR.
+"""``nwor-ops demo``: run the same requests through a real vLLM engine with and without NWOR.
 
-Two engines are audited: one runs vanilla vLLM and only watches, one runs NWOR, and every byte of the
-cache is compared after every step. Two more engines are timed, without an audit, in turns, on a larger
-model: a step of the audited one is so short that its time says nothing about a model that is served.
+Two engines are audited, and every byte of the cache is compared after every step. One of them runs vanilla vLLM, the
+other runs NWOR. Two more engines take turns and are timed, without an audit and with a larger model. A step of the
+audited model is too short to tell anything about the speed of a served model.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 MODEL_TOKENS = 512
 BLOCK_SIZE = 32
 BLOCKS = 64
-# Fewer than a prompt may have: prompts come in chunks, beside other requests' drafts.
+# Smaller than a prompt may be, so that prompts come in chunks together with other requests' drafts.
 BATCH_TOKENS = 64
-# On a busy machine the timing stops after so long, but not before so many rounds.
+# On a busy machine the timing stops after this time, but never before this number of rounds.
 TIMING_SECONDS = 30.0
 FEWEST_ROUNDS = 3
-# Rounds of one engine that differ by more tell of the machine.
+# A larger ratio between the rounds of one engine means that the machine is busy.
 STEADY = 1.5
-# Both sides must be seen: drafts that were accepted, and drafts that were not.
+# The workload must have both accepted and rejected drafts.
 ACCEPTANCE = (0.2, 0.8)
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What was asked for; see ``nwor-ops demo --help``."""
+    """The options of the command; see ``nwor-ops demo --help``."""
 
     output: pathlib.Path
     mode: str = "cow"
@@ -70,12 +70,12 @@ class DemoOptions:
 
     @property
     def models(self) -> dict[str, str]:
-        """What each part runs, for people."""
+        """A description of each part's model, for output."""
         return {part: self.model or f"{SIZES[part]}, {SHORT_DTYPES[own_dtype(part)]}" for part in PARTS}
 
     @property
     def modes(self) -> dict[str, str]:
-        """What each side runs in."""
+        """The mode of each side."""
         return {"vanilla": "off", "nwor": self.mode}
 
     @property
@@ -84,9 +84,12 @@ class DemoOptions:
 
 
 def check_options(options: DemoOptions) -> None:
-    """Raise ValueError, a sentence, for what no engine needs to be started to refuse.
+    """Check the options that can be checked without an engine.
 
-    A name that is no folder may be one that vLLM fetches; what is spelled like a path may not.
+    A name that is not a folder may be a model that vLLM downloads, unless it is spelled like a path.
+
+    Raises:
+        ValueError: an option is invalid; the message is a sentence.
     """
     for option, model in (("--model", options.model), ("--draft-model", options.draft_model)):
         if model is None:
@@ -104,13 +107,16 @@ def check_options(options: DemoOptions) -> None:
 
 
 def own_dtype(part: str) -> str:
-    """Of the demo's own models. Where a processor has no instructions for bf16, a matrix product takes four times as
-    long in it as in float32, and the timed part would take minutes."""
+    """Return the dtype of the demo's own models.
+
+    On a processor without bf16 instructions, a matrix product in bf16 takes four times as long as in float32, and the
+    timed part would take minutes.
+    """
     return "float32" if part == "timed" and not torch.cuda.is_available() else "bfloat16"
 
 
 def run_demo(options: DemoOptions, as_json: bool) -> int:
-    """Run, print and write everything; the exit code."""
+    """Run the demo, print and write the results, and return the exit code."""
     console = Console(stderr=as_json, highlight=False)
     started = time.monotonic()
     options.output.mkdir(parents=True, exist_ok=True)
@@ -121,7 +127,7 @@ def run_demo(options: DemoOptions, as_json: bool) -> int:
         if as_json:
             print(json.dumps({"ok": False, "problems": [error.sentence or str(error).splitlines()[0]]}, indent=2))
         return 1
-    result = _judged(options, measured)
+    result = _checked(options, measured)
     result["seconds"] = round(time.monotonic() - started, 1)
     _write_files(options, measured, result)
     if as_json:
@@ -131,11 +137,11 @@ def run_demo(options: DemoOptions, as_json: bool) -> int:
     return 0 if result["ok"] else 1
 
 
-# ---------------------------------------------------------------- running the engines
+# ---------------------------------------------------------------- engines
 
 
 def make_job(options: DemoOptions, model: str) -> dict[str, Any]:
-    """What each engine is asked to do: the same for all four."""
+    """Return the job that all four engines run."""
     speculation: dict[str, Any] = {
         "method": options.method,
         "num_speculative_tokens": options.num_speculative_tokens,
@@ -163,7 +169,8 @@ def make_job(options: DemoOptions, model: str) -> dict[str, Any]:
 
 
 def job_of_side(options: DemoOptions, job: dict[str, Any], side: str) -> dict[str, Any]:
-    """To the scheduler the caches of both sides have one size: what mode stage withholds comes on top."""
+    """Give mode stage extra blocks for its shadow pages, so that the schedulers of both sides see caches of
+    one size."""
     if options.modes[side] != "stage":
         return job
     spare = num_shadow_blocks(MAX_RUNNING, options.num_speculative_tokens, BLOCK_SIZE)
@@ -179,7 +186,7 @@ def _measure(options: DemoOptions, console: Console) -> dict[str, Any]:
     stages = Stages(console, 4 if options.own_model else 5)
     models = dict.fromkeys(PARTS, options.model)
     if not options.own_model:
-        with stages.stage("making two models: " + ", ".join(options.models.values())):
+        with stages.stage("creating two models: " + ", ".join(options.models.values())):
             models = {part: str(write_tiny_llama(options.output / part, size=SIZES[part])) for part in PARTS}
     jobs = {part: make_job(options, str(model)) for part, model in models.items()}
     if not options.own_model:
@@ -203,7 +210,7 @@ def _measure(options: DemoOptions, console: Console) -> dict[str, Any]:
 
 
 class Stages:
-    """Shows what is done, and how far it is: a live line on a terminal, elsewhere a line before and one behind."""
+    """Show the progress: a live line on a terminal, otherwise one line before and one line after each stage."""
 
     def __init__(self, console: Console, count: int) -> None:
         self._console = console
@@ -212,7 +219,7 @@ class Stages:
 
     @contextmanager
     def stage(self, what: str, most: int | None = None) -> Iterator[Callable[[], None]]:
-        """Yields what to call when one of ``most`` parts of it is done."""
+        """Show one stage. Yields a function to call after each of its ``most`` parts."""
         self._begun += 1
         title = f"{self._begun}/{self._count} {what}"
         started = time.monotonic()
@@ -229,7 +236,7 @@ class Stages:
 
 
 def start_engines(options: DemoOptions, job: dict[str, Any], audit: bool) -> dict[str, EngineProcess]:
-    """One engine per side, started together, all ready."""
+    """Start one engine per side in parallel, and wait until all are ready."""
     suffix = "audited" if audit else "timed"
     engines = {
         side: EngineProcess(
@@ -266,8 +273,8 @@ def _run_audited(engines: dict[str, EngineProcess]) -> dict[str, dict[str, Any]]
 def run_timed(
     options: DemoOptions, engines: dict[str, EngineProcess], advance: Callable[[], None]
 ) -> dict[str, dict[str, Any]]:
-    """Only one engine runs at a time, and the sides take turns, so that both see the same machine."""
-    runs = {side: [engine.ask("run")] for side, engine in engines.items()}  # warms up
+    """Time the engines. Only one runs at a time, and the sides take turns, so that both see the same machine."""
+    runs = {side: [engine.ask("run")] for side, engine in engines.items()}  # the warm-up
     started = time.monotonic()
     for number in range(options.rounds):
         if number >= FEWEST_ROUNDS and time.monotonic() - started > TIMING_SECONDS:
@@ -280,7 +287,7 @@ def run_timed(
 
 
 def timed_figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of one side: everything but the first answer, which warmed up, counts."""
+    """Return the results of one side. The first answer is the warm-up and does not count."""
     counted = answers[1:]
     return {
         "tokens": [answer["tokens"] for answer in answers],
@@ -289,10 +296,10 @@ def timed_figures(answers: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- judging
+# ---------------------------------------------------------------- checks
 
 
-def _judged(options: DemoOptions, measured: dict[str, Any]) -> dict[str, Any]:
+def _checked(options: DemoOptions, measured: dict[str, Any]) -> dict[str, Any]:
     sides = {side: _side_result(options, measured, side) for side in SIDES}
     tokens = {part: [run for side in SIDES for run in measured[part][side]["tokens"]] for part in PARTS}
     rounds = zip(*(measured["timed"][side]["rates"] for side in SIDES), strict=True)
@@ -342,12 +349,12 @@ def _side_result(options: DemoOptions, measured: dict[str, Any], side: str) -> d
 
 
 def _problems(options: DemoOptions, result: dict[str, Any]) -> Iterator[str]:
-    """Everything that is not as promised, a sentence each."""
+    """Yield one sentence for every check that failed."""
     for side in SIDES:
         if result[side]["audit"] is None:
             yield f"{options.titles[side]} was not audited: nwor_ops was not active in that engine"
     if result["nwor"]["timed_mode"] != options.mode or result["vanilla"]["timed_mode"] != "none":
-        yield "the timed engines did not run in the modes that were asked for"
+        yield "the timed engines did not run in the requested modes"
     if not result["outputs_identical"]:
         yield "the engines did not generate the same tokens"
     if any(result[side]["audit"] is None for side in SIDES):
@@ -360,7 +367,7 @@ def _problems(options: DemoOptions, result: dict[str, Any]) -> Iterator[str]:
             yield f"NWOR wrote {audit['exposed_rows']} rows of rejected drafts to pages of a request"
         if audit["moments"] != 2 * audit["steps"]:
             looked, steps = audit["moments"], audit["steps"]
-            yield f"the audit looked {looked} times, not twice in the middle of each of {steps} steps"
+            yield f"the audit compared {looked} times during steps, not twice in each of {steps} steps"
     yield from _disagreements(options, result)
     if not options.own_model:
         yield from _workload_remarks(result)
@@ -384,23 +391,23 @@ def _workload_remarks(result: dict[str, Any]) -> Iterator[str]:
     for part, acceptance in result["acceptance"].items():
         if not low <= acceptance <= high:
             yield (
-                f"the demo's workload does not show both sides: {acceptance:.0%} of the drafts of the {part} part "
+                f"the workload needs accepted and rejected drafts: {acceptance:.0%} of the drafts of the {part} part "
                 f"were accepted, outside {low:.0%} to {high:.0%}"
             )
     if result["vanilla"]["audit"] and not result["vanilla"]["audit"]["stale_rows"]:
-        yield "the demo's workload does not show both sides: vanilla vLLM left no stale row"
+        yield "the workload needs rejected drafts: vanilla vLLM left no stale row"
 
 
 def _machine_remarks(result: dict[str, Any]) -> Iterator[str]:
     rates = result["vanilla"]["tokens_per_second"]
     if rates["highest"] > STEADY * rates["lowest"]:
         yield (
-            f"vanilla vLLM's own rounds lie between {rates['lowest']:,.0f} and {rates['highest']:,.0f} tok/s: "
-            "something else works on this machine, and the speeds say little"
+            f"the rounds of vanilla vLLM vary from {rates['lowest']:,.0f} to {rates['highest']:,.0f} tok/s: "
+            "the machine is busy, and the speeds are not reliable"
         )
 
 
-# ---------------------------------------------------------------- showing
+# ---------------------------------------------------------------- output
 
 
 def _write_files(options: DemoOptions, measured: dict[str, Any], result: dict[str, Any]) -> None:
@@ -435,7 +442,7 @@ def _print_result(console: Console, options: DemoOptions, result: dict[str, Any]
     console.print(table)
     console.print(
         f"vLLM {versions['vllm']}, torch {versions['torch']}, nwor_ops {versions['nwor_ops']}, "
-        f"{versions['device']}; {result['seconds']:.0f} s in all"
+        f"{versions['device']}; {result['seconds']:.0f} s in total"
     )
     console.print(f"picture: {options.output / 'cache.png'}, all figures: {options.output / 'result.json'}")
     for warning in result["warnings"]:
@@ -445,7 +452,7 @@ def _print_result(console: Console, options: DemoOptions, result: dict[str, Any]
     if result["ok"]:
         kept = {
             "cow": "no rejected draft left a byte in the cache",
-            "stage": "at no moment was a rejected draft's row in a page of a request",
+            "stage": "no rejected draft was ever written to a page of a request",
         }
         console.print(f"[bold green]as promised:[/] the same tokens, and {kept[options.mode]}")
 

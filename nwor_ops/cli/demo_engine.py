@@ -1,8 +1,8 @@
-"""One vLLM engine in a process of its own: ``python -m nwor_ops.cli.demo_engine JOB.json``.
+"""Run one vLLM engine in a separate process: ``python -m nwor_ops.cli.demo_engine JOB.json``.
 
-Reads a command per line on stdin (``run``, ``report``), answers with a line of JSON on stdout. Everything
-that vLLM prints goes to stderr instead, which the parent keeps as a log. The environment says whether
-nwor_ops is on: this file does not touch it.
+It reads one command per line from stdin (``run``, ``report``), and answers with one line of JSON on stdout. Everything
+that vLLM prints goes to stderr, which the parent writes to a log. The environment decides whether nwor_ops is on; this
+file does not change it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def main() -> None:
 
 
 class Engine(Protocol):
-    """What :func:`serve` asks."""
+    """The interface that :func:`serve` calls."""
 
     def versions(self) -> dict[str, Any]: ...
 
     def answer(self, line: str) -> dict[str, Any]:
-        """What a line of stdin asks for."""
+        """Run the command in a line of stdin, and return its answer."""
         ...
 
 
 def serve(start: Callable[[dict[str, Any]], Engine]) -> None:
-    """Start an engine with the job in the file that the command line names, and answer each line of stdin."""
+    """Start an engine with the job file of the command line, and answer each line of stdin."""
     answers = _claim_stdout()
     try:
         engine = start(json.loads(pathlib.Path(sys.argv[1]).read_text()))
@@ -49,7 +49,7 @@ def serve(start: Callable[[dict[str, Any]], Engine]) -> None:
 
 
 def _claim_stdout() -> TextIO:
-    """Keep the real stdout for answers; whatever else prints, in any language, goes to the log."""
+    """Reserve the real stdout for answers. Everything else that is printed goes to the log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
@@ -61,7 +61,8 @@ def _answer(answers: TextIO, value: dict[str, Any]) -> None:
 
 
 class DemoEngine:
-    """A job is ``{"engine": arguments of vllm.LLM, "requests": [fields of workload.Request]}``."""
+    """The engine of the demo. A job is ``{"engine": arguments of vllm.LLM, "requests": [fields of
+    workload.Request]}``."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
@@ -74,8 +75,9 @@ class DemoEngine:
         return self.run() if line == "run" else self.report()
 
     def run(self) -> dict[str, Any]:
-        """Serve all requests, each added at its own step; the tokens of each, the steps, and the seconds they took."""
-        # A later run must not find the blocks of an earlier one.
+        """Serve all requests, each added at its arrival step. Return the tokens of each, the number of steps and the
+        seconds."""
+        # A later run must not reuse the blocks of an earlier one.
         self.llm.reset_prefix_cache()
         self.runs += 1
         engine: Any = self.llm.llm_engine
@@ -91,7 +93,7 @@ class DemoEngine:
             if not waiting and not engine.has_unfinished_requests():
                 break
         else:
-            raise RuntimeError(f"demo: {len(self.requests)} requests are not done after {MOST_STEPS} steps")
+            raise RuntimeError(f"demo: the {len(self.requests)} requests did not finish within {MOST_STEPS} steps")
         seconds = time.perf_counter() - start
         return {
             "tokens": [tokens[str(index)] for index in range(len(self.requests))],
@@ -104,8 +106,8 @@ class DemoEngine:
 
         request = self.requests[index]
         prompt = request["prompt"]
-        # Greedy, because vLLM 0.32 on a CPU cannot sample beside drafts: its rejection sampler divides the
-        # logits by a temperature that was never filled in (utils/cpu_triton_utils.py, _expand_kernel_impl).
+        # Greedy, because vLLM 0.32 on a CPU does not support sampling with drafts. Its rejection sampler divides the
+        # logits by a temperature that is never set (utils/cpu_triton_utils.py, _expand_kernel_impl).
         params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False)
         self.llm.llm_engine.add_request(
             f"{self.runs}-{index}",
@@ -114,7 +116,7 @@ class DemoEngine:
         )
 
     def report(self) -> dict[str, Any]:
-        """What vLLM counted, and what nwor_ops saw, where it is on."""
+        """Return the counts of vLLM, and those of nwor_ops if it is on."""
         counted = {metric.name: getattr(metric, "value", 0) for metric in self.llm.get_metrics()}
         return {
             "versions": self.versions(),

@@ -1,4 +1,4 @@
-"""``nwor-ops doctor``: what is installed, what works here, and what to do about the rest."""
+"""``nwor-ops doctor``: report what is installed, what works on this machine, and how to fix the rest."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
+    """The result of one check.
 
     Attributes:
-        ok: None where there is nothing to judge: an option that is absent, a version.
+        ok: whether the check passed. None if the finding is only information, such as a version.
         detail: a version, or a sentence that says what to do.
     """
 
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Examination:
-    """All findings, and whether the library can be used here."""
+    """All findings, and whether the library can be used on this machine."""
 
     findings: tuple[Finding, ...]
 
@@ -64,7 +64,7 @@ SELF_TEST = "self-test"
 
 
 def examine() -> Examination:
-    """Look at everything. Starts no engine; launches a few tiny kernels."""
+    """Run all checks. Starts no engine, and launches a few tiny kernels."""
     return Examination((*_versions(), *_libraries(), *_cuda(), *_vllm(), *_self_tests()))
 
 
@@ -84,7 +84,7 @@ def _installed(package: str) -> str | None:
 
 def _libraries() -> Iterator[Finding]:
     for library in nwor_ops.LIBRARIES:
-        # Without a CUDA device, a missing CUDA library is no fault.
+        # Without a CUDA device, the CUDA library is not needed.
         needed = library.kind == "cpu" or torch.cuda.is_available()
         ok = True if library.loaded else (False if needed else None)
         where = f"{library.path}, stable ABI of torch {STABLE_ABI_TARGET}"
@@ -126,7 +126,7 @@ def _vllm() -> Iterator[Finding]:
             if connector.refused:
                 yield Finding(REFUSED, f"KV connector {name}", None, connector.refused)
     except Exception as error:
-        yield Finding(VLLM, "vllm", False, f"is installed but cannot be looked at: {type(error).__name__}: {error}")
+        yield Finding(VLLM, "vllm", False, f"is installed, but checking it failed: {type(error).__name__}: {error}")
 
 
 def _self_tests() -> Iterator[Finding]:
@@ -146,13 +146,13 @@ def _run_self_test(op: str, device: torch.device) -> str | None:
 
 
 def _devices() -> list[str]:
-    """The devices whose library is loaded: what is missing has its own finding."""
+    """Return the devices whose library is loaded. A missing library has its own finding."""
     loaded = {library.kind for library in nwor_ops.LIBRARIES if library.loaded}
     cuda = torch.cuda.device_count() if "cuda" in loaded and torch.cuda.is_available() else 0
     return (["cpu"] if "cpu" in loaded else []) + [f"cuda:{index}" for index in range(cuda)]
 
 
-# ---------------------------------------------------------------- showing
+# ---------------------------------------------------------------- output
 
 _MARKS = {True: "[green]ok[/]", False: "[bold red]not ok[/]", None: ""}
 

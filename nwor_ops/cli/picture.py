@@ -1,4 +1,4 @@
-"""A picture of the paged cache: a row per block, a square per slot, vanilla and NWOR side by side."""
+"""Draw the paged cache: one row per block, one square per slot, vanilla and NWOR next to each other."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Okabe and Ito's colours, told apart by every common kind of colour blindness, and in grey.
+# The colors of Okabe and Ito, which remain distinct with every common color blindness, and in gray.
 FREE, COMMITTED, STALE, SHADOW = "0", "1", "2", "3"
 COLOURS = {FREE: "#f0f0f0", COMMITTED: "#56b4e9", STALE: "#a63603", SHADOW: "#bdbdbd"}
 LABELS = {
     FREE: "free (never written, or zeroed)",
     COMMITTED: "committed row",
     STALE: "stale row of a rejected draft",
-    SHADOW: "shadow page (mode stage): no request's",
+    SHADOW: "shadow page (mode stage)",
 }
 WIDTH_INCHES = 11.0
 DPI = 120
@@ -23,7 +23,7 @@ _INK = "#333333"
 
 @dataclass(frozen=True)
 class CachePanel:
-    """One cache: a string per block with a digit per slot: 0 free, 1 committed, 2 stale, 3 shadow."""
+    """One cache: one string per block, with one digit per slot (0 free, 1 committed, 2 stale, 3 shadow)."""
 
     title: str
     blocks: Sequence[str]
@@ -33,7 +33,7 @@ class CachePanel:
 
 
 def cache_panels(caches: Mapping[str, Mapping[str, Sequence[str]]]) -> list[CachePanel]:
-    """Panels of ``{run: {group: blocks}}``: a row of panels per group, a column per run."""
+    """Return panels for ``{run: {group: blocks}}``: one row of panels per group, one column per run."""
     groups = list(dict.fromkeys(group for cache in caches.values() for group in cache))
     return [
         CachePanel(run if len(groups) == 1 else f"{run}, group {group}", cache.get(group, []))
@@ -43,7 +43,7 @@ def cache_panels(caches: Mapping[str, Mapping[str, Sequence[str]]]) -> list[Cach
 
 
 def draw_caches(panels: Sequence[CachePanel], path: pathlib.Path, headline: str, columns: int = 2) -> None:
-    """Draw the panels, ``columns`` of them a row, to a PNG file."""
+    """Draw the panels to a PNG file, with ``columns`` panels per row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -62,7 +62,7 @@ def draw_caches(panels: Sequence[CachePanel], path: pathlib.Path, headline: str,
 
 
 def _height(panels: Sequence[CachePanel], row: int, columns: int) -> float:
-    """Inches for one row of panels: square slots, within reason."""
+    """Return the height of one row of panels in inches: square slots, within limits."""
     shapes = [(len(p.blocks), len(p.blocks[0])) for p in panels[row * columns :][:columns] if p.blocks]
     width = 0.86 * WIDTH_INCHES / columns
     return min(16.0, max([2.5, *(width * blocks / slots for blocks, slots in shapes)])) + 0.8

@@ -1,7 +1,7 @@
-"""One small call of every op, compared with what plain torch makes of it. For ``nwor-ops doctor``.
+"""Self-tests for ``nwor-ops doctor``: one small call of every op, compared with plain torch.
 
-The test suite is where the ops are tested; this answers "do they run on this machine?". Those of two
-families are in :mod:`nwor_ops.cli.self_test_drafter` and :mod:`nwor_ops.cli.self_test_recurrent`.
+They only answer whether the ops run on this machine; the test suite tests the ops. Two families have their own modules:
+:mod:`nwor_ops.cli.self_test_drafter` and :mod:`nwor_ops.cli.self_test_recurrent`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOG_SIZE = 6
 
 
 class _Sample:
-    """A cache [B, N, H, 2 * D] with something in it, and this step's keys and values."""
+    """A cache [B, N, H, 2 * D] with data in it, and this step's keys and values."""
 
     def __init__(self, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -63,7 +63,7 @@ class _Sample:
         return tensor[..., :HEAD_SIZE], tensor[..., HEAD_SIZE:]
 
     def written(self, tokens: range | tuple[int, ...] = range(len(SLOTS))) -> Tensor:
-        """The cache after a plain write of these tokens."""
+        """Return the cache after a plain write of these tokens."""
         cache = self.before.clone().flatten(0, 1)
         for token in tokens:
             if SLOTS[token] >= 0:
@@ -203,7 +203,7 @@ def _rejection_difference(row_rejected: Tensor, num_accepted: Tensor, counters: 
 
 
 def _transaction(device: torch.device) -> str | None:
-    """Begin, write, commit: the accepted draft stays, the others were never there."""
+    """Run begin, write and commit: the accepted draft stays, the others leave no trace."""
     sample = _Sample(device)
     manager = DraftCommitManager(
         max_num_tokens=len(SLOTS), max_num_requests=2, max_draft_tokens=LOG_SIZE, device=device
@@ -219,13 +219,13 @@ def _transaction(device: torch.device) -> str | None:
 
 
 def _refused_call(device: torch.device) -> str | None:
-    """What a kernel complains of arrives as an exception: it crosses from our compiler's run time to torch's."""
+    """Check that an error in a kernel arrives as an exception, which crosses from our C++ runtime to torch's."""
     sample = _Sample(device)
     try:
         ops.log_slots(sample.cache, sample.slots, sample.log_rows[:-1], sample.log)
     except ValueError as error:
         expected = f"log_slots: log_rows must be [num_tokens] with at least {len(SLOTS)} elements"
-        return None if str(error).startswith(expected) else f"the wrong sentence: {error}"
+        return None if str(error).startswith(expected) else f"raised another message: {error}"
     return "did not raise"
 
 
@@ -244,7 +244,7 @@ def _staged_rows(sample: _Sample) -> Tensor:
 
 
 def _accept_staged(device: torch.device) -> str | None:
-    """Of two layers one has not staged row 1: it may be rejected, not accepted."""
+    """One of two layers has not staged row 1, so that row may be rejected but not accepted."""
     sample = _Sample(device)
     window_id, row_windows = sample.tensor((3,), torch.int64), sample.tensor(((3, 3, 3), (3, 2, 3)), torch.int64)
     committed = torch.ones(3, dtype=torch.bool, device=device)
@@ -270,7 +270,7 @@ def _commit_staged(device: torch.device) -> str | None:
 
 
 def _move_slots(device: torch.device) -> str | None:
-    """Two slots swap, a third takes what one of them held."""
+    """Swap two slots, and copy the old contents of one to a third."""
     sample = _Sample(device)
     ops.move_slots([sample.cache], sample.tensor((3, 17, 3), torch.int64), sample.tensor((17, 3, 9), torch.int64))
     expected = sample.before.clone().flatten(0, 1)
@@ -279,7 +279,7 @@ def _move_slots(device: torch.device) -> str | None:
 
 
 def _staged_transaction(device: torch.device, by_counts: bool = False) -> str | None:
-    """Begin, write, commit with shadow pages: until commit no draft is in a page of a request."""
+    """Run begin, write and commit with shadow pages: before commit, no draft is in a page of a request."""
     sample = _Sample(device)
     shadows = num_shadow_blocks(2, 3, BLOCK_SIZE)
     cache = torch.cat([sample.cache, torch.zeros_like(sample.cache[:1]).expand(shadows, -1, -1, -1)])
@@ -295,7 +295,7 @@ def _staged_transaction(device: torch.device, by_counts: bool = False) -> str | 
         seq_lens=sample.tensor((4, 5), torch.int32), block_tables={"default": table},
     )  # fmt: skip
     manager.begin(window)
-    # Two shadow pages for each request; the tail page of the second has a row that was there before this step.
+    # Two shadow pages per request. The tail page of the second request has a row from before this step.
     first, second = BLOCKS, BLOCKS + shadows // 2
     opened = difference(
         redirected_slots=(sample.slots, [*(first * BLOCK_SIZE + n for n in range(4)),
@@ -325,7 +325,7 @@ def _staged_transaction(device: torch.device, by_counts: bool = False) -> str | 
     )
 
 
-# Op -> a function of the device: None, or a sentence about what is wrong.
+# Op: a function of the device that returns None, or a sentence that says what is wrong.
 SELF_TESTS: dict[str, Callable[[torch.device], str | None]] = {
     "write_kv": _write_kv,
     "write_kv_logged": _write_kv_logged,

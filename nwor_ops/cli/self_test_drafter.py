@@ -1,6 +1,6 @@
-"""The self-tests of family ``draft``: one small call of each op, and what it must give, worked out by hand.
+"""Self-tests of family ``drafter``: one small call of each op, with results worked out by hand.
 
-Rows are two requests and a padded one where an op knows of padded rows.
+Rows are two requests, and a padded row if the op supports padded rows.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 from nwor_ops import ops
 from nwor_ops.testing.comparison import difference
 
-POISON = 77  # what an output holds before; gone wherever an op says that it writes
+POISON = 77  # initial contents of every output
 PAD = -1
 DISCARDED = (False, False, False, True)
 
 
 class _Device:
-    """Makes tensors there."""
+    """Create tensors on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,7 +41,7 @@ class _Device:
 
 
 def prepare_prefill_inputs(device: torch.device) -> str | None:
-    """A request of four tokens, the last rejected; two tokens of a prompt that goes on."""
+    """A request of four tokens, the last one rejected, and two tokens of a prompt that continues."""
     on = _Device(device)
     input_ids, positions = on.poisoned(8), on.poisoned(8, dtype=torch.int64)
     query_start_loc, seq_lens = on.poisoned(4), on.poisoned(3)
@@ -62,7 +62,7 @@ def prepare_prefill_inputs(device: torch.device) -> str | None:
 
 
 def prepare_decode_inputs(device: torch.device) -> str | None:
-    """Of a model of 10 tokens; the second request reaches them."""
+    """The model has at most 10 tokens, and the second request reaches them."""
     on = _Device(device)
     input_ids, query_start_loc, seq_lens = on.poisoned(3), on.poisoned(4), on.poisoned(3)
     positions, sample_positions = on.int64(7, 9, POISON), on.int64(100, 200, POISON)
@@ -100,7 +100,7 @@ def update_draft_inputs(device: torch.device) -> str | None:
 
 
 def compute_slot_mappings(device: torch.device) -> str | None:
-    """Two groups, with blocks of 4 and of 8; the request in the middle is padded."""
+    """Two groups, with blocks of 4 and of 8. The row in the middle is padded."""
     on = _Device(device)
     slot_mappings = on.poisoned(2, 7, dtype=torch.int64)
     ops.compute_slot_mappings(
@@ -111,7 +111,7 @@ def compute_slot_mappings(device: torch.device) -> str | None:
 
 
 def eagle_step(device: torch.device) -> str | None:
-    """Blocks of 4, a model of 10 tokens; the third request is at its end."""
+    """Blocks of 4, and a model of at most 10 tokens, which the third request reaches."""
     on = _Device(device)
     seq_lens = on.int32(4, 8, 10, POISON)
     new_positions, slot_mapping = on.poisoned(4, dtype=torch.int64), on.poisoned(4, dtype=torch.int64)
@@ -127,7 +127,7 @@ def eagle_step(device: torch.device) -> str | None:
 
 
 def prepare_inputs_padded(device: torch.device) -> str | None:
-    """One of three drafts accepted; no drafts; two drafts of which nothing was sampled."""
+    """A request with one of three drafts accepted, one without drafts, and one with two drafts and nothing sampled."""
     on = _Device(device)
     token_indices_to_sample, num_rejected = on.poisoned(4), on.poisoned(4)
     ops.prepare_inputs_padded(
@@ -151,13 +151,14 @@ def prepare_next_token_padded(device: torch.device) -> str | None:
     )
 
 
-# Which of 64 equal logits the noise of seed, position and step chooses; see `noise` in tests/support/oracle_drafter.py.
+# The token that the noise of (seed, position, step) chooses among 64 equal logits. See `noise` in
+# tests/support/oracle_drafter.py.
 VOCABULARY = 64
 DRAWS = ((0, 0, 0, 61), (1, 7, 0, 33), (2**40, 7, 1, 45), (2**40, 8, 1, 17))
 
 
 def gumbel_sample(device: torch.device) -> str | None:
-    """Draws by noise alone, the likeliest token at temperature 0, and a padded row."""
+    """Two draws that depend only on the noise, one at temperature 0, and a padded row."""
     on = _Device(device)
     rows = len(DRAWS) + 2
     logits = torch.zeros(rows, VOCABULARY, device=device)
@@ -180,7 +181,7 @@ def gumbel_sample(device: torch.device) -> str | None:
 
 
 def copy_expand_inputs(device: torch.device) -> str | None:
-    """Each of two requests gets its bonus token and a mask token; the first loses its last one."""
+    """Each of two requests gets its bonus token and a mask token. The first one rejects its last token."""
     on = _Device(device)
     input_ids, positions = on.poisoned(12), on.poisoned(12, dtype=torch.int64)
     is_rejected, is_masked = on.flags(*[False] * 12), on.flags(*[True] * 12)
@@ -200,7 +201,7 @@ def copy_expand_inputs(device: torch.device) -> str | None:
 
 
 def extend_queries(device: torch.device) -> str | None:
-    """Queries of 4 and 2 tokens grow by one, in blocks of 4 and a model of 9 tokens."""
+    """Queries of 4 and 2 tokens grow by one, with blocks of 4 and a model of at most 9 tokens."""
     on = _Device(device)
     query_start_loc, seq_lens, slot_mapping = on.poisoned(4), on.poisoned(3), on.poisoned(10, dtype=torch.int64)
     ops.extend_queries(
@@ -216,7 +217,7 @@ def extend_queries(device: torch.device) -> str | None:
 
 
 def dcp_local_seq_lens(device: torch.device) -> str | None:
-    """Of two ranks that take runs of two tokens, the second."""
+    """The second of two ranks, which take turns of two tokens."""
     on = _Device(device)
     local_seq_lens = on.poisoned(3)
     ops.dcp_local_seq_lens(on.int32(5, 9), local_seq_lens, 2, 1, 2)

@@ -15,8 +15,10 @@ NONE = (0, 0, 0, 0)
 
 
 class _Layer:
-    """A head of each kind. Every key is a unit vector, nothing decays and beta is 1: a token puts its value into one
-    column of the state, and a query asks for a sum of columns."""
+    """One head of each kind. Every key is a unit vector, nothing decays, and beta is 1.
+
+    A token therefore stores its value in one column of the state, and a query reads a sum of columns.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -36,11 +38,11 @@ class _Layer:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def value(self, *tokens: int) -> Tensor:
-        """What tokens bring, added up."""
+        """Return the sum of the tokens' values."""
         return sum((torch.arange(WIDTH, device=self.device) + 16.0 * token for token in tokens), self.zeros(WIDTH))
 
     def holds(self, *tokens: int) -> Tensor:
-        """The state [dv, dk] of these tokens and no other."""
+        """Return the state [dv, dk] of these tokens only."""
         state = self.zeros(WIDTH, WIDTH)
         for token in tokens:
             state[:, token] = self.value(token)
@@ -49,8 +51,10 @@ class _Layer:
     def window_of(
         self, tokens: tuple[int, ...], num_accepted: int, plan: tuple[int, ...], half: int, kept: tuple[int, ...]
     ) -> Iterator[str | None]:
-        """Plans and runs a window, which begins with the tokens `kept`; each op's problem. Token n has the n-th unit
-        vector as its key, and asks for every column up to it."""
+        """Plan and run a window that starts with the tokens `kept`, and yield each op's problem.
+
+        Token n has the n-th unit vector as its key, and its query reads every column up to n.
+        """
         number = self.layer_window + 1
         starts = self.int32(0, len(tokens))
         ops.plan_recurrent_window(
@@ -103,7 +107,7 @@ class _Layer:
 
 
 def _problems(device: torch.device) -> Iterator[str | None]:
-    """Of tokens 0 and 1 the first stays; then token 2 comes, and stays."""
+    """Run a window of tokens 0 and 1, of which the first is kept, then a window of token 2, which is kept too."""
     layer = _Layer(device)
     yield from layer.window_of((0, 1), num_accepted=0, plan=(SLOT, 0, 0, SLOT), half=1, kept=())
     yield from layer.window_of((2,), num_accepted=1, plan=(SLOT, 1, 1, SLOT), half=0, kept=(0,))
@@ -114,7 +118,7 @@ def recurrent_state(device: torch.device) -> str | None:
     return next(filter(None, _problems(device)), None)
 
 
-# Op -> the story that it is part of.
+# Op: the self-test that calls it.
 SELF_TESTS: dict[str, Callable[[torch.device], str | None]] = dict.fromkeys(
     ("plan_recurrent_window", "gated_delta_verify", "plan_recurrent_fold", "gated_delta_fold"), recurrent_state
 )

@@ -152,8 +152,8 @@ class DraftLoop(BoundToMemory):
         keys, modes, drafts = list(keys), list(modes), self._checked_drafts(num_drafts)
         chosen = [(self._graph_mode(mode), self._checked(key, key.num_reqs)) for mode in modes for key in keys]
         wanted = [(mode, key, self._filed(mode, key.query_len, drafts)) for mode, key in chosen]
-        # The first pass precedes the loop, and the largest key comes first: later graphs fit into the pool's memory.
-        # Equal keys are ordered by mode, because all ranks of a tensor-parallel group must capture in the same order.
+        # The first pass precedes the loop, and the largest key comes first, so that later graphs fit into the pool's
+        # memory. Ties are ordered by mode, because all ranks of a tensor-parallel group must capture in the same order.
         missing = set(wanted) - set(self._recordings)
         order = sorted(missing, key=lambda job: (job[1].query_len == 1, -job[1].num_tokens, job[0]))
         if self._pool is None and self._own_pool is None:

@@ -1,1 +1,1 @@
-"""Engines, small models and workloads that the command line, the benchmarks and the tests share."""
+"""Engines, small models and workloads, shared by the command line, the benchmarks and the tests."""

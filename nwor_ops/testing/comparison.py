@@ -1,4 +1,4 @@
-"""What a self-test says about a result that is not what it should be."""
+"""Messages of the self-tests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def difference(**pairs: tuple[Tensor, object]) -> str | None:
-    """A sentence about the first result that is not what was expected; None where all are."""
+    """Return a sentence about the first result that differs from the expected one, or None if all are equal."""
     for name, (result, expected) in pairs.items():
         wanted = torch.as_tensor(expected, dtype=result.dtype, device=result.device)
         if result.shape != wanted.shape or not torch.equal(result, wanted):
-            return f"{name} is not what it should be; run the test suite (pytest tests) and report it"
+            return f"{name} has a wrong value; run the test suite (pytest tests) and report it"
     return None

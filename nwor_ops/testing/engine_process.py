@@ -1,4 +1,4 @@
-"""The parent's side of :mod:`nwor_ops.cli.demo_engine`: start it, ask it, and say why it ended."""
+"""Parent side of :mod:`nwor_ops.cli.demo_engine`: start an engine, send it commands, and report why it ended."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any
 PATIENCE_SECONDS = 900.0
 TAIL_LINES = 25
 LONGEST_SENTENCE = 400
-# Ranks of tensor parallelism add up by NCCL (with disable_custom_all_reduce): vLLM's other ways use NVLink multicast,
-# which not every machine grants.
+# Make tensor parallelism reduce by NCCL only (with disable_custom_all_reduce). vLLM's other methods use NVLink
+# multicast, which some machines do not permit.
 NCCL_ALONE = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
 
 class EngineFailed(RuntimeError):
-    """An engine ended before it answered; the message ends with the tail of its log.
+    """An engine ended before it answered. The message ends with the tail of its log.
 
     Attributes:
-        sentence: what the engine itself said about it, and where its log is; None where it said nothing.
+        sentence: the engine's own error and the path of its log. None if the engine reported nothing.
     """
 
     def __init__(self, message: str, sentence: str | None = None) -> None:
@@ -34,7 +34,7 @@ class EngineFailed(RuntimeError):
 
 
 def engine_environment(mode: str, audit: bool, offline: bool) -> dict[str, str]:
-    """The environment of one engine. With mode ``off`` and no audit, nothing of nwor_ops is in it."""
+    """Return the environment of one engine. With mode ``off`` and no audit, it contains nothing of nwor_ops."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -45,7 +45,7 @@ def engine_environment(mode: str, audit: bool, offline: bool) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Two engines share the machine: one thread each, and a small cache.
+        # Two engines share the machine, so each gets one thread and a small cache.
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -60,14 +60,14 @@ def engine_environment(mode: str, audit: bool, offline: bool) -> dict[str, str]:
 
 
 class EngineProcess:
-    """One engine in its own process.
+    """One engine in a separate process.
 
     Args:
-        name: names its job and log file.
+        name: name of its job file and log file.
         job: see :class:`nwor_ops.cli.demo_engine.DemoEngine`.
-        folder: where these files go.
-        environment: all of it.
-        program: what Python runs, with the job's file as argument; answers as ``demo_engine`` does.
+        folder: folder of these files.
+        environment: the complete environment of the process.
+        program: arguments of Python; the job file is appended. The program answers as ``demo_engine`` does.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class EngineProcess:
         self._unread = b""
 
     def wait_until_ready(self) -> dict[str, Any]:
-        """The versions it runs on."""
+        """Wait until the engine has started, and return the versions it runs on."""
         return self._answer()["versions"]
 
     def ask(self, command: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class EngineProcess:
         return self._answer()
 
     def close(self) -> None:
-        """Let it end; it has nothing to save."""
+        """Close the engine's stdin and wait until it ends. It has nothing to save."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -119,7 +119,7 @@ class EngineProcess:
         line = self._read_line(time.monotonic() + PATIENCE_SECONDS)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            # The messages of vLLM's checks come with the fields' values, over many lines.
+            # Messages of vLLM's checks contain the values of all fields, over many lines.
             said = textwrap.shorten(answer["error"], width=LONGEST_SENTENCE, placeholder=" ...")
             self._fail("stopped", said)
         return answer

@@ -1,10 +1,9 @@
-"""The demo's models: a folder with a small Llama of made-up weights, written in seconds, without a network.
+"""Models of the demo: a folder with a small Llama with random weights, written in seconds, without a network.
 
-vLLM could make up weights itself (``load_format="dummy"``), but those are so small that attention adds
-nothing to the output, and an output that does not depend on the cache proves nothing about the cache.
-Here the weights are random too, but scaled so that every cached row counts, and the output layer knows a
-language of one rule: a token is followed by its :func:`successor`, most of the time. Text in that language
-repeats itself, so a prompt lookup proposes much of it, and about half of what it proposes is accepted.
+vLLM's own random weights (``load_format="dummy"``) are so small that attention adds nothing to the output. Such an
+output does not depend on the cache, so it proves nothing about the cache. The random weights here are scaled so that
+every cached row matters. The output layer knows one rule: a token is mostly followed by its :func:`successor`. Such
+text repeats itself, so a prompt lookup proposes much of it, and about half of the proposals are accepted.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from torch import Tensor
 SEED = 20
 VOCABULARY = 64
 MAX_TOKENS = 512
-# What the output layer adds to the logit of a token's successor: the larger, the more drafts are accepted. Each layer
-# takes from the token's own share of the residual stream, so a deeper model needs more.
+# Added to the logit of a token's successor. A larger value means more accepted drafts. Each layer reduces the token's
+# share of the residual stream, so a deeper model needs a larger value.
 RULE = 7.0
-# Standard deviation of all logits without the rule: what context decides.
+# Standard deviation of all logits without the rule. This part depends on the context.
 LOGIT_SCALE = 2.0
-# Share of one attention or MLP block in the residual stream, where the token itself has 1.
+# Share of one attention or MLP block in the residual stream; the token itself has 1.
 BLOCK_SCALE = 0.5
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model. The default is the one that the demo audits."""
+    """Sizes of the model. The defaults are those of the audited model of the demo."""
 
     layers: int = 3
     hidden: int = 256
@@ -75,17 +74,18 @@ class Size:
         }
 
 
-# The one that the demo times: a step takes 10 to 50 ms on a CPU core, where one of the default may take under two.
+# The timed model of the demo. Its steps take 10 to 50 ms on a CPU core; those of the default model may take under 2 ms.
 TIMED_SIZE = Size(layers=8, hidden=576, heads=9, kv_heads=3, intermediate=1536, rule=10.0)
 
 
 def successor(token: int) -> int:
-    """The token that most often follows. One cycle through the whole vocabulary."""
+    """Return the token that most often follows ``token``. The successors form one cycle through the vocabulary."""
     return (token + 37) % VOCABULARY
 
 
 def write_tiny_llama(folder: pathlib.Path, seed: int = SEED, size: Size = Size()) -> pathlib.Path:
-    """Write ``config.json`` and ``model.safetensors`` into ``folder``, and return it. Same seed, same bytes."""
+    """Write ``config.json`` and ``model.safetensors`` to ``folder``, and return it. The same seed gives the
+    same bytes."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def _weights(seed: int, size: Size) -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
-        # Inputs of variance 1 come out with standard deviation `scale`.
+        # Inputs of variance 1 give outputs with standard deviation `scale`.
         drawn = torch.randn(rows, columns, generator=generator) * (scale / columns**0.5)
         return drawn.to(torch.bfloat16)
 

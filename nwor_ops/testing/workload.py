@@ -1,5 +1,5 @@
-"""The requests of the demo: different lengths, arriving while others run, so that one batch mixes prompts
-and drafts."""
+"""Requests of the demo. They have different lengths and arrive at different steps, so batches mix prompts and
+drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nwor_ops.testing.tiny_llama import VOCABULARY, successor
 
 REQUESTS = 24
 MAX_RUNNING = 12
-# Arrivals, in engine steps: bursts and gaps. More arrive than may run, so some wait for a place.
+# Arrival of each request, in engine steps. More requests arrive than may run, so some must wait.
 ARRIVAL_STEPS = (0, 0, 0, 2, 5, 5, 8, 9, 12, 12, 13, 20, 20, 21, 24, 26, 28, 28, 30, 31, 32, 32, 33, 34)
 PROMPT_TOKENS = (
     24,
@@ -51,7 +51,7 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class Request:
-    """One request; the prompt is text for a model with a tokenizer, else token ids."""
+    """One request. The prompt is text for a model with a tokenizer, otherwise token ids."""
 
     prompt: str | list[int]
     max_tokens: int
@@ -59,7 +59,7 @@ class Request:
 
 
 def tiny_llama_requests(max_tokens: int) -> list[Request]:
-    """Prompts of recurring phrases in the language of :mod:`nwor_ops.testing.tiny_llama`."""
+    """Return prompts of recurring phrases for :mod:`nwor_ops.testing.tiny_llama`."""
     generator = random.Random(7)
     requests = []
     for index in range(REQUESTS):
@@ -79,11 +79,11 @@ def _phrase(generator: random.Random) -> list[int]:
 
 
 def text_requests(max_tokens: int) -> list[Request]:
-    """Prompts whose answers repeat parts of them."""
+    """Return prompts whose answers repeat parts of them."""
     return [_request(index, _TEXTS[index % len(_TEXTS)], max_tokens) for index in range(REQUESTS)]
 
 
 def _request(index: int, prompt: str | list[int], max_tokens: int) -> Request:
-    # Different lengths, a quarter to all of max_tokens: requests end at different steps.
+    # A quarter to all of max_tokens, so that requests end at different steps.
     shorter = (index * 5) % 7 * max_tokens // 8
     return Request(prompt, max_tokens - shorter, ARRIVAL_STEPS[index])

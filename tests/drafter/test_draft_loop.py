@@ -1,7 +1,9 @@
-"""The draft loop on the CPU: its three bodies, launched from the host, against drafting without any loop; padding,
-dispatch, the rules of metadata, and what is refused. `tests/gpu/test_draft_loop_cuda.py` has the graphs.
+"""The draft loop on the CPU: its three bodies run from the host, and are compared with drafting without a loop.
 
-A number like 41162-1 names a requirement of docs/draft_loop.md.
+Also tested: padding, dispatch, the rules of metadata, and refusals. `tests/gpu/test_draft_loop_cuda.py` tests the
+graphs.
+
+A number like 41162-1 refers to a requirement of docs/draft_loop.md.
 """
 
 from __future__ import annotations
@@ -39,18 +41,20 @@ MODES = ("eager", "step", "loop")
 
 
 def body(drafter, batch, mode, padded=None):
-    """A mode's body from the host: what a graph of it records."""
+    """Run a mode's body from the host, which is what its graph records."""
     return draft(drafter, batch, mode, replay=False, padded=padded)
 
 
-# ---------------------------------------------------------------- the same drafts
+# ---------------------------------------------------------------- drafts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_drafts", NUM_DRAFTS)
 def test_every_mode_drafts_what_reading_the_whole_text_drafts(num_drafts, temperature):
-    """41162-1, -10, -11, 34880-9, -14, -15: every position of every request, unpadded and padded; block and window
-    boundaries are crossed; what each step's metadata held; no other slot is written."""
+    """41162-1, -10, -11, 34880-9, -14, -15: compare every position of every request, unpadded and padded.
+
+    Sequences cross block and window boundaries. The metadata of each step is compared, and no other slot is written.
+    """
     for num_reqs, padded in ((1, 1), (1, 4), (16, 16), (23, 32), (64, 64)):
         drafter = make_drafter(num_drafts, padded)
         drafter.temperature.fill_(temperature)
@@ -79,7 +83,7 @@ def test_any_batch(num_drafts, num_reqs, spare, seed, temperature):
 
 @pytest.mark.parametrize("num_drafts", NUM_DRAFTS)
 def test_at_the_model_s_limit(num_drafts):
-    """41162-1, -11: sequences that end a few tokens before max_len; further drafts take the last position."""
+    """41162-1, -11: sequences end a few tokens before max_len, and later drafts take the last position."""
     drafter = make_drafter(num_drafts, 6, max_len=24)
     most = 24 - num_drafts - 2
     batch = make_round(drafter, 5, 3, lengths=[most, most - 1, most - 2, most - 3, 1])
@@ -93,7 +97,7 @@ def test_at_the_model_s_limit(num_drafts):
 
 
 def test_beyond_the_model_s_limit():
-    """The target's token itself has no place any more: its drafts are of no use, and touch no request's cache."""
+    """The target's token has no position left. The drafts are useless, and no request's cache changes."""
     drafter = make_drafter(4, 4, max_len=24)
     batch = make_round(drafter, 3, 0, lengths=[24 - 5, 24 - 5, 7])
     batch.num_rejected[:2] = 0
@@ -106,7 +110,7 @@ def test_beyond_the_model_s_limit():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_first_pass_pads_too(mode):
-    """34880-9: what an earlier batch left in idx_mapping is a real request."""
+    """34880-9: an earlier batch left the index of a real request in idx_mapping."""
     drafter = make_drafter(3, 8)
     batch = make_round(drafter, 5, 0)
     expected = plain_drafts(drafter, batch.texts, batch.states)
@@ -122,7 +126,7 @@ def test_the_first_pass_pads_too(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fewer_drafts(mode):
-    """The first columns of what K drafts are; the others keep their bytes, and no step is run for them."""
+    """The first columns equal those of K drafts. The other columns do not change, and no step runs for them."""
     drafter = make_drafter(5, 8)
     batch = make_round(drafter, 6, 2)
     expected = body(drafter, batch, mode, 8)
@@ -138,7 +142,7 @@ def test_fewer_drafts(mode):
 
 
 def test_stale_metadata_would_be_seen():
-    """The tests above can fail: windows and slots of the step before give other drafts."""
+    """The tests above can fail: windows and slots of the previous step give other drafts."""
     drafter = make_drafter(5, 8)
     batch = make_round(drafter, 8, 1)
     expected = body(drafter, batch, "loop")
@@ -157,8 +161,11 @@ def test_stale_metadata_would_be_seen():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 5, 8])
 def test_a_drafter_that_carries_hidden_states(num_drafts, temperature):
-    """41162-5, -7, -8, -9: each token in its column, nothing in another; the last step leaves ids, positions, lengths
-    and hidden states as they are; padded rows inert, whatever they held."""
+    """41162-5, -7, -8, -9: each token goes to its column only.
+
+    The last step changes neither ids nor positions, lengths or hidden states. Padded rows are inert, whatever they
+    held.
+    """
     follower = Follower(num_drafts, 9, max_len=30, debug=True)
     follower.temperature.fill_(temperature)
     for num_reqs, rows in ((1, 1), (5, 9), (9, 9), (1, 8), (0, 3)):
@@ -191,11 +198,11 @@ def test_a_drafter_whose_positions_stay():
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-# ---------------------------------------------------------------- what a step is made of
+# ---------------------------------------------------------------- the parts of a step
 
 
 class Operations(TorchDispatchMode):
-    """Writes down every operation that is not a view, but for the reads of these tests' own notes."""
+    """Record every operation that is not a view, except the reads of these tests' own records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +215,7 @@ class Operations(TorchDispatchMode):
 
 
 def thin_loop(num_drafts: int = 4, rows: int = 3, hidden: bool = True):
-    """A loop whose model and metadata do nothing: what is left is the loop's own work."""
+    """Create a loop whose model and metadata do nothing, so that only the loop's own work is left."""
     buffers = DraftBuffers.allocate(rows, num_drafts, "cpu", hidden_size=8 if hidden else None)
     buffers.idx_mapping.copy_(torch.arange(rows))
     logits, states = torch.randn(rows, 50), torch.randn(rows, 8).bfloat16()
@@ -238,8 +245,8 @@ def thin_loop(num_drafts: int = 4, rows: int = 3, hidden: bool = True):
 
 
 def test_a_step_is_two_kernels():
-    """41162-2, -5, -6, -8: sampling and update, nothing else: no copy of the hidden state, of the token into its
-    column, or of a column to sample into."""
+    """41162-2, -5, -6, -8: a step is sampling and update. Neither the hidden state nor the token is copied
+    separately."""
     loop, *_ = thin_loop()
     with torch.no_grad(), Operations() as done:
         loop._step(GraphKey(3), "built")
@@ -247,12 +254,14 @@ def test_a_step_is_two_kernels():
     with Operations() as done:
         loop.run(3, "loop", replay=False)
     step = ["aten.fill_.Scalar", "nwor.gumbel_sample.default", "nwor.update_draft_inputs.default"]
-    assert done.names == step[:1] + 3 * step  # the first is the build's
+    assert done.names == step[:1] + 3 * step  # the first one belongs to the build
 
 
 def test_order_of_calls():
-    """41162-2, -4, 34880-5: the host's build lies outside of the body and comes before each step; the step is set
-    before it; the model is given the key of the run; in the whole loop the update takes the build's place."""
+    """41162-2, -4, 34880-5: the build is outside the body, before each step, and after the step number is set.
+
+    The model gets the key of the run. In the whole loop, the update replaces the build.
+    """
     key = GraphKey(3)
     loop, seen, *_ = thin_loop()
     loop.run(2, "step", key=key, replay=False)
@@ -269,7 +278,7 @@ def test_order_of_calls():
 
 
 def test_the_sampler_s_column_is_data():
-    """41162-6: logits of each step lie in the column that the device's step names."""
+    """41162-6: the logits of each step are in the column that the step tensor names."""
     loop, _, logits, cache = thin_loop()
     loop.run(3, "eager")
     assert not cache[:, 0].any()
@@ -277,12 +286,12 @@ def test_the_sampler_s_column_is_data():
 
 
 class NoValuesOut(NoHostReads):
-    NAMES = NoHostReads.NAMES - {"to"}  # a model casts
+    NAMES = NoHostReads.NAMES - {"to"}  # a cast of the model
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_read_back(mode):
-    """No value goes from the device to the host, and none is sized by data: neither in the loop nor around it."""
+    """Neither the loop nor the code around it copies a value to the host, and no size depends on data."""
     follower = Follower(5, 6, max_len=30)
     follower.load(4, seed=0)
     with NoValuesOut():
@@ -302,7 +311,7 @@ def test_nothing_is_read_back(mode):
 
 
 def test_memory_never_moves():
-    """41162-3, -4, 34880-8: every build, of any step and batch, in the same memory; the buffers too."""
+    """41162-3, -4, 34880-8: every build of any step and batch uses the same memory, and so do the buffers."""
     drafter = make_drafter(3, 8)
     buffers, metadata, cpu = drafter.buffers, drafter.loop.metadata, torch.device("cpu")
     before = places_of(buffers.tensors(), "buffers", cpu)
@@ -321,7 +330,7 @@ def test_memory_never_moves():
 
 
 def test_what_moved_is_named():
-    """41162-3: the debug check tells address, shape, stride and dtype, in trees of any kind."""
+    """41162-3: the debug check reports address, shape, stride and dtype, in trees of any kind."""
     cpu = torch.device("cpu")
     tensor = torch.zeros(4, 4)
     tree = {"layer": [tensor, (tensor[0], "text", 3, None)], "other": DispatchTable()}
@@ -354,7 +363,7 @@ def test_registered_tensors_are_watched():
 
 @given(st.integers(1, 7), st.data())
 def test_padded_rows_are_inert(rows, data):
-    """34880-9: and the real rows, and those past the graph's, stay."""
+    """34880-9: real rows and the rows after the graph's rows do not change."""
     num_reqs = data.draw(st.integers(0, rows))
     buffers = DraftBuffers.allocate(8, 2, "cpu")
     names = ("idx_mapping", "input_ids", "positions", "seq_lens", "query_start_loc")
@@ -372,7 +381,7 @@ def test_padded_rows_are_inert(rows, data):
 
 
 def test_what_is_not_inert_is_found():
-    """34880-9: in debug the caller's word is checked."""
+    """34880-9: debug mode checks the caller's guarantee."""
     loop = thin_loop()[0]
     loop.debug = True
     buffers = loop.buffers
@@ -386,7 +395,7 @@ def test_what_is_not_inert_is_found():
 
 
 def test_stage_is_a_whole_batch_of_padded_rows():
-    """34880-7: a second capture pass finds token counts, lengths and starts of its own, in place."""
+    """34880-7: a second capture writes new token counts, lengths and starts in place."""
     buffers = DraftBuffers.allocate(6, 3, "cpu", max_num_tokens=30)
     places = places_of(buffers.tensors(), "buffers", torch.device("cpu"))
     for tensor in buffers.tensors().values():
@@ -409,7 +418,7 @@ def test_stage_is_a_whole_batch_of_padded_rows():
 
 @given(st.sets(st.tuples(st.integers(1, 40), st.integers(1, 6))), st.integers(0, 45), st.integers(1, 6))
 def test_dispatch_table(keys, num_reqs, query_len):
-    """34880-1: the smallest request count of this very query length that holds the batch."""
+    """34880-1: find the smallest request count of exactly this query length that holds the batch."""
     table = DispatchTable(GraphKey(*key) for key in keys)
     counts = [count for count, length in keys if length == query_len]
     holding = [count for count in counts if count >= num_reqs]
@@ -420,7 +429,8 @@ def test_dispatch_table(keys, num_reqs, query_len):
 
 
 def test_one_request_pads_to_one():
-    """34880-2: K = 3, capture sizes in tokens: a first pass of one request has 4 or 5 tokens, a decode step has 1."""
+    """34880-2: K = 3, and capture sizes count tokens. A first pass of one request has 4 or 5 tokens, a decode step has
+    1."""
     sizes = [1, 2, 4, 8, 16]
     table = DispatchTable(keys_of_token_counts(sizes, 4, 64) + keys_of_token_counts(sizes, 1, 64))
     assert table.smallest(1, 4) == GraphKey(1, 4)
@@ -434,7 +444,7 @@ def test_one_request_pads_to_one():
 
 @given(st.lists(st.integers(1, 600), max_size=20), st.integers(1, 9), st.integers(1, 64))
 def test_tokens_are_multiples_of_the_query_length(sizes, query_len, max_num_reqs):
-    """34880-12: whatever the engine's sizes are."""
+    """34880-12: this holds for any capture sizes of the engine."""
     keys = keys_of_token_counts(sizes, query_len, max_num_reqs)
     assert keys == sorted(set(keys), key=lambda key: -key.num_reqs)
     assert all(key.num_tokens % query_len == 0 and key.num_reqs <= max_num_reqs for key in keys)
@@ -443,7 +453,7 @@ def test_tokens_are_multiples_of_the_query_length(sizes, query_len, max_num_reqs
 
 
 def test_without_graphs_it_runs_eagerly_and_says_so_once(caplog):
-    """41162-10: the same function; the reason is logged once."""
+    """41162-10: the same function runs, and the reason is logged once."""
     drafter = make_drafter(3, 4)
     batch = make_round(drafter, 3, 0)
     with caplog.at_level(logging.INFO, logger="nwor_ops"):
@@ -454,7 +464,7 @@ def test_without_graphs_it_runs_eagerly_and_says_so_once(caplog):
         "nwor draft loop, first pass of 5 tokens: eager, because: nothing was captured",
         "nwor draft loop, decode steps: eager, because: nothing was captured",
     ]
-    assert drafter.loop.counts == {("first_pass", "eager"): 6, ("decode", "eager"): 3}  # 3 prefills among them
+    assert drafter.loop.counts == {("first_pass", "eager"): 6, ("decode", "eager"): 3}  # 3 of them are prefills
     found = drafter.loop.dispatch(3)
     assert (found.key, found.mode) == (GraphKey(3), "eager")
     drafter.loop.invalidate("the cache moved")
@@ -480,7 +490,7 @@ def test_metadata_that_cannot_be_updated_in_place():
 
 
 def test_no_graph():
-    """Refused before anything is written."""
+    """The call is refused before anything is written."""
     drafter = make_drafter(3, 4)
     tensors = drafter.buffers.tensors().values()
     for tensor in tensors:
@@ -586,11 +596,11 @@ def test_bad_buffers(name, value, error, message):
         DraftBuffers(**given | {name: value})
 
 
-# ---------------------------------------------------------------- the list of requirements
+# ---------------------------------------------------------------- requirements
 
 
 def test_every_requirement_names_a_test_that_exists():
-    """The table in docs/draft_loop.md: all numbers of both lists, each with tests that are there."""
+    """The table in docs/draft_loop.md lists all numbers of both lists, and each names existing tests."""
     rows = re.findall(r"^\| (\d+)-(\d+) \| .* \| (.*) \|$", (ROOT / "docs/draft_loop.md").read_text(), re.MULTILINE)
     numbers = [(int(pull), int(number)) for pull, number, _ in rows]
     assert numbers == [(41162, n) for n in range(1, 13)] + [(34880, n) for n in range(1, 16)]

@@ -1,4 +1,4 @@
-"""Family drafter: the ops of a drafter's loop; against the oracle, on all memory around, and by hand."""
+"""Family drafter: the ops of a drafter's loop, compared with the oracle on all surrounding memory, and by hand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def named(op, arguments):
 
 
 def run(op, arguments, device="cpu"):
-    """The arguments by name after the op ran on a twin of them."""
+    """Run the op on a copy of the arguments, and return the copy by name."""
     ours = twin(arguments, device)
     getattr(ops, op)(*ours)
     return named(op, ours)
@@ -59,7 +59,7 @@ def run(op, arguments, device="cpu"):
 
 
 def test_prefill_by_hand(device):
-    """Two of four tokens rejected; a chunk of a prompt; one of four rejected; a padded row that lies."""
+    """Two of four tokens rejected, a chunk of a prompt, one of four rejected, and a padded row with misleading data."""
     after = run("prepare_prefill_inputs", prefill_arguments(), device)
     # row 0: tokens 100, 101 | 102, 103 rejected; row 1: token 104; row 2: 105, 106, 107 | 108 rejected
     assert after["input_ids"].tolist() == [101, 503, 0, 0, 600, 106, 107, 502, 0, 0, 0, 0]
@@ -72,7 +72,7 @@ def test_prefill_by_hand(device):
 
 @pytest.mark.parametrize("rejected", [2, 3, 99])
 def test_prefill_of_a_row_without_a_valid_token(device, rejected):
-    """vLLM's kernel writes index -1 and the id before the buffer for row 0."""
+    """vLLM's kernel writes index -1, and for row 0 an id before the buffer."""
     arguments = prefill_arguments((0, 2, 3), (1, 0), (rejected, 0), (1, 1), capacity=4)
     after = run("prepare_prefill_inputs", arguments, device)
     assert after["last_token_indices"].tolist() == [0, 2, 0, 0, 0, 0]
@@ -96,7 +96,7 @@ def test_decode_where_positions_stay(device):
 
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_update_by_hand(step):
-    """The last step keeps its token and leaves everything else; a padded row is left in every step."""
+    """The last step stores its token and changes nothing else. A padded row never changes."""
     before = update_arguments(step)
     after = run("update_draft_inputs", before)
     drafts = [[300 + row if column == step and row < 3 else 77 for column in range(3)] for row in range(5)]
@@ -114,7 +114,7 @@ def test_update_by_hand(step):
 
 
 def test_update_in_place_copies_nothing():
-    """The model may have written its hidden states where it will read them."""
+    """The model may write its hidden states to the place where it will read them."""
     arguments = update_arguments()
     hidden = numbers(4, 24, dtype=torch.bfloat16)
     shared = with_arguments("update_draft_inputs", arguments, hidden_states=hidden, next_hidden_states=hidden[:, :])
@@ -141,7 +141,7 @@ def test_slots_by_hand(device):
 
 
 def test_ranks_of_a_context_share_the_slots_among_them():
-    """Every token has a slot on one rank, and the tokens of a rank fill its blocks without a hole."""
+    """Every token has a slot on exactly one rank, and the tokens of a rank fill its blocks without a gap."""
     for interleave in (1, 2, 4):
         slots = []
         for rank in range(2):
@@ -172,7 +172,7 @@ def test_eagle_step_in_place():
 
 
 def test_padded_inputs_by_hand(device):
-    """Two rejected of four; no drafts; none rejected; nothing sampled; a row without tokens; padded rows."""
+    """Two of four rejected, no drafts, none rejected, nothing sampled, a row without tokens, and padded rows."""
     after = run("prepare_inputs_padded", padded_inputs_arguments(), device)
     assert after["num_rejected"].tolist() == [2, 0, 0, 0, 0, 0, 0]
     assert after["token_indices_to_sample"].tolist() == [1, 4, 8, 0, 0, 0, 0]
@@ -188,7 +188,7 @@ def test_next_token_by_hand(device):
 
 
 def test_expand_by_hand(device):
-    """Shifted, with two mask tokens: each request grows by two."""
+    """Shifted ids with two mask tokens: each request grows by two."""
     after = run("copy_expand_inputs", expand_arguments(), device)
     first = [101, 503, 12, 12, 11, 11]  # 100, 101 accepted, 102, 103 rejected
     second = [500, 12, 12]
@@ -230,7 +230,7 @@ def test_extend_by_hand(device):
 
 
 def test_local_lens_by_hand(device):
-    """Two tokens a turn, four ranks: rank 1 holds tokens 2, 3, 10, 11, 18, ..."""
+    """Four ranks take turns of two tokens, so rank 1 holds tokens 2, 3, 10, 11, 18, ..."""
     after = run("dcp_local_seq_lens", local_lens_arguments(), device)
     assert after["local_seq_lens"].tolist() == [0, 0, 2, 2, 2, 26, 0, 0]
 
@@ -290,7 +290,7 @@ def test_slots_of_any_batch(device, batch, spare, block_sizes, cp_size, some_sha
 
 @pytest.mark.parametrize("requests", [255, 256, 257, 1500])
 def test_many_requests(device, requests):
-    """More rows than threads in a block, tokens over many blocks, a third of the rows padded."""
+    """More rows than threads in a block, tokens in many blocks, and a third of the rows padded."""
     random = torch.Generator().manual_seed(requests)
     real = requests * 2 // 3
     lengths = torch.randint(0, 9, (real,), generator=random)
@@ -327,7 +327,7 @@ def test_many_requests(device, requests):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("width", [1, 24, 33, 64, 4096, 4100])
 def test_hidden_rows_of_any_width(device, width, dtype, step):
-    """Vectors of 16 bytes and single elements, over several blocks; misaligned by the memory before them."""
+    """Accesses of 16 bytes and of single elements, over several blocks. The memory before a row makes it misaligned."""
     op, arguments = "update_draft_inputs", update_arguments(step, width=width, rows=5, states=(1, 2, 3, 0, PADDED))
     for offset in (0, 1, 8):
         hidden = torch.arange(5 * width + offset).to(dtype)[offset:].view(5, width)
@@ -353,7 +353,7 @@ def test_some_tables_are_sharded(device):
 
 @pytest.mark.parametrize("op", OPS)
 def test_ids_of_either_width_and_any_stride(device, op):
-    """What is documented as int32 or int64 of any stride gives the same as the plain one."""
+    """An argument documented as int32 or int64 with any stride gives the same result as a plain one."""
     arguments = sample_inputs(op, device)[0]
     plain = named(op, twin(arguments))
     getattr(ops, op)(*plain.values())
@@ -390,7 +390,7 @@ def test_matrices_of_any_strides(device, op):
 
 
 def test_a_whole_loop_advances_as_told():
-    """Prefill, then K - 1 steps: ids, positions, lengths and slots of every step, across a block boundary."""
+    """Prefill and K - 1 steps: check ids, positions, lengths and slots of every step, across a block boundary."""
     rows, steps, max_len, block = 3, 4, 64, 4
     prefill = twin(prefill_arguments())
     ops.prepare_prefill_inputs(*prefill)
@@ -453,7 +453,7 @@ def test_temperature_zero_is_argmax(device, dtype):
     logits = random_logits(20, 3001, dtype)
     assert torch.equal(draw(logits, 0.0, device=device), logits.argmax(-1))
     assert torch.equal(draw(logits, 1e-39, device=device), logits.argmax(-1))  # too small to divide by
-    few_values = torch.randint(0, 3, (20, 500)).to(dtype)  # many equal
+    few_values = torch.randint(0, 3, (20, 500)).to(dtype)  # many equal logits
     few_values[:, 7] = 2
     first = [int((row == row.max()).nonzero()[0]) for row in few_values]
     assert draw(few_values, 0.0, device=device).tolist() == first
@@ -479,7 +479,7 @@ def test_draws_are_those_of_the_oracle(device, vocab, temperature):
 
 
 def test_noise_is_pinned(device):
-    """CPU and CUDA come to these, and so does every later version: seeds mean what they meant."""
+    """CPU, CUDA and every later version must give these values, because users rely on seeds."""
     of_tokens = oracle_drafter.noise(-(2**62) + 5, 2**33 + 1, 3, 4)
     tokens = draw(torch.zeros(8, 50_000), seeds=range(8), step=2, device=device).tolist()
     assert_expected_inline(
@@ -492,7 +492,7 @@ def test_noise_is_pinned(device):
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(5000, torch.float32), (50_000, torch.bfloat16)], ids=str)
 def test_a_row_does_not_depend_on_its_company(device, vocab, dtype):
-    """The same (seed, position, step): the same token in any row, order, batch, beside any padding."""
+    """The same (seed, position, step) gives the same token in any row, order and batch, with any padding."""
     logits = random_logits(7, vocab, dtype)
     seeds, positions = torch.arange(7) * 11, torch.arange(7) + 2**35
     key = {"temperature": 0.9, "step": 4, "device": device}
@@ -508,13 +508,13 @@ def test_a_row_does_not_depend_on_its_company(device, vocab, dtype):
     assert with_padding.tolist() == [*together.tolist(), 0, 0, 0]
     strided = surrounded(logits.T.contiguous()).T
     assert torch.equal(draw(strided, seeds=seeds, positions=positions, **key), together)
-    # A longer vocabulary that nothing can win.
+    # A longer vocabulary whose additional tokens cannot win.
     wider = torch.cat([logits, torch.full((7, 99), -math.inf, dtype=dtype)], 1)
     assert torch.equal(draw(wider, seeds=seeds, positions=positions, **key), together)
 
 
 def test_workspace_serves_again_and_again(device):
-    """Zero after every call; with it and without it the same tokens."""
+    """The workspace is zero after every call. Calls with and without it give the same tokens."""
     workspace = torch.zeros(200, dtype=torch.int64, device=device)
     for number in range(20):
         rows = 1 + 7 * number % 64
@@ -546,7 +546,7 @@ def chi_square(counts, probabilities):
 @pytest.mark.parametrize("varied", ["seeds", "positions", "step"])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 2.0])
 def test_distribution(device, varied, temperature):
-    """60,000 draws (a million on CUDA) that differ in one part of the key only."""
+    """60,000 draws (a million on CUDA) that differ in only one part of the key."""
     count = {"cpu": 60_000, "cuda": 1_000_000}[device]
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 0.5, -2.0, 1.5, 0.0, 1.0], device=device)
     key = dict.fromkeys(("seeds", "positions", "step"), torch.full((count,), 12345, device=device))
@@ -564,7 +564,7 @@ def test_distribution(device, varied, temperature):
 
 @pytest.mark.parametrize(("vocab", "cells"), [(128_256, 32), (256, 256)])
 def test_uniform_over_a_large_vocabulary(vocab, cells):
-    """Equal logits: every part of the vocabulary is as likely, its ends and odd tokens too."""
+    """With equal logits every part of the vocabulary is equally likely, including its ends and odd tokens."""
     count = 600 if vocab > 1000 else 20_000
     sampled = draw(torch.zeros(1, vocab).expand(count, -1), seeds=torch.arange(count))
     place = sampled * cells // vocab
@@ -575,18 +575,18 @@ def test_uniform_over_a_large_vocabulary(vocab, cells):
 
 
 def test_two_tokens_of_a_pair_are_independent():
-    """They share a hash; their noises must not share anything."""
+    """The two tokens share a hash, but their noises must be independent."""
     noises = torch.tensor([oracle_drafter.noise(seed, 3, 0, 2) for seed in range(20_000)]).double()
     correlation = torch.corrcoef(noises.T)[0, 1].item()
     assert abs(correlation) < 4 / math.sqrt(20_000)
-    # E = exp(-noise) of each is exponential: mean 1, variance 1.
+    # E = exp(-noise) of each token is exponential: mean 1, variance 1.
     exponential = torch.exp(-noises)
     assert (exponential.mean(0) - 1).abs().max() < 4 / math.sqrt(20_000)
     assert (exponential.var(0) - 1).abs().max() < 4 * math.sqrt(8 / 20_000)
 
 
 def test_cache_keeps_the_raw_logits():
-    """At [state, step, :V], whatever the temperature; nothing for a padded row, nothing past V."""
+    """The logits are at [state, step, :V] for any temperature. Nothing is written for a padded row, or after V."""
     before = sample_arguments(dtype=torch.bfloat16)
     after = run("gumbel_sample", before)
     logits, cache = before[0], after["logits_cache"]
@@ -600,7 +600,7 @@ def test_cache_keeps_the_raw_logits():
 
 
 def test_the_column_is_a_number_on_the_device(device):
-    """Only column `step` of a matrix of drafts is written; one step for all rows or one for each."""
+    """Only column `step` of a matrix of drafts is written. There is one step for all rows, or one per row."""
     after = run("gumbel_sample", sample_arguments(steps=(2,)), device)
     assert (after["sampled"][:, :2] == 77).all()
     assert after["sampled"][:5, 2].max() < 40
@@ -610,7 +610,7 @@ def test_the_column_is_a_number_on_the_device(device):
 
 
 def test_a_padded_row_may_hold_any_step(device):
-    """It has no column then, and writes none."""
+    """A padded row has no column, and writes none."""
     after = run("gumbel_sample", sample_arguments(steps=(1, 0, 2**40, 1, 1)), device)
     assert (after["sampled"][2] == 77).all()
 
@@ -623,7 +623,7 @@ def test_workspace_is_given_back_as_it_came():
     refuse("gumbel_sample", short, ValueError, r"workspace must be \[2 \* num_rows\] with at least 10 elements")
 
 
-# ---------------------------------------------------------------- errors: the sentence, and nothing written
+# ---------------------------------------------------------------- errors: the message, and nothing written
 
 
 TENSORS = [
@@ -637,7 +637,7 @@ TENSORS = [
 @pytest.mark.parametrize(("op", "name"), TENSORS)
 def test_wrong_dtype(op, name):
     arguments = sample_inputs(op)[0]
-    if name in ("hidden_states", "logits"):  # of several dtypes
+    if name in ("hidden_states", "logits"):  # several dtypes are allowed
         value = torch.zeros(named(op, arguments)[name].shape, dtype=torch.complex128)
     else:
         value = torch.zeros(named(op, arguments)[name].shape, dtype=torch.float64)
@@ -654,7 +654,7 @@ def test_one_dimension_too_many(op, name):
     refuse(op, with_arguments(op, arguments, **{name: value[None]}), ValueError, f"{name} must be ")
 
 
-# Arguments that fix the length of the others, or only bound data.
+# Arguments that determine the length of the others, or only limit the data.
 FREE_LENGTHS = {
     ("prepare_prefill_inputs", "idx_mapping"), ("prepare_decode_inputs", "draft_tokens"),
     ("prepare_decode_inputs", "seq_lens"), ("update_draft_inputs", "sampled"),
@@ -667,7 +667,7 @@ FREE_LENGTHS = {
 
 @pytest.mark.parametrize(("op", "name"), [case for case in TENSORS if tuple(case) not in FREE_LENGTHS])
 def test_too_few(op, name):
-    """Every length that another argument fixes."""
+    """Every length that another argument determines."""
     arguments = sample_inputs(op)[0]
     value = named(op, arguments)[name]
     with pytest.raises((ValueError, IndexError), match=f"^{op}: "):
@@ -790,7 +790,7 @@ def test_bad_shapes_are_refused_whole(case):
 
 @pytest.mark.parametrize("op", OPS)
 def test_outputs_may_share_no_memory(op):
-    """Each output with each other argument of its dtype that is as long."""
+    """Pair each output with each other argument of the same dtype and length."""
     arguments = sample_inputs(op)[0]
     declared = getattr(torch.ops.nwor, op).default._schema.arguments
     in_place = {("new_positions", "positions"), ("local_seq_lens", "seq_lens"), ("next_hidden_states", "hidden_states")}
@@ -843,7 +843,7 @@ def test_gradients_are_refused():
 
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_whole(op):
-    """fullgraph: no graph break at an op, and nothing of a mutation is lost."""
+    """fullgraph=True: no graph break at an op, and every mutation is kept."""
     eager, compiled = twin(sample_inputs(op)[0]), twin(sample_inputs(op)[0])
 
     def call(*arguments):
@@ -863,7 +863,7 @@ def test_the_docstrings_name_every_argument():
 
 
 def test_draft_columns_stay_where_they_are():
-    """Three steps through one captured body would each write their own column."""
+    """Three steps through one captured body each write their own column."""
     step, drafts = torch.zeros(1, dtype=torch.int64), poisoned(3, 3, dtype=torch.int64)
     logits = random_logits(3, 64)
     ids, positions, lengths = (torch.ones(3, dtype=d) for d in (torch.int32, torch.int64, torch.int32))

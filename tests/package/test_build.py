@@ -1,4 +1,4 @@
-"""What setup.py compiles anew, shown on a few sources of a line each."""
+"""The rebuilds of setup.py, shown on a few sources of one line each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Tree:
                               capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
 
     def made(self, *words: str, **environment: str) -> list[str]:
-        """Build, and the names of the files that a command made."""
+        """Run a build, and return the names of the files that a command created."""
         done = self.build(*words, **environment)
         assert done.returncode == 0, done.stdout + done.stderr
         commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("[")]
@@ -69,7 +69,7 @@ def torch_libraries() -> str:
 
 @pytest.fixture
 def tree(tmp_path: pathlib.Path) -> Tree:
-    tree = Tree(tmp_path / "a checkout")  # a space: commands and paths are quoted
+    tree = Tree(tmp_path / "a checkout")  # a path with a space, which must be quoted
     assert tree.made() == ["glibc.o", "libnwor_cpu.unfinished", "one.o", "two.o"]
     return tree
 

@@ -1,6 +1,6 @@
-"""The command line: doctor, the demo's parts, and what is said where a package is missing.
+"""The command line: doctor, the parts of the demo, and the messages if a package is missing.
 
-A whole demo is run by ``make demo``; here are only the parts that need no engine.
+``make demo`` runs a whole demo. This file tests only the parts that need no engine.
 """
 
 import io
@@ -32,7 +32,7 @@ def run_cli(*arguments: str, code: str = MAIN) -> subprocess.CompletedProcess:
 
 
 def without(package: str) -> str:
-    """A program that runs ``nwor-ops`` where ``package`` is not installed."""
+    """Return a program that runs ``nwor-ops`` as if ``package`` were not installed."""
     return (
         "import importlib.util as u\n"
         "found = u.find_spec\n"
@@ -68,7 +68,7 @@ def test_every_op_has_a_self_test_that_passes():
 
 
 def outputs(op: str, arguments: tuple, named: dict, returned: object) -> dict[str, list[Tensor]]:
-    """What a call wrote and what it returned, by name."""
+    """Return the tensors that a call wrote and returned, by name."""
     found = {}
     given = dict(zip((a.name for a in schema(op).arguments), arguments, strict=False)) | named
     for argument in schema(op).arguments:
@@ -94,7 +94,7 @@ def wrong_at_first(tensor: Tensor, before: Tensor) -> None:
 
 @pytest.mark.parametrize("op", registry.OPS)
 def test_a_self_test_sees_each_output_of_a_wrong_kernel(op, monkeypatch):
-    """The op does its work, but one of its outputs is as it was before, or has one wrong element."""
+    """The op works, but one of its outputs keeps its old contents, or has one wrong element."""
     real, written = getattr(nwor_ops.ops, op), set()
 
     def broken(fault, name):
@@ -118,14 +118,14 @@ def test_a_self_test_sees_each_output_of_a_wrong_kernel(op, monkeypatch):
             monkeypatch.setattr(nwor_ops.ops, op, broken(fault, name))
             problem = doctor._run_self_test(op, CPU)
             assert problem is not None, f"{op}: {name} {fault.__name__}"
-            assert "is not what it should be" in problem
+            assert "has a wrong value" in problem
 
 
 def test_a_self_test_that_fails_is_a_finding(monkeypatch):
     monkeypatch.setattr(nwor_ops.ops, "log_slots", lambda *arguments: None)
     findings = [finding for finding in doctor._self_tests() if finding.name == "log_slots, cpu"]
     assert [finding.ok for finding in findings] == [False]
-    assert "log is not what it should be" in findings[0].detail
+    assert "log has a wrong value" in findings[0].detail
     assert not doctor.Examination((doctor.Finding(doctor.LIBRARIES, "cpu", True, ""), *findings)).usable
 
 
@@ -136,7 +136,7 @@ def test_an_op_without_a_self_test_is_a_finding(monkeypatch):
 
 
 def test_a_missing_vllm_is_no_fault_and_both_packages_of_it_are_named(monkeypatch):
-    """The extra "vllm" would bring the CPU's to a machine with a GPU."""
+    """The extra "vllm" would install the CPU package on a machine with a GPU."""
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     [finding] = doctor._vllm()
     assert finding.ok is None
@@ -255,7 +255,7 @@ def test_requests_differ_in_length_and_arrival_and_fit_the_model():
     assert requests == workload.tiny_llama_requests(max_tokens=64)
 
 
-# ---------------------------------------------------------------- what the demo promises
+# ---------------------------------------------------------------- checks of the demo
 
 
 def demo_result(**changes):
@@ -282,7 +282,7 @@ def demo_result(**changes):
     ("changes", "complaint"),
     [
         ({"nwor__audit__exposed_rows": 2}, "NWOR wrote 2 rows of rejected drafts to pages of a request"),
-        ({"nwor__audit__moments": 59}, "the audit looked 59 times, not twice in the middle of each of 30 steps"),
+        ({"nwor__audit__moments": 59}, "the audit compared 59 times during steps, not twice in each of 30 steps"),
         ({"nwor__timed_mode": "cow"}, "did not run in the modes"),
     ],
 )
@@ -307,8 +307,8 @@ def test_what_mode_stage_promises_besides(changes, complaint, tmp_path):
         ({"vanilla__timed_mode": "cow"}, "did not run in the modes"),
         ({"vanilla__vllm__drafted": 101}, "the audit counted 100 drafted tokens, vLLM's metrics 101"),
         ({"nwor__stats__rejected": 59}, "NWOR counted 59 rejected tokens on the device, the audit 60"),
-        ({"acceptance__audited": 0.9}, "does not show both sides: 90% of the drafts of the audited part"),
-        ({"acceptance__timed": 0.1}, "does not show both sides: 10% of the drafts of the timed part"),
+        ({"acceptance__audited": 0.9}, "needs accepted and rejected drafts: 90% of the drafts of the audited part"),
+        ({"acceptance__timed": 0.1}, "needs accepted and rejected drafts: 10% of the drafts of the timed part"),
         ({"vanilla__audit__stale_rows": 0}, "vanilla vLLM left no stale row"),
     ],
 )
@@ -340,11 +340,11 @@ def test_a_machine_that_does_other_work_is_spoken_of():
 
     assert remarks(418, 430, 438) == []
     [remark] = remarks(63, 219, 319)
-    assert remark.startswith("vanilla vLLM's own rounds lie between 63 and 319 tok/s")
+    assert remark.startswith("the rounds of vanilla vLLM vary from 63 to 319 tok/s")
 
 
 def failed_start(tmp_path: Path, program: str) -> EngineFailed:
-    """Of an engine whose process is this program."""
+    """Start an engine whose process runs this program, and return the error."""
     (tmp_path / "program.py").write_text(program)
     engine = EngineProcess("broken", {}, tmp_path, dict(os.environ), program=(str(tmp_path / "program.py"),))
     try:
@@ -403,7 +403,7 @@ def test_options_that_make_no_sense(changes, complaint, tmp_path):
     options = DemoOptions(**{"output": tmp_path} | named | {"output": Path(named.get("output", tmp_path))})
     with pytest.raises(ValueError, match=f"^{re.escape(complaint.replace('FOLDER', str(tmp_path)))}$"):
         check_options(options)
-    # A name: vLLM fetches it, or says that it cannot.
+    # vLLM downloads a model by its name, or reports that it cannot.
     check_options(DemoOptions(tmp_path, model="someone/some-model"))
 
 
@@ -469,7 +469,7 @@ def test_the_timed_model_is_the_size_that_its_name_says():
 def test_the_vanilla_engine_has_nothing_of_ours_in_its_environment(monkeypatch):
     monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
     monkeypatch.setenv("VLLM_NWOR_DEBUG_SYNC", "1")
-    monkeypatch.delenv("NWOR_METRICS_DIR", raising=False)  # a test of the plugin in this process may have set it
+    monkeypatch.delenv("NWOR_METRICS_DIR", raising=False)  # another test in this process may have set it
     vanilla = engine_environment("off", audit=False, offline=True)
     assert [name for name in vanilla if "NWOR" in name] == []
     audited = engine_environment("cow", audit=True, offline=True)
@@ -499,7 +499,7 @@ def test_the_picture_shows_each_state_in_its_colour(tmp_path):
     image = pyplot_image.imread(path)
     assert image.shape[1] == picture.WIDTH_INCHES * picture.DPI
     left, right = image[:, : image.shape[1] // 2].copy(), image[:, image.shape[1] // 2 :].copy()
-    # The legend shows each colour once, so compare the panels: below it.
+    # The legend shows each color once, so compare only the panels below it.
     below = int(1.1 * picture.DPI)
     stale = picture.COLOURS[picture.STALE]
     assert count_pixels(left[below:], stale) > 100

@@ -1,4 +1,4 @@
-"""What the documents name exists: files, links and their anchors, tests, options of benchmarks, variables."""
+"""Names in the documents exist: files, links and their anchors, tests, options of benchmarks, variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCES = {".py", ".h", ".cpp", ".cu"}
 
 
 def names(text: str) -> set[str]:
-    """Paths in backticks, from the top of the tree, and bare names of files."""
+    """Return paths in backticks, from the root of the tree, and bare names of files."""
     words = {word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()}
     built = {word for word in words if word.endswith(".so")}
     words = {re.sub("MACHINE|NAME", "*", word) for word in words - built}
@@ -30,14 +30,14 @@ def names(text: str) -> set[str]:
 
 
 def code(document: pathlib.Path) -> str:
-    """What stands in backticks and in blocks of code, a line each."""
+    """Return the text in backticks and in blocks of code, one entry per line."""
     text = document.read_text()
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return "\n".join([*blocks, *re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", text)])
 
 
 def missing(name: str) -> bool:
-    """Of a name with FAMILY some family's file must be there; a bare name is that of a file anywhere."""
+    """Return whether a named file does not exist. FAMILY stands for any family; a bare name may be in any folder."""
     wanted = [name.replace("FAMILY", family) for family in FAMILIES] if "FAMILY" in name else [name]
     return not any(any(ROOT.glob(path)) if "/" in path else found_anywhere(path) for path in wanted)
 
@@ -53,7 +53,7 @@ def names_of_files() -> set[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub creates for headings."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""The examples do what they say: the text of plain decoding, and a cache no rejected draft ever touched."""
+"""The examples: their text equals plain decoding, and no rejected draft remains in their cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_engine(kind: type[Engine] = Engine, **options) -> Engine:
     options = {"num_drafts": NUM_DRAFTS, "max_requests": 3, "max_context": 64} | options
     engine = kind(CONFIG, **options)
     generator = torch.Generator().manual_seed(1)
-    for cache in engine.caches:  # what earlier requests left behind
+    for cache in engine.caches:  # rows of earlier requests
         pages = cache[: engine.max_requests * engine.max_blocks]
         pages.copy_(torch.randn(pages.shape, generator=generator))
     return engine
@@ -44,13 +44,13 @@ def generate(engine: Engine) -> list[list[int]]:
 
 
 class Audited(Engine):
-    """Compares the whole cache before and after every step, and remembers which tokens were rejected."""
+    """Compare the whole cache before and after every step, and record which tokens were rejected."""
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
-        self.rejected: list[list[int]] = []  # of each step, places in the batch
+        self.rejected: list[list[int]] = []  # positions in the batch, per step
         self.mixed_steps = 0
-        self.num_pages = self.max_requests * self.max_blocks  # of requests; behind them lie shadow pages
+        self.num_pages = self.max_requests * self.max_blocks  # pages of requests; the shadow pages follow
 
     def step(self, running):
         before = [cache.clone() for cache in self.caches]
@@ -62,7 +62,7 @@ class Audited(Engine):
 
     def build_step(self, running):
         step = super().build_step(running)
-        self.own_slots = step.batch.slot_mapping.tolist()  # inside a window, mode "stage" has others there
+        self.own_slots = step.batch.slot_mapping.tolist()  # inside a window, mode "stage" replaces them
         return step
 
     def sample(self, logits, step):
@@ -80,7 +80,7 @@ class Audited(Engine):
 
 
 class Foreknowing(Engine):
-    """Gives no slot to the drafts that another run found to be rejected: they are never written at all."""
+    """Give no slot to drafts that another run found to be rejected, so that they are never written."""
 
     rejected: list[list[int]]
 
@@ -96,7 +96,7 @@ def plain() -> list[list[int]]:
 
 
 def dense_greedy(model, prompt: list[int]) -> list[int]:
-    """Greedy decoding without any cache: the whole text again for every token."""
+    """Decode greedily without any cache: read the whole text again for every token."""
     tokens = list(prompt)
     for _ in range(NUM_OUTPUT_TOKENS):
         positions = torch.arange(len(tokens))
@@ -134,7 +134,8 @@ def test_speculative_decoding_keeps_no_rejected_draft(plain, layout, mode):
     engine = make_engine(Audited, layout=layout, mode=mode)
     assert generate(engine) == plain
 
-    # The workload is one that can fail: drafts of both fates, beside prompts, and blocks that are reused.
+    # The workload must be able to fail: it has accepted and rejected drafts, prompts in the same batches, and reused
+    # blocks.
     stats = engine.manager.stats()
     assert stats.accepted > 20
     assert stats.rejected > 20
@@ -153,7 +154,7 @@ def test_speculative_decoding_keeps_no_rejected_draft(plain, layout, mode):
 
 
 def test_without_the_undo_the_audit_fails():
-    """The tests above can fail: a plain write leaves rejected drafts behind."""
+    """The tests above can fail: a plain write leaves rejected drafts in the cache."""
     engine = make_engine(Audited)
     engine.manager.recovery.close = lambda *_: None
     with pytest.raises(AssertionError, match="left something behind"):
@@ -165,7 +166,7 @@ class Boom(Exception):
 
 
 class Fragile(Engine):
-    """Every third forward fails in its second layer; the engine tries the step again."""
+    """Every third forward fails in its second layer, and the engine runs the step again."""
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
@@ -198,10 +199,10 @@ def test_a_failing_forward_is_undone(plain, mode):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """A compiled engine after one run, its output, and the code that inductor made."""
+    """Return a compiled engine after one run, its output, and the code from inductor."""
     torch.compiler.reset()
     counters.clear()
-    with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph shows no code
+    with torch._inductor.config.patch(force_disable_caches=True):  # a cached graph has no code to show
         engine = make_engine(compile=True)
         output, code = run_and_get_code(generate, engine)
     return engine, output, code
@@ -217,7 +218,7 @@ def test_compiled_output(compiled, plain):
 
 
 def test_compiled_code_writes_in_place(compiled):
-    """Each layer's op is called once on the cache itself; nothing of a cache's or log's size is allocated."""
+    """Each layer's op is called once on the cache itself. Nothing of the size of a cache or a log is allocated."""
     engine, _, code = compiled
     assert len(code) == len(engine.token_budgets)
     cache = engine.caches[0]
@@ -258,7 +259,7 @@ def test_compiled_cache(compiled, plain, layout):
         assert torch.equal(cache, expected)
 
 
-# ---------------------------------------------------------------- as a reader runs it
+# ---------------------------------------------------------------- command lines
 
 
 def test_command_line():
@@ -272,7 +273,7 @@ def test_command_line():
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_draft_loop_command_line(temperature):
-    """The drafts themselves are compared with drafting without a loop in test_draft_loop.py."""
+    """test_draft_loop.py compares the drafts with drafting without a loop."""
     command = [sys.executable, str(EXAMPLES / "draft_loop.py"), "--num-drafts", "3", "--temperature", temperature]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -281,7 +282,7 @@ def test_draft_loop_command_line(temperature):
 
 def test_draft_loop_notices_other_drafts(monkeypatch, capsys):
     class Forgetful(draft_loop.PagedMetadataAdapter):
-        """A back end whose update in place forgets; its build does not."""
+        """A back end whose update in place is incomplete, but whose build is correct."""
 
         def update(self, key, metadata):
             if self.buffers.current_draft_step < 2:
@@ -302,12 +303,12 @@ def test_draft_loop_notices_other_drafts(monkeypatch, capsys):
 
 
 class AuditedTrees(TreeVerifier):
-    """Compares the whole cache before and after every step, and counts what trees gain."""
+    """Compare the whole cache before and after every step, and count how many tokens trees gain."""
 
     def __init__(self, **options) -> None:
         super().__init__(CONFIG, **{"branches": 3, "depth": 4, "max_requests": 3, "max_context": 64} | options)
         generator = torch.Generator().manual_seed(1)
-        for cache in self.caches:  # what earlier requests left behind
+        for cache in self.caches:  # rows of earlier requests
             cache.copy_(torch.randn(cache.shape, generator=generator))
         self.rejected = self.second_branches = 0
 
@@ -341,7 +342,7 @@ def test_lookup_tree():
 
 
 def test_a_text_that_fills_its_pages(plain):
-    """Trees take pages for no more tokens than there is room for."""
+    """Trees use pages only for as many tokens as there is room for."""
     prompt = PROMPTS[1]
     length = len(prompt) + NUM_OUTPUT_TOKENS
     assert length % BLOCK_SIZE == 0
@@ -356,15 +357,15 @@ def test_token_trees_decode_as_plain_decoding_does(plain, branches):
     assert stats.rejected == verifier.rejected
     assert stats.incomplete == 0
     assert stats.stage_operations == CONFIG.num_layers * stats.staged
-    # Every token but the last of each request was committed, once.
+    # Every token except the last one of each request was committed exactly once.
     assert stats.committed == sum(map(len, PROMPTS)) + len(PROMPTS) * (NUM_OUTPUT_TOKENS - 1)
     if branches > 1:
-        assert verifier.second_branches > 2  # paths that a chain would have missed
+        assert verifier.second_branches > 2  # accepted paths that a chain of drafts would not contain
         assert verifier.rejected > 20
 
 
 def test_without_ancestors_the_test_fails(plain):
-    """Nodes that see no node above them are not judged as plain decoding would."""
+    """Nodes that do not attend to the nodes above them are accepted wrongly."""
 
     class Blind(AuditedTrees):
         def build_batch(self, running):
@@ -399,19 +400,20 @@ def test_token_tree_script():
 # ---------------------------------------------------------------- recurrent states
 
 HYBRID = HybridConfig()
-NUM_HYBRID_TOKENS = 40  # its texts repeat themselves after eight
+NUM_HYBRID_TOKENS = 40  # its texts repeat after eight tokens
 
 
 def hybrid_engine(kind: type[HybridEngine] = HybridEngine, **options) -> HybridEngine:
     engine = kind(HYBRID, **{"num_drafts": NUM_DRAFTS, "max_requests": 3, "max_context": 64} | options)
-    for cache in engine.caches.values():  # what earlier requests left behind
+    for cache in engine.caches.values():  # rows of earlier requests
         for tensor in [cache] if isinstance(cache, torch.Tensor) else [cache.state, *cache.records]:
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
     return engine
 
 
 def dense_hybrid_greedy(model, prompt: list[int]) -> list[int]:
-    """Greedy decoding without cache or state: the whole text again for every token, linear layers in doubles."""
+    """Decode greedily without cache or state: read the whole text again for every token, with linear layers
+    in float64."""
     kind = Kind(HYBRID.linear_key_heads, HYBRID.linear_value_heads, dtype=torch.float32, gated=True)
     tokens = list(prompt)
     for _ in range(NUM_HYBRID_TOKENS):
@@ -456,7 +458,7 @@ def test_hybrid_decoding_keeps_no_rejected_draft(plain_hybrid):
 
 def test_a_hybrid_forward_that_fails_is_undone(plain_hybrid):
     class FragileHybrid(HybridEngine):
-        """Every third forward fails, in any layer; the engine tries the step again."""
+        """Every third forward fails in a random layer, and the engine runs the step again."""
 
         def __init__(self, *args, **options) -> None:
             super().__init__(*args, **options)
@@ -492,7 +494,7 @@ def test_a_hybrid_engine_that_takes_all_drafts_is_noticed(plain_hybrid):
 
 
 def test_recurrent_decoding_script():
-    """Compiled, as it is by default."""
+    """Run the script with its defaults, which compile the model."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "recurrent_decoding.py"), "--num-prompts", "3", "--output-tokens", "24"],
         capture_output=True, text=True, timeout=300, check=False,

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_methods.py where there is no GPU: its jobs, its order of turns, what it makes of the answers."""
+"""benchmarks/gpu_methods.py without a GPU: its jobs, the order of its turns, and its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_parallel.py where there is no GPU: where its engines are, their jobs, what it makes of the answers."""
+"""benchmarks/gpu_parallel.py without a GPU: the places of its engines, their jobs, and its rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_ranks_add_up_without_multicast(ranks: int, tmp_path: pathlib.Path) -> N
 
 
 class Engine:
-    """Answers a command; says what it was asked. A turn with NWOR takes 5 us a step longer."""
+    """Answer a command and record it. A turn with NWOR takes 5 us longer per step."""
 
     def __init__(self, fails: bool = False) -> None:
         self.asked: Counter[str] = Counter()
@@ -87,7 +87,7 @@ def test_each_kind_has_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: pathl
         for kind in ("tp1", "tp2", "dp2"):
             assert found[f"added_us_{mode}_{kind}/16"] == 5.0
             assert found[f"e2e_{mode}_{kind}/16"] == 1.0
-    # Both captures with either side first; ranks of data parallelism are asked as often as one another.
+    # Each side is captured first once, and all ranks of data parallelism get equally many requests.
     asked = {place.name: engine.asked for place, engine in run.engines.items()}
     assert asked["cow_tp2-0"] == Counter({f"turns 16 {n} {first} 0": 1 for n in (0, 1) for first in (0, 1)})
     assert asked["stage_tp2-0"] == Counter({f"turns 16 0 {first} 0": 2 for first in (0, 1)})

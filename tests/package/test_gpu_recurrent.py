@@ -1,4 +1,4 @@
-"""benchmarks/gpu_recurrent.py where there is no GPU: its jobs, its order of turns, what it makes of the answers."""
+"""benchmarks/gpu_recurrent.py without a GPU: its jobs, the order of its turns, and its rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_sides_take_turns_and_a_row_is_their_ratio(monkeypatch: pytest.Monke
 
 
 def profiled(kernels: int, syncs: int) -> dict[str, Any]:
-    """Of 10 steps."""
+    """Return a profile of 10 steps."""
     calls = {"cudaGraphLaunch": 20, "cudaLaunchKernel": 10 * kernels, "cudaEventRecord": 70}
     return {
         "steps": 10,
@@ -70,7 +70,7 @@ def test_a_profile_says_what_one_state_adds() -> None:
 
 
 class Writer:
-    """Its second run parts from the first at the third token where requests run at once."""
+    """An engine whose second run differs from the first from the third token on, if requests run concurrently."""
 
     def __init__(self, first: int) -> None:
         self.first, self.runs = first, 0

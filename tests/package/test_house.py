@@ -1,4 +1,7 @@
-"""The house has no circles: of imports, now or when a function runs, nor of includes. house.py draws it."""
+"""The structure of the code: no cycles of imports, including those inside functions, and no cycles of includes.
+
+tests/support/house.py draws the graphs.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def test_every_package_is_shipped() -> None:
 
 
 def test_the_graphs_are_those_of_the_tree() -> None:
-    """An empty graph has no circles either."""
+    """An empty graph would have no cycles either."""
     assert HOUSE.files()["nwor_ops"] >= {"nwor_ops.library", "nwor_ops.meta"}
     assert any(found.lazy for found in HOUSE.imports)
     assert {"cpu/undo.cpp", "cuda/undo.cu"} <= set(includes())
@@ -72,7 +75,8 @@ def tree(folder: pathlib.Path, files: dict[str, str]) -> pathlib.Path:
 
 
 def house(folder: pathlib.Path, **files: str) -> House:
-    """p/a.py, p/q/__init__.py, p/q/b.py, p/q/c.py, p/r/__init__.py, p/r/d.py: each as given, else empty."""
+    """Return a tree with p/a.py, p/q/__init__.py, p/q/b.py, p/q/c.py, p/r/__init__.py and p/r/d.py; files not given are
+    empty."""
     names = {
         "a": "p/a.py",
         "q": "p/q/__init__.py",
@@ -100,7 +104,7 @@ def test_rooms_may_have_a_circle_where_files_have_none(tmp_path: pathlib.Path) -
 
 
 def test_a_file_beside_rooms_is_a_room(tmp_path: pathlib.Path) -> None:
-    """It is no circle that a.py imports p.q, which imports p."""
+    """It is not a cycle that a.py imports p.q, which imports p."""
     found = house(tmp_path, a="from p.q import b", b="import p")
     assert found.rooms() == {"p": set(), "p.a": {"p.q"}, "p.q": {"p"}, "p.r": set()}
     assert circles(found.rooms()) == circles(found.files()) == []

@@ -1,5 +1,5 @@
-"""What is shipped: two libraries without a C++ torch symbol, one wheel for every Python, sentences where
-something is missing."""
+"""The package: two libraries without a C++ symbol of torch, one wheel for every Python, and messages for what is
+missing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_the_cuda_library_is_built_where_nvcc_is() -> None:
 
 @pytest.mark.parametrize("path", BUILT, ids=lambda path: path.name)
 def test_stable_abi_only(path: pathlib.Path) -> None:
-    """One build serves every torch from the oldest on, and every Python: C shims, no C++ torch, no Python."""
+    """One build serves all supported versions of torch and Python: C shims, no C++ symbols of torch, no
+    Python symbols."""
     symbols = undefined_symbols(path)
     assert any("aoti_torch_" in line for line in symbols), "nm found nothing: the check would prove nothing"
     assert torch_symbols(symbols) == []
@@ -71,8 +72,8 @@ def test_the_symbol_check_can_fail() -> None:
 
 @pytest.mark.parametrize("path", BUILT, ids=lambda path: path.name)
 def test_nothing_is_exported(path: pathlib.Path) -> None:
-    """A compiler may link a libstdc++ of its own into the library. Exported, parts of it were used in the place of the
-    one that torch uses, and the first complaint of a kernel ended the process."""
+    """A compiler may link its own libstdc++ into the library. If its symbols were exported, torch would use parts of
+    it, and the first error in a kernel would end the process."""
     assert run("nm", "-D", "--defined-only", str(path)).stdout == ""
 
 
@@ -83,7 +84,7 @@ def test_no_path_of_the_build_machine(path: pathlib.Path) -> None:
 
 def test_wheel(tmp_path: pathlib.Path) -> None:
     command = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), ".")
-    done = run(*command, NWOR_BUILD_CUDA="0")  # `make build` has compiled that one: a minute or two
+    done = run(*command, NWOR_BUILD_CUDA="0")  # `make build` has compiled it, which takes a minute or two
     assert done.returncode == 0, done.stdout + done.stderr
     [wheel] = tmp_path.glob("*.whl")
     assert wheel.name == f"nwor_ops-{nwor_ops.__version__}-py3-none-linux_x86_64.whl"
@@ -93,7 +94,7 @@ def test_wheel(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_source_tree_in_the_place_of_the_package_is_named(tmp_path: pathlib.Path) -> None:
-    """Python looks in its own folder first: there a checkout has no fakes, and an installed nwor_ops is not seen."""
+    """Python searches its current folder first. A checkout there lacks the fakes, and hides an installed nwor_ops."""
     shutil.copytree(ROOT / "nwor_ops", tmp_path / "nwor_ops", ignore=shutil.ignore_patterns("meta", "*.so"))
     done = python(
         "import sys\n"
@@ -108,7 +109,7 @@ def test_a_source_tree_in_the_place_of_the_package_is_named(tmp_path: pathlib.Pa
 
 
 def test_one_oldest_torch() -> None:
-    """setup.py reads it from pyproject.toml; the rest is compared with it."""
+    """setup.py reads it from pyproject.toml; the other places are compared with it."""
     oldest = library.STABLE_ABI_TARGET
     project = (ROOT / "pyproject.toml").read_text()
     assert re.findall(r'"torch>=([\d.]+)"', project) == [oldest, oldest]
@@ -139,7 +140,7 @@ def test_the_table_of_versions_names_every_torch_of_make_matrix() -> None:
     assert versions == table
 
 
-# ---------------------------------------------------------------- sentences
+# ---------------------------------------------------------------- messages
 
 
 def test_old_setuptools() -> None:
@@ -203,7 +204,7 @@ def test_torch_too_old() -> None:
 
 
 def test_library_missing() -> None:
-    """Importing works; calling an op says what to do."""
+    """The import works. Calling an op raises with what to do."""
     assert issubclass(registry.Refusal, RuntimeError)
     done = python(
         "import pathlib, torch\n"
@@ -214,7 +215,7 @@ def test_library_missing() -> None:
         "nwor_ops.log_slots(cache, torch.tensor([0]), torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, 8))\n"
     )
     assert "Refusal: log_slots: the CPU library of nwor_ops is not built (libnwor_cpu.so is missing)" in (done.stderr)
-    # From the sources at hand: what an index has under this name may be another's.
+    # Build from these sources, because an index may have another package under this name.
     assert "pip install --no-build-isolation --force-reinstall --no-deps .\n" in done.stderr
 
 
@@ -230,7 +231,7 @@ def test_library_does_not_load() -> None:
 
 
 def test_device_without_a_kernel() -> None:
-    """XPU stands for every device that has none."""
+    """XPU stands for all devices without a kernel."""
     import torch
 
     found = torch._C._dispatch_has_kernel_for_dispatch_key("nwor::write_kv", "XPU")

@@ -1,4 +1,4 @@
-"""Tests' servers find a port that is still free when they have started."""
+"""Tests' servers get a port that is still free after they have started."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import pytest
 def test_a_port_is_taken_by_nobody_who_asks_for_any() -> None:
     found = {ports.free_port() for _ in range(20)}
     assert len(found) == 20
-    assert all(ports.FIRST <= port < 29500 for port in found)  # where vLLM's own begin; Linux's begin at 32768
+    assert all(
+        ports.FIRST <= port < 29500 for port in found
+    )  # vLLM's default ports begin here; those of Linux begin at 32768
 
 
 def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     port = ports.free_port()
     monkeypatch.setattr(ports, "_asked", iter(range((port - ports.FIRST - os.getpid() * 17) % ports.COUNT, 10**6)))
     with socket.socket() as server:
-        server.bind(("127.0.0.1", port))  # one address of this host's is enough
+        server.bind(("127.0.0.1", port))  # one address of this host is enough
         assert ports.free_port() != port
 
 

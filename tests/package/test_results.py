@@ -1,4 +1,4 @@
-"""The committed figures: one reader and writer, and documents that say what the files say."""
+"""The committed results: one reader and writer, and documents that agree with the files."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
 
 
-COSTS: dict[str, tuple[str, dict[str, str], list[str]]] = {  # rows of the README's table, and what they are of
+COSTS: dict[str, tuple[str, dict[str, str], list[str]]] = {  # rows of the table in the README, and their configurations
     "H200, 8B shape": ("h200", {"cow": "gpu_engine", "stage": "gpu_engine_stage"}, ["e2e_MODE"]),
     "the same, few turns": ("h200", dict.fromkeys(MODES, "gpu_parallel"), ["e2e_MODE_tp1"]),
     "two H200s, tensor parallel": ("h200", dict.fromkeys(MODES, "gpu_parallel"), ["e2e_MODE_tp2"]),
@@ -146,7 +146,7 @@ COSTS: dict[str, tuple[str, dict[str, str], list[str]]] = {  # rows of the READM
 
 @pytest.mark.parametrize("label", COSTS)
 def test_what_the_transaction_costs_by_the_readme(label: str) -> None:
-    """In percent of vanilla's speed; of several measurements from the least to the most."""
+    """Percent of vanilla's speed. If there are several measurements, from the lowest to the highest."""
     machine, files, names = COSTS[label]
     [row] = re.findall(rf"^\| {re.escape(label)}[^|]*\|(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     cells = {count: cell.strip() for count, cell in zip((1, 16, 64), row.split("|"), strict=False) if cell.strip()}
@@ -167,25 +167,25 @@ def test_the_table_of_recurrent_states_in_the_readme() -> None:
         assert [numbers(cell)[0] for cell in row.split("|")] == pytest.approx(speeds, abs=0.501)
 
 
-# With a point or with thousands.
+# Numbers with a decimal point or with thousands separators.
 FIGURE = re.compile(r"(?<![\w.,])(\d+\.\d+|\d{1,3}(?:,\d{3})+(?:\.\d+)?)(?![\w.]|,\d)")
 
 
 def in_tables(section: str) -> list[str]:
-    """Figures of a section's tables, without the rows that head them."""
+    """Return the numbers of a section's tables, without their header rows."""
     lines = section.splitlines()
     rows = [line for line, below in itertools.pairwise([*lines, ""]) if line.startswith("|") and "|---" not in below]
     return [figure for row in rows for figure in FIGURE.findall(row)]
 
 
 def is_of(figure: str, values: list[float]) -> bool:
-    """Whether one of these is rounded to that."""
+    """Return whether the number is one of these, rounded."""
     digits = len(figure.partition(".")[2])
     return any(abs(float(figure.replace(",", "")) - abs(value)) <= 0.5 * 10**-digits + 1e-9 for value in values)
 
 
 def sections() -> dict[str, str]:
-    """Of the documents of figures, those that name files of results, by heading."""
+    """Return, by heading, the sections of the documents that name files of results."""
     texts = [(ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "tried.md")]
     found = [section for text in texts for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE)]
     return {section.partition("\n")[0]: section for section in found if re.search(r"`\w+\.jsonl`", section)}
@@ -193,7 +193,7 @@ def sections() -> dict[str, str]:
 
 @pytest.mark.parametrize("heading", sections())
 def test_figures_of_a_table_are_in_the_files_that_its_section_names(heading: str) -> None:
-    """Rounded, and wherever they stand: a value, a quartile, a target, a share in percent or a number of a name."""
+    """A number may be a value, a quartile, a target, a percentage, or part of a name, rounded."""
     section = sections()[heading]
     known: list[float] = []
     for file in FILES:

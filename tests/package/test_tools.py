@@ -71,7 +71,7 @@ def build(source: str, *flags: str, folder: Path) -> None:
 
 @pytest.fixture
 def library_without_its_neighbour(tmp_path: Path) -> Path:
-    """lib/libneeds.so calls cudaSomething of libabsent.so.1, with a version; that library is not there."""
+    """Create lib/libneeds.so, which calls cudaSomething of the missing libabsent.so.1, with a version."""
     folder = tmp_path / "lib"
     folder.mkdir()
     (tmp_path / "versions").write_text("libabsent.so.1 { cudaSomething; };")
@@ -117,7 +117,7 @@ def versions(library: Path) -> dict[str, str]:
 
 
 def test_a_library_is_linked_for_an_older_glibc(tmp_path: Path) -> None:
-    """dlsym and pthread_key_create have a new version since 2.34, sqrt has none."""
+    """dlsym and pthread_key_create have a new version since 2.34, sqrt does not."""
     source = (
         "typedef double function(double);\n"
         "void *dlsym(void *, const char *); int pthread_key_create(unsigned *, void *); double sqrt(double);\n"

@@ -1,4 +1,4 @@
-"""What `make check` runs: every source has tests, and they exist."""
+"""`make check`: every source has tests, and they exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``nwor_ops.vllm.metrics.worker.SessionPublisher`` needs of a session, without an engine."""
+"""The parts of a session that ``nwor_ops.vllm.metrics.worker.SessionPublisher`` uses, without an engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CountedSession:
         self.listeners.remove(ended)
 
     def step(self, *counted: int) -> None:
-        """One step, and what it counts, in the order of ``COUNTERS``. Nothing waits for the device."""
+        """Run one step with these counts, in the order of ``COUNTERS``. Does not synchronize with the device."""
         self.begun += 1
         for place, count in enumerate(counted):
             self.counters[place].add_(count)

@@ -1,4 +1,4 @@
-"""Drafters that users could have written: vLLM makes an object of the class that `speculative_config.model` names."""
+"""Drafters that a user could have written. vLLM creates the class that `speculative_config.model` names."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from nwor_ops.testing.tiny_llama import successor
 
 
 class Successors:
-    """Knows the rule of the tiny language, and has no model. See vllm/v1/spec_decode/custom_class_proposer.py."""
+    """A drafter without a model that knows the rule of the tiny language. See
+    vllm/v1/spec_decode/custom_class_proposer.py."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
 
     def load_model(self, target_model: Any) -> None:
-        """vLLM's CPU runner calls it."""
+        """Do nothing; vLLM's CPU runner calls this method."""
 
     def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
         drafts = []
@@ -29,7 +30,7 @@ class Successors:
 
 
 class SilentOwner(Successors):
-    """Has a layer with a KV cache, and does not say so."""
+    """A drafter that has a layer with a KV cache, and does not name it."""
 
     layer = "drafter.layers.9.attention"
 
@@ -47,6 +48,6 @@ class SilentOwner(Successors):
 
 
 class NamingOwner(SilentOwner):
-    """Says which layer is its own."""
+    """A drafter that names its layer."""
 
     draft_attn_layer_names = (SilentOwner.layer,)

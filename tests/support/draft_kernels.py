@@ -1,8 +1,8 @@
-"""vLLM's draft kernels beside the ops of family drafter, on random batches. Run by test_draft_kernels.py:
+"""Compare vLLM's draft kernels with the ops of family drafter, on random batches. Run by test_draft_kernels.py:
 
     TRITON_INTERPRET=1 python draft_kernels.py FILE
 
-FILE gets the kernels as they stand in the installed vLLM's source; Triton's interpreter runs them on the CPU.
+It writes the kernels of the installed vLLM's source to FILE, and runs them on the CPU with Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BATCHES, CAPACITY, ROWS, STATES, LONGEST, STEPS, WIDTH = 30, 64, 8, 10, 40, 4, 2
 
 
 def kernel_source(vllm: pathlib.Path) -> str:
-    """The kernels alone: the modules around them need a whole engine to be imported."""
+    """Return only the kernels, because the modules that contain them need a whole engine to be imported."""
     parts = ["import triton", "import triton.language as tl"]
     for name, kernels in KERNELS.items():
         text = (vllm / name).read_text()
@@ -46,7 +46,7 @@ def kernel_source(vllm: pathlib.Path) -> str:
             if name == STANDALONE:
                 code = code.replace(f"def {node.name}", "def standalone_prefill_kernel")
             parts.append(code)
-    # The interpreter takes no Python truth value for a mask.
+    # The interpreter does not accept a Python bool as a mask.
     return (
         "\n\n\n".join(parts)
         .replace("is_local = True", "is_local = positions >= 0")
@@ -103,7 +103,7 @@ class Batch:
 
 
 def compare_loop(vllm, b: Batch) -> None:
-    """prepare_prefill_inputs, prepare_decode_inputs and every update after it."""
+    """Compare prepare_prefill_inputs, prepare_decode_inputs and all later updates."""
     r = b.rows
     ours, theirs = (
         (int32(CAPACITY), int64(CAPACITY), int32(ROWS + 1), int32(ROWS), int64(ROWS), int64(1)) for _ in range(2)
@@ -161,7 +161,7 @@ def compare_loop(vllm, b: Batch) -> None:
 
 
 def compare_standalone(vllm, b: Batch) -> None:
-    """copy_expand_inputs and extend_queries are the first pass of a standalone drafter."""
+    """Compare copy_expand_inputs and extend_queries, the first pass of a standalone drafter."""
     r, capacity = b.rows, CAPACITY + ROWS
     ids, positions, last, starts, seq_lens = (
         int32(capacity), int64(capacity), int64(ROWS), int32(ROWS + 1), int32(ROWS)
@@ -206,14 +206,14 @@ def compare_expand(vllm, b: Batch, num_new: int, shift: bool) -> None:
     live = ~theirs[2][:end]
     for place in (0, 2, 3):
         same(ours[place][:end], theirs[place][:end])
-    same(ours[1][:end][live], theirs[1][:end][live])  # of rejected tokens vLLM's V1 kernel makes 0
+    same(ours[1][:end][live], theirs[1][:end][live])  # vLLM's V1 kernel writes 0 for rejected tokens
     same(ours[4][: r * num_new], theirs[4][: r * num_new])
     if shift:
         same(mapping[: b.tokens], mapping2[: b.tokens])
 
 
 def compare_rows(vllm, b: Batch, seed: int) -> None:
-    """eagle_step, prepare_inputs_padded, prepare_next_token_padded, dcp_local_seq_lens."""
+    """Compare eagle_step, prepare_inputs_padded, prepare_next_token_padded and dcp_local_seq_lens."""
     r = b.rows
     positions, table = torch.randint(0, LONGEST + 2, (r,)), torch.randint(0, 500, (ROWS, 10), dtype=torch.int32)
     ours, theirs = (((positions + 1).int(), int64(r), int64(ROWS)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""One rank of `test_ranks`: a drafter whose embedding is spread over the ranks, so that each step ends in a collective.
+"""One rank of `test_ranks`: a drafter with its embedding split over the ranks, so that each step ends in a collective.
 
 python draft_loop_ranks.py RANK RANKS PORT
 """
@@ -15,7 +15,7 @@ from nwor_ops.drafter import GraphKey
 
 
 class SpreadFollower(Follower):
-    """Each rank holds the embeddings of its share of the vocabulary; the sum of all ranks' is exact."""
+    """Each rank holds the embeddings of its part of the vocabulary. The sum over all ranks is exact."""
 
     def model(self, key, metadata):
         rows, buffers = key.num_reqs, self.buffers

@@ -1,6 +1,6 @@
-"""What the tests of the draft loop share: batches in the middle of their lives, and drafting without any of the loop.
+"""Shared by the tests of the draft loop: random batches, and drafting without the loop.
 
-`plain_drafts` knows no cache, no slots, no padding and no graph: for every draft it reads the whole text again.
+`plain_drafts` has no cache, slots, padding or graphs. For every draft it reads the whole text again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from torch import Tensor
 from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftMetadata, DraftSampler
 
-NEVER = -9  # what no drafter writes
+NEVER = -9  # a value that no drafter writes
 
 # ---------------------------------------------------------------- a drafter without a loop
 
 
 def whole_text(drafter: Drafter, tokens: Tensor) -> Tensor:
-    """Hidden states ``[R, S, H]`` of padded texts ``[R, S]``: plain causal attention, windowed in odd layers."""
+    """Return hidden states ``[R, S, H]`` of padded texts ``[R, S]``: plain causal attention, with a window in odd
+    layers."""
     model, c = drafter.model, drafter.config
     rows, length = tokens.shape
     places = torch.arange(length, device=tokens.device)
@@ -38,7 +39,7 @@ def whole_text(drafter: Drafter, tokens: Tensor) -> Tensor:
             for n in (0, 1)
         )
         value = qkv[:, :, 2].reshape_as(key)
-        key, value = (t.to(drafter.caches[0].dtype).to(x.dtype) for t in (key, value))  # as the cache keeps them
+        key, value = (t.to(drafter.caches[0].dtype).to(x.dtype) for t in (key, value))  # in the cache's dtype
         q, k, v = (t.view(rows, length, c.num_heads, -1).transpose(1, 2) for t in (query, key, value))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=sees)
         x = x + attention.out(attended.transpose(1, 2).reshape(rows, length, -1))
@@ -57,12 +58,12 @@ def sample(drafter: Drafter, logits: Tensor, states: Tensor, positions: list[int
 
 @torch.no_grad()
 def plain_drafts(drafter: Drafter, texts: list[list[int]], states: Tensor) -> list[list[int]]:
-    """K drafts after each text, the target's token included; a text is at most ``max_len`` tokens long."""
+    """Return K drafts after each text, including the target's token. A text has at most ``max_len`` tokens."""
     limit, device = drafter.loop.max_len, drafter.buffers.device
     texts = [list(text) for text in texts]
     drafts: list[list[int]] = [[] for _ in texts]
     for step in range(drafter.num_drafts):
-        # At the model's limit each further token takes the place of the last one.
+        # At the model's limit, each further token replaces the last one.
         seen = [text[: limit - 1] + text[-1:] if len(text) > limit else text for text in texts]
         last = [len(text) - 1 for text in seen]
         padded = torch.zeros(len(seen), max(last) + 1, dtype=torch.int64, device=device)
@@ -81,15 +82,15 @@ def plain_drafts(drafter: Drafter, texts: list[list[int]], states: Tensor) -> li
 
 @dataclass
 class Round:
-    """A batch as the target leaves it: K + 1 verified tokens of each request, of which some were rejected."""
+    """A batch after the target's step: K + 1 verified tokens per request, some of them rejected."""
 
     states: Tensor  # int64 [R]
-    lengths: Tensor  # int64 [R]: tokens of each text before these K + 1
+    lengths: Tensor  # int64 [R]: number of tokens of each text before these K + 1
     verified: Tensor  # int64 [R, K + 1]
     num_rejected: Tensor  # int64 [R]
     next_tokens: Tensor  # int64 [R]
     histories: list[list[int]]
-    caches: list[Tensor] = field(default_factory=list)  # as they are before the drafter's first pass
+    caches: list[Tensor] = field(default_factory=list)  # contents before the drafter's first pass
 
     @property
     def texts(self) -> list[list[int]]:
@@ -101,7 +102,7 @@ class Round:
 
 
 def make_round(drafter: Drafter, num_reqs: int, seed: int, lengths: list[int] | None = None) -> Round:
-    """Prefills random texts of random lengths (or those given) and verifies random drafts."""
+    """Prefill random texts of random (or given) lengths, and verify random drafts."""
     random = torch.Generator().manual_seed(seed)
     vocab, most = drafter.config.vocab_size, drafter.loop.max_len - drafter.num_drafts - 2
     if lengths is None:
@@ -109,7 +110,7 @@ def make_round(drafter: Drafter, num_reqs: int, seed: int, lengths: list[int] | 
         lengths = torch.randint(1, longest + 1, (num_reqs,), generator=random).tolist()
     states = torch.randperm(drafter.buffers.max_num_reqs, generator=random)[:num_reqs]
     histories = [torch.randint(vocab, (length,), generator=random).tolist() for length in lengths]
-    for cache in drafter.caches:  # what earlier requests left behind
+    for cache in drafter.caches:  # rows of earlier requests
         cache.copy_(torch.randn(cache.shape, generator=random))
     for row, history in enumerate(histories):
         only, zero = states[row : row + 1], torch.zeros(1, dtype=torch.int64)
@@ -128,14 +129,14 @@ def make_round(drafter: Drafter, num_reqs: int, seed: int, lengths: list[int] | 
 
 
 def draft(drafter: Drafter, batch: Round, mode: str, **options) -> list[list[int]]:
-    """One round from the same caches each time, with junk in everything that the round has to write."""
+    """Draft one round, each time from the same caches. Everything that the round must write starts with junk."""
     for cache, before in zip(drafter.caches, batch.caches, strict=True):
         cache.copy_(before)
     buffers = drafter.buffers
     buffers.draft_tokens.fill_(NEVER)
     for junk in (buffers.input_ids, buffers.positions, buffers.seq_lens, buffers.query_start_loc[1:]):
         junk.fill_(77)
-    drafter.loop.metadata.slots.fill_(0)  # a slot that is in use
+    drafter.loop.metadata.slots.fill_(0)  # a used slot
     drafter.loop.metadata.window_slots.fill_(3)
     drafter.target.load(batch.verified, batch.lengths, batch.num_rejected, batch.states, batch.next_tokens)
     return drafter.propose(batch.states, batch.verified.shape[1], mode, **options).tolist()
@@ -147,7 +148,7 @@ def slots_of(drafter: Drafter, state: int, positions: range) -> list[int]:
 
 
 def require_only_own_slots_written(drafter: Drafter, batch: Round) -> None:
-    """The batch wrote from each request's first verified token up to its last draft, and nowhere else."""
+    """Check that the batch wrote from each request's first verified token to its last draft, and nothing else."""
     allowed = set()
     for row, state in enumerate(batch.states.tolist()):
         begin = int(batch.lengths[row])
@@ -160,7 +161,7 @@ def require_only_own_slots_written(drafter: Drafter, batch: Round) -> None:
 
 
 class WatchedAdapter(PagedMetadataAdapter):
-    """Keeps, per step, what the model was given; on the device, so in graphs too."""
+    """Keep the inputs of the model for each step. They are copied on the device, so also in graphs."""
 
     def __init__(self, config, buffers, *rest) -> None:
         super().__init__(config, buffers, *rest)
@@ -180,7 +181,7 @@ class WatchedAdapter(PagedMetadataAdapter):
 
 
 class HostPlannedAdapter(WatchedAdapter):
-    """A back end that can only build: the loop may not call its update."""
+    """A back end that supports only builds, so the loop must not call its update."""
 
     why_not_in_place = "this back end plans on the host"
     building = False
@@ -197,8 +198,10 @@ class HostPlannedAdapter(WatchedAdapter):
 
 
 def require_metadata_of_every_step(drafter: Drafter, batch: Round, padded: int) -> None:
-    """Each row's position, length, slot and window are those of its text in every step, and padded rows have none. In
-    the first pass what was rejected has no slot."""
+    """Check position, length, slot and window of each row in every step, and that padded rows have none.
+
+    In the first pass, rejected tokens have no slot.
+    """
     watched, limit, window = drafter.loop.metadata.seen, drafter.loop.max_len, drafter.config.window
     first_pass, tokens = [], drafter.num_drafts + 2
     for row, state in enumerate(batch.states.tolist()):
@@ -224,7 +227,7 @@ def require_metadata_of_every_step(drafter: Drafter, batch: Round, padded: int) 
 
 
 def make_drafter(num_drafts: int, max_num_reqs: int, device: str = "cpu", **options) -> Drafter:
-    """In float64: what a padded batch changes in the order of a sum can then not change a token."""
+    """Create a drafter in float64, so that a padded batch, which changes the order of sums, cannot change a token."""
     options = {"max_len": 40, "dtype": torch.float64, "debug": True, "adapter": WatchedAdapter} | options
     return Drafter(DrafterConfig(), num_drafts, max_num_reqs, device=device, **{"prompt_len": 40} | options)
 
@@ -233,7 +236,7 @@ def make_drafter(num_drafts: int, max_num_reqs: int, device: str = "cpu", **opti
 
 
 class SlotMetadata(DraftMetadata):
-    """Slots alone, in one persistent tensor."""
+    """Only slots, in one persistent tensor."""
 
     def __init__(self, buffers: DraftBuffers, block_tables: Tensor, block_size: int) -> None:
         self.buffers, self.block_tables, self.block_size = buffers, block_tables, block_size
@@ -252,8 +255,11 @@ class SlotMetadata(DraftMetadata):
 
 
 class Follower:
-    """The decode steps of a drafter that follows the target: hidden states from step to step, noise keyed by positions
-    of its own, no first pass. Its "attention" is the slot that it is given, so a stale one gives other tokens."""
+    """The decode steps of a drafter that follows the target, without a first pass.
+
+    Hidden states are carried from step to step, and separate positions key the noise. Its "attention" is the slot that
+    it is given, so a stale slot gives other tokens.
+    """
 
     VOCAB, WIDTH, BLOCK = 300, 24, 4
 
@@ -290,7 +296,7 @@ class Follower:
         return hidden, hidden
 
     def load(self, num_reqs: int, seed: int) -> None:
-        """What a first pass leaves: draft 0, and the inputs of step 1. Everything else is junk."""
+        """Write the results of a first pass (draft 0, and the inputs of step 1), and junk everywhere else."""
         buffers, limit, random = self.buffers, self.loop.max_len, torch.Generator().manual_seed(seed)
         for tensor in (*buffers.tensors().values(), self.loop.metadata.slots):
             if tensor is not self.temperature and tensor is not self.seeds and tensor.dim():
@@ -307,7 +313,7 @@ class Follower:
         buffers.input_ids[:num_reqs].copy_(buffers.draft_tokens[:num_reqs, 0])
 
     def plain(self, num_reqs: int) -> dict[str, list]:
-        """The same steps, request by request, from what `load` left: drafts, and the inputs that stay at the end."""
+        """Run the same steps per request on the data of `load`, and return the drafts and the final inputs."""
         b, limit = self.buffers, self.loop.max_len
         end: dict[str, list] = {name: [] for name in ("drafts", "ids", "positions", "seq_lens", "hidden")}
         for row in range(num_reqs):
@@ -336,7 +342,7 @@ class Follower:
         return end
 
     def left(self, num_reqs: int) -> dict[str, list]:
-        """What `plain` gives, read from the buffers."""
+        """Read the results of `plain` from the buffers."""
         b = self.buffers
         tensors = (b.draft_tokens[:, : self.loop.num_steps], b.input_ids, b.positions, b.seq_lens, b.hidden_states)
         names = ("drafts", "ids", "positions", "seq_lens", "hidden")

@@ -1,12 +1,13 @@
-"""The drafters of vLLM's V1 runner, without draft graphs and with, on random batches. Run by test_draft_graphs_v1.py:
+"""Compare the drafters of vLLM's V1 runner with and without draft graphs, on random batches. Run by
+test_draft_graphs_v1.py:
 
     TRITON_INTERPRET=1 python draft_proposers.py
 
-Both sides are the real classes of the installed vLLM; Triton's interpreter runs vLLM's kernels on the CPU. The bodies
-that would be captured run from the host, padded as a graph is. The model is a few lines: each token's key goes to its
-slot, and the next token is a hash of all keys that the token may see, in order; the keys of a drafter that follows the
-target depend on its hidden states, too. So one wrong slot, position, length, block, start or hidden state gives other
-drafts. The caches are compared, too: padded rows write nothing.
+Both sides are real classes of the installed vLLM, and Triton's interpreter runs vLLM's kernels on the CPU. The bodies
+of the graphs run from the host, padded as a graph is. The model is a few lines: each token's key goes to its slot, and
+the next token is a hash of all visible keys, in order. The keys of a drafter that follows the target also depend on its
+hidden states. One wrong slot, position, length, block, start or hidden state therefore changes the drafts. The caches
+are compared too, because padded rows must write nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ NAMES = ("draft.0", "draft.1")
 
 
 class Model(torch.nn.Module):
-    """Two layers of one group, each with a cache of its own."""
+    """Two layers of one group, with separate caches."""
 
     def __init__(self, carries: bool, is_pair: bool, vocabulary: int = VOCABULARY) -> None:
-        torch.nn.Module.__init__(self)  # of whatever class this is made a part of
+        torch.nn.Module.__init__(self)  # of the class that this is mixed into
         self.caches = [torch.zeros(BLOCKS * BLOCK_SIZE, dtype=torch.int64) for _ in NAMES]
         self._carries, self._is_pair, self._vocabulary = carries, is_pair, vocabulary
 
@@ -82,7 +83,7 @@ class Model(torch.nn.Module):
 
 
 class Builder:
-    """Metadata is the description of the batch itself: views of what it was given, as with Triton's back end."""
+    """The metadata is the description of the batch itself: views of its inputs, as with Triton's back end."""
 
     supports_draft_decode_metadata_update = True
 
@@ -154,7 +155,7 @@ def make_config(method: str, **speculation: Any) -> Any:
 
 
 class Side:
-    """One drafter with caches of its own."""
+    """One drafter with its own caches."""
 
     def __init__(self, method: str, **speculation: Any) -> None:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -178,18 +179,18 @@ class Side:
 
 
 def _eagle3_model() -> Any:
-    """vLLM wants one of its own classes there."""
+    """Return an object of the class that vLLM requires."""
     from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
     return type("Eagle3Model", (Model, Eagle3LlamaForCausalLM), {})
 
 
 def _vocab_mapping() -> Any:
-    """vLLM's, of two vocabularies that share every third token of the draft model's, in another order."""
+    """Return vLLM's mapping of two vocabularies that share every third token of the draft model, in another order."""
     from vllm.v1.spec_decode.vocab_mapping import VocabMapping
 
     mapping: Any = VocabMapping.__new__(VocabMapping)
-    # Not an id of the target: mapped twice it would be none of either.
+    # Not an id of the target, so mapping it twice gives an invalid id.
     mapping.target_unk_token_id, mapping.draft_unk_token_id = 3, DRAFT_VOCABULARY - 1
     mapping.draft_to_target_ids = torch.full((DRAFT_VOCABULARY,), -1)
     mapping.target_to_draft_ids = torch.full((VOCABULARY,), -1)
@@ -201,13 +202,13 @@ def _vocab_mapping() -> Any:
 
 
 class Batch:
-    """R requests in the step after the target verified their drafts, or prompts among them."""
+    """R requests in the step after the target verified their drafts; some may be prompts."""
 
     def __init__(self, rng: random.Random, method: str, k: int, uniform: bool, drafted: bool, near_end: bool) -> None:
         self.rows, self.uniform, self.drafted = rng.randint(1, ROWS), uniform, drafted
         self.lengths = [k + 1 if uniform else rng.randint(1, k + 1) for _ in range(self.rows)]
         if not uniform:
-            self.lengths[rng.randrange(self.rows)] = rng.randint(k + 2, 12)  # a piece of a prompt
+            self.lengths[rng.randrange(self.rows)] = rng.randint(k + 2, 12)  # a chunk of a prompt
         room = 0 if near_end else K
         least = LONGEST - K - 3 if near_end else 0
         self.first = [
@@ -226,8 +227,11 @@ class Batch:
         self.all_greedy = rng.random() < 0.5
 
     def undefined_slots(self) -> set[int]:
-        """EAGLE's tokens are the target's but the first, so that behind the last one, if it was rejected, stands what
-        was there before: the id of the key in its slot."""
+        """Return slots whose keys may differ.
+
+        EAGLE's tokens are the target's without the first. If the last one was rejected, the next position keeps its
+        previous id, and the key in its slot depends on that id.
+        """
         if not self.rejected[-1]:
             return set()
         position = self.first[-1] + self.lengths[-1] - 1
@@ -279,7 +283,7 @@ class Batch:
 
 
 def with_graphs(side: Side) -> Any:
-    """Make a side's drafter ours; the object that did."""
+    """Replace a side's drafter by ours, and return the object that did so."""
     from vllm.config.compilation import CUDAGraphMode
 
     from nwor_ops.vllm.drafter.proposer import GraphedProposer

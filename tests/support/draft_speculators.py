@@ -1,11 +1,11 @@
-"""vLLM's speculator for a draft model beside ours, on random batches. Run by test_draft_graphs.py:
+"""Compare vLLM's speculator for a draft model with ours, on random batches. Run by test_draft_graphs.py:
 
     TRITON_INTERPRET=1 python draft_speculators.py
 
-Both are the real classes of the installed vLLM; Triton's interpreter runs vLLM's kernels on the CPU. The bodies that
-would be captured run from the host, padded as a graph is. The draft model is a few lines: each token's key goes to
-its slot, and the next token is a hash of all keys that the token may see, in order. So one wrong slot, position,
-length, block or start gives other drafts. The caches are compared, too: padded rows write nothing.
+Both are real classes of the installed vLLM, and Triton's interpreter runs vLLM's kernels on the CPU. The bodies of the
+graphs run from the host, padded as a graph is. The draft model is a few lines: each token's key goes to its slot, and
+the next token is a hash of all visible keys, in order. One wrong slot, position, length, block or start therefore
+changes the drafts. The caches are compared too, because padded rows must write nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS, K, LONGEST, VOCABULARY, BLOCKS = 6, 4, 48, 97, 64
 MAX_TOKENS = 64
 BLOCK_SIZES = (4, 8)
 BATCHES = 40
-# Of a dynamic number of drafts. None and one are a first pass alone.
+# A dynamic number of drafts. With none or one, only the first pass runs.
 SCHEDULE = [[1, 2, K], [3, 3, 1], [4, 4, 0], [5, 6, K - 1]]
 PRIME = 1_000_003
 
@@ -37,7 +37,7 @@ class OtherLoopCounts(HostLoop):
 
 
 def use_interpreter() -> None:
-    """vLLM's CPU build leaves Triton out; here its interpreter is wanted."""
+    """Enable Triton's interpreter, which vLLM's CPU build disables."""
     import triton
     import triton.language as tl
     import vllm.triton_utils as utils
@@ -46,7 +46,7 @@ def use_interpreter() -> None:
 
 
 class Model(torch.nn.Module):
-    """Two layers, each of a group with a cache of its own; the drafter's next token depends on both."""
+    """Two layers in two groups with separate caches. The drafter's next token depends on both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Model(torch.nn.Module):
 
 
 class Builder:
-    """Metadata is the description of the batch itself: views of persistent buffers, as with Triton's back end."""
+    """The metadata is the description of the batch itself: views of persistent buffers, as with Triton's back end."""
 
     supports_draft_decode_metadata_update = True
 
@@ -114,7 +114,7 @@ class Group:
 
 
 class BlockTables:
-    """vLLM's, as far as a drafter sees it; slots by a plain loop."""
+    """The parts of vLLM's class that a drafter uses. A plain loop computes the slots."""
 
     cp_size = 1
 
@@ -176,7 +176,7 @@ def make_config(probabilistic: bool, schedule: list[list[int]] | None = None) ->
 
 
 class Side:
-    """One speculator with a cache, block tables and runner's buffers of its own."""
+    """One speculator with its own cache, block tables and runner buffers."""
 
     def __init__(self, kind: Any, config: Any, *more: Any) -> None:
         from vllm.v1.worker.gpu.input_batch import InputBuffers
@@ -195,7 +195,7 @@ class Side:
 
 
 class Batch:
-    """R requests in the step after the target verified their drafts, or prompts among them."""
+    """R requests in the step after the target verified their drafts; some may be prompts."""
 
     def __init__(
         self, rng: random.Random, uniform: bool, near_end: bool, moved: bool, verified: int, drafts: list[int]
@@ -205,7 +205,7 @@ class Batch:
         self.states = rng.sample(range(ROWS), self.rows)
         self.lengths = [verified + 1 if uniform else rng.randint(1, K + 1) for _ in range(self.rows)]
         if not uniform:
-            self.lengths[rng.randrange(self.rows)] = rng.randint(K + 2, 12)  # a piece of a prompt
+            self.lengths[rng.randrange(self.rows)] = rng.randint(K + 2, 12)  # a chunk of a prompt
         first = LONGEST - K - 4 if near_end else 0
         self.first = [
             rng.randint(min(first, LONGEST - length), LONGEST - length - (0 if near_end else 2 * K + 2))
@@ -234,7 +234,7 @@ class Batch:
         batch = self._input_batch(side.target, idx_mapping)
         rejected = torch.tensor(self.rejected, dtype=torch.int32)
         last_sampled = self.last_sampled
-        if not self.moved and hasattr(side.speculator, "last_sampled"):  # the runner's own, at its address
+        if not self.moved and hasattr(side.speculator, "last_sampled"):  # the runner's buffer, at its address
             last_sampled = side.speculator.last_sampled.view(-1, 1).copy_(last_sampled)
         drafts = side.speculator.propose(
             batch, {}, {}, torch.empty(0), None, torch.ones_like(rejected), rejected, last_sampled, torch.empty(0),
@@ -274,7 +274,7 @@ class Batch:
 def sample(
     logits: Tensor, idx_mapping: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, **more: Any
 ) -> Tensor:
-    """In the place of vLLM's kernel, whose masks the interpreter does not take: the same inputs, another noise."""
+    """Replace vLLM's kernel, whose masks the interpreter does not accept: same inputs, other noise."""
     cache, column = more["logits_cache"], int(more["logits_cache_col"])
     tokens = []
     for row, state in enumerate(idx_mapping.tolist()):
@@ -312,7 +312,8 @@ def compare(probabilistic: bool, schedule: list[list[int]] | None) -> str:
         verified = rng.choice(drafts[1:])
         batch = Batch(rng, number % 4 != 3, near_end=number % 5 == 4, moved=number % 9 == 8, verified=verified,
                       drafts=drafts)  # fmt: skip
-        # Vanilla's drafts K whatever it is asked for: here what is asked for, or the first, as the caches are compared.
+        # Vanilla always drafts K. Here it drafts the requested number, or only the first, because the caches are
+        # compared.
         ran_vanilla = batch.moved or batch.rows > max(PADDED)
         vanilla.speculator.num_speculative_steps = K if ran_vanilla else max(batch.drafts, 1)
         wanted, found = batch.propose(vanilla), batch.propose(ours)
@@ -331,7 +332,8 @@ def compare(probabilistic: bool, schedule: list[list[int]] | None) -> str:
 
 
 def with_experts_on_two_ranks() -> str:
-    """What vLLM's speculator does beside data parallelism and a target of experts: why it is refused."""
+    """Show what vLLM's speculator does under data parallelism with a mixture-of-experts target, which is why it is
+    refused."""
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
     config = make_config(probabilistic=False)
@@ -343,7 +345,7 @@ def with_experts_on_two_ranks() -> str:
             Side(StandaloneARSpeculator, config), SimpleNamespace(num_tokens_across_dp=torch.tensor([tokens, tokens]))
         )
     except AssertionError as error:
-        return f"{error}, of {tokens} tokens and {batch.rows} requests"
+        return f"{error}, with {tokens} tokens and {batch.rows} requests"
     return "drafts"
 
 

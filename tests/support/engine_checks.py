@@ -1,4 +1,4 @@
-"""What every engine with the transaction on must come to."""
+"""Checks that every engine with the transaction must pass."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ STAGE = {"mode": "stage", "audit": True}
 
 
 def check_transaction(result: dict[str, Any], accepts: bool = True) -> dict[str, int]:
-    """The audit's and the manager's counts agree, and both sides of the transaction were seen."""
+    """Check that the counts of audit and manager agree, and that there were accepted and rejected drafts."""
     session = result["session"]
     audit, stats = session["audit"], session["stats"]
     if session["mode"] == "stage":
         assert audit["exposed_rows"] == 0
         assert audit["moments"] == 2 * audit["steps"]
         assert audit["committed_rows"] > audit["accepted"]
-        for rows in session.get("copied_rows", ()):  # most are there from the step before
+        for rows in session.get("copied_rows", ()):  # most rows are there from the previous step
             assert rows["copied"] < rows["committed"] / 2, rows
-    else:  # what the audit of mode stage looks for is there to be found
+    else:  # what the audit of mode stage searches for exists here
         assert audit["exposed_rows"] > 0
         assert audit["moments"] == 0
     assert audit["stale_rows"] == 0
@@ -32,7 +32,8 @@ def check_transaction(result: dict[str, Any], accepts: bool = True) -> dict[str,
 
 
 def check_vllm_counts(result: dict[str, Any]) -> None:
-    """Not where requests are aborted or preempted: vLLM's scheduler forgets what it threw away."""
+    """Compare with vLLM's counts. Not valid if requests are aborted or preempted, because the scheduler drops their
+    counts."""
     audit = result["session"]["audit"]
     assert audit["drafted"] == result["metrics"]["spec_decode_num_draft_tokens"]
     assert audit["accepted"] == result["metrics"]["spec_decode_num_accepted_tokens"]

@@ -1,16 +1,24 @@
-"""One engine in a process of its own: what runs there.
+"""The process of one engine.
 
-A job is a dict: ``engine`` (arguments of ``vllm.LLM``), ``environment``, and how to use it: ``max_tokens``,
-``temperature``, ``requests`` (how many), ``shared_prefix`` (tokens), ``rounds``, ``abort`` (step: request numbers),
-``sleep`` (between rounds), ``drop_prefix_cache`` (likewise: what is there then, a KV connector loaded), ``continued``
-(each round's answers are part of the next one's prompts), ``record_drafts`` (what the drafter proposed, step by step),
-``adapter`` (a folder: every other request goes through this LoRA adapter),
-``exports`` (what a KV connector saw, see ``export_connector``), ``cost_curves`` (of adaptive verification, milliseconds
-of drafting by requests and of verifying by tokens, in place of those that vLLM measured, so that what is verified is
-the same in each engine), ``nodes`` (2: half of its workers are another node's), ``prompt_tokens`` (lengths of the
-prompts, in turn), ``prefill`` (settings of a prefill engine in another process, which computes all prompts first; see
-``prefill_engine``). ``{fresh}`` in an engine's settings stands for a folder of its own.
-The answer is a file, so that it is there whatever happens to the process afterwards.
+A job is a dict with ``engine`` (arguments of ``vllm.LLM``), ``environment``, and these optional keys:
+
+- ``max_tokens``, ``temperature``: for sampling.
+- ``requests``: number of requests. ``shared_prefix``: number of prefix tokens that they share.
+- ``rounds``: how often the requests run. ``abort``: request numbers to abort, by step.
+- ``sleep``, ``drop_prefix_cache``: what happens between rounds. Blocks that are cached after a drop were loaded by a KV
+  connector.
+- ``continued``: each round's answers become part of the next round's prompts.
+- ``record_drafts``: record the proposals of the drafter, step by step.
+- ``adapter``: the folder of a LoRA adapter, which every other request uses.
+- ``exports``: record what a KV connector saw, see ``export_connector``.
+- ``cost_curves``: milliseconds of drafting by requests and of verifying by tokens, for adaptive verification. They
+  replace vLLM's measurements, so that every engine verifies the same drafts.
+- ``prompt_tokens``: lengths of the prompts, in turn.
+- ``prefill``: settings of a prefill engine in another process, which computes all prompts first; see ``prefill_engine``.
+- ``nodes``: 2 if half of the workers run on another node.
+
+``{fresh}`` in an engine's settings stands for a new folder. The answer is a file, so that it exists whatever happens to
+the process afterwards.
 """
 
 from __future__ import annotations
@@ -42,8 +50,8 @@ RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner")
 
 
 def run(job: dict[str, Any], answer: str, log: str) -> None:
-    """The whole life of the process."""
-    os.setpgid(0, 0)  # what ends it ends its children too
+    """Run the whole life of the process."""
+    os.setpgid(0, 0)  # a signal that ends it also ends its children
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -57,7 +65,7 @@ def run(job: dict[str, Any], answer: str, log: str) -> None:
     unfinished = pathlib.Path(f"{answer}.unfinished")
     unfinished.write_text(json.dumps(result))
     unfinished.replace(answer)
-    # vLLM's teardown has nothing left to do, and may take seconds.
+    # vLLM's teardown has nothing left to do, but may take seconds.
     os._exit(0)
 
 
@@ -120,7 +128,7 @@ def _run_alone(
     if "state_connector" in sys.modules:
         result |= {"states": sys.modules["state_connector"].states, "handed_over": handed_over()}
     if exports is not None:
-        serve_short_one(llm, "last")  # a step after all others, which takes their end to the worker
+        serve_short_one(llm, "last")  # one more step, which tells the worker that all requests ended
         result["exports"] = exports.summary()
     result["metrics"] = {
         metric.name.removeprefix("vllm:"): metric.value if hasattr(metric, "value") else metric.values
@@ -128,23 +136,23 @@ def _run_alone(
         if hasattr(metric, "value") or hasattr(metric, "values")  # no histograms
     }
     if job["engine"].get("pipeline_parallel_size", 1) > 1:
-        for number in range(2 * job["engine"]["pipeline_parallel_size"]):  # steps in which the last ones are judged
+        for number in range(2 * job["engine"]["pipeline_parallel_size"]):  # steps in which the last windows are settled
             serve_short_one(llm, f"last-{number}")
-            time.sleep(0.5)  # and totals from another host arrive
+            time.sleep(0.5)  # and in which totals from another host arrive
     if job["engine"].get("nnodes", 1) > 1:
-        time.sleep(1.5)  # counters are at most about a second old
+        time.sleep(1.5)  # counters lag by about a second at most
     result["counters"] = counters()
     result["workers"] = llm.collective_rpc(describe_worker)
-    if len(result["workers"]) > 1:  # processes of their own, in the middle of nothing
+    if len(result["workers"]) > 1:  # separate processes, between two steps
         llm.llm_engine.engine_core.shutdown()
 
 
 class GraphReplays:
-    """Counts the CUDA graphs that this process replays.
+    """Count the CUDA graphs that this process replays.
 
     Attributes:
-        total: all of them.
-        with_drafts: those of a target model whose batch holds drafts: in a forward of its runner, inside a window.
+        total: number of all replays.
+        with_drafts: number of replays in a forward of the target inside a window, so with drafts in the batch.
     """
 
     def __init__(self) -> None:
@@ -180,7 +188,7 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
 
 
 def _sessions() -> list[Any]:
-    plugin = sys.modules.get("nwor_ops.vllm")  # not there in a vanilla engine
+    plugin = sys.modules.get("nwor_ops.vllm")  # missing in a vanilla engine
     return plugin.sessions() if plugin else []
 
 
@@ -190,14 +198,17 @@ def _draft_graphs() -> list[Any]:
 
 
 def drop_prefix_cache(llm: Any) -> None:
-    """Once nothing holds a block any more. While a KV connector's stores are under way the worker must go on to step,
-    and it steps for requests alone: for one that is too short to be cached."""
+    """Drop the prefix cache after no request holds a block.
+
+    While stores of a KV connector are unfinished, the worker must continue to step. It steps only if there is a
+    request, so this function adds requests that are too short to be cached.
+    """
     for attempt in range(MOST_RESETS):
         if llm.reset_prefix_cache():
             return
         serve_short_one(llm, f"reset-{attempt}")
         time.sleep(0.01)
-    raise RuntimeError(f"the prefix cache could not be dropped in {MOST_RESETS} attempts")
+    raise RuntimeError(f"the prefix cache was not dropped after {MOST_RESETS} attempts")
 
 
 def serve_short_one(llm: Any, name: str) -> None:
@@ -223,12 +234,12 @@ def _watch_exports(llm: Any) -> Any:
 
 
 def _runner(llm: Any) -> Any:
-    """The model runner of an engine of one process."""
+    """Return the model runner of an engine that runs in one process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
 def _count_steps_by_drafts() -> dict[int, int]:
-    """How many steps from now on have so many drafts in the request that has most of them."""
+    """Count the steps from now on by the largest number of drafts of a request."""
     steps: Counter[int] = Counter()
 
     def begin(query_start_loc: Any, num_draft_tokens: Any, *_: Any) -> None:
@@ -240,9 +251,12 @@ def _count_steps_by_drafts() -> dict[int, int]:
 
 
 def _record_drafts(llm: Any) -> dict[str, Any]:
-    """What a drafter with a model proposes from now on: ``drafts[request][length]``, as many as it was asked for,
-    where the length is that of the sequence they continue; and how often it was asked, ``steps``, by their number,
-    ``by_drafts``. Rows of prompt chunks are left out."""
+    """Record the proposals of a drafter with a model from now on.
+
+    ``drafts[request][length]`` holds as many drafts as were requested, where the length is that of the sequence they
+    continue. ``steps`` counts the proposals, and ``by_drafts`` counts them by their number. Rows of prompt chunks are
+    left out.
+    """
     runner = _runner(llm)
     is_v2 = hasattr(runner, "speculator")
     drafter = runner.speculator if is_v2 else runner.drafter
@@ -261,7 +275,7 @@ def _record_drafts(llm: Any) -> dict[str, Any]:
     def recording_v1(
         *, num_speculative_tokens: int, common_attn_metadata: Any, num_rejected_tokens_gpu: Any, **more: Any
     ) -> Any:
-        lengths = common_attn_metadata.seq_lens  # vLLM's drafter changes it
+        lengths = common_attn_metadata.seq_lens  # vLLM's drafter overwrites it
         lengths = (lengths if num_rejected_tokens_gpu is None else lengths - num_rejected_tokens_gpu).tolist()
         drafts = propose(
             num_speculative_tokens=num_speculative_tokens,
@@ -278,7 +292,7 @@ def _record_drafts(llm: Any) -> dict[str, Any]:
         by_drafts[asked] += 1
         for request, length, has_sampled, tokens in zip(requests, lengths, sampled, drafts.tolist(), strict=True):
             if has_sampled and asked > 0:
-                name = "-".join(request.split("-")[:2])  # vLLM adds something of its own
+                name = "-".join(request.split("-")[:2])  # vLLM adds a suffix
                 found["drafts"].setdefault(name, {})[str(length)] = tokens[:asked]
 
     drafter.propose = recording_v2 if is_v2 else recording_v1
@@ -286,12 +300,13 @@ def _record_drafts(llm: Any) -> dict[str, Any]:
 
 
 def _requests(job: dict[str, Any]) -> list[Any]:
-    """The demo's requests: of many lengths, arriving while others run. With a prefix that they share, or without."""
+    """Return the demo's requests, which have many lengths and arrive while others run, with or without a
+    shared prefix."""
     from nwor_ops.testing.workload import tiny_llama_requests
 
     demo = tiny_llama_requests(job["max_tokens"])
     requests = demo[: job["requests"]]
-    for index in range(len(demo), job["requests"]):  # more of them: each begins further on
+    for index in range(len(demo), job["requests"]):  # further requests start later in the text
         request, start = demo[index % len(demo)], index // len(demo)
         requests.append(dataclasses.replace(request, prompt=request.prompt[start:] + request.prompt[:start]))
     prefix = [(7 * position + position // 5) % 64 for position in range(job["shared_prefix"])]
@@ -305,7 +320,8 @@ def _requests(job: dict[str, Any]) -> list[Any]:
 def _serve(
     llm: Any, job: dict[str, Any], requests: list[Any], number: int, extra: Callable[[str], Any]
 ) -> list[list[int] | None]:
-    """Tokens per request, None where aborted; each request is added at its own step, as a server does."""
+    """Return the tokens of each request, or None if it was aborted. Each request is added at its arrival step, as in a
+    server."""
     from vllm.lora.request import LoRARequest
 
     engine = llm.llm_engine
@@ -330,7 +346,7 @@ def _serve(
             engine.abort_request([f"{number}-{index}" for index in abort[step]])
         if not waiting and not engine.has_unfinished_requests():
             return [None if index in aborted else done[index] for index in range(len(requests))]
-    raise RuntimeError(f"{len(requests)} requests are not done after {MOST_STEPS} steps: {sorted(done)} are")
+    raise RuntimeError(f"{len(requests)} requests did not finish within {MOST_STEPS} steps, only {sorted(done)}")
 
 
 def _sampling(job: dict[str, Any], requests: list[Any], index: int, extra: dict[str, Any] | None = None) -> Any:
@@ -352,7 +368,7 @@ def _one_states() -> list[Any]:
 
 
 def describe_worker(worker: Any) -> dict[str, Any]:
-    """In each worker: what it runs, and what nwor_ops saw there."""
+    """Return what each worker runs, and what nwor_ops recorded there."""
     runner = worker.model_runner
     config = runner.vllm_config
     layers = config.compilation_config.static_forward_context.values()

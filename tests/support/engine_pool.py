@@ -1,8 +1,8 @@
-"""Starts the engines: several at a time, each in a process of its own that is ended at its deadline.
+"""Run engines, several at a time, each in a separate process that is ended at its deadline.
 
-Set by the environment: ``NWOR_TEST_LOGS`` (folder for logs and answers), ``NWOR_TEST_PARALLEL`` (engines at a time),
-``NWOR_TEST_DEADLINE`` (seconds per engine), ``NWOR_TEST_START`` (``forkserver``, or ``spawn`` where forking a process
-that has imported vLLM does not work).
+Environment: ``NWOR_TEST_LOGS`` (folder for logs and answers), ``NWOR_TEST_PARALLEL`` (number of concurrent engines),
+``NWOR_TEST_DEADLINE`` (seconds per engine), ``NWOR_TEST_START`` (``forkserver``, or ``spawn`` if a process that has
+imported vLLM must not fork).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from processes import ROOT, SUPPORT
 from nwor_ops.testing.engine_process import NCCL_ALONE
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, worker and test's child are one process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, worker and the test's child are one process
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc takes a function, also where workers are processes
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc accepts a function, even if workers are processes
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
     **NCCL_ALONE,
 }
-# Imported once, before the processes fork: not one of them touches the GPU on import.
+# Imported once, before the processes fork. None of these modules uses the GPU on import.
 PRELOAD = ["vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "torch._dynamo", "torch._inductor.compile_fx"]
 PROFILING_ATTEMPTS = 4
 DEFAULTS: dict[str, Any] = {
@@ -61,8 +61,10 @@ DEFAULTS: dict[str, Any] = {
 
 
 def make_plugin_findable(folder: pathlib.Path) -> None:
-    """vLLM finds the plugin by its entry point. Where nwor_ops lies on the path without being installed, describe
-    it to Python as an installer would, in a folder of its own, for this process and all it starts."""
+    """Let vLLM find the plugin by its entry point, even if nwor_ops is only on the path and not installed.
+
+    In that case, write package metadata to a folder, for this process and all processes that it starts.
+    """
     added = [SUPPORT, ROOT]
     found = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     if "nwor_ops" not in found:
@@ -75,7 +77,7 @@ def make_plugin_findable(folder: pathlib.Path) -> None:
 
 
 def write_metadata(folder: pathlib.Path) -> pathlib.Path:
-    """Entry points, as pyproject.toml declares them, for a tree that is not installed; the folder."""
+    """Write the entry points of pyproject.toml for a tree that is not installed, and return the folder."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -90,12 +92,12 @@ def write_metadata(folder: pathlib.Path) -> pathlib.Path:
 
 
 class EnginePool:
-    """Runs jobs (see :mod:`engine_child`), each only once however often it is asked for.
+    """Run jobs (see :mod:`engine_child`), each only once, however often it is requested.
 
     Args:
         logs: folder for one log and one answer per job.
-        parallel: engines at a time.
-        deadline: seconds, from start to answer.
+        parallel: number of concurrent engines.
+        deadline: maximum time from start to answer, in seconds.
     """
 
     def __init__(self, logs: pathlib.Path, parallel: int, deadline: float) -> None:
@@ -117,21 +119,21 @@ class EnginePool:
         return self._futures[key]
 
     def close(self) -> None:
-        """Ends what still runs: a test run that is interrupted does not wait for its engines."""
+        """End the engines that still run, so that an interrupted test run does not wait for them."""
         self._closing.set()
         self._threads.shutdown(cancel_futures=True)
 
     def _run(self, name: str, job: dict[str, Any]) -> dict[str, Any]:
         for _ in range(PROFILING_ATTEMPTS):
             result = self._run_once(name, job)
-            # vLLM measures free memory, and gives up where another process gave memory back meanwhile.
+            # vLLM measures free memory, and fails if another process frees memory meanwhile.
             if "Error in memory profiling" not in (result["error"] or "") or self._closing.is_set():
                 break
         return result
 
     def _run_once(self, name: str, job: dict[str, Any]) -> dict[str, Any]:
-        # One for all: what vLLM learns about a model class takes half a minute, and compiled graphs are kept by
-        # settings, of which no two jobs have the same.
+        # One cache folder for all jobs: vLLM needs half a minute to inspect a model class. Compiled graphs are keyed by
+        # settings, which differ between all jobs.
         cache = pathlib.Path(tempfile.gettempdir()) / "nwor-engine-caches"
         caches = {"VLLM_CACHE_ROOT": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
         environment = ENVIRONMENT | caches | job["environment"]
@@ -166,7 +168,7 @@ def _end(process: Any) -> None:
 
 
 def _said_by_nwor(log: pathlib.Path) -> list[str]:
-    """The lines of a log in which this library speaks."""
+    """Return the lines of a log that this library wrote."""
     if not log.exists():
         return []
     lines = log.read_text(errors="replace").splitlines()

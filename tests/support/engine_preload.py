@@ -1,5 +1,8 @@
-"""What the fork server of engines.py does before its first engine: it imports what every engine imports, and compiles
-vLLM's n-gram lookup. That takes half the time of a test's engine otherwise."""
+"""Prepare the fork server of engines.py before its first engine: import what every engine imports, and compile vLLM's
+n-gram lookup.
+
+Without this, the preparation takes half the time of a test's engine.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ for _name in (
     "vllm.entrypoints.llm",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
-    "compressed_tensors",  # asked while any model is loaded
+    "compressed_tensors",  # checked while any model is loaded
     "nwor_ops.vllm",
 ):
     importlib.import_module(_name)
 
-# vLLM looks at a class of models in a process of its own before it imports it, if no engine has on this machine: that
-# takes longer than the engine.
+# vLLM inspects a model class in a separate process before it imports it, unless an engine on this machine has done so.
+# This takes longer than the engine.
 for _name in (
     "LlamaForCausalLM",
     "EagleLlamaForCausalLM",
@@ -43,13 +46,13 @@ def _namespace(thing: Any) -> Mapping[str, Any]:
     return namespace if isinstance(namespace, Mapping) else {}
 
 
-# vLLM looks for kernels in everything that imported modules hold, and an object of llvmlite makes up its `__dict__`:
-# without this no engine starts where numba was imported before.
+# vLLM searches all members of imported modules for kernels, and an object of llvmlite invents its `__dict__`. Without
+# this, no engine starts after numba was imported.
 dispatcher.vars = _namespace  # type: ignore[attr-defined]
 
 _ints, _table = numpy.zeros(1, numpy.int32), numpy.zeros((1, 1), numpy.int32)
 batch_propose_numba.compile(tuple(map(numba.typeof, ([0], _ints, _table, 1, 1, 1, 1, _table, _ints))))
 
-# vLLM collects garbage several times as an engine starts: what is here already is none.
+# vLLM collects garbage several times while an engine starts. The objects that exist now are not garbage.
 gc.collect()
 gc.freeze()

@@ -1,9 +1,9 @@
-"""What engines of several ranks need beyond :mod:`engine_child`: the data-parallel ranks of one server, and an engine
-whose second half is another node's.
+"""Additions to :mod:`engine_child` for several ranks: a data-parallel server, and an engine with half of its workers on
+another node.
 
-Of data-parallel ranks a job is served twice, through vLLM's ``AsyncLLM``: one request at a time, to each rank in turn,
-so that nothing depends on what arrives when (the other ranks are idle, or run dummy batches beside it); then all at
-once.
+A data-parallel job is served twice, through vLLM's ``AsyncLLM``. First, each rank in turn gets one request at a time,
+so that nothing depends on arrival times; the other ranks are idle or run dummy batches. Then all requests run
+concurrently.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 NODES = 2
-_ALONE = 8  # requests that have the engine to themselves
+_ALONE = 8  # number of requests that run one at a time
 
 
 @contextlib.contextmanager
 def second_node(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The engine's arguments for the first node, while the second runs: each has its half of the GPUs."""
+    """Return the engine's arguments for the first node, while the second node runs. Each has half of the GPUs."""
     engine = job["engine"]
     half = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1) // NODES
     nodes = [
@@ -35,7 +35,7 @@ def second_node(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     devices = [",".join(str(rank * half + place) for place in range(half)) for rank in range(NODES)]
     os.environ |= {"VLLM_HOST_IP": "127.0.0.1", "CUDA_VISIBLE_DEVICES": devices[0]}
     script = pathlib.Path(__file__).with_name("headless_node.py")
-    # Its counters go to a folder of its own, as another host's do.
+    # Its counters go to a separate folder, as on another host.
     environment = {name: value for name, value in os.environ.items() if name != "NWOR_METRICS_DIR"}
     with subprocess.Popen(
         [sys.executable, str(script), json.dumps(nodes[1])],
@@ -50,7 +50,7 @@ def second_node(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def serve_ranks(
     job: dict[str, Any], requests: list[Any], sampling: Callable[[int], Any], describe: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """What a data-parallel engine answers, what its workers say of themselves, and its counters."""
+    """Return the answers of a data-parallel engine, the descriptions of its workers, and its counters."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -76,7 +76,7 @@ def serve_ranks(
         result["run_seconds"] = round(time.monotonic() - started, 1)
         of_engines = await engine.engine_core.call_utility_all_async("collective_rpc", describe, None, (), None)
         result["workers"] = [worker for workers in of_engines for worker in workers]
-        await asyncio.sleep(2)  # counters are at most about a second old
+        await asyncio.sleep(2)  # counters lag by about a second at most
         result["counters"] = counters()
         return result
 
@@ -84,7 +84,7 @@ def serve_ranks(
 
 
 def counters() -> dict[str, dict[str, int]]:
-    """On this process's /metrics: ours, by engine."""
+    """Return our counters on this process's /metrics, by engine."""
     import prometheus_client
 
     found: dict[str, dict[str, int]] = {}

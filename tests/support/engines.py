@@ -1,7 +1,7 @@
-"""Real vLLM CPU engines, each in a process of its own.
+"""Real vLLM CPU engines, each in a separate process.
 
-A fork server that has imported and compiled what engines need (engine_preload.py) makes a fresh process cheap. Vanilla
-engines that are told the same say the same: each is run once.
+A fork server has imported and compiled what engines need (engine_preload.py), so a fresh process is cheap. Vanilla
+engines with the same arguments give the same results, so each of them runs only once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LLAMA = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}  # where the model does not matter
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}  # used if the model does not matter
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -43,11 +43,11 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Engines run beside each other: a thread each, on whichever core is free. Threads that wait for one another on a
-    # busy machine only spin.
+    # Engines run concurrently, with one thread each on any free core. On a busy machine, threads that wait for each
+    # other only spin.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "NUMBA_THREADING_LAYER": "workqueue",  # the others do not survive a fork
+    "NUMBA_THREADING_LAYER": "workqueue",  # other methods do not survive a fork
 }
 ENGINE = {
     "load_format": "dummy",
@@ -65,8 +65,8 @@ ENGINE = {
 
 
 def model_folder(**changes: Any) -> str:
-    """A folder with a small random Llama: vLLM needs its config alone. One for each config, however often it is asked
-    for, and by whichever process."""
+    """Return a folder with a small random Llama. There is one per config, for all processes; vLLM needs only the
+    config."""
     config = json.dumps(LLAMA | changes, sort_keys=True)
     name = f"llama-{hashlib.sha256(config.encode()).hexdigest()[:12]}"
     folder = pathlib.Path(tempfile.gettempdir(), f"nwor-tests-{os.getuid()}", name)
@@ -78,7 +78,7 @@ def model_folder(**changes: Any) -> str:
 
 
 def prompts(count: int, longest: int = 90, seed: int = 0) -> list[list[int]]:
-    """Prompts of repeated random 8-grams: n-gram lookup always finds something to propose."""
+    """Return prompts of repeated random 8-grams, in which n-gram lookup always finds a proposal."""
     rng = random.Random(seed)
     made = []
     for _ in range(count):
@@ -87,7 +87,7 @@ def prompts(count: int, longest: int = 90, seed: int = 0) -> list[list[int]]:
     return made
 
 
-# ---------------------------------------------------------------- in the engine's process
+# ---------------------------------------------------------------- code of the engine's process
 
 
 def _sampling(index: int, temperature: float, max_tokens: int) -> Any:
@@ -97,8 +97,10 @@ def _sampling(index: int, temperature: float, max_tokens: int) -> Any:
 
 
 def _plant_fault(moment: str, call: int) -> None:
-    """Make one call of a manager's method raise: a fault of ours inside vLLM's step. To write is to log where the
-    writer is vLLM's own."""
+    """Make one call of a manager's method raise, which is a fault of ours inside vLLM's step.
+
+    The method "write" stands for "log" if vLLM's writer is used.
+    """
     from nwor_ops import DraftCommitManager
 
     calls = 0
@@ -118,7 +120,7 @@ def _plant_fault(moment: str, call: int) -> None:
 
 
 def _plant_forward_fault(llm: Any, call: int) -> None:
-    """Make the last layer's attention raise once: vLLM's own failure, after every layer has written."""
+    """Make the last layer's attention raise once, which is a failure of vLLM after every layer has written."""
     context = llm.llm_engine.model_executor.driver_worker.worker.model_runner.compilation_config.static_forward_context
     impl = list(context.values())[-1].impl
     original, calls = impl.forward, 0
@@ -134,8 +136,10 @@ def _plant_forward_fault(llm: Any, call: int) -> None:
 
 
 def _write_in_forward() -> list[int]:
-    """Make attention write the cache by itself, as a fused kernel or a model's own attention does: inside its forward,
-    at the slots of its group. What it returns counts the writes."""
+    """Make attention write the cache inside its forward, at the slots of its group, as a fused kernel or a model does.
+
+    Returns an object that counts the writes.
+    """
     from vllm.v1.attention.backends import cpu_attn
 
     impl, count = cpu_attn.CPUAttentionBackendImpl, [0]
@@ -164,7 +168,7 @@ def _write_in_forward() -> list[int]:
 
 
 def _run_requests(llm: Any, requests: list[list[int]], sampling: list[Any], abort: dict[int, list[str]]) -> Any:
-    """Tokens per request (None where aborted), through add_request and step as a server does."""
+    """Run requests through add_request and step, as a server does. Return tokens per request, None if aborted."""
     engine = llm.llm_engine
     for index, (tokens, parameters) in enumerate(zip(requests, sampling, strict=True)):
         engine.add_request(str(index), {"prompt_token_ids": tokens}, parameters)
@@ -188,7 +192,7 @@ def _layers(llm: Any) -> dict[str, dict[str, Any]]:
     return {
         name: {"isa": getattr(layer, "isa", None), "wrapped": "do_kv_cache_update" in vars(layer.impl)}
         for name, layer in runner.compilation_config.static_forward_context.items()
-        if hasattr(layer, "impl")  # recurrent layers have none
+        if hasattr(layer, "impl")  # recurrent layers have no impl
     }
 
 
@@ -259,8 +263,9 @@ def _job(
 
 
 def ranks_job(requests: list[list[int]], arguments: dict[str, Any]) -> dict[str, Any]:
-    """An engine whose ranks are processes of their own: what each worker says of itself, and what all have counted."""
-    os.environ.update(ENVIRONMENT | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})  # collective_rpc takes a function
+    """Run an engine with ranks in separate processes. Return the description of each worker, and the sum of
+    the counts."""
+    os.environ.update(ENVIRONMENT | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})  # collective_rpc accepts a function
     import time
 
     from engine_child import describe_worker
@@ -273,14 +278,14 @@ def ranks_job(requests: list[list[int]], arguments: dict[str, Any]) -> dict[str,
     workers, until = llm.collective_rpc(describe_worker), time.monotonic() + 20
     drafted = workers[0]["sessions"][0]["stats"]["drafted"]
     while nwor_ops.stats().drafted < drafted and time.monotonic() < until:
-        time.sleep(0.1)  # a second at most, on an idle machine
+        time.sleep(0.1)  # takes a second at most on an idle machine
     result = {"workers": workers, "stats": dataclasses.asdict(nwor_ops.stats())}
     llm.llm_engine.engine_core.shutdown()
     return result
 
 
 def _detached_job(requests: list[list[int]], environment: dict[str, str]) -> dict[str, Any]:
-    """On an engine whose core is a process of its own: its tokens, and what both processes have logged."""
+    """Run an engine with its core in a separate process. Return its tokens, and the logs of both processes."""
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | environment)
     with tempfile.NamedTemporaryFile("r") as log:
         for stream in (1, 2):
@@ -294,11 +299,11 @@ def _detached_job(requests: list[list[int]], environment: dict[str, str]) -> dic
         return {"tokens": tokens, "log": log.read()}
 
 
-# ---------------------------------------------------------------- in the test's process
+# ---------------------------------------------------------------- code of the test's process
 
 
 class Engines:
-    """Starts engines and collects what they did."""
+    """Start engines and collect their results."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -318,7 +323,8 @@ class Engines:
         own_writer: bool = False,
         **arguments: Any,
     ) -> Future[dict[str, Any]]:
-        """Run the requests on a fresh engine; `arguments` are vLLM's. Without the plugin, on one that may have run."""
+        """Run the requests on a fresh engine; `arguments` are vLLM's. Without the plugin, an earlier result may be
+        returned."""
         settings = ENGINE | {"model": arguments.get("model") or model_folder()} | arguments
         job = (environment or {}, settings, requests, max_tokens, temperature, abort or {}, fault, own_writer)
         if nwor is not None:
@@ -331,7 +337,7 @@ class Engines:
         return self.submit(_job, *job)
 
     def submit(self, job: Callable[..., dict[str, Any]], *arguments: Any) -> Future[dict[str, Any]]:
-        """What a function returns that runs in a process of its own, forked where vLLM is imported."""
+        """Run a function in a separate process, forked from one that has imported vLLM, and return its future."""
         pool = ProcessPoolExecutor(1, mp_context=self._context)
         future = pool.submit(job, *arguments)
         pool.shutdown(wait=False)
@@ -344,7 +350,7 @@ class Engines:
         return self.submit(_detached_job, requests, environment).result()
 
     def pair(self, requests: list[list[int]], nwor: dict[str, Any], **arguments: Any) -> Any:
-        """The same requests on a vanilla engine and on one with the plugin, at the same time."""
+        """Run the same requests concurrently on a vanilla engine and on one with the plugin."""
         arguments.setdefault("model", model_folder())
         vanilla = self.start(requests, **arguments)
         ours = self.start(requests, nwor=nwor, **arguments)

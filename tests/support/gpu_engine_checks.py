@@ -1,4 +1,4 @@
-"""What an engine on a GPU must come to, and what the report keeps of it."""
+"""Checks of an engine on a GPU, and the parts of its result that the report keeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AUDITED = (
 
 
 def refused(refusal: Refusal, engines: Any, record: dict[str, Any]) -> str:
-    """What an engine said that must not start."""
+    """Return what an engine logged that must refuse to start."""
     result = engines.start_refusal(refusal).result()
     said = "\n".join([result["error"] or "", *result["said"]])
     record["seconds"] = result["seconds"]
@@ -36,7 +36,7 @@ def refused(refusal: Refusal, engines: Any, record: dict[str, Any]) -> str:
 
 
 def finished(result: dict[str, Any]) -> dict[str, Any]:
-    """The result of an engine that came to its end; else fail with its error and where its log is."""
+    """Return the result of an engine that finished. Otherwise fail with its error and the path of its log."""
     if result["error"] is not None:
         said = "\n".join(result["said"][-6:])
         pytest.fail(f"{result['error'][:1200]}\n{said}\nlog: {result['log']}", pytrace=False)
@@ -45,7 +45,7 @@ def finished(result: dict[str, Any]) -> dict[str, Any]:
 
 def session_of(result: dict[str, Any]) -> dict[str, Any]:
     [worker] = result["workers"]
-    assert worker["sessions"], f"nwor_ops was not active; it said {result['said']}; log: {result['log']}"
+    assert worker["sessions"], f"nwor_ops was not active; it logged {result['said']}; log: {result['log']}"
     [session] = worker["sessions"]
     return session
 
@@ -68,7 +68,7 @@ def note(record: dict[str, Any], case: Case, result: dict[str, Any]) -> None:
 
 
 def assert_same_tokens(ours: dict[str, Any], vanilla: dict[str, Any], may_differ: int = 0) -> None:
-    """Of every request, or of all but so many."""
+    """Check the tokens of every request, or of all except the given number."""
     differ = []
     for number, (mine, theirs) in enumerate(zip(ours["rounds"], vanilla["rounds"], strict=True)):
         for request, (tokens, wanted) in enumerate(zip(mine, theirs, strict=True)):
@@ -83,7 +83,7 @@ def assert_same_tokens(ours: dict[str, Any], vanilla: dict[str, Any], may_differ
 
 
 def check_case(case: Case, result: dict[str, Any]) -> dict[str, Any]:
-    """Everything that is expected of a case but its tokens; the session."""
+    """Check everything that is expected of a case except its tokens, and return its session."""
     session, [worker] = session_of(result), result["workers"]
     assert worker["runner"] == case.runner
     for what, wanted in case.expect.items():
@@ -98,7 +98,7 @@ def check_case(case: Case, result: dict[str, Any]) -> dict[str, Any]:
         assert counted["copied"] < counted["committed"], "no shadow page held a row of the step before"
     assert (session["audit"]["recurrent_bytes"] > 0) == (case.recurrent_groups > 0)
     steps = result["steps_by_drafts"]
-    assert set(case.draft_counts) <= {int(drafts) for drafts in steps}, f"steps by their drafts per request: {steps}"
+    assert set(case.draft_counts) <= {int(drafts) for drafts in steps}, f"steps by drafts per request: {steps}"
     _check_warm_up(case, result["said"])
     return session
 
@@ -141,8 +141,11 @@ def _check_warm_up(case: Case, said: list[str]) -> None:
 
 
 def check_audit(session: dict[str, Any], share: float = Case.share) -> None:
-    """Rejected and accepted drafts were seen, of either a share; no rejected one left a row. In mode stage the audit
-    looked twice in the middle of every step; in cow what it looks for there is found."""
+    """Check that enough drafts were accepted and rejected, and that no rejected draft left a row.
+
+    In mode stage, the audit must have compared twice during every step. In mode cow, rejected rows must exist before
+    sampling.
+    """
     audit = session["audit"]
     if session["mode"] == "stage":
         assert audit["exposed_rows"] == 0

@@ -1,4 +1,4 @@
-"""A draft loop without a GPU: what its graphs would hold runs from the host, in the shapes that they would have."""
+"""A draft loop without a GPU: the bodies of its graphs run from the host, with the shapes of the graphs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from nwor_ops.drafter import Dispatch, DraftLoop, GraphKey
 
-PADDED = (1, 2, 5)  # request counts that "have a graph"
+PADDED = (1, 2, 5)  # the request counts that "have a graph"
 
 
 class HostLoop(DraftLoop):
-    """A loop becomes one by its ``__class__``."""
+    """Assign this class to the ``__class__`` of a loop."""
 
-    padded_loop = PADDED  # of the loop alone
+    padded_loop = PADDED  # graphs of the loop only
 
     def dispatch(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> Dispatch:
         counts = self.padded_loop if query_len == 1 else PADDED

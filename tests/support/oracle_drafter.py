@@ -1,4 +1,4 @@
-"""Family draft again in plain Python, a row at a time; `oracle` re-exports it."""
+"""Oracle of family drafter in plain Python, one row at a time; `oracle` re-exports it."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _mix64(x: int) -> int:
 
 
 def _hash32(keys: tuple[int, int], counters: Tensor) -> Tensor:
-    """32 random bits for each counter, in int64."""
+    """Return 32 random bits for each counter, as int64."""
     x = (counters * 0x9E3779B9 + keys[0]) & MASK32
     x = x ^ (x >> 16) ^ keys[1]
     x = (x * 0x21F0AAAD) & MASK32
@@ -189,7 +189,7 @@ def _hash32(keys: tuple[int, int], counters: Tensor) -> Tensor:
 
 
 def noise(seed: int, position: int, step: int, vocab_size: int) -> list[float]:
-    """The Gumbel noise of every token."""
+    """Return the Gumbel noise of every token."""
     x = 0
     for part in (seed, position, step):
         x = _mix64(((x ^ part) + 0x9E3779B97F4A7C15) & MASK64)
@@ -241,7 +241,7 @@ def copy_expand_inputs(
     is_rejected, is_masked, new_token_indices, num_new_tokens=1, padding_token_id=0, mask_token_id=0,
     shift_input_ids=False, max_model_len=None, idx_mapping=None, hidden_state_mapping=None,
 ) -> None:  # fmt: skip
-    """Builds each request as a list of (id, rejected, masked) and lays the lists end to end."""
+    """Build each request as a list of (id, rejected, masked), and concatenate the lists."""
     input_ids.fill_(padding_token_id)
     positions.zero_()
     is_rejected.fill_(True)

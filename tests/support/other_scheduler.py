@@ -1,4 +1,4 @@
-"""A scheduler that is not vLLM's."""
+"""A scheduler class that does not derive from vLLM's."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from vllm.v1.core.sched.interface import SchedulerInterface
 
 
 class OtherScheduler(SchedulerInterface):
-    """Refused before anything is asked of it."""
+    """The engine is refused before any method is called."""

@@ -1,4 +1,4 @@
-"""Ports for servers that take half a minute to start, beside other processes that look for theirs."""
+"""Ports for servers that take half a minute to start, while other processes look for ports too."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import itertools
 import os
 import socket
 
-# Linux gives whoever asks for any port one from 32768 on, unless it is told otherwise, and vLLM's own defaults begin at
-# 29500: nobody takes one of these unasked between the moment it is found free and the moment its server is there.
+# Linux assigns ports from 32768 on by default, and vLLM's defaults begin at 29500. No other program uses a port of this
+# range between the moment it is found free and the start of its server.
 FIRST, COUNT = 20000, 9000
 _asked = itertools.count()
 
 
 def free_port() -> int:
-    """A port that is free on every address of this host. Not the one that another process of ours found just now: each
-    looks from a place of its own on, and never twice at the same."""
+    """Return a port that is free on every address of this host.
+
+    Two of our processes never get the same port: each starts its search at a different place, and never returns a port
+    twice.
+    """
     for number in itertools.islice(_asked, COUNT):
         port = FIRST + (os.getpid() * 17 + number) % COUNT
         with socket.socket() as found:

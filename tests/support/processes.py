@@ -1,4 +1,4 @@
-"""Processes that tests start: where they are, and where they find modules."""
+"""Processes that tests start: their environment and module path."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ ROOT = SUPPORT.parents[1]
 
 
 def environment(*folders: Path) -> dict[str, str]:
-    """What this process hands on, with a path to these folders, to tests/support, the examples and the checkout."""
+    """Return this process's environment, with a path to these folders, tests/support, the examples and the checkout."""
     path = map(str, (*folders, SUPPORT, ROOT / "examples", ROOT))
     return os.environ | {"PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def interpreted(script: str, *arguments: str, timeout: float = 600) -> str:
-    """What a script of tests/support prints. In a process of its own: Triton must be told to interpret before it is
-    imported."""
+    """Return the output of a script of tests/support.
+
+    It runs in a separate process, because Triton's interpreter must be enabled before the import.
+    """
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, str(SUPPORT / script), *arguments], capture_output=True, text=True, timeout=timeout,

@@ -26,10 +26,10 @@ SIMDLEN = "NWOR_TEST_SIMDLEN"
 
 
 class Level(NamedTuple):
-    needs: str  # of torch.cpu.get_capabilities()
-    lacks: tuple[str, ...]  # how those begin that are kept from vLLM
-    library: str  # that vLLM is to load
-    environment: dict[str, str]  # of torch and oneDNN, which do not ask torch.cpu
+    needs: str  # keys of torch.cpu.get_capabilities()
+    lacks: tuple[str, ...]  # prefixes of the features that are hidden from vLLM
+    library: str  # the library that vLLM must load
+    environment: dict[str, str]  # limits of torch and oneDNN, which do not ask torch.cpu
 
 
 LEVELS = {
@@ -43,10 +43,10 @@ LEVELS = {
 
 
 def apply() -> None:
-    """Limit this process and those that it starts.
+    """Limit this process and the processes that it starts.
 
     Raises:
-        ValueError: the variable names nothing known, or more than this processor has.
+        ValueError: the variable names an unknown level, or more than this processor has.
     """
     name = os.environ.get(VARIABLE)
     if not name:
@@ -64,7 +64,7 @@ def apply() -> None:
 
 
 def environment(name: str) -> dict[str, str]:
-    """Of a process that is limited from its start."""
+    """Return the environment of a process that is limited from its start."""
     return processes.environment(processes.SUPPORT / "limited") | LEVELS[name].environment | {VARIABLE: name}
 
 
@@ -96,7 +96,7 @@ def limit_compiler() -> None:
 
 
 def apply_at_import() -> None:
-    """The same in a process that has just started: nothing is imported before it is wanted."""
+    """Limit a process that has just started, without importing any module early."""
     if level := LEVELS.get(os.environ.get(VARIABLE, "")):
         sys.meta_path.insert(0, _AfterImport("torch.cpu", lambda module: _deny(module, level)))
 
@@ -110,7 +110,7 @@ def _deny(module: ModuleType, level: Level) -> None:
 
 
 class _AfterImport:
-    """A finder that lets one module be imported as ever, and then calls a function with it."""
+    """Import finder that calls a function after one module was imported."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self.name, self.then = name, then
@@ -133,7 +133,7 @@ class _AfterImport:
 
 
 def vllm_library() -> str:
-    """Which of its CPU libraries vLLM has loaded into this process."""
+    """Return the CPU library that vLLM loaded into this process."""
     maps = pathlib.Path("/proc/self/maps").read_text().split()
     [name] = {path.rpartition("/")[2] for path in maps if "/vllm/_C" in path}
     return name.removesuffix(".abi3.so")

@@ -1,6 +1,6 @@
-"""A few calls of every op of family drafter. Every output is poisoned with 77s, every padded row with nonsense.
+"""Sample calls of every op of family drafter. Every output starts with 77s, and padded rows hold nonsense.
 
-A function per op makes its arguments; a test changes some by name with `samples.with_arguments`.
+One function per op creates its arguments. A test changes some of them by name with `samples.with_arguments`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def every_second(ids: Tensor) -> Tensor:
-    """The same ids at stride 2, with foreign ids between."""
+    """Return the same ids with stride 2, and other ids between them."""
     return surrounded(torch.stack([ids, torch.full_like(ids, POISON)], 1))[:, 0]
 
 
@@ -274,7 +274,7 @@ def draft_samples(op: str) -> list[tuple[Any, ...]]:
 
 @st.composite
 def batches(draw):
-    """Starts, states, rejected and sampled tokens of some requests, then padded rows that hold nonsense."""
+    """Return starts, states, rejected and sampled tokens of some requests, followed by padded rows with nonsense."""
     requests = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 6), st.integers(0, 2)), max_size=5))
     starts = [0]
     for tokens, _, _ in requests:

@@ -1,8 +1,8 @@
-"""Drafters for the tiny Llama, and a model with a drafter of its own: made-up weights that know the rule of its
-language (:mod:`nwor_ops.testing.tiny_llama`), so that some of what they propose is accepted and some is not.
+"""Drafters for the tiny Llama, and a model with its own drafter.
 
-The output layer of the model turns the embedding of a token into the token behind it. So a drafter knows the rule if it
-hands on the embedding of the token before the one that it drafts.
+Their constructed weights know the rule of :mod:`nwor_ops.testing.tiny_llama`, so some of their proposals are accepted
+and some are not. The output layer of the model maps the embedding of a token to the next token. A drafter therefore
+knows the rule if it passes on the embedding of the token before the one that it drafts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SIZE = Size()
 
 @functools.cache
 def _version() -> str:
-    """Of the weights: what is written by other code is another model."""
+    """Return a version of the weights, which changes with the code that writes them."""
     sources = (__file__, str(tiny_models.__file__), str(tiny_llama.__file__))
     return hashlib.sha256(b"".join(pathlib.Path(source).read_bytes() for source in sources)).hexdigest()[:12]
 
 
 def tiny_folder(name: str) -> str:
-    """The folder of a model, written when it is first asked for, by whichever process."""
+    """Return the folder of a model. The first process that needs it writes it."""
     folder = pathlib.Path(tempfile.gettempdir(), f"nwor-tests-{os.getuid()}", f"tiny-{name}-{_version()}")
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
@@ -43,14 +43,14 @@ def tiny_folder(name: str) -> str:
         _WRITERS[name](unfinished)
         try:
             unfinished.rename(folder)
-        except OSError:  # another process has
+        except OSError:  # another process wrote it first
             shutil.rmtree(unfinished)
             assert folder.exists()
     return str(folder)
 
 
 def _write_medusa(folder: pathlib.Path) -> None:
-    """A head for each draft: the output layer, so many tokens further on."""
+    """Write one head per draft: the output layer, shifted by that number of tokens."""
     llama = _llama()
     head, weights = llama["lm_head.weight"].float(), {}
     for number in range(DRAFTS):
@@ -70,7 +70,7 @@ def _write_medusa(folder: pathlib.Path) -> None:
 
 
 def _write_mimo(folder: pathlib.Path) -> None:
-    """The tiny Llama with MiMo's biases, and the layer behind it that predicts a token more (MTP)."""
+    """Write the tiny Llama with MiMo's biases, followed by the layer that predicts one more token (MTP)."""
     generator, hidden, layer = torch.Generator().manual_seed(25), SIZE.hidden, "model.mtp_layers.0"
     weights = _llama() | dict(_decoder_layer(generator, layer, qkv_input=hidden))
     for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
@@ -99,7 +99,7 @@ def _llama() -> dict[str, Tensor]:
 
 
 def _following(llama: dict[str, Tensor]) -> Tensor:
-    """The linear map from the embedding of each token to that of its successor."""
+    """Return the linear map from the embedding of each token to that of its successor."""
     embedding = llama["model.embed_tokens.weight"].float()
     after = embedding[[successor(token) for token in range(VOCABULARY)]]
     return (torch.linalg.pinv(embedding) @ after).T

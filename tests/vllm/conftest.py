@@ -5,7 +5,7 @@ import os
 import processor
 import pytest
 
-# Before anything here imports vLLM.
+# These must be set before vLLM is imported.
 try:
     processor.apply()
 except ValueError as error:
@@ -19,16 +19,16 @@ from processes import environment
 
 @pytest.fixture(scope="session")
 def engines() -> Engines:
-    """Starts real vLLM engines, each in a fresh process."""
+    """Start real vLLM engines, each in a fresh process."""
     for name in [name for name in os.environ if name.startswith("VLLM_NWOR_")]:
         del os.environ[name]
-    os.environ.update(environment() | ENVIRONMENT)  # the fork server takes modules from nowhere else
+    os.environ.update(environment() | ENVIRONMENT)  # the fork server finds modules only there
     return Engines()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests with an engine are marked. Of several workers (pytest-xdist), one runs all that share servers, or a vanilla
-    engine."""
+    """Mark tests with an engine. With pytest-xdist, one worker runs all tests that share a server or a
+    vanilla engine."""
     fixtures = getattr(item, "fixturenames", ())
     if "engines" in fixtures:
         item.add_marker(pytest.mark.vllm)

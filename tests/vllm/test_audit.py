@@ -1,4 +1,4 @@
-"""The audit by itself, where a drafter's layers share the target's storage, and where a KV connector loads."""
+"""The audit without an engine: a drafter's layers share the target's storage, or a KV connector loads rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from nwor_ops.vllm.audit.undo import AuditError, CacheAudit
 from nwor_ops.vllm.layers.target import TargetLayer
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 4, 4, 2, 8
-SLOTS = torch.tensor([0, 1, 2])  # a token and its two drafts, of which the second is rejected
-TABLE = torch.tensor([[0, 1], [2, 0]])  # the batch is its first request, which has 3 tokens: block 0
+SLOTS = torch.tensor([0, 1, 2])  # a token and its two drafts; the second draft is rejected
+TABLE = torch.tensor([[0, 1], [2, 0]])  # the batch is only the first request, which has 3 tokens: block 0
 ELSEWHERE = "bytes are not what this step should leave there"
 
 
@@ -23,7 +23,7 @@ def _write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -
 
 
 class Step:
-    """One step of a target layer and a drafter's, in one storage: one behind the other, or block by block."""
+    """One step of a target layer and a drafter layer in one storage, one layer after the other or block by block."""
 
     def __init__(self, others_write: bool = False, by_block: bool = False) -> None:
         layers = (BLOCKS, 2) if by_block else (2, BLOCKS)
@@ -44,7 +44,7 @@ class Step:
 
 
 def test_a_step_as_it_should_be() -> None:
-    """The drafter runs behind the commit: what it writes is in the image of the next step."""
+    """The drafter runs after the commit, so its rows are in the image of the next step."""
     step = Step()
     step.undo()
     step.compare()
@@ -64,7 +64,7 @@ def test_a_rejected_row_that_stays_is_found() -> None:
 
 @pytest.mark.parametrize("block", [0, 1])
 def test_an_undo_that_reaches_into_the_drafters_layer_is_found(block: int) -> None:
-    """Where the target wrote (block 0) and where it did not."""
+    """In a block that the target wrote (block 0), and in one that it did not write."""
     step = Step()
     step.undo()
     step.drafter[block, 0, 0, 0] = 5
@@ -89,14 +89,17 @@ def test_a_drafter_that_runs_before_the_commit_is_found() -> None:
         step.compare()
 
 
-# ---------------------------------------------------------------- where a KV connector loads
+# ---------------------------------------------------------------- loads of a KV connector
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
 @pytest.mark.parametrize("others_write", [True, False])
 def test_blocks_of_the_batch_are_compared_whoever_else_writes(others_write: bool, block: int) -> None:
-    """In a slot that is no token's of this step. Block 1 is in the request's row of the table, behind its length, block
-    2 in that of another request, block 3 in none."""
+    """The changed slot belongs to no token of this step.
+
+    Block 1 is in the request's row of the table, after its length. Block 2 is in another request's row, and block 3 in
+    none.
+    """
     step = Step(others_write)
     step.undo()
     step.target[block, 3, 0, 0] = 5

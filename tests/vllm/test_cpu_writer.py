@@ -1,5 +1,7 @@
-"""Against vLLM's own CPU writer: the same pages byte for byte, undo around it where it is not ours, and how the plugin
-finds out where it writes."""
+"""Pages of vLLM's own CPU writer: our writer gives the same bytes, and undo works with vLLM's writer.
+
+Also tested: how the plugin finds out where that writer writes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ SLOTS = (3, 40, 0, 17, 63, 16, 5, 31, -1)
 
 
 def new_pages(block_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """[B, H, 2 * N, D] of random bytes inside random bytes."""
+    """Return [B, H, 2 * N, D] of random bytes, surrounded by random bytes."""
     shape = torch.Size((NUM_BLOCKS, NUM_HEADS, 2 * block_size, HEAD_SIZE))
     return random_bytes(shape.numel() + 128, dtype)[64 : 64 + shape.numel()].view(shape)
 
@@ -33,7 +35,7 @@ def vllm_write(key, value, pages, slots, isa):
 
 
 def pages_of(isa: str, dtype: torch.dtype, block_size: int):
-    """A kind of pages, left out where vLLM's writer refuses it on this processor."""
+    """Return one kind of pages, or skip if vLLM's writer refuses it on this processor."""
     reason = ""
     try:
         key, value = torch.zeros(2, 1, NUM_HEADS, HEAD_SIZE, dtype=dtype)
@@ -56,7 +58,7 @@ AMX_PAGES = [pages_of("amx", torch.bfloat16, block_size) for block_size in (32, 
 
 
 def plain_views(pages: torch.Tensor, block_size: int):
-    """The halves of a `vec` page as [B, N, H, D]: K lies transposed in the page."""
+    """Return the halves of a `vec` page as [B, N, H, D]; K is transposed in the page."""
     page = 2 * block_size * HEAD_SIZE
     shape, block = (NUM_BLOCKS, block_size, NUM_HEADS, HEAD_SIZE), NUM_HEADS * page
     start = pages.storage_offset()
@@ -67,7 +69,7 @@ def plain_views(pages: torch.Tensor, block_size: int):
 
 
 def views_and_tables(isa: str, pages: torch.Tensor, block_size: int):
-    """Of an `amx` page only the block and head strides mean anything: tables say the rest."""
+    """Return views and tables of an `amx` page, in which only the strides of block and head are regular."""
     tables = amx_offsets(block_size, HEAD_SIZE) if isa == "amx" else (None, None)
     return plain_views(pages, block_size), tables
 
@@ -89,7 +91,7 @@ def test_plain_pages_are_written_as_vllm_writes_them(isa, dtype, block_size):
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_what_vllm_chooses_here_is_tested(dtype, block_size):
-    """What is left out above is nothing that an engine on this processor would use."""
+    """No engine on this processor uses the kinds that are skipped above."""
     isa = cpu_attn._get_attn_isa(dtype, block_size, HEAD_SIZE)
     kinds = {parameters.values for parameters in PLAIN_PAGES + AMX_PAGES if not parameters.marks[0].args[0]}
     assert (isa, torch.float32 if dtype is torch.float16 else dtype, block_size) in kinds
@@ -97,7 +99,7 @@ def test_what_vllm_chooses_here_is_tested(dtype, block_size):
 
 @pytest.mark.parametrize(("isa", "dtype", "block_size"), AMX_PAGES)
 def test_amx_offsets_are_where_vllm_writes(isa, dtype, block_size):
-    """Read through the table what vLLM wrote: every token's key and value, element by element."""
+    """Read what vLLM wrote through the table: every token's key and value, element by element."""
     pages = new_pages(block_size, dtype)
     key, value = sources(dtype)
     vllm_write(key, value, pages, int64(*SLOTS), isa)
@@ -106,13 +108,13 @@ def test_amx_offsets_are_where_vllm_writes(isa, dtype, block_size):
     for source, view, table in zip((key, value), views, tables, strict=True):
         log = torch.zeros_like(source)
         ops.log_slots(view, int64(*SLOTS), rows, log, table)
-        assert torch.equal(log[:-1].view(torch.int16), source[:-1].view(torch.int16))  # the last is skipped
+        assert torch.equal(log[:-1].view(torch.int16), source[:-1].view(torch.int16))  # the last one is skipped
 
 
 @pytest.mark.parametrize("rejected", [(0,) * 9, (1,) * 9, (0, 0, 0, 1, 0, 1, 1, 1, 1)], ids=str)
 @pytest.mark.parametrize(("isa", "dtype", "block_size"), PLAIN_PAGES + AMX_PAGES)
 def test_undo_around_vllms_writer(isa, dtype, block_size, rejected):
-    """log_slots, vLLM writes, restore_slots: the pages of a run that never saw the rejected tokens."""
+    """log_slots, vLLM's write and restore_slots give the pages of a run without the rejected tokens."""
     ours, theirs = new_pages(block_size, dtype), new_pages(block_size, dtype)
     key, value = sources(dtype)
     views, tables = views_and_tables(isa, ours, block_size)
@@ -130,7 +132,7 @@ def test_undo_around_vllms_writer(isa, dtype, block_size, rejected):
     assert torch.equal(memory(ours)[0], memory(theirs)[0])
 
 
-# ---------------------------------------------------------------- where it writes is found out
+# ---------------------------------------------------------------- learning the order of a page
 
 
 def cache_like(block_size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -138,7 +140,7 @@ def cache_like(block_size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Te
 
 
 def writer_of(isa: str):
-    """vLLM's, as a layer with such pages calls it."""
+    """Return vLLM's writer, as a layer with such pages calls it."""
 
     def write(key, value, kv_cache, slots):
         pages = kv_cache.view(*kv_cache.shape[:2], -1, kv_cache.shape[3] // 2)
@@ -148,7 +150,7 @@ def writer_of(isa: str):
 
 
 def table_of(block_size: int):
-    """`amx` pages as one table of both halves."""
+    """Return `amx` pages as one table of both halves."""
     key, value = amx_offsets(block_size, HEAD_SIZE)
     return torch.cat((key, value + block_size * HEAD_SIZE), dim=1)
 
@@ -162,7 +164,7 @@ def test_the_order_of_vllms_pages_is_learned_from_its_writer(isa, dtype, block_s
 
 
 def writer_by(table: torch.Tensor, stray=lambda page, token: None):
-    """A writer in the order of a table; `stray` spoils a page."""
+    """Return a writer in the order of a table; `stray` makes it write to a wrong element."""
 
     def write(key, value, kv_cache, slots):
         pages = kv_cache.view(*kv_cache.shape[:2], -1)
@@ -182,7 +184,8 @@ def shuffled(block_size: int):
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("table", [table_of(32), shuffled(32)], ids=["amx", "any"])
 def test_pages_in_whatever_order_are_learned(table, cache_dtype):
-    """Of processors that vLLM may know tomorrow; layers share the table. And the planes are those elements: undo."""
+    """Orders of processors that vLLM may support later. Layers share the table, and undo restores exactly
+    its elements."""
     like = cache_like(32, cache_dtype)
     learned = learn_pages(writer_by(table), like, torch.bfloat16)
     assert torch.equal(learned, table)
@@ -208,12 +211,15 @@ def test_pages_without_an_order_are_refused():
     twice = table_of(32)
     twice[3, 7] = twice[4, 7]
     for write in (writer_by(twice), writer_by(table_of(32), only_in_the_first_head), lambda *_: None):
-        with pytest.raises(ValueError, match=r"writer \(torch.bfloat16, block size 32, head size 64\) was given one"):
+        with pytest.raises(
+            ValueError, match=r"writer \(torch.bfloat16, block size 32, head size 64\): filling one block must"
+        ):
             learn_pages(write, cache_like(32), torch.bfloat16)
 
 
 def test_wider_keys_than_the_cache_has_room_for_are_not_tried():
-    """vLLM 0.32's writer takes the cache for one of their dtype, and writes behind its end: of a scratch page, too."""
+    """vLLM 0.32's writer treats the cache as one of the keys' dtype, and would write after the end of a scratch page
+    too."""
 
     def write(key, value, kv_cache, slots):
         pytest.fail("the writer was tried")

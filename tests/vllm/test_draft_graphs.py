@@ -1,5 +1,7 @@
-"""Draft graphs without a GPU: what is asked for, what is refused, and the drafts of vLLM's own speculator. Engines that
-replay graphs are in tests/gpu/vllm."""
+"""Draft graphs without a GPU: settings, refusals, and the drafts of vLLM's own speculator.
+
+Engines that replay graphs are in tests/gpu/vllm.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ LOGGER = logging.getLogger("nwor")
 
 
 def test_drafts_are_those_of_vllm_s_speculator() -> None:
-    """Real speculators of the installed vLLM on the CPU, ours running from the host what its graphs would hold."""
+    """Compare real speculators of the installed vLLM on the CPU. Ours runs the bodies of its graphs from the host."""
     said = dict(line.split(" ", 1) for line in interpreted("draft_speculators.py").splitlines())
     for name in ("greedy", "greedy-dynamic", "probabilistic", "probabilistic-dynamic"):
         ran = json.loads(said[name])
-        # 40 batches, each in its way: all of it in "graphs", the decode loop alone, or none of it.
+        # 40 batches, each run in one of three ways: all of it in "graphs", only the decode loop, or none of it.
         assert set(ran["eager"]) == {
             "first pass of a batch with prompts, or with fewer drafts in some request",
             "more requests than the largest graph",
@@ -46,10 +48,10 @@ def test_drafts_are_those_of_vllm_s_speculator() -> None:
         assert ran["replays"]["first_pass"] > 15
         if name in ("greedy", "probabilistic"):
             assert ran["replays"]["decode"] > ran["replays"]["first_pass"]
-        else:  # where none or one draft is wanted, the first pass is all
+        else:  # with at most one draft, only the first pass runs
             assert ran["replays"]["decode"] > 10
         assert ran["replays"]["first_pass"] + sum(ran["eager"].values()) == 40
-    # vLLM's own speculator beside data parallelism: the target's tokens are not those of its first pass.
+    # vLLM's speculator under data parallelism: the target's tokens differ from those of its first pass.
     found = re.fullmatch(r"(\d+) (\d+), of (\d+) tokens and (\d+) requests", said["data-parallel"])
     assert found
     across, first_pass, tokens, requests = map(int, found.groups())
@@ -80,7 +82,7 @@ def test_a_value_that_is_no_switch_is_an_error() -> None:
 
 
 def engine_config(**changes: Any) -> Any:
-    """An engine that may have draft graphs, with ``a.b`` changed as told."""
+    """Return a configuration that may have draft graphs, with the given changes to ``a.b``."""
     config = SimpleNamespace(
         use_v2_model_runner=True,
         parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1, use_ubatching=False),
@@ -203,7 +205,7 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         check_vllm(draft_graphs.V2_HOOKS, DRAFT_GRAPHS)
 
 
-# ---------------------------------------------------------------- getting in
+# ---------------------------------------------------------------- patches
 
 
 def runner_module(name: str = draft_graphs.RUNNER_MODULE) -> Any:
@@ -273,16 +275,16 @@ def test_hooks_match_this_vllm() -> None:
     assert [hook.problem() for hook in draft_graphs.V2_HOOKS if hook.problem()] == []
 
 
-# ---------------------------------------------------------------- which graphs
+# ---------------------------------------------------------------- captured sizes
 
 
 @pytest.mark.parametrize(
     ("sizes", "rows", "tokens", "first", "decode"),
     [
-        # Whole requests only; a size that is no multiple is rounded up, if the largest size permits it.
+        # Whole requests only. A size that is not a multiple is rounded up, if the largest size permits it.
         ([1, 2, 4, 8, 16, 24, 32, 40], 8, 512, [8, 7, 5, 4, 2, 1], [8, 7, 5, 4, 2, 1]),
         ([5, 10, 20, 320], 64, 8192, [64, 4, 2, 1], [64, 4, 2, 1]),
-        # More requests than may run; a first pass of 4 x 6 tokens does not fit into batches of 20.
+        # More requests than may run. A first pass of 4 x 6 tokens does not fit into batches of 20.
         ([5, 20, 100], 8, 20, [1], [4, 1]),
         ([1, 2], 8, 512, [], []),
         ([], 8, 512, [], []),
@@ -292,12 +294,12 @@ def test_captured_request_counts(sizes: list[int], rows: int, tokens: int, first
 
     keys = capture_keys([4] * (rows + 1), sizes, tokens)
     assert keys == ({4: (first, decode)} if first or decode else {})
-    # One draft: nothing but a first pass.
+    # One draft: only a first pass.
     assert all(loops == [] for _, loops in capture_keys([1] * (rows + 1), sizes, tokens).values())
 
 
 def capture_keys(schedule: list[int], sizes: list[int], tokens: int) -> dict[int, tuple[list[int], list[int]]]:
-    """Request counts of the first pass and of the loop, by the number of drafts."""
+    """Return request counts of the first pass and of the loop, by number of drafts."""
     from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
 
     config = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes, default=0))
@@ -319,8 +321,10 @@ def capture_keys(schedule: list[int], sizes: list[int], tokens: int) -> dict[int
 
 
 def test_captured_request_counts_of_a_dynamic_number_of_drafts() -> None:
-    """A first pass over as many requests as had those drafts at most: some may have ended since. The loop for what
-    pads to each count; nothing where a first pass is all."""
+    """A first pass covers all batches that had at most this many requests, because some requests may have ended.
+
+    A loop covers the counts to which its batches are padded. Nothing is captured if only a first pass runs.
+    """
     schedule = [0, 4, 4, 4, 2, 2, 2, 0, 0, 1]
     sizes = sorted({(drafts + 1) * requests for drafts in (0, 1, 2, 4) for requests in range(1, 10)})
     assert capture_keys(schedule, sizes, 512) == {
@@ -329,7 +333,7 @@ def test_captured_request_counts_of_a_dynamic_number_of_drafts() -> None:
         1: ([9, 8, 7, 6, 5, 4, 3, 2, 1], []),
         0: ([8, 7, 6, 5, 4, 3, 2, 1], []),
     }
-    # Few sizes: batches pad to what another number of drafts has a graph for, and the target's largest is the limit.
+    # Few sizes: batches are padded to a size of another number of drafts, up to the target's largest size.
     assert capture_keys(schedule, [5, 15, 18], 512) == {
         4: ([3, 1], [3, 2, 1]),
         2: ([6, 5, 2], [6, 5]),
@@ -342,7 +346,7 @@ def test_captured_request_counts_of_a_dynamic_number_of_drafts() -> None:
 
 
 class Counted:
-    """A speculator, as far as its counters go."""
+    """A speculator that has only counters."""
 
     def __init__(self, **totals: int) -> None:
         self.totals = totals
@@ -353,7 +357,7 @@ class Counted:
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
-    """Of counters; no thread looks at anything."""
+    """Return a folder for counters; no thread reads anything."""
     monkeypatch.setenv(transport.DIRECTORY_VARIABLE, str(tmp_path / "private"))
     monkeypatch.setattr(transport, "PERIOD", 3600)
     return tmp_path / "private"
@@ -383,14 +387,14 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_counters_of_this_process_are_those_of_the_moment(folder: pathlib.Path, rank: Any) -> None:
     speculator = Counted(draft_graph_replays=3, draft_eager_passes=1)
     start_counting(speculator)
-    start_counting(speculator)  # once is enough
+    start_counting(speculator)  # it starts only once
     [file] = transport.files("drafter")
     speculator.totals["draft_graph_replays"] = 8
     stats = exporter.totals([])
     assert (stats.draft_graph_replays, stats.draft_eager_passes, stats.engines) == (8, 1, 0)
     assert transport.read([file]).counts["draft_graph_replays"] == 3
     del speculator
-    assert exporter.totals([]).draft_graph_replays == 3  # what was published last
+    assert exporter.totals([]).draft_graph_replays == 3  # the counts published last
 
 
 def test_counters_are_published_for_other_processes(folder: pathlib.Path, rank: Any) -> None:
@@ -406,7 +410,7 @@ def test_counters_are_published_for_other_processes(folder: pathlib.Path, rank: 
 
 
 class Interrupted(str):
-    """A word that is being compared: just then another thread counts something for the first time."""
+    """A string whose comparison lets another thread count something for the first time."""
 
     counter: Counter[Any]
 
@@ -418,7 +422,7 @@ class Interrupted(str):
 
 
 def test_a_runner_may_count_while_the_publisher_reads() -> None:
-    """A thread that ended with "dictionary changed size during iteration" would publish nothing any more."""
+    """A thread that failed with "dictionary changed size during iteration" would never publish again."""
     from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
 
     mode, reason = Interrupted("loop"), Interrupted("more requests than the largest graph")

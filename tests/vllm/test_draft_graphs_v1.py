@@ -1,5 +1,7 @@
-"""Draft graphs in the V1 runner without a GPU: the drafts of vLLM's own drafters, what is refused, and how they get in.
-Engines that replay graphs are in tests/gpu/vllm."""
+"""Draft graphs in the V1 runner without a GPU: the drafts of vLLM's drafters, refusals, and how they are attached.
+
+Engines that replay graphs are in tests/gpu/vllm.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +29,23 @@ RANDOM = "drafts drawn at random"
 
 
 def test_drafts_are_those_of_vllm_s_drafters() -> None:
-    """Real drafters of the installed vLLM on the CPU, ours running from the host what its graphs would hold."""
+    """Compare real drafters of the installed vLLM on the CPU. Ours runs the bodies of its graphs from the host."""
     lines = [line.split(" ", 1) for line in interpreted("draft_proposers.py").splitlines() if "replays" in line]
     ran = {name: json.loads(said) for name, said in lines}
     assert list(ran) == ["draft_model", "eagle", "eagle3", "mtp", "heterogeneous", "one", "probabilistic"]
     for name, report in ran.items():
         replays, eager = report["replays"], report["eager"]
         assert replays["first_pass"] > (5 if name == "probabilistic" else 15)
-        # The decode loop runs behind any first pass; with one draft there is none.
+        # The decode loop runs after every first pass, except with one draft.
         assert replays["decode"] == (0 if name == "one" else replays["first_pass"] + eager[MIXED])
-        # 40 batches, each in its way: all of it in "graphs", the decode loop alone, or none of it.
+        # 40 batches, each run in one of three ways: all of it in "graphs", only the decode loop, or none of it.
         assert replays["first_pass"] + sum(eager.values()) == 40
         assert {MIXED, TOO_LARGE, FEWER} <= set(eager) <= {MIXED, TOO_LARGE, FEWER, NEAR, RANDOM}
         assert (RANDOM in eager) == (name == "probabilistic")
     assert any(NEAR in report["eager"] for report in ran.values())
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
@@ -75,7 +77,7 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Runner(SimpleNamespace):
-    """vLLM's, as far as draft graphs see it."""
+    """The parts of vLLM's runner that draft graphs use."""
 
     def capture_model(self) -> int:
         self.captured = True
@@ -106,7 +108,7 @@ def speculation(**changes: Any) -> SimpleNamespace:
 
 
 def make_drafter(kind: str = "eagle", **changes: Any) -> Any:
-    """One of vLLM's, as far as it is looked at before anything runs."""
+    """Create a drafter of vLLM with the attributes that are read before it runs."""
     from vllm.v1.spec_decode.dflash import DFlashProposer
     from vllm.v1.spec_decode.eagle import EagleProposer
 
@@ -202,14 +204,14 @@ def test_an_engine_on_the_cpu_is_refused(engines: Engines) -> None:
 def test_an_engine_on_the_cpu_runs_without_on_request(engines: Engines) -> None:
     settings = {"draft_graphs": True, "mode": "cow", "on_unsupported": "vanilla"}
     result = engines.run(prompts(2), nwor=settings, max_tokens=8)
-    assert result["session"]["stats"]["windows"] > 0  # the transaction is another matter
+    assert result["session"]["stats"]["windows"] > 0  # the transaction is a separate setting
 
 
-# ---------------------------------------------------------------- getting in
+# ---------------------------------------------------------------- patches
 
 
 def test_in_and_out_of_a_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that is bound anew has a new drafter's loop, around vLLM's own methods."""
+    """When the cache is bound again, the drafter gets a new loop around vLLM's own methods."""
     from vllm.v1.spec_decode.eagle import EagleProposer
 
     drafter = make_drafter()
@@ -245,7 +247,7 @@ def test_other_runners_and_engines_are_left_alone(
 
 
 def test_captured_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The target's sizes count K + 1 = 4 tokens of each request; the compiled model takes 16."""
+    """The target's sizes count K + 1 = 4 tokens per request. The compiled model takes at most 16."""
     drafter = make_drafter()
     sizes = {"cudagraph_capture_sizes": [4, 8, 16, 24], "max_cudagraph_capture_size": 24}
     drafter.vllm_config.compilation_config = SimpleNamespace(**sizes)
@@ -256,7 +258,7 @@ def test_captured_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_size_that_holds_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's graphs are captured; that there are none for the drafter is said."""
+    """vLLM captures its graphs, and the log says that the drafter has none."""
     drafter = make_drafter()
     sizes = {"cudagraph_capture_sizes": [1, 2], "max_cudagraph_capture_size": 2}
     drafter.vllm_config.compilation_config = SimpleNamespace(**sizes)

@@ -1,4 +1,4 @@
-"""A real vLLM CPU engine with the transaction on: every byte audited at every step, output as vanilla's."""
+"""Real vLLM CPU engines with the transaction: every byte is audited at every step, and the output is vanilla's."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from engines import ENGINE, LLAMA, Engines, model_folder, prompts, ranks_job
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 MODES = pytest.mark.parametrize("nwor", [COW, STAGE], ids=["cow", "stage"])
-SPARE = 16  # blocks that mode stage withholds of each group of these engines: 8 requests, each a tail and one more
+SPARE = 16  # shadow pages per group in mode stage: 8 requests, each with a tail page and one more
 
 
 def isa_of(dtype: torch.dtype, kv_cache_dtype: str = "auto") -> str:
-    """Which pages vLLM chooses for these engines on this processor."""
+    """Return the kind of pages that vLLM chooses for these engines on this processor."""
     return _get_attn_isa(dtype, ENGINE["block_size"], LLAMA["head_dim"], kv_cache_dtype)
 
 
 def test_vanilla_leaves_stale_rows(engines: Engines) -> None:
-    """The reason for this library, and the proof that the audit sees what it looks for."""
+    """The reason for this library, and the proof that the audit finds stale rows."""
     audit = engines.run(prompts(12), nwor={"mode": "off", "audit": True})["session"]["audit"]
     assert audit["rejected"] > 0
     assert audit["stale_rows"] > 0
@@ -39,7 +39,7 @@ def test_36_prompts(engines: Engines, nwor: dict[str, Any]) -> None:
 
 @MODES
 def test_compiled(engines: Engines, nwor: dict[str, Any]) -> None:
-    """vLLM's piecewise-compiled model: the write site is an opaque op between compiled pieces."""
+    """In vLLM's piecewise-compiled model, the write is an opaque op between compiled pieces."""
     vanilla, ours = engines.pair(prompts(8), nwor, enforce_eager=False)
     assert ours["tokens"] == vanilla["tokens"]
     check_transaction(ours)
@@ -48,7 +48,7 @@ def test_compiled(engines: Engines, nwor: dict[str, Any]) -> None:
 
 @MODES
 def test_preemption(engines: Engines, nwor: dict[str, Any]) -> None:
-    """A cache too small for the batch: requests lose their blocks in mid-flight and start over."""
+    """The cache is too small for the batch: requests lose their blocks while they run, and start over."""
     requests, arguments = prompts(8, longest=80, seed=3), {"max_tokens": 80, "max_model_len": 192}
     spare = SPARE if nwor is STAGE else 0
     started = engines.start(requests, num_gpu_blocks_override=14, **arguments)
@@ -70,7 +70,7 @@ def test_abort_in_mid_flight(engines: Engines, nwor: dict[str, Any]) -> None:
 
 @MODES
 def test_prefix_caching(engines: Engines, nwor: dict[str, Any]) -> None:
-    """Blocks are shared and reused: a stale row in a hashed block would be another request's prefix."""
+    """Blocks are shared and reused, so a stale row in a hashed block would be part of another request's prefix."""
     shared = prompts(1, longest=90, seed=5)[0] * 8
     requests = [shared[:96] + tokens[:20] for tokens in prompts(8)] * 3
     vanilla, ours = engines.pair(requests, nwor, enable_prefix_caching=True)
@@ -81,7 +81,7 @@ def test_prefix_caching(engines: Engines, nwor: dict[str, Any]) -> None:
 
 @MODES
 def test_chunked_prefill(engines: Engines, nwor: dict[str, Any]) -> None:
-    """Prompts longer than a step's token budget: decode with drafts and prompt chunks share batches."""
+    """Prompts are longer than a step's token budget, so batches mix prompt chunks and decodes with drafts."""
     vanilla, ours = engines.pair(
         prompts(10, longest=150, seed=7), nwor, max_num_batched_tokens=64, enable_chunked_prefill=True
     )
@@ -112,8 +112,8 @@ GEMMA = {
 
 @MODES
 def test_groups_of_layers_that_share_memory(engines: Engines, nwor: dict[str, Any]) -> None:
-    """Sliding-window and full layers are two KV-cache groups, with slot mappings of their own, whose blocks lie in
-    one backing buffer."""
+    """Sliding-window and full layers are two KV-cache groups with separate slot mappings, and their blocks share one
+    buffer."""
     vanilla, ours = engines.pair(prompts(8, longest=150), nwor, model=model_folder(**GEMMA))
     assert ours["tokens"] == vanilla["tokens"]
     check_transaction(ours)
@@ -123,7 +123,7 @@ def test_groups_of_layers_that_share_memory(engines: Engines, nwor: dict[str, An
 
 @MODES
 def test_pages_that_strides_can_express(engines: Engines, nwor: dict[str, Any]) -> None:
-    """Their keys lie transposed."""
+    """Pages with transposed keys."""
     vanilla, ours = engines.pair(prompts(12), nwor, model=model_folder(head_dim=80))
     assert {layer["isa"] for layer in ours["layers"].values()} == {"vec16"}
     assert ours["tokens"] == vanilla["tokens"]
@@ -131,7 +131,7 @@ def test_pages_that_strides_can_express(engines: Engines, nwor: dict[str, Any]) 
 
 
 def test_fp8_cache_is_logged_before_vllm_writes(engines: Engines) -> None:
-    """A quantised CPU cache goes through vLLM's own writer; ours only logs."""
+    """vLLM's own writer fills a quantized CPU cache, and ours only logs."""
     try:
         isa_of(torch.bfloat16, "fp8")
     except NotImplementedError as refused:
@@ -145,7 +145,7 @@ def test_fp8_cache_is_logged_before_vllm_writes(engines: Engines) -> None:
 
 @MODES
 def test_draft_model_layers_are_left_alone(engines: Engines, nwor: dict[str, Any]) -> None:
-    """The drafter's own layers hit the same op and may share slots: they are not part of the transaction."""
+    """The drafter's layers call the same op and may share slots, but they do not belong to the transaction."""
     draft = {
         "method": "draft_model",
         "model": model_folder(num_hidden_layers=1, hidden_size=128),
@@ -157,11 +157,12 @@ def test_draft_model_layers_are_left_alone(engines: Engines, nwor: dict[str, Any
     assert len(target) == 3
     assert len(ours["layers"]) == 4
     assert {name for name, layer in ours["layers"].items() if layer["wrapped"]} == target
-    check_transaction(ours, accepts=False)  # another random model
+    check_transaction(ours, accepts=False)  # a model with other random weights
 
 
 def test_a_draft_model_that_writes_over_the_target_s_rows_is_refused(engines: Engines) -> None:
-    """vLLM hands it the slots of the first group, and its layer lies in the memory of that group's."""
+    """vLLM gives the draft model the slots of the first group, and its layer shares memory with a layer of
+    that group."""
     draft = {"method": "draft_model", "model": model_folder(num_hidden_layers=1), "num_speculative_tokens": 2}
     said = (
         r"nwor: speculation by draft_model: layers draft_model.model.layers.0.self_attn.attn are in KV-cache group 1, "
@@ -172,7 +173,7 @@ def test_a_draft_model_that_writes_over_the_target_s_rows_is_refused(engines: En
 
 
 def test_sampling_with_temperature(engines: Engines) -> None:
-    """Random sampling: the sampler's placeholders, not greedy equality, say what was accepted."""
+    """With random sampling, the sampler's placeholders tell what was accepted; greedy equality does not apply."""
     ours = engines.run(prompts(10), nwor=COW, temperature=0.3)
     check_vllm_counts(ours)
     assert ours["session"]["audit"]["rejected"] > 0
@@ -182,13 +183,13 @@ def test_sampling_with_temperature(engines: Engines) -> None:
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
-        # The servers of test_metrics.py run in mode cow.
+        # The servers of test_metrics.py cover mode cow.
         pytest.param("cow", "launches per step beyond the writers", marks=pytest.mark.nightly),
         ("stage", "16 of 96 blocks (16.7% of the cache, 0.8 MiB) are shadow pages, withheld from the scheduler"),
     ],
 )
 def test_engine_core_in_its_own_process(engines: Engines, mode: str, said: str) -> None:
-    """`vllm serve` runs the engine core in a child process: the plugin loads there too, in worker and scheduler."""
+    """`vllm serve` runs the engine core in a child process. The plugin loads there too, in worker and scheduler."""
     requests = prompts(6)
     environment = {"VLLM_NWOR_MODE": mode, "VLLM_NWOR_AUDIT": "1"}
     vanilla = engines.start(requests)
@@ -199,7 +200,7 @@ def test_engine_core_in_its_own_process(engines: Engines, mode: str, said: str) 
 
 
 def test_two_ranks(engines: Engines) -> None:
-    """Tensor parallelism: each rank, a process of its own, audits its half of the heads; on /metrics both are one."""
+    """Tensor parallelism: each rank is a process that audits its half of the heads. On /metrics both count as one."""
     arguments = {"tensor_parallel_size": 2, "additional_config": {"nwor": COW}}
     result = engines.submit(ranks_job, prompts(4), arguments).result()
     sessions = [session for worker in result["workers"] for session in worker["sessions"]]

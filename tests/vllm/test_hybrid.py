@@ -1,9 +1,9 @@
-"""Hybrid models: attention's rows are the transaction, recurrent states are vLLM's, in the same memory.
+"""Hybrid models: the transaction covers attention's rows, and vLLM manages the recurrent states in the same memory.
 
-The model has Qwen3-Next's layers: of the recurrent kernels of vLLM 0.32's CPU engine only those of Gated DeltaNet can
-verify drafts. (Its convolution for Mamba and LFM2 takes one state index for each token where there is one row of them
-for each request, and reads behind its end: such engines contradict themselves from run to run.) Nor has that engine
-prefix caching for it, whose Triton kernels have no stand-in there; gpu_cases.py has cases of both.
+The model has the layers of Qwen3-Next. On vLLM 0.32's CPU engine, only the recurrent kernels of Gated DeltaNet can
+verify drafts. (Its convolution for Mamba and LFM2 expects one state index per token, but gets one row of them per
+request, and reads after its end. Such engines give different results from run to run.) That engine also lacks prefix
+caching for hybrid models, because its Triton kernels have no CPU version. gpu_cases.py has cases of both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ QWEN3_NEXT = {
     "linear_value_head_dim": 64,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
-    "mlp_only_layers": [0, 1, 2, 3],  # one layer has to have experts
+    "mlp_only_layers": [0, 1, 2, 3],  # one layer must have experts
     "num_experts": 2,
     "num_experts_per_tok": 1,
     "moe_intermediate_size": 64,
@@ -49,15 +49,18 @@ QWEN3_NEXT = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
 }
-# Small enough that blocks change hands, from states to rows and back.
+# Small enough that blocks of states become blocks of rows, and the reverse.
 CACHE = {"num_gpu_blocks_override": 64}
-SPARE = 16  # of the one group of attention layers; the two groups of states need none
+SPARE = 16  # for the one group of attention layers; the two groups of states need none
 
 
 @pytest.mark.parametrize("nwor", [COW, STAGE, {"mode": "off", "audit": True}], ids=["cow", "stage", "off"])
 def test_hybrid_model(engines: Engines, nwor: dict[str, Any]) -> None:
-    """Tokens as vanilla's with a cache of one size to the scheduler, all of attention's bytes as they should be; and
-    where nothing is undone, the stale rows are seen."""
+    """The tokens are vanilla's with a cache of the same size for the scheduler, and all of attention's bytes are
+    correct.
+
+    Without undo, the stale rows are found.
+    """
     arguments = {"model": model_folder(**QWEN3_NEXT)} | CACHE
     started = engines.start(prompts(16), **arguments)
     if nwor is STAGE:
@@ -78,7 +81,7 @@ def test_hybrid_model(engines: Engines, nwor: dict[str, Any]) -> None:
 
 
 def _job_with_a_wrong_byte(model: str, requests: list[list[int]]) -> str:
-    """What the audit says of an engine in which a row of a prompt changes in the middle of a step."""
+    """Run an engine in which a row of a prompt changes during a step, and return what the audit says."""
     os.environ.update(ENVIRONMENT)
     from vllm import LLM, SamplingParams
 
@@ -107,11 +110,11 @@ def test_a_wrong_byte_of_an_attention_block_is_found(engines: Engines) -> None:
     assert re.search(r" [12] bytes are not what this step should leave there", said)
 
 
-# ---------------------------------------------------------------- which bytes are left out
+# ---------------------------------------------------------------- bytes that are not compared
 
 BLOCKS, SIZE, HEADS, WIDTH = 8, 4, 2, 8
-SLOTS = torch.tensor([8, 9, 10])  # in block 2: a token and its two drafts, of which the second is rejected
-STATE = 40  # bytes of a page's 256 that the state takes
+SLOTS = torch.tensor([8, 9, 10])  # in block 2: a token and its two drafts; the second draft is rejected
+STATE = 40  # bytes of the state in a page of 256
 
 
 def _write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -121,11 +124,13 @@ def _write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_
 
 
 class Step:
-    """A step of a hybrid model, done right: an attention layer in block 2, and a layer with states in the same memory,
-    whose two requests have computed 9 and 3 tokens of blocks of 4."""
+    """A correct step of a hybrid model: an attention layer in block 2, and a layer with states in the same memory.
+
+    Its two requests have computed 9 and 3 tokens, with blocks of 4.
+    """
 
     def __init__(self, make: Callable[..., CacheAudit]) -> None:
-        self.rows = [(9, [1, 5, 3]), (3, [4])]  # blocks 1 and 5 of the first request were taken back
+        self.rows = [(9, [1, 5, 3]), (3, [4])]  # blocks 1 and 5 of the first request were freed
         self.cache = torch.ones(BLOCKS, SIZE, HEADS, 2 * WIDTH, dtype=torch.bfloat16)
         self.pages = self.cache.view(BLOCKS, -1).view(torch.uint8)
         state = self.pages[:, :STATE].view(torch.float32).view(BLOCKS, 2, 5)
@@ -134,7 +139,7 @@ class Step:
         self.audit = make([layer], 8, recurrent=[recurrent])
 
     def run(self, block: int, byte: int) -> None:
-        """With a byte that changes, as if vLLM's kernels or ours had written it."""
+        """Run the step with a byte that changes, as if a kernel of vLLM or ours had written it."""
         rows = torch.arange(2 * 3 * HEADS * WIDTH).view(2, 3, HEADS, WIDTH).to(torch.bfloat16) + 2
         self.audit.begin([0, 3], [2], {"0": SLOTS})
         self.audit.opened({"0": SLOTS})
@@ -149,10 +154,10 @@ class Step:
 @pytest.mark.parametrize(
     ("block", "byte", "left_out"),
     [
-        *((block, STATE - 1, True) for block in (0, 3, 4)),  # padded rows' state, and the requests'
-        *((block, STATE, False) for block in (0, 3, 4)),  # behind their states
-        *((block, 0, False) for block in (1, 5)),  # states no longer the request's
-        *((block, 0, False) for block in (2, 6, 7)),  # attention's, and nobody's
+        *((block, STATE - 1, True) for block in (0, 3, 4)),  # the state of padded rows, and those of the requests
+        *((block, STATE, False) for block in (0, 3, 4)),  # after their states
+        *((block, 0, False) for block in (1, 5)),  # states that the request no longer owns
+        *((block, 0, False) for block in (2, 6, 7)),  # a block of attention, and a free one
     ],
 )
 def test_states_of_the_batch_are_left_out_and_nothing_else(block: int, byte: int, left_out: bool) -> None:
@@ -184,7 +189,7 @@ def test_a_block_that_becomes_a_state_holds_no_rows() -> None:
     assert step.audit.slot_states()["0"][2].tolist() == [FREE] * SIZE
 
 
-# ---------------------------------------------------------------- what counts groups and blocks
+# ---------------------------------------------------------------- groups and blocks
 
 ROWS = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 STATES = MambaSpec(block_size=256, shapes=((4, 8), (16, 16)), dtypes=(torch.bfloat16, torch.float32))
@@ -198,8 +203,10 @@ def test_which_specs_are_recurrent() -> None:
 
 
 def test_spare_blocks_are_for_the_groups_of_attention() -> None:
-    """A block of states spans as many tokens as a request can have, or fewer than attention's: neither says how many
-    shadow pages drafts need."""
+    """A block of states may span as many tokens as a request can have, or fewer than a block of attention.
+
+    Neither size determines the number of shadow pages that drafts need.
+    """
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         speculative_config=SimpleNamespace(num_speculative_tokens=3),

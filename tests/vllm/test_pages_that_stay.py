@@ -1,11 +1,10 @@
-"""Mode stage: shadow pages keep their rows from step to step, and nothing that happens between two steps may leave one
-with rows that are no longer its request's.
+"""Mode stage: shadow pages keep their rows from step to step, and must never keep rows of another request.
 
-Runners in miniature, which do what vLLM's two do in the same order, are driven at random behind our wrappers: requests
-come, some with rows that a connector loads and drafts in their first step; prefill in chunks; decode with and without
-drafts, or are left out of a step; are preempted; end, and leave blocks and states to the next one at once. Forwards
-fail. In every forward each request reads its whole sequence through the block table, as attention does, and what it
-reads is compared with what was written; the audit compares the whole cache.
+Small runners perform the steps of vLLM's two runners in the same order, with our patches, and are driven at random.
+Requests arrive, some with rows that a connector loads and with drafts in their first step. They prefill in chunks,
+decode with and without drafts, are left out of a step, or are preempted. They end, and the next request gets their
+blocks and states right away. Forwards fail. In every forward each request reads its whole sequence through the block
+table, as attention does. This is compared with what was written, and the audit compares the whole cache.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from nwor_ops.vllm.session import Session
 from nwor_ops.vllm.spare_blocks import SpareBlocks
 
 SIZE, HEADS, WIDTH = 4, 1, 4
-MOST, DRAFTS, LENGTH = 3, 2, 24  # requests, drafts of one, tokens of one
+MOST, DRAFTS, LENGTH = 3, 2, 24  # maximum number of requests, of drafts per request and of tokens per request
 COLUMNS = LENGTH // SIZE
-LOG_ROWS = 5  # fewer than MOST * DRAFTS: some steps run without a window
+LOG_ROWS = 5  # fewer than MOST * DRAFTS, so some steps run without a window
 SHADOWS = num_shadow_blocks(MOST, DRAFTS, SIZE)
 BLOCKS = 1 + MOST * COLUMNS + SHADOWS  # block 0 is vLLM's null block
 SPARE = SpareBlocks(BLOCKS, groups=(0,), per_group=SHADOWS, block_bytes=1)
@@ -52,17 +51,17 @@ class ForwardFailed(Exception):
 @dataclass(eq=False)
 class Request:
     name: str
-    waiting: int  # tokens known but not yet in the cache
-    rows: list[float] = field(default_factory=list)  # of those that are
+    waiting: int  # number of tokens that are not in the cache yet
+    rows: list[float] = field(default_factory=list)  # number of tokens that are
     blocks: list[int] = field(default_factory=list)
     is_new: bool = True
     is_resumed: bool = False
-    loaded: int = 0  # of its rows, those that arrive in its first step
+    loaded: int = 0  # number of rows that are loaded in its first step
 
 
 @dataclass
 class Part:
-    """Of a step."""
+    """One request's part of a step."""
 
     request: Request
     given: int
@@ -71,7 +70,7 @@ class Part:
 
 
 class Runner:
-    """What the runners of both generations have in common. Every token's row is one number."""
+    """The parts that the runners of both generations share. Every token's row is one number."""
 
     attachment: type[RunnerAttachment]
     resumed_are_new: bool
@@ -101,7 +100,7 @@ class Runner:
         self.copied = CopiedRows(self.session.manager)
 
     def make_buffers(self) -> None:
-        """Before the plugin looks at them."""
+        """Create the buffers before the plugin reads them."""
 
     @staticmethod
     def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -110,10 +109,10 @@ class Runner:
                 kv_cache[slot // SIZE, slot % SIZE] = torch.cat((key[token], value[token]), -1)
 
     def remove(self, name: str) -> None:
-        """A request ended or was preempted."""
+        """Remove a request that ended or was preempted."""
 
     def run(self, parts: list[Part], fails: bool) -> None:
-        """One step."""
+        """Run one step."""
         self.parts, self.fails = parts, fails
         entering = [part.request for part in parts if part.request.is_new]
         resumed = {request.name for request in entering if request.is_resumed and not self.resumed_are_new}
@@ -134,7 +133,7 @@ class Runner:
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Starts, lengths, slots and tables of the batch, on the device."""
+        """Write starts, lengths, slots and tables of the batch to the device."""
         counts = [part.given + part.drafts for part in self.batch]
         self.starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
         lengths = [len(p.request.rows) + count for p, count in zip(self.batch, counts, strict=True)]
@@ -169,7 +168,7 @@ class Runner:
             request.is_new = False
 
     def load(self) -> None:
-        """Rows that a connector loads arrive when the step is prepared."""
+        """Load rows of a connector while the step is prepared."""
         arriving = [part.request for part in self.batch if part.request.loaded]
         if not arriving:
             return
@@ -182,7 +181,7 @@ class Runner:
 
 
 class V1Runner(Runner):
-    """Requests that are not scheduled leave the batch, the last one takes their place, and two more change places."""
+    """Requests that are not scheduled leave the batch, the last one takes their place, and two more swap places."""
 
     attachment = v1.V1
     resumed_are_new = False
@@ -203,7 +202,7 @@ class V1Runner(Runner):
                 self.names[row] = last
 
     def arrange(self, parts: list[Part]) -> list[Part]:
-        """The batch: who is in which row."""
+        """Assign the requests to the rows of the batch."""
         of = {part.request.name: part for part in parts}
         for name in [name for name in self.names if name not in of]:
             self.remove(name)
@@ -244,7 +243,7 @@ class V1Runner(Runner):
 
 
 class V2Runner(Runner):
-    """Whoever is known to the runner has a state; the one given back last is the next one's."""
+    """Every request that the runner knows has a state. The next request gets the state that was freed last."""
 
     attachment = v2.V2
     resumed_are_new = True
@@ -282,7 +281,7 @@ class V2Runner(Runner):
         self.forward()
 
     def prepare_attn(self, input_batch: Any) -> None:
-        """Done."""
+        """Do nothing: `prepare` has done it."""
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> tuple[None, Tensor, Tensor]:
         sampled = torch.tensor([part.accepted + 1 for part in self.batch], dtype=torch.int32)
@@ -320,7 +319,7 @@ class Engine(RuleBasedStateMachine):
     @precondition(has_room)
     @rule(loaded=st.integers(1, 9))
     def come_with_rows(self, loaded: int) -> None:
-        """One token is left to compute; the scheduler gives the request drafts."""
+        """Add a request with one token left to compute, to which the scheduler gives drafts."""
         rows = [next(self.runner.counter) for _ in range(loaded)]
         self.requests.append(Request(next(self.names), 1, rows, loaded=loaded))
 
@@ -332,7 +331,8 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), loaded=st.booleans())
     def preempt(self, data: st.DataObject, loaded: bool) -> None:
-        """It comes back under its name, and computes all of its tokens again; or all but one are loaded."""
+        """Preempt a request. It returns under the same name, and computes all of its tokens again, or all but one are
+        loaded."""
         request = self.leave(data)
         tokens = len(request.rows) + request.waiting
         rows = [next(self.runner.counter) for _ in range(tokens - 1 if loaded else 0)]
@@ -426,12 +426,12 @@ RUNNERS = pytest.mark.parametrize("runner_class", [V1Runner, V2Runner])
 
 @RUNNERS
 def test_a_request_that_drafts_in_every_step_is_copied_once(runner_class: type[Runner]) -> None:
-    """Two requests, six steps of a token and two drafts, over the ends of pages."""
+    """Two requests, six steps of a token and two drafts, across the ends of pages."""
     runner = runner_class()
     a, b = Request("a", 6, blocks=[1, 2, 3, 4, 5]), Request("b", 5, blocks=[7, 8, 9, 10, 11])
     serve(runner, [[Part(a, 6, 0, 0), Part(b, 5, 0, 0)]])
     serve(runner, [[Part(a, 1, DRAFTS, number % 2), Part(b, 1, DRAFTS, number % 3)] for number in range(6)])
-    assert runner.copied.copied == 2 + 1  # of the pages that the prompts end in
+    assert runner.copied.copied == 2 + 1  # rows of the pages in which the prompts end
     assert runner.copied.committed == 11
 
 
@@ -440,7 +440,7 @@ def test_a_request_that_drafts_in_every_step_is_copied_once(runner_class: type[R
 def test_pages_are_copied_again_where_rows_are_loaded_alone(
     runner_class: type[Runner], loads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connector is called in every attention layer, also where it has loaded all that there is in earlier steps."""
+    """A connector is called in every attention layer, even if it has loaded everything in earlier steps."""
     runner, refreshed = runner_class(), []
     monkeypatch.setattr(runner.session.manager, "refresh_shadow_pages", lambda: refreshed.append(1))
     request = Request("a", 1, [1.0, 2.0, 3.0, 4.0], blocks=[1, 2], loaded=4 if loads else 0)
@@ -453,7 +453,7 @@ def test_pages_are_copied_again_where_rows_are_loaded_alone(
 
 @pytest.mark.parametrize("forgets", [True, False])
 def test_a_page_that_changed_hands_in_a_step_without_drafts(forgets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next request takes the state and the page of the one that ended, alone in the batch."""
+    """The next request is the only one in the batch, and gets the state and the page of the one that ended."""
     if not forgets:
         forgets_no_step(monkeypatch)
     runner = V2Runner()
@@ -483,5 +483,5 @@ def test_a_requests_number_stays_its_own_whatever_its_row() -> None:
     assert numbers("c", "a") == {"c": first["c"], "a": first["a"]}
     assert states.update(["c", "d", "a"]) == [False, True, False]
     assert numbers("c", "d", "a") == {"c": first["c"], "d": first["b"], "a": first["a"]}
-    assert states.update(["b", "a"]) == [True, False]  # one that comes back is new
+    assert states.update(["b", "a"]) == [True, False]  # a request that returns is new
     assert [states[name] for name in ("b", "a")] == states.tensor.tolist()

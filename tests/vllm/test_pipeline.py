@@ -1,6 +1,8 @@
-"""A pipeline stage that samples nothing, around a runner and a ``PPHandler`` that do what vLLM 0.33's do in the same
-order: requests of random lengths that end, are aborted and preempted, and whose blocks are another's at once. (The real
-ones need two GPUs: tests/gpu/vllm.)"""
+"""A pipeline rank that does not sample, with a runner and a ``PPHandler`` that act in the order of vLLM 0.33's.
+
+Requests of random lengths end, are aborted or preempted, and other requests get their blocks right away. (The real
+classes need two GPUs: tests/gpu/vllm.)
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ NOT_THERE_YET = 99
 
 
 class Event:
-    """Waited for by the main stream; nobody knows before that it happened, but where a test says so."""
+    """An event that the main stream waits for. Its query is False until then, unless a test sets it."""
 
     def __init__(self, arrive: Any) -> None:
         self._arrive, self.happened = arrive, False
@@ -43,7 +45,7 @@ class Event:
 
 
 class Handler:
-    """``PPHandler`` of a stage that is not the last: counts of a step are there once its event was waited for."""
+    """The ``PPHandler`` of a rank that is not the last. The counts of a step exist after its event was waited for."""
 
     def __init__(self, stages: int, verdicts: Any) -> None:
         self.queue: deque[Any] = deque([None] * stages)
@@ -75,10 +77,10 @@ class Handler:
 
 
 class Runner:
-    """The first of some stages, with a scheduler that knows what a step sampled when ``stages + 1`` others were begun.
+    """The first of several ranks. Its scheduler knows what a step sampled after ``stages + 1`` later steps have begun.
 
     Attributes:
-        should: the cache as it should be once nothing waits any more.
+        should: the expected cache after all windows are settled.
     """
 
     adaptive_verification = None
@@ -111,10 +113,10 @@ class Runner:
             if slot >= 0:
                 kv_cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = torch.cat((key[token], value[token]), -1)
 
-    # ------------------------------------------------------------ what vLLM's runner does
+    # ------------------------------------------------------------ vLLM's runner
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        """Nothing that matters here."""
+        """Do nothing: vLLM's own work does not matter here."""
 
     def prepare_attn(self, input_batch: Any) -> None:
         self.slots.fill_(-1)
@@ -137,11 +139,11 @@ class Runner:
         self.pp_handler.receive(batch, recv_drafts=True)
 
     def sample(self) -> None:
-        """Never called on such a stage."""
+        """Do nothing: such a rank never samples."""
 
 
 class Engine:
-    """A scheduler, the runner, and the verdicts of a last stage that does not run."""
+    """A scheduler, the runner, and the outcomes that a last rank would send."""
 
     def __init__(
         self, stages: int, seed: int, audit: bool = True, defers: bool = False, on_unsupported: str = "error"
@@ -150,7 +152,7 @@ class Engine:
         self.stages, self._defers = stages, defers
         self.free = list(range(1, BLOCKS))
         self.running: dict[str, SimpleNamespace] = {}
-        # Batch, the requests that are no more, and whether the scheduler may know what was sampled.
+        # The batch, the requests that ended, and whether the scheduler may know what was sampled.
         self.steps: list[list[Any]] = []
         self.names = self.known = 0
 
@@ -161,7 +163,7 @@ class Engine:
         gone: set[str] = set()
         for name, request in list(self.running.items()):
             ended = request.known >= request.most and self.random.random() < 0.7
-            if ended or self.random.random() < 0.06:  # aborted, or preempted
+            if ended or self.random.random() < 0.06:  # aborted or preempted
                 gone.add(name)
                 self.free += request.blocks
                 del self.running[name]
@@ -227,11 +229,13 @@ class Engine:
             needed=not any(drafts) or self.random.random() < 0.95,
         )  # fmt: skip
 
-    # ------------------------------------------------------------ what should be there
+    # ------------------------------------------------------------ the expected cache
 
     def _lose(self, gone: set[str]) -> None:
-        """Of steps that wait: the drafts of requests that are no more, their other tokens stay. But what the scheduler
-        may know already it may have kept."""
+        """Drop the drafts of requests that ended from deferred windows; their other tokens stay.
+
+        If the scheduler may know the outcome already, accepted drafts stay too.
+        """
         for number in range(max(len(self.steps) - self.stages + 1, 0), len(self.steps)):
             batch, lost, known = self.steps[number]
             for place, name in enumerate(batch.req_ids if batch is not None else ()):
@@ -279,11 +283,13 @@ def test_a_stage_leaves_accepted_rows_alone(stages: int, audit: bool, defers: bo
             assert summary["stale_rows"] == 0
     assert totals["accepted"] > 50
     assert totals["rejected"] > 50
-    assert (known > 0) == (defers and stages > 2)  # of two, the one step that waits is behind every deferral
+    assert (known > 0) == (
+        defers and stages > 2
+    )  # with two ranks, the one deferred window follows every deferred sampling
 
 
 def test_a_row_that_is_not_undone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The audit, where the drafts of a request that is no more stay."""
+    """The audit raises if the drafts of a request that ended stay."""
     monkeypatch.setattr(InFlightManager, "undo", lambda *_: None)
     engine = Engine(2, seed=0)
     with pytest.raises(AuditError, match=r"when requests ended, nwor audit, step .* not what this step should leave"):
@@ -291,7 +297,8 @@ def test_a_row_that_is_not_undone_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_undo_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``on_unsupported="vanilla"`` the drafts of that step stay, and nothing is settled when its verdict comes."""
+    """With ``on_unsupported="vanilla"`` the drafts of that step stay, and nothing is settled when its
+    outcome arrives."""
     failed = 0
 
     def fails(*_: Any) -> None:
@@ -313,7 +320,7 @@ def test_an_undo_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_step_that_goes_on_without_the_transaction_is_no_finding(
     monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """With ``on_unsupported="vanilla"`` every draft of such a step stays; of all others the audit still is one."""
+    """With ``on_unsupported="vanilla"`` every draft of such a step stays. The audit still compares all other rows."""
     planned, calls = getattr(InFlightManager, moment), 0
 
     def fails_now_and_then(*arguments: Any, **options: Any) -> None:
@@ -336,7 +343,7 @@ def test_a_step_that_goes_on_without_the_transaction_is_no_finding(
 
 
 def test_a_request_that_comes_back_too_early_is_judged_first() -> None:
-    """Not a step of vLLM's: its scheduler lets as many steps pass as there are stages."""
+    """vLLM never does this: its scheduler waits as many steps as there are ranks."""
     engine = Engine(3, seed=1)
     while engine.runner.session.manager.in_flight == 0:
         engine.step()
@@ -349,7 +356,8 @@ def test_a_request_that_comes_back_too_early_is_judged_first() -> None:
 
 @pytest.mark.parametrize("how", ["empty step", "verdict here"])
 def test_what_a_paused_engine_knows_is_kept(how: str) -> None:
-    """It takes results without scheduling, so that accepted drafts may be in the prefix cache when a request ends."""
+    """The engine takes results without scheduling, so accepted drafts may be in the prefix cache when a
+    request ends."""
     engine = Engine(2, seed=3)
     while True:
         engine.step()

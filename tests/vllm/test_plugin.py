@@ -1,4 +1,4 @@
-"""When the plugin is on, when it keeps away, and what it does when something goes wrong."""
+"""When the plugin is on, when it stays off, and what it does after an error."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def test_a_fault_of_ours_leaves_output_as_vanilla(engines: Engines, mode: str, m
     assert result["session"]["vanilla_steps"] == {f"{moment} failed": 1}
     stats, audit = result["session"]["stats"], result["session"]["audit"]
     assert stats["abandoned"] == (moment != "begin")
-    # That step's rejected drafts stayed, every other step is a transaction still (or the audit had raised).
+    # The rejected drafts of that step stayed. Every other step is still a transaction, or the audit would raise.
     assert audit["rejected"] > audit["stale_rows"]
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_a_forward_that_fails_leaves_no_draft_behind(engines: Engines, mode: str) -> None:
-    """vLLM's own failure in the last layer: the window is cancelled at once, and the audit compares that too."""
+    """vLLM fails in the last layer. The window is cancelled right away, and the audit compares that too."""
     result = engines.run(prompts(6), nwor={"mode": mode, "audit": True}, fault=("forward", 12))
     assert result["error"] == "planted in forward"
     session = result["session"]
@@ -82,7 +82,7 @@ def test_a_forward_that_fails_leaves_no_draft_behind(engines: Engines, mode: str
 
 
 def test_more_drafts_than_log_rows_is_a_plain_step(engines: Engines) -> None:
-    """Counted, in a strict engine too; steps that fit are transactions."""
+    """The step is counted, in a strict engine too. Steps that fit are transactions."""
     vanilla = engines.start(prompts(6))
     ours = engines.start(prompts(6), nwor={"mode": "cow", "audit": True}, fault=("log rows", 16)).result()
     assert ours["tokens"] == vanilla.result()["tokens"]
@@ -92,7 +92,7 @@ def test_more_drafts_than_log_rows_is_a_plain_step(engines: Engines) -> None:
     assert 0 < session["stats"]["drafted"] < session["audit"]["drafted"]
 
 
-# Named by its module, a connector is taken for one of the user's own, which must say when it reads.
+# A connector named by its module counts as a custom one, which must declare when it reads.
 UNKNOWN = {
     "kv_connector": "ExampleConnector",
     "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.example_connector",

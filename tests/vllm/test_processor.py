@@ -1,4 +1,5 @@
-"""``NWOR_TEST_CPU``: what a limited run tells vLLM, here and in the processes that it starts."""
+"""``NWOR_TEST_CPU``: a limited run tells vLLM about fewer processor features, here and in the processes that it
+starts."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def can_be(level: processor.Level) -> bool:
 
 
 def test_vllm_loads_the_library_of_a_limited_processor() -> None:
-    """Of the limit of this very run, where it has one."""
+    """For the limit of this test run, if it has one."""
     from vllm import _custom_ops  # noqa: F401
 
     level = processor.LEVELS.get(os.environ.get(processor.VARIABLE, ""))
@@ -44,7 +45,7 @@ def test_a_process_that_is_started_is_limited_too(name: str) -> None:
 
 
 def test_what_lies_beyond_the_limit_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a processor that has everything."""
+    """On a simulated processor with every feature."""
     everything = {"avx2": True, "avx512_f": True, "avx512_bf16": True, "amx_tile": True, "architecture": "x86_64"}
     expected = {
         "avx2": ["avx2"],

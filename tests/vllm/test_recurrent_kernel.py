@@ -1,5 +1,8 @@
-"""Family recurrent beside vLLM's own kernels for drafts, which keep a state for every token of a window and go on from
-that of the last accepted one: the CPU kernel, and the Triton kernel in Triton's interpreter."""
+"""Family recurrent compared with vLLM's kernels for drafts: the CPU kernel, and the Triton kernel in Triton's
+interpreter.
+
+vLLM's kernels keep one state per token of a window, and continue from the state of the last accepted token.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def vllm_kernel(inputs, states: torch.Tensor, slots: torch.Tensor, accepted: tor
 @pytest.mark.skipif(not HAS_CPU_KERNEL, reason="this vLLM has no CPU kernel for drafts of Gated DeltaNet")
 @pytest.mark.parametrize("heads", [Heads(1, 2, 128, 128), Heads(2, 4, 64, 128), Heads(2, 2, 128, 64)], ids=str)
 def test_windows_are_those_of_the_cpu_kernel(heads):
-    """Outputs of every token, and at the end the states of what was accepted, in ragged windows."""
+    """Compare the outputs of every token, and at the end the states of the accepted tokens, in ragged windows."""
     dice = random.Random(0)
     layer = make_layer(heads, REQUESTS + 1, MOST_TOKENS)
     theirs = torch.zeros(REQUESTS * MOST_TOKENS + 1, heads.value_heads, heads.key_width, heads.value_width)

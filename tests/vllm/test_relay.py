@@ -1,4 +1,4 @@
-"""Totals of a worker on another host, or of Ray's: they come with what vLLM's steps return."""
+"""Totals of a worker on another host, or of a Ray worker: they arrive with the output of vLLM's steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nwor_ops.vllm.metrics.worker import SessionPublisher
 
 
 class RaysExecutor:
-    """As engines may be given a class: those of vLLM that put workers under Ray say so."""
+    """An executor class as given to an engine. vLLM's Ray executors set this attribute too."""
 
     uses_ray = True
 
@@ -39,7 +39,7 @@ def _config(nodes: int = 2, backend: Any = "mp") -> Any:
 
 
 class Scheduler:
-    """What vLLM's does with an output is not looked at here."""
+    """A scheduler that ignores the output."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
@@ -52,7 +52,7 @@ class Scheduler:
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Goes from one host's folder to the other's."""
+    """Return a function that switches to the folder of the other host."""
     monkeypatch.setattr(transport, "PERIOD", 3600)
 
     def on(host: str) -> None:
@@ -73,7 +73,7 @@ def _output(inside: str = "") -> Any:
 
 
 def _arrived(output: Any) -> Any:
-    """What vLLM's message queue makes of it, and Ray."""
+    """Return what vLLM's message queue, or Ray, makes of an object."""
     for name in ("model_runner_output", "_model_runner_output"):
         output = getattr(output, name, output)
     return pickle.loads(pickle.dumps(output))
@@ -95,7 +95,7 @@ def test_totals_come_with_a_steps_output(hosts: Any, inside: str) -> None:
     assert (found["windows"], found["drafted"], found["accepted"], found["rejected"]) == (1, 4, 1, 3)
     hosts("the worker's")
     second = _output(inside)
-    tell(second)  # too early for another
+    tell(second)  # too early to send again
     assert not hasattr(_arrived(second), relay.TOTALS)
     sender._next = 0.0
     tell(None)
@@ -104,7 +104,7 @@ def test_totals_come_with_a_steps_output(hosts: Any, inside: str) -> None:
 
 
 def test_a_workers_own_file_goes_before_what_it_sent(hosts: Any) -> None:
-    """It is newer, and both are the same worker's."""
+    """Both hold totals of the same worker, and the file is newer."""
     hosts("both")
     session, publisher, _ = _worker()
     session.step(1, 4, 1, 3, 0)

@@ -1,5 +1,7 @@
-"""The V2 runner's wrappers around a runner that does what vLLM's does in the same order. (vLLM's CPU engine has V1
-alone; the real one is in tests/gpu/vllm.)"""
+"""The patches of the V2 runner, on a runner that acts in the order of vLLM's.
+
+vLLM's CPU engine has only V1. tests/gpu/vllm covers the real V2 runner.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ from nwor_ops.vllm.spare_blocks import SpareBlocks
 from nwor_ops.vllm.support import Unsupported
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 16, 4, 2, 8
-# Mode stage: 4 requests, each of at most 2 drafts, which may lie in two blocks.
+# Mode stage: 4 requests with at most 2 drafts each, which may lie in two blocks.
 SPARE = SpareBlocks(num_blocks=BLOCKS, groups=(0,), per_group=8, block_bytes=1)
-# One request: a token and two drafts, of which the first is accepted, at positions 2 to 4.
+# One request: a token and two drafts at positions 2 to 4. The first draft is accepted.
 TABLE = [1, 3]
 SLOTS = [6, 7, 12]
 BATCH = SimpleNamespace(
@@ -49,8 +51,8 @@ NOTHING = SimpleNamespace(
 MODES = pytest.mark.parametrize("mode", ["cow", "stage"])
 
 
-# Adaptive verification, four drafts scheduled and three verified: the host spreads them evenly over its requests, the
-# device says that the first has one, at position 3, and the second two, at positions 1 and 2.
+# Adaptive verification: four drafts are scheduled and three are verified. The host distributes them evenly over its
+# requests. The device says that the first request has one, at position 3, and the second has two, at positions 1 and 2.
 ADAPTIVE_TABLES = [[1, 3], [2, 4]]
 ADAPTIVE_SLOTS = [6, 7, 8, 9, 10]
 ADAPTIVE_BATCH = SimpleNamespace(
@@ -109,7 +111,7 @@ class Runner:
         self.prepare_attn(BATCH)
         rows = torch.ones(3, HEADS, WIDTH)
         self.session.write("target", rows, rows, self.kv_cache, self.slots[0, :3])
-        seen = self.kv_cache[self.table[0, :2].long()].flatten(0, 1)[:5, 0, 0]  # what attention would read
+        seen = self.kv_cache[self.table[0, :2].long()].flatten(0, 1)[:5, 0, 0]  # the pages that attention would read
         assert seen.tolist() == [5, 5, 1, 1, 1]
 
     def sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> tuple[None, Tensor, Tensor]:
@@ -117,9 +119,9 @@ class Runner:
 
     def sample_tokens(self, grammar_output: Any) -> str:
         self.sample(None, BATCH, None)
-        self.told = self.written()  # what the host is told of, and connectors store, is behind the commit
+        self.told = self.written()  # results reach the host and connectors after the commit
         self.drafted_with = [self.slots[0, :3].tolist(), self.table[0, :2].tolist()]
-        self.slots.fill_(9)  # the drafter uses the buffer for its own
+        self.slots.fill_(9)  # the drafter reuses the buffer
         if self.failure is not None:
             raise self.failure
         return "output"
@@ -145,7 +147,7 @@ def test_accepted_drafts_stay_and_rejected_ones_go(audit: bool, mode: str) -> No
 @MODES
 @pytest.mark.parametrize("audit", [False, True])
 def test_a_drafter_that_fails_takes_no_accepted_draft_with_it(audit: bool, mode: str) -> None:
-    """vLLM has counted them by then."""
+    """vLLM has already counted the accepted drafts."""
     runner = Runner(audit, mode)
     runner.failure = ValueError("drafter")
     runner.execute_model(NOTHING)
@@ -176,7 +178,7 @@ def test_the_failure_of_the_step_is_the_one_that_is_seen(
 
 
 class AdaptiveRunner(Runner):
-    """Of the first request's draft none is accepted, of the second's the first."""
+    """The draft of the first request is rejected. Of the second request's drafts, the first is accepted."""
 
     adaptive_verification = object()
 
@@ -198,7 +200,7 @@ class AdaptiveRunner(Runner):
 
 
 def test_the_batch_of_these_tests_is_one_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its manager of adaptive verification makes it: the host's counts and the device's, which differ."""
+    """vLLM's manager of adaptive verification creates it. The counts of host and device differ."""
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as vllms
 
     for name in ("Stream", "Event"):
@@ -215,7 +217,7 @@ def test_the_batch_of_these_tests_is_one_of_vllms(monkeypatch: pytest.MonkeyPatc
     )
     starts = torch.zeros(3, dtype=torch.int32)
     manager = vllms.AdaptiveVerificationManager(states, starts, num_bonus_tokens=1, max_total_logits=16)
-    # What the device believes of each draft; the host has not heard of it yet. Five tokens cost as much as one.
+    # The device's confidence in each draft, which the host does not know yet. Five tokens cost as much as one.
     manager._confidence_probs[:] = torch.tensor([[0.5, 0.1], [0.9, 0.8]])
     manager.cost_tables = numpy.ones(3), numpy.array([1.0] * 6 + [100.0])
     scheduled, drafts = {"a": 3, "b": 3}, {"a": [-1] * 2, "b": [-1] * 2}
@@ -235,7 +237,7 @@ def test_the_batch_of_these_tests_is_one_of_vllms(monkeypatch: pytest.MonkeyPatc
 @MODES
 @pytest.mark.parametrize("audit", [False, True])
 def test_adaptive_verification_goes_by_what_the_device_says(audit: bool, mode: str) -> None:
-    """And so does the audit, which counts on the host."""
+    """The transaction uses the counts of the device, and so does the audit, which counts on the host."""
     runner = AdaptiveRunner(audit, mode)
     runner.execute_model(NOTHING)
     assert runner.sample_tokens(None) == "output"
@@ -249,7 +251,7 @@ def test_adaptive_verification_goes_by_what_the_device_says(audit: bool, mode: s
 
 
 def _attachment(speculator: Any, sampled: int = 1, cached: tuple[str, ...] = (), **methods: bool) -> V2:
-    """The target has the layer "target.0", and ``cached`` are the layers that have a cache beside it."""
+    """The target has the layer "target.0". ``cached`` are the other layers that have a cache."""
     config = SimpleNamespace(
         method="any",
         **{name: lambda: False for name in ("use_ngram", "uses_draft_model", "use_dflash", "use_dspark")}
@@ -273,7 +275,7 @@ def _attachment(speculator: Any, sampled: int = 1, cached: tuple[str, ...] = (),
 def test_what_a_drafter_says_of_its_layers_is_taken() -> None:
     named = SimpleNamespace(draft_attn_layer_names={"mtp.0"})
     assert _attachment(named, cached=("mtp.0",)).drafter_layers() == {"mtp.0"}
-    # A draft model without attention has no layers, and neither has a drafter without a model.
+    # A draft model without attention has no layers; neither does a drafter without a model.
     assert _attachment(SimpleNamespace(draft_attn_layer_names=set())).drafter_layers() == set()
     assert _attachment(SimpleNamespace()).drafter_layers() == set()
     assert _attachment(None).drafter_layers() == set()
@@ -296,7 +298,8 @@ def test_a_drafter_that_attends_in_its_own_batches_borrows_nothing() -> None:
 
 
 def test_which_blocks_a_batch_names() -> None:
-    """The rows of the requests in the batch alone, as long as they are, and what was computed before it."""
+    """Only the rows of requests in the batch are returned, up to their length, with the number of tokens computed
+    before it."""
     named = torch.tensor([[1, 2, 9], [3, 9, 9], [4, 5, 6]], dtype=torch.int32)
     numbers = numpy.array([[0, 0, 0], [2, 1, 3]])
     runner = Runner(audit=False)

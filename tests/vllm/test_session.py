@@ -1,4 +1,4 @@
-"""A session by itself: what becomes of a window when a listener, or closing it, fails."""
+"""A session without an engine: what happens to a window if a listener fails, or if closing it fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYS = torch.ones(3, 2, 8)
 
 
 class Listened:
-    """A session with a window of two drafts that are written, and what its listeners heard."""
+    """A session with a window of two written drafts, and the events that its listeners received."""
 
     def __init__(self, on_unsupported: str = "error") -> None:
         self.cache = torch.zeros(3, 4, 2, 16)
@@ -50,7 +50,7 @@ def fails() -> None:
 
 @pytest.mark.parametrize("on_unsupported", ["error", "vanilla"])
 def test_drafts_are_undone_whatever_a_listener_says(on_unsupported: str) -> None:
-    """Of the forward, and of the cancellation itself."""
+    """The listener raises in the event of the forward, or in that of the cancellation."""
     step = Listened(on_unsupported)
     session = step.session
     session.subscribe(forwarded=lambda moment: fails(), commit=lambda *_: fails())
@@ -66,7 +66,7 @@ def test_drafts_are_undone_whatever_a_listener_says(on_unsupported: str) -> None
 
 @pytest.mark.parametrize("on_unsupported", ["error", "vanilla"])
 def test_a_step_that_could_not_be_cancelled_is_dropped(monkeypatch: pytest.MonkeyPatch, on_unsupported: str) -> None:
-    """A listener that waited for its end would take the next step for it."""
+    """A listener that waits for its end would mistake the next step for it."""
     step = Listened(on_unsupported)
     monkeypatch.setattr(type(step.session.manager), "cancel", lambda _: fails())
     if on_unsupported == "error":
@@ -86,7 +86,7 @@ def test_a_step_that_is_cancelled_is_told_of_to_its_end() -> None:
 
 
 def test_a_step_without_a_window_undoes_one_that_was_left_open() -> None:
-    """As a step that begins does: the open window is that of a step that failed."""
+    """The open window belongs to a step that failed. A step with a window undoes it in the same way."""
     step = Listened()
     step.session.skip()
     assert step.session.manager is not None

@@ -1,5 +1,8 @@
-"""Mode stage, where it is not like cow: blocks are kept from the scheduler, no writer is wrapped, and the audit looks
-at every moment of a step. (What both modes have in common is in test_engine.py and test_plugin.py.)"""
+"""Mode stage, as far as it differs from cow.
+
+Blocks are withheld from the scheduler, no writer is patched, and the audit compares several times per step.
+test_engine.py and test_plugin.py cover what both modes share.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from nwor_ops.vllm.spare_blocks import SpareBlocks, spare_blocks
 from nwor_ops.vllm.support import Unsupported
 
 [FLASHINFER_IMPL] = [impl for impl in PACKED_IMPLS if "flashinfer" in impl]
-BLOCKS, SIZE, HEADS, WIDTH = 6, 4, 2, 8  # of the caches made here
+BLOCKS, SIZE, HEADS, WIDTH = 6, 4, 2, 8  # block size of the caches in this file
 
 
 def test_without_an_audit_no_writer_is_wrapped(engines: Engines) -> None:
@@ -34,8 +37,8 @@ def test_without_an_audit_no_writer_is_wrapped(engines: Engines) -> None:
 
 
 def test_a_model_that_writes_its_cache_itself(engines: Engines) -> None:
-    """Its attention writes inside its forward, at the group's slots, and no writer of a layer is ever called: the rows
-    are staged all the same."""
+    """Its attention writes inside its forward, at the group's slots, and calls no writer of a layer. The rows are still
+    staged."""
     vanilla, ours = engines.pair(prompts(12), STAGE, own_writer=True)
     assert ours["tokens"] == vanilla["tokens"]
     assert ours["own_writes"] == vanilla["own_writes"] > 0
@@ -44,7 +47,8 @@ def test_a_model_that_writes_its_cache_itself(engines: Engines) -> None:
 
 
 def test_a_cache_that_is_too_small_is_refused_with_the_numbers(engines: Engines) -> None:
-    """16 spare blocks, the null block, and a request of 256 tokens needs 8 of 32: 25 blocks at least."""
+    """There are 16 shadow pages and the null block, and a request of 256 tokens needs 8 blocks of 32: at least 25
+    blocks."""
     engines.run(prompts(2), nwor=STAGE, num_gpu_blocks_override=25, max_tokens=8)
     message = (
         r"nwor: mode stage withholds 16 blocks \(1 groups, 8 requests of up to 4 drafts in blocks of 32\) of the 24 "
@@ -55,7 +59,7 @@ def test_a_cache_that_is_too_small_is_refused_with_the_numbers(engines: Engines)
 
 
 def test_a_cache_that_is_just_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a quotient of quotients is rounded to: blocks / (blocks / 10) is above 10 for some numbers."""
+    """The result must not depend on rounding: blocks / (blocks / 10) is above 10 for some numbers."""
     from vllm.v1.core import kv_cache_utils
 
     monkeypatch.setattr(
@@ -69,7 +73,7 @@ def test_a_cache_that_is_just_large_enough(monkeypatch: pytest.MonkeyPatch) -> N
     for needed in range(1, 200):
         cache = SimpleNamespace(
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))],
-            num_blocks=needed + 2,  # a spare one, and the null block
+            num_blocks=needed + 2,  # a shadow page, and the null block
             kv_cache_tensors=[],
         )
         assert spare_blocks(vllm_config, cache).first == needed + 1
@@ -80,8 +84,7 @@ def test_a_cache_that_is_just_large_enough(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_bytes_of_a_block_are_those_of_vllms_allocation(groups: int) -> None:
-    """vLLM has a tensor for each group, and each says how large the whole allocation is: groups lie in one another's
-    memory."""
+    """vLLM has one tensor per group, and each has the size of the whole allocation, because groups share memory."""
     from vllm.v1 import kv_cache_interface
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -114,12 +117,12 @@ def test_the_bytes_of_a_block_are_those_of_vllms_allocation(groups: int) -> None
     allocated = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout.LBHNC)["0.0"].untyped_storage().nbytes()
     spare = spare_blocks(vllm_config, cache)
     assert spare.block_bytes * cache.num_blocks == allocated
-    withheld = 8 * groups / cache.num_blocks * allocated / 2**20  # 4 requests, each a tail and one more
+    withheld = 8 * groups / cache.num_blocks * allocated / 2**20  # 4 requests, each with a tail page and one more
     assert f"{withheld:.1f} MiB) are shadow pages" in spare.describe()
 
 
 def test_a_refused_engine_goes_on_with_all_its_blocks(engines: Engines) -> None:
-    """Where that is asked for: 4 requests at once need blocks that mode stage would have withheld."""
+    """With on_unsupported="vanilla": 4 concurrent requests need blocks that mode stage would have withheld."""
     nwor = {"mode": "stage", "on_unsupported": "vanilla"}
     result = engines.run(prompts(4), nwor=nwor, num_gpu_blocks_override=17, max_model_len=512, max_tokens=8)
     assert result["session"] is None
@@ -143,7 +146,7 @@ def test_a_scheduler_that_is_not_vllms_is_refused(engines: Engines) -> None:
 def test_a_drafter_that_copies_the_targets_table_is_refused(
     target: str, drafter: str, borrows: bool, refused: str | None
 ) -> None:
-    """Its back end may be another than the target's (``attention_backend`` of the speculative configuration)."""
+    """Its back end may differ from the target's (``attention_backend`` of the speculative configuration)."""
 
     def attention(impl: str) -> Any:
         module, _, name = impl.rpartition(".")
@@ -186,7 +189,7 @@ def test_a_spare_block_in_a_request_is_an_error() -> None:
 
 
 class WarmedRunner:
-    """As much of a V2 runner as vLLM's warm-up asks for: 8 requests of up to 4 drafts, blocks of 16."""
+    """The parts of a V2 runner that vLLM's warm-up uses: 8 requests of up to 4 drafts, blocks of 16."""
 
     def __init__(self, num_blocks: int) -> None:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -209,14 +212,16 @@ class WarmedRunner:
 def test_vllms_warm_up_keeps_off_the_spare_blocks(
     warm_up: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It makes up requests and gives them blocks itself, as many as the runner's cache has; no scheduler is asked. An
-    audit of its steps is spoken of."""
+    """The warm-up invents requests and allocates all blocks of the runner's cache itself, without a scheduler.
+
+    An audit of its steps is logged.
+    """
     from vllm.v1.worker.gpu import warmup
 
     from nwor_ops.vllm import plugin
 
     for name in ("warmup_kernels", "run_mixed_prefill_decode_warmup"):
-        monkeypatch.setattr(warmup, name, getattr(warmup, name))  # put back behind the test
+        monkeypatch.setattr(warmup, name, getattr(warmup, name))  # restored after the test
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     plugin._wrappers()["vllm.v1.worker.gpu.warmup"](warmup)
     arguments = (lambda output: spare.check(output), lambda grammar: None)
@@ -239,10 +244,10 @@ def test_vllms_warm_up_keeps_off_the_spare_blocks(
     assert whole.num_blocks == 26
 
 
-# ---------------------------------------------------------------- the audit by itself
+# ---------------------------------------------------------------- the audit without an engine
 
 SHADOW = range(4, 6)
-OWN = torch.tensor([2, 6, 7, 8])  # a prompt token of another request; a token, and its two drafts
+OWN = torch.tensor([2, 6, 7, 8])  # a prompt token of another request; then a token and its two drafts
 REDIRECTED = torch.tensor([2, 18, 19, 20])
 ROWS = torch.arange(2.0 * 4 * HEADS * WIDTH).view(2, 4, HEADS, WIDTH) + 2
 
@@ -254,7 +259,7 @@ def _write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -
 
 
 class Step:
-    """A step of one layer, done right but for what a test changes. The second draft is rejected."""
+    """A step of one layer, correct except for what a test changes. The second draft is rejected."""
 
     def __init__(self, recorded: bool = True) -> None:
         self.cache = torch.ones(BLOCKS, SIZE, HEADS, 2 * WIDTH)
@@ -274,7 +279,7 @@ class Step:
         if self.recorded:
             self.audit.record("layer", *ROWS, REDIRECTED, 0, ())
         _write(*ROWS, self.cache, REDIRECTED)
-        self.row(21)[:] = 7  # what a shadow page holds besides does not matter
+        self.row(21)[:] = 7  # other contents of a shadow page do not matter
 
     def commit(self) -> None:
         for own, shadow in zip((6, 7), (18, 19), strict=True):
@@ -301,12 +306,13 @@ def test_a_step_as_it_should_be(recorded: bool) -> None:
     assert counted == {"drafted": 2, "accepted": 1, "rejected": 1, "stale_rows": 0, "exposed_rows": 0}
     row_bytes = HEADS * 2 * WIDTH * 4
     assert (summary["moments"], summary["committed_rows"], summary["committed_bytes"]) == (2, 2, 2 * row_bytes)
-    assert summary["tail_rows"] == 2 * 2  # slots 4 and 5, at both moments
+    assert summary["tail_rows"] == 2 * 2  # slots 4 and 5, in both comparisons
 
 
 @pytest.mark.parametrize("slot", [8, 16, 12])
 def test_a_draft_that_is_not_redirected_is_found(slot: int) -> None:
-    """Left at its own slot, or sent to a page that is not of its group: block 3 is free, 4 and 5 are the shadow."""
+    """The draft stays at its own slot, or goes to a page of no shadow page of its group. Block 3 is free; 4 and 5 are
+    shadow pages."""
     redirected = REDIRECTED.clone()
     redirected[3] = slot
     step = Step()
@@ -320,7 +326,8 @@ def test_a_draft_that_is_not_redirected_is_found(slot: int) -> None:
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("slot", [7, 8, 12])
 def test_a_draft_in_a_page_of_its_request_is_found_before_sampling(slot: int, recorded: bool) -> None:
-    """An accepted draft's row as well: it is not known yet that it will be. And a page that the step has no part in."""
+    """This includes an accepted draft's row, because acceptance is not known yet, and a page that does not belong to
+    the step."""
     step = Step(recorded)
     step.begin()
     step.forward()
@@ -357,7 +364,7 @@ def test_a_commit_that_forgets_a_row_is_found(recorded: bool) -> None:
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_shadow_page_without_the_rows_before_the_step_is_found(recorded: bool) -> None:
-    """Attention reads them there. Slot 5 is the last one of them."""
+    """Attention reads these rows there. Slot 5 is the last of them."""
     step = Step(recorded)
     step.begin()
     step.forward()
@@ -369,7 +376,7 @@ def test_a_shadow_page_without_the_rows_before_the_step_is_found(recorded: bool)
 
 
 def test_a_writer_that_goes_wrong_in_the_shadow_page_is_found_at_commit() -> None:
-    """What is copied from there is not what vLLM's own writer would have written."""
+    """The copied row differs from what vLLM's own writer would have written."""
     step = Step()
     step.begin()
     step.forward()
@@ -382,7 +389,7 @@ def test_a_writer_that_goes_wrong_in_the_shadow_page_is_found_at_commit() -> Non
 
 @pytest.mark.parametrize("earlier", ["nothing", "a step"])
 def test_a_layer_that_a_failed_forward_did_not_reach(earlier: str) -> None:
-    """Cancel copies what the shadow page holds for it, whatever that is: nothing is promised of these slots."""
+    """Cancel copies the contents of the shadow page, whatever they are: these slots may hold anything."""
     step = Step()
     if earlier == "a step":
         step.whole()

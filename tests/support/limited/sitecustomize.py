@@ -1,4 +1,4 @@
-"""Imported by every Python process that a limited test run starts (see processor.py)."""
+"""Imported by every Python process of a limited test run (see processor.py)."""
 
 import processor
 

@@ -1,4 +1,4 @@
-"""Imported by vLLM, once it may be."""
+"""The platform class, imported by vLLM when it is allowed to."""
 
 from __future__ import annotations
 
