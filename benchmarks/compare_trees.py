@@ -1,11 +1,12 @@
-"""Whether this tree's transactions cost more than another checkout's: both run in turn, a process for each turn.
+"""Compare the cost of transactions in this tree and in another checkout. Each turn runs in a new process.
 
     python benchmarks/compare_trees.py OTHER [--folder FOLDER]      # OTHER: a checkout with its libraries built
 
-For a change that should cost nothing, before it is merged. Needs a GPU. Only what both trees have is used: the manager.
-Of each shape (requests x drafts of each) in both modes: a graph of begin, 32 writes and commit_rejected, replayed with
-cold caches (`device`), and the host's time for the same calls (`host`) and for begin and commit alone (`ends`).
-A figure is this tree's time over the other's, of one turn each; the median and the quartiles of all turns.
+Use it before you merge a change that should cost nothing. It needs a GPU, and uses only the manager, which both trees
+have. For each shape (requests x drafts per request) and both modes it measures: a graph of begin, 32 writes and
+commit_rejected, replayed with cold caches (`device`); the host's time for the same calls (`host`); and the host's time
+for begin and commit only (`ends`). A result is this tree's time divided by the other's, from one turn each. The median
+and the quartiles of all turns are reported.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ READ_BYTES = 2**28
 
 
 def transactions(mode: str, requests: int, drafts: int) -> dict[str, float]:
-    """Medians in microseconds, of the tree that `nwor_ops` comes from."""
+    """Return medians in microseconds for the tree that `nwor_ops` is imported from."""
     import torch
 
     from nwor_ops import DraftCommitManager, LayerCache, Window, num_shadow_blocks
@@ -99,7 +100,7 @@ def transactions(mode: str, requests: int, drafts: int) -> dict[str, float]:
 
 
 def turn(tree: pathlib.Path) -> dict[str, float]:
-    """All times of a tree by name, from a process of its own."""
+    """Return all times of a tree by name, measured in a new process."""
     path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path}
     command = [sys.executable, __file__, "--one-turn", str(tree)]

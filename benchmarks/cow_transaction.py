@@ -1,16 +1,16 @@
-"""The whole transaction on a GPU beside vLLM's plain writer, and its kernels beside a plain copy.
+"""Compare the whole transaction on a GPU with vLLM's plain writer, and its kernels with a plain copy.
 
     VLLM_CORE=path/to/vllm/_C_stable_libtorch.abi3.so python benchmarks/cow_transaction.py [FOLDER]
 
-Needs vLLM's compiled core: an installed vLLM, or the path of its library in VLLM_CORE. Half a minute.
+It needs vLLM's compiled core: an installed vLLM, or the path of its library in VLLM_CORE. It takes half a minute.
 
-Transaction: plan_window, 32 write_kv_logged, reject_rows, restore_slots, against 32 of vLLM's
-reshape_and_cache_flash; each side is one CUDA graph, and the two are replayed in turn. Before every replay, outside
-the time that is taken, it gets new slots, drafts and sampled tokens, and 512 MB are read, so that no cache row is left
-in L2 and the GPU is busy while the host launches the graph. The layers lie in one buffer of 8 GiB. Each has its own
-keys and values, so that they too are read from memory; in `cow_transaction_hot` all layers take the same ones, which
-stay in L2, as they do where a model's layer has just made them. vLLM's writer gains most from that: it reads nothing
-else.
+The transaction is plan_window, 32 write_kv_logged, reject_rows and restore_slots. It is compared with 32 calls of
+vLLM's reshape_and_cache_flash. Each side is one CUDA graph, and the two are replayed in turn. Before every replay,
+outside the measured time, the step gets new slots, drafts and sampled tokens. Then 512 MB are read, so that no cache
+row is left in L2 and the GPU is busy while the host launches the graph. The layers lie in one buffer of 8 GiB. Each
+layer has its own keys and values, so that they are read from memory too. In `cow_transaction_hot` all layers use the
+same keys and values, which stay in L2, as they do right after a model's layer has computed them. vLLM's writer gains
+most from that, because it reads nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_kernels import load_core
 from nwor_ops import COUNTERS, ops
 
 LAYERS, HEADS, BLOCK_SIZE = 32, 8, 16
-SHAPES = ((1, 4), (16, 4), (64, 4), (256, 4), (64, 16), (256, 8))  # requests, drafts of each
+SHAPES = ((1, 4), (16, 4), (64, 4), (256, 4), (64, 16), (256, 8))  # requests, drafts per request
 ACCEPTED = 0.4
 TARGETS = {(1, 4): 0.9, (16, 4): 0.9}
 TARGET, LARGE_TARGET = 1.0, 0.8
@@ -39,8 +39,8 @@ class Case:
     name: str
     head_size: int = 128
     kv_cache_dtype: str = "auto"
-    heads_first: bool = False  # vLLM's HND: [B, H, N, 2D] in memory
-    hot: bool = False  # all layers take the same keys and values
+    heads_first: bool = False  # HND in vLLM: [B, H, N, 2D] in memory
+    hot: bool = False  # all layers use the same keys and values
 
 
 CASES = (
@@ -55,7 +55,7 @@ CASES = (
 
 
 def layer_caches(buffer: Tensor, case: Case, count: int = LAYERS) -> list[Tensor]:
-    """Packed caches ``[B, N, H, 2D]`` of `count` layers in one buffer."""
+    """Return packed caches ``[B, N, H, 2D]`` of `count` layers in one buffer."""
     cells = buffer.view(torch.bfloat16 if case.kv_cache_dtype == "auto" else torch.uint8)
     shape = (HEADS, BLOCK_SIZE) if case.heads_first else (BLOCK_SIZE, HEADS)
     blocks = cells.numel() // (count * HEADS * BLOCK_SIZE * 2 * case.head_size)
@@ -65,7 +65,7 @@ def layer_caches(buffer: Tensor, case: Case, count: int = LAYERS) -> list[Tensor
 
 
 class Step:
-    """One verify step in buffers that never move; `load` makes it another one."""
+    """One verification step in buffers that never move; `load` writes another one."""
 
     def __init__(self, case: Case, requests: int, drafts: int, caches: list[Tensor]) -> None:
         self.case, self.requests, self.drafts, self.caches = case, requests, drafts, caches
@@ -91,7 +91,7 @@ class Step:
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device="cuda")
 
     def load(self) -> None:
-        """New blocks for every request, new drafts, of which 60 % are rejected."""
+        """Write new blocks for every request, and new drafts, of which 60 % are rejected."""
         blocks = -(-(self.drafts + BLOCK_SIZE) // BLOCK_SIZE)
         places = torch.randperm(self.caches[0].shape[0] // blocks, device="cuda")[: self.requests, None]
         inside = torch.randint(0, BLOCK_SIZE, (self.requests, 1), device="cuda")
@@ -99,7 +99,7 @@ class Step:
         torch.add(places * (blocks * BLOCK_SIZE) + inside, offsets, out=self.slots.view(self.requests, -1))
         self.draft_ids.random_(0, 2**16)
         share = ACCEPTED * self.drafts + torch.rand(self.requests, 1, device="cuda")
-        accepted = share.floor().int()  # their mean is exact
+        accepted = share.floor().int()  # the mean is exact
         ids = torch.nn.functional.pad(self.draft_ids.view(self.requests, -1), (0, 1))
         replaced = torch.where(offsets == accepted, ids + 1, -1)
         self.sampled.copy_(torch.where(offsets < accepted, ids, replaced))
@@ -143,7 +143,7 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         run()
 
-    def replay(_used: object = run) -> None:  # the graph reads and writes what the function owns
+    def replay(_used: object = run) -> None:  # the graph reads and writes tensors that the function holds
         graph.replay()
 
     return replay
@@ -152,7 +152,10 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
 def alternating_on_gpu(
     variants: dict[str, Callable[[], None]], rounds: int, prepare: Callable[[], None]
 ) -> dict[str, list[float]]:
-    """Microseconds of each variant by CUDA events, in turn: A B, A B, ... `prepare` comes before each, not timed."""
+    """Return microseconds of each variant by CUDA events, measured in turn: A B, A B, ...
+
+    `prepare` runs before each variant, outside the measured time.
+    """
     marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in variants}
     for number in range(rounds + 3):
         for name, run in variants.items():
@@ -192,7 +195,7 @@ def transaction_rows(case: Case, buffer: Tensor, read: Tensor, writer: Callable[
 
 
 def large_rows(buffer: Tensor, read: Tensor) -> list[Row]:
-    """Bytes read and written per second, over those of a plain copy of 1 GiB."""
+    """Return bytes read and written per second, divided by those of a plain copy of 1 GiB."""
     case = CASES[0]
     caches = layer_caches(buffer[: 2**32], case, LARGE_LAYERS)
     step, size, cache = Step(case, LARGE_TOKENS // 5, 4, caches), case.head_size, caches[0]
@@ -201,7 +204,7 @@ def large_rows(buffer: Tensor, read: Tensor) -> list[Row]:
     log = torch.zeros(LARGE_LAYERS, tokens, HEADS, 2 * size, dtype=cache.dtype, device="cuda")
     rejected = torch.ones(tokens, dtype=torch.bool, device="cuda")
     copy_to, copy_from = buffer[-(2**31) :].view(2, -1)
-    moved = 2 * tokens * HEADS * 2 * size * cache.element_size()  # by one layer: each byte read and written
+    moved = 2 * tokens * HEADS * 2 * size * cache.element_size()  # one layer: each byte is read and written
 
     def prepare() -> None:
         step.load()

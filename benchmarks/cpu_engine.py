@@ -1,15 +1,15 @@
-"""A real vLLM CPU engine with NWOR on against off: output tokens per second, unaudited.
+"""Compare a real vLLM CPU engine with NWOR on and off: output tokens per second, without an audit.
 
     python benchmarks/cpu_engine.py
 
-An engine with one thread on the demo's workload (24 requests, at most 12 running, n-gram drafts, K = 4, eager). Between
-two runs everything of NWOR's is taken off its worker, or put on again, so that both sides have the same memory and the
-same process: two engines of one kind differ by more than what is to be measured. ``tiny`` is the demo's model, whose
-steps take under 2 ms: the worst case for anything that costs a fixed time per step. ``small`` has 60 million
-parameters. Two minutes.
+The engine has one thread and runs the demo's workload (24 requests, at most 12 running, n-gram drafts, K = 4, eager).
+Between two runs, everything of NWOR is removed from its worker or attached again. Both sides therefore have the same
+memory and process; two engines of the same kind differ by more than the effect to be measured. ``tiny`` is the demo's
+model with steps under 2 ms, the worst case for a fixed cost per step. ``small`` has 60 million parameters. It takes two
+minutes.
 
-On a processor with AMX the pages have an order that our writer does not write, so that a log precedes vLLM's own: the
-rows go to a file of their own, ``cpu_engine_amx``.
+On a processor with AMX our writer does not support the order of the pages, so it only logs before vLLM's writer. These
+rows go to a separate file, ``cpu_engine_amx``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(name: str, size: Size, rounds: int, folder: pathlib.Path) -> list[Ro
     answers: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
     try:
         engine.wait_until_ready()
-        for number in range(-1, rounds):  # the first warms up
+        for number in range(-1, rounds):  # the first run is the warm-up
             for side in ("off", "on") if number % 2 else ("on", "off"):
                 answers[side].append(engine.ask(side))
     finally:

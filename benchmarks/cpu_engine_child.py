@@ -1,7 +1,7 @@
-"""One vLLM CPU engine with NWOR, which can be off for a run: ``cpu_engine_child.py JOB.json``.
+"""Run one vLLM CPU engine in which NWOR can be switched off for a run: ``cpu_engine_child.py JOB.json``.
 
-A job is that of nwor_ops/cli/demo_engine.py. Commands come on stdin, a line each: ``on`` and ``off`` serve all requests
-with NWOR and without; answers go to stdout, a line of JSON each.
+A job is that of nwor_ops/cli/demo_engine.py. Each line of stdin is a command: ``on`` and ``off`` serve all requests
+with and without NWOR. Each answer is a line of JSON on stdout.
 """
 
 from __future__ import annotations

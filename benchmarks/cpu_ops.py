@@ -1,10 +1,10 @@
-"""The CPU kernels beside vLLM's own CPU writer and beside a plain copy of the same bytes.
+"""Compare the CPU kernels with vLLM's own CPU writer, and with a plain copy of the same bytes.
 
     python benchmarks/cpu_ops.py
 
-Ratios of times, measured in turn in one process on one thread. Shapes: 8 KV heads x 128, bf16, block size 32.
-The caches are 64 MiB or more, which is more than the processor's own caches hold. On a processor with AMX the pages of
-its own order are measured too, in vLLM's blocks of 128, and the rows go to a file of their own, ``cpu_ops_amx``.
+The results are ratios of times, measured in turn in one process with one thread. Shapes: 8 KV heads x 128, bf16, block
+size 32. The caches have at least 64 MiB, more than the processor's caches hold. On a processor with AMX the pages in
+its order are measured too, with vLLM's blocks of 128. These rows go to a separate file, ``cpu_ops_amx``.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ ROUNDS, CALLS = 15, 20
 
 
 def consecutive_slots(num_tokens: int, blocks: int, block_size: int) -> torch.Tensor:
-    """Requests of a target token and four drafts, each in consecutive slots of some block."""
+    """Return the slots of requests with a target token and four drafts, consecutive within a block."""
     starts = torch.randperm(blocks)[: -(-num_tokens // 5), None] * block_size + 7
     return (starts + torch.arange(5)).flatten()[:num_tokens]
 
 
 def drafts(num_tokens: int) -> torch.Tensor:
-    """Log rows: every token but one in five is a draft, as with K = 4."""
+    """Return log rows: four of five tokens are drafts, as with K = 4."""
     return torch.where(torch.arange(num_tokens) % 5 == 0, -1, torch.arange(num_tokens)).to(torch.int32)
 
 
 def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What vLLM's writer takes."""
+    """Return the halves that vLLM's writer takes."""
     return kv_cache.view(*kv_cache.shape[:2], -1, HEAD_SIZE).chunk(2, dim=2)
 
 
@@ -44,7 +44,7 @@ def write_amx(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, sl
 
 
 def log_amx_row(num_tokens: int) -> Row:
-    """A log through the table of offsets, which precedes vLLM's own writer."""
+    """Measure a log through the table of offsets, which precedes vLLM's own writer."""
     key, value = torch.randn(2, num_tokens, HEADS, HEAD_SIZE).to(torch.bfloat16)
     slots, log_rows = consecutive_slots(num_tokens, AMX_BLOCKS, AMX_BLOCK_SIZE), drafts(num_tokens)
     kv_cache = torch.zeros(AMX_BLOCKS, HEADS, AMX_BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
@@ -72,7 +72,7 @@ def write_rows(num_tokens: int) -> list[Row]:
     rows_contiguous = torch.zeros(BLOCKS, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE, dtype=torch.bfloat16)
     packed = rows_contiguous.split(HEAD_SIZE, dim=-1)
     log = torch.zeros(2, *shape, dtype=torch.bfloat16)
-    # As the manager lays out the log of such keys: rows next to each other where slots are.
+    # The layout that the manager gives the log of such keys: rows are adjacent where slots are.
     log_like_vec = torch.zeros(HEADS, HEAD_SIZE, num_tokens, dtype=torch.bfloat16).permute(2, 0, 1), log[1]
     log_rows = drafts(num_tokens)
     one = torch.ones(1)
@@ -138,7 +138,7 @@ def restore_rows(num_rows: int) -> Row:
 
 def main() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # of two cores: vLLM's writer and ours start threads at different sizes
+    torch.set_num_threads(1)  # vLLM's writer and ours start threads at different sizes
     rows = [figure for tokens in TOKENS for figure in write_rows(tokens)]
     rows += [restore_rows(rows_) for rows_ in (4, 64, 1024)]
     amx = torch.cpu._is_amx_tile_supported()

@@ -1,16 +1,17 @@
-"""A drafter's loop as one CUDA graph, as a graph per step, and eagerly, in turn in one process.
+"""Compare a drafter's loop as one CUDA graph, as one graph per step, and eager, in turn in one process.
 
     python benchmarks/draft_loop.py [FOLDER]
 
-vLLM is not needed; about a minute. The drafter has one layer of an 8B Llama (hidden size 4096, 32 heads of 128, 8 for
-keys and values, MLP of 14336) and its head of 128,256 tokens, in bfloat16, over a paged cache of 1,024 tokens for each
-request; `draft_loop_small` has half the width and 32,000 tokens, so that a step is short beside its launches. The
-attention gathers its pages in plain torch.
+It does not need vLLM, and takes about a minute. The drafter has one layer of an 8B Llama (hidden size 4096, 32 heads of
+128, 8 KV heads, MLP of 14336) and its head of 128,256 tokens, in bfloat16. Its paged cache has 1,024 tokens per
+request. `draft_loop_small` has half the width and 32,000 tokens, so that a step is short compared with its launches.
+The attention gathers its pages in plain torch. torch.compile compiles the layer in every mode, as a serving engine
+would.
 
-Time: from the first launch of steps 1 to K - 1 until the device is done, the GPU idle before. Every run starts with the
-same two launches (positions copied back, `prepare_decode_inputs`). Idle share: in a profile of the same runs, behind
-those two, the part of the time from a kernel's start to the last one's end in which the GPU ran nothing. The layer is
-compiled by torch.compile, in every mode, as a serving engine's would be.
+The time is measured from the first launch of steps 1 to K - 1 until the device is done, starting with an idle GPU.
+Every run starts with the same two launches (positions copied back, `prepare_decode_inputs`). The idle share comes from
+a profile of the same runs: the share of the time, from the first kernel after those two launches to the end of the
+last, in which the GPU ran nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ SMALL = Size("draft_loop_small", 2048, 16, 4, 7168, 32_000)
 
 
 class Metadata(DraftMetadata):
-    """Slots, and each row's own row of the block table; both on the device."""
+    """Slots, and the row of the block table of each row; both on the device."""
 
     def __init__(self, buffers: DraftBuffers, block_tables: Tensor) -> None:
         self.buffers, self.block_tables = buffers, block_tables
@@ -76,7 +77,7 @@ class Metadata(DraftMetadata):
 
 
 class Layer:
-    """One decoder layer and the head; random weights."""
+    """One decoder layer and the head, with random weights."""
 
     def __init__(self, size: Size, max_num_reqs: int) -> None:
         self.size = size
@@ -129,7 +130,7 @@ class Layer:
 
 
 class Cell:
-    """One batch size and K: a loop with its graphs; each run starts from the same positions."""
+    """One batch size and K: a loop with its graphs. Each run starts from the same positions."""
 
     def __init__(self, layer: Layer, batch: int, num_drafts: int) -> None:
         self.batch = batch
@@ -162,7 +163,7 @@ class Cell:
         return {mode: (lambda mode=mode: self.run(mode)) for mode in MODES}
 
     def equal_drafts(self) -> float:
-        """The share of drafts that are the same in all three modes."""
+        """Return the share of drafts that are equal in all three modes."""
         drafts = []
         for mode in MODES:
             self.run(mode)
@@ -184,7 +185,8 @@ def time_rows(size: Size, layer: Layer, batch: int, num_drafts: int) -> list[Row
 
 
 def idle_share(spans: list[tuple[int, int]]) -> float:
-    """The part of the time from the first start to the last end that no span covers; spans in ns, sorted."""
+    """Return the share of the time from the first start to the last end that no span covers. Spans are in
+    ns, sorted."""
     first, covered_to = spans[0]
     idle = 0
     for start, end in spans:
@@ -200,7 +202,7 @@ def idle_rows(size: Size, layer: Layer, batch: int) -> list[Row]:
         with profile(activities=supported_activities()) as profiled:
             for _ in range(PROFILED_RUNS + 2):
                 run()
-                time.sleep(0.005)  # a gap that tells the runs apart
+                time.sleep(0.005)  # a gap that separates the runs
         events = list(profiled.profiler.kineto_results.events())
         on_host = {event.name() for event in events if event.device_type().name == "CPU"}
         spans = sorted(
@@ -213,7 +215,7 @@ def idle_rows(size: Size, layer: Layer, batch: int) -> list[Row]:
             if span[0] - before[1] > 2_500_000:
                 runs.append([])
             runs[-1].append(span)
-        loops = [spans_of_run[LAUNCHES_BEFORE:] for spans_of_run in runs[2:]]  # without the profiler's own start
+        loops = [spans_of_run[LAUNCHES_BEFORE:] for spans_of_run in runs[2:]]  # without the start of the profiler
         name = f"{size.name}/{batch}x{PROFILED_DRAFTS}/{mode}"
         target = IDLE_TARGET if mode == "loop" and size is LARGE else None
         rows.append(row(f"{name}_idle_share", [idle_share(spans) for spans in loops], "share", "lower", target))
@@ -224,7 +226,7 @@ def idle_rows(size: Size, layer: Layer, batch: int) -> list[Row]:
 @torch.no_grad()
 def main() -> None:
     folder = asked_folder(__doc__)
-    torch._dynamo.config.recompile_limit = 2 * len(BATCHES)  # a shape each
+    torch._dynamo.config.recompile_limit = 2 * len(BATCHES)  # one entry per shape
     torch.manual_seed(0)
     rows: list[Row] = []
     for size, drafts in ((LARGE, NUM_DRAFTS), (SMALL, (PROFILED_DRAFTS,))):

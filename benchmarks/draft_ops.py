@@ -1,16 +1,17 @@
-"""The ops of a draft loop on a GPU: `gumbel_sample` beside reading its logits once, and a launch of each other op.
+"""Measure the ops of a draft loop on a GPU: `gumbel_sample` against one read of its logits, and one launch of each
+other op.
 
     python benchmarks/draft_ops.py [FOLDER]
 
-vLLM is not needed. Half a minute.
+It does not need vLLM, and takes half a minute.
 
-Sampling: each side is one CUDA graph and the two are replayed in turn. Before every replay, outside the time that
-is taken, 512 MB are read, so that no logit is left in L2 and the GPU is busy while the host launches the graph; in
-`hot` the logits are then written again, so that they lie in L2 as they do behind a model's last layer. Reading the
-logits once is the fastest of torch's reductions over the same bytes: the sum of all, of each row, the largest of
-each row. Both sides start from a graph of one kernel, so its launch (some microseconds) is in both.
+Sampling: each side is one CUDA graph, and the two are replayed in turn. Before every replay, outside the measured time,
+512 MB are read. No logit is then left in L2, and the GPU is busy while the host launches the graph. In `hot` the logits
+are written again after that, so that they are in L2, as they are after a model's last layer. The time of one read of
+the logits is that of the fastest torch reduction over the same bytes: the sum of all, of each row, or the maximum of
+each row. Both sides start with a graph of one kernel, so both include its launch (some microseconds).
 
-Other ops: 32 launches in one graph, at 64 rows.
+Other ops: 32 launches in one graph, with 64 rows.
 """
 
 from __future__ import annotations

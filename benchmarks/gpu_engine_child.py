@@ -1,14 +1,23 @@
-"""One vLLM engine of the GPU benchmarks, in a process of its own: ``gpu_engine_child.py JOB.json``.
+"""Run one vLLM engine of the GPU benchmarks in a separate process: ``gpu_engine_child.py JOB.json``.
 
-A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``; with
-``one_process`` the worker is in this process, which ``host`` needs; ``captures`` are the FULL graphs to take for either
-side; with ``counts_running`` a run looks at how many requests are running. Commands come on stdin, a line each, answers
-go to stdout, a line of JSON each: ``run N [SEED]`` serves N requests, ``texts N AT_ONCE`` the same ones each time and
-says what they answer, ``ttft N PREFIX SUFFIX AT_ONCE SEED`` times first tokens, ``fits TOKENS`` says how many requests
-fit the cache, ``switch 0`` makes an engine with NWOR vanilla vLLM until ``switch 1``, ``turns N CAPTURE FIRST
-CONTROL`` times steady decode steps of N requests with NWOR off and on in turn, ``profile N STEPS`` profiles about so
-many of them, ``drafter N STEPS`` the drafter's share of them, ``host N STEPS`` times what nwor_ops adds to a step on
-the host.
+A job is ``{"engine": arguments of vllm.LLM, "prompt_tokens": ..., "max_tokens": ..., "vocabulary": ...}``, with these
+optional keys:
+
+- ``one_process``: run the worker in this process, which ``host`` needs.
+- ``captures``: number of times to capture the FULL graphs for each side.
+- ``counts_running``: read during a run how many requests are running.
+
+Each line of stdin is a command, and each answer is a line of JSON on stdout:
+
+- ``run N [SEED]``: serve N requests.
+- ``texts N AT_ONCE``: serve the same N requests each time, and return their tokens.
+- ``ttft N PREFIX SUFFIX AT_ONCE SEED``: time first tokens.
+- ``fits TOKENS``: return how many requests of this length fit into the cache.
+- ``switch 0``: make an engine with NWOR vanilla vLLM, until ``switch 1``.
+- ``turns N CAPTURE FIRST CONTROL``: time steady decode steps of N requests with NWOR off and on in turn.
+- ``profile N STEPS``: profile about this number of steps.
+- ``drafter N STEPS``: profile the drafter's part of these steps.
+- ``host N STEPS``: time what nwor_ops adds to a step on the host.
 """
 
 from __future__ import annotations
@@ -29,7 +38,7 @@ from typing import Any
 
 from nwor_ops.cli.demo_engine import serve
 
-# Functions of vLLM's runners that a plugin may wrap, on an instance.
+# Functions of the runners that a plugin may patch on an instance.
 HOOKS = (
     "execute_model",
     "prepare_inputs",
@@ -41,7 +50,7 @@ HOOKS = (
     "propose_draft_token_ids",
 )
 RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner")
-# Calls after which the host waits for the device.
+# Calls in which the host waits for the device.
 SYNCS = (
     "cudaStreamSynchronize",
     "cudaDeviceSynchronize",
@@ -51,12 +60,12 @@ SYNCS = (
     "cuCtxSynchronize",
     "cuEventSynchronize",
 )
-DRAFTING = "nwor: the drafter"  # a range in the profile
+DRAFTING = "nwor: the drafter"  # name of a range in the profile
 TTFT_TOKENS = 8
-STEPS_BEFORE = 12  # until all prompts are through
+STEPS_BEFORE = 12  # until all prompts are computed
 TURNS, TURN_STEPS = 8, 20
-STEPS_BETWEEN_LOOKS = 25  # at how many requests are running: it takes milliseconds
-STEPS_BETWEEN = 6  # until what was under way when the sides changed has arrived
+STEPS_BETWEEN_LOOKS = 25  # steps between two reads of the number of running requests; a read takes milliseconds
+STEPS_BETWEEN = 6  # steps until results from before the switch have arrived
 
 
 def main() -> None:
@@ -75,7 +84,7 @@ class TimedEngine:
         self._llm = LLM(**job["engine"])
         self._start_seconds = time.perf_counter() - started
         gc.collect()
-        gc.freeze()  # what start-up left need not be looked at again before every run
+        gc.freeze()  # exclude the objects of start-up from garbage collection
         self._runs = 0
         if self._timed is not None:
             self._timed.watch(self._llm.llm_engine.model_executor.driver_worker.worker.model_runner)
@@ -101,12 +110,13 @@ class TimedEngine:
         }
 
     def run(self, requests: int, seed: int = 0) -> dict[str, Any]:
-        """All at once, to their ends. In the V2 runner the first request's seed decides what is accepted."""
+        """Run all requests concurrently to their ends. In the V2 runner, the first request's seed decides what is
+        accepted."""
         counted, before = self._counted(), self._plugin()
         engine = self._llm.llm_engine
-        gc.collect()  # not in the middle of a run of a second
+        gc.collect()  # not during a run, which takes a second
         tokens: dict[int, list[int]] = {}
-        # An engine core in a process of its own starts with the first request that is added.
+        # An engine core in a separate process starts when the first request is added.
         start = time.perf_counter()
         self._add(requests, self._job["max_tokens"], seed)
         steps = most_running = 0
@@ -132,8 +142,12 @@ class TimedEngine:
         }
 
     def texts(self, requests: int, at_once: int) -> dict[str, Any]:
-        """The tokens of each of them, and by how much the target's log probability of the best token was above that of
-        the next one. All at once, or one behind the other: then the batches are the same in every engine."""
+        """Return the tokens of each request, and for each the margin of the target's best token over the next one, in
+        log probability.
+
+        The requests run concurrently or one after the other. In the second case, the batches are the same in every
+        engine.
+        """
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
@@ -190,14 +204,16 @@ class TimedEngine:
 
     def switch(self, on: int) -> dict[str, Any]:
         if self._job.get("one_process"):
-            for _ in range(2):  # the core may hold a step of the requests that have ended
+            for _ in range(2):  # the core may still run a step of requests that ended
                 self._llm.llm_engine.step()
         self._switch(bool(on), 0)
         return {}
 
     def turns(self, requests: int, capture: int, first: int, control: int) -> dict[str, Any]:
-        """The same requests all the way: off on on off ... or, with `first`, on off off on ... For a `control` "on" is
-        off, too, and "off" has the graphs of the first capture."""
+        """Time the same requests in all turns: off on on off ... or, with `first`, on off off on ...
+
+        For a `control` "on" is off too, and "off" uses the graphs of the first capture.
+        """
 
         def switch(on: bool) -> int:
             return self._switch(on and not control, 0 if control and not on else capture)
@@ -231,7 +247,7 @@ class TimedEngine:
         }
 
     def _switch(self, on: bool, capture: int) -> int:
-        """Windows begun so far."""
+        """Switch NWOR on or off, and return the number of windows begun so far."""
         captures = self._job.get("captures", 1)
         windows, *others = self._llm.collective_rpc(switch_transactions, args=(on, capture, captures))
         if any(other != windows for other in others):
@@ -239,16 +255,19 @@ class TimedEngine:
         return int(windows)
 
     def drafter(self, requests: int, steps: int) -> dict[str, Any]:
-        """What the drafter does in about so many steps: launches, device time from its first kernel to its last, and
-        how much of that no kernel of its own ran."""
+        """Profile the drafter in about this number of steps.
+
+        Returns the number of launches, the device time from its first kernel to its last, and the part of it in which
+        none of its kernels ran.
+        """
         return self._profiled(requests, steps, stop_drafter_profile)
 
     def profile(self, requests: int, steps: int) -> dict[str, Any]:
-        """Counts per kernel, per kind of copy, and per runtime call; microseconds per kernel, and of each step."""
+        """Return counts per kernel, kind of copy and runtime call, and microseconds per kernel and step."""
         return self._profiled(requests, steps, stop_profile)
 
     def _profiled(self, requests: int, steps: int, stop: Callable[..., Any]) -> dict[str, Any]:
-        """The engine core goes on by itself, so that the worker counts the steps."""
+        """Profile steps. The engine core runs on its own, so the worker counts the steps."""
         with self._steady(requests) as step:
             self._llm.collective_rpc(start_profile)
             for _ in range(steps):
@@ -257,7 +276,7 @@ class TimedEngine:
         return found
 
     def host(self, requests: int, steps: int) -> dict[str, Any]:
-        """Seconds that each wrapped function took beyond the function itself, step by step."""
+        """Return the seconds that each patched function took in addition to the original, step by step."""
         assert self._timed is not None
         with self._steady(requests) as step:
             self._timed.clear()
@@ -267,7 +286,7 @@ class TimedEngine:
 
     @contextlib.contextmanager
     def _steady(self, requests: int) -> Iterator[Callable[[], Any]]:
-        """A function that does one step, while every step decodes for all requests."""
+        """Return a function that runs one step, in which all requests decode."""
         engine = self._llm.llm_engine
         self._add(requests, self._job["engine"]["max_model_len"] - self._job["prompt_tokens"] - 1)
         for _ in range(STEPS_BEFORE):
@@ -283,11 +302,11 @@ class TimedEngine:
         from vllm import SamplingParams
 
         self._runs += 1
-        # Other prompts in every run: else a connector would find that it has stored them.
+        # Use new prompts in every run; otherwise a connector would find them stored already.
         generator = random.Random(self._runs)
         for index in range(requests):
             prompt = [generator.randrange(self._job["vocabulary"]) for _ in range(self._job["prompt_tokens"])]
-            # The V2 runner's synthetic sampler draws from the request's seed: two engines accept the same drafts.
+            # The V2 runner's synthetic sampler uses the request's seed, so two engines accept the same drafts.
             params = SamplingParams(
                 temperature=0.0, seed=seed + index, max_tokens=max_tokens, ignore_eos=True, detokenize=False
             )
@@ -299,14 +318,14 @@ class TimedEngine:
         return {name: values.get(name, 0) for name in names}
 
     def _stored_bytes(self) -> float:
-        """That a connector has moved to the host; 0 without one."""
+        """Return the bytes that a connector moved to the host; 0 without one."""
         return self._metrics().get("vllm:kv_offload_store_bytes", 0)
 
     def _metrics(self) -> dict[str, float]:
         return {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
 
     def _plugin(self) -> dict[str, Any]:
-        worker, *_ = self._llm.collective_rpc(describe_plugin)  # all ranks have the same to say
+        worker, *_ = self._llm.collective_rpc(describe_plugin)  # all ranks give the same answer
         return worker
 
 
@@ -316,28 +335,28 @@ def _tokens_and_margins(output: Any) -> dict[str, list[Any]]:
 
 
 def _replays(plugin: dict[str, Any]) -> int:
-    """Of the graphs of a draft model's loop."""
+    """Return the number of replays of a draft model's loop."""
     return sum(report["replays"]["decode"] for report in plugin["draft_graphs"])
 
 
 def _step_figures(ends: list[float]) -> dict[str, Any]:
-    """Of steps that follow each other; the first end is their start."""
+    """Return times of consecutive steps; the first end is their start."""
     steps = [after - before for before, after in itertools.pairwise(ends)]
     return {"seconds": ends[-1] - ends[0], "median_step": statistics.median(steps), "step_seconds": steps}
 
 
 def _tokens_so_far(outputs: list[Any], requests: int) -> int:
-    """Of all requests, as each has some in every step."""
+    """Return the number of tokens of all requests. Each request gets some in every step."""
     if len(outputs) != requests:
         raise RuntimeError(f"{len(outputs)} of {requests} requests had tokens in a step")
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-# ---------------------------------------------------------------- in the worker, which may be a process of its own
+# ---------------------------------------------------------------- in the worker, which may be a separate process
 
 
 def runner_module(worker: Any) -> str:
-    """Where its model runner is defined: vLLM has two."""
+    """Return the module of the worker's model runner; vLLM has two."""
     return type(worker.model_runner).__module__
 
 
@@ -372,10 +391,10 @@ def start_profile(worker: Any) -> None:
         with record_function(DRAFTING):
             return propose(*args, **kwargs)
 
-    worker.nwor_propose = vars(drafter).get("propose")  # what a plugin has put there
+    worker.nwor_propose = vars(drafter).get("propose")  # the patch of a plugin
     drafter.propose = named
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # the profile begins with a step
+        torch.cuda.synchronize()  # the profile starts with a step
     worker.nwor_profile = profile(activities=supported_activities())
     worker.nwor_profile.start()
 
@@ -391,11 +410,13 @@ def stop_drafter_profile(worker: Any) -> dict[str, Any]:
 
 
 def stop_profile(worker: Any) -> dict[str, Any]:
-    """What ran on the device, for how long, and for how long nothing had run before it; what was called on the host; by
-    name. A step has one call of the drafter."""
+    """Return what ran on the device, its time and the idle time before it, and the calls on the host, by name.
+
+    A step has one call of the drafter.
+    """
     events = _profiled_events(worker)
     on_host = collections.Counter(event.name() for event in events if event.device_type().name == "CPU")
-    # An annotated range has an event on either side.
+    # An annotated range has one event on the host and one on the device.
     ran = [event for event in events if event.device_type().name == "CUDA" and event.name() not in on_host]
     on_device = collections.Counter(event.name() for event in ran)
     device_us: dict[str, float] = collections.defaultdict(float)
@@ -433,7 +454,7 @@ def _profiled_events(worker: Any) -> list[Any]:
 
 
 def step_times(events: list[Any], ran: list[Any]) -> dict[str, list[float]]:
-    """From one call of the drafter to the next: microseconds on the device, and those in which nothing ran."""
+    """Return the time between calls of the drafter, and the idle time in it, in microseconds on the device."""
     on_device, _ = _launched_by_drafter(events)
     starts = sorted(min(spans)[0] for spans in on_device.values())
     spans = sorted((event.start_ns(), event.end_ns()) for event in ran)
@@ -442,7 +463,7 @@ def step_times(events: list[Any], ran: list[Any]) -> dict[str, list[float]]:
     return {
         "step_us": [(end - start) / 1e3 for start, end, _, _ in steps],
         "idle_us": [
-            # A kernel may go on past the end; none begins before the drafter's first and goes on.
+            # A kernel may run past the end. No kernel that starts before the drafter's first one is still running then.
             (end - start - _covered([(a, min(b, end)) for a, b in spans[first:last]])) / 1e3
             for start, end, first, last in steps
         ],
@@ -450,8 +471,10 @@ def step_times(events: list[Any], ran: list[Any]) -> dict[str, list[float]]:
 
 
 def drafter_times(events: list[Any]) -> dict[str, Any]:
-    """Totals over the calls of the drafter in a profile. Kernels are known by the call that launched them, those of a
-    graph by the graph's launch."""
+    """Return totals over the drafter's calls in a profile.
+
+    A kernel is attributed by the call that launched it, and a kernel of a graph by the launch of the graph.
+    """
     on_device, launches = _launched_by_drafter(events)
     calls = [event for event in events if event.name() == DRAFTING and event.device_type().name == "CPU"]
     return {
@@ -465,7 +488,7 @@ def drafter_times(events: list[Any]) -> dict[str, Any]:
 
 
 def _launched_by_drafter(events: list[Any]) -> tuple[dict[int, list[tuple[int, int]]], collections.Counter[str]]:
-    """Start and end of what each call of the drafter launched; its launches by name."""
+    """Return start and end of everything that each call of the drafter launched, and its launches by name."""
     calls = sorted((e.start_ns(), e.end_ns()) for e in events if e.name() == DRAFTING and e.device_type().name == "CPU")
     starts = [start for start, _ in calls]
     call_of: dict[int, int] = {}
@@ -485,7 +508,7 @@ def _launched_by_drafter(events: list[Any]) -> tuple[dict[int, list[tuple[int, i
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:
-    """Length of the union."""
+    """Return the length of the union of the spans."""
     total, until = 0, 0
     for start, end in sorted(spans):
         total += max(0, end - max(start, until))
@@ -494,14 +517,14 @@ def _covered(spans: list[tuple[int, int]]) -> int:
 
 
 def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int = 1) -> int:
-    """Take off what nwor_ops has put on this worker, or put it on again, between two steps; the windows begun so far.
+    """Remove NWOR from this worker, or attach it again, between two steps. Return the number of windows begun so far.
 
-    Weights, caches, compiled code and drafter stay where they are, so that the two sides differ by NWOR alone. Of the
-    graphs only FULL ones hold a writer: the first call, which must find no request running, captures them anew for both
-    sides in turn, `captures` times, if a writer was replaced; `capture` is the one to take from now on. The comparison
-    of counters, which lives with the scheduler, rests too: it is in this process. What is left where NWOR is off: a
-    thread that looks at the counters twice a second and may fetch them, a call around the scheduler's update that
-    notes how many tokens each request got, and in mode ``stage`` the cache without the spare blocks.
+    Weights, caches, compiled code and drafter stay, so the two sides differ only by NWOR. Only FULL graphs contain a
+    writer. If a writer was patched, the first call captures them again for both sides in turn, `captures` times; no
+    request may run then. `capture` selects the capture to use from now on. The comparison of counters in the scheduler
+    stops too, since it is in this process. Three things remain if NWOR is off: a thread that reads the counters twice a
+    second and may fetch them, a call around the scheduler's update that notes how many tokens each request got, and in
+    mode ``stage`` the cache without the shadow pages.
     """
     from nwor_ops.vllm.audit.agreement import SchedulerWatch as watch
     from nwor_ops.vllm.runners.base import wrapped_methods
@@ -528,8 +551,10 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
 
 
 def stop_comparing(worker: Any) -> None:
-    """The scheduler's book goes on, and the worker's is read as often as ever, but they are not compared: a step that
-    ran on one side, and whose tokens arrive on the other, is in one of them."""
+    """Stop comparing the worker's counts with the scheduler's. Both are still counted and read as before.
+
+    A step that ran on one side, with tokens that arrive on the other, is in only one of the counts.
+    """
     from nwor_ops.vllm.audit.agreement import Agreement
 
     Agreement.published = lambda self, drafted, accepted: None  # type: ignore[method-assign]
@@ -544,14 +569,17 @@ def put_parts(worker: Any, on: bool) -> None:
 
 
 def full_graphs(runner: Any) -> dict[Any, Any]:
-    """The model's, by batch; none in an eager engine."""
+    """Return the model's FULL graphs, by batch; empty in an eager engine."""
     manager = getattr(runner, "cudagraph_manager", None)
     return manager.graphs if manager is not None else {}
 
 
 def capture_full_graphs(runner: Any, shift: int) -> dict[Any, Any]:
-    """The model's FULL graphs once more; those of the drafter and the pieces stay as they are. With another `shift`
-    their buffers lie elsewhere, which may matter; else each capture would find the memory of the one before."""
+    """Capture the model's FULL graphs again; those of the drafter and the piecewise graphs stay.
+
+    With another `shift` their buffers have other addresses, which may affect the times. Otherwise each capture would
+    reuse the memory of the previous one.
+    """
     import torch
     from vllm.config import CUDAGraphMode, set_current_vllm_config
 
@@ -563,7 +591,7 @@ def capture_full_graphs(runner: Any, shift: int) -> dict[Any, Any]:
 
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
         begin(graph, *args, **kwargs)
-        # torch has a pool for small blocks and one for large ones.
+        # torch has one pool for small blocks and one for large blocks.
         sizes = [least + shift * 37 * 1024 for least in (0, 1 << 20)] if shift else []
         held.extend(torch.empty(size, dtype=torch.uint8, device=runner.device) for size in sizes)
 
@@ -575,15 +603,15 @@ def capture_full_graphs(runner: Any, shift: int) -> dict[Any, Any]:
         torch.cuda.CUDAGraph.capture_begin = begin  # type: ignore[method-assign]
         manager._capture_descs = batches_of
         del runner.speculator.capture  # the method again
-    runner.nwor_held = [*getattr(runner, "nwor_held", ()), *held]  # or the next capture would lie there
+    runner.nwor_held = [*getattr(runner, "nwor_held", ()), *held]  # otherwise, the next capture would use this memory
     gc.collect()
-    gc.freeze()  # as vLLM leaves it, which a capture undoes
+    gc.freeze()  # restore what vLLM set and a capture resets
     return manager.graphs
 
 
 def describe_plugin(worker: Any) -> dict[str, Any]:
-    """What nwor_ops holds there."""
-    plugin = sys.modules.get("nwor_ops.vllm")  # not there where vLLM did not load it
+    """Return what nwor_ops holds in this worker."""
+    plugin = sys.modules.get("nwor_ops.vllm")  # missing if vLLM did not load it
     sessions = plugin.sessions() if plugin else []
     return {
         "sessions": [session.describe() for session in sessions],
@@ -595,7 +623,7 @@ def describe_plugin(worker: Any) -> dict[str, Any]:
 
 
 class HookTimes:
-    """Times vLLM's functions as they are (inner), and as an instance has them wrapped (outer)."""
+    """Time vLLM's original functions (inner), and the patched functions of an instance (outer)."""
 
     def __init__(self) -> None:
         import importlib

@@ -1,10 +1,10 @@
-"""Which of vLLM's configurations were run on a GPU, audited at every step, and what came of it.
+"""Run the GPU engine tests, audited at every step, and write one result per configuration of vLLM.
 
     python benchmarks/gpu_engines.py [FOLDER] [-- arguments of pytest, such as -k v1]
 
-Runs ``tests/gpu/vllm`` and writes one entry per case to FOLDER/MACHINE/engines.jsonl (default benchmarks/results): what
-ran, steps, drafts, rows compared, outcome. Where pytest was told to run some cases only, the others' entries
-stay. About 20 minutes. Stopped before its end (control-C), it writes what it has.
+It runs ``tests/gpu/vllm``, and writes one entry per case to FOLDER/MACHINE/engines.jsonl (default benchmarks/results):
+the configuration, steps, drafts, rows compared and the outcome. If pytest runs only some cases, the entries of the
+others stay. It takes about 20 minutes. If it is stopped early (control-C), it writes what it has.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
         with subprocess.Popen([*command, *more], cwd=ROOT, env=os.environ | {"NWOR_TEST_LOGS": str(logs)}) as tests:
             try:
                 returncode = tests.wait()
-            except KeyboardInterrupt:  # theirs too: they end by themselves
+            except KeyboardInterrupt:  # the tests get the signal too, and end by themselves
                 returncode = tests.wait()
         report = logs / "engines.json"
         entries = json.loads(report.read_text()) if report.exists() else []
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def _without_paths(entry: dict) -> dict:
-    """The first line of what went wrong, without the folders of one machine."""
+    """Return the first line of an error, without the folders of this machine."""
     found = {"name": entry["case"]} | {key: value for key, value in entry.items() if key != "case"}
     for name in ("why", "error"):
         if found.get(name):

@@ -1,23 +1,23 @@
-"""vLLM on a GPU, end to end: NWOR on against off with more ways to draft, a hybrid model and a KV connector.
+"""Compare vLLM on a GPU, end to end, with NWOR on and off: more methods of drafting, a hybrid model and a KV connector.
 
     python benchmarks/gpu_methods.py [--methods M ...] [--modes MODE ...] [--requests N ...] [--other TREE] ...
 
     eagle3      EAGLE-3 on the Llama-3-8B shape, K = 4
     mtp         the multi-token prediction layer of a dense model of the Qwen3.5-9B shape, K = 3: 24 layers of Gated
                 DeltaNet with float32 states, 8 of attention
-    offloading  eagle3 with vLLM's OffloadingConnector, which copies every block to the host as it gets full
+    offloading  eagle3 with vLLM's OffloadingConnector, which copies every full block to the host
     eagle       as in gpu_engine.py
 
-Measured as there: one engine for a mode, whose two sides take turns of 20 steps while its requests decode; synthetic
-acceptance of 2.5 tokens per step. Graphs are captured for the asked numbers of requests alone, and twice for either
-side in mode `cow`. The engines of the two modes are on the GPU at the same time and measured in turn, where there is
-room for both (28 GiB each; mtp: one after the other, 45 GiB).
+Measured as in gpu_engine.py: one engine per mode, whose two sides take turns of 20 steps while its requests decode,
+with synthetic acceptance of 2.5 tokens per step. Graphs are captured only for the requested numbers of requests, and
+twice for each side in mode `cow`. The engines of the two modes are on the GPU at the same time and are measured in
+turn, if both fit (28 GiB each). Those of mtp run one after the other (45 GiB).
 
-With `--other`, a checkout with its libraries built, each mode has an engine with the nwor_ops of that checkout too:
-rows `.../..._other`. Each is over its own vanilla.
+With `--other`, a checkout with its libraries built, each mode also has an engine with the nwor_ops of that checkout:
+rows `.../..._other`. Each ratio uses the vanilla side of the same engine.
 
-A row is written when it is measured; rows of an earlier run with other names stay. What fails is reported and left out.
-A row takes about `--seconds` per mode, an engine 30 to 90 seconds to start.
+A row is written when it is measured; rows of an earlier run with other names stay. Failures are reported and left out.
+A row takes about `--seconds` per mode, and an engine takes 30 to 90 seconds to start.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
 
 NAME = "gpu_methods"
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-CAPTURES = {"cow": 2, "stage": 1}  # nothing of mode stage is in a graph
+CAPTURES = {"cow": 2, "stage": 1}  # mode stage puts nothing into graphs
 WARM_UP_TOKENS = 64
 GIB = 1 << 30
-HOST_BYTES = 4 * GIB  # for blocks
-# The head of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B.
+HOST_BYTES = 4 * GIB  # bytes for blocks
+# The shape of the head of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B.
 EAGLE3 = LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}
 QWEN_9B = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -94,7 +94,7 @@ QWEN_9B = {
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
-    # What is decoded, too, which is all that is measured.
+    # Also stores decoded blocks; only these are measured.
     "kv_connector_extra_config": {"cpu_bytes_to_use": HOST_BYTES, "offload_prompt_only": False},
 }
 SHARED_MEMORY = "/dev/shm"
@@ -102,15 +102,15 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Method:
-    """What is measured.
+    """One measured method.
 
     Attributes:
-        speculation: vLLM's name of the way to draft, or more of its configuration.
-        drafter: the shape of a model of its own; None: the target's.
+        speculation: vLLM's name of the method, or more of its configuration.
+        drafter: the shape of a separate draft model. None if the target's model contains the drafter.
         engine: arguments of the engine.
-        at_once: engines that have room on a GPU of 80 GB.
-        stores: a connector must have stored something in every measurement.
-        targets: by mode.
+        at_once: number of engines that fit on a GPU of 80 GB.
+        stores: whether a connector must store something in every measurement.
+        targets: targets by mode.
     """
 
     speculation: dict[str, Any]
@@ -149,7 +149,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Side:
-    """An engine: its mode, and whose nwor_ops."""
+    """An engine: its mode, and the checkout of its nwor_ops."""
 
     mode: str
     tree: pathlib.Path
@@ -160,7 +160,7 @@ class Side:
 
 def method_job(method: Method, folder: pathlib.Path, requests: Iterable[int], small: bool) -> dict[str, Any]:
     target, drafter = method.target, method.drafter
-    if small:  # what vLLM's CPU engine has, too
+    if small:  # also available in vLLM's CPU engine
         method = Method({"method": "draft_model"})
         target, drafter = LLAMA_8B | SMALL, LLAMA_8B | SMALL | {"num_hidden_layers": 1}
     model = write_shape(folder / "target", target)
@@ -181,7 +181,7 @@ def method_job(method: Method, folder: pathlib.Path, requests: Iterable[int], sm
 
 
 class Run:
-    """What went wrong so far, and what was asked for."""
+    """The options of this run, and the failures so far."""
 
     def __init__(self, options: argparse.Namespace, folder: pathlib.Path) -> None:
         self.options, self.folder = options, folder
@@ -192,7 +192,7 @@ class Run:
         print(f"PROBLEM: {problem}", file=sys.stderr, flush=True)
 
     def measure(self, name: str, sides: list[Side]) -> None:
-        """The rows of a method, written one by one."""
+        """Measure the rows of a method, and write each one."""
         try:
             with self._started(name, sides) as engines:
                 for count in self.options.requests if engines else ():
@@ -214,8 +214,10 @@ class Run:
 
     @contextlib.contextmanager
     def _started(self, name: str, sides: list[Side]) -> Iterator[dict[Side, EngineProcess]]:
-        """Engines of these sides, as far as they start, ready and warm. They start together; those of a later method
-        find what was compiled."""
+        """Start engines of these sides in parallel, and return the ones that got ready and warm.
+
+        Engines of a later method reuse what was compiled.
+        """
         engines: dict[Side, EngineProcess] = {}
         began = time.monotonic()
         try:
@@ -224,7 +226,7 @@ class Run:
             with ThreadPoolExecutor(len(sides)) as pool:
                 try:
                     ready = dict(zip(sides, pool.map(partial(self._is_ready, name), engines.items()), strict=True))
-                except BaseException:  # control-C: the threads wait for answers that do not come
+                except BaseException:  # after control-C, the threads wait for answers that never come
                     for engine in engines.values():
                         engine.close()
                     raise
@@ -243,11 +245,11 @@ class Run:
                 engine.close()
 
     def _launch(self, name: str, side: Side, cache: pathlib.Path) -> EngineProcess:
-        # A drafter's folder with the name of a method would decide for vLLM what it is.
+        # vLLM would derive the method from the name of a drafter's folder.
         folder = self.folder / ("small" if self.options.small else name)
         job = method_job(METHODS[name], folder, self.options.requests, self.options.small)
         job["captures"] = 1 if self.options.small else CAPTURES[side.mode]
-        # Its packages before all others.
+        # Search its packages first.
         path = os.pathsep.join(filter(None, [str(side.tree), os.environ.get("PYTHONPATH")]))
         environment = {"VLLM_NWOR_MODE": side.mode, "PYTHONPATH": path}
         return launch_engine(side.name(name), job, self.folder, cache, "v2", environment)
@@ -269,8 +271,10 @@ class Run:
 def measure(
     engines: dict[Side, EngineProcess], count: int, seconds: float, small: bool
 ) -> dict[Side, list[dict[str, Any]]]:
-    """Answers of every engine, in rounds in which each has all its captures, with either side first: as many rounds as
-    come nearest to the time, and one at least."""
+    """Measure every engine in rounds, in which each uses all its captures, with each side first.
+
+    The number of rounds is the one closest to the given time, and at least one.
+    """
     answers: dict[Side, list[dict[str, Any]]] = {side: [] for side in engines}
     budget, began, rounds = seconds * len(engines), time.monotonic(), 0
     while True:
@@ -286,7 +290,7 @@ def measure(
 
 
 def figures(name: str, side: Side, count: int, answers: list[dict[str, Any]], small: bool) -> list[Row]:
-    """Raises RuntimeError where the two sides are not comparable."""
+    """Return the results of one measurement. Raises RuntimeError if the two sides are not comparable."""
     method, label = METHODS[name], side.name(name)
     if method.stores and not small and not all(answer["stored_bytes"] for answer in answers):
         raise RuntimeError(f"{label}, {count} requests: the connector has stored nothing in a measurement")
@@ -296,13 +300,13 @@ def figures(name: str, side: Side, count: int, answers: list[dict[str, Any]], sm
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--modes", nargs="+", choices=list(CAPTURES), default=list(CAPTURES), help="NWOR's")
+    parser.add_argument("--modes", nargs="+", choices=list(CAPTURES), default=list(CAPTURES), help="mode of NWOR")
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=[16, 64, 1])
-    parser.add_argument("--seconds", type=float, default=15.0, help="of measuring, for each row")
-    parser.add_argument("--other", type=pathlib.Path, help="another checkout, to compare with")
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
-    parser.add_argument("--logs", type=pathlib.Path, help="where logs, answers and what vLLM compiles go")
-    parser.add_argument("--small", action="store_true", help="try this script with tiny models; nothing is saved")
+    parser.add_argument("--seconds", type=float, default=15.0, help="seconds of measuring per row")
+    parser.add_argument("--other", type=pathlib.Path, help="another checkout to compare with")
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="folder of the results")
+    parser.add_argument("--logs", type=pathlib.Path, help="folder of logs, answers and compiled code")
+    parser.add_argument("--small", action="store_true", help="test this script with tiny models; saves nothing")
     options = parser.parse_args(arguments)
     if options.other is not None:
         options.other = options.other.resolve()

@@ -1,12 +1,12 @@
-"""What a decode step on the GPU gains: kernels, host time, waits for the device.
+"""Profile what a decode step on the GPU gains with NWOR: kernels, host time, waits for the device.
 
     python benchmarks/gpu_step_profile.py [--mode stage] [--runner v1] [--folder FOLDER]
 
-An engine of gpu_engine.py with fewer layers (no count grows with the layers; the time of a kernel does), 16 requests
-that decode with 4 drafts each in FULL CUDA graphs, with NWOR and without, in one process. Counted by torch's profiler
-over the same number of steps: kernels by name (those inside of graphs too) and the time each of ours takes, launches,
-calls that wait for the device. Host time: what the wrapped functions take beyond vLLM's own, timed inside and outside.
-About a minute and a half.
+It uses an engine of gpu_engine.py with fewer layers. Only the times of kernels depend on the number of layers, not the
+counts. 16 requests decode with 4 drafts each in FULL CUDA graphs, with and without NWOR, in one process. torch's
+profiler counts over the same number of steps: kernels by name (including those in graphs) and the time of each of ours,
+launches, and calls that wait for the device. The host time is what the patched functions take in addition to vLLM's
+own, timed inside and outside. It takes about a minute and a half.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def figures(on: dict[str, Any], off: dict[str, Any], added: dict[str, list[float
         print_differences(what, per_step(on, what), per_step(off, what))
 
     def difference(what: str, names: tuple[str, ...] | None = None) -> float:
-        # To a tenth: a step at either end of the profile may be cut.
+        # Rounded to a tenth, because the first and last steps of the profile may be incomplete.
         return round(total(per_step(on, what), names) - total(per_step(off, what), names), 1)
 
     times = per_step(on, "device_us")
     for what in ("device_us", "idle_before_us"):
         print_differences(what, per_step(on, what), per_step(off, what))
     ours = kernel_times(times, OURS)
-    # Every step counts: what all wrapped functions of one step took.
+    # The total of all patched functions in each step.
     steps = [1e6 * sum(parts) for parts in zip(*added.values(), strict=False)]
     return [
         row("step_profile/launches_added", [difference("kernels")], "kernels", "lower", 4),
@@ -70,11 +70,11 @@ def figures(on: dict[str, Any], off: dict[str, Any], added: dict[str, list[float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="NWOR's")
+    parser.add_argument("--mode", choices=list(TARGETS), default="cow", help="mode of NWOR")
     parser.add_argument("--runner", choices=("v2", "v1"), default="v2", help="vLLM's model runner")
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="where the results go")
-    parser.add_argument("--logs", type=pathlib.Path, help="where the engines' logs go")
-    parser.add_argument("--small", action="store_true", help="try this script with a tiny model; nothing is saved")
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="folder of the results")
+    parser.add_argument("--logs", type=pathlib.Path, help="folder of the engines' logs")
+    parser.add_argument("--small", action="store_true", help="test this script with a tiny model; saves nothing")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.logs or pathlib.Path(scratch)
@@ -85,7 +85,7 @@ def main() -> None:
             counted = {}
             for side in ("off", "on"):
                 asked = sides["profiled", side]
-                asked.ask(f"profile {REQUESTS} 5")  # the profiler's own start
+                asked.ask(f"profile {REQUESTS} 5")  # the start of the profiler itself
                 counted[side] = asked.ask(f"profile {REQUESTS} {PROFILED_STEPS}")
             steps = 100 if options.small else TIMED_STEPS
             added = sides["profiled", "on"].ask(f"host {REQUESTS} {steps}")["added"]

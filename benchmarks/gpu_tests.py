@@ -1,8 +1,8 @@
-"""The GPU tests, and the same kernels under compute-sanitizer, as figures to commit.
+"""Run the GPU tests, and the same kernels under compute-sanitizer, and write the results for a commit.
 
     python benchmarks/gpu_tests.py [FOLDER]      # FOLDER: default benchmarks/results
 
-For a machine with a GPU; the tests of the recurrent kernel compare it with vLLM's. A few minutes.
+It needs a GPU and takes a few minutes. The tests of the recurrent kernel compare it with vLLM's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from results import Row, asked_folder, row, save, this_machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Under a sanitizer: no graphs, compilers, subprocesses or large caches, which are slow there and add no kernel.
+# Left out under a sanitizer: graphs, compilers, subprocesses and large caches. They are slow there and add no kernel.
 SANITIZED = (
     "(layout or transaction or judge or micro or acceptance or samples or placement or no_numbers or bad_data "
     "or plane_table or leading_zero or norm_is) "
     "and not (compile or opcheck or graph or test_debug or any_counts or equals_a_run)"
 )
-# vLLM's engines, in tests/gpu/vllm: gpu_engines.py. Long ones first.
+# gpu_engines.py runs vLLM's engines of tests/gpu/vllm. Long tests first.
 FOLDERS = (ROOT / "tests" / "ops", ROOT / "tests" / "gpu")
 FILES = sorted((file for folder in FOLDERS for file in folder.glob("test_*.py")), key=os.path.getsize, reverse=True)
 
@@ -67,7 +67,7 @@ def test_rows(found: Iterable[Counter[str]]) -> list[Row]:
 def sanitizer_errors(tool: str, file: pathlib.Path) -> int:
     done = pytest(file, "-k", SANITIZED, under=("compute-sanitizer", "--tool", tool, "--print-limit", "5"))
     if re.search(r"^\d+ deselected in", done.stdout, re.MULTILINE):
-        return 0  # none of this file is for the sanitizers
+        return 0  # the sanitizers run nothing of this file
     found = re.search(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)", done.stdout + done.stderr)
     if found is None or " passed" not in done.stdout:
         raise RuntimeError(
@@ -80,7 +80,7 @@ def sanitizer_errors(tool: str, file: pathlib.Path) -> int:
 
 def main() -> None:
     folder = asked_folder(__doc__)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each keeps one processor busy, and the GPU hardly
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each keeps one processor busy, but hardly the GPU
         tests = pool.map(outcomes, FILES)
         sanitizers = {tool: pool.map(partial(sanitizer_errors, tool), FILES) for tool in TOOLS}
     rows = test_rows(tests)

@@ -1,10 +1,11 @@
-"""What a benchmark's worker needs before it builds its model: vLLM imports this as its ``worker_extension_cls``.
+"""Prepare a benchmark's worker before it builds its model: vLLM imports this as its ``worker_extension_cls``.
 
-Qwen3-Next without experts, which is the shape of the dense Qwen3.5 models: vLLM's classes for it would look for a layer
-with experts, and find none. OLMo hybrid, none of whose checkpoints vLLM 0.33.0 can load: the loader of its convolutions
-does not look where a weight says which part it is (https://github.com/vllm-project/vllm/pull/55858). And of the kernels
-that Triton tunes, which are those of a prompt's Gated DeltaNet, the first configuration without tuning: prompts are not
-what is measured, and tuning takes minutes.
+- Qwen3-Next without experts, which is the shape of the dense Qwen3.5 models. vLLM's classes require a layer with
+  experts.
+- OLMo hybrid. vLLM 0.33.0 cannot load its checkpoints, because the loader of its convolutions does not look for the
+  part in a weight's name (https://github.com/vllm-project/vllm/pull/55858).
+- The kernels that Triton tunes, those of Gated DeltaNet for prompts: use the first configuration without tuning.
+  Prompts are not measured, and tuning takes minutes.
 """
 
 from __future__ import annotations
@@ -46,4 +47,4 @@ QwenNextMixtureOfExperts.set_moe_parameters = set_if_any
 
 
 class Worker:
-    """Adds nothing to vLLM's."""
+    """An empty extension of the worker."""

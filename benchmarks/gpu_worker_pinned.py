@@ -1,6 +1,6 @@
-"""Offloading where /dev/shm is too small: vLLM keeps blocks in pinned memory of the worker instead, as on ROCm.
+"""Offload to pinned memory if /dev/shm is too small: vLLM then keeps blocks in the worker, as on ROCm.
 
-vLLM imports this in a worker before it builds anything: ``worker_extension_cls``.
+vLLM imports this in a worker before it builds anything, as its ``worker_extension_cls``.
 """
 
 from __future__ import annotations
@@ -11,4 +11,4 @@ CPUOffloadingSpec._uses_shared_region = lambda self: False
 
 
 class Worker:
-    """Adds nothing to vLLM's."""
+    """An empty extension of the worker."""

@@ -1,13 +1,14 @@
-"""What Nsight Compute says of the hot kernels: duration, DRAM throughput, occupancy, registers; the bytes stage writes.
+"""Profile the hot kernels with Nsight Compute: duration, DRAM throughput, occupancy, registers, and bytes written in
+mode stage.
 
     python benchmarks/kernel_profile.py [FOLDER]      # FOLDER: default benchmarks/results
 
-For a machine with a GPU and ncu on the PATH; vLLM is not needed. The kernels run one at a time, at the clocks the card
-has, so their durations hold no overlap with the launch of the next one.
+It needs a GPU and ncu on the PATH, but not vLLM. The kernels run one at a time at the card's normal clocks, so their
+durations contain no overlap with the next launch.
 
-Of `close_window` the bytes that its stores write are counted too, for a window whose acceptance is random, beside the
-bytes of the accepted rows (and of the target rows that share their page) in every layer: what is beyond them are slots,
-tables and records.
+For `close_window`, the bytes that its stores write are counted too, for a window with random acceptance. They are
+compared with the bytes of the accepted rows (and of the target rows in the same page) in every layer. The difference is
+slots, tables and records.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from torch import Tensor
 
 from nwor_ops import ops
 
-SHAPES = ((256, 4), (4000, 4))  # 1,280 and 20,000 tokens
+SHAPES = ((256, 4), (4000, 4))  # 1,280 and 20,000 tokens in all
 LAYERS = 4
-WINDOWS = ((64, 4), (256, 4))  # in all layers of stage_ops.py
-METRICS = {  # of ncu: name and unit of ours, whether more is better
+WINDOWS = ((64, 4), (256, 4))  # over all layers of stage_ops.py
+METRICS = {  # metric of ncu: our name and unit, whether more is better
     "gpu__time_duration.sum": ("duration", "us", "lower"),
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": ("dram_throughput", "%", "higher"),
     "sm__warps_active.avg.pct_of_peak_sustained_active": ("achieved_occupancy", "%", "higher"),
     "launch__registers_per_thread": ("registers", "per thread", "lower"),
 }
-# Of 32 bytes, as the stores leave the multiprocessors. (L2 counts those twice that belong to its far half.)
+# Sectors of 32 bytes that the multiprocessors write. (L2 counts sectors of its far half twice.)
 WRITTEN = "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum"
 KERNELS = {
     "write_kv_logged": "write_kernel",
@@ -46,7 +47,7 @@ KERNELS = {
 
 
 def profiled(kernel: Callable[[], None], buffer: Tensor) -> None:
-    """One launch, after a large read that leaves nothing of the rows in L2."""
+    """Profile one launch, after a large read that removes the rows from L2."""
     buffer[: 2**29].view(torch.float32).sum()
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()
@@ -56,7 +57,7 @@ def profiled(kernel: Callable[[], None], buffer: Tensor) -> None:
 
 
 def launch(buffer: Tensor, requests: int, drafts: int) -> None:
-    """Each kernel of the writes once."""
+    """Launch each kernel of the writes once."""
     step = Step(CASES[0], requests, drafts, layer_caches(buffer, CASES[0], LAYERS))
     step.load()
     step.transaction()
@@ -70,7 +71,7 @@ def launch(buffer: Tensor, requests: int, drafts: int) -> None:
 
 
 def window_of(requests: int, drafts: int) -> Window:
-    """The acceptance is the same in the process that launches and in the one that counts."""
+    """Return a window. Its acceptance is the same in the launching process and in the counting process."""
     torch.manual_seed(requests)
     window = Window(layer_planes(16), requests, drafts)
     accepted = torch.randint(0, drafts + 1, (requests, 1), device="cuda")
@@ -95,7 +96,7 @@ def profile() -> list[Row]:
         raise RuntimeError(f"ncu did not finish:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     launches = [(op, shape) for shape in SHAPES for op in ("write_kv_logged", "log_slots", "restore_slots")]
     launches += [(op, shape) for shape in WINDOWS for op in ("open_window", "close_window")]
-    counted = list(csv.DictReader(lines[start:]))[1:]  # the first row holds units
+    counted = list(csv.DictReader(lines[start:]))[1:]  # the first row contains the units
     rows = []
     for (op, (requests, drafts)), figures in zip(launches, counted, strict=True):
         if KERNELS[op] not in figures["Kernel Name"]:

@@ -1,4 +1,4 @@
-"""The H200's figures as pictures, drawn from the results: docs/h200.png, docs/draft_graphs.png.
+"""Draw the results of the H200 as pictures: docs/h200.png, docs/draft_graphs.png.
 
 python benchmarks/picture.py [h200] [draft_graphs]
 """
@@ -41,7 +41,7 @@ TARGET_STYLE = {"color": "black", "linewidth": 0.8, "linestyle": "--"}
 
 
 def draw(axes: Axes, found: Mapping[str, dict[str, Any]], series: dict[str, str], places: tuple[Any, ...]) -> None:
-    """A group of bars for each place, a bar for each series, with its quartiles."""
+    """Draw a group of bars for each place, with one bar per series and its quartiles."""
     width = 0.8 / len(series)
     for number, (prefix, label) in enumerate(series.items()):
         chosen = [found[f"{prefix}/{place}"] for place in places]
@@ -73,7 +73,8 @@ def draw_engines() -> None:
 
 
 def draw_drafters() -> None:
-    """Output tok/s over requests: a draft model in either runner, with draft graphs and without, and its rivals."""
+    """Draw output tok/s over requests: a draft model in both runners, with and without draft graphs, and its
+    alternatives."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes, found = figure.subplots(), read("h200", "gpu_draft_runners")

@@ -1,18 +1,19 @@
-"""gated_delta_verify beside vLLM's kernels, which store the state after every token: microseconds of a layer.
+"""Compare gated_delta_verify with vLLM's kernels, which store the state after every token: microseconds per layer.
 
     PYTHONPATH=path/to/vllm/tree python benchmarks/recurrent_kernel.py [FOLDER]
 
-Needs vLLM: its Triton kernel, and its compiled core (of the installed vLLM, or of VLLM_CORE). Under two minutes.
+It needs vLLM: its Triton kernel, and its compiled core (of the installed vLLM, or of VLLM_CORE). It takes under two
+minutes.
 
-The layers are of Qwen3-Next's shape, 16 key heads and 32 value heads of 128 x 128, 36 of them (fewer where vLLM's K + 1
-states of each do not fit), each with states and inputs of its own. All requests have a window of K + 1 tokens, and 1 to
-K + 1 of them are accepted, as many requests each. Each side is one CUDA graph of all layers, one launch behind the
-other; ours holds the window's plan too. The graphs are replayed in turn, and before every replay 512 MB are read, so
-that nothing of the states is left in L2 and the GPU is busy while the host launches the graph.
+The layers have Qwen3-Next's shape: 16 key heads and 32 value heads of 128 x 128. There are 36 layers, or fewer if
+vLLM's K + 1 states of each do not fit, and each has its own states and inputs. All requests have a window of K + 1
+tokens. 1 to K + 1 of them are accepted, each number for equally many requests. Each side is one CUDA graph of all
+layers, one launch after the other; ours includes the plan of the window. The graphs are replayed in turn. Before every
+replay 512 MB are read, so that no state is left in L2 and the GPU is busy while the host launches the graph.
 
-`triton` is `fused_sigmoid_gating_delta_rule_update`; `cuda` is `fused_gdn_decode_post_conv_mtp`, which ends with the
-gated norm, as ours with `norm` does. `copy` copies the bytes of a layer's states from one place to another. A ratio is
-our time over theirs.
+`triton` is `fused_sigmoid_gating_delta_rule_update`. `cuda` is `fused_gdn_decode_post_conv_mtp`, which ends with the
+gated norm, as ours does with `norm`. `copy` copies the bytes of a layer's states. A ratio is our time divided by
+theirs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SCALE, EPS = WIDTH**-0.5, 1e-6
 
 
 class Case:
-    """Requests with a window each, in every layer, in buffers that never move."""
+    """Requests with one window each, in every layer, in buffers that never move."""
 
     def __init__(self, requests: int, drafts: int, dtype: torch.dtype) -> None:
         self.requests, self.rows, self.dtype = requests, drafts + 1, dtype

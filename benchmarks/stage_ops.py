@@ -1,21 +1,23 @@
-"""The ops of family stage on a GPU: shadow pages beside a plain copy of the same bytes, moves beside their rivals.
+"""Measure shadow pages and staging on a GPU: shadow pages against a plain copy of the same bytes, moves against
+alternatives.
 
     python benchmarks/stage_ops.py [FOLDER]
 
-vLLM is not needed. A minute or two. The layers are 32 packed planes of 8 heads x 2 x 128 in bf16, in one buffer.
+It does not need vLLM, and takes a minute or two. The layers are 32 packed planes of 8 heads x 2 x 128 in bf16, in one
+buffer.
 
-Each side is one CUDA graph and the sides are replayed in turn. Before every replay, outside the time that is taken,
-tables and slots are put back to what they were and 512 MB are read, so that no row is left in L2 and the GPU is busy
-while the host launches the graph.
+Each side is one CUDA graph, and the sides are replayed in turn. Before every replay, outside the measured time, tables
+and slots are restored. Then 512 MB are read, so that no row is left in L2 and the GPU is busy while the host launches
+the graph.
 
-Shadow pages: every request has a target token and K drafts behind a tail page whose fill is random; all drafts are
-accepted, so that close copies as much as it can. The rival copies as many bytes from one place to another with one
-`copy_`. A ratio of 0.8 means 80 % of its speed. `held` is an open that finds its rows in the shadow pages already.
+Shadow pages: every request has a target token and K drafts after a tail page with a random number of rows. All drafts
+are accepted, so close copies as much as possible. The alternative copies the same number of bytes with one `copy_`. A
+ratio of 0.8 means 80 % of its speed. `held` is an open whose rows are already in the shadow pages.
 
-Moves: every request moves the accepted path of a tree of 8 nodes, chains and swaps among them, in one launch for all
-layers; against one launch per layer, and against torch's index_select and index_copy_ per layer.
+Moves: every request moves the accepted path of a tree of 8 nodes, including chains and swaps, in one launch for all
+layers. The alternatives are one launch per layer, and torch's index_select and index_copy_ per layer.
 
-Staging: stage_kv and commit_staged of all layers, and accept_staged, beside write_kv of the same rows.
+Staging: stage_kv and commit_staged of all layers, and accept_staged, against write_kv of the same rows.
 """
 
 from __future__ import annotations
@@ -32,23 +34,30 @@ from nwor_ops import num_shadow_blocks, ops
 DEVICE = "cuda"
 LAYERS, HEADS, WIDTH = 32, 8, 256
 ROW_BYTES = HEADS * WIDTH * 2
-WINDOWS = ((1, 4, 16), (16, 4, 16), (64, 4, 16), (256, 4, 16), (256, 8, 16), (256, 8, 64))  # requests, drafts, block
+WINDOWS = (
+    (1, 4, 16),
+    (16, 4, 16),
+    (64, 4, 16),
+    (256, 4, 16),
+    (256, 8, 16),
+    (256, 8, 64),
+)  # requests, drafts per request, block size
 LARGE = {(256, 4, 16), (256, 8, 16), (256, 8, 64)}
 COPY_TARGET, MOVE_TARGET = 0.8, 3.0
-MOVES = ((64, 8), (16, 8), (1, 8))  # requests, nodes of each
-STAGED = ((1, 5), (64, 5), (64, 9))  # requests, rows of each
+MOVES = ((64, 8), (16, 8), (1, 8))  # requests, nodes per request
+STAGED = ((1, 5), (64, 5), (64, 9))  # requests, rows per request
 SLOTS = 128 * 1024
 READ_BYTES, ROUNDS = 2**29, 200
 
 
 def layer_planes(block_size: int) -> list[Tensor]:
-    """``[B, N, H, W]`` of every layer, one after another in memory."""
+    """Return ``[B, N, H, W]`` of every layer, one after the other in memory."""
     backing = torch.zeros(LAYERS, SLOTS // block_size, block_size, HEADS, WIDTH, dtype=torch.bfloat16, device=DEVICE)
     return list(backing)
 
 
 class Window:
-    """A window of requests in buffers that never move; `reset` undoes what open and close did to them."""
+    """A window of requests in buffers that never move. `reset` undoes the effects of open and close."""
 
     def __init__(self, planes: list[Tensor], requests: int, drafts: int) -> None:
         blocks, block_size = planes[0].shape[:2]
@@ -56,7 +65,7 @@ class Window:
         self.planes, self.drafts = planes, drafts
         shadow = num_shadow_blocks(requests, drafts, block_size)
         int32 = {"dtype": torch.int32, "device": DEVICE}
-        fill = torch.randint(0, block_size, (requests,), device=DEVICE)  # committed rows of each tail page
+        fill = torch.randint(0, block_size, (requests,), device=DEVICE)  # number of committed rows of each tail page
         lengths = block_size + fill + tokens
         columns = max(pages, -(-(2 * block_size + tokens) // block_size))
         order = torch.randperm(blocks - shadow, device=DEVICE)[: requests * columns]
@@ -75,15 +84,17 @@ class Window:
         self.tails = torch.empty(1, requests, **int32)
         self.rejected = torch.zeros(requests * drafts, dtype=torch.bool, device=DEVICE)
         self.states = torch.arange(requests, **int32)
-        # Rows of the tail page before this step's tokens: one fewer than its fill where the target token shares it.
+        # Number of rows in the tail page before this step: one fewer than its fill if the target token is in it.
         first_draft = fill + 1
         tail_fill = torch.where(first_draft < block_size, fill, 0)
         self.opened_rows = int(tail_fill.sum())
-        self.shared_rows = int((first_draft < block_size).sum())  # target tokens in the page of their first draft
+        self.shared_rows = int(
+            (first_draft < block_size).sum()
+        )  # number of target tokens in the page of the first draft
         self.closed_rows = self.shared_rows + requests * drafts
 
     def closed_bytes(self) -> int:
-        """What close copies, in all layers, by the acceptance that is set."""
+        """Return the bytes that close copies in all layers, for the current acceptance."""
         return (self.shared_rows + int((~self.rejected).sum())) * LAYERS * ROW_BYTES
 
     def reset(self) -> None:
@@ -104,7 +115,7 @@ class Window:
 
 
 def plain_copy(rows: int) -> Callable[[], None]:
-    """As many bytes as so many rows of every layer, from one place to another."""
+    """Copy as many bytes as this number of rows has in every layer."""
     source, target = torch.zeros(2, max(rows, 1) * LAYERS * ROW_BYTES, dtype=torch.uint8, device=DEVICE)
     return captured(lambda: target.copy_(source))
 
@@ -118,7 +129,7 @@ def window_rows(read: Tensor) -> list[Row]:
             window.reset()
             read.sum()
 
-        window.open()  # so that close has records to work from, in every replay
+        window.open()  # so that close has records in every replay
         variants = {
             "open": captured(window.open),
             "close": captured(window.close),
@@ -127,7 +138,7 @@ def window_rows(read: Tensor) -> list[Row]:
         }
         window.reset()
         window.open(window.held)
-        window.close(window.held)  # from here on the shadow pages hold what a step later is committed
+        window.close(window.held)  # from here on the shadow pages hold rows that a later step commits
         held = window.held.clone()
         variants["held"] = captured(lambda window=window, held=held: window.open(held))
         samples = alternating_on_gpu(variants, ROUNDS, prepare)
@@ -146,8 +157,10 @@ def window_rows(read: Tensor) -> list[Row]:
 
 
 def moves_of(requests: int, nodes: int) -> tuple[Tensor, Tensor]:
-    """Each request's nodes lie in consecutive slots, and the path is a random order of them: sources and destinations
-    are the same slots."""
+    """Return moves in which each request's nodes have consecutive slots, and the path is a random order of them.
+
+    Sources and destinations are the same slots.
+    """
     base = torch.randperm(SLOTS // nodes, device=DEVICE)[:requests, None] * nodes
     order = torch.rand(requests, nodes, device=DEVICE).argsort(1)
     return (base + order).flatten(), (base + torch.arange(nodes, device=DEVICE)).flatten()

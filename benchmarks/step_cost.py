@@ -1,10 +1,10 @@
-"""What a transaction adds to one step: launches, and time on the host.
+"""Measure what a transaction adds to one step: launches, and time on the host.
 
     python benchmarks/step_cost.py
 
-32 layers of 8 KV heads x 64 in vLLM's CPU pages (key and value in a plane each: the case with the most
-launches) and packed, 8 requests with 4 drafts each, half of them rejected. On a CPU the kernels run on the
-host, so the times hold the work too; the plain writer's own time is measured in turn and subtracted.
+32 layers of 8 KV heads x 64, once in vLLM's CPU pages (key and value in separate planes, the case with the most
+launches) and once packed. 8 requests have 4 drafts each, half of them rejected. On a CPU the kernels run on the host,
+so the times include their work. The time of the plain writer is measured in turn and subtracted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDS, CALLS = 15, 30
 
 
 class CountLaunches(TorchDispatchMode):
-    """Every op of ours is one kernel."""
+    """Count our ops; each op is one kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Step:
             self.manager.register_layer(name, cache)
         self.manager.allocate()
         self.key, self.value = torch.randn(2, TOKENS, HEADS, HEAD_SIZE).to(torch.bfloat16)
-        # Each request goes on somewhere in a block of its own, in consecutive slots.
+        # Each request continues in its own block, in consecutive slots.
         starts = torch.randperm(BLOCKS)[:REQUESTS, None] * BLOCK_SIZE + torch.randint(
             BLOCK_SIZE - DRAFTS, (REQUESTS, 1)
         )

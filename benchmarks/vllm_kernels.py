@@ -1,4 +1,4 @@
-"""vLLM's kernels that ours are measured and tested against, without the rest of vLLM where that can be."""
+"""Load vLLM's kernels that ours are measured and tested against, if possible without the rest of vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECURRENT_UPDATE = "third_party/flash_linear_attention/ops/fused_sigmoid_gating.
 
 
 def load_core() -> None:
-    """vLLM's compiled ops: of the library that VLLM_CORE names, or of an installed vLLM."""
+    """Load vLLM's compiled ops, from the library that VLLM_CORE names or from an installed vLLM."""
     if "VLLM_CORE" in os.environ:
         torch.ops.load_library(os.environ["VLLM_CORE"])
     else:
@@ -24,8 +24,10 @@ def load_core() -> None:
 
 
 def olmo_update() -> Callable[..., Any]:
-    """What vLLM's layer of OLMo hybrid computes of a window, called as the next function's result, with
-    ``allow_neg_eigval`` besides. It takes an installed vLLM."""
+    """Return a function with the computation of vLLM's OLMo hybrid layer for a window. Needs an installed vLLM.
+
+    The function is called like the result of `recurrent_update`, with the additional argument ``allow_neg_eigval``.
+    """
     from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
 
     def update(
@@ -58,8 +60,10 @@ def glm_update() -> Callable[..., Any]:
 
 
 def recurrent_update() -> Callable[..., Any]:
-    """`fused_sigmoid_gating_delta_rule_update`, a Triton kernel. Its file is enough: a tree of vLLM on the path whose
-    other parts cannot be imported here."""
+    """Return `fused_sigmoid_gating_delta_rule_update`, a Triton kernel.
+
+    Only its file is needed: a vLLM tree on the path, whose other parts need not be importable.
+    """
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("vLLM is not on the path", name="vllm")

@@ -1,15 +1,16 @@
-"""The loop of a draft model, three ways: eagerly, a CUDA graph per step, one CUDA graph for all steps.
+"""Run the loop of a draft model in three ways: eagerly, with a CUDA graph per step, and with one CUDA graph for all
+steps.
 
     python examples/draft_loop.py                    # CPU: the three bodies, launched from the host
     python examples/draft_loop.py --device cuda      # the graphs
 
-A draft model of its own proposes K tokens for each request. Its first pass takes the K + 1 tokens that the target
-verified in the last round and one more, the token that the target sampled, so K + 2 for each request; it ends with
-draft 0. Each further step takes one token per request. Both passes are captured for padded request counts.
+A separate draft model proposes K tokens for each request. Its first pass takes K + 2 tokens per request: the K + 1
+tokens that the target verified in the last round, and the token that the target sampled. It ends with draft 0. Each
+further step takes one token per request. Both passes are captured for padded request counts.
 
-What to look at: :class:`StandaloneFirstPass` (what has to be on the device around the first pass), ``paged_drafter``'s
-``PagedMetadataAdapter`` (the attention metadata), and :class:`Drafter` (how it is put together). A stand-in for the
-target accepts a random number of drafts and samples a random token.
+Read :class:`StandaloneFirstPass` (the device work around the first pass), ``PagedMetadataAdapter`` of ``paged_drafter``
+(the attention metadata), and :class:`Drafter` (how the parts fit together). A random stand-in for the target accepts a
+random number of drafts and samples a random token.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftSampler, FirstPass, G
 
 @dataclass
 class TargetBatch:
-    """What the target's last step left: the input of a first pass. Made once; `load` fills it, so graphs may read it.
+    """The results of the target's last step, which are the input of a first pass.
 
-    The tokens of request i are ``[query_start_loc[i], query_start_loc[i + 1])``; the last ``num_rejected[i]`` of them
-    were rejected. ``next_tokens`` are what the target sampled, by request-state index.
+    The tensors are allocated once and `load` fills them, so graphs may read them. The tokens of request i are
+    ``[query_start_loc[i], query_start_loc[i + 1])``; the last ``num_rejected[i]`` of them were rejected.
+    ``next_tokens`` holds the tokens that the target sampled, by request-state index.
     """
 
     input_ids: Tensor  # int32 [tokens]
@@ -52,7 +54,7 @@ class TargetBatch:
         return cls(ids, positions, starts, lens, rejected, torch.zeros_like(positions[:max_num_reqs]))
 
     def load(self, tokens: Tensor, first_positions: Tensor, num_rejected: Tensor, states: Tensor, next: Tensor) -> None:
-        """One round: ``tokens`` [R, T] are at ``first_positions`` [R] and on."""
+        """Load one round: ``tokens`` [R, T] have the positions from ``first_positions`` [R] on."""
         rows, length = tokens.shape
         self.input_ids[: tokens.numel()].copy_(tokens.flatten())
         positions = first_positions[:, None] + torch.arange(length)
@@ -64,7 +66,7 @@ class TargetBatch:
 
 
 class StandaloneFirstPass(FirstPass):
-    """accepted tokens | the target's token | rejected tokens, for each request; sampling at the target's token."""
+    """Each request becomes: accepted tokens | the target's token | rejected tokens. Sample at the target's token."""
 
     def __init__(self, target: TargetBatch, buffers: DraftBuffers, max_num_tokens: int, max_len: int) -> None:
         self.target, self.buffers, self.max_len = target, buffers, max_len
@@ -82,11 +84,12 @@ class StandaloneFirstPass(FirstPass):
             target.next_tokens, buffers.input_ids[:tokens], buffers.positions[:tokens], self.unwritten[:tokens],
             self.is_masked[:tokens], self.sample_indices, idx_mapping=idx_mapping,
         )  # fmt: skip
-        # A token past the end of the sequence gets no slot: at a clamped position it would share another's.
+        # A token after the end of the sequence gets no slot: at a clamped position it would share the slot of another
+        # token.
         positions = buffers.positions[:tokens]
         self.unwritten[:tokens].logical_or_(positions >= self.max_len)
         positions.clamp_(max=self.max_len - 1)
-        # Rows past the real ones have no tokens: they start where the last real one ends, and their length is 0.
+        # Padded rows have no tokens: they start at the end of the last real row, and their length is 0.
         real = idx_mapping >= 0
         starts = torch.arange(rows + 1, device=positions.device)
         buffers.query_start_loc[: rows + 1].copy_(torch.minimum(starts, real.sum()) * key.query_len)
@@ -99,7 +102,7 @@ class StandaloneFirstPass(FirstPass):
         sampled = self.sampler(key, output[places], positions)
         buffers.draft_tokens[:rows, 0].copy_(sampled)
         buffers.positions[:rows].copy_(positions)
-        # One more than the target's, for the token that `expand` put in; clamped only at the end.
+        # One more than the target's lengths, for the token that `expand` inserted. Clamped only at the end.
         ops.prepare_decode_inputs(
             buffers.draft_tokens[:rows], target.seq_lens + 1, target.num_rejected, buffers.input_ids,
             buffers.positions, buffers.query_start_loc, buffers.seq_lens, self.max_len, buffers.idx_mapping,
@@ -111,10 +114,10 @@ class Drafter:
 
     Args:
         num_drafts: K.
-        max_num_reqs: rows of the buffers and of the block tables.
-        max_len: the longest sequence.
-        prompt_len: the longest prompt, which is one first pass.
-        dtype: of the model; its cache is float32.
+        max_num_reqs: number of rows of the buffers and of the block tables.
+        max_len: maximum sequence length.
+        prompt_len: maximum length of a prompt, which is one first pass.
+        dtype: dtype of the model; its cache is float32.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class Drafter:
         return self.model(self.buffers.input_ids[: key.num_tokens], metadata)
 
     def capture(self, request_counts: list[int], modes: tuple[str, ...] = ("auto",)) -> None:
-        """At start-up: for every padded request count the first pass and the loop."""
+        """Capture the first pass and the loop at start-up, for every padded request count."""
         keys = [GraphKey(count, length) for count in request_counts for length in (self.num_drafts + 2, 1)]
         self.loop.capture(keys, modes)
 
@@ -176,13 +179,18 @@ class Drafter:
         padded: int | None = None,
         num_drafts: int | None = None,
     ) -> Tensor:
-        """Drafts ``[R, K]``, or as many as asked for, of the requests of `states`, after ``self.target.load``; a view.
+        """Draft for the requests of `states`, after ``self.target.load``.
 
         Args:
-            states: int64 ``[R]``: their rows in the block tables.
-            num_tokens: target tokens of each request.
-            mode, replay, num_drafts: as in ``DraftLoop.run``.
-            padded: rows to run with; None = what the loop chooses.
+            states: int64 ``[R]``: the rows of the requests in the block tables.
+            num_tokens: number of target tokens of each request.
+            mode: as in ``DraftLoop.run``.
+            replay: as in ``DraftLoop.run``.
+            num_drafts: as in ``DraftLoop.run``.
+            padded: number of rows to run with. None means what the loop chooses.
+
+        Returns:
+            Drafts ``[R, K]``, or the requested number of columns: a view.
         """
         rows, query_len = len(states), num_tokens + 1
         first_key = None if padded is None else GraphKey(padded, query_len)
@@ -197,7 +205,7 @@ class Drafter:
 def play(
     drafter: Drafter, mode: str, rounds: int, temperature: float, seed: int = 0, **options: bool | int
 ) -> list[list[int]]:
-    """Serve one batch of prompts for some rounds; returns every draft of every round."""
+    """Serve one batch of prompts for some rounds, and return every draft of every round."""
     random = torch.Generator().manual_seed(seed)
     drafter.temperature.fill_(temperature)
     num_reqs, num_drafts, vocab = drafter.buffers.max_num_reqs - 1, drafter.num_drafts, drafter.config.vocab_size
@@ -205,7 +213,7 @@ def play(
     lengths = torch.zeros(num_reqs, dtype=torch.int64)
     drafts = torch.zeros(num_reqs, num_drafts, dtype=torch.int64)
     last = torch.randint(vocab, (num_reqs,), generator=random)
-    for row in range(num_reqs):  # prompts differ in length: one at a time, eagerly
+    for row in range(num_reqs):  # prompts differ in length, so run them one at a time, eagerly
         length = int(torch.randint(4, 13, (1,), generator=random))
         prompt = torch.randint(vocab, (1, length), generator=random)
         only = states[row : row + 1]
@@ -233,8 +241,8 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     arguments = parser.parse_args()
     max_len = 16 + (arguments.rounds + 1) * (arguments.num_drafts + 1)
-    # One row more than requests, so that every replay has a padded row. In float64: the padded batch may add in another
-    # order than the eager one, which must not decide between two tokens.
+    # One row more than requests, so that every replay has a padded row. The dtype is float64, because a padded batch
+    # may add in another order than the eager one. This must not change which of two tokens wins.
     drafter = Drafter(
         DrafterConfig(),
         arguments.num_drafts,
@@ -245,7 +253,7 @@ def main() -> int:
         debug=True,
     )
     rows = arguments.num_reqs + 1
-    if arguments.device == "cpu":  # no graphs: the same bodies, padded the same
+    if arguments.device == "cpu":  # no graphs: the same bodies with the same padding
         options = {"replay": False, "padded": rows}
     else:
         options = {}
@@ -254,7 +262,7 @@ def main() -> int:
     for mode in ("eager", "step", "loop"):
         start = time.perf_counter()
         outputs[mode] = play(drafter, mode, arguments.rounds, arguments.temperature, **(options if outputs else {}))
-        print(f"{mode:<6} {1e3 * (time.perf_counter() - start) / arguments.rounds:7.1f} ms a round, prompts included")
+        print(f"{mode:<6} {1e3 * (time.perf_counter() - start) / arguments.rounds:7.1f} ms per round, prompts included")
     same = all(output == outputs["eager"] for output in outputs.values())
     print(
         f"the same {len(outputs['eager']) * arguments.num_drafts} drafts in all three modes: {'yes' if same else 'NO'}"

@@ -1,16 +1,16 @@
-"""A small drafter over a paged KV cache, and its metadata adapter: the back end's side of a draft loop.
+"""A small drafter over a paged KV cache, and its metadata adapter, which is the back end's part of a draft loop.
 
-:class:`PagedMetadataAdapter` is what a back end writes for :class:`nwor_ops.drafter.DraftLoop`. Its metadata has all
-three kinds of field that matter there:
+A back end implements :class:`PagedMetadataAdapter` for :class:`nwor_ops.drafter.DraftLoop`. Its metadata has all three
+kinds of field that matter:
 
-- ``positions`` and ``seq_lens``: aliases of loop buffers. They are up to date by themselves.
-- ``slot_mapping`` and ``window_slots``: made from positions, so new in each step. They are recomputed in place, from
-  absolute positions, padded rows included.
-- ``states``: the same in all steps of a batch, but another in the next batch. A graph of the whole loop replays without
-  any host code in between, so this too is made on the device.
+- ``positions`` and ``seq_lens`` are aliases of loop buffers, so they are always up to date.
+- ``slot_mapping`` and ``window_slots`` depend on positions, so they change in each step. They are computed again in
+  place from absolute positions, padded rows included.
+- ``states`` are constant within a batch, but change from batch to batch. A graph of the whole loop replays without host
+  code in between, so they are computed on the device too.
 
-Every other layer of the model sees only the last ``window`` tokens, through ``window_slots``: stale indices there give
-other tokens, not just slower ones. The weights are random, with a fixed seed.
+Every other layer of the model sees only the last ``window`` tokens, through ``window_slots``. Stale indices there give
+wrong tokens, not just slower ones. The weights are random, with a fixed seed.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ class DrafterConfig(LlamaConfig):
     num_layers: int = 2
     num_kv_heads: int = 4
     block_size: int = 4
-    window: int = 6  # tokens that an odd layer sees, the query's own included
+    window: int = 6  # number of tokens that an odd layer sees, including the query's
 
 
 @dataclass
 class PagedMetadata:
-    """What attention needs to know of T tokens; all views of memory that never moves."""
+    """Metadata of T tokens for attention. All fields are views of memory that never moves."""
 
     positions: Tensor  # int64 [T]
-    seq_lens: Tensor  # int32 [N]: of each request, T / N tokens each
+    seq_lens: Tensor  # int32 [N]: length of each request; each has T / N tokens
     states: Tensor  # int64 [T]: row of the block tables; 0 for a padded token
-    slot_mapping: Tensor  # int64 [T]: where the token's key goes, -1 = nowhere
-    window_slots: Tensor  # int64 [T, window]: the slots it sees in a window layer, -1 = before the sequence
+    slot_mapping: Tensor  # int64 [T]: slot of the token's key, -1 = none
+    window_slots: Tensor  # int64 [T, window]: slots that the token sees in a window layer, -1 = before the sequence
 
 
 class PagedMetadataAdapter(DraftMetadata):
-    """Metadata of a plain paged attention, made on the device.
+    """Metadata of plain paged attention, computed on the device.
 
     Args:
-        buffers: the loop's.
+        buffers: the buffers of the loop.
         block_tables: int32 ``[S, columns]``, by request-state index.
-        max_num_tokens: tokens of the largest pass.
+        max_num_tokens: number of tokens of the largest pass.
         unwritten: bool ``[max_num_tokens]``: tokens of a first pass that get no slot.
     """
 
@@ -73,8 +73,8 @@ class PagedMetadataAdapter(DraftMetadata):
         buffers.register(block_tables=block_tables, unwritten=unwritten)
 
     def build(self, key: GraphKey, num_reqs: int, step: int, capturing: bool = False) -> PagedMetadata:
-        # Nothing here needs the host, so a build is views of the persistent memory, then an update. A back end
-        # that plans on the host does that here, and says in `why_not_in_place` that it cannot in `update`.
+        # Nothing here needs the host, so a build creates views of the persistent memory and then updates them. A back
+        # end that plans on the host does so here, and returns the reason in `why_not_in_place`.
         tokens = key.num_tokens
         metadata = PagedMetadata(
             self.buffers.positions[:tokens],
@@ -128,7 +128,7 @@ class PagedAttention(nn.Module):
     def window(self, metadata: PagedMetadata) -> tuple[Tensor, Tensor]:
         slots = metadata.window_slots
         visible = slots >= 0
-        visible[:, -1] = True  # a padded token sees something: no NaN
+        visible[:, -1] = True  # a padded token sees one slot, which avoids NaN
         return slots.clamp(min=0), visible
 
     def whole_sequence(self, metadata: PagedMetadata) -> tuple[Tensor, Tensor]:
@@ -142,9 +142,11 @@ class PagedAttention(nn.Module):
 
 
 class PagedDrafter(nn.Module):
-    """Args:
-    caches: one per layer, ``[num_blocks, block_size, num_heads, 2 * head_size]``.
-    block_tables: int32 ``[S, columns]``.
+    """A drafter model.
+
+    Args:
+        caches: one per layer, ``[num_blocks, block_size, num_heads, 2 * head_size]``.
+        block_tables: int32 ``[S, columns]``.
     """
 
     def __init__(self, config: DrafterConfig, caches: list[Tensor], block_tables: Tensor) -> None:
@@ -158,7 +160,7 @@ class PagedDrafter(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, metadata: PagedMetadata) -> Tensor:
-        """Hidden states ``[T, hidden_size]``."""
+        """Return hidden states ``[T, hidden_size]``."""
         x = self.embedding(input_ids)
         for layer, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
             x = x + attention(self.norms[2 * layer](x), metadata)
@@ -170,7 +172,7 @@ class PagedDrafter(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, scale: float) -> None:
-        """The same weights on every device."""
+        """Set the same weights on every device."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.dim() == 2:

@@ -1,15 +1,15 @@
-"""A small Llama with a paged KV cache, in plain PyTorch: the engine side of the use without vLLM.
+"""A small Llama with a paged KV cache in plain PyTorch: the engine's part if nwor_ops is used without vLLM.
 
-Three things here matter to nwor_ops; everything else is an ordinary model.
+Three parts matter to nwor_ops; everything else is an ordinary model.
 
-- :func:`make_caches`: one paged cache per layer, seen as ``[num_blocks, block_size, num_kv_heads, 2 * D]``
-  whatever order it has in memory.
-- :class:`Attention`: its KV-write site is one call, ``manager.write``. In the same kernel that writes a
-  batch's keys and values, what the slots of the *draft* tokens held is saved.
-- Attention then reads all of them back from the pages, drafts included: a draft that could not see the
-  drafts before it would nearly always be rejected.
+- :func:`make_caches`: one paged cache per layer, as a view ``[num_blocks, block_size, num_kv_heads, 2 * D]`` of any
+  order in memory.
+- :class:`Attention`: its KV-write site is one call, ``manager.write``. The same kernel writes a batch's keys and
+  values, and saves the old contents of the slots of *draft* tokens.
+- Attention then reads all rows from the pages, drafts included. A draft that did not see earlier drafts would nearly
+  always be rejected.
 
-The weights are random, with a fixed seed: nothing is downloaded, and nothing sensible is said.
+The weights are random, with a fixed seed. Nothing is downloaded, and the output has no meaning.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LlamaConfig:
     num_kv_heads: int = 2
     head_size: int = 16
     rope_theta: float = 10000.0
-    # Spread of the random weights. Larger = the next token depends more on the far context, which makes
-    # the text less repetitive and drafts worse.
+    # Spread of the random weights. With a larger value, the next token depends more on distant context. The text then
+    # repeats less, and drafts are worse.
     init_scale: float = 1.0
 
 
@@ -43,12 +43,12 @@ class LlamaConfig:
 class Batch:
     """The device tensors of one forward pass over a flat batch of T tokens of several requests.
 
-    T is padded to a size that was seen before (compiled code and CUDA graphs want few shapes); a padded
-    token has slot -1, so it writes nothing.
+    T is padded to one of a few sizes, because compiled code and CUDA graphs need few shapes. A padded token has slot
+    -1, so it writes nothing.
     """
 
     token_ids: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T]: place of each token in its request
+    positions: Tensor  # int64 [T]: position of each token in its request
     slot_mapping: Tensor  # int64 [T]: block * block_size + offset in the page, -1 = none
     block_tables: Tensor  # int32 [Q, max_blocks]: the pages of each request
     requests: Tensor  # int64 [T]: the request of each token
@@ -62,11 +62,11 @@ def make_caches(
     layout: str = "NHD",
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """One cache per layer, each the view ``[num_blocks, block_size, num_kv_heads, 2 * head_size]``.
+    """Create one cache per layer, each as the view ``[num_blocks, block_size, num_kv_heads, 2 * head_size]``.
 
-    nwor_ops takes the view and its strides; it has no layout flag, and never has to guess.
+    nwor_ops reads the layout from the strides of the view; there is no layout flag.
     """
-    width = 2 * config.head_size  # key and value of a token and head lie side by side
+    width = 2 * config.head_size  # key and value of a token and head are adjacent
     caches = []
     for _ in range(config.num_layers):
         if layout == "NHD":
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.num_heads * config.head_size, config.hidden_size, bias=False)
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of each token, ``[T, H, D]``."""
+        """Return query, key and value of each token, ``[T, H, D]``."""
         c = self.config
         sizes = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
         query, key, value = self.qkv(x).view(len(x), sum(sizes), c.head_size).split(sizes, dim=1)
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         return query, rotary_embedding(key, positions, c.rope_theta), value
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-        """Each token over its own rows ``[T, H, S, D]``, of which it sees those in ``visible``, bool ``[T, S]``."""
+        """Attend from each token to the rows ``[T, H, S, D]`` that ``visible``, bool ``[T, S]``, selects."""
         attended = F.scaled_dot_product_attention(
             query[:, :, None], keys, values, attn_mask=visible[:, None, None], enable_gqa=True
         )
@@ -124,13 +124,13 @@ class Attention(nn.Module):
         c = self.config
         query, key, value = self.project(x, batch.positions)
 
-        # The KV-write site. One kernel saves what the draft tokens' slots held and writes every token.
-        # The same call serves eager code, torch.compile and CUDA graph capture: which tokens are drafts is
-        # data in the manager's device buffers, which begin() filled, not an argument.
+        # The KV-write site. One kernel saves the old contents of the drafts' slots and writes every token. The same
+        # call works in eager code, torch.compile and CUDA graph capture: begin() marks the drafts in the manager's
+        # device buffers, so no argument names them.
         self.manager.write(self.layer_name, key, value, batch.slot_mapping)
 
-        # [T, max_blocks, N, H, 2D] -> key and value [T, H, S, D]. A real engine calls a paged attention
-        # kernel here; gathering the pages is slow, and readable.
+        # [T, max_blocks, N, H, 2D] -> key and value [T, H, S, D]. A real engine calls a paged attention kernel here.
+        # Gathering the pages is slow but easy to read.
         pages = self.cache[batch.block_tables[batch.requests]].flatten(1, 2).transpose(1, 2)
         keys, values = pages[..., : c.head_size], pages[..., c.head_size :]
         return self.attend(
@@ -171,11 +171,14 @@ class Block(nn.Module):
 
 
 class PagedLlama(nn.Module):
-    """Args:
-    layer_names: the names under which the layers' caches are registered with the manager.
-    caches: one per layer, from :func:`make_caches`.
-    manager: what the attention layers write with: a ``DraftCommitManager``.
-    attention: the kind of attention layer; ``token_tree.py`` has another, whose ``manager`` is a staging buffer.
+    """A small Llama.
+
+    Args:
+        layer_names: the names under which the layers' caches are registered with the manager.
+        caches: one per layer, from :func:`make_caches`.
+        manager: the object that the attention layers write with, a ``DraftCommitManager``.
+        attention: the class of the attention layers. ``token_tree.py`` has another one, whose ``manager`` is a staging
+            buffer.
     """
 
     def __init__(
@@ -195,7 +198,7 @@ class PagedLlama(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[T, vocab_size]``."""
+        """Return logits ``[T, vocab_size]``."""
         x = self.embedding(batch.token_ids)
         for block in self.blocks:
             x = block(x, batch)
@@ -203,7 +206,7 @@ class PagedLlama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, scale: float) -> None:
-        """The same weights on every device."""
+        """Set the same weights on every device."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.dim() == 2:

@@ -1,16 +1,16 @@
-"""Speculative decoding of a hybrid model: layers with a recurrent state, of which each request holds one.
+"""Speculative decoding of a hybrid model: each request has one recurrent state per linear layer.
 
     python examples/recurrent_decoding.py --compile --num-drafts 4
 
-Three of four layers are Gated DeltaNets, as in Qwen3-Next: in place of keys and values of all tokens a request has one
-matrix a head, which every token changes. What a rejected draft did to it cannot be undone, so engines keep the matrix
-after each of the K + 1 tokens of a step. Here the tokens of a step never reach it:
+Three of four layers are Gated DeltaNets, as in Qwen3-Next. Instead of keys and values of all tokens, a request has one
+matrix per head, which every token changes. The effect of a rejected draft cannot be undone, so engines usually keep the
+matrix after each of the K + 1 tokens of a step. Here the tokens of a step never reach it:
 
-    begin      one kernel works out what each request's record holds that was accepted;
-    verify     at each layer one kernel applies that to the state, runs this step's tokens, and records them;
-    commit     says how many tokens stay.
+    begin      one kernel finds the rows of each request's record that were accepted;
+    verify     at each layer one kernel applies them to the state, runs this step's tokens, and records them;
+    commit     tells how many tokens are kept.
 
-The other layers have a paged KV cache, and their drafts are the transaction of `speculative_decoding.py`.
+The other layers have a paged KV cache, and their drafts are a transaction as in `speculative_decoding.py`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from nwor_ops.transaction.manager import DEFAULT_GROUP, State
 
 @dataclass(frozen=True)
 class HybridConfig(LlamaConfig):
-    attention_every: int = 4  # the others are linear
+    attention_every: int = 4  # the other layers are linear
     linear_key_heads: int = 1
     linear_value_heads: int = 2
     linear_head_size: int = 64
-    # How much the weights favour one successor of each token: the texts of a random model never repeat themselves, as
-    # real ones do, and no draft from the text would be right.
+    # How much the weights favor one successor of each token. Real texts repeat themselves, but texts of a random model
+    # do not, and then no draft from the text would be right.
     repetition: float = 8.0
 
     def is_attention(self, layer: int) -> bool:
@@ -44,7 +44,7 @@ class HybridConfig(LlamaConfig):
 
 
 class GatedDeltaNet(nn.Module):
-    """A layer of linear attention. (Real ones have a short convolution before it, whose few rows an engine keeps.)"""
+    """A layer of linear attention. (Real layers start with a short convolution, and an engine keeps its few rows.)"""
 
     def __init__(self, config: HybridConfig, layer_name: str, cache: RecurrentCache, states: RecurrentStates) -> None:
         super().__init__()
@@ -61,14 +61,15 @@ class GatedDeltaNet(nn.Module):
         self.out = nn.Linear(value_heads * self.head_size, config.hidden_size, bias=False)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Query, key, value and gate of each token, ``[T, heads, D]``; decay and step, ``[T, value heads]``."""
+        """Return query, key, value and gate of each token, ``[T, heads, D]``, and decay and step, ``[T,
+        value heads]``."""
         packed = self.qkvg(x).to(self.dtype).view(len(x), -1, self.head_size)
         return *packed.split(self.heads, dim=1), *self.ab(x).chunk(2, dim=-1)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         q, k, v, gate, a, b = self.project(x)
-        # The one call. It reads the state once and writes it once, without this step's tokens. Which of the last
-        # step's were accepted is data that begin() put into the states' device buffers, as with manager.write.
+        # The only call. It reads and writes the state once, without this step's tokens. begin() has written to the
+        # states' device buffers which tokens of the last step were accepted, as for manager.write.
         attended = self.states.verify(
             self.layer_name, q, k, v, a, b, self.A_log, self.dt_bias, gate=gate, norm_weight=self.norm
         )
@@ -98,13 +99,13 @@ class HybridLlama(PagedLlama):
 @dataclass
 class HybridRequest(Request):
     state_slot: int = 0
-    num_given: int = 0  # tokens of this step before the drafts
+    num_given: int = 0  # number of tokens of this step before the drafts
 
 
 @dataclass
 class Step:
     batch: Batch
-    window: Window  # of the attention layers
+    window: Window  # slots of the attention layers
     state_slots: Tensor  # int64 [Q]: 0 = padding
     num_given: Tensor  # int32 [Q]
     draft_token_ids: Tensor
@@ -128,7 +129,7 @@ class HybridEngine:
     ) -> None:
         self.num_drafts, self.max_requests, self.device = num_drafts, max_requests, device
         self.max_window = num_drafts + 1
-        self.num_tokens = max_requests * self.max_window  # of every batch: one shape, one graph
+        self.num_tokens = max_requests * self.max_window  # size of every batch: one shape, one graph
         self.max_blocks = -(-max_context // BLOCK_SIZE)
         num_blocks = max_requests * self.max_blocks
         self.free_blocks, self.free_slots = list(range(num_blocks)), list(range(1, max_requests + 1))
@@ -140,7 +141,7 @@ class HybridEngine:
             max_draft_tokens=max_requests * num_drafts,
             device=device,
         )
-        # ... and of the others: a state and a record for each request, and slot 0, which is nobody's.
+        # ... and of the linear layers: a state and a record for each request. Slot 0 belongs to no request.
         self.states = RecurrentStates(max_num_requests=max_requests, device=device)
         paged = replace(config, num_layers=sum(map(config.is_attention, range(config.num_layers))))
         kv_caches = iter(make_caches(paged, num_blocks, BLOCK_SIZE, device))
@@ -173,7 +174,7 @@ class HybridEngine:
 
     @torch.no_grad()
     def step(self, running: list[HybridRequest]) -> Tensor:
-        """One step for every running request: the tokens sampled, int64 [Q, K + 1], -1 = none."""
+        """Run one step for every running request. Return the sampled tokens, int64 [Q, K + 1], -1 = none."""
         step = self.build_step(running)
         self.manager.begin(step.window)
         try:
@@ -181,26 +182,27 @@ class HybridEngine:
             logits = self.forward(step.batch)
             sampled, num_accepted = self.sample(logits, step)
             self.manager.commit(step.draft_token_ids, sampled)
-            self.states.commit(step.num_given + num_accepted)  # tokens that stay; the rest never reach a state
+            self.states.commit(step.num_given + num_accepted)  # tokens that are kept; the others never reach a state
         except BaseException:
-            for transaction in (self.manager, self.states):  # the step can be tried again, or the request dropped
+            for transaction in (self.manager, self.states):  # the engine can run the step again, or drop the request
                 if transaction.state is State.OPEN:
                     transaction.cancel()
             raise
         return sampled
 
     def sample(self, logits: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Greedy sampling with rejection, on the device: the agreeing drafts and one token more; how many agreed."""
+        """Sample greedily with rejection, on the device: the accepted drafts and one more token, and the number of
+        accepted drafts."""
         best = logits.argmax(dim=-1)[step.sample_indices]
         num_accepted = (best[:, :-1] == step.drafts).long().cumprod(dim=1).sum(dim=1)
         columns = torch.arange(best.shape[1], device=best.device)
         return torch.where(columns <= num_accepted[:, None], best, -1), num_accepted.int()
 
     def build_step(self, running: list[HybridRequest]) -> Step:
-        """Flatten the requests into one batch: for each its next tokens, then its drafts.
+        """Flatten the requests into one batch. Each has its next tokens, then its drafts.
 
-        A prompt goes through in windows too, of which all tokens stay. A real engine has a kernel for prompts that
-        writes the state itself: it says ``is_window=False`` for such a request.
+        A prompt is also processed in windows, of which all tokens are kept. A real engine has a kernel for prompts that
+        writes the state itself, and sets ``is_window=False`` for such a request.
         """
         token_ids, positions, slots, tables, requests, sample_indices = [], [], [], [], [], []
         for number, request in enumerate(running):
@@ -213,7 +215,7 @@ class HybridEngine:
                 positions.append(position)
                 slots.append(request.slot(position))
                 requests.append(number)
-            first = len(token_ids) - len(request.drafts) - 1  # its logits judge the first draft
+            first = len(token_ids) - len(request.drafts) - 1  # its logits verify the first draft
             sample_indices.append([min(first + j, len(token_ids) - 1) for j in range(self.max_window)])
 
         absent, missing = self.max_requests - len(running), self.num_tokens - len(token_ids)
@@ -248,7 +250,7 @@ class HybridEngine:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def generate(self, prompts: list[list[int]], num_output_tokens: int, speculate: bool) -> list[list[int]]:
-        """Decode every prompt; new ones join the running batch as others finish, and take over their slots."""
+        """Decode every prompt. New prompts join the running batch as others finish, and reuse their slots."""
         waiting = [HybridRequest(list(p), len(p) + num_output_tokens, i) for i, p in enumerate(prompts)]
         running: list[HybridRequest] = []
         outputs: list[list[int]] = [[] for _ in prompts]
@@ -261,7 +263,7 @@ class HybridEngine:
                 self.schedule(request, speculate)
             for request, row in zip(running, self.step(running).tolist(), strict=False):
                 request.num_cached += request.num_given
-                if request.num_cached == len(request.tokens):  # else its prompt goes on
+                if request.num_cached == len(request.tokens):  # otherwise, its prompt continues
                     sampled = [token for token in row if token >= 0]
                     request.num_cached += len(sampled) - 1
                     request.tokens += sampled
@@ -273,10 +275,11 @@ class HybridEngine:
         return outputs
 
     def schedule(self, request: HybridRequest, speculate: bool) -> None:
-        """Its tokens of this step: what is known and not computed, and drafts behind the last of them."""
+        """Choose the tokens of this step: known tokens that are not computed yet, followed by drafts after the last of
+        them."""
         known = len(request.tokens) - request.num_cached
         request.num_given = min(known, self.max_window)
-        room = request.max_tokens - len(request.tokens) - 1  # a step gives one token beyond the drafts
+        room = request.max_tokens - len(request.tokens) - 1  # a step gives one token in addition to the drafts
         decoding = speculate and request.num_cached > 0 and known == request.num_given
         most = min(self.max_window - request.num_given, room)
         request.drafts = prompt_lookup(request.tokens, most) if decoding else []
@@ -293,9 +296,9 @@ def main() -> None:
 
     config = HybridConfig()
     prompts = make_prompts(arguments.num_prompts, config.vocab_size)
-    # One engine decodes both ways, so that all that differs is what is drafted.
+    # One engine decodes both ways, so that only the drafts differ.
     engine = HybridEngine(config, num_drafts=arguments.num_drafts, device=arguments.device, compile=arguments.compile)
-    engine.generate(prompts[:1], 2, speculate=False)  # warm-up: compiles
+    engine.generate(prompts[:1], 2, speculate=False)  # the warm-up compiles
 
     def run(name: str, speculate: bool) -> list[list[int]]:
         before, start = engine.manager.stats(), time.perf_counter()

@@ -2,17 +2,17 @@
 
     python examples/speculative_decoding.py --compile --num-drafts 4
 
-Each step verifies, for every running request, the last sampled token and a few drafts (prompt lookup: what
-followed the same token earlier in the text), beside the prompts of requests that just came in. nwor_ops
-makes the cache writes of each such step one transaction:
+For every running request, each step verifies the last sampled token and a few drafts. The drafts come from prompt
+lookup: the tokens that followed the same token earlier in the text. New prompts share the batch. nwor_ops makes the
+cache writes of each step one transaction:
 
-    begin      one kernel works out which tokens of the batch are drafts;
-    forward    at each layer one kernel writes keys and values, and saves what drafts overwrite;
-    commit     two kernels find the rejected drafts and put the saved bytes back, in all layers at once.
+    begin      one kernel finds out which tokens of the batch are drafts;
+    forward    at each layer one kernel writes keys and values, and saves the rows that drafts overwrite;
+    commit     two kernels find the rejected drafts and restore the saved rows, in all layers at the same time.
 
-With `--mode stage` begin sends the drafts to spare pages instead, and commit copies the accepted ones over; nothing
-else changes. None of them allocates or waits for the device. After commit, the cache is as if no rejected row had been
-written.
+With `--mode stage`, begin sends the drafts to shadow pages, and commit copies the accepted ones to their slots; nothing
+else changes. No kernel allocates memory or waits for the device. After commit, the cache is as if no rejected row had
+been written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK_SIZE = 8
 
 
 def prompt_lookup(tokens: list[int], num_drafts: int) -> list[int]:
-    """Up to `num_drafts` tokens that followed the last token where it last occurred before; maybe none."""
+    """Return up to `num_drafts` tokens that followed the last token at its latest earlier place; maybe none."""
     for place in range(len(tokens) - 2, -1, -1):
         if tokens[place] == tokens[-1]:
             return tokens[place + 1 : place + 1 + num_drafts]
@@ -42,12 +42,12 @@ def prompt_lookup(tokens: list[int], num_drafts: int) -> list[int]:
 
 @dataclass
 class Request:
-    tokens: list[int]  # the prompt, then what was sampled
-    max_tokens: int  # prompt and output together
-    index: int  # which prompt this was
-    blocks: list[int] = field(default_factory=list)  # its pages
-    num_cached: int = 0  # tokens whose keys and values are in the cache
-    drafts: list[int] = field(default_factory=list)  # of this step
+    tokens: list[int]  # the prompt, then the sampled tokens
+    max_tokens: int  # maximum length of prompt and output
+    index: int  # index of the prompt
+    blocks: list[int] = field(default_factory=list)  # pages of the request
+    num_cached: int = 0  # number of tokens whose keys and values are in the cache
+    drafts: list[int] = field(default_factory=list)  # drafts of this step
 
     def slot(self, position: int) -> int:
         return self.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
@@ -55,13 +55,13 @@ class Request:
 
 @dataclass
 class Step:
-    """One batch: what the model reads, what the window needs, what the sampler needs."""
+    """One batch: the inputs of the model, of the window and of the sampler."""
 
     batch: Batch
     window: Window
     draft_token_ids: Tensor  # int64 [max_draft_tokens]: the drafts of all requests in order, then padding
-    sample_indices: Tensor  # int64 [Q, K + 1]: the tokens whose logits judge the drafts and give one more token
-    drafts: Tensor  # int64 [Q, K]: the drafts again, one row per request, -1 = none
+    sample_indices: Tensor  # int64 [Q, K + 1]: the tokens whose logits verify the drafts and give one more token
+    drafts: Tensor  # int64 [Q, K]: the drafts, one row per request, -1 = none
 
 
 class Engine:
@@ -82,17 +82,17 @@ class Engine:
     ) -> None:
         self.num_drafts, self.max_requests, self.device = num_drafts, max_requests, device
         self.max_blocks = -(-max_context // BLOCK_SIZE)
-        # Two batch sizes are all that compiled code ever sees: decode steps, and steps with prompts in them.
+        # Compiled code sees only two batch sizes: decode steps, and steps with prompts.
         self.token_budgets = (max_requests * (num_drafts + 1), max_requests * (num_drafts + 1) + max_context)
         num_blocks = max_requests * self.max_blocks
         self.free_blocks = list(range(num_blocks))
-        # Mode "stage" needs pages that no request ever gets, behind those that they share.
+        # Mode "stage" needs shadow pages after those of requests, which no request ever gets.
         most_drafts = max(1, num_drafts)
         spare = num_shadow_blocks(max_requests, most_drafts, BLOCK_SIZE) if mode == "stage" else 0
         self.caches = make_caches(config, num_blocks + spare, BLOCK_SIZE, device, layout)
 
-        # Set-up: name every layer's cache, then allocate the undo log. That is all the memory nwor_ops will
-        # ever take: max_draft_tokens rows per layer. (Mode "stage" has no log, only records of its pages.)
+        # Set-up: register every layer's cache, then allocate the undo log, max_draft_tokens rows per layer. nwor_ops
+        # never allocates more. (Mode "stage" has no log, only records of its pages.)
         self.manager = DraftCommitManager(
             max_num_tokens=self.token_budgets[-1],
             max_num_requests=max_requests,
@@ -109,39 +109,39 @@ class Engine:
         model = PagedLlama(config, layer_names, self.caches, self.manager)
         model.init_weights(seed, config.init_scale)
         self.model = model.to(device)
-        # fullgraph: manager.write is no graph break. dynamic=False: one graph per batch size above.
+        # fullgraph: manager.write is not a graph break. dynamic=False: one graph per batch size above.
         self.forward = torch.compile(self.model, fullgraph=True, dynamic=False) if compile else self.model
 
     @torch.no_grad()
     def step(self, running: list[Request]) -> Tensor:
-        """One step for every running request: the tokens sampled, int64 [Q, K + 1], -1 = none."""
+        """Run one step for every running request. Return the sampled tokens, int64 [Q, K + 1], -1 = none."""
         step = self.build_step(running)
 
-        # Open the window *before* the forward: from here on the manager knows, on the device, which tokens
-        # are drafts. It must follow the last change of the slot mapping.
+        # Open the window *before* the forward, and after the last change of the slot mapping. From here on, the
+        # manager's device buffers tell which tokens are drafts.
         self.manager.begin(step.window)
         try:
             logits = self.forward(step.batch)
             sampled = self.sample(logits, step)
-            # Sampling said which drafts are right. The rows of all others go back to what they were; the
-            # device works out which, so nothing waits for it.
+            # Sampling tells which drafts are accepted. The device finds the rejected ones and restores their rows, so
+            # the host does not wait.
             self.manager.commit(step.draft_token_ids, sampled)
         except BaseException:
-            # Whatever went wrong, and wherever: undo every draft that was written, so that the engine can
-            # try again, or drop the request and go on with a clean cache.
+            # After any error, undo every draft that was written. The engine can then run the step again, or drop the
+            # request and continue with a clean cache.
             self.manager.cancel()
             raise
         return sampled
 
     def sample(self, logits: Tensor, step: Step) -> Tensor:
-        """Greedy sampling with rejection, on the device: the agreeing drafts and one token more."""
+        """Sample greedily with rejection, on the device: the accepted drafts and one more token."""
         best = logits.argmax(dim=-1)[step.sample_indices]
         num_accepted = (best[:, :-1] == step.drafts).long().cumprod(dim=1).sum(dim=1)
         columns = torch.arange(best.shape[1], device=best.device)
         return torch.where(columns <= num_accepted[:, None], best, -1)
 
     def build_step(self, running: list[Request]) -> Step:
-        """Flatten the requests into one batch: for each its uncached tokens, then its drafts."""
+        """Flatten the requests into one batch. Each has its uncached tokens, then its drafts."""
         token_ids, positions, slots, tables, requests, sample_indices = [], [], [], [], [], []
         for number, request in enumerate(running):
             tokens = request.tokens + request.drafts
@@ -153,12 +153,12 @@ class Engine:
                 positions.append(position)
                 slots.append(request.slot(position))
                 requests.append(number)
-            first = len(token_ids) - len(request.drafts) - 1  # its logits judge the first draft
+            first = len(token_ids) - len(request.drafts) - 1  # its logits verify the first draft
             last = len(token_ids) - 1
             sample_indices.append([min(first + j, last) for j in range(self.num_drafts + 1)])
 
         absent = self.max_requests - len(running)
-        # Pad to fixed shapes. A padded token has slot -1, a padded request no tokens and no drafts.
+        # Pad to fixed shapes. A padded token has slot -1; a padded request has neither tokens nor drafts.
         missing = next(size for size in self.token_budgets if size >= len(token_ids)) - len(token_ids)
         batch = Batch(
             self.tensor(token_ids + [0] * missing),
@@ -170,14 +170,14 @@ class Engine:
         num_tokens = [len(r.tokens) + len(r.drafts) - r.num_cached for r in running] + [0] * absent
         drafts = [r.drafts for r in running] + [[]] * absent
         window = Window(
-            # Drafts are the last tokens of a request, so two cumulative counts say which tokens they are.
+            # Drafts are the last tokens of a request, so two cumulative counts determine which tokens they are.
             query_start_loc=self.tensor([0, *accumulate(num_tokens)], torch.int32),
             cu_num_draft_tokens=self.tensor(list(accumulate(map(len, drafts))), torch.int32),
-            # Layers whose pages are numbered differently would form several groups; here there is one.
+            # Layers with different page numbers would form several groups; here there is one group.
             slot_mappings={DEFAULT_GROUP: batch.slot_mapping},
-            # The host happens to know; None is fine too. Knowing saves commit's kernels when it is 0.
+            # The host knows this number here; None is allowed too. If it is 0, commit launches no kernels.
             num_draft_tokens=sum(map(len, drafts)),
-            # Mode "stage" redirects the pages that drafts touch, in this very table, until commit.
+            # Mode "stage" redirects the pages that drafts touch in this table, until commit.
             seq_lens=self.tensor([len(r.tokens) + len(r.drafts) for r in running] + [0] * absent, torch.int32),
             block_tables={DEFAULT_GROUP: batch.block_tables},
         )
@@ -194,23 +194,23 @@ class Engine:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def generate(self, prompts: list[list[int]], num_output_tokens: int) -> list[list[int]]:
-        """Decode every prompt; new ones join the running batch as others finish."""
+        """Decode every prompt. New prompts join the running batch as others finish."""
         waiting = [Request(list(p), len(p) + num_output_tokens, i) for i, p in enumerate(prompts)]
         running: list[Request] = []
         outputs: list[list[int]] = [[] for _ in prompts]
         while waiting or running:
-            if waiting and len(running) < self.max_requests:  # one prompt a step: prefill beside decodes
+            if waiting and len(running) < self.max_requests:  # one prompt per step, in one batch with decodes
                 running.append(waiting.pop(0))
             for request in running:
-                room = request.max_tokens - len(request.tokens) - 1  # a step gives one token beyond the drafts
+                room = request.max_tokens - len(request.tokens) - 1  # a step gives one token in addition to the drafts
                 decoding = request.num_cached > 0
                 request.drafts = prompt_lookup(request.tokens, min(self.num_drafts, room)) if decoding else []
 
-            # The one place where the host waits for the device: it must know the text to draft from it.
+            # The only place where the host waits for the device, because it needs the text to draft from it.
             for request, row in zip(running, self.step(running).tolist(), strict=False):
-                request.num_cached = len(request.tokens)  # all of them were written by now ...
+                request.num_cached = len(request.tokens)  # all known tokens are written now ...
                 sampled = [token for token in row if token >= 0]
-                request.num_cached += len(sampled) - 1  # ... and the accepted drafts; the last token was not
+                request.num_cached += len(sampled) - 1  # ... and so are the accepted drafts, but not the last token
                 request.tokens += sampled
             for request in [r for r in running if len(r.tokens) >= r.max_tokens]:
                 running.remove(request)
@@ -247,7 +247,7 @@ def main() -> None:
             compile=arguments.compile,
             mode=arguments.mode,
         )
-        engine.generate(prompts, arguments.output_tokens)  # warm-up: compiles
+        engine.generate(prompts, arguments.output_tokens)  # the warm-up compiles
         before = engine.manager.stats()
         start = time.perf_counter()
         outputs = engine.generate(prompts, arguments.output_tokens)

@@ -1,17 +1,17 @@
-"""Verify trees of drafts: several continuations at once, of which at most one path reaches the KV cache.
+"""Verify trees of drafts: several continuations at a time, of which at most one path reaches the KV cache.
 
     python examples/token_tree.py --branches 3 --depth 4
 
-Where a text has several earlier places to continue from, one chain of drafts must choose; a tree takes them all. Its
-nodes go through the model side by side, each seeing the cache, the tokens of this step before the tree, and its own
-ancestors (the tree mask). Two nodes of the same depth would belong into the same slot, so none can be written while it
-is not known which is accepted. nwor_ops keeps the step's keys and values in a staging buffer instead:
+If a text has several earlier places to continue from, a chain of drafts must choose one, and a tree uses them all. All
+its nodes are in one batch. Each node sees the cache, the tokens of this step before the tree, and its own ancestors
+(the tree mask). Two nodes of the same depth would need the same slot, so none can be written before it is known which
+is accepted. nwor_ops therefore keeps the step's keys and values in a staging buffer:
 
-    begin      one record for all layers: which slot each row would get (siblings name the same one);
-    stage      at each layer one kernel copies keys and values to the buffer, where attention reads them;
-    commit     two kernels more decide, for all layers at once, and one per layer writes the accepted path.
+    begin      one record for all layers: the slot that each row would get (siblings have the same one);
+    stage      at each layer one kernel copies keys and values to the buffer, and attention reads them there;
+    commit     two kernels decide for all layers, and one kernel per layer writes the accepted path.
 
-The accepted path lands in consecutive slots, and nothing else is ever written to the cache.
+The accepted path is written to consecutive slots. Nothing else is ever written to the cache.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ NO_PARENT = -1
 
 @dataclass
 class TreeBatch(Batch):
-    """A flat batch in which every token knows its parent. Prompt tokens form a chain; a tree hangs from the last."""
+    """A flat batch with the parent of every token. Prompt tokens form a chain, and a tree starts at the last one."""
 
-    context_lens: Tensor  # int64 [T]: tokens of the request that are in the cache already
+    context_lens: Tensor  # int64 [T]: number of tokens of the request that are in the cache
     tree_mask: Tensor  # bool [T, T]: which tokens of this step each token sees: itself and its ancestors
-    parents: Tensor  # int64 [T]: its parent's place in the batch; its own where that is in the cache
+    parents: Tensor  # int64 [T]: index of its parent in the batch; its own index if the parent is in the cache
     is_draft: Tensor  # bool [T]
 
 
 class TreeAttention(Attention):
-    """Stages this step's keys and values, and reads them beside the pages."""
+    """Stage this step's keys and values, and read them together with the pages."""
 
     def forward(self, x: Tensor, batch: TreeBatch) -> Tensor:
         query, key, value = self.project(x, batch.positions)
 
-        # The KV-write site: into the staging buffer, row t for token t. No page is touched.
+        # The KV-write site: write row t of the staging buffer for token t. No page is changed.
         self.manager.stage(self.layer_name, key, value)
         staged = (
             rows[: len(x)].transpose(0, 1).expand(len(x), -1, -1, -1) for rows in self.manager.rows(self.layer_name)
@@ -59,14 +59,17 @@ class TreeAttention(Attention):
 
 
 def lookup_tree(tokens: list[int], branches: int, depth: int) -> list[tuple[int, int]]:
-    """What followed the last token at its latest earlier places, as a tree: (token, parent) of each node, parents
-    before children. A parent is a place in this list, or NO_PARENT for a child of the last token."""
+    """Return the tokens that followed the last token at its latest earlier places, as a tree.
+
+    Each node is (token, parent), and parents precede their children. A parent is an index in this list, or NO_PARENT
+    for a child of the last token.
+    """
     places = [place for place in range(len(tokens) - 2, -1, -1) if tokens[place] == tokens[-1]][:branches]
     nodes: list[tuple[int, int]] = []
     for place in places:
         parent = NO_PARENT
         for token in tokens[place + 1 : place + 1 + depth]:
-            if (token, parent) not in nodes:  # branches share what they have in common
+            if (token, parent) not in nodes:  # branches share their common prefix
                 nodes.append((token, parent))
             parent = nodes.index((token, parent))
     return nodes
@@ -91,9 +94,9 @@ class TreeVerifier:
         num_blocks = max_requests * self.max_blocks
         self.free_blocks = list(range(num_blocks))
         self.caches = make_caches(config, num_blocks, BLOCK_SIZE, device)
-        most = max_requests * (1 + branches * depth) + max_context  # a prompt beside trees
+        most = max_requests * (1 + branches * depth) + max_context  # a prompt and trees
 
-        # Set-up: name every layer's cache, then allocate the rows. `most` rows per layer is all the memory it takes.
+        # Set-up: register every layer's cache, then allocate the rows: `most` per layer, and nothing more later.
         self.buffer = StagingBuffer(max_num_tokens=most, max_num_rows=most, device=device)
         layer_names = [f"layers.{index}" for index in range(config.num_layers)]
         for name, cache in zip(layer_names, self.caches, strict=True):
@@ -106,9 +109,9 @@ class TreeVerifier:
 
     @torch.no_grad()
     def step(self, running: list[Request]) -> None:
-        """One step for every running request: its tokens grow by the accepted path and one token more."""
+        """Run one step for every running request. Its tokens grow by the accepted path and one more token."""
         batch, ends = self.build_batch(running)
-        # Siblings name the same slot; at most one of them will be accepted.
+        # Siblings have the same slot; at most one of them will be accepted.
         self.buffer.begin(batch.slot_mapping)
         try:
             best = self.model(batch).argmax(dim=-1)
@@ -116,24 +119,26 @@ class TreeVerifier:
             self.buffer.commit(accepted)
         except BaseException:
             if self.buffer.state.name == "OPEN":
-                self.buffer.reject()  # no row of this step has reached a cache
+                self.buffer.reject()  # no row of this step has reached the cache
             raise
-        # The one place where the host waits for the device: it must know the text to draft from it.
+        # The only place where the host waits for the device, because it needs the text to draft from it.
         self.take_over(running, ends, batch, accepted.tolist(), best.tolist())
 
     def accept(self, batch: TreeBatch, best: Tensor) -> Tensor:
-        """A draft is accepted if its parent is, and the model would have said it there. Siblings differ, so at each
-        depth at most one is."""
+        """Accept a draft if its parent is accepted and the model chooses this token there.
+
+        Siblings have different tokens, so at most one per depth is accepted.
+        """
         accepted = ~batch.is_draft
         for _ in range(self.depth):
             accepted = accepted | (accepted[batch.parents] & (batch.token_ids == best[batch.parents]))
         return accepted
 
     def build_batch(self, running: list[Request]) -> tuple[TreeBatch, list[int]]:
-        """For each request its uncached tokens, then its tree; and where each request ends."""
+        """Build the batch: each request's uncached tokens, then its tree. Also return where each request ends."""
         token_ids, positions, slots, tables, requests, contexts, parents, is_draft, ends = ([] for _ in range(9))
         for number, request in enumerate(running):
-            room = request.max_tokens - len(request.tokens) - 1  # a step gives one token beyond the drafts
+            room = request.max_tokens - len(request.tokens) - 1  # a step gives one token in addition to the drafts
             decoding = request.num_cached > 0
             tree = lookup_tree(request.tokens, self.branches, min(self.depth, room)) if decoding else []
             while len(request.blocks) * BLOCK_SIZE < len(request.tokens) + min(self.depth, room):
@@ -161,7 +166,7 @@ class TreeVerifier:
         return batch, ends
 
     def tree_mask(self, parents: list[int]) -> Tensor:
-        """Every token sees itself and what its parent sees. A parent stands before its children."""
+        """Let every token see itself and everything that its parent sees. A parent precedes its children."""
         mask = torch.eye(len(parents), dtype=torch.bool)
         for token, parent in enumerate(parents):
             mask[token] |= mask[parent]
@@ -181,7 +186,7 @@ class TreeVerifier:
             request.tokens.append(best[path[-1]])
 
     def generate(self, prompts: list[list[int]], num_output_tokens: int) -> list[list[int]]:
-        """Decode every prompt; new ones join the running batch as others finish."""
+        """Decode every prompt. New prompts join the running batch as others finish."""
         waiting = [Request(list(p), len(p) + num_output_tokens, i) for i, p in enumerate(prompts)]
         running: list[Request] = []
         outputs: list[list[int]] = [[] for _ in prompts]

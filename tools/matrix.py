@@ -1,15 +1,15 @@
-"""Builds and tests nwor_ops with every torch that pyproject.toml names ([tool.nwor_ops] torch-matrix): `make matrix`.
+"""Build and test nwor_ops with every torch of pyproject.toml ([tool.nwor_ops] torch-matrix): `make matrix`.
 
-In an environment of its own for each version:
-1. setup.py builds a wheel with that version's headers: the CPU library, then where nvcc is found the CUDA library too,
-   for one architecture.
-2. The wheel of the OLDEST version is installed under every version; both libraries are loaded, and the CPU tests that
-   need nothing but torch run against it.
+For each version, in a separate environment:
+1. setup.py builds a wheel with that version's headers: the CPU library and, if nvcc is found, the CUDA library for one
+architecture.
+2. The wheel of the OLDEST version is installed under every version. Both libraries are loaded, and the CPU tests that
+need only torch run against it.
 
-A CUDA build of torch is installed without NVIDIA's packages; tools/cuda_stubs.py lets it be imported. So no GPU is used
-here: the CUDA library is compiled, linked and loaded, and the GPU tests say what it computes.
+A CUDA build of torch is installed without NVIDIA's packages, and tools/cuda_stubs.py makes it importable. No GPU is
+used: the CUDA library is compiled, linked and loaded, and the GPU tests check its results.
 
-What was found is printed as the table of docs/compatibility.md and written to FOLDER/result.json. Exits with 1 if
+The results are printed as the table of docs/compatibility.md, and written to FOLDER/result.json. Exits with 1 if
 anything failed.
 """
 
@@ -39,11 +39,11 @@ else:
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERSIONS: list[str] = PROJECT["tool"]["nwor_ops"]["torch-matrix"]
-# What torch needs, beside NVIDIA's packages and triton (which CPU code does without), and what building needs.
+# Dependencies of torch except NVIDIA's packages and triton, which CPU code does not need, and those of the build.
 NEEDED = ["filelock", "fsspec", "jinja2", "networkx", "ninja", "setuptools>=77,<82", "sympy>=1.13.3",
           "typing-extensions>=4.13"]  # fmt: skip
 TESTS_NEED = ("numpy", "pytest", "pytest-xdist", "hypothesis", "expecttest")
-# tests/gpu and tests/vllm need a GPU and vLLM; the others try the checkout itself, or need the demo's packages.
+# tests/gpu and tests/vllm need a GPU and vLLM. The other folders test the checkout itself, or need the demo's packages.
 NOT_HERE = ["tests/gpu", "tests/vllm", "tests/packages", "tests/package"]
 ARCHITECTURE = "9.0"
 LOADED = """
@@ -55,7 +55,7 @@ print(json.dumps({"torch": torch.__version__,
 
 @dataclass
 class Row:
-    """What is known of one version."""
+    """The results of one version."""
 
     version: str
     torch: str = ""
@@ -65,7 +65,7 @@ class Row:
     cuda_library: str = "not tried"
     passed: int = 0
     failed: list[str] = field(default_factory=list)
-    skipped: dict[str, int] = field(default_factory=dict)  # reason -> tests
+    skipped: dict[str, int] = field(default_factory=dict)  # tests by reason
     seconds: float = 0.0
     problem: str = ""
 
@@ -82,7 +82,7 @@ class Row:
 
 
 class Environment:
-    """A virtual environment with one torch, `packages`, and no nwor_ops."""
+    """A virtual environment with one torch and `packages`, without nwor_ops."""
 
     def __init__(self, folder: pathlib.Path, version: str, packages: Iterable[str] = TESTS_NEED):
         self.version = version
@@ -93,12 +93,12 @@ class Environment:
 
     def variables(self, **more: str) -> dict[str, str]:
         libraries = f"{self.stubs}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
-        # Neither the checkout's nwor_ops nor the packages in the user's home.
+        # Hide the checkout's nwor_ops and the packages in the user's home.
         clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         return clean | {"LD_LIBRARY_PATH": libraries, "PYTHONNOUSERSITE": "1"} | more
 
     def make(self, wheels: pathlib.Path) -> None:
-        """Nothing is done again where it was finished before."""
+        """Create the environment. Steps that were finished before are not repeated."""
         finished, packages = self.folder / ".finished", [*NEEDED, *self.packages]
         if finished.exists() and finished.read_text() == str(packages):
             return
@@ -115,7 +115,7 @@ class Environment:
         finished.write_text(str(packages))
 
     def torch_wheel(self, wheels: pathlib.Path) -> pathlib.Path:
-        """From the cache, else downloaded into it."""
+        """Return torch's wheel from the cache, and download it first if it is missing."""
         pattern = f"torch-{self.version}[-+]*cp{sys.version_info.major}{sys.version_info.minor}-*.whl"
         if not list(wheels.glob(pattern)):
             wheels.mkdir(parents=True, exist_ok=True)
@@ -170,13 +170,13 @@ class Matrix:
                 other.problem = other.problem or f"no library: it was not built with torch {row.version}"
 
     def compile_cuda(self, row: Row, environment: Environment) -> None:
-        """The CPU library lies there already, and both get into the wheel."""
+        """Build the CUDA library next to the CPU library, so that the wheel contains both."""
         done = self.compile(f"CUDA sources with the headers of {row.version}", environment, NWOR_BUILD_CUDA="1")
         row.cuda_headers = "built" if done else "failed"
 
     def compile(self, title: str, environment: Environment, **variables: str) -> bool:
         base, wheels = environment.folder / "build", environment.folder / "dist"
-        # Of an earlier run only the libraries are kept, which setup.py knows to be fresh or not.
+        # Keep only the libraries of an earlier run; setup.py knows whether they are up to date.
         wanted = ["libnwor_cpu.so"] if self.nvcc else ["libnwor_cpu.so", "libnwor_cuda.so"]
         for path in base.glob("lib*/**/*"):
             if path.is_file() and path.name not in wanted:
@@ -220,14 +220,14 @@ class Matrix:
 
 
 def run_tests(environment: Environment, wheel: str) -> None:
-    """Away from the checkout, so that what is imported is what was installed."""
+    """Run the tests outside the checkout, so that they import the installed package."""
     folder = environment.folder
     (folder / "loaded.json").unlink(missing_ok=True)
     pip = (environment.python, "-m", "pip", "--disable-pip-version-check")
     command(*pip, "install", "--no-deps", "--force-reinstall", wheel)
     tree = folder / "tree"
     shutil.rmtree(tree, ignore_errors=True)
-    for name in ("tests", "examples", "csrc", "docs"):  # some tests compare with what a header or a document says
+    for name in ("tests", "examples", "csrc", "docs"):  # some tests read a header or a document
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tree)
     os.chdir(tree)
@@ -257,7 +257,7 @@ def min_version(versions: Iterable[str]) -> str:
 
 
 def nvcc_problem() -> str:
-    """Why no CUDA library is built here, in setup.py's own words where it cannot be; empty where it is."""
+    """Return the reason of setup.py why no CUDA library can be built here, or an empty string."""
     if os.environ.get("NWOR_BUILD_CUDA") == "0":
         return "NWOR_BUILD_CUDA=0"
     code = "import runpy; print(runpy.run_path('setup.py')['cuda_problem']() or '')"
@@ -278,7 +278,7 @@ def print_table(rows: list[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # Markdown, to be read here and put into the document as it is.
+    # Markdown, which can be pasted into the document.
     table = Table(box=box.MARKDOWN)
     for name in ("torch", "CPU sources", "CUDA sources", "CPU library", "CUDA library", "tests"):
         table.add_column(name)
@@ -301,8 +301,8 @@ def main() -> int:
         "--folder", type=pathlib.Path, default=ROOT / "build" / "matrix", help="environments and results"
     )
     parser.add_argument("--wheels", type=pathlib.Path, default=ROOT / "build" / "matrix" / "wheels",
-                        help="where torch's wheels are looked for, and downloaded to")  # fmt: skip
-    parser.add_argument("--only-environment", help=argparse.SUPPRESS)  # a step of this program, as a process
+                        help="folder of torch's wheels, also for downloads")  # fmt: skip
+    parser.add_argument("--only-environment", help=argparse.SUPPRESS)  # runs one step of this program in a new process
     parser.add_argument("--only-tests", help=argparse.SUPPRESS)
     parser.add_argument("--wheel", help=argparse.SUPPRESS)
     options = parser.parse_args()

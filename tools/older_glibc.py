@@ -1,14 +1,14 @@
-"""Lets a library that is linked here run with an older glibc.
+"""Link a library here so that it runs with an older glibc.
 
-glibc 2.34 moved what was in libpthread, libdl and librt into libc, and gave it a new version there. The old versions
-are still in libc, for programs that were linked before; the linker just never chooses them. Here it is given libraries
-of the three names that have nothing but them. What comes out is what an older system's linker would have written; on a
-newer system the loader finds the same functions in libc.
+glibc 2.34 moved the contents of libpthread, libdl and librt into libc, with a new symbol version. libc still has the
+old versions, for programs that were linked before, but the linker never chooses them. This tool gives the linker
+libraries of the three names with only the old versions. The result equals that of an older system's linker. On a newer
+system, the loader finds the same functions in libc.
 
     python tools/older_glibc.py 2.28 FOLDER g++ -shared ... -o LIBRARY
 
-links with the command that follows FOLDER, looks at what the library needs, and links again where that is too new. The
-three libraries are written to FOLDER.
+runs the link command that follows FOLDER, and reads which versions the library needs. If one is too new, it links
+again. The three libraries are written to FOLDER.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def output(*command: str) -> str:
 
 
 def symbols(library: str, undefined: bool) -> list[tuple[str, Version]]:
-    """(name, version of glibc) of what a library needs, or of what it has in all versions."""
+    """Return pairs (name, version of glibc) that a library needs, or that it provides in all versions."""
     rows = re.findall(r"^(.*?)\(?\bGLIBC_([\d.]+)\)?\s+(\S+)$", output("objdump", "-T", library), re.MULTILINE)
     return [
         (name, tuple(map(int, version.split(".")))) for start, version, name in rows if ("*UND*" in start) == undefined
@@ -35,8 +35,10 @@ def symbols(library: str, undefined: bool) -> list[tuple[str, Version]]:
 
 
 def link_flags(library: pathlib.Path, newest: Version, compiler: str, folder: pathlib.Path) -> list[str]:
-    """What to add to the command that linked `library`, so that it needs no glibc newer than `newest`. Symbols that
-    have no older version are left: `auditwheel` names them."""
+    """Return flags for the command that linked `library`, so that it needs no glibc newer than `newest`.
+
+    Symbols without an older version are left; `auditwheel` reports them.
+    """
     too_new = {name for name, version in symbols(str(library), undefined=True) if version > newest}
     older: dict[str, Version] = {}
     for name, version in symbols(output(compiler, "-print-file-name=libc.so.6").strip(), undefined=False):
@@ -51,7 +53,7 @@ def link_flags(library: pathlib.Path, newest: Version, compiler: str, folder: pa
 
 
 def write_library(home: str, names: dict[str, Version], compiler: str, folder: pathlib.Path) -> pathlib.Path:
-    """To link against, never to load: functions of these names and versions that do nothing."""
+    """Write a library for linking only: its functions have these names and versions, and do nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     source, versions, library = folder / f"{home}.c", folder / f"{home}.map", folder / home
     source.write_text("".join(f"void {name}(void) {{}}\n" for name in names))

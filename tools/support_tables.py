@@ -1,4 +1,4 @@
-"""Writes the tables of docs/vllm.md that say what is supported and what is refused, from ``nwor_ops.vllm.support``.
+"""Write the tables of supported and refused configurations in docs/vllm.md, from ``nwor_ops.vllm.support``.
 
 python tools/support_tables.py
 """
@@ -48,7 +48,7 @@ def _classes(impls: Iterable[str]) -> str:
 
 
 def supported() -> str:
-    """By engine, for draft graphs and for one recurrent state per request."""
+    """Return the table by engine, for draft graphs and for one recurrent state per request."""
     versions = ", ".join(SUPPORTED_VERSIONS[TRANSACTION])
     others = (", ".join(SUPPORTED_VERSIONS[use]) for use in (DRAFT_GRAPHS, ONE_STATE))
     cuda = f"{_classes(PACKED_IMPLS)}; MLA: {_classes(LATENT_IMPLS)}"
@@ -81,7 +81,7 @@ def supported() -> str:
 
 
 def methods() -> str:
-    """How many of the newest vLLM's ways to draft are shown, and which test shows each."""
+    """Return how many methods of drafting of the newest vLLM are tested, and the test of each."""
     newest = SUPPORTED_VERSIONS[TRANSACTION][-1]
     there = [method for method in METHODS if newest in method.versions]
     shown = sum(method.is_shown for method in there)
@@ -103,7 +103,7 @@ def _shown(method: Method, engine: str) -> str:
 
 
 def parallel() -> str:
-    """Ways to spread an engine over GPUs: a yes is a case that passed, by the committed results."""
+    """Return the table of parallel modes. A "yes" is a case that passed, by the committed results."""
     passed = passed_cases()
     rows: list[tuple[str, ...]] = [("", "modes", "CUDA, V2", "CUDA, V1", "CPU engine"), ("---",) * 5]
     for mode in PARALLEL_MODES:
@@ -113,13 +113,13 @@ def parallel() -> str:
 
 
 def entries() -> dict[str, dict[str, dict[str, str]]]:
-    """What came of the GPU cases by machine and name, each with the day and the commit of its run."""
+    """Return the outcome of each GPU case by machine and name, with the day and the commit of its run."""
     machines = [file.parent.name for file in sorted(results.FOLDER.glob("*/engines.jsonl"))]
     return {machine: results.read(machine, "engines") for machine in machines}
 
 
 def passed_cases() -> set[str]:
-    """The GPU cases that passed on every machine that ran them."""
+    """Return the GPU cases that passed on every machine that ran them."""
     found: dict[str, set[str]] = {}
     for cases in entries().values():
         for name, entry in cases.items():
@@ -128,7 +128,7 @@ def passed_cases() -> set[str]:
 
 
 def outcomes() -> str:
-    """How many GPU cases ran on each machine, when, and which of them did not pass."""
+    """Return how many GPU cases ran on each machine, when, and which of them did not pass."""
     rows: list[tuple[str, ...]] = [("machine", "cases", "passed", "ran", "did not pass"), ("---",) * 5]
     by_machine = entries()
     for machine, cases in by_machine.items():
@@ -158,7 +158,7 @@ def _ran(mode: ParallelMode, engine: str, passed: set[str]) -> str:
 
 
 def refused() -> str:
-    """Why, for the transaction, draft graphs and one recurrent state; an empty cell is not refused."""
+    """Return the reasons for the transaction, draft graphs and one recurrent state. An empty cell is not refused."""
     rows = [("", "`cow` and `stage`", "draft graphs", "one recurrent state"), ("---",) * 4]
     for refusal in REFUSALS:
         only = [f"`{refusal.modes[0]}`"] if len(refusal.modes) == 1 else []
@@ -192,7 +192,7 @@ def connectors() -> str:
 
 
 def filled(text: str) -> str:
-    """The document with the tables between their marks."""
+    """Return the document with the tables between their marks."""
     tables = {"supported": supported(), "methods": methods(), "connectors": connectors(), "refused": refused()}
     tables |= {"parallel": parallel(), "outcomes": outcomes()}
     for name, table in tables.items():

@@ -1,7 +1,7 @@
-"""Run the tests of what changed since origin/main (since the last commit where there is none): ``make check``.
+"""Run the tests for the changes since origin/main, or since the last commit if there is no origin/main: ``make check``.
 
-What a source is tested by is said here and nowhere else. Not all of it: what runs in a minute or two, of engines the
-marked ``smoke`` ones. A test that changed itself runs whole. Arguments are passed on to pytest.
+This file is the only place that maps sources to tests. It selects tests that take a minute or two, and only those
+engine tests that are marked ``smoke``. A changed test file runs completely. Arguments are passed to pytest.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FLOORS = r"(?:csrc/(?:cpu/|cuda/)?|meta/|nwor_ops/ops/|tests/support/(?:oracle_|samples_))"
-# A room's sources and the tests of the room, or what is quick of them, named relative to tests/. A family has the same
-# name on every floor, and before an underscore where it has several files on one. Every rule that matches counts.
+# Sources of one area and its tests, or the quick ones among them, relative to tests/. A family has the same name on
+# every level, followed by an underscore if it has several files on one level. Every matching rule counts.
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (FLOORS + r"(undo|accept|staging|drafter|recurrent)(?:_\w+)?\.\w+", (r"ops/test_\1.py",)),
     (FLOORS + r"shadow\.\w+|tests/support/staged_windows\.py", ("ops/test_staging.py",)),
@@ -54,7 +54,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def changed() -> list[str]:
-    """Paths that differ from where the branch left origin/main, and new ones."""
+    """Return the paths that differ from the merge base with origin/main, and new paths."""
 
     def git(*words: str) -> list[str]:
         return subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
@@ -68,7 +68,7 @@ def changed() -> list[str]:
 
 
 def files_for(paths: list[str]) -> list[str]:
-    """Test files and folders by the rules."""
+    """Return test files and folders by the rules."""
     matches = ((re.fullmatch(pattern, path), names) for pattern, names in RULES for path in paths)
     return sorted({f"tests/{match.expand(name)}" for match, names in matches if match for name in names})
 
@@ -96,4 +96,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"touched.py: git does not say what changed ({error}); make test runs everything")
+        sys.exit(f"touched.py: git did not list the changes ({error}); make test runs everything")

@@ -1,6 +1,6 @@
 """Family ``drafter``: the work of a drafter's loop between two forward passes, on the device.
 
-Each op replaces some twenty small torch ops and a host-side build per step of vLLM's drafters with one kernel. A whole
+Each op replaces some twenty small torch ops and a host-side build per step in vLLM with one kernel. A whole
 draft loop therefore fits in a CUDA graph: nothing is allocated or read back, and every count that changes from step to
 step is read on the device.
 

@@ -119,7 +119,7 @@ class EngineProcess:
         line = self._read_line(time.monotonic() + PATIENCE_SECONDS)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            # Messages of vLLM's checks contain the values of all fields, over many lines.
+            # Messages of pydantic checks in vLLM contain the values of all fields, over many lines.
             said = textwrap.shorten(answer["error"], width=LONGEST_SENTENCE, placeholder=" ...")
             self._fail("stopped", said)
         return answer

@@ -1,11 +1,11 @@
-"""Who imports whom in nwor_ops and meta, and which files csrc includes.
+"""List the imports between the files of nwor_ops and meta, and the includes of csrc.
 
-    python tests/support/house.py             # every room, and the rooms that it imports
+    python tests/support/house.py             # every component, and the components that it imports
     python tests/support/house.py --files     # every file
-    python tests/support/house.py --dot       # for Graphviz; dashed: imported by a function, when it runs
+    python tests/support/house.py --dot       # for Graphviz; dashed: imported inside a function
 
-A room is a folder of Python files that has no such folders in it; where it has, each file beside them is a room.
-Imports below `if TYPE_CHECKING` are left out: they never run.
+A component is a package without subpackages. In a package with subpackages, each file is a component. Imports below `if
+TYPE_CHECKING` are left out, because they never run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Graph = dict[str, set[str]]
 
 @dataclass(frozen=True)
 class Import:
-    """`file` binds `bound` to the module `target`, or to what `target` calls `name`."""
+    """`file` binds the name `bound` to the module `target`, or to the attribute `name` of `target`."""
 
     file: str
     line: int
@@ -35,8 +35,8 @@ class Import:
     lazy: bool
 
 
-class House:
-    """The Python files below `root`, each by the name of its module."""
+class SourceTree:
+    """The Python files below `root`, by module name."""
 
     def __init__(self, root: pathlib.Path = ROOT, packages: dict[str, str] = PACKAGES):
         self.paths = {
@@ -70,19 +70,19 @@ class House:
             graph[found.file].add(found.target)
         return graph
 
-    def room(self, module: str) -> str:
+    def component(self, module: str) -> str:
         package = self.package(module)
         inner = (other for other in self.paths if other.startswith(f"{package}.") and other == self.package(other))
         return module if any(inner) else package
 
-    def rooms(self) -> Graph:
-        graph: Graph = {self.room(module): set() for module in self.paths}
+    def components(self) -> Graph:
+        graph: Graph = {self.component(module): set() for module in self.paths}
         for file, targets in self.files().items():
-            graph[self.room(file)] |= {self.room(target) for target in targets} - {self.room(file)}
+            graph[self.component(file)] |= {self.component(target) for target in targets} - {self.component(file)}
         return graph
 
     def private_names(self) -> list[str]:
-        """Where a file uses a name of another that begins with an underscore."""
+        """Return the uses of a name of another file that starts with an underscore."""
         uses = [(found.file, found.line, f"{found.target}.{found.name}") for found in self.imports if found.name]
         for file, tree in self.trees.items():
             modules = {found.bound: found.target for found in self.imports if found.file == file and not found.name}
@@ -103,7 +103,7 @@ def import_statements(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[ast.I
 
 
 def includes(root: pathlib.Path = ROOT) -> Graph:
-    """Files of csrc, and which others of csrc each includes: from its own folder, else from csrc."""
+    """Return the files of csrc, and the files of csrc that each includes: from its own folder, otherwise from csrc."""
     csrc = root / "csrc"
     paths = sorted(path for path in csrc.rglob("*.*") if path.suffix in (".h", ".cuh", ".cpp", ".cu"))
     graph: Graph = {str(path.relative_to(csrc)): set() for path in paths}
@@ -114,8 +114,11 @@ def includes(root: pathlib.Path = ROOT) -> Graph:
     return graph
 
 
-def uphill(graph: Graph) -> list[str]:
-    """Includes that leave their floor: csrc/common knows no family, a family's header no device, a device no other."""
+def upward_includes(graph: Graph) -> list[str]:
+    """Return includes that leave their level.
+
+    csrc/common may not include a family, the header of a family no device, and a device no other device.
+    """
     allowed = {"common": ("common",), "": ("common", ""), "cpu": ("common", "", "cpu"), "cuda": ("common", "", "cuda")}
     return [
         f"{file} includes {target}"
@@ -125,8 +128,8 @@ def uphill(graph: Graph) -> list[str]:
     ]
 
 
-def trespasses(graph: Graph) -> list[str]:
-    """Includes of a part of one family's kernels, such as cuda/recurrent_rows.h, by another's files."""
+def foreign_includes(graph: Graph) -> list[str]:
+    """Return includes of a part of one family's kernels, such as cuda/recurrent_rows.h, in files of another family."""
     families = {os.path.splitext(file)[0] for file in graph if os.path.dirname(file) == ""}
 
     def family(file: str) -> str:
@@ -140,8 +143,8 @@ def trespasses(graph: Graph) -> list[str]:
     ]
 
 
-def circles(graph: Graph) -> list[list[str]]:
-    """Nodes that reach each other, largest circle first."""
+def cycles(graph: Graph) -> list[list[str]]:
+    """Return sets of nodes that reach each other, the largest cycle first."""
 
     def reach(start: str) -> set[str]:
         found: set[str] = set()
@@ -154,11 +157,11 @@ def circles(graph: Graph) -> list[list[str]]:
 
     reached = {node: reach(node) for node in graph}
     found = {frozenset(b for b in reached[a] if a in reached[b]) for a in graph if a in reached[a]}
-    return sorted((sorted(circle) for circle in found), key=lambda circle: (-len(circle), circle))
+    return sorted((sorted(cycle) for cycle in found), key=lambda cycle: (-len(cycle), cycle))
 
 
-def edges_of(circle: list[str], graph: Graph) -> list[str]:
-    return [f"{node} -> {target}" for node in circle for target in sorted(graph[node] & set(circle))]
+def edges_of(cycle: list[str], graph: Graph) -> list[str]:
+    return [f"{node} -> {target}" for node in cycle for target in sorted(graph[node] & set(cycle))]
 
 
 def text(graph: Graph) -> str:
@@ -168,11 +171,15 @@ def text(graph: Graph) -> str:
     )
 
 
-def dot(house: House) -> str:
-    lines = ["digraph house {", "  rankdir=LR; node [shape=box];"]
-    now = {(house.room(found.file), house.room(found.target)) for found in house.imports if not found.lazy}
-    for room, targets in sorted(house.rooms().items()):
-        lines += [f'  "{room}" -> "{to}"{"" if (room, to) in now else " [style=dashed]"};' for to in sorted(targets)]
+def dot(sources: SourceTree) -> str:
+    lines = ["digraph nwor_ops {", "  rankdir=LR; node [shape=box];"]
+    now = {
+        (sources.component(found.file), sources.component(found.target)) for found in sources.imports if not found.lazy
+    }
+    for component, targets in sorted(sources.components().items()):
+        lines += [
+            f'  "{component}" -> "{to}"{"" if (component, to) in now else " [style=dashed]"};' for to in sorted(targets)
+        ]
     for file, targets in sorted(includes().items()):
         lines += [f'  "csrc/{file}" -> "csrc/{to}";' for to in sorted(targets)]
     return "\n".join([*lines, "}"])
@@ -183,18 +190,21 @@ def main() -> None:
     parser.add_argument("--files", action="store_true")
     parser.add_argument("--dot", action="store_true")
     options = parser.parse_args()
-    house = House()
+    sources = SourceTree()
     if options.dot:
-        print(dot(house))
+        print(dot(sources))
         return
-    graph = house.files() if options.files else house.rooms()
+    graph = sources.files() if options.files else sources.components()
     print(text(graph), "", text(includes()), sep="\n")
     for title, found in {
-        "circle of rooms": house.rooms(), "circle of files": house.files(), "circle of includes": includes()
+        "cycle of components": sources.components(), "cycle of files": sources.files(), "cycle of includes": includes()
     }.items():  # fmt: skip
-        for circle in circles(found):
-            print(f"\n{title}: {len(circle)}", *edges_of(circle, found), sep="\n  ")
-    for title, found in {"private names": house.private_names(), "uphill includes": uphill(includes())}.items():
+        for cycle in cycles(found):
+            print(f"\n{title}: {len(cycle)}", *edges_of(cycle, found), sep="\n  ")
+    for title, found in {
+        "private names": sources.private_names(),
+        "upward includes": upward_includes(includes()),
+    }.items():
         if found:
             print(f"\n{title}: {len(found)}", *found, sep="\n  ")
 

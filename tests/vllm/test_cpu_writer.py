@@ -1,4 +1,4 @@
-"""Pages of vLLM's own CPU writer: our writer gives the same bytes, and undo works with vLLM's writer.
+"""Pages of the CPU writer in vLLM: our writer gives the same bytes, and undo works with vLLM's writer.
 
 Also tested: how the plugin finds out where that writer writes.
 """

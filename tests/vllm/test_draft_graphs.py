@@ -1,4 +1,4 @@
-"""Draft graphs without a GPU: settings, refusals, and the drafts of vLLM's own speculator.
+"""Draft graphs without a GPU: settings, refusals, and a comparison with the drafts of the vLLM speculator.
 
 Engines that replay graphs are in tests/gpu/vllm.
 """

@@ -1,4 +1,4 @@
-"""Draft graphs in the V1 runner without a GPU: the drafts of vLLM's drafters, refusals, and how they are attached.
+"""Draft graphs in the V1 runner without a GPU: drafts compared with vLLM, refusals, attaching.
 
 Engines that replay graphs are in tests/gpu/vllm.
 """
@@ -77,7 +77,7 @@ def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Runner(SimpleNamespace):
-    """The parts of vLLM's runner that draft graphs use."""
+    """The parts of the runner that draft graphs use."""
 
     def capture_model(self) -> int:
         self.captured = True

@@ -1,4 +1,4 @@
-"""The ops of family drafter give the results of vLLM's own kernels, which run in Triton's interpreter."""
+"""The ops of family drafter give the results of the vLLM kernels, which run in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -434,7 +434,7 @@ def _config(engine: int = 0, instance: str = "i") -> Any:
 
 
 class Scheduler:
-    """The counting of vLLM's scheduler, which leaves out the drafts of requests that it has forgotten."""
+    """The counting of the scheduler, which leaves out the drafts of requests that it has forgotten."""
 
     def __init__(self, nwor: dict[str, Any], ngram_gpu: bool = False, speculates: bool = True, **speculative: bool):
         speculative_config = SimpleNamespace(use_ngram_gpu=lambda: ngram_gpu, **speculative)

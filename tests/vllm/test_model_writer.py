@@ -1,6 +1,6 @@
 """A layer whose model writes the rows in its own kernel: the MLA of Kimi Linear.
 
-Class and back end are vLLM's. vLLM's kernels need CUDA, so this file implements those that write rows.
+Class and back end come from vLLM. Its kernels need CUDA, so this file implements the ones that write rows.
 """
 
 from __future__ import annotations

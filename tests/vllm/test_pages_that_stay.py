@@ -1,6 +1,6 @@
 """Mode stage: shadow pages keep their rows from step to step, and must never keep rows of another request.
 
-Small runners perform the steps of vLLM's two runners in the same order, with our patches, and are driven at random.
+Small runners perform the steps of both vLLM runners in the same order, with our patches, and are driven at random.
 Requests arrive, some with rows that a connector loads and with drafts in their first step. They prefill in chunks,
 decode with and without drafts, are left out of a step, or are preempted. They end, and the next request gets their
 blocks and states right away. Forwards fail. In every forward each request reads its whole sequence through the block

@@ -1,4 +1,4 @@
-"""Totals of a worker on another host, or of a Ray worker: they arrive with the output of vLLM's steps."""
+"""Totals of a worker on another host, or of a Ray worker: they arrive with the output of a step."""
 
 from __future__ import annotations
 

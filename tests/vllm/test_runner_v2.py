@@ -1,4 +1,4 @@
-"""The patches of the V2 runner, on a runner that acts in the order of vLLM's.
+"""The patches of the V2 runner, on a runner that acts in the same order as in vLLM.
 
 vLLM's CPU engine has only V1. tests/gpu/vllm covers the real V2 runner.
 """
@@ -178,7 +178,7 @@ def test_the_failure_of_the_step_is_the_one_that_is_seen(
 
 
 class AdaptiveRunner(Runner):
-    """The draft of the first request is rejected. Of the second request's drafts, the first is accepted."""
+    """The draft of the first request is rejected. The second request has its first draft accepted."""
 
     adaptive_verification = object()
 

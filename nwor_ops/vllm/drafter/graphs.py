@@ -1,4 +1,4 @@
-"""Draft graphs, shared by both runners: what is captured, its cost, what ran, and what is reported."""
+"""Draft graphs, shared by both runners: captured sizes, cost, counts and reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention metadata of a draft loop, from the builders of vLLM's FlashAttention and Triton back ends.
+"""Attention metadata of a draft loop, from the FlashAttention and Triton builders in vLLM.
 
 vLLM's builders create an object per step on the host. All its tensors are views of persistent buffers: the drafter's
 ids, positions, lengths and starts, the runner's block tables, the slot mappings, and FlashAttention's scheduler

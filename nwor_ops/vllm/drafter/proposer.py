@@ -1,4 +1,4 @@
-"""Drafters of vLLM's V1 runner (a separate draft model, EAGLE, EAGLE-3, MTP), with their passes in CUDA graphs.
+"""Drafters of the V1 runner (a separate draft model, EAGLE, EAGLE-3, MTP), with their passes in CUDA graphs.
 
 vLLM 0.33 runs them from piecewise graphs. Each of K tokens needs a metadata build on the host, small tensor operations,
 one graph launch for each piece between the attention of two layers, and the logits. Here a step of a decode batch takes
@@ -321,7 +321,7 @@ class GraphedProposer(GraphedDrafter):
         num_rejected_tokens_gpu: Tensor | None = None,
         slot_mappings: Any = None,
     ) -> Tensor:
-        """Draft K tokens for each request. Arguments and result are those of vLLM's method."""
+        """Draft K tokens for each request. Arguments and result are the same as in vLLM."""
         why_eager = self._why_eager(num_speculative_tokens, common_attn_metadata, sampling_metadata)
         if why_eager is not None:
             self._eager[why_eager] += 1
@@ -353,7 +353,7 @@ class GraphedProposer(GraphedDrafter):
             num_rejected_tokens_gpu=num_rejected_tokens_gpu,
         )
         why_eager = self._why_eager_first_pass(num_tokens, batch)
-        # Both passes have graphs for the same counts, except for those that exceed the limit of the compiled model.
+        # Both passes have graphs for the same counts, unless a first pass exceeds the limit of the compiled model.
         padded = loop.dispatch(rows, self.query_len if why_eager is None else 1).key.num_reqs
         self._stage(rows, padded, last_token_indices, batch, num_rejected_tokens_gpu)
         if why_eager is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DraftGraphReport:
-    """What the draft graphs of one engine have done so far.
+    """Counts and costs of one engine's draft graphs so far.
 
     Attributes:
         captured: request counts that have a graph, by pass (``"first_pass"``, ``"decode"``).

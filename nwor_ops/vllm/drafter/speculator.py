@@ -1,4 +1,4 @@
-"""Speculator of vLLM's V2 runner for a separate draft model (``method="draft_model"``), with its passes in CUDA graphs.
+"""Speculator of the V2 runner for a separate draft model (``method="draft_model"``), with its passes in CUDA graphs.
 
 vLLM 0.33 runs this drafter eagerly. Each of K tokens needs small tensor operations, a metadata build on the host and
 all launches of a model. Here a step of a decode batch takes two graph launches:
@@ -12,7 +12,7 @@ drafts, and a loop that makes that number. (vLLM's own speculator always drafts 
 step without drafts needs no loop; it runs only the first pass, which fills the cache.
 
 Before the launches, this batch's request indices and rejections are copied into the graphs' buffers. All other inputs
-lie in persistent buffers of vLLM's runner. The inherited code of vLLM runs what has no graph: prompts and mixed batches
+lie in the runner's persistent buffers. The inherited code of vLLM runs what has no graph: prompts and mixed batches
 (first pass), batches larger than the largest graph, profiling, and dummy runs.
 """
 
@@ -338,7 +338,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> Tensor:
-        """Draft for each request. Arguments and result are those of vLLM's method.
+        """Draft for each request. Arguments and result are the same as in vLLM.
 
         Only the first ``num_speculative_tokens`` of the K columns are valid.
         """
