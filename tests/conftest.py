@@ -1,4 +1,4 @@
-"""What all tests share: settings, and the devices they run on."""
+"""Settings of all tests, and the devices they run on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch is imported: tensors are small, and processes run beside each other. What needs threads asks for them.
+# Must be set before torch is imported. Tensors are small and processes run concurrently, so tests that need threads ask
+# for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import processor
@@ -15,8 +16,8 @@ from hypothesis import settings
 
 processor.separate_compiler_cache()
 
-# Compiling and thread start-up make single examples slow; the same examples every time keep a red test red. At night
-# there are more, and others each time.
+# Compilation and thread start-up make single examples slow. The same examples every time keep a failing test failing.
+# Nightly runs use more examples, and other ones each time.
 settings.register_profile("nwor", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("nightly", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("nwor")
@@ -49,7 +50,7 @@ def _devices(config: pytest.Config) -> tuple[str, ...]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with the argument `device` runs once on each; one in gpu/, or marked so, on CUDA alone."""
+    """Run a test with the argument `device` once on each device. A test in gpu/, or marked so, runs only on CUDA."""
     if "device" in metafunc.fixturenames:
         needs_gpu = GPU in metafunc.definition.path.parents or metafunc.definition.get_closest_marker("gpu")
         devices = ("cuda",) if needs_gpu else _devices(metafunc.config)
@@ -63,7 +64,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What has no device here is left out, or skipped with the reason where it was asked for."""
+    """Leave out tests without their device. If the device was requested, skip them with the reason."""
     devices = _devices(config)
 
     def is_selected(item: pytest.Item) -> bool:
@@ -90,7 +91,7 @@ def _why_no_cuda() -> str | None:
 
 @pytest.fixture
 def four_threads() -> Iterator[None]:
-    """For torch's ops and ours, however many cores there are."""
+    """Use four threads for torch's ops and ours, on any number of cores."""
     import torch
 
     threads = torch.get_num_threads()

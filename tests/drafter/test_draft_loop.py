@@ -329,7 +329,7 @@ def test_memory_never_moves():
     assert set(places[0]) == {f"metadata.{field.name}" for field in fields(PagedMetadata)}
 
 
-def test_what_moved_is_named():
+def test_moved_tensors_are_named():
     """41162-3: the debug check reports address, shape, stride and dtype, in trees of any kind."""
     cpu = torch.device("cpu")
     tensor = torch.zeros(4, 4)
@@ -380,7 +380,7 @@ def test_padded_rows_are_inert(rows, data):
         assert getattr(buffers, name).tolist() == expected + [77] * (len(getattr(buffers, name)) - len(expected))
 
 
-def test_what_is_not_inert_is_found():
+def test_rows_that_are_not_inert_are_found():
     """34880-9: debug mode checks the caller's guarantee."""
     loop = thin_loop()[0]
     loop.debug = True

@@ -1,7 +1,9 @@
-"""The draft loop's graphs on a GPU: one graph for all steps and a graph per step against eager drafting and against
-drafting without any loop, per position; what is captured when; addresses, allocations, waits, launches; ranks.
+"""Graphs of the draft loop on a GPU: one graph for all steps, and one graph per step.
 
-A number like 41162-1 names a requirement of docs/draft_loop.md.
+They are compared with eager drafting and with drafting without a loop, per position. Also tested: when graphs are
+captured, addresses, allocations, waits, launches, and ranks.
+
+A number like 41162-1 refers to a requirement of docs/draft_loop.md.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ from nwor_ops.drafter.graphs import places_of
 
 NUM_DRAFTS = (1, 2, 3, 5, 8)
 SIZES = (1, 4, 16, 64)
-BATCHES = (64, 1, 33, 4, 16, 3, 7)  # a large batch leaves junk in the rows that smaller ones pad
+BATCHES = (64, 1, 33, 4, 16, 3, 7)  # a large batch leaves junk in the rows that are padded in smaller ones
 GRAPHS = ("step", "loop")
 MAX_LEN = 40
 
 
 @pytest.fixture(scope="module")
 def drafters(device):
-    """One captured drafter per K, for the module."""
+    """Return one captured drafter per K, for the module."""
     made = {}
 
     def get(num_drafts):
@@ -58,15 +60,17 @@ def padded_to(num_reqs):
     return min(size for size in SIZES if size >= num_reqs)
 
 
-# ---------------------------------------------------------------- the same drafts
+# ---------------------------------------------------------------- drafts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_drafts", NUM_DRAFTS)
 def test_three_modes_and_plain_drafting(drafters, num_drafts, temperature):
-    """41162-1, -3, -9, -10, -11, 34880-9, -14, -15: every position of every request; eager with the batch's own shape
-    and with the graph's; each step's positions, slots and windows; no foreign slot. In debug mode, so addresses are
-    compared before each replay."""
+    """41162-1, -3, -9, -10, -11, 34880-9, -14, -15: every position of every request.
+
+    Eager runs use the batch's own shape and the graph's shape. Positions, slots and windows of each step are compared,
+    and no other slot is written. Debug mode compares addresses before each replay.
+    """
     drafter = drafters(num_drafts)
     drafter.temperature.fill_(temperature)
     for number, num_reqs in enumerate(BATCHES):
@@ -99,13 +103,13 @@ def test_at_the_model_s_limit(drafters, num_drafts):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_many_rounds(device, temperature):
-    """34880-5, -8: one capture, many batches after each other; prompts are prefilled eagerly in between."""
+    """34880-5, -8: one capture and many consecutive batches, with eager prefills in between."""
     drafter = make_drafter(4, 17, device, max_len=120)
     drafter.capture([17], GRAPHS)
     expected = play(drafter, "eager", 12, temperature)
     for mode in ("auto", *GRAPHS):
         assert play(drafter, mode, 12, temperature) == expected
-    # 16 of 17 rows are real; prompts were eager; every round of "auto" was a whole loop.
+    # 16 of 17 rows are real. Prompts ran eagerly, and every round of "auto" was a whole loop.
     assert drafter.loop.counts["decode", "loop"] == drafter.loop.counts["first_pass", "loop"] == 24
     assert drafter.loop.counts["decode", "step"] == 12
 
@@ -113,8 +117,10 @@ def test_many_rounds(device, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_drafts", NUM_DRAFTS)
 def test_hidden_states_and_poisoned_tails(device, num_drafts, temperature):
-    """41162-5, -7, -8, 34880-9: junk in every padded row; what the last step leaves; batches up and down in size
-    through the same graphs; no first pass, and padding made by the loop."""
+    """41162-5, -7, -8, 34880-9: junk in every padded row, and the state after the last step.
+
+    Batches of growing and shrinking size run through the same graphs, without a first pass, and the loop pads them.
+    """
     follower = Follower(num_drafts, 16, 30, device, debug=True)
     follower.loop.capture([GraphKey(rows) for rows in (4, 16)], GRAPHS)
     follower.temperature.fill_(temperature)
@@ -139,7 +145,7 @@ def test_hidden_states_and_poisoned_tails(device, num_drafts, temperature):
 
 
 def test_a_sampler_of_one_s_own(device):
-    """41162-9: torch's argmax, int64 and int32, captured."""
+    """41162-9: torch's argmax as int64 and int32, captured."""
     outputs = []
     for sample in (lambda logits: logits.argmax(-1), lambda logits: logits.argmax(-1).int(), None):
         follower = Follower(4, 8, 30, device)
@@ -155,7 +161,7 @@ def test_a_sampler_of_one_s_own(device):
 
 
 def test_host_planned_metadata_takes_a_graph_per_step(device, caplog):
-    """41162-2, -10: `auto` chooses, and says why, once; the step graphs serve first pass and loop."""
+    """41162-2, -10: `auto` logs its choice and the reason once. The step graphs serve first pass and loop."""
     drafter = make_drafter(5, 8, device, adapter=HostPlannedAdapter)
     drafter.capture([8])
     batch = make_round(drafter, 6, 0)
@@ -186,8 +192,10 @@ def test_larger_batches_run_eagerly(device):
 
 
 def test_a_graph_for_each_number_of_drafts(device):
-    """One first pass for all of them; a graph of the loop, for as many requests as it was asked for; of a graph per
-    step fewer are replayed."""
+    """All numbers share one first pass. Each has a graph of the loop for the requested numbers of requests.
+
+    With a graph per step, fewer of them are replayed.
+    """
     drafter = make_drafter(5, 8, device)
     drafter.capture([8, 4])
     for num_drafts in (3, 2, 1):
@@ -216,7 +224,7 @@ def test_a_graph_for_each_number_of_drafts(device):
 
 
 class NotingAdapter(WatchedAdapter):
-    """Notes each build for a capture, and what the buffers held then."""
+    """Record each build for a capture, and the contents of the buffers at that time."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
@@ -230,8 +238,10 @@ class NotingAdapter(WatchedAdapter):
 
 
 def test_capture_order(device):
-    """34880-6, -7: the first pass's shapes and then the loop's; the largest first; a build for the warm-up and one for
-    the capture, each on a batch of that very shape."""
+    """34880-6, -7: the shapes of the first pass come before those of the loop, and larger ones come first.
+
+    Each shape has one build for the warm-up and one for the capture, on a batch of exactly that shape.
+    """
     drafter = make_drafter(3, 8, device, adapter=NotingAdapter)
     drafter.capture([2, 8, 4])
     expected = [GraphKey(rows, length) for length in (5, 1) for rows in (8, 4, 2)]
@@ -242,7 +252,7 @@ def test_capture_order(device):
         assert starts == [key.query_len * row for row in range(key.num_reqs + 1)]
         assert lens == [key.query_len] * key.num_reqs
     notes.clear()
-    drafter.capture([4, 2, 1])  # only what is new
+    drafter.capture([4, 2, 1])  # only new shapes
     assert [note[0] for note in notes] == [GraphKey(1, 5)] * 2 + [GraphKey(1)] * 2
 
 
@@ -262,7 +272,7 @@ def test_nothing_is_captured_where_there_are_no_steps(device):
 
 
 def test_streams_and_pools(device):
-    """Captured on a stream of the caller's, into a pool of the caller's, replayed on another."""
+    """Captured on the caller's stream into the caller's pool, replayed on another stream."""
     entered = []
     handles = [torch.cuda.graph_pool_handle() for _ in range(2)]
 
@@ -294,7 +304,7 @@ def test_streams_and_pools(device):
 
 
 def test_invalidate(device):
-    """Everything is eager until the next capture, which sees the new addresses."""
+    """Everything runs eagerly until the next capture, which uses the new addresses."""
     drafter = make_drafter(3, 8, device)
     drafter.capture([8])
     batch = make_round(drafter, 5, 0)
@@ -306,7 +316,7 @@ def test_invalidate(device):
         draft(drafter, batch, "loop")
     for layer, cache in enumerate(drafter.caches):
         drafter.caches[layer] = drafter.model.attention[layer].cache = cache.clone()
-        cache.fill_(float("nan"))  # what still reads it shows
+        cache.fill_(float("nan"))  # wrong drafts would show that a graph still reads it
     assert draft(drafter, batch, "auto") == expected
     drafter.capture([8])
     for _ in range(2):
@@ -315,11 +325,11 @@ def test_invalidate(device):
     assert drafter.loop.counts["decode", "eager"] == 1
 
 
-# ---------------------------------------------------------------- what graphs read
+# ---------------------------------------------------------------- addresses
 
 
 def test_memory_never_moves(device):
-    """41162-3, -4, 34880-8: the addresses of all buffers and of every build, over steps, batches and captures."""
+    """41162-3, -4, 34880-8: the addresses of all buffers and builds stay, over steps, batches and captures."""
     drafter = make_drafter(3, 8, device)
     places = []
     for seed in range(3):
@@ -339,7 +349,7 @@ def test_memory_never_moves(device):
 
 
 def test_what_moved_is_refused(device):
-    """41162-3: in debug mode a moved buffer or metadata tensor is named before the replay."""
+    """41162-3: debug mode names a moved buffer or metadata tensor before the replay."""
     follower = Follower(3, 4, 30, device, debug=True)
     follower.loop.capture([GraphKey(4)], GRAPHS)
     follower.load(3, 0)
@@ -362,7 +372,7 @@ def test_what_moved_is_refused(device):
 
 
 def test_replays_allocate_nothing(device):
-    """Neither the loop, nor the first pass, nor a build between the steps of one that writes in place."""
+    """Neither the loop nor the first pass allocates, and neither does an in-place build between steps."""
     drafter, follower = make_drafter(4, 8, device, debug=False), Follower(4, 8, 30, device)
     drafter.capture([8])
     follower.loop.capture([GraphKey(8)], GRAPHS)
@@ -382,7 +392,7 @@ def test_replays_allocate_nothing(device):
 
 
 def test_nothing_waits(device):
-    """In no mode does the host wait for the device."""
+    """The host waits for the device in no mode."""
     drafter, follower = make_drafter(4, 8, device, debug=False), Follower(4, 8, 30, device)
     drafter.capture([8], GRAPHS)
     follower.loop.capture([GraphKey(8)], GRAPHS)
@@ -401,7 +411,7 @@ def test_nothing_waits(device):
 
 
 def launches(run):
-    """How often a run makes each call, and how many kernels the device runs for it."""
+    """Return how often a run makes each call, and how many kernels the device runs for it."""
     from torch.profiler import profile, supported_activities
 
     run()
@@ -412,13 +422,16 @@ def launches(run):
     events = profiled.profiler.kineto_results.events()
     calls = Counter(event.name() for event in events if event.device_type().name == "CPU")
     on_device = [event.name() for event in events if event.device_type().name == "CUDA"]
-    # An annotated range has an event on either side.
+    # An annotated range has one event on the host and one on the device.
     return calls, len([name for name in on_device if name not in calls])
 
 
 def test_launches(device):
-    """34880-13: counted by the profiler, not taken from a log. The whole loop is one graph launch and nothing else; a
-    graph per step is K - 1 of them; each holds all kernels of its steps."""
+    """34880-13: launches are counted by the profiler, not read from a log.
+
+    The whole loop is one graph launch. A graph per step needs K - 1 launches. Each graph contains all kernels of its
+    steps.
+    """
     num_drafts = 5
     follower = Follower(num_drafts, 8, 30, device)
     follower.loop.capture([GraphKey(8)], GRAPHS)
@@ -432,7 +445,7 @@ def test_launches(device):
         other = sum(count for name, count in calls.items() if "LaunchKernel" in name)
         if mode == "loop":
             assert other == 0, calls
-        elif mode == "step":  # the step counter and the slots
+        elif mode == "step":  # those of the step counter and of the slots
             assert other == 2 * (num_drafts - 1), calls
         else:
             assert other > 4 * (num_drafts - 1), calls
@@ -458,7 +471,8 @@ def test_launches(device):
 
 @pytest.mark.parametrize("ranks", [1, 2] if torch.cuda.device_count() > 1 else [1])
 def test_ranks(ranks):
-    """34880-14: a collective in each step, captured; every rank drafts what one alone drafts, per position."""
+    """34880-14: each step has a captured collective, and every rank makes the drafts of a single process,
+    per position."""
     port = free_port()
     script = SUPPORT / "draft_loop_ranks.py"
     running = [

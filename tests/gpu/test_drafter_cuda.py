@@ -1,5 +1,7 @@
-"""Family drafter on a GPU beyond its cases in ops/: the CPU's draws to the bit, captured ops and a captured loop on
-changed data, no waits."""
+"""Family drafter on a GPU, in addition to its cases in ops/: draws that equal the CPU's, and captured ops and loops.
+
+Graphs are replayed on changed data, and nothing waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,14 @@ OPS = ops_of("drafter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-# ---------------------------------------------------------------- gumbel_sample: the CPU's draws, to the bit
+# ---------------------------------------------------------------- gumbel_sample: bit-identical draws
 
 
 def same_as_cpu(op, arguments, device):
-    """Runs an op on the CPU and on a GPU twin, and compares every byte of all memory; returns the GPU twin.
-    For vocabularies where the oracle is slow; the CPU kernels are compared with it elsewhere."""
+    """Run an op on the CPU and on a copy on the GPU, compare every byte of all memory, and return the GPU copy.
+
+    It is used for vocabularies for which the oracle is slow. Other tests compare the CPU kernels with the oracle.
+    """
     theirs, ours = twin(arguments), twin(arguments, device)
     getattr(ops, op)(*theirs)
     getattr(ops, op)(*ours)
@@ -68,7 +72,7 @@ VOCABULARIES = [1, 2, 7, 255, 4095, 4096, 4097, 8191, 8192, 8193, 32_003, 128_25
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_draws_are_the_cpu_s(device, dtype, vocab, temperature):
     rows = 6 if vocab > 10_000 else 17
-    for scale in (0.0, 1.0, 12.0):  # equal logits, flat ones, one that towers
+    for scale in (0.0, 1.0, 12.0):  # equal logits, flat logits, one very large logit
         same_as_cpu("gumbel_sample", sampling(random_logits(rows, vocab, dtype, scale), temperature, vocab), device)
 
 
@@ -82,7 +86,7 @@ def test_extreme_temperatures(device, dtype, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_that_are_no_numbers(device, dtype, temperature):
-    """Mostly masked, NaN everywhere but in a few, all of one kind, and +inf."""
+    """Logits that are mostly masked, NaN except for a few, all of one kind, and +inf."""
     logits = random_logits(10, 20_000, dtype)
     random = torch.Generator().manual_seed(3)
     few = torch.rand(logits.shape, generator=random) < 0.001
@@ -104,7 +108,7 @@ def test_logits_that_are_no_numbers(device, dtype, temperature):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_and_cache_of_any_placement(device, dtype):
-    """Rows that start off a 16-byte boundary, odd vocabularies, transposed logits, padded caches."""
+    """Rows that start off a 16-byte boundary, odd vocabularies, transposed logits, and padded caches."""
     for vocab in (640, 641, 9000):
         logits = random_logits(5, vocab, dtype)
         for offset in (0, 1, 3, 8):
@@ -120,7 +124,7 @@ def test_logits_and_cache_of_any_placement(device, dtype):
             same_as_cpu("gumbel_sample", (*arguments[:7], aligned), device)
 
 
-# ---------------------------------------------------------------- captured, then replayed on other data
+# ---------------------------------------------------------------- capture, then replay on other data
 
 OTHER_DATA = {
     "prepare_prefill_inputs": [
@@ -167,7 +171,7 @@ def storages(arguments):
 
 
 def load(buffers, data):
-    """The bytes of other arguments into buffers that a graph has already seen."""
+    """Copy the bytes of other arguments into buffers that a graph reads."""
     for buffer, source in zip(storages(buffers), storages(data), strict=True):
         assert buffer.shape == source.shape
         assert buffer.stride() == source.stride()
@@ -185,8 +189,11 @@ def capture(run):
 
 @pytest.mark.parametrize("op", OPS)
 def test_replay_on_other_data(device, op):
-    """Fewer and more real rows, another step, poisoned outputs: what the replay writes is what an eager call of
-    the CPU does. The arguments are captured once, on the first sample."""
+    """A replay writes what an eager call on the CPU writes, with fewer and more real rows, other steps and poisoned
+    outputs.
+
+    The arguments of the first sample are captured once.
+    """
     first = sample_inputs(op)[0]
     buffers = twin(first, device)
     graph = capture(lambda: getattr(ops, op)(*buffers))
@@ -203,7 +210,7 @@ def test_replay_on_other_data(device, op):
 
 @pytest.mark.parametrize("own_workspace", [True, False])
 def test_replayed_draws(device, own_workspace):
-    """A large vocabulary: blocks that meet in the workspace, a hundred replays, each on other logits."""
+    """A large vocabulary, so that blocks combine in the workspace, and a hundred replays with different logits."""
     rows, vocab = 16, 128_256
     buffers = twin(sampling(random_logits(rows, vocab, torch.bfloat16), 1.0), device)
     workspace = None if own_workspace else torch.zeros(2 * rows, dtype=torch.int64, device=device)
@@ -223,7 +230,7 @@ def test_replayed_draws(device, own_workspace):
 
 
 class Loop:
-    """Steps 1 to K - 1 of a drafter whose model is an embedding; everything in buffers that never move."""
+    """Steps 1 to K - 1 of a drafter whose model is an embedding, in buffers that never move."""
 
     ROWS, STEPS, VOCAB, MAX_LEN, BLOCK, WIDTH = 8, 5, 2000, 64, 4, 64
 
@@ -292,7 +299,7 @@ class Loop:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_captured_loop_is_the_eager_loop(device, temperature):
-    """Batches of 8 to 0 real rows through one graph; every step's slots and lengths are looked at."""
+    """Batches of 8 to 0 real rows run through one graph. The slots and lengths of every step are compared."""
     loop = Loop(device)
     loop.load(0, 8, temperature)
     graph = capture(loop.run)
@@ -323,13 +330,13 @@ def test_no_op_synchronises(device):
 
 
 def test_compiled_whole(device):
-    """fullgraph: a step of the loop in one graph, nothing of its mutations lost."""
+    """fullgraph=True: one step of the loop in one graph, with every mutation kept."""
     eager, compiled = Loop(device), Loop(device)
     for loop in (eager, compiled):
         loop.load(3, 5, 0.0)
     eager.run()
     with torch.no_grad():
         torch.compile(compiled.run, fullgraph=True)()
-    # Inductor may fuse the model's arithmetic differently; what the ops make of indices is exact.
+    # Inductor may fuse the model's arithmetic in another way. The results of the ops on indices are exact.
     for name in ("positions", "lengths", "starts", "seen_slots", "seen_lengths", "sample_positions"):
         assert torch.equal(getattr(eager, name), getattr(compiled, name)), name

@@ -491,7 +491,7 @@ def test_noise_is_pinned(device):
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(5000, torch.float32), (50_000, torch.bfloat16)], ids=str)
-def test_a_row_does_not_depend_on_its_company(device, vocab, dtype):
+def test_a_row_does_not_depend_on_other_rows(device, vocab, dtype):
     """The same (seed, position, step) gives the same token in any row, order and batch, with any padding."""
     logits = random_logits(7, vocab, dtype)
     seeds, positions = torch.arange(7) * 11, torch.arange(7) + 2**35
@@ -513,7 +513,7 @@ def test_a_row_does_not_depend_on_its_company(device, vocab, dtype):
     assert torch.equal(draw(wider, seeds=seeds, positions=positions, **key), together)
 
 
-def test_workspace_serves_again_and_again(device):
+def test_workspace_is_reusable(device):
     """The workspace is zero after every call. Calls with and without it give the same tokens."""
     workspace = torch.zeros(200, dtype=torch.int64, device=device)
     for number in range(20):

@@ -286,7 +286,7 @@ def demo_result(**changes):
         ({"nwor__timed_mode": "cow"}, "did not run in the modes"),
     ],
 )
-def test_what_mode_stage_promises_besides(changes, complaint, tmp_path):
+def test_additional_checks_of_mode_stage(changes, complaint, tmp_path):
     pytest.importorskip("rich")
     from nwor_ops.cli.demo import DemoOptions, _problems
 
@@ -312,7 +312,7 @@ def test_what_mode_stage_promises_besides(changes, complaint, tmp_path):
         ({"vanilla__audit__stale_rows": 0}, "vanilla vLLM left no stale row"),
     ],
 )
-def test_what_is_not_as_promised_is_said(changes, complaint, tmp_path):
+def test_failed_checks_are_reported(changes, complaint, tmp_path):
     pytest.importorskip("rich")
     from nwor_ops.cli.demo import DemoOptions, _problems
 
@@ -324,14 +324,14 @@ def test_what_is_not_as_promised_is_said(changes, complaint, tmp_path):
         assert complaint in problems[0]
 
 
-def test_with_a_model_of_ones_own_the_workload_is_no_promise(tmp_path):
+def test_with_your_own_model_the_workload_is_not_checked(tmp_path):
     pytest.importorskip("rich")
     from nwor_ops.cli.demo import DemoOptions, _problems
 
     assert list(_problems(DemoOptions(tmp_path, model="mine"), demo_result(acceptance__timed=0.99))) == []
 
 
-def test_a_machine_that_does_other_work_is_spoken_of():
+def test_a_busy_machine_is_reported():
     pytest.importorskip("rich")
     from nwor_ops.cli.demo import _machine_remarks
 
@@ -371,13 +371,13 @@ serve(start)
     )
 
 
-def test_an_engine_that_dies_is_reported_with_the_end_of_its_log(tmp_path):
+def test_a_failed_engine_is_reported_with_the_end_of_its_log(tmp_path):
     error = failed_start(tmp_path, "import sys; print('the reason', file=sys.stderr); sys.exit(3)")
     assert re.fullmatch(r"(?s)the engine 'broken' ended with exit code 3; .*broken\.log:\n    the reason", str(error))
     assert error.sentence is None
 
 
-def test_what_cannot_be_a_model_is_refused_in_a_sentence(tmp_path):
+def test_invalid_models_are_refused(tmp_path):
     pytest.importorskip("vllm")
     finished = run_cli("demo", "--model", "/nonexistent", "--output", str(tmp_path / "output"))
     assert (finished.returncode, finished.stdout) == (2, "")
@@ -394,7 +394,7 @@ def test_what_cannot_be_a_model_is_refused_in_a_sentence(tmp_path):
         ({"output": "FOLDER/file"}, "--output: FOLDER/file is a file, not a folder"),
     ],
 )
-def test_options_that_make_no_sense(changes, complaint, tmp_path):
+def test_invalid_options(changes, complaint, tmp_path):
     pytest.importorskip("rich")
     from nwor_ops.cli.demo import DemoOptions, check_options
 

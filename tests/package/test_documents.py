@@ -125,7 +125,7 @@ def test_every_link_leads_somewhere(document: pathlib.Path) -> None:
     assert broken == []
 
 
-def test_what_is_missing_is_found() -> None:
+def test_missing_names_are_found() -> None:
     text = "`csrc/cpu/no_such.cpp`, `python benchmarks/no_such.py --all` and `no_such.h`, but not `what/case` or `a.b`"
     assert names(text) == {"csrc/cpu/no_such.cpp", "benchmarks/no_such.py", "no_such.h"}
     assert [name for name in sorted(names(text)) if missing(name)] == sorted(names(text))

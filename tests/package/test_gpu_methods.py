@@ -116,7 +116,7 @@ def test_another_checkout_has_rows_of_its_own(tmp_path: pathlib.Path) -> None:
         ("offloading", {"stored_bytes": 0}, "has stored nothing"),
     ],
 )
-def test_what_cannot_be_compared_is_no_row(name: str, bad: dict[str, int], message: str) -> None:
+def test_incomparable_measurements_give_no_row(name: str, bad: dict[str, int], message: str) -> None:
     gpu_methods.figures(name, COW, 1, [answer(1.0)], small=False)
     with pytest.raises(RuntimeError, match=message):
         gpu_methods.figures(name, COW, 1, [answer(1.0), answer(1.0, **bad)], small=False)

@@ -95,7 +95,7 @@ def test_each_kind_has_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: pathl
     assert asked["cow_tp1-0"] == asked["cow_tp1-1"] + asked["cow_tp1-1"]
 
 
-def test_what_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_failed_measurements_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     run = _run(monkeypatch, tmp_path, broken=(Place("cow", 1, 1),))
     assert run.problems == ["planted"]
     found = _rows(tmp_path)

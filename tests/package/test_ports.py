@@ -9,12 +9,11 @@ import ports
 import pytest
 
 
-def test_a_port_is_taken_by_nobody_who_asks_for_any() -> None:
+def test_the_ports_are_outside_the_ranges_of_others() -> None:
     found = {ports.free_port() for _ in range(20)}
     assert len(found) == 20
-    assert all(
-        ports.FIRST <= port < 29500 for port in found
-    )  # vLLM's default ports begin here; those of Linux begin at 32768
+    # vLLM's default ports begin at 29500, and those of Linux at 32768.
+    assert all(ports.FIRST <= port < 29500 for port in found)
 
 
 def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_folders_are_no_part_of_a_command(arguments: str, command: str, monkeypa
     assert results.circumstances()["command"] == f"python benchmarks/some.py{command}"
 
 
-def test_what_is_written_is_read(tmp_path: pathlib.Path) -> None:
+def test_written_results_are_read(tmp_path: pathlib.Path) -> None:
     rows = [results.row("a/1", [1.0, 2.0, 4.0], "us", "lower", 3.0), results.row("a/2", [5.0], "ratio", "higher")]
     results.write("cpu", "new", rows, tmp_path)
     found = results.read("cpu", "new", tmp_path)

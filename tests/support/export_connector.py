@@ -1,8 +1,8 @@
-"""A KV connector that exports every page of every running request, partial tails included, at each moment at which vLLM
-lets one look, and what it found there: rows of rejected drafts, and valid rows that were missing.
+"""A KV connector that exports every page of every running request, partial tail pages included.
 
-What is exported is read where the scheduler says that a request's tokens are; nothing of ours is asked but where a slot
-lies. What was rejected the sampler says, when the step has been sampled.
+It exports at every time at which vLLM permits this, and counts rows of rejected drafts, and valid rows that are
+missing. It reads the pages at which the scheduler says that a request's tokens are. Nothing of this library is used
+except the position of a slot. After sampling, the sampler tells which drafts were rejected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOMENTS = ("attention", "forward", "save", "end")
 
 @dataclass
 class Running(KVConnectorMetadata):
-    """Of each request in a step: its blocks, and how many tokens are computed."""
+    """A request in a step: its blocks, and the number of its computed tokens."""
 
     requests: dict[str, tuple[list[int], int]] = field(default_factory=dict)
 
@@ -31,12 +31,12 @@ class Request:
     """One request in one step."""
 
     name: str
-    slots: Tensor  # of all its pages, in the order of its tokens
+    slots: Tensor  # slots of all its pages, in the order of its tokens
     scheduled: int
-    length: int  # with the tokens of this step
+    length: int  # number of tokens, including those of this step
     rejected: int = 0
     before: dict[str, Tensor] = field(default_factory=dict)
-    exported: list[tuple[str, str, Tensor]] = field(default_factory=list)  # moment, layer, rows
+    exported: list[tuple[str, str, Tensor]] = field(default_factory=list)  # event, layer, rows
 
     @property
     def valid(self) -> int:
@@ -47,13 +47,13 @@ class Exports:
     """Everything that one runner's connector exported.
 
     Args:
-        runner: of either generation, with the plugin's wrappers on it: these are put around them.
-        session: the plugin's, which knows where a slot lies.
+        runner: a model runner of either generation, with the plugin's patches. They are patched again.
+        session: the plugin's session, which knows the position of a slot.
 
     Attributes:
-        counts: per moment the rows, those that hold a draft that was (or is then) rejected, and the valid ones that are
-            not what the cache holds at the request's end.
-        shadow_slots: how often what came with a layer named a slot of a shadow page.
+        counts: by event, the number of rows, of rows with a draft that was (or is then) rejected, and of valid rows
+            that differ from the cache at the request's end.
+        shadow_slots: how often the arguments of a layer named a slot of a shadow page.
     """
 
     def __init__(self, runner: Any, session: Any) -> None:
@@ -83,7 +83,7 @@ class Exports:
 
         setattr(runner, name, wrapped)
 
-    # ------------------------------------------------------------ what the runner does
+    # ------------------------------------------------------------ events of the runner
 
     def _prepared_v1(self, args: Any, result: Any) -> None:
         names = self._runner.input_batch.req_ids
@@ -114,10 +114,10 @@ class Exports:
         for request in self._requests:
             request.rejected = rejected.get(request.name, 0)
 
-    # ------------------------------------------------------------ what the connector does
+    # ------------------------------------------------------------ events of the connector
 
     def bound(self, running: Running) -> None:
-        """The step's inputs are prepared, its forward follows."""
+        """The step's inputs are prepared, and its forward follows."""
         self._requests = []
         for name, (blocks, scheduled) in running.requests.items():
             starts = torch.tensor(blocks)[:, None] * self._block_size
@@ -133,30 +133,30 @@ class Exports:
                 request.exported.append((moment, layer, self._rows(layer, request.slots)))
 
     def layer(self, name: str, attn_metadata: Any) -> None:
-        """In attention, or in its name."""
+        """Export during attention, or on its behalf."""
         if name not in self._layers:
             return
         metadata = get_forward_context().attn_metadata
-        assert metadata[name] is attn_metadata, f"the forward context is not that of the call for {name}"
+        assert metadata[name] is attn_metadata, f"the forward context belongs to another call than the one for {name}"
         if self._session.spare is not None:
             slots = attn_metadata.slot_mapping
             self.shadow_slots += int((slots >= self._session.spare.first * self._block_size).sum())
         self.at("attention", [name])
 
     def saved(self) -> None:
-        """All that vLLM does in a step is done."""
+        """vLLM has finished everything in a step."""
         self.at("save")
         for request in self._requests:
             self._judge(request, request.exported)
             for moment, layer, rows in request.exported:
-                # Behind the forward the tokens of the step are not decided.
+                # After the forward, the tokens of the step are not accepted or rejected yet.
                 valid = request.length - request.scheduled if moment == "forward" else request.valid
                 self._kept.setdefault(request.name, []).append((moment, layer, rows[:valid]))
             self._last[request.name] = request
         self._requests = []
 
     def finished(self, name: str) -> None:
-        """A request has ended, and its blocks are still its own."""
+        """A request has ended, and still owns its blocks."""
         request = self._last.pop(name)
         final = {layer: self._rows(layer, request.slots) for layer in self._layers}
         self._judge(request, [("end", layer, rows) for layer, rows in final.items()])
@@ -165,14 +165,15 @@ class Exports:
             self.counts[moment]["missing"] += int(missing.sum())
 
     def _judge(self, request: Request, exported: list[tuple[str, str, Tensor]]) -> None:
-        """A rejected draft's row is there if its slot is not what it was before the step."""
+        """Count the exported rows. A rejected draft's row is there if its slot differs from what it held before the
+        step."""
         drafts = slice(request.valid, request.length)
         for moment, layer, rows in exported:
             self.counts[moment]["rows"] += len(rows)
             self.counts[moment]["rejected"] += int((rows[drafts] != request.before[layer][drafts]).any(-1).sum())
 
     def _rows(self, layer: str, slots: Tensor) -> Tensor:
-        """uint8 ``[len(slots), bytes of a row]``."""
+        """Return uint8 ``[len(slots), bytes of a row]``."""
         blocks, offsets = slots // self._block_size, slots % self._block_size
         found = []
         for plane in self._layers[layer].cache.planes:
@@ -195,7 +196,7 @@ watching: list[Exports] = []
 
 
 def watch(llm: Any) -> Exports:
-    """Have the connector of this process's engine export, from now on."""
+    """Make the connector of this process's engine export, from now on."""
     import nwor_ops.vllm
 
     [session] = nwor_ops.vllm.sessions()
@@ -204,7 +205,7 @@ def watch(llm: Any) -> Exports:
 
 
 class ExportConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module."""
+    """Export pages. See the module docstring."""
 
     reads_kv_cache_in_order = True
 
@@ -220,12 +221,12 @@ class ExportConnector(KVConnectorBase_V1, SupportsHMA):
             exports.bound(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """In runner V1 behind the forward, as nothing is loaded before it."""
+        """The V1 runner calls this after the forward, because nothing is loaded before it."""
         if not kwargs:
             self.finish_forward()
 
     def finish_forward(self) -> None:
-        """In runner V2 behind the forward."""
+        """The V2 runner calls this after the forward."""
         for exports in watching:
             exports.at("forward")
 
@@ -267,15 +268,15 @@ class ExportConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks are kept until the worker has exported them."""
+        """Keep its blocks until the worker has exported them."""
         return True, None
 
-    # What supports several KV-cache groups is asked this.
+    # vLLM calls this method if a connector supports several KV-cache groups.
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return True, None
 
 
 class SilentConnector(ExportConnector):
-    """Does not say when it reads the cache."""
+    """A connector that does not declare when it reads the cache."""
 
     reads_kv_cache_in_order = False

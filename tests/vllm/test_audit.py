@@ -94,7 +94,7 @@ def test_a_drafter_that_runs_before_the_commit_is_found() -> None:
 
 @pytest.mark.parametrize("block", range(BLOCKS))
 @pytest.mark.parametrize("others_write", [True, False])
-def test_blocks_of_the_batch_are_compared_whoever_else_writes(others_write: bool, block: int) -> None:
+def test_blocks_of_the_batch_are_compared_if_others_write(others_write: bool, block: int) -> None:
     """The changed slot belongs to no token of this step.
 
     Block 1 is in the request's row of the table, after its length. Block 2 is in another request's row, and block 3 in
@@ -127,7 +127,7 @@ LOADED = [(0, 3), (3, 3)]  # in a block of the batch, and in a free one
 
 @pytest.mark.parametrize("stays", [True, False])
 @pytest.mark.parametrize(("block", "offset"), LOADED)
-def test_what_is_loaded_must_stay(block: int, offset: int, stays: bool) -> None:
+def test_loaded_rows_must_stay(block: int, offset: int, stays: bool) -> None:
     step = Step()
     step.audit.loading()
     step.target[block, offset] = step.drafter[block, offset] = 7
@@ -142,7 +142,7 @@ def test_what_is_loaded_must_stay(block: int, offset: int, stays: bool) -> None:
 
 
 @pytest.mark.parametrize(("block", "offset"), LOADED)
-def test_what_comes_behind_a_load_is_found(block: int, offset: int) -> None:
+def test_a_write_after_a_load_is_found(block: int, offset: int) -> None:
     step = Step()
     step.audit.loading()
     step.audit.loaded()

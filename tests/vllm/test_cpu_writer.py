@@ -90,7 +90,7 @@ def test_plain_pages_are_written_as_vllm_writes_them(isa, dtype, block_size):
 
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_what_vllm_chooses_here_is_tested(dtype, block_size):
+def test_the_pages_that_vllm_chooses_here_are_tested(dtype, block_size):
     """No engine on this processor uses the kinds that are skipped above."""
     isa = cpu_attn._get_attn_isa(dtype, block_size, HEAD_SIZE)
     kinds = {parameters.values for parameters in PLAIN_PAGES + AMX_PAGES if not parameters.marks[0].args[0]}

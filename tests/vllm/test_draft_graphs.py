@@ -107,7 +107,7 @@ def engine_config(**changes: Any) -> Any:
     return config
 
 
-def test_what_is_supported_is_not_refused() -> None:
+def test_supported_engines_are_not_refused() -> None:
     for changes in (
         {"parallel_config__tensor_parallel_size": 2},
         {"lora_config": object()},
@@ -218,14 +218,14 @@ def make(module: Any, config: Any, device: str = "cuda") -> Any:
     return module.init_speculator(config, SimpleNamespace(type=device), None)
 
 
-def test_not_asked_for_means_vllm_s_own() -> None:
+def test_without_the_setting_vllm_s_speculator_is_used() -> None:
     module = runner_module()
     draft_graphs.wrap_runner_module(module, LOGGER)
     assert make(module, engine_config(additional_config={})) == "vLLM's"
     assert make(module, engine_config(additional_config={"nwor": {"mode": "cow"}})) == "vLLM's"
 
 
-def test_wrapping_twice_is_wrapping_once() -> None:
+def test_patching_twice_patches_once() -> None:
     module = runner_module()
     draft_graphs.wrap_runner_module(module, LOGGER)
     once = module.init_speculator
@@ -433,7 +433,7 @@ def test_a_runner_may_count_while_the_publisher_reads() -> None:
     assert counted == {"draft_graph_replays": 3, "draft_eager_passes": 2}
 
 
-def test_who_does_not_publish(folder: pathlib.Path, rank: Any) -> None:
+def test_ranks_that_do_not_publish(folder: pathlib.Path, rank: Any) -> None:
     first, second = Counted(draft_graph_replays=1), Counted(draft_graph_replays=1)
     start_counting(first, emit_metrics=False)
     rank(1)

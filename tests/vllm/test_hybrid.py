@@ -202,7 +202,7 @@ def test_which_specs_are_recurrent() -> None:
     assert not is_recurrent(UniformTypeKVCacheSpecs(32, kv_cache_specs={"a": ROWS, "b": ROWS}))
 
 
-def test_spare_blocks_are_for_the_groups_of_attention() -> None:
+def test_only_attention_groups_have_shadow_pages() -> None:
     """A block of states may span as many tokens as a request can have, or fewer than a block of attention.
 
     Neither size determines the number of shadow pages that drafts need.

@@ -78,7 +78,7 @@ def test_layers_that_a_custom_class_names_are_left_alone(engines: Engines) -> No
     check(engines, COW, layers=1, method="custom_class", model="custom_drafters.NamingOwner")
 
 
-def test_layers_that_no_one_names_are_refused(engines: Engines) -> None:
+def test_unnamed_layers_are_refused(engines: Engines) -> None:
     """These layers may belong to the target, whose drafts must be undone."""
     settings = arguments(method="custom_class", model="custom_drafters.SilentOwner")
     said = (

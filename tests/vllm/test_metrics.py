@@ -607,7 +607,7 @@ def test_which_schedulers_are_watched(
 # ---------------------------------------------------------------- the comparison
 
 
-def test_steps_in_flight_are_waited_for() -> None:
+def test_the_comparison_waits_for_the_scheduler() -> None:
     agreement = Agreement()
     agreement.published(8, 5)
     assert agreement.compare() is None
@@ -621,7 +621,7 @@ def test_steps_in_flight_are_waited_for() -> None:
     assert (agreement.comparisons, agreement.disagreements) == (1, 0)
 
 
-def test_what_the_scheduler_threw_away_is_between_two_numbers() -> None:
+def test_dropped_counts_lie_between_two_numbers() -> None:
     for accepted, disagreements in ((1, 1), (2, 0), (4, 0), (6, 0), (7, 1)):
         agreement = Agreement()
         agreement.step(4, 2, 2)
@@ -653,7 +653,7 @@ def test_totals_never_go_back() -> None:
     assert agreement.compare() is not None
 
 
-def test_what_is_forgotten_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_totals_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nwor_ops.vllm.audit.agreement._MOST_STEPS", 8)
     agreement = Agreement()
     for _ in range(20):
@@ -1008,7 +1008,7 @@ def test_announced_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch) 
     assert transport.DIRECTORY_VARIABLE not in vllm.envs.environment_variables
 
 
-def test_what_is_announced_does_not_change_the_key_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_announced_variables_do_not_change_the_key_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.envs
 
     for name in [name for name in os.environ if name.startswith("VLLM_NWOR_")]:

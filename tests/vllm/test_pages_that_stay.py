@@ -437,7 +437,7 @@ def test_a_request_that_drafts_in_every_step_is_copied_once(runner_class: type[R
 
 @RUNNERS
 @pytest.mark.parametrize("loads", [True, False])
-def test_pages_are_copied_again_where_rows_are_loaded_alone(
+def test_pages_are_copied_again_only_if_rows_are_loaded(
     runner_class: type[Runner], loads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connector is called in every attention layer, even if it has loaded everything in earlier steps."""
@@ -468,7 +468,7 @@ def test_a_page_that_changed_hands_in_a_step_without_drafts(forgets: bool, monke
         serve(runner, [[Part(b, 1, DRAFTS, 1)]])
 
 
-def test_a_requests_number_stays_its_own_whatever_its_row() -> None:
+def test_a_request_keeps_its_number_in_any_row() -> None:
     states = v1.RequestStates(3, torch.device("cpu"))
 
     def numbers(*order: str) -> dict[str, int]:

@@ -317,9 +317,7 @@ def test_an_undo_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("moment", ["begin", "write"])
-def test_a_step_that_goes_on_without_the_transaction_is_no_finding(
-    monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_a_vanilla_step_is_not_a_finding(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """With ``on_unsupported="vanilla"`` every draft of such a step stays. The audit still compares all other rows."""
     planned, calls = getattr(InFlightManager, moment), 0
 
@@ -342,7 +340,7 @@ def test_a_step_that_goes_on_without_the_transaction_is_no_finding(
     assert stats.rejected > 0
 
 
-def test_a_request_that_comes_back_too_early_is_judged_first() -> None:
+def test_a_request_that_comes_back_too_early_is_settled_first() -> None:
     """vLLM never does this: its scheduler waits as many steps as there are ranks."""
     engine = Engine(3, seed=1)
     while engine.runner.session.manager.in_flight == 0:
@@ -355,7 +353,7 @@ def test_a_request_that_comes_back_too_early_is_judged_first() -> None:
 
 
 @pytest.mark.parametrize("how", ["empty step", "verdict here"])
-def test_what_a_paused_engine_knows_is_kept(how: str) -> None:
+def test_rows_that_a_paused_engine_knows_are_kept(how: str) -> None:
     """The engine takes results without scheduling, so accepted drafts may be in the prefix cache when a
     request ends."""
     engine = Engine(2, seed=3)

@@ -10,7 +10,7 @@ from engines import Engines, prompts
 from nwor_ops.config import NworConfig
 
 
-def test_off_wraps_nothing_but_the_look_at_the_configuration(engines: Engines) -> None:
+def test_off_patches_only_the_check_of_the_configuration(engines: Engines) -> None:
     result = engines.run(prompts(2), max_tokens=8)
     assert result["session"] is None
     assert result["wrapped"] == ["class initialize_kv_cache"]
@@ -48,13 +48,13 @@ FAULTS = pytest.mark.parametrize(
 
 
 @FAULTS
-def test_a_fault_of_ours_stops_a_strict_engine_with_the_reason(engines: Engines, mode: str, moment: str) -> None:
+def test_an_error_of_ours_stops_a_strict_engine_with_the_reason(engines: Engines, mode: str, moment: str) -> None:
     with pytest.raises(RuntimeError, match=f"nwor: {moment} failed: planted in {moment}"):
         engines.run(prompts(4), nwor={"mode": mode}, fault=(moment, 5))
 
 
 @FAULTS
-def test_a_fault_of_ours_leaves_output_as_vanilla(engines: Engines, mode: str, moment: str) -> None:
+def test_an_error_of_ours_leaves_the_output_as_vanilla(engines: Engines, mode: str, moment: str) -> None:
     vanilla, ours = (
         engines.start(prompts(6)),
         engines.start(prompts(6), nwor={"mode": mode, "audit": True, "on_unsupported": "vanilla"}, fault=(moment, 5)),
@@ -69,7 +69,7 @@ def test_a_fault_of_ours_leaves_output_as_vanilla(engines: Engines, mode: str, m
 
 
 @pytest.mark.parametrize("mode", ["cow", "stage"])
-def test_a_forward_that_fails_leaves_no_draft_behind(engines: Engines, mode: str) -> None:
+def test_a_failed_forward_leaves_no_draft(engines: Engines, mode: str) -> None:
     """vLLM fails in the last layer. The window is cancelled right away, and the audit compares that too."""
     result = engines.run(prompts(6), nwor={"mode": mode, "audit": True}, fault=("forward", 12))
     assert result["error"] == "planted in forward"
@@ -185,6 +185,6 @@ def test_unknown_settings_are_errors(additional: Any, environment: dict[str, str
         NworConfig.load(additional, environment)
 
 
-def test_nothing_said_means_off() -> None:
+def test_the_default_is_off() -> None:
     assert NworConfig.load(None, {}) == NworConfig(mode="off", audit=False, on_unsupported="error")
     assert not NworConfig.load({"other": 1}, {"VLLM_NWOR_DEBUG_SYNC": "1"}).wants_anything

@@ -44,7 +44,7 @@ def test_a_process_that_is_started_is_limited_too(name: str) -> None:
     assert done.stdout.splitlines()[-1] == f'["{level.library}", "{"amx" if name == "amx" else "vec"}"]'
 
 
-def test_what_lies_beyond_the_limit_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_beyond_the_limit_are_denied(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a simulated processor with every feature."""
     everything = {"avx2": True, "avx512_f": True, "avx512_bf16": True, "amx_tile": True, "architecture": "x86_64"}
     expected = {

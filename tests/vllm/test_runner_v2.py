@@ -146,7 +146,7 @@ def test_accepted_drafts_stay_and_rejected_ones_go(audit: bool, mode: str) -> No
 
 @MODES
 @pytest.mark.parametrize("audit", [False, True])
-def test_a_drafter_that_fails_takes_no_accepted_draft_with_it(audit: bool, mode: str) -> None:
+def test_accepted_drafts_stay_if_the_drafter_fails(audit: bool, mode: str) -> None:
     """vLLM has already counted the accepted drafts."""
     runner = Runner(audit, mode)
     runner.failure = ValueError("drafter")
@@ -236,7 +236,7 @@ def test_the_batch_of_these_tests_is_one_of_vllms(monkeypatch: pytest.MonkeyPatc
 
 @MODES
 @pytest.mark.parametrize("audit", [False, True])
-def test_adaptive_verification_goes_by_what_the_device_says(audit: bool, mode: str) -> None:
+def test_adaptive_verification_uses_the_device_s_counts(audit: bool, mode: str) -> None:
     """The transaction uses the counts of the device, and so does the audit, which counts on the host."""
     runner = AdaptiveRunner(audit, mode)
     runner.execute_model(NOTHING)
@@ -272,7 +272,7 @@ def _attachment(speculator: Any, sampled: int = 1, cached: tuple[str, ...] = (),
     )
 
 
-def test_what_a_drafter_says_of_its_layers_is_taken() -> None:
+def test_layers_that_a_drafter_names_are_used() -> None:
     named = SimpleNamespace(draft_attn_layer_names={"mtp.0"})
     assert _attachment(named, cached=("mtp.0",)).drafter_layers() == {"mtp.0"}
     # A draft model without attention has no layers; neither does a drafter without a model.
@@ -281,7 +281,7 @@ def test_what_a_drafter_says_of_its_layers_is_taken() -> None:
     assert _attachment(None).drafter_layers() == set()
 
 
-def test_what_a_drafter_does_not_say_is_why_it_is_refused() -> None:
+def test_a_drafter_with_unnamed_layers_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"mtp\.0"):
         _attachment(SimpleNamespace(), cached=("mtp.0",)).drafter_layers()
     with pytest.raises(Unsupported, match=r"names layers target\.0 as its own, which are in the target's model"):

@@ -49,7 +49,7 @@ def fails() -> None:
 
 
 @pytest.mark.parametrize("on_unsupported", ["error", "vanilla"])
-def test_drafts_are_undone_whatever_a_listener_says(on_unsupported: str) -> None:
+def test_drafts_are_undone_if_a_listener_raises(on_unsupported: str) -> None:
     """The listener raises in the event of the forward, or in that of the cancellation."""
     step = Listened(on_unsupported)
     session = step.session

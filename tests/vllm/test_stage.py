@@ -28,7 +28,7 @@ from nwor_ops.vllm.support import Unsupported
 BLOCKS, SIZE, HEADS, WIDTH = 6, 4, 2, 8  # block size of the caches in this file
 
 
-def test_without_an_audit_no_writer_is_wrapped(engines: Engines) -> None:
+def test_without_an_audit_no_writer_is_patched(engines: Engines) -> None:
     vanilla, ours = engines.pair(prompts(8), {"mode": "stage"})
     assert ours["tokens"] == vanilla["tokens"]
     assert not any(layer["wrapped"] for layer in ours["layers"].values())
@@ -172,7 +172,7 @@ def test_a_drafter_that_copies_the_targets_table_is_refused(
         check_tables(runner, layers, borrowers)
 
 
-def test_a_spare_block_in_a_request_is_an_error() -> None:
+def test_a_shadow_page_in_a_request_is_an_error() -> None:
     spare = SpareBlocks(num_blocks=20, groups=(0, 1), per_group=4, block_bytes=1)
     assert (spare.first, spare.of_group(0), spare.of_group(1)) == (12, range(12, 16), range(16, 20))
 
@@ -209,7 +209,7 @@ class WarmedRunner:
 
 
 @pytest.mark.parametrize("warm_up", ["warmup_kernels", "run_mixed_prefill_decode_warmup"])
-def test_vllms_warm_up_keeps_off_the_spare_blocks(
+def test_vllms_warm_up_uses_no_shadow_page(
     warm_up: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The warm-up invents requests and allocates all blocks of the runner's cache itself, without a scheduler.

@@ -1,4 +1,4 @@
-"""Real vLLM engines on the GPU: why they are skipped, the pool that runs them, and the table at the end."""
+"""Real vLLM engines on the GPU: reasons to skip them, the pool that runs them, and the final table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _records: dict[str, dict[str, Any]] = {}
 
 
 def _has_vllm() -> bool:
-    # Its version: this very folder is a namespace package of that name.
+    # Read its version, because this folder is a namespace package of the same name.
     try:
         return importlib.util.find_spec("vllm.version") is not None
     except ModuleNotFoundError:
@@ -67,11 +67,11 @@ def _missing(item: pytest.Item) -> str | None:
             return f"{package} is not installed"
     engine, there = getattr(case, "engine", {}), torch.cuda.device_count()
     gpus = math.prod(engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
-    return f"needs {gpus} GPUs, {there} are here" if gpus > max(there, 1) else None
+    return f"needs {gpus} GPUs, found {there}" if gpus > max(there, 1) else None
 
 
 class Engines:
-    """What a test asks for engines; see :class:`engine_pool.EnginePool`."""
+    """The interface by which a test starts engines; see :class:`engine_pool.EnginePool`."""
 
     def __init__(self, pool: Any, models: dict[str, str]) -> None:
         self._pool = pool
@@ -79,13 +79,13 @@ class Engines:
         self.logs: pathlib.Path = pool.logs
 
     def start(self, name: str, engine: dict[str, Any], environment: dict[str, str], **use: Any) -> Any:
-        """A future. ``engine`` is what differs from ``gpu_cases.ENGINE``."""
+        """Start an engine and return a future. ``engine`` holds the differences from ``gpu_cases.ENGINE``."""
         settings = self.resolved({**ENGINE, **engine})
         settings = {key: value for key, value in settings.items() if value is not None}
         return self._pool.start(name, {"engine": settings, "environment": environment, **self.resolved(use)})
 
     def resolved(self, value: Any) -> Any:
-        """With the folder in place of every ``@name``."""
+        """Replace every ``@name`` by its folder."""
         if isinstance(value, dict):
             return {key: self.resolved(item) for key, item in value.items()}
         if isinstance(value, str) and value.startswith("@"):
@@ -93,10 +93,10 @@ class Engines:
         return value
 
     def start_case(self, case: Any) -> tuple[Any, Any]:
-        """The futures of the vanilla engine and of the one with NWOR."""
+        """Return the futures of the vanilla engine and of the engine with NWOR."""
         vanilla = None
         if case.same_tokens:
-            # Without any of this library's code; shared between cases that differ in NWOR's settings alone.
+            # This engine runs without this library's code, and serves all cases that differ only in NWOR's settings.
             environment = {**case.environment, "VLLM_PLUGINS": ""}
             vanilla = self.start(f"{case.name}-vanilla", case.engine, environment, **case.use)
         settings = {**case.engine, "additional_config": {"nwor": case.nwor}}
@@ -113,7 +113,7 @@ class Engines:
 
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Starts everything that the selected tests need, in their order; a test then waits for its own."""
+    """Start everything that the selected tests need, in their order. A test then waits for its engines."""
     from engine_pool import make_plugin_findable, pool_from_environment
     from tiny_models import write_models
 
@@ -134,7 +134,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What a test found out about its engine; goes to the report with the outcome."""
+    """Return a dict for what a test finds out about its engine. The report shows it with the outcome."""
     name = request.node.callspec.id if hasattr(request.node, "callspec") else request.node.name
     return _records.setdefault(request.node.nodeid, {"case": name})
 
@@ -151,7 +151,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_runtest_logfinish() -> None:
-    """After every test: a run that is stopped leaves what it has found."""
+    """Write the findings after every test, so that a run that is stopped keeps them."""
     folder = os.environ.get("NWOR_TEST_LOGS")
     if folder and _records:
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)

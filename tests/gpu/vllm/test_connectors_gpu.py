@@ -1,4 +1,5 @@
-"""KV connectors on a GPU: what they load is right and audited, and what an exporter sees of every page."""
+"""KV connectors on a GPU: loaded rows are correct and audited, and an exporter reads every page at each stage of a
+step."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ def test_what_an_exporter_sees(case: Case, engines: Any, record: dict[str, Any])
     exports = record["exports"] = result["exports"]
     assert result["workers"][0]["cudagraph_mode"] == "PIECEWISE"
     assert session_of(result)["audit"]["verify_steps"] > 0
-    # A replay counts as one with drafts inside a window, and without a transaction there is none.
+    # A replay counts as one with drafts only inside a window, and without a transaction there is no window.
     assert result["replays"]["graph_replays" if case.nwor["mode"] == "off" else "replays_with_drafts"] > 0
-    # The request that took the others' end to the worker has none to take its own.
+    # The last request told the worker that the others ended; no request tells it that this one ended.
     assert [name.split("-")[0] for name in exports["unfinished"]] in (["last"], [])
     assert exports["shadow_slots"] == 0
     rejected = {moment: found["rejected"] for moment, found in exports["counts"].items()}

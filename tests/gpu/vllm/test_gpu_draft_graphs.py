@@ -1,4 +1,4 @@
-"""Graphs for a draft model: the drafts, the acceptance and the output of vanilla vLLM, and proof that graphs ran."""
+"""Graphs for a draft model: drafts, acceptance and output equal vanilla vLLM, and graphs really ran."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import pytest
 from gpu_cases import DRAFT_CASES, DRAFT_REFUSALS, DRAFT_WARNED, ENGINE, DraftCase, Refusal
 from gpu_engine_checks import assert_same_tokens, check_audit, finished, note, refused, session_of
 
-# Where a padded product took another kernel, now and then one of two close logits wins that did not before.
+# If a padded matrix product uses another kernel, one of two close logits may win that did not win before.
 DIFFERENT_DRAFTS, DIFFERENT_ACCEPTANCE = 0.03, 0.05
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
-NOT_BY_US = ("dummy run", "nothing captured")  # warm-up, and what vLLM runs before it captures
+NOT_BY_US = ("dummy run", "nothing captured")  # the warm-up, and steps before vLLM captures
 TOO_LARGE = "more requests than the largest graph"
 MIXED = "first pass of a batch with prompts, or with fewer drafts in some request"
 
 
 def _report(result: dict[str, Any]) -> dict[str, Any]:
     [worker] = result["workers"]
-    assert worker["draft_graphs"], f"no draft graphs in that engine; it said {result['said']}; log: {result['log']}"
+    assert worker["draft_graphs"], f"no draft graphs in that engine; it logged {result['said']}; log: {result['log']}"
     [report] = worker["draft_graphs"]
     return report
 
 
 def _compare_drafts(ours: dict[str, Any], vanilla: dict[str, Any], longest: int) -> tuple[int, int, int]:
-    """Sequences that either side continued, those that both did, and those of them with other drafts.
+    """Return the number of sequences that either side continued, that both continued, and that got different drafts.
 
-    Drafts past the model's limit are left out: in vLLM's first pass all tokens there go to the last slot, in any order.
+    Drafts after the model's limit are left out: vLLM's first pass writes all tokens there to the last slot, in any
+    order.
     """
     mine, theirs = (
         {
@@ -38,19 +39,20 @@ def _compare_drafts(ours: dict[str, Any], vanilla: dict[str, Any], longest: int)
         for side in (ours, vanilla)
     )
     both = mine.keys() & theirs.keys()
-    # Of a dynamic number one side may have been asked for more.
+    # If the number of drafts is dynamic, one side may have been asked for more.
     shared = {at: min(len(mine[at]), len(theirs[at])) for at in both}
     different = sum(mine[at][:many] != theirs[at][:many] for at, many in shared.items())
     return len(mine.keys() | theirs.keys()), len(both), different
 
 
 def _acceptance(result: dict[str, Any]) -> list[float]:
-    """By position of the draft."""
+    """Return the acceptance by position of the draft."""
     return [count / result["metrics"]["spec_decode_num_drafts"] for count in result["metrics"][PER_POSITION]]
 
 
 def _captured(case: DraftCase) -> dict[int, tuple[list[int], list[int]]]:
-    """Request counts with a graph that a case must have, by number of drafts: of the first pass and of the loop."""
+    """Return the request counts that must have a graph, by number of drafts: those of the first pass and of
+    the loop."""
     if case.captured is not None:
         return case.captured
     drafts = case.engine["speculative_config"]["num_speculative_tokens"]
@@ -74,16 +76,16 @@ def _check_graphs_ran(case: DraftCase, result: dict[str, Any], report: dict[str,
     largest = max(count for counts in captured.values() for count in (*counts[0], *counts[1]))
     assert (too_large > 0) == (largest < ENGINE["max_num_seqs"])
     assert set(eager) <= {*NOT_BY_US, MIXED, TOO_LARGE}
-    # Each number of drafts was asked for, and none beside (in steps whose drafts nobody can use there are none).
+    # Each number of drafts was requested, and no other (in steps whose drafts cannot be used there are none).
     assert set(captured) <= set(by_drafts) <= {0, *captured}
-    # vLLM's warm-up steps may have added to these counts.
+    # The warm-up steps of vLLM may have added to these counts.
     decode_loops = max(0, sum(steps for drafts, steps in by_drafts.items() if drafts > 1) - too_large)
     first_passes = result["proposed"]["steps"] - too_large - eager.get(MIXED, 0)
     assert decode_loops > 0 or max(captured) == 1
     assert first_passes > 0
     assert report["replays"]["first_pass"] >= first_passes
     assert report["replays"]["decode"] >= decode_loops
-    # As torch counts them, in the run alone.
+    # As counted by torch, only during the run.
     assert result["replays"]["graph_replays"] >= first_passes + decode_loops
 
 
@@ -116,7 +118,7 @@ def test_same_drafts_and_output(case: DraftCase, engines: Any, record: dict[str,
     if case.nwor["mode"] != "off":
         assert session_of(result)["mode"] == case.nwor["mode"]
         check_audit(session_of(result))
-        assert result["replays"]["replays_with_drafts"] > 0  # of the target, which the transaction is about
+        assert result["replays"]["replays_with_drafts"] > 0  # replays of the target, which the transaction concerns
 
     assert compared > 50
     random = case.use.get("temperature", 0.0) > 0

@@ -1,4 +1,4 @@
-"""Each case of the table: every byte audited at every step, output as vanilla's, token by token."""
+"""Each case of the table: every byte is audited at every step, and the output is vanilla's, token by token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", [WATCHED], ids=lambda case: case.name)
 def test_vanilla_leaves_stale_rows(case: Case, engines: Any, record: dict[str, Any]) -> None:
-    """The reason for this library, and the proof that the audit sees what it looks for."""
+    """The reason for this library, and the proof that the audit finds stale rows."""
     result = engines.start_case(case)[1].result()
     note(record, case, result)
     audit = session_of(finished(result))["audit"]

@@ -1,5 +1,7 @@
-"""Engines of several GPUs, and of several nodes: each rank commits, and audits, its own part of the cache. A case needs
-as many GPUs as it has ranks, and is skipped where there are fewer."""
+"""Engines with several GPUs or nodes: each rank commits and audits its own part of the cache.
+
+A case needs as many GPUs as it has ranks, and is skipped if there are fewer.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ PIPELINE = [
     Case("pp2-ngram-v2", _ranks(NGRAM, **{PP: 2}), nwor=COW),
     Case("pp2-eagle-v2", _ranks(EAGLE, **{PP: 2}), nwor=COW),
     Case("pp2-eager-v2", _ranks(EAGLE, **{PP: 2}, enforce_eager=True), nwor=COW),
-    # What a step that waits has drafted is undone before the blocks are another's.
+    # The drafts of a deferred window are undone before another request gets the blocks.
     Case("pp2-abort-v2", _ranks(EAGLE, **{PP: 2}), nwor=COW, use={"abort": {9: [1], 14: [2, 4], 21: [6], 30: [9, 10]}}),
     Case("pp2-preemption-v2", _ranks(EAGLE, **{PP: 2}, num_gpu_blocks_override=22, max_model_len=192), nwor=COW),
     Case("tp2-pp2-eagle-v2", _ranks(EAGLE, **{TP: 2, PP: 2}), nwor=COW),
@@ -72,7 +74,8 @@ PIPELINE = [
 DATA = [_dp(f"dp2-dense-{runner}", environment) for runner, environment in RUNNERS]
 DATA += [_dp("dp4-dense-v2", ranks=4), _dp("tp2-dp2-dense-v2", **{TP: 2})]
 DATA += [_staged(case) for case in DATA]
-# Both "nodes" are this host: what vLLM compiled for a rank there may name a GPU that is another one here.
+# Both "nodes" are this host. Code that vLLM compiled for a rank may name a GPU that has another number in the other
+# "node".
 NODE = V2 | {"VLLM_DISABLE_COMPILE_CACHE": "1"}
 NODES = [
     Case("nodes2-tp2-v2", _ranks(NGRAM, **{TP: 2}), NODE, nwor=COW, use={"nodes": 2}),
@@ -101,7 +104,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-# ---------------------------------------------------------------- what they must come to
+# ---------------------------------------------------------------- checks
 
 
 def _note(record: dict[str, Any], case: Case, result: dict[str, Any]) -> None:
@@ -110,7 +113,7 @@ def _note(record: dict[str, Any], case: Case, result: dict[str, Any]) -> None:
 
 
 def _check_ranks(case: Case, result: dict[str, Any], record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each rank's session, audited at every step; what it counted is what the audit did."""
+    """Check each rank's session, audited at every step. Its counts must equal those of the audit."""
     workers = finished(result)["workers"]
     sizes = (case.engine.get(name, 1) for name in (TP, PP, DP))
     ranks = 1
@@ -132,7 +135,7 @@ def _check_ranks(case: Case, result: dict[str, Any], record: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("case", [*TENSOR, *PIPELINE, *NODES], ids=lambda case: case.name)
 def test_ranks_of_one_engine(case: Case, engines: Any, record: dict[str, Any]) -> None:
-    """All see the same drafts and the same verdict, a stage that does not sample some steps later."""
+    """All ranks get the same drafts and the same outcome; a rank that does not sample gets it some steps later."""
     vanilla, ours = engines.start_case(case)
     result = ours.result()
     _note(record, case, result)
@@ -144,7 +147,7 @@ def test_ranks_of_one_engine(case: Case, engines: Any, record: dict[str, Any]) -
     theirs = finished(vanilla.result())
     if "num_gpu_blocks_override" in case.engine:
         assert result["metrics"]["num_preemptions"] == theirs["metrics"]["num_preemptions"] > 0
-    # On /metrics once for all ranks, also where the one that counts is on another node.
+    # Counted once for all ranks on /metrics, even if the counting rank is on another node.
     [counters] = result["counters"].values()
     assert counters["nwor_disagreements"] == 0
     if "nodes" in case.use:
@@ -156,7 +159,8 @@ def test_ranks_of_one_engine(case: Case, engines: Any, record: dict[str, Any]) -
 
 @pytest.mark.parametrize("case", DATA, ids=lambda case: case.name)
 def test_data_parallel_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
-    """Of one server. Output is compared where one request runs at a time: else it depends on what arrives when."""
+    """Ranks of one server. Output is compared only while one request runs at a time; otherwise it depends on arrival
+    times."""
     vanilla, ours = engines.start_case(case)
     result = ours.result()
     _note(record, case, result)
@@ -199,7 +203,7 @@ def test_refused_parallel_modes(refusal: Refusal, engines: Any, record: dict[str
 
 @pytest.mark.parametrize("case", ONE_STATE_RANKS, ids=lambda case: case.name)
 def test_one_state_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
-    """Both plan the same windows, and each compares the states of its own heads."""
+    """Both ranks plan the same windows, and each compares the states of its own heads."""
     vanilla, ours = engines.start_case(case)
     result = ours.result()
     _note(record, case, result)
@@ -207,7 +211,7 @@ def test_one_state_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]
     assert len(workers) == 2
     assert workers[0]["one_state"] == workers[1]["one_state"]
     for worker in workers:
-        assert worker["one_state"], f"there is one state per draft in that engine; it said {result['said']}"
+        assert worker["one_state"], f"that engine keeps one state per draft token; it logged {result['said']}"
         [state], [session] = worker["one_state"], worker["sessions"]
         audit = state["audit"]
         record |= {"one_state": state["describe"], **audit}

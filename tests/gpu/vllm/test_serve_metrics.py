@@ -1,4 +1,4 @@
-"""``vllm serve`` on the GPU with NWOR on: completions, and the counters at /metrics."""
+"""``vllm serve`` on the GPU with NWOR: completions, and the counters on /metrics."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from engine_pool import ENVIRONMENT
 from gpu_cases import ENGINE, NGRAM
 from ports import free_port
 
-PATIENCE_SECONDS = 300.0  # beside other engines, each of which compiles
+PATIENCE_SECONDS = 300.0  # seconds, while other engines compile
 REQUESTS = 6
-# The server has a tokenizer, sizes, and processes of its own.
+# The server has a tokenizer, its own sizes, and separate processes.
 NOT_FOR_SERVERS = ("model", "skip_tokenizer_init", "disable_log_stats", "enable_prefix_caching", "seed")
 
 
@@ -53,7 +53,7 @@ def _get(url: str, body: dict[str, Any] | None = None) -> str:
 
 @contextmanager
 def _server(engines: Any) -> Iterator[str]:
-    """Its address, once it answers."""
+    """Start a server, and return its address after it answers."""
     port = free_port()
     log = engines.logs / "serve.log"
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -86,7 +86,7 @@ def _server(engines: Any) -> Iterator[str]:
 
 
 def _counters(text: str, prefix: str) -> dict[str, float]:
-    """Sums over labels, by name."""
+    """Return sums over labels, by name."""
     found: dict[str, float] = {}
     for name, value in re.findall(rf"^({prefix}\w+?_total)(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE):
         found[name] = found.get(name, 0.0) + float(value)
@@ -107,7 +107,7 @@ def test_counters_at_metrics(engines: Any, record: dict[str, Any]) -> None:
     assert ours["nwor_draft_tokens_total"] > 0, text[-2000:]
     assert ours["nwor_rejected_tokens_total"] > 0
     assert ours["nwor_draft_tokens_total"] == ours["nwor_committed_tokens_total"] + ours["nwor_rejected_tokens_total"]
-    # Async scheduling: a step may be under way when its request ends, and vLLM does not count that one.
+    # With async scheduling, a step may still run when its request ends, and vLLM does not count that step.
     uncounted = ours["nwor_draft_tokens_total"] - vllm["vllm:spec_decode_num_draft_tokens_total"]
     assert 0 <= uncounted <= REQUESTS * NGRAM["num_speculative_tokens"]
     assert ours["nwor_disagreements_total"] == 0
