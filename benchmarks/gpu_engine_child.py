@@ -527,11 +527,11 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
     mode ``stage`` the cache without the shadow pages.
     """
     from nwor_ops.vllm.audit.agreement import SchedulerWatch as watch
-    from nwor_ops.vllm.runners.base import wrapped_methods
+    from nwor_ops.vllm.runners.base import patched_methods
 
     runner = worker.model_runner
     if not hasattr(worker, "nwor_parts"):
-        worker.nwor_parts = wrapped_methods(runner)
+        worker.nwor_parts = patched_methods(runner)
         if not worker.nwor_parts:
             raise RuntimeError("nwor_ops has wrapped nothing in this engine")
         worker.nwor_after_step = watch._after_step

@@ -51,14 +51,14 @@ class ConnectorAttachment:
 
     # Methods of the connector in whose place the method of that name here is called: with its own, bound, and then
     # with its arguments.
-    wrapped: tuple[str, ...]
+    patched: tuple[str, ...]
 
     def __init__(self, runner: Any, mode: str) -> None:
         check_partial_tails(runner.vllm_config, runner.kv_cache_config, mode)
         found = list(connectors_of(runner.vllm_config.kv_transfer_config))
         self.layer_wise = [name for name, connector in found if connector.layer_wise]
         self.loads_any_time = any(connector.loads_any_time for _, connector in found)
-        self.wrapped = ("save_kv_layer",) if self.layer_wise else ()
+        self.patched = ("save_kv_layer",) if self.layer_wise else ()
         self.connector = worker_connector()
         if self.connector is not None:
             check_vllm(HOOKS)
@@ -78,8 +78,8 @@ class ConnectorAttachment:
         self.session = session
         if self.layer_wise:
             session.subscribe(commit=self._step_ended, drop=self._exports.clear)
-        if session.audit is not None or session.spare is not None:
-            self.wrapped += ("start_load_kv", "wait_for_layer_load") if self.layer_wise else ("start_load_kv",)
+        if session.audit is not None or session.shadow_blocks is not None:
+            self.patched += ("start_load_kv", "wait_for_layer_load") if self.layer_wise else ("start_load_kv",)
 
     # ------------------------------------------------------------ in the place of the connector's methods
 

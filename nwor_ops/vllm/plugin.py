@@ -74,14 +74,14 @@ def register() -> None:
     add_source(_stats)
     if config.emit_metrics:
         metrics.choose_directory()
-    for name, wrap in _wrappers().items():
+    for name, patch in _patches().items():
         if name in sys.modules:
-            wrap(sys.modules[name])
+            patch(sys.modules[name])
     if not any(isinstance(finder, _ModuleFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _ModuleFinder())
 
 
-def _wrappers() -> dict[str, Callable[[ModuleType], None]]:
+def _patches() -> dict[str, Callable[[ModuleType], None]]:
     """Return the patch function of each vLLM module, by module name."""
     return {
         **dict.fromkeys(RUNNERS, _wrap_runner_module),
@@ -96,11 +96,11 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
     """Patch a vLLM module right after its first import."""
 
     def __init__(self) -> None:
-        self._wrappers = _wrappers()
+        self._patches = _patches()
         self._looking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name not in self._wrappers or self._looking:
+        if name not in self._patches or self._looking:
             return None
         self._looking = True
         try:
@@ -113,22 +113,22 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self._wrappers[name](module)
+            self._patches[name](module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # only on this loader
         return spec
 
 
-def _wrap_scheduler_module(module: ModuleType) -> None:
-    spare_blocks.wrap_scheduler_module(module)
-    agreement.wrap_scheduler_module(module)
-    metrics.wrap_scheduler_module(module)
+def _patch_scheduler_module(module: ModuleType) -> None:
+    spare_blocks.patch_scheduler_module(module)
+    agreement.patch_scheduler_module(module)
+    metrics.patch_scheduler_module(module)
 
 
-def _wrap_warmup_module(module: ModuleType) -> None:
-    def spare_of(runner: Any) -> spare_blocks.SpareBlocks | None:
+def _patch_warmup_module(module: ModuleType) -> None:
+    def shadow_blocks_of(runner: Any) -> spare_blocks.ShadowBlocks | None:
         session = _sessions.get(runner)
-        return session.spare if session is not None else None
+        return session.shadow_blocks if session is not None else None
 
     def telling(warm_up: Callable[..., Any]) -> Callable[..., Any]:
         def warmup_kernels(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,14 +141,14 @@ def _wrap_warmup_module(module: ModuleType) -> None:
 
         return warmup_kernels
 
-    spare_blocks.wrap_warmup_module(module, spare_of)
+    spare_blocks.patch_warmup_module(module, shadow_blocks_of)
     wrap_once(module, "warmup_kernels", telling)
 
 
-def _wrap_runner_module(module: ModuleType) -> None:
+def _patch_runner_module(module: ModuleType) -> None:
     """Patch a runner class so that it reads its engine's configuration after its cache is bound and before it has a
     drafter."""
-    draft_graphs.wrap_runner_module(module, _logger())
+    draft_graphs.patch_runner_module(module, _logger())
     runner_class = getattr(module, "GPUModelRunner", None)
     if getattr(runner_class, "initialize_kv_cache", None) is None:
         if mode_from_environment() not in (None, "off"):
@@ -166,9 +166,9 @@ def _wrap_runner_module(module: ModuleType) -> None:
 
         return initialize_kv_cache
 
-    def with_room(measure: Callable[..., Any]) -> Callable[..., Any]:
+    def reserving(measure: Callable[..., Any]) -> Callable[..., Any]:
         def profile_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with _room_for_log(self):
+            with _reserve_log_memory(self):
                 return measure(self, *args, **kwargs)
 
         return profile_run
@@ -184,11 +184,11 @@ def _wrap_runner_module(module: ModuleType) -> None:
         wrap_once(runner_class, "execute_model", one_state.folding_tails)
     wrap_once(runner_class, "load_model", preparing)
     wrap_once(runner_class, "initialize_kv_cache", attaching)
-    wrap_once(runner_class, "profile_run", with_room)  # a missing method is reported by the check of the hooks
+    wrap_once(runner_class, "profile_run", reserving)  # a missing method is reported by the check of the hooks
 
 
 @contextlib.contextmanager
-def _room_for_log(runner: Any) -> Iterator[None]:
+def _reserve_log_memory(runner: Any) -> Iterator[None]:
     """Hold as much memory as the undo log will take while vLLM profiles a forward. The cache then leaves this memory
     free."""
     config = NworConfig.load(runner.vllm_config.additional_config)

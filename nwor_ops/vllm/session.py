@@ -27,7 +27,7 @@ from nwor_ops.transaction.manager import DraftCommitManager, set_current_manager
 from nwor_ops.transaction.state import State, is_capturing
 from nwor_ops.transaction.window import Window
 from nwor_ops.vllm.layers.target import TargetLayer
-from nwor_ops.vllm.spare_blocks import SpareBlocks
+from nwor_ops.vllm.spare_blocks import ShadowBlocks
 from nwor_ops.vllm.support import check_library
 
 
@@ -65,7 +65,7 @@ class Session:
         max_num_requests: maximum number of requests in one batch.
         max_draft_tokens: maximum number of draft tokens in one batch.
         max_drafts_per_request: maximum number of draft tokens of one request.
-        spare: the shadow pages in mode ``"stage"``, otherwise None.
+        shadow_blocks: the shadow pages in mode ``"stage"``, otherwise None.
         logger: vLLM's logger.
         windows: maximum number of windows that are open or deferred at a time. Above 1 on a pipeline rank that does not
             sample, since it learns in a later step which drafts were accepted.
@@ -83,14 +83,14 @@ class Session:
         max_num_requests: int,
         max_draft_tokens: int,
         max_drafts_per_request: int,
-        spare: SpareBlocks | None,
+        shadow_blocks: ShadowBlocks | None,
         logger: Any,
         windows: int = 1,
     ) -> None:
         self.config = config
         self.windows = windows
         self.mode = config.mode
-        self.spare = spare
+        self.shadow_blocks = shadow_blocks
         self._layers = {layer.name: layer for layer in layers}
         self._addresses = {name: layer.kv_cache.data_ptr() for name, layer in self._layers.items()}
         self._logger = logger
@@ -117,8 +117,8 @@ class Session:
         device = layers[0].kv_cache.device
         check_library(device.type)
         shadow = None
-        if self.spare is not None:
-            shadow = {layer.group: self.spare.of_group(int(layer.group)).start for layer in layers}
+        if self.shadow_blocks is not None:
+            shadow = {layer.group: self.shadow_blocks.of_group(int(layer.group)).start for layer in layers}
         limits |= {"device": device, "mode": self.mode}
         manager = (
             DraftCommitManager(**limits, shadow_blocks=shadow)
@@ -176,7 +176,7 @@ class Session:
         return bool(self._listeners[event])
 
     @property
-    def wraps_writers(self) -> bool:
+    def patches_writers(self) -> bool:
         """Whether the writes of the target layers must go through :meth:`write`."""
         return self.mode != "stage" or self.heard("record")
 
@@ -198,10 +198,10 @@ class Session:
         try:
             if step.new_states:
                 self.manager.forget_shadow_pages(step.new_states)
-            self._pages_stay = self.spare is not None
+            self._pages_stay = self.shadow_blocks is not None
             self.manager.begin(step.window)
         except Exception as error:
-            self._fall_back("begin", error)
+            self._handle_error("begin", error)
             return
         self._step = step
         self.tell("opened", step.window.slot_mappings)
@@ -262,7 +262,7 @@ class Session:
                 close(self.manager)
                 committed = True
             except Exception as error:
-                self._fall_back("commit", error)
+                self._handle_error("commit", error)
         self.tell("commit", num_sampled, committed)
         self.tell("ended")
 
@@ -282,7 +282,7 @@ class Session:
             The handle for :meth:`settle`, or None if the step has no window.
         """
         step, self._step = self._step, None
-        deferred = self._in_flight.defer() if step is not None else None
+        deferred = self._deferring_manager.defer() if step is not None else None
         self.tell("deferred", deferred)
         return deferred
 
@@ -295,9 +295,9 @@ class Session:
             num_sampled: as in :meth:`commit`.
         """
         try:
-            self._in_flight.settle(deferred, num_rejected)
+            self._deferring_manager.settle(deferred, num_rejected)
         except Exception as error:
-            self._fall_back_later(deferred, error)
+            self._handle_deferred_error(deferred, error)
             return
         self.tell("settled", deferred, num_sampled, True)
 
@@ -312,9 +312,9 @@ class Session:
             Whether the window is still deferred. It is not if undoing failed.
         """
         try:
-            self._in_flight.undo(deferred, requests)
+            self._deferring_manager.undo(deferred, requests)
         except Exception as error:
-            self._fall_back_later(deferred, error)
+            self._handle_deferred_error(deferred, error)
             return False
         self.tell("undone", deferred, requests)
         return True
@@ -322,24 +322,24 @@ class Session:
     def cancel_deferred(self, deferred: Deferred) -> None:
         """Undo all drafts of a deferred window whose outcome will never arrive."""
         try:
-            self._in_flight.cancel_deferred(deferred)
+            self._deferring_manager.cancel_deferred(deferred)
         except Exception as error:
-            self._fall_back_later(deferred, error)
+            self._handle_deferred_error(deferred, error)
             return
         self._count("cancelled", "a step ended without sampling; its drafts were undone")
         self.tell("settled", deferred, None, True)
 
     @property
-    def _in_flight(self) -> InFlightManager:
+    def _deferring_manager(self) -> InFlightManager:
         assert isinstance(self.manager, InFlightManager)
         return self.manager
 
-    def _fall_back_later(self, deferred: Deferred, error: Exception) -> None:
-        """Handle an error as :meth:`_fall_back` does; the drafts of that step stay."""
+    def _handle_deferred_error(self, deferred: Deferred, error: Exception) -> None:
+        """Handle an error as :meth:`_handle_error` does; the drafts of that step stay."""
         with contextlib.suppress(RuntimeError):  # the manager has already forgotten it
-            self._in_flight.forget(deferred)
+            self._deferring_manager.forget(deferred)
         self.tell("settled", deferred, None, False)
-        self._fall_back("commit", error)
+        self._handle_error("commit", error)
 
     def after_failure(self, close: Callable[[], None]) -> None:
         """Close the window of a step that failed. The original exception propagates; an error while closing is only
@@ -366,7 +366,7 @@ class Session:
             manager.cancel()
         except Exception as error:
             self.tell("drop")
-            self._fall_back("cancel", error)
+            self._handle_error("cancel", error)
             return False
         self.skip()
         self._count("cancelled", "a step ended without sampling; its drafts were undone")
@@ -387,10 +387,10 @@ class Session:
         """Return the session's part of the log line ``nwor: active, ...``."""
         if self.manager is None:
             return f"audits {len(self._layers)} layers, no transaction"
-        if self.spare is not None:
+        if self.shadow_blocks is not None:
             return (
                 f"{len(self._layers)} layers, at most {self.manager.launches_per_window} launches per step and none in "
-                f"a layer; {self.spare.describe()}"
+                f"a layer; {self.shadow_blocks.describe()}"
             )
         fused = sum(layer.fused for layer in self._layers.values())
         deferred = f", at most {self.windows} windows open or deferred" if self.windows > 1 else ""
@@ -426,7 +426,7 @@ class Session:
             )
             return True
         except Exception as error:
-            self._fall_back("write", error)
+            self._handle_error("write", error)
             return False
 
     def _token_offset(self, group: str, slot_mapping: Tensor) -> int:
@@ -446,7 +446,7 @@ class Session:
             )
         return token_offset
 
-    def _fall_back(self, moment: str, error: Exception) -> None:
+    def _handle_error(self, moment: str, error: Exception) -> None:
         """Raise the error in strict mode. Otherwise finish the step without the transaction.
 
         The second case is safe after a commit that failed part of the way: it has restored only rejected drafts, never

@@ -2,8 +2,8 @@
 
 They are the last blocks of the cache. vLLM's block pool is created without them, so the scheduler sees a smaller cache
 and allocation does not change. The engine core and each worker compute the same numbers from the same configuration.
-The runner checks every block id that it receives (:meth:`SpareBlocks.check`). vLLM's warm-up of the V2 runner allocates
-blocks without a scheduler, so it is given the smaller cache too.
+The runner checks every block id that it receives (:meth:`ShadowBlocks.check`). vLLM's warm-up of the V2 runner
+allocates blocks without a scheduler, so it is given the smaller cache too.
 
 Block numbers are shared by all KV-cache groups, and groups may share memory. Each group of attention layers therefore
 has its own shadow pages. Groups of recurrent states need none. Their blocks come from the same pool, so they never
@@ -41,11 +41,11 @@ HOOKS = (
     Hook("vllm.v1.core.kv_cache_utils", "get_max_concurrency_for_kv_cache_config", "vllm_config, kv_cache_config"),
 )
 _WARM_UPS = ("warmup_kernels", "run_mixed_prefill_decode_warmup")
-_WRAPPED = "_nwor_spares_blocks"
+_PATCHED = "_nwor_withholds_blocks"
 
 
 @dataclass(frozen=True)
-class SpareBlocks:
+class ShadowBlocks:
     """The blocks of a cache that are shadow pages.
 
     Attributes:
@@ -73,10 +73,10 @@ class SpareBlocks:
 
     def describe(self) -> str:
         """Return how many blocks are withheld, for the log line at start-up."""
-        spare = self.num_blocks - self.first
+        withheld = self.num_blocks - self.first
         return (
-            f"{spare} of {self.num_blocks} blocks ({spare / self.num_blocks:.1%} of the cache, "
-            f"{spare * self.block_bytes / 2**20:.1f} MiB) are shadow pages, withheld from the scheduler"
+            f"{withheld} of {self.num_blocks} blocks ({withheld / self.num_blocks:.1%} of the cache, "
+            f"{withheld * self.block_bytes / 2**20:.1f} MiB) are shadow pages, withheld from the scheduler"
         )
 
     def check(self, scheduler_output: Any) -> None:
@@ -95,7 +95,7 @@ class SpareBlocks:
                     )
 
 
-def spare_blocks(vllm_config: Any, kv_cache_config: Any) -> SpareBlocks:
+def shadow_blocks(vllm_config: Any, kv_cache_config: Any) -> ShadowBlocks:
     """Compute the shadow pages of a cache in mode ``"stage"``.
 
     Args:
@@ -118,22 +118,22 @@ def spare_blocks(vllm_config: Any, kv_cache_config: Any) -> SpareBlocks:
     num_blocks = kv_cache_config.num_blocks
     # All tensors lie in one allocation, and each of them has the size of the whole allocation.
     block_bytes = max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0) // num_blocks
-    spare = SpareBlocks(num_blocks, groups, num_shadow_blocks(requests, drafts, block_size), block_bytes)
+    shadow = ShadowBlocks(num_blocks, groups, num_shadow_blocks(requests, drafts, block_size), block_bytes)
     # vLLM reserves one block of the pool as its null block.
     per_request = round(num_blocks / get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config))
-    if spare.first - 1 < per_request:
+    if shadow.first - 1 < per_request:
         raise SMALL_CACHE.because(
-            withheld=num_blocks - spare.first,
+            withheld=num_blocks - shadow.first,
             groups=len(groups),
             requests=requests,
             drafts=drafts,
             block_size=block_size,
             num_blocks=num_blocks,
-            left=max(spare.first - 1, 0),
+            left=max(shadow.first - 1, 0),
             max_model_len=vllm_config.model_config.max_model_len,
             needed=per_request,
         )
-    return spare
+    return shadow
 
 
 def check_scheduler(vllm_config: Any) -> None:
@@ -149,19 +149,19 @@ def check_scheduler(vllm_config: Any) -> None:
         raise SCHEDULER.because(name=scheduler_class.__qualname__)
 
 
-def wrap_scheduler_module(module: ModuleType) -> None:
+def patch_scheduler_module(module: ModuleType) -> None:
     """Patch vLLM's scheduler: in mode ``"stage"`` it starts with a cache without the shadow pages."""
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, vllm_config, _without_spare_blocks(vllm_config, kv_cache_config), *args, **kwargs)
+            original(self, vllm_config, _without_shadow_blocks(vllm_config, kv_cache_config), *args, **kwargs)
 
         return __init__
 
-    wrap_once(getattr(module, "Scheduler", None), "__init__", wrapper, _WRAPPED)
+    wrap_once(getattr(module, "Scheduler", None), "__init__", wrapper, _PATCHED)
 
 
-def _without_spare_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
+def _without_shadow_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
     from vllm.platforms import current_platform
 
     config = NworConfig.load(vllm_config.additional_config)
@@ -169,44 +169,44 @@ def _without_spare_blocks(vllm_config: Any, kv_cache_config: Any) -> Any:
         return kv_cache_config
     try:
         check_transaction(vllm_config, current_platform.device_type, config.mode)
-        spare = spare_blocks(vllm_config, kv_cache_config)
+        shadow = shadow_blocks(vllm_config, kv_cache_config)
     except Unsupported:  # the workers report it, and stop the engine in strict mode
         return kv_cache_config
-    return _smaller(kv_cache_config, spare)
+    return _smaller(kv_cache_config, shadow)
 
 
-def _smaller(kv_cache_config: Any, spare: SpareBlocks) -> Any:
+def _smaller(kv_cache_config: Any, shadow: ShadowBlocks) -> Any:
     """Return the configuration of the cache without its shadow pages.
 
     A tensor's size is the size of the whole allocation, and connectors divide it by the number of blocks. The size is
     reduced in the same proportion.
     """
     smaller = copy.copy(kv_cache_config)
-    smaller.num_blocks = spare.first
+    smaller.num_blocks = shadow.first
     smaller.kv_cache_tensors = [
-        replace(tensor, size=tensor.size // spare.num_blocks * spare.first)
+        replace(tensor, size=tensor.size // shadow.num_blocks * shadow.first)
         for tensor in kv_cache_config.kv_cache_tensors
     ]
     return smaller
 
 
-def wrap_warmup_module(module: ModuleType, spare_of: Callable[[Any], SpareBlocks | None]) -> None:
+def patch_warmup_module(module: ModuleType, shadow_blocks_of: Callable[[Any], ShadowBlocks | None]) -> None:
     """Patch vLLM's warm-up of a V2 runner so that it uses no shadow page.
 
     The warm-up invents as many requests as the runner's cache has blocks for.
 
     Args:
         module: ``vllm.v1.worker.gpu.warmup``.
-        spare_of: returns the shadow pages of a runner, or None.
+        shadow_blocks_of: returns the shadow pages of a runner, or None.
     """
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def warm_up(model_runner: Any, *args: Any, **kwargs: Any) -> Any:
-            spare = spare_of(model_runner)
-            if spare is None:
+            shadow = shadow_blocks_of(model_runner)
+            if shadow is None:
                 return original(model_runner, *args, **kwargs)
             whole = model_runner.kv_cache_config
-            model_runner.kv_cache_config = _smaller(whole, spare)
+            model_runner.kv_cache_config = _smaller(whole, shadow)
             try:
                 return original(model_runner, *args, **kwargs)
             finally:
@@ -215,4 +215,4 @@ def wrap_warmup_module(module: ModuleType, spare_of: Callable[[Any], SpareBlocks
         return warm_up
 
     for name in _WARM_UPS:
-        wrap_once(module, name, wrapper, _WRAPPED)
+        wrap_once(module, name, wrapper, _PATCHED)

@@ -138,9 +138,9 @@ class Exports:
             return
         metadata = get_forward_context().attn_metadata
         assert metadata[name] is attn_metadata, f"the forward context belongs to another call than the one for {name}"
-        if self._session.spare is not None:
+        if self._session.shadow_blocks is not None:
             slots = attn_metadata.slot_mapping
-            self.shadow_slots += int((slots >= self._session.spare.first * self._block_size).sum())
+            self.shadow_slots += int((slots >= self._session.shadow_blocks.first * self._block_size).sum())
         self.at("attention", [name])
 
     def saved(self) -> None:

@@ -22,7 +22,7 @@ from nwor_ops.config import NworConfig
 from nwor_ops.vllm.connectors import ConnectorAttachment
 from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.session import Session, Step
-from nwor_ops.vllm.spare_blocks import SpareBlocks, _smaller
+from nwor_ops.vllm.spare_blocks import ShadowBlocks, _smaller
 from nwor_ops.vllm.support import Unsupported
 
 VANILLA = {"mode": "off", "audit": True}
@@ -270,7 +270,7 @@ def test_both_sides_of_a_connector_count_the_same_bytes_per_block() -> None:
     page, blocks = spec.page_size_bytes, 40
     tensor = KVCacheTensor(page * blocks, ["0"], layer_stride=page * blocks, block_stride=page)
     whole = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(["0"], spec)])
-    smaller = _smaller(whole, SpareBlocks(blocks, groups=(0,), per_group=7, block_bytes=page))
+    smaller = _smaller(whole, ShadowBlocks(blocks, groups=(0,), per_group=7, block_bytes=page))
     assert (smaller.num_blocks, smaller.kv_cache_tensors[0].size) == (33, 33 * page)
     assert (whole.num_blocks, whole.kv_cache_tensors[0].size) == (blocks, blocks * page)
     derive = SimpleCPUOffloadScheduler._derive_cpu_config
@@ -288,7 +288,7 @@ class Exporting:
         layer = TargetLayer("layer", "0", cache, LayerCache.packed(cache), lambda *_: None, fused=True)
         self.session = Session(
             NworConfig.load({"nwor": {"mode": "cow", "on_unsupported": on_unsupported}}, {}), [layer], slots,
-            max_num_requests=1, max_draft_tokens=2, max_drafts_per_request=2, spare=None,
+            max_num_requests=1, max_draft_tokens=2, max_drafts_per_request=2, shadow_blocks=None,
             logger=logging.getLogger("test"),
         )  # fmt: skip
         self.exported: list[Any] = []

@@ -220,30 +220,30 @@ def make(module: Any, config: Any, device: str = "cuda") -> Any:
 
 def test_without_the_setting_vllm_s_speculator_is_used() -> None:
     module = runner_module()
-    draft_graphs.wrap_runner_module(module, LOGGER)
+    draft_graphs.patch_runner_module(module, LOGGER)
     assert make(module, engine_config(additional_config={})) == "vLLM's"
     assert make(module, engine_config(additional_config={"nwor": {"mode": "cow"}})) == "vLLM's"
 
 
 def test_patching_twice_patches_once() -> None:
     module = runner_module()
-    draft_graphs.wrap_runner_module(module, LOGGER)
+    draft_graphs.patch_runner_module(module, LOGGER)
     once = module.init_speculator
-    draft_graphs.wrap_runner_module(module, LOGGER)
+    draft_graphs.patch_runner_module(module, LOGGER)
     assert module.init_speculator is once
 
 
 def test_the_v1_runner_s_module_is_left_alone() -> None:
     module = runner_module("vllm.v1.worker.gpu_model_runner")
     before = module.init_speculator
-    draft_graphs.wrap_runner_module(module, LOGGER)
+    draft_graphs.patch_runner_module(module, LOGGER)
     assert module.init_speculator is before
 
 
 def test_refused_at_start_up_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.__version__", "0.33.0")
     module = runner_module()
-    draft_graphs.wrap_runner_module(module, LOGGER)
+    draft_graphs.patch_runner_module(module, LOGGER)
     with pytest.raises(RuntimeError, match=r"^nwor: speculation by eagle: .*VLLM_NWOR_ON_UNSUPPORTED=vanilla"):
         make(module, engine_config(speculative_config__method="eagle"))
 
@@ -256,7 +256,7 @@ def test_a_missing_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nwor_ops.library.loaded_libraries", lambda: found)
     monkeypatch.setattr("vllm.__version__", "0.33.0")
     module = runner_module()
-    draft_graphs.wrap_runner_module(module, LOGGER)
+    draft_graphs.patch_runner_module(module, LOGGER)
     with pytest.raises(RuntimeError, match=r"^nwor: libnwor_cuda.so is missing \(draft graphs were asked for"):
         make(module, engine_config())
 
@@ -264,7 +264,7 @@ def test_a_missing_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refused_and_vanilla_on_request(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("vllm.__version__", "0.33.0")
     module = runner_module()
-    draft_graphs.wrap_runner_module(module, LOGGER)
+    draft_graphs.patch_runner_module(module, LOGGER)
     settings = {"nwor": {"draft_graphs": True, "on_unsupported": "vanilla"}}
     config = engine_config(parallel_config__data_parallel_size=2, additional_config=settings)
     assert make(module, config) == "vLLM's"

@@ -26,7 +26,7 @@ from nwor_ops.vllm.audit.shadow import StageAudit
 from nwor_ops.vllm.audit.undo import COMMITTED, FREE, AuditError, CacheAudit
 from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.runners.base import log_bytes
-from nwor_ops.vllm.spare_blocks import SpareBlocks, spare_blocks
+from nwor_ops.vllm.spare_blocks import ShadowBlocks, shadow_blocks
 from nwor_ops.vllm.support import Unsupported, is_recurrent
 
 QWEN3_NEXT = {
@@ -51,7 +51,7 @@ QWEN3_NEXT = {
 }
 # Small enough that blocks of states become blocks of rows, and the reverse.
 CACHE = {"num_gpu_blocks_override": 64}
-SPARE = 16  # for the one group of attention layers; the two groups of states need none
+SHADOW = 16  # for the one group of attention layers; the two groups of states need none
 
 
 @pytest.mark.parametrize("nwor", [COW, STAGE, {"mode": "off", "audit": True}], ids=["cow", "stage", "off"])
@@ -64,7 +64,7 @@ def test_hybrid_model(engines: Engines, nwor: dict[str, Any]) -> None:
     arguments = {"model": model_folder(**QWEN3_NEXT)} | CACHE
     started = engines.start(prompts(16), **arguments)
     if nwor is STAGE:
-        arguments["num_gpu_blocks_override"] += SPARE
+        arguments["num_gpu_blocks_override"] += SHADOW
     ours = engines.run(prompts(16), nwor=nwor, **arguments)
     assert ours["tokens"] == started.result()["tokens"]
     session = ours["session"]
@@ -216,17 +216,17 @@ def test_only_attention_groups_have_shadow_pages() -> None:
     )
     short_states = MambaSpec(block_size=2, shapes=((4, 8),), dtypes=(torch.bfloat16,))
 
-    def spare(*specs: Any) -> SpareBlocks:
+    def shadow(*specs: Any) -> ShadowBlocks:
         groups = [SimpleNamespace(kv_cache_spec=spec, host_resident=False) for spec in specs]
         tensors = [SimpleNamespace(size=6400)]
         cache = SimpleNamespace(num_blocks=64, kv_cache_groups=groups, kv_cache_tensors=tensors)
-        return spare_blocks(config, cache)
+        return shadow_blocks(config, cache)
 
-    made = spare(STATES, ROWS, short_states, ROWS)
+    made = shadow(STATES, ROWS, short_states, ROWS)
     assert (made.groups, made.per_group, made.first) == ((1, 3), 8, 48)
     assert (made.of_group(1), made.of_group(3)) == (range(48, 56), range(56, 64))
     with pytest.raises(Unsupported, match="no layer of the target model writes a KV cache of its own"):
-        spare(STATES, short_states)
+        shadow(STATES, short_states)
 
 
 def test_the_log_has_no_rows_for_states() -> None:

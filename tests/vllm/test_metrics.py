@@ -40,7 +40,7 @@ import nwor_ops
 from nwor_ops import COUNTERS
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction import counters
-from nwor_ops.vllm.audit.agreement import Agreement, SchedulerWatch, wrap_scheduler_module
+from nwor_ops.vllm.audit.agreement import Agreement, SchedulerWatch, patch_scheduler_module
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.metrics import exporter, transport
 from nwor_ops.vllm.metrics.transport import CounterFile, Totals
@@ -598,8 +598,8 @@ def test_which_schedulers_are_watched(
     """No scheduler is watched if metrics are off, or if the worker verifies other drafts than the scheduler counts."""
     monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__)  # restored afterwards
     module: Any = SimpleNamespace(Scheduler=Scheduler, logger=logging.getLogger())
-    wrap_scheduler_module(module)
-    wrap_scheduler_module(module)
+    patch_scheduler_module(module)
+    patch_scheduler_module(module)
     assert ("update_from_output" in vars(Scheduler(**arguments))) is watched
     assert bool(transport.files()) is watched
 
@@ -1055,7 +1055,7 @@ def test_a_folder_that_cannot_be_made_stops_no_server(monkeypatch: pytest.Monkey
 
     module.PrometheusStatLogger = PrometheusStatLogger
     monkeypatch.setattr(exporter, "export", no_folder)
-    exporter.wrap_loggers_module(module)
+    exporter.patch_loggers_module(module)
     with caplog.at_level(logging.WARNING, "vllm.test"):
         module.PrometheusStatLogger(SimpleNamespace(additional_config={"nwor": {"mode": "cow"}}))
     assert len(made) == 1

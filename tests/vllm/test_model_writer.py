@@ -143,7 +143,7 @@ def test_rows_are_handed_over_before_the_layer_attends(monkeypatch: pytest.Monke
         type(layer), "_attention", lambda self, positions, q, kv_c_normed, k_pe, attn_out: said.append("attends")
     )
     session: Any = SimpleNamespace(write=lambda *what: said.append(what))
-    base._wrap_model_s_writer(layer, "layer", session)
+    base._patch_model_writer(layer, "layer", session)
     latent, rotated, slots = torch.randn(5, LATENT), torch.randn(5, 1, ROTATED), torch.arange(5)
     metadata = {"layer": SimpleNamespace(num_actual_tokens=3)}
     context: Any = SimpleNamespace(attn_metadata=metadata, slot_mapping={"layer": slots})

@@ -33,7 +33,7 @@ from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.runners import base, v1, v2
 from nwor_ops.vllm.runners.base import RunnerAttachment, start_audit
 from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.spare_blocks import SpareBlocks
+from nwor_ops.vllm.spare_blocks import ShadowBlocks
 
 SIZE, HEADS, WIDTH = 4, 1, 4
 MOST, DRAFTS, LENGTH = 3, 2, 24  # maximum number of requests, of drafts per request and of tokens per request
@@ -41,7 +41,7 @@ COLUMNS = LENGTH // SIZE
 LOG_ROWS = 5  # fewer than MOST * DRAFTS, so some steps run without a window
 SHADOWS = num_shadow_blocks(MOST, DRAFTS, SIZE)
 BLOCKS = 1 + MOST * COLUMNS + SHADOWS  # block 0 is vLLM's null block
-SPARE = SpareBlocks(BLOCKS, groups=(0,), per_group=SHADOWS, block_bytes=1)
+SHADOW = ShadowBlocks(BLOCKS, groups=(0,), per_group=SHADOWS, block_bytes=1)
 
 
 class ForwardFailed(Exception):
@@ -91,7 +91,7 @@ class Runner:
             max_num_requests=MOST,
             max_draft_tokens=LOG_ROWS,
             max_drafts_per_request=DRAFTS,
-            spare=SPARE,
+            shadow_blocks=SHADOW,
             logger=logging.getLogger("nwor"),
         )
         start_audit(self.session, [layer])

@@ -98,7 +98,7 @@ class Runner:
         config = NworConfig.load({"nwor": {"mode": "cow", "audit": audit, "on_unsupported": on_unsupported}}, {})
         self.session = Session(
             config, [layer], {"0": self.slots[0]}, max_num_requests=REQUESTS, max_draft_tokens=REQUESTS * K,
-            max_drafts_per_request=K, spare=None, logger=logging.getLogger("nwor"), windows=stages,
+            max_drafts_per_request=K, shadow_blocks=None, logger=logging.getLogger("nwor"), windows=stages,
         )  # fmt: skip
         if audit:
             start_audit(self.session, [layer])
@@ -346,7 +346,7 @@ def test_a_request_that_comes_back_too_early_is_settled_first() -> None:
     while engine.runner.session.manager.in_flight == 0:
         engine.step()
     number = len(engine.steps) - 1
-    engine.runner.attachment._stage.schedule(engine.steps[number][0].req_ids)
+    engine.runner.attachment._rank.schedule(engine.steps[number][0].req_ids)
     assert engine.runner.session.manager.in_flight == 0
     engine._settle(number)
     assert torch.equal(engine.runner.kv_cache, engine.runner.should)
@@ -364,8 +364,8 @@ def test_rows_that_a_paused_engine_knows_are_kept(how: str) -> None:
             break
     number, names = len(engine.steps) - 1, set(batch.req_ids)
     engine._settle(number - 1)
-    flight = engine.runner.attachment._stage._flights[-1]
-    flight.received.event.happened = how == "verdict here"
+    step = engine.runner.attachment._rank._deferred_steps[-1]
+    step.received.event.happened = how == "verdict here"
     tokens = 0 if how == "empty step" else 1
     engine.runner.pp_handler.get_prev_sampled_outputs()
     engine.runner.finish_requests(

@@ -138,5 +138,5 @@ def test_only_an_engine_whose_workers_may_be_elsewhere_receives(
 ) -> None:
     hosts("the engine core's")
     made = type("Made", (Scheduler,), {})
-    relay.wrap_scheduler_module(SimpleNamespace(Scheduler=made, logger=logging.getLogger()))  # type: ignore[arg-type]
+    relay.patch_scheduler_module(SimpleNamespace(Scheduler=made, logger=logging.getLogger()))  # type: ignore[arg-type]
     assert ("update_from_output" in vars(made(_config(nodes, backend)))) == remote

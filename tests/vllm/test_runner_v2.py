@@ -21,12 +21,12 @@ from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.runners.base import start_audit
 from nwor_ops.vllm.runners.v2 import V2
 from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.spare_blocks import SpareBlocks
+from nwor_ops.vllm.spare_blocks import ShadowBlocks
 from nwor_ops.vllm.support import Unsupported
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 16, 4, 2, 8
 # Mode stage: 4 requests with at most 2 drafts each, which may lie in two blocks.
-SPARE = SpareBlocks(num_blocks=BLOCKS, groups=(0,), per_group=8, block_bytes=1)
+SHADOW = ShadowBlocks(num_blocks=BLOCKS, groups=(0,), per_group=8, block_bytes=1)
 # One request: a token and two drafts at positions 2 to 4. The first draft is accepted.
 TABLE = [1, 3]
 SLOTS = [6, 7, 12]
@@ -90,7 +90,7 @@ class Runner:
             max_num_requests=4,
             max_draft_tokens=8,
             max_drafts_per_request=2,
-            spare=SPARE if mode == "stage" else None,
+            shadow_blocks=SHADOW if mode == "stage" else None,
             logger=logging.getLogger("nwor"),
         )
         if audit:

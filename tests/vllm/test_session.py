@@ -26,8 +26,8 @@ class Listened:
         config = NworConfig.load({"nwor": {"mode": "cow", "on_unsupported": on_unsupported}})
         slots = {"0": SLOTS.clone()}
         self.session = Session(
-            config, [layer], slots, max_num_requests=1, max_draft_tokens=2, max_drafts_per_request=2, spare=None,
-            logger=logging.getLogger("test"),
+            config, [layer], slots, max_num_requests=1, max_draft_tokens=2, max_drafts_per_request=2,
+            shadow_blocks=None, logger=logging.getLogger("test"),
         )  # fmt: skip
         self.heard: list[str] = []
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)

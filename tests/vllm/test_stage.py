@@ -21,7 +21,7 @@ from nwor_ops.vllm.audit.shadow import StageAudit
 from nwor_ops.vllm.audit.undo import AuditError, CacheAudit
 from nwor_ops.vllm.layers.back_ends import PACKED_IMPLS, TRITON_IMPL, check_tables
 from nwor_ops.vllm.layers.target import TargetLayer
-from nwor_ops.vllm.spare_blocks import SpareBlocks, spare_blocks
+from nwor_ops.vllm.spare_blocks import ShadowBlocks, shadow_blocks
 from nwor_ops.vllm.support import Unsupported
 
 [FLASHINFER_IMPL] = [impl for impl in PACKED_IMPLS if "flashinfer" in impl]
@@ -76,10 +76,10 @@ def test_a_cache_that_is_just_large_enough(monkeypatch: pytest.MonkeyPatch) -> N
             num_blocks=needed + 2,  # a shadow page, and the null block
             kv_cache_tensors=[],
         )
-        assert spare_blocks(vllm_config, cache).first == needed + 1
+        assert shadow_blocks(vllm_config, cache).first == needed + 1
         cache.num_blocks -= 1
         with pytest.raises(Unsupported, match=f"a request of 256 tokens needs {needed}:"):
-            spare_blocks(vllm_config, cache)
+            shadow_blocks(vllm_config, cache)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -115,10 +115,10 @@ def test_the_bytes_of_a_block_are_those_of_vllms_allocation(groups: int) -> None
     cache = get_kv_cache_config_from_groups(vllm_config, kv_cache_groups, available_memory=1 << 20)
     assert len(cache.kv_cache_tensors) == groups
     allocated = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout.LBHNC)["0.0"].untyped_storage().nbytes()
-    spare = spare_blocks(vllm_config, cache)
-    assert spare.block_bytes * cache.num_blocks == allocated
+    shadow = shadow_blocks(vllm_config, cache)
+    assert shadow.block_bytes * cache.num_blocks == allocated
     withheld = 8 * groups / cache.num_blocks * allocated / 2**20  # 4 requests, each with a tail page and one more
-    assert f"{withheld:.1f} MiB) are shadow pages" in spare.describe()
+    assert f"{withheld:.1f} MiB) are shadow pages" in shadow.describe()
 
 
 def test_a_refused_engine_goes_on_with_all_its_blocks(engines: Engines) -> None:
@@ -173,8 +173,8 @@ def test_a_drafter_that_copies_the_targets_table_is_refused(
 
 
 def test_a_shadow_page_in_a_request_is_an_error() -> None:
-    spare = SpareBlocks(num_blocks=20, groups=(0, 1), per_group=4, block_bytes=1)
-    assert (spare.first, spare.of_group(0), spare.of_group(1)) == (12, range(12, 16), range(16, 20))
+    shadow = ShadowBlocks(num_blocks=20, groups=(0, 1), per_group=4, block_bytes=1)
+    assert (shadow.first, shadow.of_group(0), shadow.of_group(1)) == (12, range(12, 16), range(16, 20))
 
     def output(new: Any = (), more: Any = ()) -> Any:
         requests = [SimpleNamespace(block_ids=blocks) for blocks in new]
@@ -182,10 +182,10 @@ def test_a_shadow_page_in_a_request_is_an_error() -> None:
             scheduled_new_reqs=requests, scheduled_cached_reqs=SimpleNamespace(new_block_ids=list(more))
         )
 
-    spare.check(output([([1, 11], [])], [None, ([], [11])]))
+    shadow.check(output([([1, 11], [])], [None, ([], [11])]))
     for wrong in (output([([1], [2, 12])]), output(more=[None, ([19],)])):
         with pytest.raises(RuntimeError, match=r"gave block (12|19) to a request, but blocks 12 and above are shadow"):
-            spare.check(wrong)
+            shadow.check(wrong)
 
 
 class WarmedRunner:
@@ -224,16 +224,16 @@ def test_vllms_warm_up_uses_no_shadow_page(
         monkeypatch.setattr(warmup, name, getattr(warmup, name))  # restored after the test
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     plugin._wrappers()["vllm.v1.worker.gpu.warmup"](warmup)
-    arguments = (lambda output: spare.check(output), lambda grammar: None)
+    arguments = (lambda output: shadow.check(output), lambda grammar: None)
     if warm_up != "warmup_kernels":
         arguments += (128,)
-    spare = SpareBlocks(num_blocks=26, groups=(0,), per_group=16, block_bytes=1)
-    runner = WarmedRunner(spare.num_blocks)
+    shadow = ShadowBlocks(num_blocks=26, groups=(0,), per_group=16, block_bytes=1)
+    runner = WarmedRunner(shadow.num_blocks)
     whole = runner.kv_cache_config
     with pytest.raises(RuntimeError, match=r"the scheduler gave block 1\d to a request"):
         getattr(warmup, warm_up)(runner, *arguments)
     audit = CacheAudit([], max_num_tokens=512)
-    monkeypatch.setitem(plugin._sessions, runner, SimpleNamespace(spare=spare, audit=audit))
+    monkeypatch.setitem(plugin._sessions, runner, SimpleNamespace(shadow_blocks=shadow, audit=audit))
     monkeypatch.setattr(plugin, "_logger", logging.getLogger)
     with caplog.at_level(logging.INFO):
         getattr(warmup, warm_up)(runner, *arguments)

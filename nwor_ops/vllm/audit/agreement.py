@@ -228,7 +228,7 @@ def _comparable(scheduler: Any) -> bool:
     )
 
 
-def wrap_scheduler_module(module: ModuleType) -> None:
+def patch_scheduler_module(module: ModuleType) -> None:
     """Patch vLLM's scheduler so that each new one starts a comparison, if its engine publishes metrics."""
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:

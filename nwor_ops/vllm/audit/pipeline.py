@@ -25,7 +25,7 @@ from nwor_ops.vllm.layers.target import TargetLayer, same_place
 Record = tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]
 
 
-class _Waiting:
+class _DeferredStep:
     """A step whose forward is over.
 
     Attributes:
@@ -61,7 +61,7 @@ class PipelineAudit(CacheAudit):
         super().__init__(layers, max_num_tokens)
         self._settled: dict[int, torch.UntypedStorage] = {}
         self._now: dict[int, torch.UntypedStorage] = {}
-        self._flights: dict[Any, _Waiting] = {}  # by the manager's handle, in the order of steps
+        self._deferred_steps: dict[Any, _DeferredStep] = {}  # by the manager's handle, in the order of steps
 
     # ------------------------------------------------------------ events of the session
 
@@ -97,13 +97,13 @@ class PipelineAudit(CacheAudit):
         step, self._step = self._step, None
         if step is None:
             return
-        waiting = _Waiting(step, self._records(step))
+        waiting = _DeferredStep(step, self._records(step))
         drafts = self._draft_tokens(step) if deferred is not None else []
         given = sorted(set(range(step.query_start_loc[-1])).difference(drafts))
         self._write(self._settled, waiting.rows(given))
         waiting.forget(given)
         if deferred is not None:
-            self._flights[deferred] = waiting
+            self._deferred_steps[deferred] = waiting
         self._compare(waiting, "at the end of the forward")
         self._totals.steps += 1
         self._totals.verify_steps += any(step.num_draft_tokens)
@@ -114,7 +114,7 @@ class PipelineAudit(CacheAudit):
         Raises:
             AuditError: a row of these drafts is still there.
         """
-        waiting = self._flights[deferred]
+        waiting = self._deferred_steps[deferred]
         starts, drafts = waiting.step.query_start_loc, waiting.step.num_draft_tokens
         gone = [token for request in requests
                 for token in range(starts[request + 1] - drafts[request], starts[request + 1])]  # fmt: skip
@@ -128,7 +128,7 @@ class PipelineAudit(CacheAudit):
         Raises:
             AuditError: the cache holds other rows of that step than the accepted ones.
         """
-        waiting = self._flights.pop(deferred)
+        waiting = self._deferred_steps.pop(deferred)
         if not undone:
             self._write(self._settled, waiting.rows())
             return
@@ -143,7 +143,7 @@ class PipelineAudit(CacheAudit):
         step, self._step = self._step, None
         if step is None:
             return
-        waiting = _Waiting(step, self._records(step))
+        waiting = _DeferredStep(step, self._records(step))
         rejected = self._rejected_tokens(step, None)
         self._write(self._settled, waiting.rows(without=rejected))
         self._compare(waiting, "when the step was cancelled")
@@ -166,9 +166,9 @@ class PipelineAudit(CacheAudit):
             image = images[layer.kv_cache.untyped_storage().data_ptr()]
             layer.own_writer(key, value, same_place(layer.kv_cache, image), slots, *rest)
 
-    def _compare(self, waiting: _Waiting, moment: str) -> None:
+    def _compare(self, waiting: _DeferredStep, moment: str) -> None:
         expected = {address: storage.clone() for address, storage in self._settled.items()}
-        for other in self._flights.values():
+        for other in self._deferred_steps.values():
             self._write(expected, other.rows())
         self._now = expected
         self._totals.rows_checked += sum(layer.cache.num_slots for layer in self._layers.values())
@@ -177,7 +177,7 @@ class PipelineAudit(CacheAudit):
             if wrong is not None:
                 raise AuditError(f"{moment}, " + self._complaint(waiting.step, self._layers_in(address), wrong, {}))
 
-    def _count_exposed_rows(self, waiting: _Waiting, tokens: Sequence[int]) -> None:
+    def _count_exposed_rows(self, waiting: _DeferredStep, tokens: Sequence[int]) -> None:
         """Count the rows that were in a page of a request until now, and do not stay there."""
         exposed: dict[str, set[int]] = {layer.group: set() for layer in self._layers.values()}
         for address, storage in self._now.items():

@@ -130,11 +130,11 @@ class GraphedDrafter(abc.ABC):
             return 0
         self.graphs.capture_for(keys)
         metrics.start_counting(self, "drafter", vllm_config, self._logger)
-        self._say_active()
+        self._log_active()
         taken: int = self.graphs.bytes
         return taken
 
-    def _say_active(self) -> None:
+    def _log_active(self) -> None:
         """Write the log line at start-up."""
         keys: dict[int, list[GraphKey]] = self.graphs.keys
         passes = {

@@ -149,7 +149,7 @@ def refuse(config: NworConfig, error: Unsupported, logger: Any) -> None:
 # ---------------------------------------------------------------- patches
 
 
-def wrap_runner_module(module: ModuleType, logger: Any) -> None:
+def patch_runner_module(module: ModuleType, logger: Any) -> None:
     """Patch the V2 runner's module so that it creates our speculator if its engine's configuration asks for it."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:

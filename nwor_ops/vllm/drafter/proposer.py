@@ -190,7 +190,7 @@ class GraphedProposer(GraphedDrafter):
         # Lengths after the first pass, rejected tokens included.
         self.first_pass_lens = zeros(rows)
         self._row_numbers = torch.arange(rows, dtype=torch.int32, device=self._device)
-        self._staged_rows: int | None = None
+        self._copied_rows: int | None = None
         self.buffers = DraftBuffers(
             input_ids=drafter.input_ids,
             positions=drafter.positions,
@@ -249,7 +249,7 @@ class GraphedProposer(GraphedDrafter):
             Bytes that both took, as vLLM's method returns them.
         """
         taken: int = self._capture_model()
-        self._staged_rows = None
+        self._copied_rows = None
         with self._freeze_gc():
             return taken + self.capture_graphs(self._vllm_config, self.num_drafts)
 
@@ -355,7 +355,7 @@ class GraphedProposer(GraphedDrafter):
         why_eager = self._why_eager_first_pass(num_tokens, batch)
         # Both passes have graphs for the same counts, unless a first pass exceeds the limit of the compiled model.
         padded = loop.dispatch(rows, self.query_len if why_eager is None else 1).key.num_reqs
-        self._stage(rows, padded, last_token_indices, batch, num_rejected_tokens_gpu)
+        self._copy_inputs(rows, padded, last_token_indices, batch, num_rejected_tokens_gpu)
         if why_eager is None:
             drafter._get_slot_mapping(padded * self.query_len, batch.slot_mapping)
             loop.run_first_pass(rows, self.query_len)
@@ -390,7 +390,7 @@ class GraphedProposer(GraphedDrafter):
             return TOO_MANY_TOKENS
         return None
 
-    def _stage(
+    def _copy_inputs(
         self,
         rows: int,
         padded: int,
@@ -400,8 +400,8 @@ class GraphedProposer(GraphedDrafter):
     ) -> None:
         """Copy what is new in this batch into the buffers of the graphs. Rows [rows, padded) become inert."""
         buffers = self.buffers
-        if rows != self._staged_rows:
-            self._staged_rows = rows
+        if rows != self._copied_rows:
+            self._copied_rows = rows
             buffers.idx_mapping[:rows].copy_(self._row_numbers[:rows])
             buffers.idx_mapping[rows:].fill_(-1)
             buffers.seq_lens[rows:].zero_()

@@ -366,7 +366,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
                 is_profile,
                 num_speculative_tokens,
             )
-        self._stage(rows, input_batch.idx_mapping, num_rejected, temperature, seeds)
+        self._copy_inputs(rows, input_batch.idx_mapping, num_rejected, temperature, seeds)
         self._run_first_pass(input_batch, num_rejected, last_sampled, rows, drafts)
         return self._run_decode_loop(rows, drafts)
 
@@ -389,7 +389,9 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
             getattr(input_batch, name).data_ptr() != address for name, address in self._addresses.items()
         )
 
-    def _stage(self, rows: int, idx_mapping: Tensor, num_rejected: Tensor, temperature: Tensor, seeds: Tensor) -> None:
+    def _copy_inputs(
+        self, rows: int, idx_mapping: Tensor, num_rejected: Tensor, temperature: Tensor, seeds: Tensor
+    ) -> None:
         """Copy what is new in this batch into the buffers of the graphs."""
         if self.draft_logits is not None:  # otherwise, drafting is greedy at any temperature
             self.temperature.copy_(temperature)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nwor_ops.vllm.session import Session
 
 
-def wrap_loggers_module(module: ModuleType) -> None:
+def patch_loggers_module(module: ModuleType) -> None:
     """Patch vLLM's Prometheus logger so that it also exports our metrics."""
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:

@@ -99,7 +99,7 @@ class Receiver:
             self._failed = True
 
 
-def wrap_scheduler_module(module: ModuleType) -> None:
+def patch_scheduler_module(module: ModuleType) -> None:
     """Patch vLLM's scheduler so that each new one receives totals, if its engine has remote workers and publishes
     metrics."""
 

@@ -34,7 +34,7 @@ from nwor_ops.vllm.layers.back_ends import (
 )
 from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.session import EVENTS, Session
-from nwor_ops.vllm.spare_blocks import SpareBlocks
+from nwor_ops.vllm.spare_blocks import ShadowBlocks
 from nwor_ops.vllm.support import (
     ALL_RECURRENT,
     HYBRID_PIPELINE,
@@ -47,7 +47,7 @@ from nwor_ops.vllm.support import (
     is_recurrent,
 )
 
-_MARK = "_nwor_wrapper"
+_MARK = "_nwor_patch"
 # Attributes in which drafters keep the names of their attention layers. They belong to drafters of the V2 runner,
 # drafters of the V1 runner, and the V1 ExtractHiddenStatesProposer, in this order.
 _NAMES_OF_LAYERS = ("draft_attn_layer_names", "_draft_attn_layer_names", "attn_layer_names")
@@ -73,14 +73,14 @@ class RunnerAttachment(abc.ABC):
     Attributes:
         module: the module of the runner's class.
         hooks: every vLLM function that is patched or called.
-        wrapped: names of the runner's methods that are patched. The method of the same name in this class is called
+        patched: names of the runner's methods that are patched. The method of the same name in this class is called
             instead, with the bound original first and then the call's arguments.
         session: the session that :meth:`attach` created.
     """
 
     module: ClassVar[str]
     hooks: ClassVar[tuple[Hook, ...]]
-    wrapped: ClassVar[tuple[str, ...]] = ("execute_model", "sample_tokens")
+    patched: ClassVar[tuple[str, ...]] = ("execute_model", "sample_tokens")
     session: Session
     entering: frozenset[str] = frozenset()  # requests of the step that have drafts and are new to the runner
 
@@ -113,7 +113,7 @@ class RunnerAttachment(abc.ABC):
     @property
     def windows(self) -> int:
         """Maximum number of windows that are open or deferred at a time."""
-        return windows_in_flight(self.runner)
+        return max_windows(self.runner)
 
     @property
     def drafter_borrows(self) -> bool:
@@ -148,8 +148,8 @@ class RunnerAttachment(abc.ABC):
         groups = runner.kv_cache_config.kv_cache_groups
         if self.windows > 1 and any(is_recurrent(group.kv_cache_spec) for group in groups):
             raise HYBRID_PIPELINE.because()
-        spare = self._spare_blocks(layers, drafter_layers) if config.mode == "stage" else None
-        if spare is not None:
+        shadow_blocks = self._shadow_blocks(layers, drafter_layers) if config.mode == "stage" else None
+        if shadow_blocks is not None:
             attached.check_tables(table_copies(runner, layers))
         try:
             session = Session(
@@ -159,7 +159,7 @@ class RunnerAttachment(abc.ABC):
                 max_num_requests=runner.max_num_reqs,
                 max_draft_tokens=_max_draft_tokens(runner),
                 max_drafts_per_request=runner.speculative_config.num_speculative_tokens,
-                spare=spare,
+                shadow_blocks=shadow_blocks,
                 logger=logger,
                 windows=self.windows,
             )
@@ -167,23 +167,23 @@ class RunnerAttachment(abc.ABC):
                 start_audit(session, layers, attached.loads_any_time, self.recurrent_groups())
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
             raise Unsupported(str(error)) from error
-        self.wrap(session)
+        self.patch(session)
         if attached.connector is not None:
             attached.follow(session)
-            put_around(attached.connector, attached)
+            patch_methods(attached.connector, attached)
         context = runner.compilation_config.static_forward_context
-        for layer in layers if session.wraps_writers else ():
+        for layer in layers if session.patches_writers else ():
             writes_itself = qualified_name(context[layer.name]) == KIMI_ATTENTION
-            wrap = _wrap_model_s_writer if writes_itself else _wrap_writer
-            wrap(context[layer.name], layer.name, session)
+            patch = _patch_model_writer if writes_itself else _patch_writer
+            patch(context[layer.name], layer.name, session)
         return session
 
-    def _spare_blocks(self, layers: list[TargetLayer], drafter_layers: set[str]) -> SpareBlocks:
+    def _shadow_blocks(self, layers: list[TargetLayer], drafter_layers: set[str]) -> ShadowBlocks:
         """Return the shadow pages of mode ``"stage"``, or raise :class:`Unsupported`."""
         check_vllm(spare_blocks.HOOKS)
         spare_blocks.check_scheduler(self.runner.vllm_config)
         check_tables(self.runner, layers, drafter_layers if self.drafter_borrows else set())
-        return spare_blocks.spare_blocks(self.runner.vllm_config, self.runner.kv_cache_config)
+        return spare_blocks.shadow_blocks(self.runner.vllm_config, self.runner.kv_cache_config)
 
     def recurrent_groups(self) -> list[RecurrentGroup]:
         """Return the groups of recurrent layers of a hybrid model, for an audit."""
@@ -198,11 +198,11 @@ class RunnerAttachment(abc.ABC):
                 made.append(RecurrentGroup(group.kv_cache_spec.block_size, states, rows))
         return made
 
-    def wrap(self, session: Session) -> None:
+    def patch(self, session: Session) -> None:
         """Patch the runner's methods."""
         self.session = session
         self.block_tables = {group: self.block_table(group) for group in session.slot_mappings}
-        put_around(self.runner, self)
+        patch_methods(self.runner, self)
 
     # ------------------------------------------------------------ methods that replace the runner's
 
@@ -212,8 +212,8 @@ class RunnerAttachment(abc.ABC):
         """Run the first half of a step, from its inputs to the end of the forward."""
         session = self.session
         try:
-            if session.spare is not None:
-                session.spare.check(scheduler_output)
+            if session.shadow_blocks is not None:
+                session.shadow_blocks.check(scheduler_output)
                 self.entering = _entering_with_drafts(scheduler_output)
                 # Without synchronous loads, the connector's calls in this step load rows for later steps.
                 session.loads = scheduler_output.has_sync_kv_loads
@@ -290,8 +290,8 @@ def start_audit(
                 "follows the windows of the transaction"
             )
         audit = PipelineAudit(layers, session.max_num_tokens)
-    if session.spare is not None:
-        shadow = {layer.group: session.spare.of_group(int(layer.group)) for layer in layers}
+    if session.shadow_blocks is not None:
+        shadow = {layer.group: session.shadow_blocks.of_group(int(layer.group)) for layer in layers}
         audit = StageAudit(layers, session.max_num_tokens, shadow, others_write, recurrent)
     session.audit = audit
     session.subscribe(**{event: getattr(audit, event) for event in EVENTS if hasattr(audit, event)})
@@ -303,7 +303,7 @@ def _max_draft_tokens(runner: Any) -> int:
     return min(runner.max_num_reqs * runner.speculative_config.num_speculative_tokens, runner.max_num_tokens)
 
 
-def windows_in_flight(runner: Any) -> int:
+def max_windows(runner: Any) -> int:
     """Return the maximum number of windows of a runner that are open or deferred at a time, the current one included.
 
     It is 1 on a pipeline rank that samples. The other ranks learn what was sampled as many steps later as there are
@@ -322,30 +322,30 @@ def log_bytes(runner: Any) -> int:
     """
     specs = (spec for spec in runner.get_kv_cache_spec().values() if not is_recurrent(spec))
     row_bytes = sum(-(-spec.page_size_bytes // spec.block_size) for spec in specs)
-    return _max_draft_tokens(runner) * row_bytes * windows_in_flight(runner)
+    return _max_draft_tokens(runner) * row_bytes * max_windows(runner)
 
 
-def put_around(owner: Any, ours: Any, names: Iterable[str] = ()) -> None:
+def patch_methods(owner: Any, ours: Any, names: Iterable[str] = ()) -> None:
     """Patch methods of one instance so that they call the methods of the same name of ``ours``.
 
-    The names are ``names``, or by default ``ours.wrapped``.
+    The names are ``names``, or by default ``ours.patched``.
     """
-    for name in names or ours.wrapped:
+    for name in names or ours.patched:
         # An instance attribute takes precedence over the method of the class.
         method = getattr(type(owner), name).__get__(owner)
-        setattr(owner, name, _around(method, getattr(ours, name)))
+        setattr(owner, name, _patched(method, getattr(ours, name)))
 
 
-def _around(method: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _patched(method: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
         return ours(method, *args, **kwargs)
 
-    setattr(wrapped, _MARK, True)
-    return wrapped
+    setattr(patched, _MARK, True)
+    return patched
 
 
-def _wrap_writer(attention: Any, name: str, session: Session) -> None:
+def _patch_writer(attention: Any, name: str, session: Session) -> None:
     impl = attention.impl
 
     def do_kv_cache_update(
@@ -364,7 +364,7 @@ def _wrap_writer(attention: Any, name: str, session: Session) -> None:
     impl.do_kv_cache_update = wrapper
 
 
-def _wrap_model_s_writer(attention: Any, name: str, session: Session) -> None:
+def _patch_model_writer(attention: Any, name: str, session: Session) -> None:
     """Patch a layer whose model writes the cache rows in its own kernel.
 
     The rows are logged and written before that kernel, which writes the same bytes again. This happens inside the
@@ -388,7 +388,7 @@ def _wrap_model_s_writer(attention: Any, name: str, session: Session) -> None:
     attention._attention = _attention
 
 
-def wrapped_methods(runner: Any) -> list[tuple[Any, str, Any]]:
+def patched_methods(runner: Any) -> list[tuple[Any, str, Any]]:
     """Return owner, name and function of each patch on a runner, its layers, its KV connector and its ``PPHandler``."""
     layers = runner.compilation_config.static_forward_context.values()
     others = filter(None, [worker_connector(), getattr(runner, "pp_handler", None)])
@@ -402,5 +402,5 @@ def wrapped_methods(runner: Any) -> list[tuple[Any, str, Any]]:
 
 def detach(runner: Any) -> None:
     """Remove every patch, because the runner binds a new cache or is refused."""
-    for owner, name, _ in wrapped_methods(runner):
+    for owner, name, _ in patched_methods(runner):
         vars(owner).pop(name, None)  # layers may share an impl

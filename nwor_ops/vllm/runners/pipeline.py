@@ -36,7 +36,7 @@ HOOKS = (
 
 
 @dataclass
-class _Flight:
+class _DeferredStep:
     """A step with a deferred window.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Flight:
     known: bool = False
 
 
-class PipelineStage:
+class PipelineRank:
     """Patch the ``PPHandler`` of a runner, and the runner's ``finish_requests``.
 
     Args:
@@ -60,11 +60,11 @@ class PipelineStage:
         handler: vLLM's ``PPHandler``.
     """
 
-    wrapped = ("receive", "get_prev_sampled_outputs")
+    patched = ("receive", "get_prev_sampled_outputs")
 
     def __init__(self, session: Session, handler: Any) -> None:
         self.session, self._handler = session, handler
-        self._flights: deque[_Flight] = deque()
+        self._deferred_steps: deque[_DeferredStep] = deque()
 
     def receive(self, receive: Callable[..., bool], input_batch: Any, recv_drafts: bool) -> bool:
         """Defer the window at the end of a step, when vLLM starts to receive the samples of that step."""
@@ -78,15 +78,15 @@ class PipelineStage:
             return result
         drafts = input_batch.num_draft_tokens_per_req
         places = {name: place for place, name in enumerate(input_batch.req_ids) if drafts[place] > 0}
-        self._flights.append(_Flight(received, deferred, places))
+        self._deferred_steps.append(_DeferredStep(received, deferred, places))
         return result
 
     def get_prev_sampled_outputs(self, get: Callable[[], Any]) -> Any:
         """Settle the window whose samples have arrived. vLLM calls this at the beginning of a step."""
         due = self._handler.queue[0] if self._handler.queue else None
         outputs = get()
-        if due is not None and self._flights and self._flights[0].received is due:
-            self._settle(self._flights[0])
+        if due is not None and self._deferred_steps and self._deferred_steps[0].received is due:
+            self._settle(self._deferred_steps[0])
         return outputs
 
     def finish_requests(self, finish: Callable[[Any], None], scheduler_output: Any) -> None:
@@ -95,25 +95,25 @@ class PipelineStage:
         vLLM calls this after ``get_prev_sampled_outputs``, and before blocks are cleared, copied or written.
         """
         gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        for flight in [flight for flight in self._flights if not gone.isdisjoint(flight.places)]:
-            if flight.known or not scheduler_output.total_num_scheduled_tokens or flight.received.event.query():
-                self._settle(flight)
+        for step in [step for step in self._deferred_steps if not gone.isdisjoint(step.places)]:
+            if step.known or not scheduler_output.total_num_scheduled_tokens or step.received.event.query():
+                self._settle(step)
                 continue
-            ended = [flight.places.pop(name) for name in gone & flight.places.keys()]
-            if not self.session.undo(flight.deferred, ended):
-                self._flights.remove(flight)
+            ended = [step.places.pop(name) for name in gone & step.places.keys()]
+            if not self.session.undo(step.deferred, ended):
+                self._deferred_steps.remove(step)
         if scheduler_output.pending_structured_output_tokens:
-            for flight in self._flights:
-                flight.known = True
+            for step in self._deferred_steps:
+                step.known = True
         finish(scheduler_output)
 
     def schedule(self, requests: Iterable[str]) -> None:
         """Settle the deferred windows of requests that run in the step that begins."""
-        for flight in [flight for flight in self._flights if not flight.places.keys().isdisjoint(requests)]:
-            self._settle(flight)
+        for step in [step for step in self._deferred_steps if not step.places.keys().isdisjoint(requests)]:
+            self._settle(step)
 
-    def _settle(self, flight: _Flight) -> None:
-        self._flights.remove(flight)
-        received = flight.received
+    def _settle(self, step: _DeferredStep) -> None:
+        self._deferred_steps.remove(step)
+        received = step.received
         self._handler.main_stream.wait_event(received.event)
-        self.session.settle(flight.deferred, received.num_rejected, received.num_sampled.tolist)
+        self.session.settle(step.deferred, received.num_rejected, received.num_sampled.tolist)

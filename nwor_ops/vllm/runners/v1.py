@@ -72,7 +72,7 @@ class V1(RunnerAttachment):
             "bonus_logits_indices, logits_indices",
         ),
     )
-    wrapped = (*RunnerAttachment.wrapped, "_prepare_inputs", "_sample")
+    patched = (*RunnerAttachment.patched, "_prepare_inputs", "_sample")
     _states: RequestStates | None = None  # only in mode "stage"
 
     def slot_mapping(self, group: str) -> Tensor:
@@ -100,9 +100,9 @@ class V1(RunnerAttachment):
                 raise OTHER_GROUP.because(method=speculation.method, layers=", ".join(sorted(elsewhere)), group=number)
         return named
 
-    def wrap(self, session: Session) -> None:
-        super().wrap(session)
-        if session.spare is not None:
+    def patch(self, session: Session) -> None:
+        super().patch(session)
+        if session.shadow_blocks is not None:
             self._states = RequestStates(self.runner.max_num_reqs, self.runner.device)
 
     def _new_states(self, num_draft_tokens: Sequence[int]) -> list[int]:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.window import Window
-from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, put_around, runner_hooks
+from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, patch_methods, runner_hooks
 from nwor_ops.vllm.runners.pipeline import HOOKS as PIPELINE_HOOKS
-from nwor_ops.vllm.runners.pipeline import PipelineStage
+from nwor_ops.vllm.runners.pipeline import PipelineRank
 from nwor_ops.vllm.session import Session, Step
 from nwor_ops.vllm.support import NEW_TOKENS, Hook, check_vllm
 
@@ -40,21 +40,21 @@ class V2(RunnerAttachment):
             "model_runner, worker_execute_model, worker_sample_tokens, num_tokens, mixed_step_context, req_id_prefix",
         ),
     )
-    wrapped = (*RunnerAttachment.wrapped, "prepare_attn", "sample")
+    patched = (*RunnerAttachment.patched, "prepare_attn", "sample")
     _batch: Any = None  # the last prepared batch
-    _stage: PipelineStage | None = None  # only if another pipeline rank samples
+    _rank: PipelineRank | None = None  # only if another pipeline rank samples
 
     def attach(self, config: NworConfig, logger: Any) -> Session | None:
         if self.windows > 1 and self.runner.speculative_config is not None:
             check_vllm(PIPELINE_HOOKS)
         return super().attach(config, logger)
 
-    def wrap(self, session: Session) -> None:
-        super().wrap(session)
+    def patch(self, session: Session) -> None:
+        super().patch(session)
         if session.windows > 1 and session.manager is not None:
-            self._stage = PipelineStage(session, self.runner.pp_handler)
-            put_around(self.runner.pp_handler, self._stage)
-            put_around(self.runner, self._stage, ("finish_requests",))
+            self._rank = PipelineRank(session, self.runner.pp_handler)
+            patch_methods(self.runner.pp_handler, self._rank)
+            patch_methods(self.runner, self._rank, ("finish_requests",))
 
     def slot_mapping(self, group: str) -> Tensor:
         return self.runner.block_tables.slot_mappings[int(group)]
@@ -122,13 +122,13 @@ class V2(RunnerAttachment):
     def prepare_attn(self, prepare: Callable[..., Any], input_batch: Any) -> Any:
         prepared = prepare(input_batch)
         self._batch = input_batch
-        if self._stage is not None:
-            self._stage.schedule(input_batch.req_ids)
+        if self._rank is not None:
+            self._rank.schedule(input_batch.req_ids)
         if input_batch.num_draft_tokens > 0:
             self.session.begin(self._step(input_batch))
             return prepared
         self.session.skip()
-        if self._stage is not None and self.session.heard("begin"):
+        if self._rank is not None and self.session.heard("begin"):
             self.session.observe(self._step(input_batch))
         return prepared
 
