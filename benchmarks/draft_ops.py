@@ -1,5 +1,5 @@
-"""Measure the ops of a draft loop on a GPU: `gumbel_sample` against one read of its logits, and one launch of each
-other op.
+"""Measure the ops of a draft loop on a GPU: `gumbel_sample` against one read of its logits, and launches of the other
+ops.
 
     python benchmarks/draft_ops.py [FOLDER]
 
@@ -7,9 +7,9 @@ It does not need vLLM, and takes half a minute.
 
 Sampling: each side is one CUDA graph, and the two are replayed in turn. Before every replay, outside the measured time,
 512 MB are read. No logit is then left in L2, and the GPU is busy while the host launches the graph. In `hot` the logits
-are written again after that, so that they are in L2, as they are after a model's last layer. The time of one read of
-the logits is that of the fastest torch reduction over the same bytes: the sum of all, of each row, or the maximum of
-each row. Both sides start with a graph of one kernel, so both include its launch (some microseconds).
+are written again after that, so that they are in L2, as they are after a model's last layer. One read of the logits is
+measured by the fastest of three torch reductions over the same bytes: the sum of all, the sum of each row, and the
+maximum of each row. Each side is a graph of one kernel, so both times include its launch (some microseconds).
 
 Other ops: 32 launches in one graph, with 64 rows.
 """

@@ -142,11 +142,11 @@ class TimedEngine:
         }
 
     def texts(self, requests: int, at_once: int) -> dict[str, Any]:
-        """Return the tokens of each request, and for each the margin of the target's best token over the next one, in
-        log probability.
+        """Return the tokens of each request, and for each token the margin of the target's best token over the next
+        one.
 
-        The requests run concurrently or one after the other. In the second case, the batches are the same in every
-        engine.
+        The margin is a difference of log probabilities. The requests run concurrently or one after the other. In the
+        second case, the batches are the same in every engine.
         """
         from vllm import SamplingParams
 
@@ -527,13 +527,15 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
     mode ``stage`` the cache without the shadow pages.
     """
     from nwor_ops.vllm.audit.agreement import SchedulerWatch as watch
-    from nwor_ops.vllm.runners.base import patched_methods
+    from nwor_ops.vllm.runners import base
 
     runner = worker.model_runner
     if not hasattr(worker, "nwor_parts"):
-        worker.nwor_parts = patched_methods(runner)
+        # In an older checkout (gpu_methods.py --other) this function is named wrapped_methods.
+        name = "patched_methods" if hasattr(base, "patched_methods") else "wrapped_methods"
+        worker.nwor_parts = getattr(base, name)(runner)
         if not worker.nwor_parts:
-            raise RuntimeError("nwor_ops has wrapped nothing in this engine")
+            raise RuntimeError("nwor_ops patched nothing in this engine")
         worker.nwor_after_step = watch._after_step
         worker.nwor_graphs = []
         if full_graphs(runner) and any(name == "do_kv_cache_update" for _, name, _ in worker.nwor_parts):

@@ -4,13 +4,13 @@ vLLM calls ``register`` in every process that it starts. No configuration exists
 is not imported yet. ``register`` must not import it, since that takes seconds in processes that never need it. It
 installs an import hook instead, which patches these modules after their first import:
 
-- Both runner modules: ``GPUModelRunner.initialize_kv_cache`` attaches to the engine if its configuration asks for it,
+- Both runner modules. ``GPUModelRunner.initialize_kv_cache`` attaches to the engine if its configuration asks for it,
   and patches everything else on instances. ``load_model`` prepares one state per request
   (:mod:`nwor_ops.vllm.recurrent.plugin`). ``profile_run`` reserves the memory of the undo log.
-- The V2 runner's module: also ``init_speculator`` (:mod:`nwor_ops.vllm.drafter.plugin`).
-- The scheduler's module: mode ``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`), the audit and the metrics.
-- The V2 runner's warm-up: mode ``"stage"`` and the audit.
-- vLLM's metrics loggers: the metrics.
+- The V2 runner's module, in addition: ``init_speculator`` (:mod:`nwor_ops.vllm.drafter.plugin`).
+- The scheduler's module, for mode ``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`) and the metrics.
+- The V2 runner's warm-up, for mode ``"stage"`` and the audit.
+- vLLM's metrics loggers, for the metrics.
 
 If ``VLLM_NWOR_MODE=off`` is the only setting in the environment, nothing is installed.
 """

@@ -311,8 +311,10 @@ def test_a_step_as_it_should_be(recorded: bool) -> None:
 
 @pytest.mark.parametrize("slot", [8, 16, 12])
 def test_a_draft_that_is_not_redirected_is_found(slot: int) -> None:
-    """The draft stays at its own slot, or goes to a page of no shadow page of its group. Block 3 is free; 4 and 5 are
-    shadow pages."""
+    """The draft stays at its own slot, or goes to a page that is not a shadow page of its group.
+
+    Block 3 is free; 4 and 5 are shadow pages.
+    """
     redirected = REDIRECTED.clone()
     redirected[3] = slot
     step = Step()

@@ -45,9 +45,8 @@ class AuditSummary:
         recurrent_bytes: number of bytes of recurrent states that were left out, summed over steps.
         stale_rows: number of slots of rejected drafts whose bytes differed after the step, summed over steps.
         stale_rows_at_end: number of slots that still hold the row of a rejected draft.
-        exposed_rows: number of slots of rejected drafts whose bytes had changed between the forward and sampling,
-            summed over steps. Until then, these rows in pages of requests held data that was rejected later. 0 in mode
-            ``"stage"``.
+        exposed_rows: number of slots in pages of requests that held a draft before sampling which was then rejected,
+            summed over steps. 0 in mode ``"stage"``.
         moments: number of comparisons during a step: after the forward, and before sampling (mode ``"stage"``).
         committed_rows: number of rows that commit copied to pages of requests, summed over layers and steps (mode
             ``"stage"``). These are rows of accepted drafts, and of earlier tokens that were redirected too.
