@@ -413,7 +413,7 @@ class DraftLoop(BoundToMemory):
         if mode == "step":
             return "step"
         if mode != "loop":
-            raise ValueError(f"DraftLoop: mode must be auto, eager (not to be captured), step or loop, got {mode!r}")
+            raise ValueError(f"DraftLoop: mode must be auto, eager (only for runs), step or loop, got {mode!r}")
         if why_not:
             raise ValueError(f"DraftLoop: mode 'loop' needs metadata that is updated in place: {why_not}")
         return "loop"

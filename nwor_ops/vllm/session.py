@@ -442,7 +442,7 @@ class Session:
         if not 0 <= token_offset <= batch.numel() - slot_mapping.shape[0]:
             raise RuntimeError(
                 f"a layer of group {group} must be given a slice of its group's {batch.numel()} slot mappings, got "
-                f"{slot_mapping.shape[0]} from number {token_offset} on"
+                f"{slot_mapping.shape[0]} starting at index {token_offset}"
             )
         return token_offset
 

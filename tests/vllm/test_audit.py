@@ -13,7 +13,7 @@ from nwor_ops.vllm.layers.target import TargetLayer
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 4, 4, 2, 8
 SLOTS = torch.tensor([0, 1, 2])  # a token and its two drafts; the second draft is rejected
 TABLE = torch.tensor([[0, 1], [2, 0]])  # the batch is only the first request, which has 3 tokens: block 0
-ELSEWHERE = "bytes are not what this step should leave there"
+ELSEWHERE = "bytes differ from the expected ones"
 
 
 def _write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -52,7 +52,7 @@ def test_drafts_are_those_of_vllm_s_speculator() -> None:
             assert ran["replays"]["decode"] > 10
         assert ran["replays"]["first_pass"] + sum(ran["eager"].values()) == 40
     # vLLM's speculator under data parallelism: the target's tokens differ from those of its first pass.
-    found = re.fullmatch(r"(\d+) (\d+), of (\d+) tokens and (\d+) requests", said["data-parallel"])
+    found = re.fullmatch(r"(\d+) (\d+), with (\d+) tokens and (\d+) requests", said["data-parallel"])
     assert found
     across, first_pass, tokens, requests = map(int, found.groups())
     assert across == tokens

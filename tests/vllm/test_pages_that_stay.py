@@ -95,7 +95,7 @@ class Runner:
             logger=logging.getLogger("nwor"),
         )
         start_audit(self.session, [layer])
-        self.attachment(self).wrap(self.session)
+        self.attachment(self).patch(self.session)
         self.counter = itertools.count(1.0)
         self.copied = CopiedRows(self.session.manager)
 

@@ -103,7 +103,7 @@ class Runner:
         if audit:
             start_audit(self.session, [layer])
         self.attachment = V2(self)
-        self.attachment.wrap(self.session)
+        self.attachment.patch(self.session)
         self.should = self.kv_cache.clone()
         self.number = 0
 
@@ -292,7 +292,7 @@ def test_a_row_that_is_not_undone_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     """The audit raises if the drafts of a request that ended stay."""
     monkeypatch.setattr(InFlightManager, "undo", lambda *_: None)
     engine = Engine(2, seed=0)
-    with pytest.raises(AuditError, match=r"when requests ended, nwor audit, step .* not what this step should leave"):
+    with pytest.raises(AuditError, match=r"when requests ended, nwor audit, step .* differ from the expected"):
         engine.run(60)
 
 

@@ -95,7 +95,7 @@ class Runner:
         )
         if audit:
             start_audit(self.session, [layer])
-        V2(self).wrap(self.session)
+        V2(self).patch(self.session)
 
     @staticmethod
     def write(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

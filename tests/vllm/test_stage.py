@@ -223,7 +223,7 @@ def test_vllms_warm_up_uses_no_shadow_page(
     for name in ("warmup_kernels", "run_mixed_prefill_decode_warmup"):
         monkeypatch.setattr(warmup, name, getattr(warmup, name))  # restored after the test
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    plugin._wrappers()["vllm.v1.worker.gpu.warmup"](warmup)
+    plugin._patches()["vllm.v1.worker.gpu.warmup"](warmup)
     arguments = (lambda output: shadow.check(output), lambda grammar: None)
     if warm_up != "warmup_kernels":
         arguments += (128,)
@@ -335,7 +335,7 @@ def test_a_draft_in_a_page_of_its_request_is_found_before_sampling(slot: int, re
     step.forward()
     step.audit.forwarded("after the forward")
     step.row(slot)[0, 0] = 5
-    with pytest.raises(AuditError, match=r"before sampling, .*bytes are not what this step should leave there"):
+    with pytest.raises(AuditError, match=r"before sampling, .*bytes differ from the expected ones"):
         step.audit.forwarded("before sampling")
 
 

@@ -490,7 +490,7 @@ class CacheAudit:
                 tokens = listed(sorted(slots), step.slot_mappings[group])
                 text += f" rejected drafts of group {group} left their rows in slots {tokens};"
         if wrong.any():
-            text += f" {int(wrong.sum())} bytes are not what this step should leave there"
+            text += f" {int(wrong.sum())} bytes differ from the expected ones"
             for layer in layers:
                 written = slots_of(step.slot_mappings[layer.group])
                 if slots := self._changed_slots(wrong, layer, written):
