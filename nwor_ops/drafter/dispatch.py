@@ -61,6 +61,11 @@ class DispatchTable:
 
     Query lengths have separate tables. A graph of the first pass for 4 tokens (one request, K = 2) does not help a
     decode step of one request, which is padded to 1 token, not to 4.
+
+    Example:
+        >>> table = DispatchTable([GraphKey(1), GraphKey(4)])
+        >>> table.smallest(3)
+        GraphKey(num_reqs=4, query_len=1)
     """
 
     def __init__(self, keys: Iterable[GraphKey] = ()) -> None:

@@ -73,6 +73,20 @@ class DraftLoop(BoundToMemory):
     Raises:
         ValueError: ``num_steps`` or ``max_len`` is not positive, or ``draft_tokens`` has fewer than K columns.
         TypeError: an argument has the wrong type, or lacks a method.
+
+    Example:
+        A model that counts: each token is the previous one plus 1. The first pass has written draft 0, here 5.
+
+        >>> class NoMetadata(DraftMetadata):
+        ...     def build(self, key, num_reqs, step, capturing=False): ...
+        ...     def update(self, key, metadata): ...
+        >>> buffers = DraftBuffers.allocate(max_num_reqs=1, num_steps=3, device="cpu")
+        >>> buffers.idx_mapping[0], buffers.draft_tokens[0, 0], buffers.input_ids[0] = 0, 5, 5
+        >>> loop = DraftLoop(
+        ...     model_fn=lambda key, metadata: buffers.input_ids[: key.num_tokens] + 1,
+        ...     sample_fn=lambda key, output: output, buffers=buffers, metadata=NoMetadata(), num_steps=3, max_len=16)
+        >>> loop.run(num_reqs=1).tolist()
+        [[5, 6, 7]]
     """
 
     _in_place_of_a_copy = "create another DraftLoop with other buffers and metadata, and capture() its graphs"
