@@ -283,7 +283,7 @@ def demo_result(**changes):
     [
         ({"nwor__audit__exposed_rows": 2}, "NWOR wrote 2 rows of rejected drafts to pages of a request"),
         ({"nwor__audit__moments": 59}, "the audit compared 59 times during steps, not twice in each of 30 steps"),
-        ({"nwor__timed_mode": "cow"}, "did not run in the modes"),
+        ({"nwor__timed_mode": "cow"}, "did not run in the requested modes"),
     ],
 )
 def test_additional_checks_of_mode_stage(changes, complaint, tmp_path):
@@ -304,7 +304,7 @@ def test_additional_checks_of_mode_stage(changes, complaint, tmp_path):
         ({"nwor__audit__stale_rows": 3}, "NWOR left 3 stale rows"),
         ({"nwor__audit__stale_rows_at_end": 2}, "NWOR left 2 stale rows"),
         ({"nwor__audit": None}, "was not audited"),
-        ({"vanilla__timed_mode": "cow"}, "did not run in the modes"),
+        ({"vanilla__timed_mode": "cow"}, "did not run in the requested modes"),
         ({"vanilla__vllm__drafted": 101}, "the audit counted 100 drafted tokens, vLLM's metrics 101"),
         ({"nwor__stats__rejected": 59}, "NWOR counted 59 rejected tokens on the device, the audit 60"),
         ({"acceptance__audited": 0.9}, "needs accepted and rejected drafts: 90% of the drafts of the audited part"),
