@@ -667,7 +667,7 @@ class RecurrentStates(Stateful[_Layer]):
         self._finish_fold()
 
     def _finish_fold(self) -> None:
-        """Fold the layers that an interrupted fold or copy has not reached. Its plan has cleared the cursors already."""
+        """Fold the layers that an interrupted fold or copy has not reached. Its plan has cleared the cursors."""
         if self._unfinished is None:
             return
         for launch in self._launches:

@@ -84,11 +84,11 @@ def register() -> None:
 def _patches() -> dict[str, Callable[[ModuleType], None]]:
     """Return the patch function of each vLLM module, by module name."""
     return {
-        **dict.fromkeys(RUNNERS, _wrap_runner_module),
-        "vllm.v1.core.sched.scheduler": _wrap_scheduler_module,
-        "vllm.v1.worker.gpu.warmup": _wrap_warmup_module,
-        "vllm.v1.metrics.loggers": metrics.wrap_loggers_module,
-        **stores.WRAPPERS,
+        **dict.fromkeys(RUNNERS, _patch_runner_module),
+        "vllm.v1.core.sched.scheduler": _patch_scheduler_module,
+        "vllm.v1.worker.gpu.warmup": _patch_warmup_module,
+        "vllm.v1.metrics.loggers": metrics.patch_loggers_module,
+        **stores.PATCHES,
     }
 
 

@@ -14,7 +14,7 @@ A job is a dict with ``engine`` (arguments of ``vllm.LLM``), ``environment``, an
 - ``cost_curves``: milliseconds of drafting by requests and of verifying by tokens, for adaptive verification. They
   replace vLLM's measurements, so that every engine verifies the same drafts.
 - ``prompt_tokens``: lengths of the prompts, in turn.
-- ``prefill``: settings of a prefill engine in another process, which computes all prompts first; see ``prefill_engine``.
+- ``prefill``: settings of a prefill engine in another process. It computes all prompts first; see ``prefill_engine``.
 - ``nodes``: 2 if half of the workers run on another node.
 
 ``{fresh}`` in an engine's settings stands for a new folder. The answer is a file, so that it exists whatever happens to

@@ -73,12 +73,12 @@ def wrapped(connector: str, **contents: Any) -> Any:
     name = supported.CONNECTOR_HOOKS[connector].module
     module = ModuleType(name)
     vars(module).update(contents)
-    stores.WRAPPERS[name](module)
+    stores.PATCHES[name](module)
     return module
 
 
 def test_each_connector_that_shares_pages_has_a_hook_that_fits() -> None:
-    assert {hook.module for hook in supported.CONNECTOR_HOOKS.values()} == set(stores.WRAPPERS)
+    assert {hook.module for hook in supported.CONNECTOR_HOOKS.values()} == set(stores.PATCHES)
     assert {name for name in supported.CONNECTOR_HOOKS if CONNECTORS[name].one_state} == set()
     for hook in supported.CONNECTOR_HOOKS.values():
         assert hook.problem() is None

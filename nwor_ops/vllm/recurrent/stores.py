@@ -91,7 +91,7 @@ def _wrap_mooncake(module: ModuleType) -> None:
 
 
 # What is done to which of vLLM's modules once it is imported.
-WRAPPERS: dict[str, Callable[[ModuleType], None]] = {
+PATCHES: dict[str, Callable[[ModuleType], None]] = {
     CONNECTOR_HOOKS["OffloadingConnector"].module: _wrap_offloading,
     CONNECTOR_HOOKS["NixlConnector"].module: _wrap_nixl,
     CONNECTOR_HOOKS["MooncakeStoreConnector"].module: _wrap_store,
