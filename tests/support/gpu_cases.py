@@ -942,7 +942,7 @@ def _one_state_connectors() -> Iterator[Case]:
     default = DEFAULTS | {
         "kv_transfer_config": simple["kv_transfer_config"],
         "max_num_seqs": 1,
-        "needs": "flashinfer",
+        "needs": ("flashinfer", "cuda"),
         "use": again | {"shared_prefix": LONG_PROMPTS["shared_prefix"]},
         "expect": {
             "gdn_prefill_backends": ["flashinfer"],
