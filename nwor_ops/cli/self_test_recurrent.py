@@ -99,11 +99,12 @@ class _Layer:
         yield difference(
             plan=(self.plan, ((SLOT, 1, half, SLOT), NONE)), cursors=(self.cursors, ((0, 0), (0, 0), (0, half)))
         )
+        number = torch.full_like(self.layer_window, 7)
         ops.gated_delta_fold(
-            [self.state], [self.keys], [self.norms], [self.decays], [self.values], [self.layer_window], self.plan
+            [self.state], [self.keys], [self.norms], [self.decays], [self.values], [self.layer_window], self.plan, number
         )
         state[SLOT, 0] = self.holds(*kept)
-        yield difference(folded=(self.state, state))
+        yield difference(folded=(self.state, state), marked=(self.layer_window, (7,)))
 
 
 def _problems(device: torch.device) -> Iterator[str | None]:

@@ -852,7 +852,6 @@ def _one_states() -> Iterator[Case]:
                      expect={"metric:num_preemptions": 1}, **olmo)  # fmt: skip
     # What a recurrent layer does not see: how many drafts a request has, adapters of projections, where weights are.
     yield _one_state("next-dynamic", speculative_config=MTP | DYNAMIC["v2"])
-    yield _one_state("next-adaptive", speculative_config=MTP | {"enable_adaptive_verification": True}, use=STEEP)
     yield _one_state("lora", "triton", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@gdn_lora"})
     yield _one_state("next-offload", cpu_offload_gb=0.002)
     # Multimodal classes around the text model, with M-RoPE positions. No request has an image.

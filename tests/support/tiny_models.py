@@ -743,7 +743,7 @@ def _write_qwen4_exp(folder: pathlib.Path) -> None:
         "model_type": "qwen4_exp_text",
         "output_gate_type": "sigmoid",
     }  # fmt: skip
-    config["layer_types"][-1] = "indexed_attention"
+    config["layer_types"][-1] = _name_of_sparse_attention()
     hidden, streams = config["hidden_size"], QWEN4["hc_count"]
     wide, embedded, conv = streams * hidden, QWEN4["ple_embed_dim"], QWEN4["ple_conv_kernel_size"]
     weights = {
@@ -781,6 +781,15 @@ def _write_qwen4_exp(folder: pathlib.Path) -> None:
             ).to(torch.bfloat16),
         }
     _save(folder, config, weights)
+
+
+def _name_of_sparse_attention() -> str:
+    """Return the layer type of Qwen3.8-Flash-Next that the installed transformers accepts. 5.18 renamed it."""
+    import transformers
+    from packaging.version import Version
+
+    renamed = Version(transformers.__version__) >= Version("5.18")
+    return "indexed_attention" if renamed else "qwen_sparse_attention"
 
 
 def _write_alice(folder: pathlib.Path) -> None:

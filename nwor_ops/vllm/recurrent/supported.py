@@ -95,7 +95,8 @@ QWEN4 = LayerKind(
         *QWEN.hooks,
         Hook(_PLE, "Qwen4ExpPLELayer.get_kv_cache_spec", "vllm_config"),
         Hook("vllm.v1.attention.backends.short_conv_attn", "PleShortConvAttentionMetadataBuilder.build",
-             "common_prefix_len, common_attn_metadata, num_accepted_tokens, num_decode_draft_tokens_cpu"),
+             "common_prefix_len, common_attn_metadata, fast_build, num_accepted_tokens, num_decode_draft_tokens_cpu, "
+             "kwargs", cuda=True),
     ),
     installer="nwor_ops.vllm.recurrent.qwen4",
     without_record=("Qwen4ExpPLELayer",),
@@ -242,6 +243,7 @@ _COMMON_HOOKS = (
         "MambaPrefillCheckpointExporter.export",
         "checkpoint, raw_qkv, conv_state, cu_seqlens, recurrent_checkpoint, recurrent_state, recurrent_rows, "
         "token_indices",
+        cuda=True,
     ),
     Hook("vllm.platforms.interface", "Platform._align_hybrid_block_size", "vllm_config, backend_cls"),
     Hook(RUNNER_MODULE, "GPUModelRunner.load_model", "load_dummy_weights, args, model, kwargs"),
