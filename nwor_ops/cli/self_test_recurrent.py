@@ -101,7 +101,14 @@ class _Layer:
         )
         number = torch.full_like(self.layer_window, 7)
         ops.gated_delta_fold(
-            [self.state], [self.keys], [self.norms], [self.decays], [self.values], [self.layer_window], self.plan, number
+            [self.state],
+            [self.keys],
+            [self.norms],
+            [self.decays],
+            [self.values],
+            [self.layer_window],
+            self.plan,
+            number,
         )
         state[SLOT, 0] = self.holds(*kept)
         yield difference(folded=(self.state, state), marked=(self.layer_window, (7,)))

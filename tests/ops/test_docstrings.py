@@ -13,11 +13,10 @@ import nwor_ops
 # Public objects of these packages need vLLM, Matplotlib or a terminal.
 _OTHER_DEPENDENCIES = ("nwor_ops.vllm", "nwor_ops.cli", "nwor_ops.testing", "nwor_ops.__main__")
 _LIBRARIES = ("nwor_ops.libnwor",)  # shared libraries that are not Python extensions
-_ALIASES = ("nwor_ops.draft", "nwor_ops.manager")  # deprecated
 MODULES = sorted(
     name
     for _, name, _ in pkgutil.walk_packages(nwor_ops.__path__, "nwor_ops.", onerror=lambda name: None)
-    if not name.startswith((*_OTHER_DEPENDENCIES, *_LIBRARIES)) and name not in _ALIASES
+    if not name.startswith((*_OTHER_DEPENDENCIES, *_LIBRARIES))
 )
 
 

@@ -3,7 +3,6 @@ missing."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import pathlib
 import re
@@ -253,17 +252,3 @@ def test_cuda_without_a_cuda_torch() -> None:
     assert "no CUDA; install a CUDA build of torch" in (nwor_ops.LIBRARIES[1].problem or "") or (
         "is not built" in (nwor_ops.LIBRARIES[1].problem or "")
     )
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "name"), [("draft", "drafter", "DraftLoop"), ("manager", "transaction.manager", "DEFAULT_GROUP")]
-)
-def test_old_names_of_modules(old: str, new: str, name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"nwor_ops.{old} is now nwor_ops.{new}"):
-        found = getattr(importlib.import_module(f"nwor_ops.{old}"), name)
-    assert found is getattr(importlib.import_module(f"nwor_ops.{new}"), name)
-
-
-def test_an_old_name_makes_no_second_copy_of_a_submodule() -> None:
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("nwor_ops.draft.loop")
