@@ -158,9 +158,6 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         }
 
         // The window, on what is in registers now: token by token, each with its update, which is recorded.
-        bool last[R::kRows];  // of a tile
-#pragma unroll
-        for (int j = 0; j < R::kRows; ++j) last[j] = P::is_last_of_tile(j, first, at);
         const int value_of_lane = first + sum.row;
         const float *keys = shared_at<float>(job.shared.keys),
                     *queries = shared_at<float>(job.shared.queries);
@@ -196,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                 float x[R::kChunks][R::kChunk];
                 read_vector(x, keys, at);
                 keys += R::kPadded;
-                const P products = multiply<true>(rows, x, last);
+                const P products = multiply(rows, x);
                 const float output = add_lanes(outputs, at);
                 const float update = __fmul_rn(__fadd_rn(v, -add_lanes(products, at)), beta);
                 if (sum.leads) *updates = update;
@@ -209,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                 update_rows(&rows, u, x);
                 read_vector(x, queries, at);
                 queries += R::kPadded;
-                outputs = multiply<false>(rows, x, last);
+                outputs = multiply(rows, x);
             }
             if (c.all_states == nullptr) break;
             const int64_t place =

@@ -1,10 +1,10 @@
-// Family recurrent: arithmetic with the bits of vLLM's Triton kernels, and the dtypes of what they read.
+// Family recurrent: arithmetic with the same bits as two Triton kernels in vLLM, and the dtypes of inputs.
 //
-// The kernel is the one of speculative decoding as Triton 3.6 compiles it for num_warps=4: the same
-// approximations of exp, log, 1/x and 1/sqrt(x), the same fused multiply-adds, and each sum in the same
-// order. So products are written with the functions that the compiler does not fuse (`__fmul_rn`). Keys 96
-// wide are those of OLMo hybrid, which runs another kernel (`fused_recurrent_gated_delta_rule`, num_warps=1):
-// there, bits are that one's.
+// The reference is `fused_sigmoid_gating_delta_rule_update`, compiled for sm_90 by Triton 3.8, which vLLM
+// 0.33 requires. This code uses the same approximations of exp, log, 1/x and 1/sqrt(x) and the same fused
+// multiply-adds, and adds in the same order. The compiler must not fuse other products, so they use functions
+// such as `__fmul_rn`. For keys 96 wide (OLMo hybrid) vLLM runs another kernel
+// (`fused_recurrent_gated_delta_rule`), and the bits are those of that kernel.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -87,6 +87,26 @@ __device__ float decay_of(const VerifyArguments& c, float a, float bias, float l
 
 __device__ float beta_of(const VerifyArguments& c, float b) {
     return c.decay_form == DecayForm::kGiven ? b : __fmul_rn(sigmoid(b), c.beta_factor);
+}
+
+// Return the dot product of neighbouring elements that a Triton program keeps in one thread. Triton 3.8 adds
+// them as a balanced tree: (0 + 1) + (2 + 3). The product of the even element is fused with the addition.
+template <int kCount>
+__device__ float dot_neighbours(const float (&x)[kCount], const float (&y)[kCount]) {
+    static_assert((kCount & (kCount - 1)) == 0);
+    if constexpr (kCount == 1) {
+        return __fmul_rn(x[0], y[0]);
+    } else {
+        float sums[kCount / 2];
+#pragma unroll
+        for (int i = 0; i < kCount / 2; ++i)
+            sums[i] = __fmaf_rn(x[2 * i], y[2 * i], __fmul_rn(x[2 * i + 1], y[2 * i + 1]));
+#pragma unroll
+        for (int count = kCount / 4; count > 0; count /= 2)
+#pragma unroll
+            for (int i = 0; i < count; ++i) sums[i] = __fadd_rn(sums[2 * i], sums[2 * i + 1]);
+        return sums[0];
+    }
 }
 
 __device__ float sum_of_warp(float x) {

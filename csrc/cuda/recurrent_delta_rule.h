@@ -1,12 +1,14 @@
-// Family recurrent: the gated delta rule on rows of a state in registers. A token makes of a state h first
-// h * decay, then h + u k^T, where its update u is beta * (v - h k); its output is the new h times its query.
+// Family recurrent: the gated delta rule on rows of a state in registers. For each token, the state h becomes
+// h * decay, and then h + u k^T with the update u = beta * (v - h k). The output is the new h times the
+// query.
 //
-// Each sum is in the order of Triton's program, whose bits these are (recurrent_arithmetic.h).
+// The order of additions is that of a Triton kernel (recurrent_arithmetic.h), for the same bits.
 #pragma once
 
 #include <algorithm>
 
 #include "launch.h"
+#include "recurrent_arithmetic.h"
 #include "recurrent_rows.h"
 
 namespace nwor {
@@ -52,8 +54,6 @@ __device__ void update_rows(Rows<State, kWidth>* rows, const float (&u)[Rows<Sta
             for (int e = 0; e < R::kChunk; ++e) rows->h[j][c][e] = __fmaf_rn(k[c][e], u[j], rows->h[j][c][e]);
 }
 
-constexpr int kRowsOfTile = 32;  // of a Triton program
-
 // A lane's part of the products of all rows with a vector. A row of Triton's program has a lane for each
 // chunk; where that is more than a warp, it is summed in parts.
 template <class State, int kWidth>
@@ -61,39 +61,16 @@ struct Products {
     using R = Rows<State, kWidth>;
     static constexpr int kParts = std::max(kWidth / (kWarp * R::kChunk), 1);
     static constexpr int kLanesOfSum = kLanes / R::kRows;  // in which `add_lanes` leaves a row's sum
-    // The last rows of a tile, in which `dot_chunk` begins with a key's first product: those in a program's
-    // last registers, or all; with num_warps=1 none.
-    static constexpr int kLastRows = kWidth == 96              ? 0
-                                     : R::kChunk * 8 == kWidth ? kRowsOfTile
-                                                               : kWarp * R::kChunk * 4 / kWidth;
 
     float sums[R::kRows * kParts];
-
-    // Of a warp's row j, where `first` is its first of the state.
-    static __device__ bool is_last_of_tile(int j, int first, const LaneOfRow& at) {
-        return kGroups * (j + 1) + kLastRows > R::kRowsOfWarp &&
-               (first + kGroups * j + at.group) % kRowsOfTile >= kRowsOfTile - kLastRows;
-    }
 };
 
-// The product of one chunk. Triton's compiler begins with the second element, in a tile's last rows with the
-// first.
-template <int kChunk>
-__device__ float dot_chunk(const float (&h)[kChunk], const float (&x)[kChunk], bool first_begins) {
-    float sum = first_begins ? __fmaf_rn(h[1], x[1], __fmul_rn(h[0], x[0]))
-                             : __fmaf_rn(h[0], x[0], __fmul_rn(h[1], x[1]));
-#pragma unroll
-    for (int e = 2; e < kChunk; ++e) sum = __fmaf_rn(h[e], x[e], sum);
-    return sum;
-}
-
-// The products with x. Triton adds a row's chunks by butterfly: those 16 lanes apart first, neighbours last.
-// Chunks 16 and 8 apart are in one thread here. `last`: which of the rows are among a tile's last.
-template <bool kOfKey, class State, int kWidth>
+// Multiply the rows by x. Triton adds the chunks of a row by butterfly: first the chunks that are 16 lanes
+// apart, at the end neighbours. Here one thread has the chunks that are 16 and 8 lanes apart.
+template <class State, int kWidth>
 __device__ Products<State, kWidth> multiply(
     const Rows<State, kWidth>& rows,
-    const float (&x)[Rows<State, kWidth>::kChunks][Rows<State, kWidth>::kChunk],
-    const bool (&last)[Rows<State, kWidth>::kRows]) {
+    const float (&x)[Rows<State, kWidth>::kChunks][Rows<State, kWidth>::kChunk]) {
     using R = Rows<State, kWidth>;
     constexpr int kParts = Products<State, kWidth>::kParts, kChunksOfPart = R::kChunks / kParts;
     constexpr int kLeaves = R::kPadded / (kParts * kLanes * R::kChunk);  // with chunks that are none
@@ -105,8 +82,7 @@ __device__ Products<State, kWidth> multiply(
             float chunks[kLeaves] = {};
 #pragma unroll
             for (int c = 0; c < kChunksOfPart; ++c)
-                chunks[c] = dot_chunk(rows.h[j][part * kChunksOfPart + c], x[part * kChunksOfPart + c],
-                                      kOfKey && last[j]);
+                chunks[c] = dot_neighbours(rows.h[j][part * kChunksOfPart + c], x[part * kChunksOfPart + c]);
 #pragma unroll
             for (int distance = kLeaves / 2; distance > 0; distance /= 2)
 #pragma unroll

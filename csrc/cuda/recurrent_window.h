@@ -34,17 +34,13 @@ struct Window {
 
 // ---------------------------------------------------------------- keys and queries
 
-// What makes a query or a key one of norm 1. Each of Triton's warps adds up a segment; then come their sums.
+// Return the factor that scales a query or a key to norm 1. In Triton each warp adds up one segment, and then
+// the sums of the segments are added.
 template <int kSegments, int kNeighbours>
 __device__ float norm_factor(const float (&x)[kSegments][kNeighbours]) {
     float sums[kSegments];
 #pragma unroll
-    for (int s = 0; s < kSegments; ++s) {
-        sums[s] = __fmul_rn(x[s][0], x[s][0]);  // squares of 16-bit floats are exact
-#pragma unroll
-        for (int e = 1; e < kNeighbours; ++e) sums[s] = __fmaf_rn(x[s][e], x[s][e], sums[s]);
-        sums[s] = sum_of_warp(sums[s]);
-    }
+    for (int s = 0; s < kSegments; ++s) sums[s] = sum_of_warp(dot_neighbours(x[s], x[s]));
     if constexpr (kSegments == 1) {
         // x / sqrt(sum), of which div.full makes a product with an approximation of 1 / sqrt(sum).
         return divide_approx(1.0f, sqrt_approx(__fadd_rn(sums[0], 1e-6f)));
