@@ -92,20 +92,13 @@ __device__ float beta_of(const VerifyArguments& c, float b) {
 // Return the dot product of neighbouring elements that a Triton program keeps in one thread. Triton 3.8 adds
 // them as a balanced tree: (0 + 1) + (2 + 3). The product of the even element is fused with the addition.
 template <int kCount>
-__device__ float dot_neighbours(const float (&x)[kCount], const float (&y)[kCount]) {
-    static_assert((kCount & (kCount - 1)) == 0);
-    if constexpr (kCount == 1) {
-        return __fmul_rn(x[0], y[0]);
-    } else {
-        float sums[kCount / 2];
-#pragma unroll
-        for (int i = 0; i < kCount / 2; ++i)
-            sums[i] = __fmaf_rn(x[2 * i], y[2 * i], __fmul_rn(x[2 * i + 1], y[2 * i + 1]));
-#pragma unroll
-        for (int count = kCount / 4; count > 0; count /= 2)
-#pragma unroll
-            for (int i = 0; i < count; ++i) sums[i] = __fadd_rn(sums[2 * i], sums[2 * i + 1]);
-        return sums[0];
+__device__ float dot_neighbours(const float* x, const float* y) {
+    if constexpr (kCount == 1) return __fmul_rn(x[0], y[0]);
+    if constexpr (kCount == 2) return __fmaf_rn(x[0], y[0], __fmul_rn(x[1], y[1]));
+    if constexpr (kCount > 2) {
+        constexpr int kHalf = kCount / 2;
+        static_assert(kCount == 2 * kHalf);
+        return __fadd_rn(dot_neighbours<kHalf>(x, y), dot_neighbours<kHalf>(x + kHalf, y + kHalf));
     }
 }
 

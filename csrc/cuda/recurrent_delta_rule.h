@@ -82,7 +82,8 @@ __device__ Products<State, kWidth> multiply(
             float chunks[kLeaves] = {};
 #pragma unroll
             for (int c = 0; c < kChunksOfPart; ++c)
-                chunks[c] = dot_neighbours(rows.h[j][part * kChunksOfPart + c], x[part * kChunksOfPart + c]);
+                chunks[c] = dot_neighbours<R::kChunk>(rows.h[j][part * kChunksOfPart + c],
+                                                      x[part * kChunksOfPart + c]);
 #pragma unroll
             for (int distance = kLeaves / 2; distance > 0; distance /= 2)
 #pragma unroll

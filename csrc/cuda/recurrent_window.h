@@ -40,7 +40,7 @@ template <int kSegments, int kNeighbours>
 __device__ float norm_factor(const float (&x)[kSegments][kNeighbours]) {
     float sums[kSegments];
 #pragma unroll
-    for (int s = 0; s < kSegments; ++s) sums[s] = sum_of_warp(dot_neighbours(x[s], x[s]));
+    for (int s = 0; s < kSegments; ++s) sums[s] = sum_of_warp(dot_neighbours<kNeighbours>(x[s], x[s]));
     if constexpr (kSegments == 1) {
         // x / sqrt(sum), of which div.full makes a product with an approximation of 1 / sqrt(sum).
         return divide_approx(1.0f, sqrt_approx(__fadd_rn(sums[0], 1e-6f)));
