@@ -1,8 +1,8 @@
-"""What this plugin was built against and what it refuses, and the checks that stop it before it touches anything else.
+"""Supported configurations, refusals with their reasons, and the checks that run when an engine starts.
 
-Every function that is wrapped is named with the parameters it must have (:class:`Hook`). A vLLM that differs is refused
-with a sentence; nothing is guessed. The tables here are the only ones: the refusals at start-up, what ``nwor-ops
-doctor`` prints and the tables of docs/vllm.md (``python tools/support_tables.py``) are made from them.
+A :class:`Hook` names a vLLM function and the parameters that it must have. An engine is refused if its vLLM differs.
+The tables here are the only source of three things: the refusals at start-up, the output of ``nwor-ops doctor``, and
+the tables in docs/vllm.md (``python tools/support_tables.py`` writes them).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 from nwor_ops import library
 from nwor_ops.transaction.manager import MODES
 
-# What an engine may be asked for: the modes cow and stage, draft graphs, and one recurrent state per request.
+# The features of an engine: the transaction (modes cow and stage), draft graphs, and one recurrent state per request.
 TRANSACTION, DRAFT_GRAPHS, ONE_STATE = "transaction", "draft graphs", "one state"
 SUPPORTED_VERSIONS = {TRANSACTION: ("0.32", "0.33"), DRAFT_GRAPHS: ("0.33",), ONE_STATE: ("0.33",)}
 DEVICES = {TRANSACTION: ("cpu", "cuda"), DRAFT_GRAPHS: ("cuda",), ONE_STATE: ("cuda",)}
-# Of a drafter with graphs, by model runner. (Of the transaction: runners/base.py for drafters, layers/back_ends.py for
-# attention.)
+# Draft graphs: supported methods by model runner. For the transaction, see runners/base.py (drafters) and
+# layers/back_ends.py (attention).
 DRAFT_METHODS = {"V2": ("draft_model",), "V1": ("draft_model", "eagle", "eagle3", "mtp")}
 DRAFT_BACK_ENDS = ("FLASH_ATTN", "TRITON_ATTN")
 DRAFT_CACHE_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 CACHE_SPECS = (*DRAFT_CACHE_SPECS, "MLAAttentionSpec")
-# Whose recurrent layers may have one state per request: of each of them all are of one class of vLLM's.
+# Models that support one state per request. All recurrent layers of such a model have the same vLLM class.
 ONE_STATE_MODELS = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
@@ -48,31 +48,32 @@ ONE_STATE_MODELS = (
     "Glm5NextForCausalLM",
     "Glm5NextForConditionalGeneration",
 )
-KEY_WIDTHS, VALUE_WIDTHS = (64, 96, 128, 256), (64, 128, 192, 256)  # of a recurrent state's heads
-# A pass of vLLM's compiler that replaces the writer of MLA layers by a kernel that also rotates the key. The passes for
-# other layers exist for ROCm alone.
+KEY_WIDTHS, VALUE_WIDTHS = (64, 96, 128, 256), (64, 128, 192, 256)  # elements per head of a recurrent state
+# This pass of vLLM's compiler replaces the cache writer of MLA layers with a kernel that also rotates the key. The
+# passes for other layers exist only for ROCm.
 FUSED_MLA_WRITER = "fuse_rope_kvcache_cat_mla"
 
 
 @dataclass(frozen=True)
 class Connector:
-    """How a KV connector reads the cache.
+    """Describe when and what a KV connector reads from the cache.
 
     Attributes:
-        reads: when, and what.
-        shown: the test that shows it, or what else does; empty: vLLM's source was read, it was not run.
-        in_order: it reads on the main stream, or behind an event there, and of what a step computes only behind that
-            step's forward. Else at any time after a request's end.
-        layer_wise: it may export a layer from inside its attention op.
-        partial_tails: of a hybrid model it also stores the partial last block of a prompt, in no order with the next
-            step.
-        loads_any_time: it may load rows while vLLM goes on with other requests. Taken for granted unless vLLM's source
-            says otherwise, of connectors of one's own too: an audit takes rows that arrive unexpected for stray writes.
-        refused: why, where it is.
-        one_state: the reason that an engine with one recurrent state per request is refused with it; empty: it is
-            supported. A supported connector exports complete states only. It reads them in a block with a cache key, or
-            in the last block of a request that generates one token, after the forward of that step.
-        one_state_cases: of tests/support/gpu_cases.py, which show it; empty: vLLM's source was read, it was not run.
+        reads: when it reads, and which blocks.
+        shown: the test that covers the connector. Empty: only vLLM's source was read; the connector was not run.
+        in_order: it reads on the main stream, or after an event on that stream. It reads rows of a step only after the
+            forward of that step. If False, it may read at any time after a request ends.
+        layer_wise: it may export a layer from inside the attention op.
+        partial_tails: for a hybrid model, it also stores the partial last block of a prompt. This read is not ordered
+            before the next step.
+        loads_any_time: it may load rows while vLLM runs other requests. This is the default, also for custom
+            connectors, unless vLLM's source rules it out. An audit reports unexpected rows as stray writes.
+        refused: the reason that the transaction refuses the connector. Empty: it is supported.
+        one_state: the reason that an engine with one recurrent state per request refuses the connector. Empty: it is
+            supported. A supported connector exports only complete states. It reads them in a block with a cache key,
+            or in the last block of a request that generates one token, after the forward of that step.
+        one_state_cases: cases of tests/support/gpu_cases.py that cover ``one_state``. Empty: vLLM's source was read;
+            the connector was not run.
     """
 
     reads: str
@@ -86,7 +87,7 @@ class Connector:
     one_state_cases: tuple[str, ...] = ()
 
 
-_AT_THE_END = "after a request's end, by RDMA and in no stream's order: its blocks with the partial tail"
+_AT_THE_END = "after a request ends, by RDMA and not in stream order: its blocks, with the partial tail"
 _NIXL = Connector(_AT_THE_END, in_order=False)
 _NIXL_CASES = ("one-state-pd-nixl", "one-state-pd-nixl-align")
 _NOT_HYBRID = "vLLM starts no hybrid model with it (it is not `SupportsHMA`)"
@@ -97,57 +98,63 @@ def _offloaded(name: str) -> tuple[str, ...]:
     return tuple(f"one-state-connector-{name}{more}" for more in ("", "-mtp", "-8"))
 
 
-# By the name that vLLM's factory knows them under; all of 0.33's.
+# All connectors of vLLM 0.33, by their name in vLLM's factory.
 CONNECTORS = {
     "ExampleConnector": Connector(
         "in attention: whole blocks of prompts", _LOADS, layer_wise=True, loads_any_time=False,
         one_state=_NOT_HYBRID),
     "MultiConnector": Connector(
-        "as its connectors do, which must all be supported", "`test_connectors.py`", loads_any_time=False),
+        "as its inner connectors do; all of them must be supported", "`test_connectors.py`", loads_any_time=False),
     "OffloadingConnector": Connector(
-        "in the next step, on a stream that waits for the main one: full chunks, of a hybrid model partial ones too",
+        "in the next step, on a stream that waits for the main one: full chunks, for a hybrid model partial ones too",
         "`test_connectors_gpu.py`", partial_tails=True, one_state_cases=_offloaded("offloading")),
     "SimpleCPUOffloadConnector": Connector(
-        "at `wait_for_save`, behind an event: full blocks, at a hybrid request's end a partial one", _LOADS,
+        "at `wait_for_save`, after an event: full blocks, at the end of a hybrid request a partial one", _LOADS,
         one_state_cases=(*_offloaded("simple-cpu"), "one-state-connector-default")),
     "LMCacheMPConnector": Connector(
-        "at `wait_for_save`, behind an event: full chunks", "no test; by hand on a CPU, vLLM 0.32",
-        one_state="vLLM takes the class of the `lmcache` package if it is installed, and that class has not been read"),
+        "at `wait_for_save`, after an event: full chunks", "no test; by hand on a CPU, vLLM 0.32",
+        one_state="vLLM uses the class of the `lmcache` package if it is installed; that class was not reviewed"),
     "LMCacheConnectorV1": Connector(
         "at `wait_for_save`, or in attention: full chunks", layer_wise=True, loads_any_time=False,
         shown="`test_connectors_gpu.py`, tokens not compared", one_state=_NOT_HYBRID),
     "MooncakeStoreConnector": Connector(
-        "at `wait_for_save`, behind an event: full blocks, of a hybrid model partial ones too", partial_tails=True),
+        "at `wait_for_save`, after an event: full blocks, for a hybrid model partial ones too", partial_tails=True),
     "HF3FSKVConnector": Connector("at `wait_for_save`: full blocks", one_state=_NOT_HYBRID),
     "NixlConnector": replace(_NIXL, one_state_cases=_NIXL_CASES),
     "NixlPullConnector": _NIXL,
     "NixlPushConnector": _NIXL,
     "MooncakeConnector": _NIXL,
-    "HiSparseConnector": Connector("", refused="it writes to slots of its own"),
-    "FlexKVConnectorV1": Connector("", refused="it reads from another process, when the scheduler says so; not tried"),
-    "MoRIIOConnector": Connector("", refused="it writes to other engines from inside attention; not tried"),
-    "DecodeBenchConnector": Connector("", refused="it makes rows up, for benchmarks; not tried"),
-    "ExampleHiddenStatesConnector": Connector("", refused="what it exports are no keys and values; not tried"),
+    "HiSparseConnector": Connector("", refused="it writes to its own slots"),
+    "FlexKVConnectorV1": Connector("", refused="it reads from another process when the scheduler asks; not tested"),
+    "MoRIIOConnector": Connector("", refused="it writes to other engines from inside attention; not tested"),
+    "DecodeBenchConnector": Connector("", refused="it fills the cache with made-up rows for benchmarks; not tested"),
+    "ExampleHiddenStatesConnector": Connector("", refused="it exports hidden states, not keys and values; not tested"),
 }  # fmt: skip
-# A class of one's own says with this attribute, set to True, that it reads in order: on the current stream, or behind
-# an event recorded there, in save_kv_layer (called behind the commit then), in wait_for_save or later; in start_load_kv
-# no token that the step has computed; and a block that is not full on the current stream alone, as an event does not
-# keep the next step from writing drafts there.
+# A custom connector class sets this attribute to True to declare that it reads in order:
+# - It reads on the current stream, or after an event recorded there: in save_kv_layer (which is then called after the
+#   commit), in wait_for_save or later.
+# - In start_load_kv it reads no token that the step has computed.
+# - It reads a partial block only on the current stream. An event does not stop the next step from writing drafts there.
 IN_ORDER = "reads_kv_cache_in_order"
-# Set to True, this attribute says of a custom class that every recurrent state it reads is complete: it reads the state
-# in a block with a cache key, in wait_for_save or later, or in the last block of a request that generates one token,
-# after the forward of that step. In other blocks the accepted tokens of the last window may be pending.
+# A custom connector class sets this attribute to True to declare that every recurrent state it reads is complete. It
+# reads the state in a block with a cache key, in wait_for_save or later. Or it reads the last block of a request that
+# generates one token, after the forward of that step. In other blocks the last window's accepted tokens may be pending.
 COMPLETE_STATES = "reads_complete_states"
-# The tiers of OffloadingConnector whose keys hold the name of the model, to which recurrent/stores.py adds the record's
-# size.
+# Tiers of OffloadingConnector whose keys contain the model's name. recurrent/stores.py adds the record's size to it.
 NAMED_TIERS = ("fs", "obj", "p2p")
 
 
 class Unsupported(Exception):
-    """This engine cannot keep the promise; the message says what and why."""
+    """The configuration of this engine is not supported. The message names it and gives the reason."""
 
     def stop_if(self, strict: bool, asked_for: str, without: str) -> None:
-        """Raises RuntimeError with the reason, and the way out of it."""
+        """Raise RuntimeError with the reason and the setting that starts the engine without the feature.
+
+        Args:
+            strict: do nothing if False.
+            asked_for: the request, for the message: "mode cow was asked for".
+            without: how such an engine then runs, for the message: "without it".
+        """
         if strict:
             raise RuntimeError(
                 f"nwor: {self} ({asked_for}; VLLM_NWOR_ON_UNSUPPORTED=vanilla or "
@@ -157,13 +164,13 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Hook:
-    """A function of vLLM's that the plugin wraps or calls.
+    """A vLLM function that the plugin patches or calls.
 
     Attributes:
-        module, name: where it is; ``name`` may have one dot.
-        signature: its parameters, in order, without ``self``.
-        cuda: whether only CUDA engines call it. On a CPU vLLM may have another function of this name, or may lack
-            what its module imports.
+        module, name: its module, and its name there. ``name`` may contain one dot.
+        signature: its parameters in order, without ``self``, separated by ``", "``.
+        cuda: whether only CUDA engines call it. On a CPU, vLLM may define another function with this name, or may lack
+            a dependency of the module.
     """
 
     module: str
@@ -172,13 +179,13 @@ class Hook:
     cuda: bool = False
 
     def problem(self) -> str | None:
-        """None, or what does not match."""
+        """Return the difference between vLLM's function and this description, or None if they match."""
         try:
             target: Any = importlib.import_module(self.module)
             for part in self.name.split("."):
                 target = getattr(target, part)
         except (ImportError, AttributeError) as error:
-            return f"{self.module}.{self.name} is not there ({error})"
+            return f"{self.module}.{self.name} does not exist ({error})"
         found = tuple(name for name in inspect.signature(target).parameters if name != "self")
         expected = tuple(self.signature.split(", ")) if self.signature else ()
         if found != expected:
@@ -189,14 +196,14 @@ class Hook:
 def wrap_once(
     owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], mark: str = "_nwor_wrapped"
 ) -> None:
-    """Replace a function of vLLM's, where there is one.
+    """Patch a vLLM function, unless it is missing or has this patch already.
 
     Args:
-        owner: a module or class, or None where there is no such class.
-        name: the function.
-        wrapper: from the function to what replaces it.
-        mark: what has it is not wrapped again. Wrappers of one function that know nothing of each other have marks of
-            their own; a wrapper inherits those of what it wraps.
+        owner: the module or class of the function, or None if this vLLM does not have the class.
+        name: name of the function.
+        wrapper: takes the original function and returns its replacement.
+        mark: attribute that marks a patched function. Independent patches of one function need different marks,
+            because a replacement inherits the marks of the original.
     """
     original = getattr(owner, name, None) if owner is not None else None
     if original is None or getattr(original, mark, False):
@@ -206,20 +213,20 @@ def wrap_once(
     setattr(owner, name, wrapped)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What an engine may have with which it is refused.
+    """A configuration that is refused at start-up.
 
     Attributes:
-        feature: what it is.
-        transaction, draft_graphs, one_state: why it is refused there; empty: it is not.
-        found: whether a configuration of vLLM's has it. None: it shows later, in layers, groups or the device.
-        message: what is said then, with the values to fill in. Else it is the feature and why.
-        modes: the modes in which the transaction is refused.
-        engines: those that can have it, if not all.
+        feature: the configuration, as docs/vllm.md names it.
+        transaction, draft_graphs, one_state: the reason that this feature refuses it. Empty: the feature allows it.
+        found: tells whether a vLLM configuration has it. None: it is only visible later, in layers, groups or device.
+        message: format string of the error message. Empty: the message is ``feature`` and the reason.
+        modes: the modes in which the transaction refuses it.
+        engines: the engines that can have it. Empty: all.
     """
 
     feature: str
@@ -232,20 +239,22 @@ class Refusal:
     one_state: str = ""
 
     def why(self, use: str) -> str:
+        """Return the reason that a feature refuses it, or an empty string."""
         return {TRANSACTION: self.transaction, DRAFT_GRAPHS: self.draft_graphs, ONE_STATE: self.one_state}[use]
 
     def reasons(self) -> str:
-        """Why, for those who read of it before they meet it."""
+        """Return all reasons in one line, with the modes and engines that each applies to."""
         modes = ", ".join(filter(None, [*self.modes, self.engines]))
         by_use = {modes: self.transaction, DRAFT_GRAPHS: self.draft_graphs, ONE_STATE: self.one_state}
         return "; ".join(f"{use}: {why}" for use, why in by_use.items() if why)
 
     def because(self, **values: Any) -> Unsupported:
+        """Return the exception, with these values filled in to the message."""
         return Unsupported(self.message.format(**values))
 
 
 def _has(*paths: str, above: int = 0) -> Callable[[Any], bool]:
-    """Whether a configuration holds, at one of these places, a number above that, or anything else that is there."""
+    """Return a test of a configuration: is one of these paths a number above ``above``, or another value than None?"""
 
     def holds(thing: Any, path: str) -> bool:
         for name in path.split("."):
@@ -270,15 +279,15 @@ _in_stages = _has(_PARALLEL + "pipeline_parallel_size", above=1)
 # fmt: off
 DEVICE = Refusal(
     "a device other than cpu and cuda; for draft graphs and one state, than cuda",
-    "only cpu and cuda are known", "CUDA graphs need CUDA", message="device {device}: {why}",
-    one_state="vLLM's kernels beside it are those of CUDA")
+    "only cpu and cuda are supported", "CUDA graphs need CUDA", message="device {device}: {why}",
+    one_state="it uses vLLM's CUDA kernels")
 METHOD = Refusal(
-    "speculation by another method than " + ", ".join(f"{', '.join(names)} ({runner})" for runner, names in
+    "speculation with another method than " + ", ".join(f"{', '.join(names)} ({runner})" for runner, names in
     DRAFT_METHODS.items()),
-    draft_graphs="it has graphs of its own, or needs none",
+    draft_graphs="the method has its own graphs, or needs none",
     message="speculation by {method}: draft graphs in model runner {runner} are for method {methods}")
 UNNAMED_LAYERS = Refusal(
-    "a drafter with layers that it does not name", "whose rows are the target's is not known",
+    "a drafter with layers that it does not name", "they cannot be told from layers of the target model",
     message="speculation by {method}: layers {layers} have a KV cache, are in no module of the target's model, and "
     "{drafter} does not name them as its own")
 TAKEN_LAYERS = Refusal(
@@ -286,113 +295,114 @@ TAKEN_LAYERS = Refusal(
     message="speculation by {method}: {drafter} names layers {layers} as its own, which are in the target's model")
 OTHER_GROUP = Refusal(
     "a draft model whose layers are not in the first of several KV-cache groups",
-    "vLLM has them write at the slots of the first one, where they overwrite rows of the target's",
+    "vLLM makes them write to the slots of the first group, where they overwrite rows of the target model",
     message="speculation by {method}: layers {layers} are in KV-cache group {group}, and this runner has them write at "
-    "the slots of group 0, over rows of the target's", engines="runner V1 and the CPU engine")
+    "the slots of group 0, where they overwrite rows of the target model", engines="runner V1 and the CPU engine")
 HYBRID_PIPELINE = Refusal(
     f"{_PIPELINE} with a hybrid model", _NOT_TRIED, message=f"{_PIPELINE} with a hybrid model: {_NOT_TRIED}",
     engines="runner V2")
 NEW_TOKENS = Refusal(
-    "a model that samples another number of new tokens in a step than one for each request (diffusion)",
-    "its drafts are not the last tokens of a request behind one that was sampled",
-    message="the model samples {count} new tokens for each request and step: which tokens are drafts is known where it "
+    "a model that does not sample exactly one new token per request and step (diffusion)",
+    "its draft tokens do not follow one sampled token at the end of a request",
+    message="the model samples {count} new tokens for each request and step: draft tokens can be identified only if it "
     "samples one", engines="runner V2")
 FUSED_WRITER = Refusal(
     f"the compiler pass `{FUSED_MLA_WRITER}` with MLA layers",
-    "it writes the cache past the layer's writer; the message says how to switch it off",
-    message="compilation pass {name} writes the cache past the layer's writer; switch it off with "
+    "its kernel bypasses the layer's cache writer; the message says how to switch the pass off",
+    message="compilation pass {name} bypasses the layer's cache writer; switch it off with "
     "-cc.pass_config.{name}=False", modes=("cow",), engines=_CUDA)
 UNKNOWN_LAYER = Refusal(
     "layers or back ends not in `nwor_ops/vllm/layers/back_ends.py` (model-owned writers, turboquant, sparse MLA, ...)",
-    "where their writer puts a row is not known",
+    "the cache layout of their writer is unknown",
     message="layer {layer}: its class {layer_class} with back end {impl} is not known")
 UNRELIABLE_CACHE = Refusal(
     "a cache of `int4_per_token_head`",
-    "vLLM 0.33.0's own engines with it fail now and then: of three on the H200, two ended in a device-side assertion",
-    message="layer {layer}: vLLM's own engines with a cache of {kv_cache_dtype} fail now and then", engines=_CUDA)
+    "vanilla vLLM 0.33.0 sometimes fails with it: two of three engines on the H200 ended in a device-side assertion",
+    message="layer {layer}: vanilla vLLM sometimes fails with a cache of {kv_cache_dtype}", engines=_CUDA)
 OTHER_SIZE = Refusal(
     "keys whose elements are larger than the cache's (`dtype` float32, `kv_cache_dtype` bfloat16)",
-    "vLLM's writer writes them as they are, in others' places and past the end of the cache",
-    message="keys of {source} in a cache of {cache}: vLLM's CPU writer writes them as they are, in others' places and "
-    "past the end of the cache; set kv_cache_dtype to auto", engines="the CPU engine")
+    "vLLM's writer does not convert them, and writes into other rows and past the end of the cache",
+    message="keys of {source} in a cache of {cache}: vLLM's CPU writer does not convert them, and writes into other "
+    "rows and past the end of the cache; set kv_cache_dtype to auto", engines="the CPU engine")
 CACHE_SPEC = Refusal(
-    "ring buffers, cross attention, other KV-cache specs (recurrent states aside)",
-    "their states are not slots of tokens, or a slot serves several",
-    message=f"KV-cache group {{group}} is a {{spec}}; supported are {', '.join(CACHE_SPECS)} and, left to vLLM, "
-    "recurrent states")
+    "ring buffers, cross attention, other KV-cache specs (except recurrent states)",
+    "they have no slot per token, or several tokens share a slot",
+    message=f"KV-cache group {{group}} is a {{spec}}; supported are {', '.join(CACHE_SPECS)}, and recurrent states, "
+    "which vLLM manages")
 ALL_RECURRENT = Refusal(
     "a model whose KV-cache groups are all recurrent (Mamba without attention)",
-    "there is nothing for the transaction to keep", message="no layer of the target model writes a KV cache of its own")
+    "the transaction has no KV cache to protect", message="no layer of the target model writes its own KV cache")
 SMALL_CACHE = Refusal(
-    "a cache too small for the shadow pages and one request of the longest length", "the message has the numbers",
+    "a cache too small for the shadow pages and one request of max_model_len tokens", "the message gives the numbers",
     message="mode stage withholds {withheld} blocks ({groups} groups, {requests} requests of up to {drafts} drafts in "
     "blocks of {block_size}) of the {num_blocks} that the cache has; of the {left} left a request of {max_model_len} "
     "tokens needs {needed}: give the cache more memory, or lower max_num_seqs or max_model_len", modes=("stage",))
 SCHEDULER = Refusal(
-    "a scheduler that is not vLLM's", "nothing would withhold the shadow pages from it",
-    message="scheduler {name}: mode stage withholds blocks from vLLM's own alone", modes=("stage",))
+    "a scheduler that is not vLLM's", "it could give the shadow pages to requests",
+    message="scheduler {name}: mode stage withholds blocks from vLLM's scheduler only", modes=("stage",))
 SPLIT_BLOCKS = Refusal(
-    "a back end whose pages are smaller than vLLM's blocks", "table entries would not be pages",
+    "a back end whose pages are smaller than vLLM's blocks", "entries of the block table would not be pages",
     message="layer {layer}: its back end splits blocks of {block} tokens into pages of {page}; mode stage needs whole "
-    "ones: set --block-size {page}, or another back end where vLLM chooses the size (a hybrid model)",
+    "blocks: set --block-size {page}, or another back end if vLLM chooses the size (a hybrid model)",
     modes=("stage",), engines=_CUDA)
 COPIED_TABLE = Refusal(
-    "a drafter that attends with the target's metadata (as EAGLE and MTP do), where a layer of the target or of the "
-    "drafter has another back end than FLASH_ATTN, TRITON_ATTN, FLASH_ATTN_MLA and TRITON_MLA",
-    "their metadata holds a copy of the block table, or was not looked at",
+    "a drafter that attends with the target's metadata (as EAGLE and MTP do), if a layer of the target or the drafter "
+    "has another back end than FLASH_ATTN, TRITON_ATTN, FLASH_ATTN_MLA and TRITON_MLA",
+    "their metadata holds a copy of the block table, or was not reviewed",
     message="speculation by {method} with back end {impl} (layer {layer}): the drafter attends with metadata that was "
-    "made for the target's step, which mode stage had redirected, and of this back end's it is not known that it holds "
-    "the runner's own block table", modes=("stage",), engines="runner V2")
+    "made for the target's step, which mode stage had redirected, and this back end's metadata may not hold the "
+    "runner's own block table", modes=("stage",), engines="runner V2")
 DRAFTER = Refusal(
-    "a drafter of another class than vLLM's for draft models and EAGLE (Gemma4's, Step3p5's), parallel drafting, "
+    "a drafter that is not vLLM's class for draft models or EAGLE (such as Gemma4's, Step3p5's), parallel drafting, "
     "M-RoPE, index sharing between the steps of MTP, `enforce_eager` of the drafter",
-    draft_graphs="its passes are others", message="draft graphs in model runner V1: {what}", engines="runner V1")
+    draft_graphs="its passes differ", message="draft graphs in model runner V1: {what}", engines="runner V1")
 NOT_ONE_STATE = Refusal(
-    "recurrent layers of another class than vLLM's Gated DeltaNet for Qwen and for OLMo hybrid, and KDA for Kimi "
-    "Linear, GLM-5.3-Flash and Bailing V3 (Mamba, other short convolutions)",
-    one_state="they have kernels of their own",
-    message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen or for "
+    "recurrent layers other than vLLM's Gated DeltaNet for Qwen and OLMo hybrid, and KDA for Kimi Linear, "
+    "GLM-5.3-Flash and Bailing V3 (for example Mamba, other short convolutions)",
+    one_state="they use other kernels",
+    message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen or "
     "OLMo hybrid, or KDA for Kimi Linear, GLM-5.3-Flash or Bailing V3, not for layers {layers}")
 TAKEN_CLASS = Refusal(
     "another plugin's class in place of vLLM's Gated DeltaNet for Qwen or OLMo hybrid, or KDA for Kimi Linear, "
     "GLM-5.3-Flash or Bailing V3",
-    one_state="there is room for one in vLLM's registry",
-    message="one state per request: {registered} is registered in the place of {layer}")
+    one_state="vLLM's registry has room for one class",
+    message="one state per request: {registered} is registered in place of {layer}")
 STATE = Refusal(
-    f"recurrent states of other heads than {', '.join(map(str, KEY_WIDTHS))} (keys) and "
-    f"{', '.join(map(str, VALUE_WIDTHS))} (values) wide, of float16, windows of more than 32 tokens, keys of float32",
-    one_state="the kernel has no such",
+    f"recurrent states with other head widths than {', '.join(map(str, KEY_WIDTHS))} (keys) and "
+    f"{', '.join(map(str, VALUE_WIDTHS))} (values), float16 states, windows of more than 32 tokens, float32 keys",
+    one_state="the kernel does not support them",
     message="one state per request: {what}")
 GRAPH_MODE = Refusal(
     "decode batches of the target that do not run from FULL graphs (`enforce_eager`, PIECEWISE)",
-    draft_graphs="the drafter follows the target",
+    draft_graphs="the drafter runs graphs only if the target does",
     message="cudagraph_mode {mode}: draft graphs follow the target, whose decode batches must run from FULL graphs (no "
     "enforce_eager; cudagraph_mode FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE)")
 CAPTURE_SIZES = Refusal(
-    "no capture size that holds a decode batch", draft_graphs="the drafter follows the target",
+    "no capture size that is large enough for a decode batch",
+    draft_graphs="the drafter runs graphs only if the target does",
     message="cudagraph_capture_sizes {sizes}: none holds a batch of {tokens} tokens per request")
 
 CONNECTOR = Refusal(
-    "KV connectors that the table of connectors refuses, or does not name",
-    "the table says why; when one of your own reads the cache is known only if it says so",
+    "KV connectors that the table of connectors refuses, or does not list",
+    "the table gives the reason; a custom connector must declare when it reads the cache",
     message="KV connector {name}: {why}")
 UNORDERED = Refusal(
     "NIXL and MooncakeConnector with async scheduling",
-    "they read a request's partial tail when its end is known, by when the next step may have written drafts there",
-    message="KV connector {name} with async scheduling: it reads a request's partial tail when its end is known, by "
-    "when the next step may have written drafts there; use mode stage or --no-async-scheduling", modes=("cow",))
+    "they read a request's partial tail after it ends; by then the next step may have written drafts there",
+    message="KV connector {name} with async scheduling: it reads a request's partial tail after it ends; by then the "
+    "next step may have written drafts there; use mode stage or --no-async-scheduling", modes=("cow",))
 PARTIAL_TAILS = Refusal(
     "OffloadingConnector and MooncakeStoreConnector with a hybrid model",
     "they store the partial last block of a prompt, and read it while the next step may write drafts there",
     message="KV connector {name} with a hybrid model: it stores the partial last block of a prompt, and reads it while "
     "the next step may write drafts there; use mode stage", modes=("cow",))
 STATE_CONNECTOR = Refusal(
-    "KV connectors, and settings of them, that the table of connectors refuses for one recurrent state",
-    one_state="it would read a state whose last window is pending, or has not been read or tried: the table says why",
+    "KV connectors, and settings of connectors, that the table of connectors refuses for one recurrent state",
+    one_state="they would read a state whose last window is pending, or are untested: the table gives the reason",
     message="one state per request with KV connector {name}: {why}")
 EXPORTED_TABLE = Refusal(
     "a KV connector that exports in attention, with a back end whose metadata has a copy of the block table",
-    "what it exports by is that copy, which names shadow pages",
+    "it exports by that copy, which names shadow pages",
     message="KV connector {name} exports layer {layer} in attention, with back end {impl}: its metadata has a copy of "
     "the block table, which names shadow pages in mode stage", modes=("stage",))
 
@@ -402,87 +412,86 @@ REFUSALS = (
     Refusal("KV connectors", "", "a connector moves a layer's keys in Python, which graphs do not run",
             _has("kv_transfer_config")),
     Refusal(f"{_PIPELINE} in model runner V1 and the CPU engine",
-            "its other stages are told of a request that goes on where it stands, and of one that ends nothing: what "
-            "they have to undo they do not know",
+            "the other pipeline ranks do not learn which drafts of a request were rejected, so they cannot undo them",
             found=lambda config: _in_stages(config) and not getattr(config, "use_v2_model_runner", False)),
-    Refusal(_PIPELINE, "a stage that is not the last learns steps later which drafts were accepted, and a shadow page "
-            "is one step's", _NOT_TRIED, _in_stages, one_state=_NOT_TRIED,
+    Refusal(_PIPELINE, "a rank before the last learns only in a later step which drafts were accepted, and a shadow "
+            "page serves one step", _NOT_TRIED, _in_stages, one_state=_NOT_TRIED,
             modes=("stage",)),
     Refusal(f"{_PIPELINE} with KV connectors",
-            "on a stage that is not the last they read a step's last blocks before its drafts are judged",
+            "on ranks before the last, connectors read a step's last blocks before its drafts are accepted or rejected",
             found=lambda config: _in_stages(config) and _has("kv_transfer_config")(config)),
     Refusal(f"{_PIPELINE} without async scheduling",
-            "with drafts vLLM 0.33's own runner stops there with an assertion: a request has fewer tokens than logits",
+            "with drafts, vanilla vLLM 0.33 stops with an assertion: a request has fewer tokens than logits",
             found=lambda config: _in_stages(config) and not _has("scheduler_config.async_scheduling")(config)),
     HYBRID_PIPELINE,
-    Refusal("prefill context parallelism", "its slot mappings are made anew inside the forward",
-            "its batches are cut up on the host", _has(_PARALLEL + "prefill_context_parallel_size", above=1),
+    Refusal("prefill context parallelism", "its slot mappings are computed inside the forward",
+            "its batches are split on the host", _has(_PARALLEL + "prefill_context_parallel_size", above=1),
             one_state=_NOT_TRIED),
     Refusal("decode context parallelism",
-            "with drafts vLLM 0.33's own tokens are wrong there (FLASH_ATTN, FLASH_ATTN_MLA), so that there is nothing "
-            "to compare with", "attention metadata is planned on the host there",
+            "with drafts, vanilla vLLM 0.33 generates wrong tokens (FLASH_ATTN, FLASH_ATTN_MLA), so there is no "
+            "reference to compare with", "attention metadata is planned on the host",
             _has(_PARALLEL + "decode_context_parallel_size", above=1), one_state=_NOT_TRIED),
-    # Of a dense target each rank is an engine of its own, of size 1.
-    Refusal("data parallelism of a model with experts", _NOT_TRIED, "vLLM 0.33's own drafter of runner V2 stops "
-            "there with an assertion: the draft model's forward is given the target's token counts of all ranks; in V1 "
-            "all ranks agree on the size of each of its passes, on the host",
+    # With a dense target, each rank is a separate engine of data-parallel size 1.
+    Refusal("data parallelism of a model with experts", _NOT_TRIED, "in vanilla vLLM 0.33 the drafter of runner V2 "
+            "stops with an assertion, because its forward gets the target's token counts of all ranks; in V1 all ranks "
+            "agree on the size of each draft pass on the host",
             _has(_PARALLEL + "data_parallel_size", above=1), one_state=_NOT_TRIED),
-    Refusal("dual batch overlap", "vLLM's runner V2 has none beside speculation; in V1, where it needs data "
-            "parallelism of experts with DeepEP or NIXL, it has not been tried", _NOT_TRIED,
+    Refusal("dual batch overlap", "vLLM's runner V2 does not support it with speculation; in V1, which needs data "
+            "parallelism of experts with DeepEP or NIXL for it, it has not been tried", _NOT_TRIED,
             _has(_PARALLEL + "use_ubatching"), one_state=_NOT_TRIED),
-    Refusal("adaptive verification", "", "which request has how many drafts is known on the device alone",
+    Refusal("adaptive verification", "", "the number of drafts per request is known only on the device",
             _has("speculative_config.enable_adaptive_verification")),
     Refusal("model runner V1", "", "", lambda config: not config.use_v2_model_runner,
-            one_state="its batches are another's, and so are its states between blocks"),
+            one_state="it builds batches and copies states between blocks in another way"),
     Refusal(f"other models than {', '.join(ONE_STATE_MODELS)}", "", "",
             lambda config: config.model_config.architecture not in ONE_STATE_MODELS,
-            one_state="they have not been tried, or their recurrent layers have kernels of their own"),
+            one_state="they have not been tried, or their recurrent layers use other kernels"),
     Refusal("Kimi Linear with Kimi K3's gate (`use_full_rank_gate`)", "", "", _has_other_gate,
-            one_state="vLLM then makes Kimi K3's layer, which is another class"),
+            one_state="vLLM then creates Kimi K3's layer, which is another class"),
     Refusal("`--use-replayssm`", "", "", _has("cache_config.use_replayssm"),
-            one_state="vLLM then counts on one state itself"),
-    # Where there is none, vLLM has the target's configuration there.
-    Refusal("a draft model with recurrent layers of its own", "", "",
+            one_state="vLLM then keeps one state per request itself"),
+    # Without a draft model, `draft_model_config` is the target's configuration.
+    Refusal("a draft model with recurrent layers", "", "",
             lambda config: config.speculative_config.method == "draft_model"
             and config.speculative_config.draft_model_config.is_hybrid, one_state=_NOT_TRIED),
-    Refusal("HiSparse", "it writes to slots of its own", found=_has("attention_config.hisparse_config"), engines=_CUDA),
+    Refusal("HiSparse", "it writes to its own slots", found=_has("attention_config.hisparse_config"), engines=_CUDA),
     FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, OTHER_SIZE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER,
     SPLIT_BLOCKS, COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, TAKEN_CLASS, STATE,
     Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
-            draft_graphs="TRITON_MLA, FlashMLA and CUTLASS MLA take the first pass for prompts, whose contexts vLLM "
-            "0.33 has from bounds on the host; FLASH_ATTN_MLA, with a graph per step, stopped with an illegal memory "
-            "access; FlashInfer plans on the host and has not been tried with a graph per step; others were not looked "
-            "at"),
+            draft_graphs="TRITON_MLA, FlashMLA and CUTLASS MLA treat the first pass as a prompt, whose context vLLM "
+            "0.33 bounds on the host; FLASH_ATTN_MLA, with a graph per step, stopped with an illegal memory access; "
+            "FlashInfer plans on the host and has not been tried with a graph per step; other back ends were not "
+            "reviewed"),
     Refusal("expert load balancing", "", _NOT_TRIED, _has(_PARALLEL + "enable_eplb")),
-    # A draft model sees token ids and positions in a row, the placeholders of images among them, as in vLLM's drafter.
-    Refusal("a multimodal model", "", "no engine with images has been run; a draft model with positions of three "
-            "dimensions (M-RoPE) is given those of one",
+    # As in vLLM's drafter, a draft model gets token ids, including image placeholders, and one position per token.
+    Refusal("a multimodal model", "", "no engine with images has been run; a draft model with three-dimensional "
+            "positions (M-RoPE) would get one-dimensional ones",
             _has("model_config.is_multimodal_model", "speculative_config.draft_model_config.is_multimodal_model")),
     Refusal("an encoder-decoder model", "", _NOT_TRIED, _has("model_config.is_encoder_decoder")),
-    # A draft model runs without: vLLM makes the adapters' layers in the target alone.
-    Refusal("LoRA beside a drafter that follows the target", "", "it may share the target's embedding, whose adapters "
-            "are looked up on the host", lambda config: _has("lora_config")(config)
+    # A separate draft model is allowed: vLLM creates the layers of adapters only in the target.
+    Refusal("LoRA with a drafter that is not a separate model", "", "it may share the target's embedding, whose "
+            "adapters are looked up on the host", lambda config: _has("lora_config")(config)
             and config.speculative_config.method != "draft_model"),
-    Refusal("watermarking", "", "it samples from contexts that are prepared on the host", _has("watermark_config")),
+    Refusal("watermarking", "", "it needs contexts that are prepared on the host", _has("watermark_config")),
     Refusal("weight offloading", "", _NOT_TRIED,
             _has("offload_config.uva.cpu_offload_gb", "offload_config.prefetch.offload_group_size")),
 )
 # fmt: on
 
 
-# ---------------------------------------------------------------- ways to draft
+# ---------------------------------------------------------------- methods of drafting
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to draft that vLLM has, and what shows that its drafts are a transaction. None is refused by its name.
+    """One of vLLM's drafting methods, and the tests that run the transaction with it. No method is refused by its name.
 
     Attributes:
-        name: vLLM's.
+        name: vLLM's name of the method.
         v2, v1: cases of tests/support/gpu_cases.py that ran, by CUDA runner.
         cpu: tests in tests/vllm.
-        versions: of vLLM that have it.
-        notes: what is to be said, by the same names.
+        versions: vLLM versions that have the method.
+        notes: remarks for the table in docs/vllm.md, by column (``v2``, ``v1``, ``cpu``).
     """
 
     name: str
@@ -497,20 +506,20 @@ class Method:
         return bool(self.v2 or self.v1 or self.cpu)
 
 
-_V1_ALONE = {"v2": "vLLM has it in V1 alone"}
-_V2_ALONE = dict.fromkeys(("v1", "cpu"), "vLLM has it in V2 alone")
+_V1_ONLY = {"v2": "vLLM has it only in V1"}
+_V2_ONLY = dict.fromkeys(("v1", "cpu"), "vLLM has it only in V2")
 _COW = {"v1": "in mode `cow`"}
-# Each test compares the output with vanilla's and audits every step, in both modes unless noted. (vLLM has a name for
-# the MTP layers of each of 27 models, too, and takes all of them for `mtp`.)
+# Each test compares the output with vanilla vLLM and audits every step, in both modes unless noted. vLLM also has a
+# name for the MTP layers of each of 27 models, and treats all of them as `mtp`.
 # fmt: off
 METHODS = (
     Method("ngram", v2=("v2-flash-ngram-full_and_piecewise",), v1=("v1-flash-ngram-full_and_piecewise",),
            cpu=("test_36_prompts",)),
     Method("ngram_gpu", v2=("method-v2-ngram_gpu",), v1=("method-v1-ngram_gpu",),
-           notes=_COW | {"cpu": "vLLM has it on CUDA alone"}),
-    Method("suffix", v1=("method-v1-suffix",), notes=_V1_ALONE | {
-           "cpu": "passed by hand: `test_suffix` needs `arctic-inference`, which CI has not"}),
-    Method("custom_class", cpu=("test_custom_class",), notes=_V1_ALONE),
+           notes=_COW | {"cpu": "vLLM has it only on CUDA"}),
+    Method("suffix", v1=("method-v1-suffix",), notes=_V1_ONLY | {
+           "cpu": "passed by hand: `test_suffix` needs `arctic-inference`, which CI does not have"}),
+    Method("custom_class", cpu=("test_custom_class",), notes=_V1_ONLY),
     Method("draft_model", v2=("v2-flash-draft_model",), v1=("v1-flash-draft_model",),
            cpu=("test_draft_model_layers_are_left_alone",)),
     Method("eagle", v2=("v2-flash-eagle",), v1=("v1-flash-eagle",), cpu=("test_eagle",)),
@@ -518,29 +527,28 @@ METHODS = (
     Method("mtp", v2=("method-v2-mla-mtp", "method-v2-gdn-mtp"), v1=("method-v1-mla-mtp", "method-v1-gdn-mtp"),
            cpu=("test_mtp",), notes=_COW | {"cpu": "MiMo"}),
     Method("dflash", v2=("method-v2-dflash-synthetic",), v1=("method-v1-dflash-synthetic",), notes=_COW),
-    Method("dspark", v2=("method-v2-dspark",), notes=_V2_ALONE),
+    Method("dspark", v2=("method-v2-dspark",), notes=_V2_ONLY),
     Method("extract_hidden_states", cpu=("test_extract_hidden_states",),
            notes={"cpu": "without its connector, which is refused"}),
-    Method("medusa", cpu=("test_medusa",), versions=("0.32",), notes=_V1_ALONE),
+    Method("medusa", cpu=("test_medusa",), versions=("0.32",), notes=_V1_ONLY),
 )
 # fmt: on
 
 
-# ---------------------------------------------------------------- engines of several GPUs
+# ---------------------------------------------------------------- engines with several GPUs
 
 
 @dataclass(frozen=True)
 class ParallelMode:
-    """A way to spread an engine over GPUs, and what shows that each rank keeps its promise. What is refused says why in
-    the table of refusals.
+    """A parallel mode of vLLM, and the tests that run the transaction with it. ``REFUSALS`` has the refused ones.
 
     Attributes:
-        name: as in the documents.
-        modes: of the transaction.
-        v2, v1: cases of tests/gpu/vllm/test_parallel.py, by runner; ``-stage`` at the end says the mode. Which of them
-            ran and passed is in benchmarks/results.
+        name: its name in docs/vllm.md.
+        modes: supported modes of the transaction.
+        v2, v1: cases of tests/gpu/vllm/test_parallel.py, by runner. Names that end in ``-stage`` run in mode stage.
+            benchmarks/results holds the outcome of each.
         cpu: tests in tests/vllm.
-        notes: what is to be said, by the same names.
+        notes: remarks for the table in docs/vllm.md, by column (``v2``, ``v1``, ``cpu``).
     """
 
     name: str
@@ -564,7 +572,7 @@ PARALLEL_MODES = (
     ParallelMode(_PIPELINE, ("cow",), v2=("pp2-ngram-v2", "pp2-eagle-v2", "pp2-eager-v2", "pp2-abort-v2",
                  "pp2-preemption-v2", "tp2-pp2-eagle-v2"),
                  cpu=("test_a_stage_leaves_accepted_rows_alone",),
-                 notes={"v1": "refused", "cpu": "without an engine, which is refused"}),
+                 notes={"v1": "refused", "cpu": "without an engine, because it would be refused"}),
     ParallelMode("several nodes, by vLLM's multiprocess launcher",
                  v2=(*_both("nodes2-tp2-v2"), "nodes2-pp2-v2"), notes={"v1": "not tried", "cpu": "not tried"}),
     ParallelMode("Ray", cpu=("test_serve_counts_what_the_workers_of_ray_count",),
@@ -577,7 +585,7 @@ PARALLEL_MODES = (
 
 
 def version_problem(use: str = TRANSACTION) -> str | None:
-    """None, or why this vLLM is not supported."""
+    """Return why the installed vLLM does not support a feature, or None if it does."""
     import vllm
 
     found, supported = re.match(r"\d+\.\d+", vllm.__version__), SUPPORTED_VERSIONS[use]
@@ -588,19 +596,19 @@ def version_problem(use: str = TRANSACTION) -> str | None:
 
 
 def check_vllm(hooks: Iterable[Hook], use: str = TRANSACTION) -> None:
-    """Is this vLLM one that the hooks were written for?"""
+    """Check the version of vLLM, and that each hook exists with the expected parameters."""
     problems = [version_problem(use), *(hook.problem() for hook in hooks)]
     if any(problems):
         raise Unsupported("; ".join(problem for problem in problems if problem))
 
 
 def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION, mode: str = "") -> None:
-    """Can the promise be kept in an engine of this configuration? Some of it shows in its layers alone.
+    """Check the configuration of an engine. Later checks look at its layers and KV-cache groups.
 
     Args:
-        vllm_config, device_type: the engine's.
-        use: what it is asked for.
-        mode: of the transaction; else what is refused in one of its modes is not.
+        vllm_config, device_type: vLLM's configuration of the engine, and its device ("cpu", "cuda").
+        use: the feature.
+        mode: mode of the transaction. If it is empty, refusals for a single mode are skipped.
     """
     method, found = vllm_config.speculative_config.method, []
     if device_type not in DEVICES[use]:
@@ -623,10 +631,10 @@ def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION, mod
 
 
 def connectors_of(kv_transfer: Any) -> Iterator[tuple[str, Connector]]:
-    """Name of each KV connector of an engine, and how it reads; those inside others too.
+    """Yield the name and the description of each KV connector of an engine, including nested connectors.
 
     Args:
-        kv_transfer: vLLM's ``KVTransferConfig``, or a dict of its settings; None: there is no connector.
+        kv_transfer: vLLM's ``KVTransferConfig``, or a dict with its settings, or None without a connector.
     """
     if kv_transfer is None:
         return
@@ -641,7 +649,7 @@ def connectors_of(kv_transfer: Any) -> Iterator[tuple[str, Connector]]:
         yield name, _own_connector(kv_transfer)
         return
     if name == "OffloadingConnector" and kv_transfer.kv_connector_extra_config.get("spec_module_path"):
-        yield name, Connector("", refused="when a spec of one's own reads the cache is not known")
+        yield name, Connector("", refused="a custom spec does not declare when it reads the cache")
         return
     connector = CONNECTORS[name]
     setting = _setting_without_one_state(name, kv_transfer.kv_connector_extra_config)
@@ -652,7 +660,7 @@ def connectors_of(kv_transfer: Any) -> Iterator[tuple[str, Connector]]:
 
 
 def _setting_without_one_state(name: str, extra: Mapping[str, Any]) -> str:
-    """Why these settings of a connector of vLLM's are refused beside one recurrent state; empty: they are not."""
+    """Return why one recurrent state per request refuses these settings of a vLLM connector, or an empty string."""
     if name == "OffloadingConnector":
         if extra.get("sync_load_budget_bytes"):
             return (
@@ -661,7 +669,7 @@ def _setting_without_one_state(name: str, extra: Mapping[str, Any]) -> str:
             )
         for tier in extra.get("secondary_tiers") or ():
             if tier.get("type") not in NAMED_TIERS:
-                return f"the keys of a tier of type {tier.get('type')} do not tell pages with a record from others"
+                return f"the keys of a tier of type {tier.get('type')} are the same for pages with and without a record"
     if name.startswith("Nixl") and extra.get("bidirectional_kv_xfer"):
         return (
             "with bidirectional_kv_xfer a decoder exports its last block, in which the accepted tokens of the last "
@@ -675,16 +683,20 @@ def _own_connector(kv_transfer: Any) -> Connector:
 
     found = KVConnectorFactory.get_connector_class(kv_transfer)
     if getattr(found, IN_ORDER, False):
-        unsaid = f"which states it reads is not known; a class that reads complete ones says {COMPLETE_STATES} = True"
+        unknown = (
+            "it does not declare which states it reads; a class that reads only complete states sets "
+            f"{COMPLETE_STATES} = True"
+        )
         complete = getattr(found, COMPLETE_STATES, False)
-        return Connector("in order, it says", layer_wise=True, one_state="" if complete else unsaid)
+        return Connector("in order, as the class declares", layer_wise=True, one_state="" if complete else unknown)
     return Connector(
-        "", refused=f"when it reads the cache is not known; a class that reads in order says {IN_ORDER} = True"
+        "",
+        refused=f"it does not declare when it reads the cache; a class that reads in order sets {IN_ORDER} = True",
     )
 
 
 def check_connectors(vllm_config: Any, mode: str) -> None:
-    """Is what the engine's KV connectors read of the cache what the mode promises?"""
+    """Check that the KV connectors of an engine read no rejected rows in this mode."""
     for name, connector in connectors_of(vllm_config.kv_transfer_config):
         if connector.refused:
             raise CONNECTOR.because(name=name, why=connector.refused)
@@ -693,7 +705,7 @@ def check_connectors(vllm_config: Any, mode: str) -> None:
 
 
 def check_state_connectors(vllm_config: Any) -> None:
-    """Is every recurrent state complete that the engine's KV connectors read?"""
+    """Check that the KV connectors of an engine read only complete recurrent states."""
     for name, connector in connectors_of(getattr(vllm_config, "kv_transfer_config", None)):
         why = connector.refused or connector.one_state
         if why:
@@ -701,13 +713,13 @@ def check_state_connectors(vllm_config: Any) -> None:
 
 
 def check_transaction(vllm_config: Any, device_type: str, mode: str) -> None:
-    """Can the transaction keep its promise in an engine of this configuration, beside its KV connectors?"""
+    """Check that an engine with this configuration, including its KV connectors, supports the transaction."""
     check_engine(vllm_config, device_type, mode=mode)
     check_connectors(vllm_config, mode)
 
 
 def check_partial_tails(vllm_config: Any, kv_cache_config: Any, mode: str) -> None:
-    """Does a KV connector read blocks of this cache while the next step may write drafts there?"""
+    """Check that no KV connector reads partial blocks of this cache while the next step may write drafts there."""
     if mode != "cow" or not any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
         return
     for name, connector in connectors_of(vllm_config.kv_transfer_config):
@@ -716,14 +728,19 @@ def check_partial_tails(vllm_config: Any, kv_cache_config: Any, mode: str) -> No
 
 
 def check_library(device_type: str) -> None:
-    """Have the ops kernels for a device?"""
+    """Check that the compiled library for a device is loaded."""
     problem = next(compiled.problem for compiled in library.loaded_libraries() if compiled.kind == device_type)
     if problem:
         raise Unsupported(problem)
 
 
 def check_one_state(geometry: Any, state_dtype: Any) -> None:
-    """Is there a kernel for such states? Takes a :class:`~nwor_ops.vllm.recurrent.records.RecordGeometry`."""
+    """Check that the kernel supports states of this shape and dtype.
+
+    Args:
+        geometry: a :class:`~nwor_ops.vllm.recurrent.records.RecordGeometry`.
+        state_dtype: dtype of the states, as ``torch.dtype``.
+    """
     for what, width, known in (
         ("keys", geometry.key_width, KEY_WIDTHS),
         ("values", geometry.value_width, VALUE_WIDTHS),
@@ -739,47 +756,56 @@ def check_one_state(geometry: Any, state_dtype: Any) -> None:
 
 
 def check_registered(registered: type | None, layer: str, ours: str) -> None:
-    """Is the class that vLLM would make in the place of a layer's none, or ours (a module)?"""
+    """Check that no other plugin replaced a layer class.
+
+    Args:
+        registered: the class that vLLM's registry holds for the layer, or None.
+        layer: name of vLLM's class.
+        ours: module of our class.
+    """
     if registered is not None and registered.__module__ != ours:
         raise TAKEN_CLASS.because(registered=f"{registered.__module__}.{registered.__qualname__}", layer=layer)
 
 
 def check_passes(pass_config: Any) -> None:
-    """Does a compilation pass write MLA caches past the layer's writer?"""
+    """Check that no compilation pass bypasses the cache writer of MLA layers."""
     if getattr(pass_config, FUSED_MLA_WRITER, False):
         raise FUSED_WRITER.because(name=FUSED_MLA_WRITER)
 
 
 def is_recurrent(spec: Any) -> bool:
-    """Whether a KV-cache spec is of recurrent states (Mamba, Gated DeltaNet, short convolutions, linear attention): a
-    few per request, which every token overwrites. They are left to vLLM, which keeps one for each draft."""
+    """Return whether a KV-cache spec is for recurrent states.
+
+    Mamba, Gated DeltaNet, short convolutions and linear attention have such states: a few per request, and every token
+    overwrites them. The transaction ignores them; vLLM keeps one for each draft.
+    """
     from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
     return all(isinstance(of_layer, MambaSpec) for of_layer in iter_layer_specs(spec))
 
 
 def check_group_spec(group: str, spec: Any) -> None:
-    """Are the states of a KV-cache group slots of tokens?"""
+    """Check that a KV-cache group has one slot per token."""
     if type(spec).__name__ not in CACHE_SPECS:
         raise CACHE_SPEC.because(group=group, spec=type(spec).__name__)
 
 
 def check_attention(attn_groups: Iterable[Iterable[Any]]) -> None:
-    """Can a graph keep the metadata of the drafter's attention groups up to date?"""
+    """Check that a graph can update the metadata of the drafter's attention groups."""
     problems = set()
     for group in (group for groups in attn_groups for group in groups):
         backend, spec = group.backend.get_name(), type(group.kv_cache_spec).__name__
         if backend not in DRAFT_BACK_ENDS:
-            problems.add(f"attention back end {backend}: only {', '.join(DRAFT_BACK_ENDS)} are known")
+            problems.add(f"attention back end {backend}: only {', '.join(DRAFT_BACK_ENDS)} are supported")
         elif spec not in DRAFT_CACHE_SPECS:
-            problems.add(f"a cache of kind {spec}: only {', '.join(DRAFT_CACHE_SPECS)} are known")
+            problems.add(f"KV-cache spec {spec}: only {', '.join(DRAFT_CACHE_SPECS)} are supported")
         elif not group.supports_draft_decode_metadata_update:
-            problems.add(f"attention back end {backend}: it cannot update its metadata on the device here")
+            problems.add(f"attention back end {backend}: here it cannot update its metadata on the device")
     if problems:
         raise Unsupported("; ".join(sorted(problems)))
 
 
 def check_graph_mode(cudagraph_mode: Any) -> None:
-    """Do the target's decode batches run from FULL graphs?"""
+    """Check that the target's decode batches run as FULL graphs."""
     if cudagraph_mode.decode_mode().name != "FULL":
         raise GRAPH_MODE.because(mode=cudagraph_mode.name)

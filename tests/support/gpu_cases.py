@@ -498,7 +498,7 @@ class Refusal:
 
 
 SILENT = _connector("SilentConnector", "export_connector")
-_SILENT = "KV connector SilentConnector: when it reads the cache is not known"
+_SILENT = "KV connector SilentConnector: it does not declare when it reads the cache"
 REFUSALS = [
     Refusal("refused-connector", _SILENT, _engine(graphs="eager", kv_transfer_config=SILENT)),
     Refusal(
@@ -1022,7 +1022,7 @@ ONE_STATE_REFUSALS = [
     for name, because, engine, environment in (
         ("v1", "model runner V1", {}, V1),
         ("mamba", "other models than Qwen3NextForCausalLM", {"model": "@mamba", "gdn_prefill_backend": None}, V2),
-        ("connector", "KV connector ExportConnector: which states it reads is not known",
+        ("connector", "KV connector ExportConnector: it does not declare which states it reads",
          {"kv_transfer_config": _connector("ExportConnector", "export_connector")}, V2),
         ("float16", "states are torch.float16", {"mamba_ssm_cache_dtype": "float16"}, V2),
     )

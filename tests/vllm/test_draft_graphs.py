@@ -168,8 +168,8 @@ def test_attention_that_a_graph_cannot_follow_is_refused() -> None:
     for groups, because in (
         ([[group("FLASHINFER")]], "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN"),
         ([[group("TRITON_MLA", MLAAttentionSpec)]], "attention back end TRITON_MLA: only FLASH_ATTN"),
-        ([[group("FLASH_ATTN", MambaSpec)]], "a cache of kind MambaSpec"),
-        ([[group("FLASH_ATTN")], [group("TRITON_ATTN", in_place=False)]], "TRITON_ATTN: it cannot update its metadata"),
+        ([[group("FLASH_ATTN", MambaSpec)]], "KV-cache spec MambaSpec: only"),
+        ([[group("FLASH_ATTN")], [group("TRITON_ATTN", in_place=False)]], "TRITON_ATTN: here it cannot update"),
     ):
         with pytest.raises(Unsupported, match=because):
             check_attention(groups)

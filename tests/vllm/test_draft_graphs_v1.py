@@ -160,7 +160,7 @@ def attach(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             {"draft_attn_groups": [group("FLASHINFER")]},
-            "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN are known",
+            "attention back end FLASHINFER: only FLASH_ATTN, TRITON_ATTN are supported",
         ),
     ],
 )

@@ -225,7 +225,7 @@ def test_only_attention_groups_have_shadow_pages() -> None:
     made = shadow(STATES, ROWS, short_states, ROWS)
     assert (made.groups, made.per_group, made.first) == ((1, 3), 8, 48)
     assert (made.of_group(1), made.of_group(3)) == (range(48, 56), range(56, 64))
-    with pytest.raises(Unsupported, match="no layer of the target model writes a KV cache of its own"):
+    with pytest.raises(Unsupported, match="no layer of the target model writes its own KV cache"):
         shadow(STATES, short_states)
 
 

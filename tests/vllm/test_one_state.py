@@ -1020,14 +1020,14 @@ def test_another_plugin_s_class_in_the_place_of_vllm_s(monkeypatch: pytest.Monke
 
     monkeypatch.setitem(op_registry_oot, "QwenGatedDeltaNetAttention", Theirs)
     config, logger = engine(), Logger()
-    reason = r"nwor: one state per request: .*Theirs is registered in the place of QwenGatedDeltaNetAttention"
+    reason = r"nwor: one state per request: .*Theirs is registered in place of QwenGatedDeltaNetAttention"
     with pytest.raises(RuntimeError, match=reason):
         plugin.prepare(config, logger)
     config.additional_config["nwor"]["on_unsupported"] = "vanilla"
     plugin.prepare(config, logger)
     plugin.attach(SimpleNamespace(vllm_config=config), logger, profiling=False)
     assert [re.sub(".*Theirs", "Theirs", line) for line in logger.said] == [
-        "Theirs is registered in the place of QwenGatedDeltaNetAttention"
+        "Theirs is registered in place of QwenGatedDeltaNetAttention"
     ] * 2
     assert op_registry_oot["QwenGatedDeltaNetAttention"] is Theirs
 

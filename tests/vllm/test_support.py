@@ -1,4 +1,4 @@
-"""The table of what is supported and refused: its sentences, and the tables of docs/vllm.md that are made from it."""
+"""Supported and refused configurations: their messages, and the tables of docs/vllm.md that are generated from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TESTS = Path(__file__).parent
 
 
 def engine(method: str = "ngram", **found: Any) -> Any:
-    """A configuration of the V2 runner that has nothing but what is named, as ``a__b``."""
+    """Return a configuration of the V2 runner with only the given settings; ``a__b`` is ``config.a.b``."""
     config = SimpleNamespace(speculative_config=SimpleNamespace(method=method), use_v2_model_runner=True)
     for path, value in found.items():
         thing, (*parents, name) = config, path.split("__")
@@ -65,7 +65,7 @@ def test_a_document_without_the_marks_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "because"),
+    ("found", "reason"),
     [
         (
             {"parallel_config__pipeline_parallel_size": 2, "use_v2_model_runner": False},
@@ -74,43 +74,43 @@ def test_a_document_without_the_marks_is_an_error() -> None:
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism: its slot mappings"),
         (
             {"parallel_config__pipeline_parallel_size": 2, "use_v2_model_runner": True, "kv_transfer_config": object()},
-            "pipeline parallelism with KV connectors: on a stage",
+            "pipeline parallelism with KV connectors: on ranks before the last",
         ),
         (
             {"parallel_config__pipeline_parallel_size": 2, "scheduler_config__async_scheduling": False},
-            "pipeline parallelism without async scheduling: with drafts vLLM 0.33's own runner",
+            "pipeline parallelism without async scheduling: with drafts, vanilla vLLM 0.33 stops",
         ),
         (
             {"parallel_config__decode_context_parallel_size": 2},
-            "decode context parallelism: with drafts vLLM 0.33's own tokens are wrong there",
+            "decode context parallelism: with drafts, vanilla vLLM 0.33 generates wrong tokens",
         ),
         ({"parallel_config__data_parallel_size": 2}, "data parallelism of a model with experts: it has not been tried"),
-        ({"parallel_config__use_ubatching": True}, "dual batch overlap: vLLM's runner V2 has none"),
-        ({"attention_config__hisparse_config": object()}, "HiSparse: it writes to slots of its own"),
+        ({"parallel_config__use_ubatching": True}, "dual batch overlap: vLLM's runner V2 does not support it"),
+        ({"attention_config__hisparse_config": object()}, "HiSparse: it writes to its own slots"),
     ],
 )
-def test_each_refusal_has_its_sentence(found: dict[str, Any], because: str) -> None:
-    with pytest.raises(Unsupported, match=f"^{because}"):
+def test_each_refusal_gives_its_reason(found: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Unsupported, match=f"^{reason}"):
         check_engine(engine(**found), "cpu")
 
 
 @pytest.mark.parametrize(
-    ("found", "because"),
+    ("found", "reason"),
     [
         (
             {"parallel_config__pipeline_parallel_size": 2, "scheduler_config__async_scheduling": True},
-            "pipeline parallelism: a stage",
+            "pipeline parallelism: a rank before the last",
         ),
     ],
 )
-def test_what_is_refused_in_mode_stage_alone(found: dict[str, Any], because: str) -> None:
+def test_configurations_that_only_mode_stage_refuses(found: dict[str, Any], reason: str) -> None:
     for mode in ("cow", "off"):
         check_engine(engine(**found), "cuda", mode=mode)
-    with pytest.raises(Unsupported, match=f"^{because}"):
+    with pytest.raises(Unsupported, match=f"^{reason}"):
         check_engine(engine(**found), "cuda", mode="stage")
 
 
-def test_what_is_not_refused() -> None:
+def test_supported_configurations_pass() -> None:
     sizes = {f"parallel_config__{kind}_parallel_size": 1 for kind in ("pipeline", "decode_context")}
     sizes |= {"parallel_config__data_parallel_size": 1, "parallel_config__tensor_parallel_size": 8}
     for mode in ("cow", "stage"):
@@ -121,21 +121,21 @@ def test_what_is_not_refused() -> None:
     check_engine(engine("draft_model", attention_config__hisparse_config=object()), "cuda", DRAFT_GRAPHS)
 
 
-def test_draft_graphs_have_methods_of_their_own() -> None:
+def test_draft_graphs_support_methods_by_runner() -> None:
     check_engine(engine("eagle", use_v2_model_runner=False), "cuda", DRAFT_GRAPHS)
-    said = "draft graphs in model runner V2 are for method draft_model$"
-    with pytest.raises(Unsupported, match=f"^speculation by eagle: {said}"):
+    message = "draft graphs in model runner V2 are for method draft_model$"
+    with pytest.raises(Unsupported, match=f"^speculation by eagle: {message}"):
         check_engine(engine("eagle"), "cuda", DRAFT_GRAPHS)
 
 
-def test_every_method_of_vllm_has_its_row() -> None:
+def test_every_method_of_vllm_has_a_row() -> None:
     here = {method.name for method in METHODS if vllm.__version__.startswith(method.versions)}
     named_for_a_model = set(get_args(MTPModelTypes)) - {"mtp"}
     assert set(get_args(SpeculativeMethod)) - named_for_a_model - {"mlp_speculator"} == here  # no runner has that
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_the_tests_of_a_method_are_there(method: Method) -> None:
+def test_the_tests_of_a_method_exist(method: Method) -> None:
     tests = {
         name for path in TESTS.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
@@ -146,7 +146,7 @@ def test_the_tests_of_a_method_are_there(method: Method) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_the_gpu_cases_of_a_method_passed(method: Method) -> None:
-    """In both modes, unless the table says `cow`: by the committed results."""
+    """By the committed results, and in both modes unless the table says `cow`."""
     ran: dict[str, set[str]] = {}
     for file in results.FOLDER.glob("*/engines.jsonl"):
         for name, entry in results.read(file.parent.name, "engines").items():
@@ -159,8 +159,8 @@ def test_the_gpu_cases_of_a_method_passed(method: Method) -> None:
 
 
 @pytest.mark.parametrize("mode", PARALLEL_MODES, ids=lambda mode: mode.name)
-def test_the_cases_of_a_parallel_mode_are_there(mode: ParallelMode) -> None:
-    """Of the modes that it is supported in. Which of them passed, the table takes from the committed results."""
+def test_the_cases_of_a_parallel_mode_exist(mode: ParallelMode) -> None:
+    """The cases run only in supported modes. The table takes their outcomes from the committed results."""
     cases = {case.name: case for case in parallel_cases()}
     tests = {
         name for path in TESTS.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
@@ -186,7 +186,7 @@ def parallel_cases() -> list[gpu_cases.Case]:
     return [*module.TENSOR, *module.PIPELINE, *module.DATA, *module.NODES]
 
 
-def test_every_case_of_several_gpus_is_in_the_table() -> None:
+def test_every_case_with_several_gpus_is_in_the_table() -> None:
     named = {name for mode in PARALLEL_MODES for name in (*mode.v2, *mode.v1)}
     assert named == {case.name for case in parallel_cases()}
 
@@ -198,7 +198,7 @@ def all_cases() -> set[str]:
 
 
 def cases_named(text: str, cases: set[str]) -> list[str]:
-    """Names and patterns of cases in backticks; one that begins with a hyphen ends another that stands before it."""
+    """Return the names and patterns of cases in backticks. A name with a leading hyphen is a suffix of the last one."""
     first_words = {case.partition("-")[0] for case in cases if "-" in case}
     found: list[str] = []
     for word in re.findall(r"`([\w.*]*(?:-[\w.*]+)+)`", text):
@@ -212,7 +212,7 @@ def cases_named(text: str, cases: set[str]) -> list[str]:
     return found
 
 
-def test_every_case_that_the_document_names_is_there() -> None:
+def test_every_case_that_the_document_names_exists() -> None:
     text = support_tables.DOCUMENT.read_text()
     cases = all_cases()
     named = cases_named(text, cases)
@@ -223,7 +223,7 @@ def test_every_case_that_the_document_names_is_there() -> None:
     assert [name for name in cases_named(by_hand, cases) if not fnmatch.filter(passed, name)] == []
 
 
-def test_a_case_that_is_not_there_is_found() -> None:
+def test_a_missing_case_is_found() -> None:
     cases = {"v2-some", "v2-some-cow", "v2-other"}
     text = "`v2-some`, `-cow`, `-other`, `v2-*`, `v2-gone`, `-stage`, `--option`, `no-case`"
     named = cases_named(text, cases)
@@ -231,25 +231,25 @@ def test_a_case_that_is_not_there_is_found() -> None:
     assert [name for name in named if not fnmatch.filter(cases, name)] == ["v2-gone", "v2-gone-stage"]
 
 
-def test_a_case_that_did_not_pass_is_no_yes() -> None:
+def test_a_case_that_did_not_pass_is_listed_as_not_run() -> None:
     mode = ParallelMode("some", v2=("passed", "not-run"), notes={"v2": "a note"})
     assert support_tables._ran(mode, "v2", {"passed"}) == "yes: `passed`; not run: `not-run`; a note"
     assert "tp2-ngram-v2" in support_tables.passed_cases()
 
 
 def test_another_device_is_refused() -> None:
-    with pytest.raises(Unsupported, match=r"^device xpu: only cpu and cuda are known$"):
+    with pytest.raises(Unsupported, match=r"^device xpu: only cpu and cuda are supported$"):
         check_engine(engine(), "xpu")
 
 
-def test_several_reasons_are_all_named() -> None:
+def test_all_reasons_of_a_refusal_are_named() -> None:
     both = engine(parallel_config__prefill_context_parallel_size=2, parallel_config__use_ubatching=True)
     with pytest.raises(Unsupported, match=r"^prefill context parallelism: .*; dual batch overlap: "):
         check_engine(both, "cpu")
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.feature)
-def test_a_row_says_why_and_its_message_can_be_filled_in(refusal: Refusal) -> None:
+def test_a_refusal_has_a_reason_and_a_message_that_can_be_formatted(refusal: Refusal) -> None:
     assert refusal.reasons()
     assert any(refusal.why(use) for use in (TRANSACTION, DRAFT_GRAPHS, ONE_STATE))
     names = [name for _, name, _, _ in string.Formatter().parse(refusal.message) if name]
@@ -269,7 +269,7 @@ def with_connector(name: str, is_async: bool = True, module: str | None = None, 
     return engine(kv_transfer_config=transfer, scheduler_config__async_scheduling=is_async)
 
 
-def test_each_connector_of_vllms_is_known() -> None:
+def test_each_connector_of_vllm_is_listed() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     assert set(CONNECTORS) == set(KVConnectorFactory._registry)
@@ -287,7 +287,7 @@ def test_connectors_that_are_not_refused(mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, connector in CONNECTORS.items() if not connector.in_order])
-def test_connectors_that_read_in_no_order_are_refused_with_async_scheduling(name: str) -> None:
+def test_connectors_that_do_not_read_in_order_are_refused_with_async_scheduling(name: str) -> None:
     check_connectors(with_connector(name), "stage")
     with pytest.raises(
         Unsupported, match=f"^KV connector {name} with async scheduling: .*; use mode stage or --no-async"
@@ -302,12 +302,12 @@ def test_connectors_that_are_refused(mode: str) -> None:
             with pytest.raises(Unsupported, match=f"^KV connector {name}: {connector.refused}$"):
                 check_connectors(with_connector(name), mode)
     inner = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("ExampleConnector", "HiSparseConnector")]
-    with pytest.raises(Unsupported, match=r"^KV connector HiSparseConnector: it writes to slots of its own$"):
+    with pytest.raises(Unsupported, match=r"^KV connector HiSparseConnector: it writes to its own slots$"):
         check_connectors(with_connector("MultiConnector", connectors=inner), mode)
 
 
 @pytest.mark.parametrize("name", ["OffloadingConnector", "MooncakeStoreConnector"])
-def test_connectors_that_store_partial_tails_are_refused_beside_recurrent_groups(name: str) -> None:
+def test_connectors_that_store_partial_tails_are_refused_with_recurrent_groups(name: str) -> None:
     attention = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
     states = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
     dense, hybrid = (
@@ -324,19 +324,19 @@ def test_connectors_that_store_partial_tails_are_refused_beside_recurrent_groups
     check_partial_tails(engine(kv_transfer_config=None), hybrid, "cow")
 
 
-def test_an_offloading_spec_of_ones_own_is_refused() -> None:
+def test_a_custom_offloading_spec_is_refused() -> None:
     check_connectors(with_connector("OffloadingConnector", spec_name="CPUOffloadingSpec"), "stage")
-    with pytest.raises(Unsupported, match=r"^KV connector OffloadingConnector: when a spec of one's own reads"):
+    with pytest.raises(Unsupported, match=r"^KV connector OffloadingConnector: a custom spec does not declare"):
         check_connectors(with_connector("OffloadingConnector", spec_name="Mine", spec_module_path="mine"), "stage")
 
 
-def test_a_connector_of_ones_own_says_when_it_reads() -> None:
-    """Whatever its name."""
-    said = "when it reads the cache is not known; a class that reads in order says reads_kv_cache_in_order = True"
+def test_a_custom_connector_must_declare_when_it_reads() -> None:
+    """Also if it has the name of a connector of vLLM."""
+    message = "it does not declare when it reads the cache; a class that reads in order sets reads_kv_cache_in_order"
     modules = {"SilentConnector": "export_connector"}
     modules["ExampleConnector"] = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
     for name, module in modules.items():
-        with pytest.raises(Unsupported, match=f"^KV connector {name}: {said}$"):
+        with pytest.raises(Unsupported, match=f"^KV connector {name}: {message} = True$"):
             check_connectors(with_connector(name, module=module), "cow")
 
 
@@ -353,7 +353,7 @@ COMPLETE = [
 ]  # fmt: skip
 
 
-def test_which_connectors_may_read_one_state() -> None:
+def test_connectors_with_one_state_per_request() -> None:
     check_state_connectors(engine(kv_transfer_config=None))
     check_state_connectors(engine())
     for name, connector in CONNECTORS.items():
@@ -366,13 +366,13 @@ def test_which_connectors_may_read_one_state() -> None:
     inner = [child("SimpleCPUOffloadConnector"), child("NixlConnector")]
     check_state_connectors(with_connector("MultiConnector", connectors=inner))
     with pytest.raises(
-        Unsupported, match="with KV connector LMCacheMPConnector: vLLM takes the class of the `lmcache`"
+        Unsupported, match="with KV connector LMCacheMPConnector: vLLM uses the class of the `lmcache`"
     ):
         check_state_connectors(with_connector("MultiConnector", connectors=[*inner, child("LMCacheMPConnector")]))
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "extra"),
+    ("name", "reason", "extra"),
     [
         ("OffloadingConnector", "with sync_load_budget_bytes vLLM copies a state", {"sync_load_budget_bytes": 1 << 20}),
         ("OffloadingConnector", "the keys of a tier of type kvcr", {"secondary_tiers": [{"type": "kvcr"}]}),
@@ -380,28 +380,28 @@ def test_which_connectors_may_read_one_state() -> None:
         ("NixlPullConnector", "with bidirectional_kv_xfer a decoder exports", {"bidirectional_kv_xfer": True}),
     ],
 )
-def test_settings_of_connectors_that_one_state_refuses(name: str, said: str, extra: dict[str, Any]) -> None:
-    """Also those of a connector inside another; the transaction takes them."""
+def test_settings_of_connectors_that_one_state_refuses(name: str, reason: str, extra: dict[str, Any]) -> None:
+    """Also in a connector inside a MultiConnector. The transaction accepts these settings."""
     allowed = {"sync_load_budget_bytes": 0, "secondary_tiers": [{"type": "fs"}, {"type": "obj"}, {"type": "p2p"}]}
     check_state_connectors(with_connector(name, **allowed, bidirectional_kv_xfer=False))
     for config in (with_connector(name, **extra), with_connector("MultiConnector", connectors=[child(name, **extra)])):
         check_connectors(config, "stage")
-        with pytest.raises(Unsupported, match=f"^one state per request with KV connector {name}: {said}"):
+        with pytest.raises(Unsupported, match=f"^one state per request with KV connector {name}: {reason}"):
             check_state_connectors(config)
 
 
-def test_a_custom_connector_says_that_it_reads_complete_states() -> None:
-    for name, module, said in (
-        ("SilentConnector", "export_connector", "when it reads the cache is not known"),
-        ("ExportConnector", "export_connector", "which states it reads is not known; .* says reads_complete_states"),
+def test_a_custom_connector_must_declare_that_it_reads_complete_states() -> None:
+    for name, module, reason in (
+        ("SilentConnector", "export_connector", "it does not declare when it reads the cache"),
+        ("ExportConnector", "export_connector", "which states it reads; .* sets reads_complete_states = True"),
     ):
-        with pytest.raises(Unsupported, match=f"^one state per request with KV connector {name}: {said}"):
+        with pytest.raises(Unsupported, match=f"^one state per request with KV connector {name}: {reason}"):
             check_state_connectors(with_connector(name, module=module))
     check_state_connectors(with_connector("StateConnector", module="state_connector"))
 
 
 def test_the_models_of_the_gpu_cases_can_be_written(tmp_path: Path) -> None:
-    """Without a GPU too: every name that a case gives is the folder of one."""
+    """Every model that a case names can be created, also without a GPU."""
     models = tiny_models.write_models(tmp_path)
     cases = [
         case

@@ -95,11 +95,11 @@ DRAFT_RANKS = [
     ),
 ]
 REFUSED = [
-    Refusal("refused-pp2-stage", "pipeline parallelism: a stage that is not the last", _ranks(NGRAM, **{PP: 2}),
+    Refusal("refused-pp2-stage", "pipeline parallelism: a rank before the last", _ranks(NGRAM, **{PP: 2}),
             nwor={"mode": "stage"}),
-    Refusal("refused-pp2-not-async", "pipeline parallelism without async scheduling: with drafts",
+    Refusal("refused-pp2-not-async", "pipeline parallelism without async scheduling: with drafts, vanilla vLLM 0.33",
             _ranks(NGRAM, **{PP: 2}, async_scheduling=False)),
-    Refusal("refused-dcp2", "decode context parallelism: with drafts vLLM 0.33's own tokens",
+    Refusal("refused-dcp2", "decode context parallelism: with drafts, vanilla vLLM 0.33 generates",
             _ranks(NGRAM, model="@mqa", **{TP: 2}, decode_context_parallel_size=2)),
 ]  # fmt: skip
 
