@@ -1,8 +1,7 @@
-"""KV connectors: what they export of a layer inside its attention op waits for the commit, and an audit learns what
-they load.
+"""KV connectors: delay exports from inside the attention op until the commit, and report loads to an audit.
 
-Everything else that a supported connector reads is behind the commit by vLLM's own order (``support.CONNECTORS`` says
-when each of them reads).
+Supported connectors read everything else after the commit, by the order in which vLLM calls them.
+``support.CONNECTORS`` lists when each connector reads.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ HOOKS = (
 
 
 def worker_connector() -> Any | None:
-    """The connector of this worker, if its engine has one."""
+    """Return the connector of this worker, or None if its engine has none."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return get_kv_transfer_group() if has_kv_transfer_group() else None
 
 
 class ConnectorAttachment:
-    """Puts one connector's exports behind the commit.
+    """Delay one connector's exports until the commit.
 
     Args:
-        runner: of either generation, its cache bound.
-        mode: the session's.
+        runner: vLLM's V1 or V2 runner, after its cache is bound.
+        mode: mode of the session.
 
     Raises:
-        Unsupported: what a connector reads is not what the mode promises.
+        Unsupported: a connector could read rejected rows in this mode.
     """
 
-    # Methods of the connector in whose place the method of that name here is called: with its own, bound, and then
-    # with its arguments.
+    # Patched methods of the connector. The method of the same name of this class is called instead. Its first argument
+    # is the connector's bound method.
     patched: tuple[str, ...]
 
     def __init__(self, runner: Any, mode: str) -> None:
@@ -65,26 +64,32 @@ class ConnectorAttachment:
         self._exports: list[tuple[Callable[[], None], Any]] = []
 
     def check_tables(self, table_copies: dict[str, str]) -> None:
-        """Raises :class:`Unsupported` where exports in attention would go by what mode ``"stage"`` has redirected.
+        """Check that no export in attention uses a block table that mode ``"stage"`` redirected.
 
         Args:
-            table_copies: the target layers whose metadata has a block table of its own, and their back ends.
+            table_copies: back ends by target layer, for the layers whose metadata has a copy of the block table.
+
+        Raises:
+            Unsupported: a connector exports in attention, and a layer has such a copy.
         """
         for layer, impl in table_copies.items() if self.layer_wise else ():
             raise EXPORTED_TABLE.because(name=self.layer_wise[0], layer=layer, impl=impl)
 
     def follow(self, session: Session) -> None:
-        """Hear of the steps of a session from now on."""
+        """Subscribe to the steps of a session."""
         self.session = session
         if self.layer_wise:
             session.subscribe(commit=self._step_ended, drop=self._exports.clear)
         if session.audit is not None or session.shadow_blocks is not None:
             self.patched += ("start_load_kv", "wait_for_layer_load") if self.layer_wise else ("start_load_kv",)
 
-    # ------------------------------------------------------------ in the place of the connector's methods
+    # ------------------------------------------------------------ patches of the connector's methods
 
     def save_kv_layer(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """In an attention op. While a window is open the layer holds rows of drafts, or lacks those of the step."""
+        """Delay an export until the commit if a window is open. vLLM calls this in the attention op.
+
+        While a window is open, the layer holds rows of drafts (mode cow) or lacks rows of the step (mode stage).
+        """
         if not self.session.in_window:
             save(*args, **kwargs)
             return
@@ -103,10 +108,10 @@ class ConnectorAttachment:
         load(*args, **kwargs)
         self.session.loaded()
 
-    # ------------------------------------------------------------ what the session tells of
+    # ------------------------------------------------------------ events of the session
 
     def _step_ended(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        """Also a step that went on without the transaction exports what it computed; a cancelled one does not."""
+        """Run the delayed exports, also of a vanilla step. A cancelled step exports nothing."""
         from vllm.forward_context import override_forward_context
 
         exports, self._exports[:] = list(self._exports), []

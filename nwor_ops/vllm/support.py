@@ -49,7 +49,7 @@ ONE_STATE_MODELS = (
     "Glm5NextForConditionalGeneration",
 )
 KEY_WIDTHS, VALUE_WIDTHS = (64, 96, 128, 256), (64, 128, 192, 256)  # elements per head of a recurrent state
-# This pass of vLLM's compiler replaces the cache writer of MLA layers with a kernel that also rotates the key. The
+# This compiler pass in vLLM replaces the cache writer of MLA layers with a kernel that also rotates the key. The
 # passes for other layers exist only for ROCm.
 FUSED_MLA_WRITER = "fuse_rope_kvcache_cat_mla"
 
@@ -365,7 +365,7 @@ NOT_ONE_STATE = Refusal(
 TAKEN_CLASS = Refusal(
     "another plugin's class in place of vLLM's Gated DeltaNet for Qwen or OLMo hybrid, or KDA for Kimi Linear, "
     "GLM-5.3-Flash or Bailing V3",
-    one_state="vLLM's registry has room for one class",
+    one_state="vLLM's registry holds one class per layer",
     message="one state per request: {registered} is registered in place of {layer}")
 STATE = Refusal(
     f"recurrent states with other head widths than {', '.join(map(str, KEY_WIDTHS))} (keys) and "
@@ -484,7 +484,7 @@ REFUSALS = (
 
 @dataclass(frozen=True)
 class Method:
-    """One of vLLM's drafting methods, and the tests that run the transaction with it. No method is refused by its name.
+    """A drafting method in vLLM, and the tests that run the transaction with it. No method is refused by its name.
 
     Attributes:
         name: vLLM's name of the method.
@@ -760,7 +760,7 @@ def check_registered(registered: type | None, layer: str, ours: str) -> None:
 
     Args:
         registered: the class that vLLM's registry holds for the layer, or None.
-        layer: name of vLLM's class.
+        layer: name of the vLLM class.
         ours: module of our class.
     """
     if registered is not None and registered.__module__ != ours:

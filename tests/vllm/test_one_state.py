@@ -138,7 +138,7 @@ def test_metadata_with_prefix_caching_needs_vllm_s_indices() -> None:
         if mode == "none":
             assert builder._slots(table).tolist() == [[0], [3], [6], [9]]
             continue
-        with pytest.raises(RuntimeError, match=r"sets mamba_aligned_state_indices before .* is not known"):
+        with pytest.raises(RuntimeError, match=r"must set mamba_aligned_state_indices before .* are unknown"):
             builder._slots(table)
         builder.mamba_aligned_state_indices = table.flip(1)
         assert builder._slots(table[:2]).tolist() == [[2], [5]]
@@ -535,7 +535,7 @@ def test_the_audit_compares_each_state_and_finds_a_wrong_byte() -> None:
     window.open(layer, [2, 2])
     layer.verify(window)
     layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += 1
-    with pytest.raises(AuditError, match=r"state of layer layer in block 2 is not the one after 2 tokens .* 1 bytes"):
+    with pytest.raises(AuditError, match=r"state of layer layer in block 2 is not the state after 2 tokens .* 1 bytes"):
         audit.forwarded("after the forward")
 
 
@@ -561,7 +561,7 @@ def test_states_are_audited_where_attention_cannot_be_watched(monkeypatch: pytes
     state.audit.forwarded("before")
     assert runner.execute_model(0) == "output"
     assert (state.audit.summary()["steps"], state.audit.summary()["states_compared"]) == (2, 2)
-    with pytest.raises(AuditError, match="state of layer layer in block 2 is not the one after 2 tokens"):
+    with pytest.raises(AuditError, match="state of layer layer in block 2 is not the state after 2 tokens"):
         runner.execute_model(1)
 
 
@@ -574,7 +574,7 @@ def test_the_audit_finds_a_request_that_was_left_out() -> None:
     audit.forwarded("after the forward")
     window.plan[1] = 0
     layer.verify(window)
-    with pytest.raises(AuditError, match=r"the request in block 2 was left out of its window of 3 tokens: .*3 rows in"):
+    with pytest.raises(AuditError, match=r"the plan skipped the request in block 2 with 3 tokens: .*3 rows in"):
         audit.forwarded("after the forward")
 
 
@@ -590,7 +590,7 @@ def test_the_audit_looks_at_what_is_folded_before_a_prompt_goes_on() -> None:
         layer.group.fold(plan, slots, slots, torch.tensor([2], dtype=torch.int32))
         layer.kv_cache[1].view(torch.uint8)[slot, 3, 100, 7] += wrong
         if wrong:
-            with pytest.raises(AuditError, match="state of layer layer in block 2 is not the one after 2 tokens"):
+            with pytest.raises(AuditError, match="state of layer layer in block 2 is not the state after 2 tokens"):
                 audit.folded(layer.group, plan[:1], "prompt_folds")
         else:
             audit.folded(layer.group, plan[:1], "prompt_folds")
@@ -617,7 +617,7 @@ def test_the_audit_finds_a_record_of_a_former_owner() -> None:
     window.open(layer, [1])
     audit = StateAudit([window])
     window.open(layer, [2])
-    with pytest.raises(AuditError, match="replays 2 rows that no window of block 5 recorded"):
+    with pytest.raises(AuditError, match="reapplies 2 rows that no window of block 5 recorded"):
         audit.forwarded("after the forward")
 
 
@@ -759,7 +759,7 @@ def test_the_audit_hears_of_new_owners_and_copies() -> None:
     audit.assigned([5])
     window.open(layer, [1])
     layer.verify(window)
-    with pytest.raises(AuditError, match="replays 1 rows that no window of block 5 recorded"):
+    with pytest.raises(AuditError, match="reapplies 1 rows that no window of block 5 recorded"):
         audit.forwarded("after the forward")
 
 

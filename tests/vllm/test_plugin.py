@@ -101,7 +101,8 @@ UNKNOWN = {
 
 
 def test_an_unsupported_engine_is_refused_with_the_reason(engines: Engines) -> None:
-    with pytest.raises(RuntimeError, match=r"nwor: KV connector ExampleConnector: when it .*mode cow was asked for"):
+    message = r"nwor: KV connector ExampleConnector: it does not declare when .*mode cow was asked for"
+    with pytest.raises(RuntimeError, match=message):
         engines.run(prompts(1), nwor={"mode": "cow"}, kv_transfer_config=UNKNOWN)
 
 

@@ -365,9 +365,7 @@ def test_connectors_with_one_state_per_request() -> None:
             check_state_connectors(with_connector(name))
     inner = [child("SimpleCPUOffloadConnector"), child("NixlConnector")]
     check_state_connectors(with_connector("MultiConnector", connectors=inner))
-    with pytest.raises(
-        Unsupported, match="with KV connector LMCacheMPConnector: vLLM uses the class of the `lmcache`"
-    ):
+    with pytest.raises(Unsupported, match="with KV connector LMCacheMPConnector: vLLM uses the class of the `lmcache`"):
         check_state_connectors(with_connector("MultiConnector", connectors=[*inner, child("LMCacheMPConnector")]))
 
 

@@ -1,13 +1,16 @@
-"""Prefix caching: vLLM keeps the state at the end of a block, and goes on in the next one.
+"""Prefix caching: fold pending rows when vLLM copies a state from one block to another.
 
-In mode ``align`` a request's state lies in the block that its last token of a step is in. Before a step vLLM copies the
-state from the block of the step before, where that is another; after one it copies the state behind the last token of a
-block that is full to that block, which may then be found by others. With K + 1 states such a copy takes the state of
-the right token. With one it is a fold: so many rows of the window that is pending become part of the state, and it
-lands in the other block. What is found by others never has a window pending.
+In mode ``align``, a request's state is in the block of its last token in the step. vLLM copies states twice per step:
 
-The rows of the convolution are vLLM's to copy, as ever: its context is left with these alone. Where no request of a
-step can be at the end of a block, by what the host knows, nothing is launched.
+- Before a step it copies the state from the previous block, if the request moves to a new block.
+- After a step that filled a block, it copies the state after the block's last token to that block. Other requests may
+  then find it in the prefix cache.
+
+With K + 1 states, such a copy takes the state of the right token. With one state, it is a fold: pending rows are
+applied, and the result is stored in the target block. So a state in the prefix cache never has rows pending.
+
+vLLM still copies the rows of the convolution: its context keeps only those. Nothing is launched if no request of a step
+can be at the end of a block, as far as the host knows.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor
 from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.engine import GroupLayers
 
-# Of vLLM's context, by state: what its kernels read.
+# Fields of the vLLM context that its kernels read. Each has one entry per state.
 PER_STATE = (
     "state_base_addrs",
     "state_block_strides",
@@ -35,16 +38,17 @@ PER_STATE = (
 
 
 class AlignedStates:
-    """Copies of one engine's states between blocks.
+    """Copy one engine's states between blocks.
 
     Args:
-        context: vLLM's ``MambaSpecDecodeGPUContext``, its metadata made.
-        groups: each group's layers, and its block table, int32 ``[max_requests, columns]`` with a row per request of
-            the runner's, not of the batch.
-        drafts: most of a request.
+        context: vLLM's ``MambaSpecDecodeGPUContext``, after vLLM set up its metadata. **Mutated**: its states are
+            reduced to those of the convolutions, and its two copy functions are patched.
+        groups: the layers of each group, and its block table: int32 ``[max_requests, columns]``. A row belongs to a
+            request of the runner, not of the batch.
+        drafts: maximum number of draft tokens per request.
 
     Attributes:
-        audit: what looks at each fold, or None.
+        audit: receives each fold, or None.
     """
 
     def __init__(self, context: Any, groups: Sequence[tuple[GroupLayers, Tensor]], drafts: int) -> None:
@@ -59,11 +63,14 @@ class AlignedStates:
         context.num_states = int(is_conv.sum())
         for name in ("run_fused_precopy", "run_fused_postprocess_align"):
             ours: Callable[..., None] = getattr(self, name)
-            setattr(context, name, _behind(getattr(context, name), ours))
+            setattr(context, name, _patched(getattr(context, name), ours))
 
     def look_at(self, input_batch: Any) -> None:
-        """Before a step: can a request of this batch be at the end of a block? What the host knows of its length is an
-        upper bound: with asynchronous scheduling drafts of steps in flight may have been rejected."""
+        """Find out whether a request of this batch can be at the end of a block. Call it before a step.
+
+        The host knows an upper bound of each length. With asynchronous scheduling, drafts of earlier steps may have
+        been rejected since.
+        """
         lengths = input_batch.seq_lens_cpu_upper_bound[: input_batch.num_reqs].numpy()
         lowest = lengths - input_batch.num_scheduled_tokens - 3 * (self._drafts + 1)
         size = self._block_size
@@ -78,7 +85,7 @@ class AlignedStates:
         token_bias_gpu: Tensor,
         idx_mapping: Tensor,
     ) -> None:
-        """From the block of the step before to that of this one."""
+        """Copy states from the blocks of the previous step to the blocks of this one."""
         copy(num_reqs, state_idx_gpu, src_col_gpu, token_bias_gpu, idx_mapping)
         if self._may_cross:
             requests = idx_mapping[:num_reqs].long()
@@ -95,14 +102,16 @@ class AlignedStates:
         new_num_computed_tokens_gpu: Tensor,
         idx_mapping: Tensor,
     ) -> None:
-        """From the block of this step to the last one that is full, if a token of this step filled it. Where it is the
-        same one, its state is folded in place, and vLLM goes on as if one token had been accepted."""
+        """Copy states from the blocks of this step to the last full block, if a token of this step filled it.
+
+        If both are the same block, its state is folded in place. vLLM then continues as if one token was accepted.
+        """
         requests = idx_mapping[:num_reqs].long()
         accepted = num_accepted_tokens_gpu[requests]  # before vLLM changes it
         copy(num_reqs, num_accepted_tokens_gpu, state_idx_gpu, new_num_computed_tokens_gpu, idx_mapping)
         if self._may_cross:
             computed = new_num_computed_tokens_gpu[requests].to(torch.int32)
-            first = computed - accepted + 1  # tokens behind the first of the window
+            first = computed - accepted + 1  # tokens up to the first one of the window, which is included
             full = computed // self._block_size * self._block_size
             target = full // self._block_size - 1
             rows = full - first + 1
@@ -111,7 +120,15 @@ class AlignedStates:
     def _fold(
         self, requests: Tensor, source: Tensor, target: Tensor, moves: Tensor, rows: Tensor, keep_source: bool
     ) -> None:
-        """``source``, ``target``: columns of the block tables; ``moves``: of which requests."""
+        """Fold pending rows from one block of each request into another.
+
+        Args:
+            requests: int64 ``[R]``: requests of the runner.
+            source, target: columns of the block tables, ``[R]``.
+            moves: bool ``[R]``: the requests to fold.
+            rows: number of pending rows to apply, ``[R]``.
+            keep_source: whether the rows stay pending in the source.
+        """
         source, target = source.clamp(min=0).long(), target.clamp(min=0).long()
         for group, table in self._groups:
             sources, targets = table[requests, source] * moves, table[requests, target] * moves
@@ -120,7 +137,7 @@ class AlignedStates:
                 self.audit.folded(group, self._plan[: sources.shape[0]])
 
 
-def _behind(copy: Callable[..., None], ours: Callable[..., None]) -> Callable[..., None]:
+def _patched(copy: Callable[..., None], ours: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         ours(copy, *args, **kwargs)
 

@@ -1,11 +1,11 @@
-"""Checks that the one state of a request is, byte by byte, the state that vLLM would have kept. Every step.
+"""Audit: check in every step that the one state of a request equals the state that vLLM would have kept, in all bytes.
 
-On request the kernel that verifies a window also returns the state after each token, as a scheme stores it that keeps
-them all. The next window of the request first applies the accepted rows. The state that this stores must equal the
-state that was returned for the last accepted token, so nothing else may have changed it meanwhile.
+If asked, the kernel that verifies a window also returns the state after each token, as a scheme with K + 1 states
+stores it. The next window of the request first applies the accepted rows. The resulting state must equal the state
+returned for the last accepted token, so nothing else may have changed it in between.
 
-vLLM also writes checkpoints: FlashInfer's prefill stores a state from inside a prompt in a block of its own. Such a
-block must hold that state and have nothing pending, now and when a later request begins with it.
+vLLM also writes checkpoints: FlashInfer's prefill stores a state from the middle of a prompt in a separate block. Such
+a block must hold that state with nothing pending, both now and when a later request starts from it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from nwor_ops.vllm.audit.undo import AuditError
 
 
 class StateAudit:
-    """Compares the states of every window. It waits for the device and keeps K + 1 states per block: small models only.
+    """Compare the states of every window.
+
+    The audit synchronizes and keeps K + 1 states per block, so use it only with small models.
 
     Args:
-        builders: the metadata builders of all groups, bound.
+        builders: the metadata builders of all groups, after their ``bind``.
     """
 
     def __init__(self, builders: Sequence[Any]) -> None:
         self._builders = builders
         self._kept: dict[tuple[str, int], Tensor] = {}  # by layer and block: the states after each token
-        self._exported: dict[tuple[str, int], Tensor] = {}  # likewise: the state of a checkpoint
+        self._exported: dict[tuple[str, int], Tensor] = {}  # by layer and block: the state of a checkpoint
         self._counts = Counter(
             steps=0,
             windows=0,
@@ -44,16 +46,23 @@ class StateAudit:
         )
 
     def summary(self) -> dict[str, int]:
-        """Return the counts.
+        """Return the counts by name.
 
-        Steps with windows, windows, states compared (by layer), rows that windows applied, folds between blocks,
-        before the tokens of a prompt and after its last one, checkpoints that vLLM exported (by layer), and how often
-        a request began with the state of a checkpoint (by layer).
+        - ``steps``, ``windows``: steps with windows, and windows.
+        - ``states_compared``: states compared, once for each layer.
+        - ``rows_replayed``: rows that windows applied.
+        - ``folds``, ``prompt_folds``, ``tail_folds``: folds between blocks, before the tokens of a prompt, and after
+          its last token.
+        - ``checkpoints``, ``checkpoint_hits``: checkpoints that vLLM exported, and requests that began from one. Both
+          count once for each layer.
         """
         return dict(self._counts)
 
     def forwarded(self, moment: str) -> None:
-        """Compare the windows of a step: after its forward, and again before sampling.
+        """Compare the windows that were planned since the last call. Call it after a forward.
+
+        Args:
+            moment: not used; listeners of a session take it.
 
         Raises:
             AuditError: a state is wrong, or a request of the batch has no window.
@@ -66,7 +75,7 @@ class StateAudit:
                 if not target and slot > 0 and end > start:
                     rows, half = builder.group.cursors[slot].tolist()
                     raise AuditError(
-                        f"nwor audit: the request in block {slot} was left out of its window of {end - start} tokens: "
+                        f"nwor audit: the plan skipped the request in block {slot} with {end - start} tokens: "
                         f"the count of its accepted tokens, or its cursor ({rows} rows in half {half}), is invalid"
                     )
                 if target:
@@ -77,12 +86,12 @@ class StateAudit:
                     self._counts["rows_replayed"] += rows
 
     def folded(self, group: Any, plan: Tensor, counted: str = "folds") -> None:
-        """Compare the targets of a fold. A fold of no rows is a copy.
+        """Compare the targets of a fold. A fold of zero rows is a copy.
 
         Args:
             group: the layers of a KV-cache group.
-            plan: of the fold.
-            counted: the count that it adds to.
+            plan: the plan of the fold, int32 ``[E, 4]``.
+            counted: name of the count to increase.
 
         Raises:
             AuditError: a state is wrong.
@@ -96,10 +105,10 @@ class StateAudit:
         """Compare the checkpoints of one layer that vLLM just wrote.
 
         Args:
-            layer: with one state per request.
-            checkpoint: vLLM's metadata, with the block and the offset of each.
+            layer: a layer with one state per request.
+            checkpoint: vLLM's metadata, with the block and the offset of each checkpoint.
             emitted: the states that the prefill kernel computed.
-            rows: of each checkpoint, its place in ``emitted``; None: its own place.
+            rows: index in ``emitted`` of each checkpoint. None: they are in the same order.
 
         Raises:
             AuditError: a block does not hold the emitted state, or has rows pending.
@@ -128,7 +137,7 @@ class StateAudit:
         """Forget the windows of blocks that get a new owner.
 
         Args:
-            blocks: new ones, and those that a prefix-cache hit shares.
+            blocks: new blocks, and blocks that a prefix-cache hit shares.
             may_be_loaded: a KV connector may have loaded other states to these blocks.
         """
         for block in blocks:
@@ -138,7 +147,7 @@ class StateAudit:
                     self._exported.pop((name, block), None)
 
     def copied(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Follow copies of whole blocks: (source, target)."""
+        """Follow copies of whole blocks, given as (source, target)."""
         for source, target in copies:
             for name in self._names():
                 for known in (self._kept, self._exported):
@@ -162,16 +171,16 @@ class StateAudit:
                 continue
             if rows and (kept is None or len(kept) < rows):
                 raise AuditError(
-                    f"nwor audit: layer {name} replays {rows} rows that no window of block {source} recorded"
+                    f"nwor audit: layer {name} reapplies {rows} rows that no window of block {source} recorded"
                 )
             exported = self._exported.get((name, source))
             if rows and kept is not None:
-                wanted, what = kept[rows - 1], f"the one after {rows} tokens of the last window"
+                wanted, what = kept[rows - 1], f"the state after {rows} tokens of the last window"
             elif exported is not None:
                 wanted, what = exported, f"the checkpoint that vLLM wrote to block {source}"
                 self._counts["checkpoint_hits"] += 1
             else:
-                wanted, what = states[source], f"that of block {source}"
+                wanted, what = states[source], f"the state of block {source}"
             if differ := int((_bytes(states[target]) != _bytes(wanted)).sum()):
                 raise AuditError(
                     f"nwor audit: the state of layer {name} in block {target} is not {what}: {differ} bytes differ"

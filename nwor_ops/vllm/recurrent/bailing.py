@@ -1,4 +1,4 @@
-"""KDA of vLLM's Bailing V3 with one state per request: vLLM computes decays and betas before its kernel.
+"""The KDA layer of Bailing V3 with one state per request. vLLM computes decays and betas before its kernel.
 
 vLLM applies the convolutions of q, k and v separately; their rows share one state. The norm after the recurrence is
 vLLM's.
@@ -23,7 +23,7 @@ class OneStateBailingDeltaNet(OneStateLayer, vllm_layer.BailingMoeV3KimiDeltaAtt
     allow_neg_eigval = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # vLLM's class does not take its engine's configuration as an argument.
+        # vLLM's class does not take the engine's configuration as an argument.
         vllm_layer.BailingMoeV3KimiDeltaAttention.__init__(self, *args, **kwargs)
         self.set_up(get_current_vllm_config())
 

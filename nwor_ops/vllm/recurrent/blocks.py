@@ -1,8 +1,8 @@
-"""Clears the pending rows of blocks that get a new owner, and copies them with a block.
+"""Clear the pending rows of blocks that get a new owner, and copy pending rows with a block.
 
-The scheduler gives a block to a request. After that vLLM may write a state there without telling anyone: FlashInfer's
-prefill exports a checkpoint, a KV connector loads a state. The next step reads that state, and must not apply rows that
-the former owner of the block recorded.
+After the scheduler gave a block to a request, vLLM may write a state there without a call to this plugin: FlashInfer's
+prefill exports a checkpoint, or a KV connector loads a state. The next step reads that state. It must not apply rows
+that the previous owner of the block recorded.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from nwor_ops.vllm.recurrent.audit import StateAudit
 
 
 class BlockOwners:
-    """Follows the blocks that a runner is given.
+    """Follow the blocks that the scheduler gives to a runner's requests.
 
-    Call :meth:`attach` once. Both wrappers run before vLLM's code, so a new block has nothing pending when vLLM copies
-    to it, loads to it or computes in it. They read lists on the host and do not wait for the device.
+    Call :meth:`attach` once. Both patches run before vLLM's code, so a new block has nothing pending when vLLM copies,
+    loads or computes a state there. They read lists on the host and do not synchronize.
 
     Args:
         runner: vLLM's V2 runner.
         groups: numbers of the KV-cache groups whose layers have one state.
-        cursors: int32 ``[num_blocks, 2]``, of all groups.
+        cursors: int32 ``[num_blocks, 2]``, shared by all groups.
 
     Attributes:
         audit: the audit of this engine, or None.
@@ -38,13 +38,13 @@ class BlockOwners:
         self.audit: StateAudit | None = None
 
     def attach(self) -> None:
-        """Wrap the methods of this runner. A runner that binds another cache can be attached again."""
+        """Patch the methods of this runner. Call it again if the runner binds another cache."""
         for name in ("add_requests", "update_requests"):
             original: Callable[..., Any] = getattr(type(self._runner), name).__get__(self._runner)
-            setattr(self._runner, name, _before(original, getattr(self, name)))
+            setattr(self._runner, name, _patched(original, getattr(self, name)))
 
     def add_requests(self, add: Callable[..., Any], scheduler_output: Any) -> Any:
-        """Clear the blocks of new requests. Blocks that a prefix-cache hit shares have nothing pending already."""
+        """Clear the blocks of new requests. Blocks of a prefix-cache hit have nothing pending in any case."""
         self._clear([block for request in scheduler_output.scheduled_new_reqs for block in self._new_blocks(request)])
         return add(scheduler_output)
 
@@ -63,7 +63,7 @@ class BlockOwners:
     def _new_blocks(self, request: Any) -> Iterator[int]:
         """Yield the blocks that the request did not have before.
 
-        vLLM also adds a request again that it knows, with all its blocks, if more of a streamed prompt arrives.
+        If more of a streamed prompt arrives, vLLM adds a known request again, with all its blocks.
         """
         index = self._runner.req_states.req_id_to_index.get(request.req_id)
         counts = self._runner.block_tables.num_blocks.np
@@ -79,12 +79,12 @@ class BlockOwners:
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to a device without waiting for it."""
+    """Copy an array to a device without synchronizing."""
     source = torch.from_numpy(values)
     return (source.pin_memory() if device.type == "cuda" else source).to(device, non_blocking=True)
 
 
-def _before(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _patched(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     def run(scheduler_output: Any) -> Any:
         return ours(original, scheduler_output)
 

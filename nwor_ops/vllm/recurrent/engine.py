@@ -1,4 +1,4 @@
-"""What the layers of one engine share: which block has a window pending, and how that is folded."""
+"""Cursors, folds and refusal counts that the layers of one engine share. A cursor says what is pending in a block."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class GroupLayers:
     """The layers of one KV-cache group.
 
     Args:
-        cursors: int32 ``[num_blocks, 2]``, of all groups: a block belongs to one of them at a time.
-        layers: :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`, their caches bound.
+        cursors: int32 ``[num_blocks, 2]``, shared by all groups: a block belongs to one group at a time.
+        layers: :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer` objects whose caches are bound.
 
     Attributes:
-        layers: by name.
+        layers: the layers by name.
     """
 
     def __init__(self, cursors: Tensor, layers: Sequence[Any]) -> None:
@@ -35,14 +35,14 @@ class GroupLayers:
         self._layer_windows = [layer.layer_window for layer in layers]
 
     def fold(self, plan: Tensor, sources: Tensor, targets: Tensor, rows: Tensor, keep_source: bool = False) -> None:
-        """Make what is pending in some blocks part of a state, in all layers; nothing is pending there afterwards.
+        """Fold the pending rows of blocks in all layers. Nothing is pending there afterwards.
 
         Args:
-            plan: int32 ``[>= E, 4]``; **mutated**.
-            sources: int32 ``[E]``: blocks whose state and record are read; 0 for none.
-            targets: likewise, whose state is written.
-            rows: int32 ``[>= E]``: tokens of the last window that stay; as many as are pending at most.
-            keep_source: what is pending in a block whose state goes to another stays pending there.
+            plan: int32 ``[>= E, 4]``; **mutated**: buffer for the plan of the fold.
+            sources: int32 ``[E]``: blocks whose state and record are read; 0 = skip this entry.
+            targets: int32 ``[E]``: blocks whose state is written; 0 = skip this entry.
+            rows: int32 ``[>= E]``: number of pending rows to apply.
+            keep_source: whether rows stay pending in a source that is not its own target.
         """
         ops.plan_recurrent_fold(plan, self.cursors, sources, targets, rows, keep_source)
         ops.gated_delta_fold(
@@ -57,16 +57,18 @@ class GroupLayers:
 
 
 def new_cursors(num_blocks: int, device: torch.device) -> Tensor:
-    """Nothing is pending in any block."""
+    """Return cursors with nothing pending: zeros, int32 ``[num_blocks, 2]``."""
     return torch.zeros(num_blocks, 2, dtype=torch.int32, device=device)
 
 
 class RefusedRequests:
-    """Requests that a window left out because their numbers cannot be: counted on the device, by the kernel that plans
-    it. Who asks does not wait: a copy follows a plan on its stream, a few times a second.
+    """Number of requests that windows skipped because their counts are invalid.
+
+    The kernel that plans a window counts them on the device. :meth:`latest` does not synchronize: a few times per
+    second, :meth:`copy` copies the counter to the host after a plan, on the same stream.
 
     Attributes:
-        counter: int64 ``[1]``; each window adds to it, once for each request and KV-cache group.
+        counter: int64 ``[1]`` on the device. A skipped request counts once for each window and KV-cache group.
     """
 
     PERIOD = 0.25  # seconds between two copies
@@ -74,20 +76,22 @@ class RefusedRequests:
     def __init__(self, device: torch.device) -> None:
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=self.counter.is_cuda)
-        self._copied = -float("inf")  # when
+        self._copied = -float("inf")  # time of the last copy, in seconds
 
     def copy(self) -> None:
-        """Behind a plan. Does not wait, and mostly does nothing."""
+        """Start a copy to the host if the last one is old enough. Call it after a plan; it does not synchronize."""
         now = time.monotonic()
         if now - self._copied >= self.PERIOD:
             self._copied = now
             self._host.copy_(self.counter, non_blocking=True)
 
     def latest(self) -> int:
-        """What had been counted when the last copy arrived. A request that was left out once is left out of all its
-        windows: what is missing here comes with the next ones."""
+        """Return the count of the last copy that arrived.
+
+        Every later window skips the same request again, so the next copy includes it.
+        """
         return int(self._host)
 
     def now(self) -> int:
-        """Exact; waits for the device."""
+        """Return the exact count. This synchronizes."""
         return int(self.counter)

@@ -1,6 +1,6 @@
 """vLLM's KDA layer of GLM-5.3-Flash with one state per request. It has a bounded decay for each channel of a key.
 
-vLLM merges the convolutions of q, k and v into one, with one state. The norm after the recurrence stays vLLM's.
+vLLM merges the convolutions of q, k and v into one, with one state. vLLM's code runs the norm after the recurrence.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from nwor_ops.vllm.recurrent.layer import OneStateLayer, put_in_place
 
 
 class OneStateGlmDeltaNet(OneStateLayer, vllm_layer.Glm5NextLinearAttention):
-    """Replace vLLM's layer. See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`. vLLM computes all windows with
-    one function, which :func:`install` wraps."""
+    """Replace vLLM's layer. See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`.
+
+    vLLM computes all windows with one function, which :func:`install` patches.
+    """
 
     allow_neg_eigval = False
 
@@ -43,8 +45,11 @@ def _verified(
     out: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Run the windows of a batch. All tensors are batches of one: ``[1, T, ...]``; ``g`` and ``beta`` are logits. vLLM
-    passes ``out`` if the batch has only windows."""
+    """Verify the windows of a batch.
+
+    All tensors have a batch dimension of one: ``[1, T, ...]``. ``g`` and ``beta`` are logits. vLLM passes ``out`` if
+    the batch has only windows.
+    """
     out = torch.empty_like(v) if out is None else out
     layer.verify(q[0], k[0], v[0], g[0], beta[0], out[0])
     return out

@@ -1,6 +1,6 @@
-"""vLLM's KDA of Kimi Linear with one state per request: a decay for each channel of a key.
+"""vLLM's KDA layer of Kimi Linear with one state per request. It has a decay for each channel of a key.
 
-Its convolutions of q, k and v are one in vLLM, with one state. The norm behind the recurrence stays vLLM's.
+vLLM merges the convolutions of q, k and v into one, with one state. vLLM's code runs the norm after the recurrence.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from nwor_ops.vllm.recurrent.layer import OneStateLayer, put_in_place
 
 
 class OneStateKimiDeltaNet(OneStateLayer, vllm_layer.KimiGatedDeltaNetAttention):
-    """See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`. All windows come by the function that vLLM calls for
-    them, which its layer imports when it runs."""
+    """Replace vLLM's layer. See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`.
+
+    vLLM computes all windows with one function, which :func:`install` patches. vLLM's layer imports it when it runs.
+    """
 
     allow_neg_eigval = False
 
@@ -38,7 +40,10 @@ def _verified(
     out: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Batches of one: ``[1, T, ...]``. ``out`` is given where the batch has windows alone."""
+    """Verify the windows of a batch.
+
+    All tensors have a batch dimension of one: ``[1, T, ...]``. vLLM passes ``out`` if the batch has only windows.
+    """
     out = torch.empty_like(v) if out is None else out
     layer.verify(q[0], k[0], v[0], raw_g[0], raw_beta[0], out[0])
     return out

@@ -1,9 +1,9 @@
-"""A layer of vLLM's with one state per request: what all kinds of them have in common.
+"""Base class of vLLM layers with one state per request.
 
-Each kind has a subclass that vLLM creates instead of its own layer, through its registry of pluggable layers
-(``qwen``, ``kimi``, ``olmo``, ``glm``, ``bailing``). An engine that did not ask for one state runs vLLM's inherited
-code. Weights, projections, convolutions and prompts are vLLM's in any case. A window is one launch of
-:func:`nwor_ops.gated_delta_verify`.
+Each vLLM layer class has a subclass here (``qwen``, ``kimi``, ``olmo``, ``glm``, ``bailing``). vLLM creates the
+subclass instead, through its registry of pluggable layers. An engine that did not ask for one state runs the inherited vLLM
+code. vLLM's code also handles weights, projections, convolutions and prompts in every engine. A layer verifies the
+windows of a step with one launch of :func:`nwor_ops.gated_delta_verify`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from nwor_ops.vllm.recurrent.records import RecordGeometry, Records
 from nwor_ops.vllm.recurrent.supported import has_one_state
 from nwor_ops.vllm.support import wrap_once
 
-# On the state that vLLM hands to its kernel: whose it is, and its records. They go with the state: vLLM lets go of a
-# cache by emptying ``kv_cache``, which has the entries that vLLM's code unpacks.
+# Attributes of the state tensor that vLLM passes to its kernel: the layer that owns it, and its records. vLLM frees a
+# cache by emptying ``kv_cache``, so the records are freed with the state. ``kv_cache`` itself must keep exactly the
+# entries that vLLM's code unpacks.
 _OWNER, _RECORDS = "_nwor_layer", "_nwor_records"
 
 
 class OneStateLayer(PluggableLayer, MambaBase):
-    """See the module. List it before vLLM's class among the bases of a layer.
+    """A vLLM layer with one state per request. List this class before vLLM's class among the bases.
 
     Attributes:
         given_gates: whether vLLM computes the decays and betas of a window before its kernel.
-        one_state: whether this engine has it; all else only then.
-        geometry: of the record.
+        one_state: whether this engine has one state per request. If False, the attributes below are not set.
+        geometry: sizes of the record.
         layer_window: int64 ``[1]``, the number of the last window that this layer verified.
         allow_neg_eigval: whether beta is doubled. Only vLLM's OLMo hybrid has an attribute of this name.
-        gate_lower_bound: of the decays, or None. vLLM's Kimi Linear has an attribute of this name.
-        all_states: of an audit, ``[max_tokens, value_heads, dv, dk]``: the states that vLLM would have kept.
+        gate_lower_bound: lower bound of the logarithm of the decays, or None. vLLM's Kimi Linear has an attribute of
+            this name.
+        all_states: ``[max_tokens, value_heads, dv, dk]``, only with an audit: the states that vLLM would have kept.
         audit: the audit of this engine, or None.
     """
 
@@ -92,7 +94,7 @@ class OneStateLayer(PluggableLayer, MambaBase):
 
     @property
     def records(self) -> Records:
-        """Views of the cache, behind vLLM's states."""
+        """Views of the records, which follow vLLM's states in each page."""
         found: Records = getattr(self.kv_cache[1], _RECORDS)
         return found
 
@@ -111,14 +113,14 @@ class OneStateLayer(PluggableLayer, MambaBase):
         norm_eps: float = 0.0,
         gate_activation: str = "silu",
     ) -> None:
-        """The windows of this step: their tokens, in the order of the plan.
+        """Verify the windows of this step. The tokens must be in the order of the plan.
 
         Args:
-            q, k, v: ``[T, heads, width]``.
+            q, k, v: ``[T, heads, width]``, the tokens of all windows.
             a: ``[T, value_heads]``, or ``[T, value_heads, dk]`` with a decay per channel. With ``given_gates``, the
                 logarithms of the decays.
             b: ``[T, value_heads]``. With ``given_gates``, the betas.
-            out: ``[T, value_heads, dv]``; **mutated**, with gate and norm where there is a gate.
+            out: ``[T, value_heads, dv]``; **mutated**: the output, after norm and gate if there is a gate.
             gate, norm_weight, norm_eps, gate_activation: as for :func:`nwor_ops.gated_delta_verify`.
         """
         metadata = self.windows()
@@ -157,14 +159,14 @@ class OneStateLayer(PluggableLayer, MambaBase):
         )
 
     def windows(self) -> OneStateMetadata | None:
-        """Of this step, or None: there is no metadata, or no window."""
+        """Return the metadata of this step, or None if it has no windows."""
         by_layer = get_forward_context().attn_metadata
         found = by_layer.get(self.prefix) if isinstance(by_layer, dict) else None
         return found if isinstance(found, OneStateMetadata) and found.num_spec_decodes > 0 else None
 
 
 def most_window_tokens(vllm_config: Any) -> int:
-    """Tokens of the windows of one step, at most: those of a graph that is larger than the batch included."""
+    """Return the maximum number of window tokens in one step, including the padding of a CUDA graph."""
     most = vllm_config.scheduler_config.max_num_seqs * (vllm_config.num_speculative_tokens + 1)
     sizes = vllm_config.compilation_config.cudagraph_capture_sizes or ()
     return int(min((size for size in sizes if size >= most), default=most))
@@ -184,13 +186,14 @@ def put_in_place(
     verified: Callable[..., Any],
     owner_of: Callable[[Tensor], OneStateLayer | None] = owner_of_state,
 ) -> None:
-    """Make vLLM create our layer instead of its own, and give our layer its windows. Safe to call again.
+    """Make vLLM create our layer, and pass the windows to our layer. Safe to call again.
 
-    vLLM's registry has room for one class. :func:`.supported.problem_of` refuses an engine if it holds another.
+    vLLM's registry holds one class per layer. :func:`.supported.problem_of` refuses an engine if another plugin
+    registered a class.
 
     Args:
         layer: our class.
-        name: name of vLLM's class.
+        name: name of the vLLM class.
         module: module in which vLLM's code finds the function that computes its windows.
         recurrence: name of that function. Its argument ``initial_state`` is the layer's state.
         verified: takes our layer and the arguments of that function, all by keyword; returns the output.
@@ -201,7 +204,7 @@ def put_in_place(
 
     def handing_over(compute: Callable[..., Any]) -> Callable[..., Any]:
         def hand_over(*args: Any, **kwargs: Any) -> Any:
-            """vLLM's, but for the windows of a layer with one state: in batches that hold prompts, too."""
+            """Run vLLM's function, except for the windows of a layer with one state."""
             state = kwargs.get("initial_state")
             owner = None if state is None else owner_of(state)
             if owner is None or kwargs.get("num_accepted_tokens") is None:
@@ -214,16 +217,16 @@ def put_in_place(
 
 
 def watch_checkpoints() -> None:
-    """Tell the audit of a layer about each checkpoint that vLLM exports to its cache. Safe to call again."""
+    """Report each checkpoint that vLLM exports to a layer's cache to the layer's audit. Safe to call again."""
 
-    def telling(export: Callable[..., Any]) -> Callable[..., Any]:
-        def export_and_tell(exporter: Any, checkpoint: Any, **kwargs: Any) -> Any:
+    def reporting(export: Callable[..., Any]) -> Callable[..., Any]:
+        def export_and_report(exporter: Any, checkpoint: Any, **kwargs: Any) -> Any:
             result = export(exporter, checkpoint, **kwargs)
             owner = getattr(kwargs.get("recurrent_state"), _OWNER, None)
             if owner is not None and owner.audit is not None:
                 owner.audit.exported(owner, checkpoint, kwargs["recurrent_checkpoint"], kwargs.get("recurrent_rows"))
             return result
 
-        return export_and_tell
+        return export_and_report
 
-    wrap_once(vllm_checkpoint.MambaPrefillCheckpointExporter, "export", telling)
+    wrap_once(vllm_checkpoint.MambaPrefillCheckpointExporter, "export", reporting)

@@ -1,9 +1,11 @@
-"""vLLM's metadata of Gated DeltaNet, with the plan of the window in it.
+"""vLLM's metadata for Gated DeltaNet, extended by the plan of the window.
 
-A request has one block, so its ``K + 1`` columns of state indices are one column, repeated: the convolution reads the
-first, and how many there are. What replaces the others is the plan, made once per step and group by one launch, in a
-buffer that graphs know. Rows of the batch that are no window (prompts) are computed by vLLM's own kernels on the state
-itself: what their requests have pending is folded first, in all layers of the group at once.
+A request has one block, so its ``K + 1`` columns of state indices are one repeated column. The convolution reads the
+first column, and their number. A plan replaces the other columns. One launch per step and group computes it, in a
+buffer that CUDA graphs read.
+
+vLLM's kernels compute the other requests of a batch (prompts) on the state itself. Their pending rows are folded first,
+in all layers of the group with one launch.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests
 
 @dataclass
 class OneStateMetadata(GDNAttentionMetadata):
-    """Beside vLLM's: what :func:`nwor_ops.gated_delta_verify` follows.
+    """vLLM's metadata, and the plan for :func:`nwor_ops.gated_delta_verify`.
 
     Attributes:
-        plan: int32 ``[max_requests, 4]``, the builder's: a row per window of the batch, in the order of
+        plan: int32 ``[max_requests, 4]``, the builder's buffer: one row per window of the batch, in the order of
             ``spec_query_start_loc``.
-        window: int64 ``[1]``, the builder's.
-        batch_accepted: int32 ``[num_reqs]``, for each request of the batch.
+        window: int64 ``[1]``, the builder's buffer: the number of the window.
+        batch_accepted: int32 ``[num_reqs]``: tokens of the last window that stay, for each request of the batch.
     """
 
     plan: Tensor | None = None
@@ -41,12 +43,12 @@ class OneStateMetadata(GDNAttentionMetadata):
 
     @property
     def is_windows_only(self) -> bool:
-        """Whether every token of the batch is one of a window."""
+        """Whether every token of the batch belongs to a window."""
         return self.num_spec_decodes > 0 and self.num_prefills == 0 and self.num_decodes == 0
 
 
 class OneStateBackend(GDNAttentionBackend):
-    """See the module."""
+    """vLLM's attention back end with our metadata builder."""
 
     @staticmethod
     def get_builder_cls() -> type[GDNAttentionMetadataBuilder]:
@@ -54,17 +56,17 @@ class OneStateBackend(GDNAttentionBackend):
 
 
 class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
-    """One group's. :meth:`bind` comes before the first batch.
+    """Metadata builder of one KV-cache group. Call :meth:`bind` before the first batch.
 
     Attributes:
-        audit: what looks at each fold, or None.
+        audit: receives each fold, or None.
     """
 
     audit: StateAudit | None = None
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # vLLM's own test for both is the exact class.
+        # vLLM sets both only for its own class, not for subclasses.
         self.supports_update_block_table = True
         self.mamba_aligned_state_indices: Tensor | None = None
         self.layer_names = layer_names
@@ -73,26 +75,26 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self.plan = torch.zeros(rows, 4, dtype=torch.int32, device=device)
         self.window = torch.zeros(1, dtype=torch.int64, device=device)
         self._fold_plan = torch.zeros_like(self.plan)
-        # Of the windows planned last.
+        # First tokens and slots of the windows that were planned last.
         self.starts = torch.zeros(1, dtype=torch.int32, device=device)
         self.slots = torch.zeros(0, dtype=torch.int32, device=device)
-        self._batch_slots = self.slots  # of each request of the last batch
+        self._batch_slots = self.slots  # slot of each request of the last batch
         self._has_planned = False
-        self.steps = 0  # with windows, graphs' captures left out
+        self.steps = 0  # steps with windows, without captures of graphs
         self._group: GroupLayers | None = None
         self._refused: RefusedRequests | None = None
 
     def bind(self, group: GroupLayers, refused: RefusedRequests) -> None:
-        """The cache is there. ``refused`` counts for all groups."""
+        """Set the layers of the group once their cache is bound. All groups share ``refused``."""
         self._group, self._refused = group, refused
 
     @property
     def group(self) -> GroupLayers:
         if self._group is None:
-            raise RuntimeError("nwor: metadata of Gated DeltaNet layers was asked for before their cache was bound")
+            raise RuntimeError("nwor: vLLM builds metadata of Gated DeltaNet layers before their cache is bound")
         return self._group
 
-    def build(  # type: ignore[override]  # as vLLM's own
+    def build(  # type: ignore[override]  # as in vLLM's builder
         self,
         common_prefix_len: int,
         common_attn_metadata: Any,
@@ -129,29 +131,31 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         return made
 
     def _slots(self, block_table: Tensor) -> Tensor:
-        """The block that holds the state of each request, ``[num_reqs, 1]``: with prefix caching not the first.
+        """Return the block with the state of each request, ``[num_reqs, 1]``.
+
+        Without prefix caching, it is the first block of the request.
 
         Raises:
-            RuntimeError: with prefix caching vLLM has not said which.
+            RuntimeError: with prefix caching, vLLM has not set the blocks.
         """
         aligned = self.mamba_aligned_state_indices
         if aligned is None and self.vllm_config.cache_config.mamba_cache_mode == "align":
             raise RuntimeError(
-                "nwor: with prefix caching vLLM sets mamba_aligned_state_indices before it builds metadata of Gated "
-                "DeltaNet layers, and has not: which block holds a request's state is not known"
+                "nwor: with prefix caching, vLLM must set mamba_aligned_state_indices before it builds metadata of "
+                "Gated DeltaNet layers, but it is not set: the blocks of the requests' states are unknown"
             )
         return (block_table if aligned is None else aligned[: block_table.shape[0]])[:, :1]
 
     def _table(self, block_table: Tensor, slots: Tensor) -> Tensor:
         """Return the block table that vLLM's builder needs.
 
-        With prefix caching vLLM reads two things: the aligned indices, which it finds itself, and the blocks of
-        checkpoints, which it looks up in the whole table. Without, it takes the first columns of the table.
+        With prefix caching, vLLM reads the aligned indices, which it finds itself, and looks up the blocks of
+        checkpoints in the whole table. Without prefix caching, it takes the first columns of the table.
         """
         return block_table if self.vllm_config.cache_config.mamba_cache_mode == "align" else slots
 
     def take_planned(self) -> bool:
-        """Whether windows were planned since this was asked last."""
+        """Return whether windows were planned since the last call."""
         found, self._has_planned = self._has_planned, False
         return found
 
@@ -159,7 +163,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         """Fold the first row of windows of this step, and drop their other rows. Call it after the forward.
 
         Args:
-            places: int64 ``[E]``, places of their requests in the batch.
+            places: int64 ``[E]``, indices of the requests in the batch.
         """
         slots = self._batch_slots[places]
         self.group.fold(self._fold_plan, slots, slots, slots.new_ones(slots.shape))
@@ -167,14 +171,15 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             self.audit.folded(self.group, self._fold_plan[: slots.shape[0]], "tail_folds")
 
     def _planned(self, metadata: OneStateMetadata, slots: Tensor) -> OneStateMetadata:
-        """This group's plan in place of its state indices.
+        """Plan the windows of a batch, and replace the state indices with the plan.
 
         Args:
-            metadata: all but the plan, and for a batch of windows the indices, are this group's.
+            metadata: metadata of this group, without the plan. In a batch with only windows, the state indices may
+                be those of another group.
             slots: the block of each request of the batch.
         """
         self._batch_slots = slots
-        self._has_planned = False  # of an earlier batch that nobody asked about: a graph's capture, a warm-up
+        self._has_planned = False  # drop an earlier batch that no audit read: a graph's capture, a warm-up
         if not metadata.is_windows_only:
             self._fold(metadata, slots)
         if metadata.num_spec_decodes == 0:
@@ -187,7 +192,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         if not metadata.is_windows_only:
             assert metadata.spec_state_indices_tensor is not None
             slots = metadata.spec_state_indices_tensor[:, 0]
-        group, refused = self.group, self._refused  # the group says so where no cache is bound
+        group, refused = self.group, self._refused  # `group` raises if no cache is bound
         assert refused is not None
         self.slots, self.starts = slots[:windows], starts[: windows + 1]
         ops.plan_recurrent_window(
@@ -203,13 +208,16 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         refused.copy()
         self._has_planned = True
         self.steps += 1
-        # Where the plan writes is where the convolution goes on: padded rows, and those with a fault, have a zero.
+        # The convolution uses the slots that the plan writes. They are 0 for padded rows and for refused requests.
         indices = self.plan[: starts.shape[0] - 1, 3:].expand(-1, self.num_spec + 1)
         return replace(metadata, spec_state_indices_tensor=indices, plan=self.plan, window=self.window)
 
     def _fold(self, metadata: OneStateMetadata, slots: Tensor) -> None:
-        """Before vLLM's kernels compute tokens of a request: nothing is pending in its block afterwards, be it of this
-        request (a prompt's chunk of one token is verified like a draft) or of the block's former owner."""
+        """Fold the blocks of requests whose tokens vLLM's kernels compute in this step.
+
+        Rows may be pending from this request, because vLLM verifies a prompt chunk of one token like a draft. Or they
+        are from the previous owner of the block.
+        """
         if metadata.batch_accepted is None:
             return
         windows = metadata.spec_sequence_masks
@@ -221,7 +229,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self.audit.overwritten(self.group, slots)
         plan, has_state = self._fold_plan[: slots.shape[0]], metadata.has_initial_state
         if has_state is not None:
-            # What the block's former owner left is not looked at, and other layers may have had the block since.
+            # Do not compare what the previous owner left: layers of another group may have used the block since.
             begins = torch.zeros(slots.shape[0], dtype=torch.bool, device=slots.device)
             begins[slice(None) if windows is None else ~windows] = ~has_state
             plan = plan.masked_fill(begins[:, None], 0)

@@ -1,6 +1,6 @@
-"""vLLM's Gated DeltaNet of OLMo hybrid with one state per request: heads of other sizes, a beta that may be doubled.
+"""vLLM's Gated DeltaNet layer of OLMo hybrid with one state per request. It has other head sizes, and may double beta.
 
-Its convolutions of q, k and v are one in vLLM, with one state. The norm behind the recurrence stays vLLM's.
+vLLM merges the convolutions of q, k and v into one, with one state. vLLM's code runs the norm after the recurrence.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from nwor_ops.vllm.recurrent.layer import OneStateLayer, put_in_place
 
 
 class OneStateOlmoDeltaNet(OneStateLayer, vllm_layer.OlmoHybridGatedDeltaNetAttention):
-    """See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`. A batch of windows alone goes without vLLM's kernel of
-    decays and betas, and without its copies of q, k, v and the output."""
+    """Replace vLLM's layer. See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`.
+
+    A batch with only windows skips vLLM's kernel for decays and betas, and its copies of q, k, v and the output.
+    """
 
     _gates: tuple[Tensor, Tensor]  # a and b of the windows of this call
 
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
-        """Convolution and recurrence."""
+        """Run convolution and recurrence."""
         metadata = self.windows()
         if metadata is None:
             super()._forward_core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
@@ -34,7 +36,7 @@ class OneStateOlmoDeltaNet(OneStateLayer, vllm_layer.OlmoHybridGatedDeltaNetAtte
             assert picked is not None
             self._gates = a[:tokens].index_select(0, picked), b[:tokens].index_select(0, picked)
             super()._forward_core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
-            del self._gates  # a later call that lacks its own fails, and no memory is kept
+            del self._gates  # free the memory; a later call without gates then fails
             return
         indices = metadata.spec_state_indices_tensor
         assert indices is not None
@@ -71,8 +73,11 @@ def install() -> None:
 
 
 def _verified(layer: OneStateOlmoDeltaNet, *, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-    """The windows of a batch that holds prompts, too. Batches of one: ``[1, T, ...]``. q and k are repeated for each
-    value head, where there are fewer of them; decays and betas were made of ``a`` and ``b``."""
+    """Verify the windows of a batch that also holds prompts.
+
+    All tensors have a batch dimension of one: ``[1, T, ...]``. If there are fewer key heads than value heads, vLLM has
+    repeated q and k. It has also computed decays and betas, so take ``a`` and ``b`` from ``_gates``.
+    """
     out = torch.empty_like(v)
     share = v.shape[2] // layer.geometry.key_heads
     layer.verify(q[0, :, ::share], k[0, :, ::share], v[0], *layer._gates, out[0])

@@ -1,12 +1,12 @@
-"""One state per request: which engines may have it, and how it gets into vLLM.
+"""Install one state per request in vLLM.
 
-When a runner loads its model, :func:`prepare` looks at the configuration. Where that asks for one state, vLLM's
-registry of pluggable layers makes our layer in the place of its own, and the model's class says how large a page is
-with the records in it (``get_mamba_specs_from_config``, which vLLM asks for where a class has it). All else follows
-from the layer: its KV-cache spec, its attention back end, and with it the metadata builder. Once a cache is bound
-:func:`attach` gives the builders of its groups what they share.
+When a runner loads its model, :func:`prepare` checks the configuration. If it asks for one state, vLLM's registry of
+pluggable layers creates our layer. The model's class then reports the size of a page with records
+(``get_mamba_specs_from_config``, which vLLM calls if a class has it). Our layer selects the KV-cache spec, the
+attention back end and the metadata builder. After a cache is bound, :func:`attach` gives the builders of its groups
+their shared cursors.
 
-This module imports nothing of vLLM's at the top.
+This module does not import vLLM at the top.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _engines: weakref.WeakKeyDictionary[Any, OneState] = weakref.WeakKeyDictionary()
 
 
 def one_states() -> list[OneState]:
-    """What the engines of this process have; nothing for engines in other processes."""
+    """Return the states of the engines in this process. Engines in other processes are not included."""
     return list(_engines.values())
 
 
 class OneState:
-    """One engine's states.
+    """The states of one engine.
 
     Args:
-        runner: vLLM's, its cache bound.
-        builders: the metadata builders of its groups of layers with one state, bound.
-        geometry: of a record.
-        refused: what the builders' plans count.
-        aligned: with prefix caching, what copies states from block to block.
-        owners: with prefix caching or a KV connector, what clears the blocks that get a new owner.
+        runner: vLLM's runner, after its cache is bound.
+        builders: the metadata builders of its groups of layers with one state, after their ``bind``.
+        geometry: sizes of a record.
+        refused: the counter of refused requests that the builders' plans share.
+        aligned: copies states from block to block; only with prefix caching.
+        owners: clears the blocks that get a new owner; only with prefix caching or a KV connector.
         folds_tails: whether a state is folded after each last token of a prompt (:meth:`fold_tails`).
 
     Attributes:
-        audit: what compares every state, if the configuration asks for it.
+        audit: compares every state, if the configuration asks for it.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class OneState:
         self.blocks_per_request = sum(pages)
         self.blocks_before = self.blocks_per_request + drafts * sum(is_recurrent(spec) for spec in specs)
         self.states_before = drafts + 1
-        self.num_blocks = cache.num_blocks - 1  # the first is nobody's
+        self.num_blocks = cache.num_blocks - 1  # vLLM does not use the first block
         self.max_model_len = runner.max_model_len
         self._record_bytes = geometry.num_bytes
-        # vLLM packs layers of several page sizes into one block, and then has a spec for each layer of a group.
+        # If layers of several page sizes share a block, vLLM has a spec for each layer of a group.
         recurrent = next(spec for spec in specs if is_recurrent(spec))
         self._page_bytes = next(iter(iter_layer_specs(recurrent))).page_size_bytes
 
@@ -88,18 +88,18 @@ class OneState:
         return sum(len(builder.group.layers) for builder in self._builders)
 
     def counted(self) -> dict[str, int]:
-        """For the metrics; waits for the device. Every group plans every step."""
+        """Return the exact counters for the metrics. This synchronizes. Every group plans every step."""
         return self._counts(self._refused.now())
 
     def counted_lately(self) -> dict[str, int]:
-        """The same, as far as it is known without waiting."""
+        """Return the counters of the last copy to the host, without synchronizing."""
         return self._counts(self._refused.latest())
 
     def _counts(self, refused: int) -> dict[str, int]:
         return {"one_state_steps": self._builders[0].steps, "one_state_refused_requests": refused}
 
     def start_audit(self) -> StateAudit:
-        """Start to compare every state. The caller tells the returned audit of each forward."""
+        """Start to compare every state. The caller calls ``forwarded`` of the returned audit after each forward."""
         self.audit = StateAudit(self._builders)
         layers = [layer for builder in self._builders for layer in builder.group.layers.values()]
         for thing in (*self._builders, *layers, self._aligned, self._owners):
@@ -112,8 +112,8 @@ class OneState:
         """Fold the state of each prompt that ran as a window in this step. Call it between forward and sampling.
 
         vLLM runs one token of a prompt as a window and pads it with placeholder drafts. So K + 1 rows are pending, and
-        the first counts. vLLM may give this block to another request, and a KV connector may export it, at the end of
-        the prompt. Neither knows about pending rows.
+        only the first is valid. At the end of the prompt, vLLM may give this block to another request, and a KV
+        connector may export it. Neither knows about pending rows.
         """
         tails = input_batch.prefill_runs_as_decode_np
         if tails is None or not tails.any():
@@ -127,7 +127,7 @@ class OneState:
 
     @property
     def requests_before(self) -> int:
-        """Requests of the longest length that fit with vLLM's states, whose pages have no record."""
+        """Number of requests of ``max_model_len`` tokens that fit with vLLM's states and pages."""
         blocks = self.num_blocks * self._page_bytes // (self._page_bytes - self._record_bytes)
         return blocks // self.blocks_before
 
@@ -141,14 +141,14 @@ class OneState:
         )
 
 
-# ---------------------------------------------------------------- getting in
+# ---------------------------------------------------------------- installing
 
 
 def prepare(vllm_config: Any, logger: Any) -> None:
-    """Before a model's layers are made.
+    """Install our layers and page sizes if the engine asks for one state. Call it before vLLM creates the layers.
 
     Raises:
-        RuntimeError: one state was asked for and cannot be.
+        RuntimeError: one state was asked for, but the configuration does not support it.
     """
     if not _check(vllm_config, logger):
         return
@@ -164,7 +164,7 @@ def prepare(vllm_config: Any, logger: Any) -> None:
 def add_records(model: Any) -> None:
     """Make a model's class report its page sizes with the records. Safe to call again.
 
-    vLLM asks ``get_mamba_specs_from_config`` if the class has it. Most classes do not; their single spec follows from
+    vLLM calls ``get_mamba_specs_from_config`` if the class has it. Most classes do not; their single spec follows from
     the shape and dtype of the state.
     """
     given = getattr(model, "get_mamba_specs_from_config", None)
@@ -190,13 +190,18 @@ def add_records(model: Any) -> None:
 
 
 def attach(runner: Any, logger: Any, profiling: bool) -> None:
-    """Give the layers of a runner whose cache was just bound what they share.
+    """Give cursors to the layers of a runner. Call it after vLLM bound a cache.
+
+    Args:
+        runner: vLLM's V2 runner.
+        logger: vLLM's logger.
+        profiling: whether the cache only serves to measure memory; then bind the layers and nothing else.
 
     Raises:
-        RuntimeError: the model's recurrent layers are not those that this is for.
+        RuntimeError: the model has recurrent layers that one state does not support.
     """
     vllm_config = runner.vllm_config
-    if not _check(vllm_config, logger):  # again: not every runner of vLLM's loads its model by the method of its class
+    if not _check(vllm_config, logger):  # again, because a runner may load its model without our patch of load_model
         return
     _engines.pop(runner, None)
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
@@ -239,7 +244,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
 
 
 def _align(runner: Any, groups: list[tuple[GroupLayers, Tensor]], drafts: int) -> AlignedStates:
-    """Make copies of states between blocks fold the pending rows."""
+    """Make vLLM's copies of states between blocks fold the pending rows."""
     state = runner.model_state
     aligned = AlignedStates(state._mamba_ctx, groups, drafts)
     preprocess = type(state).preprocess_state.__get__(state)
@@ -253,8 +258,10 @@ def _align(runner: Any, groups: list[tuple[GroupLayers, Tensor]], drafts: int) -
 
 
 def folding_tails(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the ``execute_model`` of vLLM's V2 runner: fold the ends of prompts after the forward, in engines that need
-    it. See :meth:`OneState.fold_tails`."""
+    """Return a patch of the V2 runner's ``execute_model`` that folds the ends of prompts after the forward.
+
+    It has an effect only in engines that need it. See :meth:`OneState.fold_tails`.
+    """
 
     def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = execute(self, *args, **kwargs)
@@ -267,13 +274,17 @@ def folding_tails(execute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def audit(runner: Any, session: Session) -> None:
-    """Where there is one state per request: compare it, too."""
+    """Audit the states too, in a session of an engine with one state per request."""
     if runner in _engines:
         session.subscribe(forwarded=_engines[runner].start_audit().forwarded)
 
 
 def audit_alone(runner: Any) -> bool:
-    """Compare the states of an engine whose attention layers cannot be watched; whether there are such states."""
+    """Audit only the states, in an engine whose attention layers are not supported.
+
+    Returns:
+        Whether the engine has one state per request. If not, nothing is done.
+    """
     if runner not in _engines:
         return False
     audit, execute = _engines[runner].start_audit(), type(runner).execute_model.__get__(runner)
@@ -288,10 +299,12 @@ def audit_alone(runner: Any) -> bool:
 
 
 def _check(vllm_config: Any, logger: Any) -> bool:
-    """Whether there is something to do.
+    """Return whether the engine asks for one state per request and supports it.
+
+    With ``on_unsupported="vanilla"``, log a warning instead of raising.
 
     Raises:
-        RuntimeError: it was asked for and cannot be done, with the reason. Where that was asked for, it is only said.
+        RuntimeError: one state was asked for, but is not supported; with the reason.
     """
     config = NworConfig.load(vllm_config.additional_config)
     if not config.recurrent:

@@ -1,4 +1,4 @@
-"""vLLM's Gated DeltaNet of Qwen3-Next and Qwen3.5 with one state per request."""
+"""vLLM's Gated DeltaNet layer of Qwen3-Next and Qwen3.5 with one state per request."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from nwor_ops.vllm.recurrent.metadata import OneStateMetadata
 
 
 class OneStateGatedDeltaNet(OneStateLayer, vllm_layer.QwenGatedDeltaNetAttention):
-    """See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`. A batch of windows alone goes without vLLM's copies of
-    q, k, v and the output."""
+    """Replace vLLM's layer. See :class:`~nwor_ops.vllm.recurrent.layer.OneStateLayer`.
+
+    A batch with only windows skips vLLM's copies of q, k, v and the output.
+    """
 
     allow_neg_eigval = False
 
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> Any:
-        """Convolution and recurrence."""
+        """Run convolution and recurrence."""
         metadata = self.windows()
         if metadata is None or not metadata.is_windows_only:
             return super()._forward_core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
-        # The convolution, and then the method below: without a gate, as there is none here.
+        # This runs the convolution and then the method below. The empty gate means: no gate here.
         return self._forward_core_decode_spec_fused_norm(
             mixed_qkv=mixed_qkv,
             b=b,
@@ -42,7 +44,7 @@ class OneStateGatedDeltaNet(OneStateLayer, vllm_layer.QwenGatedDeltaNetAttention
         core_attn_out: Tensor,
         attn_metadata: Any,
     ) -> None:
-        """Recurrence, gate and norm, where vLLM has one kernel for them; with an empty gate the recurrence alone."""
+        """Run recurrence, gate and norm, for which vLLM has one kernel. With an empty gate, run only the recurrence."""
         if isinstance(attn_metadata, OneStateMetadata):
             self._verify_packed(mixed_qkv, b, a, core_attn_out, output_gate if output_gate.numel() else None)
             return
@@ -81,7 +83,10 @@ def install() -> None:
 
 
 def _verified(layer: OneStateLayer, *, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **_: Any) -> Tensor:
-    """The windows of a batch that holds prompts, too. Batches of one: ``[1, T, ...]``, but for ``a`` and ``b``."""
+    """Verify the windows of a batch that also holds prompts.
+
+    ``q``, ``k`` and ``v`` have a batch dimension of one: ``[1, T, ...]``. ``a`` and ``b`` have none.
+    """
     out = torch.empty_like(v)
     layer.verify(q[0], k[0], v[0], a, b, out[0])
     return out

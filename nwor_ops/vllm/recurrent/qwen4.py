@@ -1,7 +1,7 @@
 """Qwen3.8-Flash-Next with one state per request: Qwen's Gated DeltaNet, and PLE, a short convolution.
 
 vLLM requires one number of speculative blocks for all recurrent groups of a model. PLE has one state in any case: it
-reads only the first block of a request and finds the accepted rows inside it. So its groups need no such blocks either.
+reads only the first block of a request and finds the accepted rows there. So its groups need no such blocks either.
 """
 
 from __future__ import annotations

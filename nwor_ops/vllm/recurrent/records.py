@@ -1,7 +1,7 @@
-"""What one page of a layer holds beside its states: the record of the request's last window.
+"""Layout of a page: vLLM's states of a layer, and after them the record of the request's last window.
 
-The states come first, as vLLM lays them out; the records follow, in the order in which their sizes keep 16-byte
-alignment. A page belongs to a block, so a record moves with its state.
+The parts of a record are in the order that keeps 16-byte alignment. A page belongs to a block, so a record moves with
+its state.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Models of KDA whose sizes have the names of Gated DeltaNet's. (Others have a `linear_attn_config`.)
+# KDA models whose configuration names sizes as Gated DeltaNet models do. (Others have a `linear_attn_config`.)
 PER_CHANNEL = ("AliceAIForCausalLM",)
-# Models of KDA with as many heads, as wide, as in their attention.
+# KDA models whose recurrent heads have the number and width of their attention heads.
 BAILING_MODELS = ("BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration")
 
 
 class Records(NamedTuple):
-    """A layer's, as :func:`nwor_ops.gated_delta_verify` takes them."""
+    """The record of one layer, as :func:`nwor_ops.gated_delta_verify` takes it."""
 
     keys: Tensor
     norms: Tensor
@@ -34,9 +34,10 @@ class RecordGeometry:
 
     Attributes:
         rows: tokens of the longest window, K + 1.
-        key_heads, value_heads, key_width, value_width: of the layer.
-        key_dtype: of its keys.
-        per_channel: a decay for each channel of a key (KDA), not one for the head.
+        key_heads, value_heads: number of heads of the layer on this rank.
+        key_width, value_width: elements per head.
+        key_dtype: dtype of the keys.
+        per_channel: whether each channel of a key has a decay (KDA). If False, each head has one.
     """
 
     rows: int
@@ -49,7 +50,7 @@ class RecordGeometry:
 
     @classmethod
     def of(cls, vllm_config: Any) -> RecordGeometry:
-        """Of every recurrent layer of an engine's model: their sizes are in the model's configuration."""
+        """Return the geometry of an engine's recurrent layers, from the model's configuration."""
         config, ranks = vllm_config.model_config.hf_text_config, vllm_config.parallel_config.tensor_parallel_size
         rows, dtype = vllm_config.num_speculative_tokens + 1, vllm_config.model_config.dtype
         if hasattr(config, "linear_num_heads"):  # GLM-5.3-Flash
@@ -76,7 +77,7 @@ class RecordGeometry:
 
     @property
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part of a slot, in the order of the page."""
+        """Shape and dtype of each part of a record, in the order of the page."""
         rows, keys, values = self.rows, self.key_heads, self.value_heads
         channels = (self.key_width,) if self.per_channel else ()
         return {
@@ -88,22 +89,22 @@ class RecordGeometry:
 
     @property
     def num_bytes(self) -> int:
-        """Of a slot."""
+        """Bytes of one record."""
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.parts.values())
 
     def extend(self, spec: Any) -> Any:
-        """A layer's ``MambaSpec`` with the records in its pages, and one state per request."""
+        """Return a layer's ``MambaSpec`` with records in its pages and one state per request."""
         shapes, dtypes = zip(*self.parts.values(), strict=True)
         return dataclasses.replace(
             spec, shapes=(*spec.shapes, *shapes), dtypes=(*spec.dtypes, *dtypes), num_speculative_blocks=0
         )
 
     def bind(self, pages: Tensor, offset: int) -> Records:
-        """The record in each page.
+        """Return views of the record in each page.
 
         Args:
             pages: int8 ``[num_slots, page_bytes]``.
-            offset: bytes that the states take.
+            offset: offset of the record in a page, which is the size of the states, in bytes.
         """
         found = {}
         for name, (shape, dtype) in self.parts.items():

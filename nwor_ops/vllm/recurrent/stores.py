@@ -1,18 +1,18 @@
-"""Keep states with a record apart from vanilla vLLM's wherever KV connectors share pages between engines.
+"""Keep pages with a record apart from vanilla vLLM's pages when KV connectors share pages between engines.
 
-A page with one state per request has another size than vLLM's, and a request has one such page in place of K + 1. The
-keys of vLLM's shared stores and the handshakes of its transfers include neither. So each of them gets one more part,
-for engines that have one state: the number of rows and bytes of a record. An engine then finds no page of an engine
-with another layout, and a transfer between two such engines fails when they connect.
+A page with one state per request has another size than vLLM's page, and a request has one page instead of K + 1. In
+vLLM, keys of shared stores and handshakes of transfers include neither fact. So engines with one state add a
+part to each of them: the number of rows and bytes of a record. An engine then never finds a page with another layout,
+and a transfer between engines with different layouts fails when they connect.
 
-| connector | what differs | seen as |
+| connector | what differs | effect |
 |---|---|---|
 | OffloadingConnector (tiers of files, objects and peers) | the model's name in the keys | no hits |
 | MooncakeStoreConnector | ``cache_prefix`` | no hits |
 | NIXL | the compatibility hash of the handshake | the handshake fails |
 | MooncakeConnector | the names of the registered layers | the transfer fails |
 
-This module imports nothing of vLLM's at the top.
+This module does not import vLLM at the top.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nwor_ops.vllm.support import wrap_once
 
 
 def layout_of(vllm_config: Any) -> str:
-    """Name the layout of an engine's pages; empty for engines with vLLM's own."""
+    """Return a name for the layout of an engine's pages, or an empty string for vLLM's layout."""
     if not has_one_state(vllm_config):
         return ""
     geometry = RecordGeometry.of(vllm_config)
@@ -90,7 +90,7 @@ def _wrap_mooncake(module: ModuleType) -> None:
     wrap_once(getattr(module, "MooncakeConnectorWorker", None), "register_kv_caches", wrapper)
 
 
-# What is done to which of vLLM's modules once it is imported.
+# Patches by vLLM module. Each runs once vLLM has imported the module.
 PATCHES: dict[str, Callable[[ModuleType], None]] = {
     CONNECTOR_HOOKS["OffloadingConnector"].module: _wrap_offloading,
     CONNECTOR_HOOKS["NixlConnector"].module: _wrap_nixl,

@@ -1,4 +1,4 @@
-"""Which engines may have one state per request: what of vLLM's is relied upon, and what is refused."""
+"""Decide which engines support one state per request: hooks by layer class, and the checks of a configuration."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _PLE = "vllm.models.qwen4_exp.nvidia.ple_layer"
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A class of vLLM's layers that may have one state per request.
+    """A vLLM layer class that supports one state per request.
 
     Attributes:
-        name: name of the class.
-        ours: module of the class that takes its place.
-        hooks: vLLM functions that are overridden, called or relied upon for this class only.
+        name: name of the vLLM class.
+        ours: module of the class that replaces it.
+        hooks: vLLM functions that this plugin overrides, calls or relies on for this class only.
         installer: module with the function ``install``; ``ours`` by default.
         without_record: names of other recurrent classes in such models. They already keep one state per request, so
             they need no record.
@@ -55,7 +55,7 @@ class LayerKind:
     without_record: tuple[str, ...] = ()
 
     def install(self) -> None:
-        """Make vLLM create our class instead of its own. See :func:`~nwor_ops.vllm.recurrent.layer.put_in_place`."""
+        """Make vLLM create our class. See :func:`~nwor_ops.vllm.recurrent.layer.put_in_place`."""
         importlib.import_module(self.installer or self.ours).install()
 
 
@@ -143,7 +143,7 @@ OLMO = LayerKind(
         Hook(_LAYERS + "abstract", "MambaBase.get_kv_cache_spec", "vllm_config"),
     ),
 )
-# vLLM's package of this model imports what a CPU installation may lack.
+# vLLM's package for this model has imports that a CPU installation may lack.
 GLM = LayerKind(
     "Glm5NextLinearAttention",
     "nwor_ops.vllm.recurrent.glm",
@@ -188,7 +188,7 @@ BAILING = LayerKind(
         Hook(_LAYERS + "abstract", "MambaBase.get_kv_cache_spec", "vllm_config"),
     ),
 )
-_KINDS = {  # all other architectures have Qwen's layer
+_KINDS = {  # all other supported architectures have Qwen's layer
     "Qwen4ExpForCausalLM": QWEN4,
     "Qwen4ExpForConditionalGeneration": QWEN4,
     "KimiLinearForCausalLM": KIMI,
@@ -202,11 +202,11 @@ _KINDS = {  # all other architectures have Qwen's layer
 
 
 def kind_of(vllm_config: Any) -> LayerKind:
-    """Of the recurrent layers of an engine's model, which is one of ``ONE_STATE_MODELS``."""
+    """Return the layer class of an engine's model. The model must be one of ``ONE_STATE_MODELS``."""
     return _KINDS.get(vllm_config.model_config.architecture, QWEN)
 
 
-# What of vLLM's is overridden, called or relied upon for any of them.
+# vLLM functions that this plugin overrides, calls or relies on for every layer class.
 _COMMON_HOOKS = (
     Hook(_LAYERS + "abstract", "MambaBase.bind_kv_cache", "kv_cache"),
     Hook(_LAYERS + "abstract", "MambaBase.get_attn_backend", ""),
@@ -254,7 +254,7 @@ _V1 = "vllm.distributed.kv_transfer.kv_connector.v1."
 _NIXL = Hook(
     _V1 + "nixl.base_worker", "compute_nixl_compatibility_hash", "vllm_config, attn_backend_name, transfer_mode"
 )
-# What recurrent/stores.py wraps, by KV connector. Checked only for the connectors of an engine.
+# vLLM functions that recurrent/stores.py patches, by KV connector. Only those of an engine's connectors are checked.
 CONNECTOR_HOOKS = {
     "OffloadingConnector": Hook(
         _V1 + "offloading_connector", "build_offloading_config", "vllm_config, kv_cache_config"
@@ -296,7 +296,7 @@ def _state_dtype(vllm_config: Any) -> Any:
 
 
 def _registered(kind: LayerKind) -> type | None:
-    """What vLLM would make in the place of its layer, if not its own."""
+    """Return the class that vLLM's registry holds for the layer, or None."""
     from vllm.model_executor.custom_op import op_registry_oot
 
     found: type | None = op_registry_oot.get(kind.name)
@@ -304,7 +304,7 @@ def _registered(kind: LayerKind) -> type | None:
 
 
 def problem_of(vllm_config: Any) -> str | None:
-    """None, or why an engine of this configuration cannot have one state per request."""
+    """Return why this configuration does not support one state per request, or None if it does."""
     try:
         check_engine(vllm_config, vllm_config.device_config.device_type, ONE_STATE)
         check_state_connectors(vllm_config)
@@ -323,6 +323,6 @@ def _problem_of_connectors(vllm_config: Any) -> str | None:
 
 
 def has_one_state(vllm_config: Any) -> bool:
-    """Whether an engine of this configuration asks for it, and can have it."""
+    """Return whether this configuration asks for one state per request and supports it."""
     wanted = NworConfig.load(vllm_config.additional_config).recurrent and vllm_config.speculative_config is not None
     return wanted and problem_of(vllm_config) is None
