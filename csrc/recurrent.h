@@ -1,5 +1,5 @@
-// Family recurrent: what its ops may be given, and what one request of a plan comes to. The CPU kernels loop
-// over these functions and the CUDA kernels call them in each thread, so the two cannot drift apart.
+// Family recurrent: checks of the arguments, and the plan of one request. The CPU kernels loop over these
+// functions, and the CUDA kernels call them in each thread, so both devices behave the same.
 #pragma once
 
 #include <algorithm>
@@ -16,17 +16,17 @@
 
 namespace nwor {
 
-// Rows of a record, and tokens of a window, at most.
+// Maximum number of rows of a record, and of tokens of a window.
 constexpr int64_t kMostRecordRows = 32;
 
 // ---------------------------------------------------------------- plans
 
-// A row of a plan. All zeros: nobody's.
+// A row of a plan. All zeros: padding.
 struct RecurrentRow {
-    int32_t source, rows, half, target;  // slot, rows to replay, the half of the record they are in, slot
+    int32_t source, rows, half, target;  // slot read, rows to reapply, their half, slot written
 
     NWOR_HOST_DEVICE bool any() const { return target > 0; }
-    // Where a window records.
+    // The half of the record that the window writes.
     NWOR_HOST_DEVICE int32_t next_half() const { return 1 - half; }
 };
 
@@ -47,7 +47,7 @@ struct RecurrentPlan {
     }
 };
 
-// What is pending in each slot.
+// The pending rows of each slot: their number, and their half of the record.
 struct RecurrentCursors {
     int32_t* data;  // [length, 2]
     int64_t length;
@@ -86,8 +86,8 @@ struct RecurrentWindowArguments {
     int64_t num_requests, record_rows;
     Ids state_slots;
     const int32_t *query_start_loc, *num_accepted;
-    const bool* is_window;  // null: all are
-    int64_t* num_refused;   // null: nobody counts
+    const bool* is_window;  // null: all requests have windows
+    int64_t* num_refused;   // null: refused requests are not counted
 };
 
 inline RecurrentWindowArguments check_recurrent_window(
@@ -126,10 +126,10 @@ inline RecurrentWindowArguments check_recurrent_window(
     return a;
 }
 
-// What a request comes to. It is all read before anything is stored.
+// The plan and the new cursor of one request. All requests are read before anything is stored.
 struct RecurrentWindowStep {
-    Found found;       // a problem: a row of zeros, and the cursor stays
-    RecurrentRow row;  // of the plan
+    Found found;       // with a problem, the row is zero and the cursor stays
+    RecurrentRow row;  // row of the plan
     bool sets_cursor;
     int32_t slot, cursor_rows, cursor_half;
 };
@@ -198,10 +198,10 @@ inline RecurrentFoldPlanArguments check_recurrent_fold_plan(const char* op, cons
     return a;
 }
 
-// What an entry comes to: a row of the plan, and slots where nothing is pending afterwards (0 = none). All
-// entries are read before anything is stored.
+// The plan of one entry, and the slots where nothing is pending afterwards (0 = none). All entries are read
+// before anything is stored.
 struct RecurrentFoldStep {
-    Found found;  // a problem: a row of zeros, and the cursors stay
+    Found found;  // with a problem, the row is zero and the cursors stay
     RecurrentRow row;
     int32_t cleared_target, cleared_source;
 };
@@ -234,10 +234,10 @@ NWOR_HOST_DEVICE inline RecurrentFoldStep fold_step_of(const RecurrentFoldPlanAr
 
 // ---------------------------------------------------------------- states and records
 
-// States [S, V, dv, dk] of one layer, contiguous within a slot. Strides of slots in elements, here and below.
+// States [S, V, dv, dk] of one layer, contiguous within a slot. Here and below, strides are in elements.
 struct RecurrentStates {
     char* data;
-    bool is_bfloat16;  // else float32
+    bool is_bfloat16;  // false: float32
     int64_t slot_stride;
     int64_t num_slots, num_value_heads, value_width, key_width;
 
@@ -246,8 +246,8 @@ struct RecurrentStates {
     }
 };
 
-// The record of one layer: keys [S, 2, K, H, dk], norms [S, 2, K, H], decays [S, 2, K, V] or with dk channels
-// behind, values [S, K, V, dv], contiguous within a slot.
+// The record of one layer, contiguous within a slot: keys [S, 2, W, H, dk], norms [S, 2, W, H], decays
+// [S, 2, W, V] or [S, 2, W, V, dk], values [S, W, V, dv].
 struct RecurrentRecord {
     char* keys;
     float *norms, *decays, *values;
@@ -256,7 +256,7 @@ struct RecurrentRecord {
     int64_t rows, num_key_heads, num_value_heads, key_width, value_width;
     bool per_channel;
 
-    // Each is the place of the first element of a head's row.
+    // Each function returns the offset of the first element of a head's row.
     NWOR_HOST_DEVICE int64_t norm_offset(int64_t slot, int64_t half, int64_t row, int64_t key_head) const {
         return slot * norms_stride + (half * rows + row) * num_key_heads + key_head;
     }
@@ -272,7 +272,7 @@ struct RecurrentRecord {
     }
 };
 
-// Checks that all but the first dimension lie as in a contiguous tensor, and that slots do not overlap.
+// Checks that each slot is contiguous, and that slots do not overlap.
 inline void check_contiguous_within_slot(const Argument& a) {
     const auto sizes = a.tensor.sizes(), strides = a.tensor.strides();
     int64_t expected = 1;
@@ -316,7 +316,7 @@ inline RecurrentStates states_view(const Argument& a) {
             t.size(3)};
 }
 
-// What has the dtype of a layer's inputs.
+// Checks a tensor with the dtype of a layer's inputs.
 inline void check_inputs(const Argument& a) {
     check_floats(a);
     if (a.tensor.is_cuda() && a.tensor.scalar_type() == ScalarType::Float)
@@ -363,7 +363,7 @@ inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates
     return r;
 }
 
-// Of a row of a plan that a state or a record cannot follow.
+// Returns the problem of a row of a plan that does not fit the states or the record.
 NWOR_HOST_DEVICE inline Found problem_of_plan(const RecurrentRow& row, int64_t i, int64_t num_slots,
                                               int64_t record_rows) {
     if (!row.any()) return {};
@@ -376,7 +376,7 @@ NWOR_HOST_DEVICE inline Found problem_of_plan(const RecurrentRow& row, int64_t i
 
 // ---------------------------------------------------------------- gated_delta_verify
 
-// Rows [T, heads, width] with the width contiguous. Strides in elements.
+// Rows [T, heads, width], contiguous along the width. Strides are in elements.
 struct HeadsView {
     char* data;
     int64_t token_stride, head_stride;
@@ -386,7 +386,7 @@ struct HeadsView {
     }
 };
 
-// Numbers of a dtype that is looked at for each of them. Strides in elements.
+// Numbers whose dtype is checked at each access. Strides are in elements.
 struct Floats {
     const void* data;
     ScalarType dtype;
@@ -416,7 +416,7 @@ struct VerifyArguments {
     ScalarType dtype;  // of out, q, k, v, gate and the record's keys
     int64_t num_tokens, num_requests;
     HeadsView q, k, v, out;
-    HeadsView gate;  // of the norm; data is null without
+    HeadsView gate;  // gate after the norm; data is null without a gate
     DecayForm decay_form;
     Floats a, b;
     Floats A_log, dt_bias;  // with kGiven any readable memory: a kernel may load from it, but uses no value
@@ -550,8 +550,8 @@ inline VerifyArguments check_verify(
     return c;
 }
 
-// What request q, of tokens begin to end, cannot be given. They are known to lie inside only where there is
-// none.
+// Returns the problem of request q, whose tokens are begin to end. They lie inside the tensors only if
+// there is none.
 NWOR_HOST_DEVICE inline Found problem_of_request(const VerifyArguments& c, int64_t q, int64_t begin,
                                                  int64_t end, const RecurrentRow& row) {
     if (begin < 0 || end < begin) return {kQueriesDecrease, q, end, begin};
@@ -563,7 +563,7 @@ NWOR_HOST_DEVICE inline Found problem_of_request(const VerifyArguments& c, int64
 
 // ---------------------------------------------------------------- gated_delta_fold
 
-// Where a layer's tensors begin; the rest is the same for all.
+// Addresses of one layer's tensors. Shapes and strides are the same for all layers.
 struct FoldLayer {
     char* states;
     const char* keys;
@@ -577,7 +577,7 @@ struct FoldArguments {
     RecurrentRecord record;  // of the first layer
     std::vector<FoldLayer> layers;
     RecurrentPlan plan;
-    const int64_t* window;  // null: all layers are folded, and none is marked
+    const int64_t* window;  // null: fold all layers and mark none
 };
 
 inline void check_same_layout(const Argument& a, const char* list, const Tensor& first) {
@@ -658,7 +658,7 @@ inline FoldArguments check_fold(const char* op, const std::vector<Tensor>& state
             argument(i).same_device(first);
             if (i < kLists - 1) check_same_layout(argument(i), lists[i].name, lists[i].tensors[0]);
         }
-        // A state shares no memory with what is read of its layer, nor with another layer's.
+        // A state must not share memory with its record, or with the state of another layer.
         placed.emplace_back("states", states[layer]);
         for (size_t other = 0; other < layer; ++other) must_not_overlap(op, placed[layer], placed[other]);
         for (size_t i = 1; i < kLists; ++i)

@@ -1,4 +1,4 @@
-"""What the arguments of the family recurrent must be."""
+"""Shapes and dtypes of the arguments of the recurrent ops."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Recurrent states of linear attention as a transaction: one state a request, and a record of its last window.
+"""Recurrent states of linear attention as a transaction: one state per request, and a record of its last window.
 
     cache = RecurrentCache.new(num_slots=..., max_window=K + 1, num_key_heads=..., num_value_heads=..., ...)
     states = RecurrentStates(max_num_requests=..., device=...)
@@ -9,14 +9,14 @@
     ...  out = states.verify("layers.0", q, k, v, a, b, A_log, dt_bias)   # in each layer
     states.commit(num_accepted)                                           # after sampling
 
-A rejected draft cannot be taken out of a recurrent state, so the usual scheme keeps the state after each of the K + 1
-tokens of a window. Here the tokens of a window never reach the state: what each would add to it is recorded, in about a
-hundredth of its size, and the next window's kernel replays the accepted ones on its way. Until then they are *pending*.
-docs/recurrent.md says what is the same to the bit.
+A rejected draft token cannot be removed from a recurrent state. So the usual scheme keeps the state after each of the
+K + 1 tokens of a window. Here the tokens of a window do not change the state. A record stores what each token would add
+to it, in about a hundredth of the state's size. The kernel of the next window reapplies the accepted rows. Until then
+they are *pending*. docs/recurrent.md says which results are bit-identical.
 
-Between begin and commit nothing is allocated but an output that was not given, nothing waits for the device, and
-nothing depends on a value that only the host has: ``verify`` may run eagerly, be traced by ``torch.compile`` or be
-captured in a CUDA graph.
+Between begin and commit, the only allocation is ``verify``'s output if the caller passes none. Nothing synchronizes,
+and nothing depends on values that only the host has. So ``verify`` may run eagerly, be traced by ``torch.compile``, or
+be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -39,22 +39,31 @@ _MOST_ROWS = 32  # kMostRecordRows in csrc/recurrent.h
 
 @dataclass(frozen=True)
 class RecurrentCache:
-    """One layer's states and records, a slot for each request.
+    """States and records of one layer, with one slot per request.
 
-    Use :meth:`new`, or :meth:`beside` where the states are yours, or give all five tensors, which may be views of an
-    engine's pages: any distance from slot to slot, contiguous within one. Slot 0 is nobody's.
+    Use :meth:`new` to allocate everything, or :meth:`beside` to add records to existing states. Or pass all five
+    tensors, which may be views of an engine's pages: any stride between slots, contiguous within a slot. Slot 0 is
+    padding.
 
-    Letters: S slots, W rows of a record (tokens of the longest window, K + 1), H key heads, HV value heads.
+    Letters: S slots, W rows of a record (tokens of the longest window, K + 1), H key heads, HV value heads, dk and dv
+    elements per key and value head.
 
     Args:
         state: float32 or bfloat16 ``[S, HV, dv, dk]``.
-        record_keys: ``[S, 2, W, H, dk]``, of the dtype of the layer's keys: bfloat16, float16, or, on the CPU, float32.
+        record_keys: ``[S, 2, W, H, dk]``, dtype of the layer's keys: bfloat16, float16 or, only on the CPU, float32.
         record_norms: float32 ``[S, 2, W, H]``.
-        record_decays: float32 ``[S, 2, W, HV]``; ``[S, 2, W, HV, dk]`` for layers with a decay per channel (KDA).
+        record_decays: float32 ``[S, 2, W, HV]``, or ``[S, 2, W, HV, dk]`` for layers with a decay per channel (KDA).
         record_values: float32 ``[S, W, HV, dv]``.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not go together.
+        ValueError, TypeError: shapes, dtypes or devices do not match.
+
+    Example:
+        >>> cache = RecurrentCache.new(
+        ...     num_slots=3, max_window=4, num_key_heads=1, num_value_heads=2, key_size=64, value_size=64
+        ... )
+        >>> cache.state.shape, cache.num_slots, cache.max_window
+        (torch.Size([3, 2, 64, 64]), 3, 4)
     """
 
     state: Tensor
@@ -78,21 +87,22 @@ class RecurrentCache:
         per_channel: bool = False,
         device: torch.device | str = "cpu",
     ) -> RecurrentCache:
-        """Allocate states of zeros, and records.
+        """Allocate states and records, filled with zeros.
 
         Args:
-            num_slots: one for each request that may hold a state, and slot 0.
-            max_window: tokens of the longest window: K drafts and 1. At most 32.
-            num_key_heads, num_value_heads: of the layer; the latter a multiple of the former, neighbouring value heads
-                share a key head.
-            key_size, value_size: widths of its heads. There are kernels for keys of 64, 96, 128 or 256 and values of
-                64, 128, 192 or 256; :meth:`RecurrentStates.allocate` refuses others.
-            dtype: of its queries, keys and values.
-            state_dtype: of its states, float32 or bfloat16.
-            per_channel: whether it has a decay for each channel of a key (KDA) or one for each value head.
+            num_slots: one for each request that may hold a state, and one for slot 0.
+            max_window: tokens of the longest window: K draft tokens and 1. At most 32.
+            num_key_heads, num_value_heads: heads of the layer. The number of value heads is a multiple of the number of
+                key heads; adjacent value heads share a key head.
+            key_size, value_size: elements per head. Kernels exist for keys of 64, 96, 128 or 256 and values of 64, 128,
+                192 or 256; :meth:`RecurrentStates.allocate` refuses others.
+            dtype: dtype of the queries, keys and values.
+            state_dtype: dtype of the states, float32 or bfloat16.
+            per_channel: whether each channel of a key has a decay (KDA). If False, each value head has one.
+            device: device of all tensors.
 
         Raises:
-            ValueError, TypeError: a number, dtype or device that cannot be.
+            ValueError, TypeError: a number, dtype or device is invalid.
         """
         where = "RecurrentCache.new"
         sizes = {"num_slots": num_slots, "num_value_heads": num_value_heads, "value_size": value_size,
@@ -113,7 +123,15 @@ class RecurrentCache:
         dtype: torch.dtype = torch.bfloat16,
         per_channel: bool = False,
     ) -> RecurrentCache:
-        """Allocate records beside states of one's own; arguments as of :meth:`new`."""
+        """Allocate records for existing states.
+
+        Args:
+            state: float32 or bfloat16 ``[S, HV, dv, dk]``, contiguous within a slot.
+            max_window, num_key_heads, dtype, per_channel: as in :meth:`new`.
+
+        Raises:
+            ValueError, TypeError: as :meth:`new`.
+        """
         validation.tensor("RecurrentCache.beside: state", state, *_STATE_DTYPES, dims=4)
         return cls._with(state, *cls._record_of("RecurrentCache.beside", max_window, num_key_heads, dtype, per_channel))
 
@@ -188,22 +206,22 @@ class RecurrentCache:
 
     @property
     def max_window(self) -> int:
-        """Tokens of the longest window: rows of a record."""
+        """Tokens of the longest window, which is the number of rows of a record."""
         return self.record_keys.shape[2]
 
     @property
     def per_channel(self) -> bool:
-        """Whether there is a decay for each channel of a key (KDA)."""
+        """Whether each channel of a key has a decay (KDA)."""
         return self.record_decays.dim() == 5
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        """What layers must have in common to be folded by one launch."""
+        """Dtypes, shapes and strides. One launch folds all layers for which they are equal."""
         return tuple((tensor.dtype, tensor.shape, tensor.stride()) for tensor in (self.state, *self.records))
 
     @property
     def records(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys, norms, decays and values, in the order of the ops."""
+        """Keys, norms, decays and values, in the order of the ops' arguments."""
         return self.record_keys, self.record_norms, self.record_decays, self.record_values
 
 
@@ -215,12 +233,12 @@ def _one_of(what: str, dtype: object, dtypes: tuple[torch.dtype, ...]) -> None:
 
 @dataclass(frozen=True)
 class RecurrentMemory:
-    """Bytes of one slot in all layers.
+    """Bytes of one slot, summed over all layers.
 
     Attributes:
         state: the state of the request.
-        record: what its last window may add to it, whether accepted or not.
-        every_state: ``max_window`` states, in place of both: a scheme that keeps the state after each token.
+        record: the record of its last window.
+        every_state: ``max_window`` states. A scheme that keeps the state after each token needs this instead of both.
     """
 
     state: int
@@ -230,12 +248,12 @@ class RecurrentMemory:
 
 @dataclass(frozen=True)
 class RecurrentStats:
-    """Totals since states were allocated. Counted on the device.
+    """Totals since :meth:`RecurrentStates.allocate`, counted on the device.
 
     Attributes:
-        windows: windows begun.
-        refused_requests: requests left out of a window because their numbers cannot be, once for each window. (CUDA;
-            on the CPU the call raises.)
+        windows: number of windows that were opened.
+        refused_requests: number of requests that a window skipped because their counts are invalid, once for each
+            window. Only on CUDA; on the CPU the call raises.
     """
 
     windows: int
@@ -245,11 +263,11 @@ class RecurrentStats:
 @dataclass(frozen=True)
 class _Layer:
     cache: RecurrentCache
-    window: Tensor  # int64 [1]: the last window in which it ran
+    window: Tensor  # int64 [1]: the last window in which the layer ran
 
 
 class _Launch:
-    """Layers of one geometry, which one launch folds."""
+    """Layers of equal geometry, which one launch folds."""
 
     def __init__(self, layers: list[_Layer]) -> None:
         self._windows = [layer.window for layer in layers]
@@ -257,24 +275,43 @@ class _Launch:
         self._records = [list(tensors) for tensors in zip(*(layer.cache.records for layer in layers), strict=True)]
 
     def fold(self, plan: Tensor, window: Tensor) -> None:
-        """Fold the rows of a plan into the layers that are not marked with the number ``window``, and mark them."""
+        """Fold the rows of a plan into the layers whose mark is not ``window``, and mark them with it."""
         keys, norms, decays, values = self._records
         ops.gated_delta_fold(self._states, keys, norms, decays, values, self._windows, plan, window)
 
 
 class RecurrentStates(Stateful[_Layer]):
-    """The states of every linear-attention layer, of which rejected drafts are never part.
+    """The states of all linear-attention layers, which never contain rejected draft tokens.
+
+    A request keeps its slot from step to step. It may be missing from a batch; its rows then stay pending. Between
+    windows, the state of a request is the stored state with the accepted rows of its record applied. Call :meth:`fold`
+    before anything else reads or writes the state of a slot.
+
+    Use it only in the thread that runs the model; the current stream orders its calls. It cannot be copied or pickled.
 
     Args:
-        max_num_requests: most requests in one batch, padding included.
-        device: where the states are.
+        max_num_requests: maximum number of requests in one batch, including padding.
+        device: device of the states.
 
-    A request keeps its slot from step to step, and need not be in every batch: what is pending stays so. What belongs
-    to a slot between windows is its state with the accepted rows of its record applied; who else reads or writes the
-    state of a slot calls :meth:`fold` before.
+    Raises:
+        ValueError, TypeError: an argument is invalid.
 
-    Not thread-safe: it belongs to the thread that runs the model, and its calls are ordered by the current stream. It
-    cannot be copied or pickled.
+    Example:
+        >>> cache = RecurrentCache.new(
+        ...     num_slots=3, max_window=4, num_key_heads=1, num_value_heads=2, key_size=64, value_size=64
+        ... )
+        >>> states = RecurrentStates(max_num_requests=2, device="cpu")
+        >>> states.register_layer("layers.0", cache)
+        >>> states.allocate()
+        >>> starts = torch.tensor([0, 4], dtype=torch.int32)  # one request with four tokens
+        >>> states.begin(torch.tensor([1]), starts)
+        >>> q = k = torch.ones(4, 1, 64, dtype=torch.bfloat16)
+        >>> v = torch.ones(4, 2, 64, dtype=torch.bfloat16)
+        >>> a = b = torch.zeros(4, 2)
+        >>> out = states.verify("layers.0", q, k, v, a, b, torch.zeros(2), torch.zeros(2))
+        >>> states.commit(torch.tensor([2], dtype=torch.int32))  # one draft token was accepted
+        >>> out.shape, states.stats().windows
+        (torch.Size([4, 2, 64]), 1)
     """
 
     _called = "states"
@@ -285,11 +322,11 @@ class RecurrentStates(Stateful[_Layer]):
     def __init__(self, *, max_num_requests: int, device: torch.device | str) -> None:
         self.max_num_requests = validation.integer("RecurrentStates: max_num_requests", max_num_requests)
         self.device = validation.device("RecurrentStates: device", device)
-        self.num_slots = self.max_window = 0  # those of the layers
+        self.num_slots = self.max_window = 0  # set by the first layer
         self._layers = {}
-        self._num_requests = 0  # of the open window
-        self._unfinished: Tensor | None = None  # the plan of a fold that an error has interrupted
-        self._verified: set[str] = set()  # layers that ran in it, where Python can tell
+        self._num_requests = 0  # in the open window
+        self._unfinished: Tensor | None = None  # the plan of a fold that an error interrupted
+        self._verified: set[str] = set()  # layers that ran in the open window, as far as Python can tell
 
     # ------------------------------------------------------------ set-up
 
@@ -298,17 +335,17 @@ class RecurrentStates(Stateful[_Layer]):
         return tuple(self._layers)
 
     def register_layer(self, name: str, cache: RecurrentCache) -> None:
-        """Make a layer part of every window.
+        """Register a layer. Every window then includes it.
 
         Args:
-            name: the engine's name of the layer; unique.
-            cache: its states and records, which must stay where they are. All layers have as many slots and as long
-                records; heads, sizes and dtypes may differ.
+            name: unique name of the layer.
+            cache: its states and records, whose memory must not move. All layers have the same number of slots and of
+                rows per record; heads, sizes and dtypes may differ.
 
         Raises:
-            RuntimeError: the states are allocated already.
-            ValueError, TypeError: a name that is taken, a cache on another device or of another number of slots or
-                rows; no layer was registered then.
+            RuntimeError: :meth:`allocate` was called already.
+            ValueError, TypeError: the name is taken, or the cache is on another device or has another number of slots
+                or rows. The layer is then not registered.
         """
         self._require(State.REGISTERING, "register_layer")
         self._check_new_layer(name, cache)
@@ -324,10 +361,12 @@ class RecurrentStates(Stateful[_Layer]):
     def allocate(self) -> None:
         """Allocate cursors, plan and the buffers of a window. Nothing is pending afterwards.
 
+        Call it once, after all layers are registered and before any capture of a CUDA graph.
+
         Raises:
-            RuntimeError: no layer is registered.
-            ValueError, TypeError: a layer whose states :func:`nwor_ops.gated_delta_fold` would refuse, or states and
-                records that share memory.
+            RuntimeError: no layer is registered, or :meth:`allocate` was called already.
+            ValueError, TypeError: :func:`nwor_ops.gated_delta_fold` does not support the states of a layer, or states
+                and records share memory.
         """
         self._require(State.REGISTERING, "allocate")
         if not self._layers:
@@ -345,18 +384,22 @@ class RecurrentStates(Stateful[_Layer]):
         self.query_start_loc = zeros(requests + 1)
         self.num_accepted = zeros(self.num_slots)  # tokens of each slot's last window that stay
         self._slots = zeros(requests, dtype=torch.int64)
-        self._num_accepted = zeros(requests)  # of the requests of a batch
+        self._num_accepted = zeros(requests)  # the same for the requests of a batch
         by_geometry: dict[tuple[object, ...], list[str]] = {}
         for name, layer in self._layers.items():
             self._try_fold([name])
             by_geometry.setdefault(layer.cache.geometry, []).append(name)
         self._check_apart()
-        self._launches = [self._try_fold(names) for names in by_geometry.values()]  # of a fold
+        self._launches = [self._try_fold(names) for names in by_geometry.values()]  # the launches of each fold
         self._untraceable = self._layers_of_mixed_storages()
         self._state = State.CLOSED
 
     def memory(self) -> RecurrentMemory:
-        """What a request costs, in bytes. Cursors and buffers, a few bytes a slot, are not counted."""
+        """Return the memory of one request, in bytes, without cursors and buffers (a few bytes per slot).
+
+        Raises:
+            RuntimeError: no layer is registered.
+        """
         if not self._layers:
             raise RuntimeError("memory: no layer is registered")
 
@@ -369,39 +412,40 @@ class RecurrentStates(Stateful[_Layer]):
         return RecurrentMemory(state, record, self.max_window * state)
 
     def stats(self) -> RecurrentStats:
-        """What was done so far; waits for the device.
+        """Return the totals so far. This synchronizes.
 
         Raises:
             RuntimeError: the states are not allocated.
         """
         if self._state is State.REGISTERING:
-            raise RuntimeError("stats: the states must be allocated before")
+            raise RuntimeError("stats: the states must be allocated; call allocate() first")
         return RecurrentStats(int(self.window), int(self.num_refused))
 
     # ------------------------------------------------------------ a window
 
     def begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None = None) -> None:
-        """Open a window: one kernel works out for all layers what is replayed and where the window is recorded.
+        """Open a window. One kernel plans it for all layers: the rows to reapply, and where to record the window.
 
-        What is given is copied: the caller may change it afterwards.
+        The arguments are copied, so the caller may change them afterwards.
 
         Args:
-            state_slots: int32 or int64 ``[R]``, any stride: the slot of each request, 0 or less = padding. No slot
-                twice.
+            state_slots: int32 or int64 ``[R]``, any stride: the slot of each request; 0 or less = padding. Slots must
+                be distinct.
             query_start_loc: int32 ``[>= R + 1]``, contiguous: the first token of each request in the batch, and the
-                end of the last. A request may have any number of tokens up to ``max_window``: the ones that are known
-                (also the next ones of a prompt), then its drafts. One without tokens takes no part in this window.
-            is_window: bool ``[>= R]``, contiguous, or None: False where somebody else writes the state of a request in
-                this step, as a kernel for prompts does. Its tokens may be more, :meth:`verify` gives zeros for them,
-                and what was pending is dropped: :meth:`fold` its slot before, unless its state is written anew. None =
-                all are windows.
+                end of the last one. A request has up to ``max_window`` tokens: first its known tokens (which may be the
+                next ones of a prompt), then its draft tokens. A request without tokens is not part of this window.
+            is_window: bool ``[>= R]``, contiguous, or None = all True. Set False if another kernel, such as one for
+                prompts, writes the state of a request in this step. Such a request may have more tokens, and
+                :meth:`verify` writes zeros for them. Its pending rows are dropped, so call :meth:`fold` before, unless
+                the other kernel starts a new state.
 
         Raises:
             RuntimeError: a window is open already.
-            ValueError, TypeError: more requests than these states were made for, or a wrong shape, dtype or device.
-            ValueError, IndexError: on the CPU, a window that is too long, a slot that is not there, or one that two
-                requests have. Nothing has changed then. On CUDA such a request is left out and counted (:meth:`stats`);
-                where debug mode raises for it, the window is cancelled (:func:`nwor_ops.plan_recurrent_window`).
+            ValueError, TypeError: there are more than ``max_num_requests`` requests, or a shape, dtype or device is
+                wrong.
+            ValueError, IndexError: on the CPU, a window is too long, a slot does not exist, or two requests have the
+                same slot. Nothing has changed then. On CUDA such a request is skipped and counted (:meth:`stats`). If
+                debug mode raises for it, the window is cancelled (:func:`nwor_ops.plan_recurrent_window`).
         """
         self._require(State.CLOSED, "begin")
         self._check_begin(state_slots, query_start_loc, is_window)
@@ -413,16 +457,16 @@ class RecurrentStates(Stateful[_Layer]):
         self._num_requests = requests
         self._verified.clear()
         try:
-            self._state = State.OPEN  # an error after the launch of the plan leaves a window that cancel() can undo
+            self._state = State.OPEN  # after an error following the launch of the plan, cancel() can undo the window
             ops.plan_recurrent_window(
                 self.plan, self.cursors, self.window, state_slots, query_start_loc, accepted, self.max_window,
                 is_window, self.num_refused,
             )  # fmt: skip
             self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
-            if requests < self.max_num_requests:  # the rest have no tokens
+            if requests < self.max_num_requests:  # the other rows have no tokens
                 self.query_start_loc[requests + 1 :].copy_(query_start_loc[requests : requests + 1])
         except BaseException:
-            if has_no_data(self.plan) or not self.plan.any():  # refused: the plan is still all zeros
+            if has_no_data(self.plan) or not self.plan.any():  # nothing was planned
                 self._state = State.CLOSED
             else:
                 self.cancel()
@@ -452,7 +496,7 @@ class RecurrentStates(Stateful[_Layer]):
         allow_neg_eigval: bool = False,
         gate_lower_bound: float | None = None,
     ) -> Tensor:
-        """Run a layer's tokens with one kernel. It replays the pending rows, stores the state and records the window.
+        """Run a layer's tokens with one kernel. It reapplies the pending rows, stores the state and records the window.
 
         Call this once for each layer of a window, with all tokens of the batch.
 
@@ -462,7 +506,7 @@ class RecurrentStates(Stateful[_Layer]):
                 norm_eps, gate_activation, all_states, allow_neg_eigval, gate_lower_bound: as in
                 :func:`nwor_ops.gated_delta_verify`. In a layer with a decay per channel (KDA), ``a`` is
                 ``[T, HV, dk]`` and ``dt_bias`` is ``[HV, dk]``.
-            out: as there, **mutated**; None = a new tensor, with zeros at tokens that belong to no request.
+            out: as in that op, **mutated**. None = a new tensor, with zeros for tokens that belong to no request.
             scale: factor of the queries; None = ``dk ** -0.5``.
 
         Returns:
@@ -480,8 +524,8 @@ class RecurrentStates(Stateful[_Layer]):
         counted = False
         if traced and name in self._untraceable:
             raise RuntimeError(
-                f"verify: the tensors of layer {name!r} must not share a storage with tensors of another dtype where "
-                "torch.compile traces this call; call it in a custom op of your own there"
+                f"verify: the tensors of layer {name!r} must not share a storage with tensors of another dtype if "
+                "torch.compile traces this call; call it from a custom op instead"
             )
         if not traced:
             validation.tensors("verify", q=q, v=v)
@@ -505,17 +549,19 @@ class RecurrentStates(Stateful[_Layer]):
         return out
 
     def commit(self, num_accepted: Tensor) -> None:
-        """Say how many tokens of each request stay, and close the window. No state is touched.
+        """Set how many tokens of each request stay, and close the window. This changes no state.
 
         Args:
-            num_accepted: int32 ``[>= R]``: the known tokens of the window and the accepted drafts, so at least 1.
-                Not looked at where a request has no window: padding, no tokens, ``is_window`` False.
+            num_accepted: int32 ``[>= R]``: tokens of the window that stay. These are its known tokens and the accepted
+                draft tokens, so at least 1. The value is ignored for requests without a window (padding, no tokens, or
+                ``is_window`` False).
 
         Raises:
-            RuntimeError: no window is open; on the CPU, a layer that has not run in it: :meth:`cancel` it.
-            ValueError, TypeError: a wrong shape, dtype or device; on the CPU, a number that is not 1 to the tokens of
-                the request. On CUDA every later window leaves such a request out (its outputs are zeros), until
-                its slot is reset or folded. The window is still open then.
+            RuntimeError: no window is open. On the CPU also: a layer has not run in it; call :meth:`cancel`. The window
+                stays open.
+            ValueError, TypeError: a shape, dtype or device is wrong. On the CPU also: a number is not between 1 and the
+                tokens of the request. The window stays open. On CUDA, every later window skips such a request (its
+                outputs are zeros) until its slot is reset or folded.
         """
         self._require(State.OPEN, "commit")
         requests = self._num_requests
@@ -528,13 +574,16 @@ class RecurrentStates(Stateful[_Layer]):
         self._close()
 
     def cancel(self) -> None:
-        """Close the window as if it had not been begun: none of its tokens stay, and nothing is pending.
+        """Undo the window and close it: none of its tokens stay, and nothing is pending.
 
-        Safe wherever the forward stopped: layers that ran have applied what was pending before, and it is applied in
-        the others now. The states are those that a new begin would have made. What another kernel has written to the
-        state of a request with ``is_window`` False stays as it is.
+        The forward may have stopped at any layer. Layers that ran have applied the rows that were pending before the
+        window; cancel applies them in the other layers. The states are those of a window that had just begun. For
+        requests with ``is_window`` False, cancel keeps what another kernel wrote.
 
-        If this raises, the window is still open, for another cancel.
+        If this raises, the window stays open and cancel can be called again.
+
+        Raises:
+            RuntimeError: no window is open.
         """
         self._require(State.OPEN, "cancel")
         self._undo()
@@ -543,12 +592,13 @@ class RecurrentStates(Stateful[_Layer]):
     # ------------------------------------------------------------ between windows
 
     def fold(self, slots: Tensor) -> None:
-        """Apply what is pending to the states of slots: a kernel that plans it, and one for each geometry of layers.
+        """Apply the pending rows of slots to their states, in all layers.
 
-        Before anybody else reads or writes these states: a kernel for prompts, a snapshot, a transfer.
+        Call it before anything else reads or writes these states: a kernel for prompts, a snapshot, a transfer. It
+        launches one kernel for the plan, and one for each geometry of layers.
 
         Args:
-            slots: int32 or int64, one dimension; 0 or less = nobody's. No slot twice.
+            slots: int32 or int64 ``[E]``; 0 or less = padding. Slots must be distinct.
 
         Raises:
             RuntimeError: a window is open.
@@ -559,14 +609,13 @@ class RecurrentStates(Stateful[_Layer]):
         self._fold_into(slots, slots, keep_source=False)
 
     def copy(self, source_slots: Tensor, target_slots: Tensor) -> None:
-        """Give slots the states of others, with what is pending there applied, as :meth:`fold` does. The others stay
-        as they are.
+        """Copy states to other slots, with the pending rows applied as in :meth:`fold`. The sources do not change.
 
-        For requests that share a beginning: a prefix that was cached, a beam, a second sample.
+        Use it for requests that share a beginning: a cached prefix, a beam, a second sample.
 
         Args:
-            source_slots: int32 or int64, one dimension; 0 or less = no copy.
-            target_slots: as many. No slot twice, and none that is also a source.
+            source_slots: int32 or int64 ``[E]``; 0 or less = no copy.
+            target_slots: int32 or int64 ``[E]``; 0 or less = no copy. Targets must be distinct, and not be sources.
 
         Raises:
             RuntimeError: a window is open.
@@ -583,15 +632,15 @@ class RecurrentStates(Stateful[_Layer]):
         self._fold_into(source_slots, target_slots, keep_source=True)
 
     def reset(self, slots: Tensor) -> None:
-        """Make the states of slots zero, with nothing pending: for new requests. A fill for each layer.
+        """Set the states of slots to zero, with nothing pending. Use it for new requests; it fills each layer.
 
         Args:
-            slots: int32 or int64, one dimension; 0 or less = nobody's.
+            slots: int32 or int64 ``[E]``; 0 or less = padding.
 
         Raises:
             RuntimeError: a window is open.
-            ValueError, TypeError: a wrong shape, dtype or device.
-            IndexError: on the CPU, a slot that is not there; on CUDA it is left out. Nothing has changed then.
+            ValueError, TypeError: a shape, dtype or device is wrong.
+            IndexError: on the CPU, a slot does not exist. Nothing has changed then. CUDA skips such a slot.
         """
         self._require(State.CLOSED, "reset")
         self._check_slots("reset: slots", slots)
@@ -603,34 +652,36 @@ class RecurrentStates(Stateful[_Layer]):
         for layer in self._layers.values():
             layer.cache.state.index_fill_(0, rows, 0)
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ internals
 
     def _close(self) -> None:
-        # Compiled or captured layers that run outside a window, as in a warm-up, would replay its plan again.
+        # Compiled or captured layers may run outside a window, as in a warm-up. They must not apply this plan again.
         self.plan.zero_()
         self._state = State.CLOSED
 
     def _undo(self) -> None:
-        """Fold what was pending before the open window in the layers that have not run, and drop the window's rows.
+        """Fold the rows from before the open window in the layers that have not run, and drop the window's rows.
 
-        Repeatable: each layer is marked when it is folded, and a second call leaves it out.
+        It can be repeated: each folded layer is marked, and a second call skips it.
         """
         for launch in self._launches:
             launch.fold(self.plan, self.window)
         self._drop_pending(self.plan[:, 3].long())
 
     def _try_fold(self, names: list[str]) -> _Launch:
-        """Before any window: no row of the plan is anybody's, so it only looks at the arguments."""
+        """Check the arguments of a fold. The plan is all zeros before the first window, so no state changes."""
         launch = _Launch([self._layers[name] for name in names])
         try:
             launch.fold(self.plan, self.window)
         except (ValueError, TypeError) as error:
-            raise type(error)(f"allocate: {', '.join(names)} could not be folded: {error}") from error
+            raise type(error)(f"allocate: cannot fold {', '.join(names)}: {error}") from error
         return launch
 
     def _check_apart(self) -> None:
-        """Raises where states and records share memory, of one layer or of two: a window would write what is not its
-        own, and no kernel sees all layers."""
+        """Raise if states or records share memory, within a layer or between layers.
+
+        A window would overwrite other data, and no kernel could check it, because none sees all layers.
+        """
         places = [(f"{field.name} of {name!r}", getattr(layer.cache, field.name))
                   for name, layer in self._layers.items() for field in fields(layer.cache)]  # fmt: skip
         if any(has_no_data(tensor) for _, tensor in places):
@@ -645,8 +696,10 @@ class RecurrentStates(Stateful[_Layer]):
             raise ValueError(f"allocate: {places[first][0]} and {places[second][0]} must not share memory")
 
     def _layers_of_mixed_storages(self) -> set[str]:
-        """Layers with a storage that holds several dtypes, as pages do: AOTAutograd (torch 2.13) refuses a graph that
-        mutates such inputs, in words that name none of them."""
+        """Return the layers with a storage that holds several dtypes, such as pages.
+
+        AOTAutograd (torch 2.13) refuses a graph that mutates such inputs, and its message does not name them.
+        """
         tensors = [(name, tensor) for name, layer in self._layers.items()
                    for tensor in (layer.cache.state, *layer.cache.records)]  # fmt: skip
         dtypes: dict[int, set[torch.dtype]] = {}
@@ -667,7 +720,7 @@ class RecurrentStates(Stateful[_Layer]):
         self._finish_fold()
 
     def _finish_fold(self) -> None:
-        """Fold the layers that an interrupted fold or copy has not reached. Its plan has cleared the cursors."""
+        """Fold the layers that an interrupted fold or copy did not reach. Its plan already cleared the cursors."""
         if self._unfinished is None:
             return
         for launch in self._launches:
@@ -695,7 +748,7 @@ class RecurrentStates(Stateful[_Layer]):
             validation.tensor("begin: is_window", is_window, torch.bool, dims=1, least=requests, device=self.device)
 
     def _check_commit(self, slots: Tensor, num_accepted: Tensor) -> None:
-        """On the CPU, where it costs nothing to say so."""
+        """Check the counts, and that every layer ran. Only on the CPU, because it reads values."""
         recorded = self.cursors[:, 0][slots].tolist()
         windows = [(request, slot) for request, slot in enumerate(slots.tolist()) if slot > 0]
         for request, slot in windows:
@@ -708,4 +761,6 @@ class RecurrentStates(Stateful[_Layer]):
         window = int(self.window)
         for name, layer in self._layers.items():
             if windows and int(layer.window) != window:
-                raise RuntimeError(f"commit: every layer must have run in this window, {name!r} has not; cancel it")
+                raise RuntimeError(
+                    f"commit: every layer must run in a window, {name!r} has not run in this one; cancel it"
+                )

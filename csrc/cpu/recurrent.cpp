@@ -1,7 +1,7 @@
 // Family recurrent on the CPU: one recurrent state per request. Semantics: nwor_ops/ops/recurrent.py.
 //
-// Nothing is contracted to fused multiply-adds (setup.py), so that the replay of a row and the step that
-// recorded it give the same bits on every processor.
+// The compiler forms no fused multiply-adds (setup.py). So reapplying a row is bit-identical to the step that
+// recorded it, on every processor.
 #include "../recurrent.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ struct SlotsOfRow {
     int64_t source, target;  // target 0: none
 };
 
-// A slot that one row writes and another reads or writes: the rows of a plan go in any order.
+// Finds a slot that one row writes and another row reads or writes. The rows of a plan run in any order.
 template <class SlotsOf>
 Found meeting_of(Problem problem, int64_t count, const SlotsOf& slots_of) {
     std::unordered_map<int64_t, int64_t> row_of_target;
@@ -96,7 +96,7 @@ void check_meetings(const char* op, const RecurrentPlan& plan, int64_t count) {
 
 // ---------------------------------------------------------------- a row of a state: dk numbers in float32
 
-// A sum in an order that is the same on every processor and that a compiler can vectorise.
+// A sum whose order is the same on every processor. The compiler can vectorize it.
 class Sum {
   public:
     static constexpr int64_t kLanes = 16;  // divides every width
@@ -119,20 +119,20 @@ float sum_of_squares(const float* x, int64_t width) {
     return sum.total();
 }
 
-// The decay of a channel; one for all where there are no channels.
+// The decay of a channel. Without a decay per channel, there is one for all.
 template <bool kPerChannel>
 inline float decay_of(const float* decay, int64_t channel) {
     return decay[kPerChannel ? channel : 0];
 }
 
-// What `forget` and `learn` do together: the same bits.
+// Reapplies a row. The result is bit-identical to `forget` followed by `learn`.
 template <bool kPerChannel>
 void replay(float* __restrict h, const float* __restrict decay, float u, const float* __restrict key,
             int64_t width) {
     for (int64_t i = 0; i < width; ++i) h[i] = h[i] * decay_of<kPerChannel>(decay, i) + u * key[i];
 }
 
-// Returns what is left of the state for this key.
+// Applies the decay, and returns the dot product of the state's row and the key.
 template <bool kPerChannel>
 float forget(float* __restrict h, const float* __restrict decay, const float* __restrict key, int64_t width) {
     Sum sum;
@@ -144,7 +144,7 @@ float forget(float* __restrict h, const float* __restrict decay, const float* __
     return sum.total();
 }
 
-// Returns the output for this query.
+// Adds the update, and returns the dot product of the state's row and the query: the output.
 float learn(float* __restrict h, float u, const float* __restrict key, const float* __restrict query,
             int64_t width) {
     Sum sum;
@@ -187,10 +187,10 @@ void with_channels(bool per_channel, const F& f) {
 
 // ---------------------------------------------------------------- the accepted rows of a record
 
-// What a head of a request replays.
+// The rows that one head of a request reapplies.
 struct Replay {
     int64_t rows = 0, key_width, decay_width, value_stride;
-    std::vector<float> keys;  // [rows, dk], normalised
+    std::vector<float> keys;  // [rows, dk], normalized
     const float *decays, *values;
     int64_t decay_stride;
 
@@ -215,7 +215,7 @@ struct Replay {
         value_stride = record.num_value_heads * record.value_width;
     }
 
-    // Onto row `value` of the state.
+    // Applies the rows to row `value` of the state.
     template <bool kPerChannel>
     void onto(float* h, int64_t value) const {
         for (int64_t j = 0; j < rows; ++j)
@@ -224,7 +224,7 @@ struct Replay {
     }
 };
 
-// The row of a state as it is stored after the replay, and stored.
+// Reads a row of the state, reapplies the rows and stores it. `h` then holds the row as it was stored.
 template <class State, bool kPerChannel>
 void fold_row(const RecurrentStates& states, const RecurrentRow& plan, const Replay& replay,
               int64_t value_head, int64_t value, float* h) {
@@ -292,7 +292,7 @@ class WindowHead {
             std::fill_n(out(t), c_.states.value_width, static_cast<Input>(0.0f));
     }
 
-    // Returns what the row was multiplied with for its norm.
+    // Returns the factor that normalized the row.
     float read_row(std::vector<float>& to, const HeadsView& from, int64_t t) const {
         float* row = to.data() + t * width_;
         load(row, reinterpret_cast<const Input*>(from.data) + from.offset(begin_ + t, key_head_), width_);
@@ -335,7 +335,7 @@ class WindowHead {
         }
     }
 
-    // What the update of a value is taken from, `values_`, becomes the update itself.
+    // Overwrites `values_` with the updates.
     template <class State, bool kPerChannel>
     void run_rows() {
         std::vector<float> row(static_cast<size_t>(width_));
@@ -379,7 +379,7 @@ class WindowHead {
         }
     }
 
-    // From the output as it was stored, which is rounded.
+    // Normalizes the output as it was stored, which is rounded.
     void normalise(int64_t t) {
         const int64_t width = c_.states.value_width;
         float* output = outputs_.data() + t * width;
@@ -400,7 +400,8 @@ class WindowHead {
     const RecurrentRow plan_;
     const int64_t begin_, tokens_, value_head_, key_head_, width_, decay_width_;
     Replay replay_;
-    // Of the tokens: [tokens, dk], [tokens, 1 or dk], [tokens], [tokens, dv].
+    // queries_ and keys_ [tokens, dk], decays_ [tokens, 1 or dk], norms_ and betas_ [tokens], values_ and
+    // outputs_ [tokens, dv].
     std::vector<float> queries_, keys_, decays_, norms_, betas_, values_, outputs_;
 };
 
@@ -432,7 +433,7 @@ void fold_head(const RecurrentStates& states, const RecurrentRecord& record, con
         fold_row<State, kPerChannel>(states, plan, replay, value_head, value, row.data());
 }
 
-// The tensors of one layer in the shape of the first's.
+// The tensors of one layer, with the shapes of the first layer.
 struct LayerViews {
     RecurrentStates states;
     RecurrentRecord record;

@@ -1,18 +1,21 @@
 """Family ``recurrent``: linear-attention layers verify drafts with one recurrent state per request.
 
-A rejected draft cannot be taken out of a recurrent state, so engines keep a state for each draft. Here a request has
-one, and beside it a *record* of its last window: of each token the key, 1 / |key|, the decay and the update
-``u = beta * (v - S k)``. The next step replays the accepted rows of the record onto the state while it reads it
-(``S = S * decay + u k^T``, no dot products), stores it once, and runs its own window in registers for outputs and a new
-record. What was rejected is never written. Bits are those of a scheme that stores the state after every token.
+A rejected draft token cannot be removed from a recurrent state, so engines keep a state for each draft token. Here a
+request has one state, and a *record* of its last window. For each token, the record holds the key, 1 / |key|, the decay
+and the update ``u = beta * (v - S k)``.
 
-A step is :func:`plan_recurrent_window` once, :func:`gated_delta_verify` for each layer, and nothing behind it: how many
-tokens stay is an argument of the next plan. :func:`plan_recurrent_fold` and :func:`gated_delta_fold` replay at once
-what is pending, before anybody else looks at a state.
+The next step reads the state and reapplies the accepted rows of the record: ``S = S * decay + u k^T``, without dot
+products. It stores the result once. Then it runs its own window in registers, for the outputs and a new record.
+Rejected tokens are never written to the state. All results are bit-identical to a scheme that stores the state after
+every token.
 
-Letters as in :mod:`nwor_ops.ops`; further S slots of states, H key heads, V value heads (a multiple of H), dk the width
-of a key head (64, 96, 128 or 256) and dv that of a value head (64, 128, 192 or 256), W rows of a record (at most 32).
-Slot 0 and negative slots are nobody's, as vLLM's null block.
+A step calls :func:`plan_recurrent_window` once and :func:`gated_delta_verify` for each layer. It needs no call
+afterwards, because the next plan takes the number of tokens that stay. :func:`plan_recurrent_fold` and
+:func:`gated_delta_fold` apply pending rows immediately, before anything else reads a state.
+
+Letters as in :mod:`nwor_ops.ops`. Further letters: S slots of states, H key heads, V value heads (a multiple of H), W
+rows of a record (at most 32). A key head has dk elements (64, 96, 128 or 256) and a value head has dv elements (64,
+128, 192 or 256). Slot 0 and negative slots are padding, like vLLM's null block.
 """
 
 from __future__ import annotations
@@ -34,37 +37,38 @@ def plan_recurrent_window(
     is_window: Tensor | None = None,
     num_refused: Tensor | None = None,
 ) -> None:
-    """Open a window: what each request of this step replays and where it records, once for all layers.
+    """Open a window: plan for all layers which rows each request reapplies, and where it records.
+
+    All tensors are on one device. Mutated tensors must not share memory with other arguments.
 
     Args:
-        plan: int32 ``[>= Q, 4]``, contiguous; **mutated**, every row: of each request the slot that it reads, the rows
-            of its record to replay, the half of the record that they are in, the slot that it writes (the first
-            again). This window records into the other half. A row of zeros: no window, and past Q.
-        cursors: int32 ``[S, 2]``, contiguous; **mutated** at the slots of this step's requests: rows that the last
-            window recorded, 0 = nothing pending, and the half they are in. Begin with zeros.
-        window: int64 ``[1]``; **mutated**: the number of the open window, one more than before.
-        state_slots: int32 or int64 ``[Q]``, any stride: the slot of each request, 0 or less = a padded request. A
+        plan: int32 ``[>= Q, 4]``, contiguous; **mutated** in every row. A row holds the slot that the request reads,
+            the number of rows to reapply, the half of the record with these rows, and the slot that it writes (equal
+            to the first). This window records into the other half. Rows are zero for requests without a window, and
+            from Q on.
+        cursors: int32 ``[S, 2]``, contiguous; **mutated** at the slots of this step's requests. A row holds the number
+            of rows that the last window recorded (0 = nothing pending), and their half. Fill it with zeros at first.
+        window: int64 ``[1]``; **mutated**: the number of the open window, increased by one.
+        state_slots: int32 or int64 ``[Q]``, any stride: the slot of each request; 0 or less = padding. It may be a
             column of a block table.
-        query_start_loc: int32 ``[>= Q + 1]``, contiguous. First token of each request, then the end. A request without
-            tokens is left alone: its cursor stays.
-        num_accepted: int32 ``[>= Q]``, contiguous: how many tokens of the request's last window stay, the first of
-            them included, which was no draft; from 1 to the rows recorded. Not read where nothing is pending.
-        record_rows: W, the most tokens that a window may have.
-        is_window: bool ``[>= Q]``, contiguous, or None: False where somebody else computes this request's tokens of
-            this step, a prefill or a plain decode. Nothing is pending for it afterwards: fold before. None = all are.
-        num_refused: int64 ``[1]`` or None; **mutated**: on CUDA, how many requests were left out because their numbers
-            cannot be, in this window more than before. (On the CPU the call raises for the first.)
+        query_start_loc: int32 ``[>= Q + 1]``, contiguous: the first token of each request, and the end of the last one.
+            A request without tokens keeps its cursor.
+        num_accepted: int32 ``[>= Q]``, contiguous: number of tokens of the request's last window that stay, from 1 to
+            the recorded rows. It includes the first token, which is not a draft token. Ignored if nothing is pending.
+        record_rows: W, the maximum number of tokens in a window.
+        is_window: bool ``[>= Q]``, contiguous, or None = all True. False if another kernel (prefill or plain decode)
+            computes the request's tokens of this step. Its pending rows are dropped, so fold them before.
+        num_refused: int64 ``[1]`` or None; **mutated**: on CUDA, increased by the number of requests that this window
+            skipped because their counts are invalid. (On the CPU the call raises for the first one.)
 
     Raises:
-        ValueError: a shape or a stride; on the CPU also a window longer than W, an accepted count or a cursor that
-            cannot be, starts that decrease, and a slot with two requests.
-        TypeError: a dtype or device.
-        IndexError: on the CPU, a slot >= S. Nothing is written then. On CUDA such a request gets a row of zeros and
-            keeps its cursor, and with ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after it; a slot with two requests is
-            not looked for.
+        ValueError: a shape or stride is wrong. On the CPU also: a window is longer than W, an accepted count or a
+            cursor is invalid, starts decrease, or two requests have the same slot.
+        TypeError: a dtype or device is wrong.
+        IndexError: on the CPU, a slot is >= S. Nothing is written then. On CUDA, a request with such a problem gets a
+            row of zeros and keeps its cursor; with ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after the launch. CUDA
+            does not check for two requests with the same slot.
         RuntimeError: a tensor requires a gradient, or the library for this device is missing.
-
-    All tensors are on one device, and what is mutated shares memory with nothing else.
     """
 
 
@@ -77,22 +81,23 @@ def plan_recurrent_fold(
     num_rows: Tensor,
     keep_source: bool = False,
 ) -> None:
-    """Plan for :func:`gated_delta_fold`: which pending rows become part of a state now, and of which.
+    """Plan for :func:`gated_delta_fold` which pending rows to apply to which states.
 
     Args:
-        plan: int32 ``[>= E, 4]``, contiguous; **mutated**, every row, as by :func:`plan_recurrent_window`. Zeros where
-            there is nothing to do: a slot of an entry is nobody's, or it folds no row into its own slot; and past E.
-        cursors: as there; **mutated**: nothing is pending in a target, and in a source unless ``keep_source``. All are
-            read before the first is written.
-        source_slots: int32 or int64 ``[E]``, any stride: slots whose state and record are read.
-        target_slots: int32 or int64 ``[>= E]``, any stride: slots whose state is written. The source itself, or another
-            slot: then it is a copy, also with no rows.
-        num_rows: int32 ``[>= E]``, contiguous: how many rows to replay; no more than are pending, no less than 0.
-        keep_source: whether a source that is not its own target keeps what is pending.
+        plan: int32 ``[>= E, 4]``, contiguous; **mutated** in every row, with the columns of
+            :func:`plan_recurrent_window`. Rows are zero for padding, for entries that fold no row into their own slot,
+            and from E on.
+        cursors: int32 ``[S, 2]``, contiguous; **mutated**: nothing is pending in targets, and in sources unless
+            ``keep_source``. All entries are read before the first is written.
+        source_slots: int32 or int64 ``[E]``, any stride: slots whose state and record are read; 0 or less = padding.
+        target_slots: int32 or int64 ``[>= E]``, any stride: slots whose state is written; 0 or less = padding. If
+            source and target differ, the state is copied, also with zero rows.
+        num_rows: int32 ``[>= E]``, contiguous: number of rows to apply, clamped to 0 and the pending rows.
+        keep_source: whether rows stay pending in a source that is not its own target.
 
     Raises:
-        As :func:`plan_recurrent_window`; the ValueError also for a target that two entries have, or that is the source
-        of another one: on CUDA that is not looked for.
+        As :func:`plan_recurrent_window`. ValueError also if two entries have the same target, or a target is the
+        source of another entry. CUDA does not check this.
     """
 
 
@@ -131,9 +136,9 @@ def gated_delta_verify(
     allow_neg_eigval: bool = False,
     gate_lower_bound: float | None = None,
 ) -> None:
-    """Run one layer of a window: replay the accepted rows, store the state, run the window's tokens and record them.
+    """Run one layer of a window: reapply the accepted rows, store the state, run the window's tokens and record them.
 
-    The replay computes ``S = S decay + u k^T`` for each accepted row of the record, without dot products. The kernel
+    To reapply a row of the record, the kernel computes ``S = S decay + u k^T`` without dot products. The kernel
     then rounds the state to its dtype, stores it, and continues from the rounded state. It computes each token of the
     window in float32 and does not round the state between tokens:
 
@@ -174,7 +179,7 @@ def gated_delta_verify(
         record_values: float32 ``[S, W, V, dv]``: the updates u.
         layer_window: int64 ``[1]``; **mutated**: set to ``window``. A cancelled step uses it to find the layers that
             ran. It describes the layer, not a request: if CUDA skips a request here (see below), a cancelled step
-            replays nothing for it.
+            applies no rows for it.
         q, k: ``[T, H, dk]``, dtype of ``out``, contiguous along dk. They may be views of one packed tensor.
         v: ``[T, V, dv]``, dtype of ``out``, contiguous along dv.
         a: ``[T, V]``, any strides; ``[T, V, dk]`` with a decay per channel (KDA). ``a``, ``b``, ``A_log``,
@@ -182,14 +187,14 @@ def gated_delta_verify(
         b: ``[T, V]``, any strides.
         A_log: ``[V]``, or None.
         dt_bias: ``[V]``, or ``[V, dk]`` with a decay per channel; None if ``A_log`` is None.
-        plan, window: from :func:`plan_recurrent_window`. The plan of another window would replay rows twice.
+        plan, window: from :func:`plan_recurrent_window`. The plan of another window would apply rows twice.
         query_start_loc: int32 ``[Q + 1]``, contiguous, as passed to the plan; Q is at most the rows of ``plan``.
         scale: factor of q.
-        softplus_beta, softplus_threshold: of the softplus.
+        softplus_beta, softplus_threshold: parameters of the softplus.
         use_qk_l2norm: whether to normalize q and k.
         gate: ``[>= T, V, dv]``, dtype of ``out``, contiguous along dv, or None.
         norm_weight: ``[dv]``; None if ``gate`` is None.
-        norm_eps: of the norm.
+        norm_eps: epsilon of the norm.
         gate_activation: ``"silu"`` or ``"sigmoid"``, applied to ``gate``.
         all_states: ``[>= T, V, dv, dk]``, dtype of ``state``, contiguous within a token, or None; **mutated**: the
             rounded state after each token, as a scheme that stores every state keeps it. For tests and audits.

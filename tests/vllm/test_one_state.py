@@ -972,7 +972,7 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("found", "because"),
     [
-        ({"device_config__device_type": "cpu"}, "device cpu: vLLM's kernels beside it are those of CUDA"),
+        ({"device_config__device_type": "cpu"}, "device cpu: it uses vLLM's CUDA kernels"),
         ({"use_v2_model_runner": False}, "model runner V1: "),
         (
             {"model_config__architecture": "GraniteMoeHybridForCausalLM"},
@@ -980,13 +980,13 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"use_full_rank_gate": True}},
-            r"Kimi Linear with Kimi K3's gate .*: vLLM then makes Kimi K3's layer, which is another class",
+            r"Kimi Linear with Kimi K3's gate .*: vLLM then creates Kimi K3's layer, which is another class",
         ),
         (
             KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"head_dim": 96}},
             "one state per request: heads of values are 96 wide",
         ),
-        ({"cache_config__use_replayssm": True}, "`--use-replayssm`: vLLM then counts on one state itself"),
+        ({"cache_config__use_replayssm": True}, "`--use-replayssm`: vLLM then keeps one state per request itself"),
         (
             {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}},
             "one state per request with KV connector LMCacheConnectorV1: vLLM starts no hybrid model with it",
@@ -994,7 +994,7 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"parallel_config__use_ubatching": True}, "dual batch overlap: it has not been tried"),
         (
             {"speculative_config__method": "draft_model", "speculative_config__draft_model_config__is_hybrid": True},
-            "a draft model with recurrent layers of its",
+            "a draft model with recurrent layers: it has not",
         ),
         ({"cache_config__mamba_ssm_cache_dtype": "float16"}, "one state per request: states are torch.float16: set"),
         ({"model_config__dtype": torch.float32}, "one state per request: keys are torch.float32"),
@@ -1005,7 +1005,7 @@ def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_each_refusal_has_its_sentence(found: dict[str, Any], because: str) -> None:
+def test_each_refusal_gives_its_reason(found: dict[str, Any], because: str) -> None:
     assert supported.problem_of(engine()) is None
     with pytest.raises(RuntimeError, match=rf"^nwor: {because}.*\(one state per request was asked for; "):
         plugin.prepare(engine(**found), logging.getLogger("nwor"))

@@ -1,8 +1,8 @@
 """Base class of vLLM layers with one state per request.
 
 Each vLLM layer class has a subclass here (``qwen``, ``kimi``, ``olmo``, ``glm``, ``bailing``). vLLM creates the
-subclass instead, through its registry of pluggable layers. An engine that did not ask for one state runs the inherited vLLM
-code. vLLM's code also handles weights, projections, convolutions and prompts in every engine. A layer verifies the
+subclass instead, through its registry of pluggable layers. An engine that did not ask for one state runs the inherited
+vLLM code. vLLM's code also handles weights, projections, convolutions and prompts in every engine. A layer verifies the
 windows of a step with one launch of :func:`nwor_ops.gated_delta_verify`.
 """
 
