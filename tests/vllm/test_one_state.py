@@ -1,7 +1,7 @@
-"""One recurrent state per request: vLLM's classes beside ours, what a page holds, which engines may have it.
+"""One recurrent state per request: our classes compared with vLLM's, the layout of a page, and the supported engines.
 
-vLLM's CPU engine cannot: it has the V1 runner alone, and a kernel of its own for these layers with a state for each
-draft. So layers and metadata run by themselves here (one_state_layers.py), and engines in tests/gpu/vllm.
+vLLM's CPU engine has only the V1 runner, and another kernel for these layers that needs a state for each draft token.
+So layers and metadata run without an engine here (one_state_layers.py); tests/gpu/vllm runs engines.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ STATES = MambaSpec(
 )
 
 
-# ---------------------------------------------------------------- beside vLLM's
+# ---------------------------------------------------------------- compared with vLLM
 
 
 def said_of(case: str, script: str) -> Any:
-    """What a script says of a case: real layers and builders of the installed vLLM on the CPU, in Triton's interpreter.
-    Every state is audited there."""
+    """Run a script for a case and return its report.
+
+    It runs real layers and builders of the installed vLLM on the CPU, in Triton's interpreter, and audits every state.
+    """
     lines = interpreted(script, case, timeout=900).splitlines()
     [said] = [json.loads(line.removeprefix(case)) for line in lines if line.startswith(f"{case} ")]
     return said
@@ -75,16 +77,16 @@ def said_of(case: str, script: str) -> Any:
         pytest.param("fused-norm-graphs", marks=pytest.mark.nightly),
     ],
 )
-def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
+def test_outputs_equal_those_with_a_state_per_draft(case: str) -> None:
     said = said_of(case, "one_state_layers.py")
-    assert said["blocks"] == [4, 1]  # of a request and group: vanilla's, ours
+    assert said["blocks"] == [4, 1]  # per request and group: vanilla vLLM, ours
     assert min(said["windows_only"], said["mixed"]) > 12
     assert min(said["prompts_only"], said["preempted"]) > 0
     assert said["states_compared"] > 150
-    # Most windows kept some drafts and lost some.
+    # Most windows had accepted and rejected drafts.
     assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
     assert said["prompt_folds"] > 0
-    # A plan for each group. For all but the first vLLM copies state indices, where they are a graph's.
+    # There is a plan for each group. In graphs, vLLM copies the state indices of all groups except the first.
     assert said["launches_added"] == (1 if "graphs" in case else GROUPS)
 
 
@@ -95,7 +97,7 @@ def test_outputs_are_those_of_a_state_per_draft(case: str) -> None:
         *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("kimi", "olmo", "glm", "bailing")),
     ],
 )
-def test_outputs_of_other_kinds_are_those_of_a_state_per_draft(case: str) -> None:
+def test_outputs_of_other_layers_equal_those_with_a_state_per_draft(case: str) -> None:
     """Run layers of Kimi Linear, OLMo hybrid, GLM-5.3-Flash and Bailing V3."""
     said = said_of(case, f"one_state_{case.partition('-')[0]}.py")
     assert said["blocks"] == [4, 1]
@@ -105,8 +107,8 @@ def test_outputs_of_other_kinds_are_those_of_a_state_per_draft(case: str) -> Non
     assert said["states_compared"] < said["rows_replayed"] < 4 * said["states_compared"]
 
 
-def test_outputs_with_prefix_caching_are_those_of_a_state_per_draft() -> None:
-    """vLLM's own kernels copy its states from block to block, and say where ours go."""
+def test_outputs_with_prefix_caching_equal_those_with_a_state_per_draft() -> None:
+    """vLLM's kernels copy its states from block to block, and choose the blocks of our states."""
     said = said_of("aligned", "one_state_aligned.py")
     assert said["hits"] > 4
     assert min(said["prompts"], said["windows"]) > 10
@@ -114,9 +116,12 @@ def test_outputs_with_prefix_caching_are_those_of_a_state_per_draft() -> None:
     assert said["audit"]["states_compared"] > said["audit"]["folds"]
 
 
-def test_outputs_with_checkpoints_from_inside_prompts_are_those_of_a_state_per_draft() -> None:
-    """vLLM writes a state from inside a prompt to a block of its own, where rows of a former owner may be pending. It
-    finds the block in the whole table. Later requests begin with that state."""
+def test_outputs_with_checkpoints_of_prompts_equal_those_with_a_state_per_draft() -> None:
+    """vLLM writes a state from the middle of a prompt to a separate block.
+
+    It finds the block in the whole table. Rows of a previous owner may be pending there. Later requests start from
+    this state.
+    """
     said = said_of("checkpoints", "one_state_aligned.py")
     audit = said["audit"]
     assert said["checkpoints"] > 10
@@ -127,7 +132,7 @@ def test_outputs_with_checkpoints_from_inside_prompts_are_those_of_a_state_per_d
 
 
 def test_metadata_with_prefix_caching_needs_vllm_s_indices() -> None:
-    """Its own builder would look for the block in the table; ours was told by the runner, or does not know."""
+    """vLLM's builder would look up the block in the table. Ours needs the indices that the runner sets."""
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
     builder: Any = OneStateMetadataBuilder.__new__(OneStateMetadataBuilder)
@@ -145,7 +150,7 @@ def test_metadata_with_prefix_caching_needs_vllm_s_indices() -> None:
 
 
 def test_a_batch_of_prompts_has_no_windows_of_an_earlier_one() -> None:
-    """A graph's capture plans windows that no audit is asked about."""
+    """The capture of a graph plans windows that the audit never reads."""
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadata, OneStateMetadataBuilder
 
     builder: Any = OneStateMetadataBuilder.__new__(OneStateMetadataBuilder)
@@ -155,7 +160,7 @@ def test_a_batch_of_prompts_has_no_windows_of_an_earlier_one() -> None:
     assert not builder.take_planned()
 
 
-# ---------------------------------------------------------------- what a page holds
+# ---------------------------------------------------------------- layout of a page
 
 
 def test_a_page_holds_states_and_record_and_they_share_nothing() -> None:
@@ -163,7 +168,7 @@ def test_a_page_holds_states_and_record_and_they_share_nothing() -> None:
     states = STATES.page_size_bytes
     assert spec.page_size_bytes == states + GEOMETRY.num_bytes
     assert (spec.num_speculative_blocks, spec.block_size) == (0, STATES.block_size)
-    # Of a cache in which all layers' pages of a block follow each other, the second of three.
+    # The second of three layers, in a cache where the pages of a block are adjacent.
     pages = torch.zeros(5, 3, spec.page_size_bytes, dtype=torch.int8)[:, 1]
     records = GEOMETRY.bind(pages, states)
     assert [tuple(part.shape) for part in records] == [(5, 2, 4, 2, 64), (5, 2, 4, 2), (5, 2, 4, 4), (5, 4, 4, 128)]
@@ -186,8 +191,8 @@ def test_the_ops_take_states_and_records_that_lie_in_pages() -> None:
     assert layer.records.norms[1].any()
 
 
-def test_a_cache_that_vllm_lets_go_of_is_freed() -> None:
-    """It measures graphs with a cache that it throws away, before it sizes its own by what is free."""
+def test_a_cache_that_vllm_releases_is_freed() -> None:
+    """vLLM measures graphs with a temporary cache, before it sizes the final cache by the free memory."""
     from vllm.v1.worker.utils import clear_layer_kv_caches
 
     from nwor_ops.vllm.recurrent.qwen import OneStateGatedDeltaNet
@@ -208,14 +213,14 @@ def test_a_cache_that_vllm_lets_go_of_is_freed() -> None:
     assert cache() is None
 
 
-def test_the_geometry_is_that_of_the_model_and_the_rank() -> None:
+def test_the_geometry_follows_the_model_and_the_rank() -> None:
     config = engine()
     config.parallel_config.tensor_parallel_size = 2
     assert RecordGeometry.of(config) == RecordGeometry(4, 1, 2, 64, 128, torch.bfloat16)
 
 
 def test_the_geometry_of_kimi_linear_has_a_decay_for_each_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = engine(**KIMI, cache_config__mamba_ssm_cache_dtype="float16")  # which its layer does not look at
+    config = engine(**KIMI, cache_config__mamba_ssm_cache_dtype="float16")  # its layer ignores this
     config.parallel_config.tensor_parallel_size = 2
     geometry = RecordGeometry.of(config)
     assert geometry == RecordGeometry(4, 2, 2, 128, 128, torch.bfloat16, per_channel=True)
@@ -226,7 +231,7 @@ def test_the_geometry_of_kimi_linear_has_a_decay_for_each_channel(monkeypatch: p
 
 
 def test_kimi_linear_with_bounded_decays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM makes the same layer, which hands its bound on."""
+    """vLLM creates the same layer, which passes on its bound."""
     config = engine(**KIMI | {"model_config__hf_text_config__linear_attn_config": KDA | {"gate_lower_bound": -5.0}})
     monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
     assert supported.problem_of(config) is None
@@ -310,7 +315,7 @@ def test_a_multimodal_model_has_the_sizes_of_its_text_configuration(
     assert supported.kind_of(config) is supported.QWEN
 
 
-def test_a_model_says_how_large_a_page_is_with_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_reports_the_size_of_a_page_with_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     class Model:
         get_mamba_state_shape_from_config = classmethod(lambda cls, config: STATES.shapes)
         get_mamba_state_dtype_from_config = classmethod(lambda cls, config: STATES.dtypes)
@@ -370,7 +375,7 @@ def test_ple_has_one_state_and_reads_the_first_block_only(monkeypatch: pytest.Mo
         layer.model_config, layer.cache_config = config.model_config, config.cache_config
         spec = layer.get_kv_cache_spec(config)
         assert spec.num_speculative_blocks == (0 if recurrent else 3)
-        # In its group vLLM requires the number of Gated DeltaNet.
+        # vLLM requires the same number for this group as for Gated DeltaNet.
         states = replace(STATES, block_size=spec.block_size, mamba_type="gdn")
         states = GEOMETRY.extend(states) if recurrent else states
         groups = [SimpleNamespace(kv_cache_spec=given, layer_names=["layer"]) for given in (states, spec)]
@@ -400,7 +405,7 @@ def test_ple_has_one_state_and_reads_the_first_block_only(monkeypatch: pytest.Mo
     assert ours.num_accepted_tokens.tolist() == theirs.num_accepted_tokens.tolist() == [3, 1]
 
 
-def test_the_table_of_sizes_is_that_of_the_models_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_sizes_matches_the_models_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
     import state_sizes
 
@@ -409,14 +414,14 @@ def test_the_table_of_sizes_is_that_of_the_models_configurations(monkeypatch: py
     config = engine(num_speculative_tokens=state_sizes.DRAFTS)
     sizes = config.model_config.hf_text_config
     sizes.linear_conv_kernel_dim, sizes.layer_types = 4, ["linear_attention", "full_attention", "linear_attention"]
-    # A layer's rows of the convolution, its state, and the record.
+    # Bytes of a layer: the rows of the convolution, the state, and the record.
     page = 2 * 768 * 6 + 4 * 4 * 128 * 64
     record = RecordGeometry.of(config).num_bytes
     assert state_sizes.states_of(sizes, torch.float32) == (2 * 4 * page, 2 * (page + record))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-def test_what_the_start_up_line_says(packed: bool) -> None:
+def test_the_start_up_line(packed: bool) -> None:
     """`packed`: a block holds pages of several layers, as in GLM-5.3-Flash, and a group has a spec for each layer."""
     attention = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
 
@@ -454,7 +459,7 @@ def test_what_the_start_up_line_says(packed: bool) -> None:
     assert (state.blocks_per_request, state.blocks_before) == (4, 10)
     said = state.describe()
     assert "4 layers with 1 state per request (vLLM: 4) and a record of 10.2 KiB (6.9% of a page)" in said
-    # vLLM's pages have no record: 112 of them.
+    # Without records there are 112 pages.
     assert "a request of 256 tokens has 4 blocks (10), 26 of them fit (11)" in said
     # With prefix caching and FlashInfer's prefill a group holds up to three blocks of a request: the state, the one
     # that it is copied from, and a checkpoint.
@@ -472,7 +477,7 @@ def test_what_the_start_up_line_says(packed: bool) -> None:
 
 
 class Layer:
-    """A layer's state and record in pages of one cache, as vLLM lays them out."""
+    """The state and record of a layer, in pages of one cache with vLLM's layout."""
 
     def __init__(self, slots: int = 8) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -503,7 +508,7 @@ class Layer:
 
 
 class Window:
-    """What a builder keeps of its last plan."""
+    """The attributes of a builder that describe its last plan."""
 
     def __init__(self, slots: list[int], tokens: list[int]) -> None:
         self.slots = torch.tensor(slots, dtype=torch.int32)
@@ -539,7 +544,7 @@ def test_the_audit_compares_each_state_and_finds_a_wrong_byte() -> None:
         audit.forwarded("after the forward")
 
 
-def test_states_are_audited_where_attention_cannot_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_audited_if_attention_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, window = Layer(), Window([5, 2], [4, 3])
     window.group = layer.group
 
@@ -554,7 +559,7 @@ def test_states_are_audited_where_attention_cannot_be_watched(monkeypatch: pytes
     state._builders, state._aligned, state._owners = [window], None, None
     assert not plugin.audit_alone(runner)
     monkeypatch.setitem(plugin._engines, runner, state)
-    for _ in range(2):  # once more: a cache that is bound again
+    for _ in range(2):  # the second time with a cache that is bound again
         assert plugin.audit_alone(runner)
     window.open(layer, [1, 1])
     layer.verify(window)
@@ -565,8 +570,8 @@ def test_states_are_audited_where_attention_cannot_be_watched(monkeypatch: pytes
         runner.execute_model(1)
 
 
-def test_the_audit_finds_a_request_that_was_left_out() -> None:
-    """As CUDA leaves it out, where the CPU raises: a row of zeros, and its cursor stays. A padded row is nobody's."""
+def test_the_audit_finds_a_request_that_the_plan_skipped() -> None:
+    """On CUDA, an invalid request gets a row of zeros and keeps its cursor; the CPU raises. A padded row is valid."""
     layer, window = Layer(), Window([5, 2, 0], [4, 3, 2])
     audit = StateAudit([window])
     window.open(layer, [1, 1, 1])
@@ -578,7 +583,7 @@ def test_the_audit_finds_a_request_that_was_left_out() -> None:
         audit.forwarded("after the forward")
 
 
-def test_the_audit_looks_at_what_is_folded_before_a_prompt_goes_on() -> None:
+def test_the_audit_compares_folds_before_a_prompt_continues() -> None:
     layer, window = Layer(), Window([5, 2], [4, 3])
     audit = StateAudit([window])
     window.open(layer, [1, 1])
@@ -612,7 +617,7 @@ def test_an_audit_has_room_for_the_windows_of_a_step() -> None:
     assert [most(6, sizes) for sizes in (None, [], [8, 16], [8, 24, 32], [8, 64, 32])] == [24, 24, 24, 24, 32]
 
 
-def test_the_audit_finds_a_record_of_a_former_owner() -> None:
+def test_the_audit_finds_a_record_of_a_previous_owner() -> None:
     layer, window = Layer(), Window([5], [4])
     window.open(layer, [1])
     audit = StateAudit([window])
@@ -622,7 +627,7 @@ def test_the_audit_finds_a_record_of_a_former_owner() -> None:
 
 
 class Checkpoint:
-    """vLLM's metadata of checkpoints, as far as an exporter reads it."""
+    """The fields of vLLM's checkpoint metadata that an exporter reads."""
 
     def __init__(self, blocks: list[int], offsets: list[int]) -> None:
         self.state_indices = torch.tensor(blocks, dtype=torch.int32)
@@ -638,7 +643,7 @@ def exported(layer: Layer, audit: StateAudit) -> tuple[Checkpoint, Tensor, Tenso
     return checkpoint, emitted, rows
 
 
-def test_the_audit_compares_each_checkpoint_and_the_requests_that_begin_with_it() -> None:
+def test_the_audit_compares_each_checkpoint_and_the_requests_that_start_from_it() -> None:
     layer, window = Layer(), Window([5], [4])
     window.group = layer.group
     audit = StateAudit([window])
@@ -654,13 +659,13 @@ def test_the_audit_compares_each_checkpoint_and_the_requests_that_begin_with_it(
     audit.assigned([3, 7])  # a hit and a new block
     hit(3, 7)
     assert audit.summary()["checkpoint_hits"] == 1
-    # A wrong byte in the block, before and after the export's own comparison.
+    # A wrong byte in the block, before and after the comparison of the export.
     layer.kv_cache[1].view(torch.uint8)[6, 3, 100, 7] += 1
     with pytest.raises(AuditError, match=r"in block 2 is not the checkpoint that vLLM wrote to block 6: 1 bytes"):
         hit(6, 2)
     with pytest.raises(AuditError, match=r"checkpoint of layer layer in block 6 is not the state .* 128 tokens: 1 byt"):
         audit.exported(layer, checkpoint, emitted, rows)
-    # The block is given away, and its new owner writes another state.
+    # The block gets a new owner, which writes another state.
     audit.overwritten(layer.group, torch.tensor([6]))
     hit(6, 2)
     layer.group.cursors[3, 0] = 2
@@ -689,7 +694,7 @@ def test_the_audit_follows_copied_blocks_and_forgets_those_that_a_connector_may_
 
 
 class Runner:
-    """vLLM's, as far as blocks are concerned: groups 0 and 2 have one state. It notes which cursors its code sees."""
+    """The parts of vLLM's runner that handle blocks. Groups 0 and 2 have one state. It notes the cursors it sees."""
 
     def __init__(self, cursors: Tensor, **config: Any) -> None:
         self.cursors, self.seen = cursors, []
@@ -705,7 +710,7 @@ class Runner:
 
 
 def scheduled(new: dict[str, Any], cached: list[Any], copies: Any = None) -> Any:
-    """What vLLM's scheduler says of a step."""
+    """The parts of vLLM's scheduler output that name blocks."""
     requests = [SimpleNamespace(req_id=name, block_ids=blocks) for name, blocks in new.items()]
     return SimpleNamespace(
         scheduled_new_reqs=requests,
@@ -720,21 +725,21 @@ def test_a_block_that_gets_a_new_owner_has_nothing_pending_before_vllm_touches_i
     owners = BlockOwners(runner, [0, 2], cursors)
     owners.attach()
     owners.attach()  # a cache that is bound again
-    # One new request: blocks 1 and 2 in group 0, 3 in group 2, the null block. One that vLLM knows: it had 4, 5 and 6.
+    # One new request: blocks 1 and 2 in group 0, 3 in group 2, the null block. A known request: it had 4, 5 and 6.
     output = scheduled({"new": ([0, 1, 2], [8], [3]), "known": ([4, 5, 7], [8], [6])}, [])
     runner.add_requests(output)
     assert runner.seen == [[0, 0, 0, 0, 4, 4, 4, 0, 4, 4, 4, 4]]
     assert cursors[:, 1].tolist() == [0] + [1] * 11
     runner.update_requests(scheduled({}, [None, ([9], [8], []), None]))
     assert runner.seen[1] == [0, 0, 0, 0, 4, 4, 4, 0, 4, 0, 4, 4]
-    # Copies of whole blocks: the rows that are pending in the source are pending in the target, new or not.
+    # After a copy of whole blocks, rows that are pending in the source are also pending in the target, new or not.
     cursors[10] = torch.tensor([2, 0])
     runner.update_requests(scheduled({}, [([11], [8], [])], [(10, 11), (1, 5)]))
     assert runner.seen[2] == [0, 0, 0, 0, 4, 4, 4, 0, 4, 0, 2, 0]
     assert cursors[[1, 5, 10, 11]].tolist() == [[0, 1], [0, 1], [2, 0], [2, 0]]
 
 
-def test_the_audit_hears_of_new_owners_and_copies() -> None:
+def test_the_audit_follows_new_owners_and_copies() -> None:
     layer, window = Layer(), Window([5], [4])
     window.group = layer.group
     runner = Runner(layer.group.cursors)
@@ -746,7 +751,7 @@ def test_the_audit_hears_of_new_owners_and_copies() -> None:
     audit.forwarded("after the forward")
     runner.update_requests(scheduled({}, [], [(5, 2)]))
     assert sorted(audit._kept) == [("layer", 2), ("layer", 5)]
-    # Block 5 goes to another request. Its former owner's rows are not in that one's state, and no audit expects them.
+    # Block 5 goes to another request. The rows of its previous owner are not part of the new state.
     before = layer.kv_cache[1][5].clone()
     runner.add_requests(scheduled({"new": ([5],)}, []))
     assert sorted(audit._kept) == [("layer", 2)]
@@ -754,7 +759,7 @@ def test_the_audit_hears_of_new_owners_and_copies() -> None:
     layer.verify(window)
     assert torch.equal(layer.kv_cache[1][5], before)
     audit.forwarded("after the forward")
-    # Without the wrapper the audit finds the foreign row.
+    # Without the patch, the audit finds the row of the previous owner.
     Runner.add_requests(runner, scheduled({"new": ([5],)}, []))
     audit.assigned([5])
     window.open(layer, [1])
@@ -767,7 +772,7 @@ def test_the_audit_hears_of_new_owners_and_copies() -> None:
 
 
 @pytest.mark.parametrize("audited", [False, True])
-def test_the_end_of_a_prompt_that_ran_as_a_window_is_folded_by_one_row(audited: bool) -> None:
+def test_a_prompt_end_that_ran_as_a_window_is_folded_by_one_row(audited: bool) -> None:
     """Requests 0 and 2 of the batch are ends of prompts, padded with placeholder drafts; request 1 decodes."""
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
@@ -807,7 +812,7 @@ def test_the_end_of_a_prompt_that_ran_as_a_window_is_folded_by_one_row(audited: 
     state.folds_tails = True
     runner.execute_model(ends)
     assert layer.group.cursors[[5, 2, 6], 0].tolist() == [0, 3, 0]
-    # The states after the first token of each window; the other request's state is the one of before.
+    # The states after the first token of each window. The state of the other request did not change.
     for slot, first in ((5, 0), (6, 7)):
         assert torch.equal(layer.kv_cache[1][slot], truth[first])
     if audited:
@@ -824,7 +829,7 @@ def test_a_fold_leaves_nothing_pending() -> None:
     layer, window = Layer(), Window([5, 2], [4, 3])
     window.open(layer, [1, 1])
     layer.verify(window)
-    slots = torch.tensor([5, 0], dtype=torch.int32)  # the second is one of a window
+    slots = torch.tensor([5, 0], dtype=torch.int32)  # the second request has a window
     layer.group.fold(torch.zeros(4, 4, dtype=torch.int32), slots, slots, torch.tensor([3, 2], dtype=torch.int32))
     assert layer.group.cursors[[5, 2], 0].tolist() == [0, 3]
     assert torch.equal(layer.kv_cache[1][5], layer.all_states[2])
@@ -836,11 +841,11 @@ BLOCK = 7  # tokens
 
 
 class Sequence:
-    """A request as vLLM's runner sees it: a row of the block table, and what its kernels keep for it."""
+    """A request in vLLM's runner: a row of the block table, and the values that its kernels keep."""
 
     def __init__(self, row: int) -> None:
         self.row, self.computed, self.accepted, self.column = row, 0, 1, -1
-        self.truth: dict[int, Tensor] = {}  # the state behind so many tokens
+        self.truth: dict[int, Tensor] = {}  # expected state by number of tokens
 
 
 def aligned_runner(columns: int) -> tuple[Layer, AlignedStates, Any, Tensor]:
@@ -857,12 +862,14 @@ def aligned_runner(columns: int) -> tuple[Layer, AlignedStates, Any, Tensor]:
     return layer, aligned, context, table
 
 
-def test_states_at_the_ends_of_blocks_are_those_of_a_state_per_draft() -> None:
-    """Two requests decode over the ends of their blocks, with any number of drafts of which any number is accepted.
-    What vLLM's own kernels decide before and behind a step is written here again."""
+def test_states_at_the_ends_of_blocks_equal_those_with_a_state_per_draft() -> None:
+    """Two requests decode across the ends of their blocks, with any number of drafts, of which any number is accepted.
+
+    The test computes the decisions of vLLM's kernels before and after a step itself.
+    """
     chance = random.Random(5)
     layer, aligned, context, table = aligned_runner(columns=12)
-    assert context.num_states == 1  # the convolution's alone
+    assert context.num_states == 1  # only the convolution
     aligned.audit = audit = StateAudit([])
     requests = [Sequence(0), Sequence(1)]
     mapping = torch.tensor([0, 1])
@@ -928,11 +935,11 @@ def test_a_step_far_from_the_end_of_a_block_launches_nothing(monkeypatch: pytest
     assert launches(350, 60)
 
 
-# ---------------------------------------------------------------- which engines
+# ---------------------------------------------------------------- supported engines
 
 
 def engine(recurrent: bool = True, **found: Any) -> Any:
-    """A configuration that may have it, but for what is named, as ``a__b``."""
+    """Return a supported configuration with these changes; ``a__b`` is ``config.a.b``."""
     sizes = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
@@ -964,7 +971,7 @@ def engine(recurrent: bool = True, **found: Any) -> Any:
 
 @pytest.fixture
 def any_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checks of vLLM's version and of the CUDA library pass."""
+    """Make the checks of vLLM's version and of the CUDA library pass."""
     monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
 
 
@@ -1011,8 +1018,8 @@ def test_each_refusal_gives_its_reason(found: dict[str, Any], because: str) -> N
         plugin.prepare(engine(**found), logging.getLogger("nwor"))
 
 
-def test_another_plugin_s_class_in_the_place_of_vllm_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused; asked to go on without, the engine has that one."""
+def test_a_class_of_another_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is refused. With ``on_unsupported="vanilla"`` it uses the other plugin's class."""
     monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
     from vllm.model_executor.custom_op import op_registry_oot
 
@@ -1033,13 +1040,13 @@ def test_another_plugin_s_class_in_the_place_of_vllm_s(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("any_vllm")
-def test_a_method_without_a_draft_model_has_the_target_s_configuration_in_its_place() -> None:
+def test_without_a_draft_model_its_configuration_is_that_of_the_target() -> None:
     config = engine(speculative_config__method="ngram", speculative_config__draft_model_config__is_hybrid=True)
     assert supported.problem_of(config) is None
 
 
-def test_every_refusal_of_a_configuration_is_tried_above() -> None:
-    """Those that show in a configuration; the others are raised once there are layers."""
+def test_every_refusal_of_a_configuration_is_tested_above() -> None:
+    """Refusals that a configuration shows. The others are raised once there are layers."""
     wanted = {refusal.feature for refusal in REFUSALS if refusal.why(ONE_STATE) and refusal.found}
     assert len(wanted) == 10, wanted
 
@@ -1056,7 +1063,7 @@ def test_every_refusal_of_a_configuration_is_tried_above() -> None:
         {"offload_config__uva__cpu_offload_gb": 1.0},
     ],
 )
-def test_what_does_not_touch_a_state_is_not_refused(found: dict[str, Any]) -> None:
+def test_features_that_do_not_affect_states_are_supported(found: dict[str, Any]) -> None:
     assert supported.problem_of(engine(**found)) is None
 
 
@@ -1065,13 +1072,13 @@ def test_this_vllm_is_refused_by_its_version() -> None:
         plugin.prepare(engine(), logging.getLogger("nwor"))
 
 
-def test_a_geometry_without_kernel_is_refused() -> None:
+def test_a_geometry_without_a_kernel_is_refused() -> None:
     with pytest.raises(Unsupported, match="heads of values are 32 wide"):
         check_one_state(RecordGeometry(4, 2, 4, 64, 32, torch.bfloat16), torch.float32)
 
 
 class Logger(logging.Logger):
-    """vLLM's, as far as it is used."""
+    """The methods of vLLM's logger that the plugin calls."""
 
     def __init__(self) -> None:
         super().__init__("nwor")
@@ -1079,7 +1086,7 @@ class Logger(logging.Logger):
         self.info_once = self.warning_once = lambda text, *values: self.said.append(text % values)
 
 
-def test_asked_to_go_on_it_only_says_why() -> None:
+def test_on_unsupported_vanilla_only_logs_the_reason() -> None:
     config, logger = engine(), Logger()
     config.additional_config["nwor"]["on_unsupported"] = "vanilla"
     plugin.prepare(config, logger)
@@ -1088,7 +1095,7 @@ def test_asked_to_go_on_it_only_says_why() -> None:
     assert plugin.one_states() == []
 
 
-def test_an_engine_that_does_not_speculate_keeps_vllm_s_states() -> None:
+def test_an_engine_without_speculation_keeps_the_states_of_vllm() -> None:
     logger = Logger()
     plugin.prepare(engine(speculative_config=None), logger)
     assert logger.said == ["nwor: one state per request: not active: the engine does not speculate"]
@@ -1104,7 +1111,7 @@ def test_the_setting() -> None:
 
 
 def test_vllm_s_cpu_engine_is_refused(engines: Engines) -> None:
-    """Once its cache is bound: its runner loads a model by a method of its own."""
+    """It is refused when its cache is bound, because its runner loads a model with another method."""
     reason = r"nwor: device cpu: .*; model runner V1: .*; other models than .*one state per request was asked for"
     with pytest.raises(RuntimeError, match=reason):
         engines.run(prompts(1), nwor={"recurrent": True}, model=model_folder())
