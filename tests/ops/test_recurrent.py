@@ -1,5 +1,5 @@
-"""Family recurrent: plans to the byte, layers against the oracle, the kernel to the bit against a scheme that stores
-every state; on all memory around."""
+"""Family recurrent: exact plans, layers compared with the oracle, and bits compared with a scheme that stores every
+state. All surrounding memory is checked too."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_plans_of_samples(device, op):
 
 
 def test_window_by_hand(device):
-    """Pending rows and none, a padded request, one without tokens, a prefill; rows past the batch are zeros."""
+    """With and without pending rows, a padded request, one without tokens, a prefill. Rows past the batch are zeros."""
     ours = named(PLANS[0], assert_same_as_oracle(PLANS[0], window_arguments(), device))
     assert ours["plan"].tolist() == [
         [2, 2, 1, 2], [0] * 4, [0] * 4, [3, 0, 1, 3], [1, 3, 0, 1], [0] * 4, [0] * 4, [0] * 4,
@@ -66,7 +66,7 @@ def test_window_by_hand(device):
 
 
 def test_fold_plan_by_hand(device):
-    """What is pending and no more; a copy takes it along; nobody's slots stay."""
+    """At most the pending rows are folded. A copy includes them. Padding changes nothing."""
     ours = named(PLANS[1], assert_same_as_oracle(PLANS[1], fold_plan_arguments(), device))
     assert ours["plan"].tolist() == [[2, 2, 1, 2], [0] * 4, [1, 2, 0, 4], [0] * 4, [0] * 4, [0] * 4]
     assert ours["cursors"].tolist() == [[0, 0], [0, 0], [0, 1], [0, 1], [0, 0], [0, 0]]
@@ -76,7 +76,7 @@ def test_fold_plan_by_hand(device):
 
 
 def test_cursors_follow_the_windows(device):
-    """Three windows of one request: what one records, the next replays from the half it lies in."""
+    """Three windows of one request: each reapplies what the previous one recorded, from its half of the record."""
     plan, cursors = poisoned_plan(1).to(device), cursors_of((0, 0), (0, 0)).to(device)
     window, slot = int64(0).to(device), int32(1).to(device)
     seen = []
@@ -91,7 +91,7 @@ def test_cursors_follow_the_windows(device):
 
 @given(st.data())
 def test_any_window(data):
-    """Slots in any order, requests left out, every acceptance that can be."""
+    """Slots in any order, skipped requests, and every valid acceptance."""
     requests, slots, rows = data.draw(st.integers(0, 9)), data.draw(st.integers(1, 12)), data.draw(st.integers(1, 32))
     pending = st.tuples(st.integers(0, rows), st.integers(0, 1))
     cursors = data.draw(st.lists(pending, min_size=slots, max_size=slots))
@@ -111,7 +111,7 @@ def test_any_window(data):
 
 @given(st.data())
 def test_any_fold_plan(data):
-    """Folds in place and copies, of more and fewer rows than are pending."""
+    """Folds in place and copies, with more and fewer rows than are pending."""
     slots = data.draw(st.integers(1, 12))
     cursors = data.draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1)), min_size=slots, max_size=slots))
     free = data.draw(st.permutations(range(1, slots)))
@@ -135,7 +135,7 @@ def test_any_fold_plan(data):
     )
 
 
-# What is wrong, the request that it is in, and what is said.
+# The invalid arguments, the request that has them, and the message.
 BAD_WINDOWS = {
     "slot past the last": ({"slots": (2, 0, 4, 6, 1, 5)}, 3, IndexError, r"state_slots\[3\] must be below 6 .*got 6"),
     "window past the record": (
@@ -165,7 +165,7 @@ BAD_WINDOWS = {
 @pytest.mark.debug_mode
 @pytest.mark.parametrize(("wrong", "request_index", "error", "sentence"), BAD_WINDOWS.values(), ids=BAD_WINDOWS)
 def test_bad_window(device, wrong, request_index, error, sentence):
-    """CUDA leaves the request out: a row of zeros, and its cursor stays. It is counted."""
+    """CUDA skips and counts the request: it gets a row of zeros and keeps its cursor."""
     arguments = window_arguments(**wrong, num_refused=7)
     after = check_bad_data(PLANS[0], arguments, error, sentence, device)
     if after is None:
@@ -178,8 +178,8 @@ def test_bad_window(device, wrong, request_index, error, sentence):
     assert ours["plan"].any()
 
 
-def test_slots_that_meet():
-    """Two requests with one slot, and folds whose order would matter: looked for on the CPU alone."""
+def test_slots_that_conflict():
+    """Two requests with one slot, and folds whose order would matter. Only the CPU checks this."""
     refuse(
         PLANS[0], window_arguments(slots=(2, 0, 4, 2, 1, 5), accepted=(2,) * 6), ValueError,
         "state_slots must name a slot for one request only, got 2 for request 0 and request 3",
@@ -198,13 +198,13 @@ def test_bad_fold_plan(device, sources, targets, name):
         assert after[0].tolist() == [[1, 1, 0, 1], *[[0] * 4] * 5]
 
 
-# ---------------------------------------------------------------- a layer against the oracle
+# ---------------------------------------------------------------- a layer compared with the oracle
 
 VERIFY, FOLD = "gated_delta_verify", "gated_delta_fold"
 
 
 def may_write(arguments: tuple) -> list[torch.Tensor]:
-    """The views of a call of `gated_delta_verify` that it may write."""
+    """Return the views that a call of `gated_delta_verify` may write."""
     given = named(VERIFY, arguments)
     views = [given["layer_window"]]
     starts, plan = given["query_start_loc"].tolist(), given["plan"].tolist()
@@ -221,15 +221,22 @@ def may_write(arguments: tuple) -> list[torch.Tensor]:
 
 
 def tolerance(view: torch.Tensor, state_dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, float]:
-    """Of sums in another order: what has fewer bits may be rounded to the neighbour, and twice with a norm. CUDA rounds
-    the products of a replay another way, so that numbers of a bfloat16 state may be neighbours already."""
+    """Return the tolerance for sums in another order.
+
+    A dtype with fewer bits may round to an adjacent number, and twice with a norm. CUDA rounds the products of
+    reapplied rows in another way, so numbers of a bfloat16 state may already be adjacent ones.
+    """
     steps = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.int64: 0}
     neighbours = device != "cpu" and state_dtype == torch.bfloat16
     return {"rtol": 2 * steps[view.dtype], "atol": 2e-3 if neighbours else 5e-6}
 
 
 def check_verify(arguments: tuple, device: str = "cpu") -> tuple:
-    """Like the oracle within rounding, keys to the bit, and not a byte elsewhere; returns the call's own arguments."""
+    """Compare with the oracle: equal up to rounding, keys bit-identical, other bytes unchanged.
+
+    Returns:
+        The arguments of the call.
+    """
     ours, theirs = twin(arguments, device), twin(arguments)
     ops.gated_delta_verify(*ours)
     oracle.gated_delta_verify(*theirs)
@@ -262,7 +269,7 @@ def test_verify(device, state_dtype, dtype, per_channel, norm):
 @pytest.mark.parametrize("value_width", VALUE_WIDTHS)
 @pytest.mark.parametrize("key_width", KEY_WIDTHS)
 def test_widths(device, key_width, value_width, per_channel):
-    """Norms over every width, too."""
+    """Also norms over every width."""
     heads = Heads(1, 2, key_width, value_width)
     for state_dtype, norm in zip(STATE_DTYPES, ("silu", None), strict=True):
         check_verify(verify_arguments(heads, REQUESTS[:4], state_dtype, per_channel=per_channel, norm=norm), device)
@@ -270,18 +277,18 @@ def test_widths(device, key_width, value_width, per_channel):
 
 @pytest.mark.parametrize("heads", [Heads(1, 1), Heads(1, 5), Heads(3, 3), Heads(2, 8)], ids=str)
 def test_heads(device, heads):
-    """Any number of value heads to a key head."""
+    """Any number of value heads per key head."""
     check_verify(verify_arguments(heads, norm="silu"), device)
 
 
 def test_float32_inputs():
-    """On the CPU alone."""
+    """Only on the CPU."""
     check_verify(verify_arguments(dtype=torch.float32, norm="silu", all_states=True))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9, 16, 32])
 def test_windows_of_any_length(device, rows):
-    """As many tokens as a record has rows, and as many replayed."""
+    """As many tokens, and as many reapplied rows, as a record has rows."""
     requests = (Planned(1, rows, rows, 1), Planned(3, 1, rows // 2), Planned(2, (rows + 1) // 2, 0, 1))
     check_verify(verify_arguments(requests=requests, rows=rows, all_states=True), device)
 
@@ -334,7 +341,7 @@ def test_bounded_decays_by_hand(device, per_channel):
 @pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_given_gates(device, state_dtype, per_channel):
-    """Gates that the caller computed give what the op computes itself."""
+    """Gates from the caller give the same results as gates from the op."""
     heads = Heads(1, 2, 64, 128)
     arguments = verify_arguments(heads, state_dtype=state_dtype, per_channel=per_channel, gate_lower_bound=-5.0)
     ours = named(VERIFY, check_verify(arguments, device))
@@ -361,7 +368,7 @@ def test_given_gates_of_any_dtype(device):
 @pytest.mark.parametrize("heads", [Heads(2, 2, 96, 192), Heads(1, 2)], ids=str)
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_doubled_beta(device, state_dtype, heads):
-    """The same as beta without it, doubled: of gates that make it 1/2, and 1, by hand; and of any, as the oracle."""
+    """Equal to twice the beta without the option: by hand for betas of 1/2 and 1, and with the oracle for others."""
     check_verify(verify_arguments(heads, state_dtype=state_dtype, all_states=True, allow_neg_eigval=True), device)
     once = twin(verify_arguments(heads, state_dtype=state_dtype), device)
     twice = twin(once)
@@ -375,7 +382,7 @@ def test_doubled_beta(device, state_dtype, heads):
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 @pytest.mark.parametrize("gap", [0, 8, 4096])
 def test_pages_of_keys_96_wide(device, state_dtype, gap):
-    """What a key lacks of the next power of two is no memory: that of the next row, or of nobody."""
+    """A key is shorter than the next power of two. The memory after it belongs to the next row, or is not allocated."""
     heads, most = Heads(2, 4, 96, 192), 6
     requests = (Planned(2, most, 3, 1), Planned(3, 1, most), Planned(1, 2, 0))
     for norm in (None, "silu"):
@@ -387,7 +394,7 @@ def test_pages_of_keys_96_wide(device, state_dtype, gap):
 
 
 def test_extremes(device):
-    """Decays of 0 and 1, gates that are shut and open, a key of zeros: all finite."""
+    """Decays of 0 and 1, closed and open gates, and a key of zeros give finite results."""
     arguments = verify_arguments(norm="silu", all_states=True, extra_tokens=0)
     given = named(VERIFY, arguments)
     given["a"][:2] = torch.tensor([[80.0, -80.0], [-200.0, 3e4]])
@@ -400,7 +407,7 @@ def test_extremes(device):
 
 
 def test_empty_batches(device):
-    """No request, no token, nobody's requests: the layer is marked and the states stay."""
+    """Without requests, without tokens, or with only padding, the layer is marked and the states do not change."""
     nobody = (Planned(0, 2), Planned(-3, 1))
     for requests, extra in (((), 0), ((), 3), ((Planned(2, 0, 1),), 0), (nobody, 0), (nobody, 4)):
         arguments = verify_arguments(requests=requests, extra_tokens=extra)
@@ -411,7 +418,7 @@ def test_empty_batches(device):
 
 
 def test_a_window_may_move_a_state(device):
-    """Source and target differ: the source is read and stays."""
+    """If source and target differ, the source is read and does not change."""
     arguments = verify_arguments(requests=(Planned(1, 2, 2, 1), Planned(3, 1, 0)))
     moved = surrounded(torch.tensor([[1, 2, 1, 2], [3, 0, 0, 4]], dtype=torch.int32))
     check_verify(with_arguments(VERIFY, arguments, plan=moved), device)
@@ -419,7 +426,7 @@ def test_a_window_may_move_a_state(device):
 
 @given(st.data())
 def test_any_window_of_a_layer(data):
-    """Ragged windows over any slots."""
+    """Windows of different lengths in any slots."""
     free = data.draw(st.permutations(range(1, 5)))
     requests = []
     for _ in range(data.draw(st.integers(0, 5))):
@@ -441,14 +448,14 @@ def test_any_window_of_a_layer(data):
 @pytest.mark.parametrize("gap", [0, 2, 4, 8, 12, 4096])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_pages(device, state_dtype, gap):
-    """Records anywhere in a page: at every alignment that their dtypes allow, pages far apart."""
+    """Records at any place in a page: every alignment that their dtypes allow, with pages far apart."""
     check_verify(verify_arguments(Heads(1, 3), state_dtype=state_dtype, gap=gap, all_states=True), device)
 
 
 @pytest.mark.parametrize("shift", [4, 8, 12])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_misaligned_states(device, state_dtype, shift):
-    """A state need not begin at a multiple of 16 bytes, nor need those after each token."""
+    """States, also those after each token, may begin at addresses that are not multiples of 16 bytes."""
     arguments = verify_arguments(state_dtype=state_dtype, shift=shift, all_states=True)
     every = surrounded(named(VERIFY, arguments)["all_states"], edge=64 + shift // state_dtype.itemsize)
     check_verify(with_arguments(VERIFY, arguments, all_states=every), device)
@@ -463,7 +470,7 @@ def test_all_states_of_any_stride(device):
 
 
 def copies(arguments: tuple, name: str) -> list[torch.Tensor]:
-    """The same numbers in other layouts: every alignment of 16 bytes, spaced heads, spaced tokens."""
+    """Copy numbers to other layouts: every alignment within 16 bytes, gaps between heads, gaps between tokens."""
     tensor = named(VERIFY, arguments)[name]
     found = [surrounded(tensor, edge=edge) for edge in range(16, 24)]
     tokens, heads, width = tensor.shape
@@ -477,7 +484,7 @@ def copies(arguments: tuple, name: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "gate", "out"])
 def test_inputs_of_any_layout(device, name):
-    """Wherever the inputs lie, the same bits."""
+    """The layout of the inputs does not change the result."""
     arguments = verify_arguments(norm="silu", all_states=True, requests=REQUESTS[:4])
     expected = check_verify(arguments, device)
     for view in copies(arguments, name):
@@ -505,8 +512,8 @@ def test_small_tensors_of_any_stride(device):
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norm_is_that_of_a_layer_of_its_own(device, dtype, activation):
-    """The fused norm of what the op gives without it, as torch computes it."""
+def test_the_fused_norm_equals_a_separate_layer(device, dtype, activation):
+    """Compare the fused norm with torch's norm of the output without it."""
     arguments = twin(verify_arguments(Heads(1, 2, 64, 128), dtype=dtype, norm=activation), device)
     given = named(VERIFY, arguments)
     plain = named(VERIFY, twin(with_arguments(VERIFY, arguments, gate=None, norm_weight=None)))
@@ -565,7 +572,7 @@ def test_fold_of_nothing(device):
         assert same_memory(check_fold(arguments, device), arguments)
 
 
-def test_cancel_leaves_out_layers_that_ran(device):
+def test_cancel_skips_layers_that_ran(device):
     arguments = fold_arguments(4, ran=(0, 2))
     ours = check_fold(arguments, device)
     again = twin(ours)
@@ -576,14 +583,14 @@ def test_cancel_leaves_out_layers_that_ran(device):
 
 
 def test_many_layers(device):
-    """More than fit in the parameters of one launch, which are 72."""
+    """More than the 72 layers that fit in the parameters of one launch."""
     check_fold(fold_arguments(75, Heads(1, 1), folds=((2, 1, 0, 2), (1, 3, 1, 4))), device)
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-def test_fold_is_the_replay_of_verify(device, state_dtype, per_channel):
-    """The same bits, whoever replays."""
+def test_fold_equals_the_reapplied_rows_of_verify(device, state_dtype, per_channel):
+    """Both ops give bit-identical states."""
     arguments = twin(verify_arguments(Heads(2, 4, 64, 128), state_dtype=state_dtype, per_channel=per_channel), device)
     given = named(VERIFY, twin(arguments))
     names = ("state", "record_keys", "record_norms", "record_decays", "record_values", "layer_window")
@@ -600,8 +607,11 @@ ONE_HEAD = Heads(1, 1)
 
 
 class Pair:
-    """One layer under the family's scheme beside a scheme that stores the state after every token, and begins each
-    window from that of the last accepted one: the same kernel with `all_states` and nothing to replay."""
+    """One layer in two schemes: this family's, and one that stores the state after every token.
+
+    The second scheme starts each window from the state of the last accepted token. It uses the same kernel with
+    `all_states`, and has no rows to reapply.
+    """
 
     SLOTS, MOST_TOKENS = 7, 4
 
@@ -625,7 +635,7 @@ class Pair:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def step(self) -> None:
-        """A window of some of the requests, ragged, in any order; each accepts some of its last one."""
+        """Run a window with some of the requests, in any order and of any length. Each keeps part of its last one."""
         slots = self.dice.sample(range(1, self.SLOTS), self.dice.randint(1, self.SLOTS - 1))
         lengths = [self.dice.randint(1, self.MOST_TOKENS) for _ in slots]
         accepted = [self.dice.randint(1, max(1, self.pending[slot])) for slot in slots]
@@ -658,14 +668,14 @@ class Pair:
                 self.pending[slot] = end - begin
 
     def accept(self, slots: list[int], accepted: list[int]) -> None:
-        """The other scheme goes on from the state of the last accepted token."""
+        """Continue the other scheme from the state of the last accepted token."""
         for slot, tokens in zip(slots, accepted, strict=True):
             if self.pending[slot]:
                 self.stored[0][slot] = self.every[slot, tokens - 1]
                 self.accepted += tokens
 
     def fold(self) -> None:
-        """A slot, in place or into another one, whose request ends."""
+        """Fold a slot in place, or into another slot, whose request ends."""
         source, target = self.dice.randrange(1, self.SLOTS), self.dice.randrange(1, self.SLOTS)
         tokens = self.dice.randint(1, max(1, self.pending[source]))
         self.accept([source], [tokens])
@@ -680,7 +690,7 @@ class Pair:
         self.pending[source] = self.pending[target] = 0
 
     def prefill(self) -> None:
-        """Somebody else writes the state."""
+        """Write the state with another kernel."""
         slot = self.dice.randrange(1, self.SLOTS)
         self.ours[0][slot] = self.stored[0][slot] = drawn(*self.ours[0].shape[1:], seed=slot).to(self.ours[0])
         ops.plan_recurrent_window(
@@ -697,8 +707,10 @@ class Pair:
     ids=["float32", "bfloat16", "kda"],
 )
 def test_bits_of_a_scheme_that_stores_every_state(device, state_dtype, per_channel, steps):
-    """Outputs of every token and states after every window, with any acceptance, requests that skip steps, folds,
-    copies and prefills in between."""
+    """Compare outputs of every token and states after every window.
+
+    Acceptance is random. Requests skip steps, and folds, copies and prefills run between windows.
+    """
     pair = Pair(state_dtype, per_channel, device)
     for _ in range(steps):
         pair.step()
@@ -733,7 +745,7 @@ def test_threads_give_the_same_bits():
     assert same_memory(ours, theirs)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- invalid arguments
 
 BAD_PLANS = {
     "target past the last": ((5, 0, 0, 5), IndexError, r"plan must name slots in \[1, 5\), got 5 in row 1"),
@@ -752,7 +764,7 @@ BAD_PLANS = {
 @pytest.mark.debug_mode
 @pytest.mark.parametrize(("row", "error", "sentence"), BAD_PLANS.values(), ids=BAD_PLANS)
 def test_bad_plan(device, row, error, sentence):
-    """On CUDA the row is left out, and the others are not."""
+    """CUDA skips only the invalid row."""
     requests = (Planned(2, 3, 2, 1), Planned(4, 2), Planned(3, 1))
     arguments = verify_arguments(requests=requests)
     good = plan_of(requests)
@@ -787,8 +799,8 @@ def test_bad_starts(device, starts, sentence):
     check_bad_data(VERIFY, bad, ValueError, sentence, device)
 
 
-def test_plans_that_meet():
-    """Looked for on the CPU alone."""
+def test_plans_that_conflict():
+    """Only the CPU checks this."""
     arguments = verify_arguments(requests=(Planned(2, 1), Planned(1, 1)))
     for second in ((1, 0, 0, 2), (2, 0, 0, 1)):
         plan = torch.tensor([(2, 0, 0, 2), second], dtype=torch.int32)
@@ -798,7 +810,7 @@ def test_plans_that_meet():
 
 
 def test_neighbours_of_other_sizes_share_no_memory(device):
-    """The last bytes of an 8-byte number and a 4-byte one count, and those behind it do not."""
+    """The last bytes of a number of 8 or 4 bytes count as shared memory; the bytes after it do not."""
     arguments = window_arguments(cursors=((0, 0),), slots=(0,) * 6)
     memory = torch.zeros(6, dtype=torch.int32, device=device)
     window = memory[2:4].view(torch.int64)
@@ -887,7 +899,7 @@ def test_refused_lists(device):
 
 
 def test_refused_lists_of_two_shapes(device):
-    """As long, from slot to slot, but of other heads."""
+    """Equal strides between slots, but other heads."""
     made = [twin(fold_arguments(1, Heads(1, 2, *widths), one_page=False), device) for widths in ((64, 128), (128, 64))]
     assert made[0][0][0].stride(0) == made[1][0][0].stride(0)
     lists = [[*mine, *theirs] for mine, theirs in zip(made[0][:6], made[1][:6], strict=True)]
@@ -896,7 +908,7 @@ def test_refused_lists_of_two_shapes(device):
 
 
 @pytest.mark.parametrize("name", ["plan", "window"])
-def test_a_state_is_apart_from_what_says_where_to_fold(device, name):
+def test_a_state_must_not_overlap_the_plan_of_a_fold(device, name):
     """Also where their dtypes differ."""
     arguments = twin(fold_arguments(2, ran=()), device)
     given = named(FOLD, arguments)

@@ -1,9 +1,9 @@
-"""RecurrentStates driven at random, against a scheme that keeps the state after every token.
+"""Random sequences of calls to RecurrentStates, compared with a scheme that keeps the state after every token.
 
-An engine in miniature: requests come and take a slot, run prompts by a kernel of their own or in windows, decode with
-drafts of any fate, skip steps, fork, are preempted and come back, finish and leave their slot to others as it is.
-Windows end by commit or cancel, after any number of layers. Whenever no window is open, what each slot stands for (its
-state, and the accepted rows of its record) is to the bit what the other scheme holds.
+The test is a small engine. Requests take a slot, and run prompts with another kernel or in windows. They decode with
+any acceptance, skip steps, fork, are preempted and return. They finish and leave their slot as it is. Windows end by
+commit or cancel, after any number of layers. Whenever no window is open, each slot's state with the accepted rows of
+its record applied is bit-identical to the state of the other scheme.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from nwor_ops.transaction.state import State
 
 LAYER_KINDS = ("gdn", "small state", "kda")  # three launches a fold
 NUM_SLOTS, MAX_REQUESTS, MAX_WINDOW = 6, 4, 3
-SPARE = NUM_SLOTS  # a slot of the test's own: what another stands for is copied there
+SPARE = NUM_SLOTS  # a slot that the test uses to copy and fold states of other slots
 
 
 def mostly(*values):
-    """The first value is the likeliest, and what examples shrink to."""
+    """Draw a value. The first one is the most likely, and examples shrink to it."""
     return st.sampled_from([values[0]] * (2 * len(values)) + list(values))
 
 
@@ -64,7 +64,7 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) > 1)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        """Or preempt; what is pending stays in the slot."""
+        """Finish or preempt a request. Its pending rows stay in the slot."""
         slot = data.draw(st.sampled_from(self.running))
         self.running.remove(slot)
         for layer in self.decoding.every_state.values():

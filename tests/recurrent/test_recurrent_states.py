@@ -1,4 +1,4 @@
-"""RecurrentStates: its protocol, and states and outputs of the same bits as a scheme's that keeps every state."""
+"""RecurrentStates: its protocol, and states and outputs bit-identical to a scheme that keeps every state."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def one_layer() -> Decoding:
     return decoding
 
 
-# ---------------------------------------------------------------- the same bits
+# ---------------------------------------------------------------- bit-identical results
 
 
 def decode_at_random(decoding: Decoding, steps: int, num_requests: int) -> None:
-    """Any requests of a batch, windows of any length, any number of tokens that stay."""
+    """Run random batches: any requests, windows of any length, and any number of tokens that stay."""
     slots = range(1, num_requests + 1)
     decoding.start(*slots)
     for _ in range(steps):
         order = [slot for slot in torch.randperm(num_requests, generator=decoding.generator).add(1).tolist()
                  if decoding.draw(0, 3)]  # fmt: skip
-        order.insert(decoding.draw(0, len(order)), -decoding.draw(0, 1))  # a padded request, whose tokens are nobody's
+        order.insert(decoding.draw(0, len(order)), -decoding.draw(0, 1))  # a padded request
         lengths = [decoding.draw(0, decoding.max_window) for _ in order]
         decoding.begin(order, lengths)
         decoding.forward()
@@ -56,11 +56,11 @@ def decode_at_random(decoding: Decoding, steps: int, num_requests: int) -> None:
 
 
 @pytest.mark.parametrize("in_pages", [False, True], ids=["tensors", "pages"])
-def test_every_step_has_the_bits_of_a_scheme_that_keeps_every_state(device, in_pages):
+def test_every_step_is_bit_identical_to_a_scheme_that_keeps_every_state(device, in_pages):
     decoding = Decoding(in_pages=in_pages, num_slots=6, device=device)
     before = {name: pages.clone() for name, pages in decoding.pages.items()}
     decode_at_random(decoding, steps=60, num_requests=4)
-    for name, pages in decoding.pages.items():  # nor was anything written beside states and records
+    for name, pages in decoding.pages.items():  # nothing was written outside states and records
         owned = torch.zeros_like(pages, dtype=torch.bool)
         for tensor in (decoding.caches[name].state, *decoding.caches[name].records):
             start = tensor.data_ptr() - pages.data_ptr()
@@ -80,8 +80,8 @@ def test_windows_of_other_lengths(device, max_window):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_text_is_that_of_the_plain_recurrence(device, kind):
-    """What stays of every window, one behind the other, is a text; its outputs in double precision."""
+def test_the_text_equals_that_of_the_plain_recurrence(device, kind):
+    """The kept tokens of all windows form a text. Compare with its outputs in double precision."""
     decoding = Decoding([kind], device=device)
     decoding.start(3)
     texts, outputs = [], []
@@ -97,12 +97,12 @@ def test_the_text_is_that_of_the_plain_recurrence(device, kind):
     expected = in_double_precision(decoding.kinds[kind], decoding.weights[kind], text)
     got = torch.cat(outputs).double()
     assert len(got) > 20
-    # A bfloat16 state is rounded once in a window, an output once.
+    # Each window rounds a bfloat16 state once, and each output once.
     tolerance = 0.03 if decoding.kinds[kind].state_dtype == torch.bfloat16 else 0.005
     assert (got - expected).abs().max() < tolerance * expected.abs().max()
 
 
-# ---------------------------------------------------------------- a step that is not the usual one
+# ---------------------------------------------------------------- unusual steps
 
 
 def test_a_request_that_skips_steps_keeps_what_is_pending(device):
@@ -111,15 +111,15 @@ def test_a_request_that_skips_steps_keeps_what_is_pending(device):
     decoding.window({1: 4, 2: 4}, {1: 3, 2: 1})
     for number in (1, 2, 3):
         decoding.window({2: 4}, {2: number})  # 1 is not in the batch
-    decoding.window({1: 0, 2: 2}, {2: 2})  # 1 is, without a token
+    decoding.window({1: 0, 2: 2}, {2: 2})  # 1 is in the batch, without a token
     decoding.window({1: 2, 2: 2}, {1: 1, 2: 1})
     decoding.states.fold(decoding.tensor([2, 1]))
     decoding.assert_folded(1, 2)
 
 
 @pytest.mark.parametrize("reached", range(len(KINDS) + 1))
-def test_a_window_that_is_cancelled_leaves_the_states_of_before(device, reached):
-    """Wherever the forward stopped; and the step can be tried again."""
+def test_a_cancelled_window_leaves_the_previous_states(device, reached):
+    """The forward may stop after any layer. The step can be repeated."""
     decoding = Decoding(device=device)
     decoding.start(1, 2, 3)
     decoding.window({1: 4, 2: 3, 3: 4}, {1: 2, 2: 3, 3: 4})
@@ -236,7 +236,7 @@ def test_a_cancel_that_failed_between_two_launches_is_finished_by_another(monkey
     decoding.assert_folded(1)
 
 
-def test_a_begin_that_raises_behind_its_launch_is_cancelled(monkeypatch):
+def test_a_begin_that_raises_after_its_launch_is_cancelled(monkeypatch):
     """As in debug mode on CUDA, for one request of several."""
     decoding = Decoding()
     decoding.start(1, 2)
@@ -259,8 +259,8 @@ def test_a_begin_that_raises_behind_its_launch_is_cancelled(monkeypatch):
     decoding.assert_folded(1, 2)
 
 
-def test_a_slot_that_changes_hands_in_the_middle_of_a_text(device):
-    """A request that was preempted leaves a window behind, of which the next one knows nothing."""
+def test_a_slot_that_gets_a_new_owner_in_the_middle_of_a_text(device):
+    """A preempted request leaves a pending window in its slot. The next request is not affected by it."""
     decoding = Decoding(device=device)
     decoding.start(1, 2)
     decoding.window({1: 4, 2: 4}, {1: 4, 2: 2})
@@ -272,15 +272,15 @@ def test_a_slot_that_changes_hands_in_the_middle_of_a_text(device):
 
 
 def write_states(decoding: Decoding, slot: int, change) -> None:
-    """As a kernel for prompts does, in both schemes."""
+    """Write a state in both schemes, as a kernel for prompts does."""
     for name, layer in decoding.every_state.items():
         state = decoding.state_of(slot, name)
         state.copy_(change(state))
         layer.held[slot] = state.clone()
 
 
-def test_states_that_others_write_in_a_step(device):
-    """A prompt that begins in a slot with something pending, and one that goes on, behind a fold."""
+def test_states_that_other_kernels_write_in_a_step(device):
+    """A prompt begins in a slot with pending rows, and another prompt continues after a fold."""
     decoding = Decoding(device=device)
     decoding.start(1, 2, 3)
     decoding.window({1: 4, 2: 4, 3: 4}, {1: 4, 2: 2, 3: 3})
@@ -308,7 +308,7 @@ def test_a_batch_without_any_window_needs_no_layer():
 
 
 def test_fold(device):
-    """Once; slots that are nobody's, that have nothing pending, and all of them at once, more than a batch has."""
+    """Fold each slot once: padding, slots with nothing pending, and more slots than a batch has requests."""
     decoding = Decoding(max_requests=2, device=device)
     decoding.start(1, 2, 3, 4, 5)
     decoding.window({1: 4, 2: 4}, {1: 1, 2: 4})
@@ -324,7 +324,7 @@ def test_fold(device):
 
 @pytest.mark.parametrize("in_pages", [False, True], ids=["tensors", "pages"])
 def test_copy(device, in_pages):
-    """The copy goes on from the accepted tokens, and so does the original."""
+    """Both the copy and the original continue from the accepted tokens."""
     decoding = Decoding(in_pages=in_pages, device=device)
     decoding.start(1, 2, 3)
     decoding.window({1: 4, 2: 4, 3: 4}, {1: 3, 2: 1, 3: 2})
@@ -396,7 +396,7 @@ def test_compiled_layers_write_in_place_and_never_recompile(one_storage):
 
 
 def test_sizes_of_caches_are_numbers_in_a_trace():
-    """With ``dynamic=True``, too: where they are symbols, torch 2.13 does not trace views that share a storage."""
+    """Also with ``dynamic=True``. Torch 2.13 cannot trace views that share a storage if their sizes are symbols."""
     decoding = Decoding(["gdn", "kda"], one_storage=True)
     decoding.start(1)
     torch._dynamo.reset()
@@ -415,7 +415,7 @@ def test_sizes_of_caches_are_numbers_in_a_trace():
 
 
 def test_pages_of_several_dtypes_are_traced_within_an_op_of_the_engine():
-    """Torch cannot trace what mutates views of one storage as several dtypes. It is said, and what to do instead."""
+    """Torch cannot trace a call that mutates views of one storage with several dtypes. The error says what to do."""
     decoding = Decoding(["gdn", "kda"], in_pages=True)
     decoding.start(1)
     torch._dynamo.reset()
@@ -452,7 +452,7 @@ def test_pages_of_several_dtypes_are_traced_within_an_op_of_the_engine():
 
 
 def test_a_compiled_call_outside_a_window_touches_nothing():
-    """Compiled and captured code cannot see that no window is open: warm-up runs, and batches of nobody's tokens."""
+    """Compiled and captured code cannot see that no window is open, as in warm-up runs and padded batches."""
     decoding = Decoding(["gdn"])
     decoding.start(1, 2)
     torch._dynamo.reset()
@@ -475,11 +475,11 @@ def test_a_compiled_call_outside_a_window_touches_nothing():
     torch._dynamo.reset()
 
 
-# ---------------------------------------------------------------- what is counted
+# ---------------------------------------------------------------- counters
 
 
-def test_requests_that_a_window_leaves_out_are_counted(device):
-    """CUDA does not say so where they are given: the count of tokens that stay is past the window, from then on."""
+def test_requests_that_a_window_skips_are_counted(device):
+    """On CUDA, commit accepts a count of tokens beyond the window. Every later window then skips the request."""
     decoding = Decoding(device=device)
     decoding.start(1, 2)
     decoding.window({1: 4, 2: 3}, {1: 3, 2: 1})
@@ -498,7 +498,7 @@ def test_requests_that_a_window_leaves_out_are_counted(device):
     assert decoding.states.stats().refused_requests == 2
 
 
-def test_states_that_are_not_allocated_have_counted_nothing():
+def test_stats_need_allocated_states():
     with pytest.raises(RuntimeError, match="stats: the states must be allocated; call allocate"):
         new_states().stats()
 
@@ -525,7 +525,7 @@ def test_memory(in_pages):
         new_states().memory()
 
 
-def test_buffers_stay_where_they_are():
+def test_buffers_do_not_move():
     decoding = one_layer()
     names = ("plan", "cursors", "window", "query_start_loc", "num_accepted")
     before = [getattr(decoding.states, name).data_ptr() for name in names]
@@ -537,7 +537,7 @@ def test_buffers_stay_where_they_are():
 
 
 def test_states_without_data():
-    """On the meta device every tensor has the address 0, and shares no memory with another for that."""
+    """On the meta device every tensor has address 0. This does not count as shared memory."""
     states = RecurrentStates(max_num_requests=2, device="meta")
     for name in ("a", "b"):
         states.register_layer(name, new_cache(device="meta", dtype=torch.float32))
@@ -557,7 +557,7 @@ def test_states_without_data():
 # ---------------------------------------------------------------- protocol
 
 
-def test_calls_come_in_an_order():
+def test_calls_have_a_required_order():
     states = new_states()
     with pytest.raises(RuntimeError, match="allocate: no layer is registered"):
         states.allocate()
@@ -605,7 +605,7 @@ def test_a_window_is_committed_once():
 
 
 @pytest.mark.parametrize("accepted", [0, -1, 4])
-def test_a_number_of_tokens_that_cannot_stay(accepted):
+def test_an_invalid_number_of_kept_tokens(accepted):
     decoding = one_layer()
     decoding.begin([1, 2], [3, 3])
     decoding.forward()
@@ -640,7 +640,7 @@ BEGINS = [
 
 
 @pytest.mark.parametrize(("replaced", "error", "sentence"), BEGINS)
-def test_windows_that_cannot_be_are_refused_before_anything_changes(replaced, error, sentence):
+def test_invalid_windows_are_refused_before_anything_changes(replaced, error, sentence):
     decoding = one_layer()
     decoding.window({1: 3, 2: 3}, {1: 2, 2: 1})
     names = ("plan", "cursors", "window", "query_start_loc", "num_accepted")
@@ -666,7 +666,7 @@ VERIFIES = [
 
 
 @pytest.mark.parametrize(("replaced", "error", "sentence"), VERIFIES)
-def test_inputs_that_cannot_be_are_refused_before_anything_is_written(replaced, error, sentence):
+def test_invalid_inputs_are_refused_before_anything_is_written(replaced, error, sentence):
     decoding = one_layer()
     decoding.window({1: 3, 2: 3}, {1: 2, 2: 1})
     decoding.begin([1], [3])
@@ -690,7 +690,7 @@ COMMITS = [
 
 
 @pytest.mark.parametrize(("num_accepted", "error", "sentence"), COMMITS)
-def test_commits_that_cannot_be_leave_the_window_open(num_accepted, error, sentence):
+def test_invalid_commits_leave_the_window_open(num_accepted, error, sentence):
     decoding = one_layer()
     decoding.begin([1, 2], [3, 3])
     decoding.forward()
@@ -715,7 +715,7 @@ BETWEEN = [
 
 
 @pytest.mark.parametrize(("method", "arguments", "error", "sentence"), BETWEEN)
-def test_slots_that_cannot_be_are_refused_before_anything_changes(method, arguments, error, sentence):
+def test_invalid_slots_are_refused_before_anything_changes(method, arguments, error, sentence):
     decoding = one_layer()
     decoding.window({1: 3, 2: 3}, {1: 2, 2: 1})
     before = decoding.states.cursors.clone(), decoding.caches["gdn"].state.clone()
@@ -771,7 +771,7 @@ CACHES = [
 
 
 @pytest.mark.parametrize(("make", "error", "sentence"), CACHES)
-def test_impossible_caches(make, error, sentence):
+def test_invalid_caches(make, error, sentence):
     with pytest.raises(error, match=sentence):
         make()
 
@@ -784,7 +784,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize(("sizes", "error", "sentence"), LAYERS)
-def test_layers_that_do_not_go_together(sizes, error, sentence):
+def test_layers_that_do_not_match(sizes, error, sentence):
     states = new_states()
     states.register_layer("a", new_cache())
     with pytest.raises(error, match=sentence):
@@ -799,7 +799,7 @@ def test_layers_that_do_not_go_together(sizes, error, sentence):
     states.allocate()
 
 
-def test_a_layer_that_no_kernel_takes_is_refused_before_any_window():
+def test_a_layer_without_a_kernel_is_refused_before_any_window():
     states = new_states()
     states.register_layer("a", new_cache())
     states.register_layer("odd", new_cache(key_size=192))
@@ -807,7 +807,7 @@ def test_a_layer_that_no_kernel_takes_is_refused_before_any_window():
         states.allocate()
 
 
-def test_layers_that_lie_in_other_strides_are_folded_apart():
+def test_layers_with_other_strides_are_folded_by_another_launch():
     states, cache = new_states(), new_cache()
     memory = torch.zeros(4, 3, 64, 64)
     spaced = memory[:, :2]
@@ -821,7 +821,7 @@ def test_layers_that_lie_in_other_strides_are_folded_apart():
         assert torch.equal(state[2], state[1])
         assert state[1].count_nonzero() > 0
         assert state[[0, 3]].count_nonzero() == 0
-    assert memory[:, 2].count_nonzero() == 0  # of nobody
+    assert memory[:, 2].count_nonzero() == 0  # padding
 
 
 def sharing(what: str) -> dict[str, RecurrentCache]:
