@@ -1,4 +1,4 @@
-"""What is run: one table. A case is a vanilla engine and the same one with NWOR, audited; the tests compare them."""
+"""The table of GPU cases. A case compares a vanilla engine with the same engine with NWOR, which is audited."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ STAGE = {"mode": "stage", "audit": True}
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 V2: dict[str, str] = {}
 K = 4
-# A model is named here; tiny_models.py makes its folder.
+# Cases name their models; tiny_models.py creates the folders.
 NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 DRAFT = {"method": "draft_model", "model": "@draft", "num_speculative_tokens": K}
 EAGLE = {"method": "eagle", "model": "@eagle", "num_speculative_tokens": K}
 DSPARK = {"method": "dspark", "model": "@dspark", "num_speculative_tokens": K}
-EXPERTS_LIBRARY = "vllm._moe_C_stable_libtorch"  # of vLLM's kernels for experts, a file of its own
-MTP = {"method": "mtp", "num_speculative_tokens": K}  # its layer is part of the target's checkpoint
+EXPERTS_LIBRARY = "vllm._moe_C_stable_libtorch"  # the library with vLLM's kernels for experts
+MTP = {"method": "mtp", "num_speculative_tokens": K}  # the MTP layer is part of the target's checkpoint
 METHODS = {
     "ngram": NGRAM,
     "draft_model": DRAFT,
@@ -38,17 +38,17 @@ ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     "max_model_len": 256,
     "max_num_seqs": 8,
-    # Fewer than the prompts that arrive at once: prompts come in chunks, beside other requests' drafts.
+    # Fewer tokens than the arriving prompts have: they run in chunks, in steps with drafts of other requests.
     "max_num_batched_tokens": 64,
     "block_size": 16,
-    # Small, because the audit copies it at every step; and no memory profiling, which fails when another engine on
-    # the same GPU ends meanwhile.
+    # Small, because the audit copies the cache in every step. Memory profiling is off, because it fails if another
+    # engine on the same GPU ends in the meantime.
     "num_gpu_blocks_override": 256,
     "kv_cache_memory_bytes": 1 << 30,
     "gpu_memory_utilization": 0.04,
     "enable_prefix_caching": False,
     "disable_log_stats": False,
-    # Kernels are compiled when they are first needed: half a minute less for each engine.
+    # Compile kernels at first use, which saves half a minute per engine.
     "kernel_config": {"enable_jit_warmup": False, "enable_cutedsl_warmup": False, "enable_flashinfer_autotune": False},
 }
 
@@ -58,11 +58,11 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "full": {"compilation_config": {"cudagraph_mode": "FULL"}},
     "full_and_piecewise": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
     "full_decode_only": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
-    # The write site is compiled in: no split there.
+    # The cache write is compiled, because the graph is not split there.
     "unsplit": {"compilation_config": {"cudagraph_mode": "FULL", "splitting_ops": []}},
     "inductor_partition": {"compilation_config": {"use_inductor_graph_partition": True}},
 }
-# What the engine must report that it ran, where the setting says so.
+# Values that the engine must report for a setting.
 GRAPH_MODES = {
     "eager": "NONE",
     "piecewise": "PIECEWISE",
@@ -76,24 +76,24 @@ GRAPH_MODES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
+    """A row of the table.
 
     Attributes:
-        name: also names the log files; ``-k`` selects by it.
-        engine: arguments of ``vllm.LLM``, on top of ``ENGINE``.
-        environment: of both engines.
+        name: name of the case and of its log files. ``-k`` selects by it.
+        engine: arguments of ``vllm.LLM``, in addition to ``ENGINE``.
+        environment: environment variables of both engines.
         nwor: settings of the second engine.
-        use: fields of the job, see ``engine_child``.
-        same_tokens: the two engines' output is compared.
-        may_differ: of how many requests it may differ: some of vanilla's kernels add in another order.
-        trimmed: fewer drafts must be verified than were scheduled.
-        expect: what the second engine must report: a field of its worker; or, of ``metric:NAME`` and, with one state,
-            of ``audit:NAME``, at least how much.
-        needs: a package, or several, besides vLLM. The case is skipped without them.
-        more_blocks: blocks that the second engine's cache has more: to its scheduler both are of one size.
-        recurrent_groups: those of its KV-cache groups that need no shadow pages.
-        share: more than that of the drafts is accepted, and more than that rejected.
-        draft_counts: how many drafts the request has that has most of them: each of these numbers in some step.
+        use: fields of the job; see ``engine_child``.
+        same_tokens: whether to compare the output of both engines.
+        may_differ: number of requests whose output may differ, because some vanilla kernels add in another order.
+        trimmed: whether fewer drafts must be verified than were scheduled.
+        expect: values that the second engine must report: fields of its worker, or minimum values of ``metric:NAME``
+            and, with one state, of ``audit:NAME``.
+        needs: packages besides vLLM. The case is skipped without them.
+        more_blocks: additional blocks of the second engine's cache, so that both schedulers have the same number.
+        recurrent_groups: number of KV-cache groups that need no shadow pages.
+        share: the shares of accepted and of rejected drafts must both be larger than this.
+        draft_counts: for each of these numbers, some step must have it as its largest number of drafts per request.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Case:
 
     @property
     def warms_up(self) -> bool:
-        """Whether vLLM runs steps with drafts before it serves. (Its V1 runner has no such warm-up.)"""
+        """Whether vLLM runs steps with drafts before it serves requests. The V1 runner has no such warm-up."""
         return not self.is_v1 and self.engine.get("kernel_config", ENGINE["kernel_config"])["enable_jit_warmup"]
 
 
@@ -167,16 +167,16 @@ def _methods() -> Iterator[Case]:
     yield _case("v1-triton-eagle", V1, backend="TRITON_ATTN", method="eagle")
 
 
-# Each token that is verified costs its share of a step, so adaptive verification leaves drafts out where many requests
-# run. (What vLLM measures with so small a model says that drafts cost nothing.) A point for every size: between two
-# vLLM takes the cost of the larger.
+# Each verified token costs part of a step, so adaptive verification drops drafts if many requests run. The costs are
+# given, because with so small a model vLLM measures that drafts cost nothing. There is a point for every size, because
+# between two points vLLM takes the cost of the larger.
 STEEP = {
     "cost_curves": [
         [[requests, 1.0] for requests in range(1, ENGINE["max_num_seqs"] + 1)],
         [[tokens, 4.0 + 0.75 * tokens] for tokens in range(1, ENGINE["max_num_batched_tokens"] + 1)],
     ]
 }
-# Fewer drafts where more requests run; in V2 none where all do.
+# Fewer drafts if more requests run; in V2 none if all run.
 DYNAMIC = {
     "v2": {"num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 6, 2], [7, 8, 0]]},
     "v1": {"num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 8, 2]]},
@@ -184,7 +184,7 @@ DYNAMIC = {
 
 
 def _drafters() -> Iterator[Case]:
-    """Whatever else vLLM drafts with, and other ways to verify. ``-k method-`` selects them, in both modes."""
+    """Yield cases of other drafting methods and ways to verify, in both modes. ``-k method-`` selects them."""
     for case in _methods_beyond():
         yield replace(case, share=0.1)
 
@@ -195,7 +195,7 @@ def _methods_beyond() -> Iterator[Case]:
         yield _case(f"method-{runner}-eagle3", environment, method="eagle3")
         yield _case(f"method-{runner}-ngram_gpu", environment, method="ngram_gpu")
         yield _case(f"method-{runner}-mla-mtp", environment, "TRITON_MLA", method="mtp", model="@mla_mtp", **any_mode)
-        # The GDN layers' states are vLLM's; the layer of attention is the transaction. Blocks are as long as a state.
+        # vLLM manages the states of GDN layers; the transaction handles attention. A block has the size of a state.
         gdn = {"model": "@gdn_mtp", "gdn_prefill_backend": "triton", "block_size": None, "num_gpu_blocks_override": 192}
         groups = {"expect": {"kv_cache_groups": 3}, "recurrent_groups": 2}
         # In V2 vLLM's CUDA kernel decodes, in V1 the Triton kernel that Qwen3-Next always takes.
@@ -203,17 +203,17 @@ def _methods_beyond() -> Iterator[Case]:
         yield _case(f"method-{runner}-gdn-mtp", environment | kernel, method="mtp", **gdn, **groups, **any_mode)
         yield _case(f"method-{runner}-dynamic", environment, speculative_config=EAGLE | DYNAMIC[runner],
                     draft_counts=(2, 4), **any_mode)  # fmt: skip
-    # Its drafts are not those of the target's language: what is accepted is drawn.
+    # Its drafts are unrelated to the target's tokens, so acceptance is drawn at random.
     drawn = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
     yield _case("method-v2-dflash-synthetic", speculative_config=METHODS["dflash"] | drawn)
-    # At temperature 0 the V1 runner draws from no request's own seed.
+    # At temperature 0 the V1 runner does not use the seeds of requests.
     yield _case("method-v1-dflash-synthetic", V1, speculative_config=METHODS["dflash"] | drawn, graphs="any",
                 use={"temperature": 1.0})  # fmt: skip
     yield _case("method-v2-dspark", method="dspark")
     yield _case("method-v1-suffix", V1, method="suffix", graphs="any", needs="arctic_inference")
     adaptive = {"enable_adaptive_verification": True}
     yield _case("method-v2-adaptive-dspark", speculative_config=DSPARK | adaptive, use=STEEP, trimmed=True)
-    # A drafter without a head for its confidence: vLLM estimates it.
+    # This drafter has no confidence head, so vLLM estimates its confidence.
     yield _case("method-v2-adaptive-eagle", backend="TRITON_ATTN", speculative_config=EAGLE | adaptive, use=STEEP,
                 trimmed=True)  # fmt: skip
     random = {"draft_sample_method": "probabilistic"}
@@ -222,8 +222,8 @@ def _methods_beyond() -> Iterator[Case]:
     yield _case("method-v2-fly", speculative_config=EAGLE | {"rejection_sample_method": "fly"})
 
 
-# Hybrid models, whose recurrent states vLLM keeps in blocks of the same memory; their size follows from a state's,
-# whatever is asked for.
+# Hybrid models: vLLM keeps recurrent states in blocks of the same memory. The size of a state sets the block size,
+# regardless of the setting.
 _HYBRID = {"graphs": "any", "block_size": None, "max_model_len": 320}
 _GDN = {"model": "@gdn_mtp", "gdn_prefill_backend": "triton"} | _HYBRID
 _ALIGNED = {"enable_prefix_caching": True, "num_gpu_blocks_override": 320, "max_num_batched_tokens": 192}
@@ -232,7 +232,7 @@ _AGAIN = {"shared_prefix": 140, "rounds": 2, "requests": 12}
 
 
 def _recurrent() -> Iterator[Case]:
-    """Hybrid models. ``-k recurrent-`` selects them, in both modes."""
+    """Yield cases of hybrid models, in both modes. ``-k recurrent-`` selects them."""
     aligned = {"use": _AGAIN} | _ALIGNED
     hits = {"metric:prefix_cache_hits": 1}
     gdn = {"recurrent_groups": 3} | _GDN
@@ -251,7 +251,7 @@ def _recurrent() -> Iterator[Case]:
 
 
 def _caches() -> Iterator[Case]:
-    """Back ends, formats and layouts of the cache."""
+    """Yield cases of attention back ends, and of formats and layouts of the cache."""
     yield _case("flex", backend="FLEX_ATTENTION", graphs="eager")
     yield _case("flashinfer", backend="FLASHINFER", graphs="any", needs="flashinfer")
     yield _case(
@@ -301,7 +301,7 @@ def _behaviours() -> Iterator[Case]:
     yield _case("chunked-prefill", method="eagle", max_num_batched_tokens=48, use={"shared_prefix": 90})
     yield _case("sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
     yield _case("memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
-    # vLLM's own warm-up makes 8 requests up and numbers their 16 blocks itself: all that this cache has.
+    # vLLM's warm-up creates 8 requests and numbers their 16 blocks itself, which are all blocks of this cache.
     yield _case(
         "warm-up",
         kernel_config={**ENGINE["kernel_config"], "enable_jit_warmup": True},
@@ -316,7 +316,7 @@ _FEW_GRAPHS = ("v1-flash-ngram-full_decode_only", "v2-flash-ngram-full_decode_on
 FEW_GRAPHS = {*_FEW_GRAPHS, *(f"stage-{name}" for name in _FEW_GRAPHS)}
 CASES = [*_graph_modes(), *_methods(), *_drafters(), *_recurrent(), *_caches(), *_behaviours()]
 SPARE = ENGINE["max_num_seqs"] * 2  # shadow pages of one group: 4 drafts may lie in two blocks of 16
-# vLLM's fusion that writes the cache by itself, around every writer that can be wrapped.
+# With this fusion, vLLM writes the cache without any writer that can be patched.
 FUSED_WRITER = Case(
     "mla-fused-writer",
     _engine(
@@ -333,7 +333,7 @@ FUSED_WRITER = Case(
 # All of them again in the other mode. FlashInfer's metadata, made for the target, is what vLLM's EAGLE goes by.
 _NOT_STAGED = (
     "flashinfer-eagle-fp8",
-    # Nothing of these is special to the mode.
+    # These cases do not depend on the mode.
     *(f"method-v1-{name}" for name in ("ngram_gpu", "mla-mtp", "gdn-mtp", "dynamic", "dflash-synthetic")),
     *(f"method-v2-{name}" for name in ("dynamic", "adaptive-eagle", "block", "fly")),
 )
@@ -347,7 +347,7 @@ STAGE_CASES = [
     for case in CASES
     if case.name not in _NOT_STAGED
 ]
-# There it is a writer like any other: it follows the slots.
+# In this mode it is a normal writer that follows the slots.
 STAGE_CASES.append(
     replace(
         FUSED_WRITER,
@@ -374,13 +374,16 @@ def _connector(name: str, module: str | None = None, **extra: Any) -> dict[str, 
 
 def _both_modes(case: Case) -> Iterator[Case]:
     yield case
-    # Of connectors' cases one group has rows.
+    # In cases of connectors, one group has rows.
     yield replace(case, name=f"stage-{case.name}", nwor=dict(STAGE), more_blocks=2 * case.engine["max_num_seqs"])
 
 
 def _connectors() -> Iterator[Case]:
-    """Generate, drop the prefix cache, load. When an asynchronous load is done is a matter of luck, and with it which
-    requests share a batch: tokens are compared where one request runs at a time."""
+    """Yield cases that generate, drop the prefix cache, and load.
+
+    The end of an asynchronous load is random, and so is the set of requests in a batch. Tokens are therefore compared
+    only if one request runs at a time.
+    """
     again = {"rounds": 2, "requests": 12, "drop_prefix_cache": True}
     continued = {"use": {**again, "continued": True}}  # what was decoded is loaded too
     host = {"cpu_bytes_to_use": 1 << 23}  # some 340 blocks: /dev/shm may be small
@@ -390,7 +393,7 @@ def _connectors() -> Iterator[Case]:
                "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.25", "LMCACHE_SAVE_DECODE_CACHE": "True"}  # fmt: skip
     connectors = {
         "offloading": (_connector("OffloadingConnector", **host, offload_prompt_only=False), None, V2),
-        # Its copies go through NVIDIA's Python bindings of the driver.
+        # It copies with NVIDIA's Python bindings of the driver.
         "simple-cpu": (_connector("SimpleCPUOffloadConnector", **host), "cuda", V2),
         "lmcache": (_connector("LMCacheConnectorV1"), "lmcache", lmcache),
     }
@@ -480,12 +483,12 @@ WATCHED = Case("vanilla-watched", _engine(graphs="eager"), nwor={"mode": "off", 
 
 @dataclass(frozen=True)
 class Refusal:
-    """An engine that cannot keep the promise: refused at start-up, with a sentence that says why.
+    """An engine that is refused at start-up, with the reason.
 
     Attributes:
         name, engine, environment: as in :class:`Case`.
-        because: a regular expression that the error must match, beside "nwor:".
-        nwor: settings; the mode is ``cow`` where they do not say.
+        because: a regular expression for the error, which also contains "nwor:".
+        nwor: settings; the default mode is ``cow``.
         needs: as in :class:`Case`.
     """
 
@@ -580,11 +583,11 @@ def _draft_graphs() -> Iterator[DraftCase]:
         for mode, nwor in (("", GRAPHED), ("-cow", GRAPHED_COW), ("-stage", GRAPHED_STAGE)):
             yield _draft(f"{kind}{mode}", backend, nwor=nwor)
             yield _draft(f"{kind}-padded{mode}", backend, PADDED_COUNTS, nwor=nwor)
-            # Drafts drawn from the draft model's distribution, which the verification reads.
-            # Many tokens: what is compared is a rate.
+            # Drafts are drawn from the distribution of the draft model, which the verification reads.
+            # Many tokens, because the test compares a rate.
             random = {"temperature": 1.0, "max_tokens": 150}
             yield _draft(f"{kind}-random{mode}", backend, nwor=nwor, speculative_config=RANDOM_DRAFT, use=random)
-    # No graph for more than 4 requests: larger batches run vLLM's code.
+    # There is no graph for more than 4 requests, so larger batches run vLLM's code.
     yield _draft("larger-batches", sizes=EVERY_COUNT[:4], exact=True)
     one = {**DRAFT, "num_speculative_tokens": 1}
     yield _draft("one-draft", speculative_config=one, sizes=[2 * requests for requests in range(1, 9)], exact=True)
@@ -624,7 +627,7 @@ def _wider_draft_graphs() -> Iterator[DraftCase]:
     random = {"temperature": 1.0, "max_tokens": 150}
     yield _draft("dynamic-random", sizes=sizes, captured=captured, exact=True, use=random,
                  speculative_config=RANDOM_DRAFT | DYNAMIC["v2"])  # fmt: skip
-    # Every other request goes through an adapter of the target's.
+    # Every other request uses an adapter of the target.
     yield _draft("lora", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@llama_lora"})
 
 
@@ -633,7 +636,7 @@ def _draft_v1(name: str, method: str, backend: str = "FLASH_ATTN", **more: Any) 
 
 
 def _draft_graphs_v1() -> Iterator[DraftCase]:
-    """``-k draft-graphs-v1`` selects them."""
+    """Yield cases of draft graphs in the V1 runner. ``-k draft-graphs-v1`` selects them."""
     for backend in ("FLASH_ATTN", "TRITON_ATTN"):
         kind = backend.split("_")[0].lower()
         for method in ("draft_model", "eagle", "eagle3"):
@@ -705,7 +708,7 @@ DRAFT_WARNED = Refusal(
     DRAFT_REFUSALS[0].engine,
     nwor={**GRAPHED, "on_unsupported": "vanilla"},
 )
-# Asked to go on without it instead.
+# With ``on_unsupported`` it only logs a warning.
 WARNED = Refusal("warned-connector", "not active", REFUSALS[0].engine, nwor={"on_unsupported": "vanilla"})
 
 
@@ -750,8 +753,10 @@ def _one_state(name: str, shape: str = "next", nwor: Any = ONE_STATE, convolutio
 
 
 def _one_states() -> Iterator[Case]:
-    """``-k one-state-`` selects them. The vanilla engine keeps K + 1 states of each request; every state of ours is
-    compared with the one of them that it stands for."""
+    """Yield cases of one state per request. ``-k one-state-`` selects them.
+
+    The vanilla engine keeps K + 1 states per request. The audit compares every state with the one that vLLM would keep.
+    """
     float32 = {"mamba_ssm_cache_dtype": "float32"}
     yield _one_state("triton-mtp", "triton")
     for shape in ("next", "qwen3_5"):
@@ -785,7 +790,7 @@ def _one_states() -> Iterator[Case]:
     yield _one_state("next-not-async", async_scheduling=False)
     yield _one_state("next-sleep", enable_sleep_mode=True, use={"rounds": 2, "sleep": True})
     yield _one_state("next-memory-profiling", kv_cache_memory_bytes=None, gpu_memory_utilization=0.03)
-    # Windows of nine tokens, which vLLM's CUDA kernel does not take.
+    # Windows of nine tokens, which vLLM's CUDA kernel does not support.
     eight = {"speculative_config": MTP | {"num_speculative_tokens": 8}}
     yield _one_state("qwen3_5-eight-drafts", "qwen3_5", **eight)
     yield _one_state("moe", model="@qwen3_next_experts_mtp", needs=EXPERTS_LIBRARY)
@@ -884,7 +889,7 @@ LONG_PROMPTS = {"shared_prefix": 352, "rounds": 2, "requests": 12}
 
 
 def _defaults() -> Iterator[Case]:
-    """One state per request in a default engine. ``-k one-state-default-`` selects them."""
+    """Yield cases of one state per request in a default engine. ``-k one-state-default-`` selects them."""
     expect = {
         "gdn_prefill_backends": ["flashinfer"],
         "metric:prefix_cache_hits": 1,
@@ -904,7 +909,7 @@ def _defaults() -> Iterator[Case]:
         # FlashInfer takes another kernel for few sequences. Here both engines have one in each batch.
         yield case("-one-by-one", max_num_seqs=1)
         yield case("-abort", use={"abort": {10: [0, 2], 16: [5]}})
-        # As for `next-preemption`: vanilla preempts at other times.
+        # As for `next-preemption`, vanilla vLLM preempts at other times.
         yield case("-preemption", num_gpu_blocks_override=40, use={"max_tokens": 80}, may_differ=24,
                    expect={"metric:num_preemptions": 1})  # fmt: skip
         # Keys inside a block. A prompt's last token is left more often, and folded.
@@ -912,8 +917,10 @@ def _defaults() -> Iterator[Case]:
 
 
 def _one_state_connectors() -> Iterator[Case]:
-    """Generate, drop the prefix cache, load. ``-k one-state-connector-`` selects them. As with other connectors, tokens
-    are compared if one request runs at a time."""
+    """Yield cases that generate, drop the prefix cache, and load. ``-k one-state-connector-`` selects them.
+
+    As with other connectors, tokens are compared only if one request runs at a time.
+    """
     again = {"shared_prefix": 140, "rounds": 2, "requests": 12, "drop_prefix_cache": True, "continued": True}
     aligned = {
         "enable_prefix_caching": True,
@@ -962,8 +969,10 @@ def _one_state_connectors() -> Iterator[Case]:
 
 
 def _prefill_elsewhere() -> Iterator[Case]:
-    """Two engines on one GPU: one computes the prompts, the other decodes with drafts. ``-k one-state-pd-`` selects
-    them. Some prompts leave one token to the prefill engine's last step, which runs as a window there."""
+    """Yield cases with two engines on one GPU: one for prompts, one for decoding. ``-k one-state-pd-`` selects them.
+
+    For some prompts, the last step of the prefill engine computes only one token, which runs as a window there.
+    """
     pages = {"kv_transfer_config": _connector("PagesConnector", "state_connector", folder="{fresh}")}
     alone = {
         "use": {"requests": 8, "prompt_tokens": [66, 40, 130, 90], "prefill": {}},
@@ -990,7 +999,7 @@ def _prefill_elsewhere() -> Iterator[Case]:
 ONE_STATE_CASES = [*_one_states(), *_defaults()]
 ONE_STATE_CONNECTORS = list(_one_state_connectors())
 ONE_STATE_PREFILLED = list(_prefill_elsewhere())
-# Two GPUs. Each rank has the states of its heads, and a record of them.
+# Two GPUs. Each rank has the states and records of its heads.
 ONE_STATE_RANKS = [
     _one_state(
         f"tp2{name}",

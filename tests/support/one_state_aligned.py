@@ -1,15 +1,15 @@
-"""Compares one state with vLLM's K + 1 states under prefix caching, on random batches. Run by test_one_state.py:
+"""Compare one state with vLLM's K + 1 states under prefix caching, on random batches. Run by test_one_state.py:
 
     TRITON_INTERPRET=1 python one_state_aligned.py aligned
     TRITON_INTERPRET=1 python one_state_aligned.py checkpoints
 
-As in one_state_layers.py the layers and builders are real. States move from block to block as requests grow, requests
-begin with states that others left, and blocks are given to new requests with whatever is in them. vLLM's own kernels
-and its context copy the states of vLLM's side, and the rows of the convolution of ours.
+As in one_state_layers.py, the layers and builders are real. States move from block to block as requests grow. Requests
+begin with states that other requests left, and new requests get blocks with old data. vLLM's kernels and its context
+copy the states on the side of vLLM, and the rows of the convolution on ours.
 
 In case ``checkpoints`` the last chunk of a prompt is not split, as with FlashInfer's prefill: the state at its last
-full block is exported to a block of its own, and later requests begin with it. vLLM 0.33's layer does that itself; here
-a plain recurrence stands in for FlashInfer's kernel. vLLM 0.32 has the builder and the exporter. Its layer does not
+full block is exported to a separate block, and later requests begin with it. The layer of vLLM 0.33 does that itself;
+here a plain recurrence replaces FlashInfer's kernel. vLLM 0.32 has the builder and the exporter, but its layer does not
 call them, so this script does.
 """
 
@@ -33,7 +33,7 @@ ROWS, COLUMNS = 4, 9
 
 
 class AlignedSide(Side):
-    """With what vLLM's runner and its model state keep for each request."""
+    """An engine with the values that vLLM's runner and its model state keep for each request."""
 
     def __init__(self, config: Any, *args: Any) -> None:
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, get_temporal_copy_spec
@@ -112,11 +112,11 @@ class AlignedSide(Side):
 
 
 class CheckpointSide(AlignedSide):
-    """With checkpoints from inside prompts, and with the scheduler's word on each block that a request gets.
+    """An engine with checkpoints from inside prompts. The scheduler reports each block that a request gets.
 
     Attributes:
-        owners: ours: what clears new blocks.
-        stale: new blocks for checkpoints in which rows of a former owner were pending.
+        owners: our object that clears new blocks.
+        stale: new blocks for checkpoints in which rows of a previous owner were pending.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -133,7 +133,7 @@ class CheckpointSide(AlignedSide):
             )  # fmt: skip
             self.cursors = self.builders[0].group.cursors
             self.owners = BlockOwners(runner, range(GROUPS), self.cursors)
-            # The scheduler gives out blocks as a request grows. What it has not given is the null block.
+            # The scheduler assigns blocks as a request grows. The other columns hold the null block.
             self.given = [torch.zeros_like(table) for table in self.tables]
 
     def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
@@ -195,7 +195,7 @@ class CheckpointSide(AlignedSide):
         return (self.given if self.one_state else self.tables)[group][self._batch_rows.long()]
 
 
-# ---------------------------------------------------------------- in the place of FlashInfer's prefill
+# ---------------------------------------------------------------- replacement of FlashInfer's prefill
 
 HAS_PLAN = False  # whether vLLM's layer takes a plan of checkpoints, as 0.33's does
 
@@ -248,7 +248,7 @@ def export(layer: Any, metadata: Any, mixed_qkv: Tensor) -> None:
 
 def fi_chunked(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, state_checkpoints: Tensor,
                checkpoint_cu_starts: Tensor, checkpoint_every_n_tokens: int, **rest: Any) -> Any:  # fmt: skip
-    """In the place of 0.33's ``fi_chunk_gated_delta_rule``: emits a state every N tokens."""
+    """Replace ``fi_chunk_gated_delta_rule`` of vLLM 0.33: emit a state every N tokens."""
     for states, (start, end) in zip(
         all_states(q, k, v, cu_seqlens=cu_seqlens, **rest),
         itertools.pairwise(checkpoint_cu_starts.tolist()),
@@ -261,7 +261,7 @@ def fi_chunked(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, state_che
 
 
 def take_any_mask() -> None:
-    """Have Triton's interpreter take masks that are not bool: of a scalar and a vector it makes an integer."""
+    """Make Triton's interpreter accept masks that are not bool. It makes an integer of a scalar and a vector."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     def with_bool(method: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -276,7 +276,7 @@ def take_any_mask() -> None:
 
 
 def prepare_checkpoints() -> None:
-    """Have vLLM 0.33's layers export by themselves, but for FlashInfer's kernel."""
+    """Make the layers of vLLM 0.33 export checkpoints themselves, without FlashInfer's kernel."""
     global HAS_PLAN
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layers
     from vllm.v1.attention.backends import gdn_attn

@@ -8,7 +8,7 @@ loaded pages. The inputs of a token depend only on its request and position, and
 exported state must have the bits of the engine without drafts.
 
 Exports are read after the forward (tails of prompts), at ``wait_for_save``, after the next forward, and after the end
-of a request. Loads go into blocks whose former owner left a window pending.
+of a request. Loads go into blocks whose previous owner left a window pending.
 """
 
 from __future__ import annotations
@@ -94,23 +94,23 @@ class Engine:
         self.requests[row] = request
 
     def add(self, row: int) -> None:
-        """Tell the plugin of a new request, as vLLM's runner does in the first step of the request."""
+        """Report a new request to the plugin, as vLLM's runner does in its first step."""
         blocks = [table[row].tolist() for table in self.side.tables]
         new = SimpleNamespace(req_id=str(self.requests[row].name), block_ids=blocks)
         self._owners.add_requests(lambda _: None, SimpleNamespace(scheduled_new_reqs=[new]))
 
     def blocks(self, row: int, column: int) -> list[int]:
-        """The block of each group."""
+        """Return the block of each group."""
         return [int(table[row, column]) for table in self.side.tables]
 
     def page(self, group: int, block: int) -> Tensor:
-        """All bytes of a page, as a store copies them."""
+        """Return all bytes of a page, as a store copies them."""
         states = self.side.layers[group].kv_cache[0]
         pages = torch.empty(0, dtype=torch.int8).set_(states.untyped_storage())
         return pages.view(one_state_layers.BLOCKS, -1)[block]
 
     def state(self, row: int, column: int) -> list[Tensor]:
-        """Convolution and state of each group, as a transfer between engines copies them."""
+        """Return convolution and state of each group, as a transfer between engines copies them."""
         found = []
         for layer, block in zip(self.side.layers, self.blocks(row, column), strict=True):
             rows, state = layer.kv_cache
@@ -123,7 +123,7 @@ class Engine:
     # ------------------------------------------------------------ steps
 
     def forward(self) -> None:
-        """Everything up to the forward's end."""
+        """Run a step up to the end of its forward."""
         rows, scheduled, accepted, inputs = [], [], [], []
         for row, request in self.requests.items():
             tokens, drafts = request.next_tokens(self.drafts())
@@ -153,19 +153,19 @@ class Engine:
             self.audit.forwarded("after the forward")
 
     def fold_tails(self) -> None:
-        """After the forward: one row of each prompt that ended in a window."""
+        """Fold one row of each prompt that ended in a window. Runs after the forward."""
         for builder in self.side.builders if self.tails else ():
             builder.fold_first_rows(torch.tensor(self.tails))
 
     def sampled(self) -> None:
-        """After sampling, until ``wait_for_save``."""
+        """Run the step from sampling to ``wait_for_save``."""
         sampled, advanced = zip(*self.accepted, strict=True)
         self.side.ended(self.rows, list(sampled), list(advanced))
         for row, count in zip(self.rows.tolist(), advanced, strict=True):
             self.requests[row].computed += count
 
     def _inputs(self, request: Request, tokens: int, advanced: int) -> list[dict[str, Tensor]]:
-        """Those of rejected drafts are noise."""
+        """Return the inputs of a token. Those of rejected drafts are noise."""
         found = []
         for place in range(tokens):
             position = request.computed + place
@@ -181,7 +181,7 @@ Truth = dict[tuple[int, int], list[Tensor]]  # by request and tokens
 
 
 def truth_of(config: Any, weights: Any) -> Truth:
-    """The state after each number of tokens, of an engine without drafts; a prompt's, where a chunk ends."""
+    """Return the state after each number of tokens in an engine without drafts. Prompts have one per chunk."""
     engine, truth = Engine(config, weights, lambda: 0, random.Random(1), is_audited=False), {}
     admit_all(engine)
     while engine.requests:
@@ -201,11 +201,11 @@ def truth_of(config: Any, weights: Any) -> Truth:
 
 
 class Exporter:
-    """Compares what connectors export with the states of an engine without drafts.
+    """Compare exported pages with the states of an engine without drafts.
 
     Attributes:
-        stored: what a store holds: the pages of all groups, by request and tokens.
-        handed_over: what a prefill engine hands over: convolutions and states, likewise.
+        stored: pages of all groups in a store, by request and tokens.
+        handed_over: convolutions and states that a prefill engine transfers, by request and tokens.
     """
 
     def __init__(self, truth: Truth) -> None:
@@ -216,7 +216,7 @@ class Exporter:
         self._keyed: dict[int, tuple[Request, int]] = {}
 
     def tails(self, engine: Engine) -> None:
-        """After the forward: prompts that ended in a window."""
+        """Compare prompts that ended in a window. Runs after the forward."""
         for place in engine.tails:
             row = int(engine.rows[place])
             request = engine.requests[row]
@@ -225,7 +225,7 @@ class Exporter:
             self.handed_over[request.name, request.computed + 1] = engine.state(row, column)
 
     def saved(self, engine: Engine) -> None:
-        """At ``wait_for_save``: the blocks that this step completed."""
+        """Compare the blocks that this step completed. Runs at ``wait_for_save``."""
         for row, (_, advanced) in zip(engine.rows.tolist(), engine.accepted, strict=True):
             request = engine.requests[row]
             full = request.computed // BLOCK
@@ -237,7 +237,7 @@ class Exporter:
                 ]
 
     def later(self, moment: str, engine: Engine) -> None:
-        """The last complete block of each request, after the forward of a later step, or after its end."""
+        """Compare the last complete block of each request, after the forward of a later step or after its end."""
         for row, (request, full) in self._keyed.items():
             self.check(moment, engine, row, full - 1, request, full * BLOCK)
 
@@ -256,7 +256,7 @@ def admit_all(engine: Engine) -> None:
 
 
 def run_to(engine: Engine, exporter: Exporter, length: int, folds_tails: bool = True) -> None:
-    """Until every request has so many tokens."""
+    """Run steps until every request has this number of tokens."""
     while engine.requests:
         engine.forward()
         exporter.later("next forward", engine)

@@ -94,7 +94,7 @@ def inputs_of(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]
 def chunked(q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, beta: Tensor, A_log: Tensor, g_bias: Tensor,
             initial_state: Tensor, cu_seqlens: Tensor, lower_bound: float,
             **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The recurrence of a prompt's tokens, in place of the kernel that tunes itself."""
+    """Run a prompt's tokens. This replaces an autotuned kernel."""
     out, final = torch.empty_like(v), initial_state.float().clone()
     x = raw_g[0].float() + g_bias.view(HEADS, WIDTH)
     decay = torch.exp(lower_bound * torch.sigmoid(A_log.view(-1, 1).exp() * x))
@@ -110,15 +110,17 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, beta: Tensor, A_log:
 
 
 def scatter(states: Tensor, given: Tensor, indices: Tensor) -> None:
-    """In place of ``scatter_states``, a kernel for GPUs."""
+    """Replace ``scatter_states``, which needs a GPU."""
     for index, state in zip(indices.tolist(), given, strict=False):
         if index > 0:
             states[index] = state.to(states.dtype)
 
 
 class WholeHeads:
-    """Run a kernel with one program for each head, not one for eight rows of its state: each takes the interpreter
-    milliseconds."""
+    """Run a kernel with one program per head instead of one per eight rows of the state.
+
+    Each program takes milliseconds in the interpreter.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel

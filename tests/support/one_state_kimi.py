@@ -1,4 +1,4 @@
-"""As one_state_layers.py, of Kimi Linear: its layer, which has a decay for each channel of a key. Run by
+"""Compare vLLM's layer of Kimi Linear with ours, like one_state_layers.py. It has a decay per channel of a key. Run by
 test_one_state.py:
 
     TRITON_INTERPRET=1 python one_state_kimi.py
@@ -55,7 +55,7 @@ class KimiSide(Side):
         return furnished(layer, given, config)
 
     def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:
-        # Beta is a part of the projection that has q, k and v, too.
+        # One projection computes q, k, v and beta.
         projected = torch.cat((given["mixed_qkv"], given["beta"]), 1)
         mixed_qkv, beta = projected.split([3 * SIZE, HEADS], 1)
         layer._forward(mixed_qkv, given["g1"][None], given["g2"], beta[None], out[None])
@@ -86,7 +86,7 @@ def inputs_of(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_log: Tensor, g_bias: Tensor,
             initial_state: Tensor, cu_seqlens: Tensor, **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The recurrence of a prompt's tokens, in the place of the kernel that tunes itself."""
+    """Run a prompt's tokens. This replaces an autotuned kernel."""
     out, final = torch.empty_like(v), initial_state.float().clone()
     gate = torch.nn.functional.softplus(raw_g[0].float() + g_bias.view(HEADS, WIDTH))
     decay, beta = (-A_log.exp()[:, None] * gate).exp(), raw_beta[0].float().sigmoid()
@@ -102,13 +102,15 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_
 
 
 def initial_states(state: Tensor, indices: Tensor, has_initial_state: Tensor) -> Tensor:
-    """In the place of ``gather_initial_states``, which asks for a GPU."""
+    """Replace ``gather_initial_states``, which needs a GPU."""
     return torch.where(has_initial_state[:, None, None, None], state[indices.long()], 0.0)
 
 
 class WholeHeads:
-    """A kernel of vLLM's, with one program for a head in the place of one for four rows of its state: in the
-    interpreter each takes milliseconds."""
+    """Run a vLLM kernel with one program per head instead of one per four rows of the state.
+
+    Each program takes milliseconds in the interpreter.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -124,7 +126,7 @@ def main() -> None:
 
     from nwor_ops.vllm.recurrent import kimi
 
-    # By the names that the interpreter knows.
+    # The names that the interpreter knows.
     fused_recurrent.exp, fused_recurrent.log = (lambda x: tl.exp(x)), (lambda x: tl.log(x))
     fused_recurrent.fused_recurrent_kda_fwd_kernel = WholeHeads(fused_recurrent.fused_recurrent_kda_fwd_kernel)
     kimi.install()

@@ -1,13 +1,14 @@
-"""vLLM's Gated DeltaNet with K + 1 states of each request beside ours with one, on random batches. Run by
+"""Compare Gated DeltaNet with K + 1 states per request (vLLM) and with one state, on random batches. Run by
 test_one_state.py:
 
     TRITON_INTERPRET=1 python one_state_layers.py
 
-Layers and metadata builders are the real classes of the installed vLLM, and ours, which are subclasses of them;
-Triton's interpreter runs vLLM's kernels on the CPU. Only convolutions and the kernel of prompts are written here.
-Requests come with prompts in chunks, a token of which may be verified like a draft, decode with any number of drafts of
-which any number is accepted, are left out of batches, preempted and finished, and their blocks, full of what was there
-before, go to others. Both sides see the same inputs; their outputs must agree, and of ours every state is audited.
+Layers and metadata builders are the classes of the installed vLLM, and our subclasses of them. Triton's interpreter
+runs vLLM's kernels on the CPU. Only the convolutions and the kernel for prompts are replaced.
+
+Requests run their prompts in chunks; a chunk of one token may be verified like a draft. They decode with any number of
+drafts, of which any number is accepted. They miss batches, are preempted and finish. Their blocks then go to other
+requests with the old data. Both sides get the same inputs and must have the same outputs. All our states are audited.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from torch.utils._pytree import tree_leaves
 K, ROWS, GROUPS, BLOCKS, STEPS = 3, 6, 2, 64, 40
 KEY_HEADS, VALUE_HEADS, WIDTH, CONVOLUTION = 1, 2, 64, 4
 DIMENSION = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
-CLOSE = 0.02  # outputs are bf16, to which the interpreter does not round but cuts off
+CLOSE = 0.02  # the interpreter truncates to bfloat16 outputs instead of rounding
 
 
 def use_interpreter() -> None:
-    """vLLM's CPU build leaves Triton out; here its interpreter is wanted."""
+    """Enable Triton's interpreter, which vLLM's CPU build leaves out."""
     import triton
     import triton.language as tl
     import vllm.triton_utils as utils
@@ -41,7 +42,7 @@ def use_interpreter() -> None:
 
 
 def configuration(full_graphs: bool, state: torch.dtype, ranks: int = 1, sizes: dict[str, Any] | None = None) -> Any:
-    """As far as builders and layers look at it. Of several ranks each has the heads above."""
+    """Return the parts of a configuration that builders and layers read. Each of several ranks has the heads above."""
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
     sizes = sizes or {
         "linear_num_key_heads": KEY_HEADS * ranks,
@@ -80,7 +81,7 @@ def configuration(full_graphs: bool, state: torch.dtype, ranks: int = 1, sizes: 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, cu_seqlens: Tensor,
             **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The recurrence of a prompt's tokens, q and k normed already, in the place of the kernel that tunes itself."""
+    """Run a prompt's tokens with normalized q and k. This replaces an autotuned kernel."""
     out, final = torch.empty_like(v), initial_state.float().clone()
     share = v.shape[2] // k.shape[2]
     for sequence, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
@@ -96,14 +97,14 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_st
 
 
 def convolve(x: Tensor, past: Tensor, weight: Tensor) -> Tensor:
-    """``x``: [dim, tokens]; ``past``: the inputs before them."""
+    """Return a convolution. ``x``: [dim, tokens]; ``past``: the inputs before them."""
     windows = torch.cat((past, x), 1).float().unfold(1, CONVOLUTION, 1)
     return torch.nn.functional.silu((windows * weight.float()[:, None]).sum(-1)).to(x.dtype)
 
 
 def convolve_prompts(x: Tensor, weight: Tensor, bias: None, *, conv_states: Tensor, has_initial_state: Tensor,
                      cache_indices: Tensor, query_start_loc: Tensor, **_: Any) -> Tensor:  # fmt: skip
-    """In the place of ``causal_conv1d_fn``, which the interpreter does not take."""
+    """Replace ``causal_conv1d_fn``, which the interpreter does not support."""
     out, starts = torch.empty_like(x), query_start_loc.tolist()
     for sequence, (start, end) in enumerate(itertools.pairwise(starts)):
         if start < end:
@@ -117,7 +118,7 @@ def convolve_prompts(x: Tensor, weight: Tensor, bias: None, *, conv_states: Tens
 def convolve_windows(x: Tensor, conv_state: Tensor, weight: Tensor, bias: None, activation: str, *,
                      conv_state_indices: Tensor, num_accepted_tokens: Tensor, query_start_loc: Tensor,
                      max_query_len: int, validate_data: bool, out: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Likewise ``causal_conv1d_update``: the rows hold the inputs before a window and those of the window."""
+    """Replace ``causal_conv1d_update``. The rows hold the inputs before a window and those of the window."""
     x = x if out is None else out.copy_(x)
     starts, accepted = query_start_loc.tolist(), num_accepted_tokens.tolist()
     for sequence, (slot, start, end) in enumerate(zip(conv_state_indices.tolist(), starts, starts[1:], strict=False)):
@@ -131,7 +132,7 @@ def convolve_windows(x: Tensor, conv_state: Tensor, weight: Tensor, bias: None, 
 
 
 def furnished(layer: Any, given: dict[str, Any], config: Any) -> Any:
-    """A layer of which nothing but this was made; ``one_state`` says whether it is ours."""
+    """Return a layer with only the attributes set here. ``one_state``: whether it is ours."""
     from nwor_ops.vllm.recurrent.records import RecordGeometry
 
     if given["one_state"]:
@@ -142,16 +143,16 @@ def furnished(layer: Any, given: dict[str, Any], config: Any) -> Any:
 
 
 class Side:
-    """Layers and builders of one engine, a group for each.
+    """Layers and builders of one engine, with one group per layer.
 
     Args:
-        config: of both sides.
-        one_state: ours, else vLLM's.
-        fused_norm: the layers' windows are computed with gate and norm, where that is possible.
-        weights: of each layer.
+        config: configuration of both sides.
+        one_state: whether to use our layers. False: vLLM's layers.
+        fused_norm: whether windows include gate and norm, if the layer supports this.
+        weights: weights of each layer.
 
     Attributes:
-        output: heads and width of what a layer computes.
+        output: heads and width of a layer's output.
     """
 
     output = (VALUE_HEADS, WIDTH)
@@ -176,7 +177,7 @@ class Side:
             builder.supports_update_block_table = True
         if one_state:
             cursors, self.refused = new_cursors(BLOCKS, device), RefusedRequests(device)
-            self.refused.copy()  # not again: that is a few times a second
+            self.refused.copy()  # no second copy, because there are only a few per second
             self.refused.PERIOD = float("inf")
             for builder, layer in zip(self.builders, self.layers, strict=True):
                 builder.bind(GroupLayers(cursors, [layer]), self.refused)
@@ -187,7 +188,7 @@ class Side:
         from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
         ranks = config.parallel_config.tensor_parallel_size
-        # Ours in either case, once it is installed: where nobody asked for it, it is vLLM's.
+        # Once installed, our class is used in both cases. Without one state it runs vLLM's code.
         layer = QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)
         torch.nn.Module.__init__(layer)
         given = {
@@ -207,7 +208,7 @@ class Side:
         return furnished(layer, given, config)
 
     def take(self) -> list[list[int]]:
-        """Blocks of a request, by group."""
+        """Return the blocks of a request, by group."""
         return [[self.free.pop() for _ in range(self.blocks_per_request)] for _ in range(GROUPS)]
 
     def give_back(self, blocks: list[list[int]]) -> None:
@@ -215,7 +216,7 @@ class Side:
             self.free.extend(of_group)
 
     def metadata(self, batch: Batch, blocks: list[list[list[int]]]) -> dict[str, Any]:
-        """As vLLM's V2 runner makes it. ``blocks``: of each request, by group."""
+        """Return metadata as vLLM's V2 runner builds it. ``blocks``: blocks of each request, by group."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         made: dict[str, Any] = {}
@@ -252,7 +253,7 @@ class Side:
         return table
 
     def run(self, batch: Batch, blocks: list[list[list[int]]], inputs: list[dict[str, Tensor]]) -> list[Tensor]:
-        """Outputs of each layer."""
+        """Return the outputs of each layer."""
         import vllm.forward_context as forward_context
 
         with Launches() as launches:
@@ -267,7 +268,7 @@ class Side:
         return outputs
 
     def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:
-        """A layer, from behind its projections to its output, or to that of its norm."""
+        """Run a layer from the output of its projections to its own output, or to the output of its norm."""
         if self.fused_norm:
             layer._forward_core_fused_norm(given["mixed_qkv"], given["b"], given["a"], given["gate"], out)
         else:
@@ -275,7 +276,7 @@ class Side:
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations that a GPU would run: those that compute or copy something."""
+    """Count the operations that a GPU would run, which compute or copy data."""
 
     count = 0
 
@@ -294,11 +295,11 @@ class Request:
 
 
 class Batch:
-    """What the runner says of a step, padded where its windows run from a graph.
+    """The runner's description of a step, padded if its windows run in a graph.
 
     Args:
-        scheduled: a request, tokens, drafts (-1 = none: it is a prompt) of each row.
-        padded: with rows and tokens for as many requests as there can be.
+        scheduled: request, tokens and drafts of each row. -1 drafts: a prompt.
+        padded: whether to pad rows and tokens to the maximum number of requests.
     """
 
     def __init__(self, scheduled: list[tuple[Request, int, int]], padded: bool) -> None:
@@ -328,7 +329,7 @@ def schedule(requests: list[Request], chance: random.Random) -> list[tuple[Reque
             rows.append((request, 1 + drafts, drafts))
             continue
         tokens = chance.choice([1, left, min(left, 5), min(left, 2)])
-        if tokens == 1 and request.computed > 0:  # verified, at a prompt's end with drafts that mean nothing
+        if tokens == 1 and request.computed > 0:  # verified; at the end of a prompt with placeholder drafts
             drafts = chance.choice([0, K]) if left == 1 else 0
             rows.append((request, 1 + drafts, drafts))
         else:
@@ -338,7 +339,7 @@ def schedule(requests: list[Request], chance: random.Random) -> list[tuple[Reque
 
 
 def weights_of(generator: torch.Generator) -> list[dict[str, Tensor]]:
-    """Of each group's layer."""
+    """Return the inputs of each group's layer."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
@@ -373,7 +374,7 @@ def run(
     weights_of: Callable[[torch.Generator], list[dict[str, Tensor]]] = weights_of,
     inputs_of: Callable[[torch.Generator, int], list[dict[str, Tensor]]] = normal_inputs,
 ) -> dict[str, Any]:
-    """Both engines on the same batches. ``sizes``: of another model; then also its layers, weights and inputs."""
+    """Run both engines on the same batches. Another model needs its sizes, layers, weights and inputs."""
     from nwor_ops.vllm.recurrent.audit import StateAudit
 
     chance, generator = random.Random(7), torch.Generator().manual_seed(7)
@@ -422,14 +423,14 @@ def run(
                 for side, blocks in zip(sides, request.blocks, strict=True):
                     side.give_back(blocks)
                 requests.remove(request)
-                if fate < 0.02 and request.computed:  # it comes again, with what it has as its prompt
+                if fate < 0.02 and request.computed:  # it returns, and all its tokens are now its prompt
                     requests.append(Request(request.computed, sides))
                     said["preempted"] += 1
     return said | audit.summary()
 
 
 def prepare_vllm() -> None:
-    """Before anything of it is imported."""
+    """Set this up before anything of vLLM is imported."""
     use_interpreter()
     from vllm.third_party.flash_linear_attention.ops import layernorm_guard
 

@@ -1,5 +1,5 @@
-"""As one_state_layers.py, of OLMo hybrid: its layer, with keys 96 wide and values 192, fewer of the former, and a beta
-that is doubled. Run by test_one_state.py:
+"""Compare vLLM's layer of OLMo hybrid with ours, like one_state_layers.py. Keys have 96 elements and values 192. There
+are fewer key heads than value heads, and beta is doubled. Run by test_one_state.py:
 
     TRITON_INTERPRET=1 python one_state_olmo.py
 """
@@ -53,13 +53,13 @@ class OlmoSide(Side):
         return furnished(layer, given, config)
 
     def _forward(self, layer: Any, given: dict[str, Tensor], out: Tensor) -> None:
-        # The gate of the norm is a part of the projection that has q, k and v, too.
+        # One projection computes q, k, v and the gate of the norm.
         mixed_qkv, _ = given["qkvg"].split([2 * KEYS + VALUES, VALUES], 1)
         layer._forward_core(mixed_qkv=mixed_qkv, b=given["b"], a=given["a"], core_attn_out=out)
 
 
 def weights_of(generator: torch.Generator) -> list[dict[str, Any]]:
-    """The first layer's beta is doubled."""
+    """Double the beta of the first layer."""
     return [
         {
             "A_log": torch.randn(VALUE_HEADS, generator=generator),
@@ -80,14 +80,13 @@ def inputs_of(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]
 
 
 def chunked(*, q: Tensor, k: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    """The recurrence of a prompt's tokens, in the place of the kernel that tunes itself."""
+    """Run a prompt's tokens. This replaces an autotuned kernel."""
     query, key = (x.float() / (x.float().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     return one_state_layers.chunked(query, key, **given)
 
 
 class WholeHeads:
-    """A kernel of vLLM's, with one program for a head in the place of six, which take milliseconds each in the
-    interpreter."""
+    """Run a vLLM kernel with one program per head instead of six. Each takes milliseconds in the interpreter."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -104,7 +103,7 @@ def main() -> None:
 
     from nwor_ops.vllm.recurrent import olmo
 
-    fused_recurrent.exp = lambda x: tl.exp(x)  # by the name that the interpreter knows
+    fused_recurrent.exp = lambda x: tl.exp(x)  # the name that the interpreter knows
     kernel = WholeHeads(fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel)
     fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel = kernel
     olmo.install()

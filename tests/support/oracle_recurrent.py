@@ -1,7 +1,8 @@
-"""The ops of family recurrent again in plain Python; see `oracle`, which exports them.
+"""The recurrent ops in plain Python; `oracle` exports them.
 
-Plans are the same to the byte. States and outputs are computed with torch, a token and a head at a time, in float32 and
-in another order than the kernels: equal but for rounding. A replay has no sums: on the CPU it is equal to the bit.
+Plans are exactly equal. States and outputs are computed with torch in float32, one token and one head at a time. Their
+order differs from the kernels', so they are equal up to rounding. Reapplied rows need no sums, so on the CPU they are
+bit-identical.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ def decay_of(
 
 
 def normalised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A row divided by its norm, and what it was multiplied with."""
+    """Return a row divided by its norm, and the factor."""
     factor = torch.rsqrt((x * x).sum() + 1e-6)
     return x * factor, factor
 
 
 def forward_token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor):
-    """The state [dv, dk] after a token, its output [dv] and its update [dv]: vLLM's formula."""
+    """Return the state [dv, dk] after a token, its output [dv] and its update [dv], by vLLM's formula."""
     state = state * decay
     update = (v - state @ k) * beta
     state = state + update[:, None] * k[None, :]
@@ -78,7 +79,7 @@ def forward_token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
 
 
 def replayed(state, record_keys, record_norms, record_decays, record_values, slot, rows, half, head) -> Tensor:
-    """The state [dv, dk] of one head with the first rows of a record."""
+    """Return the state [dv, dk] of one head with the first rows of a record applied."""
     key_head = head // (state.shape[1] // record_keys.shape[3])
     h = state[slot, head].float()
     for row in range(rows):
@@ -132,7 +133,7 @@ def gated_delta_verify(
                 record_values[target, row, head] = update
                 out[token, head] = output
                 if gate is not None:
-                    output = out[token, head].float()  # rounded, as a layer with a norm of its own gets it
+                    output = out[token, head].float()  # rounded, as a separate norm would read it
                     output = output * torch.rsqrt((output * output).mean() + norm_eps) * norm_weight.float()
                     x = gate[token, head].float()
                     out[token, head] = output * torch.sigmoid(x) * (x if gate_activation == "silu" else 1)

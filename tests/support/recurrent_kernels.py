@@ -1,9 +1,9 @@
-"""vLLM's Triton kernel of gated delta layers, which keeps a state for every token of a window, beside the ops of family
-recurrent. Run by test_recurrent_kernel.py:
+"""Compare vLLM's Triton kernel for gated delta layers with the recurrent ops. It keeps a state for every token of a
+window. Run by test_recurrent_kernel.py:
 
     TRITON_INTERPRET=1 python recurrent_kernels.py FILE
 
-FILE gets the kernel as it stands in the installed vLLM's source; Triton's interpreter runs it on the CPU.
+The script writes the kernel's source from the installed vLLM to FILE. Triton's interpreter runs it on the CPU.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ REQUESTS, MOST_TOKENS, STEPS, VALUES_OF_A_PROGRAM = 3, 4, 5, 32
 
 
 def load_kernel(file: pathlib.Path):
-    """The kernel alone: the modules around it need a GPU's driver to be imported."""
+    """Return only the kernel. Importing the modules around it needs a GPU driver."""
     vllm = pathlib.Path(importlib.util.find_spec("vllm").origin).parent
     text = (vllm / SOURCE).read_text()
     node = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == KERNEL)
     code = "\n".join(text.splitlines()[node.decorator_list[0].lineno - 1 : node.end_lineno])
-    # With a gate per channel it goes on by one number a token, not by one for each channel: right for windows of one
-    # token. vLLM (0.32, 0.33) has another kernel for such layers.
+    # With a gate per channel, it advances by one number per token instead of one per channel. This is correct only for
+    # windows of one token. vLLM (0.32, 0.33) has another kernel for such layers.
     assert "p_a += HV\n" in f"{code}\n"
     code = f"{code}\n".replace("p_a += HV\n", "p_a += HV * K if IS_KDA else HV\n")
     file.write_text(f"import triton\nimport triton.language as tl\n\n\n{code}")
@@ -48,7 +48,7 @@ def int32(*values: int) -> Tensor:
 
 
 def run_vllm(kernel, inputs: Inputs, states: Tensor, slots: Tensor, accepted: Tensor, starts: Tensor) -> Tensor:
-    """As vLLM calls it, see ``fused_sigmoid_gating_delta_rule_update``."""
+    """Call it as vLLM's ``fused_sigmoid_gating_delta_rule_update`` does."""
     q, k, v, a, b = (tensor.contiguous() for tensor in inputs[:5])
     tokens, key_heads, key_width = k.shape
     value_heads, value_width = v.shape[1:]
@@ -66,7 +66,7 @@ def run_vllm(kernel, inputs: Inputs, states: Tensor, slots: Tensor, accepted: Te
 
 
 def compare(kernel, heads: Heads, state_dtype: torch.dtype, per_channel: bool) -> None:
-    """Ragged windows with any acceptance: outputs of every token, at the end the states of what was accepted."""
+    """Compare outputs of every token, and the final states, for windows of any length and acceptance."""
     dice = random.Random(0)
     layer = make_layer(heads, REQUESTS + 1, MOST_TOKENS, state_dtype, per_channel=per_channel)
     theirs = torch.zeros(REQUESTS * MOST_TOKENS + 1, *layer.state.shape[1:], dtype=state_dtype)
@@ -75,7 +75,7 @@ def compare(kernel, heads: Heads, state_dtype: torch.dtype, per_channel: bool) -
     plan, cursors = torch.zeros(REQUESTS, 4, dtype=torch.int32), torch.zeros(REQUESTS + 1, 2, dtype=torch.int32)
     window, slots = torch.zeros(1, dtype=torch.int64), int32(*range(1, REQUESTS + 1))
     lengths = [1] * REQUESTS
-    # A sum in another order may round a bfloat16 number to its neighbour, and a state goes on from there.
+    # A sum in another order may round a bfloat16 number to an adjacent one, and the state continues from it.
     exact = state_dtype == torch.float32
     for step in range(STEPS):
         accepted = [dice.randint(1, length) for length in lengths]

@@ -1,9 +1,9 @@
-"""RecurrentStates over layers of every kind, and beside it the scheme that it stands for.
+"""RecurrentStates with layers of every kind, and the scheme to compare it with.
 
-:class:`EveryState` is that scheme: it keeps the state after each token (``all_states`` of the same kernel) and goes on
-from the one after the last token that stays. It has no records, cursors or plans of its own: each window is a first
-window to the kernel, on states laid out anew. So whatever is recorded, replayed, folded or copied must come out at the
-same bits. :func:`in_double_precision` is the recurrence once more in plain PyTorch, over a whole text at once.
+:class:`EveryState` is that scheme. It keeps the state after each token (``all_states`` of the same kernel) and goes on
+from the state after the last token that stays. It has no records, cursors or plans: for the kernel, each window is a
+first window, on new copies of the states. So recording, reapplying, folding and copying rows must give bit-identical
+results. :func:`in_double_precision` computes the recurrence of a whole text in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nwor_ops import RecurrentCache, RecurrentStates, ops
 
 @dataclass(frozen=True)
 class Kind:
-    """What a layer is like."""
+    """The sizes, dtypes and options of a layer."""
 
     key_heads: int = 1
     value_heads: int = 2
@@ -34,13 +34,13 @@ class Kind:
     per_channel: bool = False
     gated: bool = False
     gate_lower_bound: float | None = None
-    given_gates: bool = False  # a caller computes decays and betas
+    given_gates: bool = False  # the caller computes decays and betas
 
 
 KINDS = {
     "gdn": Kind(),
     "gdn again": Kind(),  # folded by the same launch
-    "other keys": Kind(dtype=torch.float16),  # by another, for its record alone
+    "other keys": Kind(dtype=torch.float16),  # folded by another launch, only because of its record
     "small state": Kind(key_heads=2, state_dtype=torch.bfloat16, dtype=torch.float16),
     "kda": Kind(value_heads=1, value_size=128, per_channel=True),
     "bounded": Kind(value_heads=1, per_channel=True, gate_lower_bound=-5.0),
@@ -50,7 +50,7 @@ KINDS = {
 
 
 def paged(cache: RecurrentCache, seed: int = 0) -> tuple[RecurrentCache, Tensor]:
-    """The same cache as views of an engine's pages, a page a slot, with random bytes between; and the pages."""
+    """Return the cache as views of pages, one page per slot with random bytes in between, and the pages."""
     tensors = (cache.state, *cache.records)
     gap, places, end = 48, [], 16
     for tensor in tensors:
@@ -74,7 +74,7 @@ class Weights:
 
 
 class EveryState:
-    """One layer of the scheme that keeps K + 1 states."""
+    """A layer in the scheme that keeps K + 1 states."""
 
     def __init__(self, kind: Kind, weights: Weights, device: str) -> None:
         self.kind, self.weights, self.device = kind, weights, device
@@ -119,7 +119,7 @@ class EveryState:
 
 
 def in_double_precision(kind: Kind, weights: Weights, inputs: dict[str, Tensor]) -> Tensor:
-    """Outputs of a whole text ``[T, HV, dv]`` from a state of zeros, by the recurrence as a paper writes it."""
+    """Return the outputs of a whole text ``[T, HV, dv]`` from a zero state, by the formula of the papers."""
     group = kind.value_heads // kind.key_heads
     q, k, v, a, b = (inputs[name].double() for name in "qkvab")
     q, k = (torch.nn.functional.normalize(x, dim=-1).repeat_interleave(group, dim=1) for x in (q, k))
@@ -148,7 +148,7 @@ def in_double_precision(kind: Kind, weights: Weights, inputs: dict[str, Tensor])
 
 
 class Decoding:
-    """Layers of some kinds under RecurrentStates, and each under EveryState."""
+    """Layers of some kinds, each in RecurrentStates and in EveryState."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Decoding:
                 cache = RecurrentCache(states[name].unflatten(1, cache.state.shape[1:]), *cache.records)
             if in_pages:
                 cache, self.pages[name] = paged(cache)
-            for tensor in (cache.state, *cache.records):  # what is not written must not be read
+            for tensor in (cache.state, *cache.records):  # rows that were not written must not be read
                 tensor.fill_(torch.nan)
             self.caches[name] = cache
             self.states.register_layer(name, cache)
@@ -224,19 +224,19 @@ class Decoding:
             views["a"], views["b"] = -views["a"].float().exp(), views["b"].float().sigmoid()
         return views
 
-    # ------------------------------------------------------------ what both do
+    # ------------------------------------------------------------ calls of both schemes
 
     def tensor(self, values: Iterable[Any], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, device=self.device)
 
     def start(self, *slots: int) -> None:
-        """New requests."""
+        """Start new requests."""
         self.states.reset(self.tensor(slots))
         for layer in self.every_state.values():
             layer.held.update({slot: layer.zeros() for slot in slots})
 
     def begin(self, slots: Sequence[int], lengths: Sequence[int], is_window: Sequence[bool] | None = None) -> None:
-        """Lengths of requests in slots; slot 0 or -1 is padding, whose tokens nobody owns."""
+        """Open a window with these lengths by slot. Slot 0 or -1 is padding."""
         self.slots, self.lengths, self.is_window = slots, lengths, is_window or [True] * len(slots)
         self.states.begin(
             self.tensor(slots, torch.int64),
@@ -245,13 +245,13 @@ class Decoding:
         )
 
     def own_tokens(self) -> list[int]:
-        """The batch's tokens whose requests have windows."""
+        """Return the tokens of the batch whose requests have windows."""
         starts = [0, *accumulate(self.lengths)]
         return [t for i, slot in enumerate(self.slots) if slot > 0 and self.is_window[i]
                 for t in range(starts[i], starts[i + 1])]  # fmt: skip
 
     def forward(self, names: Iterable[str] | None = None, padding: int = 2) -> dict[str, dict[str, Tensor]]:
-        """Some layers, under both schemes, whose outputs must be the same; returns their inputs."""
+        """Run layers in both schemes, compare their outputs, and return their inputs."""
         own = self.own_tokens()
         windows = {slot: length for slot, length, opens in zip(self.slots, self.lengths, self.is_window, strict=True)
                    if slot > 0 and opens and length > 0}  # fmt: skip
@@ -273,13 +273,13 @@ class Decoding:
         )  # fmt: skip
 
     def commit(self, accepted: dict[int, int]) -> None:
-        """Tokens that stay, by slot."""
+        """Commit with these numbers of kept tokens, by slot."""
         self.states.commit(self.tensor(accepted.get(slot, -7) for slot in self.slots))
         for layer in self.every_state.values():
             layer.commit(accepted)
 
     def window(self, lengths: dict[int, int], accepted: dict[int, int]) -> dict[str, dict[str, Tensor]]:
-        """A whole step of requests by slot."""
+        """Run a whole step with these requests, by slot."""
         self.begin(list(lengths), list(lengths.values()))
         given = self.forward()
         self.commit(accepted)
@@ -291,7 +291,7 @@ class Decoding:
         return self.caches[name].state[slot]
 
     def assert_folded(self, *slots: int) -> None:
-        """Nothing is pending in these slots, and their states are what the other scheme holds."""
+        """Check that nothing is pending in these slots, and that their states equal those of the other scheme."""
         assert not self.states.cursors[list(slots), 0].any()
         for name, layer in self.every_state.items():
             for slot in slots:

@@ -1,4 +1,4 @@
-"""A few calls of every op of family recurrent. States and records lie in pages of random bytes, as an engine's do."""
+"""Sample calls of every recurrent op. States and records are in pages of random bytes, as in an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADS = Heads()
 
 @dataclasses.dataclass
 class Layer:
-    """One layer's states and records: views of one storage whose other bytes are random."""
+    """States and records of one layer: views of one storage whose other bytes are random."""
 
     state: Tensor
     record_keys: Tensor
@@ -38,7 +38,7 @@ class Layer:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """In the order of the ops."""
+        """The records in the order of the ops."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
@@ -50,9 +50,11 @@ Part = tuple[tuple[int, ...], torch.dtype]
 
 
 def paged(slots: int, parts: list[Part], gap: int, shift: int, seed: int) -> list[Tensor]:
-    """A tensor [slots, *shape] for each part: views of pages of random bytes, where the parts lie one behind the other.
+    """Return a tensor [slots, *shape] for each part, as views of pages of random bytes that hold the parts in order.
 
-    The first begins `shift` bytes behind a multiple of 16, the others `gap` bytes or a little more behind the last."""
+    The first part starts `shift` bytes after a multiple of 16. Each other part starts at least `gap` bytes after the
+    previous one.
+    """
     starts, end = [], 16 + shift
     for shape, dtype in parts:
         end += -end % dtype.itemsize
@@ -84,8 +86,10 @@ def make_layer(
     one_page: bool = True,
     seed: int = 0,
 ) -> Layer:
-    """Slot 0 keeps its random bytes, the others hold what a window may have left: finite states, and records with rows
-    in both halves. `one_page`: state and records of a slot in one page, as in an engine; else each in its own."""
+    """Create a layer whose slots hold finite states, and records with rows in both halves. Slot 0 keeps random bytes.
+
+    With `one_page`, state and records of a slot share a page, as in an engine. Otherwise each has a separate page.
+    """
     channels = (heads.key_width,) if per_channel else ()
     parts: list[Part] = [
         ((heads.value_heads, heads.value_width, heads.key_width), state_dtype),
@@ -104,7 +108,7 @@ def make_layer(
 
 
 class Inputs(NamedTuple):
-    """What one window brings to a layer, in the order of the op."""
+    """The inputs of one window of a layer, in the order of the op."""
 
     q: Tensor
     k: Tensor
@@ -118,7 +122,7 @@ class Inputs(NamedTuple):
 def packed_inputs(
     tokens: int, heads: Heads = HEADS, dtype: torch.dtype = torch.bfloat16, per_channel: bool = False, seed: int = 0
 ) -> Inputs:
-    """q, k and v are views of one tensor, a and b of another, as a projection leaves them."""
+    """Return inputs as a projection leaves them: q, k and v are views of one tensor, a and b of another."""
     sizes = (heads.key_heads * heads.key_width,) * 2 + (heads.value_heads * heads.value_width,)
     packed = surrounded(drawn(tokens, sum(sizes), seed=seed + 20, dtype=dtype))
     q, k, v = packed.split(sizes, -1)
@@ -139,7 +143,7 @@ def packed_inputs(
 
 
 class Planned(NamedTuple):
-    """A request of a window: its slot, its tokens, and what it replays."""
+    """A request of a window: its slot, its tokens, and the rows to reapply."""
 
     slot: int
     tokens: int
@@ -147,7 +151,7 @@ class Planned(NamedTuple):
     half: int = 0
 
 
-# A pending window, a padded request, one without tokens, one with nothing pending, all of a record.
+# Requests with a pending window, padding, no tokens, nothing pending, and a full record.
 REQUESTS = (Planned(2, 3, 2, 1), Planned(0, 2), Planned(4, 0), Planned(3, 1), Planned(1, 2, 3))
 
 
@@ -179,12 +183,15 @@ def verify_arguments(
     gate_lower_bound: float | None = None,
     given_gates: bool = False,
 ) -> tuple[Any, ...]:
-    """Make a window of a layer. `norm` is the activation of the gate; the last `extra_tokens` belong to no request.
-    With `given_gates`, `a` and `b` hold logarithms of decays and betas, and there is no `A_log`."""
+    """Return a window of a layer.
+
+    `norm` is the activation of the gate. The last `extra_tokens` belong to no request. With `given_gates`, `a` and `b`
+    hold logarithms of decays and betas, and there is no `A_log`.
+    """
     tokens = sum(request.tokens for request in requests) + extra_tokens
     layer = make_layer(heads, 5, rows, state_dtype, dtype, per_channel, gap, shift, one_page, seed)
     inputs = packed_inputs(tokens, heads, dtype, per_channel, seed)
-    if not use_qk_l2norm:  # keys of any length would blow the state up
+    if not use_qk_l2norm:  # with keys of any length the state would overflow
         inputs = inputs._replace(k=surrounded(inputs.k * heads.key_width**-0.5))
     if given_gates:
         g, beta = surrounded(-inputs.a.float().exp()), surrounded(inputs.b.float().sigmoid())
@@ -216,7 +223,7 @@ def fold_arguments(
     shift: int = 0,
     one_page: bool = True,
 ) -> tuple[Any, ...]:
-    """`ran`: the layers that ran in the window that is cancelled; None = no window is."""
+    """Return a fold. `ran`: the layers that ran in a cancelled window; None = a fold without a window."""
     made = [
         make_layer(heads, 5, 3, state_dtype, dtype, per_channel, gap, shift, one_page, seed) for seed in range(layers)
     ]
@@ -249,7 +256,7 @@ def window_arguments(
     wide_slots: bool = False,
     num_refused: int | None = None,
 ) -> tuple[Any, ...]:
-    """`REQUESTS`, and a prefill. `wide_slots`: a column of a block table of int64."""
+    """Return a plan of `REQUESTS` and a prefill. `wide_slots`: the slots are a column of an int64 block table."""
     state_slots = int32(*slots)
     if wide_slots:
         state_slots = surrounded(torch.tensor([[slot, POISON] for slot in slots], dtype=torch.int64).view(-1, 2))[:, 0]
@@ -269,7 +276,7 @@ def fold_plan_arguments(
     plan_rows: int = 6,
     dtype: torch.dtype = torch.int32,
 ) -> tuple[Any, ...]:
-    """More rows than are pending, nobody's, a copy, nothing pending, nobody's."""
+    """Return a plan of folds: more rows than are pending, padding, a copy, nothing pending, padding."""
     ids = int64 if dtype == torch.int64 else int32
     return (
         poisoned_plan(plan_rows), cursors_of(*cursors), ids(*sources), ids(*targets), int32(*num_rows), keep_source
