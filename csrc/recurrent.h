@@ -551,7 +551,7 @@ inline VerifyArguments check_verify(
 }
 
 // Returns the problem of request q, whose tokens are begin to end. They lie inside the tensors only if
-// there is none.
+// there is no problem.
 NWOR_HOST_DEVICE inline Found problem_of_request(const VerifyArguments& c, int64_t q, int64_t begin,
                                                  int64_t end, const RecurrentRow& row) {
     if (begin < 0 || end < begin) return {kQueriesDecrease, q, end, begin};

@@ -310,8 +310,8 @@ def _behaviours() -> Iterator[Case]:
     )
 
 
-# Graphs of decode batches alone need the same number of drafts for each request, which n-grams rarely give: perhaps
-# none of these is replayed with drafts. The other drafters have such cases too.
+# Graphs for decode batches need the same number of drafts for each request. N-grams rarely do that, so perhaps none
+# of these graphs is replayed with drafts. The other drafters have such cases too.
 _FEW_GRAPHS = ("v1-flash-ngram-full_decode_only", "v2-flash-ngram-full_decode_only")
 FEW_GRAPHS = {*_FEW_GRAPHS, *(f"stage-{name}" for name in _FEW_GRAPHS)}
 CASES = [*_graph_modes(), *_methods(), *_drafters(), *_recurrent(), *_caches(), *_behaviours()]
@@ -387,8 +387,8 @@ def _connectors() -> Iterator[Case]:
     again = {"rounds": 2, "requests": 12, "drop_prefix_cache": True}
     continued = {"use": {**again, "continued": True}}  # what was decoded is loaded too
     host = {"cpu_bytes_to_use": 1 << 23}  # some 340 blocks: /dev/shm may be small
-    # What was decoded is stored too; nothing is told to LMCache's makers. Tokens are not compared: behind a load
-    # vanilla's are not those of an engine without LMCache either (0.5.6, vLLM 0.33).
+    # Decoded tokens are stored too. LMCache's usage reports are off. Tokens are not compared, because after a load even
+    # vanilla vLLM with LMCache differs from an engine without it (0.5.6, vLLM 0.33).
     lmcache = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_CHUNK_SIZE": "16", "LMCACHE_LOCAL_CPU": "True",
                "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.25", "LMCACHE_SAVE_DECODE_CACHE": "True"}  # fmt: skip
     connectors = {
@@ -444,7 +444,7 @@ def _connectors() -> Iterator[Case]:
                 **continued,
             )
         )
-    # Of a hybrid model the states at the ends of blocks are stored and loaded too; its blocks are larger.
+    # A hybrid model also stores and loads the states at the ends of blocks. Its blocks are larger.
     yield from _both_modes(
         _case(
             "connector-simple-cpu-gdn",
@@ -641,7 +641,7 @@ def _draft_graphs_v1() -> Iterator[DraftCase]:
         kind = backend.split("_")[0].lower()
         for method in ("draft_model", "eagle", "eagle3"):
             yield _draft_v1(f"{kind}-{method}", method, backend)
-        # Layers of attention beside some of Gated DeltaNet, whose states are vLLM's; blocks as long as a state.
+        # Attention and Gated DeltaNet layers. vLLM manages the states of the latter. A block is as long as a state.
         yield _draft_v1(
             f"{kind}-mtp", "mtp", backend, model="@qwen3_next_mtp", gdn_prefill_backend="triton", block_size=None,
             worker_extension_cls="gpu_worker_hybrid.Worker", num_gpu_blocks_override=192,
@@ -722,7 +722,7 @@ ONE_STATE_STAGE = {**STAGE, "recurrent": True}
 # two close logits wins.
 # Kimi Linear's kernel adds in an order that depends on how many requests there are. Its model asks for a kernel in CuTe
 # unless it is told not to. OLMo hybrid's Triton kernel is another than Qwen's; ours has its bits, too.
-# GLM-5.3-Flash's Triton kernel sums in an order of its own.
+# GLM-5.3-Flash's Triton kernel sums in another order.
 _DELTA_NETS = {"next": ("@qwen3_next_mtp", V2, 0), "qwen3_5": ("@gdn_mtp", V2, 6),
                "kimi": ("@kimi", V2 | {"VLLM_KIMI_K3_GEMM_AR": "0"}, 6), "olmo": ("@olmo", V2, 0),
                "glm": ("@glm", V2, 6),
@@ -779,7 +779,7 @@ def _one_states() -> Iterator[Case]:
     for mode, nwor in (("", ONE_STATE), ("-cow", ONE_STATE_COW), ("-stage", ONE_STATE_STAGE)):
         yield _one_state(f"next-align{mode}", nwor=nwor, **aligned)
     yield _one_state("qwen3_5-align", "qwen3_5", **aligned)
-    # 32 prompts of more than 512 tokens, in chunks of as many as the batch has room for.
+    # 32 prompts of more than 512 tokens, in chunks that fill the batch.
     long = {"max_model_len": 704, "max_num_seqs": 32, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 512}
     yield _one_state("next-prompts", use={"shared_prefix": 512, "requests": 32}, **long, **float32)
     # Vanilla runs fewer requests at once, and preempts others: what a request had decoded is then computed as a prompt,
