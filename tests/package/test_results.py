@@ -132,7 +132,7 @@ def numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
 
 
-COSTS: dict[str, tuple[str, dict[str, str], list[str]]] = {  # rows of the table in the README, and their configurations
+COSTS: dict[str, tuple[str, dict[str, str], list[str]]] = {  # rows of the table in docs/benchmarks.md, and their files
     "H200, 8B shape": ("h200", {"cow": "gpu_engine", "stage": "gpu_engine_stage"}, ["e2e_MODE"]),
     "the same, few turns": ("h200", dict.fromkeys(MODES, "gpu_parallel"), ["e2e_MODE_tp1"]),
     "two H200s, tensor parallel": ("h200", dict.fromkeys(MODES, "gpu_parallel"), ["e2e_MODE_tp2"]),
@@ -145,10 +145,11 @@ COSTS: dict[str, tuple[str, dict[str, str], list[str]]] = {  # rows of the table
 
 
 @pytest.mark.parametrize("label", COSTS)
-def test_what_the_transaction_costs_by_the_readme(label: str) -> None:
+def test_the_table_of_what_the_transaction_costs(label: str) -> None:
     """Percent of vanilla's speed. If there are several measurements, from the lowest to the highest."""
     machine, files, names = COSTS[label]
-    [row] = re.findall(rf"^\| {re.escape(label)}[^|]*\|(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    [row] = re.findall(rf"^\| {re.escape(label)}[^|]*\|(.*)$", text, re.MULTILINE)
     cells = {count: cell.strip() for count, cell in zip((1, 16, 64), row.split("|"), strict=False) if cell.strip()}
     assert {16, 64} <= set(cells)
     for count, cell in cells.items():
@@ -159,10 +160,11 @@ def test_what_the_transaction_costs_by_the_readme(label: str) -> None:
 
 
 def test_the_table_of_recurrent_states_in_the_readme() -> None:
-    found = results.read("h200", "gpu_recurrent")
+    found = results.read("h200", "gpu_hybrid")
     readme = (ROOT / "README.md").read_text()
-    for command, side in (("`vllm serve`", "vanilla"), ("`VLLM_NWOR_RECURRENT=1 vllm serve`", "recurrent")):
-        speeds = [found[f"tok_s_{side}/3/{number}"]["value"] for number in (1, 16, 64, 128, "full/384")]
+    sides = {"`vllm serve`": "default", "`VLLM_NWOR_RECURRENT=1 vllm serve`": "recurrent_beside_default"}
+    for command, side in sides.items():
+        speeds = [found[f"tok_s_{side}/{number}"]["value"] for number in (1, 16, 64, 128, 384)]
         [row] = re.findall(rf"^\| {re.escape(command)} \| (.*) \(.*\) \|$", readme, re.MULTILINE)
         assert [numbers(cell)[0] for cell in row.split("|")] == pytest.approx(speeds, abs=0.501)
 

@@ -812,7 +812,7 @@ def _one_states() -> Iterator[Case]:
     # tokens, a page of the indexer. Its attention has kernels of its own, so the transaction is off.
     glm = {"shape": "glm", "method": "ngram", "backend": "FLASHMLA_SPARSE", "gdn_prefill_backend": None,
            "max_model_len": 768, "needs": "torchvision"}  # fmt: skip
-    five = {"kv_cache_groups": 5}
+    five: dict[str, Any] = {"kv_cache_groups": 5, "sessions": []}
     yield _one_state("glm", **glm, expect=five)
     yield _one_state("glm-eager", graphs="eager", **glm, expect=five)
     yield _one_state("glm-bfloat16", mamba_ssm_cache_dtype="bfloat16", **glm, expect=five)

@@ -104,7 +104,7 @@ def check_case(case: Case, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_one_state(case: Case, result: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """Everything that is expected of a case with one state per request but its tokens; the audit of its states."""
+    """Check an engine with one state per request, except its tokens. Return the audit of its states."""
     [worker] = finished(result)["workers"]
     assert worker["one_state"], f"there is one state per draft in that engine; it said {result['said']}"
     [state] = worker["one_state"]
@@ -122,10 +122,12 @@ def check_one_state(case: Case, result: dict[str, Any], record: dict[str, Any]) 
 
     assert audit["states_compared"] > 0
     assert (audit["folds"] > 0) == (case.engine.get("enable_prefix_caching", False) is not False)
-    # Some windows lost drafts and some kept them: else a count that is always the same would do.
+    # Some windows lost drafts and some kept them. Otherwise a constant count would pass.
     windows, rows = audit["windows"], audit["rows_replayed"]
     drafts = case.engine["speculative_config"]["num_speculative_tokens"]
     assert windows < rows < windows * (drafts + 1)
+    if case.expect.get("sessions") == []:
+        return audit  # the transaction does not support the attention layers, so only the states are audited
     if case.nwor["mode"] == "off":
         session = session_of(result)
         assert session["audit"]["stale_rows"] == session["audit"]["rejected"] > 0
