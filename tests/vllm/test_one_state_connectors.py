@@ -50,7 +50,7 @@ def test_exports_are_those_of_an_engine_without_drafts_and_loads_have_nothing_pe
     [
         pytest.param("tails", "tails: request 2, 10 tokens: [4, 4] rows are pending", id="no tail is folded"),
         pytest.param(
-            "clear", "is not the one after 1 tokens of the last window", id="blocks that change hands are not cleared"
+            "clear", "is not the state after 1 tokens of the last window", id="blocks that change hands are not cleared"
         ),
     ],
 )
