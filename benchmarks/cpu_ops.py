@@ -14,7 +14,7 @@ from results import Row, alternating, ratios, row, save
 from vllm import _custom_ops as vllm_ops
 
 import nwor_ops
-from nwor_ops.vllm.layers.cpu_pages import layer_cache, learn_pages, strided_pages
+from nwor_ops.vllm.transaction.layers.cpu_pages import layer_cache, learn_pages, strided_pages
 
 HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 8, 128, 32, 512
 AMX_BLOCK_SIZE, AMX_BLOCKS = 128, 256

@@ -1,11 +1,11 @@
-"""vLLM 0.33 on a GPU with a draft model of its own, or EAGLE: output tokens per second with draft graphs, and without.
+"""Measure vLLM 0.33 with a draft model or an EAGLE head on a GPU: output tok/s with draft graphs and without.
 
     python benchmarks/gpu_draft_model.py [--seconds S] [--requests N ...] [--sides SIDE ...] [--no-profile] ...
 
-The Llama-3-8B shape with random weights, a draft model of the Llama-3.2-1B shape or an EAGLE head of one layer, K = 4,
-synthetic acceptance of 2.5 tokens per step, 64-token prompts, 256 output tokens, vLLM's default CUDA graphs. The
-engines live in processes of their own on one GPU (30 GiB each: four of them on an H200) and take turns, in every order,
-with the same prompts:
+The target has the Llama-3-8B shape with random weights. The drafter is a model of the Llama-3.2-1B shape, or an EAGLE
+head of one layer, with K = 4. Synthetic acceptance is 2.5 tokens per step. Prompts have 64 tokens and outputs 256.
+vLLM has its default CUDA graphs. Each engine is a separate process. All are on one GPU (30 GiB each, so four fit on an
+H200). They take turns, in every order, with the same prompts:
 
     off          vanilla vLLM with its default model runner, V2, which runs a draft model without CUDA graphs
     v1           vanilla vLLM with VLLM_USE_V2_MODEL_RUNNER=0: piecewise graphs, the best that vanilla does
@@ -13,19 +13,18 @@ with the same prompts:
     on_v1        the V1 runner with draft graphs
     eagle_v1     EAGLE, vanilla V1
     eagle_on_v1  EAGLE, V1 with draft graphs
-    eagle        EAGLE, vanilla V2, which has graphs of its own for it
+    eagle        EAGLE, vanilla V2, which has graphs for it
     none         no speculation, V2
 
-A run's speed is what it would be at 2.5 tokens a step: its tokens per second, times 2.5, over what it accepted. The V2
-runner draws what it accepts from the requests' seeds, so `off` and `on` accept the same; V1 draws anew in every run.
-A row is the ratio of two sides run by run, or the speed of one. Then the drafter's share of a step in each engine, from
-torch's profiler: launches, its time on the device, and how much of that the device idles. Also what capturing takes, in
-memory and at start-up.
+The speed of a run is scaled to 2.5 tokens per step: its tokens per second, times 2.5, divided by its acceptance. The V2
+runner draws acceptance from the requests' seeds, so `off` and `on` accept equally. V1 draws anew in every run. A row is
+the ratio of two sides, run by run, or the speed of one side. Further rows have the drafter's share of a step, from
+torch's profiler: launches, time on the device, and its idle share. Others have the memory and the time of the captures.
 
-A side that fails is reported and left out, the others go on; rows are written after every round, so that a run which is
-cut off has some. Rows of other requests and sides that are in the file stay. About 7 minutes with the defaults (`off`,
-`v1` and `on`): 2 until all three are ready, `--seconds` (200) of measuring, 1 of profiling. With any other side the
-rows go to another file, gpu_draft_runners.jsonl: two calls of four sides make what `benchmarks/picture.py` draws:
+A side that fails is reported and left out. Rows are written after every round, so an interrupted run has some. Rows of
+other requests and sides stay in the file. The script takes about 7 minutes with the defaults (`off`, `v1` and `on`): 2
+until all three are ready, `--seconds` (200) of measuring, and 1 of profiling. With any other side the rows go to the
+file gpu_draft_runners.jsonl. These two calls give the figures of `benchmarks/picture.py`:
 
     python benchmarks/gpu_draft_model.py --sides v1 on_v1 eagle_v1 eagle_on_v1 --seconds 150 --no-profile
     python benchmarks/gpu_draft_model.py --sides off on eagle none --seconds 100 --no-profile
@@ -116,13 +115,13 @@ GRAPH_LAUNCHES = ("cudaGraphLaunch",)
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", *GRAPH_LAUNCHES)
 
 
-Answers = dict[tuple[str, int], list[dict[str, Any]]]  # of the runs, by side and number of requests
+Answers = dict[tuple[str, int], list[dict[str, Any]]]  # answers of the runs, by side and number of requests
 
 
 def draft_job(folder: pathlib.Path, backend: str, side: Side, small: bool) -> dict[str, Any]:
     tiny = SMALL if small else {}
     target = LLAMA_8B | tiny
-    # A folder with the name of a method would decide for vLLM what it is.
+    # vLLM takes a folder with the name of a method for that method.
     head = write_shape(folder / "head", target | {"num_hidden_layers": 1})
     draft = write_shape(folder / "draft", LLAMA_1B | tiny)
     speculation = {
@@ -137,13 +136,16 @@ def draft_job(folder: pathlib.Path, backend: str, side: Side, small: bool) -> di
     job = engine_job(write_shape(folder / "target", target), speculation, small, **more)
     if side.drafter is None:
         del job["engine"]["speculative_config"]
-    return job | {"vocabulary": target["vocab_size"], "one_process": True}  # where its drafter can be profiled
+    return job | {"vocabulary": target["vocab_size"], "one_process": True}  # the drafter can be profiled only there
 
 
 def capture_sizes(side: Side) -> list[int]:
-    """In tokens: K + 1 of each request for the target, one without speculation. V1 runs its drafter from graphs of
-    these sizes too, up to K + 2 tokens of each request in the first pass and one in the others, and rounds them all up
-    to multiples of K + 1: none of its passes is to be padded more than it must, or to go without a graph."""
+    """Return the sizes of the graphs, in tokens.
+
+    The target needs K + 1 tokens per request, or one without speculation. V1 runs its drafter from graphs of these
+    sizes too. Its first pass has up to K + 2 tokens per request, the others have one, and all are rounded up to
+    multiples of K + 1. Every pass gets a graph with the least padding.
+    """
     query = 1 if side.drafter is None else K + 1
     sizes = {query * requests for requests in CAPTURED_REQUESTS}
     if side.runner == "v1":
@@ -299,7 +301,7 @@ def profile(run: Run, requests: Sequence[int], options: argparse.Namespace) -> t
     raw: dict[str, Any] = {}
     drafting = [side for side in run.engines if SIDES[side].drafter is not None]
     for count, side in itertools.product(requests, drafting):
-        run.ask(side, f"drafter {count} 3")  # the profiler's own start
+        run.ask(side, f"drafter {count} 3")  # starts the profiler
         found = run.ask(side, f"drafter {count} {PROFILED_STEPS}")
         if found is not None:
             raw[f"drafter {side} {count}"] = found
@@ -308,7 +310,7 @@ def profile(run: Run, requests: Sequence[int], options: argparse.Namespace) -> t
 
 
 def drafter_rows(side: str, count: int, found: dict[str, Any]) -> list[Row]:
-    """Per step. Of the device, ``idle`` is time between the drafter's first and last kernel in which it ran none."""
+    """Return rows per step. ``idle`` is the share of time without a kernel between the drafter's first and last one."""
     launches, calls = found["launches"], found["calls"]
     label = f"{side}/{count}"
     idle = [1 - busy / span for busy, span in zip(found["busy_us"], found["span_us"], strict=True)]

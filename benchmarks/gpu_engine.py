@@ -1,29 +1,34 @@
-"""vLLM on a GPU, end to end: output tokens per second with NWOR on against off.
+"""Measure vLLM on a GPU, end to end: output tokens per second with NWOR on against off.
 
     python benchmarks/gpu_engine.py [--cache fp8] [--mode stage] [--unvisited | --control | --apart] [--runner v1] ...
 
-The Llama-3-8B shape with random weights, an EAGLE head of the same width, K = 4, synthetic acceptance of 2.5 tokens
-per step, 64-token prompts, vLLM's default CUDA graphs (FULL_AND_PIECEWISE; captured at fewer sizes, to start sooner),
-in one engine, alone on the GPU. While its requests decode, the two sides take turns of 20 steps, off, on, on, off, ...:
-everything of NWOR's is taken off the worker, or put on again, and the model's FULL graphs are exchanged. So both have
-the same weights at the same addresses, the same compiled code, the same process and the same requests at the same
-length, each of which makes more difference than what is to be measured. (What stays where NWOR is off: see
-switch_transactions in gpu_engine_child.py.) A row is the time of a step off over on, turn by turn: with the same
-acceptance, the ratio of output tokens per second; `.../median_step` is that of each turn's median step, which a hiccup
-of the host does not move. In mode `cow` FULL graphs are captured four times for either side, each time with their
-buffers elsewhere, and each pair has its share of turns, and a row. A row of which the two sides did not accept as many
-drafts is not a row: the run fails. Then some decode steps of either side are profiled: whose kernels ran and for how
-long, how long the GPU works, and how long it waits. About 7 minutes.
+The target has the Llama-3-8B shape with random weights, and an EAGLE head of the same width drafts K = 4 tokens.
+Synthetic acceptance is 2.5 tokens per step. Prompts have 64 tokens. vLLM has its default CUDA graphs
+(FULL_AND_PIECEWISE), captured at fewer sizes to start sooner. No other engine is on the GPU.
 
-Graphs that are alone on a GPU from the start may leave 0.4 us between two kernels, and one side's may and the other's
-not. Once another process has had a context there, all leave 0.1. So a process that does nothing comes, stays while the
-engine warms up, and goes, before anything is measured.
+One engine serves both sides. While its requests decode, the sides take turns of 20 steps: off, on, on, off, ... A turn
+removes everything of NWOR from the worker, or installs it again, and exchanges the model's FULL graphs. So both sides
+have the same weights at the same addresses, the same compiled code, the same process, and the same requests at the same
+length. A difference in any of these is larger than the effect to be measured. `switch_transactions` in
+gpu_engine_child.py says what remains while NWOR is off.
 
-Each of these has its rows in a file of its own, as have `--cache fp8`, `--mode stage` and `--runner v1`:
-`--unvisited`: without that visit.
-`--control`: off with off, the graphs of each capture with those of the first: what this cannot tell apart.
-`--apart`: engines of their own for the two sides, at the same time on the GPU, serve whole requests of 256 tokens in
-turn; so does `--runner v1`.
+A row is the time of a step off over on, turn by turn. With equal acceptance this is the ratio of output tokens per
+second. `.../median_step` is the ratio of the turns' median steps, which a delay on the host does not change. In mode
+`cow` the FULL graphs are captured four times for each side, each time with other buffers. Each pair has its share of
+turns, and a row. The run fails if the two sides did not accept equally many drafts.
+
+Some decode steps of each side are profiled afterwards: which kernels ran and for how long, and how long the GPU worked
+and waited. The script takes about 7 minutes.
+
+Graphs may leave 0.4 us between two kernels if only one process has ever used the GPU, and the two sides may differ in
+this. After another process has had a context on the GPU, all graphs leave 0.1 us. So an idle process opens a context
+while the engine warms up, and ends before the measurements.
+
+Each of these options has its rows in a separate file, as have `--cache fp8`, `--mode stage` and `--runner v1`:
+
+`--unvisited`: without that idle process.
+`--control`: compare off with off, the graphs of each capture with those of the first. It shows the noise.
+`--apart`: one engine per side, both on the GPU, serve whole requests of 256 tokens in turn. So does `--runner v1`.
 """
 
 from __future__ import annotations
@@ -113,14 +118,14 @@ def start_sides(
 
 
 def write_shape(folder: pathlib.Path, shape: dict[str, Any]) -> str:
-    """A model that has a shape and no weights: vLLM makes some up."""
+    """Write a model folder without weights, and return its path. vLLM fills in random weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape, indent=1) + "\n")
     return str(folder)
 
 
 def make_job(folder: pathlib.Path, layers: int, cache_dtype: str, small: bool = False) -> dict[str, Any]:
-    """What an engine of these benchmarks is asked to do; the environment alone says whether NWOR is on."""
+    """Return the job of an engine. The environment says whether NWOR is on."""
     shape = LLAMA_8B | ({"num_hidden_layers": layers} | (SMALL if small else {}))
     drafter = write_shape(folder / "eagle", shape | {"num_hidden_layers": 1})
     speculation: dict[str, Any] = {"model": drafter, "method": "draft_model"}
@@ -424,7 +429,7 @@ def comparison(
 
 
 def result_name(benchmark: str, options: argparse.Namespace) -> str:
-    """Of the file: mode cow, the V2 runner and a bf16 cache go without saying."""
+    """Return the name of the file with the results. Mode cow, the V2 runner and a bf16 cache add nothing to it."""
     parts = [] if options.mode == "cow" else [options.mode]
     parts += [] if options.runner == "v2" else [options.runner]
     parts += ["fp8"] if getattr(options, "cache", "bf16") == "fp8" else []

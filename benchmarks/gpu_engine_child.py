@@ -12,7 +12,8 @@ Each line of stdin is a command, and each answer is a line of JSON on stdout:
 - ``run N [SEED]``: serve N requests.
 - ``texts N AT_ONCE``: serve the same N requests each time, and return their tokens.
 - ``ttft N PREFIX SUFFIX AT_ONCE SEED``: time first tokens.
-- ``fits TOKENS``: return how many requests of this length fit into the cache.
+- ``fits TOKENS``: return how many requests of this length fit into the cache by vLLM's upper bound.
+- ``held N PROMPT TOKENS``: run N long requests until one ends, and return how many ran at once.
 - ``switch 0``: make an engine with NWOR vanilla vLLM, until ``switch 1``.
 - ``turns N CAPTURE FIRST CONTROL``: time steady decode steps of N requests with NWOR off and on in turn.
 - ``profile N STEPS``: profile about this number of steps.
@@ -202,6 +203,21 @@ class TimedEngine:
         found: dict[str, Any] = self._llm.collective_rpc(requests_that_fit, args=(tokens,))[0]
         return found
 
+    def held(self, requests: int, prompt: int, tokens: int) -> dict[str, Any]:
+        """Return how many requests ran at once before the first one ended. Each generates this many tokens.
+
+        Add more requests than the cache holds. All of them then run between their first and their last token.
+        """
+        engine, most_running, ended = self._llm.llm_engine, 0, False
+        self._add(requests, tokens, prompt_tokens=prompt)
+        while not ended:
+            ended = any(output.finished for output in engine.step())
+            most_running = max(most_running, int(self._metrics().get("vllm:num_requests_running", 0)))
+        engine.abort_request([f"{self._runs}-{index}" for index in range(requests)])
+        while engine.has_unfinished_requests():
+            engine.step()
+        return {"most_running": most_running, "waited": requests > most_running}
+
     def switch(self, on: int) -> dict[str, Any]:
         if self._job.get("one_process"):
             for _ in range(2):  # the core may still run a step of requests that ended
@@ -298,14 +314,15 @@ class TimedEngine:
         while engine.has_unfinished_requests():
             engine.step()
 
-    def _add(self, requests: int, max_tokens: int, seed: int = 0) -> None:
+    def _add(self, requests: int, max_tokens: int, seed: int = 0, prompt_tokens: int | None = None) -> None:
         from vllm import SamplingParams
 
         self._runs += 1
+        length = self._job["prompt_tokens"] if prompt_tokens is None else prompt_tokens
         # Use new prompts in every run; otherwise a connector would find them stored already.
         generator = random.Random(self._runs)
         for index in range(requests):
-            prompt = [generator.randrange(self._job["vocabulary"]) for _ in range(self._job["prompt_tokens"])]
+            prompt = [generator.randrange(self._job["vocabulary"]) for _ in range(length)]
             # The V2 runner's synthetic sampler uses the request's seed, so two engines accept the same drafts.
             params = SamplingParams(
                 temperature=0.0, seed=seed + index, max_tokens=max_tokens, ignore_eos=True, detokenize=False
@@ -526,14 +543,11 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
     second and may fetch them, a call around the scheduler's update that notes how many tokens each request got, and in
     mode ``stage`` the cache without the shadow pages.
     """
-    from nwor_ops.vllm.audit.agreement import SchedulerWatch as watch
-    from nwor_ops.vllm.runners import base
+    from nwor_ops.vllm.metrics.agreement import SchedulerWatch as watch
 
     runner = worker.model_runner
     if not hasattr(worker, "nwor_parts"):
-        # In an older checkout (gpu_methods.py --other) this function is named wrapped_methods.
-        name = "patched_methods" if hasattr(base, "patched_methods") else "wrapped_methods"
-        worker.nwor_parts = getattr(base, name)(runner)
+        worker.nwor_parts = parts_of(runner)
         if not worker.nwor_parts:
             raise RuntimeError("nwor_ops patched nothing in this engine")
         worker.nwor_after_step = watch._after_step
@@ -557,9 +571,21 @@ def stop_comparing(worker: Any) -> None:
 
     A step that ran on one side, with tokens that arrive on the other, is in only one of the counts.
     """
-    from nwor_ops.vllm.audit.agreement import Agreement
+    from nwor_ops.vllm.metrics.agreement import Agreement
 
     Agreement.published = lambda self, drafted, accepted: None  # type: ignore[method-assign]
+
+
+def parts_of(runner: Any) -> list[tuple[Any, str, Any]]:
+    """Return owner, name and value of each patch of a session, also in an older checkout (gpu_methods.py --other)."""
+    from nwor_ops.vllm import sessions
+    from nwor_ops.vllm.runners import base
+
+    for name in ("patched_methods", "wrapped_methods"):
+        if hasattr(base, name):
+            return getattr(base, name)(runner)
+    [session] = sessions()
+    return [(patch.owner, patch.name, patch.replacement) for patch in session.patches]
 
 
 def put_parts(worker: Any, on: bool) -> None:

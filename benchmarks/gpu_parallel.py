@@ -1,24 +1,24 @@
-"""vLLM on several GPUs, end to end: NWOR on against off with tensor and with data parallelism.
+"""Measure vLLM on several GPUs, end to end: NWOR on against off, with tensor and with data parallelism.
 
     python benchmarks/gpu_parallel.py [--gpus N ...] [--modes MODE ...] [--requests N ...]
 
-    tp1, tp2, tp4   the Llama-3-8B shape and an EAGLE head on so many GPUs, as in gpu_engine.py
-    dp2, dp4        so many engines of one GPU at once, each with all its requests: to vLLM, the ranks of a dense model
-                    are engines of their own. (Not measured: the server in front of them, which NWOR has no part in.)
+    tp1, tp2, tp4   the Llama-3-8B shape and an EAGLE head on 1, 2 or 4 GPUs, as in gpu_engine.py
+    dp2, dp4        2 or 4 engines of one GPU each, which run at the same time. vLLM runs the ranks of a dense model in
+                    this way. The server in front of them is not measured, because NWOR has no part in it.
 
-Measured as in gpu_engine.py: one engine for a mode, whose two sides take turns of 20 steps while its requests decode;
-synthetic acceptance of 2.5 tokens per step; graphs are captured twice for either side in mode `cow`. All engines are on
-the GPUs at the same time (some 28 GiB each; a rank of tp2: 18), and are measured in turn; the ranks of data parallelism
-at the same time.
+The method is that of gpu_engine.py: one engine per mode, whose two sides take turns of 20 steps while its requests
+decode. Synthetic acceptance is 2.5 tokens per step. In mode `cow` the graphs are captured twice for each side. All
+engines are on the GPUs at the same time (about 28 GiB each, 18 for a rank of tp2). They are measured in turn, except
+for the ranks of data parallelism, which run together.
 
-Ranks of tensor parallelism add up with NCCL: what else vLLM has for it wants peer access or NVLink multicast, which
-virtual machines may lack. The workers of several ranks are not in the process of vLLM's scheduler, whose book of drafts
-(microseconds a step) is kept there on both sides, and whose log says once that counters disagree: it counts the steps
-in which NWOR is off.
+Ranks of tensor parallelism use NCCL, because vLLM's other ways need peer access or NVLink multicast, which virtual
+machines may lack. The workers of several ranks are not in the process of vLLM's scheduler. The scheduler's count of
+drafts stays there on both sides and takes microseconds per step. The log says once that counters disagree, because the
+scheduler also counts the steps in which NWOR is off.
 
-Beside the rows of gpu_engine.py there is `added_us_MODE_tpN/REQUESTS`, what NWOR adds to a step, turn by turn: how it
-grows from one GPU to several. About 4 minutes on two GPUs, half of them until all engines are ready. A row is written
-when it is measured; what fails is reported and left out.
+In addition to the rows of gpu_engine.py there is `added_us_MODE_tpN/REQUESTS`: the time that NWOR adds to a step, turn
+by turn. It shows how the cost grows from one GPU to several. The script takes about 4 minutes on two GPUs, half of them
+to start the engines. Each row is written when it is measured. An engine that fails is reported and left out.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ TARGETS = {"cow": 0.995, "stage": 0.99}
 
 
 class Place(NamedTuple):
-    """Where an engine is.
+    """The mode and the GPUs of an engine.
 
     Attributes:
-        mode: NWOR's.
-        ranks: of tensor parallelism.
+        mode: mode of NWOR.
+        ranks: number of ranks of tensor parallelism.
         first: its first GPU.
     """
 
@@ -96,10 +96,10 @@ def engine_job_at(place: Place, folder: pathlib.Path, requests: list[int], small
         sizes = [(K + 1) * count for count in sorted(requests)]
         kernels = ("enable_jit_warmup", "enable_cutedsl_warmup", "enable_flashinfer_autotune")
         more = {
-            # The fused all-reduce is FlashInfer's, by NVLink multicast.
+            # FlashInfer's fused all-reduce uses NVLink multicast.
             "compilation_config": {"cudagraph_capture_sizes": sizes, "pass_config": {"fuse_allreduce_rms": False}},
-            "kernel_config": dict.fromkeys(kernels, False),  # compiled when first needed, while the engine warms up
-            "gpu_memory_utilization": 0.1,  # what must be free at start-up: four engines start on a GPU at once
+            "kernel_config": dict.fromkeys(kernels, False),  # compile kernels when they are first needed
+            "gpu_memory_utilization": 0.1,  # four engines start on a GPU together
         }
     if place.ranks > 1:
         more |= {"tensor_parallel_size": place.ranks, "distributed_executor_backend": "mp"}
@@ -122,7 +122,7 @@ class Run:
         print(f"PROBLEM: {problem}", file=sys.stderr, flush=True)
 
     def start(self) -> None:
-        """All engines, at once. Leaves out what does not start."""
+        """Start all engines together. An engine that does not start is left out."""
         began, options = time.monotonic(), self.options
         wanted = [place for mode in options.modes for place in places(mode, options.gpus)]
         for place in wanted:
@@ -137,7 +137,7 @@ class Run:
         for place in wanted:
             if not ready[place]:
                 self.engines.pop(place).close()
-        for place in list(self.engines):  # in turn: a capture is not disturbed by another's
+        for place in list(self.engines):  # in turn, so that no capture disturbs another one
             self._guarded(place, "switch 0")
         with visitor():
             for on, count in product((0, 1), options.requests):

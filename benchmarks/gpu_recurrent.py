@@ -1,25 +1,25 @@
-"""vLLM on a GPU, end to end: one recurrent state per request against vLLM's one per draft.
+"""Measure one recurrent state per request against vLLM's one per draft, end to end on a GPU.
 
     python benchmarks/gpu_recurrent.py [--drafts K ...] [--requests N ...] [--full N] [--seconds S] [--profile] ...
     python benchmarks/gpu_recurrent.py --texts N [--drafts K]
 
-A dense model of the Qwen3.5-9B shape with random weights, 24 layers of Gated DeltaNet with float32 states and 8 of
-attention, its layer for multi-token prediction, synthetic acceptance of 2.5 tokens per step. The two sides have caches
-of another shape, so each has an engine of its own, on the GPU at the same time and with the same memory for its cache;
-they serve whole requests of 256 tokens in turn. A row `e2e_recurrent/K/N` is the ratio of their output tokens per
-second with N requests at once. `--full N` is a load that does not fit vanilla's cache: rows `.../full` have what came
-of it, and `running_...` the most requests that were running at once.
+The model is dense, of the Qwen3.5-9B shape, with random weights: 24 layers of Gated DeltaNet with float32 states, 8 of
+attention, and its layer for multi-token prediction. Synthetic acceptance is 2.5 tokens per step. The caches of the two
+sides have different shapes. So each side has its own engine, with the same memory for its cache. Both are on the GPU,
+and serve whole requests of 256 tokens in turn. A row `e2e_recurrent/K/N` is the ratio of their output tokens per second
+with N concurrent requests. `--full N` is a load that does not fit vanilla's cache. Its rows are `.../full`, and
+`running_...` is the largest number of requests that ran concurrently.
 
-`--profile` counts, behind the measuring, what a decode step of either side launches, copies and waits for: rows
-`recurrent_step/K/N/...` are what one state adds to vanilla's, the kernels inside of graphs counted one by one.
+`--profile` counts launches, copies and waits of a decode step on each side, after the measurements. Rows
+`recurrent_step/K/N/...` are the differences to vanilla. Kernels inside graphs are counted one by one.
 
-`--texts N` measures nothing: N requests of 256 tokens, verified greedily and not by synthetic acceptance, first one
-behind the other and then at once, twice by either engine. It says where texts part first, between runs of one engine
-and between the two, and how far apart the two best tokens were there. Weights are random: nothing sets the best of
-248,320 tokens apart from the next.
+`--texts N` measures nothing. It runs N requests of 256 tokens with greedy verification, first one after the other and
+then together, twice in each engine. It says at which token texts first differ, between runs of one engine and between
+the two engines, and how far apart the two best tokens were there. With random weights the best of 248,320 tokens is
+hardly better than the next one.
 
-Both engines of a K take 60 to 130 seconds to start, and 36 GiB of cache each: an H200. With `--texts` one starts behind
-the other: of kernels that the compiler chooses by their time, the second takes what the first has chosen.
+Both engines of a K take 60 to 130 seconds to start, and 36 GiB of cache each, so an H200 is needed. With `--texts` one
+engine starts after the other. The second one then reuses the kernels that the compiler selected by time for the first.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
 
 NAME = "gpu_recurrent"
 SIDES = {"vanilla": {}, "recurrent": {"VLLM_NWOR_RECURRENT": "1"}}
-# By K: requests at once that are measured.
+# Measured numbers of concurrent requests, by K.
 REQUESTS = {3: [1, 16, 64, 128], 7: [64]}
 FULL = 384
 RUNS_PER_ROUND = {1: 2, 16: 2}
-# A batch of vanilla's, where its cache is full, should have a graph not much larger than itself.
+# If vanilla's cache is full, there should be a graph that is not much larger than its batch.
 GRAPHS = (1, 16, 64, 96, 112, 128, 136, 144, 160, 192, 256, 320, 384)
 
 
 def job_of(folder: pathlib.Path, drafts: int, most: int, small: bool, synthetic: bool = True) -> dict[str, Any]:
-    """The same for both sides: the environment says which it is."""
+    """Return the job of both sides. Only the environment differs."""
     if small:  # vLLM's CPU engine, to try the script: neither side has recurrent layers
         model = write_shape(folder / "target", LLAMA_8B | SMALL)
         drafter = write_shape(folder / "drafter", LLAMA_8B | SMALL | {"num_hidden_layers": 1})
@@ -133,10 +133,10 @@ def figures(case: str, count: int, answers: dict[str, list[dict[str, Any]]]) -> 
 
 
 def profile(engines: dict[str, EngineProcess], case: str, count: int) -> tuple[list[Row], dict[str, Any]]:
-    """What one state adds to a step, and the answers it is made of."""
+    """Return rows with the differences in a step, and the raw answers."""
     counted = {}
     for side, engine in engines.items():
-        engine.ask(f"profile {count} 5")  # the profiler's own start
+        engine.ask(f"profile {count} 5")  # starts the profiler
         counted[side] = engine.ask(f"profile {count} {PROFILED_STEPS}")
     return profile_rows(case, count, *counted.values()), counted
 
@@ -213,7 +213,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for drafts in [SMALL_K] if options.small else options.drafts:
             requests = [1, 4] if options.small else options.requests or REQUESTS[drafts]
-            # The full load with the first K alone.
+            # Only the first K has the full load.
             full = options.full if drafts == options.drafts[0] and not options.small else 0
             if options.texts:
                 requests, full = [], 0

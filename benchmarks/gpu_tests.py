@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Left out under a sanitizer: graphs, compilers, subprocesses and large caches. They are slow there and add no kernel.
 SANITIZED = (
-    "(layout or transaction or judge or micro or acceptance or samples or placement or no_numbers or bad_data "
+    "(layout or transaction or micro or acceptance or samples or placement or no_numbers or bad_data "
     "or plane_table or leading_zero or norm_is) "
     "and not (compile or opcheck or graph or test_debug or any_counts or equals_a_run)"
 )

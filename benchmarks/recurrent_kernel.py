@@ -49,11 +49,11 @@ class Case:
         self.layers = min(MOST_LAYERS, room // (state * requests * (rows + 4)))
         int32 = {"dtype": torch.int32, "device": DEVICE}
         self.starts = torch.arange(requests + 1, **int32) * rows
-        self.accepted = torch.arange(requests, **int32) % rows + 1
+        self.kept = torch.arange(requests, **int32) % rows + 1
         self.slots = torch.arange(1, requests + 1, **int32)
         self.plan = torch.zeros(requests, 4, **int32)
         self.cursors = torch.zeros(requests + 1, 2, **int32)
-        self.window = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        self.window_id = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         self.widths = KEY_HEADS * WIDTH, KEY_HEADS * WIDTH, VALUE_HEADS * WIDTH
         shape = (self.layers, tokens)
         self.packed = torch.randn(*shape, sum(self.widths), device=DEVICE).bfloat16()
@@ -81,13 +81,11 @@ class Case:
         ran = torch.zeros(self.layers, 1, dtype=torch.int64, device=DEVICE)
 
         def run(norm: bool) -> None:
-            ops.plan_recurrent_window(
-                self.plan, self.cursors, self.window, self.slots, self.starts, self.accepted, rows
-            )
+            ops.plan_recurrent_window(self.plan, self.cursors, self.window_id, self.slots, self.starts, self.kept, rows)
             for i in range(self.layers):
                 ops.gated_delta_verify(
                     self.out[i], states[i], *(record[i] for record in records), ran[i], *self.heads(i), self.a[i],
-                    self.b[i], self.A_log[i], self.dt_bias[i], self.plan, self.window, self.starts, SCALE,
+                    self.b[i], self.A_log[i], self.dt_bias[i], self.plan, self.window_id, self.starts, SCALE,
                     gate=self.gate[i] if norm else None, norm_weight=self.weight if norm else None, norm_eps=EPS,
                 )  # fmt: skip
 
@@ -106,14 +104,14 @@ class Case:
                 update(
                     self.A_log[i], self.a[i], self.b[i], self.dt_bias[i], q, k, v, scale=SCALE,
                     initial_state=states[i], cu_seqlens=self.starts, ssm_state_indices=indices,
-                    num_accepted_tokens=self.accepted, use_qk_l2norm_in_kernel=True,
+                    num_accepted_tokens=self.kept, use_qk_l2norm_in_kernel=True,
                 )  # fmt: skip
 
         def cuda() -> None:
             for i in range(self.layers):
                 torch.ops._C.fused_gdn_decode_post_conv_mtp(
                     self.packed[i], self.a[i], self.b[i], self.A_log[i], self.dt_bias[i], indices, self.starts,
-                    self.accepted, states[i], self.gate[i], self.weight, self.out[i], SCALE, EPS, "silu",
+                    self.kept, states[i], self.gate[i], self.weight, self.out[i], SCALE, EPS, "silu",
                 )  # fmt: skip
 
         return {"triton": captured(triton), "cuda": captured(cuda)}

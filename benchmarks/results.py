@@ -1,7 +1,7 @@
-"""Reads and writes every committed figure: ``benchmarks/results/MACHINE/NAME.jsonl``, one measurement a line.
+"""Read and write all committed figures: ``benchmarks/results/MACHINE/NAME.jsonl``, one measurement per line.
 
-A line without a name says how, where and when the measurements below it were made. A row whose target was missed stays
-in, with its target.
+A line without a name says how, where and when the measurements after it were made. A row whose target was missed stays
+in the file, with its target.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def processor() -> str:
 
 
 def this_machine() -> str:
-    """The folder of what is measured here: ``h200`` for an NVIDIA H200, ``cpu`` where there is no GPU."""
+    """Return the folder for this machine's results: ``h200`` for an NVIDIA H200, ``cpu`` without a GPU."""
     if not torch.cuda.is_available():
         return "cpu"
     device = torch.cuda.get_device_name()
@@ -97,7 +97,7 @@ def this_machine() -> str:
 
 
 def source() -> str | None:
-    """The commit that is measured: ``NWOR_COMMIT`` where only the files were copied, else what git says."""
+    """Return the measured commit: ``NWOR_COMMIT`` if it is set (for a copy without git), otherwise git's answer."""
     if named := os.environ.get("NWOR_COMMIT"):
         return named
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
@@ -108,8 +108,7 @@ def source() -> str | None:
 
 
 def asked_folder(description: str | None, arguments: Sequence[str] | None = None) -> pathlib.Path:
-    """Where the results of a script go that is told nothing else. Ends the script where it is asked for help, or told
-    what it does not know."""
+    """Parse the arguments of a script whose only argument is the folder for its results, and return that folder."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "folder", nargs="?", type=pathlib.Path, default=FOLDER, help="where the results go (default: %(default)s)"
@@ -119,8 +118,10 @@ def asked_folder(description: str | None, arguments: Sequence[str] | None = None
 
 
 def _options(arguments: list[str]) -> list[str]:
-    """Without folders, which change nothing: a script takes options, or a folder alone. What stands behind ``--`` is
-    another program's."""
+    """Return the arguments without folders, because these do not change a result.
+
+    A script takes either options or one folder. Arguments after ``--`` belong to another program.
+    """
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     own, others = arguments[:cut], arguments[cut:]
     if not any(argument.startswith("--") for argument in own):
@@ -130,7 +131,7 @@ def _options(arguments: list[str]) -> list[str]:
 
 
 def circumstances() -> dict[str, str | None]:
-    """What every figure carries: how, where and when it was measured."""
+    """Return how, where and when a figure is measured."""
     return {
         "command": " ".join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *_options(sys.argv[1:])]),
         "machine": processor(),
@@ -145,7 +146,7 @@ CIRCUMSTANCES = ("command", "machine", "torch", "vllm", "commit", "date")
 
 
 def read(machine: str, name: str, folder: pathlib.Path = FOLDER) -> dict[str, dict[str, Any]]:
-    """Measurements by name, each with its circumstances."""
+    """Return the measurements by name, each with its circumstances."""
     common: dict[str, Any] = {}
     found = {}
     for line in (folder / machine / f"{name}.jsonl").read_text().splitlines():
@@ -159,8 +160,10 @@ def read(machine: str, name: str, folder: pathlib.Path = FOLDER) -> dict[str, di
 def write_entries(
     machine: str, name: str, entries: list[dict[str, Any]], folder: pathlib.Path = FOLDER, *, keep: bool = False
 ) -> pathlib.Path:
-    """Write measurements made now, each with a name, to ``folder/machine/name.jsonl`` and return its path; with
-    ``keep``, beside those with other names that are there."""
+    """Write named measurements to ``folder/machine/name.jsonl`` and return its path.
+
+    With ``keep``, entries of the file with other names stay.
+    """
     target = folder / machine / f"{name}.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
     known = read(machine, name, folder) if keep and target.exists() else {}
@@ -176,7 +179,7 @@ def write_entries(
 
 
 def write(machine: str, name: str, rows: list[Row], folder: pathlib.Path = FOLDER, *, keep: bool = False) -> None:
-    """Write the rows, as `write_entries`; a row without a target has none there."""
+    """Write the rows with :func:`write_entries`. The key ``target`` is left out if a row has none."""
     entries = [{key: value for key, value in asdict(r).items() if value is not None} for r in rows]
     write_entries(machine, name, entries, folder, keep=keep)
 
@@ -195,7 +198,7 @@ def show(rows: list[Row]) -> None:
 
 
 def alternating(variants: dict[str, Callable[[], object]], rounds: int, calls: int) -> dict[str, list[float]]:
-    """Seconds per call of each variant, measured in turn: A B C, A B C, ..."""
+    """Return the seconds per call of each variant, measured in turn: A B C, A B C, ..."""
     for run in variants.values():
         for _ in range(max(calls // 4, 2)):
             run()
@@ -210,5 +213,5 @@ def alternating(variants: dict[str, Callable[[], object]], rounds: int, calls: i
 
 
 def ratios(samples: dict[str, list[float]], of: str, over: str) -> list[float]:
-    """The ratio of two variants, round by round."""
+    """Return the ratio of two variants for each round."""
     return [a / b for a, b in zip(samples[of], samples[over], strict=True)]

@@ -16,7 +16,7 @@ from results import Row, alternating, row, save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nwor_ops import DraftCommitManager, LayerCache, Window, write_kv
-from nwor_ops.vllm.layers.cpu_pages import strided_pages
+from nwor_ops.vllm.transaction.layers.cpu_pages import strided_pages
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 32, 8, 64, 32, 32
 REQUESTS, DRAFTS = 8, 4

@@ -88,10 +88,16 @@ struct PlanCall {
     std::vector<const int64_t*> slot_mappings;
 };
 
-inline PlanCall check_plan(const char* op, const Tensor& query_start_loc, const Tensor& cu_num_draft_tokens,
-                           const std::vector<Tensor>& slot_mappings, const Tensor& log_rows,
-                           const Tensor& row_slots, const Tensor& row_requests, const Tensor& row_positions,
-                           const Tensor& counters, const Tensor& draft_start_loc,
+inline PlanCall check_plan(const char* op,
+                           const Tensor& query_start_loc,             // int32 [num_requests + 1]
+                           const Tensor& cu_num_draft_tokens,         // int32 [num_requests]
+                           const std::vector<Tensor>& slot_mappings,  // each int64 [num_tokens]
+                           const Tensor& log_rows,                    // int32 [num_tokens], written
+                           const Tensor& row_slots,                   // int64 [groups, num_log_rows], written
+                           const Tensor& row_requests,                // int32 [num_log_rows], written
+                           const Tensor& row_positions,               // int32 [num_log_rows], written
+                           const Tensor& counters,                    // int64 [len(COUNTERS)], written
+                           const Tensor& draft_start_loc,             // int32 [num_requests + 1], written
                            const std::optional<int64_t>& token_offset, int64_t num_bonus_tokens,
                            bool leading_zero) {
     if (slot_mappings.empty()) fail(op, "slot_mappings must hold at least one slot mapping, got none");
@@ -265,10 +271,15 @@ inline void check_reject_outputs(AcceptArguments& a, const Tensor& row_rejected,
     check_placement(a.op, inputs, {counts, accepted, rows});
 }
 
-inline AcceptArguments check_reject_rows(const char* op, const Tensor& draft_token_ids,
-                                         const Tensor& sampled_token_ids, const Tensor& draft_start_loc,
-                                         const Tensor& row_rejected, const Tensor& num_accepted,
-                                         const Tensor& counters) {
+inline AcceptArguments check_reject_rows(
+    const char* op,
+    const Tensor& draft_token_ids,    // ids [num_draft_tokens]
+    const Tensor& sampled_token_ids,  // ids [num_requests, most drafts (+ 1)]
+    const Tensor& draft_start_loc,    // int32 [num_requests + 1]
+    const Tensor& row_rejected,       // bool [num_log_rows], written
+    const Tensor& num_accepted,       // int32 [num_requests], written
+    const Tensor& counters            // int64 [len(COUNTERS)], written
+) {
     AcceptArguments a = check_accept(op, draft_start_loc);
     check_tokens(a, draft_token_ids, sampled_token_ids, draft_start_loc);
     check_reject_outputs(a, row_rejected, num_accepted, counters,
@@ -291,10 +302,14 @@ inline AcceptArguments check_reject_counts(const char* op, const Tensor& num_rej
     return a;
 }
 
-inline AcceptArguments check_reject_rows_from_rejected(const char* op, const Tensor& num_rejected,
-                                                       const Tensor& draft_start_loc,
-                                                       const Tensor& row_rejected, const Tensor& num_accepted,
-                                                       const Tensor& counters) {
+inline AcceptArguments check_reject_rows_from_rejected(
+    const char* op,
+    const Tensor& num_rejected,     // int32 [num_requests]
+    const Tensor& draft_start_loc,  // int32 [num_requests + 1]
+    const Tensor& row_rejected,     // bool [num_log_rows], written
+    const Tensor& num_accepted,     // int32 [num_requests], written
+    const Tensor& counters          // int64 [len(COUNTERS)], written
+) {
     return check_reject_counts(op, num_rejected, draft_start_loc, row_rejected, num_accepted, counters);
 }
 
@@ -314,15 +329,22 @@ struct MaskCall {
     }
 };
 
-inline MaskCall check_acceptance_mask(const char* op, const Tensor& draft_token_ids,
-                                      const Tensor& sampled_token_ids, const Tensor& draft_start_loc) {
+inline MaskCall check_acceptance_mask(
+    const char* op,
+    const Tensor& draft_token_ids,    // ids [num_draft_tokens]
+    const Tensor& sampled_token_ids,  // ids [num_requests, most drafts (+ 1)]
+    const Tensor& draft_start_loc     // int32 [num_requests + 1]
+) {
     AcceptArguments a = check_accept(op, draft_start_loc);
     check_tokens(a, draft_token_ids, sampled_token_ids, draft_start_loc);
     return {a, draft_start_loc, a.drafts.length};
 }
 
-inline MaskCall check_acceptance_mask_from_rejected(const char* op, const Tensor& num_rejected,
-                                                    const Tensor& draft_start_loc, int64_t num_draft_tokens) {
+inline MaskCall check_acceptance_mask_from_rejected(
+    const char* op,
+    const Tensor& num_rejected,     // int32 [num_requests]
+    const Tensor& draft_start_loc,  // int32 [num_requests + 1]
+    int64_t num_draft_tokens) {
     AcceptArguments a = check_accept(op, draft_start_loc);
     check_num_rejected(a, num_rejected, draft_start_loc);
     check_not_negative(op, "num_draft_tokens", num_draft_tokens);

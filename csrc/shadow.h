@@ -357,7 +357,7 @@ struct WindowTensors {
     const std::optional<Tensor>&idx_mapping, &held_slots, &page_offsets, &plane_table;
 };
 
-enum class WindowOp { kOpen, kClose, kJudgeAndClose };
+enum class WindowOp { kOpen, kClose, kAcceptAndClose };
 
 struct WindowCall {
     WindowOp kind;
@@ -365,7 +365,7 @@ struct WindowCall {
     Planes planes;
     std::vector<int64_t> planes_per_group;
     PageOffsets page_offsets;
-    AcceptArguments accept;  // for kJudgeAndClose
+    AcceptArguments accept;  // for kAcceptAndClose
 };
 
 inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensors& t) {
@@ -386,6 +386,7 @@ inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensor
     const Argument qsl{op, "query_start_loc", t.query_start_loc},
         ds{op, "draft_start_loc", t.draft_start_loc}, shadows{op, "shadow_blocks", t.shadow_blocks},
         saved{op, "saved_slots", t.saved_slots}, tails{op, "tail_pages", t.tail_pages};
+    check_outside_planes(op, call.planes, first, {ds});  // the next line reads it
     a.drafts_of = check_draft_starts(ds, &a.num_requests);
     a.query_start_loc = int32_view(qsl, a.num_requests + 1, "[num_requests + 1]").data;
     const char* by_page = "[num_groups, num_states, num_shadow_pages]";
@@ -415,18 +416,39 @@ inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensor
         held.same_device(first);
     }
     call.page_offsets = check_page_offsets(op, t.page_offsets, t.caches, t.plane_table);
+    std::vector<Argument> written{saved, tails};
+    for (const Tensor& slots : t.slot_mappings) written.push_back({op, "slot_mappings", slots});
+    for (const Tensor& table : t.block_tables) written.push_back({op, "block_tables", table});
+    add_given(written, op, "held_slots", t.held_slots);
+    check_outside_planes(op, call.planes, first, written);
+    std::vector<Argument> read{qsl, shadows};
+    add_given(read, op, "idx_mapping", t.idx_mapping);
+    add_given(read, op, "page_offsets", t.page_offsets);
+    check_outside_planes(op, call.planes, first, read);
+    if (t.page_offsets.has_value())
+        for (const Argument& table : written)
+            must_not_overlap(op, table, Placed("page_offsets", *t.page_offsets));
     return call;
 }
 
-inline WindowCall check_open(const char* op, const std::vector<Tensor>& caches,
-                             const std::vector<int64_t>& planes_per_group, const Tensor& query_start_loc,
-                             const Tensor& draft_start_loc, const Tensor& seq_lens, const Tensor& row_slots,
-                             const Tensor& shadow_blocks, const std::vector<Tensor>& slot_mappings,
-                             const std::vector<Tensor>& block_tables, const Tensor& saved_slots,
-                             const Tensor& tail_pages, const std::optional<Tensor>& idx_mapping,
-                             const std::optional<Tensor>& held_slots,
-                             const std::optional<Tensor>& page_offsets,
-                             const std::optional<Tensor>& plane_table) {
+inline WindowCall check_open(
+    const char* op,
+    const std::vector<Tensor>& caches,  // each [num_blocks, block_size, num_kv_heads, width], written
+    const std::vector<int64_t>& planes_per_group,
+    const Tensor& query_start_loc,              // int32 [num_requests + 1]
+    const Tensor& draft_start_loc,              // int32 [num_requests + 1]
+    const Tensor& seq_lens,                     // int32 [num_requests]
+    const Tensor& row_slots,                    // int64 [num_groups, num_rows]
+    const Tensor& shadow_blocks,                // int32 [num_groups, num_states, num_shadow_pages]
+    const std::vector<Tensor>& slot_mappings,   // each int64 [num_tokens], written
+    const std::vector<Tensor>& block_tables,    // each int32 [num_requests, max_num_blocks], written
+    const Tensor& saved_slots,                  // int64 [num_groups, num_tokens], written
+    const Tensor& tail_pages,                   // int32 [num_groups, num_requests], written
+    const std::optional<Tensor>& idx_mapping,   // ids [num_requests]
+    const std::optional<Tensor>& held_slots,    // int64 [num_groups, num_states, num_shadow_pages], written
+    const std::optional<Tensor>& page_offsets,  // int32 [block_size, width]
+    const std::optional<Tensor>& plane_table    // int64 [planes, 2], see planes.h
+) {
     WindowCall call = check_window(
         op, WindowOp::kOpen,
         {caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, saved_slots, tail_pages,
@@ -437,6 +459,7 @@ inline WindowCall check_open(const char* op, const std::vector<Tensor>& caches,
     a.row_slots = by_group_view<int64_t>(slots, ScalarType::Long, a.num_groups, 2, "[num_groups, num_rows]");
     a.num_rows = row_slots.size(1);
     for (const Argument& other : {lens, slots}) other.same_device(caches[0]);
+    check_outside_planes(op, call.planes, caches[0], {lens, slots});
     return call;
 }
 
@@ -446,17 +469,28 @@ inline WindowCall check_closing(const char* op, WindowOp kind, const WindowTenso
     const Argument rejected{op, "row_rejected", row_rejected};
     call.window.row_rejected = bool_view(rejected, 0, "[num_rows]").data;
     rejected.same_device(t.caches[0]);
+    check_outside_planes(op, call.planes, t.caches[0], {rejected});
     call.window.num_rows = row_rejected.size(0);
     return call;
 }
 
 inline WindowCall check_close(
-    const char* op, const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
-    const Tensor& query_start_loc, const Tensor& draft_start_loc, const Tensor& row_rejected,
-    const Tensor& shadow_blocks, const Tensor& saved_slots, const Tensor& tail_pages,
-    const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
-    const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& held_slots,
-    const std::optional<Tensor>& page_offsets, const std::optional<Tensor>& plane_table) {
+    const char* op,
+    const std::vector<Tensor>& caches,  // each [num_blocks, block_size, num_kv_heads, width], written
+    const std::vector<int64_t>& planes_per_group,
+    const Tensor& query_start_loc,              // int32 [num_requests + 1]
+    const Tensor& draft_start_loc,              // int32 [num_requests + 1]
+    const Tensor& row_rejected,                 // bool [num_log_rows]
+    const Tensor& shadow_blocks,                // int32 [num_groups, num_states, num_shadow_pages]
+    const Tensor& saved_slots,                  // int64 [num_groups, num_tokens]
+    const Tensor& tail_pages,                   // int32 [num_groups, num_requests]
+    const std::vector<Tensor>& slot_mappings,   // each int64 [num_tokens], written
+    const std::vector<Tensor>& block_tables,    // each int32 [num_requests, max_num_blocks], written
+    const std::optional<Tensor>& idx_mapping,   // ids [num_requests]
+    const std::optional<Tensor>& held_slots,    // int64 [num_groups, num_states, num_shadow_pages], written
+    const std::optional<Tensor>& page_offsets,  // int32 [block_size, width]
+    const std::optional<Tensor>& plane_table    // int64 [planes, 2], see planes.h
+) {
     return check_closing(
         op, WindowOp::kClose,
         {caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, saved_slots, tail_pages,
@@ -465,15 +499,27 @@ inline WindowCall check_close(
 }
 
 inline WindowCall check_close_from_rejected(
-    const char* op, const std::vector<Tensor>& caches, const std::vector<int64_t>& planes_per_group,
-    const Tensor& query_start_loc, const Tensor& draft_start_loc, const Tensor& num_rejected,
-    const Tensor& row_rejected, const Tensor& num_accepted, const Tensor& counters,
-    const Tensor& shadow_blocks, const Tensor& saved_slots, const Tensor& tail_pages,
-    const std::vector<Tensor>& slot_mappings, const std::vector<Tensor>& block_tables,
-    const std::optional<Tensor>& idx_mapping, const std::optional<Tensor>& held_slots,
-    const std::optional<Tensor>& page_offsets, const std::optional<Tensor>& plane_table) {
+    const char* op,
+    const std::vector<Tensor>& caches,  // each [num_blocks, block_size, num_kv_heads, width], written
+    const std::vector<int64_t>& planes_per_group,
+    const Tensor& query_start_loc,              // int32 [num_requests + 1]
+    const Tensor& draft_start_loc,              // int32 [num_requests + 1]
+    const Tensor& num_rejected,                 // int32 [num_requests]
+    const Tensor& row_rejected,                 // bool [num_log_rows], written
+    const Tensor& num_accepted,                 // int32 [num_requests], written
+    const Tensor& counters,                     // int64 [len(COUNTERS)], written
+    const Tensor& shadow_blocks,                // int32 [num_groups, num_states, num_shadow_pages]
+    const Tensor& saved_slots,                  // int64 [num_groups, num_tokens]
+    const Tensor& tail_pages,                   // int32 [num_groups, num_requests]
+    const std::vector<Tensor>& slot_mappings,   // each int64 [num_tokens], written
+    const std::vector<Tensor>& block_tables,    // each int32 [num_requests, max_num_blocks], written
+    const std::optional<Tensor>& idx_mapping,   // ids [num_requests]
+    const std::optional<Tensor>& held_slots,    // int64 [num_groups, num_states, num_shadow_pages], written
+    const std::optional<Tensor>& page_offsets,  // int32 [block_size, width]
+    const std::optional<Tensor>& plane_table    // int64 [planes, 2], see planes.h
+) {
     WindowCall call = check_closing(
-        op, WindowOp::kJudgeAndClose,
+        op, WindowOp::kAcceptAndClose,
         {caches, planes_per_group, query_start_loc, draft_start_loc, shadow_blocks, saved_slots, tail_pages,
          slot_mappings, block_tables, idx_mapping, held_slots, page_offsets, plane_table},
         row_rejected);
@@ -483,10 +529,14 @@ inline WindowCall check_close_from_rejected(
                                  {op, "tail_pages", tail_pages}};
     for (const Tensor& slots : slot_mappings) inputs.push_back({op, "slot_mappings", slots});
     for (const Tensor& table : block_tables) inputs.push_back({op, "block_tables", table});
-    if (idx_mapping.has_value()) inputs.push_back({op, "idx_mapping", *idx_mapping});
-    if (held_slots.has_value()) inputs.push_back({op, "held_slots", *held_slots});
+    add_given(inputs, op, "idx_mapping", idx_mapping);
+    add_given(inputs, op, "held_slots", held_slots);
+    add_given(inputs, op, "page_offsets", page_offsets);
     call.accept =
         check_reject_counts(op, num_rejected, draft_start_loc, row_rejected, num_accepted, counters, inputs);
+    check_outside_planes(
+        op, call.planes, caches[0],
+        {{op, "num_rejected", num_rejected}, {op, "num_accepted", num_accepted}, {op, "counters", counters}});
     call.window.num_rejected = call.accept.num_rejected;
     return call;
 }

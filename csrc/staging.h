@@ -41,10 +41,16 @@ inline CacheView shape_of_rows(const Tensor& rows) {
     return shape;
 }
 
-inline StageArguments check_stage(const char* op, const Tensor& key, const Tensor& value,
-                                  const Tensor& stage_rows, const Tensor& staged_key,
-                                  const Tensor& staged_value, const std::optional<Tensor>& window_id,
-                                  const std::optional<Tensor>& row_windows) {
+inline StageArguments check_stage(
+    const char* op,
+    const Tensor& key,                        // floats [>= num_tokens, num_kv_heads, width]
+    const Tensor& value,                      // dtype of key [>= num_tokens, num_kv_heads, width]
+    const Tensor& stage_rows,                 // int32 [num_tokens]
+    const Tensor& staged_key,                 // dtype of key [num_rows, num_kv_heads, width], written
+    const Tensor& staged_value,               // dtype of key [num_rows, num_kv_heads, width], written
+    const std::optional<Tensor>& window_id,   // int64 [1]
+    const std::optional<Tensor>& row_windows  // int64 [num_rows], written
+) {
     const Argument k{op, "key", key}, v{op, "value", value}, rows{op, "stage_rows", stage_rows},
         sk{op, "staged_key", staged_key}, sv{op, "staged_value", staged_value};
     StageArguments a{};
@@ -60,7 +66,6 @@ inline StageArguments check_stage(const char* op, const Tensor& key, const Tenso
     if (staged_value.size(0) != a.num_rows)
         sv.must_be("of as many rows as staged_key, ", describe(staged_key));
     rows.same_device(key);
-    check_placement(op, {k, v}, {sv, sk});
     a.shapes[0] = shape_of_rows(key);
     a.shapes[1] = shape_of_rows(value);
     a.sources[0] = rows_view(key);
@@ -68,6 +73,10 @@ inline StageArguments check_stage(const char* op, const Tensor& key, const Tenso
     a.staged[0] = rows_view(staged_key);
     a.staged[1] = rows_view(staged_value);
     a.row_windows = check_row_windows(op, window_id, row_windows, key, a.num_rows);
+    std::vector<Argument> inputs{k, v, rows}, outputs{sv, sk};
+    add_given(inputs, op, "window_id", window_id);
+    add_given(outputs, op, "row_windows", row_windows);
+    check_placement(op, inputs, outputs);
     return a;
 }
 
@@ -95,15 +104,31 @@ inline Acceptance check_acceptance(const char* op, const Tensor& row_accepted, i
     return a;
 }
 
-inline WriteArguments check_commit(const char* op, const Tensor& staged_key, const Tensor& staged_value,
-                                   const Tensor& row_slots, const Tensor& row_accepted,
-                                   const Tensor& key_cache, const Tensor& value_cache, const Tensor& k_scale,
-                                   const Tensor& v_scale, const std::string& kv_cache_dtype,
-                                   const std::optional<Tensor>& row_requests,
-                                   const std::optional<Tensor>& row_positions) {
+inline WriteArguments check_commit(
+    const char* op,
+    const Tensor& staged_key,    // floats [num_rows, num_kv_heads, width]
+    const Tensor& staged_value,  // dtype of staged_key [num_rows, num_kv_heads, width]
+    const Tensor& row_slots,     // int64 [num_rows]
+    const Tensor& row_accepted,  // bool [num_rows] or int32 [num_requests]
+    const Tensor& key_cache,     // [num_blocks, block_size, num_kv_heads, width], written
+    const Tensor& value_cache,   // dtype of key_cache [num_blocks, block_size, num_kv_heads, width], written
+    const Tensor& k_scale,       // float32 [1], [num_kv_heads] or [num_tokens, 1]
+    const Tensor& v_scale,       // float32 [1], [num_kv_heads] or [num_tokens, 1]
+    const std::string& kv_cache_dtype,
+    const std::optional<Tensor>& row_requests,  // int32 [num_rows]
+    const std::optional<Tensor>& row_positions  // int32 [num_rows]
+) {
     WriteArguments w = check_write(op, staged_key, staged_value, key_cache, value_cache, row_slots, k_scale,
                                    v_scale, kv_cache_dtype, {"staged_key", "staged_value", "row_slots"});
     w.accepted = check_acceptance(op, row_accepted, w.num_tokens, row_requests, row_positions, staged_key);
+    std::vector<Argument> inputs{{op, "staged_key", staged_key},
+                                 {op, "staged_value", staged_value},
+                                 {op, "row_slots", row_slots},
+                                 {op, "row_accepted", row_accepted}};
+    add_given(inputs, op, "row_requests", row_requests);
+    add_given(inputs, op, "row_positions", row_positions);
+    check_memory(op, with_scales(std::move(inputs), w, k_scale, v_scale),
+                 {{op, "key_cache", key_cache}, {op, "value_cache", value_cache}});
     return w;
 }
 
@@ -140,12 +165,18 @@ struct AcceptStagedArguments {
     }
 };
 
-inline AcceptStagedArguments check_accept_staged(const char* op, const Tensor& row_accepted,
-                                                 const Tensor& row_slots, const Tensor& window_id,
-                                                 const Tensor& row_windows, int64_t num_slots,
-                                                 const Tensor& row_committed, const Tensor& counters,
-                                                 const std::optional<Tensor>& row_requests,
-                                                 const std::optional<Tensor>& row_positions) {
+inline AcceptStagedArguments check_accept_staged(
+    const char* op,
+    const Tensor& row_accepted,  // bool [num_rows] or int32 [num_requests]
+    const Tensor& row_slots,     // int64 [num_rows]
+    const Tensor& window_id,     // int64 [1]
+    const Tensor& row_windows,   // int64 [num_layers, num_rows]
+    int64_t num_slots,
+    const Tensor& row_committed,                // bool [num_rows], written
+    const Tensor& counters,                     // int64 [len(STAGE_COUNTERS)], written
+    const std::optional<Tensor>& row_requests,  // int32 [num_rows]
+    const std::optional<Tensor>& row_positions  // int32 [num_rows]
+) {
     const Argument slots{op, "row_slots", row_slots}, windows{op, "row_windows", row_windows},
         committed{op, "row_committed", row_committed}, counts{op, "counters", counters};
     AcceptStagedArguments a{};
@@ -163,7 +194,13 @@ inline AcceptStagedArguments check_accept_staged(const char* op, const Tensor& r
     a.row_committed = bool_view(committed, a.num_rows, "[num_rows]").data;
     a.counters = int64_view(counts, kNumStageCounters, "[len(STAGE_COUNTERS)]").data;
     for (const Argument& other : {committed, counts}) other.same_device(row_slots);
-    must_not_overlap(op, committed, Placed("row_accepted", row_accepted));
+    std::vector<Argument> inputs{{op, "row_accepted", row_accepted}, slots, windows};
+    add_given(inputs, op, "row_requests", row_requests);
+    add_given(inputs, op, "row_positions", row_positions);
+    check_memory(op, inputs, {committed, counts});
+    // The window's number may be the first counter.
+    const Argument id{op, "window_id", window_id};
+    check_memory(op, {id}, {committed});
     return a;
 }
 
@@ -189,8 +226,13 @@ inline void check_distinct(const char* op, const Planes& planes) {
          "] must not share memory");
 }
 
-inline MoveArguments check_move(const char* op, const std::vector<Tensor>& caches, const Tensor& src_slots,
-                                const Tensor& dst_slots, const std::optional<Tensor>& page_offsets) {
+inline MoveArguments check_move(
+    const char* op,
+    const std::vector<Tensor>& caches,         // each [num_blocks, block_size, num_kv_heads, width], written
+    const Tensor& src_slots,                   // int64 [num_moves]
+    const Tensor& dst_slots,                   // int64 [num_moves]
+    const std::optional<Tensor>& page_offsets  // int32 [block_size, width]
+) {
     MoveArguments m{};
     m.op = op;
     m.planes = check_planes(op, caches);
@@ -203,6 +245,9 @@ inline MoveArguments check_move(const char* op, const std::vector<Tensor>& cache
     for (const Argument& slots : {from, to}) slots.same_device(caches[0]);
     m.num_moves = src_slots.size(0);
     m.page_offsets = check_page_offsets(op, page_offsets, caches);
+    std::vector<Argument> inputs{from, to};
+    add_given(inputs, op, "page_offsets", page_offsets);
+    check_outside_planes(op, m.planes, caches[0], inputs);
     return m;
 }
 

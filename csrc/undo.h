@@ -11,12 +11,23 @@ namespace nwor {
 
 // ---------------------------------------------------------------- write_kv, write_kv_logged
 
-inline WriteArguments check_write_kv(const char* op, const Tensor& key, const Tensor& value,
-                                     const Tensor& key_cache, const Tensor& value_cache,
-                                     const Tensor& slot_mapping, const Tensor& k_scale, const Tensor& v_scale,
-                                     const std::string& kv_cache_dtype) {
-    return check_write(op, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale,
-                       kv_cache_dtype);
+inline WriteArguments check_write_kv(
+    const char* op,
+    const Tensor& key,           // floats [>= num_tokens, num_kv_heads, width]
+    const Tensor& value,         // dtype of key [>= num_tokens, num_kv_heads, width]
+    const Tensor& key_cache,     // [num_blocks, block_size, num_kv_heads, width], written
+    const Tensor& value_cache,   // dtype of key_cache [num_blocks, block_size, num_kv_heads, width], written
+    const Tensor& slot_mapping,  // int64 [num_tokens]
+    const Tensor& k_scale,       // float32 [1], [num_kv_heads] or [num_tokens, 1]
+    const Tensor& v_scale,       // float32 [1], [num_kv_heads] or [num_tokens, 1]
+    const std::string& kv_cache_dtype) {
+    const WriteArguments w =
+        check_write(op, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype);
+    check_memory(op,
+                 with_scales({{op, "key", key}, {op, "value", value}, {op, "slot_mapping", slot_mapping}}, w,
+                             k_scale, v_scale),
+                 {{op, "key_cache", key_cache}, {op, "value_cache", value_cache}});
+    return w;
 }
 
 inline RowsView log_view(const Argument& a, const Tensor& cache, const CacheView& view) {
@@ -28,13 +39,22 @@ inline RowsView log_view(const Argument& a, const Tensor& cache, const CacheView
     return rows_view(t);
 }
 
-inline WriteArguments check_write_logged(const char* op, const Tensor& key, const Tensor& value,
-                                         const Tensor& key_cache, const Tensor& value_cache,
-                                         const Tensor& slot_mapping, const Tensor& k_scale,
-                                         const Tensor& v_scale, const std::string& kv_cache_dtype,
-                                         const Tensor& log_rows, const Tensor& key_log,
-                                         const Tensor& value_log, const std::optional<Tensor>& window_id,
-                                         const std::optional<Tensor>& row_windows) {
+inline WriteArguments check_write_logged(
+    const char* op,
+    const Tensor& key,           // floats [>= num_tokens, num_kv_heads, width]
+    const Tensor& value,         // dtype of key [>= num_tokens, num_kv_heads, width]
+    const Tensor& key_cache,     // [num_blocks, block_size, num_kv_heads, width], written
+    const Tensor& value_cache,   // dtype of key_cache [num_blocks, block_size, num_kv_heads, width], written
+    const Tensor& slot_mapping,  // int64 [num_tokens]
+    const Tensor& k_scale,       // float32 [1], [num_kv_heads] or [num_tokens, 1]
+    const Tensor& v_scale,       // float32 [1], [num_kv_heads] or [num_tokens, 1]
+    const std::string& kv_cache_dtype,
+    const Tensor& log_rows,   // int32 [num_tokens]
+    const Tensor& key_log,    // dtype of key_cache [num_log_rows, num_kv_heads, width], written
+    const Tensor& value_log,  // dtype of value_cache [num_log_rows, num_kv_heads, width], written
+    const std::optional<Tensor>& window_id,   // int64 [1]
+    const std::optional<Tensor>& row_windows  // int64 [num_rows], written
+) {
     WriteArguments w =
         check_write(op, key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype);
     const Argument rows{op, "log_rows", log_rows}, kl{op, "key_log", key_log}, vl{op, "value_log", value_log};
@@ -44,13 +64,13 @@ inline WriteArguments check_write_logged(const char* op, const Tensor& key, cons
     w.value_log = log_view(vl, value_cache, w.value_cache);
     w.num_log_rows = key_log.size(0);
     if (value_log.size(0) != w.num_log_rows) vl.must_be("of as many rows as key_log, ", describe(key_log));
-    check_placement(op,
-                    {{op, "key", key},
-                     {op, "value", value},
-                     {op, "key_cache", key_cache},
-                     {op, "value_cache", value_cache}},
-                    {vl, kl});
     w.row_windows = check_row_windows(op, window_id, row_windows, key, w.num_log_rows);
+    std::vector<Argument> inputs{
+        {op, "key", key}, {op, "value", value}, {op, "slot_mapping", slot_mapping}, rows};
+    std::vector<Argument> outputs{{op, "key_cache", key_cache}, {op, "value_cache", value_cache}, vl, kl};
+    add_given(inputs, op, "window_id", window_id);
+    add_given(outputs, op, "row_windows", row_windows);
+    check_memory(op, with_scales(std::move(inputs), w, k_scale, v_scale), outputs);
     return w;
 }
 
@@ -68,11 +88,16 @@ struct LogArguments {
     RowWindows row_windows;
 };
 
-inline LogArguments check_log_slots(const char* op, const Tensor& cache, const Tensor& slot_mapping,
-                                    const Tensor& log_rows, const Tensor& log,
-                                    const std::optional<Tensor>& page_offsets,
-                                    const std::optional<Tensor>& window_id,
-                                    const std::optional<Tensor>& row_windows) {
+inline LogArguments check_log_slots(
+    const char* op,
+    const Tensor& cache,                        // [num_blocks, block_size, num_kv_heads, width]
+    const Tensor& slot_mapping,                 // int64 [num_tokens]
+    const Tensor& log_rows,                     // int32 [num_tokens]
+    const Tensor& log,                          // dtype of cache [num_log_rows, num_kv_heads, width], written
+    const std::optional<Tensor>& page_offsets,  // int32 [block_size, width]
+    const std::optional<Tensor>& window_id,     // int64 [1]
+    const std::optional<Tensor>& row_windows    // int64 [num_rows], written
+) {
     LogArguments l{};
     l.op = op;
     const Argument c{op, "cache", cache}, slots{op, "slot_mapping", slot_mapping},
@@ -85,10 +110,14 @@ inline LogArguments check_log_slots(const char* op, const Tensor& cache, const T
     l.log_rows = int32_view(rows, l.num_tokens, "[num_tokens]").data;
     rows.same_device(cache);
     l.log = log_view(to, cache, l.cache);
-    must_not_overlap(op, to, c);
     l.num_log_rows = log.size(0);
     l.page_offsets = check_page_offsets(op, page_offsets, cache);
     l.row_windows = check_row_windows(op, window_id, row_windows, cache, l.num_log_rows);
+    std::vector<Argument> inputs{c, slots, rows}, outputs{to};
+    add_given(inputs, op, "page_offsets", page_offsets);
+    add_given(inputs, op, "window_id", window_id);
+    add_given(outputs, op, "row_windows", row_windows);
+    check_memory(op, inputs, outputs);
     return l;
 }
 
@@ -107,13 +136,18 @@ struct RestoreArguments {
     RowWindows row_windows;
 };
 
-inline RestoreArguments check_restore(const char* op, const std::vector<Tensor>& caches, const Tensor& log,
-                                      const Tensor& row_slots, const Tensor& row_rejected,
-                                      const std::optional<Tensor>& page_offsets,
-                                      const std::optional<Tensor>& window_id,
-                                      const std::optional<Tensor>& row_windows,
-                                      const std::optional<int64_t>& num_rows,
-                                      const std::optional<Tensor>& plane_table) {
+inline RestoreArguments check_restore(
+    const char* op,
+    const std::vector<Tensor>& caches,  // each [num_blocks, block_size, num_kv_heads, width], written
+    const Tensor& log,                  // dtype of caches [num_layers, num_log_rows, num_kv_heads, width]
+    const Tensor& row_slots,            // int64 [num_log_rows]
+    const Tensor& row_rejected,         // bool [num_log_rows]
+    const std::optional<Tensor>& page_offsets,  // int32 [block_size, width]
+    const std::optional<Tensor>& window_id,     // int64 [1]
+    const std::optional<Tensor>& row_windows,   // int64 [num_layers, num_rows]
+    const std::optional<int64_t>& num_rows,
+    const std::optional<Tensor>& plane_table  // int64 [planes, 2], see planes.h
+) {
     RestoreArguments r{};
     r.op = op;
     r.planes = check_planes(op, caches, plane_table);
@@ -138,13 +172,15 @@ inline RestoreArguments check_restore(const char* op, const std::vector<Tensor>&
     r.windows_layer_stride = log_rows;
     slots.same_device(first);
     rejected.same_device(first);
-    const Placed placed_log(l);
-    for (const char* begin : r.planes.data)
-        must_not_overlap(op, placed_log, Placed("caches", first, {begin, begin + r.planes.bytes}));
     r.log = rows_view(log, 1);
     r.log_layer_stride = log.stride(0);
     r.page_offsets = check_page_offsets(op, page_offsets, caches, plane_table);
     r.row_windows = check_row_windows(op, window_id, row_windows, first, log_rows, num_layers);
+    std::vector<Argument> inputs{l, slots, rejected};
+    add_given(inputs, op, "page_offsets", page_offsets);
+    add_given(inputs, op, "window_id", window_id);
+    add_given(inputs, op, "row_windows", row_windows);
+    check_outside_planes(op, r.planes, first, inputs);
     return r;
 }
 
@@ -155,17 +191,38 @@ struct RestoreCall {
 };
 
 inline RestoreCall check_restore_from_rejected(
-    const char* op, const std::vector<Tensor>& caches, const Tensor& log, const Tensor& row_slots,
-    const Tensor& num_rejected, const Tensor& draft_start_loc, const Tensor& row_rejected,
-    const Tensor& num_accepted, const Tensor& counters, const std::optional<Tensor>& page_offsets,
-    const std::optional<Tensor>& window_id, const std::optional<Tensor>& row_windows,
-    const std::optional<int64_t>& num_rows, const std::optional<Tensor>& plane_table) {
+    const char* op,
+    const std::vector<Tensor>& caches,  // each [num_blocks, block_size, num_kv_heads, width], written
+    const Tensor& log,                  // dtype of caches [num_layers, num_log_rows, num_kv_heads, width]
+    const Tensor& row_slots,            // int64 [num_log_rows]
+    const Tensor& num_rejected,         // int32 [num_requests]
+    const Tensor& draft_start_loc,      // int32 [num_requests + 1]
+    const Tensor& row_rejected,         // bool [num_log_rows], written
+    const Tensor& num_accepted,         // int32 [num_requests], written
+    const Tensor& counters,             // int64 [len(COUNTERS)], written
+    const std::optional<Tensor>& page_offsets,  // int32 [block_size, width]
+    const std::optional<Tensor>& window_id,     // int64 [1]
+    const std::optional<Tensor>& row_windows,   // int64 [num_layers, num_rows]
+    const std::optional<int64_t>& num_rows,
+    const std::optional<Tensor>& plane_table  // int64 [planes, 2], see planes.h
+) {
     RestoreCall call{check_restore(op, caches, log, row_slots, row_rejected, page_offsets, window_id,
                                    row_windows, num_rows, plane_table),
                      {}};
     Argument{op, "draft_start_loc", draft_start_loc}.same_device(caches[0]);
-    std::vector<Argument> inputs{{op, "row_slots", row_slots}};
-    if (row_windows.has_value()) inputs.push_back({op, "row_windows", *row_windows});
+    std::vector<Argument> inputs{{op, "row_slots", row_slots}, {op, "log", log}};
+    add_given(inputs, op, "page_offsets", page_offsets);
+    add_given(inputs, op, "row_windows", row_windows);
+    // The number of the window may be the first counter.
+    std::vector<Argument> id;
+    add_given(id, op, "window_id", window_id);
+    const Argument rejected{op, "row_rejected", row_rejected}, accepted{op, "num_accepted", num_accepted};
+    check_memory(op, id, {rejected, accepted});
+    check_outside_planes(op, call.restore.planes, caches[0],
+                         {{op, "num_rejected", num_rejected},
+                          {op, "draft_start_loc", draft_start_loc},
+                          accepted,
+                          {op, "counters", counters}});
     call.accept =
         check_reject_counts(op, num_rejected, draft_start_loc, row_rejected, num_accepted, counters, inputs);
     return call;

@@ -131,6 +131,7 @@ class Drafter:
         prompt_len: int = 16,
         dtype: torch.dtype = torch.float32,
         adapter: type[PagedMetadataAdapter] = PagedMetadataAdapter,
+        loop: type[DraftLoop] = DraftLoop,
         debug: bool = False,
     ) -> None:
         self.config, self.num_drafts, self.device = config, num_drafts, device
@@ -151,7 +152,7 @@ class Drafter:
         sampler = DraftSampler(self.buffers, self.temperature, self.seeds, self.model.compute_logits)
         self.first_pass.sampler = sampler
         metadata = adapter(config, self.buffers, self.block_tables, tokens, self.first_pass.unwritten)
-        self.loop = DraftLoop(
+        self.loop = loop(
             self.run_model,
             sampler,
             self.buffers,

@@ -126,6 +126,7 @@ class HybridEngine:
         device: str = "cpu",
         compile: bool = False,
         seed: int = 0,
+        scheme: type[RecurrentStates] = RecurrentStates,
     ) -> None:
         self.num_drafts, self.max_requests, self.device = num_drafts, max_requests, device
         self.max_window = num_drafts + 1
@@ -142,7 +143,7 @@ class HybridEngine:
             device=device,
         )
         # ... and of the linear layers: a state and a record for each request. Slot 0 belongs to no request.
-        self.states = RecurrentStates(max_num_requests=max_requests, device=device)
+        self.states = scheme(max_num_requests=max_requests, device=device)
         paged = replace(config, num_layers=sum(map(config.is_attention, range(config.num_layers))))
         kv_caches = iter(make_caches(paged, num_blocks, BLOCK_SIZE, device))
         self.caches: dict[str, Tensor | RecurrentCache] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -44,8 +46,22 @@ class Number(NamedTuple):
     bounded: bool = True
 
 
-Spec = Array | Number
+class Real(NamedTuple):
+    """Requirements of a float option. It must be finite after rounding to float32, as the kernels compute with it.
 
+    Attributes:
+        range: the range in messages; empty = any finite number.
+        least, most: the range of the rounded number.
+    """
+
+    range: str = ""
+    least: float = -math.inf
+    most: float = math.inf
+
+
+Spec = Array | Number | Real
+
+TINY = 2.0**-149  # smallest positive float32
 POSITIVE, NOT_NEGATIVE, ID, SIZE = Number(1), Number(0), Number(None), Number(0, bounded=False)
 SOURCES = (torch.float32, torch.float16, torch.bfloat16)
 CACHE = "[num_blocks, block_size, num_kv_heads, width]"
@@ -75,7 +91,7 @@ def by_name(table: Mapping[Spec, str]) -> dict[str, Spec]:
 
 def specs_of(op: Op, table: Mapping[str, Spec]) -> dict[str, Spec]:
     """Return the requirements of the arguments of one op, in order."""
-    unchecked = ("bool", "float", "Optional[float]", "str")
+    unchecked = ("bool", "str")
     checked = [a.name for a in op.overload._schema.arguments if str(a.type) not in unchecked]
     return {name: table[f"{op.name}.{name}" if f"{op.name}.{name}" in table else name] for name in checked}
 
@@ -95,8 +111,11 @@ def check(op: str, specs: Mapping[str, Spec], given: Mapping[str, Any]) -> None:
         has_dtype(op, name, tensor, *spec.dtypes, *(other.dtype for other in like))
         if spec.dims and tensor.dim() not in spec.dims:
             raise ValueError(f"{op}: {name} must be {spec.shape}, got {described(tensor)}")
-    for name, limits, number in [(name, spec, value) for name, spec, value in values if isinstance(spec, Number)]:
-        is_number(op, name, number, limits)
+    for name, limits, value in values:
+        if isinstance(limits, Number):
+            is_number(op, name, value, limits)
+        elif isinstance(limits, Real):
+            is_real(op, name, value, limits)
 
 
 def elements(value: Any) -> list[Any]:
@@ -121,6 +140,13 @@ def has_dtype(op: str, name: str, tensor: Tensor, *expected: torch.dtype) -> Non
 def same_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
     if tensor.device != like.device:
         raise TypeError(f"{op}: {name} must be on device {like.device} like the other arguments, got {tensor.device}")
+
+
+def is_real(op: str, name: str, value: float, spec: Real) -> None:
+    rounded = ctypes.c_float(value).value
+    if not (math.isfinite(rounded) and spec.least <= rounded <= spec.most):
+        words = f"{spec.range} and finite" if spec.range else "finite"
+        raise ValueError(f"{op}: {name} must be {words} in float32, got {value:g}")
 
 
 def is_number(op: str, name: str, value: int, spec: Number) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from nwor_ops.meta.check import POSITIVE, SOURCES, Array, by_name, flags, ids, int32, int64
+from nwor_ops.meta.check import POSITIVE, SOURCES, TINY, Array, Real, by_name, flags, ids, int32, int64
 
 STATE = "[num_slots, num_value_heads, value_width, key_width]"
 DECAYS = (
@@ -32,11 +32,16 @@ ARGUMENTS = by_name({
     int32("[num_requests, 4]"): "plan",
     int32("[num_slots, 2]"): "cursors",
     int32("[num_requests + 1]"): "query_start_loc",
-    int32("[num_requests]"): "num_accepted",
+    int32("[num_requests]"): "num_kept",
     int32("[num_entries]"): "num_rows",
-    int64("[1]"): "window layer_window layer_windows num_refused",
+    int64("[1]"): "window_id layer_window layer_windows num_refused",
     ids("[num_requests]"): "state_slots",
     ids("[num_entries]"): "source_slots target_slots",
     flags("[num_requests]"): "is_window",
     POSITIVE: "record_rows",
+    Real(): "scale",
+    Real("positive", least=TINY): "softplus_beta",
+    Real("at most 88", most=88): "softplus_threshold",
+    Real("0 or more", least=0): "norm_eps",
+    Real("negative", most=-TINY): "gate_lower_bound",
 })  # fmt: skip

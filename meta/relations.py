@@ -40,7 +40,7 @@ def check_relations(op: str, given: dict[str, Any]) -> None:
     if "caches" in given:
         _planes_are_of_one_geometry(op, given["caches"])
     for one, other in _TOGETHER:
-        if one in given and (given[one] is None) != (given[other] is None):
+        if one in given and other in given and (given[one] is None) != (given[other] is None):
             raise ValueError(f"{op}: {one} and {other} must be given together")
     for rows, like in _ROWS_OF:
         if rows in given and like in given:
@@ -57,6 +57,8 @@ def check_relations(op: str, given: dict[str, Any]) -> None:
         has_dtype(op, "row_accepted", given["row_accepted"], torch.int32 if lengths else torch.bool)
     if "record_keys" in given:
         _records_fit(op, given)
+    if "gate_activation" in given:
+        _gates_fit(op, given)
     pointers = ("draft_start_loc", "cu_num_draft_tokens") if given.get("leading_zero") else ("draft_start_loc",)
     for name in pointers:
         length = given[name].shape[0] if name in given else None
@@ -106,6 +108,16 @@ def _records_fit(op: str, given: dict[str, Any]) -> None:
     for layer, state in enumerate(layers):
         names = {name: f"{name}[{layer}]" for name in lists}
         _layer_fits(op, state, {name: given[name][layer] for name in lists}, names)
+
+
+def _gates_fit(op: str, given: dict[str, Any]) -> None:
+    """Check the options of the gates of family recurrent."""
+    if given["A_log"] is None and given["gate_lower_bound"] is not None:
+        raise ValueError(f"{op}: gate_lower_bound must be None without A_log and dt_bias")
+    if given["A_log"] is None and given["allow_neg_eigval"]:
+        raise ValueError(f"{op}: allow_neg_eigval must be False without A_log and dt_bias")
+    if given["gate_activation"] not in ("silu", "sigmoid"):
+        raise ValueError(f"{op}: gate_activation must be silu or sigmoid, got {given['gate_activation']}")
 
 
 def _layer_fits(op: str, state: torch.Tensor, given: dict[str, Any], names: dict[str, str]) -> None:

@@ -75,7 +75,7 @@ from nwor_ops.recurrent import (  # noqa: E402
     RecurrentStates as RecurrentStates,
     RecurrentStats as RecurrentStats,
 )
-from nwor_ops.staging import (  # noqa: E402
+from nwor_ops.transaction.staging import (  # noqa: E402
     KVCacheInterceptor as KVCacheInterceptor,
     StagingBuffer as StagingBuffer,
 )

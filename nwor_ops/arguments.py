@@ -1,7 +1,7 @@
 """Explain Python type errors of a failed call from the schema of the op.
 
 The dispatcher prints five lines with whole tensors, or a line of a C++ header if None was passed for a tensor. Nothing
-in this module runs in a call that succeeds.
+in this module runs in a call that succeeds, except :func:`bool_error` for the boolean options of an op.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 _NUMBERS_AND_TEXT = {
-    torch._C.BoolType: "a bool",
     torch._C.FloatType: "a float",
     torch._C.IntType: "an int",
     torch._C.StringType: "a str",
@@ -24,7 +23,8 @@ def describe_type_error(overload: torch._ops.OpOverload, arguments: Iterable[Any
     """Return an error for the first argument that the schema does not accept; None if it accepts all.
 
     The error is a ``TypeError``, or a ``ValueError`` for an integer that does not fit 64 bits. Only values that torch
-    refuses too are reported, so that other errors of the op propagate.
+    refuses too are reported, so that other errors of the op propagate. The exception is a boolean option: torch would
+    take the truth value of any object.
 
     Args:
         overload: the op.
@@ -55,8 +55,8 @@ def _error(name: str, expected: torch._C.JitType, value: Any) -> TypeError | Val
         return None
     if isinstance(expected, torch._C.FloatType) and hasattr(value, "__float__"):
         return None
-    if isinstance(expected, torch._C.BoolType) and hasattr(value, "__bool__"):
-        return None
+    if isinstance(expected, torch._C.BoolType):
+        return bool_error(name, value)
     if isinstance(expected, torch._C.StringType) and isinstance(value, str):
         return None
     return TypeError(f"{name} must be {_NUMBERS_AND_TEXT[type(expected)]}, got {_named(value)}")
@@ -68,6 +68,13 @@ def _error_in_list(name: str, expected: torch._C.JitType, values: Any) -> TypeEr
         return TypeError(f"{name} must be a list of {elements}, got {_named(values)}")
     errors = (_error(f"{name}[{index}]", expected, value) for index, value in enumerate(values))
     return next((error for error in errors if error), None)
+
+
+def bool_error(name: str, value: Any) -> TypeError | None:
+    """Return an error for a value that is neither True nor False. The dispatcher would take its truth value."""
+    if type(value) is bool or isinstance(value, torch.SymBool):
+        return None
+    return TypeError(f"{name} must be a bool, got {_named(value)}")
 
 
 def type_error_in_list(name: str, tensors: Any) -> TypeError | ValueError | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from nwor_ops.transaction.manager import MODES
 
+SWITCH = "VLLM_NWOR"  # "off" switches everything off
 ENVIRONMENT_PREFIX = "VLLM_NWOR_"
 ADDITIONAL_CONFIG_KEY = "nwor"
 
@@ -17,6 +18,7 @@ _READ_ELSEWHERE = {"VLLM_NWOR_DEBUG_SYNC": "csrc/cuda/launch.h, nwor_ops/transac
 
 _MODES = ("off", *MODES)
 _ON_UNSUPPORTED = ("error", "vanilla")
+_ON_ERROR = ("continue", "stop")
 _SWITCHES = ("audit", "emit_metrics", "draft_graphs", "recurrent")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -31,8 +33,11 @@ class NworConfig:
             slots after sampling.
         audit: compare the whole cache at every step, and raise at the first byte that violates the transaction. Slow.
             With mode ``"off"`` it only counts the rejected rows that vLLM leaves in the cache.
-        on_unsupported: what to do if the transaction is not possible. ``"error"`` stops with the reason. ``"vanilla"``
-            warns, counts, and runs the step or the engine without it.
+        on_unsupported: what to do at start-up if a feature is not possible. ``"error"`` stops with the reason.
+            ``"vanilla"`` warns, and starts the engine without the feature.
+        on_error: what to do if a step meets an error of this plugin, and can safely go on without it.
+            ``"continue"`` counts the error, and logs it once per reason. ``"stop"`` raises it, and the engine ends. If
+            the step cannot safely go on, the engine always ends.
         emit_metrics: publish counters (``nwor_...`` on ``/metrics``, ``nwor_ops.stats()``), and compare them with the
             scheduler's counters. It has no effect while the plugin is not active.
         draft_graphs: run a draft model from CUDA graphs; in the V1 runner also EAGLE and MTP. Independent of the mode.
@@ -43,6 +48,7 @@ class NworConfig:
     mode: str = "off"
     audit: bool = False
     on_unsupported: str = "error"
+    on_error: str = "continue"
     emit_metrics: bool = True
     draft_graphs: bool = False
     recurrent: bool = False
@@ -50,6 +56,7 @@ class NworConfig:
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, _MODES)
         _one_of("on_unsupported", self.on_unsupported, _ON_UNSUPPORTED)
+        _one_of("on_error", self.on_error, _ON_ERROR)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"nwor: {name} must be true or false, got {getattr(self, name)!r}")
@@ -69,7 +76,7 @@ class NworConfig:
 
     @classmethod
     def load(cls, additional_config: Any = None, environment: Mapping[str, str] | None = None) -> NworConfig:
-        """Read the settings from both sources.
+        """Read the settings from both sources. With ``VLLM_NWOR=off`` neither is read, and everything is off.
 
         Args:
             additional_config: vLLM's ``additional_config``, a dict. Any other type is ignored.
@@ -84,6 +91,8 @@ class NworConfig:
             >>> NworConfig.load({"nwor": {"mode": "cow"}}, environment={"VLLM_NWOR_AUDIT": "1"}).mode
             'cow'
         """
+        if switched_off(environment):
+            return cls()
         return cls(**{**_from_additional_config(additional_config), **_from_environment(environment)})
 
 
@@ -118,7 +127,7 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _READ_ELSEWHERE:
             continue
         if variable not in names:
-            known = ", ".join([*names, *_READ_ELSEWHERE])
+            known = ", ".join([SWITCH, *names, *_READ_ELSEWHERE])
             raise ValueError(f"nwor: unknown environment variable {variable}; known are {known}")
         name = names[variable]
         if name in _SWITCHES:
@@ -130,6 +139,18 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
     return settings
 
 
-def mode_from_environment(environment: Mapping[str, str] | None = None) -> str | None:
-    """Return the mode that the environment names, or None. With ``off`` the plugin stays inactive."""
-    return (os.environ if environment is None else environment).get(ENVIRONMENT_PREFIX + "MODE")
+def is_ours(variable: str) -> bool:
+    """Return whether the name of an environment variable is one of the plugin's."""
+    return variable == SWITCH or variable.startswith(ENVIRONMENT_PREFIX)
+
+
+def switched_off(environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether ``VLLM_NWOR=off`` switches the whole plugin off.
+
+    Raises:
+        ValueError: the variable is neither ``on`` nor ``off``.
+    """
+    value = (os.environ if environment is None else environment).get(SWITCH, "on")
+    if value.lower() not in ("on", "off"):
+        raise ValueError(f"nwor: {SWITCH} must be on or off, got {value!r}")
+    return value.lower() == "off"

@@ -24,7 +24,7 @@ def has_no_data(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Plane:
+class Plane(BoundToMemory):
     """One view of a layer's cache.
 
     Args:
@@ -89,7 +89,7 @@ class PlaneList(BoundToMemory):
 
 
 @dataclass(frozen=True)
-class LayerCache:
+class LayerCache(BoundToMemory):
     """The planes of one layer, and the position of key and value in them.
 
     Use one of the three constructors:

@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import processor
 import pytest
+import state_machines
 from hypothesis import settings
 
 processor.separate_compiler_cache()
@@ -30,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=("cpu", "cuda"), help="tests of this device alone (default: of those that torch finds)"
     )
+
+    parser.addoption("--transitions", type=int, help="random transitions of each state machine (without: a share)")
+    parser.addoption("--first-seed", type=int, default=0, help="of the seeds of --transitions")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,6 +60,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         devices = ("cuda",) if needs_gpu else _devices(metafunc.config)
         marked = [pytest.param(device, marks=[pytest.mark.gpu] if device == "cuda" else []) for device in devices]
         metafunc.parametrize("device", marked, scope="module")
+    if "machine_seed" in metafunc.fixturenames:
+        metafunc.parametrize("machine_seed", state_machines.seeds_of(metafunc.config))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "when")]
+    counts = [dict(report.user_properties).get("transitions", 0) for report in reports if report.when == "call"]
+    if any(counts):
+        terminalreporter.write_line(f"state machines: {sum(counts):,} transitions")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -72,7 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return not nightly and ("cuda" if item.get_closest_marker("gpu") else "cpu") in devices
 
     config.hook.pytest_deselected(items=[item for item in items if not is_selected(item)])
-    items[:] = [item for item in items if is_selected(item)]
+    # Long tests first, so that no process is left with one at the end. Within both parts the order does not change.
+    items[:] = sorted(filter(is_selected, items), key=lambda item: item.get_closest_marker("long") is None)
     if "cuda" in devices and (reason := _why_no_cuda()):
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -1,4 +1,4 @@
-"""Write the table of docs/recurrent.md that gives the bytes of recurrent states per request.
+"""Write the table of docs/guides/hybrid-models.md that gives the bytes of recurrent states per request.
 
 The sizes are computed from the default configurations of transformers and vLLM, on one GPU with bfloat16 weights. They
 contain states, rows of the convolutions and records, but no padding of pages.
@@ -18,7 +18,7 @@ import torch
 
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 
-DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "recurrent.md"
+DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "guides" / "hybrid-models.md"
 DRAFTS = 3
 _BAILING = "vllm.transformers_utils.configs.bailing_moe_v3_vl"
 # Model, module and class of its configuration.

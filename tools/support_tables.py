@@ -1,4 +1,6 @@
-"""Write the tables of supported and refused configurations in docs/vllm.md, from ``nwor_ops.vllm.support``.
+"""Write the tables of docs/reference/support.md and docs/reference/cases.md.
+
+They come from ``nwor_ops.vllm.support`` and from shown_cases.py, which names the tests.
 
 python tools/support_tables.py
 """
@@ -11,25 +13,23 @@ import re
 import sys
 from collections.abc import Iterable
 
-from nwor_ops.vllm.layers.back_ends import CPU_IMPL, LATENT_IMPLS, PACKED_IMPLS
-from nwor_ops.vllm.support import (
-    CONNECTORS,
+from shown_cases import CONNECTOR_TESTS, METHODS, PARALLEL_MODES, ConnectorTests, Method, ParallelMode
+
+from nwor_ops.vllm.support.connectors import CONNECTORS
+from nwor_ops.vllm.support.features import (
     DRAFT_BACK_ENDS,
     DRAFT_GRAPHS,
     DRAFT_METHODS,
-    METHODS,
     ONE_STATE,
     ONE_STATE_MODELS,
-    PARALLEL_MODES,
-    REFUSALS,
     SUPPORTED_VERSIONS,
     TRANSACTION,
-    Method,
-    ParallelMode,
 )
+from nwor_ops.vllm.support.refusals import REFUSALS
+from nwor_ops.vllm.transaction.layers.back_ends import CPU_IMPL, LATENT_IMPLS, PACKED_IMPLS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "vllm.md"
+REFERENCE = ROOT / "docs" / "reference"
 sys.path.append(str(ROOT / "benchmarks"))
 
 import results  # noqa: E402
@@ -69,7 +69,7 @@ def supported() -> str:
             "any method",
         ),
         (
-            "recurrent layers beside attention (hybrid models)",
+            "recurrent layers of hybrid models",
             "left to vLLM",
             "left to vLLM",
             "",
@@ -91,7 +91,8 @@ def methods() -> str:
         if newest not in method.versions:
             name += f" (vLLM {', '.join(method.versions)})"
         rows.append((name, *(_shown(method, engine) for engine in ("v2", "v1", "cpu"))))
-    said = f"Of the {len(there)} ways to draft of vLLM {newest} a test shows {shown}:"
+    on_cuda = sum(bool(method.v2 or method.v1) for method in there)
+    said = f"Tests cover {shown} of the {len(there)} ways to draft of vLLM {newest}, {on_cuda} of them on CUDA:"
     return "\n".join((said, "", *(_row(*row) for row in rows)))
 
 
@@ -158,13 +159,15 @@ def _ran(mode: ParallelMode, engine: str, passed: set[str]) -> str:
 
 
 def refused() -> str:
-    """Return the reasons for the transaction, draft graphs and one recurrent state. An empty cell is not refused."""
-    rows = [("", "`cow` and `stage`", "draft graphs", "one recurrent state"), ("---",) * 4]
+    """Return the reasons for the transaction, draft graphs and one recurrent state, and what changes it. A feature with
+    an empty cell is not refused."""
+    rows = [("", "`cow` and `stage`", "draft graphs", "one recurrent state", "changed by"), ("---",) * 5]
     for refusal in REFUSALS:
         only = [f"`{refusal.modes[0]}`"] if len(refusal.modes) == 1 else []
         only += [refusal.engines] if refusal.engines else []
         prefix = f"({', '.join(only)}) " if only and refusal.transaction else ""
-        rows.append((refusal.feature, prefix + refusal.transaction, refusal.draft_graphs, refusal.one_state))
+        reasons = prefix + refusal.transaction, refusal.draft_graphs, refusal.one_state
+        rows.append((refusal.feature, *reasons, f"`{refusal.change}`" if refusal.change else ""))
     return "\n".join(_row(*row) for row in rows)
 
 
@@ -181,32 +184,39 @@ def connectors() -> str:
             cow += ", without recurrent layers"
         not_run = "vLLM's source; not run"
         cases: dict[bool, list[str]] = {True: [], False: []}
-        for case in connector.one_state_cases:
+        tests = CONNECTOR_TESTS.get(name, ConnectorTests())
+        for case in tests.one_state:
             cases[case in passed].append(case)
         shown = [
             f"{word}: {_code(found)}" for word, found in (("yes", cases[True]), ("not run", cases[False])) if found
         ]
         one_state = f"refused: {connector.one_state}" if connector.one_state else "; ".join(shown) or not_run
-        rows.append((f"`{name}`", cow, "yes", one_state, connector.reads, connector.shown or not_run))
+        rows.append((f"`{name}`", cow, "yes", one_state, connector.reads, tests.transaction or not_run))
     return "\n".join(_row(*row) for row in rows)
 
 
-def filled(text: str) -> str:
-    """Return the document with the tables between their marks."""
-    tables = {"supported": supported(), "methods": methods(), "connectors": connectors(), "refused": refused()}
-    tables |= {"parallel": parallel(), "outcomes": outcomes()}
-    for name, table in tables.items():
+DOCUMENTS = {
+    REFERENCE / "support.md": (supported, methods, connectors, parallel, refused),
+    REFERENCE / "cases.md": (outcomes,),
+}
+
+
+def filled(document: pathlib.Path, text: str) -> str:
+    """Return the text of a document with its tables between their marks."""
+    for table in DOCUMENTS[document]:
+        name = table.__name__
         marks = f"<!-- {name}: made by tools/support_tables.py -->", f"<!-- end of {name} -->"
         text, found = re.subn(
             f"{re.escape(marks[0])}.*?{re.escape(marks[1])}",
-            f"{marks[0]}\n{table}\n{marks[1]}".replace("\\", r"\\"),
+            f"{marks[0]}\n{table()}\n{marks[1]}".replace("\\", r"\\"),
             text,
             flags=re.DOTALL,
         )
         if found != 1:
-            raise SystemExit(f"{DOCUMENT.name} must have the mark {marks[0]!r} once, got {found}")
+            raise SystemExit(f"{document.name} must have the mark {marks[0]!r} once, got {found}")
     return text
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(filled(DOCUMENT.read_text()))
+    for document in DOCUMENTS:
+        document.write_text(filled(document, document.read_text()))

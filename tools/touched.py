@@ -16,11 +16,11 @@ FLOORS = r"(?:csrc/(?:cpu/|cuda/)?|meta/|nwor_ops/ops/|tests/support/(?:oracle_|
 # Sources of one area and its tests, or the quick ones among them, relative to tests/. A family has the same name on
 # every level, followed by an underscore if it has several files on one level. Every matching rule counts.
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (FLOORS + r"(undo|accept|staging|drafter|recurrent)(?:_\w+)?\.\w+", (r"ops/test_\1.py",)),
-    (FLOORS + r"shadow\.\w+|tests/support/staged_windows\.py", ("ops/test_staging.py",)),
+    (FLOORS + r"(undo|accept|shadow|staging|drafter|recurrent)(?:_\w+)?\.\w+", (r"ops/test_\1.py",)),
+    (r"tests/support/shadow_windows\.py", ("ops/test_shadow.py",)),
     (r"(?:csrc|meta|nwor_ops/ops)/.*", ("ops/test_schema.py", "ops/test_plane_table.py")),
     (
-        r"csrc/(?!.*(?:accept|shadow|staging|drafter|recurrent)(?:_\w+)?\.).*|tests/support/(?:oracle|layouts|samples)\.py",
+        r"csrc/(?!.*(?:accept|shadow|staging|drafter|recurrent)(?:_\w+)?\.).*|tests/support/(?:layouts|oracle|raw_rows|samples|tensors)\.py",
         ("ops/test_undo.py",),
     ),
     (r"tests/support/bad_input\.py", ("ops/test_bad_input.py",)),
@@ -29,22 +29,29 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("transaction/test_manager.py", "transaction/test_manager_stage.py", "transaction/test_staging_buffer.py"),
     ),
     (
-        r"nwor_ops/(?:recurrent|transaction/state)\.py|(?:csrc/(?:cpu/)?|nwor_ops/ops/)recurrent\.\w+"
+        r"nwor_ops/(?:recurrent/\w+|transaction/state)\.py|(?:csrc/(?:cpu/)?|nwor_ops/ops/)recurrent(?:_\w+)?\.\w+"
         r"|tests/support/recurrent_states\.py",
         ("recurrent",),
     ),
+    (r"nwor_ops/recurrent/(?:cache|cursors|fold)\.py", ("vllm/test_one_state.py",)),
     (r"nwor_ops/drafter/.*|tests/support/draft_loops\.py|examples/(?:paged_)?draft\w*\.py", ("drafter",)),
     (
-        r"nwor_ops/vllm/.*|tests/support/(?:(?:draft|recurrent)_kernels|draft_speculators|engine\w*|processor|other_scheduler"
-        r"|counted_session|export_connector|(?:tiny|custom)_drafters|limited/\w+)\.py|docs/vllm\.md|tools/support_tables\.py",
+        r"nwor_ops/vllm/.*|tests/support/(?:draft_(?:configs|kernels|proposers|speculators)|hashing_drafter|one_state_\w+|interpreter|recurrent_kernels|engine\w*|processor|other_scheduler"
+        r"|counted_session|export_connector|(?:tiny|custom)_drafters|limited/\w+)\.py|docs/reference/(?:support|cases)\.md|docs/guides/hybrid-models\.md|tools/(?:support_tables|shown_cases|state_sizes)\.py",
         ("vllm",),
     ),
-    (r"nwor_ops/(?:(?:cli|testing)/\w+|__main__)\.py", ("package/test_cli.py",)),
-    (r"examples/.*", ("package/test_examples.py",)),
+    (
+        r"nwor_ops/(?:(?:cli|testing)/\w+|__main__)\.py|tools/command_options\.py|docs/reference/commands\.md",
+        ("package/test_cli.py",),
+    ),
+    (r"nwor_ops/testing/host_graphs\.py", ("drafter/test_host_graphs.py",)),
+    (r"nwor_ops/testing/every_state\.py", ("package/test_examples.py",)),
+    (r"examples/.*", ("package/test_examples.py", "package/test_cli.py")),
     (r"setup\.py|pyproject\.toml|MANIFEST\.in|Makefile", ("package/test_package.py",)),
     (r"setup\.py|tools/older_glibc\.py", ("package/test_build.py",)),
+    (r"tools/docs_site\.py|mkdocs\.yml|Makefile", ("package/test_docs_site.py",)),
     (r"tools/\w+\.py|tests/support/processor\.py", ("package/test_tools.py", "package/test_touched.py")),
-    (r"benchmarks/results.*|docs/(?:benchmarks|tried)\.md|README\.md", ("package/test_results.py",)),
+    (r"benchmarks/results.*|docs/(?:benchmarks|internals/tried)\.md|README\.md", ("package/test_results.py",)),
     (r"benchmarks/gpu_(?:methods|engine)\.py", ("package/test_gpu_methods.py",)),
     (r"benchmarks/gpu_(?:parallel|engine)\.py", ("package/test_gpu_parallel.py",)),
     (r".*\.md", ("package/test_documents.py",)),

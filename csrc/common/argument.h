@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -120,6 +121,18 @@ inline void check_id(const char* op, const char* name, int64_t id) {
     if (id != within_32_bits(id)) fail(op, name, " must fit 32 bits, got ", id);
 }
 
+// A float option, rounded to the float32 that kernels compute with. `range` describes the limits in the
+// message.
+inline float float_option(const char* op, const char* name, double value, const char* range = "",
+                          float least = std::numeric_limits<float>::lowest(),
+                          float most = std::numeric_limits<float>::max()) {
+    const float x = static_cast<float>(value);
+    if (!(x >= least && x <= most)) fail(op, name, " must be ", range, "finite in float32, got ", value);
+    return x;
+}
+
+// Comments on the parameters of an op's check give the dtype and shape of each tensor. There `floats` are the
+// dtypes of this function, and `ids` those of `check_ids`.
 inline void check_floats(const Argument& a) {
     const ScalarType dtype = a.tensor.scalar_type();
     if (dtype != ScalarType::Float && dtype != ScalarType::Half && dtype != ScalarType::BFloat16)

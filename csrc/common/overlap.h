@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <vector>
 
 #include "argument.h"
@@ -113,20 +114,29 @@ inline void must_not_overlap(const char* op, const Placed& a, const Placed& b) {
         fail(op, a.name, " and ", b.name, " must not share memory");
 }
 
-// Checks that all are on the device of the first, and that no output shares memory with an input or another
-// output.
+// Checks that no output shares memory with an input or another output.
 template <class Inputs = std::initializer_list<Argument>, class Outputs = std::initializer_list<Argument>>
-void check_placement(const char* op, const Inputs& inputs, const Outputs& outputs) {
+void check_memory(const char* op, const Inputs& inputs, const Outputs& outputs) {
     std::vector<Placed> placed;  // inputs, then outputs
     placed.reserve(inputs.size() + outputs.size());
-    const auto place = [&](const Argument& a) {
-        a.same_device(inputs.begin()->tensor);
-        placed.emplace_back(a);
-    };
-    std::for_each(inputs.begin(), inputs.end(), place);
-    std::for_each(outputs.begin(), outputs.end(), place);
+    for (const Argument& input : inputs) placed.emplace_back(input);
+    for (const Argument& output : outputs) placed.emplace_back(output);
     for (size_t i = inputs.size(); i < placed.size(); ++i)
         for (size_t j = 0; j < i; ++j) must_not_overlap(op, placed[i], placed[j]);
+}
+
+// The same, and that all are on the device of the first.
+template <class Inputs = std::initializer_list<Argument>, class Outputs = std::initializer_list<Argument>>
+void check_placement(const char* op, const Inputs& inputs, const Outputs& outputs) {
+    for (const Argument& a : inputs) a.same_device(inputs.begin()->tensor);
+    for (const Argument& a : outputs) a.same_device(inputs.begin()->tensor);
+    check_memory(op, inputs, outputs);
+}
+
+// Adds an optional argument to those of a check.
+inline void add_given(std::vector<Argument>& arguments, const char* op, const char* name,
+                      const std::optional<Tensor>& tensor) {
+    if (tensor.has_value()) arguments.push_back({op, name, *tensor});
 }
 
 // Returns whether a result has exactly the memory of its source.

@@ -129,6 +129,18 @@ inline Planes check_planes(const char* op, const std::vector<Tensor>& caches,
     return planes;
 }
 
+// Checks that no plane shares memory with another argument. `first` is the first plane.
+template <class Others = std::initializer_list<Argument>>
+void check_outside_planes(const char* op, const Planes& planes, const Tensor& first, const Others& others) {
+    const auto [low, high] = std::minmax_element(planes.data.begin(), planes.data.end());
+    for (const Argument& a : others) {
+        const Placed other(a);
+        if (other.range.end <= *low || other.range.begin >= *high + planes.bytes) continue;
+        for (const char* begin : planes.data)
+            must_not_overlap(op, other, Placed("caches", first, {begin, begin + planes.bytes}));
+    }
+}
+
 // One offset table serves all planes, so the plane with the least storage after its start sets the limit.
 inline PageOffsets check_page_offsets(const char* op, const std::optional<Tensor>& page_offsets,
                                       const std::vector<Tensor>& caches,

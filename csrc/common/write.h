@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "views.h"
 
@@ -61,6 +62,7 @@ inline void check_source(const Argument& a, const CacheView& cache, int64_t num_
                   "] (num_tokens, num_kv_heads and width of its cache)");
 }
 
+// Does not compare memory. The op does, since it may have more inputs and outputs.
 inline WriteArguments check_write(const char* op, const Tensor& key, const Tensor& value,
                                   const Tensor& key_cache, const Tensor& value_cache,
                                   const Tensor& slot_mapping, const Tensor& k_scale, const Tensor& v_scale,
@@ -104,10 +106,16 @@ inline WriteArguments check_write(const char* op, const Tensor& key, const Tenso
         w.k_scale = scale_view(ks, w.num_tokens, w.key_cache.num_heads);
         w.v_scale = scale_view(vs, w.num_tokens, w.key_cache.num_heads);
     }
-    for (const Argument& source : {k, v})
-        for (const Argument& cache : {kc, vc}) must_not_overlap(op, source, cache);
-    must_not_overlap(op, kc, vc);
     return w;
+}
+
+// The inputs of a write that a check compares with its outputs. Scales are read only for a quantised cache.
+inline std::vector<Argument> with_scales(std::vector<Argument> inputs, const WriteArguments& w,
+                                         const Tensor& k_scale, const Tensor& v_scale) {
+    if (w.format == Format::kCopy) return inputs;
+    inputs.push_back({w.op, "k_scale", k_scale});
+    inputs.push_back({w.op, "v_scale", v_scale});
+    return inputs;
 }
 
 }  // namespace nwor

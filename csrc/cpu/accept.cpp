@@ -2,7 +2,7 @@
 // nwor_ops/ops/accept.py.
 #include <algorithm>
 
-#include "judge.h"
+#include "acceptance.h"
 
 namespace nwor {
 namespace {
@@ -27,7 +27,7 @@ void run(const PlanCall& call, const Cpu&) {
 
 void run(const AcceptArguments& a, const Cpu&) {
     check_drafts(a);
-    judge(a);
+    accept(a);
 }
 
 }  // namespace

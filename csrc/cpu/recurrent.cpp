@@ -70,7 +70,7 @@ void run(const RecurrentWindowArguments& a, const Cpu&) {
     store_plan(a.plan, steps);
     for (const RecurrentWindowStep& step : steps)
         if (step.sets_cursor) a.cursors.set(step.slot, step.cursor_rows, step.cursor_half);
-    grow(*a.window, 1);
+    grow(*a.window_id, 1);
 }
 
 void run(const RecurrentFoldPlanArguments& a, const Cpu&) {
@@ -127,14 +127,20 @@ inline float decay_of(const float* decay, int64_t channel) {
 
 // Reapplies a row. The result is bit-identical to `forget` followed by `learn`.
 template <bool kPerChannel>
-void replay(float* __restrict h, const float* __restrict decay, float u, const float* __restrict key,
-            int64_t width) {
+void reapply(float* __restrict h,            // [dk]
+             const float* __restrict decay,  // [1] or [dk]
+             float u,                        //
+             const float* __restrict key,    // [dk]
+             int64_t width) {
     for (int64_t i = 0; i < width; ++i) h[i] = h[i] * decay_of<kPerChannel>(decay, i) + u * key[i];
 }
 
 // Applies the decay, and returns the dot product of the state's row and the key.
 template <bool kPerChannel>
-float forget(float* __restrict h, const float* __restrict decay, const float* __restrict key, int64_t width) {
+float forget(float* __restrict h,            // [dk]
+             const float* __restrict decay,  // [1] or [dk]
+             const float* __restrict key,    // [dk]
+             int64_t width) {
     Sum sum;
     for (int64_t i = 0; i < width; i += Sum::kLanes)
         for (int64_t lane = 0; lane < Sum::kLanes; ++lane) {
@@ -145,7 +151,10 @@ float forget(float* __restrict h, const float* __restrict decay, const float* __
 }
 
 // Adds the update, and returns the dot product of the state's row and the query: the output.
-float learn(float* __restrict h, float u, const float* __restrict key, const float* __restrict query,
+float learn(float* __restrict h,            // [dk]
+            float u,                        //
+            const float* __restrict key,    // [dk]
+            const float* __restrict query,  // [dk]
             int64_t width) {
     Sum sum;
     for (int64_t i = 0; i < width; i += Sum::kLanes)
@@ -188,11 +197,12 @@ void with_channels(bool per_channel, const F& f) {
 // ---------------------------------------------------------------- the accepted rows of a record
 
 // The rows that one head of a request reapplies.
-struct Replay {
-    int64_t rows = 0, key_width, decay_width, value_stride;
+struct ReappliedRows {
+    int64_t rows = 0, key_width;
     std::vector<float> keys;  // [rows, dk], normalized
-    const float *decays, *values;
-    int64_t decay_stride;
+    const float* decays;      // [rows, 1 or dk]
+    const float* values;      // [rows, dv]
+    int64_t decay_stride, value_stride;
 
     template <class Input>
     void read(const RecurrentRecord& record, const RecurrentRow& plan, int64_t value_head) {
@@ -219,21 +229,22 @@ struct Replay {
     template <bool kPerChannel>
     void onto(float* h, int64_t value) const {
         for (int64_t j = 0; j < rows; ++j)
-            replay<kPerChannel>(h, decays + j * decay_stride, values[j * value_stride + value],
-                                keys.data() + j * key_width, key_width);
+            reapply<kPerChannel>(h, decays + j * decay_stride, values[j * value_stride + value],
+                                 keys.data() + j * key_width, key_width);
     }
 };
 
 // Reads a row of the state, reapplies the rows and stores it. `h` then holds the row as it was stored.
 template <class State, bool kPerChannel>
-void fold_row(const RecurrentStates& states, const RecurrentRow& plan, const Replay& replay,
-              int64_t value_head, int64_t value, float* h) {
+void fold_row(const RecurrentStates& states, const RecurrentRow& plan, const ReappliedRows& reapplied,
+              int64_t value_head, int64_t value,
+              float* h) {  // [dk]
     const int64_t width = states.key_width;
     State* data = reinterpret_cast<State*>(states.data);
     State* target = data + states.row_offset(plan.target, value_head, value);
     load(h, data + states.row_offset(plan.source, value_head, value), width);
-    if (replay.rows == 0 && plan.source == plan.target) return;
-    replay.onto<kPerChannel>(h, value);
+    if (reapplied.rows == 0 && plan.source == plan.target) return;
+    reapplied.onto<kPerChannel>(h, value);
     store(target, h, width);
     load(h, target, width);
 }
@@ -271,7 +282,7 @@ class WindowHead {
     void run() {
         if (!plan_.any()) return zero_outputs();
         if (tokens_ == 0) return;
-        replay_.template read<Input>(c_.record, plan_, value_head_);
+        reapplied_.template read<Input>(c_.record, plan_, value_head_);
         read_inputs();
         with_state_type(c_.states, [&](auto state) {
             with_channels(c_.record.per_channel, [&](auto per_channel) {
@@ -341,7 +352,7 @@ class WindowHead {
         std::vector<float> row(static_cast<size_t>(width_));
         float* h = row.data();
         for (int64_t value = 0; value < c_.states.value_width; ++value) {
-            fold_row<State, kPerChannel>(c_.states, plan_, replay_, value_head_, value, h);
+            fold_row<State, kPerChannel>(c_.states, plan_, reapplied_, value_head_, value, h);
             for (int64_t t = 0; t < tokens_; ++t) {
                 const float* key = keys_.data() + t * width_;
                 const size_t at = static_cast<size_t>(t * c_.states.value_width + value);
@@ -399,7 +410,7 @@ class WindowHead {
     const VerifyArguments& c_;
     const RecurrentRow plan_;
     const int64_t begin_, tokens_, value_head_, key_head_, width_, decay_width_;
-    Replay replay_;
+    ReappliedRows reapplied_;
     // queries_ and keys_ [tokens, dk], decays_ [tokens, 1 or dk], norms_ and betas_ [tokens], values_ and
     // outputs_ [tokens, dv].
     std::vector<float> queries_, keys_, decays_, norms_, betas_, values_, outputs_;
@@ -417,7 +428,7 @@ void run(const VerifyArguments& c, const Cpu&) {
                 WindowHead<typename decltype(tag)::type>(c, part / heads, part % heads).run();
         });
     });
-    *c.layer_window = *c.window;
+    *c.layer_window = *c.window_id;
 }
 
 // ---------------------------------------------------------------- gated_delta_fold
@@ -426,11 +437,11 @@ void run(const VerifyArguments& c, const Cpu&) {
 template <class State, class Input, bool kPerChannel>
 void fold_head(const RecurrentStates& states, const RecurrentRecord& record, const RecurrentRow& plan,
                int64_t value_head) {
-    Replay replay;
-    replay.read<Input>(record, plan, value_head);
+    ReappliedRows reapplied;
+    reapplied.read<Input>(record, plan, value_head);
     std::vector<float> row(static_cast<size_t>(states.key_width));
     for (int64_t value = 0; value < states.value_width; ++value)
-        fold_row<State, kPerChannel>(states, plan, replay, value_head, value, row.data());
+        fold_row<State, kPerChannel>(states, plan, reapplied, value_head, value, row.data());
 }
 
 // The tensors of one layer, with the shapes of the first layer.
@@ -470,10 +481,10 @@ void run(const FoldArguments& f, const Cpu&) {
         });
     };
     for (const FoldLayer& layer : f.layers) {
-        if (f.window != nullptr && *layer.window == *f.window) continue;
+        if (f.window_id != nullptr && *layer.window == *f.window_id) continue;
         parallel_for(0, f.plan.length * heads, 1,
                      [&](int64_t begin, int64_t end) { fold(layer, begin, end); });
-        if (f.window != nullptr) *layer.window = *f.window;
+        if (f.window_id != nullptr) *layer.window = *f.window_id;
     }
 }
 

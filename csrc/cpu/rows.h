@@ -43,6 +43,7 @@ inline HeadsStrides strides_of(const RowsView& v) {
 template <class T>
 void copy_row(T* to, HeadsStrides to_strides, const T* from, HeadsStrides from_strides, int64_t num_heads,
               int64_t width) {
+    if (width == 0) return;  // a plane without values has no memory, and memcpy takes no null pointer
     const bool runs = to_strides.width == 1 && from_strides.width == 1;
     if (runs && to_strides.head == width && from_strides.head == width) {
         std::memcpy(to, from, static_cast<size_t>(num_heads * width) * sizeof(T));

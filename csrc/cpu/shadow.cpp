@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "judge.h"
+#include "acceptance.h"
 #include "rows.h"
 
 namespace nwor {
@@ -90,7 +90,7 @@ void open(const WindowCall& call) {
 void close(const WindowCall& call) {
     const WindowArguments& a = call.window;
     const std::vector<Redirect> redirects = redirects_of(a, redirect_at_close, problem_of_saved);
-    if (call.kind == WindowOp::kJudgeAndClose) judge(call.accept);
+    if (call.kind == WindowOp::kAcceptAndClose) accept(call.accept);
     std::vector<Copy> copies;
     for (int64_t g = 0; g < a.num_groups; ++g)
         for (int64_t q = 0; q < a.num_requests; ++q) {
@@ -107,7 +107,7 @@ void close(const WindowCall& call) {
 }
 
 void run(const WindowCall& call, const Cpu&) {
-    if (call.kind == WindowOp::kJudgeAndClose) check_drafts(call.accept);
+    if (call.kind == WindowOp::kAcceptAndClose) check_drafts(call.accept);
     check_page_table(call.window.op, call.page_offsets, call.planes.view);
     if (call.kind == WindowOp::kOpen)
         open(call);

@@ -1,7 +1,7 @@
 // Family undo on the CPU: write, write with a log, log, restore. Semantics: nwor_ops/ops/undo.py.
 #include "../undo.h"
 
-#include "judge.h"
+#include "acceptance.h"
 #include "write.h"
 
 namespace nwor {
@@ -96,8 +96,8 @@ void run(const RestoreArguments& r, const Cpu&) {
 
 void run(const RestoreCall& call, const Cpu&) {
     check_drafts(call.accept);
-    check_rejected_slots(call.restore, Judged(call.accept).marks());
-    judge(call.accept);
+    check_rejected_slots(call.restore, Accepted(call.accept).marks());
+    accept(call.accept);
     restore(call.restore);
 }
 

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "judge.h"
+#include "acceptance.h"
 
 namespace nwor {
 namespace {
@@ -51,6 +51,8 @@ __device__ int64_t request_of_row(const PlanArguments& p, int64_t row) {
     return first_above([&](int64_t i) { return p.drafts_of.until(i); }, p.num_requests, row);
 }
 
+// Grid: one block per 256 items, at least one. Items: the longest of log_rows, draft_start_loc and the log.
+// Thread i writes element i of each output. The first block also counts the window.
 __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ PlanJob job) {
     const PlanArguments& p = job.plan;
     wait_for_earlier_kernels();
@@ -82,16 +84,17 @@ void run(const PlanCall& call, const Launch& launch) {
 
 // ---------------------------------------------------------------- acceptance
 
-__global__ void __launch_bounds__(kThreads) accept_kernel(const __grid_constant__ JudgeJob job) {
+// Grid: one block per 256 elements of the longer output. Thread i writes element i of both.
+__global__ void __launch_bounds__(kThreads) accept_kernel(const __grid_constant__ AcceptJob job) {
     wait_for_earlier_kernels();
     fetch_requests(job.accept);
-    judge_items(job, blockIdx.x);
+    accept_items(job, blockIdx.x);
 }
 
 void run(const AcceptArguments& a, const Launch& launch) {
-    const int64_t items = items_to_judge(a);
+    const int64_t items = items_to_accept(a);
     if (items == 0) return;
-    launch.start(accept_kernel, shape_for_items(items), JudgeJob{a, report_as(a.op)});
+    launch.start(accept_kernel, shape_for_items(items), AcceptJob{a, report_as(a.op)});
     check_launch(launch);
 }
 

@@ -2,8 +2,8 @@
 // nwor_ops/ops/drafter.py.
 //
 // All kernels except gumbel_sample have one thread per output element, and each thread calls a function of
-// drafter.h. No kernel allocates or waits for another block. Every count that may change between replays is
-// read from the arguments.
+// its op's file, csrc/drafter_*.h. No kernel allocates or waits for another block. Every count that may
+// change between replays is read from the arguments.
 #include "../common/dispatch.h"
 #include "../common/gumbel.h"
 #include "../drafter.h"
@@ -25,7 +25,11 @@ __device__ void report_row(const Arguments& a, int64_t row, int64_t num_rows, co
 }
 
 // ---------------------------------------------------------------- one thread per element
+//
+// The kernels of this section: one block per 256 items (`num_items`, the longest output), one-dimensional.
+// Thread i writes element i of every output that is long enough.
 
+// Grid: the longest of [capacity] and [num_rows + 1].
 __global__ void __launch_bounds__(kThreads)
     prefill_kernel(const __grid_constant__ PrefillArguments a, const char* report_as) {
     wait_for_earlier_kernels();
@@ -35,6 +39,7 @@ __global__ void __launch_bounds__(kThreads)
     if (i < a.input_ids.length) prefill_token(a, i, num_real);
 }
 
+// Grid: the longer of query_start_loc and seq_lens.
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(const __grid_constant__ DecodeArguments a, const char* report_as) {
     wait_for_earlier_kernels();
@@ -43,6 +48,7 @@ __global__ void __launch_bounds__(kThreads)
     decode_row(a, i);
 }
 
+// Grid: x = the longer of [capacity] and [num_rows], y = groups. One slot per thread.
 __global__ void __launch_bounds__(kThreads)
     slots_kernel(const __grid_constant__ SlotArguments a, const char* report_as) {
     wait_for_earlier_kernels();
@@ -51,6 +57,7 @@ __global__ void __launch_bounds__(kThreads)
     if (token < a.capacity) a.slots[group * a.slots_stride + token] = slot_of_token(a, group, token);
 }
 
+// Grid: slot_mapping.
 __global__ void __launch_bounds__(kThreads)
     eagle_kernel(const __grid_constant__ EagleArguments a, const char* report_as) {
     wait_for_earlier_kernels();
@@ -59,6 +66,7 @@ __global__ void __launch_bounds__(kThreads)
     eagle_row(a, i);
 }
 
+// Grid: the longer of token_indices_to_sample and num_rejected.
 __global__ void __launch_bounds__(kThreads)
     padded_inputs_kernel(const __grid_constant__ PaddedInputsArguments a, const char* report_as) {
     wait_for_earlier_kernels();
@@ -67,11 +75,13 @@ __global__ void __launch_bounds__(kThreads)
     padded_inputs_row(a, i);
 }
 
+// Grid: the longer of next_token_ids and valid_sampled_count. A thread reads all columns of its row.
 __global__ void __launch_bounds__(kThreads) next_token_kernel(const __grid_constant__ NextTokenArguments a) {
     wait_for_earlier_kernels();
     next_token_row(a, item_of_thread());
 }
 
+// Grid: the longest of [capacity], new_token_indices and hidden_state_mapping.
 __global__ void __launch_bounds__(kThreads)
     expand_kernel(const __grid_constant__ ExpandArguments a, const char* report_as) {
     wait_for_earlier_kernels();
@@ -81,6 +91,7 @@ __global__ void __launch_bounds__(kThreads)
     expand_index(a, i, num_real);
 }
 
+// Grid: the longest of query_start_loc, seq_lens and slot_mapping.
 __global__ void __launch_bounds__(kThreads)
     extend_kernel(const __grid_constant__ ExtendArguments a, const char* report_as) {
     wait_for_earlier_kernels();
@@ -89,6 +100,7 @@ __global__ void __launch_bounds__(kThreads)
     extend_item(a, i, a.rows.num_real());
 }
 
+// Grid: local_seq_lens.
 __global__ void __launch_bounds__(kThreads) local_lens_kernel(const __grid_constant__ LocalLensArguments a) {
     wait_for_earlier_kernels();
     local_lens_row(a, item_of_thread());
@@ -137,7 +149,8 @@ void run(const SlotArguments& a, const Launch& launch) {
 
 // ---------------------------------------------------------------- update_draft_inputs
 
-// One thread per access of a hidden row. The first thread of a row also updates the other tensors.
+// Grid: x = rows, z = accesses of a hidden row (`shape_for_rows` with one head). One thread per access. The
+// first thread of a row also updates the other tensors.
 template <class Access>
 __global__ void __launch_bounds__(kThreads)
     update_kernel(const __grid_constant__ UpdateArguments a, int64_t accesses, const char* report_as) {
@@ -184,11 +197,9 @@ void run(UpdateArguments a, const Launch& launch) {
     check_launch(launch);
 }
 
-//
-// Grid: num_rows * num_chunks blocks. Each row is split into chunks with one block per chunk, so that a few
-// rows use the whole GPU. The blocks of a row combine their results in the workspace, by an atomic maximum
-// of (score, lowest token). An atomic count tells the last block that it is the last.
+// ---------------------------------------------------------------- gumbel_sample
 
+// Grid: one block per 256 elements of the workspace.
 __global__ void __launch_bounds__(kThreads) clear_kernel(int64_t* workspace, int64_t length) {
     wait_for_earlier_kernels();
     const int64_t i = item_of_thread();
@@ -211,6 +222,10 @@ __device__ void finish_row(const SampleArguments& a, int64_t row, uint32_t num_c
     set_sampled(a, row, token_of(best));
 }
 
+// Grid: num_rows * num_chunks blocks of 256 threads; block = row * num_chunks + chunk. Each row is split into
+// chunks with one block per chunk, so that a few rows use the whole GPU. The blocks of a row combine their
+// results in the workspace, by an atomic maximum of (score, lowest token). An atomic count tells the last
+// block that it is the last.
 template <class Format, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 4)
     sample_kernel(const __grid_constant__ SampleArguments a, uint32_t num_chunks, bool cache_in_vectors,

@@ -53,7 +53,7 @@ __device__ float sigmoid(float x) {
     return divide_approx(1.0f, __fadd_rn(exp_approx(-x), 1.0f));
 }
 
-// log(x) for x >= 1, as libdevice has it: the exponent, and a polynomial of a mantissa in [2/3, 4/3).
+// log(x) for x >= 1 by the formula of libdevice: the exponent, and a polynomial of a mantissa in [2/3, 4/3).
 __device__ float log_from_one(float x) {
     const int bits = __float_as_int(x);
     if (bits >= 0x7f800000) return x;
@@ -124,7 +124,7 @@ __device__ void set(__half* to, float x) {
     *to = __float2half_rn(x);
 }
 
-// Two elements side by side.
+// Two adjacent elements.
 template <class Input>
 struct Pair {
     float first, second;
@@ -141,8 +141,8 @@ struct Pair {
     }
 };
 
-// One of `Floats`, loaded but not looked at: nothing waits for it before it is needed. It is loaded in
-// halves, which are the same where the dtype has 16 bits: loads that depend on the dtype would wait for each
+// A number of `Floats` that is loaded but not yet converted, so that nothing waits for the load. It is loaded
+// in two halves, which are equal if the dtype has 16 bits. Loads that depend on the dtype would wait for each
 // other.
 struct LoadedFloat {
     const Floats& from;

@@ -14,8 +14,8 @@
 namespace nwor {
 namespace {
 
-// h = h * decay, one decay for all or one for each key channel. A state that was just loaded has +0 where it
-// may have -0, as one that 0 was added to: `addend` is 0 for it, and -0, which changes nothing, afterwards.
+// h = h * decay + addend, with one decay for all or one for each key channel. The first `addend` after a load
+// is 0: it turns -0 into +0, as in Triton's kernel. Later ones are -0, which changes nothing.
 template <class State, int kWidth, bool kPerChannel>
 __device__ void decay_rows(Rows<State, kWidth>* rows, const float* decays, float addend,
                            const LaneOfRow& at) {
@@ -55,17 +55,18 @@ __device__ void update_rows(Rows<State, kWidth>* rows, const float (&u)[Rows<Sta
 }
 
 // A lane's part of the products of all rows with a vector. A row of Triton's program has a lane for each
-// chunk; where that is more than a warp, it is summed in parts.
+// chunk. If these are more than a warp, Triton sums the row in parts.
 template <class State, int kWidth>
 struct Products {
     using R = Rows<State, kWidth>;
     static constexpr int kParts = std::max(kWidth / (kWarp * R::kChunk), 1);
-    static constexpr int kLanesOfSum = kLanes / R::kRows;  // in which `add_lanes` leaves a row's sum
+    static constexpr int kLanesOfSum =
+        kLanes / R::kRows;  // lanes in which `add_lanes` leaves the sum of a row
 
     float sums[R::kRows * kParts];
 };
 
-// Multiply the rows by x. Triton adds the chunks of a row by butterfly: first the chunks that are 16 lanes
+// Multiplies the rows by x. Triton adds the chunks of a row by butterfly: first the chunks that are 16 lanes
 // apart, at the end neighbours. Here one thread has the chunks that are 16 and 8 lanes apart.
 template <class State, int kWidth>
 __device__ Products<State, kWidth> multiply(
@@ -73,7 +74,7 @@ __device__ Products<State, kWidth> multiply(
     const float (&x)[Rows<State, kWidth>::kChunks][Rows<State, kWidth>::kChunk]) {
     using R = Rows<State, kWidth>;
     constexpr int kParts = Products<State, kWidth>::kParts, kChunksOfPart = R::kChunks / kParts;
-    constexpr int kLeaves = R::kPadded / (kParts * kLanes * R::kChunk);  // with chunks that are none
+    constexpr int kLeaves = R::kPadded / (kParts * kLanes * R::kChunk);  // with the chunks of the padding
     Products<State, kWidth> products;
 #pragma unroll
     for (int j = 0; j < R::kRows; ++j) {
@@ -94,8 +95,8 @@ __device__ Products<State, kWidth> multiply(
     return products;
 }
 
-// The products, summed over the eight lanes of a row: chunks 4, 2 and 1 apart. A lane returns that of the
-// warp's row j = at.lane / kLanesOfSum, and hands over the others.
+// Sums the products over the eight lanes of a row: chunks 4, 2 and 1 apart. A lane returns the sum of row j =
+// at.lane / kLanesOfSum, and passes its parts of the other rows on.
 template <class State, int kWidth>
 __device__ float add_lanes(Products<State, kWidth> products, const LaneOfRow& at) {
     using P = Products<State, kWidth>;
@@ -118,13 +119,13 @@ __device__ float add_lanes(Products<State, kWidth> products, const LaneOfRow& at
             sums[i] = __fadd_rn(kept, __shfl_xor_sync(kAllLanes, handed, distance));
         }
     }
-    if constexpr (P::kParts == 2)  // which are side by side: two lanes have each
+    if constexpr (P::kParts == 2)  // two adjacent lanes have one part each
         sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(kAllLanes, sums[0], P::kLanesOfSum / 2));
     return sums[0];
 }
 
-// The row whose sum `add_lanes` returns, counted from the warp's first, and whether the lane is the first of
-// those that have it.
+// The row whose sum `add_lanes` returns, counted from the warp's first row, and whether the lane is the first
+// one with this sum.
 template <class State, int kWidth>
 struct LaneOfSum {
     int row;

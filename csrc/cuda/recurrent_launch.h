@@ -1,5 +1,5 @@
-// Family recurrent: how a launch over all heads of all requests is cut into blocks, and what its kernel is
-// compiled for.
+// Family recurrent: how a launch over all heads of all requests is split into blocks, and how it selects the
+// compiled kernel.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,14 +18,16 @@ namespace {
 
 // ---------------------------------------------------------------- blocks
 
-// Which head's rows of which request a block has.
+// The work of a block: rows of one head of one request.
 struct BlockPlace {
     int64_t request, head, key_head;
-    int first_value, num_values;      // rows of the state
-    bool leads_head, leads_key_head;  // writes what all blocks of a value head or a key head share
+    int first_value, num_values;  // rows of the state
+    bool leads_head,
+        leads_key_head;  // whether it writes the data that all blocks of a value head or a key head share
 };
 
-// From the number of a block to its place.
+// Finds the place of a block from its number: blocks of a head are adjacent, then heads of a request, then
+// requests.
 struct BlockPlaces {
     FastDivisor by_splits, by_heads, by_group;
     int num_values;
@@ -50,8 +52,9 @@ struct BlockPlaces {
     }
 };
 
-// Rows of a state that a block takes: few while the blocks are few, so that they spread over the chip. Below
-// 64, what each block does for all of its rows costs more than that gains.
+// Returns the rows of a state that a block takes. They are few if there are few blocks, so that these spread
+// over the chip. Below 64 rows, the work that a block does once for all of its rows costs more than this
+// gains.
 int64_t values_of_block(const RecurrentRecord& r, int64_t heads, int64_t most) {
     int64_t values = std::gcd(r.value_width, most);
     while (values > 64 && heads * (r.value_width / values) < 2 * kEnoughBlocks) values /= 2;
@@ -65,7 +68,7 @@ LaunchShape shape_for_heads(const char* op, int64_t heads, int64_t splits, int64
             static_cast<size_t>(shared_bytes)};
 }
 
-// ---------------------------------------------------------------- what a kernel is compiled for
+// ---------------------------------------------------------------- the compiled kernel
 
 template <class F>
 void with_state_type(const RecurrentStates& states, const F& f) {
@@ -87,7 +90,7 @@ void with_key_width(int64_t width, const F& f) {
     f(std::integral_constant<int, 256>{});
 }
 
-// Calls `f(Tag<State>, Tag<Input>, key width, per channel or not)`.
+// Calls `f(Tag<State>, Tag<Input>, key width, whether there is a decay per channel)`.
 template <class F>
 void with_types(const RecurrentStates& states, const RecurrentRecord& r, const F& f) {
     with_state_type(states, [&](auto state) {
@@ -100,7 +103,7 @@ void with_types(const RecurrentStates& states, const RecurrentRecord& r, const F
     });
 }
 
-// Whether every chunk of every slot is at a multiple of 16 bytes.
+// Returns whether every chunk of every slot is at a multiple of 16 bytes.
 bool is_aligned(const RecurrentStates& s, const void* data, int64_t slot_stride) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && slot_stride * (s.is_bfloat16 ? 2 : 4) % 16 == 0;
 }
@@ -109,7 +112,7 @@ bool is_aligned(const RecurrentStates& s, const void* data, int64_t slot_stride)
 
 constexpr int kSharedWithoutAsking = 48 << 10;  // bytes
 
-// What a block may have on this GPU.
+// Returns the shared memory that a block may have on this GPU, in bytes.
 int most_shared_memory(const Launch& launch) {
     int most = 0;
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, launch.device()));
@@ -124,7 +127,7 @@ void allow_shared_memory(const char* op, Kernel* kernel, const LaunchShape& shap
     if (bytes > most)
         fail(op, "record_rows must be so few that a block's copies of them fit ", most,
              " bytes of shared memory on this GPU, got rows that need ", bytes);
-    // The most, not what this launch needs: another thread's launch of the same kernel may need more.
+    // Set the maximum, because a launch of the same kernel by another thread may need more than this one.
     STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
 }
 

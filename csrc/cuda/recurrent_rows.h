@@ -1,7 +1,7 @@
-// Family recurrent: the rows of a state that a warp has in registers, how they come and go, and vectors along
-// the keys, whose elements meet theirs.
+// Family recurrent: the rows of a state that a warp has in registers, their loads and stores, and vectors
+// along the keys with the same order of elements.
 //
-// A width that is no power of two is computed as the next one, as Triton does: what is no memory is zero.
+// A width that is not a power of two is padded with zeros to the next one, as in Triton.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,12 +14,12 @@
 namespace nwor {
 namespace {
 
-constexpr int kLanes = 8;                // that share a row of a state
-constexpr int kGroups = kWarp / kLanes;  // rows that a warp holds beside each other
+constexpr int kLanes = 8;                // lanes that share a row of a state
+constexpr int kGroups = kWarp / kLanes;  // rows that the lanes of a warp hold at the same index j
 
-// What a warp holds of a state of `State` [dv, kWidth]: rows first + 4 * j + group for j < kRows. A chunk is
-// what one access of 16 bytes moves; lane l of a row's eight has the chunks l, l + 8, ... Of keys 96 wide
-// some lanes' last chunk of a bfloat16 state is none: it is zero.
+// The rows of a state [dv, kWidth] that a warp holds: first + 4 * j + group for j < kRows. One access of 16
+// bytes moves a chunk. Lane l of the eight lanes of a row has the chunks l, l + 8, ... With keys of 96 the
+// last chunk of some lanes of a bfloat16 state is padding.
 template <class State, int kWidth>
 struct Rows {
     static constexpr int kChunk = 16 / sizeof(State);
@@ -31,28 +31,28 @@ struct Rows {
 
     float h[kRows][kChunks][kChunk];
 
-    // Whether a lane has its chunk c.
+    // Whether chunk c of a lane is not padding.
     static __device__ bool has(int c, int lane) {
         return (c + 1) * kLanes * kChunk <= kWidth || (c * kLanes + lane) * kChunk < kWidth;
     }
 };
 
-// Lane l of a row's eight, and which of the warp's rows beside each other it is in.
+// The place of a thread: its lane among the eight lanes of a row, and the group of these lanes in the warp.
 struct LaneOfRow {
     int lane, group;
 
     __device__ LaneOfRow() : lane(threadIdx.x % kLanes), group(threadIdx.x % kWarp / kLanes) {}
 };
 
-// The chunks of a warp's rows as they are in memory: nothing waits for a load before `widen` looks at it.
-// Where a page has a state elsewhere than at a multiple of 16 bytes, they are moved by the element.
+// The chunks of a warp's rows as they are in memory. Nothing waits for a load before `widen` converts it. If
+// a state does not begin at a multiple of 16 bytes, single elements are moved.
 template <class State, int kWidth>
 struct RawRows {
     using R = Rows<State, kWidth>;
     using Element = typename RawOf<sizeof(State)>::type;
     uint4 chunks[R::kRows][R::kChunks];
 
-    // `state` is where the head's rows begin, here and below; `first` the warp's first among them.
+    // Here and below, `state` is the address of the head's first row, and `first` is the warp's first row.
     __device__ void load(const char* state, bool is_aligned, int first, const LaneOfRow& at) {
         const char* from = state + place(first, at);
         if (is_aligned) {
@@ -110,14 +110,14 @@ struct RawRows {
                 }
             }
     }
-    // In bytes: where a lane's first chunk is, and how far from it chunk c of its row j.
+    // Offsets in bytes: of a lane's first chunk, and from there to chunk c of its row j.
     static __device__ int place(int first, const LaneOfRow& at) {
         return (first + at.group) * R::kRowBytes + at.lane * 16;
     }
     static constexpr __device__ int offset(int j, int c) {
         return j * kGroups * R::kRowBytes + c * kLanes * 16;
     }
-    // To float32.
+    // Converts to float32.
     __device__ void widen(R* rows) const {
 #pragma unroll
         for (int j = 0; j < R::kRows; ++j)
@@ -135,7 +135,7 @@ struct RawRows {
                 }
             }
     }
-    // From float32, to what is stored.
+    // Rounds to the dtype of the state.
     __device__ void round(const R& rows) {
 #pragma unroll
         for (int j = 0; j < R::kRows; ++j)
@@ -159,8 +159,8 @@ struct RawRows {
 
 // ---------------------------------------------------------------- vectors along the keys
 
-// Where element k of a vector lies in shared memory: what the eight lanes of a row read at once is 128 bytes
-// side by side.
+// Returns the place of element k of a vector in shared memory. The eight lanes of a row read 128 adjacent
+// bytes at once.
 template <class State, int kWidth>
 __device__ int shared_place(int k) {
     constexpr int kChunk = Rows<State, kWidth>::kChunk;

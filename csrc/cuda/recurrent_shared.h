@@ -1,4 +1,4 @@
-// Family recurrent: what a block has in shared memory, and what comes and goes through it.
+// Family recurrent: the shared memory of a block, and the copies of states through it.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +11,18 @@
 namespace nwor {
 namespace {
 
-// Where things lie in a block's shared memory, in bytes. Vectors along the keys are float32, with each
-// element at its `shared_place`; what is raw lies as it does in memory.
+// Offsets in the shared memory of a block, in bytes. Vectors along the keys are float32, with each element at
+// its `shared_place`. Raw vectors have the dtype and order of global memory.
 struct SharedPlaces {
-    int keys, queries, decays, betas;                              // of the window
-    int replay_keys, replay_norms, replay_decays, replay_updates;  // of the record
-    int weights, gates, outputs;                                   // of the norm
-    int values, raw_keys, raw_queries, raw_replay_keys;            // as they came
-    int states, barriers;                                          // of `StagedRows`
+    int keys, queries, decays, betas;  // of the window: [T, dk], [T, dk], [T] or [T, dk], [T]
+    int reapplied_keys, reapplied_norms, reapplied_decays, reapplied_updates;  // of the record
+    int weights, gates, outputs;                                               // of the norm
+    int values, raw_keys, raw_queries, raw_reapplied_keys;                     // raw
+    int states, barriers;                                                      // of `StagedRows`
     int bytes;
 
-    // For at most `tokens` tokens and `rows` rows of a record, keys of `width`, padded, and `num_values` rows
-    // of a state, of which `staged` bytes are here at once.
+    // Plans for at most `tokens` tokens and `rows` rows of a record, keys of `width` elements with padding,
+    // and `num_values` rows of a state. `staged` bytes of the state are here at once.
     SharedPlaces(int64_t tokens, int64_t rows, int64_t width, int64_t num_values, bool per_channel,
                  bool has_norm, int64_t staged) {
         int64_t end = 0;
@@ -36,17 +36,17 @@ struct SharedPlaces {
         queries = take(tokens * width * 4);
         decays = take(tokens * decay);
         betas = take(tokens * 4);
-        replay_keys = take(rows * width * 4);
-        replay_norms = take(rows * 4);
-        replay_decays = take(rows * decay);
-        replay_updates = take(rows * num_values * 4);
+        reapplied_keys = take(rows * width * 4);
+        reapplied_norms = take(rows * 4);
+        reapplied_decays = take(rows * decay);
+        reapplied_updates = take(rows * num_values * 4);
         weights = take(has_norm ? num_values * 4 : 0);
         gates = take(has_norm ? tokens * num_values * 2 : 0);
         outputs = take(has_norm ? tokens * num_values * 2 : 0);
         values = take(tokens * num_values * 2);
         raw_keys = take(tokens * width * 2);
         raw_queries = take(tokens * width * 2);
-        raw_replay_keys = take(rows * width * 2);
+        raw_reapplied_keys = take(rows * width * 2);
         states = take(staged);
         barriers = take(staged > 0 ? kThreads / kWarp * sizeof(BulkBarrier) : 0);
         bytes = static_cast<int>(end);
@@ -60,7 +60,7 @@ __device__ T* shared_at(int place) {
     return reinterpret_cast<T*>(shared_memory + place);
 }
 
-// A warp copies `bytes`, a multiple of 16, of elements of two bytes or more.
+// Starts the copy of `bytes` bytes by a warp. They are a multiple of 16, and elements have two bytes or more.
 __device__ void copy_row(char* shared, const void* source, int bytes) {
     const char* from = static_cast<const char*>(source);
     const int lane = threadIdx.x % kWarp;
@@ -78,11 +78,11 @@ __device__ void copy_row(char* shared, const void* source, int bytes) {
     }
 }
 
-// A warp's rows on their way between a state and registers, aligned chunks alone, in the warp's part of
-// shared memory. All lanes call each method. Rows of float32 go both ways by bulk copies, as they lie in
-// memory, where the device has those: lane 0 starts them. Others come by copies that each thread makes of its
-// own chunks and reads back itself, so that it waits for no other thread, and go straight from the registers.
-// (bfloat16 gained nothing by bulk copies.)
+// Moves a warp's rows between a state and registers through the warp's part of shared memory. Only aligned
+// states use it. All lanes call each method. Rows of float32 move in both directions by bulk copies, if the
+// device has them; lane 0 starts the copies. For other rows each thread copies its own chunks, reads them
+// back itself, and stores from registers. So it waits for no other thread. (Bulk copies did not make bfloat16
+// faster.)
 template <class State, int kWidth>
 class StagedRows {
     using R = Rows<State, kWidth>;
@@ -105,7 +105,8 @@ class StagedRows {
             __syncwarp();
         }
     }
-    // Sends for the rows from `first` on. `state` is where the head's rows begin, here and below.
+    // Starts to load the rows from `first` on. Here and below, `state` is the address of the head's first
+    // row.
     __device__ void fetch(const char* state, int first) {
         if constexpr (kIsBulk) {
             if (lane() != 0) return;
@@ -121,7 +122,7 @@ class StagedRows {
                     if (R::has(c, at.lane)) copy_async<16>(chunks() + offset(j, c), from + Raw::offset(j, c));
         }
     }
-    // Waits for what was fetched.
+    // Waits for the rows of `fetch`, and reads them.
     __device__ void read(Raw* raw) {
         if constexpr (kIsBulk) {
             barrier()->wait(parity_);
@@ -137,7 +138,7 @@ class StagedRows {
                                         ? *reinterpret_cast<const uint4*>(chunks() + offset(j, c))
                                         : uint4{};
     }
-    // Starts to store rows, in bulk alone: others go straight from the registers.
+    // Starts to store rows. Only for bulk copies; other rows are stored from registers.
     __device__ void store(char* state, int first, const Raw& raw) {
         if constexpr (kIsBulk) {
 #pragma unroll
@@ -150,7 +151,7 @@ class StagedRows {
             if (lane() == 0) copy_bulk(state + first * R::kRowBytes, chunks(), kBytes);
         }
     }
-    // Before the next rows are fetched: waits until all lanes have read these, and stores have.
+    // Call it before the next `fetch`. Waits until all lanes and all stores have read these rows.
     __device__ void make_room() {
         if constexpr (kIsBulk) {
             fence_shared_from_bulk_copies();
@@ -158,19 +159,19 @@ class StagedRows {
         }
         finish();
     }
-    // Before the block ends: waits until stores have read theirs.
+    // Call it before the block ends. Waits until the stores have read their rows.
     __device__ void finish() {
         if constexpr (kIsBulk)
             if (lane() == 0) wait_for_bulk_reads();
     }
 
   private:
-    // Worked out anew where they are needed: kept from the beginning they would cost registers.
+    // These are computed again at each use, because kept values would take registers.
     static __device__ int lane() { return threadIdx.x % kWarp; }
     __device__ BulkBarrier* barrier() const {
         return shared_at<BulkBarrier>(places_.barriers) + threadIdx.x / kWarp;
     }
-    // The thread's first chunk. That of lane 0 is where the warp's rows begin.
+    // The thread's first chunk. The first chunk of lane 0 begins the warp's rows.
     __device__ char* chunks() const {
         return shared_at<char>(places_.states) + threadIdx.x / kWarp * kBytes +
                (kIsBulk ? Raw::place(0, LaneOfRow()) : lane() * 16);

@@ -1,5 +1,5 @@
-// Family recurrent: the two norms of gated_delta_verify. Before a window's pass over a state its raw keys and
-// queries become what the pass multiplies with, and keys are recorded; behind it, outputs are normed.
+// Family recurrent: the two norms of gated_delta_verify. Before the pass over the state, keys and queries are
+// normalized and scaled, and keys are recorded. After the pass, outputs are normalized and gated.
 #pragma once
 
 #include <cstdint>
@@ -18,12 +18,12 @@ struct VerifyJob {
     VerifyArguments call;
     SharedPlaces shared;
     BlockPlaces blocks;
-    bool is_aligned;  // states, of the slots and of `all_states`
-    bool is_staged;   // states, on their way to registers; then they are aligned
+    bool is_aligned;  // whether the states of slots and of `all_states` are aligned
+    bool is_staged;   // whether states are loaded through shared memory; then they are aligned
     const char* report_as;
 };
 
-// What a block has of a request's window: its tokens, for rows of a head.
+// The window of a request, for the rows of a block.
 struct Window {
     const BlockPlace& block;
     const RecurrentRow& row;  // of the plan
@@ -34,15 +34,16 @@ struct Window {
 
 // ---------------------------------------------------------------- keys and queries
 
-// Return the factor that scales a query or a key to norm 1. In Triton each warp adds up one segment, and then
-// the sums of the segments are added.
+// Returns the factor that scales a query or a key to norm 1. In Triton each warp adds up one segment, and
+// then the sums of the segments are added.
 template <int kSegments, int kNeighbours>
 __device__ float norm_factor(const float (&x)[kSegments][kNeighbours]) {
     float sums[kSegments];
 #pragma unroll
     for (int s = 0; s < kSegments; ++s) sums[s] = sum_of_warp(dot_neighbours<kNeighbours>(x[s], x[s]));
     if constexpr (kSegments == 1) {
-        // x / sqrt(sum), of which div.full makes a product with an approximation of 1 / sqrt(sum).
+        // Triton computes x / sqrt(sum). div.full turns it into a product with an approximation of 1 /
+        // sqrt(sum).
         return divide_approx(1.0f, sqrt_approx(__fadd_rn(sums[0], 1e-6f)));
     } else {
         const float sum = kSegments == 2 ? __fadd_rn(sums[0], sums[1])
@@ -52,7 +53,7 @@ __device__ float norm_factor(const float (&x)[kSegments][kNeighbours]) {
     }
 }
 
-// A token's key as it came, which the warp has in `bits`, and what made its norm 1.
+// Records the raw key of a token, which the warp has in `bits`, and the factor that normalizes it.
 template <int kWidth, class Input, int kSegments, int kNeighbours>
 __device__ void record_key(const RecurrentRecord& r, const Window& w, int token,
                            const Input (&bits)[kSegments][kNeighbours], float norm) {
@@ -69,8 +70,8 @@ __device__ void record_key(const RecurrentRecord& r, const Window& w, int token,
     if (lane == 0) r.norms[r.norm_offset(w.row.target, w.row.next_half(), token, w.block.key_head)] = norm;
 }
 
-// From raw keys and queries, which have come, to what the window works with: a warp has one at a time. Keys
-// are recorded.
+// Normalizes the raw keys and scales the raw queries, whose copies have finished. A warp takes one of them at
+// a time. Keys are recorded.
 template <class State, class Input, int kWidth>
 __device__ void scale_window(const VerifyJob& job, const Window& w) {
     constexpr int kPadded = Rows<State, kWidth>::kPadded;
@@ -109,7 +110,7 @@ __device__ void scale_window(const VerifyJob& job, const Window& w) {
 
 // ---------------------------------------------------------------- outputs
 
-// A warp has a token. Its outputs were rounded, as those of a kernel without the norm.
+// Normalizes and gates the outputs, one token per warp. They were rounded, as in a kernel without the norm.
 template <class Input>
 __device__ void norm_outputs(const VerifyJob& job, const Window& w) {
     const VerifyArguments& c = job.call;

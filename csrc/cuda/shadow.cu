@@ -1,6 +1,6 @@
 // Family shadow on CUDA: windows redirected to shadow pages. Semantics: nwor_ops/ops/shadow.py.
 #include "../shadow.h"
-#include "judge.h"
+#include "acceptance.h"
 #include "rows.h"
 
 namespace nwor {
@@ -29,8 +29,8 @@ struct WindowJob {
     FastDivisor by_run, by_request;  // divide a row index of the launch
     uint32_t num_runs;
     const char* report_as;
-    JudgeJob judge;        // for a launch that also determines outcomes
-    uint32_t first_judge;  // its first block; the blocks before it copy and redirect
+    AcceptJob acceptance;         // for a launch that also determines outcomes
+    uint32_t first_accept_block;  // its first block; the blocks before it copy and redirect
     PlaneRun runs[kMostRuns];
     char* caches[kPlanesPerWindow];
 };
@@ -92,6 +92,9 @@ __device__ void redirect_tables(const WindowJob& job, const Redirects& redirect_
     }
 }
 
+// Grid: first `copy_blocks` blocks (in x) that copy committed rows, in the shape of `shape_for_rows`: the
+// rows of a launch are runs of planes x requests x `rows_at_once`. The blocks after them redirect slots and
+// tables: groups x requests x 8 threads.
 template <class Unit, bool kTable>
 __global__ void __launch_bounds__(kThreads) open_kernel(const __grid_constant__ WindowJob job) {
     const WindowArguments& a = job.window;
@@ -119,14 +122,16 @@ __global__ void __launch_bounds__(kThreads) open_kernel(const __grid_constant__ 
                                Slot<kTable>(shadow, static_cast<uint32_t>(row)));
 }
 
-template <class Unit, bool kTable, bool kJudges>
+// Grid: as `open_kernel`. With kAccepts, the blocks from `first_accept_block` on determine the outcomes.
+template <class Unit, bool kTable, bool kAccepts>
 __global__ void __launch_bounds__(kThreads) close_kernel(const __grid_constant__ WindowJob job) {
     const WindowArguments& a = job.window;
     wait_for_earlier_kernels();
-    if constexpr (kJudges) {
-        if (blockIdx.x >= job.first_judge) {
-            fetch_requests(job.judge.accept);
-            if (blockIdx.y == 0 && blockIdx.z == 0) judge_items(job.judge, blockIdx.x - job.first_judge);
+    if constexpr (kAccepts) {
+        if (blockIdx.x >= job.first_accept_block) {
+            fetch_requests(job.acceptance.accept);
+            if (blockIdx.y == 0 && blockIdx.z == 0)
+                accept_items(job.acceptance, blockIdx.x - job.first_accept_block);
             return;
         }
     }
@@ -224,25 +229,25 @@ void launch_window(const WindowCall& call, int64_t most_rows, int64_t elements, 
     for (int64_t plane_of_part = 0; part.next(job, call.planes.data, call.planes_per_group, plane);
          plane_of_part = plane, redirects = false) {
         LaunchShape shape = shape_for_window(job, most_rows, redirects);
-        job.first_judge = shape.grid.x;
-        if constexpr (kOp == WindowOp::kJudgeAndClose) {
+        job.first_accept_block = shape.grid.x;
+        if constexpr (kOp == WindowOp::kAcceptAndClose) {
             if (plane_of_part == 0) {
-                job.judge = {call.accept, job.report_as};
+                job.acceptance = {call.accept, job.report_as};
                 const int64_t threads = shape.block.x * shape.block.y * shape.block.z;
-                shape.grid.x += static_cast<unsigned>(ceil_div(items_to_judge(call.accept), threads));
+                shape.grid.x += static_cast<unsigned>(ceil_div(items_to_accept(call.accept), threads));
             }
         }
         if (shape.grid.x == 0) continue;
         if constexpr (kOp == WindowOp::kOpen)
             launch.start(open_kernel<Unit, kTable>, shape, job);
         else
-            launch.start(close_kernel<Unit, kTable, kOp == WindowOp::kJudgeAndClose>, shape, job);
+            launch.start(close_kernel<Unit, kTable, kOp == WindowOp::kAcceptAndClose>, shape, job);
     }
 }
 
 template <WindowOp kOp>
 void run_window(const WindowCall& call, int64_t most_rows, const Launch& launch) {
-    if (call.window.num_requests == 0 && items_to_judge(call.accept) == 0) return;
+    if (call.window.num_requests == 0 && items_to_accept(call.accept) == 0) return;
     const bool table = call.page_offsets.table != nullptr;
     const int64_t size = call.planes.view.element_size;
     const int64_t elements =
@@ -270,8 +275,8 @@ void run(const WindowCall& call, const Launch& launch) {
             return run_window<WindowOp::kOpen>(call, call.window.block_size, launch);
         case WindowOp::kClose:
             return run_window<WindowOp::kClose>(call, most_rows_of(call.window), launch);
-        case WindowOp::kJudgeAndClose:
-            return run_window<WindowOp::kJudgeAndClose>(call, most_rows_of(call.window), launch);
+        case WindowOp::kAcceptAndClose:
+            return run_window<WindowOp::kAcceptAndClose>(call, most_rows_of(call.window), launch);
     }
 }
 

@@ -16,7 +16,7 @@ struct StageJob {
     const char* report_as;
 };
 
-// A thread moves the same element of key and value.
+// Grid: `shape_for_rows` over tokens x heads x accesses. A thread moves the same element of key and value.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ StageJob job) {
     const int64_t token = row_of_thread();
@@ -78,7 +78,7 @@ void run(const StageArguments& a, const Launch& launch) {
 
 constexpr int kAcceptThreads = 1024;
 
-// One block, because one missing row decides for all rows.
+// Grid: one block of 1024 threads, because one missing row decides for all rows.
 __global__ void __launch_bounds__(kAcceptThreads)
     accept_staged_kernel(const __grid_constant__ AcceptStagedArguments a) {
     __shared__ unsigned long long counts[3];  // staged, operations, committed
@@ -163,8 +163,9 @@ __device__ MoveOffsets offsets_of(const MoveJob& job, int64_t move, const Place&
     return offsets;
 }
 
-// A block handles some columns of one head of one plane, in all moves. It reads every source into shared
-// memory before it writes the first destination, and no other block touches those columns.
+// Grid: x = tiles of columns, y = heads, z = planes. A block handles some columns of one head of one plane,
+// in all moves. It reads every source into shared memory before it writes the first destination, and no other
+// block touches those columns.
 template <class Unit, bool kTable>
 __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ MoveJob job) {
     extern __shared__ uint4 shared[];

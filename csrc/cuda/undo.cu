@@ -1,6 +1,6 @@
 // Family undo on CUDA: write, write with a log, log, restore. Semantics: nwor_ops/ops/undo.py.
 #include "../undo.h"
-#include "judge.h"
+#include "acceptance.h"
 #include "write.h"
 
 namespace nwor {
@@ -32,6 +32,8 @@ struct LogJob {
     RowWindows row_windows;
 };
 
+// Grid: `shape_for_rows` over tokens x heads x accesses. A thread logs the same access of kRowsPerThread
+// tokens.
 template <class Unit, bool kTable>
 __global__ void __launch_bounds__(kThreads) log_kernel(const __grid_constant__ LogJob job) {
     const Place place = place_of_thread();
@@ -108,8 +110,8 @@ struct RestoreJob {
     const bool* row_rejected;
     RowWindows row_windows;  // from the first layer of this launch on
     const char* report_as;
-    JudgeJob judge;         // for a launch that also determines outcomes
-    uint32_t judge_blocks;  // number of blocks that determine outcomes; they come first
+    AcceptJob acceptance;    // for a launch that also determines outcomes
+    uint32_t accept_blocks;  // number of blocks that determine outcomes; they come first
     char* caches[kLayersPerLaunch];
 };
 static_assert(sizeof(RestoreJob) <= 4096, "kernel parameters are at most 4 KB on every architecture");
@@ -127,22 +129,24 @@ __device__ unsigned layers_to_restore(const RestoreJob& job, int first_layer, in
     return logged;
 }
 
-// The rows of this launch are the rows of the log, repeated for each group of layers that share a thread. The
-// last layers come first, because the most recent writes are still in the L2 cache. With kJudges, every
-// thread determines the outcome of its row, and no block waits for those that store the outcomes.
-template <class Unit, bool kTable, bool kJudges>
+// Grid: with kAccepts, first `accept_blocks` blocks (in x) that store the outcomes. Then `shape_for_rows`
+// over rows x heads x accesses. The rows of this launch are the rows of the log, repeated for each group of
+// layers that share a thread. The last layers come first, because the most recent writes are still in the L2
+// cache. With kAccepts, every thread determines the outcome of its row, and no block waits for those that
+// store the outcomes.
+template <class Unit, bool kTable, bool kAccepts>
 __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant__ RestoreJob job) {
     const Place place = place_of_thread();
-    const uint32_t row_of_launch = (blockIdx.x - job.judge_blocks) * blockDim.z + threadIdx.z;
+    const uint32_t row_of_launch = (blockIdx.x - job.accept_blocks) * blockDim.z + threadIdx.z;
     const uint32_t layer_group = job.by_num_rows.quotient(row_of_launch);
     const int64_t row = row_of_launch - layer_group * job.by_num_rows.divisor;
     const int last_group = (job.num_layers - 1) / kLayersPerThread;
     const int first_layer = (last_group - static_cast<int>(layer_group)) * kLayersPerThread;
     wait_for_earlier_kernels();
-    if constexpr (kJudges) {
-        fetch_requests(job.judge.accept);
-        if (blockIdx.x < job.judge_blocks) {
-            if (blockIdx.y == 0 && blockIdx.z == 0) judge_items(job.judge, blockIdx.x);
+    if constexpr (kAccepts) {
+        fetch_requests(job.acceptance.accept);
+        if (blockIdx.x < job.accept_blocks) {
+            if (blockIdx.y == 0 && blockIdx.z == 0) accept_items(job.acceptance, blockIdx.x);
             return;
         }
     }
@@ -150,7 +154,7 @@ __global__ void __launch_bounds__(kThreads) restore_kernel(const __grid_constant
     // All of these are loaded before the first one is used.
     const int64_t slot_number = job.row_slots[row];
     const unsigned layers = layers_to_restore(job, first_layer, row);
-    const bool rejected = kJudges ? was_rejected(job.judge.accept, row) : job.row_rejected[row];
+    const bool rejected = kAccepts ? was_rejected(job.acceptance.accept, row) : job.row_rejected[row];
     if (!rejected || slot_number < 0 || layers == 0) return;
     if (slot_number >= job.slots.count)
         return report(job.report_as, {kRowSlots, row, slot_number, job.slots.count});
@@ -175,9 +179,9 @@ bool layers_fit(const RestoreArguments& r, int64_t elements) {
     return planes_fit(r.planes, elements);
 }
 
-// One launch for the layers [first, first + count). With kJudges, the first launch also determines the
+// One launch for the layers [first, first + count). With kAccepts, the first launch also determines the
 // outcome of drafts.
-template <bool kJudges>
+template <bool kAccepts>
 void launch_restore(const RestoreArguments& r, const AcceptArguments& accept, int64_t first, int64_t count,
                     int64_t elements, const Launch& launch) {
     RestoreJob job{};
@@ -200,31 +204,31 @@ void launch_restore(const RestoreArguments& r, const AcceptArguments& accept, in
     const bool moves = job.row.num_heads * job.row.columns > 0;
     LaunchShape shape = shape_for_rows(r.op, moves ? r.num_rows * ceil_div(count, kLayersPerThread) : 0,
                                        std::max<int64_t>(job.row.num_heads, 1), job.row.columns);
-    if constexpr (kJudges) {
-        job.judge = {accept, report_as(r.op)};
+    if constexpr (kAccepts) {
+        job.acceptance = {accept, report_as(r.op)};
         const int64_t threads = shape.block.x * shape.block.y * shape.block.z;
-        if (first == 0) job.judge_blocks = static_cast<uint32_t>(ceil_div(items_to_judge(accept), threads));
-        shape.grid.x += job.judge_blocks;
+        if (first == 0) job.accept_blocks = static_cast<uint32_t>(ceil_div(items_to_accept(accept), threads));
+        shape.grid.x += job.accept_blocks;
     }
     if (shape.grid.x == 0) return;
     if (r.page_offsets.table != nullptr)
         with_raw_type(cache.element_size, [&](auto tag) {
-            launch.start(restore_kernel<typename decltype(tag)::type, true, kJudges>, shape, job);
+            launch.start(restore_kernel<typename decltype(tag)::type, true, kAccepts>, shape, job);
         });
     else
         with_access_type(elements * cache.element_size, [&](auto tag) {
-            launch.start(restore_kernel<typename decltype(tag)::type, false, kJudges>, shape, job);
+            launch.start(restore_kernel<typename decltype(tag)::type, false, kAccepts>, shape, job);
         });
 }
 
-template <bool kJudges>
+template <bool kAccepts>
 void restore(const RestoreArguments& r, const AcceptArguments& accept, const Launch& launch) {
     const int64_t elements = elements_per_access(r.planes.view.element_size, [&](int64_t n) {
         return r.page_offsets.table == nullptr && layers_fit(r, n);
     });
     for (int64_t first = 0; first < r.planes.count(); first += kLayersPerLaunch)
-        launch_restore<kJudges>(r, accept, first, std::min(kLayersPerLaunch, r.planes.count() - first),
-                                elements, launch);
+        launch_restore<kAccepts>(r, accept, first, std::min(kLayersPerLaunch, r.planes.count() - first),
+                                 elements, launch);
     check_launch(launch);
 }
 

@@ -124,7 +124,8 @@ struct WriteJob {
     Format format;
 };
 
-// A thread moves the same element of key and value. In a packed row they are adjacent.
+// Grid: `shape_for_rows` over tokens x heads x accesses. A thread moves the same element of key and value. In
+// a packed row they are adjacent.
 template <class Access, Writer kWriter>
 __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__ WriteJob job) {
     using Source = typename Access::Source;

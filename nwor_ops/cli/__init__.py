@@ -7,4 +7,4 @@ def main() -> None:
     require("typer", "rich")
     from nwor_ops.cli.app import app
 
-    app()
+    app(prog_name="nwor-ops")

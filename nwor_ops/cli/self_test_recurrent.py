@@ -26,7 +26,7 @@ class _Layer:
         self.keys = self.zeros(SLOTS, 2, RECORD_ROWS, 1, WIDTH, dtype=torch.bfloat16)
         self.norms, self.decays = self.zeros(SLOTS, 2, RECORD_ROWS, 1), self.zeros(SLOTS, 2, RECORD_ROWS, 1)
         self.values = self.zeros(SLOTS, RECORD_ROWS, 1, WIDTH)
-        self.layer_window, self.window = self.zeros(1, dtype=torch.int64), self.zeros(1, dtype=torch.int64)
+        self.layer_window, self.window_id = self.zeros(1, dtype=torch.int64), self.zeros(1, dtype=torch.int64)
         self.plan = self.zeros(2, 4, dtype=torch.int32)
         self.cursors = self.zeros(SLOTS, 2, dtype=torch.int32)
         self.units = torch.eye(WIDTH, dtype=torch.bfloat16, device=device)
@@ -49,7 +49,7 @@ class _Layer:
         return state
 
     def window_of(
-        self, tokens: tuple[int, ...], num_accepted: int, plan: tuple[int, ...], half: int, kept: tuple[int, ...]
+        self, tokens: tuple[int, ...], num_kept: int, plan: tuple[int, ...], half: int, kept: tuple[int, ...]
     ) -> Iterator[str | None]:
         """Plan and run a window that starts with the tokens `kept`, and yield each op's problem.
 
@@ -58,12 +58,12 @@ class _Layer:
         number = self.layer_window + 1
         starts = self.int32(0, len(tokens))
         ops.plan_recurrent_window(
-            self.plan, self.cursors, self.window, self.int32(SLOT), starts, self.int32(num_accepted), RECORD_ROWS
+            self.plan, self.cursors, self.window_id, self.int32(SLOT), starts, self.int32(num_kept), RECORD_ROWS
         )
         yield difference(
             plan=(self.plan, (plan, NONE)),
             cursors=(self.cursors, ((0, 0), (0, 0), (len(tokens), half))),
-            window=(self.window, number),
+            window_id=(self.window_id, number),
         )
         values = torch.stack([self.value(token) for token in tokens])
         rows, large = list(tokens), torch.full((len(tokens), 1), 200.0, device=self.device)
@@ -73,7 +73,7 @@ class _Layer:
         ops.gated_delta_verify(
             out, self.state, self.keys, self.norms, self.decays, self.values, self.layer_window,
             torch.ones_like(self.units).tril()[rows][:, None], self.units[rows][:, None], values.bfloat16()[:, None],
-            -large, large, self.zeros(1), self.zeros(1), self.plan, self.window, starts, 1.0, use_qk_l2norm=False,
+            -large, large, self.zeros(1), self.zeros(1), self.plan, self.window_id, starts, 1.0, use_qk_l2norm=False,
             all_states=every,
         )  # fmt: skip
         state[SLOT, 0] = self.holds(*kept)
@@ -117,8 +117,8 @@ class _Layer:
 def _problems(device: torch.device) -> Iterator[str | None]:
     """Run a window of tokens 0 and 1, of which the first is kept, then a window of token 2, which is kept too."""
     layer = _Layer(device)
-    yield from layer.window_of((0, 1), num_accepted=0, plan=(SLOT, 0, 0, SLOT), half=1, kept=())
-    yield from layer.window_of((2,), num_accepted=1, plan=(SLOT, 1, 1, SLOT), half=0, kept=(0,))
+    yield from layer.window_of((0, 1), num_kept=0, plan=(SLOT, 0, 0, SLOT), half=1, kept=())
+    yield from layer.window_of((2,), num_kept=1, plan=(SLOT, 1, 1, SLOT), half=0, kept=(0,))
     yield from layer.fold(kept=(0, 2), half=0)
 
 

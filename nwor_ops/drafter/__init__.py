@@ -2,8 +2,8 @@
 
 :class:`DraftLoop` is the loop, and :class:`DraftBuffers` holds the tensors that its steps read and write. A
 :class:`DraftMetadata` builds the attention metadata of your back end. A :class:`FirstPass` is the pass before the loop.
-``docs/draft_loop.md`` explains how it works and how to write an adapter; ``examples/draft_loop.py`` is one to run. Only
-torch is needed.
+``docs/guides/draft-loop.md`` explains how it works and how to write an adapter. ``examples/draft_loop.py`` is one to
+run. Only torch is needed.
 """
 
 from nwor_ops.drafter.buffers import DraftBuffers

@@ -21,7 +21,8 @@ class DraftBuffers(BoundToMemory):
     """Tensors that the steps of a draft loop read and write.
 
     Letters: M rows (the maximum number of requests in a batch), K drafts of each. All tensors are on one device. All
-    except ``hidden_states`` and ``draft_tokens`` are contiguous. Create them with :meth:`allocate`, or pass those of an
+    except ``hidden_states`` and ``draft_tokens`` are contiguous; these two may have any strides, but every element has
+    its own memory. Create them with :meth:`allocate`, or pass those of an
     engine. Graphs refer to them by address, so they cannot be copied or pickled.
 
     Attributes:
@@ -166,7 +167,11 @@ class DraftBuffers(BoundToMemory):
 
         They get request-state index -1, no tokens, and 0 as id, position and length. Other rows do not change. If there
         are no such rows, nothing is launched.
+
+        Raises:
+            ValueError, TypeError: not ``0 <= num_reqs <= padded <= M``. Nothing is written.
         """
+        self._check_rows(num_reqs, padded)
         if num_reqs == padded:
             return
         self.idx_mapping[num_reqs:padded].fill_(-1)
@@ -179,7 +184,9 @@ class DraftBuffers(BoundToMemory):
 
         Raises:
             RuntimeError: a row is not inert. The message names the buffer.
+            ValueError, TypeError: as :meth:`pad_rows`.
         """
+        self._check_rows(num_reqs, padded)
         inert = {"idx_mapping": -1, "query_start_loc": num_reqs, "input_ids": 0, "positions": 0, "seq_lens": 0}
         for name, value in inert.items():
             tail = getattr(self, name)[num_reqs : padded + (name == "query_start_loc" and num_reqs < padded)]
@@ -193,7 +200,11 @@ class DraftBuffers(BoundToMemory):
 
         Lengths and starts are those of real rows, so that kernels do their work. Every index is -1, so no key is
         written. The rows after those of the key are inert.
+
+        Raises:
+            ValueError, TypeError: the key is not a GraphKey, or has more rows than the buffers.
         """
+        self._check_key("DraftBuffers.stage", key)
         rows, length = key.num_reqs, key.query_len
         self.idx_mapping.fill_(-1)
         self.input_ids.zero_()
@@ -204,6 +215,18 @@ class DraftBuffers(BoundToMemory):
         self.query_start_loc.copy_(starts.clamp(max=key.num_tokens))
         places = self.positions[: key.num_tokens]
         places.copy_(torch.arange(len(places), device=self.device) % length)
+
+    def _check_rows(self, num_reqs: int, padded: int) -> None:
+        if type(num_reqs) is not int or type(padded) is not int or not 0 <= num_reqs <= padded <= self.max_num_reqs:
+            num_reqs = validation.integer("DraftBuffers: num_reqs", num_reqs, 0)
+            validation.integer("DraftBuffers: padded", padded, num_reqs, self.max_num_reqs)
+
+    def _check_key(self, what: str, key: GraphKey) -> None:
+        validation.instance(f"{what}: key", key, GraphKey, "a GraphKey")
+        if key.num_reqs > self.max_num_reqs:
+            raise ValueError(
+                f"{what}: key must have at most {self.max_num_reqs} requests, the rows of the buffers, got {key}"
+            )
 
     def _check(self, name: str, dtypes: tuple[torch.dtype, ...] | None, dims: int, rows: int) -> None:
         tensor: Any = getattr(self, name)
@@ -217,5 +240,7 @@ class DraftBuffers(BoundToMemory):
             raise ValueError(
                 f"DraftBuffers: {name} must have {dims} dimensions and at least {rows} rows, got {list(tensor.shape)}"
             )
-        if name not in ("hidden_states", "draft_tokens") and not tensor.is_contiguous():
+        if name in ("hidden_states", "draft_tokens"):
+            validation.distinct_elements(f"DraftBuffers: {name}", tensor)
+        elif not tensor.is_contiguous():
             raise ValueError(f"DraftBuffers: {name} must be contiguous, got strides {list(tensor.stride())}")

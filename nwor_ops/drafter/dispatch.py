@@ -49,6 +49,10 @@ class Dispatch:
         mode: "loop" (one graph, which updates the metadata), "step" (one graph per step; the metadata is built between
             them) or "eager".
         reason: the reason for this mode, as a sentence.
+
+    Example:
+        >>> Dispatch(GraphKey(4), "loop", "captured").key.num_tokens
+        4
     """
 
     key: GraphKey
@@ -88,6 +92,8 @@ class DispatchTable:
 
     def smallest(self, num_reqs: int, query_len: int = 1) -> GraphKey | None:
         """Return the smallest key of this query length that holds ``num_reqs`` requests, or None."""
+        if type(num_reqs) is not int or num_reqs < 0:
+            validation.integer("DispatchTable: num_reqs", num_reqs, 0)
         counts = self._counts.get(query_len, [])
         place = bisect_left(counts, num_reqs)
         return GraphKey(counts[place], query_len) if place < len(counts) else None

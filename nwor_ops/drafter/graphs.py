@@ -2,49 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from nwor_ops.validation import BoundToMemory
 
 # Address, shape, strides and dtype of a tensor: everything that a graph depends on.
 Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 Places = dict[str, Place]
 
 
+_WITHOUT_TENSORS = (
+    type, str, bytes, int, float, ModuleType, FunctionType, BuiltinFunctionType, MethodType, type(None), torch.device,
+)  # fmt: skip
+
+
+class Graph(Protocol):
+    """A ``torch.cuda.CUDAGraph``, or a stand-in."""
+
+    def replay(self) -> None: ...
+
+
 @dataclass(frozen=True)
-class Recording:
+class Recording(BoundToMemory):
     """A captured graph, the metadata of its capture, and the places of the tensors that it reads."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     metadata: Any
     buffer_places: Places
     metadata_places: Places
 
 
 def tensors_in(value: Any, name: str, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in a tree of dicts, lists, tuples and objects with attributes, each with its path.
+    """Yield every tensor in a tree of mappings, lists, tuples, sets and objects with attributes, each with its path.
 
-    An object that occurs several times is listed at the first place.
+    An object that occurs several times is listed at the first place. Functions, methods and modules are left out.
     """
     seen = set() if seen is None else seen
-    if id(value) in seen or isinstance(value, (type, str, bytes, int, float)) or callable(value):
+    if id(value) in seen or isinstance(value, _WITHOUT_TENSORS):
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for key, entry in value.items():
             yield from tensors_in(entry, f"{name}[{key!r}]", seen)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         for number, entry in enumerate(value):
             yield from tensors_in(entry, f"{name}[{number}]", seen)
-    elif hasattr(value, "__dict__"):
-        for attribute, entry in vars(value).items():
+    elif isinstance(value, Set):  # in the order of addresses, which is that of a set with the same tensors
+        for number, entry in enumerate(sorted(value, key=_address)):
+            yield from tensors_in(entry, f"{name}{{{number}}}", seen)
+    else:
+        if isinstance(value, functools.partial):
+            yield from tensors_in(value.args, f"{name}.args", seen)
+            yield from tensors_in(value.keywords, f"{name}.keywords", seen)
+        for attribute, entry in _attributes(value).items():
             yield from tensors_in(entry, f"{name}.{attribute}", seen)
+
+
+def _address(value: Any) -> int:
+    return value.data_ptr() if isinstance(value, Tensor) else id(value)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, from its ``__dict__`` and the ``__slots__`` of its classes."""
+    found = dict(getattr(value, "__dict__", {}))
+    for owner in type(value).__mro__:
+        slots = owner.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            private = slot.startswith("__") and not slot.endswith("__")
+            name = f"_{owner.__name__.lstrip('_')}{slot}" if private else slot
+            if name != "__dict__" and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
 
 
 def places_of(value: Any, name: str, device: torch.device) -> Places:

@@ -15,7 +15,7 @@ from torch import Tensor
 from nwor_ops import ops, validation
 from nwor_ops.drafter.buffers import DraftBuffers
 from nwor_ops.drafter.dispatch import MODES, Dispatch, DispatchTable, GraphKey, Mode
-from nwor_ops.drafter.graphs import Recording, capture_stream, places_of, record, require_unmoved, warm_up
+from nwor_ops.drafter.graphs import Graph, Recording, capture_stream, places_of, record, require_unmoved, warm_up
 from nwor_ops.drafter.metadata import DraftMetadata, FirstPass
 from nwor_ops.validation import BoundToMemory
 
@@ -64,14 +64,18 @@ class DraftLoop(BoundToMemory):
         pool: memory pool of the graphs (``torch.cuda.graph_pool_handle()``), or a function that returns a context
             manager around each capture, which yields the pool. None means a new pool.
         debug: before each replay, compare addresses, shapes and strides of all buffers and metadata with those of the
-            capture, and check that padded rows are inert. The second check synchronizes with the device.
+            capture, and check that padded rows are inert. After each run, check that its drafts are tokens of the
+            vocabulary. The last two checks synchronize with the device.
+        vocab_size: number of tokens of the vocabulary, for the check of drafts with ``debug``; None = every token that
+            fits int32.
 
     Attributes:
         counts: number of runs by pass and mode: ``counts["decode", "loop"]``, ``counts["first_pass", "eager"]``, ... A
             run counts once, however many steps it has.
 
     Raises:
-        ValueError: ``num_steps`` or ``max_len`` is not positive, or ``draft_tokens`` has fewer than K columns.
+        ValueError: ``num_steps``, ``max_len`` or ``vocab_size`` is not positive, or ``draft_tokens`` has fewer than K
+            columns.
         TypeError: an argument has the wrong type, or lacks a method.
 
     Example:
@@ -106,6 +110,7 @@ class DraftLoop(BoundToMemory):
         advance_positions: bool = True,
         pool: Pool | Callable[[], AbstractContextManager[Pool]] | None = None,
         debug: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         for name, function in (("model_fn", model_fn), ("sample_fn", sample_fn)):
             validation.function(f"DraftLoop: {name}", function)
@@ -115,6 +120,8 @@ class DraftLoop(BoundToMemory):
             _require_methods("first_pass", first_pass, "expand", "finish")
         num_steps = validation.integer("DraftLoop: num_steps", num_steps)
         max_len = validation.integer("DraftLoop: max_len", max_len)
+        if vocab_size is not None:
+            vocab_size = validation.integer("DraftLoop: vocab_size", vocab_size)
         for name, switch in (("advance_positions", advance_positions), ("debug", debug)):
             validation.boolean(f"DraftLoop: {name}", switch)
         if buffers.draft_tokens.shape[1] < num_steps:
@@ -125,7 +132,7 @@ class DraftLoop(BoundToMemory):
         self.model_fn, self.sample_fn, self.first_pass = model_fn, sample_fn, first_pass
         self.buffers, self.metadata = buffers, metadata
         self.num_steps, self.max_len = num_steps, max_len
-        self.advance_positions, self.debug = advance_positions, debug
+        self.advance_positions, self.debug, self.vocab_size = advance_positions, debug, vocab_size
         self.counts = Counter()
         self._pool = pool
         self._own_pool: Any = None
@@ -160,19 +167,18 @@ class DraftLoop(BoundToMemory):
             ValueError: a key has more rows than the buffers, or a query length > 1 without a first pass; mode "loop"
                 needs metadata that can be updated in place; ``num_drafts`` is out of range.
             RuntimeError: the buffers are not on a CUDA device.
+            TypeError: a key is not a GraphKey.
         """
-        if self.buffers.device.type != "cuda":
-            raise RuntimeError(f"DraftLoop.capture: needs a CUDA device, the buffers are on {self.buffers.device}")
         keys, modes, drafts = list(keys), list(modes), self._checked_drafts(num_drafts)
+        for key in keys:
+            validation.instance("DraftLoop: each of keys", key, GraphKey, "a GraphKey")
         chosen = [(self._graph_mode(mode), self._checked(key, key.num_reqs)) for mode in modes for key in keys]
+        stream = self._capture_stream()
         wanted = [(mode, key, self._filed(mode, key.query_len, drafts)) for mode, key in chosen]
         # The first pass precedes the loop, and the largest key comes first, so that later graphs fit into the pool's
         # memory. Ties are ordered by mode, because all ranks of a tensor-parallel group must capture in the same order.
         missing = set(wanted) - set(self._recordings)
         order = sorted(missing, key=lambda job: (job[1].query_len == 1, -job[1].num_tokens, job[0]))
-        if self._pool is None and self._own_pool is None:
-            self._own_pool = torch.cuda.graph_pool_handle()
-        stream = capture_stream(self.buffers.device)
         for mode, key, filed in order:
             if key.query_len > 1 or filed > 1:
                 self._recordings[mode, key, filed] = self._record(mode, key, filed, stream)
@@ -180,7 +186,14 @@ class DraftLoop(BoundToMemory):
 
     def dispatch(self, num_reqs: int, query_len: int = 1, num_drafts: int | None = None) -> Dispatch:
         """Return how ``run(num_reqs)`` would run, and the reason; with ``query_len`` > 1, how the first pass would.
-        Launches nothing."""
+        Launches nothing.
+
+        Raises:
+            ValueError, TypeError: an argument is out of its range or has another type.
+        """
+        self._check_num_reqs(num_reqs)
+        if type(query_len) is not int or query_len < 1:
+            validation.integer("DraftLoop: query_len", query_len)
         drafts = self._checked_drafts(num_drafts)
         key = self._smallest("loop", num_reqs, query_len, drafts)
         if key is not None:
@@ -233,11 +246,14 @@ class DraftLoop(BoundToMemory):
 
         Raises:
             ValueError: ``num_reqs``, ``key`` or ``num_drafts`` does not fit, or the metadata does not support "loop".
+                With ``debug=True`` also if a draft is not a token of the vocabulary.
+            TypeError: an argument has another type.
             RuntimeError: the mode needs a graph that was not captured. With ``debug=True`` also if a tensor that a
                 graph reads has moved, or if rows that must be inert are not.
         """
         self._check_num_reqs(num_reqs)
         drafts = self._checked_drafts(num_drafts)
+        self._check_options(key, replay=replay, inert_tails=inert_tails)
         if num_reqs > 0 and drafts > 1:
             chosen, key = self._choose(num_reqs, 1, mode, key, drafts)
             recording = self._recording(chosen, key, replay, drafts)
@@ -247,6 +263,7 @@ class DraftLoop(BoundToMemory):
                 self.buffers.require_inert(num_reqs, key.num_reqs)
             self.counts["decode", chosen] += 1
             self._run_steps(chosen, key, num_reqs, recording, drafts)
+            self._check_tokens(num_reqs, 1, drafts)
         return self.buffers.draft_tokens[:num_reqs, :num_drafts]
 
     @torch.no_grad()
@@ -270,6 +287,9 @@ class DraftLoop(BoundToMemory):
             ``draft_tokens[:num_reqs, :1]``: a view.
         """
         self._check_num_reqs(num_reqs)
+        self._check_options(key, replay=replay)
+        if type(query_len) is not int:
+            validation.integer("DraftLoop: query_len", query_len)
         if query_len < 2:
             raise ValueError(f"DraftLoop.run_first_pass: query_len must be > 1, got {query_len}")
         if num_reqs > 0:
@@ -279,6 +299,7 @@ class DraftLoop(BoundToMemory):
                 self.buffers.idx_mapping[num_reqs : key.num_reqs].fill_(-1)
             self.counts["first_pass", chosen] += 1
             self._run_first(chosen, key, num_reqs, recording)
+            self._check_tokens(num_reqs, 0, 1)
         return self.buffers.draft_tokens[:num_reqs, :1]
 
     def invalidate(self, reason: str) -> None:
@@ -290,7 +311,11 @@ class DraftLoop(BoundToMemory):
 
         Args:
             reason: the reason in a few words, for the log.
+
+        Raises:
+            TypeError: the reason is not a string.
         """
+        validation.instance("DraftLoop: reason", reason, str, "a string")
         self._recordings.clear()
         self._own_pool = None  # a pool without its graphs cannot be recorded into again
         for table in self._tables.values():
@@ -308,10 +333,20 @@ class DraftLoop(BoundToMemory):
         if list(sampled.shape) != [key.num_reqs]:
             raise ValueError(f"DraftLoop: sample_fn must return [{key.num_reqs}] tokens, got {list(sampled.shape)}")
         ops.update_draft_inputs(
-            sampled, buffers.current_draft_step, buffers.draft_tokens, buffers.input_ids, buffers.positions,
-            buffers.seq_lens, self.num_steps, self.max_len, buffers.idx_mapping, next_hidden, buffers.hidden_states,
-            buffers.sample_positions, self.advance_positions,
-        )  # fmt: skip
+            sampled=sampled,
+            current_draft_step=buffers.current_draft_step,
+            draft_tokens=buffers.draft_tokens,
+            input_ids=buffers.input_ids,
+            positions=buffers.positions,
+            seq_lens=buffers.seq_lens,
+            num_speculative_steps=self.num_steps,
+            max_model_len=self.max_len,
+            idx_mapping=buffers.idx_mapping,
+            hidden_states=next_hidden,
+            next_hidden_states=buffers.hidden_states,
+            sample_positions=buffers.sample_positions,
+            advance_positions=self.advance_positions,
+        )
 
     def _all_steps(self, key: GraphKey, metadata: Any, num_drafts: int) -> None:
         for step in range(1, num_drafts):
@@ -444,7 +479,28 @@ class DraftLoop(BoundToMemory):
             return self.num_steps
         return validation.integer("DraftLoop: num_drafts", num_drafts, most=self.num_steps)
 
+    def _check_options(self, key: object, **switches: object) -> None:
+        if key is not None and type(key) is not GraphKey:
+            validation.instance("DraftLoop: key", key, GraphKey, "a GraphKey or None")
+        for name, switch in switches.items():
+            if type(switch) is not bool:
+                validation.boolean(f"DraftLoop: {name}", switch)
+
+    def _check_tokens(self, num_reqs: int, first: int, end: int) -> None:
+        """In debug mode, raise for the first draft of these steps that is not a token."""
+        if not self.debug:
+            return
+        drafts = self.buffers.draft_tokens[:num_reqs, first:end]
+        most = validation.INT32_MAX if self.vocab_size is None else self.vocab_size - 1
+        for row, step in ((drafts < 0) | (drafts > most)).nonzero().tolist():
+            raise ValueError(
+                f"DraftLoop: drafts must be tokens from 0 to {most}, got {int(drafts[row, step])} in row {row}, step "
+                f"{first + step}"
+            )
+
     def _check_num_reqs(self, num_reqs: int) -> None:
+        if type(num_reqs) is not int:
+            validation.integer("DraftLoop: num_reqs", num_reqs)
         if not 0 <= num_reqs <= self.buffers.max_num_reqs:
             raise ValueError(
                 f"DraftLoop: num_reqs must be 0 to {self.buffers.max_num_reqs}, the rows of the buffers, got {num_reqs}"
@@ -487,12 +543,26 @@ class DraftLoop(BoundToMemory):
             return self.metadata.build(key, 0, 0 if first else 1, capturing=True)
 
         metadata = built()
-        warm_up(lambda: body(key, metadata), stream)
+        self._warm_up(lambda: body(key, metadata), stream)
         metadata = built()  # back ends may plan or allocate in the warm-up
-        pool = self._own_pool if self._pool is None else self._pool
         return Recording(
-            graph=record(lambda: body(key, metadata), stream, pool),
+            graph=self._graph(lambda: body(key, metadata), stream),
             metadata=metadata,
             buffer_places=places_of(self.buffers.tensors(), "buffers", self.buffers.device),
             metadata_places=places_of(metadata, "metadata", self.buffers.device),
         )
+
+    # What depends on CUDA graphs: nwor_ops.testing.host_graphs replaces it on a CPU.
+
+    def _capture_stream(self) -> torch.cuda.Stream:
+        if self.buffers.device.type != "cuda":
+            raise RuntimeError(f"DraftLoop.capture: needs a CUDA device, the buffers are on {self.buffers.device}")
+        if self._pool is None and self._own_pool is None:
+            self._own_pool = torch.cuda.graph_pool_handle()
+        return capture_stream(self.buffers.device)
+
+    def _warm_up(self, body: Callable[[], object], stream: torch.cuda.Stream) -> None:
+        warm_up(body, stream)
+
+    def _graph(self, body: Callable[[], object], stream: torch.cuda.Stream) -> Graph:
+        return record(body, stream, self._own_pool if self._pool is None else self._pool)

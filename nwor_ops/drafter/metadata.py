@@ -13,7 +13,7 @@ class DraftMetadata(Protocol):
     """The attention metadata of one drafter, slot mappings included.
 
     You choose the type of the metadata object. The loop passes it to ``model_fn``. With ``debug=True`` it also reads
-    the addresses of the tensors in it (in dicts, lists, tuples and dataclass-like objects).
+    the addresses of the tensors in it: in mappings, lists, tuples, sets, and attributes or slots of objects.
 
     Graphs read the tensors of the object they were captured with. Three rules follow:
 
@@ -23,6 +23,18 @@ class DraftMetadata(Protocol):
     - Padded rows have ``buffers.idx_mapping[row] < 0``. No table is read for them.
 
     Inherit from this class to get ``prepare`` and ``why_not_in_place``, or implement all four methods.
+
+    Example:
+        >>> class Metadata(DraftMetadata):
+        ...     def __init__(self, buffers):
+        ...         self.buffers = buffers
+        ...     def build(self, key, num_reqs, step, capturing=False):
+        ...         return {"seq_lens": self.buffers.seq_lens[: key.num_reqs]}
+        ...     def update(self, key, metadata):
+        ...         pass  # the lengths are a view of the loop's buffer, which every step updates
+        >>> buffers = nwor_ops.drafter.DraftBuffers.allocate(4, 2, "cpu")
+        >>> Metadata(buffers).build(GraphKey(2), num_reqs=1, step=1)["seq_lens"].tolist()
+        [0, 0]
     """
 
     @property
@@ -73,6 +85,23 @@ class FirstPass(Protocol):
     ``update``, ``model_fn`` and ``finish``, in this order. All except ``build`` are captured. Both methods therefore
     work on the device only, with tensors at fixed addresses (pass them to ``DraftBuffers.register``). They read from
     ``buffers.idx_mapping`` which rows are real.
+
+    Example:
+        ``StandaloneFirstPass`` of ``examples/draft_loop.py`` is complete. These are two of its steps:
+
+        >>> import torch
+        >>> class Following(FirstPass):
+        ...     def __init__(self, buffers, target_ids):
+        ...         self.buffers, self.target_ids = buffers, target_ids
+        ...     def expand(self, key):
+        ...         self.buffers.input_ids[: key.num_tokens].copy_(self.target_ids[: key.num_tokens])
+        ...     def finish(self, key, output, next_hidden):
+        ...         self.buffers.draft_tokens[: key.num_reqs, 0].copy_(output.argmax(dim=-1))
+        >>> buffers = nwor_ops.drafter.DraftBuffers.allocate(4, 2, "cpu")
+        >>> first_pass = Following(buffers, torch.tensor([7, 8, 9]).int())
+        >>> first_pass.expand(GraphKey(1, 3))
+        >>> buffers.input_ids[:3].tolist()
+        [7, 8, 9]
     """
 
     def expand(self, key: GraphKey) -> None:

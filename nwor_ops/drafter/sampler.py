@@ -54,6 +54,7 @@ class DraftSampler(BoundToMemory):
             validation.function("DraftSampler: compute_logits", compute_logits)
         if logits_cache is not None:
             validation.tensor("DraftSampler: logits_cache", logits_cache, dims=3, device=buffers.device)
+            validation.distinct_elements("DraftSampler: logits_cache", logits_cache)
         self.buffers, self.temperature, self.seeds = buffers, temperature, seeds
         self.compute_logits, self.logits_cache = compute_logits, logits_cache
         rows, device = buffers.max_num_reqs, buffers.device
@@ -76,9 +77,13 @@ class DraftSampler(BoundToMemory):
             int64 ``[N]``: a view of one buffer, which the next call overwrites.
 
         Raises:
-            TypeError: the logits are not a tensor; or as :func:`~nwor_ops.ops.gumbel_sample`.
-            ValueError: the logits are not ``[>= N, V]``; or as :func:`~nwor_ops.ops.gumbel_sample`.
+            TypeError: an argument has another type; or as :func:`~nwor_ops.ops.gumbel_sample`.
+            ValueError: the key has more rows than the buffers, or the logits are not ``[>= N, V]``; or as
+                :func:`~nwor_ops.ops.gumbel_sample`.
         """
+        self.buffers._check_key("DraftSampler", key)
+        if positions is not None:
+            validation.tensor("DraftSampler: positions", positions)
         rows, buffers = key.num_reqs, self.buffers
         logits = output if self.compute_logits is None else self.compute_logits(output)
         validation.tensor("DraftSampler: logits", logits, dims=2, least=rows)

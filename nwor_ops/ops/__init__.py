@@ -4,11 +4,13 @@ The kernels of a family are in ``csrc/cpu/FAMILY.cpp`` and ``csrc/cuda/FAMILY.cu
 tables in ``meta/FAMILY.py``.
 
 ``torch.ops.nwor.NAME`` and the function of the same name take the same arguments in the same order. The function adds
-two things:
+three things:
 
 - It refuses tensors that require a gradient. The ops have no backward, and an in-place op without one would silently
   corrupt a backward pass.
 - It raises ``TypeError`` for a wrong dtype or device. The dispatcher can raise only ``ValueError``.
+- It raises ``TypeError`` for an option that is neither True nor False. The dispatcher takes the truth value of None and
+  of numbers.
 
 Shapes use these letters: T tokens of this step, R log rows, G groups of layers, Q requests, B blocks, N slots per block
 (the block size), H KV heads, D head size, W the width of a plane.

@@ -220,4 +220,13 @@ def reject_rows_from_rejected(
 
     Raises:
         ValueError, TypeError: as :func:`reject_rows`.
+
+    Example:
+        >>> import torch
+        >>> counts, starts = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
+        >>> row_rejected, num_accepted = torch.zeros(3, dtype=torch.bool), torch.zeros(2, dtype=torch.int32)
+        >>> counters = torch.zeros(len(nwor_ops.COUNTERS), dtype=torch.int64)
+        >>> nwor_ops.reject_rows_from_rejected(counts, starts, row_rejected, num_accepted, counters)
+        >>> row_rejected.tolist(), num_accepted.tolist()
+        ([False, True, False], [1, 1])
     """

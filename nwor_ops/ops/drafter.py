@@ -134,7 +134,7 @@ def prepare_decode_inputs(
         advance_positions: whether each draft token writes a key, so that positions advance.
 
     Raises:
-        As :func:`prepare_prefill_inputs`.
+        ValueError, TypeError, IndexError, RuntimeError: as :func:`prepare_prefill_inputs`.
 
     Example:
         >>> import torch

@@ -25,14 +25,14 @@ from torch import Tensor
 from nwor_ops.ops.registry import op
 
 
-@op(mutates=("plan", "cursors", "window", "num_refused"))
+@op(mutates=("plan", "cursors", "window_id", "num_refused"))
 def plan_recurrent_window(
     plan: Tensor,
     cursors: Tensor,
-    window: Tensor,
+    window_id: Tensor,
     state_slots: Tensor,
     query_start_loc: Tensor,
-    num_accepted: Tensor,
+    num_kept: Tensor,
     record_rows: int,
     is_window: Tensor | None = None,
     num_refused: Tensor | None = None,
@@ -48,13 +48,13 @@ def plan_recurrent_window(
             from Q on.
         cursors: int32 ``[S, 2]``, contiguous; **mutated** at the slots of this step's requests. A row holds the number
             of rows that the last window recorded (0 = nothing pending), and their half. Fill it with zeros at first.
-        window: int64 ``[1]``; **mutated**: the number of the open window, increased by one.
+        window_id: int64 ``[1]``; **mutated**: the number of the open window, increased by one.
         state_slots: int32 or int64 ``[Q]``, any stride: the slot of each request; 0 or less = padding. It may be a
             column of a block table.
         query_start_loc: int32 ``[>= Q + 1]``, contiguous: the first token of each request, and the end of the last one.
             A request without tokens keeps its cursor.
-        num_accepted: int32 ``[>= Q]``, contiguous: number of tokens of the request's last window that stay, from 1 to
-            the recorded rows. It includes the first token, which is not a draft token. Ignored if nothing is pending.
+        num_kept: int32 ``[>= Q]``, contiguous: number of tokens of the request's last window that stay, from 1 to the
+            recorded rows. It includes the first token, which is not a draft token. Ignored if nothing is pending.
         record_rows: W, the maximum number of tokens in a window.
         is_window: bool ``[>= Q]``, contiguous, or None = all True. False if another kernel (prefill or plain decode)
             computes the request's tokens of this step. Its pending rows are dropped, so fold them before.
@@ -62,13 +62,26 @@ def plan_recurrent_window(
             skipped because their counts are invalid. (On the CPU the call raises for the first one.)
 
     Raises:
-        ValueError: a shape or stride is wrong. On the CPU also: a window is longer than W, an accepted count or a
+        ValueError: a shape or stride is wrong. On the CPU also: a window is longer than W, a count of kept tokens or a
             cursor is invalid, starts decrease, or two requests have the same slot.
         TypeError: a dtype or device is wrong.
         IndexError: on the CPU, a slot is >= S. Nothing is written then. On CUDA, a request with such a problem gets a
             row of zeros and keeps its cursor; with ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after the launch. CUDA
             does not check for two requests with the same slot.
         RuntimeError: a tensor requires a gradient, or the library for this device is missing.
+
+    Example:
+        >>> import torch
+        >>> def int32(*values):
+        ...     return torch.tensor(values, dtype=torch.int32)
+        >>> plan, cursors, window = torch.zeros(1, 4).int(), torch.zeros(2, 2).int(), torch.zeros(1).long()
+        >>> slots, starts = int32(1), int32(0, 3)  # one request: a known token and two drafts
+        >>> nwor_ops.plan_recurrent_window(plan, cursors, window, slots, starts, int32(0), record_rows=3)
+        >>> plan.tolist(), cursors.tolist()  # nothing to reapply; three rows will be recorded
+        ([[1, 0, 0, 1]], [[0, 0], [3, 1]])
+        >>> nwor_ops.plan_recurrent_window(plan, cursors, window, slots, starts, int32(2), record_rows=3)
+        >>> plan.tolist(), cursors.tolist()  # two of them stay: reapply these
+        ([[1, 2, 1, 1]], [[0, 0], [3, 0]])
     """
 
 
@@ -96,8 +109,18 @@ def plan_recurrent_fold(
         keep_source: whether rows stay pending in a source that is not its own target.
 
     Raises:
-        As :func:`plan_recurrent_window`. ValueError also if two entries have the same target, or a target is the
-        source of another entry. CUDA does not check this.
+        ValueError, TypeError, IndexError, RuntimeError: as :func:`plan_recurrent_window`.
+        ValueError: also if two entries have the same target, or a target is the source of another entry. CUDA does not
+            check this.
+
+    Example:
+        >>> import torch
+        >>> def int32(*values):
+        ...     return torch.tensor(values, dtype=torch.int32)
+        >>> plan, cursors = torch.zeros(1, 4).int(), int32(0, 0, 3, 1).view(2, 2)  # three rows of slot 1 are pending
+        >>> nwor_ops.plan_recurrent_fold(plan, cursors, int32(1), int32(1), int32(2))  # two of them stay
+        >>> plan.tolist(), cursors.tolist()
+        ([[1, 2, 1, 1]], [[0, 0], [0, 1]])
     """
 
 
@@ -122,7 +145,7 @@ def gated_delta_verify(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     plan: Tensor,
-    window: Tensor,
+    window_id: Tensor,
     query_start_loc: Tensor,
     scale: float,
     softplus_beta: float = 1.0,
@@ -177,7 +200,7 @@ def gated_delta_verify(
         record_norms: float32 ``[S, 2, W, H]``: the factor that normalizes a key (1 without ``use_qk_l2norm``).
         record_decays: float32 ``[S, 2, W, V]``, or ``[S, 2, W, V, dk]`` with a decay per channel.
         record_values: float32 ``[S, W, V, dv]``: the updates u.
-        layer_window: int64 ``[1]``; **mutated**: set to ``window``. A cancelled step uses it to find the layers that
+        layer_window: int64 ``[1]``; **mutated**: set to ``window_id``. A cancelled step uses it to find the layers that
             ran. It describes the layer, not a request: if CUDA skips a request here (see below), a cancelled step
             applies no rows for it.
         q, k: ``[T, H, dk]``, dtype of ``out``, contiguous along dk. They may be views of one packed tensor.
@@ -187,19 +210,20 @@ def gated_delta_verify(
         b: ``[T, V]``, any strides.
         A_log: ``[V]``, or None.
         dt_bias: ``[V]``, or ``[V, dk]`` with a decay per channel; None if ``A_log`` is None.
-        plan, window: from :func:`plan_recurrent_window`. The plan of another window would apply rows twice.
+        plan, window_id: from :func:`plan_recurrent_window`. The plan of another window would apply rows twice.
         query_start_loc: int32 ``[Q + 1]``, contiguous, as passed to the plan; Q is at most the rows of ``plan``.
-        scale: factor of q.
-        softplus_beta, softplus_threshold: parameters of the softplus.
+        scale: factor of q. Like all float options, it must be finite in float32.
+        softplus_beta, softplus_threshold: parameters of the softplus, the first positive, the second at most 88. With a
+            higher threshold, ``exp`` would be infinite in float32.
         use_qk_l2norm: whether to normalize q and k.
         gate: ``[>= T, V, dv]``, dtype of ``out``, contiguous along dv, or None.
         norm_weight: ``[dv]``; None if ``gate`` is None.
-        norm_eps: epsilon of the norm.
+        norm_eps: epsilon of the norm, 0 or more.
         gate_activation: ``"silu"`` or ``"sigmoid"``, applied to ``gate``.
         all_states: ``[>= T, V, dv, dk]``, dtype of ``state``, contiguous within a token, or None; **mutated**: the
             rounded state after each token, as a scheme that stores every state keeps it. For tests and audits.
         allow_neg_eigval: whether to double beta. Needs ``A_log``.
-        gate_lower_bound: the bound of g, finite and negative, or None for the softplus. Needs ``A_log``.
+        gate_lower_bound: the bound of g, negative, or None for the softplus. Needs ``A_log``.
 
     Raises:
         ValueError: a shape, a stride, an option, or written memory that overlaps any other argument; on the CPU also
@@ -208,6 +232,23 @@ def gated_delta_verify(
         IndexError: on the CPU, a slot of the plan >= S. Nothing is written then. CUDA skips such a request; with
             ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after the launch.
         RuntimeError: as :func:`plan_recurrent_window`.
+
+    Example:
+        >>> import torch
+        >>> rows, heads, width = 2, 1, 64
+        >>> out, state = torch.zeros(1, heads, width), torch.zeros(2, heads, width, width)
+        >>> keys, norms = torch.zeros(2, 2, rows, heads, width), torch.zeros(2, 2, rows, heads)
+        >>> decays, values = torch.zeros(2, 2, rows, heads), torch.zeros(2, rows, heads, width)
+        >>> layer_window, window = torch.zeros(1).long(), torch.ones(1).long()
+        >>> starts, plan = torch.tensor([0, 1]).int(), torch.tensor([[1, 0, 1, 1]]).int()  # one token, nothing pending
+        >>> q = k = v = torch.ones(1, heads, width)
+        >>> a, b = torch.zeros(1, heads), torch.full((1, heads), 100.0)  # beta = sigmoid(100) = 1
+        >>> nwor_ops.gated_delta_verify(
+        ...     out, state, keys, norms, decays, values, layer_window, q, k, v, a, b, torch.zeros(heads),
+        ...     torch.zeros(heads), plan, window, starts, scale=1.0,
+        ... )
+        >>> out[0, 0, 0].item(), state.any().item()  # v at its own key; the token is recorded, not stored
+        (1.0, False)
     """
 
 
@@ -220,12 +261,12 @@ def gated_delta_fold(
     record_values: list[Tensor],
     layer_windows: list[Tensor],
     plan: Tensor,
-    window: Tensor | None = None,
+    window_id: Tensor | None = None,
 ) -> None:
     """Fold pending rows into the states of several layers: ``state[target]`` becomes ``state[source]`` with its rows.
 
-    The result is bit-identical to the state that :func:`gated_delta_verify` stores before its window. With ``window``
-    the call is repeatable: a layer that it has folded is marked, and a second call leaves that layer out.
+    The result is bit-identical to the state that :func:`gated_delta_verify` stores before its window. With
+    ``window_id`` the call is repeatable: a layer that it has folded is marked, and a second call leaves that layer out.
 
     Args:
         states: a tensor for each of L layers, as ``state`` of :func:`gated_delta_verify`. All have the same shape,
@@ -233,15 +274,27 @@ def gated_delta_fold(
             plan.
         record_keys, record_norms, record_decays, record_values: a tensor for each layer, as there. Contiguous within
             a slot. The tensors of one list have the same shape and the same stride between slots.
-        layer_windows: int64 ``[1]`` for each layer: the last window that the layer ran in. **Mutated** if ``window``
-            is given and the plan has rows: all of them hold its number afterwards.
+        layer_windows: int64 ``[1]`` for each layer: the last window that the layer ran in. **Mutated** if
+            ``window_id`` is given and the plan has rows: all of them hold its number afterwards.
         plan: int32 ``[E, 4]``, contiguous: the output of :func:`plan_recurrent_fold`, or of
             :func:`plan_recurrent_window` to cancel an open window.
-        window: int64 ``[1]`` or None. Layers whose ``layer_windows`` holds this number already are left out: they ran
-            in the window, or an earlier call has folded them. None = fold all layers and mark none.
+        window_id: int64 ``[1]`` or None. Layers whose ``layer_windows`` holds this number already are left out: they
+            ran in the window, or an earlier call has folded them. None = fold all layers and mark none.
 
     Raises:
-        As :func:`gated_delta_verify`. ValueError also for lists of different lengths, for a state that shares memory
-        with another state or a record, and, with ``window``, for a number in ``layer_windows`` that shares memory
-        with another one, the plan or ``window``.
+        ValueError, TypeError, IndexError, RuntimeError: as :func:`gated_delta_verify`.
+        ValueError: also for lists of different lengths, for a state that shares memory with another state or a record,
+            and, with ``window_id``, for a number in ``layer_windows`` that shares memory with another one, the plan or
+            ``window_id``.
+
+    Example:
+        >>> import torch
+        >>> state = torch.ones(2, 1, 64, 64)
+        >>> keys, norms = torch.zeros(2, 2, 3, 1, 64), torch.ones(2, 2, 3, 1)
+        >>> decays, values = torch.full((2, 2, 3, 1), 0.5), torch.zeros(2, 3, 1, 64)
+        >>> plan = torch.tensor([[1, 2, 0, 1]]).int()  # two rows of slot 1
+        >>> layer_window = torch.zeros(1).long()
+        >>> nwor_ops.gated_delta_fold([state], [keys], [norms], [decays], [values], [layer_window], plan)
+        >>> state[:, 0, 0, 0].tolist()  # two decays of 0.5
+        [1.0, 0.25]
     """

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from nwor_ops.arguments import describe_type_error
+from nwor_ops.arguments import bool_error, describe_type_error
 from nwor_ops.torch_fixes import before_lowering
 
 NAMESPACE = "nwor"
@@ -79,9 +79,18 @@ def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Fun
         _library.define(name + _schema(function, mutates, results), tags=(torch.Tag.pt2_compliant_tag,))
         overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
         declared = OPS[name] = Op(name, function.__module__.rpartition(".")[2], function, overload)
+        booleans = tuple(
+            (place, argument.name, f"{name}: {argument.name}")
+            for place, argument in enumerate(overload._schema.arguments)
+            if isinstance(argument.type, torch._C.BoolType)
+        )
 
         @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
+            for place, option, label in booleans:
+                value = arguments[place] if place < len(arguments) else named.get(option, False)
+                if error := bool_error(label, value):
+                    raise error
             if torch.is_grad_enabled():  # serving disables gradients, which skips this check of every plane
                 _refuse_gradients(declared, arguments, named)
             try:

@@ -159,6 +159,22 @@ def close_window(
 
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: as :func:`open_window`.
+
+    Example:
+        >>> import torch
+        >>> def int32(*values):
+        ...     return torch.tensor(values, dtype=torch.int32)
+        >>> cache = torch.zeros(3, 2, 1, 4)  # page 2 is a shadow page
+        >>> cache[2] = 1.0  # its rows: the request's token, and its draft
+        >>> query_start_loc, draft_start_loc, shadow_blocks = int32(0, 2), int32(0, 1), int32(2).view(1, 1, 1)
+        >>> saved_slots, tail_pages = torch.tensor([[0, 1]]), int32(0).view(1, 1)  # as open_window leaves them
+        >>> slot_mapping, block_table = torch.tensor([4, 5]), int32(2, 1).view(1, 2)
+        >>> nwor_ops.close_window(
+        ...     [cache], [1], query_start_loc, draft_start_loc, torch.tensor([True]), shadow_blocks,
+        ...     saved_slots, tail_pages, [slot_mapping], [block_table],
+        ... )
+        >>> slot_mapping.tolist(), block_table.tolist(), cache[0, :, 0, 0].tolist()  # the draft was rejected
+        ([0, 1], [[0, 1]], [1.0, 0.0])
     """
 
 
@@ -194,4 +210,22 @@ def close_window_from_rejected(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: as :func:`close_window` and :func:`reject_rows`, before
             anything is written.
+
+    Example:
+        >>> import torch
+        >>> def int32(*values):
+        ...     return torch.tensor(values, dtype=torch.int32)
+        >>> cache = torch.zeros(3, 2, 1, 4)  # page 2 is a shadow page
+        >>> cache[2] = 1.0  # its rows: the request's token, and its draft
+        >>> query_start_loc, draft_start_loc, shadow_blocks = int32(0, 2), int32(0, 1), int32(2).view(1, 1, 1)
+        >>> saved_slots, tail_pages = torch.tensor([[0, 1]]), int32(0).view(1, 1)  # as open_window leaves them
+        >>> slot_mapping, block_table = torch.tensor([4, 5]), int32(2, 1).view(1, 2)
+        >>> row_rejected, num_accepted = torch.zeros(1, dtype=torch.bool), int32(0)
+        >>> counters = torch.zeros(len(nwor_ops.COUNTERS), dtype=torch.int64)
+        >>> nwor_ops.close_window_from_rejected(
+        ...     [cache], [1], query_start_loc, draft_start_loc, int32(0), row_rejected, num_accepted, counters,
+        ...     shadow_blocks, saved_slots, tail_pages, [slot_mapping], [block_table],
+        ... )
+        >>> slot_mapping.tolist(), num_accepted.tolist(), cache[0, :, 0, 0].tolist()  # the draft was accepted
+        ([0, 1], [1], [1.0, 1.0])
     """

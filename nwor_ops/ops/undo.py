@@ -246,7 +246,13 @@ def restore_slots(
         IndexError: on the CPU, a rejected row has a slot >= B * N; nothing is written. CUDA skips the row, and debug
             mode raises.
 
-    Example: see :func:`write_kv_logged`.
+    Example:
+        >>> import torch
+        >>> cache, log = torch.ones(1, 4, 1, 4), torch.zeros(1, 2, 1, 4)  # the log holds zeros
+        >>> row_slots, row_rejected = torch.tensor([1, 2]), torch.tensor([False, True])
+        >>> nwor_ops.restore_slots([cache], log, row_slots, row_rejected)
+        >>> cache[0, :, 0, 0].tolist()
+        [1.0, 1.0, 0.0, 1.0]
     """
 
 
@@ -279,4 +285,17 @@ def restore_slots_from_rejected(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: as :func:`restore_slots` and :func:`reject_rows`, before
             anything is written.
+
+    Example:
+        >>> import torch
+        >>> cache, log = torch.ones(1, 4, 1, 4), torch.zeros(1, 2, 1, 4)  # the log holds zeros
+        >>> row_slots, starts = torch.tensor([1, 2]), torch.tensor([0, 2], dtype=torch.int32)
+        >>> row_rejected, num_accepted = torch.zeros(2, dtype=torch.bool), torch.zeros(1, dtype=torch.int32)
+        >>> counters = torch.zeros(len(nwor_ops.COUNTERS), dtype=torch.int64)
+        >>> num_rejected = torch.tensor([1], dtype=torch.int32)
+        >>> nwor_ops.restore_slots_from_rejected(
+        ...     [cache], log, row_slots, num_rejected, starts, row_rejected, num_accepted, counters
+        ... )
+        >>> cache[0, :, 0, 0].tolist(), num_accepted.tolist()  # the second draft was rejected
+        ([1.0, 1.0, 0.0, 1.0], [1])
     """

@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from nwor_ops.config import is_ours
+
 PATIENCE_SECONDS = 900.0
 TAIL_LINES = 25
 LONGEST_SENTENCE = 400
@@ -35,11 +37,7 @@ class EngineFailed(RuntimeError):
 
 def engine_environment(mode: str, audit: bool, offline: bool) -> dict[str, str]:
     """Return the environment of one engine. With mode ``off`` and no audit, it contains nothing of nwor_ops."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("VLLM_NWOR_") and name != "VLLM_PLUGINS"
-    }
+    environment = {name: value for name, value in os.environ.items() if not is_ours(name) and name != "VLLM_PLUGINS"}
     environment |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, plugin and demo in one process
         "VLLM_LOGGING_LEVEL": "INFO",

@@ -94,30 +94,32 @@ def write_tiny_llama(folder: pathlib.Path, seed: int = SEED, size: Size = Size()
     return folder
 
 
-def _weights(seed: int, size: Size) -> Iterator[tuple[str, Tensor]]:
+def matrix(generator: torch.Generator, rows: int, columns: int, scale: float = 1.0) -> Tensor:
+    """Return a random matrix. Inputs of variance 1 give outputs with standard deviation ``scale``."""
+    return (torch.randn(rows, columns, generator=generator) * (scale / columns**0.5)).to(torch.bfloat16)
+
+
+def decoder_layer(generator: torch.Generator, prefix: str, size: Size) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of one layer of a Llama by name."""
     hidden, heads, kv_heads = size.hidden, size.heads * size.head_size, size.kv_heads * size.head_size
-    generator = torch.Generator().manual_seed(seed)
+    yield f"{prefix}.input_layernorm.weight", torch.ones(hidden, dtype=torch.bfloat16)
+    yield f"{prefix}.self_attn.q_proj.weight", matrix(generator, heads, hidden, 1.5)
+    yield f"{prefix}.self_attn.k_proj.weight", matrix(generator, kv_heads, hidden, 1.5)
+    yield f"{prefix}.self_attn.v_proj.weight", matrix(generator, kv_heads, hidden)
+    yield f"{prefix}.self_attn.o_proj.weight", matrix(generator, hidden, heads, BLOCK_SCALE)
+    yield f"{prefix}.post_attention_layernorm.weight", torch.ones(hidden, dtype=torch.bfloat16)
+    yield f"{prefix}.mlp.gate_proj.weight", matrix(generator, size.intermediate, hidden)
+    yield f"{prefix}.mlp.up_proj.weight", matrix(generator, size.intermediate, hidden)
+    yield f"{prefix}.mlp.down_proj.weight", matrix(generator, hidden, size.intermediate, BLOCK_SCALE)
 
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
-        # Inputs of variance 1 give outputs with standard deviation `scale`.
-        drawn = torch.randn(rows, columns, generator=generator) * (scale / columns**0.5)
-        return drawn.to(torch.bfloat16)
 
-    ones = torch.ones(hidden, dtype=torch.bfloat16)
-    embedding = matrix(VOCABULARY, hidden, hidden**0.5)
+def _weights(seed: int, size: Size) -> Iterator[tuple[str, Tensor]]:
+    generator, hidden = torch.Generator().manual_seed(seed), size.hidden
+    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
     yield "model.embed_tokens.weight", embedding
     for layer in range(size.layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", ones.clone()
-        yield f"{prefix}.self_attn.q_proj.weight", matrix(heads, hidden, 1.5)
-        yield f"{prefix}.self_attn.k_proj.weight", matrix(kv_heads, hidden, 1.5)
-        yield f"{prefix}.self_attn.v_proj.weight", matrix(kv_heads, hidden)
-        yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, heads, BLOCK_SCALE)
-        yield f"{prefix}.post_attention_layernorm.weight", ones.clone()
-        yield f"{prefix}.mlp.gate_proj.weight", matrix(size.intermediate, hidden)
-        yield f"{prefix}.mlp.up_proj.weight", matrix(size.intermediate, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", matrix(hidden, size.intermediate, BLOCK_SCALE)
-    yield "model.norm.weight", ones.clone()
+        yield from decoder_layer(generator, f"model.layers.{layer}", size)
+    yield "model.norm.weight", torch.ones(hidden, dtype=torch.bfloat16)
     rule = torch.empty_like(embedding)
     rule[[successor(token) for token in range(VOCABULARY)]] = embedding * (size.rule / hidden)
-    yield "lm_head.weight", matrix(VOCABULARY, hidden, LOGIT_SCALE) + rule
+    yield "lm_head.weight", matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + rule

@@ -28,6 +28,11 @@ class Stats:
 
     Between windows, drafted = accepted + rejected + the drafts of abandoned windows. This also holds after a commit
     that failed and was repeated.
+
+    Example:
+        >>> stats = Stats(windows=2, drafted=4, accepted=3, rejected=1, overflowed=0, cancelled=0, abandoned=0)
+        >>> stats.accepted / stats.drafted
+        0.75
     """
 
     windows: int
@@ -58,6 +63,10 @@ class StagingStats:
         committed: rows written into the caches.
         rejected: staged rows that were not written.
         incomplete: windows rejected as a whole, because a layer lacked an accepted row or a slot was out of range.
+
+    Example:
+        >>> StagingStats(windows=1, staged=2, stage_operations=4, committed=1, rejected=1, incomplete=0).committed
+        1
     """
 
     windows: int
@@ -79,6 +88,11 @@ class InterceptorStats:
         staging: the totals of its staging buffer.
         direct_windows: windows written directly into the caches, for any reason.
         fallbacks: direct windows that should have been staged, but were refused by the buffer.
+
+    Example:
+        >>> staging = StagingStats(windows=1, staged=2, stage_operations=4, committed=1, rejected=1, incomplete=0)
+        >>> InterceptorStats(staging, direct_windows=3, fallbacks=0).as_dict()["direct_windows"]
+        3
     """
 
     staging: StagingStats
@@ -98,13 +112,21 @@ class EngineStats:
         windows, drafted, accepted, rejected, cancelled, abandoned: as in :class:`Stats`. Between steps, drafted =
             accepted + rejected + the drafts of abandoned windows.
         vanilla_steps: steps with drafts that ran without the transaction, by reason.
+        errors: errors of this package after which an engine went on, by reason. Any value above 0 is a fault.
         comparisons: how often the counts of accepted and proposed drafts were compared with the scheduler's counts.
         disagreements: how many of these comparisons found a difference.
         draft_graph_replays: passes of a draft model (its first pass, its decode loop) that were one graph launch.
         draft_eager_passes: passes of an engine with draft graphs that ran vLLM's own code. Dummy runs are not counted.
+        draft_eager_reasons: the same, by reason.
+        host_seconds: time that the host spent to begin and commit the windows. With an audit, its time is included.
         one_state_steps: steps that verified their drafts with one recurrent state per request, including warm-up.
         one_state_refused_requests: requests that such a step skipped because their accepted count was invalid. Their
             outputs are zeros. Each counts once per step and KV-cache group. Any value above 0 is a fault.
+
+    Example:
+        >>> import nwor_ops
+        >>> nwor_ops.stats().engines  # in a process without an engine
+        0
     """
 
     engines: int
@@ -120,12 +142,16 @@ class EngineStats:
     draft_eager_passes: int = 0
     one_state_steps: int = 0
     one_state_refused_requests: int = 0
+    host_seconds: float = 0.0
     vanilla_steps: dict[str, int] = field(default_factory=dict)
+    draft_eager_reasons: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
+_BY_REASON = ("vanilla_steps", "draft_eager_reasons", "errors")
 _sources: list[Callable[[], EngineStats]] = []
 
 
@@ -133,6 +159,12 @@ def add_source(source: Callable[[], EngineStats]) -> None:
     """Let :func:`stats` add the totals that ``source()`` returns. A second call with the same source does nothing."""
     if source not in _sources:
         _sources.append(source)
+
+
+def remove_source(source: Callable[[], EngineStats]) -> None:
+    """Undo :func:`add_source`. Does nothing if the source is unknown."""
+    if source in _sources:
+        _sources.remove(source)
 
 
 def stats() -> EngineStats:
@@ -156,10 +188,11 @@ def stats() -> EngineStats:
         0
     """
     counts: Counter[str] = Counter()
-    vanilla_steps: Counter[str] = Counter()
+    by_reason: dict[str, Counter[str]] = {name: Counter() for name in _BY_REASON}
     for source in _sources:
         found = source().as_dict()
-        vanilla_steps.update(found.pop("vanilla_steps"))
+        for name, reasons in by_reason.items():
+            reasons.update(found.pop(name))
         counts.update(found)
-    names = (entry.name for entry in fields(EngineStats) if entry.name != "vanilla_steps")
-    return EngineStats(**{name: counts[name] for name in names}, vanilla_steps=dict(vanilla_steps))
+    totals: dict[str, Any] = {entry.name: counts[entry.name] for entry in fields(EngineStats)}
+    return EngineStats(**totals | {name: dict(reasons) for name, reasons in by_reason.items()})

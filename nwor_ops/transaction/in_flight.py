@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.transaction.manager import DraftCommitManager
+from nwor_ops.transaction.state import State
 from nwor_ops.transaction.undo_log import UndoLog
 from nwor_ops.transaction.window import Window, numbers_on
 
@@ -84,8 +85,9 @@ class InFlightManager(DraftCommitManager):
                 f"InFlightManager: mode must be cow, got {self.mode!r}; shadow pages serve one window at a time"
             )
         self._deferred: dict[int, Deferred] = {}  # by section
-        self._settling: set[int] = set()  # sections whose outcome is counted, and whose undo is not finished
-        self._cancelling: set[int] = set()  # sections whose cancel_deferred() has begun
+        self._counting: Deferred | None = None  # window for which only the device knows whether its outcome is counted
+        self._settling: set[Deferred] = set()  # windows whose outcome is counted, and whose undo is not finished
+        self._cancelling: set[Deferred] = set()  # windows whose cancel_deferred() has begun
         self._section = 0  # section of the open window
 
     @property
@@ -108,6 +110,7 @@ class InFlightManager(DraftCommitManager):
     # ------------------------------------------------------------ the transaction
 
     def _plan(self, window: Window, slot_mappings: list[Tensor]) -> None:
+        self._find_out()
         number = next((section for section in range(self._windows) if section not in self._deferred), None)
         if number is None:
             raise RuntimeError(
@@ -116,10 +119,18 @@ class InFlightManager(DraftCommitManager):
             )
         self._section, buffers, rows = number, self.buffers, self._rows(number)
         ops.plan_window(
-            window.query_start_loc, window.cu_num_draft_tokens, slot_mappings, buffers.log_rows, self._row_slots,
-            buffers.row_requests[rows], buffers.row_positions[rows], buffers.counters, self._starts[number], None,
-            window.num_bonus_tokens, window.leading_zero,
-        )  # fmt: skip
+            query_start_loc=window.query_start_loc,
+            cu_num_draft_tokens=window.cu_num_draft_tokens,
+            slot_mappings=slot_mappings,
+            log_rows=buffers.log_rows,
+            row_slots=self._row_slots,
+            row_requests=buffers.row_requests[rows],
+            row_positions=buffers.row_positions[rows],
+            counters=buffers.counters,
+            draft_start_loc=self._starts[number],
+            num_bonus_tokens=window.num_bonus_tokens,
+            leading_zero=window.leading_zero,
+        )
         buffers.row_slots[:, rows].copy_(self._row_slots)
         self._ids[number].copy_(buffers.window_id)
         if rows.start:
@@ -135,8 +146,9 @@ class InFlightManager(DraftCommitManager):
             RuntimeError: no window is open, or its :meth:`cancel` has begun.
         """
         window = self._window_to_commit("defer")
-        self._leave()
-        deferred = self._deferred[self._section] = Deferred(self._section, window.num_requests)
+        self._stop_logging()
+        deferred = Deferred(self._section, window.num_requests)
+        self._deferred, self._window, self._state = self._deferred | {self._section: deferred}, None, State.CLOSED
         return deferred
 
     def settle(self, deferred: Deferred, num_rejected: Tensor) -> None:
@@ -156,22 +168,21 @@ class InFlightManager(DraftCommitManager):
         """
         self._require_deferred("settle", deferred)
         section, buffers, rejected = deferred.section, self.buffers, self.buffers.row_rejected
-        if section in self._cancelling:  # accepted drafts may be undone already
+        if deferred in self._cancelling:  # accepted drafts may be undone already
             raise RuntimeError(
                 "settle: cancel_deferred() has begun for this window; call cancel_deferred() again, or forget()"
             )
-        if section not in self._settling:
-            self._outcome_known = False
-            try:
-                self._determine_outcome(
-                    ops.reject_rows_from_rejected, num_rejected, self._starts[section][: deferred.num_requests + 1],
-                    rejected[self._rows(section)], buffers.num_accepted, buffers.counters,
-                )  # fmt: skip
-            finally:
-                if self._outcome_known:
-                    self._settling.add(section)
+        self._find_out()
+        if deferred not in self._settling:
+            self._counting = deferred
+            ops.reject_rows_from_rejected(
+                num_rejected, self._starts[section][: deferred.num_requests + 1], rejected[self._rows(section)],
+                buffers.num_accepted, buffers.counters,
+            )  # fmt: skip
+            self._settling.add(deferred)
+            self._counting = None
         self._restore(section, rejected)
-        self._remove(section)
+        self._remove(deferred)
 
     def undo(self, deferred: Deferred, requests: Iterable[int]) -> None:
         """Undo all drafts of some requests now, before their outcome is known, because their slots are about to be
@@ -202,10 +213,14 @@ class InFlightManager(DraftCommitManager):
 
         If this raises, the window is still open: call cancel again, or abandon.
         """
-        self._open_window("cancel")
+        window = self._open_window("cancel")
+        if self._ending == "begin":
+            self._undo_begin(window)
+            return
         self._ending = "cancel"
         self._undo_all(self._section)
-        self._leave()
+        self._count_as_rejected()
+        self._end(cancelled=True)
 
     def cancel_deferred(self, deferred: Deferred) -> None:
         """Undo every draft of a deferred window and remove it, as :meth:`cancel` does for the open one.
@@ -219,15 +234,22 @@ class InFlightManager(DraftCommitManager):
             RuntimeError: the window was settled, cancelled or forgotten before.
         """
         self._require_deferred("cancel_deferred", deferred)
-        self._cancelling.add(deferred.section)
+        self._cancelling.add(deferred)
         self._undo_all(deferred.section)
-        self._remove(deferred.section)
+        self._uncount_outcome(deferred)
+        self._add_rejected(self._uncounted_drafts(deferred))
+        self._remove(deferred, cancelled=True)
 
     def abandon(self) -> None:
         """Close the open window and never undo its drafts."""
-        self._open_window("abandon")
-        self._leave()
-        self._abandoned += 1
+        window = self._open_window("abandon")
+        if self._ending == "begin":
+            self._undo_begin(window)
+            return
+        self._ending = "abandon"
+        self._stop_logging()
+        self._take_back_rejected(self._section)
+        self._end(abandoned_drafts=self._abandoned_drafts + self._uncounted_drafts())
 
     def forget(self, deferred: Deferred) -> None:
         """Remove a deferred window and never undo its drafts, as :meth:`abandon` does for the open one.
@@ -239,9 +261,9 @@ class InFlightManager(DraftCommitManager):
             RuntimeError: the window was settled, cancelled or forgotten before.
         """
         self._require_deferred("forget", deferred)
-        self._uncount_outcome(deferred.section)
-        self._remove(deferred.section)
-        self._abandoned += 1
+        self._uncount_outcome(deferred)
+        self._take_back_rejected(deferred.section, deferred)
+        self._remove(deferred, abandoned_drafts=self._abandoned_drafts + self._uncounted_drafts(deferred))
 
     def commit(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> None:
         """Raise RuntimeError: use :meth:`defer` and :meth:`settle`."""
@@ -256,33 +278,67 @@ class InFlightManager(DraftCommitManager):
     def _rows(self, section: int) -> slice:
         return slice(section * self.max_draft_tokens, (section + 1) * self.max_draft_tokens)
 
-    def _leave(self) -> None:
-        """Close the open window without an undo."""
+    def _stop_logging(self) -> None:
         # A graph replayed in a step without drafts must not log: it would overwrite rows of deferred windows.
         self.buffers.log_rows.fill_(-1)
-        self._end()
 
-    def _remove(self, section: int) -> None:
-        """Remove a window from the deferred ones."""
-        del self._deferred[section]
-        self._settling.discard(section)
-        self._cancelling.discard(section)
+    def _remove(
+        self, deferred: Deferred, cancelled: bool = False, abandoned_drafts: Tensor | int | None = None
+    ) -> None:
+        """Remove a window from the deferred ones and count how it ended, in one statement."""
+        others = {section: other for section, other in self._deferred.items() if other is not deferred}
+        abandoned, drafts = (0, self._abandoned_drafts) if abandoned_drafts is None else (1, abandoned_drafts)
+        self._deferred, self._cancelled, self._abandoned, self._abandoned_drafts = (
+            others, self._cancelled + cancelled, self._abandoned + abandoned, drafts
+        )  # fmt: skip
+        self._settling.discard(deferred)
+        self._cancelling.discard(deferred)
 
     def _undo_all(self, section: int) -> None:
-        buffers, rows = self.buffers, self._rows(section)
-        gone = torch.zeros_like(buffers.row_rejected)
-        gone[rows] = True
+        gone = torch.zeros_like(self.buffers.row_rejected)
+        gone[self._rows(section)] = True
         self._restore(section, gone)
-        # Count after the step that can fail, since a repeated call counts again.
-        self._uncount_outcome(section)
-        buffers.counters[ops.COUNTERS.index("rejected")].add_((buffers.row_requests[rows] >= 0).sum())
-        self._cancelled += 1
 
-    def _uncount_outcome(self, section: int) -> None:
+    def _count_as_rejected(self) -> None:
+        """Count the drafts of the open window, which were not counted before."""
+        self._stop_logging()
+        self._add_rejected(self._uncounted_drafts())
+
+    def _take_back_rejected(self, section: int, deferred: Deferred | None = None) -> None:
+        """Uncount the drafts of a window if a cancel that failed has counted them as rejected."""
+        self._add_rejected(self._uncounted_drafts(deferred) - self._planned_drafts(self._rows(section)))
+
+    def _uncounted_drafts(self, window: Deferred | None = None) -> Tensor:
+        """Return the number of drafts of a window that count neither as accepted nor as rejected; None = the open one.
+
+        The counters have the sum for all windows.
+        """
+        uncounted = super()._uncounted_drafts()
+        for other in self._deferred.values():
+            if other is not window and other not in self._settling:
+                uncounted = uncounted - self._planned_drafts(self._rows(other.section))
+        if window is not None and self._state is State.OPEN:
+            uncounted = uncounted - self._planned_drafts(self._rows(self._section))
+        return uncounted
+
+    def _find_out(self) -> None:
+        """After a settle that failed or was interrupted, ask the device whether its outcome was counted."""
+        deferred = self._counting
+        if deferred is not None and self._deferred.get(deferred.section) is deferred:
+            if self._uncounted_drafts(deferred) < self._planned_drafts(self._rows(deferred.section)):
+                self._settling.add(deferred)
+            else:
+                self._settling.discard(deferred)
+        self._counting = None
+
+    def _uncount_outcome(self, deferred: Deferred) -> None:
         """Uncount the outcome of a window whose settle failed."""
-        if section in self._settling:
-            self._uncount(self._rows(section))
-            self._settling.remove(section)
+        self._find_out()
+        if deferred in self._settling:
+            self._counting = deferred
+            self._uncount(self._rows(deferred.section))
+            self._settling.remove(deferred)
+            self._counting = None
 
     def _restore(self, section: int, rejected: Tensor) -> None:
         """Restore the logged rows of one section. Rows of other windows carry another window number and are skipped."""

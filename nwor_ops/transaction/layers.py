@@ -9,10 +9,11 @@ from torch import Tensor
 
 from nwor_ops.kv_cache import LayerCache, Plane
 from nwor_ops.torch_fixes import static, static_int
+from nwor_ops.validation import BoundToMemory
 
 
 @dataclass
-class LayerClass:
+class LayerClass(BoundToMemory):
     """Layers of one group whose planes have the same geometries. One launch per plane serves all of them."""
 
     number: int  # index of this class
@@ -23,7 +24,7 @@ class LayerClass:
 
 
 @dataclass
-class Layer:
+class Layer(BoundToMemory):
     name: str
     cache: LayerCache
     layer_class: LayerClass
@@ -48,7 +49,7 @@ class Layer:
         )
 
 
-class LayerTable(dict[str, Layer]):
+class LayerTable(BoundToMemory, dict[str, Layer]):
     """Layers by name.
 
     Attributes:

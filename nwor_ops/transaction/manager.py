@@ -36,7 +36,7 @@ from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.layers import Layer, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Recovery, Redirects
 from nwor_ops.transaction.shadow_pages import ShadowPages
-from nwor_ops.transaction.state import State, Stateful, raises_behind_launches
+from nwor_ops.transaction.state import State, Stateful, is_capturing, raises_behind_launches
 from nwor_ops.transaction.undo_log import UndoLog
 from nwor_ops.transaction.window import Window, WindowBuffers
 from nwor_ops.validation import explained
@@ -142,10 +142,13 @@ class DraftCommitManager(Stateful[Layer]):
         self.recovery: Recovery = _RECOVERIES[mode](self._layers, capacity)
         self._window: Window | None = None
         self._redirects: Redirects = []  # redirects of the open window
-        self._outcome_known = False  # whether the open window's drafts are in row_rejected and in the counters
-        self._ending = ""  # "cancel" or "abandon" after it has begun for the open window
+        # Whether the open window's drafts are in row_rejected and in the counters; None: only the device knows.
+        self._outcome_known: bool | None = False
+        self._ending = ""  # "cancel" or "abandon" after it has begun for the open window, or "begin" until it is done
+        self._opening = False  # whether an unfinished begin has planned the window
         self._cancelled = 0
         self._abandoned = 0
+        self._abandoned_drafts: Tensor | int = 0
 
     # ------------------------------------------------------------ set-up
 
@@ -228,36 +231,60 @@ class DraftCommitManager(Stateful[Layer]):
             ValueError, TypeError, IndexError: in mode ``"stage"``: lengths, tables or states of another shape, dtype or
                 device, or, on the CPU, a request with inconsistent values (:func:`nwor_ops.open_window`). Pages of
                 requests, slots and tables have not changed. The window counts as cancelled.
+
+        A signal such as KeyboardInterrupt undoes begin too. If that fails or is interrupted, the window stays open, and
+        only :meth:`cancel` and :meth:`abandon` accept it. Both undo begin.
         """
         self._require(State.CLOSED, "begin")
         if not isinstance(window, Window):
             raise TypeError(f"begin: window must be a Window, got {validation.shown(window)}")
-        buffers = self.buffers
         try:
             requests = window.num_requests
             slot_mappings = self._slot_mappings(window, requests)
             redirects = self.recovery.redirects(window, slot_mappings)
-            self._plan(window, slot_mappings)
         except Exception as error:
             raise explained(error, self._check_window, window) from None
-        buffers.draft_starts = buffers.draft_starts_of[requests]
-        self._outcome_known, self._ending = False, ""
+        check = self._check_window
+        self._window, self._redirects, self._ending, self._opening, self._outcome_known, self._state = (
+            window, redirects, "begin", False, False, State.OPEN
+        )  # fmt: skip
         try:
+            self._plan(window, slot_mappings)
+            self.buffers.draft_starts = self.buffers.draft_starts_of[requests]
+            check, self._opening = self.recovery.check, True
             self.recovery.open(window, redirects)
-        except Exception as error:
+            self._ending = ""
+        except BaseException as error:
+            self._undo_begin(window)
+            if not isinstance(error, Exception):
+                raise
+            raise explained(error, check, window) from None
+
+    def _undo_begin(self, window: Window) -> None:
+        """Undo a begin that failed. The window counts as cancelled if it was planned. This can be repeated."""
+        self._ending = "begin"
+        if self._opening:
+            self.recovery.put_back(window, self._redirects)
+        planned = self._opening or (not is_capturing(self.buffers.counters) and int(self._uncounted_drafts()) > 0)
+        if planned:
             self._count_as_rejected()
-            self._cancelled += 1
-            raise explained(error, self.recovery.check, window) from None
-        self._window, self._redirects = window, redirects
-        self._state = State.OPEN
+        self._end(cancelled=planned)
 
     def _plan(self, window: Window, slot_mappings: list[Tensor]) -> None:
         buffers = self.buffers
         ops.plan_window(
-            window.query_start_loc, window.cu_num_draft_tokens, slot_mappings, buffers.log_rows,
-            buffers.row_slots, buffers.row_requests, buffers.row_positions, buffers.counters,
-            buffers.draft_start_loc, None, window.num_bonus_tokens, window.leading_zero,
-        )  # fmt: skip
+            query_start_loc=window.query_start_loc,
+            cu_num_draft_tokens=window.cu_num_draft_tokens,
+            slot_mappings=slot_mappings,
+            log_rows=buffers.log_rows,
+            row_slots=buffers.row_slots,
+            row_requests=buffers.row_requests,
+            row_positions=buffers.row_positions,
+            counters=buffers.counters,
+            draft_start_loc=buffers.draft_start_loc,
+            num_bonus_tokens=window.num_bonus_tokens,
+            leading_zero=window.leading_zero,
+        )
 
     def _slot_mappings(self, window: Window, requests: int) -> list[Tensor]:
         """Return the slot mapping of each group. Raise ValueError if the window exceeds the manager's limits."""
@@ -400,14 +427,15 @@ class DraftCommitManager(Stateful[Layer]):
             ValueError, TypeError: as :func:`nwor_ops.reject_rows`.
         """
         window, buffers = self._window_to_commit("commit"), self.buffers
-        if not self._outcome_known:
+        if not self._is_outcome_known():
             try:
                 self._determine_outcome(
                     ops.reject_rows, draft_token_ids, sampled_token_ids, buffers.draft_starts, buffers.row_rejected,
                     buffers.num_accepted, buffers.counters,
                 )  # fmt: skip
             except Exception as error:
-                self._take_back_counts()  # no row was moved: the next commit determines the outcome again
+                if raises_behind_launches(buffers.counters):
+                    self._take_back_counts()  # no row was moved: the next commit determines the outcome again
                 ids = {"draft_token_ids": draft_token_ids, "sampled_token_ids": sampled_token_ids}
                 raise explained(error, validation.tensors, "commit", **ids) from None
         self._close(window)
@@ -424,7 +452,7 @@ class DraftCommitManager(Stateful[Layer]):
             ValueError, TypeError: as :func:`nwor_ops.reject_rows_from_rejected`.
         """
         window, buffers, first = self._window_to_commit("commit_rejected"), self.buffers, 0
-        if not self._outcome_known:
+        if not self._is_outcome_known():
             try:
                 if window.num_draft_tokens == 0:
                     self._determine_outcome(
@@ -453,14 +481,20 @@ class DraftCommitManager(Stateful[Layer]):
           rejected ones. These slots are past the end of the cancelled step's sequences. Other layers get none of these
           rows. Slots and tables are restored. To have the same rows in all layers, finish the commit instead.
 
+        After an :meth:`abandon` that failed between two launches, mode ``"stage"`` leaves every draft in the layers
+        whose launch was made, rejected ones too. To have the same rows in all layers, finish the abandon instead. In
+        mode ``"cow"`` an abandon makes no launch, and cancel undoes every draft.
+
         If this raises, the window is still open: call cancel again, or :meth:`abandon`.
         """
         window = self._open_window("cancel")
+        if self._ending == "begin":
+            self._undo_begin(window)
+            return
         self._ending = "cancel"
         self._count_as_rejected()
         self.recovery.close(window, self._redirects)
-        self._cancelled += 1
-        self._end()
+        self._end(cancelled=True)
 
     def abandon(self) -> None:
         """Close the window without undoing anything, so that this step ends as it would without the library.
@@ -477,12 +511,14 @@ class DraftCommitManager(Stateful[Layer]):
         If this raises, the window is still open: call abandon again, or :meth:`cancel`.
         """
         window = self._open_window("abandon")
+        if self._ending == "begin":
+            self._undo_begin(window)
+            return
         self._ending = "abandon"
         self._take_back_counts()
         self.buffers.num_accepted.zero_()
         self.recovery.close_keeping_all(window, self._redirects)
-        self._abandoned += 1
-        self._end()
+        self._end(abandoned_drafts=self._abandoned_drafts + self._uncounted_drafts())
 
     def refresh_shadow_pages(self) -> None:
         """Copy rows again that have arrived in an open window, before the slots of this step's tokens, such as a
@@ -491,9 +527,9 @@ class DraftCommitManager(Stateful[Layer]):
         Mode ``"stage"`` copies them to the pages that attention reads. Mode ``"cow"`` does nothing.
 
         Raises:
-            RuntimeError: no window is open.
+            RuntimeError: no window is open, or its cancel or abandon has begun and failed.
         """
-        self.recovery.refresh(self._open_window("refresh_shadow_pages"))
+        self.recovery.refresh(self._window_to_commit("refresh_shadow_pages"))
 
     def forget_shadow_pages(self, states: Sequence[int] | None = None) -> None:
         """Discard what the shadow pages are assumed to hold, for engines that pass ``Window.request_states``.
@@ -522,42 +558,61 @@ class DraftCommitManager(Stateful[Layer]):
         if states is None or len(states) > 0:
             self.recovery.forget(states)
 
-    def _determine_outcome(self, launch: Callable[..., None], *arguments: Any) -> None:
-        """Launch the op that determines which drafts were accepted.
+    # The counters show on the device whether the drafts of a window are counted. Python cannot know it after a signal,
+    # which may arrive right after a launch. The answer synchronizes with the device.
 
-        An op that raises has changed nothing, unless it raises after its launch. In that case the counters have
-        changed.
-        """
-        counters = self.buffers.counters
-        before = counters.tolist() if raises_behind_launches(counters) else None
-        try:
-            launch(*arguments)
-        except Exception:
-            self._outcome_known = before is not None and before != counters.tolist()
-            raise
+    def _determine_outcome(self, launch: Callable[..., None], *arguments: Any) -> None:
+        """Launch the op that determines which drafts were accepted, and counts them."""
+        self._outcome_known = None
+        launch(*arguments)
         self._outcome_known = True
+
+    def _is_outcome_known(self) -> bool:
+        if self._outcome_known is None:
+            self._outcome_known = bool(self._uncounted_drafts() < self._planned_drafts(slice(None)))
+        return self._outcome_known
 
     def _take_back_counts(self) -> None:
         """Uncount the outcome of this window's drafts, if it was counted."""
-        if self._outcome_known:
+        if self._is_outcome_known():
+            self._outcome_known = None
             self._uncount(slice(None))
         self._outcome_known = False
 
     def _uncount(self, rows: slice) -> None:
-        """Uncount the outcome of the drafts in these log rows."""
+        """Uncount the outcome of the drafts in these log rows, with one launch."""
         buffers = self.buffers
-        planned, rejected = buffers.row_requests[rows] >= 0, buffers.row_rejected[rows]
+        planned, rejected, counts = (
+            buffers.row_requests[rows] >= 0,
+            buffers.row_rejected[rows],
+            buffers.counters.clone(),
+        )
         for name, outcome in (("accepted", ~rejected), ("rejected", rejected)):
-            buffers.counters[ops.COUNTERS.index(name)].sub_((planned & outcome).sum())
+            counts[ops.COUNTERS.index(name)].sub_((planned & outcome).sum())
+        buffers.counters.copy_(counts)
 
     def _count_as_rejected(self) -> None:
         """Count every draft of the planned window as rejected, whatever its counted outcome was."""
         self._take_back_counts()
-        buffers = self.buffers
-        buffers.num_accepted.zero_()
-        buffers.row_rejected.fill_(True)
-        buffers.counters[ops.COUNTERS.index("rejected")].add_((buffers.row_requests >= 0).sum())
+        self.buffers.num_accepted.zero_()
+        self.buffers.row_rejected.fill_(True)
+        self._outcome_known = None
+        self._add_rejected(self._uncounted_drafts())
         self._outcome_known = True
+
+    def _add_rejected(self, drafts: Tensor) -> None:
+        self.buffers.counters[ops.COUNTERS.index("rejected")].add_(drafts)
+
+    def _planned_drafts(self, rows: slice) -> Tensor:
+        """Return the number of drafts that have one of these log rows."""
+        return (self.buffers.row_requests[rows] >= 0).sum()
+
+    def _uncounted_drafts(self) -> Tensor:
+        """Return the number of drafts of the open window that count neither as accepted nor as rejected."""
+        drafted, accepted, rejected = (
+            self.buffers.counters[ops.COUNTERS.index(name)] for name in ("drafted", "accepted", "rejected")
+        )
+        return drafted - accepted - rejected - self._abandoned_drafts
 
     def stats(self, counters: Tensor | None = None) -> Stats:
         """Return the totals so far.
@@ -588,9 +643,12 @@ class DraftCommitManager(Stateful[Layer]):
             self.recovery.close(window, self._redirects, first, window.num_draft_tokens)
         self._end()
 
-    def _end(self) -> None:
-        self._window, self._redirects = None, []
-        self._state = State.CLOSED
+    def _end(self, cancelled: bool = False, abandoned_drafts: Tensor | None = None) -> None:
+        """Close the window and count how it ended, in one statement."""
+        abandoned, drafts = (0, self._abandoned_drafts) if abandoned_drafts is None else (1, abandoned_drafts)
+        self._cancelled, self._abandoned, self._abandoned_drafts, self._window, self._redirects, self._state = (
+            self._cancelled + cancelled, self._abandoned + abandoned, drafts, None, [], State.CLOSED
+        )  # fmt: skip
 
     def _open_window(self, method: str) -> Window:
         self._require(State.OPEN, method)
@@ -599,6 +657,8 @@ class DraftCommitManager(Stateful[Layer]):
 
     def _window_to_commit(self, method: str) -> Window:
         window = self._open_window(method)
+        if self._ending == "begin":
+            raise RuntimeError(f"{method}: begin() has failed for the open window; call cancel() first")
         if self._ending:  # rows may be undone or kept already
             raise RuntimeError(f"{method}: {self._ending}() has begun for the open window; call {self._ending}() again")
         return window
@@ -635,6 +695,12 @@ def set_current_manager(manager: DraftCommitManager | None, device: torch.device
 
     Raises:
         ValueError, TypeError, RuntimeError: ``manager`` or ``device`` is invalid.
+
+    Example:
+        >>> import nwor_ops
+        >>> nwor_ops.set_current_manager(None, "cpu")
+        >>> nwor_ops.current_manager("cpu") is None
+        True
     """
     if manager is not None:
         validation.instance("set_current_manager: manager", manager, DraftCommitManager, "a DraftCommitManager or None")
@@ -656,5 +722,14 @@ def current_manager(device: torch.device | str) -> DraftCommitManager | None:
 
     Raises:
         ValueError, TypeError, RuntimeError: the device is invalid or not available.
+
+    Example:
+        >>> import nwor_ops
+        >>> manager = nwor_ops.DraftCommitManager(
+        ...     max_num_tokens=4, max_num_requests=1, max_draft_tokens=2, device="cpu"
+        ... )
+        >>> nwor_ops.set_current_manager(manager)
+        >>> nwor_ops.current_manager("cpu") is manager
+        True
     """
     return _current.get(validation.device("current_manager: device", device))

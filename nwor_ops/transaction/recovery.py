@@ -52,7 +52,10 @@ class Recovery(Protocol):
         """
 
     def open(self, window: Window, redirects: Redirects) -> None:
-        """Open a window after ``plan_window``. If this raises, slots and tables are unchanged."""
+        """Open a window after ``plan_window``."""
+
+    def put_back(self, window: Window, redirects: Redirects) -> None:
+        """Restore slots and tables if :meth:`open` raised before or after any of its launches. It is idempotent."""
 
     def write(
         self,

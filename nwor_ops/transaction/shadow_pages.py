@@ -171,12 +171,8 @@ class ShadowPages(BoundToMemory):
             check(f"block_tables[{group!r}]", window.block_tables[group], torch.int32, dims=2)
 
     def open(self, window: Window, redirects: Redirects) -> None:
-        try:
-            for launch, records, own in zip(self.launches, self._records, redirects, strict=True):
-                self._open(launch, records, window, own, _held(records, window))
-        except Exception:
-            self._put_back(window, redirects)
-            raise
+        for launch, records, own in zip(self.launches, self._records, redirects, strict=True):
+            self._open(launch, records, window, own, _held(records, window))
 
     def _open(
         self,
@@ -188,11 +184,24 @@ class ShadowPages(BoundToMemory):
     ) -> None:
         assert window.seq_lens is not None
         caches, table = launch.planes.arguments()
+        slot_mappings, block_tables = redirects
         ops.open_window(
-            caches, launch.planes_per_group, window.query_start_loc, self._buffers.draft_starts,
-            window.seq_lens, records.row_slots, records.shadow_blocks, *redirects, records.saved_slots,
-            records.tail_pages, window.request_states, held_slots, launch.page_offsets, table,
-        )  # fmt: skip
+            caches=caches,
+            planes_per_group=launch.planes_per_group,
+            query_start_loc=window.query_start_loc,
+            draft_start_loc=self._buffers.draft_starts,
+            seq_lens=window.seq_lens,
+            row_slots=records.row_slots,
+            shadow_blocks=records.shadow_blocks,
+            slot_mappings=slot_mappings,
+            block_tables=block_tables,
+            saved_slots=records.saved_slots,
+            tail_pages=records.tail_pages,
+            idx_mapping=window.request_states,
+            held_slots=held_slots,
+            page_offsets=launch.page_offsets,
+            plane_table=table,
+        )
 
     def write(
         self,
@@ -228,40 +237,54 @@ class ShadowPages(BoundToMemory):
         held_slots: Tensor | None,
         page_offsets: Tensor | None,
     ) -> None:
+        slot_mappings, block_tables = redirects
         ops.close_window(
-            caches, launch.planes_per_group, window.query_start_loc, self._buffers.draft_starts,
-            self._buffers.row_rejected, records.shadow_blocks, records.saved_slots, records.tail_pages, *redirects,
-            window.request_states, held_slots, page_offsets, plane_table,
-        )  # fmt: skip
+            caches=caches,
+            planes_per_group=launch.planes_per_group,
+            query_start_loc=window.query_start_loc,
+            draft_start_loc=self._buffers.draft_starts,
+            row_rejected=self._buffers.row_rejected,
+            shadow_blocks=records.shadow_blocks,
+            saved_slots=records.saved_slots,
+            tail_pages=records.tail_pages,
+            slot_mappings=slot_mappings,
+            block_tables=block_tables,
+            idx_mapping=window.request_states,
+            held_slots=held_slots,
+            page_offsets=page_offsets,
+            plane_table=plane_table,
+        )
 
     def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
         launch, records, buffers = self.launches[0], self._records[0], self._buffers
         caches, table = launch.planes.arguments()
+        slot_mappings, block_tables = redirects[0]
         ops.close_window_from_rejected(
-            caches, launch.planes_per_group, window.query_start_loc, buffers.draft_starts,
-            num_rejected, buffers.row_rejected, buffers.num_accepted, buffers.counters, records.shadow_blocks,
-            records.saved_slots, records.tail_pages, *redirects[0], window.request_states,
-            _held(records, window), launch.page_offsets, table,
-        )  # fmt: skip
+            caches=caches,
+            planes_per_group=launch.planes_per_group,
+            query_start_loc=window.query_start_loc,
+            draft_start_loc=buffers.draft_starts,
+            num_rejected=num_rejected,
+            row_rejected=buffers.row_rejected,
+            num_accepted=buffers.num_accepted,
+            counters=buffers.counters,
+            shadow_blocks=records.shadow_blocks,
+            saved_slots=records.saved_slots,
+            tail_pages=records.tail_pages,
+            slot_mappings=slot_mappings,
+            block_tables=block_tables,
+            idx_mapping=window.request_states,
+            held_slots=_held(records, window),
+            page_offsets=launch.page_offsets,
+            plane_table=table,
+        )
 
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
         self._buffers.row_rejected.fill_(False)
         self.close(window, redirects)
         self.forget(None)  # the rest of the forward does not write to shadow pages
 
-    def refresh(self, window: Window) -> None:
-        """Copy every committed row of the tail pages again. Tables and slots do not change."""
-        for launch, records in zip(self.launches, self._records, strict=True):
-            self._open(launch, records, window, ([], []), None)
-
-    def forget(self, states: Sequence[int] | None) -> None:
-        """Clear the held slots with one fill. For selected states, their numbers are copied to the device first."""
-        if states is None:
-            self.held_slots.fill_(-1)
-        else:
-            self.held_slots.index_fill_(1, numbers_on(self.held_slots.device, states), -1)
-
-    def _put_back(self, window: Window, redirects: Redirects) -> None:
+    def put_back(self, window: Window, redirects: Redirects) -> None:
         """Undo the launches of an open that failed. Synchronizes with the device.
 
         Nothing was written yet, so no row is copied: the launch gets planes without columns. The slots show which
@@ -275,6 +298,18 @@ class ShadowPages(BoundToMemory):
                 self._close(
                     launch, records, window, own, [view[..., :0] for view in launch.planes.views], None, None, None
                 )
+
+    def refresh(self, window: Window) -> None:
+        """Copy every committed row of the tail pages again. Tables and slots do not change."""
+        for launch, records in zip(self.launches, self._records, strict=True):
+            self._open(launch, records, window, ([], []), None)
+
+    def forget(self, states: Sequence[int] | None) -> None:
+        """Clear the held slots with one fill. For selected states, their numbers are copied to the device first."""
+        if states is None:
+            self.held_slots.fill_(-1)
+        else:
+            self.held_slots.index_fill_(1, numbers_on(self.held_slots.device, states), -1)
 
     def _is_redirected(self, group: int, slots: Tensor, block_size: int) -> bool:
         blocks = slots[slots >= 0] // block_size

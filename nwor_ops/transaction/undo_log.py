@@ -122,6 +122,7 @@ class UndoLog(BoundToMemory):
         log = self.of_layer(layer)
         assert log.key_value is not None
         key_cache, value_cache, key_log, value_log = log.key_value
+        # By position: this runs in every layer, and torch takes 3 us longer to read the names.
         ops.write_kv_logged(
             key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, kv_cache_dtype,
             log_rows, key_log, value_log, self._buffers.window_id, log.row_windows,
@@ -163,13 +164,26 @@ class UndoLog(BoundToMemory):
         launch, buffers = self.launches[0], self._buffers
         caches, table = launch.planes.arguments()
         ops.restore_slots_from_rejected(
-            caches, launch.log, launch.row_slots, num_rejected, buffers.draft_starts, buffers.row_rejected,
-            buffers.num_accepted, buffers.counters, launch.page_offsets, buffers.window_id, launch.row_windows,
-            window.num_draft_tokens, table,
-        )  # fmt: skip
+            caches=caches,
+            log=launch.log,
+            row_slots=launch.row_slots,
+            num_rejected=num_rejected,
+            draft_start_loc=buffers.draft_starts,
+            row_rejected=buffers.row_rejected,
+            num_accepted=buffers.num_accepted,
+            counters=buffers.counters,
+            page_offsets=launch.page_offsets,
+            window_id=buffers.window_id,
+            row_windows=launch.row_windows,
+            num_rows=window.num_draft_tokens,
+            plane_table=table,
+        )
 
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
         """Do nothing: every row is in its slot already."""
+
+    def put_back(self, window: Window, redirects: Redirects) -> None:
+        """Do nothing: :meth:`open` did nothing."""
 
     def refresh(self, window: Window) -> None:
         """Do nothing: the rows are in their slots already."""

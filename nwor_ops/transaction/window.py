@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops import ops
+from nwor_ops.validation import BoundToMemory
 
 
 class Window(NamedTuple):
@@ -70,7 +71,7 @@ def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-class WindowBuffers:
+class WindowBuffers(BoundToMemory):
     """The buffers that ops derive from the open window. They are allocated once.
 
     Attributes (capacities: T tokens, R log rows, G groups, Q requests):
@@ -85,6 +86,8 @@ class WindowBuffers:
         draft_starts: the view for the open window, which the ops take.
         counters: int64 ``[len(COUNTERS)]``. Its first element is also the number of the open window.
     """
+
+    _in_place_of_a_copy = "make another manager"
 
     def __init__(
         self,

@@ -1,24 +1,34 @@
 """The vLLM plugin.
 
 It is off unless a setting turns it on: ``VLLM_NWOR_MODE``, ``VLLM_NWOR_DRAFT_GRAPHS``, ``VLLM_NWOR_RECURRENT``, or
-``additional_config={"nwor": {...}}``.
+``additional_config={"nwor": {...}}``. ``VLLM_NWOR=off`` switches everything off.
 
 - ``plugin``: decides what is attached to which engine.
-- ``runners``: finds the start and the end of a step in vLLM's two model runners.
-- ``session``: runs the transaction of each step, and notifies the listeners.
-- ``layers``: describes the target's layers and their attention back ends.
-- ``audit``: checks every byte of the KV cache.
-- ``metrics``: publishes the counters.
+- ``hooks``: the one way to patch vLLM; :func:`unload` undoes all patches.
+- ``step_listener``: the events of a step.
 - ``support``: lists the supported and the refused configurations.
-- ``spare_blocks``: withholds the shadow pages of mode ``"stage"`` from the scheduler.
-- ``connectors``: handles the rows that KV connectors export and load.
-- ``drafter``: runs a draft model in CUDA graphs.
+- ``runners``: finds the start and the end of a step in vLLM's two model runners.
+- ``transaction``: runs the transaction of each step, describes the target's layers and their attention back ends,
+  withholds the shadow pages of mode ``"stage"`` from the scheduler, handles KV connectors, and checks every byte.
 - ``recurrent``: keeps one recurrent state per request.
+- ``drafter``: runs a draft model in CUDA graphs.
+- ``metrics``: publishes the counters, and compares them with the scheduler's.
+- ``presence``: asks the workers at start-up whether the features that the engine asked for are active.
+- ``preview``: says of an engine that has not started which features it will have.
 """
 
 from nwor_ops.vllm.drafter.plugin import draft_graph_reports
 from nwor_ops.vllm.drafter.report import DraftGraphReport
-from nwor_ops.vllm.plugin import check, register, sessions
+from nwor_ops.vllm.plugin import check, register, sessions, unload
 from nwor_ops.vllm.recurrent.plugin import OneState, one_states
 
-__all__ = ["DraftGraphReport", "OneState", "check", "draft_graph_reports", "one_states", "register", "sessions"]
+__all__ = [
+    "DraftGraphReport",
+    "OneState",
+    "check",
+    "draft_graph_reports",
+    "one_states",
+    "register",
+    "sessions",
+    "unload",
+]

@@ -3,7 +3,7 @@
 vLLM warns about each ``VLLM_...`` variable that its own table lacks, and stops with ``--fail-on-environ-validation``.
 Every variable in that table is part of the compile cache key. The plugin's variables are removed from the key: in a
 forward the library acts only inside vLLM's custom ops, so the compiled code does not depend on them. An engine with
-other values, or with ``VLLM_NWOR_MODE=off``, therefore finds the code that an earlier engine compiled. Settings in
+other values, or with ``VLLM_NWOR=off``, therefore finds the code that an earlier engine compiled. Settings in
 ``additional_config`` stay in the key, because vLLM hashes them with its own configuration.
 
 Ray workers need nothing: vLLM copies every variable with its prefix to them.
@@ -14,9 +14,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from typing import Any
 
-from nwor_ops.config import ENVIRONMENT_PREFIX
-from nwor_ops.vllm.support import wrap_once
+from nwor_ops.config import is_ours
+from nwor_ops.vllm.hooks import Patches, when_undone
+
+_patches = Patches("environment")
 
 
 def announce_variables() -> None:
@@ -24,13 +27,19 @@ def announce_variables() -> None:
     import vllm.envs
 
     for name in os.environ:
-        if name.startswith(ENVIRONMENT_PREFIX):
-            vllm.envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
-    wrap_once(vllm.envs, "compile_factors", _without_ours)
+        if is_ours(name):
+            _announce(name, vllm.envs.environment_variables)
+    _patches.put_once(vllm.envs, "compile_factors", _without_ours, signature="")
+
+
+def _announce(name: str, table: dict[str, Callable[[], Any]]) -> None:
+    if name not in table:
+        table[name] = functools.partial(os.environ.get, name)
+        when_undone(functools.partial(table.pop, name, None))
 
 
 def _without_ours(factors: Callable[[], dict[str, object]]) -> Callable[[], dict[str, object]]:
     def compile_factors() -> dict[str, object]:
-        return {name: value for name, value in factors().items() if not name.startswith(ENVIRONMENT_PREFIX)}
+        return {name: value for name, value in factors().items() if not is_ours(name)}
 
     return compile_factors

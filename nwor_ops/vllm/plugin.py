@@ -8,16 +8,18 @@ installs an import hook instead, which patches these modules after their first i
   and patches everything else on instances. ``load_model`` prepares one state per request
   (:mod:`nwor_ops.vllm.recurrent.plugin`). ``profile_run`` reserves the memory of the undo log.
 - The V2 runner's module, in addition: ``init_speculator`` (:mod:`nwor_ops.vllm.drafter.plugin`).
-- The scheduler's module, for mode ``"stage"`` (:mod:`nwor_ops.vllm.spare_blocks`) and the metrics.
+- The scheduler's module, for mode ``"stage"`` (:mod:`nwor_ops.vllm.transaction.shadow_blocks`) and the metrics.
 - The V2 runner's warm-up, for mode ``"stage"`` and the audit.
 - vLLM's metrics loggers, for the metrics.
+- The engine core, which asks its workers for their features (:mod:`nwor_ops.vllm.presence`).
 
-If ``VLLM_NWOR_MODE=off`` is the only setting in the environment, nothing is installed.
+With ``VLLM_NWOR=off`` nothing is installed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -29,34 +31,35 @@ from typing import Any
 
 import torch
 
-from nwor_ops.config import NworConfig, mode_from_environment
-from nwor_ops.transaction.counters import EngineStats, add_source
-from nwor_ops.vllm import connectors, metrics, spare_blocks
-from nwor_ops.vllm.audit import agreement
+from nwor_ops.config import NworConfig, switched_off
+from nwor_ops.transaction.counters import EngineStats, add_source, remove_source
+from nwor_ops.vllm import metrics, presence
 from nwor_ops.vllm.drafter import plugin as draft_graphs
 from nwor_ops.vllm.environment import announce_variables
-from nwor_ops.vllm.layers.back_ends import KIMI_HOOKS
+from nwor_ops.vllm.errors import Errors
+from nwor_ops.vllm.hooks import Patches, undo_all, version_problem, when_undone
+from nwor_ops.vllm.metrics import agreement
 from nwor_ops.vllm.recurrent import plugin as one_state
 from nwor_ops.vllm.recurrent import stores
 from nwor_ops.vllm.recurrent.supported import HOOKS as ONE_STATE_HOOKS
 from nwor_ops.vllm.recurrent.supported import RUNNER_MODULE as V2_RUNNER_MODULE
-from nwor_ops.vllm.runners.base import detach, log_bytes
+from nwor_ops.vllm.runners.base import log_bytes
 from nwor_ops.vllm.runners.pipeline import HOOKS as PIPELINE_HOOKS
 from nwor_ops.vllm.runners.v1 import V1
 from nwor_ops.vllm.runners.v2 import V2
-from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.support import (
-    SUPPORTED_VERSIONS,
-    TRANSACTION,
-    Unsupported,
-    check_transaction,
-    version_problem,
-    wrap_once,
-)
+from nwor_ops.vllm.support.features import DEVICES, DRAFT_GRAPHS, ONE_STATE, SUPPORTED_VERSIONS, TRANSACTION
+from nwor_ops.vllm.support.refusals import Unsupported
+from nwor_ops.vllm.transaction import connectors, shadow_blocks
+from nwor_ops.vllm.transaction.layers.back_ends import KIMI_HOOKS
+from nwor_ops.vllm.transaction.session import Session
+from nwor_ops.vllm.transaction.supported import check_transaction
 
 RUNNERS = {kind.module: kind for kind in (V1, V2)}
 
+_patches = Patches("plugin")
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+# Graphs that vLLM captured in mode "cow" write to the undo log of their session, also after :func:`unload`.
+_unloaded: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 
 
 def _logger() -> Any:
@@ -69,25 +72,50 @@ def register() -> None:
     """Install the plugin; vLLM's entry point ``vllm.general_plugins``. Calling it again is safe."""
     config = NworConfig.load()  # raises for an unknown variable or value now, not when a cache is bound
     announce_variables()
-    if mode_from_environment() == "off" and not config.wants_anything:
+    if switched_off():
         return
     add_source(_stats)
+    when_undone(functools.partial(remove_source, _stats))
     if config.emit_metrics:
-        metrics.choose_directory()
-    for name, patch in _patches().items():
+        with Errors(_logger(), "without our metrics").survived("choosing a folder for counters failed"):
+            metrics.choose_directory()
+    for name, patch in _module_patches().items():
         if name in sys.modules:
             patch(sys.modules[name])
     if not any(isinstance(finder, _ModuleFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _ModuleFinder())
+        finder = _ModuleFinder()
+        sys.meta_path.insert(0, finder)
+        when_undone(functools.partial(sys.meta_path.remove, finder))
 
 
-def _patches() -> dict[str, Callable[[ModuleType], None]]:
+def unload() -> None:
+    """Take the plugin out of this process. Every function and class of vLLM is then as it was before :func:`register`.
+
+    Call it when no request is running. An engine in this process goes on without the transaction. In mode ``"stage"``
+    its scheduler still withholds the shadow pages. A V2 runner keeps its speculator with draft graphs. Other processes
+    are not affected.
+
+    Raises:
+        RuntimeError: an engine in this process has one recurrent state per request, which vLLM's code cannot read. Or
+            other code has replaced a patch of this plugin; all others are undone.
+    """
+    if one_state.one_states():
+        raise RuntimeError("nwor: cannot unload: an engine of this process has one recurrent state per request")
+    for session in sessions():
+        metrics.stop(session)
+    _unloaded.update(_sessions)
+    _sessions.clear()
+    undo_all()
+
+
+def _module_patches() -> dict[str, Callable[[ModuleType], None]]:
     """Return the patch function of each vLLM module, by module name."""
     return {
         **dict.fromkeys(RUNNERS, _patch_runner_module),
         "vllm.v1.core.sched.scheduler": _patch_scheduler_module,
         "vllm.v1.worker.gpu.warmup": _patch_warmup_module,
         "vllm.v1.metrics.loggers": metrics.patch_loggers_module,
+        "vllm.v1.engine.core": presence.patch_core_module,
         **stores.PATCHES,
     }
 
@@ -96,7 +124,7 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
     """Patch a vLLM module right after its first import."""
 
     def __init__(self) -> None:
-        self._patches = _patches()
+        self._patches = _module_patches()
         self._looking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -109,24 +137,26 @@ class _ModuleFinder(importlib.abc.MetaPathFinder):
             self._looking = False
         if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self._patches[name](module)
+        def patching(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._patches[name](module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # only on this loader
+            return exec_module
+
+        Patches(f"the import of {name}").put(spec.loader, "exec_module", patching)
         return spec
 
 
 def _patch_scheduler_module(module: ModuleType) -> None:
-    spare_blocks.patch_scheduler_module(module)
+    shadow_blocks.patch_scheduler_module(module)
     agreement.patch_scheduler_module(module)
     metrics.patch_scheduler_module(module)
 
 
 def _patch_warmup_module(module: ModuleType) -> None:
-    def shadow_blocks_of(runner: Any) -> spare_blocks.ShadowBlocks | None:
+    def shadow_blocks_of(runner: Any) -> shadow_blocks.ShadowBlocks | None:
         session = _sessions.get(runner)
         return session.shadow_blocks if session is not None else None
 
@@ -141,8 +171,8 @@ def _patch_warmup_module(module: ModuleType) -> None:
 
         return warmup_kernels
 
-    spare_blocks.patch_warmup_module(module, shadow_blocks_of)
-    wrap_once(module, "warmup_kernels", telling)
+    shadow_blocks.patch_warmup_module(module, shadow_blocks_of)
+    _patches.put_once(module, "warmup_kernels", telling)
 
 
 def _patch_runner_module(module: ModuleType) -> None:
@@ -151,7 +181,7 @@ def _patch_runner_module(module: ModuleType) -> None:
     draft_graphs.patch_runner_module(module, _logger())
     runner_class = getattr(module, "GPUModelRunner", None)
     if getattr(runner_class, "initialize_kv_cache", None) is None:
-        if mode_from_environment() not in (None, "off"):
+        if NworConfig.load().mode != "off":
             raise RuntimeError(f"nwor: {module.__name__} has no GPUModelRunner.initialize_kv_cache to patch")
         return
 
@@ -181,10 +211,10 @@ def _patch_runner_module(module: ModuleType) -> None:
         return load_model
 
     if module.__name__ == V2_RUNNER_MODULE:
-        wrap_once(runner_class, "execute_model", one_state.folding_tails)
-    wrap_once(runner_class, "load_model", preparing)
-    wrap_once(runner_class, "initialize_kv_cache", attaching)
-    wrap_once(runner_class, "profile_run", reserving)  # a missing method is reported by the check of the hooks
+        _patches.put_once(runner_class, "execute_model", one_state.following_forwards)
+    _patches.put_once(runner_class, "load_model", preparing)
+    _patches.put_once(runner_class, "initialize_kv_cache", attaching)
+    _patches.put_once(runner_class, "profile_run", reserving)  # a missing method is reported by the check of the hooks
 
 
 @contextlib.contextmanager
@@ -215,7 +245,7 @@ def _attach(runner: Any, module: str) -> None:
     previous = _sessions.pop(runner, None)
     if previous is not None:
         metrics.stop(previous)
-        detach(runner)
+        previous.patches.undo()
     try:
         session = RUNNERS[module](runner).attach(config, logger)
     except Unsupported as error:
@@ -242,6 +272,27 @@ def sessions() -> list[Session]:
     return list(_sessions.values())
 
 
+def active_in(worker: Any) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the fields of :class:`~nwor_ops.vllm.presence.Active` for one of vLLM's workers in this process."""
+    runner, found = worker.model_runner, presence.Active()
+    session = _sessions.get(runner)
+    if session is not None and session.manager is not None:
+        found.features[presence.TRANSACTION] = session.mode
+        if session.shadow_blocks is None:
+            found.memory[presence.UNDO_LOG] = session.manager.log_bytes
+        else:
+            found.memory[presence.SHADOW_PAGES] = session.shadow_blocks.num_bytes
+    drafter = draft_graphs.graphed_drafter(runner)
+    if drafter is not None:
+        found.features[presence.DRAFT_GRAPHS] = presence.ON
+        found.memory[presence.GRAPHS] = drafter.graphs.bytes
+    state = one_state.one_state_of(runner)
+    if state is not None:
+        found.features[presence.RECURRENT] = presence.ON
+        found.memory[presence.RECORDS] = state.record_bytes
+    return found.features, found.memory
+
+
 def _stats() -> EngineStats:
     return metrics.totals(sessions())
 
@@ -250,19 +301,31 @@ def check() -> list[dict[str, Any]]:
     """Check the vLLM version and each hook without starting an engine, for ``nwor-ops doctor``.
 
     Returns:
-        One row per check: ``hook`` (its name), ``ok``, and ``detail`` (the signature, or the problem).
+        One row per check: ``hook`` (its name), ``feature``, ``needed`` (whether this vLLM and its device may have the
+        feature; always true for the transaction), ``ok``, and ``detail`` (the signature, or the problem).
     """
     import vllm
     from vllm.platforms import current_platform
 
-    rows = [("vLLM version", version_problem(), f"supported: {', '.join(SUPPORTED_VERSIONS[TRANSACTION])}")]
     of_runners = [hook for kind in RUNNERS.values() for hook in kind.hooks]
     if not vllm.__version__.startswith("0.32."):  # there, pipeline parallelism on the V2 runner is refused
         of_runners += PIPELINE_HOOKS
-    of_runners += KIMI_HOOKS
-    for hook in (*of_runners, *draft_graphs.HOOKS, *spare_blocks.HOOKS, *connectors.HOOKS, *ONE_STATE_HOOKS):
-        if hook.cuda and current_platform.is_cpu():
-            continue
-        name = f"{hook.module}.{hook.name}" if hook.module in RUNNERS else hook.name
-        rows.append((name, hook.problem(), hook.signature))
-    return [{"hook": name, "ok": problem is None, "detail": problem or detail} for name, problem, detail in rows]
+    by_feature = {
+        TRANSACTION: (*of_runners, *KIMI_HOOKS, *shadow_blocks.HOOKS, *connectors.HOOKS),
+        DRAFT_GRAPHS: draft_graphs.HOOKS,
+        ONE_STATE: ONE_STATE_HOOKS,
+    }
+    rows = []
+    for feature, hooks in by_feature.items():
+        wrong = version_problem(feature)
+        needed = feature == TRANSACTION or (wrong is None and current_platform.device_type in DEVICES[feature])
+        found = [(f"vLLM version, {feature}", wrong, f"supported: {', '.join(SUPPORTED_VERSIONS[feature])}")]
+        for hook in hooks:
+            if not (hook.cuda and current_platform.is_cpu()):
+                name = f"{hook.module}.{hook.name}" if hook.module in RUNNERS else hook.name
+                found.append((name, hook.problem(), hook.signature))
+        rows += [
+            {"hook": name, "feature": feature, "needed": needed, "ok": problem is None, "detail": problem or detail}
+            for name, problem, detail in found
+        ]
+    return rows

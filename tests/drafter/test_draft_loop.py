@@ -3,14 +3,17 @@
 Also tested: padding, dispatch, the rules of metadata, and refusals. `tests/gpu/test_draft_loop_cuda.py` tests the
 graphs.
 
-A number like 41162-1 refers to a requirement of docs/draft_loop.md.
+A number like 41162-1 refers to a requirement of docs/internals/draft-loop-tests.md.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from dataclasses import fields
+from collections import deque
+from dataclasses import dataclass, fields
+from functools import partial
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -346,6 +349,52 @@ def test_moved_tensors_are_named():
     assert places_of([tensor], "metadata", torch.device("cuda")) == {}
 
 
+@dataclass(slots=True)
+class Slotted:
+    table: torch.Tensor
+    nothing_here: int = 3
+
+
+class Callable:
+    __slots__ = ("__dict__", "__private")
+
+    def __init__(self, tensor):
+        self.tensor, self.__private = tensor, tensor[1:]
+
+    def __call__(self):
+        raise NotImplementedError
+
+
+def a_function(tensor):
+    return tensor
+
+
+a_function.tensor = torch.zeros(1)
+
+
+def test_tensors_are_found_in_objects_of_every_kind():
+    one, two, cpu = torch.zeros(4), torch.ones(4), torch.device("cpu")
+    for value, paths in (
+        (Slotted(one), ["metadata.table"]),
+        (Callable(one), ["metadata.tensor", "metadata._Callable__private"]),
+        ({one}, ["metadata{0}"]),
+        (frozenset({(one,)}), ["metadata{0}[0]"]),
+        (deque([one, two]), ["metadata[0]", "metadata[1]"]),
+        (MappingProxyType({"of": one}), ["metadata['of']"]),
+        (partial(a_function, one, key=two), ["metadata.args[0]", "metadata.keywords['key']"]),
+        (torch.nn.Linear(1, 1, bias=False), ["metadata._parameters['weight']"]),
+        ((a_function, torch, Slotted, len, cpu), []),
+    ):
+        before = places_of(value, "metadata", cpu)
+        assert list(before) == paths
+        require_unmoved(before, places_of(value, "metadata", cpu))
+    both = {one, two}
+    before = places_of(both, "metadata", cpu)
+    require_unmoved(before, places_of({two, one}, "metadata", cpu))
+    with pytest.raises(RuntimeError, match=r"metadata\{[01]\} must not move"):
+        require_unmoved(before, places_of({one, torch.zeros(5)}, "metadata", cpu))
+
+
 def test_registered_tensors_are_watched():
     buffers = DraftBuffers.allocate(3, 2, "cpu")
     table = torch.zeros(3, 2)
@@ -556,6 +605,44 @@ def test_bad_arguments():
     ):
         with pytest.raises(ValueError, match=message):
             run()
+    for run, message in (
+        (lambda: loop().run(2.0), "DraftLoop: num_reqs must be an integer, got 2.0"),
+        (lambda: loop().run(True), "DraftLoop: num_reqs must be an integer, got True"),
+        (lambda: loop().run(2, key=2), "DraftLoop: key must be a GraphKey or None, got 2"),
+        (lambda: loop().run(2, "eager", key=0), "DraftLoop: key must be a GraphKey or None, got 0"),
+        (lambda: loop().run(2, replay="x"), "DraftLoop: replay must be True or False, got 'x'"),
+        (lambda: loop().run(2, inert_tails=1), "DraftLoop: inert_tails must be True or False, got 1"),
+        (lambda: loop().run_first_pass(2, 3.0), "DraftLoop: query_len must be an integer, got 3.0"),
+        (lambda: loop().run_first_pass(2, 3, key=2), "DraftLoop: key must be a GraphKey or None, got 2"),
+        (lambda: loop().run_first_pass(2, 3, replay=None), "DraftLoop: replay must be True or False, got None"),
+        (lambda: loop().dispatch("2"), "DraftLoop: num_reqs must be an integer, got '2'"),
+        (lambda: loop().dispatch(2, None), "DraftLoop: query_len must be an integer, got None"),
+        (lambda: loop().capture([2]), "DraftLoop: each of keys must be a GraphKey, got 2"),
+        (lambda: loop().invalidate(None), "DraftLoop: reason must be a string, got None"),
+        (lambda: loop(vocab_size="9"), "DraftLoop: vocab_size must be an integer, got '9'"),
+        (lambda: sampler(None, torch.zeros(2, 9)), "DraftSampler: key must be a GraphKey, got None"),
+        (lambda: sampler(GraphKey(2), torch.zeros(2, 9), 3), "DraftSampler: positions must be a tensor, got 3"),
+        (lambda: DispatchTable().smallest("2"), "DispatchTable: num_reqs must be an integer, got '2'"),
+        (lambda: buffers.stage(2), "DraftBuffers.stage: key must be a GraphKey, got 2"),
+        (lambda: buffers.pad_rows(1.5, 2), "DraftBuffers: num_reqs must be an integer, got 1.5"),
+    ):
+        with pytest.raises(TypeError, match=f"^{message}$"):
+            run()
+    for run, message in (
+        (lambda: loop().dispatch(-1), "DraftLoop: num_reqs must be 0 to 4, the rows of the buffers, got -1"),
+        (lambda: loop().dispatch(5), "DraftLoop: num_reqs must be 0 to 4, the rows of the buffers, got 5"),
+        (lambda: loop().dispatch(2, 0), "DraftLoop: query_len must be at least 1, got 0"),
+        (lambda: loop().capture([GraphKey(5)]), "must hold the 5 requests of the batch and fit into buffers of 4 rows"),
+        (lambda: loop(vocab_size=0), "DraftLoop: vocab_size must be at least 1, got 0"),
+        (lambda: sampler(GraphKey(5), torch.zeros(5, 9)), "DraftSampler: key must have at most 4 requests, the rows "),
+        (lambda: buffers.pad_rows(-1, 2), "DraftBuffers: num_reqs must be at least 0, got -1"),
+        (lambda: buffers.pad_rows(3, 2), "DraftBuffers: padded must be at least 3, got 2"),
+        (lambda: buffers.pad_rows(2, 5), "DraftBuffers: padded must be at most 4, got 5"),
+        (lambda: buffers.require_inert(2, 5), "DraftBuffers: padded must be at most 4, got 5"),
+        (lambda: buffers.stage(GraphKey(5)), "DraftBuffers.stage: key must have at most 4 requests, the rows "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run()
     with pytest.raises(TypeError, match=r"the result of sample_fn must be a tensor, got \[1, 2\]"):
         loop(sample_fn=lambda key, out: [1, 2]).run(2)
     carrying = Follower(3, 4, 20)
@@ -585,6 +672,19 @@ def test_bad_arguments():
         ),
         ("positions", torch.zeros(8).long()[::2], ValueError, r"positions must be contiguous, got strides \[2\]"),
         ("draft_tokens", torch.zeros(4).long(), ValueError, "draft_tokens must have 2 dimensions and at least 4 rows"),
+        (
+            "draft_tokens",
+            torch.zeros(1, 3).long().expand(4, 3),
+            ValueError,
+            r"draft_tokens must not name an element twice, got strides \[0, 1\]",
+        ),
+        (
+            "draft_tokens",
+            torch.zeros(9).long().as_strided((4, 3), (2, 1)),
+            ValueError,
+            r"draft_tokens must not name an element twice, got strides \[2, 1\]",
+        ),
+        ("hidden_states", torch.zeros(4, 1).expand(4, 2), ValueError, "hidden_states must not name an element twice"),
         ("current_draft_step", torch.zeros(1).long(), ValueError, "current_draft_step must have 0 dimensions"),
         ("hidden_states", torch.zeros(3, 2), ValueError, "hidden_states must have 2 dimensions and at least 4 rows"),
         ("idx_mapping", torch.zeros(4, device="meta").long(), TypeError, "idx_mapping must be on device cpu, got meta"),
@@ -596,12 +696,51 @@ def test_bad_buffers(name, value, error, message):
         DraftBuffers(**given | {name: value})
 
 
+def test_buffers_with_any_strides():
+    given = {k: v for k, v in vars(DraftBuffers.allocate(4, 3, "cpu")).items() if k != "registered"}
+    for tokens in (torch.zeros(3, 4).long().t(), torch.zeros(8, 6).long()[::2, ::2], torch.zeros(4, 1).long()):
+        DraftBuffers(**given | {"draft_tokens": tokens})
+    with pytest.raises(ValueError, match=r"^DraftSampler: logits_cache must not name an element twice"):
+        DraftSampler(
+            DraftBuffers(**given), torch.zeros(4), torch.zeros(4).long(),
+            logits_cache=torch.zeros(1, 3, 9).expand(4, 3, 9),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["eager", "step", "loop"])
+@pytest.mark.parametrize("token", [-1, 9, 2**31 + 3])
+def test_tokens_outside_the_vocabulary_are_found(mode, token):
+    """In debug mode, with the row and the step. Padded rows may hold anything."""
+
+    def loop(bad_row, **changes):
+        thin = thin_loop(hidden=False)[0]
+        sampled = torch.full((3,), 4)
+        sampled[bad_row] = token
+        return DraftLoop(
+            thin.model_fn, lambda key, output: sampled[: key.num_reqs], thin.buffers, thin.metadata, thin.num_steps,
+            thin.max_len, **changes,
+        )  # fmt: skip
+
+    loop(1).run(2, mode, replay=False)
+    with pytest.raises(
+        ValueError, match=f"^DraftLoop: drafts must be tokens from 0 to 8, got {token} in row 1, step 1"
+    ):
+        loop(1, debug=True, vocab_size=9).run(2, mode, replay=False)
+    loop(2, debug=True, vocab_size=9).run(2, mode, key=GraphKey(3), replay=False)
+    if token == 9:
+        loop(1, debug=True).run(2, mode, replay=False)
+    else:
+        with pytest.raises(ValueError, match=f"^DraftLoop: drafts must be tokens from 0 to 2147483647, got {token} in"):
+            loop(1, debug=True).run(2, mode, replay=False)
+
+
 # ---------------------------------------------------------------- requirements
 
 
 def test_every_requirement_names_a_test_that_exists():
-    """The table in docs/draft_loop.md lists all numbers of both lists, and each names existing tests."""
-    rows = re.findall(r"^\| (\d+)-(\d+) \| .* \| (.*) \|$", (ROOT / "docs/draft_loop.md").read_text(), re.MULTILINE)
+    """The table of docs/internals/draft-loop-tests.md lists all numbers of both lists, and rows name real tests."""
+    text = (ROOT / "docs/internals/draft-loop-tests.md").read_text()
+    rows = re.findall(r"^\| (\d+)-(\d+) \| .* \| (.*) \|$", text, re.MULTILINE)
     numbers = [(int(pull), int(number)) for pull, number, _ in rows]
     assert numbers == [(41162, n) for n in range(1, 13)] + [(34880, n) for n in range(1, 16)]
     for pull, number, tests in rows:

@@ -15,7 +15,8 @@ import torch
 from bad_input import DEBUG_MODE
 from layouts import twin
 from processes import ROOT
-from samples import int64, sample_inputs, with_arguments
+from samples import sample_inputs, with_arguments
+from tensors import int64
 from transactions import Request, make_batch
 
 from nwor_ops import DraftCommitManager, LayerCache, ops

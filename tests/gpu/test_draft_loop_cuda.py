@@ -3,7 +3,7 @@
 They are compared with eager drafting and with drafting without a loop, per position. Also tested: when graphs are
 captured, addresses, allocations, waits, launches, and ranks.
 
-A number like 41162-1 refers to a requirement of docs/draft_loop.md.
+A number like 41162-1 refers to a requirement of docs/internals/draft-loop-tests.md.
 """
 
 from __future__ import annotations

@@ -8,24 +8,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import samples_drafter as samples
 import torch
 from layouts import same_memory, surrounded, twin
-from samples import argument_names, int64, ops_of, sample_inputs
-from samples_drafter import (
-    PADDED,
-    decode_arguments,
-    eagle_arguments,
-    expand_arguments,
-    extend_arguments,
-    local_lens_arguments,
-    next_token_arguments,
-    padded_inputs_arguments,
-    poisoned,
-    prefill_arguments,
-    sample_arguments,
-    slot_arguments,
-    update_arguments,
-)
+from samples import argument_names, ops_of, sample_inputs
+from tensors import int64
 
 from nwor_ops import ops
 
@@ -55,7 +42,7 @@ def sampling(logits, temperature, seed=0, cache=False, states=None):
     return (
         logits, int64(*(range(rows) if states is None else states)), torch.full((rows,), temperature),
         keys[0].contiguous(), keys[1].contiguous(), int64(*(row % 3 for row in range(rows))),
-        poisoned(rows, 3, dtype=torch.int64),
+        samples.poisoned(rows, 3, dtype=torch.int64),
         torch.zeros(rows, 3, vocab, dtype=logits.dtype) if cache else None,
     )  # fmt: skip
 
@@ -128,40 +115,40 @@ def test_logits_and_cache_of_any_placement(device, dtype):
 
 OTHER_DATA = {
     "prepare_prefill_inputs": [
-        prefill_arguments((0, 1, 9, -5, -9), (1, 4, PADDED, PADDED), (0, 3, 9, 9), (0, 1, 9, 9)),
-        prefill_arguments((0, 2, 2, 5, 9), (1, 4, 2, 0), (2, 0, 1, 0), (1, 1, 0, 9)),
-        prefill_arguments((0, 9, -1, -1, -1), (PADDED,) * 4),
+        samples.prefill((0, 1, 9, -5, -9), (1, 4, samples.PADDED, samples.PADDED), (0, 3, 9, 9), (0, 1, 9, 9)),
+        samples.prefill((0, 2, 2, 5, 9), (1, 4, 2, 0), (2, 0, 1, 0), (1, 1, 0, 9)),
+        samples.prefill((0, 9, -1, -1, -1), (samples.PADDED,) * 4),
     ],
     "prepare_decode_inputs": [
-        decode_arguments(states=(1, PADDED, PADDED, PADDED)),
-        decode_arguments(states=(1, 2, 3, 4), positions=(1, 2, 3, 4, 5, 6)),
+        samples.decode(states=(1, samples.PADDED, samples.PADDED, samples.PADDED)),
+        samples.decode(states=(1, 2, 3, 4), positions=(1, 2, 3, 4, 5, 6)),
     ],
     "update_draft_inputs": [
-        update_arguments(step=0, states=(1, 2, PADDED, PADDED)),
-        update_arguments(step=2, states=(1, 2, 3, 4)),
+        samples.update(step=0, states=(1, 2, samples.PADDED, samples.PADDED)),
+        samples.update(step=2, states=(1, 2, 3, 4)),
     ],
     "compute_slot_mappings": [
-        slot_arguments((0, 1, 9, 9, 9), (4, 1, PADDED, PADDED)),
-        slot_arguments((0, 2, 2, 5, 9), (PADDED, 1, 0, 2), first_position=5),
+        samples.slots((0, 1, 9, 9, 9), (4, 1, samples.PADDED, samples.PADDED)),
+        samples.slots((0, 2, 2, 5, 9), (samples.PADDED, 1, 0, 2), first_position=5),
     ],
-    "eagle_step": [eagle_arguments((31, 4, 5, -1, 9, 30))],
-    "prepare_inputs_padded": [padded_inputs_arguments((1, 4, 4, 5, 5), (2, 1, 1, 1, 0), (0, 2, 6, 7, 9, 9))],
+    "eagle_step": [samples.eagle((31, 4, 5, -1, 9, 30))],
+    "prepare_inputs_padded": [samples.padded_inputs((1, 4, 4, 5, 5), (2, 1, 1, 1, 0), (0, 2, 6, 7, 9, 9))],
     "prepare_next_token_padded": [
-        next_token_arguments(((1, -1, -1), (1, 2, 3), (-1, -1, -1), (4, -1, -1), (5, 6, 7)), (1, 0, 0, 0, 1))
+        samples.next_token(((1, -1, -1), (1, 2, 3), (-1, -1, -1), (4, -1, -1), (5, 6, 7)), (1, 0, 0, 0, 1))
     ],
     "gumbel_sample": [
-        sample_arguments(states=(0, 2, 4, PADDED, PADDED), steps=(2, 2, 1, 1, 1)),
-        sample_arguments(temperatures=(0.0, 0.5, 0.0, 0.0, 1.0, 9.0), states=(5, 4, 3, 2, 1)),
+        samples.sample(states=(0, 2, 4, samples.PADDED, samples.PADDED), steps=(2, 2, 1, 1, 1)),
+        samples.sample(temperatures=(0.0, 0.5, 0.0, 0.0, 1.0, 9.0), states=(5, 4, 3, 2, 1)),
     ],
     "copy_expand_inputs": [
-        expand_arguments((0, 1, 9, -5, -9), (1, 4, PADDED, PADDED), (0, 3, 9, 9)),
-        expand_arguments((0, 2, 2, 5, 9), (1, 4, 2, 0), (2, 0, 1, 0)),
+        samples.expand((0, 1, 9, -5, -9), (1, 4, samples.PADDED, samples.PADDED), (0, 3, 9, 9)),
+        samples.expand((0, 2, 2, 5, 9), (1, 4, 2, 0), (2, 0, 1, 0)),
     ],
     "extend_queries": [
-        extend_arguments((0, 1, 9, -5, -9), (1, 4, PADDED, PADDED), first_position=3),
-        extend_arguments((0, 2, 2, 5, 9), (1, 4, 2, 0), (1, 2, 3, 40), first_position=17),
+        samples.extend((0, 1, 9, -5, -9), (1, 4, samples.PADDED, samples.PADDED), first_position=3),
+        samples.extend((0, 2, 2, 5, 9), (1, 4, 2, 0), (1, 2, 3, 40), first_position=17),
     ],
-    "dcp_local_seq_lens": [local_lens_arguments((9, 3, 0, 77, 1, 2))],
+    "dcp_local_seq_lens": [samples.local_lens((9, 3, 0, 77, 1, 2))],
 }
 
 

@@ -69,9 +69,9 @@ class Requests:
         self.weight = torch.rand(heads.value_width, device=device)
         self.plan = torch.zeros(requests, 4, dtype=torch.int32, device=device)
         self.cursors = torch.zeros(requests + 1, 2, dtype=torch.int32, device=device)
-        self.window = torch.zeros(1, dtype=torch.int64, device=device)
+        self.window_id = torch.zeros(1, dtype=torch.int64, device=device)
         self.slots = torch.arange(1, requests + 1, dtype=torch.int32, device=device)
-        self.accepted = torch.ones(requests, dtype=torch.int32, device=device)
+        self.kept = torch.ones(requests, dtype=torch.int32, device=device)
 
     @property
     def scale(self):
@@ -97,13 +97,13 @@ class Requests:
 
     def open(self, window: Window) -> None:
         ops.plan_recurrent_window(
-            self.plan, self.cursors, self.window, self.slots, window.starts, self.accepted, self.rows
+            self.plan, self.cursors, self.window_id, self.slots, window.starts, self.kept, self.rows
         )
 
     def verify(self, window: Window, out, state=None, plan=None, every=None, norm=None, use_qk_l2norm=True) -> None:
         ops.gated_delta_verify(
             out, self.state if state is None else state, *self.records, self.ran, window.q, window.k, window.v,
-            window.a, window.b, self.A_log, self.dt_bias, self.plan if plan is None else plan, self.window,
+            window.a, window.b, self.A_log, self.dt_bias, self.plan if plan is None else plan, self.window_id,
             window.starts, self.scale, gate=window.gate if norm else None, norm_weight=self.weight if norm else None,
             gate_activation=norm or "silu", all_states=every, use_qk_l2norm=use_qk_l2norm,
             allow_neg_eigval=self.allow_neg_eigval, gate_lower_bound=self.gate_lower_bound,
@@ -120,11 +120,11 @@ class Requests:
 
     def fold(self) -> None:
         plan = torch.zeros_like(self.plan)
-        ops.plan_recurrent_fold(plan, self.cursors, self.slots, self.slots, self.accepted)
+        ops.plan_recurrent_fold(plan, self.cursors, self.slots, self.slots, self.kept)
         ops.gated_delta_fold(*([tensor] for tensor in (self.state, *self.records, self.ran)), plan)
 
     def accept(self, lengths) -> None:
-        self.accepted.copy_(torch.tensor([self.random.randint(1, length) for length in lengths]))
+        self.kept.copy_(torch.tensor([self.random.randint(1, length) for length in lengths]))
 
 
 # ---------------------------------------------------------------- vLLM's Triton kernel
@@ -161,14 +161,14 @@ class EveryState:
 
     def accepted_states(self):
         each = torch.arange(self.of.requests, device=self.of.device)
-        return self.states[self.indices[each, self.of.accepted.long() - 1].long()]
+        return self.states[self.indices[each, self.of.kept.long() - 1].long()]
 
     def run(self, window: Window, use_qk_l2norm=True):
         of = self.of
         out, _ = self.update(
             of.A_log, window.a, window.b, of.dt_bias, window.q[None], window.k[None], window.v[None], scale=of.scale,
             initial_state=self.states, cu_seqlens=window.starts, ssm_state_indices=self.indices,
-            num_accepted_tokens=of.accepted, use_qk_l2norm_in_kernel=use_qk_l2norm, is_kda=of.per_channel,
+            num_accepted_tokens=of.kept, use_qk_l2norm_in_kernel=use_qk_l2norm, is_kda=of.per_channel,
         )  # fmt: skip
         return out.view_as(window.gate)
 
@@ -285,7 +285,7 @@ def test_bits_of_the_decays_of_vllm_for_glm(device, glm_kernel, state_dtype):
     for _ in range(10):
         requests.state[1:] = 1
         requests.cursors.zero_()
-        requests.accepted.fill_(1)
+        requests.kept.fill_(1)
         theirs = EveryState(requests, glm_kernel)
         lengths = requests.ragged()
         window = requests.draw(lengths)
@@ -310,7 +310,7 @@ def test_near_vllm_for_glm(device, glm_kernel, heads, count, state_dtype):
         window = requests.draw(lengths)
         begun_with, every = theirs.accepted_states(), requests.states_of(window)
         out = requests.run(window, every=every)
-        torch.testing.assert_close(requests.state[1:], begun_with, **tolerance)  # replayed from the last window
+        torch.testing.assert_close(requests.state[1:], begun_with, **tolerance)  # reapplied from the last window
         expected = theirs.run(window)
         torch.testing.assert_close(out, expected, rtol=0.02, atol=1e-3 if exact else 0.02)
         kept = torch.cat([row[:length] for row, length in zip(theirs.indices, lengths, strict=True)])
@@ -343,7 +343,7 @@ def test_norm_of_vllm(device, fused_op, state_dtype, activation):
         packed = torch.cat([part.flatten(1) for part in (window.q, window.k, window.v)], 1)
         fused_op(
             packed, window.a, window.b, requests.A_log, requests.dt_bias, theirs.indices, window.starts,
-            requests.accepted, theirs.states, window.gate, requests.weight, expected, requests.scale, 1e-5, activation,
+            requests.kept, theirs.states, window.gate, requests.weight, expected, requests.scale, 1e-5, activation,
         )  # fmt: skip
         out = requests.run(window, norm=activation)
         torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
@@ -382,7 +382,7 @@ def test_bits_over_many_steps(device, state_dtype, per_channel, steps, heads):
         other.verify(window, expected, state=begins, plan=nothing, every=every)
         differ += (bits(out) != bits(expected)).sum() + (bits(requests.state[1:]) != bits(begins[1:])).sum()
         requests.accept(lengths)
-        begins[1:] = every[(window.starts[:-1] + requests.accepted - 1).long()]
+        begins[1:] = every[(window.starts[:-1] + requests.kept - 1).long()]
     assert differ.item() == 0
     assert requests.state[1:].isfinite().all()
     assert requests.state[1:].float().abs().max() > 0.1
@@ -413,8 +413,8 @@ def test_requests_alone_and_together(device, state_dtype, norm, heads):
             piece = torch.full_like(one.gate, 7)
             plan = torch.zeros(1, 4, dtype=torch.int32, device=device)
             ops.plan_recurrent_window(
-                plan, alone.cursors, alone.window, together.slots[q : q + 1], one.starts,
-                together.accepted[q : q + 1], 4,
+                plan, alone.cursors, alone.window_id, together.slots[q : q + 1], one.starts,
+                together.kept[q : q + 1], 4,
             )  # fmt: skip
             alone.verify(one, piece, plan=plan, norm=norm)
             pieces.append(piece)
@@ -466,7 +466,7 @@ def test_long_records(device, heads, per_channel, norm):
         requests.run(window, norm=norm, every=every)
         requests.accept(lengths)
         requests.fold()
-        assert same_bits(requests.state[1:], every[(window.starts[:-1] + requests.accepted - 1).long()])
+        assert same_bits(requests.state[1:], every[(window.starts[:-1] + requests.kept - 1).long()])
 
 
 def laid_out(states, shift, gap):
@@ -525,7 +525,7 @@ def test_offsets_beyond_32_bits(device):
     assert same_bits(out, expected)
     fold = int32([[slots - 1, 2, 1, slots - 1]], device)
     ops.gated_delta_fold([state], *([record] for record in large.records), [large.ran], fold)
-    small.accepted.fill_(2)
+    small.kept.fill_(2)
     before = small.state.clone()
     small.fold()
     assert not same_bits(small.state[1], before[1])
@@ -560,8 +560,8 @@ def test_window_in_a_cuda_graph(device, state_dtype, norm):
     with torch.cuda.graph(graph):
         run()
     for tensor, fresh in zip(
-        (captured.state, captured.cursors, captured.window, *captured.records),
-        (eager.state, eager.cursors, eager.window, *eager.records),
+        (captured.state, captured.cursors, captured.window_id, *captured.records),
+        (eager.state, eager.cursors, eager.window_id, *eager.records),
         strict=True,
     ):
         tensor.copy_(fresh)
@@ -570,7 +570,7 @@ def test_window_in_a_cuda_graph(device, state_dtype, norm):
     for _ in range(60):
         lengths = [dice.randint(0, rows) for _ in range(count)]
         slots = [slot if dice.random() < 0.8 else 0 for slot in dice.sample(range(1, count + 1), count)]
-        accepted = [dice.randint(1, lengths_of[slot]) if slot else 99 for slot in slots]
+        kept = [dice.randint(1, lengths_of[slot]) if slot else 99 for slot in slots]
         fresh = captured.draw(lengths)
         tokens = sum(lengths)
         for name in ("q", "k", "v", "a", "b", "gate"):
@@ -578,15 +578,15 @@ def test_window_in_a_cuda_graph(device, state_dtype, norm):
         window.starts.copy_(fresh.starts)
         for requests in (captured, eager):
             requests.slots.copy_(torch.tensor(slots))
-            requests.accepted.copy_(torch.tensor(accepted))
+            requests.kept.copy_(torch.tensor(kept))
         out.fill_(7)
         graph.replay()
         expected = eager.run(fresh, norm=norm)
         assert same_bits(out[:tokens], expected)
         assert (out[tokens:] == 7).all()
         for mine, other in zip(
-            (captured.state, captured.plan, captured.cursors, captured.window, *captured.records),
-            (eager.state, eager.plan, eager.cursors, eager.window, *eager.records),
+            (captured.state, captured.plan, captured.cursors, captured.window_id, *captured.records),
+            (eager.state, eager.plan, eager.cursors, eager.window_id, *eager.records),
             strict=True,
         ):
             assert same_bits(mine, other)
@@ -609,7 +609,7 @@ def test_another_stream(device):
         for name in ("q", "k", "v", "a", "b"):  # only after the sleep do they hold what must be computed
             getattr(late, name).copy_(getattr(window, name))
         out = ours.run(late)
-        ours.accepted.fill_(1)
+        ours.kept.fill_(1)
         ours.fold()
     stream.synchronize()
     expected = theirs.run(window)
@@ -708,11 +708,11 @@ def test_cancel_of_many_layers(device, state_dtype):
     first.open(window)
     for layer in every:
         layer.verify(window, torch.empty_like(window.gate), plan=first.plan, state=layer.state)
-    first.accepted.copy_(torch.tensor([3, 1, 2]))
+    first.kept.copy_(torch.tensor([3, 1, 2]))
     first.open(window)
     expected = []
     for layer in every:
-        layer.window = first.window
+        layer.window_id = first.window_id
         before = [tensor.clone() for tensor in (layer.state, *layer.records)]
         layer.verify(window, torch.empty_like(window.gate), plan=first.plan)
         expected.append(layer.state.clone())
@@ -721,6 +721,6 @@ def test_cancel_of_many_layers(device, state_dtype):
                 tensor.copy_(old)
             layer.ran.zero_()
     lists = zip(*((layer.state, *layer.records, layer.ran) for layer in every), strict=True)
-    ops.gated_delta_fold(*map(list, lists), first.plan, first.window)
+    ops.gated_delta_fold(*map(list, lists), first.plan, first.window_id)
     for layer, state in zip(every, expected, strict=True):
         assert same_bits(layer.state[1:], state[1:])

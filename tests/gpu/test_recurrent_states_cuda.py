@@ -51,7 +51,7 @@ def test_nothing_waits_and_layers_are_replayed(device):
         fresh = {name: decoding.inputs(name, TOKENS) for name in kinds}
         state_slots = decoding.tensor(order, torch.int64)
         starts = decoding.tensor([0, *accumulate(lengths)])
-        num_accepted = decoding.tensor(stay.get(slot, -7) for slot in order)
+        num_kept = decoding.tensor(stay.get(slot, -7) for slot in order)
         folded = decoding.tensor([1, 3])
         cancelled = step % 7 == 6
         with no_waiting():
@@ -60,7 +60,7 @@ def test_nothing_waits_and_layers_are_replayed(device):
                 for part, tensor in inputs[name].items():
                     tensor.copy_(fresh[name][part])
             graph.replay()
-            states.cancel() if cancelled else states.commit(num_accepted)
+            states.cancel() if cancelled else states.commit(num_kept)
         own = list(range(sum(lengths[:-1])))
         for name, layer in decoding.every_state.items():
             mine = {part: tensor[own] for part, tensor in fresh[name].items()}

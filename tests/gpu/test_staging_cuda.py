@@ -3,13 +3,15 @@ synchronized."""
 
 from __future__ import annotations
 
-import oracle
+import oracle_shadow as oracle
 import pytest
+import samples_staging as samples
 import torch
 from layouts import Shape, make_pages, same_memory, twin
-from samples import SMALL, ops_of, sample_inputs
-from samples_staging import accept_staged_arguments, stage_arguments
-from staged_windows import Sequence, make_window
+from raw_rows import raw
+from samples import ops_of, sample_inputs
+from shadow_windows import Sequence, make_window
+from tensors import SMALL
 
 from nwor_ops import DraftCommitManager, LayerCache, ops
 
@@ -57,7 +59,7 @@ class Replayed:
 
     def load(self, window):
         for plane, source in zip(self.planes, window.planes, strict=True):
-            oracle.raw(plane).copy_(oracle.raw(source))
+            raw(plane).copy_(raw(source))
         for name, buffer in self.tensors.items():
             value = window.tensors[name]
             buffer.fill_(-1 if buffer.dtype != torch.bool else 1)
@@ -88,7 +90,7 @@ class Replayed:
 
     def assert_is(self, window):
         for plane, expected in zip(self.planes, window.planes, strict=True):
-            assert torch.equal(oracle.raw(plane).cpu(), oracle.raw(expected))
+            assert torch.equal(raw(plane).cpu(), raw(expected))
         assert torch.equal(self.tensors["held_slots"].cpu(), window.tensors["held_slots"])
         assert torch.equal(self.tensors["tail_pages"].cpu(), window.tensors["tail_pages"][:, : self.ROWS])
         for group, slots, table in zip(window.groups, self.slots, self.tables, strict=True):
@@ -128,8 +130,8 @@ def test_windows_in_cuda_graphs(device, groups):
 
 def test_the_staging_buffer_in_a_cuda_graph(device):
     """stage, accept, commit and move in one graph. Every replay has other rows, slots and outcomes."""
-    stage = twin(stage_arguments(dtype=torch.bfloat16), device)
-    accept = twin(accept_staged_arguments((1,) * 4, (5, 7, 0, 3), ((), ())), device)
+    stage = twin(samples.stage(dtype=torch.bfloat16), device)
+    accept = twin(samples.accept_staged((1,) * 4, (5, 7, 0, 3), ((), ())), device)
     pages = make_pages("packed", SMALL, torch.bfloat16)
     model = twin(pages)
     ours = twin(pages, device)

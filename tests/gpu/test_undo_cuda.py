@@ -3,11 +3,12 @@ or sync."""
 
 from __future__ import annotations
 
-import oracle
+import oracle_undo as oracle
 import pytest
+import samples_undo as samples
 import torch
 from layouts import Shape, make_pages, same_memory, twin
-from samples import logged_arguments
+from raw_rows import raw
 
 import nwor_ops
 from nwor_ops import ops
@@ -41,7 +42,7 @@ def test_too_many_slots_are_refused(device):
 
 def test_another_stream(device):
     """The ops use the current stream of torch."""
-    arguments = logged_arguments(dtype=torch.bfloat16)
+    arguments = samples.write_logged(dtype=torch.bfloat16)
     ours, theirs = twin(arguments, device), twin(arguments)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -170,7 +171,7 @@ class Transaction:
             for layer, cache in enumerate(caches):
                 rows = source[layer][stays]
                 if self.kv_cache_dtype == "auto":
-                    oracle.raw(cache)[blocks, offsets] = oracle.raw(rows)
+                    raw(cache)[blocks, offsets] = raw(rows)
                 else:
                     cache[blocks, offsets] = oracle.to_fp8(rows.float() / 0.5, self.kv_cache_dtype)
 

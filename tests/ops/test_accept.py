@@ -5,34 +5,33 @@ from __future__ import annotations
 
 import re
 
+import bad_input
+import layouts
 import pytest
+import samples_accept as samples
 import torch
-from bad_input import check_bad_data
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import assert_same_as_oracle, refuse, same_memory, surrounded, twin
-from samples import (
-    OTHER_IDS,
-    WIDE_IDS,
-    argument_names,
-    decided,
-    flags,
-    int32,
-    int64,
-    plan_arguments,
-    sample_inputs,
-    with_arguments,
-)
+from samples import argument_names, ops_of, sample_inputs, with_arguments
+from tensors import flags, int32, int64
 
 from nwor_ops import ops
 
-OPS = (
-    "plan_window",
-    "acceptance_mask",
-    "acceptance_mask_from_rejected",
-    "reject_rows",
-    "reject_rows_from_rejected",
-)
+
+def test_plan_by_hand(device):
+    """Requests of 2 + 2 and 1 + 1 tokens (given and drafted). This test does not depend on the oracle."""
+    ours = layouts.twin(samples.plan((0, 4, 6), (2, 3), tokens=7, groups=2, rows=5), device)
+    ops.plan_window(*ours)
+    _, _, _, log_rows, row_slots, row_requests, row_positions, counters, draft_start_loc, *_ = ours
+    assert log_rows.tolist() == [-1, -1, 0, 1, -1, 2, -1, -1, -1]
+    assert row_slots.tolist() == [[102, 103, 105, -1, -1], [202, 203, 205, -1, -1]]
+    assert row_requests.tolist() == [0, 0, 1, -1, -1]
+    assert row_positions.tolist() == [0, 1, 0, -1, -1]
+    assert counters.tolist() == [11, 23, 30, 40, 50]
+    assert draft_start_loc.tolist() == [0, 2, 3, 3, 3]  # to the end of the tensor
+
+
+OPS = ops_of("accept")
 ID_DTYPES = (torch.int32, torch.int64)
 COUNTED_BEFORE = [10, 20, 30, 40, 50]  # initial counters of `samples`
 
@@ -58,40 +57,29 @@ def test_plan(device, batch, groups):
     starts, cu = batch
     exact = cu[-1] if cu else 0
     for rows in (exact, exact + 7):
-        assert_same_as_oracle("plan_window", plan_arguments(starts, cu, 20, groups, rows), device)
+        layouts.assert_same_as_oracle("plan_window", samples.plan(starts, cu, 20, groups, rows), device)
 
 
 @pytest.mark.gpu
 def test_plan_of_too_many_groups(device):
     with pytest.raises(ValueError, match="at most 128 slot mappings on CUDA, got 129"):
-        ops.plan_window(*twin(plan_arguments(groups=129), device))
-
-
-def test_plan_by_hand(device):
-    """Requests of 2 + 2 and 1 + 1 tokens (given and drafted). This test does not depend on the oracle."""
-    ours = twin(plan_arguments((0, 4, 6), (2, 3), tokens=7, groups=2, rows=5), device)
-    ops.plan_window(*ours)
-    _, _, _, log_rows, row_slots, row_requests, row_positions, counters, draft_start_loc, *_ = ours
-    assert log_rows.tolist() == [-1, -1, 0, 1, -1, 2, -1, -1, -1]
-    assert row_slots.tolist() == [[102, 103, 105, -1, -1], [202, 203, 205, -1, -1]]
-    assert row_requests.tolist() == [0, 0, 1, -1, -1]
-    assert row_positions.tolist() == [0, 1, 0, -1, -1]
-    assert counters.tolist() == [11, 23, 30, 40, 50]
-    assert draft_start_loc.tolist() == [0, 2, 3, 3, 3]  # to the end of the tensor
+        ops.plan_window(*layouts.twin(samples.plan(groups=129), device))
 
 
 def test_plan_of_a_draft_without_a_slot(device):
     """The row of a skipped token keeps slot -1, so that nothing is restored for it."""
-    arguments = plan_arguments((0, 4), (3,), tokens=4)
+    arguments = samples.plan((0, 4), (3,), tokens=4)
     slots = int64(9, -1, 8, -5)
-    ours = assert_same_as_oracle("plan_window", with_arguments("plan_window", arguments, slot_mappings=[slots]), device)
+    ours = layouts.assert_same_as_oracle(
+        "plan_window", with_arguments("plan_window", arguments, slot_mappings=[slots]), device
+    )
     assert ours[4].tolist() == [[-1, 8, -1, -1, -1, -1]]
 
 
 @pytest.mark.parametrize(("offset", "tokens"), [(3, 4), (4, 5), (5, 1), (9, 3), (50, 2), (8, 0)])
 def test_plan_of_a_later_micro_batch(device, offset, tokens):
     """The slot mapping of a micro-batch is a slice. Token positions of the batch must not index it."""
-    ours = assert_same_as_oracle("plan_window", plan_arguments(tokens=tokens, token_offset=offset), device)
+    ours = layouts.assert_same_as_oracle("plan_window", samples.plan(tokens=tokens, token_offset=offset), device)
     _, _, _, log_rows, row_slots, row_requests, row_positions, _, draft_start_loc, *_ = ours
     assert draft_start_loc.tolist() == [0, 3, 3, 6, 6, 6, 6]  # every micro-batch has those of the batch
     drafts = [1, 2, 3, 6, 7, 8]  # tokens of the batch
@@ -107,7 +95,7 @@ def test_plan_of_a_later_micro_batch(device, offset, tokens):
 @pytest.mark.parametrize("tokens", [2, 3, 7])
 def test_plan_of_the_first_micro_batch(device, tokens):
     """It starts at token 0 and ends before the batch does. One request straddles the cut."""
-    assert_same_as_oracle("plan_window", plan_arguments(tokens=tokens, token_offset=0), device)
+    layouts.assert_same_as_oracle("plan_window", samples.plan(tokens=tokens, token_offset=0), device)
 
 
 @st.composite
@@ -132,9 +120,9 @@ def test_plan_of_any_batch(device, data):
     groups = data.draw(st.integers(1, 3))
     bonus = data.draw(st.integers(0, 2))
     cu = [count + bonus * (q + 1) for q, count in enumerate(cu)]
-    assert_same_as_oracle(
+    layouts.assert_same_as_oracle(
         "plan_window",
-        plan_arguments(tuple(starts), tuple(cu), tokens, groups, rows, offset, num_bonus_tokens=bonus),
+        samples.plan(tuple(starts), tuple(cu), tokens, groups, rows, offset, num_bonus_tokens=bonus),
         device,
     )
 
@@ -143,10 +131,10 @@ def test_no_value_of_an_earlier_window_remains(device):
     other = {
         "query_start_loc": int32(0, 2), "cu_num_draft_tokens": int32(1), "counters": int64(0, 0, 0, 0, 0)
     }  # fmt: skip
-    fresh = twin(with_arguments("plan_window", plan_arguments(), **other), device)
-    ours = twin(plan_arguments(), device)
+    fresh = layouts.twin(with_arguments("plan_window", samples.plan(), **other), device)
+    ours = layouts.twin(samples.plan(), device)
     ops.plan_window(*ours)
-    again = with_arguments("plan_window", ours, **twin(other, device))
+    again = with_arguments("plan_window", ours, **layouts.twin(other, device))
     ops.plan_window(*again)
     ops.plan_window(*fresh)
     assert all(torch.equal(a, b) for a, b in zip(again[3:9], fresh[3:9], strict=True))
@@ -159,8 +147,8 @@ def test_plan_of_a_large_batch(device, requests):
     drafts = torch.randint(0, 5, (requests,), generator=random)
     lengths = drafts + torch.randint(0, 3, (requests,), generator=random)
     starts, cu = [0, *lengths.cumsum(0).tolist()], drafts.cumsum(0).tolist()
-    arguments = plan_arguments(tuple(starts), tuple(cu), starts[-1] + 9, 2, cu[-1] + 300)
-    ours = assert_same_as_oracle("plan_window", arguments, device)
+    arguments = samples.plan(tuple(starts), tuple(cu), starts[-1] + 9, 2, cu[-1] + 300)
+    ours = layouts.assert_same_as_oracle("plan_window", arguments, device)
     assert ours[7].tolist() == [11, 20 + cu[-1], 30, 40, 50]
 
 
@@ -169,45 +157,45 @@ def test_plan_of_a_large_batch(device, requests):
 
 @pytest.mark.parametrize("sampled_dtype", ID_DTYPES, ids=str)
 @pytest.mark.parametrize("draft_dtype", ID_DTYPES, ids=str)
-@pytest.mark.parametrize("case", OTHER_IDS)
+@pytest.mark.parametrize("case", samples.OTHER_IDS)
 def test_acceptance_by_hand(device, case, draft_dtype, sampled_dtype):
-    arguments, accepted = decided(case, draft_dtype, sampled_dtype)
-    assert_same_as_oracle("acceptance_mask", arguments, device)
-    assert ops.acceptance_mask(*twin(arguments, device))[1].tolist() == accepted
+    arguments, accepted = samples.decided(case, draft_dtype, sampled_dtype)
+    layouts.assert_same_as_oracle("acceptance_mask", arguments, device)
+    assert ops.acceptance_mask(*layouts.twin(arguments, device))[1].tolist() == accepted
     outputs = flags(*[1] * 9), int32(*[9] * 5), int64(*COUNTED_BEFORE)
-    ours = assert_same_as_oracle("reject_rows", (*arguments, *outputs), device)
+    ours = layouts.assert_same_as_oracle("reject_rows", (*arguments, *outputs), device)
     assert ours[4].tolist() == [*accepted, *[0] * (5 - len(accepted))]
 
 
-@pytest.mark.parametrize("case", WIDE_IDS)
+@pytest.mark.parametrize("case", samples.WIDE_IDS)
 def test_acceptance_of_wide_ids(device, case):
-    arguments, accepted = decided(case)
-    assert_same_as_oracle("acceptance_mask", arguments, device)
-    assert ops.acceptance_mask(*twin(arguments, device))[1].tolist() == accepted
+    arguments, accepted = samples.decided(case)
+    layouts.assert_same_as_oracle("acceptance_mask", arguments, device)
+    assert ops.acceptance_mask(*layouts.twin(arguments, device))[1].tolist() == accepted
 
 
 def test_sampled_tokens_of_any_strides(device):
-    (drafts, sampled, cu), _ = decided("half")
-    wide = surrounded(torch.full((2, 10), 77))
+    (drafts, sampled, cu), _ = samples.decided("half")
+    wide = layouts.surrounded(torch.full((2, 10), 77))
     wide[:, ::2] = sampled
-    by_column = surrounded(sampled.T.contiguous()).T
+    by_column = layouts.surrounded(sampled.T.contiguous()).T
     for view in (wide[:, ::2], by_column):
-        assert_same_as_oracle("acceptance_mask", (drafts, view, cu), device)
-    same_row = surrounded(torch.tensor([[5, 6, -1]])).expand(2, 3)
-    assert_same_as_oracle("acceptance_mask", (int64(5, 5), same_row, int32(0, 1, 2)), device)
+        layouts.assert_same_as_oracle("acceptance_mask", (drafts, view, cu), device)
+    same_row = layouts.surrounded(torch.tensor([[5, 6, -1]])).expand(2, 3)
+    layouts.assert_same_as_oracle("acceptance_mask", (int64(5, 5), same_row, int32(0, 1, 2)), device)
 
 
 def test_flags_after_the_last_draft_are_false(device):
-    arguments = (int64(1, 1, 1, 1), surrounded(torch.tensor([[1, 1, 1, 1, 1]])), int32(0, 2))
-    assert_same_as_oracle("acceptance_mask", arguments, device)
-    accepted, _ = ops.acceptance_mask(*twin(arguments, device))
+    arguments = (int64(1, 1, 1, 1), layouts.surrounded(torch.tensor([[1, 1, 1, 1, 1]])), int32(0, 2))
+    layouts.assert_same_as_oracle("acceptance_mask", arguments, device)
+    accepted, _ = ops.acceptance_mask(*layouts.twin(arguments, device))
     assert accepted.tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_samples(device, op):
     for arguments in sample_inputs(op):
-        assert_same_as_oracle(op, arguments, device)
+        layouts.assert_same_as_oracle(op, arguments, device)
 
 
 @st.composite
@@ -225,20 +213,24 @@ def verified(draw):
     starts = [sum(counts[:q]) for q in range(len(counts) + 1)]
     tokens = torch.tensor(sampled, dtype=draw(st.sampled_from(ID_DTYPES))).view(len(counts), columns)
     flat = torch.tensor(drafts, dtype=draw(st.sampled_from(ID_DTYPES)))
-    return surrounded(flat), surrounded(tokens), int32(*starts)
+    return layouts.surrounded(flat), layouts.surrounded(tokens), int32(*starts)
 
 
 @given(st.data())
 def test_acceptance_of_any_batch(device, data):
     drafts, _, starts = arguments = data.draw(verified())
-    assert_same_as_oracle("acceptance_mask", arguments, device)
+    layouts.assert_same_as_oracle("acceptance_mask", arguments, device)
     extra_rows, extra_requests = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 2))
     requests = len(starts) - 1 + extra_requests
     outputs = flags(*[1] * (len(drafts) + extra_rows)), int32(*[9] * requests), int64(*COUNTED_BEFORE)
-    assert_same_as_oracle("reject_rows", (*arguments, *outputs), device)
+    layouts.assert_same_as_oracle("reject_rows", (*arguments, *outputs), device)
 
     # A runner that knows the counts gets the same window.
-    arguments, ours, theirs = twin(arguments, device), twin(outputs, device), twin(outputs, device)
+    arguments, ours, theirs = (
+        layouts.twin(arguments, device),
+        layouts.twin(outputs, device),
+        layouts.twin(outputs, device),
+    )
     accepted, num_accepted = ops.acceptance_mask(*arguments)
     starts = arguments[2]
     num_rejected = (torch.diff(starts) - num_accepted).int()
@@ -247,7 +239,7 @@ def test_acceptance_of_any_batch(device, data):
     assert torch.equal(from_rejected[1], num_accepted)
     ops.reject_rows(*arguments, *ours)
     ops.reject_rows_from_rejected(num_rejected, starts, *theirs)
-    assert same_memory(ours, theirs)
+    assert layouts.same_memory(ours, theirs)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-9, 9)), max_size=6), st.integers(0, 3))
@@ -255,16 +247,16 @@ def test_counts_are_clamped(device, requests, extra):
     counts, rejected = [n for n, _ in requests], [r for _, r in requests]
     starts = int32(*(sum(counts[:q]) for q in range(len(counts) + 1)))
     num_rejected = int32(*rejected, *[99] * extra)
-    assert_same_as_oracle("acceptance_mask_from_rejected", (num_rejected, starts, sum(counts) + extra), device)
+    layouts.assert_same_as_oracle("acceptance_mask_from_rejected", (num_rejected, starts, sum(counts) + extra), device)
     outputs = (flags(*[1] * (sum(counts) + extra)), int32(*[9] * (len(counts) + extra)), int64(1, 2, 3, 4, 5))
-    assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, starts, *outputs), device)
+    layouts.assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, starts, *outputs), device)
 
 
 @pytest.mark.parametrize("op", ["reject_rows", "reject_rows_from_rejected"])
 def test_a_window_that_was_refused_rejects_nothing(device, op):
     """plan_window reports no drafts for it, so nothing may be restored or counted."""
     arguments = with_arguments(op, sample_inputs(op)[0], draft_start_loc=int32(0, 0, 0, 0))
-    ours = assert_same_as_oracle(op, arguments, device)
+    ours = layouts.assert_same_as_oracle(op, arguments, device)
     assert not ours[-3].any()
     assert ours[-1].tolist() == COUNTED_BEFORE
 
@@ -272,10 +264,10 @@ def test_a_window_that_was_refused_rejects_nothing(device, op):
 @pytest.mark.gpu
 def test_no_draft_of_a_refused_window_is_accepted_or_rejected(device):
     """The ops of a window pass the result of a refused window on: no request has drafts, whatever was rejected."""
-    plan = twin(plan_arguments(rows=5), device)
-    row_rejected, num_accepted = twin((flags(*[1] * 5), int32(*[9] * 6)), device)
+    plan = layouts.twin(samples.plan(rows=5), device)
+    row_rejected, num_accepted = layouts.twin((flags(*[1] * 5), int32(*[9] * 6)), device)
     ops.plan_window(*plan)
-    ops.reject_rows_from_rejected(twin(int32(*[1] * 6), device), plan[8], row_rejected, num_accepted, plan[7])
+    ops.reject_rows_from_rejected(layouts.twin(int32(*[1] * 6), device), plan[8], row_rejected, num_accepted, plan[7])
     assert not plan[8].any()
     assert not row_rejected.any()
     assert not num_accepted.any()
@@ -286,7 +278,7 @@ def test_no_draft_of_a_refused_window_is_accepted_or_rejected(device):
 @pytest.mark.parametrize("op", ["reject_rows", "reject_rows_from_rejected"])
 def test_more_drafts_than_rows(device, op):
     arguments = with_arguments(op, sample_inputs(op)[0], row_rejected=flags(*[1] * 6))
-    check_bad_data(
+    bad_input.check_bad_data(
         op, arguments, ValueError, "draft_start_loc must not exceed the 6 rows of row_rejected, got 7$", device
     )
 
@@ -299,10 +291,10 @@ def test_a_large_batch_counts_every_row_once(device):
     drafts = torch.randint(0, 2, (total,), generator=random)
     sampled = torch.randint(-1, 2, (1000, 6), generator=random)
     outputs = flags(*[1] * (total + 77)), int32(*[9] * 1100), int64(*COUNTED_BEFORE)
-    ours = assert_same_as_oracle("reject_rows", (drafts, sampled, starts, *outputs), device)
+    ours = layouts.assert_same_as_oracle("reject_rows", (drafts, sampled, starts, *outputs), device)
     assert ours[5][2:4].sum().item() == 30 + 40 + total
     num_rejected = torch.randint(-2, 7, (1000,), generator=random).int()
-    assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, starts, *outputs), device)
+    layouts.assert_same_as_oracle("reject_rows_from_rejected", (num_rejected, starts, *outputs), device)
 
 
 def test_counters_only_increase(device):
@@ -315,7 +307,7 @@ def test_counters_only_increase(device):
 def test_counters_follow_the_order_of_the_package(device):
     """The kernels use the indices of COUNTERS."""
     counters = torch.zeros(len(ops.COUNTERS), dtype=torch.int64, device=device)
-    ops.plan_window(*with_arguments("plan_window", twin(plan_arguments(), device), counters=counters))
+    ops.plan_window(*with_arguments("plan_window", layouts.twin(samples.plan(), device), counters=counters))
     counted = dict(zip(ops.COUNTERS, counters.tolist(), strict=True))
     assert counted == {"windows": 1, "drafted": 6, "accepted": 0, "rejected": 0, "overflowed": 0}
 
@@ -356,7 +348,7 @@ BAD_WINDOWS = {
 
 def unplanned(arguments):
     """The result of a window that a device can only count: no row has a draft, and no request has one."""
-    left = twin(arguments)
+    left = layouts.twin(arguments)
     for output in left[3:7]:
         output.fill_(-1)
     left[8].zero_()
@@ -368,12 +360,14 @@ def unplanned(arguments):
 @pytest.mark.parametrize("case", BAD_WINDOWS)
 def test_an_invalid_window_is_refused_as_a_whole(device, case):
     options, sentence = BAD_WINDOWS[case]
-    arguments = plan_arguments(**options, groups=2)
-    check_bad_data("plan_window", arguments, ValueError, sentence, device, unplanned(arguments))
+    arguments = samples.plan(**options, groups=2)
+    bad_input.check_bad_data("plan_window", arguments, ValueError, sentence, device, unplanned(arguments))
 
 
 def test_a_negative_token_offset():
-    refuse("plan_window", plan_arguments(token_offset=-1), ValueError, "token_offset must not be negative, got -1")
+    layouts.refuse(
+        "plan_window", samples.plan(token_offset=-1), ValueError, "token_offset must not be negative, got -1"
+    )
 
 
 @pytest.mark.debug_mode
@@ -384,9 +378,9 @@ def test_one_bad_request_among_many(device, broken):
     starts = torch.arange(0, 1025 * 4, 4)
     cu = torch.arange(3, 1025 * 3, 3)[:1024].clone()
     cu[broken:] += 2  # five drafts in four tokens
-    arguments = plan_arguments(tuple(starts.tolist()), tuple(cu.tolist()), 4096, 1, 4000)
+    arguments = samples.plan(tuple(starts.tolist()), tuple(cu.tolist()), 4096, 1, 4000)
     sentence = f"got 5 drafts in the 4 tokens of request {broken}"
-    check_bad_data("plan_window", arguments, ValueError, sentence, device, unplanned(arguments))
+    bad_input.check_bad_data("plan_window", arguments, ValueError, sentence, device, unplanned(arguments))
 
 
 def _index_arguments(op):
@@ -414,12 +408,12 @@ def test_index_arguments(op, name, dtype):
     size = len(good)
 
     def refused(value, error, sentence):
-        refuse(op, with_arguments(op, arguments, **{name: value}), error, sentence)
+        layouts.refuse(op, with_arguments(op, arguments, **{name: value}), error, sentence)
 
     wrong = torch.int64 if dtype == "int32" else torch.int32
     refused(good.to(wrong), TypeError, rf"{name} must have dtype torch.{dtype}, got {wrong} \[{size}\]")
     refused(good.view(1, -1), ValueError, rf"{name} must be .*, got torch.{dtype} \[1, {size}\]")
-    spaced = surrounded(torch.stack([good, good], 1).flatten())[::2]
+    spaced = layouts.surrounded(torch.stack([good, good], 1).flatten())[::2]
     refused(spaced, ValueError, rf"{name} must be contiguous, got torch.{dtype} \[{size}\]")
     if name not in ("cu_num_draft_tokens", "row_rejected") and (op, name) not in OF_ANY_LENGTH:
         short = 1 if name in ("query_start_loc", "log_rows", "counters", "row_requests", "row_positions") else 2
@@ -459,9 +453,7 @@ WRONG = {
     [(*where, *wrong) for where, wrongs in WRONG.items() for wrong in wrongs],
 )
 def test_wrong_argument(op, argument, value, expected, got):
-    sentence = rf"^{op}: {argument} must {re.escape(expected)}.*, got {re.escape(got)}$"
-    error = TypeError if expected.startswith("have dtype") else ValueError
-    refuse(op, with_arguments(op, sample_inputs(op)[0], **{argument: value}), error, sentence)
+    bad_input.refuse_argument(op, 0, argument, value, expected, got)
 
 
 WRONG_SLOT_MAPPINGS = {
@@ -487,9 +479,9 @@ WRONG_SLOT_MAPPINGS = {
 @pytest.mark.parametrize("case", WRONG_SLOT_MAPPINGS)
 def test_wrong_slot_mappings(case):
     slot_mappings, error, sentence = WRONG_SLOT_MAPPINGS[case]
-    arguments = plan_arguments(groups=max(1, len(slot_mappings)))
+    arguments = samples.plan(groups=max(1, len(slot_mappings)))
     arguments = with_arguments("plan_window", arguments, slot_mappings=slot_mappings)
-    refuse("plan_window", arguments, error, re.escape(sentence))
+    layouts.refuse("plan_window", arguments, error, re.escape(sentence))
 
 
 @pytest.mark.debug_mode
@@ -503,7 +495,7 @@ def test_invalid_draft_starts(device, op, starts):
     """The CPU refuses them. The device must survive them: only outputs change, and counts stay valid."""
     arguments = with_arguments(op, sample_inputs(op)[0], draft_start_loc=int32(*starts))
     sentence = r"draft_start_loc must (begin with 0, got|not decrease, got -?\d+ and -?\d+ around|not exceed the 7 )"
-    left = check_bad_data(op, arguments, ValueError, sentence, device)
+    left = bad_input.check_bad_data(op, arguments, ValueError, sentence, device)
     if left is not None:
         num_accepted = left[-1] if op.startswith("acceptance_mask") else left[-2]
         assert ((num_accepted >= 0) & (num_accepted <= 7)).all()
@@ -514,13 +506,13 @@ def test_invalid_draft_starts(device, op, starts):
 def test_more_drafts_than_draft_tokens(device, op):
     arguments = with_arguments(op, sample_inputs(op)[0], draft_token_ids=int64(*range(6)))
     sentence = "draft_start_loc must not exceed the 6 entries of draft_token_ids, got 7$"
-    check_bad_data(op, arguments, ValueError, sentence, device)
+    bad_input.check_bad_data(op, arguments, ValueError, sentence, device)
 
 
 def test_more_drafts_than_the_length_of_the_mask():
     op = "acceptance_mask_from_rejected"
     arguments = with_arguments(op, sample_inputs(op)[0], num_draft_tokens=6)
-    refuse(op, arguments, ValueError, "draft_start_loc must not exceed the 6 num_draft_tokens, got 7$")
+    layouts.refuse(op, arguments, ValueError, "draft_start_loc must not exceed the 6 num_draft_tokens, got 7$")
 
 
 # output, and the input or output that it would share memory with
@@ -563,7 +555,7 @@ def test_outputs_must_not_share_memory(op, output, other):
         replaced = {output: one[: max(sizes[output], 1)], other: one[: sizes[other]]}
         if output == "log_rows":
             replaced[output] = one
-    refuse(op, with_arguments(op, arguments, **replaced), ValueError, "must not share memory")
+    layouts.refuse(op, with_arguments(op, arguments, **replaced), ValueError, "must not share memory")
 
 
 @pytest.mark.parametrize("output", ["log_rows", "row_requests", "row_positions", "counters", "draft_start_loc"])
@@ -579,4 +571,6 @@ def test_no_output_of_a_plan_overlaps_a_slot_mapping(output):
         "row_slots": arguments[names.index("row_slots")][:1].clone(),
         output: memory.view(taken.dtype)[: taken.numel()],
     }
-    refuse("plan_window", with_arguments("plan_window", arguments, **replaced), ValueError, "must not share memory")
+    layouts.refuse(
+        "plan_window", with_arguments("plan_window", arguments, **replaced), ValueError, "must not share memory"
+    )

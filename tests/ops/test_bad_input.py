@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 
 import bad_input
+import layouts
 import oracle
 import pytest
+import samples_drafter
+import samples_staging
 import torch
-from bad_input import KINDS, any_data, any_integer, attempt, check_refused, only_declared_changed
-from layouts import assert_same_results, refuse, same_memory, twin
-from samples import OPS, int64, sample_inputs, with_arguments
-from samples_drafter import decode_arguments, eagle_arguments, expand_arguments, local_lens_arguments
-from samples_staging import move_arguments
+from samples import OPS, sample_inputs, with_arguments
+from tensors import int64
 
 from nwor_ops import ops
 from nwor_ops.arguments import describe_type_error
@@ -23,7 +23,7 @@ def test_another_device(device, op):
     """One tensor on another device than the rest. The call goes to the CUDA kernel or to the fake. No address of
     another device reaches a kernel."""
     for case in bad_input.another_device(op, device, ("cpu", "meta")):
-        check_refused(op, case)
+        bad_input.check_refused(op, case)
 
 
 @pytest.mark.gpu
@@ -31,22 +31,44 @@ def test_another_device(device, op):
 def test_one_argument_on_cuda(device, op):
     """One CUDA tensor in a call on the CPU selects the CUDA kernel."""
     for case in bad_input.another_device(op, "cpu", (device,)):
-        check_refused(op, case)
+        bad_input.check_refused(op, case)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", bad_input.KINDS)
 @pytest.mark.parametrize("op", OPS)
 def test_refused(device, op, kind):
-    for case in KINDS[kind](op, device):
-        check_refused(op, case)
+    for case in bad_input.KINDS[kind](op, device):
+        bad_input.check_refused(op, case)
 
 
 @pytest.mark.parametrize("kind", bad_input.WITHOUT_DATA)
 @pytest.mark.parametrize("op", OPS)
 def test_fake_refuses(op, kind):
     """An invalid model fails while it is traced."""
-    for case in KINDS[kind](op, "meta"):
-        check_refused(op, case)
+    for case in bad_input.KINDS[kind](op, "meta"):
+        bad_input.check_refused(op, case)
+
+
+WITH_OPTIONS = [op for op in OPS if any(map(bad_input.is_bool, bad_input.declared(op)))]
+
+
+@pytest.mark.parametrize("op", WITH_OPTIONS)
+def test_options_are_booleans(device, op):
+    """The kernel of an op sees True or False, because the dispatcher converts. The function checks what it is given."""
+    for on in (device, "meta"):
+        for case in bad_input.no_bool(op, on):
+            bad_input.check_refused(op, case)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("op", WITH_OPTIONS)
+def test_options_are_booleans_in_compiled_code(device, op, fullgraph):
+    for case in bad_input.no_bool(op, device):
+        torch.compiler.reset()
+        compiled = torch.compile(getattr(ops, op), backend="eager", fullgraph=fullgraph)
+        with pytest.raises(Exception, match=f"{op}: {case.sentence}") as caught:
+            compiled(*case.arguments)
+        assert fullgraph or type(caught.value) is TypeError
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -56,30 +78,30 @@ def test_any_integer(device, op):
     CUDA gives the result of the CPU. Data that the CPU refuses is skipped on CUDA, and all writes are inside the
     outputs.
     """
-    for label, arguments in any_integer(op, "cpu"):
-        on_cpu, name = twin(arguments), re.match(r"\w+", label)[0]
-        expected, refused = attempt(op, on_cpu)
+    for label, arguments in bad_input.any_integer(op, "cpu"):
+        on_cpu, name = layouts.twin(arguments), re.match(r"\w+", label)[0]
+        expected, refused = bad_input.attempt(op, on_cpu)
         if refused is not None:
             assert type(refused) in (ValueError, IndexError), f"{label}: {refused!r}"
             # If the data exceeds a count of drafts, the message names the data.
             assert re.match(rf"{op}: .*\b({name}|cu_num_draft_tokens)\b", str(refused)), f"{label}: {refused}"
-            assert same_memory(on_cpu, arguments), label
+            assert layouts.same_memory(on_cpu, arguments), label
         else:
-            theirs = twin(arguments)
-            assert_same_results(expected, getattr(oracle, op)(*theirs))
-            assert same_memory(on_cpu, theirs), label
+            theirs = layouts.twin(arguments)
+            layouts.assert_same_results(expected, getattr(oracle, op)(*theirs))
+            assert layouts.same_memory(on_cpu, theirs), label
         if device == "cpu":
             continue
-        ours = twin(arguments, device)
-        result, error = attempt(op, ours)
+        ours = layouts.twin(arguments, device)
+        result, error = bad_input.attempt(op, ours)
         if error is not None:
             assert repr(error) == repr(refused), label
-            assert same_memory(ours, arguments), label
+            assert layouts.same_memory(ours, arguments), label
         elif refused is not None:
-            assert only_declared_changed(op, ours, arguments), label
+            assert bad_input.only_declared_changed(op, ours, arguments), label
         else:
-            assert_same_results(result, expected)
-            assert same_memory(ours, on_cpu), label
+            layouts.assert_same_results(result, expected)
+            assert layouts.same_memory(ours, on_cpu), label
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -89,16 +111,16 @@ def test_any_data(device, op):
     The CPU raises an error that names the op and writes nothing, or writes a result inside the outputs. CUDA always
     writes a result inside the outputs. compute-sanitizer also checks reads.
     """
-    for label, arguments in any_data(op, device, seeds={"cpu": 60, "cuda": 20}[device]):
-        before = twin(arguments)
-        _, error = attempt(op, arguments)
+    for label, arguments in bad_input.any_data(op, device, seeds={"cpu": 60, "cuda": 20}[device]):
+        before = layouts.twin(arguments)
+        _, error = bad_input.attempt(op, arguments)
         if error is None:
-            assert only_declared_changed(op, arguments, before), label
+            assert bad_input.only_declared_changed(op, arguments, before), label
             continue
         assert device == "cpu", f"{label}: {error!r}"
         assert type(error) in (ValueError, IndexError), f"{label}: {error!r}"
         assert str(error).startswith(f"{op}: "), f"{label}: {error}"
-        assert same_memory(arguments, before), label
+        assert layouts.same_memory(arguments, before), label
 
 
 # ---------------------------------------------------------------- beyond the table
@@ -116,7 +138,7 @@ def test_lazy_views_are_read():
     """An argument that an op only reads may be a view that torch resolves."""
     arguments = sample_inputs("write_kv")[0]
     key, value = arguments[:2]
-    plain, lazy = twin(with_arguments("write_kv", arguments, key=-key, value=-value)), twin(arguments)
+    plain, lazy = layouts.twin(with_arguments("write_kv", arguments, key=-key, value=-value)), layouts.twin(arguments)
     ops.write_kv(*plain)
     ops.write_kv(torch._neg_view(lazy[0]), torch._neg_view(lazy[1]), *lazy[2:])
     assert torch.equal(lazy[2].view(torch.int32), plain[2].view(torch.int32))
@@ -136,8 +158,10 @@ def test_conjugate_and_zero_views_are_not_written():
 
 def test_planes_that_begin_together_are_not_moved():
     """A chain of moves in a plane that is given twice would be done twice."""
-    (first, second), *moves = move_arguments()
-    refuse("move_slots", ([first, second, first], *moves), ValueError, r"caches\[0\] and caches\[2\] must not share")
+    (first, second), *moves = samples_staging.move()
+    layouts.refuse(
+        "move_slots", ([first, second, first], *moves), ValueError, r"caches\[0\] and caches\[2\] must not share"
+    )
 
 
 def test_plane_table_takes_only_a_list_of_tensors():
@@ -167,26 +191,26 @@ LAST = 2**63 - 1
 
 def test_positions_at_the_end_of_64_bits():
     """If a sum does not fit 64 bits, the result is the limit, or the largest number if there is no limit."""
-    positions = decode_arguments(positions=(LAST, 30, LAST - 1, 0, 0, 0))
+    positions = samples_drafter.decode(positions=(LAST, 30, LAST - 1, 0, 0, 0))
     ops.prepare_decode_inputs(*positions)
     assert positions[4].tolist()[:3] == [31, 31, 31]
 
     rejected = with_arguments(
-        "prepare_decode_inputs", decode_arguments(advance=False), num_rejected=int64(-LAST, 0, LAST, 0)
+        "prepare_decode_inputs", samples_drafter.decode(advance=False), num_rejected=int64(-LAST, 0, LAST, 0)
     )
     ops.prepare_decode_inputs(*rejected)
     assert rejected[6].tolist()[:3] == [2**31 - 1, 32, 33 - (2**31 - 1)]
 
-    step = with_arguments("eagle_step", eagle_arguments(positions=(0, 0, 3)), positions=int64(LAST, LAST - 1, 3))
+    step = with_arguments("eagle_step", samples_drafter.eagle(positions=(0, 0, 3)), positions=int64(LAST, LAST - 1, 3))
     ops.eagle_step(*step)
     assert [t.tolist()[:3] for t in (step[3], step[4])] == [[0, 0, 4], [-1, -1, 4 * int(step[1][2, 1])]]
 
-    expanded = with_arguments("copy_expand_inputs", expand_arguments(), target_positions=int64(*[LAST - 1] * 10))
+    expanded = with_arguments("copy_expand_inputs", samples_drafter.expand(), target_positions=int64(*[LAST - 1] * 10))
     ops.copy_expand_inputs(*expanded)
     assert expanded[6].tolist()[:4] == [LAST - 1, LAST, LAST, LAST]
 
 
 def test_negative_lengths_count_as_none():
-    arguments = local_lens_arguments((-1, -(2**31), 9), size=1, rank=0)
+    arguments = samples_drafter.local_lens((-1, -(2**31), 9), size=1, rank=0)
     ops.dcp_local_seq_lens(*arguments)
     assert arguments[1].tolist()[:3] == [0, 0, 9]

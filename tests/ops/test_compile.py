@@ -11,13 +11,15 @@ import math
 import re
 import textwrap
 
+import layouts
 import pytest
+import tensors
 import torch
 from expecttest import assert_expected_inline
-from layouts import random_bytes, same_memory, surrounded, twin
-from samples import flags, int32, int64, log_for, sample_inputs
+from samples import sample_inputs
 from samples_recurrent import Heads, make_layer
-from staged_windows import Sequence, make_window
+from shadow_windows import Sequence, make_window
+from tensors import flags, int32, int64
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -109,19 +111,19 @@ def step(tokens: int = 6, seed: int = 0) -> tuple:
 def assert_same_as_eager(eager, compiled_function, *calls: tuple) -> None:
     """Results and all memory behind the arguments, for each set of arguments."""
     for arguments in calls:
-        ours, theirs = twin(arguments), twin(arguments)
+        ours, theirs = layouts.twin(arguments), layouts.twin(arguments)
         with torch.no_grad():
             result, expected = compiled_function(*ours), eager(*theirs)
         for one, other in zip(tree_leaves(result), tree_leaves(expected), strict=True):
             assert one is other is None or torch.equal(one, other)
-        assert same_memory(ours, theirs)
-        assert not same_memory(ours, arguments), "nothing was written: the test shows nothing"
+        assert layouts.same_memory(ours, theirs)
+        assert not layouts.same_memory(ours, arguments), "nothing was written: the test shows nothing"
 
 
 def allocations(function, *arguments) -> list[int]:
     """Elements of every buffer that Inductor's code for this call allocates."""
     with torch.no_grad():
-        _, codes = run_and_get_code(compiled(function), *twin(arguments))
+        _, codes = run_and_get_code(compiled(function), *layouts.twin(arguments))
     assert codes
     lines = [line for code in codes for line in code.splitlines() if not line.lstrip().startswith(("#", "//"))]
     code = "\n".join(lines)
@@ -133,6 +135,7 @@ def allocations(function, *arguments) -> list[int]:
 # ---------------------------------------------------------------- the model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("write", [ops.write_kv_logged, torch.ops.nwor.write_kv_logged], ids=["wrapper", "op"])
 def test_model(write):
     """One compilation serves steps with other slots, drafts and values."""
@@ -208,7 +211,7 @@ def transaction(
 
 def transaction_arguments() -> tuple:
     """Requests of 1 + 3 and 2 + 2 tokens (given and drafted); one of three and two of two drafts accepted."""
-    backing = random_bytes(BLOCKS * LAYERS * BLOCK_SIZE * HIDDEN * 2, torch.float32, seed=4)
+    backing = layouts.random_bytes(BLOCKS * LAYERS * BLOCK_SIZE * HIDDEN * 2, torch.float32, seed=4)
     return (
         backing.view(BLOCKS, LAYERS, BLOCK_SIZE, HEADS, 2 * HEAD_SIZE),
         small_integers(LAYERS, 8, HEADS, HEAD_SIZE, seed=1),
@@ -218,7 +221,7 @@ def transaction_arguments() -> tuple:
         int64(*[5] * LOG_ROWS).view(1, -1),
         int32(*[5] * LOG_ROWS), int32(*[5] * LOG_ROWS), flags(*[1] * LOG_ROWS), int32(9, 9),
         int64(*[0] * len(ops.COUNTERS)), int32(9, 9, 9),
-        random_bytes(LAYERS * LOG_ROWS * HIDDEN * 2, torch.float32, seed=5).view(
+        layouts.random_bytes(LAYERS * LOG_ROWS * HIDDEN * 2, torch.float32, seed=5).view(
             LAYERS, LOG_ROWS, HEADS, 2 * HEAD_SIZE
         ),
         torch.ones(1),
@@ -229,7 +232,7 @@ def test_transaction():
     """And the promise itself: after it, only prompt, target and accepted slots have changed."""
     arguments = transaction_arguments()
     assert_same_as_eager(transaction, compiled(transaction), arguments)
-    ours = twin(arguments)
+    ours = layouts.twin(arguments)
     with torch.no_grad():
         compiled(transaction)(*ours)
     changed = (ours[0].view(torch.int32) != arguments[0].view(torch.int32)).flatten(3).any(-1).any(1)
@@ -264,7 +267,7 @@ def test_log_and_restore_around_another_writer():
         return cache * 2
 
     cache = small_integers(5, 4, 2, 8)
-    arguments = (cache, int64(3, 17, 8), int32(2, 0, 1), log_for(cache, 3)[None], flags(1, 0, 1))
+    arguments = (cache, int64(3, 17, 8), int32(2, 0, 1), tensors.log_for(cache, 3)[None], flags(1, 0, 1))
     assert_same_as_eager(undone, compiled(undone), arguments)
 
 
@@ -298,7 +301,7 @@ def staged_arguments() -> tuple:
         small_integers(LAYERS, 5, HEADS, HEAD_SIZE, seed=1),
         small_integers(LAYERS, 5, HEADS, HEAD_SIZE, seed=2), int32(2, 0, 1, 4, 3),
         small_integers(LAYERS, LOG_ROWS, HEADS, 2 * HEAD_SIZE, seed=3), int64(6),
-        int64(*[0] * LAYERS * LOG_ROWS).view(LAYERS, LOG_ROWS), surrounded(slots),
+        int64(*[0] * LAYERS * LOG_ROWS).view(LAYERS, LOG_ROWS), layouts.surrounded(slots),
         flags(1, 0, 1, 1, *[0] * (LOG_ROWS - 4)), int64(*[0] * len(ops.STAGE_COUNTERS)), int64(3, 40, 7, 399),
     )  # fmt: skip
 
@@ -335,7 +338,7 @@ def test_shadow_pages():
     step, arguments = window_around_a_writer(window)
     planes = [small_integers(*plane.shape) for plane in window.planes]
     assert_same_as_eager(step, compiled(step), (planes, *arguments))
-    assert not torch.equal(step(planes, *twin(arguments)), arguments[1][0])
+    assert not torch.equal(step(planes, *layouts.twin(arguments)), arguments[1][0])
 
 
 def test_shadow_pages_are_not_copied():
@@ -351,7 +354,7 @@ RECURRENT_SLOTS, RECURRENT_ROWS, RECURRENT_HEADS = 9, 3, Heads(1, 2)
 
 
 def recurrent_step(
-    plan, cursors, window, slots, starts, accepted, states, keys, norms, decays, values, layer_windows, packed, a, b,
+    plan, cursors, window_id, slots, starts, num_kept, states, keys, norms, decays, values, layer_windows, packed, a, b,
     A_log, dt_bias, out,
 ):  # fmt: skip
     """Open a window, run it in two layers, fold the accepted rows: one graph that makes every view itself.
@@ -359,15 +362,15 @@ def recurrent_step(
     The second layer reads the output of the first. Everything that torch computes here is one addition or one
     multiplication by 2 per element: a compiler may add the terms of a sum (or a mean) in any order.
     """
-    ops.plan_recurrent_window(plan, cursors, window, slots, starts, accepted, RECURRENT_ROWS)
+    ops.plan_recurrent_window(plan, cursors, window_id, slots, starts, num_kept, RECURRENT_ROWS)
     for layer in range(LAYERS):
         q, k, v = (packed[layer] * 2).split((1, 1, 2), 1)
         ops.gated_delta_verify(
             out, states[layer], keys[layer], norms[layer], decays[layer], values[layer], layer_windows[layer], q, k, v,
-            a[layer] - 1, b[layer], A_log, dt_bias, plan, window, starts, 0.125,
+            a[layer] - 1, b[layer], A_log, dt_bias, plan, window_id, starts, 0.125,
         )  # fmt: skip
         packed = packed + out[:, :1]
-    rows = accepted.clamp(max=1)
+    rows = num_kept.clamp(max=1)
     ops.plan_recurrent_fold(plan, cursors, slots, slots, rows)
     ops.gated_delta_fold(*(list(t.unbind(0)) for t in (states, keys, norms, decays, values, layer_windows)), plan)
     return out * 2
@@ -379,7 +382,7 @@ def recurrent_arguments() -> tuple:
         for seed in range(LAYERS)
     ]
     stacked = [
-        surrounded(torch.stack(tensors).nan_to_num())
+        layouts.surrounded(torch.stack(tensors).nan_to_num())
         for tensors in zip(*(layer.tensors for layer in layers), strict=True)
     ]
     tokens = 5
@@ -432,16 +435,16 @@ def test_a_clone_stays_a_clone(function):
     Where the compiler does drop the clone, the op sees shared memory and refuses before it writes.
     """
     arguments = (small_integers(5, 4, 2, 8), int64(17, 3, 0), int32(2, 0, 3))
-    ours, theirs = twin(arguments), twin(arguments)
+    ours, theirs = layouts.twin(arguments), layouts.twin(arguments)
     expected = function(*theirs)
     try:
         result = compiled(function)(*ours)
     except ValueError as error:
         assert "must not share memory" in str(error)  # noqa: PT017  (either outcome is right)
-        assert same_memory(ours, arguments)
+        assert layouts.same_memory(ours, arguments)
     else:
         assert torch.equal(result, expected)
-        assert same_memory(ours, theirs)
+        assert layouts.same_memory(ours, theirs)
 
 
 def test_aliasing_is_an_error_when_compiled_too():

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
+import types
+from typing import Any
 
 import pytest
 
 import nwor_ops
+import nwor_ops.drafter
 
 # Public objects of these packages need vLLM, Matplotlib or a terminal.
 _OTHER_DEPENDENCIES = ("nwor_ops.vllm", "nwor_ops.cli", "nwor_ops.testing", "nwor_ops.__main__")
@@ -26,10 +30,25 @@ def test_examples(module: str) -> None:
     assert results.failed == 0, "the output above shows the example that failed"
 
 
-def test_every_op_of_a_window_has_an_example() -> None:
-    """Variants of an op refer to its example."""
-    without = {"reject_rows_from_rejected", "restore_slots_from_rejected", "close_window", "close_window_from_rejected"}
-    families = ("accept", "undo", "shadow", "staging")
-    for name, op in nwor_ops.ops.registry.OPS.items():
-        if op.family in families and name not in without:
-            assert "Example" in (op.function.__doc__ or ""), name
+def test_every_op_has_an_example() -> None:
+    assert [name for name, op in nwor_ops.ops.registry.OPS.items() if not has_example(op.function)] == []
+
+
+@pytest.mark.parametrize("module", [nwor_ops, nwor_ops.drafter])
+def test_every_public_class_and_function_has_an_example(module: types.ModuleType) -> None:
+    public = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
+    objects = {name: thing for name, thing in public.items() if inspect.isclass(thing) or inspect.isfunction(thing)}
+    assert len(objects) > 8
+    assert [name for name, thing in objects.items() if not has_example(thing)] == []
+
+
+def has_example(thing: Any) -> bool:
+    return bool(doctest.DocTestParser().get_examples(inspect.getdoc(thing) or ""))
+
+
+def test_a_docstring_without_an_example_is_found() -> None:
+    def without() -> None:
+        """Example: see elsewhere."""
+
+    assert not has_example(without)
+    assert has_example(nwor_ops.write_kv)

@@ -5,32 +5,17 @@ from __future__ import annotations
 import math
 import re
 
+import bad_input
+import layouts
 import oracle_drafter
 import pytest
+import samples_drafter as samples
 import torch
-from bad_input import check_bad_data
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import assert_same_as_oracle, memory, refuse, same_memory, surrounded, twin
-from samples import argument_names, flags, int32, int64, numbers, ops_of, sample_inputs, with_arguments
-from samples_drafter import (
-    PADDED,
-    batches,
-    decode_arguments,
-    eagle_arguments,
-    every_second,
-    expand_arguments,
-    extend_arguments,
-    local_lens_arguments,
-    next_token_arguments,
-    padded_inputs_arguments,
-    poisoned,
-    prefill_arguments,
-    sample_arguments,
-    slot_arguments,
-    update_arguments,
-)
+from samples import argument_names, ops_of, sample_inputs, with_arguments
+from tensors import flags, int32, int64, numbers
 
 from nwor_ops import ops
 
@@ -41,7 +26,7 @@ OPS = ops_of("drafter")
 @pytest.mark.parametrize("op", OPS)
 def test_samples(device, op):
     for arguments in sample_inputs(op):
-        assert_same_as_oracle(op, arguments, device)
+        layouts.assert_same_as_oracle(op, arguments, device)
 
 
 def named(op, arguments):
@@ -50,7 +35,7 @@ def named(op, arguments):
 
 def run(op, arguments, device="cpu"):
     """Run the op on a copy of the arguments, and return the copy by name."""
-    ours = twin(arguments, device)
+    ours = layouts.twin(arguments, device)
     getattr(ops, op)(*ours)
     return named(op, ours)
 
@@ -60,7 +45,7 @@ def run(op, arguments, device="cpu"):
 
 def test_prefill_by_hand(device):
     """Two of four tokens rejected, a chunk of a prompt, one of four rejected, and a padded row with misleading data."""
-    after = run("prepare_prefill_inputs", prefill_arguments(), device)
+    after = run("prepare_prefill_inputs", samples.prefill(), device)
     # row 0: tokens 100, 101 | 102, 103 rejected; row 1: token 104; row 2: 105, 106, 107 | 108 rejected
     assert after["input_ids"].tolist() == [101, 503, 0, 0, 600, 106, 107, 502, 0, 0, 0, 0]
     assert after["positions"].tolist() == [*range(1000, 1009), 0, 0, 0]
@@ -73,14 +58,14 @@ def test_prefill_by_hand(device):
 @pytest.mark.parametrize("rejected", [2, 3, 99])
 def test_prefill_of_a_row_without_a_valid_token(device, rejected):
     """vLLM's kernel writes index -1, and for row 0 an id before the buffer."""
-    arguments = prefill_arguments((0, 2, 3), (1, 0), (rejected, 0), (1, 1), capacity=4)
+    arguments = samples.prefill((0, 2, 3), (1, 0), (rejected, 0), (1, 1), capacity=4)
     after = run("prepare_prefill_inputs", arguments, device)
     assert after["last_token_indices"].tolist() == [0, 2, 0, 0, 0, 0]
     assert after["input_ids"].tolist() == [0, 0, 500, 0]
 
 
 def test_decode_by_hand(device):
-    after = run("prepare_decode_inputs", decode_arguments(), device)
+    after = run("prepare_decode_inputs", samples.decode(), device)
     assert after["input_ids"].tolist() == [200, 203, 206, 0, 0, 0, 77, 77]
     assert after["positions"].tolist() == [8, 31, 31, 0, 0, 0]
     assert after["query_start_loc"].tolist() == [0, 1, 2, 3, 3, 3, 3]
@@ -89,7 +74,7 @@ def test_decode_by_hand(device):
 
 
 def test_decode_where_positions_stay(device):
-    after = run("prepare_decode_inputs", decode_arguments(advance=False), device)
+    after = run("prepare_decode_inputs", samples.decode(advance=False), device)
     assert after["positions"].tolist() == [7, 30, 31, 0, 0, 0]
     assert after["seq_lens"].tolist() == [8, 32, 32, 0, 0, 0]
 
@@ -97,14 +82,14 @@ def test_decode_where_positions_stay(device):
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_update_by_hand(step):
     """The last step stores its token and changes nothing else. A padded row never changes."""
-    before = update_arguments(step)
+    before = samples.update(step)
     after = run("update_draft_inputs", before)
     drafts = [[300 + row if column == step and row < 3 else 77 for column in range(3)] for row in range(5)]
     assert after["draft_tokens"].tolist() == drafts
     if step == 2:
         kept = [i for i, name in enumerate(argument_names("update_draft_inputs")) if name != "draft_tokens"]
         ours = list(after.values())
-        assert same_memory([before[i] for i in kept], [ours[i] for i in kept])
+        assert layouts.same_memory([before[i] for i in kept], [ours[i] for i in kept])
         return
     assert after["input_ids"].tolist() == [300, 301, 302, 77, 77]
     assert after["positions"].tolist() == [9, 31, 31, -1]
@@ -115,13 +100,13 @@ def test_update_by_hand(step):
 
 def test_update_in_place_copies_nothing():
     """The model may write its hidden states to the place where it will read them."""
-    arguments = update_arguments()
+    arguments = samples.update()
     hidden = numbers(4, 24, dtype=torch.bfloat16)
     shared = with_arguments("update_draft_inputs", arguments, hidden_states=hidden, next_hidden_states=hidden[:, :])
     after = run("update_draft_inputs", shared)
     assert torch.equal(after["next_hidden_states"], hidden)
     assert after["input_ids"].tolist() == [300, 301, 302, 77, 77]
-    refuse(
+    layouts.refuse(
         "update_draft_inputs",
         with_arguments(
             "update_draft_inputs", arguments, hidden_states=hidden[:, 1:], next_hidden_states=hidden[:, :-1]
@@ -133,7 +118,7 @@ def test_update_in_place_copies_nothing():
 
 def test_slots_by_hand(device):
     """Block size 4, columns 50 + 6 * state + block; row 3 is padded."""
-    after = run("compute_slot_mappings", slot_arguments(), device)
+    after = run("compute_slot_mappings", samples.slots(), device)
     first = [68 * 4 + 2, 68 * 4 + 3, 69 * 4, 69 * 4 + 1]  # state 3, positions 2 to 5
     second = [51 * 4 + 2]  # state 0, position 6
     third = [63 * 4 + 3, 64 * 4, 64 * 4 + 1, 64 * 4 + 2]  # state 2, positions 7 to 10
@@ -145,7 +130,7 @@ def test_ranks_of_a_context_share_the_slots_among_them():
     for interleave in (1, 2, 4):
         slots = []
         for rank in range(2):
-            arguments = slot_arguments(
+            arguments = samples.slots(
                 (0, 16), (0,), (4,), 16, first_position=0, size=2, rank=rank, interleave=interleave
             )
             slots.append(run("compute_slot_mappings", arguments)["slot_mappings"][0])
@@ -155,7 +140,7 @@ def test_ranks_of_a_context_share_the_slots_among_them():
 
 
 def test_eagle_step_by_hand(device):
-    after = run("eagle_step", eagle_arguments(), device)
+    after = run("eagle_step", samples.eagle(), device)
     # rows of 7 columns from 50 on; positions 3, 4, 31 | 32 and 41 are past the end | 0
     assert after["new_positions"].tolist() == [3, 4, 31, 0, 0, 0, 77]
     assert after["seq_lens"].tolist() == [4, 5, 32, 1, 1, 1, 77, 77, 77]
@@ -163,7 +148,7 @@ def test_eagle_step_by_hand(device):
 
 
 def test_eagle_step_in_place():
-    arguments = eagle_arguments()
+    arguments = samples.eagle()
     separate = run("eagle_step", arguments)
     positions = arguments[0]
     after = run("eagle_step", with_arguments("eagle_step", arguments, new_positions=positions))
@@ -173,23 +158,23 @@ def test_eagle_step_in_place():
 
 def test_padded_inputs_by_hand(device):
     """Two of four rejected, no drafts, none rejected, nothing sampled, a row without tokens, and padded rows."""
-    after = run("prepare_inputs_padded", padded_inputs_arguments(), device)
+    after = run("prepare_inputs_padded", samples.padded_inputs(), device)
     assert after["num_rejected"].tolist() == [2, 0, 0, 0, 0, 0, 0]
     assert after["token_indices_to_sample"].tolist() == [1, 4, 8, 0, 0, 0, 0]
-    marked = run("prepare_inputs_padded", padded_inputs_arguments(discarded=(1, 1, 0, 0, 0)), device)
+    marked = run("prepare_inputs_padded", samples.padded_inputs(discarded=(1, 1, 0, 0, 0)), device)
     assert marked["num_rejected"].tolist() == [0] * 7
     assert marked["token_indices_to_sample"].tolist() == [0, 0, 8, 0, 0, 0, 0]
 
 
 def test_next_token_by_hand(device):
-    after = run("prepare_next_token_padded", next_token_arguments(), device)
+    after = run("prepare_next_token_padded", samples.next_token(), device)
     assert after["next_token_ids"].tolist() == [6, 401, 7, 403, 8, 0, 0]
     assert after["valid_sampled_count"].tolist() == [2, 0, 1, 0, 1, 0, 0]
 
 
 def test_expand_by_hand(device):
     """Shifted ids with two mask tokens: each request grows by two."""
-    after = run("copy_expand_inputs", expand_arguments(), device)
+    after = run("copy_expand_inputs", samples.expand(), device)
     first = [101, 503, 12, 12, 11, 11]  # 100, 101 accepted, 102, 103 rejected
     second = [500, 12, 12]
     third = [106, 107, 502, 12, 12, 11]
@@ -205,7 +190,7 @@ def test_expand_by_hand(device):
 
 def test_expand_of_a_standalone_drafter(device):
     """vLLM's standalone_ar: accepted | correction | rejected, positions clamped."""
-    arguments = expand_arguments(num_new=1, shift=False, max_model_len=1007, mapping=False)
+    arguments = samples.expand(num_new=1, shift=False, max_model_len=1007, mapping=False)
     after = run("copy_expand_inputs", arguments, device)
     first, second, third = [100, 101, 503, 11, 11], [104, 500], [105, 106, 107, 502, 11]
     assert after["input_ids"].tolist() == [*first, *second, *third, *[11] * 12]
@@ -214,7 +199,7 @@ def test_expand_of_a_standalone_drafter(device):
 
 
 def test_extend_by_hand(device):
-    after = run("extend_queries", extend_arguments(), device)
+    after = run("extend_queries", samples.extend(), device)
     assert after["query_start_loc"].tolist() == [0, 5, 7, 12, 12, 12, 12]
     assert after["seq_lens"].tolist() == [11, 32, 32, 0, 0, 0]
 
@@ -225,13 +210,13 @@ def test_extend_by_hand(device):
     second = [slot(1, 25), slot(1, 26)]
     third = [slot(2, 27), -1, slot(2, 29), slot(2, 30), slot(2, 31)]
     assert after["slot_mapping"].tolist() == [*first, *second, *third, -1, -1, -1, -1]
-    late = run("extend_queries", extend_arguments(first_position=29), device)
+    late = run("extend_queries", samples.extend(first_position=29), device)
     assert late["slot_mapping"].tolist() == [slot(0, 29), slot(0, 30), slot(0, 31), *[-1] * 13]
 
 
 def test_local_lens_by_hand(device):
     """Four ranks take turns of two tokens, so rank 1 holds tokens 2, 3, 10, 11, 18, ..."""
-    after = run("dcp_local_seq_lens", local_lens_arguments(), device)
+    after = run("dcp_local_seq_lens", samples.local_lens(), device)
     assert after["local_seq_lens"].tolist() == [0, 0, 2, 2, 2, 26, 0, 0]
 
 
@@ -239,7 +224,7 @@ def test_local_lens_by_hand(device):
 def test_local_lens_of_all_ranks_add_up(interleave):
     lengths = tuple(range(50))
     parts = [
-        run("dcp_local_seq_lens", local_lens_arguments(lengths, 4, rank, interleave))["local_seq_lens"]
+        run("dcp_local_seq_lens", samples.local_lens(lengths, 4, rank, interleave))["local_seq_lens"]
         for rank in range(4)
     ]
     assert sum(parts)[:50].tolist() == list(lengths)
@@ -251,41 +236,41 @@ def test_local_lens_of_all_ranks_add_up(interleave):
 # ---------------------------------------------------------------- any batch
 
 
-@given(batches(), st.integers(0, 3))
+@given(samples.batches(), st.integers(0, 3))
 def test_prefill_of_any_batch(device, batch, spare):
-    arguments = prefill_arguments(*batch, capacity=max(batch[0]) + spare, rows=len(batch[1]) + spare)
-    assert_same_as_oracle("prepare_prefill_inputs", arguments, device)
+    arguments = samples.prefill(*batch, capacity=max(batch[0]) + spare, rows=len(batch[1]) + spare)
+    layouts.assert_same_as_oracle("prepare_prefill_inputs", arguments, device)
 
 
-@given(batches(), st.integers(1, 3), st.booleans(), st.integers(0, 3), st.sampled_from([None, 1003]))
+@given(samples.batches(), st.integers(1, 3), st.booleans(), st.integers(0, 3), st.sampled_from([None, 1003]))
 def test_expand_of_any_batch(device, batch, num_new, shift, spare, max_len):
     starts, states, rejected, _ = batch
     growth = num_new - shift
     capacity = max(starts) + growth * len(states) + spare
-    arguments = expand_arguments(starts, states, rejected, num_new, shift, max_len, shift, capacity)
-    after = assert_same_as_oracle("copy_expand_inputs", arguments, device)
+    arguments = samples.expand(starts, states, rejected, num_new, shift, max_len, shift, capacity)
+    after = layouts.assert_same_as_oracle("copy_expand_inputs", arguments, device)
     of = named("copy_expand_inputs", after)
     seq_lens = tuple(range(1, len(states) + 1))
     extend = with_arguments(
         "extend_queries",
-        extend_arguments(starts, states, seq_lens, growth, capacity=capacity),
+        samples.extend(starts, states, seq_lens, growth, capacity=capacity),
         positions=of["positions"].cpu() % 40,
         is_rejected=of["is_rejected"].cpu(),
     )
-    extended = named("extend_queries", assert_same_as_oracle("extend_queries", extend, device))
+    extended = named("extend_queries", layouts.assert_same_as_oracle("extend_queries", extend, device))
     assert (extended["slot_mapping"][of["is_rejected"]] == -1).all()
 
 
-@given(batches(), st.integers(0, 3), st.sampled_from([(4,), (2, 0, 4)]), st.integers(1, 3), st.booleans())
+@given(samples.batches(), st.integers(0, 3), st.sampled_from([(4,), (2, 0, 4)]), st.integers(1, 3), st.booleans())
 def test_slots_of_any_batch(device, batch, spare, block_sizes, cp_size, some_sharded):
     starts, states, _, _ = batch
     clean = (*[start for start in starts if start >= 0], *[max(starts) for start in starts if start < 0])
     sharded = flags(*[g % 2 for g in range(len(block_sizes))]) if some_sharded else None
-    arguments = slot_arguments(
+    arguments = samples.slots(
         clean, states, block_sizes, max(starts) + spare, columns=20, size=cp_size, rank=cp_size - 1, interleave=2,
         sharded=sharded,
     )  # fmt: skip
-    assert_same_as_oracle("compute_slot_mappings", arguments, device)
+    layouts.assert_same_as_oracle("compute_slot_mappings", arguments, device)
 
 
 @pytest.mark.parametrize("requests", [255, 256, 257, 1500])
@@ -295,32 +280,30 @@ def test_many_requests(device, requests):
     real = requests * 2 // 3
     lengths = torch.randint(0, 9, (real,), generator=random)
     starts = (0, *lengths.cumsum(0).tolist(), *[-7] * (requests - real))
-    states = (*torch.randperm(real, generator=random).tolist(), *[PADDED] * (requests - real))
+    states = (*torch.randperm(real, generator=random).tolist(), *[samples.PADDED] * (requests - real))
     rejected = tuple(torch.randint(0, 4, (requests,), generator=random).tolist())
     tokens, rows = max(starts), tuple(range(requests))
     capacity = tokens + 2 * requests + 5
-    expand = expand_arguments(starts, states, rejected, 3, True, None, True, capacity)
+    expand = samples.expand(starts, states, rejected, 3, True, None, True, capacity)
     clean = tuple(start if start >= 0 else tokens for start in starts)
     cu = torch.randint(0, 5, (requests,), generator=random).cumsum(0)
     query_ends = (cu + torch.arange(1, requests + 1)).tolist()
     sampled = torch.randint(-1, 60, (requests, 5), generator=random).tolist()
     calls = {
-        "prepare_prefill_inputs": prefill_arguments(
-            starts, states, rejected, rejected, tokens + 77, requests + 9, real
-        ),
+        "prepare_prefill_inputs": samples.prefill(starts, states, rejected, rejected, tokens + 77, requests + 9, real),
         "copy_expand_inputs": with_arguments("copy_expand_inputs", expand, next_token_ids=int64(*range(real))),
-        "extend_queries": extend_arguments(starts, states, rows, 2, 0, capacity, capacity),
-        "compute_slot_mappings": slot_arguments(
+        "extend_queries": samples.extend(starts, states, rows, 2, 0, capacity, capacity),
+        "compute_slot_mappings": samples.slots(
             clean, states, (4, 8), tokens + 99, tokens, real, size=2, rank=1, interleave=2
         ),
-        "prepare_decode_inputs": decode_arguments(rows, rows, rejected, states, max_model_len=requests // 2),
-        "eagle_step": eagle_arguments(rows, padded=30, max_model_len=requests // 2),
-        "prepare_inputs_padded": padded_inputs_arguments(tuple(cu.tolist()), rejected, (0, *query_ends), None, 99),
-        "prepare_next_token_padded": next_token_arguments(sampled, rows, 50),
-        "dcp_local_seq_lens": local_lens_arguments(rows),
+        "prepare_decode_inputs": samples.decode(rows, rows, rejected, states, max_model_len=requests // 2),
+        "eagle_step": samples.eagle(rows, padded=30, max_model_len=requests // 2),
+        "prepare_inputs_padded": samples.padded_inputs(tuple(cu.tolist()), rejected, (0, *query_ends), None, 99),
+        "prepare_next_token_padded": samples.next_token(sampled, rows, 50),
+        "dcp_local_seq_lens": samples.local_lens(rows),
     }
     for op, arguments in calls.items():
-        assert_same_as_oracle(op, arguments, device)
+        layouts.assert_same_as_oracle(op, arguments, device)
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
@@ -328,41 +311,46 @@ def test_many_requests(device, requests):
 @pytest.mark.parametrize("width", [1, 24, 33, 64, 4096, 4100])
 def test_hidden_rows_of_any_width(device, width, dtype, step):
     """Accesses of 16 bytes and of single elements, over several blocks. The memory before a row makes it misaligned."""
-    op, arguments = "update_draft_inputs", update_arguments(step, width=width, rows=5, states=(1, 2, 3, 0, PADDED))
+    op, arguments = (
+        "update_draft_inputs",
+        samples.update(step, width=width, rows=5, states=(1, 2, 3, 0, samples.PADDED)),
+    )
     for offset in (0, 1, 8):
         hidden = torch.arange(5 * width + offset).to(dtype)[offset:].view(5, width)
         target = torch.zeros(5 * width + 16, dtype=dtype)[8 : 8 + 5 * width].view(5, width)
         strided = torch.zeros(5, 2 * width, dtype=dtype)[:, ::2]
         for into in (target, strided):
             changed = with_arguments(op, arguments, hidden_states=hidden, next_hidden_states=into)
-            assert_same_as_oracle(op, changed, device)
+            layouts.assert_same_as_oracle(op, changed, device)
 
 
 def test_most_tables(device):
-    assert_same_as_oracle("compute_slot_mappings", slot_arguments(block_sizes=(4,) * 64), device)
-    more = twin(slot_arguments(block_sizes=(4,) * 65), device)
-    refuse("compute_slot_mappings", more, ValueError, "block_tables must hold 1 to 64 tables, got 65")
+    layouts.assert_same_as_oracle("compute_slot_mappings", samples.slots(block_sizes=(4,) * 64), device)
+    more = layouts.twin(samples.slots(block_sizes=(4,) * 65), device)
+    layouts.refuse("compute_slot_mappings", more, ValueError, "block_tables must hold 1 to 64 tables, got 65")
 
 
 def test_some_tables_are_sharded(device):
-    arguments = slot_arguments(block_sizes=(4, 8, 2), size=2, rank=0, interleave=2, sharded=flags(1, 0, 1))
-    assert_same_as_oracle("compute_slot_mappings", arguments, device)
+    arguments = samples.slots(block_sizes=(4, 8, 2), size=2, rank=0, interleave=2, sharded=flags(1, 0, 1))
+    layouts.assert_same_as_oracle("compute_slot_mappings", arguments, device)
     padded = (int32(2), int32(1), int32(0, 3), int32(9), int32(9))
-    assert_same_as_oracle("prepare_inputs_padded", padded, device)
+    layouts.assert_same_as_oracle("prepare_inputs_padded", padded, device)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_ids_of_either_width_and_any_stride(device, op):
     """An argument documented as int32 or int64 with any stride gives the same result as a plain one."""
     arguments = sample_inputs(op, device)[0]
-    plain = named(op, twin(arguments))
+    plain = named(op, layouts.twin(arguments))
     getattr(ops, op)(*plain.values())
     for name, value in named(op, arguments).items():
         either = f" {name}: int32 or int64" in getattr(ops, op).__doc__
         if not isinstance(value, torch.Tensor) or value.dim() != 1 or not either:
             continue
         for dtype in (torch.int32, torch.int64):
-            changed = named(op, with_arguments(op, twin(arguments), **{name: every_second(value.to(dtype))}))
+            changed = named(
+                op, with_arguments(op, layouts.twin(arguments), **{name: samples.every_second(value.to(dtype))})
+            )
             getattr(ops, op)(*changed.values())
             for other, expected in plain.items():
                 if isinstance(expected, torch.Tensor):
@@ -372,7 +360,7 @@ def test_ids_of_either_width_and_any_stride(device, op):
 @pytest.mark.parametrize("op", OPS)
 def test_matrices_of_any_strides(device, op):
     arguments = sample_inputs(op, device)[0]
-    expected = twin(arguments)
+    expected = layouts.twin(arguments)
     getattr(ops, op)(*expected)
     free = {
         "draft_tokens", "hidden_states", "next_hidden_states", "sampled_token_ids", "logits", "sampled", "logits_cache"
@@ -380,9 +368,9 @@ def test_matrices_of_any_strides(device, op):
     for place, name in enumerate(argument_names(op)[: len(arguments)]):
         if name not in free or arguments[place].dim() < 2:
             continue
-        strided = list(twin(arguments))
+        strided = list(layouts.twin(arguments))
         backwards = tuple(reversed(range(arguments[place].dim())))
-        strided[place] = surrounded(arguments[place].permute(backwards).contiguous()).permute(backwards)
+        strided[place] = layouts.surrounded(arguments[place].permute(backwards).contiguous()).permute(backwards)
         getattr(ops, op)(*strided)
         for one, other in zip(strided, expected, strict=True):
             if isinstance(one, torch.Tensor):
@@ -392,7 +380,7 @@ def test_matrices_of_any_strides(device, op):
 def test_a_whole_loop_advances_as_told():
     """Prefill and K - 1 steps: check ids, positions, lengths and slots of every step, across a block boundary."""
     rows, steps, max_len, block = 3, 4, 64, 4
-    prefill = twin(prefill_arguments())
+    prefill = layouts.twin(samples.prefill())
     ops.prepare_prefill_inputs(*prefill)
     of = named("prepare_prefill_inputs", prefill)
     last = of["last_token_indices"][:rows]
@@ -439,7 +427,7 @@ def draw(logits, temperature=1.0, seeds=None, positions=None, step=0, states=Non
         torch.arange(rows) if positions is None else torch.as_tensor(positions),
         torch.tensor(step), torch.full((rows,), 77, dtype=torch.int64),
     )  # fmt: skip
-    ours = twin(arguments, device)
+    ours = layouts.twin(arguments, device)
     ops.gumbel_sample(*ours, **options)
     return ours[6].cpu()
 
@@ -474,8 +462,8 @@ def test_no_nan_is_drawn(device, temperature):
 @pytest.mark.parametrize("vocab", [1, 2, 3, 17, 4099])
 @pytest.mark.parametrize("temperature", [1e-30, 0.05, 0.7, 1.0, 30.0, 1e30])
 def test_draws_are_those_of_the_oracle(device, vocab, temperature):
-    arguments = sample_arguments(6, vocab, temperatures=(temperature,) * 6, states=None, steps=(0, 1, 2, 0, 1, 2))
-    assert_same_as_oracle("gumbel_sample", arguments, device)
+    arguments = samples.sample(6, vocab, temperatures=(temperature,) * 6, states=None, steps=(0, 1, 2, 0, 1, 2))
+    layouts.assert_same_as_oracle("gumbel_sample", arguments, device)
 
 
 def test_noise_is_pinned(device):
@@ -506,7 +494,7 @@ def test_a_row_does_not_depend_on_other_rows(device, vocab, dtype):
     more = {"seeds": torch.cat([seeds, seeds])[:10], "positions": [*positions.tolist(), 9, 9, 9]}
     with_padding = draw(padded, states=[*range(7), -1, -1, -1], **more, **key)
     assert with_padding.tolist() == [*together.tolist(), 0, 0, 0]
-    strided = surrounded(logits.T.contiguous()).T
+    strided = layouts.surrounded(logits.T.contiguous()).T
     assert torch.equal(draw(strided, seeds=seeds, positions=positions, **key), together)
     # A longer vocabulary whose additional tokens cannot win.
     wider = torch.cat([logits, torch.full((7, 99), -math.inf, dtype=dtype)], 1)
@@ -587,11 +575,11 @@ def test_two_tokens_of_a_pair_are_independent():
 
 def test_cache_keeps_the_raw_logits():
     """The logits are at [state, step, :V] for any temperature. Nothing is written for a padded row, or after V."""
-    before = sample_arguments(dtype=torch.bfloat16)
+    before = samples.sample(dtype=torch.bfloat16)
     after = run("gumbel_sample", before)
     logits, cache = before[0], after["logits_cache"]
     expected = before[7].clone()
-    for row, (state, step) in enumerate(zip((3, 1, PADDED, 0, 5), (1, 0, 2, 1, 1), strict=True)):
+    for row, (state, step) in enumerate(zip((3, 1, samples.PADDED, 0, 5), (1, 0, 2, 1, 1), strict=True)):
         if state >= 0:
             expected[state, step, :40] = logits[row]
     assert torch.equal(cache.view(torch.int16), expected.view(torch.int16))
@@ -601,26 +589,26 @@ def test_cache_keeps_the_raw_logits():
 
 def test_the_column_is_a_number_on_the_device(device):
     """Only column `step` of a matrix of drafts is written. There is one step for all rows, or one per row."""
-    after = run("gumbel_sample", sample_arguments(steps=(2,)), device)
+    after = run("gumbel_sample", samples.sample(steps=(2,)), device)
     assert (after["sampled"][:, :2] == 77).all()
     assert after["sampled"][:5, 2].max() < 40
-    each = run("gumbel_sample", sample_arguments(), device)
+    each = run("gumbel_sample", samples.sample(), device)
     written = (each["sampled"] != 77).nonzero().tolist()
     assert written == [[0, 1], [1, 0], [2, 2], [3, 1], [4, 1]]
 
 
 def test_a_padded_row_may_hold_any_step(device):
     """A padded row has no column, and writes none."""
-    after = run("gumbel_sample", sample_arguments(steps=(1, 0, 2**40, 1, 1)), device)
+    after = run("gumbel_sample", samples.sample(steps=(1, 0, 2**40, 1, 1)), device)
     assert (after["sampled"][2] == 77).all()
 
 
 def test_workspace_is_given_back_as_it_came():
-    arguments = (*sample_arguments(), int64(*[0] * 11))
+    arguments = (*samples.sample(), int64(*[0] * 11))
     after = run("gumbel_sample", arguments)
     assert not after["workspace"].any()
     short = with_arguments("gumbel_sample", arguments, workspace=int64(*[0] * 9))
-    refuse("gumbel_sample", short, ValueError, r"workspace must be \[2 \* num_rows\] with at least 10 elements")
+    layouts.refuse("gumbel_sample", short, ValueError, r"workspace must be \[2 \* num_rows\] with at least 10 elements")
 
 
 # ---------------------------------------------------------------- errors: the message, and nothing written
@@ -642,7 +630,9 @@ def test_wrong_dtype(op, name):
     else:
         value = torch.zeros(named(op, arguments)[name].shape, dtype=torch.float64)
     wrong = "complex|another dtype|float64"
-    refuse(op, with_arguments(op, arguments, **{name: value}), TypeError, f"must have dtype .*, got .*({wrong})")
+    layouts.refuse(
+        op, with_arguments(op, arguments, **{name: value}), TypeError, f"must have dtype .*, got .*({wrong})"
+    )
 
 
 @pytest.mark.parametrize(("op", "name"), TENSORS)
@@ -651,7 +641,7 @@ def test_one_dimension_too_many(op, name):
     value = named(op, arguments)[name]
     if name == "current_draft_step":
         value = value.view(-1)
-    refuse(op, with_arguments(op, arguments, **{name: value[None]}), ValueError, f"{name} must be ")
+    layouts.refuse(op, with_arguments(op, arguments, **{name: value[None]}), ValueError, f"{name} must be ")
 
 
 # Arguments that determine the length of the others, or only limit the data.
@@ -691,87 +681,87 @@ BAD_NUMBERS = {
 )
 def test_bad_number(op, name, value):
     sentence = rf"{name} must (be positive|not be negative|be in \[0, \d+\)), got "
-    refuse(op, with_arguments(op, sample_inputs(op)[0], **{name: value}), ValueError, sentence)
+    layouts.refuse(op, with_arguments(op, sample_inputs(op)[0], **{name: value}), ValueError, sentence)
 
 
 BAD_DATA = {
-    "starts that decrease": ("prepare_prefill_inputs", prefill_arguments((0, 4, 3, 9, 9)), ValueError,
+    "starts that decrease": ("prepare_prefill_inputs", samples.prefill((0, 4, 3, 9, 9)), ValueError,
         "query_start_loc must start at 0 or above and not decrease, got 4 and 3 around request 1"),
-    "negative start": ("extend_queries", extend_arguments((-2, 4, 5, 9, 9)), ValueError, "got -2 and 4"),
+    "negative start": ("extend_queries", samples.extend((-2, 4, 5, 9, 9)), ValueError, "got -2 and 4"),
     "tokens past the target's": ("prepare_prefill_inputs", with_arguments("prepare_prefill_inputs",
-        prefill_arguments(), target_positions=int64(1, 2, 3, 4, 5)), ValueError,
+        samples.prefill(), target_positions=int64(1, 2, 3, 4, 5)), ValueError,
         "got 5 where request 2 ends at token 9"),
-    "tokens past the capacity": ("prepare_prefill_inputs", prefill_arguments(capacity=8), ValueError,
+    "tokens past the capacity": ("prepare_prefill_inputs", samples.prefill(capacity=8), ValueError,
         "got 8 places where request 2 ends at token 9"),
-    "a real row after a padded one": ("prepare_prefill_inputs", prefill_arguments(states=(3, -1, 2, -1)), ValueError,
+    "a real row after a padded one": ("prepare_prefill_inputs", samples.prefill(states=(3, -1, 2, -1)), ValueError,
         "idx_mapping must have its negative entries last, got 2 at row 2"),
-    "an unknown state": ("prepare_prefill_inputs", prefill_arguments(states=(3, 5, 2, -1)), IndexError,
+    "an unknown state": ("prepare_prefill_inputs", samples.prefill(states=(3, 5, 2, -1)), IndexError,
         "idx_mapping must be below 5, the number of request states, got 5 at row 1"),
-    "real after padded in a step": ("prepare_decode_inputs", decode_arguments(states=(1, -1, 0, -1)), ValueError,
+    "real after padded in a step": ("prepare_decode_inputs", samples.decode(states=(1, -1, 0, -1)), ValueError,
         "negative entries last"),
-    "a step past the columns": ("update_draft_inputs", update_arguments(step=3), IndexError,
+    "a step past the columns": ("update_draft_inputs", samples.update(step=3), IndexError,
         r"the step must be in \[0, 3\), got 3"),
-    "a negative step": ("update_draft_inputs", update_arguments(step=-1), IndexError, "got -1"),
-    "a state without blocks": ("compute_slot_mappings", slot_arguments(states=(3, 5, 2, -1)), IndexError, "got 5"),
-    "a position past the blocks": ("compute_slot_mappings", slot_arguments(first_position=16), IndexError,
+    "a negative step": ("update_draft_inputs", samples.update(step=-1), IndexError, "got -1"),
+    "a state without blocks": ("compute_slot_mappings", samples.slots(states=(3, 5, 2, -1)), IndexError, "got 5"),
+    "a position past the blocks": ("compute_slot_mappings", samples.slots(first_position=16), IndexError,
         r"positions must be in \[0, 24\), got 24 at token 8"),
-    "a negative position": ("compute_slot_mappings", slot_arguments(first_position=-1), IndexError,
+    "a negative position": ("compute_slot_mappings", samples.slots(first_position=-1), IndexError,
         "got -1 at token 0"),
-    "more tokens than slots": ("compute_slot_mappings", slot_arguments(capacity=8), ValueError, "got 8 places"),
-    "an eagle before the start": ("eagle_step", eagle_arguments((3, -2)), IndexError, "got -1 at token 1"),
-    "drafts that decrease": ("prepare_inputs_padded", padded_inputs_arguments((3, 2, 6, 9, 9)), ValueError,
+    "more tokens than slots": ("compute_slot_mappings", samples.slots(capacity=8), ValueError, "got 8 places"),
+    "an eagle before the start": ("eagle_step", samples.eagle((3, -2)), IndexError, "got -1 at token 1"),
+    "drafts that decrease": ("prepare_inputs_padded", samples.padded_inputs((3, 2, 6, 9, 9)), ValueError,
         "cu_num_draft_tokens must not decrease, got 2 at request 1 after 3"),
-    "a state without a temperature": ("gumbel_sample", sample_arguments(states=(3, 6, -1, 0, 5)), IndexError,
+    "a state without a temperature": ("gumbel_sample", samples.sample(states=(3, 6, -1, 0, 5)), IndexError,
         "idx_mapping must be below 6"),
-    "a step past the drafts": ("gumbel_sample", sample_arguments(steps=(1, 0, 2, 3, 1)), IndexError, "got 3 at row 3"),
-    "a step past the cache": ("gumbel_sample", sample_arguments(steps=(1, 0, 9, 3, 1), matrix=False), IndexError,
+    "a step past the drafts": ("gumbel_sample", samples.sample(steps=(1, 0, 2, 3, 1)), IndexError, "got 3 at row 3"),
+    "a step past the cache": ("gumbel_sample", samples.sample(steps=(1, 0, 9, 3, 1), matrix=False), IndexError,
         "got 3 at row 3"),
-    "no room to expand": ("copy_expand_inputs", expand_arguments(capacity=14), ValueError, "got 14 places"),
-    "a bonus of no state": ("copy_expand_inputs", expand_arguments(states=(3, 6, 2, -1)), IndexError, "got 6 at row 1"),
-    "positions past the table": ("extend_queries", extend_arguments(columns=7), IndexError,
+    "no room to expand": ("copy_expand_inputs", samples.expand(capacity=14), ValueError, "got 14 places"),
+    "a bonus of no state": ("copy_expand_inputs", samples.expand(states=(3, 6, 2, -1)), IndexError, "got 6 at row 1"),
+    "positions past the table": ("extend_queries", samples.extend(columns=7), IndexError,
         r"positions must be in \[0, 28\), got 29 at token 9"),
-    "far fewer places than tokens": ("prepare_prefill_inputs", prefill_arguments(capacity=6), ValueError,
+    "far fewer places than tokens": ("prepare_prefill_inputs", samples.prefill(capacity=6), ValueError,
         "got 6 places"),
-    "a state far outside": ("prepare_prefill_inputs", prefill_arguments(states=(3, 2**31 - 1, 2, -1)), IndexError,
+    "a state far outside": ("prepare_prefill_inputs", samples.prefill(states=(3, 2**31 - 1, 2, -1)), IndexError,
         "got 2147483647 at row 1"),
-    "a state far from the blocks": ("compute_slot_mappings", slot_arguments(states=(3, 99, 2, -1)), IndexError,
+    "a state far from the blocks": ("compute_slot_mappings", samples.slots(states=(3, 99, 2, -1)), IndexError,
         "got 99"),
-    "positions far past the blocks": ("compute_slot_mappings", slot_arguments(first_position=10**6), IndexError,
+    "positions far past the blocks": ("compute_slot_mappings", samples.slots(first_position=10**6), IndexError,
         r"positions must be in \[0, 24\), got 100000\d at token"),
-    "positions far before the start": ("compute_slot_mappings", slot_arguments(first_position=-(10**6)), IndexError,
+    "positions far before the start": ("compute_slot_mappings", samples.slots(first_position=-(10**6)), IndexError,
         r"got -\d+ at token"),
-    "an eagle far before the start": ("eagle_step", eagle_arguments((3, -(2**30))), IndexError,
+    "an eagle far before the start": ("eagle_step", samples.eagle((3, -(2**30))), IndexError,
         "got -1073741823 at token 1"),
-    "a state far from the temperatures": ("gumbel_sample", sample_arguments(states=(3, 10**6, -1, 0, 5)), IndexError,
+    "a state far from the temperatures": ("gumbel_sample", samples.sample(states=(3, 10**6, -1, 0, 5)), IndexError,
         "idx_mapping must be below 6, .*, got 1000000 at row 1"),
-    "steps outside on either side": ("gumbel_sample", sample_arguments(steps=(1, 0, 10**6, 3, -1)), IndexError,
+    "steps outside on either side": ("gumbel_sample", samples.sample(steps=(1, 0, 10**6, 3, -1)), IndexError,
         r"got (3 at row 3|-1 at row 4)"),
-    "a bonus far from the states": ("copy_expand_inputs", expand_arguments(states=(3, 10**6, 2, -1)), IndexError,
+    "a bonus far from the states": ("copy_expand_inputs", samples.expand(states=(3, 10**6, 2, -1)), IndexError,
         "got 1000000 at row 1"),
-    "positions far past the table": ("extend_queries", extend_arguments(first_position=25, columns=1), IndexError,
+    "positions far past the table": ("extend_queries", samples.extend(first_position=25, columns=1), IndexError,
         r"positions must be in \[0, 4\), got \d+ at token"),
 }  # fmt: skip
 
 
 BAD_SHAPES = {
-    "fewer blocks than queries": ("extend_queries", with_arguments("extend_queries", extend_arguments(),
+    "fewer blocks than queries": ("extend_queries", with_arguments("extend_queries", samples.extend(),
         block_table=int32(*range(40)).view(5, 8)), ValueError,
         "block_table must be of as many rows as there are queries"),
-    "no tables": ("compute_slot_mappings", with_arguments("compute_slot_mappings", slot_arguments(), block_tables=[]),
+    "no tables": ("compute_slot_mappings", with_arguments("compute_slot_mappings", samples.slots(), block_tables=[]),
         ValueError, "block_tables must hold 1 to 64 tables, got 0"),
-    "fewer sizes than tables": ("compute_slot_mappings", with_arguments("compute_slot_mappings", slot_arguments(),
+    "fewer sizes than tables": ("compute_slot_mappings", with_arguments("compute_slot_mappings", samples.slots(),
         block_sizes=[]), ValueError, "block_sizes must hold one size for each of the 1 tables, got 0"),
-    "one half of the hidden states": ("update_draft_inputs", with_arguments("update_draft_inputs", update_arguments(),
+    "one half of the hidden states": ("update_draft_inputs", with_arguments("update_draft_inputs", samples.update(),
         next_hidden_states=None), ValueError, "must be given together"),
-    "hidden states of two widths": ("update_draft_inputs", with_arguments("update_draft_inputs", update_arguments(),
+    "hidden states of two widths": ("update_draft_inputs", with_arguments("update_draft_inputs", samples.update(),
         next_hidden_states=numbers(4, 23, dtype=torch.bfloat16)), ValueError, "of the width of hidden_states"),
-    "a mapping without a shift": ("copy_expand_inputs", expand_arguments(shift=False), ValueError,
+    "a mapping without a shift": ("copy_expand_inputs", samples.expand(shift=False), ValueError,
         "hidden_state_mapping must be None without shift_input_ids"),
-    "seeds and temperatures of two lengths": ("gumbel_sample", with_arguments("gumbel_sample", sample_arguments(),
+    "seeds and temperatures of two lengths": ("gumbel_sample", with_arguments("gumbel_sample", samples.sample(),
         seeds=int64(1, 2, 3)), ValueError, "seeds must be one for each entry of temperature"),
-    "a vocabulary of nothing": ("gumbel_sample", with_arguments("gumbel_sample", sample_arguments(),
+    "a vocabulary of nothing": ("gumbel_sample", with_arguments("gumbel_sample", samples.sample(),
         logits=torch.zeros(5, 0)), ValueError, "logits must be .* with at least one token"),
-    "a cache that is too narrow": ("gumbel_sample", sample_arguments(spare=-1), ValueError, "logits_cache must be "),
+    "a cache that is too narrow": ("gumbel_sample", samples.sample(spare=-1), ValueError, "logits_cache must be "),
 }  # fmt: skip
 
 
@@ -779,13 +769,13 @@ BAD_SHAPES = {
 @pytest.mark.parametrize("case", BAD_DATA)
 def test_bad_data(device, case):
     op, arguments, error, sentence = BAD_DATA[case]
-    check_bad_data(op, twin(arguments), error, sentence, device)
+    bad_input.check_bad_data(op, layouts.twin(arguments), error, sentence, device)
 
 
 @pytest.mark.parametrize("case", BAD_SHAPES)
 def test_bad_shapes_are_refused_whole(case):
     op, arguments, error, sentence = BAD_SHAPES[case]
-    refuse(op, twin(arguments), error, sentence)
+    layouts.refuse(op, layouts.twin(arguments), error, sentence)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -802,9 +792,9 @@ def test_outputs_may_share_no_memory(op):
                 continue
             if (output.name, other.name) in in_place or one.dim() != 1 or two.dim() != 1:
                 continue
-            whole = surrounded(torch.zeros(max(len(one), len(two)), dtype=one.dtype))
+            whole = layouts.surrounded(torch.zeros(max(len(one), len(two)), dtype=one.dtype))
             shared = {output.name: whole[: len(one)], other.name: whole[: len(two)]}
-            refuse(op, with_arguments(op, arguments, **shared), ValueError, "must not share memory")
+            layouts.refuse(op, with_arguments(op, arguments, **shared), ValueError, "must not share memory")
             checked += 1
     assert checked or op in ("compute_slot_mappings", "gumbel_sample", "dcp_local_seq_lens")
 
@@ -812,18 +802,18 @@ def test_outputs_may_share_no_memory(op):
 def test_matrices_may_share_no_memory():
     whole = int64(*range(24))
     slots = with_arguments(
-        "compute_slot_mappings", slot_arguments(), positions=whole[:12], slot_mappings=whole[8:20].view(1, 12)
+        "compute_slot_mappings", samples.slots(), positions=whole[:12], slot_mappings=whole[8:20].view(1, 12)
     )
-    refuse("compute_slot_mappings", slots, ValueError, "slot_mappings and positions must not share memory")
+    layouts.refuse("compute_slot_mappings", slots, ValueError, "slot_mappings and positions must not share memory")
     steps = int64(*[1] * 18)
-    shared = with_arguments("gumbel_sample", sample_arguments(), step=steps[:5], sampled=steps.view(6, 3))
-    refuse("gumbel_sample", shared, ValueError, "sampled and step must not share memory")
+    shared = with_arguments("gumbel_sample", samples.sample(), step=steps[:5], sampled=steps.view(6, 3))
+    layouts.refuse("gumbel_sample", shared, ValueError, "sampled and step must not share memory")
     drafts = int64(*range(12)).view(4, 3)
-    own = with_arguments("update_draft_inputs", update_arguments(), draft_tokens=drafts, sampled=drafts[:, 0])
-    refuse("update_draft_inputs", own, ValueError, "draft_tokens and sampled must not share memory")
+    own = with_arguments("update_draft_inputs", samples.update(), draft_tokens=drafts, sampled=drafts[:, 0])
+    layouts.refuse("update_draft_inputs", own, ValueError, "draft_tokens and sampled must not share memory")
     lengths = int32(*range(9))
     shifted = (lengths[1:], lengths[:8], 2, 0)
-    refuse("dcp_local_seq_lens", shifted, ValueError, "local_seq_lens and seq_lens must not share memory")
+    layouts.refuse("dcp_local_seq_lens", shifted, ValueError, "local_seq_lens and seq_lens must not share memory")
 
 
 def test_gradients_are_refused():
@@ -844,7 +834,7 @@ def test_gradients_are_refused():
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_whole(op):
     """fullgraph=True: no graph break at an op, and every mutation is kept."""
-    eager, compiled = twin(sample_inputs(op)[0]), twin(sample_inputs(op)[0])
+    eager, compiled = layouts.twin(sample_inputs(op)[0]), layouts.twin(sample_inputs(op)[0])
 
     def call(*arguments):
         getattr(ops, op)(*arguments)
@@ -853,7 +843,7 @@ def test_compiled_whole(op):
     torch._dynamo.reset()
     expected = call(*eager)
     assert torch.compile(call, fullgraph=True)(*compiled) == expected
-    assert all(torch.equal(a, b) for a, b in zip(memory(eager), memory(compiled), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(layouts.memory(eager), layouts.memory(compiled), strict=True))
 
 
 def test_the_docstrings_name_every_argument():
@@ -864,7 +854,7 @@ def test_the_docstrings_name_every_argument():
 
 def test_draft_columns_stay_where_they_are():
     """Three steps through one captured body each write their own column."""
-    step, drafts = torch.zeros(1, dtype=torch.int64), poisoned(3, 3, dtype=torch.int64)
+    step, drafts = torch.zeros(1, dtype=torch.int64), samples.poisoned(3, 3, dtype=torch.int64)
     logits = random_logits(3, 64)
     ids, positions, lengths = (torch.ones(3, dtype=d) for d in (torch.int32, torch.int64, torch.int32))
     token = torch.zeros(3, dtype=torch.int64)

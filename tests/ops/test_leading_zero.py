@@ -4,11 +4,13 @@ window."""
 from __future__ import annotations
 
 import pytest
+import samples_accept as samples
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import refuse, same_memory, twin
-from samples import int32, plan_arguments, with_arguments
+from samples import with_arguments
+from tensors import int32
 
 from nwor_ops import ops
 
@@ -18,7 +20,7 @@ OUTPUTS = slice(3, 9)
 def planned(device, starts, drafts, bonus=0, zero=False):
     """Run plan_window for the drafts of each request, counted in one of the ways."""
     counts = [sum(drafts[: q + 1]) + bonus * (q + 1) for q in range(len(drafts))]
-    arguments = plan_arguments(starts, (0, *counts) if zero else tuple(counts), starts[-1], rows=sum(drafts) + 2)
+    arguments = samples.plan(starts, (0, *counts) if zero else tuple(counts), starts[-1], rows=sum(drafts) + 2)
     arguments = with_arguments("plan_window", arguments, num_bonus_tokens=bonus, leading_zero=zero)
     arguments = with_arguments("plan_window", arguments, draft_start_loc=int32(*[77] * (len(drafts) + 3)))
     ours = twin(arguments, device)
@@ -41,14 +43,14 @@ def test_every_way_to_count_gives_one_window(device, requests):
 
 def test_invalid_counts_are_refused():
     sentence = "cu_num_draft_tokens must begin with 0 where .*, got 3$"
-    arguments = plan_arguments(cu_num_draft_tokens=(3, 3, 3, 6, 6), leading_zero=True)
+    arguments = samples.plan(cu_num_draft_tokens=(3, 3, 3, 6, 6), leading_zero=True)
     refuse("plan_window", arguments, ValueError, sentence)
-    empty = plan_arguments(cu_num_draft_tokens=(), leading_zero=True)
+    empty = samples.plan(cu_num_draft_tokens=(), leading_zero=True)
     sentence = r"cu_num_draft_tokens must be \[num_requests \+ 1\] with at least 1 elements, got torch.int32 \[0\]$"
     refuse("plan_window", empty, ValueError, sentence)
     with pytest.raises(ValueError, match=f"^plan_window: {sentence}"):
         ops.plan_window(*twin(empty, "meta"))
-    negative = plan_arguments(num_bonus_tokens=-1)
+    negative = samples.plan(num_bonus_tokens=-1)
     refuse("plan_window", negative, ValueError, "num_bonus_tokens must not be negative, got -1$")
-    short = with_arguments("plan_window", plan_arguments(), draft_start_loc=int32(*[7] * 4))
+    short = with_arguments("plan_window", samples.plan(), draft_start_loc=int32(*[7] * 4))
     refuse("plan_window", short, ValueError, r"draft_start_loc must be \[num_requests \+ 1\] with at least 5 elements")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import layouts
 import pytest
+import tensors
 import torch
-from layouts import Shape, make_amx_pages, make_pages, refuse, same_memory, surrounded, twin
-from samples import SMALL, argument_names, int64, sample_inputs, surrounded_layers, with_arguments
+from layouts import Shape
+from samples import argument_names, sample_inputs, with_arguments
+from tensors import int64
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nwor_ops import ops
@@ -24,10 +27,10 @@ def with_table(op, arguments, **others):
 @pytest.mark.parametrize(("op", "index"), SAMPLES)
 def test_same_bytes_as_with_all_planes(device, op, index):
     all_planes = sample_inputs(op, device)[index]
-    by_table = twin(all_planes)
+    by_table = layouts.twin(all_planes)
     getattr(ops, op)(*with_table(op, by_table))
     getattr(ops, op)(*all_planes)
-    assert same_memory(by_table, all_planes)
+    assert layouts.same_memory(by_table, all_planes)
 
 
 @pytest.mark.gpu
@@ -35,7 +38,7 @@ def test_same_bytes_as_with_all_planes(device, op, index):
 def test_a_table_on_the_device_is_refused(device, op):
     arguments = sample_inputs(op, device)[0]
     table = ops.plane_table(arguments[0]).to(device)
-    refuse(
+    layouts.refuse(
         op, with_table(op, arguments, plane_table=table), TypeError, "plane_table must be on device cpu, got cuda:0$"
     )
 
@@ -85,7 +88,7 @@ WRONG = [
 def test_wrong_tables(op, change, error, sentence):
     arguments = sample_inputs(op)[0]
     changed = change(arguments[0], ops.plane_table(arguments[0]))
-    refuse(op, with_table(op, arguments, **changed), error, sentence)
+    layouts.refuse(op, with_table(op, arguments, **changed), error, sentence)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -97,7 +100,7 @@ def test_planes_that_are_smaller_than_the_first_one(op):
     table = ops.plane_table([more[:-1], less])
     bytes_of = more.numel() * more.element_size()
     sentence = rf"planes as large as caches\[0\], {bytes_of} bytes, got {bytes_of - more[0].nbytes} for plane 1$"
-    refuse(op, with_arguments(op, arguments, caches=[more], plane_table=table), ValueError, sentence)
+    layouts.refuse(op, with_arguments(op, arguments, caches=[more], plane_table=table), ValueError, sentence)
 
 
 def test_a_plane_that_requires_a_gradient():
@@ -108,16 +111,16 @@ def test_a_plane_that_requires_a_gradient():
 
 @pytest.mark.parametrize("op", ["restore_slots", "restore_slots_from_rejected"])
 def test_a_log_that_overlaps_a_plane_of_the_table(op):
-    planes = make_pages("packed", SMALL, torch.float32).key_caches
+    planes = layouts.make_pages("packed", tensors.SMALL, torch.float32).key_caches
     arguments = with_arguments(op, sample_inputs(op)[0], caches=planes)
     overlapping = planes[1].as_strided((2, 4, 4, 8), planes[1].stride(), planes[1].storage_offset())
     arguments = with_table(op, with_arguments(op, arguments, log=overlapping))
-    refuse(op, arguments, ValueError, "log and caches must not share memory$")
+    layouts.refuse(op, arguments, ValueError, "log and caches must not share memory$")
 
 
 def test_the_plane_with_the_least_room_limits_page_offsets():
     """That may be another plane than the first: offsets that fit the first may exceed the storage of another."""
-    pages = make_amx_pages(Shape(2, 16, 2, 16, 16, layers=2), torch.bfloat16)
+    pages = layouts.make_amx_pages(Shape(2, 16, 2, 16, 16, layers=2), torch.bfloat16)
     planes, offsets = pages.value_caches, pages.value_offsets
     assert offsets is not None
     size, strides = planes[0].shape, planes[0].stride()
@@ -127,10 +130,12 @@ def test_the_plane_with_the_least_room_limits_page_offsets():
     )
     table = offsets.clone()
     table[15, 15] = int(offsets.max()) + strides[0]
-    log = surrounded_layers([torch.zeros(1, 2, 16, dtype=torch.bfloat16)] * 2)
+    log = tensors.surrounded_layers([torch.zeros(1, 2, 16, dtype=torch.bfloat16)] * 2)
     for caches in ([roomy, exact], [exact, roomy]):
         arguments = (caches, log, int64(31), torch.ones(1, dtype=torch.bool), table)
-        refuse("restore_slots", with_table("restore_slots", arguments), IndexError, "page_offsets must lie within")
+        layouts.refuse(
+            "restore_slots", with_table("restore_slots", arguments), IndexError, "page_offsets must lie within"
+        )
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -148,11 +153,11 @@ def test_every_op_of_a_step_that_takes_planes_is_covered():
 
 
 def test_one_plane_and_views_in_the_middle_of_a_storage():
-    backing = surrounded(torch.arange(96, dtype=torch.int32).view(3, 4, 2, 4))
-    log = surrounded(torch.full((1, 2, 2, 4), -5, dtype=torch.int32))
+    backing = layouts.surrounded(torch.arange(96, dtype=torch.int32).view(3, 4, 2, 4))
+    log = layouts.surrounded(torch.full((1, 2, 2, 4), -5, dtype=torch.int32))
     arguments = ([backing[1:]], log, int64(7, -1), torch.ones(2, dtype=torch.bool))
-    by_table = twin(arguments)
+    by_table = layouts.twin(arguments)
     ops.restore_slots(*with_table("restore_slots", by_table))
     ops.restore_slots(*arguments)
-    assert same_memory(by_table, arguments)
+    assert layouts.same_memory(by_table, arguments)
     assert by_table[0][0][1, 3].eq(-5).all()

@@ -11,10 +11,12 @@ import torch
 from expecttest import assert_expected_inline
 from layouts import memory, twin
 from processes import ROOT
-from samples import OPS, argument_names, sample_inputs
+from samples import OPS, argument_names, ops_of, sample_inputs
 from torch.utils._pytree import tree_map
 
 from nwor_ops import ops
+from nwor_ops.meta import SPECS
+from nwor_ops.meta.check import Array
 
 SAMPLES = [(op, index) for op in OPS for index in range(len(sample_inputs(op)))]
 RETURNING = ("acceptance_mask", "acceptance_mask_from_rejected")
@@ -81,21 +83,21 @@ nwor::extend_queries(Tensor target_query_start_loc, Tensor target_seq_lens, Tens
     -> ()
 nwor::dcp_local_seq_lens(Tensor seq_lens, Tensor(a!) local_seq_lens, int dcp_size, int dcp_rank, int
     cp_interleave=1) -> ()
-nwor::plan_recurrent_window(Tensor(a!) plan, Tensor(b!) cursors, Tensor(c!) window, Tensor
-    state_slots, Tensor query_start_loc, Tensor num_accepted, int record_rows, Tensor?
-    is_window=None, Tensor(d!)? num_refused=None) -> ()
+nwor::plan_recurrent_window(Tensor(a!) plan, Tensor(b!) cursors, Tensor(c!) window_id, Tensor
+    state_slots, Tensor query_start_loc, Tensor num_kept, int record_rows, Tensor? is_window=None,
+    Tensor(d!)? num_refused=None) -> ()
 nwor::plan_recurrent_fold(Tensor(a!) plan, Tensor(b!) cursors, Tensor source_slots, Tensor
     target_slots, Tensor num_rows, bool keep_source=False) -> ()
 nwor::gated_delta_verify(Tensor(a!) out, Tensor(b!) state, Tensor(c!) record_keys, Tensor(d!)
     record_norms, Tensor(e!) record_decays, Tensor(f!) record_values, Tensor(g!) layer_window,
     Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor? A_log, Tensor? dt_bias, Tensor plan,
-    Tensor window, Tensor query_start_loc, float scale, float softplus_beta=1., float
+    Tensor window_id, Tensor query_start_loc, float scale, float softplus_beta=1., float
     softplus_threshold=20., bool use_qk_l2norm=True, Tensor? gate=None, Tensor? norm_weight=None,
     float norm_eps=1.0000000000000001e-05, str gate_activation="silu", Tensor(h!)? all_states=None,
     bool allow_neg_eigval=False, float? gate_lower_bound=None) -> ()
 nwor::gated_delta_fold(Tensor(a!)[] states, Tensor[] record_keys, Tensor[] record_norms, Tensor[]
     record_decays, Tensor[] record_values, Tensor(b!)[] layer_windows, Tensor plan, Tensor?
-    window=None) -> ()
+    window_id=None) -> ()
 nwor::open_window(Tensor(a!)[] caches, int[] planes_per_group, Tensor query_start_loc, Tensor
     draft_start_loc, Tensor seq_lens, Tensor row_slots, Tensor shadow_blocks, Tensor(b!)[]
     slot_mappings, Tensor(c!)[] block_tables, Tensor(d!) saved_slots, Tensor(e!) tail_pages, Tensor?
@@ -204,6 +206,23 @@ def test_counters_have_the_order_of_the_kernels():
         *(f"k{name.capitalize()}" for name in ops.COUNTERS),
         "kNumCounters",
     ]
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ops_of("recurrent")])
+def test_shapes_in_csrc_are_those_of_meta(op):
+    """Comments on the parameters of an op's check show the shape of each tensor, and which tensors are written."""
+    source = "\n".join(path.read_text() for path in sorted((ROOT / "csrc").glob("*.h")))
+    check = re.search(rf"NWOR_OP\(m, {op}, (\w+)\)", source)[1]
+    parameters = re.search(rf"\b{check}\(\s*const char\* op,(.*?)\) {{\n", source, re.DOTALL)[1]
+    notes = dict(re.findall(r"(\w+),?\s*// (.+)", parameters))
+    for argument in overload(op)._schema.arguments:
+        spec = SPECS[op].get(argument.name)
+        if not isinstance(spec, Array) or not spec.shape:
+            continue
+        note = notes.pop(argument.name)
+        assert all(shape in note for shape in re.findall(r"\[.*?\]", spec.shape)), note
+        assert note.endswith("written") == (argument.alias_info is not None), note
+    assert set(notes) <= {"k_scale", "v_scale", "plane_table"}
 
 
 @pytest.mark.parametrize(("op", "index"), SAMPLES)

@@ -3,49 +3,47 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
-import oracle
+import bad_input
+import layouts
+import oracle_undo as oracle
 import pytest
+import samples_undo as samples
+import tensors
 import torch
-from bad_input import check_bad_data, left_by_the_oracle
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import (
-    LAYOUTS,
-    Shape,
-    assert_same_as_oracle,
-    make_amx_pages,
-    make_pages,
-    memory,
-    random_bytes,
-    refuse,
-    same_memory,
-    surrounded,
-    twin,
-)
-from samples import (
-    EARLIER_WINDOW,
-    LOG_ROWS,
-    SLOTS,
-    SMALL,
-    WIDE_VALUES,
-    WINDOW,
-    argument_names,
-    flags,
-    int32,
-    int64,
-    log_for,
-    logged_arguments,
-    numbers,
-    outcome_buffers,
-    row_windows,
-    sample_inputs,
-    surrounded_layers,
-    with_arguments,
-    write_arguments,
-)
+from layouts import Shape
+from processes import ROOT
+from raw_rows import raw
+from samples import sample_inputs, with_arguments
+from samples_accept import outcome_buffers
+from tensors import flags, int32, int64
 
 from nwor_ops import ops
+
+
+def test_by_hand(device):
+    """Two drafts are written and logged, the second one is rejected. This test does not depend on the oracle."""
+    key, value = torch.randn(2, 3, 1, 4, device=device)  # [tokens, heads, width]
+    cache = torch.zeros(2, 4, 1, 8, device=device)  # [blocks, block_size, heads, K | V]
+    log = torch.full((2, 1, 8), 7.0, device=device)  # [rows, heads, K | V]
+    scale = torch.ones(1, device=device)
+    slots = torch.tensor([2, 3, 4], device=device)
+    log_rows = torch.tensor([-1, 0, 1], dtype=torch.int32, device=device)  # token 0 is no draft
+
+    ops.write_kv_logged(
+        key, value, cache[..., :4], cache[..., 4:], slots, scale, scale, "auto", log_rows, log[..., :4], log[..., 4:]
+    )
+    assert torch.equal(cache.view(8, 8)[2:5], torch.cat([key, value], -1).view(3, 8))
+    assert torch.equal(log, torch.zeros_like(log))  # the earlier rows
+
+    ops.restore_slots([cache], log[None], slots[1:], torch.tensor([False, True], device=device))
+    assert torch.equal(cache.view(8, 8)[3], torch.cat([key, value], -1)[1, 0])
+    assert torch.equal(cache.view(8, 8)[4], torch.zeros(8, device=device))
+
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8_CACHES = (
@@ -77,7 +75,7 @@ LOGGING_OPS = ("write_kv_logged", "log_slots")
 RESTORING_OPS = ("restore_slots", "restore_slots_from_rejected")
 ALL_OPS = ("write_kv", *LOGGING_OPS, *RESTORING_OPS)
 
-LAYOUT_NAMES = tuple(LAYOUTS)
+LAYOUT_NAMES = tuple(layouts.LAYOUTS)
 
 
 def spread_slots(shape: Shape, seed: int = 0) -> tuple[int, ...]:
@@ -96,12 +94,12 @@ def logged_rows(slots: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def layer_log(caches, rows: int):
-    return surrounded_layers([log_for(cache, rows, seed=20 + i) for i, cache in enumerate(caches)])
+    return tensors.surrounded_layers([tensors.log_for(cache, rows, seed=20 + i) for i, cache in enumerate(caches)])
 
 
 def scales_of(kind: str, tokens: int, heads: int):
     shape = {"one": (1,), "zero_dim": (), "per_head": (heads,), "per_token": (tokens, 1)}[kind]
-    return numbers(*shape, seed=4).abs(), numbers(*shape, seed=5).abs()
+    return tensors.numbers(*shape, seed=4).abs(), tensors.numbers(*shape, seed=5).abs()
 
 
 # ---------------------------------------------------------------- write_kv, write_kv_logged
@@ -110,35 +108,35 @@ def scales_of(kind: str, tokens: int, heads: int):
 @pytest.mark.parametrize("op", ALL_OPS)
 def test_samples(device, op):
     for arguments in sample_inputs(op):
-        assert_same_as_oracle(op, arguments, device)
+        layouts.assert_same_as_oracle(op, arguments, device)
 
 
 def logged_with_room(slots: tuple[int, ...], **options):
     """Arguments of write_kv_logged with as many log rows as there are drafts."""
     rows = logged_rows(slots)
-    arguments = logged_arguments(log_rows=rows, slots=slots, **options)
-    logs = [log_for(cache, max(rows) + 1, seed) for seed, cache in enumerate(arguments[2:4])]
+    arguments = samples.write_logged(log_rows=rows, slots=slots, **options)
+    logs = [tensors.log_for(cache, max(rows) + 1, seed) for seed, cache in enumerate(arguments[2:4])]
     return (*arguments[:-2], *logs)
 
 
-@pytest.mark.parametrize("make", [write_arguments, logged_with_room], ids=["write_kv", "write_kv_logged"])
+@pytest.mark.parametrize("make", [samples.write, logged_with_room], ids=["write_kv", "write_kv_logged"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
 def test_write_in_every_layout(device, layout, shape, make):
-    op = "write_kv" if make is write_arguments else "write_kv_logged"
+    op = "write_kv" if make is samples.write else "write_kv_logged"
     for dtype in (torch.float32, torch.bfloat16):
         arguments = make(layout=layout, shape=shape, slots=spread_slots(shape), dtype=dtype)
-        assert_same_as_oracle(op, arguments, device)
+        layouts.assert_same_as_oracle(op, arguments, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ["write_kv", "write_kv_logged"])
 def test_auto_copies_every_bit_pattern(device, op, dtype):
     """NaN payloads, signalling NaNs and subnormals arrive unchanged."""
-    arguments = logged_arguments(dtype=dtype) if op == "write_kv_logged" else write_arguments(dtype=dtype)
-    key = random_bytes(8 * 4 * 8, dtype, seed=5).view(8, 4, 8)
-    value = random_bytes(8 * 4 * 8, dtype, seed=6).view(8, 4, 8)
-    assert_same_as_oracle(op, (key, value, *arguments[2:]), device)
+    arguments = samples.write_logged(dtype=dtype) if op == "write_kv_logged" else samples.write(dtype=dtype)
+    key = layouts.random_bytes(8 * 4 * 8, dtype, seed=5).view(8, 4, 8)
+    value = layouts.random_bytes(8 * 4 * 8, dtype, seed=6).view(8, 4, 8)
+    layouts.assert_same_as_oracle(op, (key, value, *arguments[2:]), device)
 
 
 @pytest.mark.parametrize("layout", ["nhd", "padded", "vec"])
@@ -148,11 +146,11 @@ def test_auto_copies_every_bit_pattern(device, op, dtype):
 def test_fp8_write(device, dtype, kv_cache_dtype, cache_dtype, scales, layout):
     """Values are quantized, while the old bytes are logged unchanged (never cast as integers)."""
     options = {
-        "layout": layout, "shape": WIDE_VALUES, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype,
-        "cache_dtype": cache_dtype, "scales": scales_of(scales, len(SLOTS) + 2, WIDE_VALUES.heads),
+        "layout": layout, "shape": tensors.WIDE_VALUES, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype,
+        "cache_dtype": cache_dtype, "scales": scales_of(scales, len(samples.SLOTS) + 2, tensors.WIDE_VALUES.heads),
     }  # fmt: skip
-    assert_same_as_oracle("write_kv", write_arguments(**options), device)
-    assert_same_as_oracle("write_kv_logged", logged_arguments(**options), device)
+    layouts.assert_same_as_oracle("write_kv", samples.write(**options), device)
+    layouts.assert_same_as_oracle("write_kv_logged", samples.write_logged(**options), device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -162,9 +160,9 @@ def test_fp8_of_every_16_bit_number(device, kv_cache_dtype, dtype):
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).view(64, 4, 256)
     shape = Shape(8, 8, 4, 256, 256)
     for scale in (1.0, 0.37):
-        arguments = write_arguments("nhd", shape, dtype, kv_cache_dtype, slots=tuple(range(64)))
+        arguments = samples.write("nhd", shape, dtype, kv_cache_dtype, slots=tuple(range(64)))
         scales = torch.tensor([scale]), torch.tensor([-scale])
-        assert_same_as_oracle("write_kv", (every, every, *arguments[2:5], *scales, kv_cache_dtype), device)
+        layouts.assert_same_as_oracle("write_kv", (every, every, *arguments[2:5], *scales, kv_cache_dtype), device)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
@@ -174,9 +172,9 @@ def test_fp8_divides_by_the_scale(device, kv_cache_dtype):
     ties = ((values[1:] + values[:-1]) / 2 * 49).float()
     beside = [torch.nextafter(ties, torch.full_like(ties, limit)) for limit in (0.0, float("inf"))]
     source = torch.cat([ties, *beside, -ties]).repeat(2)[: 64 * 8].view(8, 8, 8)
-    arguments = write_arguments("nhd", Shape(2, 4, 8, 8, 8), torch.float32, kv_cache_dtype, slots=tuple(range(8)))
+    arguments = samples.write("nhd", Shape(2, 4, 8, 8, 8), torch.float32, kv_cache_dtype, slots=tuple(range(8)))
     scales = torch.tensor([49.0]), torch.tensor([-49.0])
-    assert_same_as_oracle("write_kv", (source, source, *arguments[2:5], *scales, kv_cache_dtype), device)
+    layouts.assert_same_as_oracle("write_kv", (source, source, *arguments[2:5], *scales, kv_cache_dtype), device)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +195,9 @@ def aligned(arguments, moved=None, offset=0):
     replaced = {}
     for name, place in {"key": 0, "value": 1, "key_log": 9, "value_log": 10}.items():
         tensor, shift = arguments[place], offset if name == moved else 0
-        memory_around = random_bytes(tensor.numel() + 64, tensor.dtype, seed=place)
+        memory_around = layouts.random_bytes(tensor.numel() + 64, tensor.dtype, seed=place)
         view = memory_around[16 + shift : 16 + shift + tensor.numel()].view(tensor.shape)
-        oracle.raw(view).copy_(oracle.raw(tensor))
+        raw(view).copy_(raw(tensor))
         replaced[name] = view
     return with_arguments("write_kv_logged", arguments, **replaced)
 
@@ -211,74 +209,82 @@ def test_misaligned_planes(device, kv_cache_dtype, dtype, offset):
     """Planes, sources and logs start at any element, all of them and one at a time. No vector access may assume an
     alignment."""
     options = {"layout": "nhd", "shape": Shape(3, 4, 2, 16, 32), "dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
-    arguments = list(logged_arguments(**options, offset=offset))
-    assert_same_as_oracle("write_kv_logged", aligned(arguments), device)
-    arguments[0] = surrounded(arguments[0], edge=offset)
-    arguments[1] = surrounded(arguments[1], edge=8 - offset)
-    assert_same_as_oracle("write_kv_logged", tuple(arguments), device)
+    arguments = list(samples.write_logged(**options, offset=offset))
+    layouts.assert_same_as_oracle("write_kv_logged", aligned(arguments), device)
+    arguments[0] = layouts.surrounded(arguments[0], edge=offset)
+    arguments[1] = layouts.surrounded(arguments[1], edge=8 - offset)
+    layouts.assert_same_as_oracle("write_kv_logged", tuple(arguments), device)
     for moved in ("key", "value", "key_log", "value_log"):
-        assert_same_as_oracle("write_kv_logged", aligned(logged_arguments(**options), moved, offset), device)
+        layouts.assert_same_as_oracle(
+            "write_kv_logged", aligned(samples.write_logged(**options), moved, offset), device
+        )
 
 
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_restore_of_misaligned_planes(device, dtype, offset):
-    pages = make_pages("nhd", Shape(3, 4, 2, 16, 16), dtype, offset)
-    log = random_bytes(4 * 2 * 16 + offset, dtype)[offset:].view(1, 4, 2, 16)
-    assert_same_as_oracle("restore_slots", (pages.key_caches, log, int64(1, 5, -1, 7), flags(1, 1, 1, 0)), device)
+    pages = layouts.make_pages("nhd", Shape(3, 4, 2, 16, 16), dtype, offset)
+    log = layouts.random_bytes(4 * 2 * 16 + offset, dtype)[offset:].view(1, 4, 2, 16)
+    layouts.assert_same_as_oracle(
+        "restore_slots", (pages.key_caches, log, int64(1, 5, -1, 7), flags(1, 1, 1, 0)), device
+    )
 
 
 def test_sources_of_any_strides(device):
     """Key and value as slices of a fused QKV projection, and heads before tokens."""
-    arguments = write_arguments(dtype=torch.bfloat16)
-    qkv = numbers(8, 3, 4, 8, dtype=torch.bfloat16)
-    assert_same_as_oracle("write_kv", (qkv[:, 1], qkv[:, 2], *arguments[2:]), device)
-    by_head, by_width = numbers(4, 8, 8, dtype=torch.bfloat16), numbers(8, 8, 4, dtype=torch.bfloat16)
-    assert_same_as_oracle("write_kv", (by_head.transpose(0, 1), by_width.transpose(1, 2), *arguments[2:]), device)
-    one_row = numbers(1, 4, 8, dtype=torch.bfloat16).expand(8, 4, 8)
-    assert_same_as_oracle("write_kv", (one_row, one_row, *arguments[2:]), device)
+    arguments = samples.write(dtype=torch.bfloat16)
+    qkv = tensors.numbers(8, 3, 4, 8, dtype=torch.bfloat16)
+    layouts.assert_same_as_oracle("write_kv", (qkv[:, 1], qkv[:, 2], *arguments[2:]), device)
+    by_head, by_width = tensors.numbers(4, 8, 8, dtype=torch.bfloat16), tensors.numbers(8, 8, 4, dtype=torch.bfloat16)
+    layouts.assert_same_as_oracle(
+        "write_kv", (by_head.transpose(0, 1), by_width.transpose(1, 2), *arguments[2:]), device
+    )
+    one_row = tensors.numbers(1, 4, 8, dtype=torch.bfloat16).expand(8, 4, 8)
+    layouts.assert_same_as_oracle("write_kv", (one_row, one_row, *arguments[2:]), device)
 
 
 def test_logs_of_any_strides(device):
     """Key and value logs packed in one row, as the pages are, and heads before rows."""
-    arguments = logged_arguments()
-    packed = random_bytes(4 * 4 * 16, torch.float32, seed=9).view(4, 4, 16)
-    assert_same_as_oracle("write_kv_logged", (*arguments[:-2], packed[..., :8], packed[..., 8:]), device)
-    by_head = random_bytes(2 * 4 * 4 * 8, torch.float32, seed=9).view(2, 4, 4, 8).transpose(1, 2)
-    assert_same_as_oracle("write_kv_logged", (*arguments[:-2], by_head[0], by_head[1]), device)
+    arguments = samples.write_logged()
+    packed = layouts.random_bytes(4 * 4 * 16, torch.float32, seed=9).view(4, 4, 16)
+    layouts.assert_same_as_oracle("write_kv_logged", (*arguments[:-2], packed[..., :8], packed[..., 8:]), device)
+    by_head = layouts.random_bytes(2 * 4 * 4 * 8, torch.float32, seed=9).view(2, 4, 4, 8).transpose(1, 2)
+    layouts.assert_same_as_oracle("write_kv_logged", (*arguments[:-2], by_head[0], by_head[1]), device)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
 def test_sources_and_logs_of_any_strides(device, kv_cache_dtype):
     """Slices of a fused projection, transposed heads, every second element, into the halves of a packed log."""
-    arguments = logged_arguments(dtype=torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
-    qkv = numbers(8, 3, 4, 8, dtype=torch.bfloat16)
-    by_head = numbers(4, 8, 8, dtype=torch.bfloat16, seed=1).transpose(0, 1)
-    spaced = numbers(8, 4, 16, dtype=torch.bfloat16, seed=2)[..., ::2]
-    logs = random_bytes(4 * 4 * 32, arguments[2].dtype).view(4, 4, 32)
+    arguments = samples.write_logged(dtype=torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
+    qkv = tensors.numbers(8, 3, 4, 8, dtype=torch.bfloat16)
+    by_head = tensors.numbers(4, 8, 8, dtype=torch.bfloat16, seed=1).transpose(0, 1)
+    spaced = tensors.numbers(8, 4, 16, dtype=torch.bfloat16, seed=2)[..., ::2]
+    logs = layouts.random_bytes(4 * 4 * 32, arguments[2].dtype).view(4, 4, 32)
     for key, value in ((qkv[:, 1], qkv[:, 2]), (by_head, spaced), (spaced, by_head)):
         replaced = {"key": key, "value": value, "key_log": logs[..., 0:16:2], "value_log": logs[..., 16:24]}
-        assert_same_as_oracle("write_kv_logged", with_arguments("write_kv_logged", arguments, **replaced), device)
+        layouts.assert_same_as_oracle(
+            "write_kv_logged", with_arguments("write_kv_logged", arguments, **replaced), device
+        )
 
 
 @pytest.mark.parametrize("scale", [[float("nan")], [0.0], []], ids=str)
 def test_auto_reads_no_scale(device, scale):
     scales = torch.tensor(scale), torch.tensor(scale)
-    assert_same_as_oracle("write_kv", write_arguments(scales=scales), device)
-    assert_same_as_oracle("write_kv_logged", logged_arguments(scales=scales), device)
+    layouts.assert_same_as_oracle("write_kv", samples.write(scales=scales), device)
+    layouts.assert_same_as_oracle("write_kv_logged", samples.write_logged(scales=scales), device)
 
 
 def test_latent_without_values(device):
     """MLA: one latent plane, and a value of no width."""
     shape = Shape(2, 16, 1, 576, 0)
     arguments = logged_with_room(spread_slots(shape), shape=shape, dtype=torch.bfloat16)
-    assert_same_as_oracle("write_kv_logged", arguments, device)
+    layouts.assert_same_as_oracle("write_kv_logged", arguments, device)
 
 
 @pytest.mark.parametrize("slots", [(), (-1, -1, -3), (0,)], ids=["empty", "all skipped", "one"])
 def test_few_tokens(device, slots):
-    assert_same_as_oracle("write_kv", write_arguments(slots=slots), device)
-    assert_same_as_oracle("write_kv_logged", logged_arguments((0, 1, 2)[: len(slots)], slots=slots), device)
+    layouts.assert_same_as_oracle("write_kv", samples.write(slots=slots), device)
+    layouts.assert_same_as_oracle("write_kv_logged", samples.write_logged((0, 1, 2)[: len(slots)], slots=slots), device)
 
 
 @pytest.mark.parametrize("tokens", [300, 20_000])
@@ -307,49 +313,49 @@ def test_many_tokens(device, tokens):
 
 
 def test_scales_of_any_strides(device):
-    wide = numbers(8, 3).abs()
+    wide = tensors.numbers(8, 3).abs()
     options = {"kv_cache_dtype": "fp8", "dtype": torch.bfloat16}
-    assert_same_as_oracle("write_kv", write_arguments(scales=(wide[:, 1:2], wide[2:6, 0]), **options), device)
+    layouts.assert_same_as_oracle("write_kv", samples.write(scales=(wide[:, 1:2], wide[2:6, 0]), **options), device)
 
 
 @pytest.mark.parametrize("extra", [0, 1, 5])
 def test_key_longer_than_slot_mapping(device, extra):
     """vLLM pads key and value for a graph. Only slot_mapping gives the number of tokens."""
-    assert_same_as_oracle("write_kv_logged", logged_arguments(extra_tokens=extra), device)
+    layouts.assert_same_as_oracle("write_kv_logged", samples.write_logged(extra_tokens=extra), device)
 
 
 def test_log_rows_longer_than_slot_mapping(device):
-    arguments = logged_arguments(log_rows=(*LOG_ROWS, 3, 3, 99))
-    assert_same_as_oracle("write_kv_logged", arguments, device)
+    arguments = samples.write_logged(log_rows=(*samples.LOG_ROWS, 3, 3, 99))
+    layouts.assert_same_as_oracle("write_kv_logged", arguments, device)
 
 
 def test_no_early_return_skips_the_write(device):
     """A batch without drafts, or with a log without rows, is written too."""
-    assert_same_as_oracle("write_kv_logged", logged_arguments(log_rows=(-1,) * len(SLOTS)), device)
-    arguments = logged_arguments(log_rows=(-1,) * len(SLOTS))
-    no_rows = [log_for(cache, rows=0) for cache in arguments[2:4]]
-    ours = assert_same_as_oracle("write_kv_logged", (*arguments[:-2], *no_rows), device)
-    written = [divmod(slot, SMALL.block_size) for slot in SLOTS if slot >= 0]
+    layouts.assert_same_as_oracle("write_kv_logged", samples.write_logged(log_rows=(-1,) * len(samples.SLOTS)), device)
+    arguments = samples.write_logged(log_rows=(-1,) * len(samples.SLOTS))
+    no_rows = [tensors.log_for(cache, rows=0) for cache in arguments[2:4]]
+    ours = layouts.assert_same_as_oracle("write_kv_logged", (*arguments[:-2], *no_rows), device)
+    written = [divmod(slot, tensors.SMALL.block_size) for slot in samples.SLOTS if slot >= 0]
     for place in written:
-        token = SLOTS.index(place[0] * SMALL.block_size + place[1])
+        token = samples.SLOTS.index(place[0] * tensors.SMALL.block_size + place[1])
         assert torch.equal(ours[2][place], ours[0][token])
 
 
 @pytest.mark.parametrize("op", ["write_kv", "write_kv_logged"])
 def test_only_skipped_tokens(device, op):
     options = {"slots": (-1, -2, -(2**62))}
-    arguments = write_arguments(**options) if op == "write_kv" else logged_arguments((0, 1, 2), **options)
-    before = twin(arguments)
-    ours = assert_same_as_oracle(op, arguments, device)
-    assert same_memory(ours, before)
+    arguments = samples.write(**options) if op == "write_kv" else samples.write_logged((0, 1, 2), **options)
+    before = layouts.twin(arguments)
+    ours = layouts.assert_same_as_oracle(op, arguments, device)
+    assert layouts.same_memory(ours, before)
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "packed"])
 def test_layout_is_not_inferred_if_block_size_equals_num_heads(device, layout):
     """NHD and HND planes have the same shape here. Only the strides distinguish them."""
     shape = SHAPES["all_sizes_equal"]
-    arguments = write_arguments(layout, shape, slots=(6,), extra_tokens=0)
-    ours = assert_same_as_oracle("write_kv", arguments, device)
+    arguments = samples.write(layout, shape, slots=(6,), extra_tokens=0)
+    ours = layouts.assert_same_as_oracle("write_kv", arguments, device)
     assert torch.equal(ours[2][1, 2], ours[0][0])
     assert torch.equal(ours[3][1, 2], ours[1][0])
 
@@ -360,13 +366,13 @@ def test_many_tokens_on_several_threads():
     shape = Shape(40, 16, 2, 32, 32, layers=3)
     slots = torch.randperm(640, generator=torch.Generator().manual_seed(3)).tolist()[:500]
     rows = [row if row < 300 else -1 for row in torch.randperm(500).tolist()]
-    arguments = logged_arguments(tuple(rows), layout="packed_hnd", shape=shape, slots=tuple(slots))
-    logs = [log_for(cache, 300, seed) for seed, cache in enumerate(arguments[2:4])]
-    assert_same_as_oracle("write_kv_logged", (*arguments[:-2], *logs))
-    pages = make_pages("packed_hnd", shape, torch.float32)
-    log = surrounded_layers([log_for(cache, 300, seed) for seed, cache in enumerate(pages.key_caches)])
+    arguments = samples.write_logged(tuple(rows), layout="packed_hnd", shape=shape, slots=tuple(slots))
+    logs = [tensors.log_for(cache, 300, seed) for seed, cache in enumerate(arguments[2:4])]
+    layouts.assert_same_as_oracle("write_kv_logged", (*arguments[:-2], *logs))
+    pages = layouts.make_pages("packed_hnd", shape, torch.float32)
+    log = tensors.surrounded_layers([tensors.log_for(cache, 300, seed) for seed, cache in enumerate(pages.key_caches)])
     rejected = flags(*(torch.rand(300, generator=torch.Generator().manual_seed(4)) < 0.5).tolist())
-    assert_same_as_oracle("restore_slots", (pages.key_caches, log, int64(*slots[:300]), rejected))
+    layouts.assert_same_as_oracle("restore_slots", (pages.key_caches, log, int64(*slots[:300]), rejected))
 
 
 # ---------------------------------------------------------------- restore_slots_from_rejected
@@ -382,13 +388,13 @@ def test_restore_from_any_rejected_counts(device, data):
     rows = used + spare
     starts = [sum(drafts[:q]) for q in range(len(drafts) + 1)]
     slots = data.draw(st.permutations(range(32)))[:used] + [-1] * spare
-    caches = make_pages("packed", Shape(4, 8, 2, 4, 4, layers=layers), torch.bfloat16).key_caches
-    log = surrounded_layers([log_for(cache, rows, seed=i) for i, cache in enumerate(caches)])
+    caches = layouts.make_pages("packed", Shape(4, 8, 2, 4, 4, layers=layers), torch.bfloat16).key_caches
+    log = tensors.surrounded_layers([tensors.log_for(cache, rows, seed=i) for i, cache in enumerate(caches)])
     windows = torch.tensor(
         [[data.draw(st.integers(6, 7)) for _ in range(rows)] for _ in range(layers)], dtype=torch.int64
     )
     num_rows = data.draw(st.sampled_from([None, used, rows]))
-    assert_same_as_oracle(
+    layouts.assert_same_as_oracle(
         "restore_slots_from_rejected",
         (
             caches, log, int64(*slots), int32(*counts), int32(*starts), *outcome_buffers(rows, len(drafts) + 1), None,
@@ -411,7 +417,7 @@ def test_restore_from_many_rejected_counts(device, shape, layers, requests, most
     used = int(drafts.sum())
     starts = torch.nn.functional.pad(drafts.cumsum(0).int(), (1, 0))
     rows = used + 5
-    caches = make_pages("packed", Shape(rows // 8 + 2, 8, *sizes, layers=layers), torch.bfloat16).key_caches
+    caches = layouts.make_pages("packed", Shape(rows // 8 + 2, 8, *sizes, layers=layers), torch.bfloat16).key_caches
     slots = torch.full((rows,), -1)
     slots[:used] = torch.randperm(8 * len(caches[0]), generator=random)[:used]
     windows = torch.randint(6, 8, (layers, rows), generator=random)
@@ -420,7 +426,7 @@ def test_restore_from_many_rejected_counts(device, shape, layers, requests, most
         arguments = (
             caches, layer_log(caches, rows), slots, counts, starts, *outputs, None, int64(7), windows, num_rows
         )  # fmt: skip
-        assert_same_as_oracle("restore_slots_from_rejected", arguments, device)
+        layouts.assert_same_as_oracle("restore_slots_from_rejected", arguments, device)
 
 
 # ---------------------------------------------------------------- log_slots, restore_slots
@@ -430,10 +436,10 @@ def test_restore_from_many_rejected_counts(device, shape, layers, requests, most
 @pytest.mark.parametrize("dtype", ELEMENT_DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "padded", "one_backing", "vec"])
 def test_log_and_restore_of_every_element_size(device, layout, dtype, offset):
-    for caches in make_pages(layout, Shape(3, 6, 2, 16, 8, layers=5), dtype, offset)[:2]:
+    for caches in layouts.make_pages(layout, Shape(3, 6, 2, 16, 8, layers=5), dtype, offset)[:2]:
         log = layer_log(caches, 4)
-        assert_same_as_oracle("log_slots", (caches[2], int64(17, 0, -1, 9), int32(3, 0, 1, -1), log[2]), device)
-        assert_same_as_oracle("restore_slots", (caches, log, int64(17, 0, -1, 9), flags(1, 0, 1, 1)), device)
+        layouts.assert_same_as_oracle("log_slots", (caches[2], int64(17, 0, -1, 9), int32(3, 0, 1, -1), log[2]), device)
+        layouts.assert_same_as_oracle("restore_slots", (caches, log, int64(17, 0, -1, 9), flags(1, 0, 1, 1)), device)
 
 
 @pytest.mark.parametrize("dtype", ELEMENT_DTYPES, ids=str)
@@ -443,16 +449,18 @@ def test_log_and_restore_of_every_element_size(device, layout, dtype, offset):
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
 def test_log_and_restore_any_plane(device, layout, shape, dtype):
     """Latents, inline scales, packed rows: any plane with slots, of every element size."""
-    pages = make_pages(layout, shape, dtype)
+    pages = layouts.make_pages(layout, shape, dtype)
     slots = spread_slots(shape)
     rows = logged_rows(slots)
     num_rows = max(rows) + 2
     for cache in (pages.key_caches[0], pages.value_caches[-1]):
-        assert_same_as_oracle("log_slots", (cache, int64(*slots), int32(*rows), log_for(cache, num_rows)), device)
+        layouts.assert_same_as_oracle(
+            "log_slots", (cache, int64(*slots), int32(*rows), tensors.log_for(cache, num_rows)), device
+        )
     row_slots = int64(*slots[:num_rows])
     for caches in pages[:2]:
-        log = surrounded_layers([log_for(cache, num_rows, seed) for seed, cache in enumerate(caches)])
-        assert_same_as_oracle(
+        log = tensors.surrounded_layers([tensors.log_for(cache, num_rows, seed) for seed, cache in enumerate(caches)])
+        layouts.assert_same_as_oracle(
             "restore_slots", (caches, log, row_slots, flags(*[1, 0, 1, 1, 0, 1, 1, 1][:num_rows])), device
         )
 
@@ -473,39 +481,46 @@ def test_restore_exactly_the_rejected(device, rows, rejected):
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(rows))[:rows].tolist()
     slots = [slot if row % 5 else -1 for row, slot in enumerate(slots)]
     for layout in ("packed", "one_backing"):
-        caches = make_pages(layout, Shape(5, 16, 2, 64, 64, layers=3), torch.bfloat16).value_caches
+        caches = layouts.make_pages(layout, Shape(5, 16, 2, 64, 64, layers=3), torch.bfloat16).value_caches
         arguments = (caches, layer_log(caches, rows), int64(*slots), flags(*REJECTED[rejected](rows)))
-        ours = assert_same_as_oracle("restore_slots", arguments, device)
+        ours = layouts.assert_same_as_oracle("restore_slots", arguments, device)
         if rejected == "none":
-            assert same_memory(ours, arguments)
+            assert layouts.same_memory(ours, arguments)
 
 
 @pytest.mark.parametrize("layers", [1, 4, 5, 384, 385, 770])
 def test_restore_of_many_layers(device, layers):
     """On CUDA the addresses of 384 layers fit in one launch. More layers take more launches."""
-    caches = make_pages("packed", Shape(2, 2, 1, 8, 8, layers=layers), torch.bfloat16).key_caches
+    caches = layouts.make_pages("packed", Shape(2, 2, 1, 8, 8, layers=layers), torch.bfloat16).key_caches
     log = layer_log(caches, 3)
-    assert_same_as_oracle("restore_slots", (caches, log, int64(3, 0, 1), flags(1, 0, 1)), device)
+    layouts.assert_same_as_oracle("restore_slots", (caches, log, int64(3, 0, 1), flags(1, 0, 1)), device)
     windows = torch.randint(6, 8, (layers, 3), generator=torch.Generator().manual_seed(layers))
     arguments = (caches, log, int64(3, 0, 1), flags(1, 1, 1), None, int64(7))
     for num_rows in (None, 0, 2):
-        assert_same_as_oracle("restore_slots", (*arguments, windows, num_rows), device)
+        layouts.assert_same_as_oracle("restore_slots", (*arguments, windows, num_rows), device)
 
 
 def test_restore_from_a_log_of_any_strides(device):
     """[R, L, H, W] in memory, and the halves of a packed log."""
-    pages = make_pages("packed", SMALL, torch.float32)
-    by_row = random_bytes(4 * 2 * 4 * 8, torch.float32).view(4, 2, 4, 8).transpose(0, 1)
-    packed = random_bytes(2 * 4 * 4 * 16, torch.float32).view(2, 4, 4, 16)
+    pages = layouts.make_pages("packed", tensors.SMALL, torch.float32)
+    by_row = layouts.random_bytes(4 * 2 * 4 * 8, torch.float32).view(4, 2, 4, 8).transpose(0, 1)
+    packed = layouts.random_bytes(2 * 4 * 4 * 16, torch.float32).view(2, 4, 4, 16)
     for log in (by_row, packed[..., 8:]):
-        assert_same_as_oracle("restore_slots", (pages.value_caches, log, int64(0, 5, 9, 11), flags(1, 0, 1, 1)), device)
+        layouts.assert_same_as_oracle(
+            "restore_slots", (pages.value_caches, log, int64(0, 5, 9, 11), flags(1, 0, 1, 1)), device
+        )
 
 
 def test_logging_does_not_touch_the_cache(device):
-    pages = make_pages("packed", SMALL, torch.float32)
-    arguments = (pages.key_caches[0], int64(*SLOTS), int32(*LOG_ROWS), log_for(pages.key_caches[0]))
-    ours = assert_same_as_oracle("log_slots", arguments, device)
-    assert same_memory(ours[0], arguments[0])
+    pages = layouts.make_pages("packed", tensors.SMALL, torch.float32)
+    arguments = (
+        pages.key_caches[0],
+        int64(*samples.SLOTS),
+        int32(*samples.LOG_ROWS),
+        tensors.log_for(pages.key_caches[0]),
+    )
+    ours = layouts.assert_same_as_oracle("log_slots", arguments, device)
+    assert layouts.same_memory(ours[0], arguments[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float32], ids=str)
@@ -513,44 +528,49 @@ def test_logging_does_not_touch_the_cache(device):
 @pytest.mark.parametrize("offset", [0, 3])
 def test_page_offsets(device, shape, offset, dtype):
     """vLLM's CPU `amx` pages, whose inner order no strides can express."""
-    pages = make_amx_pages(shape, dtype, offset)
+    pages = layouts.make_amx_pages(shape, dtype, offset)
     slots = spread_slots(shape)
     rows = logged_rows(slots)
     num_rows = max(rows) + 1
     for caches, table in ((pages.key_caches, pages.key_offsets), (pages.value_caches, pages.value_offsets)):
         assert sorted(table.flatten().tolist()) == list(range(table.numel()))
-        log = log_for(caches[0], num_rows)
-        assert_same_as_oracle("log_slots", (caches[1], int64(*slots), int32(*rows), log, table), device)
-        logs = surrounded_layers([log_for(cache, num_rows, seed) for seed, cache in enumerate(caches)])
+        log = tensors.log_for(caches[0], num_rows)
+        layouts.assert_same_as_oracle("log_slots", (caches[1], int64(*slots), int32(*rows), log, table), device)
+        logs = tensors.surrounded_layers([tensors.log_for(cache, num_rows, seed) for seed, cache in enumerate(caches)])
         rejected = flags(*[row % 3 != 1 for row in range(num_rows)])
-        assert_same_as_oracle("restore_slots", (caches, logs, int64(*slots[:num_rows]), rejected, table), device)
+        layouts.assert_same_as_oracle(
+            "restore_slots", (caches, logs, int64(*slots[:num_rows]), rejected, table), device
+        )
 
 
 def test_page_offsets_of_plain_pages_equal_strides(device):
-    pages = make_pages("vec", SMALL, torch.int16)
+    pages = layouts.make_pages("vec", tensors.SMALL, torch.int16)
     cache = pages.key_caches[0]
     table = (torch.arange(4)[:, None] * cache.stride(1) + torch.arange(8) * cache.stride(3)).int()
-    arguments = (cache, int64(*SLOTS), int32(*LOG_ROWS), log_for(cache))
-    with_strides, with_table = twin(arguments, device), twin((*arguments, table), device)
+    arguments = (cache, int64(*samples.SLOTS), int32(*samples.LOG_ROWS), tensors.log_for(cache))
+    with_strides, with_table = layouts.twin(arguments, device), layouts.twin((*arguments, table), device)
     ops.log_slots(*with_strides)
     ops.log_slots(*with_table)
-    assert same_memory(with_strides, with_table[:4])
+    assert layouts.same_memory(with_strides, with_table[:4])
 
 
 EMPTY = {
-    "no tokens": lambda: ("write_kv_logged", logged_arguments((), slots=(), extra_tokens=0)),
-    "no tokens, but padding": lambda: ("write_kv_logged", logged_arguments((), slots=(), extra_tokens=3)),
-    "no blocks": lambda: ("write_kv_logged", logged_arguments((0,), shape=Shape(0, 4, 4, 8, 8), slots=(-1,))),
-    "no heads": lambda: ("write_kv_logged", logged_arguments(shape=Shape(3, 4, 0, 8, 8))),
-    "no width": lambda: ("write_kv_logged", logged_arguments(shape=Shape(3, 4, 4, 0, 8))),
+    "no tokens": lambda: ("write_kv_logged", samples.write_logged((), slots=(), extra_tokens=0)),
+    "no tokens, but padding": lambda: ("write_kv_logged", samples.write_logged((), slots=(), extra_tokens=3)),
+    "no blocks": lambda: ("write_kv_logged", samples.write_logged((0,), shape=Shape(0, 4, 4, 8, 8), slots=(-1,))),
+    "no heads": lambda: ("write_kv_logged", samples.write_logged(shape=Shape(3, 4, 0, 8, 8))),
+    "no width": lambda: ("write_kv_logged", samples.write_logged(shape=Shape(3, 4, 4, 0, 8))),
     "no log rows": lambda: (
         "restore_slots",
-        (make_pages("packed", SMALL, torch.float32).key_caches, torch.empty(2, 0, 4, 8), int64(), flags()),
+        (
+            layouts.make_pages("packed", tensors.SMALL, torch.float32).key_caches, torch.empty(2, 0, 4, 8), int64(),
+            flags(),
+        ),
     ),
     "a table without width": lambda: (
         "log_slots",
         (
-            torch.empty(3, 4, 4, 0), int64(*SLOTS), int32(*LOG_ROWS), torch.empty(4, 4, 0),
+            torch.empty(3, 4, 4, 0), int64(*samples.SLOTS), int32(*samples.LOG_ROWS), torch.empty(4, 4, 0),
             torch.empty(4, 0, dtype=torch.int32),
         ),
     ),
@@ -560,7 +580,7 @@ EMPTY = {
 @pytest.mark.parametrize("case", EMPTY)
 def test_empty(device, case):
     op, arguments = EMPTY[case]()
-    assert_same_as_oracle(op, arguments, device)
+    layouts.assert_same_as_oracle(op, arguments, device)
 
 
 # ---------------------------------------------------------------- properties
@@ -598,35 +618,37 @@ def test_log_then_restore_returns_the_bytes(device, data):
     dtype = data.draw(st.sampled_from(ELEMENT_DTYPES))
     offset = data.draw(st.integers(0, 8))
     slots, log_rows, rejected = data.draw(windows(shape))
-    pages = twin(make_pages(layout, shape, dtype, offset, seed=data.draw(st.integers(0, 99))), device)
-    before = memory(pages.key_caches[0])[0]
+    pages = layouts.twin(layouts.make_pages(layout, shape, dtype, offset, seed=data.draw(st.integers(0, 99))), device)
+    before = layouts.memory(pages.key_caches[0])[0]
 
     row_slots = [-1] * len(slots)
     for slot, row in zip(slots, log_rows, strict=True):
         if row >= 0:
             row_slots[row] = slot
-    of_tokens, of_rows = twin(((int64(*slots), int32(*log_rows)), (int64(*row_slots), flags(*rejected))), device)
+    of_tokens, of_rows = layouts.twin(
+        ((int64(*slots), int32(*log_rows)), (int64(*row_slots), flags(*rejected))), device
+    )
     logs = []
     for caches in pages[:2]:
-        rows = [random_bytes(len(slots) * c.size(2) * c.size(3), dtype).view(-1, *c.shape[2:]) for c in caches]
-        logs.append(twin(torch.stack(rows), device))
+        rows = [layouts.random_bytes(len(slots) * c.size(2) * c.size(3), dtype).view(-1, *c.shape[2:]) for c in caches]
+        logs.append(layouts.twin(torch.stack(rows), device))
         for layer, cache in enumerate(caches):
             ops.log_slots(cache, *of_tokens, logs[-1][layer])
-    expected = twin(pages)
+    expected = layouts.twin(pages)
     logged = [slot for slot, row in zip(slots, log_rows, strict=True) if row >= 0 and slot >= 0]
     undone = [slot for row, slot in enumerate(row_slots) if rejected[row] and slot >= 0]
     for slot in logged:  # another writer
         for caches, expected_caches in zip(pages[:2], expected[:2], strict=True):
             for cache, expected_cache in zip(caches, expected_caches, strict=True):
                 b, n = divmod(slot, shape.block_size)
-                oracle.raw(cache)[b, n] ^= 0x55
+                raw(cache)[b, n] ^= 0x55
                 if slot not in undone:
-                    oracle.raw(expected_cache)[b, n] ^= 0x55
+                    raw(expected_cache)[b, n] ^= 0x55
     for caches, log in zip(pages[:2], logs, strict=True):
         ops.restore_slots(caches, log, *of_rows)
-    assert same_memory(pages, expected)
+    assert layouts.same_memory(pages, expected)
     if set(logged) == set(undone):
-        assert torch.equal(memory(pages.key_caches[0])[0], before)
+        assert torch.equal(layouts.memory(pages.key_caches[0])[0], before)
 
 
 @st.composite
@@ -657,8 +679,10 @@ def test_a_transaction_equals_a_run_without_the_rejected_drafts(device, data):
             ("fp8_e4m3", torch.float16, torch.uint8), ("fp8_e5m2", torch.bfloat16, torch.float8_e5m2),
         ])
     )  # fmt: skip
-    pages = make_pages(data.draw(st.sampled_from(LAYOUT_NAMES)), shape, cache_dtype, data.draw(st.integers(0, 8)))
-    pages, without_drafts = twin(pages, device), twin(pages, device)
+    pages = layouts.make_pages(
+        data.draw(st.sampled_from(LAYOUT_NAMES)), shape, cache_dtype, data.draw(st.integers(0, 8))
+    )
+    pages, without_drafts = layouts.twin(pages, device), layouts.twin(pages, device)
     num_slots = shape.blocks * shape.block_size
     slots = data.draw(st.permutations(range(num_slots)))[:num_tokens]
     padding = data.draw(st.integers(0, 2))
@@ -678,18 +702,20 @@ def test_a_transaction_equals_a_run_without_the_rejected_drafts(device, data):
 
     fills = {"log_rows": len(slot_mapping), "requests": num_rows, "positions": num_rows, "accepted": len(batch),
              "starts": len(batch) + 1}  # fmt: skip
-    log_rows, *of_rows, num_accepted, draft_starts = twin([int32(*[5] * count) for count in fills.values()], device)
-    row_slots, row_rejected = twin((int64(*[5] * num_rows).view(1, -1), flags(*[1] * num_rows)), device)
-    query_start_loc, cu, counters = twin((int32(*starts), int32(*cu), int64(*[0] * len(ops.COUNTERS))), device)
+    log_rows, *of_rows, num_accepted, draft_starts = layouts.twin(
+        [int32(*[5] * count) for count in fills.values()], device
+    )
+    row_slots, row_rejected = layouts.twin((int64(*[5] * num_rows).view(1, -1), flags(*[1] * num_rows)), device)
+    query_start_loc, cu, counters = layouts.twin((int32(*starts), int32(*cu), int64(*[0] * len(ops.COUNTERS))), device)
     ops.plan_window(query_start_loc, cu, [slot_mapping], log_rows, row_slots, *of_rows, counters, draft_starts)
-    logs = [twin(layer_log(caches, num_rows), device) for caches in pages[:2]]
+    logs = [layouts.twin(layer_log(caches, num_rows), device) for caches in pages[:2]]
     scale = torch.tensor([0.5], device=device)
     accepted_slots = [-1 if token in rejected_tokens else slot for token, slot in enumerate(slots)]
     accepted_slots = int64(*accepted_slots).to(device)
     for layer in range(shape.layers):
         tokens = len(slot_mapping) + 1
-        key = numbers(tokens, shape.heads, shape.key_width, dtype=dtype, seed=layer).to(device)
-        value = numbers(tokens, shape.heads, shape.value_width, dtype=dtype, seed=layer + 50).to(device)
+        key = tensors.numbers(tokens, shape.heads, shape.key_width, dtype=dtype, seed=layer).to(device)
+        value = tensors.numbers(tokens, shape.heads, shape.value_width, dtype=dtype, seed=layer + 50).to(device)
         ops.write_kv_logged(
             key, value, pages.key_caches[layer], pages.value_caches[layer], slot_mapping, scale, scale,
             kv_cache_dtype, log_rows, logs[0][layer], logs[1][layer],
@@ -699,10 +725,10 @@ def test_a_transaction_equals_a_run_without_the_rejected_drafts(device, data):
             accepted_slots, scale, scale, kv_cache_dtype,
         )  # fmt: skip
     tokens = torch.tensor(drafted, dtype=torch.int64), torch.tensor(sampled, dtype=torch.int32)
-    ops.reject_rows(*twin(tokens, device), draft_starts, row_rejected, num_accepted, counters)
+    ops.reject_rows(*layouts.twin(tokens, device), draft_starts, row_rejected, num_accepted, counters)
     for caches, log in zip(pages[:2], logs, strict=True):
         ops.restore_slots(caches, log, row_slots[0], row_rejected)
-    assert same_memory(pages, without_drafts)
+    assert layouts.same_memory(pages, without_drafts)
     assert counters.tolist() == [1, num_drafts, num_drafts - len(rejected_tokens), len(rejected_tokens), 0]
 
 
@@ -719,20 +745,22 @@ def test_slot_outside_the_cache(device, op, slot):
     """The bad slot is the last one, so a check inside the loop would come too late."""
     name, arguments = "slot_mapping", sample_inputs(op)[0]
     if op in RESTORING_OPS:
-        caches = make_pages("packed", SMALL, torch.float32).key_caches
+        caches = layouts.make_pages("packed", tensors.SMALL, torch.float32).key_caches
         how = (flags(1, 1, 1),) if op == "restore_slots" else (int32(1, 2), int32(0, 1, 3), *outcome_buffers(3, 2))
         name, arguments = "row_slots", (caches, layer_log(caches, 3), int64(5, 0, slot), *how)
     elif op in LOGGING_OPS:
         arguments = with_arguments(op, arguments, log_rows=int32(0, 1, 2))
     arguments, without = (with_arguments(op, arguments, **{name: int64(5, 0, last)}) for last in (slot, -1))
     sentence = rf"{name}\[2\] must be below 12 .*, got {slot}$"
-    check_bad_data(op, arguments, IndexError, sentence, device, left_by_the_oracle(op, without))
+    bad_input.check_bad_data(op, arguments, IndexError, sentence, device, bad_input.left_by_the_oracle(op, without))
 
 
 def test_slot_outside_the_cache_of_an_accepted_row(device):
     """Rows that are kept are not checked."""
-    caches = make_pages("packed", SMALL, torch.float32).key_caches
-    assert_same_as_oracle("restore_slots", (caches, layer_log(caches, 3), int64(5, 0, 99), flags(1, 1, 0)), device)
+    caches = layouts.make_pages("packed", tensors.SMALL, torch.float32).key_caches
+    layouts.assert_same_as_oracle(
+        "restore_slots", (caches, layer_log(caches, 3), int64(5, 0, 99), flags(1, 1, 0)), device
+    )
 
 
 @pytest.mark.debug_mode
@@ -744,11 +772,11 @@ def test_log_of_a_fixed_size_is_never_overrun(device, op, row):
     arguments = with_arguments(op, sample_inputs(op)[0], slot_mapping=int64(5, 0, 7), log_rows=int32(0, 1, row))
     without = with_arguments(op, arguments, log_rows=int32(0, 1, -1))
     sentence = rf"log_rows\[2\] must be below the 4 rows of the log, got {row}$"
-    check_bad_data(op, arguments, IndexError, sentence, device, left_by_the_oracle(op, without))
+    bad_input.check_bad_data(op, arguments, IndexError, sentence, device, bad_input.left_by_the_oracle(op, without))
 
 
 def test_log_row_of_a_skipped_token_is_ignored(device):
-    assert_same_as_oracle("write_kv_logged", logged_arguments((0, -1, 99), slots=(3, 5, -1)), device)
+    layouts.assert_same_as_oracle("write_kv_logged", samples.write_logged((0, -1, 99), slots=(3, 5, -1)), device)
 
 
 def _with_page_offset(op, offset):
@@ -768,9 +796,11 @@ def _with_page_offset(op, offset):
 def test_page_offsets_outside_the_storage(device, op, offset):
     """Slots 17 (logged), 1 and 17 (restored) use it. CUDA skips such an element, and no other."""
     plain, wrong = _with_page_offset(op, offset)
-    left = check_bad_data(op, wrong, IndexError, "page_offsets must lie within the storage", device)
+    left = bad_input.check_bad_data(op, wrong, IndexError, "page_offsets must lie within the storage", device)
     if left is not None:
-        of_planes = (memory(arguments[:4]) for arguments in (left, left_by_the_oracle(op, plain), plain))
+        of_planes = (
+            layouts.memory(arguments[:4]) for arguments in (left, bad_input.left_by_the_oracle(op, plain), plain)
+        )
         for mine, wanted, before in zip(*of_planes, strict=True):
             differs = (mine != wanted).nonzero()
             assert len(differs) <= 2 * 2 * 2  # bytes of one element of each head
@@ -780,13 +810,13 @@ def test_page_offsets_outside_the_storage(device, op, offset):
 @pytest.mark.parametrize("op", ["log_slots", *RESTORING_OPS])
 def test_the_last_page_offset_inside_the_storage(device, op):
     """The CPU refuses the next one, because it checks the table for every page."""
-    assert_same_as_oracle(op, _with_page_offset(op, lambda room: room - 1)[1], device)
+    layouts.assert_same_as_oracle(op, _with_page_offset(op, lambda room: room - 1)[1], device)
 
 
 @pytest.mark.parametrize("op", ["log_slots", *RESTORING_OPS])
 def test_the_first_page_offset_outside_the_storage(op):
     wrong = _with_page_offset(op, lambda room: room)[1]
-    refuse(op, wrong, IndexError, "page_offsets must lie within the storage")
+    layouts.refuse(op, wrong, IndexError, "page_offsets must lie within the storage")
 
 
 # (op, sample, argument): invalid values, each with the expected and the given part of the message.
@@ -907,20 +937,12 @@ WRONG = {
 }
 
 
-def error_for(expected):
-    """An invalid dtype is a TypeError, any other invalid argument a ValueError."""
-    return TypeError if expected.startswith("have dtype") else ValueError
-
-
 @pytest.mark.parametrize(
     ("op", "sample", "argument", "value", "expected", "got"),
     [(*where, *wrong) for where, wrongs in WRONG.items() for wrong in wrongs],
 )
 def test_wrong_argument(op, sample, argument, value, expected, got):
-    arguments = sample_inputs(op)[sample]
-    value = value(arguments) if callable(value) else value
-    sentence = rf"^{op}: {argument} must {re.escape(expected)}.*, got {re.escape(got)}$"
-    refuse(op, with_arguments(op, arguments, **{argument: value}), error_for(expected), sentence)
+    bad_input.refuse_argument(op, sample, argument, value, expected, got)
 
 
 @pytest.mark.parametrize(
@@ -937,7 +959,7 @@ def test_wrong_argument(op, sample, argument, value, expected, got):
 )
 def test_cache_of_another_format(sample, kv_cache_dtype, expected):
     arguments = with_arguments("write_kv", sample_inputs("write_kv")[sample], kv_cache_dtype=kv_cache_dtype)
-    refuse("write_kv", arguments, TypeError, f"key_cache must {re.escape(expected)}$")
+    layouts.refuse("write_kv", arguments, TypeError, f"key_cache must {re.escape(expected)}$")
 
 
 WRONG_LAYERS = {
@@ -963,7 +985,7 @@ def test_layers_of_different_geometry(case):
     change, sentence = WRONG_LAYERS[case]
     arguments = sample_inputs("restore_slots")[0]
     arguments = with_arguments("restore_slots", arguments, caches=change(arguments[0]))
-    refuse("restore_slots", arguments, TypeError if case == "dtype" else ValueError, re.escape(sentence))
+    layouts.refuse("restore_slots", arguments, TypeError if case == "dtype" else ValueError, re.escape(sentence))
 
 
 # op, argument, its value as a function of the other arguments, name of the other argument in the message
@@ -986,15 +1008,35 @@ SHARED = [
 def test_source_and_destination_must_not_share_memory(op, argument, value, other):
     arguments = sample_inputs(op)[0]
     arguments = with_arguments(op, arguments, **{argument: value(arguments)})
-    refuse(op, arguments, ValueError, rf"({other}) (and \w+ )?must not share memory$")
+    layouts.refuse(op, arguments, ValueError, rf"({other}) (and \w+ )?must not share memory$")
+
+
+@pytest.mark.parametrize("name", ["slot_mapping", "log_rows"])
+def test_a_log_in_the_indices_of_its_tokens_is_an_error(name):
+    """Without the check, log_slots would follow slots and rows that it has just overwritten."""
+    script = f"""if True:
+        import torch
+        from nwor_ops import ops
+
+        cache, log = torch.full((4, 16, 2, 64), 2**62), torch.zeros(64, 2, 64, dtype=torch.int64)
+        indices = {{"slot_mapping": torch.arange(64), "log_rows": torch.arange(64, dtype=torch.int32)}}
+        place = log.view(-1).view(indices["{name}"].dtype)[:64]
+        indices["{name}"] = place.copy_(indices["{name}"])
+        try:
+            ops.log_slots(cache, indices["slot_mapping"], indices["log_rows"], log)
+        except ValueError as error:
+            print(error)
+    """
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (child.returncode, child.stdout) == (0, f"log_slots: log and {name} must not share memory\n"), child.stderr
 
 
 def test_logs_that_overlap_with_different_starts():
     """Each row of the value log is the next row of the key log."""
-    arguments = logged_arguments()
-    log = log_for(arguments[2], rows=5)
+    arguments = samples.write_logged()
+    log = tensors.log_for(arguments[2], rows=5)
     arguments = with_arguments("write_kv_logged", arguments, key_log=log[:4], value_log=log[1:])
-    refuse("write_kv_logged", arguments, ValueError, "key_log and value_log must not share memory")
+    layouts.refuse("write_kv_logged", arguments, ValueError, "key_log and value_log must not share memory")
 
 
 # ---------------------------------------------------------------- row_windows
@@ -1004,37 +1046,37 @@ def test_logs_that_overlap_with_different_starts():
 def test_logged_rows_carry_their_window(device, op):
     """Rows of skipped tokens, and rows that are not logged, keep their number."""
     arguments = sample_inputs(op)[-1]
-    ours = assert_same_as_oracle(op, arguments, device)
-    logged = [row for slot, row in zip(SLOTS, LOG_ROWS, strict=True) if slot >= 0 and row >= 0]
-    expected = [WINDOW if row in logged else EARLIER_WINDOW for row in range(len(ours[-1]))]
+    ours = layouts.assert_same_as_oracle(op, arguments, device)
+    logged = [row for slot, row in zip(samples.SLOTS, samples.LOG_ROWS, strict=True) if slot >= 0 and row >= 0]
+    expected = [tensors.WINDOW if row in logged else tensors.EARLIER_WINDOW for row in range(len(ours[-1]))]
     assert ours[-1].tolist() == expected
 
 
 @pytest.mark.parametrize("reached", range(4))
 def test_a_forward_that_stopped_early(device, reached):
     """Layers that did not log in this window hold rows of an older window, which must not be restored."""
-    shape = SMALL._replace(layers=3)
-    caches = make_pages("one_backing", shape, torch.bfloat16).key_caches
-    windows = row_windows(shape.layers, 4)
+    shape = tensors.SMALL._replace(layers=3)
+    caches = layouts.make_pages("one_backing", shape, torch.bfloat16).key_caches
+    windows = tensors.row_windows(shape.layers, 4)
     slots, rows = int64(5, 0, 11), int32(2, 0, 3)
     log = layer_log(caches, 4)
-    before = memory(caches[0])[0]
+    before = layouts.memory(caches[0])[0]
     for layer in range(reached):
-        ops.log_slots(caches[layer], slots, rows, log[layer], None, int64(WINDOW), windows[layer])
-        oracle.raw(caches[layer])[1, 1] ^= 0x55
-        oracle.raw(caches[layer])[2, 3] ^= 0x55
-    arguments = (caches, log, int64(0, -1, 5, 11), flags(1, 1, 1, 1), None, int64(WINDOW), windows)
-    ours = assert_same_as_oracle("restore_slots", arguments, device)
-    assert torch.equal(memory(ours[0][0])[0], before)
+        ops.log_slots(caches[layer], slots, rows, log[layer], None, int64(tensors.WINDOW), windows[layer])
+        raw(caches[layer])[1, 1] ^= 0x55
+        raw(caches[layer])[2, 3] ^= 0x55
+    arguments = (caches, log, int64(0, -1, 5, 11), flags(1, 1, 1, 1), None, int64(tensors.WINDOW), windows)
+    ours = layouts.assert_same_as_oracle("restore_slots", arguments, device)
+    assert torch.equal(layouts.memory(ours[0][0])[0], before)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=str)
 def test_row_windows_with_a_page_table(device, dtype):
-    pages = make_amx_pages(Shape(2, 16, 2, 16, 16, layers=2), dtype)
-    windows = row_windows(2, 3)
-    windows[0, 1] = windows[1, 2] = WINDOW
-    log = surrounded_layers([log_for(cache, 3, seed) for seed, cache in enumerate(pages.value_caches)])
-    assert_same_as_oracle(
+    pages = layouts.make_amx_pages(Shape(2, 16, 2, 16, 16, layers=2), dtype)
+    windows = tensors.row_windows(2, 3)
+    windows[0, 1] = windows[1, 2] = tensors.WINDOW
+    log = tensors.surrounded_layers([tensors.log_for(cache, 3, seed) for seed, cache in enumerate(pages.value_caches)])
+    layouts.assert_same_as_oracle(
         "restore_slots",
         (
             pages.value_caches,
@@ -1042,7 +1084,7 @@ def test_row_windows_with_a_page_table(device, dtype):
             int64(3, 17, 31),
             flags(1, 1, 1),
             pages.value_offsets,
-            int64(WINDOW),
+            int64(tensors.WINDOW),
             windows,
         ),
         device,
@@ -1067,7 +1109,7 @@ WRONG_WINDOWS = [
 @pytest.mark.parametrize(("replaced", "sentence"), WRONG_WINDOWS)
 def test_wrong_windows(op, replaced, sentence):
     arguments = with_arguments(op, sample_inputs(op)[-1], **replaced)
-    refuse(op, arguments, TypeError if "dtype" in sentence else ValueError, sentence)
+    layouts.refuse(op, arguments, TypeError if "dtype" in sentence else ValueError, sentence)
 
 
 def test_row_windows_must_not_be_counters():
@@ -1075,24 +1117,26 @@ def test_row_windows_must_not_be_counters():
     arguments = sample_inputs("restore_slots_from_rejected")[0]
     windows = int64(*range(13))
     arguments = with_arguments(
-        "restore_slots_from_rejected", arguments, counters=windows[:5], window_id=int64(WINDOW),
+        "restore_slots_from_rejected", arguments, counters=windows[:5], window_id=int64(tensors.WINDOW),
         row_windows=windows[4:12].view(2, 4),
     )  # fmt: skip
-    refuse("restore_slots_from_rejected", arguments, ValueError, "counters and row_windows must not share memory$")
+    layouts.refuse(
+        "restore_slots_from_rejected", arguments, ValueError, "counters and row_windows must not share memory$"
+    )
 
 
 @pytest.mark.parametrize("op", [*LOGGING_OPS, "restore_slots"])
 def test_row_windows_must_be_contiguous(op):
     arguments = sample_inputs(op)[-1]
     spaced = arguments[-1].repeat_interleave(2, -1)[..., ::2]
-    refuse(op, with_arguments(op, arguments, row_windows=spaced), ValueError, "row_windows must be contiguous")
+    layouts.refuse(op, with_arguments(op, arguments, row_windows=spaced), ValueError, "row_windows must be contiguous")
 
 
 def test_row_windows_must_not_hold_the_window_id():
     both = int64(1, 1, 1, 1)
     for op in LOGGING_OPS:
         arguments = with_arguments(op, sample_inputs(op)[-1], row_windows=both, window_id=both[2:3])
-        refuse(op, arguments, ValueError, "row_windows and window_id must not share memory")
+        layouts.refuse(op, arguments, ValueError, "row_windows and window_id must not share memory")
 
 
 FLOAT_ARGUMENTS = {
@@ -1115,16 +1159,7 @@ FLOAT_ARGUMENTS = {
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in FLOAT_ARGUMENTS.items() for name in names])
 def test_gradients_are_refused(op, name):
-    """The ops have no backward. An in-place write without one would silently corrupt the backward pass."""
-    arguments = sample_inputs(op)[0]
-    argument = arguments[argument_names(op).index(name)]
-    (argument[1] if name == "caches" else argument).requires_grad_(True)
-    before = memory(arguments)
-    with pytest.raises(RuntimeError, match=rf"^{op}: {name}(\[1\])? must not require a gradient"):
-        getattr(ops, op)(*arguments)
-    assert all(torch.equal(a, b) for a, b in zip(before, memory(arguments), strict=True))
-    with torch.no_grad():
-        getattr(ops, op)(*arguments)
+    bad_input.refuse_gradient(op, name)
 
 
 # ---------------------------------------------------------------- rows that move together
@@ -1157,7 +1192,7 @@ def test_adjacent_rows_are_logged_as_single_ones(device, runs):
     value_cache += 1000
     key, value = torch.randn(2, 10, 2, 8)
     one, window, marks = torch.ones(1), int64(7), torch.zeros(10, dtype=torch.int64)
-    assert_same_as_oracle(
+    layouts.assert_same_as_oracle(
         "write_kv_logged",
         (key, value, key_cache, value_cache, slots, one, one, "auto", rows, key_log, value_log, window, marks),
         device,
@@ -1176,4 +1211,4 @@ def test_adjacent_rows_are_restored_as_single_ones(device, runs, window_of_row, 
     assert log.stride(1) == 1
     for num_rows in (None, 0, 4, 10):
         arguments = (list(caches), log, int64(*runs[0]), flags, None, int64(7), marks, num_rows)
-        assert_same_as_oracle("restore_slots", arguments, device)
+        layouts.assert_same_as_oracle("restore_slots", arguments, device)

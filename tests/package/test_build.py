@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from fake_gpu import NAME, add_nvidia_smi
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TWO = 'extern "C" __attribute__((visibility("default"))) int two()'
@@ -29,7 +30,7 @@ class Tree:
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
-        for name in ("setup.py", "pyproject.toml", "tools/older_glibc.py", "README.md", "LICENSE"):
+        for name in ("setup.py", "pyproject.toml", "tools/older_glibc.py", "nwor_ops/gpu.py", "README.md", "LICENSE"):
             self.write(name, (ROOT / name).read_text())
         for package in ("nwor_ops/__init__.py", "nwor_ops/__main__.py"):
             self.write(package, "")
@@ -173,3 +174,56 @@ importlib.util.find_spec, shutil.which = lambda name: {module!r}, lambda name: {
 print(find())
 """
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+# ---------------------------------------------------------------- a machine with a GPU and without nvcc
+
+ANY_GPU = list(pathlib.Path("/dev").glob("nvidia[0-9]*"))
+
+
+def libraries(**environment: str) -> subprocess.CompletedProcess[str]:
+    """Ask setup.py which libraries it builds on a machine without nvcc."""
+    code = """
+import pathlib, runpy, shutil, sys
+exists = pathlib.Path.exists
+which = shutil.which
+shutil.which = lambda name, *more: None if name == "nvcc" else which(name, *more)
+pathlib.Path.exists = lambda path, **named: path.name != "nvcc" and exists(path, **named)
+made = runpy.run_path("setup.py")["libraries"]()
+print([library.kind for library in made])
+"""
+    hidden = ("NWOR_BUILD_CUDA", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES")
+    variables = {name: value for name, value in os.environ.items() if name not in hidden}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables | environment, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+
+
+def test_a_machine_with_a_gpu_gets_no_build_without_cuda(tmp_path: pathlib.Path) -> None:
+    done = libraries(**add_nvidia_smi(tmp_path / "bin"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"nwor_ops: this machine has a GPU ({NAME}), but the CUDA library cannot")
+    for expected in ("nvcc was not found", "NWOR_BUILD_CUDA=0", "nwor_ops-0.1.0-py3-none-manylinux_2_28_x86_64.whl"):
+        assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("hidden", [{"NWOR_BUILD_CUDA": "0"}, {"CUDA_VISIBLE_DEVICES": ""}])
+def test_a_user_may_build_for_the_cpu_beside_a_gpu(tmp_path: pathlib.Path, hidden: dict[str, str]) -> None:
+    done = libraries(**add_nvidia_smi(tmp_path / "bin"), **hidden)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("['cpu']\n")
+
+
+def test_nothing_is_built_on_request(tmp_path: pathlib.Path) -> None:
+    """The Makefile installs the tree without a second build."""
+    done = libraries(**add_nvidia_smi(tmp_path / "bin"), NWOR_BUILD="0")
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@pytest.mark.skipif(bool(ANY_GPU), reason="this machine has a GPU")
+@pytest.mark.parametrize("script", [None, "echo NVIDIA-SMI has failed; exit 9"])
+def test_without_a_gpu_the_cpu_library_is_built(tmp_path: pathlib.Path, script: str | None) -> None:
+    done = libraries(**({} if script is None else add_nvidia_smi(tmp_path / "bin", script)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("['cpu']\n")
+    assert "building the CPU library only: nvcc was not found" in done.stdout

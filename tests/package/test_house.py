@@ -1,17 +1,22 @@
-"""The structure of the code: no cycles of imports, including those inside functions, and no cycles of includes.
+"""The structure of the code: no cycles of imports, not even inside functions or for types only, and none of includes.
 
 tests/support/house.py draws the graphs.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
 import pathlib
 import re
 
 import pytest
 from house import ROOT, SourceTree, cycles, edges_of, foreign_includes, includes, upward_includes
+from samples import ops_of
 
 SOURCES = SourceTree()
+TESTS_OF_OPS = sorted((ROOT / "tests" / "ops").glob("test_*.py"))
+MOST_NAMES = 12  # that a file of tests imports from the helpers
 
 
 def test_no_cycle_of_components() -> None:
@@ -43,15 +48,35 @@ def test_no_family_includes_a_part_of_another() -> None:
 
 def test_a_family_has_one_name_on_every_level() -> None:
     levels = {
-        pattern: {path.stem for path in ROOT.glob(pattern)} - {"__init__", "registry", "check", "relations"}
+        pattern: {path.stem for path in ROOT.glob(pattern) if "_" not in path.stem} - {"registry", "check", "relations"}
         for pattern in ("csrc/*.h", "csrc/cpu/*.cpp", "csrc/cuda/*.cu", "meta/*.py", "nwor_ops/ops/*.py")
     }
     assert len({frozenset(families) for families in levels.values()}) == 1, levels
 
 
+@pytest.mark.parametrize("pattern", ["support/oracle_*.py", "support/samples_*.py", "ops/test_*.py"])
+def test_a_family_has_its_own_tests(pattern: str) -> None:
+    """Each family has one oracle, one file of samples, and one file of tests. The oracle is that of its ops."""
+    families = {path.stem for path in ROOT.glob("csrc/*.h") if "_" not in path.stem}
+    found = {path.stem.partition("_")[2] for path in (ROOT / "tests").glob(pattern)}
+    assert families == (found & families if pattern.startswith("ops") else found)
+    for name in families if "oracle" in pattern else ():
+        oracle = importlib.import_module(f"oracle_{name}")
+        assert sorted(oracle.__all__) == sorted(ops_of(name))
+
+
+@pytest.mark.parametrize("file", TESTS_OF_OPS, ids=lambda path: path.stem)
+def test_tests_of_ops_import_helpers_by_module(file: pathlib.Path) -> None:
+    helpers = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")}
+    imports = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ImportFrom)]
+    names = [alias.name for node in imports if node.module in helpers for alias in node.names]
+    assert len(names) <= MOST_NAMES, names
+
+
 def test_every_package_is_shipped() -> None:
     named = re.search(r"^packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)[1]
-    assert set(re.findall(r'"(.+?)"', named)) == {SOURCES.package(module) for module in SOURCES.paths}
+    packages = {SOURCES.package(module) for module in SOURCES.paths}
+    assert set(re.findall(r'"(.+?)"', named)) == packages | {"nwor_ops.examples"}
 
 
 def test_the_graphs_are_those_of_the_tree() -> None:
@@ -112,11 +137,11 @@ def test_a_file_next_to_packages_is_a_component(tmp_path: pathlib.Path) -> None:
     assert cycles(found.components()) == cycles(found.files()) == []
 
 
-def test_an_import_for_types_only_does_not_count(tmp_path: pathlib.Path) -> None:
+def test_an_import_for_types_only_counts(tmp_path: pathlib.Path) -> None:
     found = source_tree(
         tmp_path, b="from p.q import c", c="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import p.q.b"
     )
-    assert found.files()["p.q.c"] == set()
+    assert cycles(found.files()) == [["p.q.b", "p.q.c"]]
 
 
 @pytest.mark.parametrize(

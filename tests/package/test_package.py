@@ -89,7 +89,9 @@ def test_wheel(tmp_path: pathlib.Path) -> None:
     assert wheel.name == f"nwor_ops-{nwor_ops.__version__}-py3-none-linux_x86_64.whl"
     names = zipfile.ZipFile(wheel).namelist()
     assert {"nwor_ops/libnwor_cpu.so", "nwor_ops/meta/undo.py", "nwor_ops/py.typed"} <= set(names)
-    assert not [name for name in names if name.startswith(("meta/", "tests/", "csrc/"))]
+    examples = {f"nwor_ops/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+    assert examples <= set(names), "nwor-ops demo runs them"
+    assert not [name for name in names if name.startswith(("meta/", "examples/", "tests/", "csrc/"))]
 
 
 def test_a_source_tree_in_the_place_of_the_package_is_named(tmp_path: pathlib.Path) -> None:
@@ -115,7 +117,7 @@ def test_one_oldest_torch() -> None:
     assert re.search(r'^torch-matrix = \["([\d.]+?)\.\d+"', project, re.MULTILINE)[1] == oldest
     target = python("import runpy; print(runpy.run_path('setup.py')['TARGET'])").stdout.strip()
     assert target == f"0x{library.MIN_TORCH[0]:02x}{library.MIN_TORCH[1]:02x}" + 12 * "0"
-    for document in ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/compatibility.md"):
+    for document in ("README.md", "CONTRIBUTING.md", "docs/internals/architecture.md", "docs/compatibility.md"):
         named = re.findall(r"torch >= ([\d.]+\d)|\(target ([\d.]+\d)\)", (ROOT / document).read_text())
         assert named, f"{document} names no oldest torch"
         assert {one or other for one, other in named} == {oldest}, document

@@ -100,7 +100,7 @@ def test_every_figure_says_how_it_was_measured(file: pathlib.Path) -> None:
 
 
 def test_documents_name_every_file_and_no_other() -> None:
-    documents = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    documents = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
     named = set().union(*(re.findall(r"\w+\.jsonl", path.read_text()) for path in documents)) - {"NAME.jsonl"}
     assert named == {file.name for file in FILES}
 
@@ -188,7 +188,7 @@ def is_of(figure: str, values: list[float]) -> bool:
 
 def sections() -> dict[str, str]:
     """Return, by heading, the sections of the documents that name files of results."""
-    texts = [(ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "tried.md")]
+    texts = [(ROOT / "docs" / name).read_text() for name in ("benchmarks.md", "internals/tried.md")]
     found = [section for text in texts for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE)]
     return {section.partition("\n")[0]: section for section in found if re.search(r"`\w+\.jsonl`", section)}
 

@@ -10,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import asan
 import isa
+import mutants
 import processor
 import pytest
 from older_glibc import link_flags
@@ -240,3 +242,40 @@ def test_width_of_the_compiler_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(processor.SIMDLEN, "1024")
         with pytest.raises(ValueError, match="NWOR_TEST_SIMDLEN=1024, but Inductor generates code of 0 bits"):
             processor.limit_compiler()
+
+
+# ---------------------------------------------------------------- tools/asan.py, tools/mutants.py
+
+
+def test_a_library_without_sanitizers_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that pass with it would show nothing."""
+    library = tmp_path / "lib" / "nwor_ops" / "libnwor_cpu.so"
+    library.parent.mkdir(parents=True)
+    monkeypatch.setattr(asan, "FOLDER", tmp_path)
+    library.write_bytes((ROOT / "nwor_ops" / "libnwor_cpu.so").read_bytes())
+    assert asan.problem_of_the_build(dict(os.environ)) == "the library does not call __asan_report_load"
+    library.write_bytes(b"__asan_report_load8 __ubsan_handle_shift_out_of_bounds")
+    found = asan.problem_of_the_build(dict(os.environ))  # no LD_PRELOAD: nothing watches the read
+    assert found.startswith("a read past the end of a tensor was not reported")
+
+
+def test_the_share_of_killed_mutants() -> None:
+    codes = {
+        "nwor_ops.transaction.manager.xǁDraftCommitManagerǁbegin__mutmut_1": 1,
+        "nwor_ops.transaction.manager.xǁDraftCommitManagerǁbegin__mutmut_2": 0,
+        "nwor_ops.transaction.window.x_numbers_on__mutmut_1": 36,
+        "nwor_ops.recurrent.x__one_of__mutmut_1": 33,
+        "nwor_ops.vllm.transaction.session.xǁSessionǁskip__mutmut_1": None,
+    }
+    found = mutants.result(list(codes), codes, seed=7)
+    assert (found["killed"], found["survived"], found["percent_killed"]) == (2, 2, 50.0)
+    assert found["of"] == {
+        "recurrent": {"killed": 0, "survived": 1},
+        "transaction": {"killed": 2, "survived": 1},
+        "vllm": {"killed": 0, "survived": 0},
+    }
+    assert found["survivors"] == [
+        "nwor_ops.recurrent.x__one_of__mutmut_1",
+        "nwor_ops.transaction.manager.xǁDraftCommitManagerǁbegin__mutmut_2",
+    ]
+    assert found["command"] == "make mutants SAMPLE=5 SEED=7"

@@ -31,8 +31,8 @@ def test_every_source_has_tests_that_exist() -> None:
             "csrc/cuda/recurrent_rows.h",
             ["tests/ops/test_plane_table.py", "tests/ops/test_recurrent.py", "tests/ops/test_schema.py"],
         ),
-        ("nwor_ops/vllm/session.py", ["tests/vllm"]),
-        ("docs/ops.md", ["tests/package/test_documents.py"]),
+        ("nwor_ops/vllm/transaction/session.py", ["tests/vllm"]),
+        ("docs/reference/ops.md", ["tests/package/test_documents.py"]),
         ("benchmarks/picture.py", []),
     ],
 )

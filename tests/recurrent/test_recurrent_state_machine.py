@@ -1,142 +1,22 @@
-"""Random sequences of calls to RecurrentStates, compared with a scheme that keeps the state after every token.
-
-The test is a small engine. Requests take a slot, and run prompts with another kernel or in windows. They decode with
-any acceptance, skip steps, fork, are preempted and return. They finish and leave their slot as it is. Windows end by
-commit or cancel, after any number of layers. Whenever no window is open, each slot's state with the accepted rows of
-its record applied is bit-identical to the state of the other scheme.
-"""
+"""Test RecurrentStates with random calls. tests/support/recurrent_machine.py has the engine that makes them."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
-from recurrent_states import Decoding
+from hypothesis.stateful import run_state_machine_as_test
+from recurrent_machine import MACHINE_SETTINGS, Engine
+from state_machines import run_machine
 from transactions import one_thread  # noqa: F401
 
 import nwor_ops.recurrent
 from nwor_ops import ops
-from nwor_ops.transaction.state import State
-
-LAYER_KINDS = ("gdn", "small state", "kda")  # three launches a fold
-NUM_SLOTS, MAX_REQUESTS, MAX_WINDOW = 6, 4, 3
-SPARE = NUM_SLOTS  # a slot that the test uses to copy and fold states of other slots
 
 
-def mostly(*values):
-    """Draw a value. The first one is the most likely, and examples shrink to it."""
-    return st.sampled_from([values[0]] * (2 * len(values)) + list(values))
-
-
-class Engine(RuleBasedStateMachine):
-    @initialize(in_pages=st.booleans())
-    def start(self, in_pages: bool) -> None:
-        self.decoding = Decoding(
-            LAYER_KINDS, num_slots=SPARE + 1, max_window=MAX_WINDOW, max_requests=MAX_REQUESTS, in_pages=in_pages
-        )
-        self.states = self.decoding.states
-        self.running: list[int] = []  # slots
-        self.new_request(2)
-
-    def free(self) -> list[int]:
-        return [slot for slot in range(1, SPARE) if slot not in self.running]
-
-    # ------------------------------------------------------------ requests
-
-    def new_request(self, slot: int) -> None:
-        self.decoding.start(slot)
-        self.running.append(slot)
-
-    @precondition(lambda self: self.free())
-    @rule(data=st.data())
-    def arrive(self, data: st.DataObject) -> None:
-        self.new_request(data.draw(st.sampled_from(self.free())))
-
-    @precondition(lambda self: len(self.running) > 1)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        """Finish or preempt a request. Its pending rows stay in the slot."""
-        slot = data.draw(st.sampled_from(self.running))
-        self.running.remove(slot)
-        for layer in self.decoding.every_state.values():
-            del layer.held[slot]
-
-    @precondition(lambda self: self.free())
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        targets = data.draw(st.lists(st.sampled_from(self.free()), min_size=1, max_size=3, unique=True))
-        sources = [data.draw(st.sampled_from(self.running)) for _ in targets]
-        self.states.copy(self.decoding.tensor(sources), self.decoding.tensor(targets))
-        for layer in self.decoding.every_state.values():
-            layer.held |= {target: layer.held[source] for source, target in zip(sources, targets, strict=True)}
-        self.running += targets
-
-    @rule(data=st.data())
-    def fold(self, data: st.DataObject) -> None:
-        slots = data.draw(st.lists(st.sampled_from(self.running), unique=True))
-        self.states.fold(self.decoding.tensor([*slots, 0]))
-        self.decoding.assert_folded(*slots)
-
-    # ------------------------------------------------------------ windows
-
-    @rule(data=st.data(), reached=mostly(3, 2, 1, 0), may_commit=mostly(True, False))
-    def step(self, data: st.DataObject, reached: int, may_commit: bool) -> None:
-        """A window, in which the forward may stop before a layer."""
-        slots, lengths, windows = self.begin(data)
-        others = [slot for slot, opens in zip(slots, windows, strict=True) if not opens]
-        for slot in others:  # a kernel for prompts
-            for name, layer in self.decoding.every_state.items():
-                state = self.decoding.state_of(slot, name)
-                state.mul_(0.5).add_(1.0)
-                layer.held[slot] = state.clone()
-        self.decoding.forward(LAYER_KINDS[:reached])
-        own = [
-            (slot, n) for slot, n, opens in zip(slots, lengths, windows, strict=True) if slot > 0 and opens and n > 0
-        ]
-        if reached == len(LAYER_KINDS) and may_commit:
-            self.decoding.commit({slot: data.draw(st.integers(1, n), "stay") for slot, n in own})
-        else:
-            self.states.cancel()
-            self.decoding.assert_folded(*others, *(slot for slot, _ in own))
-
-    def begin(self, data: st.DataObject) -> tuple[list[int], list[int], list[bool]]:
-        slots = [slot for slot in self.running if data.draw(mostly(True, False), "scheduled")][: MAX_REQUESTS - 1]
-        windows = [data.draw(mostly(True, False), "window") for _ in slots]
-        lengths = [data.draw(st.sampled_from([3, 2, 1, 0] if opens else [1, 9]), "length") for opens in windows]
-        others = [slot for slot, opens in zip(slots, windows, strict=True) if not opens]
-        self.states.fold(self.decoding.tensor(others))
-        slots, lengths, windows = [*slots, 0], [*lengths, data.draw(st.integers(0, 2), "padding")], [*windows, True]
-        self.decoding.begin(slots, lengths, windows if others else None)
-        return slots, lengths, windows
-
-    # ------------------------------------------------------------ what must hold
-
-    @invariant()
-    def every_slot_stands_for_what_the_other_scheme_holds(self) -> None:
-        if not hasattr(self, "states"):
-            return
-        assert self.states.state is State.CLOSED
-        for slot in self.running:
-            pending = self.states.cursors[slot].clone()
-            self.states.copy(self.decoding.tensor([slot]), self.decoding.tensor([SPARE]))
-            assert torch.equal(self.states.cursors[slot], pending)
-            for name, layer in self.decoding.every_state.items():
-                held = layer.held[slot]
-                assert torch.equal(self.decoding.state_of(SPARE, name), held), f"slot {slot} of {name}: another state"
-
-
-MACHINE_SETTINGS = settings(deadline=None, derandomize=True, max_examples=150, stateful_step_count=30)
-TestEngine = Engine.TestCase
-TestEngine.settings = MACHINE_SETTINGS
+@pytest.mark.state_machine
+def test_random_calls(machine_seed, request):
+    """Whenever no window is open, every slot is bit-identical to the state of the other scheme."""
+    run_machine(Engine, MACHINE_SETTINGS, machine_seed, request)
 
 
 def folding_layers_twice(monkeypatch) -> None:
@@ -175,7 +55,7 @@ def committing_to_another_slot(monkeypatch) -> None:
 def test_the_machine_finds_what_is_broken(broken, monkeypatch):
     broken(monkeypatch)
     with pytest.raises(
-        (AssertionError, ValueError), match=r"another state|are not those of|slot \d of layer|num_accepted must be"
+        (AssertionError, ValueError), match=r"another state|are not those of|slot \d of layer|num_kept must be"
     ):
         run_state_machine_as_test(
             Engine, settings=settings(MACHINE_SETTINGS, report_multiple_bugs=False, phases=[Phase.generate])

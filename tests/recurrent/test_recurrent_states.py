@@ -316,7 +316,7 @@ def test_fold(device):
     for _ in range(2):
         decoding.states.fold(decoding.tensor([1, 0, -1], torch.int64))
         decoding.assert_folded(1, 4, 5)
-    assert decoding.states.cursors[[2, 3], 0].tolist() == [4, 2]
+    assert decoding.states.cursors.table[[2, 3], 0].tolist() == [4, 2]
     decoding.states.fold(decoding.tensor(range(8)))
     decoding.assert_folded(1, 2, 3, 4, 5)
     decoding.states.fold(decoding.tensor([]))
@@ -328,12 +328,12 @@ def test_copy(device, in_pages):
     decoding = Decoding(in_pages=in_pages, device=device)
     decoding.start(1, 2, 3)
     decoding.window({1: 4, 2: 4, 3: 4}, {1: 3, 2: 1, 3: 2})
-    pending = decoding.states.cursors.clone()
+    pending = decoding.states.cursors.table.clone()
     decoding.states.copy(decoding.tensor([1, 2, 2, 0, 3]), decoding.tensor([4, 5, 3, 6, -1]))
     for layer in decoding.every_state.values():
         layer.held |= {4: layer.held[1], 5: layer.held[2], 3: layer.held[2]}
     decoding.assert_folded(3, 4, 5)
-    assert torch.equal(decoding.states.cursors[[1, 2, 6, 7]], pending[[1, 2, 6, 7]])
+    assert torch.equal(decoding.states.cursors.table[[1, 2, 6, 7]], pending[[1, 2, 6, 7]])
     decoding.window({1: 2, 4: 4, 5: 1, 2: 4, 3: 3}, {1: 1, 4: 2, 5: 1, 2: 3, 3: 3})
     decoding.states.fold(decoding.tensor([1, 2, 3, 4, 5]))
     decoding.assert_folded(1, 2, 3, 4, 5)
@@ -348,7 +348,27 @@ def test_reset(device):
     for name in decoding.kinds:
         assert not decoding.state_of(2, name).any()
         assert decoding.state_of(3, name).isnan().all()
-    assert decoding.states.cursors[[1, 2], 0].tolist() == [4, 0]
+    assert decoding.states.cursors.table[[1, 2], 0].tolist() == [4, 0]
+
+
+def test_the_last_slot(device):
+    """Windows, copies, folds and resets of the last slot use its own count of kept tokens."""
+    decoding = Decoding(["gdn"], num_slots=4, device=device)
+    decoding.start(2, 3)
+    decoding.window({2: 4, 3: 4}, {2: 1, 3: 3})
+    decoding.window({3: 4}, {3: 2})  # compares the outputs
+    decoding.states.copy(decoding.tensor([3]), decoding.tensor([1]))
+    for layer in decoding.every_state.values():
+        layer.held[1] = layer.held[3]
+    decoding.assert_folded(1)
+    decoding.states.fold(decoding.tensor([3]))
+    decoding.assert_folded(3)
+    decoding.start(3)
+    decoding.assert_folded(3)
+    decoding.states.copy(decoding.tensor([1]), decoding.tensor([3]))
+    for layer in decoding.every_state.values():
+        layer.held[3] = layer.held[1]
+    decoding.assert_folded(3)
 
 
 # ---------------------------------------------------------------- compiled
@@ -466,9 +486,9 @@ def test_a_compiled_call_outside_a_window_touches_nothing():
             decoding.commit({1: 3}) if close == "commit" else decoding.states.cancel()
         else:
             inputs = decoding.inputs("gdn", 4)
-        before = [tensor.clone() for tensor in (cache.state, *cache.records, decoding.states.cursors)]
+        before = [tensor.clone() for tensor in (cache.state, *cache.records, decoding.states.cursors.table)]
         assert not compiled(inputs).any()
-        for tensor, old in zip((cache.state, *cache.records, decoding.states.cursors), before, strict=True):
+        for tensor, old in zip((cache.state, *cache.records, decoding.states.cursors.table), before, strict=True):
             assert torch.equal(tensor.view(torch.uint8), old.view(torch.uint8))
     decoding.states.fold(int32(1, 2))
     decoding.assert_folded(1, 2)
@@ -487,7 +507,7 @@ def test_requests_that_a_window_skips_are_counted(device):
     assert decoding.states.stats() == RecurrentStats(windows, refused_requests=0)
     if device == "cpu":
         return
-    decoding.states.num_accepted[2] = 9
+    decoding.states.num_kept[2] = 9
     for refused in (1, 2):
         decoding.begin([1, 2], [1, 1])
         decoding.states.cancel()
@@ -527,13 +547,18 @@ def test_memory(in_pages):
 
 def test_buffers_do_not_move():
     decoding = one_layer()
-    names = ("plan", "cursors", "window", "query_start_loc", "num_accepted")
-    before = [getattr(decoding.states, name).data_ptr() for name in names]
+
+    def addresses() -> list[int]:
+        states = decoding.states
+        buffers = states.plan, states.cursors.table, states.window_id, states.query_start_loc, states.num_kept
+        return [buffer.data_ptr() for buffer in buffers]
+
+    before = addresses()
     decoding.window({1: 2, 2: 3}, {1: 1, 2: 2})
     decoding.window({2: 3}, {2: 2})
     decoding.begin([2], [1])
     decoding.states.cancel()
-    assert [getattr(decoding.states, name).data_ptr() for name in names] == before
+    assert addresses() == before
 
 
 def test_states_without_data():
@@ -580,7 +605,7 @@ def test_a_window_is_committed_once():
     with pytest.raises(RuntimeError, match="verify of layer 'gdn': no window is open; call begin"):
         decoding.verify("gdn", inputs)
     decoding.begin([1], [3])
-    before = decoding.states.plan.clone(), decoding.states.cursors.clone(), decoding.states.window.clone()
+    before = decoding.states.plan.clone(), decoding.states.cursors.table.clone(), decoding.states.window_id.clone()
     with pytest.raises(RuntimeError, match="begin: the states must be between windows, it is inside a window"):
         decoding.begin([1], [3])
     for call in (decoding.states.fold, decoding.states.reset):
@@ -590,7 +615,7 @@ def test_a_window_is_committed_once():
         decoding.states.copy(int32(1), int32(2))
     with pytest.raises(RuntimeError, match="commit: every layer must run in a window, 'gdn' has not run in this"):
         decoding.states.commit(int32(1))
-    after = decoding.states.plan, decoding.states.cursors, decoding.states.window
+    after = decoding.states.plan, decoding.states.cursors.table, decoding.states.window_id
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     decoding.verify("gdn", inputs)
     state = decoding.caches["gdn"].state.clone()
@@ -609,10 +634,10 @@ def test_an_invalid_number_of_kept_tokens(accepted):
     decoding = one_layer()
     decoding.begin([1, 2], [3, 3])
     decoding.forward()
-    sentence = rf"^commit: num_accepted must be 1 to 3 for request 1 \(slot 2\), got {accepted}"
+    sentence = rf"^commit: num_kept must be 1 to 3 for request 1 \(slot 2\), got {accepted}"
     with pytest.raises(ValueError, match=sentence):
         decoding.states.commit(int32(2, accepted))
-    assert decoding.states.num_accepted.tolist() == [0, 0, 0, 0]
+    assert decoding.states.num_kept.tolist() == [0, 0, 0, 0]
     decoding.commit({1: 2, 2: 3})
     decoding.states.fold(int32(1, 2))
     decoding.assert_folded(1, 2)
@@ -643,12 +668,13 @@ BEGINS = [
 def test_invalid_windows_are_refused_before_anything_changes(replaced, error, sentence):
     decoding = one_layer()
     decoding.window({1: 3, 2: 3}, {1: 2, 2: 1})
-    names = ("plan", "cursors", "window", "query_start_loc", "num_accepted")
-    before = [getattr(decoding.states, name).clone() for name in names]
+    states = decoding.states
+    buffers = states.plan, states.cursors.table, states.window_id, states.query_start_loc, states.num_kept
+    before = [buffer.clone() for buffer in buffers]
     with pytest.raises(error, match=sentence):
         decoding.states.begin(**BEGIN | replaced)
     assert decoding.states.state is State.CLOSED
-    assert all(torch.equal(getattr(decoding.states, name), old) for name, old in zip(names, before, strict=True))
+    assert all(map(torch.equal, buffers, before))
     decoding.window({1: 2, 2: 3}, {1: 2, 2: 1})
 
 
@@ -682,20 +708,20 @@ def test_invalid_inputs_are_refused_before_anything_is_written(replaced, error, 
 
 
 COMMITS = [
-    (int32(1), ValueError, "commit: num_accepted must have one dimension, the first of at least 2"),
-    (torch.ones(2, dtype=torch.int64), TypeError, "commit: num_accepted must have dtype torch.int32"),
-    (int32(1, 1).to("meta"), TypeError, "commit: num_accepted must be on device cpu, got meta"),
-    ([1, 1], TypeError, "commit: num_accepted must be a tensor"),
+    (int32(1), ValueError, "commit: num_kept must have one dimension, the first of at least 2"),
+    (torch.ones(2, dtype=torch.int64), TypeError, "commit: num_kept must have dtype torch.int32"),
+    (int32(1, 1).to("meta"), TypeError, "commit: num_kept must be on device cpu, got meta"),
+    ([1, 1], TypeError, "commit: num_kept must be a tensor"),
 ]
 
 
-@pytest.mark.parametrize(("num_accepted", "error", "sentence"), COMMITS)
-def test_invalid_commits_leave_the_window_open(num_accepted, error, sentence):
+@pytest.mark.parametrize(("num_kept", "error", "sentence"), COMMITS)
+def test_invalid_commits_leave_the_window_open(num_kept, error, sentence):
     decoding = one_layer()
     decoding.begin([1, 2], [3, 3])
     decoding.forward()
     with pytest.raises(error, match=f"^{sentence}"):
-        decoding.states.commit(num_accepted)
+        decoding.states.commit(num_kept)
     decoding.commit({1: 1, 2: 1})
 
 
@@ -718,10 +744,10 @@ BETWEEN = [
 def test_invalid_slots_are_refused_before_anything_changes(method, arguments, error, sentence):
     decoding = one_layer()
     decoding.window({1: 3, 2: 3}, {1: 2, 2: 1})
-    before = decoding.states.cursors.clone(), decoding.caches["gdn"].state.clone()
+    before = decoding.states.cursors.table.clone(), decoding.caches["gdn"].state.clone()
     with pytest.raises(error, match=sentence):
         getattr(decoding.states, method)(*arguments)
-    assert torch.equal(decoding.states.cursors, before[0])
+    assert torch.equal(decoding.states.cursors.table, before[0])
     assert torch.equal(decoding.caches["gdn"].state[1:3], before[1][1:3])
     decoding.states.fold(int32(1, 2))
     decoding.assert_folded(1, 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import random
 import re
@@ -19,7 +20,7 @@ import oracle
 import pytest
 import torch
 from layouts import memory, refuse, same_memory, surrounded, twin
-from samples import argument_names, sample_inputs, with_arguments
+from samples import argument_names, ops_of, sample_inputs, with_arguments
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -48,6 +49,14 @@ def is_tensor(argument: Any) -> bool:
 
 def is_int(argument: Any) -> bool:
     return "int" in str(argument.type)
+
+
+def is_bool(argument: Any) -> bool:
+    return str(argument.type) == "bool"
+
+
+def is_float(argument: Any) -> bool:
+    return "float" in str(argument.type)
 
 
 def is_list(argument: Any) -> bool:
@@ -161,13 +170,11 @@ def no_tensor(op: str, device: str) -> Iterator[Case]:
 def no_number(op: str, device: str) -> Iterator[Case]:
     """Text, None, a fraction or 65 bits instead of an integer; a number instead of text."""
     for name, argument, _, call in _replacements(op, device, lambda argument: not is_tensor(argument)):
+        if is_bool(argument):
+            continue
         of_type = str(argument.type)
         sentence = rf"{re.escape(name)} must be an? \w+, got "
-        yield (
-            Case(f"{name}: object", call(object()), TypeError, sentence)
-            if of_type != "bool"
-            else Case(f"{name}: str", call("x"), TypeError, sentence)
-        )
+        yield Case(f"{name}: object", call(object()), TypeError, sentence)
         if is_int(argument):
             yield Case(f"{name}: str", call("x"), TypeError, sentence)
             yield Case(f"{name}: float", call(2.0), TypeError, sentence)
@@ -175,8 +182,15 @@ def no_number(op: str, device: str) -> Iterator[Case]:
                 yield Case(f"{name}={wide}", call(wide), ValueError, rf"{re.escape(name)} must fit 64 bits, got {wide}")
         if of_type == "str":
             yield Case(f"{name}: int", call(1), TypeError, sentence)
-        if not is_optional(argument) and of_type != "bool":
+        if not is_optional(argument):
             yield Case(f"{name}=None", call(None), TypeError, sentence + "None")
+
+
+def no_bool(op: str, device: str) -> Iterator[Case]:
+    """Anything with a truth value instead of True or False."""
+    for name, _, _, call in _replacements(op, device, is_bool):
+        for other in (None, 0, 2, 1.0, "x", torch.tensor(True)):
+            yield Case(f"{name}={other!r}", call(other), TypeError, rf"{name} must be a bool, got ")
 
 
 DTYPES = (torch.bool, torch.int16, torch.int32, torch.int64, torch.float64)
@@ -234,40 +248,35 @@ def lazy_view(op: str, device: str) -> Iterator[Case]:
             )
 
 
-# Pairs that may share memory, or that are not compared (see docs/ops.md, "Not checked", and the docstrings).
-_SCALES = [(cache, scale) for cache in ("key_cache", "value_cache") for scale in ("k_scale", "v_scale")]
-_WINDOW = [
-    ("shadow_blocks", "block_tables"), ("saved_slots", "held_slots"), ("slot_mappings", "held_slots"),
-    ("block_tables", "idx_mapping"),
-]  # fmt: skip
+# Pairs that may share memory, or that are not compared (see docs/reference/ops.md, "Not checked", and the docstrings).
 _NOT_COMPARED: dict[str, list[tuple[str, str]]] = {
-    "write_kv": _SCALES,
-    "write_kv_logged": [*_SCALES, ("slot_mapping", "row_windows")],
-    "commit_staged": _SCALES,
-    "log_slots": [("slot_mapping", "row_windows")],
+    "write_kv": [(cache, scale) for cache in ("key_cache", "value_cache") for scale in ("k_scale", "v_scale")],
     "restore_slots_from_rejected": [("counters", "window_id")],
-    "accept_staged": [("counters", other) for other in ("window_id", "row_slots", "row_windows")],
+    "accept_staged": [("counters", "window_id")],
     "update_draft_inputs": [("hidden_states", "next_hidden_states")],
     "eagle_step": [("positions", "new_positions")],
     "dcp_local_seq_lens": [("seq_lens", "local_seq_lens")],
-    "open_window": [
-        *_WINDOW, ("row_slots", "slot_mappings"), ("row_slots", "saved_slots"), ("row_slots", "held_slots"),
-        *(("tail_pages", other) for other in (
-            "query_start_loc", "draft_start_loc", "seq_lens", "shadow_blocks", "block_tables", "idx_mapping",
-        )),
-    ],
-    "close_window": _WINDOW,
-    "close_window_from_rejected": _WINDOW,
-}  # fmt: skip
+    "gated_delta_fold": [(f"record_{part}", "layer_windows") for part in ("keys", "norms", "decays", "values")],
+}
+_NOT_COMPARED["write_kv_logged"] = _NOT_COMPARED["commit_staged"] = _NOT_COMPARED["write_kv"]  # without fp8
+# What each op of family shadow compares with all of its other arguments; also `saved_slots` with `slot_mappings`.
+_COMPARED_WITH_ALL = {"caches", "page_offsets", "row_rejected", "num_accepted", "counters"}
+
+
+def _compared(op: str, one: str, other: str) -> bool:
+    if op in ops_of("shadow"):
+        outputs = _COMPARED_WITH_ALL if op == "close_window_from_rejected" else {"caches", "page_offsets"}
+        return bool({one, other} & outputs) or {one, other} == {"saved_slots", "slot_mappings"}
+    return {one, other} not in map(set, _NOT_COMPARED.get(op, ()))
 
 
 def shared_memory(op: str, device: str) -> Iterator[Case]:
-    """Each pair of a mutated argument and another one of its dtype starts at the same address."""
+    """Each pair of a mutated argument and another one, of any dtype, starts at the same address."""
     tensors = list(filter(is_tensor, declared(op)))
     for one, other in itertools.combinations(tensors, 2):
         if not (is_mutated(one) or is_mutated(other)) or "plane_table" in (one.name, other.name):
             continue
-        if {one.name, other.name} in map(set, _NOT_COMPARED.get(op, ())):
+        if not _compared(op, one.name, other.name):
             continue
         arguments = sample_with(op, one.name, other.name, device=device)
         if arguments is None:
@@ -285,17 +294,40 @@ def shared_memory(op: str, device: str) -> Iterator[Case]:
 
 
 def _at(place: Tensor, tensor: Tensor) -> Tensor | None:
-    """`tensor` at the start of `place`; None if the storage is too short or has another dtype."""
-    if tensor.dtype != place.dtype or tensor.numel() == 0 or place.numel() == 0:
+    """`tensor` at the start of `place`, aligned; None if the storage is too short."""
+    if tensor.numel() == 0 or place.numel() == 0:
         return None
+    size, storage = tensor.element_size(), place.untyped_storage()
+    first = -(-place.storage_offset() * place.element_size() // size)
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    if (place.storage_offset() + extent) * place.element_size() > place.untyped_storage().nbytes():
+    if (first + extent) * size > storage.nbytes():
         return None
-    return place.as_strided(tensor.shape, tensor.stride(), place.storage_offset())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, first, tensor.shape, tensor.stride())
+
+
+# Finite numbers that each option does not allow. Kernels compute in float32, where 1e-300 is 0.
+_OUTSIDE = {
+    "softplus_beta": (0.0, -1.0, 1e-300),
+    "softplus_threshold": (88.5, 1e30),
+    "norm_eps": (-1e-5, -1.0),
+    "gate_lower_bound": (0.0, 5.0, -1e-300),
+}
+
+
+def bad_float(op: str, device: str) -> Iterator[Case]:
+    """NaN, an infinity, a number that float32 cannot hold, and a number outside the range of the option."""
+    for name, argument, _, call in _replacements(op, device, is_float):
+        for value in (math.nan, math.inf, -math.inf, 1e60, -1e60, *_OUTSIDE.get(argument.name, ())):
+            sentence = rf"{name} must be (\w[\w ]* and )?finite in float32, got {re.escape(f'{value:g}')}$"
+            yield Case(f"{name}={value}", call(value), ValueError, sentence)
 
 
 # Cases that need no data, so the fakes must find them too.
-WITHOUT_DATA: dict[str, Callable[..., Iterator[Case]]] = {"wrong dtype": wrong_dtype, "wrong dims": wrong_dims}
+WITHOUT_DATA: dict[str, Callable[..., Iterator[Case]]] = {
+    "wrong dtype": wrong_dtype,
+    "wrong dims": wrong_dims,
+    "bad float": bad_float,
+}
 
 KINDS: dict[str, Callable[..., Iterator[Case]]] = {
     "no tensor": no_tensor,
@@ -322,6 +354,32 @@ def check_refused(op: str, case: Case) -> None:
     assert type(error) is case.error, f"{case.label}: {error!r}"
     assert re.match(rf"{op}: ({case.sentence})", str(error)), f"{case.label}: {error}"
     assert all(torch.equal(a, b) for a, b in zip(before, memory(real), strict=True)), f"{case.label} wrote"
+
+
+def refuse_argument(op: str, sample: int, argument: str, value: Any, expected: str, got: str) -> None:
+    """Check that a sample with another value of an argument is refused. `value` may be a function of the arguments.
+
+    An invalid dtype is a TypeError, any other invalid argument a ValueError.
+    """
+    arguments = sample_inputs(op)[sample]
+    value = value(arguments) if callable(value) else value
+    name = "block_tables" if value == [] and argument == "slot_mappings" else argument
+    sentence = rf"^{op}: {name} must {re.escape(expected)}.*, got {re.escape(got)}$"
+    error = TypeError if expected.startswith("have dtype") else ValueError
+    refuse(op, with_arguments(op, arguments, **{argument: value}), error, sentence)
+
+
+def refuse_gradient(op: str, name: str) -> None:
+    """The ops have no backward. An in-place write without one would silently corrupt the backward pass."""
+    arguments = sample_inputs(op)[0]
+    argument = _value(op, arguments, name)
+    (argument[1] if name == "caches" else argument).requires_grad_(True)
+    before = memory(arguments)
+    with pytest.raises(RuntimeError, match=rf"^{op}: {name}(\[1\])? must not require a gradient"):
+        getattr(ops, op)(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(before, memory(arguments), strict=True))
+    with torch.no_grad():
+        getattr(ops, op)(*arguments)
 
 
 def _leaves(arguments: Any) -> list[Tensor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import oracle
 import torch
 from layouts import random_bytes
 from no_sync import guard
+from raw_rows import raw
 from transactions import KINDS, Request, make_batch, put_rows
 
 from nwor_ops import DraftCommitManager, num_shadow_blocks
@@ -133,11 +133,11 @@ class Engine:
             positions = [torch.arange(length) for length in self.lengths]
             blocks = torch.cat([self.tables[group][q, p // size] for q, p in enumerate(positions)]).long()
             offsets = torch.cat(positions) % size
-            rows += [oracle.raw(p.view)[blocks, offsets] for p in cache.planes if p.page_offsets is None]
+            rows += [raw(p.view)[blocks, offsets] for p in cache.planes if p.page_offsets is None]
         return rows
 
     def bytes_of(self, name):
-        return [oracle.raw(plane.view).clone() for plane in self.caches[name].planes]
+        return [raw(plane.view).clone() for plane in self.caches[name].planes]
 
     def assert_no_draft_is_in_a_page(self, before, batch, own):
         """After the forward, real pages changed at most at given tokens."""
@@ -154,7 +154,7 @@ class Engine:
     def slots_that_differ(self, view, other):
         """Of real pages."""
         real = view.shape[0] - self.shadows
-        differ = (oracle.raw(view)[:real] != oracle.raw(other)[:real]).flatten(2).any(-1)
+        differ = (raw(view)[:real] != raw(other)[:real]).flatten(2).any(-1)
         return {b * view.shape[1] + n for b, n in differ.nonzero().tolist()}
 
     def assert_pages(self, other, names=None):
@@ -167,7 +167,7 @@ class Engine:
                 if plane.page_offsets is not None:  # strides say nothing of the order in a page: whole pages
                     size, start = real * plane.view.stride(0), cache.planes[0].view.storage_offset()
                     views = [p.view.as_strided((size,), (1,), start) for p in (plane, expected)]
-                assert torch.equal(*map(oracle.raw, views)), name
+                assert torch.equal(*map(raw, views)), name
 
 
 STEPS = (

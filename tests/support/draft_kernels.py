@@ -13,6 +13,7 @@ import pathlib
 import sys
 
 import torch
+from interpreter import patch_once_per_launch
 from torch import Tensor
 
 from nwor_ops import ops
@@ -264,6 +265,7 @@ def compare_slots(vllm, b: Batch, cp_size: int) -> None:
 
 
 def main() -> None:
+    patch_once_per_launch()
     vllm = load_kernels(pathlib.Path(sys.argv[1]))
     for seed in range(BATCHES):
         batch = Batch(seed)

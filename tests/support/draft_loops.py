@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import oracle
+import oracle_drafter as oracle
 import torch
 import torch.nn.functional as F
 from draft_loop import Drafter, play  # noqa: F401

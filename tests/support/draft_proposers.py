@@ -4,34 +4,34 @@ test_draft_graphs_v1.py:
     TRITON_INTERPRET=1 python draft_proposers.py
 
 Both sides are real classes of the installed vLLM, and Triton's interpreter runs vLLM's kernels on the CPU. The bodies
-of the graphs run from the host, padded as a graph is. The model is a few lines: each token's key goes to its slot, and
-the next token is a hash of all visible keys, in order. The keys of a drafter that follows the target also depend on its
-hidden states. One wrong slot, position, length, block, start or hidden state therefore changes the drafts. The caches
-are compared too, because padded rows must write nothing.
+of the graphs run from the host, padded as a graph is, with the draft model of `hashing_drafter`. The keys of a drafter
+that follows the target also depend on its hidden states. The caches are compared too, because padded rows must write
+nothing.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import random
+from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import torch
-from draft_speculators import use_interpreter
-from host_loop import PADDED, HostLoop
+from hashing_drafter import BATCHES, LONGEST, MAX_TOKENS, PRIME, ROWS, VOCABULARY, K, attend, scores
+from host_loop import FAILED, PADDED, HostLoop, failing
+from interpreter import use_interpreter
 from torch import Tensor
 
 from nwor_ops.drafter import GraphKey
 
-ROWS, K, LONGEST, VOCABULARY, BLOCKS, BLOCK_SIZE = 6, 4, 48, 97, 100, 4
+BLOCKS, BLOCK_SIZE = 100, 4
 DRAFT_VOCABULARY = 113
 COLUMNS = LONGEST // BLOCK_SIZE + 2
-MAX_TOKENS = 64
-BATCHES = 40
-PRIME = 1_000_003
+FAILING = ("_copy_inputs", "run_first_pass", "_propose")
 NAMES = ("draft.0", "draft.1")
 
 
@@ -57,26 +57,12 @@ class Model(torch.nn.Module):
             for token, slot in enumerate(slots.tolist()):
                 if slot >= 0:
                     cache[slot] = (int(input_ids[token]) * 100 + int(positions[token]) + int(before[token]) + 1) % PRIME
-            hidden += self._attend(metadata, cache, len(input_ids))
+            hidden += attend(metadata, cache, BLOCK_SIZE, len(input_ids))
         last = hidden[:, None].double()
         return (last, ((hidden * 17 + before) % 4001)[:, None].double()) if self._is_pair else last
 
-    @staticmethod
-    def _attend(metadata: Any, cache: Tensor, tokens: int) -> Tensor:
-        seen = torch.zeros(tokens, dtype=torch.int64)
-        starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        for row, length in enumerate(lengths):
-            for token in range(starts[row], starts[row + 1]):
-                value = 7
-                for position in range(length - (starts[row + 1] - token) + 1):
-                    block = int(metadata.block_table_tensor[row, position // BLOCK_SIZE])
-                    value = (value * 31 + int(cache[block * BLOCK_SIZE + position % BLOCK_SIZE])) % PRIME
-                seen[token] = value
-        return seen
-
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        token, hidden = torch.arange(self._vocabulary), hidden_states[:, :1].long()
-        return ((hidden * 7919 + token * 104_729 + hidden * token * 13) % 9973).float() / 1500.0
+        return scores(hidden_states[:, 0].long(), self._vocabulary)
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
         return hidden_states.sum(-1, keepdim=True)
@@ -151,6 +137,7 @@ def make_config(method: str, **speculation: Any) -> Any:
         ),
         num_speculative_tokens=K,
         lora_config=None,
+        additional_config={},
     )
 
 
@@ -292,10 +279,10 @@ def with_graphs(side: Side) -> Any:
         drafter=side.drafter,
         cudagraph_dispatcher=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
         input_batch=SimpleNamespace(block_table=[SimpleNamespace(block_table=SimpleNamespace(gpu=side.block_table))]),
-        capture_model=None,
+        capture_model=lambda: 0,
         _freeze_gc=nullcontext,
     )
-    proposer: Any = GraphedProposer(runner, None, None)  # type: ignore[arg-type]
+    proposer: Any = GraphedProposer(runner, None, logging.getLogger("nwor"))  # type: ignore[arg-type]
     proposer.graphs.loop.__class__ = HostLoop
     keys = [GraphKey(count, length) for count in PADDED for length in (1, proposer.query_len)]
     proposer.graphs.keys = {proposer.num_drafts: keys}
@@ -307,11 +294,17 @@ def compare(method: str, **speculation: Any) -> str:
     vanilla, ours = Side(method, **speculation), Side(method, **speculation)
     proposer = with_graphs(ours)
     num_drafts = vanilla.drafter.num_speculative_tokens
+    failed: Counter[str | None] = Counter()
     for number in range(BATCHES):
         kind = {"uniform": number % 4 != 3, "drafted": number % 7 != 6, "near_end": number % 9 == 8}
         batch = Batch(rng, method, num_drafts, **kind)
         asked = num_drafts - 1 if number % 20 == 9 else num_drafts
-        wanted, found = batch.propose(vanilla, asked), batch.propose(ours, asked)
+        # Each part of ours fails in turn. Then vLLM's code drafts, over what ours has written.
+        method, before = FAILING[number // 5 % len(FAILING)] if number % 5 == 2 else None, proposer._eager[FAILED]
+        wanted = batch.propose(vanilla, asked)
+        with failing(proposer.graphs.loop if method == "run_first_pass" else proposer, method):
+            found = batch.propose(ours, asked)
+        failed[method] += proposer._eager[FAILED] - before
         shown = {name: value for name, value in vars(batch).items() if name not in ("caches", "table", "hidden")}
         where = f"{method}, batch {number}: {shown}"
         assert found.dtype == wanted.dtype
@@ -320,7 +313,8 @@ def compare(method: str, **speculation: Any) -> str:
             differ = set((ours_now != theirs).nonzero().flatten().tolist()) - batch.undefined_slots()
             assert not differ, f"{where}: the caches differ at {differ}, of block table {batch.table.tolist()}"
     report = proposer.report()
-    return json.dumps({"replays": report.replays, "eager": report.eager})
+    assert proposer.errors.counts[FAILED] == report.eager[FAILED] == sum(failed[method] for method in FAILING)
+    return json.dumps({"replays": report.replays, "eager": report.eager, "failed": failed})
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

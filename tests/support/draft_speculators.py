@@ -3,14 +3,14 @@
     TRITON_INTERPRET=1 python draft_speculators.py
 
 Both are real classes of the installed vLLM, and Triton's interpreter runs vLLM's kernels on the CPU. The bodies of the
-graphs run from the host, padded as a graph is. The draft model is a few lines: each token's key goes to its slot, and
-the next token is a hash of all visible keys, in order. One wrong slot, position, length, block or start therefore
-changes the drafts. The caches are compared too, because padded rows must write nothing.
+graphs run from the host, padded as a graph is, with the draft model of `hashing_drafter`. The caches are compared too,
+because padded rows must write nothing.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -18,31 +18,22 @@ from typing import Any
 
 import numpy
 import torch
-from host_loop import PADDED, HostLoop
+from hashing_drafter import BATCHES, LONGEST, MAX_TOKENS, ROWS, VOCABULARY, K, attend, scores
+from host_loop import FAILED, PADDED, HostLoop, failing
+from interpreter import use_interpreter
 from torch import Tensor
 
-ROWS, K, LONGEST, VOCABULARY, BLOCKS = 6, 4, 48, 97, 64
-MAX_TOKENS = 64
+BLOCKS = 96
 BLOCK_SIZES = (4, 8)
-BATCHES = 40
 # A dynamic number of drafts. With none or one, only the first pass runs.
 SCHEDULE = [[1, 2, K], [3, 3, 1], [4, 4, 0], [5, 6, K - 1]]
-PRIME = 1_000_003
+FAILING = ("_copy_inputs", "_run_first_pass", "_run_decode_loop")
 
 
 class OtherLoopCounts(HostLoop):
     """The loop pads to other request counts than the first pass."""
 
     padded_loop = (1, 3, 5)
-
-
-def use_interpreter() -> None:
-    """Enable Triton's interpreter, which vLLM's CPU build disables."""
-    import triton
-    import triton.language as tl
-    import vllm.triton_utils as utils
-
-    utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
 
 
 class Model(torch.nn.Module):
@@ -62,36 +53,11 @@ class Model(torch.nn.Module):
             for token, slot in enumerate(slots.tolist()):
                 if slot >= 0:
                     cache[slot] = int(input_ids[token]) * 100 + int(positions[token]) + 1
-            hidden += self._attend(metadata, cache, size, len(input_ids))
+            hidden += attend(metadata, cache, size, len(input_ids))
         return hidden
 
-    @staticmethod
-    def _attend(metadata: Any, cache: Tensor, size: int, tokens: int) -> Tensor:
-        seen = torch.zeros(tokens, dtype=torch.int64)
-        starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        for row, length in enumerate(lengths):
-            for token in range(starts[row], starts[row + 1]):
-                last = length - (starts[row + 1] - token)
-                value = 7
-                for position in range(last + 1):
-                    block = int(metadata.block_table_tensor[row, position // size])
-                    value = (value * 31 + int(cache[block * size + position % size])) % PRIME
-                seen[token] = value
-        return seen
-
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        token = torch.arange(VOCABULARY)
-        mixed = (hidden_states[:, None] * 7919 + token * 104_729 + hidden_states[:, None] * token * 13) % 9973
-        return mixed.float() / 1500.0
-
-
-class Builder:
-    """The metadata is the description of the batch itself: views of persistent buffers, as with Triton's back end."""
-
-    supports_draft_decode_metadata_update = True
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> Any:
-        return common_attn_metadata
+        return scores(hidden_states, VOCABULARY)
 
 
 class Group:
@@ -172,6 +138,7 @@ def make_config(probabilistic: bool, schedule: list[list[int]] | None = None) ->
             static_forward_context={}, fast_moe_cold_start=False, static_all_moe_layers=None
         ),
         watermark_config=None,
+        additional_config={},
     )
 
 
@@ -215,11 +182,11 @@ class Batch:
         self.ids = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in self.lengths]
         self.last_sampled = torch.tensor([[rng.randrange(VOCABULARY)] for _ in range(ROWS)])
         self.uniform = uniform
-        blocks = rng.sample(range(1, BLOCKS), BLOCKS - 1)
         self.tables = []
         for size in BLOCK_SIZES:
             columns = LONGEST // size + 2
-            self.tables.append(torch.tensor([[rng.choice(blocks) for _ in range(columns)] for _ in range(ROWS)]))
+            # No two requests share a block: a pass may run twice, and the second must read none of the first's rows.
+            self.tables.append(torch.tensor(rng.sample(range(1, BLOCKS), ROWS * columns)).view(ROWS, columns))
         self.caches = [torch.tensor([rng.randrange(9999) for _ in range(BLOCKS * size)]) for size in BLOCK_SIZES]
         self.temperature = torch.tensor([rng.choice([0.0, 0.7, 1.3]) for _ in range(ROWS)])
         self.seeds = torch.tensor([rng.randrange(2**40) for _ in range(ROWS)])
@@ -295,7 +262,9 @@ def make_sides(config: Any) -> tuple[Side, Side]:
     from nwor_ops.vllm.drafter.speculator import GraphedDraftModelSpeculator
 
     vanilla = Side(StandaloneARSpeculator, config)
-    ours = Side(GraphedDraftModelSpeculator, config, torch.zeros(ROWS, 1, dtype=torch.int64), None, None)
+    ours = Side(
+        GraphedDraftModelSpeculator, config, torch.zeros(ROWS, 1, dtype=torch.int64), None, logging.getLogger("nwor")
+    )
     loop = ours.speculator.make_loop()
     loop.__class__ = OtherLoopCounts
     ours.speculator.graphs = SimpleNamespace(loop=loop, most_requests=max(PADDED), keys={}, seconds=0.0, bytes=0)
@@ -308,6 +277,7 @@ def compare(probabilistic: bool, schedule: list[list[int]] | None) -> str:
     drafts = ours.speculator.drafts_by_requests
     assert drafts[1:] == ([K] * ROWS if schedule is None else [K, K, 1, 0, K - 1, K - 1])
     columns: Counter[int] = Counter()
+    failed: list[str | None] = []
     for number in range(BATCHES):
         verified = rng.choice(drafts[1:])
         batch = Batch(rng, number % 4 != 3, near_end=number % 5 == 4, moved=number % 9 == 8, verified=verified,
@@ -315,8 +285,14 @@ def compare(probabilistic: bool, schedule: list[list[int]] | None) -> str:
         # Vanilla always drafts K. Here it drafts the requested number, or only the first, because the caches are
         # compared.
         ran_vanilla = batch.moved or batch.rows > max(PADDED)
+        # Each part of ours fails in turn. Then vLLM's code drafts, over what ours has written.
+        fails = FAILING[sum(map(bool, failed)) % len(FAILING)] if number % 4 == 2 and not ran_vanilla else None
+        ran_vanilla |= fails is not None
         vanilla.speculator.num_speculative_steps = K if ran_vanilla else max(batch.drafts, 1)
-        wanted, found = batch.propose(vanilla), batch.propose(ours)
+        wanted = batch.propose(vanilla)
+        with failing(ours.speculator, fails):
+            found = batch.propose(ours)
+        failed.append(fails)
         columns[found.shape[1]] += 1
         where = f"batch {number}: {vars(batch)}"
         assert torch.equal(wanted, found), f"{where}\nvLLM {wanted.tolist()}\nours {found.tolist()}"
@@ -328,7 +304,10 @@ def compare(probabilistic: bool, schedule: list[list[int]] | None) -> str:
             assert torch.equal(*logits), f"{where}: the logits kept for the verification differ"
     assert set(columns) == set(drafts[1:])
     report = ours.speculator.report()
-    return json.dumps({"replays": report.replays, "eager": report.eager})
+    assert set(failed) == {None, *FAILING}
+    assert ours.speculator.errors.counts[FAILED] == report.eager[FAILED] == BATCHES - failed.count(None)
+    repeated = report.eager[FAILED] - failed.count(FAILING[0])  # first passes
+    return json.dumps({"replays": report.replays, "eager": report.eager, "repeated": repeated})
 
 
 def with_experts_on_two_ranks() -> str:

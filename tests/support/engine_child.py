@@ -9,6 +9,7 @@ A job is a dict with ``engine`` (arguments of ``vllm.LLM``), ``environment``, an
   connector.
 - ``continued``: each round's answers become part of the next round's prompts.
 - ``record_drafts``: record the proposals of the drafter, step by step.
+- ``faults``: errors to plant after the start, see :func:`_plant`.
 - ``adapter``: the folder of a LoRA adapter, which every other request uses.
 - ``exports``: record what a KV connector saw, see ``export_connector``.
 - ``cost_curves``: milliseconds of drafting by requests and of verifying by tokens, for adaptive verification. They
@@ -41,6 +42,7 @@ from typing import Any
 
 from copied_rows import CopiedRows
 from engine_ranks import counters, second_node, serve_ranks
+from planted_errors import Fault, Planted
 from ports import free_port
 from prefill_engine import PrefillEngine, transfer_of
 
@@ -101,6 +103,7 @@ def _run_alone(
         _runner(llm).adaptive_verification.set_cost_curves(*job["cost_curves"])
     steps_by_drafts = _count_steps_by_drafts()
     proposed = _record_drafts(llm) if job["record_drafts"] else None
+    planted = _plant(llm, job["faults"]) if job["faults"] else None
     exports = _watch_exports(llm) if job["exports"] and _sessions() else None
     copied_rows = [CopiedRows(session.manager) for session in _sessions() if session.mode == "stage" and session.audit]
     started = time.monotonic()
@@ -122,6 +125,11 @@ def _run_alone(
     result["replays"] = {"graph_replays": replays.total, "replays_with_drafts": replays.with_drafts}
     result["steps_by_drafts"] = steps_by_drafts
     result["proposed"] = proposed
+    if planted is not None:
+        import nwor_ops
+
+        errors = nwor_ops.stats().errors
+        result["planted"] = {"counts": dict(planted.counts), "alive": planted.alive(), "errors": errors}
     result["copied_rows"] = [counted.as_dict() for counted in copied_rows]
     if prefill is not None:
         result["prefill"] = prefill.describe()
@@ -187,6 +195,37 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
+def _plant(llm: Any, faults: str) -> Planted:
+    """Plant errors of this package in an engine that runs in one process.
+
+    Args:
+        llm: the engine.
+        faults: ``"continue"``: in graphs of the drafter, and in begin and commit of the transaction; the engine can go
+            on. ``"counts"``: after some steps, the cursor of one request's recurrent state is invalid.
+    """
+    from nwor_ops import DraftCommitManager, DraftLoop
+    from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
+
+    if faults == "counts":
+        planned, steps = OneStateMetadataBuilder._planned, itertools.count()
+
+        def _planned(self: Any, metadata: Any, slots: Any) -> Any:
+            if metadata.num_spec_decodes and next(steps) == 12:
+                self.group.cursors.table[slots[0].long(), 0] = 99  # of more rows than a record has
+            return planned(self, metadata, slots)
+
+        setattr(OneStateMetadataBuilder, "_planned", _planned)  # noqa: B010
+        return Planted([])
+    return Planted(
+        [
+            Fault(DraftLoop, "run_first_pass", 5, "draft graphs failed", after=True),
+            Fault(DraftLoop, "run", 7, "draft graphs failed", after=True),
+            Fault(DraftCommitManager, "begin", 9, "begin failed"),
+            Fault(DraftCommitManager, "commit_rejected", 8, "commit failed"),
+        ]
+    )
+
+
 def _sessions() -> list[Any]:
     plugin = sys.modules.get("nwor_ops.vllm")  # missing in a vanilla engine
     return plugin.sessions() if plugin else []
@@ -240,13 +279,18 @@ def _runner(llm: Any) -> Any:
 
 def _count_steps_by_drafts() -> dict[int, int]:
     """Count the steps from now on by the largest number of drafts of a request."""
+    from nwor_ops.vllm.step_listener import StepListener
+
     steps: Counter[int] = Counter()
 
-    def begin(query_start_loc: Any, num_draft_tokens: Any, *_: Any) -> None:
-        steps[max(map(int, num_draft_tokens), default=0)] += 1
+    class Counting(StepListener):
+        needs_begin = True
+
+        def begin(self, query_start_loc: Any, num_draft_tokens: Any, *_: Any) -> None:
+            steps[max(map(int, num_draft_tokens), default=0)] += 1
 
     for session in _sessions():
-        session.subscribe(begin=begin)
+        session.subscribe(Counting())
     return steps
 
 

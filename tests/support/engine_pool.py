@@ -51,6 +51,7 @@ DEFAULTS: dict[str, Any] = {
     "drop_prefix_cache": False,
     "continued": False,
     "record_drafts": False,
+    "faults": None,
     "adapter": None,
     "exports": False,
     "cost_curves": None,

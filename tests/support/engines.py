@@ -96,29 +96,6 @@ def _sampling(index: int, temperature: float, max_tokens: int) -> Any:
     return SamplingParams(temperature=temperature, seed=index, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
 
 
-def _plant_fault(moment: str, call: int) -> None:
-    """Make one call of a manager's method raise, which is a fault of ours inside vLLM's step.
-
-    The method "write" stands for "log" if vLLM's writer is used.
-    """
-    from nwor_ops import DraftCommitManager
-
-    calls = 0
-
-    def faulty(original: Any) -> Any:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                raise RuntimeError(f"planted in {moment}")
-            return original(self, *args, **kwargs)
-
-        return method
-
-    for name in ("write", "log") if moment == "write" else (moment,):
-        setattr(DraftCommitManager, name, faulty(getattr(DraftCommitManager, name)))
-
-
 def _plant_forward_fault(llm: Any, call: int) -> None:
     """Make the last layer's attention raise once, which is a failure of vLLM after every layer has written."""
     context = llm.llm_engine.model_executor.driver_worker.worker.model_runner.compilation_config.static_forward_context
@@ -200,8 +177,10 @@ def _wrapped_methods(llm: Any) -> list[str]:
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    from nwor_ops.vllm import hooks
+
     found = [name for name in ("_prepare_inputs", "_sample", "execute_model", "sample_tokens") if name in vars(runner)]
-    if hasattr(GPUModelRunner.initialize_kv_cache, "_nwor_wrapped"):
+    if any((patch.owner, patch.name) == (GPUModelRunner, "initialize_kv_cache") for patch in hooks.applied()):
         found.append("class initialize_kv_cache")
     return found
 
@@ -227,8 +206,6 @@ def _job(
         _plant_forward_fault(llm, fault[1])
     elif fault is not None and fault[0] == "log rows":
         nwor_ops.vllm.sessions()[-1].manager.max_draft_tokens = fault[1]
-    elif fault is not None:
-        _plant_fault(*fault)
     staged = [session for session in nwor_ops.vllm.sessions() if session.mode == "stage" and session.audit]
     copied_rows = [CopiedRows(session.manager) for session in staged]
     sampling = [_sampling(index, temperature, max_tokens) for index in range(len(requests))]

@@ -1,12 +1,18 @@
-"""Simulated launch failures."""
+"""Simulated launch failures and signals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import pytest
 
+import nwor_ops
 from nwor_ops import ops
 
 LAUNCHES = (
@@ -28,12 +34,12 @@ def fail_at(launch: int, lasting: bool = False) -> Iterator[list[int]]:
     made, failed = [0], [False]
 
     def failing(op):
-        def run(*arguments):
+        def run(*arguments, **named):
             if made[0] == launch and (lasting or not failed[0]):
                 failed[0] = True
                 raise Lost
             made[0] += 1
-            op(*arguments)
+            op(*arguments, **named)
 
         return run
 
@@ -48,8 +54,8 @@ def raising_after_launch(error: type[Exception]) -> Iterator[None]:
     """Make the launches, and raise after each of them."""
 
     def raising(op):
-        def run(*arguments):
-            op(*arguments)
+        def run(*arguments, **named):
+            op(*arguments, **named)
             raise error(f"{op.__name__}: found after the launch")
 
         return run
@@ -58,3 +64,49 @@ def raising_after_launch(error: type[Exception]) -> Iterator[None]:
         for name in LAUNCHES:
             patched.setattr(ops, name, raising(getattr(ops, name)))
         yield
+
+
+OURS = tuple(os.path.join(os.path.dirname(nwor_ops.__file__), folder, "") for folder in ("transaction", "ops"))
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt in our Python code, as a signal handler does. `place` counts the lines and returns.
+
+    Python runs a signal handler between two of its instructions, also right after a kernel has run.
+    """
+
+    def __init__(self, place: int) -> None:
+        self.place = self.left = place
+
+    def __enter__(self) -> Interrupts:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> bool:
+        sys.settrace(None)
+        return kind is KeyboardInterrupt
+
+    @property
+    def raised(self) -> bool:
+        return self.left < 0
+
+    def _call(self, frame: FrameType, event: str, argument: object) -> Callable | None:
+        ours = frame.f_code.co_filename.startswith(OURS)
+        return self._line if ours and not frame.f_code.co_flags & inspect.CO_GENERATOR else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Callable:
+        if event in ("line", "return"):
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+        return self._line
+
+
+def every_interrupt() -> Iterator[Interrupts]:
+    """Yield an interrupt for each place of a call, until one was not reached."""
+    for place in itertools.count():
+        interrupt = Interrupts(place)
+        yield interrupt
+        if not interrupt.raised:
+            assert place > 5
+            return

@@ -678,6 +678,12 @@ def _draft_graphs_v1() -> Iterator[DraftCase]:
 
 
 DRAFT_CASES = [*_draft_graphs(), *_draft_graphs_v1()]
+ERROR_CASES = [
+    _draft("errors", use={"faults": "continue"}),
+    _draft("errors-cow", nwor=GRAPHED_COW, use={"faults": "continue"}),
+    _draft("errors-stage", nwor=GRAPHED_STAGE, use={"faults": "continue"}),
+    _draft_v1("errors", "draft_model", use={"faults": "continue"}),
+]
 
 
 def _refused_draft(name: str, because: str, environment: dict[str, str] = V2, **engine: Any) -> Refusal:
@@ -912,8 +918,10 @@ def _defaults() -> Iterator[Case]:
         # As for `next-preemption`, vanilla vLLM preempts at other times.
         yield case("-preemption", num_gpu_blocks_override=40, use={"max_tokens": 80}, may_differ=24,
                    expect={"metric:num_preemptions": 1})  # fmt: skip
-        # Keys inside a block. A prompt's last token is left more often, and folded.
-        yield case("-partial-hits", prefix_match_unit=64, expect={"audit:tail_folds": 1})
+        # Keys inside a block. vLLM then exports fewer states inside a prompt. A prompt's last token is left more often,
+        # and folded.
+        yield case("-partial-hits", prefix_match_unit=64,
+                   expect={"audit:checkpoints": 1, "audit:checkpoint_hits": 0, "audit:tail_folds": 1})  # fmt: skip
 
 
 def _one_state_connectors() -> Iterator[Case]:
@@ -997,6 +1005,9 @@ def _prefill_elsewhere() -> Iterator[Case]:
 
 
 ONE_STATE_CASES = [*_one_states(), *_defaults()]
+REFUSED_COUNTS = _one_state(
+    "invalid-counts", nwor={"recurrent": True}, use={"faults": "counts", "rounds": 20}, same_tokens=False
+)
 ONE_STATE_CONNECTORS = list(_one_state_connectors())
 ONE_STATE_PREFILLED = list(_prefill_elsewhere())
 # Two GPUs. Each rank has the states and records of its heads.

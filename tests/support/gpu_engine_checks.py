@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from gpu_cases import Case, Refusal
+from gpu_cases import ENGINE, Case, Refusal
 
 AUDITED = (
     "steps",
@@ -123,14 +123,17 @@ def check_one_state(case: Case, result: dict[str, Any], record: dict[str, Any]) 
     assert audit["states_compared"] > 0
     assert (audit["folds"] > 0) == (case.engine.get("enable_prefix_caching", False) is not False)
     # Some windows lost drafts and some kept them. Otherwise a constant count would pass.
-    windows, rows = audit["windows"], audit["rows_replayed"]
+    windows, rows = audit["windows"], audit["rows_reapplied"]
     drafts = case.engine["speculative_config"]["num_speculative_tokens"]
     assert windows < rows < windows * (drafts + 1)
     if case.expect.get("sessions") == []:
         return audit  # the transaction does not support the attention layers, so only the states are audited
     if case.nwor["mode"] == "off":
+        # vLLM's warm-up runs the same tokens twice in the same slots. These drafts change no byte.
+        most = ENGINE["max_num_seqs"] * drafts if case.warms_up else 0
         session = session_of(result)
-        assert session["audit"]["stale_rows"] == session["audit"]["rejected"] > 0
+        assert 0 <= session["audit"]["rejected"] - session["audit"]["stale_rows"] <= most
+        assert session["audit"]["stale_rows"] > 0
     else:
         check_audit(session_of(result))
     return audit

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from nwor_ops.drafter import Dispatch, DraftLoop, GraphKey
 
+FAILED = "draft graphs failed"
 PADDED = (1, 2, 5)  # the request counts that "have a graph"
 
 
@@ -28,3 +31,19 @@ class HostLoop(DraftLoop):
     def run_first_pass(self, num_reqs: int, query_len: int, **_: Any) -> Tensor:
         key = self.dispatch(num_reqs, query_len).key
         return super().run_first_pass(num_reqs, query_len, "loop", key=key, replay=False)
+
+
+@contextmanager
+def failing(drafter: Any, method: str | None) -> Iterator[None]:
+    """Make a method of a drafter do its work and raise; None = no method."""
+    if method is not None:
+        work = getattr(drafter, method)
+
+        def fails(*args: Any, **kwargs: Any) -> None:
+            work(*args, **kwargs)
+            raise RuntimeError(f"planted in {method}")
+
+        setattr(drafter, method, fails)
+    yield
+    if method is not None:
+        delattr(drafter, method)

@@ -4,8 +4,8 @@
     python tests/support/house.py --files     # every file
     python tests/support/house.py --dot       # for Graphviz; dashed: imported inside a function
 
-A component is a package without subpackages. In a package with subpackages, each file is a component. Imports below `if
-TYPE_CHECKING` are left out, because they never run.
+A component is a package without subpackages. In a package with subpackages, each file is a component. Imports inside
+functions and below `if TYPE_CHECKING` count too.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def import_statements(tree: ast.AST, lazy: bool = False) -> Iterator[tuple[ast.I
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node, lazy
-        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+        else:
             yield from import_statements(node, lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 

@@ -39,6 +39,7 @@ class AlignedSide(Side):
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, get_temporal_copy_spec
         from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
+        from nwor_ops.vllm.hooks import Patches
         from nwor_ops.vllm.recurrent.align import AlignedStates
 
         super().__init__(config, *args)
@@ -61,7 +62,7 @@ class AlignedSide(Side):
         self.context.initialize_from_forward_context(cache, layers, copies, self.tables)
         if self.one_state:
             groups = [(builder.group, table) for builder, table in zip(self.builders, self.tables, strict=True)]
-            self.aligned = AlignedStates(self.context, groups, K)
+            self.aligned = AlignedStates(self.context, groups, K, Patches("test"))
 
     def admit(self, row: int, shared: int) -> None:
         """Admit a request that begins with the first ``shared`` blocks of the request that was in its row.
@@ -179,7 +180,7 @@ class CheckpointSide(AlignedSide):
             given[row, fresh] = table[row, fresh]
             blocks.append(given[row, fresh].tolist())
         if is_checkpoint:
-            self.stale += sum(int(self.cursors[of_group[0], 0]) > 0 for of_group in blocks if len(of_group) > 1)
+            self.stale += sum(int(self.cursors.table[of_group[0], 0]) > 0 for of_group in blocks if len(of_group) > 1)
         self._owned(new=[], cached=[None, blocks])
 
     def _owned(self, new: list[Any], cached: list[Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import one_state_layers
 import torch
+from interpreter import use_interpreter
 from one_state_kimi import initial_states
 from one_state_layers import (
     CONVOLUTION,
@@ -28,7 +29,6 @@ from one_state_layers import (
     convolve_windows,
     furnished,
     run,
-    use_interpreter,
 )
 from torch import Tensor
 

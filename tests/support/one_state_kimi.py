@@ -14,6 +14,7 @@ from typing import Any
 
 import one_state_layers
 import torch
+from interpreter import use_interpreter
 from one_state_layers import (
     CONVOLUTION,
     GROUPS,
@@ -23,7 +24,6 @@ from one_state_layers import (
     convolve_windows,
     furnished,
     run,
-    use_interpreter,
 )
 from torch import Tensor
 

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from interpreter import use_interpreter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,15 +31,6 @@ K, ROWS, GROUPS, BLOCKS, STEPS = 3, 6, 2, 64, 40
 KEY_HEADS, VALUE_HEADS, WIDTH, CONVOLUTION = 1, 2, 64, 4
 DIMENSION = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
 CLOSE = 0.02  # the interpreter truncates to bfloat16 outputs instead of rounding
-
-
-def use_interpreter() -> None:
-    """Enable Triton's interpreter, which vLLM's CPU build leaves out."""
-    import triton
-    import triton.language as tl
-    import vllm.triton_utils as utils
-
-    utils.triton, utils.tl, utils.HAS_TRITON = triton, tl, True
 
 
 def configuration(full_graphs: bool, state: torch.dtype, ranks: int = 1, sizes: dict[str, Any] | None = None) -> Any:
@@ -160,7 +152,8 @@ class Side:
     def __init__(self, config: Any, one_state: bool, fused_norm: bool, weights: list[dict[str, Tensor]]) -> None:
         from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
-        from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests, new_cursors
+        from nwor_ops.recurrent.cursors import Cursors
+        from nwor_ops.vllm.recurrent.engine import GroupLayers
         from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
         self.one_state, self.fused_norm = one_state, fused_norm
@@ -176,11 +169,12 @@ class Side:
         for builder in self.builders:  # as on a GPU
             builder.supports_update_block_table = True
         if one_state:
-            cursors, self.refused = new_cursors(BLOCKS, device), RefusedRequests(device)
+            cursors = Cursors(BLOCKS, device)
+            self.refused = cursors.refused
             self.refused.copy()  # no second copy, because there are only a few per second
             self.refused.PERIOD = float("inf")
             for builder, layer in zip(self.builders, self.layers, strict=True):
-                builder.bind(GroupLayers(cursors, [layer]), self.refused)
+                builder.bind(GroupLayers(cursors, [layer]))
         self.blocks_per_request = 1 + self.specs[0].num_speculative_blocks
         self.free = list(range(1, BLOCKS))  # of all groups, as in vLLM
 

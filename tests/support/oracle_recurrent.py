@@ -19,7 +19,7 @@ __all__ = ["gated_delta_fold", "gated_delta_verify", "plan_recurrent_fold", "pla
 
 
 def plan_recurrent_window(
-    plan, cursors, window, state_slots, query_start_loc, num_accepted, record_rows, is_window=None, num_refused=None
+    plan, cursors, window_id, state_slots, query_start_loc, num_kept, record_rows, is_window=None, num_refused=None
 ) -> None:
     plan.zero_()
     starts = query_start_loc.tolist()
@@ -31,10 +31,10 @@ def plan_recurrent_window(
         if is_window is not None and not is_window[request]:
             cursors[slot, 0] = 0
             continue
-        rows = int(num_accepted[request]) if pending else 0
+        rows = int(num_kept[request]) if pending else 0
         plan[request] = torch.tensor([slot, rows, half, slot])
         cursors[slot] = torch.tensor([tokens, 1 - half])
-    window += 1
+    window_id += 1
 
 
 def plan_recurrent_fold(plan, cursors, source_slots, target_slots, num_rows, keep_source=False) -> None:
@@ -78,7 +78,7 @@ def forward_token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
     return state, state @ q, update
 
 
-def replayed(state, record_keys, record_norms, record_decays, record_values, slot, rows, half, head) -> Tensor:
+def reapplied(state, record_keys, record_norms, record_decays, record_values, slot, rows, half, head) -> Tensor:
     """Return the state [dv, dk] of one head with the first rows of a record applied."""
     key_head = head // (state.shape[1] // record_keys.shape[3])
     h = state[slot, head].float()
@@ -93,7 +93,7 @@ def replayed(state, record_keys, record_norms, record_decays, record_values, slo
 
 def gated_delta_verify(
     out, state, record_keys, record_norms, record_decays, record_values, layer_window, q, k, v, a, b, A_log, dt_bias,
-    plan, window, query_start_loc, scale, softplus_beta=1.0, softplus_threshold=20.0, use_qk_l2norm=True, gate=None,
+    plan, window_id, query_start_loc, scale, softplus_beta=1.0, softplus_threshold=20.0, use_qk_l2norm=True, gate=None,
     norm_weight=None, norm_eps=1e-5, gate_activation="silu", all_states=None, allow_neg_eigval=False,
     gate_lower_bound=None,
 ) -> None:  # fmt: skip
@@ -108,7 +108,7 @@ def gated_delta_verify(
             continue
         for head in range(state.shape[1]):
             key_head = head // (state.shape[1] // q.shape[1])
-            h = replayed(state, *record, source, rows, half, head)
+            h = reapplied(state, *record, source, rows, half, head)
             state[target, head] = h
             h = state[target, head].float()
             for token in range(begin, end):
@@ -137,20 +137,20 @@ def gated_delta_verify(
                     output = output * torch.rsqrt((output * output).mean() + norm_eps) * norm_weight.float()
                     x = gate[token, head].float()
                     out[token, head] = output * torch.sigmoid(x) * (x if gate_activation == "silu" else 1)
-    layer_window.copy_(window)
+    layer_window.copy_(window_id)
 
 
 def gated_delta_fold(
-    states, record_keys, record_norms, record_decays, record_values, layer_windows, plan, window=None
+    states, record_keys, record_norms, record_decays, record_values, layer_windows, plan, window_id=None
 ) -> None:
     for layer, state in enumerate(states):
-        if window is not None and layer_windows[layer] == window:
+        if window_id is not None and layer_windows[layer] == window_id:
             continue
         record = (record_keys[layer], record_norms[layer], record_decays[layer], record_values[layer])
         for source, rows, half, target in plan.tolist():
             if target <= 0:
                 continue
             for head in range(state.shape[1]):
-                state[target, head] = replayed(state, *record, source, rows, half, head)
-        if window is not None and len(plan):
-            layer_windows[layer].copy_(window)
+                state[target, head] = reapplied(state, *record, source, rows, half, head)
+        if window_id is not None and len(plan):
+            layer_windows[layer].copy_(window_id)

@@ -90,7 +90,7 @@ class Server:
         self, program: Sequence[str], words: Sequence[str], environment: Mapping[str, str], log: pathlib.Path
     ) -> None:
         self.port, self._log, self._model = free_port(), log, words[0]
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_NWOR_")}
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_NWOR")}
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [*program, *words, "--host", "127.0.0.1", "--port", str(self.port)],

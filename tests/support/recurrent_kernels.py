@@ -16,6 +16,7 @@ import random
 import sys
 
 import torch
+from interpreter import patch_once_per_launch
 from samples_recurrent import Heads, Inputs, make_layer, packed_inputs
 from torch import Tensor
 
@@ -73,29 +74,30 @@ def compare(kernel, heads: Heads, state_dtype: torch.dtype, per_channel: bool) -
     table = torch.arange(REQUESTS * MOST_TOKENS, dtype=torch.int32).view(REQUESTS, MOST_TOKENS) + 1
     theirs[table[:, 0].long()] = layer.state[1:]
     plan, cursors = torch.zeros(REQUESTS, 4, dtype=torch.int32), torch.zeros(REQUESTS + 1, 2, dtype=torch.int32)
-    window, slots = torch.zeros(1, dtype=torch.int64), int32(*range(1, REQUESTS + 1))
+    window_id, slots = torch.zeros(1, dtype=torch.int64), int32(*range(1, REQUESTS + 1))
     lengths = [1] * REQUESTS
     # A sum in another order may round a bfloat16 number to an adjacent one, and the state continues from it.
     exact = state_dtype == torch.float32
     for step in range(STEPS):
-        accepted = [dice.randint(1, length) for length in lengths]
+        kept = [dice.randint(1, length) for length in lengths]
         lengths = [dice.randint(1, MOST_TOKENS) for _ in lengths]
         starts = int32(*itertools.accumulate(lengths, initial=0))
         inputs = packed_inputs(sum(lengths), heads, per_channel=per_channel, seed=step)
-        expected = run_vllm(kernel, inputs, theirs, table, int32(*accepted), starts)
+        expected = run_vllm(kernel, inputs, theirs, table, int32(*kept), starts)
         out = torch.zeros_like(expected)
-        ops.plan_recurrent_window(plan, cursors, window, slots, starts, int32(*accepted), MOST_TOKENS)
-        ops.gated_delta_verify(out, *layer.tensors, *inputs, plan, window, starts, heads.key_width**-0.5)
+        ops.plan_recurrent_window(plan, cursors, window_id, slots, starts, int32(*kept), MOST_TOKENS)
+        ops.gated_delta_verify(out, *layer.tensors, *inputs, plan, window_id, starts, heads.key_width**-0.5)
         torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-6 if exact else 2**-9)
         assert expected.abs().max() > 0.01
-    accepted = [dice.randint(1, length) for length in lengths]
-    ops.plan_recurrent_fold(plan, cursors, slots, slots, int32(*accepted))
+    kept = [dice.randint(1, length) for length in lengths]
+    ops.plan_recurrent_fold(plan, cursors, slots, slots, int32(*kept))
     ops.gated_delta_fold(*([tensor] for tensor in layer.tensors), plan)
-    last = theirs[table[torch.arange(REQUESTS), torch.tensor(accepted) - 1].long()]
+    last = theirs[table[torch.arange(REQUESTS), torch.tensor(kept) - 1].long()]
     torch.testing.assert_close(layer.state[1:], last, rtol=1e-5 if exact else 2**-7, atol=1e-6 if exact else 2**-7)
 
 
 def main(file: str) -> None:
+    patch_once_per_launch()
     kernel, count = load_kernel(pathlib.Path(file)), 0
     for per_channel in (False, True):
         for heads in (Heads(1, 2, 64, 64), Heads(2, 2, 128, 64)):

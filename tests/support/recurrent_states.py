@@ -96,13 +96,13 @@ class EveryState:
         plan = torch.zeros(count, 4, dtype=torch.int32, device=self.device)
         plan[:, 0] = plan[:, 3] = torch.arange(1, count + 1)
         starts = [0, *accumulate(lengths)]
-        window = torch.ones(1, dtype=torch.int64, device=self.device)
+        window_id = torch.ones(1, dtype=torch.int64, device=self.device)
         out = torch.zeros_like(inputs["v"])
         tokens = starts[-1]
         states = torch.zeros(tokens, *self.zeros().shape, dtype=kind.state_dtype, device=self.device)
         ops.gated_delta_verify(
-            out[:tokens], scratch.state, *scratch.records, torch.zeros_like(window),
-            *(inputs[name][:tokens] for name in "qkvab"), self.weights.A_log, self.weights.dt_bias, plan, window,
+            out[:tokens], scratch.state, *scratch.records, torch.zeros_like(window_id),
+            *(inputs[name][:tokens] for name in "qkvab"), self.weights.A_log, self.weights.dt_bias, plan, window_id,
             torch.tensor(starts, dtype=torch.int32, device=self.device), kind.key_size**-0.5,
             gate=inputs["gate"][:tokens] if kind.gated else None, norm_weight=self.weights.norm, all_states=states,
             gate_lower_bound=kind.gate_lower_bound,
@@ -113,8 +113,8 @@ class EveryState:
         }  # fmt: skip
         return out
 
-    def commit(self, accepted: dict[int, int]) -> None:
-        for slot, number in accepted.items():
+    def commit(self, kept: dict[int, int]) -> None:
+        for slot, number in kept.items():
             self.held[slot] = self._after[slot][number - 1]
 
 
@@ -272,17 +272,17 @@ class Decoding:
             norm_weight=weights.norm, gate_lower_bound=self.kinds[name].gate_lower_bound,
         )  # fmt: skip
 
-    def commit(self, accepted: dict[int, int]) -> None:
+    def commit(self, kept: dict[int, int]) -> None:
         """Commit with these numbers of kept tokens, by slot."""
-        self.states.commit(self.tensor(accepted.get(slot, -7) for slot in self.slots))
+        self.states.commit(self.tensor(kept.get(slot, -7) for slot in self.slots))
         for layer in self.every_state.values():
-            layer.commit(accepted)
+            layer.commit(kept)
 
-    def window(self, lengths: dict[int, int], accepted: dict[int, int]) -> dict[str, dict[str, Tensor]]:
+    def window(self, lengths: dict[int, int], kept: dict[int, int]) -> dict[str, dict[str, Tensor]]:
         """Run a whole step with these requests, by slot."""
         self.begin(list(lengths), list(lengths.values()))
         given = self.forward()
-        self.commit(accepted)
+        self.commit(kept)
         return given
 
     # ------------------------------------------------------------ comparison
@@ -292,7 +292,7 @@ class Decoding:
 
     def assert_folded(self, *slots: int) -> None:
         """Check that nothing is pending in these slots, and that their states equal those of the other scheme."""
-        assert not self.states.cursors[list(slots), 0].any()
+        assert not self.states.cursors.table[list(slots), 0].any()
         for name, layer in self.every_state.items():
             for slot in slots:
                 assert torch.equal(self.state_of(slot, name), layer.held[slot]), f"slot {slot} of layer {name}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from layouts import surrounded
-from samples import flags, int32, int64, numbers
+from tensors import flags, int32, int64, numbers
 from torch import Tensor
 
 POISON = 77
@@ -26,7 +26,7 @@ def every_second(ids: Tensor) -> Tensor:
     return surrounded(torch.stack([ids, torch.full_like(ids, POISON)], 1))[:, 0]
 
 
-def prefill_arguments(
+def prefill(
     starts: tuple[int, ...] = (0, 4, 5, 9, -5),  # row 3 is padded: its start is never read
     states: tuple[int, ...] = (3, 0, 2, PADDED),
     rejected: tuple[int, ...] = (2, 0, 1, 99),
@@ -45,7 +45,7 @@ def prefill_arguments(
     )  # fmt: skip
 
 
-def decode_arguments(
+def decode(
     positions: tuple[int, ...] = (7, 30, 31, POISON, POISON, POISON),
     seq_lens: tuple[int, ...] = (10, 32, 33, 99),
     rejected: tuple[int, ...] = (2, 0, 1, 99),
@@ -61,7 +61,7 @@ def decode_arguments(
     )  # fmt: skip
 
 
-def update_arguments(
+def update(
     step: int = 1,
     num_steps: int = 3,
     states: tuple[int, ...] | None = (3, 0, 2, PADDED),
@@ -80,7 +80,7 @@ def update_arguments(
     )  # fmt: skip
 
 
-def slot_arguments(
+def slots(
     starts: tuple[int, ...] = (0, 4, 5, 9, 9),
     states: tuple[int, ...] = (3, 0, 2, PADDED),
     block_sizes: tuple[int, ...] = (4,),
@@ -101,7 +101,7 @@ def slot_arguments(
     )  # fmt: skip
 
 
-def eagle_arguments(
+def eagle(
     positions: tuple[int, ...] = (2, 3, 30, 31, 40, -1), columns: int = 7, padded: int = 3, max_model_len: int = 32
 ) -> tuple[Any, ...]:
     rows = len(positions)
@@ -112,7 +112,7 @@ def eagle_arguments(
     )  # fmt: skip
 
 
-def padded_inputs_arguments(
+def padded_inputs(
     cu: tuple[int, ...] = (3, 3, 6, 9, 9),
     valid: tuple[int, ...] = (2, 1, 4, 0, 5),
     starts: tuple[int, ...] = (0, 4, 5, 9, 13, 13),
@@ -126,7 +126,7 @@ def padded_inputs_arguments(
     )  # fmt: skip
 
 
-def next_token_arguments(
+def next_token(
     sampled: tuple[tuple[int, ...], ...] = ((5, 6, -1), (-1, -1, -1), (7, 99, -1), (5, 6, 7), (-1, 8, -9)),
     discarded: tuple[int, ...] = (0, 0, 0, 1, 0),
     padded: int = 2,
@@ -139,7 +139,7 @@ def next_token_arguments(
     )  # fmt: skip
 
 
-def sample_arguments(
+def sample(
     rows: int = 5,
     vocab: int = 40,
     dtype: torch.dtype = torch.float32,
@@ -161,7 +161,7 @@ def sample_arguments(
     )  # fmt: skip
 
 
-def expand_arguments(
+def expand(
     starts: tuple[int, ...] = (0, 4, 5, 9, -5),
     states: tuple[int, ...] | None = (3, 0, 2, PADDED),
     rejected: tuple[int, ...] = (2, 0, 1, 99),
@@ -181,7 +181,7 @@ def expand_arguments(
     )  # fmt: skip
 
 
-def extend_arguments(
+def extend(
     starts: tuple[int, ...] = (0, 4, 5, 9, -5),
     states: tuple[int, ...] | None = (3, 0, 2, PADDED),
     seq_lens: tuple[int, ...] = (10, 32, 31, 99),
@@ -201,72 +201,72 @@ def extend_arguments(
     )  # fmt: skip
 
 
-def local_lens_arguments(
+def local_lens(
     lengths: tuple[int, ...] = (0, 1, 7, 8, 9, 100), size: int = 4, rank: int = 1, interleave: int = 2
 ) -> tuple[Any, ...]:
     return int32(*lengths), poisoned(len(lengths) + 2), size, rank, interleave
 
 
-def draft_samples(op: str) -> list[tuple[Any, ...]]:
+def drafter_samples(op: str) -> list[tuple[Any, ...]]:
     samples: dict[str, list[tuple[Any, ...]]] = {
         "prepare_prefill_inputs": [
-            prefill_arguments(),
-            prefill_arguments((0, 3, 3, 8), (4, 1, 0), (0, 0, 5), (0, 1, 2)),
-            prefill_arguments((0, 2), (PADDED,), (9,), (9,)),
-            prefill_arguments((0,), (), (), ()),
+            prefill(),
+            prefill((0, 3, 3, 8), (4, 1, 0), (0, 0, 5), (0, 1, 2)),
+            prefill((0, 2), (PADDED,), (9,), (9,)),
+            prefill((0,), (), (), ()),
         ],
         "prepare_decode_inputs": [
-            decode_arguments(),
-            decode_arguments(states=None, advance=False),
-            decode_arguments(states=(PADDED,) * 4),
-            decode_arguments((), (), (), ()),
+            decode(),
+            decode(states=None, advance=False),
+            decode(states=(PADDED,) * 4),
+            decode((), (), (), ()),
         ],
         "update_draft_inputs": [
-            update_arguments(),
-            update_arguments(step=2),
-            (*update_arguments(states=None, dtype=torch.uint8)[:8], None),
-            update_arguments(rows=0, states=()),
+            update(),
+            update(step=2),
+            (*update(states=None, dtype=torch.uint8)[:8], None),
+            update(rows=0, states=()),
         ],
         "compute_slot_mappings": [
-            slot_arguments(),
-            slot_arguments(block_sizes=(4, 0, 8)),
-            slot_arguments(states=(PADDED, 0, PADDED, 1), block_sizes=(2, 4), size=2, rank=1, interleave=2),
-            slot_arguments(block_sizes=(8, 8), size=4, rank=2, interleave=1, sharded=flags(0, 1)),
-            slot_arguments((0,), ()),
+            slots(),
+            slots(block_sizes=(4, 0, 8)),
+            slots(states=(PADDED, 0, PADDED, 1), block_sizes=(2, 4), size=2, rank=1, interleave=2),
+            slots(block_sizes=(8, 8), size=4, rank=2, interleave=1, sharded=flags(0, 1)),
+            slots((0,), ()),
         ],
-        "eagle_step": [eagle_arguments(), eagle_arguments(()), eagle_arguments(columns=2, padded=0)],
+        "eagle_step": [eagle(), eagle(()), eagle(columns=2, padded=0)],
         "prepare_inputs_padded": [
-            padded_inputs_arguments(),
-            padded_inputs_arguments(discarded=(1, 0, 1, 0, 0)),
-            padded_inputs_arguments(discarded=None)[:-1],
-            padded_inputs_arguments((), (), (0,), ()),
+            padded_inputs(),
+            padded_inputs(discarded=(1, 0, 1, 0, 0)),
+            padded_inputs(discarded=None)[:-1],
+            padded_inputs((), (), (0,), ()),
         ],
         "prepare_next_token_padded": [
-            next_token_arguments(),
-            next_token_arguments(dtype=torch.int64, padded=0),
-            next_token_arguments((), ()),
+            next_token(),
+            next_token(dtype=torch.int64, padded=0),
+            next_token((), ()),
         ],
         "gumbel_sample": [
-            sample_arguments(),
-            sample_arguments(dtype=torch.bfloat16, matrix=False, steps=(2,)),
-            sample_arguments(dtype=torch.float16, vocab=1, cache=False)[:7],
-            sample_arguments(0, states=(), steps=()),
+            sample(),
+            sample(dtype=torch.bfloat16, matrix=False, steps=(2,)),
+            sample(dtype=torch.float16, vocab=1, cache=False)[:7],
+            sample(0, states=(), steps=()),
         ],
         "copy_expand_inputs": [
-            expand_arguments(),
-            expand_arguments(num_new=1, shift=False, max_model_len=1003, mapping=False),
-            expand_arguments((0, 3, 3, 8), None, (0, 0, 5), num_new=2),
-            expand_arguments((0,), (), ()),
+            expand(),
+            expand(num_new=1, shift=False, max_model_len=1003, mapping=False),
+            expand((0, 3, 3, 8), None, (0, 0, 5), num_new=2),
+            expand((0,), (), ()),
         ],
         "extend_queries": [
-            extend_arguments(),
-            extend_arguments((0, 3, 3, 8), None, (3, 0, 8), growth=0),
-            extend_arguments((0,), (), ()),
+            extend(),
+            extend((0, 3, 3, 8), None, (3, 0, 8), growth=0),
+            extend((0,), (), ()),
         ],
         "dcp_local_seq_lens": [
-            local_lens_arguments(),
-            local_lens_arguments(size=1, rank=0),
-            local_lens_arguments(()),
+            local_lens(),
+            local_lens(size=1, rank=0),
+            local_lens(()),
         ],
     }
     return samples[op]

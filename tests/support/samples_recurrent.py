@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from layouts import random_bytes, surrounded
-from samples import flags, int32, int64
+from tensors import flags, int32, int64
 from torch import Tensor
 
 POISON = 77
@@ -164,7 +164,7 @@ def starts_of(requests: tuple[Planned, ...]) -> Tensor:
     return int32(0, *torch.tensor([r.tokens for r in requests], dtype=torch.int64).cumsum(0).tolist())
 
 
-def verify_arguments(
+def verify(
     heads: Heads = HEADS,
     requests: tuple[Planned, ...] = REQUESTS,
     state_dtype: torch.dtype = torch.float32,
@@ -211,7 +211,7 @@ def verify_arguments(
 FOLDS = ((2, 2, 1, 2), (0, 0, 0, 0), (1, 0, 0, 3), (4, 3, 0, 4))  # in place, nothing, a copy, all rows
 
 
-def fold_arguments(
+def fold(
     layers: int = 2,
     heads: Heads = HEADS,
     folds: tuple[tuple[int, ...], ...] = FOLDS,
@@ -245,10 +245,10 @@ def poisoned_plan(rows: int) -> Tensor:
 CURSORS = ((0, 0), (3, 0), (2, 1), (0, 1), (1, 0), (0, 0))
 
 
-def window_arguments(
+def window(
     slots: tuple[int, ...] = (2, 0, 4, 3, 1, 5),
     starts: tuple[int, ...] = (0, 3, 5, 5, 6, 9, 10),
-    accepted: tuple[int, ...] = (2, 99, 99, 99, 3, 99),
+    num_kept: tuple[int, ...] = (2, 99, 99, 99, 3, 99),
     is_window: tuple[int, ...] | None = (1, 1, 1, 1, 1, 0),
     cursors: tuple[tuple[int, int], ...] = CURSORS,
     record_rows: int = 3,
@@ -262,12 +262,12 @@ def window_arguments(
         state_slots = surrounded(torch.tensor([[slot, POISON] for slot in slots], dtype=torch.int64).view(-1, 2))[:, 0]
     return (
         poisoned_plan(plan_rows), cursors_of(*cursors), int64(2**33 + 5), state_slots, int32(*starts),
-        int32(*accepted), record_rows, None if is_window is None else flags(*is_window),
+        int32(*num_kept), record_rows, None if is_window is None else flags(*is_window),
         *([] if num_refused is None else [int64(num_refused)]),
     )  # fmt: skip
 
 
-def fold_plan_arguments(
+def fold_plan(
     sources: tuple[int, ...] = (2, 0, 1, 3, 5),
     targets: tuple[int, ...] = (2, 1, 4, 3, -1),
     num_rows: tuple[int, ...] = (9, 1, 2, 1, 1),
@@ -287,33 +287,31 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
     nobody = (Planned(0, 2), Planned(-1, 1))
     samples: dict[str, Any] = {
         "plan_recurrent_window": lambda: [
-            window_arguments(),
-            window_arguments(is_window=None, wide_slots=True, starts=(0, 3, 5, 5, 6, 9, 9), num_refused=7),
-            window_arguments((), (0,), (), None, plan_rows=0),
+            window(),
+            window(is_window=None, wide_slots=True, starts=(0, 3, 5, 5, 6, 9, 9), num_refused=7),
+            window((), (0,), (), None, plan_rows=0),
         ],
         "plan_recurrent_fold": lambda: [
-            fold_plan_arguments(),
-            fold_plan_arguments(keep_source=True, dtype=torch.int64),
-            fold_plan_arguments((), (), ()),
+            fold_plan(),
+            fold_plan(keep_source=True, dtype=torch.int64),
+            fold_plan((), (), ()),
         ],
         "gated_delta_verify": lambda: [
-            verify_arguments(norm="silu", all_states=True),
-            verify_arguments(state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True),
-            verify_arguments(Heads(2, 4, 64, 128), use_qk_l2norm=False, norm="sigmoid", seed=3),
-            verify_arguments(Heads(2, 2, 96, 192), all_states=True, allow_neg_eigval=True),
-            verify_arguments(per_channel=True, gate_lower_bound=-5.0, seed=4),
-            verify_arguments(per_channel=True, given_gates=True, seed=5),
-            verify_arguments(requests=nobody, all_states=True),
-            verify_arguments(requests=(), extra_tokens=0),
+            verify(norm="silu", all_states=True),
+            verify(state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True),
+            verify(Heads(2, 4, 64, 128), use_qk_l2norm=False, norm="sigmoid", seed=3),
+            verify(Heads(2, 2, 96, 192), all_states=True, allow_neg_eigval=True),
+            verify(per_channel=True, gate_lower_bound=-5.0, seed=4),
+            verify(per_channel=True, given_gates=True, seed=5),
+            verify(requests=nobody, all_states=True),
+            verify(requests=(), extra_tokens=0),
         ],
         "gated_delta_fold": lambda: [
-            fold_arguments(1, Heads(2, 4, 128, 64), ran=(), one_page=False),
-            fold_arguments(one_page=False),
-            fold_arguments(
-                3, state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True, ran=(1,), one_page=False
-            ),
-            fold_arguments(1, Heads(2, 2, 96, 192), one_page=False),
-            fold_arguments(folds=(), one_page=False),
+            fold(1, Heads(2, 4, 128, 64), ran=(), one_page=False),
+            fold(one_page=False),
+            fold(3, state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True, ran=(1,), one_page=False),
+            fold(1, Heads(2, 2, 96, 192), one_page=False),
+            fold(folds=(), one_page=False),
         ],
     }
     return samples[op]()

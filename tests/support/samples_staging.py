@@ -1,12 +1,13 @@
-"""A few calls of every op of the families staging and shadow."""
+"""A few calls of every op of family staging."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import samples_undo
 import torch
 from layouts import Pages, Shape, make_amx_pages, make_pages, random_bytes, surrounded
-from samples import (
+from tensors import (
     NUM_LOG_ROWS,
     SMALL,
     WIDE_VALUES,
@@ -17,9 +18,7 @@ from samples import (
     log_for,
     numbers,
     row_windows,
-    write_arguments,
 )
-from staged_windows import StagedWindow, make_window
 
 from nwor_ops import ops
 
@@ -29,7 +28,7 @@ STAGE_ROWS = (-1, 1, 2, 0, -1, -9)
 # ---------------------------------------------------------------- the staging buffer
 
 
-def stage_arguments(
+def stage(
     shape: Shape = SMALL,
     dtype: torch.dtype = torch.float32,
     stage_rows: tuple[int, ...] = STAGE_ROWS,
@@ -49,7 +48,7 @@ def stage_arguments(
     return (*arguments, int64(WINDOW), row_windows(rows)) if marks else arguments
 
 
-def accept_staged_arguments(
+def accept_staged(
     accepted: tuple[int, ...] = (1, 0, 1, 1, 0),
     slots: tuple[int, ...] = (5, 7, 0, -1, 3),
     staged_by_layer: tuple[tuple[int, ...], ...] = ((0, 1, 2), (0, 2), (0, 2, 3)),
@@ -70,9 +69,9 @@ def accept_staged_arguments(
     return arguments if requests is None else (*arguments, int32(*requests), int32(*positions))
 
 
-def commit_arguments(accepted: tuple[int, ...] = (1, 0, 1, 1, 0, 1), **options: Any) -> tuple[Any, ...]:
-    """`write_arguments` with six rows, some of them accepted; `options` as in `write_arguments`."""
-    key, value, key_cache, value_cache, slots, *rest = write_arguments(**options)
+def commit(accepted: tuple[int, ...] = (1, 0, 1, 1, 0, 1), **options: Any) -> tuple[Any, ...]:
+    """`write` with six rows, some of them accepted; `options` as in `write`."""
+    key, value, key_cache, value_cache, slots, *rest = samples_undo.write(**options)
     return (key, value, slots, flags(*accepted[: len(slots)]), key_cache, value_cache, *rest)
 
 
@@ -81,7 +80,7 @@ def commit_lengths(arguments: tuple[Any, ...], lengths: tuple[int, ...] = (2, 0,
     return (*arguments[:3], int32(*lengths), *arguments[4:], int32(0, 0, 1, 2, -1, 0), int32(0, 1, 0, 0, 0, 2))
 
 
-def move_arguments(
+def move(
     moves: tuple[tuple[int, int], ...] = ((1, 5), (5, 1), (7, 0), (0, 8), (-1, 3), (4, -2), (8, 11), (9, 9)),
     pages: Pages | None = None,
 ) -> tuple[Any, ...]:
@@ -91,71 +90,32 @@ def move_arguments(
     return pages.key_caches, int64(*sources), int64(*destinations), pages.key_offsets
 
 
-# ---------------------------------------------------------------- windows
-
-
-def opened(window: StagedWindow) -> StagedWindow:
-    ops.open_window(*window.open_arguments())
-    return window
-
-
-def held_window(**options: Any) -> StagedWindow:
-    """A window with shadow pages that hold rows already."""
-    window = make_window(held=True, **options)
-    held, row_slots = window.tensors["held_slots"], window.tensors["row_slots"]
-    held[:, 2, :] = row_slots[0, 0] - 3  # one of two committed rows of the tail page of the first request
-    held[:, 0, :] = 5  # of a request without drafts: cleared
-    held[:, 1, :] = 3  # of another page
-    return window
-
-
-def stage_samples(op: str) -> list[tuple[Any, ...]]:
+def staging_samples(op: str) -> list[tuple[Any, ...]]:
     per_head = numbers(4).abs(), numbers(4, seed=1).abs()
     amx_pages = make_amx_pages(Shape(2, 16, 2, 16, 16, 2), torch.bfloat16)
     samples: dict[str, Any] = {
         "stage_kv": lambda: [
-            stage_arguments(),
-            stage_arguments(WIDE_VALUES, torch.bfloat16, marks=False),
-            stage_arguments(stage_rows=(), extra_tokens=0),
+            stage(),
+            stage(WIDE_VALUES, torch.bfloat16, marks=False),
+            stage(stage_rows=(), extra_tokens=0),
         ],
         "accept_staged": lambda: [
-            accept_staged_arguments(),
-            accept_staged_arguments(staged_by_layer=((0, 1, 2), (0,), (0, 2))),
-            accept_staged_arguments((2, 0, 1), requests=(0, 0, 1, -1, 2), positions=(0, 1, 0, 0, 0)),
-            accept_staged_arguments((), (), ((), ())),
+            accept_staged(),
+            accept_staged(staged_by_layer=((0, 1, 2), (0,), (0, 2))),
+            accept_staged((2, 0, 1), requests=(0, 0, 1, -1, 2), positions=(0, 1, 0, 0, 0)),
+            accept_staged((), (), ((), ())),
         ],
         "commit_staged": lambda: [
-            commit_arguments(),
-            commit_lengths(commit_arguments()),
-            commit_arguments(layout="vec", kv_cache_dtype="fp8", scales=per_head),
-            commit_arguments(layout="nhd", kv_cache_dtype="fp8_e5m2", cache_dtype=torch.float8_e5m2),
-            commit_arguments(slots=(), extra_tokens=0),
+            commit(),
+            commit_lengths(commit()),
+            commit(layout="vec", kv_cache_dtype="fp8", scales=per_head),
+            commit(layout="nhd", kv_cache_dtype="fp8_e5m2", cache_dtype=torch.float8_e5m2),
+            commit(slots=(), extra_tokens=0),
         ],
         "move_slots": lambda: [
-            move_arguments(),
-            move_arguments(((3, 17), (17, 31), (31, 3)), amx_pages),
-            move_arguments(()),
-        ],
-        "open_window": lambda: [
-            held_window().open_arguments(),
-            make_window(groups=2, idx_dtype=torch.int64).open_arguments(),
-            make_window(layout="vec", dtype=torch.float32).open_arguments(redirects=False),
-            make_window(shape=Shape(60, 16, 2, 16, 16), amx=True).open_arguments(),
-            make_window(()).open_arguments(),
-        ],
-        "close_window": lambda: [
-            opened(held_window()).close_arguments(),
-            opened(make_window(groups=2)).close_arguments(),
-            opened(make_window(layout="vec", dtype=torch.float32)).close_arguments(redirects=False),
-            opened(make_window(shape=Shape(60, 16, 2, 16, 16), amx=True)).close_arguments(),
-            make_window(()).close_arguments(),
-        ],
-        "close_window_from_rejected": lambda: [
-            opened(held_window()).counted_arguments(),
-            opened(make_window(groups=2)).counted_arguments(),
-            opened(make_window(layout="vec", dtype=torch.float32)).counted_arguments(redirects=False),
-            opened(make_window(shape=Shape(60, 16, 2, 16, 16), amx=True)).counted_arguments(),
-            make_window(()).counted_arguments(),
+            move(),
+            move(((3, 17), (17, 31), (31, 3)), amx_pages),
+            move(()),
         ],
     }
     return samples[op]()

@@ -13,15 +13,15 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import tiny_models
 import torch
-from tiny_models import _matrix, _save, _write_eagle, _write_eagle3
+from tiny_models import save, write_eagle, write_eagle3
 from torch import Tensor
 
 from nwor_ops.testing import tiny_llama
-from nwor_ops.testing.tiny_llama import BLOCK_SCALE, VOCABULARY, Size, successor, write_tiny_llama
+from nwor_ops.testing.tiny_llama import VOCABULARY, Size, decoder_layer, matrix, successor, write_tiny_llama
 
 DRAFTS = 3
 SIZE = Size()
@@ -72,10 +72,10 @@ def _write_medusa(folder: pathlib.Path) -> None:
 def _write_mimo(folder: pathlib.Path) -> None:
     """Write the tiny Llama with MiMo's biases, followed by the layer that predicts one more token (MTP)."""
     generator, hidden, layer = torch.Generator().manual_seed(25), SIZE.hidden, "model.mtp_layers.0"
-    weights = _llama() | dict(_decoder_layer(generator, layer, qkv_input=hidden))
+    weights = _llama() | dict(decoder_layer(generator, layer, SIZE))
     for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
         weights[f"{layer}.{norm}.weight"] = torch.ones(hidden)
-    noise = _matrix(generator, hidden, hidden, 0.3)
+    noise = matrix(generator, hidden, hidden, 0.3)
     weights[f"{layer}.input_proj.weight"] = torch.cat((noise, torch.eye(hidden)), dim=1)
     for name in [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
         weights[name.replace("weight", "bias")] = torch.randn(len(weights[name]), generator=generator) / 8
@@ -85,8 +85,8 @@ def _write_mimo(folder: pathlib.Path) -> None:
 
 _WRITERS: dict[str, Callable[[pathlib.Path], object]] = {
     "llama": write_tiny_llama,
-    "eagle": _write_eagle,
-    "eagle3": _write_eagle3,
+    "eagle": write_eagle,
+    "eagle3": write_eagle3,
     "medusa": _write_medusa,
     "mimo": _write_mimo,
 }
@@ -105,22 +105,5 @@ def _following(llama: dict[str, Tensor]) -> Tensor:
     return (torch.linalg.pinv(embedding) @ after).T
 
 
-def _decoder_layer(generator: torch.Generator, name: str, qkv_input: int) -> Iterator[tuple[str, Tensor]]:
-    heads, kv_heads = SIZE.heads * SIZE.head_size, SIZE.kv_heads * SIZE.head_size
-    matrices = {
-        "self_attn.q_proj": (heads, qkv_input, 1.5),
-        "self_attn.k_proj": (kv_heads, qkv_input, 1.5),
-        "self_attn.v_proj": (kv_heads, qkv_input, 1.0),
-        "self_attn.o_proj": (SIZE.hidden, heads, BLOCK_SCALE),
-        "mlp.gate_proj": (SIZE.intermediate, SIZE.hidden, 1.0),
-        "mlp.up_proj": (SIZE.intermediate, SIZE.hidden, 1.0),
-        "mlp.down_proj": (SIZE.hidden, SIZE.intermediate, BLOCK_SCALE),
-    }
-    for part, (rows, columns, scale) in matrices.items():
-        yield f"{name}.{part}.weight", _matrix(generator, rows, columns, scale)
-    for part in ("input_layernorm", "post_attention_layernorm"):
-        yield f"{name}.{part}.weight", torch.ones(SIZE.hidden)
-
-
 def _save_bfloat16(folder: pathlib.Path, config: dict[str, object], weights: dict[str, Tensor]) -> None:
-    _save(folder, config, {name: weight.bfloat16().contiguous() for name, weight in weights.items()})
+    save(folder, config, {name: weight.bfloat16().contiguous() for name, weight in weights.items()})

@@ -24,6 +24,8 @@ from nwor_ops.testing.tiny_llama import (
     SEED,
     VOCABULARY,
     Size,
+    decoder_layer,
+    matrix,
     successor,
     write_tiny_llama,
 )
@@ -82,6 +84,14 @@ COMMON = {
     "eos_token_id": 0,
     "torch_dtype": "bfloat16",
 }
+# Of models whose configuration class comes with the checkpoint.
+REMOTE = {"auto_map": {"AutoConfig": "configuration.Config"}}
+PLAIN_CONFIG = """from transformers import PretrainedConfig
+
+
+class Config(PretrainedConfig):
+    model_type = "{model_type}"
+"""
 MASK = VOCABULARY - 1  # stands where a parallel drafter is to fill a token in
 
 
@@ -90,8 +100,8 @@ def write_models(folder: pathlib.Path, *names: str) -> dict[str, str]:
     writers: dict[str, Callable[[pathlib.Path], Any]] = {
         "llama": write_tiny_llama,
         "draft": lambda path: write_tiny_llama(path, seed=21, size=Size(layers=1)),
-        "eagle": _write_eagle,
-        "eagle_with_biases": lambda path: _write_eagle(path, biases=True),
+        "eagle": write_eagle,
+        "eagle_with_biases": lambda path: write_eagle(path, biases=True),
         "sliding": lambda path: _write_sliding(path, ["sliding_attention"] * 3),
         "hybrid": lambda path: _write_sliding(path, ["sliding_attention", "full_attention"] * 2),
         "llama_lora": _write_lora,
@@ -119,7 +129,7 @@ def write_models(folder: pathlib.Path, *names: str) -> dict[str, str]:
         "olmo": _write_olmo,
         "olmo_repeated": lambda path: _write_olmo(path, OLMO | {"key_heads": 1}, allow_neg_eigval=False),
         "mamba": _write_mamba,
-        "eagle3": _write_eagle3,
+        "eagle3": write_eagle3,
         "dflash": _write_dflash,
         "dspark": _write_dspark,
     }
@@ -144,31 +154,23 @@ def _write_sliding(folder: pathlib.Path, layer_types: list[str]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _write_eagle(folder: pathlib.Path, biases: bool = False) -> None:
+def write_eagle(folder: pathlib.Path, biases: bool = False) -> None:
     """An EAGLE-1 head for the tiny Llama: one layer, which hands the next token's embedding on, with some noise.
     The output layer, which is the target's, knows the rule. Some published heads carry biases that vLLM's model
     has no parameter for."""
     size = Size(layers=1)
     generator = torch.Generator().manual_seed(22)
-    hidden, heads, kv_heads = size.hidden, size.heads * size.head_size, size.kv_heads * size.head_size
-    weights = {
-        "fc.weight": _embedding_and_noise(generator, hidden),
-        "layers.0.self_attn.q_proj.weight": _matrix(generator, heads, hidden, 1.5),
-        "layers.0.self_attn.k_proj.weight": _matrix(generator, kv_heads, hidden, 1.5),
-        "layers.0.self_attn.v_proj.weight": _matrix(generator, kv_heads, hidden),
-        "layers.0.self_attn.o_proj.weight": _matrix(generator, hidden, heads, BLOCK_SCALE),
-        "layers.0.post_attention_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-        "layers.0.mlp.gate_proj.weight": _matrix(generator, size.intermediate, hidden),
-        "layers.0.mlp.up_proj.weight": _matrix(generator, size.intermediate, hidden),
-        "layers.0.mlp.down_proj.weight": _matrix(generator, hidden, size.intermediate, BLOCK_SCALE),
-    }
+    weights = {"fc.weight": _embedding_and_noise(generator, size.hidden)} | dict(
+        decoder_layer(generator, "layers.0", size)
+    )
+    del weights["layers.0.input_layernorm.weight"]
     if biases:
         for name in ("fc", "layers.0.self_attn.q_proj", "layers.0.self_attn.o_proj"):
             weights[f"{name}.bias"] = torch.zeros_like(weights[f"{name}.weight"][:, 0])
-    _save(folder, size.config(), weights)
+    save(folder, size.config(), weights)
 
 
-def _write_eagle3(folder: pathlib.Path) -> None:
+def write_eagle3(folder: pathlib.Path) -> None:
     """An EAGLE-3 head for the tiny Llama. The next token's embedding reaches its residual stream through attention
     alone: queries and keys are the embedding itself, so each token attends to itself, and half of the embedding is
     handed on, above what was there. The head's own output layer knows the rule."""
@@ -191,7 +193,7 @@ def _write_eagle3(folder: pathlib.Path) -> None:
     rule = torch.zeros_like(embedding)
     rule[[successor(token) for token in range(VOCABULARY)], :half] = embedding[:, :half] * (2 * RULE / hidden)
     weights = {
-        "fc.weight": _matrix(generator, hidden, 3 * hidden),
+        "fc.weight": matrix(generator, hidden, 3 * hidden),
         "midlayer.input_layernorm.weight": _ones(hidden),
         "midlayer.hidden_norm.weight": _ones(hidden),
         "midlayer.self_attn.q_proj.weight": queries.to(torch.bfloat16),
@@ -203,7 +205,7 @@ def _write_eagle3(folder: pathlib.Path) -> None:
         "norm.weight": _ones(hidden),
         "lm_head.weight": rule,
     }
-    _save(folder, config, weights)
+    save(folder, config, weights)
 
 
 def _parallel_drafter(architecture: str, **more: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -213,7 +215,7 @@ def _parallel_drafter(architecture: str, **more: Any) -> tuple[dict[str, Any], d
     generator = torch.Generator().manual_seed(25)
     config = size.config() | {"architectures": [architecture], "model_type": "qwen3", **more}
     weights = {
-        "fc.weight": _matrix(generator, size.hidden, 3 * size.hidden),
+        "fc.weight": matrix(generator, size.hidden, 3 * size.hidden),
         "hidden_norm.weight": _ones(size.hidden),
         **_attention(generator, "layers.0", size.hidden, size.heads, size.kv_heads, size.head_size, _ones),
         **_mlp(generator, "layers.0.mlp", size.hidden, size.intermediate),
@@ -224,7 +226,7 @@ def _parallel_drafter(architecture: str, **more: Any) -> tuple[dict[str, Any], d
 
 def _write_dflash(folder: pathlib.Path) -> None:
     dflash = {"mask_token_id": MASK, "target_layer_ids": [0, 1, 2]}
-    _save(folder, *_parallel_drafter("DFlashDraftModel", dflash_config=dflash))
+    save(folder, *_parallel_drafter("DFlashDraftModel", dflash_config=dflash))
 
 
 def _write_dspark(folder: pathlib.Path) -> None:
@@ -248,7 +250,7 @@ def _write_dspark(folder: pathlib.Path) -> None:
         "confidence_head.proj.weight": torch.randn(1, hidden, generator=generator) / hidden**0.5,
         "confidence_head.proj.bias": torch.ones(1),
     }
-    _save(folder, config, weights)
+    save(folder, config, weights)
 
 
 def _write_lora(folder: pathlib.Path) -> None:
@@ -293,8 +295,8 @@ def _write_adapter(folder: pathlib.Path, names: list[str], matrices: dict[str, t
     for name, (rows, columns) in matrices.items():
         picked = torch.randperm(columns, generator=generator)[:rank]
         weights[f"base_model.model.{name}.lora_A.weight"] = torch.eye(columns, dtype=torch.bfloat16)[picked]
-        weights[f"base_model.model.{name}.lora_B.weight"] = _matrix(generator, rows, rank)
-    _save(folder, settings, weights)
+        weights[f"base_model.model.{name}.lora_B.weight"] = matrix(generator, rows, rank)
+    save(folder, settings, weights)
     (folder / "config.json").rename(folder / "adapter_config.json")
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
 
@@ -302,7 +304,7 @@ def _write_adapter(folder: pathlib.Path, names: list[str], matrices: dict[str, t
 def _write_mla(folder: pathlib.Path, rope_scaling: dict[str, Any] | None = None, seed: int = 23) -> None:
     """DeepSeek-V2's attention in a small dense model."""
     weights = dict(_mla_weights(torch.Generator().manual_seed(seed)))
-    _save(folder, _mla_config() | {"rope_scaling": rope_scaling}, weights)
+    save(folder, _mla_config() | {"rope_scaling": rope_scaling}, weights)
 
 
 def _write_mla_mtp(folder: pathlib.Path) -> None:
@@ -324,7 +326,7 @@ def _write_mla_mtp(folder: pathlib.Path) -> None:
         f"{layer}.shared_head.norm.weight": _ones(hidden),
         f"{layer}.shared_head.head.weight": weights["lm_head.weight"].clone(),
     }
-    _save(folder, config, weights)
+    save(folder, config, weights)
 
 
 def _write_kimi(folder: pathlib.Path, heads: int = 2) -> None:
@@ -341,16 +343,16 @@ def _write_kimi(folder: pathlib.Path, heads: int = 2) -> None:
         "linear_attn_config": kda,
     }
     generator = torch.Generator().manual_seed(43)
-    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
     weights = {"model.embed_tokens.weight": embedding}
     for layer in range(layers - 1):
         weights |= _kda_layer(generator, f"model.layers.{layer}", heads)
     weights |= dict(_mla_layer(generator, f"model.layers.{layers - 1}"))
     weights |= {
         "model.norm.weight": _ones(hidden),
-        "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+        "lm_head.weight": matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
     }
-    _save(folder, config, weights)
+    save(folder, config, weights)
 
 
 def _kda_layer(generator: torch.Generator, prefix: str, heads: int, hidden: int = MLA["hidden"]) -> dict[str, Tensor]:
@@ -359,19 +361,19 @@ def _kda_layer(generator: torch.Generator, prefix: str, heads: int, hidden: int 
     weights = {
         f"{prefix}.input_layernorm.weight": _ones(hidden),
         f"{prefix}.post_attention_layernorm.weight": _ones(hidden),
-        f"{layer}.b_proj.weight": _matrix(generator, heads, hidden),
+        f"{layer}.b_proj.weight": matrix(generator, heads, hidden),
         f"{layer}.A_log": torch.zeros(heads),
         f"{layer}.dt_bias": torch.ones(size),
         f"{layer}.o_norm.weight": _ones(width),
-        f"{layer}.o_proj.weight": _matrix(generator, hidden, size, BLOCK_SCALE),
+        f"{layer}.o_proj.weight": matrix(generator, hidden, size, BLOCK_SCALE),
     }
     for part in "qkv":
         convolution = torch.randn(size, 1, KDA["conv"], generator=generator) / KDA["conv"] ** 0.5
-        weights[f"{layer}.{part}_proj.weight"] = _matrix(generator, size, hidden, 1.5)
+        weights[f"{layer}.{part}_proj.weight"] = matrix(generator, size, hidden, 1.5)
         weights[f"{layer}.{part}_conv1d.weight"] = convolution.to(torch.bfloat16)
     for gate in "fg":  # of the decay, and of the norm: each of low rank
-        weights[f"{layer}.{gate}_a_proj.weight"] = _matrix(generator, width, hidden)
-        weights[f"{layer}.{gate}_b_proj.weight"] = _matrix(generator, size, width)
+        weights[f"{layer}.{gate}_a_proj.weight"] = matrix(generator, width, hidden)
+        weights[f"{layer}.{gate}_b_proj.weight"] = matrix(generator, size, width)
     return weights | _mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"])
 
 
@@ -422,7 +424,7 @@ def _write_glm(folder: pathlib.Path, heads: int = 2) -> None:
         "attention_bias": False,
     }
     generator = torch.Generator().manual_seed(47)
-    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
     weights = {"model.embed_tokens.weight": embedding}
     for layer in range(layers - 1):
         weights |= _kda_layer(generator, f"model.layers.{layer}", heads)
@@ -430,9 +432,9 @@ def _write_glm(folder: pathlib.Path, heads: int = 2) -> None:
         weights[f"model.layers.{layer}.self_attn.dt_bias"] = torch.full((heads * KDA["state"],), -4.0)
     weights |= _sparse_mla_layer(generator, f"model.layers.{layers - 1}") | {
         "model.norm.weight": _ones(hidden),
-        "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+        "lm_head.weight": matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
     }
-    _save(folder, config, weights)
+    save(folder, config, weights)
 
 
 def _sparse_mla_layer(generator: torch.Generator, prefix: str) -> dict[str, Tensor]:
@@ -441,20 +443,20 @@ def _sparse_mla_layer(generator: torch.Generator, prefix: str) -> dict[str, Tens
     return {
         f"{prefix}.input_layernorm.weight": _ones(hidden),
         f"{prefix}.post_attention_layernorm.weight": _ones(hidden),
-        f"{layer}.q_a_proj.weight": _matrix(generator, rank, hidden),
+        f"{layer}.q_a_proj.weight": matrix(generator, rank, hidden),
         f"{layer}.q_a_layernorm.weight": _ones(rank),
-        f"{layer}.q_b_proj.weight": _matrix(generator, heads * GLM["nope"], rank, 1.5),
-        f"{layer}.kv_a_proj_with_mqa.weight": _matrix(generator, latent, hidden),
+        f"{layer}.q_b_proj.weight": matrix(generator, heads * GLM["nope"], rank, 1.5),
+        f"{layer}.kv_a_proj_with_mqa.weight": matrix(generator, latent, hidden),
         f"{layer}.kv_a_layernorm.weight": _ones(latent),
-        f"{layer}.kv_b_proj.weight": _matrix(generator, heads * (GLM["nope"] + GLM["value"]), latent, 1.5),
-        f"{layer}.o_proj.weight": _matrix(generator, hidden, heads * GLM["value"], BLOCK_SCALE),
-        f"{indexer}.wq_b.weight": _matrix(generator, GLM["index_heads"] * GLM["index"], rank),
-        f"{indexer}.wk.weight": _matrix(generator, GLM["index"], hidden),
-        f"{indexer}.weights_proj.weight": _matrix(generator, GLM["index_heads"], hidden),
+        f"{layer}.kv_b_proj.weight": matrix(generator, heads * (GLM["nope"] + GLM["value"]), latent, 1.5),
+        f"{layer}.o_proj.weight": matrix(generator, hidden, heads * GLM["value"], BLOCK_SCALE),
+        f"{indexer}.wq_b.weight": matrix(generator, GLM["index_heads"] * GLM["index"], rank),
+        f"{indexer}.wk.weight": matrix(generator, GLM["index"], hidden),
+        f"{indexer}.weights_proj.weight": matrix(generator, GLM["index_heads"], hidden),
         f"{indexer}.k_norm.weight": torch.ones(GLM["index"]),
         f"{indexer}.k_norm.bias": torch.zeros(GLM["index"]),
         f"{indexer}.index_kpool_compress_ape": torch.zeros(GLM["pool"], GLM["index"]),
-        f"{indexer}.index_kpool_compress_gate": _matrix(generator, GLM["index"], hidden),
+        f"{indexer}.index_kpool_compress_gate": matrix(generator, GLM["index"], hidden),
         **_mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"]),
     }
 
@@ -487,7 +489,7 @@ def _write_olmo(folder: pathlib.Path, sizes: dict[str, int] = OLMO, allow_neg_ei
         "attention_bias": False,
     }
     generator = torch.Generator().manual_seed(44)
-    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
     weights = {"model.embed_tokens.weight": embedding}
     for layer, kind in enumerate(config["layer_types"]):
         prefix = f"model.layers.{layer}"
@@ -505,24 +507,24 @@ def _write_olmo(folder: pathlib.Path, sizes: dict[str, int] = OLMO, allow_neg_ei
             weights |= {
                 f"{prefix}.input_layernorm.weight": _ones(hidden),
                 f"{prefix}.post_attention_layernorm.weight": _ones(hidden),
-                f"{linear}.g_proj.weight": _matrix(generator, values, hidden),
-                f"{linear}.a_proj.weight": _matrix(generator, sizes["value_heads"], hidden),
-                f"{linear}.b_proj.weight": _matrix(generator, sizes["value_heads"], hidden),
+                f"{linear}.g_proj.weight": matrix(generator, values, hidden),
+                f"{linear}.a_proj.weight": matrix(generator, sizes["value_heads"], hidden),
+                f"{linear}.b_proj.weight": matrix(generator, sizes["value_heads"], hidden),
                 f"{linear}.A_log": torch.zeros(sizes["value_heads"]),
                 f"{linear}.dt_bias": torch.ones(sizes["value_heads"]),
                 f"{linear}.o_norm.weight": _ones(sizes["value"]),
-                f"{linear}.o_proj.weight": _matrix(generator, hidden, values, BLOCK_SCALE),
+                f"{linear}.o_proj.weight": matrix(generator, hidden, values, BLOCK_SCALE),
             }
             for part, rows in (("q", keys), ("k", keys), ("v", values)):
                 convolution = torch.randn(rows, 1, sizes["conv"], generator=generator) / sizes["conv"] ** 0.5
-                weights[f"{linear}.{part}_proj.weight"] = _matrix(generator, rows, hidden, 1.5)
+                weights[f"{linear}.{part}_proj.weight"] = matrix(generator, rows, hidden, 1.5)
                 weights[f"{linear}.{part}_conv1d.weight"] = convolution.to(torch.bfloat16)
         weights |= _mlp(generator, f"{prefix}.mlp", hidden, intermediate)
     weights |= {
         "model.norm.weight": _ones(hidden),
-        "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+        "lm_head.weight": matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
     }
-    _save(folder, config, weights)
+    save(folder, config, weights)
 
 
 def _mla_config() -> dict[str, Any]:
@@ -560,23 +562,23 @@ def _mla_config() -> dict[str, Any]:
 
 def _mla_weights(generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     hidden = MLA["hidden"]
-    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
     yield "model.embed_tokens.weight", embedding
     for layer in range(MLA["layers"]):
         yield from _mla_layer(generator, f"model.layers.{layer}")
     yield "model.norm.weight", _ones(hidden)
-    yield "lm_head.weight", _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding)
+    yield "lm_head.weight", matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding)
 
 
 def _mla_layer(generator: torch.Generator, prefix: str, heads: int = MLA["heads"]) -> Iterator[tuple[str, Tensor]]:
     hidden = MLA["hidden"]
     yield f"{prefix}.input_layernorm.weight", _ones(hidden)
-    yield f"{prefix}.self_attn.q_proj.weight", _matrix(generator, heads * (MLA["nope"] + MLA["rope"]), hidden, 1.5)
-    yield f"{prefix}.self_attn.kv_a_proj_with_mqa.weight", _matrix(generator, MLA["latent"] + MLA["rope"], hidden)
+    yield f"{prefix}.self_attn.q_proj.weight", matrix(generator, heads * (MLA["nope"] + MLA["rope"]), hidden, 1.5)
+    yield f"{prefix}.self_attn.kv_a_proj_with_mqa.weight", matrix(generator, MLA["latent"] + MLA["rope"], hidden)
     yield f"{prefix}.self_attn.kv_a_layernorm.weight", _ones(MLA["latent"])
     rows = heads * (MLA["nope"] + MLA["value"])
-    yield f"{prefix}.self_attn.kv_b_proj.weight", _matrix(generator, rows, MLA["latent"], 1.5)
-    yield f"{prefix}.self_attn.o_proj.weight", _matrix(generator, hidden, heads * MLA["value"], BLOCK_SCALE)
+    yield f"{prefix}.self_attn.kv_b_proj.weight", matrix(generator, rows, MLA["latent"], 1.5)
+    yield f"{prefix}.self_attn.o_proj.weight", matrix(generator, hidden, heads * MLA["value"], BLOCK_SCALE)
     yield f"{prefix}.post_attention_layernorm.weight", _ones(hidden)
     yield from _mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"]).items()
 
@@ -609,7 +611,7 @@ def _write_gdn_mtp(folder: pathlib.Path, sizes: dict[str, int] = GDN, experts: b
         "attention_bias": False,
     }
     generator = torch.Generator().manual_seed(28)
-    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
     attention = hidden, sizes["heads"], sizes["kv_heads"], sizes["head_size"], _zeros
     mlp = _experts if experts else _mlp
     weights = {"model.embed_tokens.weight": embedding}
@@ -622,7 +624,7 @@ def _write_gdn_mtp(folder: pathlib.Path, sizes: dict[str, int] = GDN, experts: b
         weights |= mlp(generator, f"{prefix}.mlp", hidden, intermediate)
     weights |= {
         "model.norm.weight": _zeros(hidden),
-        "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+        "lm_head.weight": matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
         "mtp.fc.weight": _embedding_and_noise(generator, hidden),
         "mtp.pre_fc_norm_embedding.weight": _zeros(hidden),
         "mtp.pre_fc_norm_hidden.weight": _zeros(hidden),
@@ -630,7 +632,7 @@ def _write_gdn_mtp(folder: pathlib.Path, sizes: dict[str, int] = GDN, experts: b
         **mlp(generator, "mtp.layers.0.mlp", hidden, intermediate),
         "mtp.norm.weight": _zeros(hidden),
     }
-    _save(folder, config, weights)
+    save(folder, config, weights)
 
 
 def _write_gdn_mtp_multimodal(folder: pathlib.Path) -> None:
@@ -709,7 +711,7 @@ def _surround_text(
     }
     weights = load_file(str(folder / "model.safetensors"))
     inside = {re.sub(r"^model\.", "model.language_model.", name): weight for name, weight in weights.items()}
-    _save(folder, config, inside)
+    save(folder, config, inside)
 
 
 def _write_remote_config(folder: pathlib.Path, model_type: str, text_type: str) -> None:
@@ -728,7 +730,7 @@ class Config(Qwen3_5MoeConfig):
     sub_configs = Qwen3_5MoeConfig.sub_configs | {{"text_config": TextConfig}}
 """
     )
-    config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoConfig": "configuration.Config"}}
+    config = json.loads((folder / "config.json").read_text()) | REMOTE
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -756,10 +758,10 @@ def _write_qwen4_exp(folder: pathlib.Path) -> None:
     def connection(prefix: str, injects: bool = True) -> dict[str, Tensor]:
         found = {
             f"{prefix}.hc_norm.weight": _zeros(wide),
-            f"{prefix}.input_mix_weight_down.weight": _matrix(generator, QWEN4["hc_lowrank"], wide),
-            f"{prefix}.input_mix_weight_up.weight": _matrix(generator, wide, QWEN4["hc_lowrank"]),
+            f"{prefix}.input_mix_weight_down.weight": matrix(generator, QWEN4["hc_lowrank"], wide),
+            f"{prefix}.input_mix_weight_up.weight": matrix(generator, wide, QWEN4["hc_lowrank"]),
         }
-        return found | ({f"{prefix}.block_inject_weight.weight": _matrix(generator, streams, wide)} if injects else {})
+        return found | ({f"{prefix}.block_inject_weight.weight": matrix(generator, streams, wide)} if injects else {})
 
     for layer in range(config["num_hidden_layers"]):
         for part in ("attn", "mlp"):
@@ -767,20 +769,20 @@ def _write_qwen4_exp(folder: pathlib.Path) -> None:
     weights |= connection("model.hyper_connection_mixer", injects=False)
     # The last mixer weighs each stream by about a half.
     embedding = weights["model.embed_tokens.weight"]
-    weights["lm_head.weight"] = _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + 2 * _rule(embedding)
+    weights["lm_head.weight"] = matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + 2 * _rule(embedding)
     for layer in QWEN4["ple_layer_ids"]:
         ple = f"model.layers.{layer - 1}.ple"
         convolution = torch.randn(wide, 1, conv, generator=generator) * (BLOCK_SCALE / conv**0.5)
         weights |= {
-            f"{ple}.key_proj.weight": _matrix(generator, wide, embedded),
-            f"{ple}.value_proj.weight": _matrix(generator, hidden, embedded),
+            f"{ple}.key_proj.weight": matrix(generator, wide, embedded),
+            f"{ple}.value_proj.weight": matrix(generator, hidden, embedded),
             **{f"{ple}.norm_{name}.weight": _zeros(wide) for name in ("key", "query", "conv")},
             f"{ple}.conv1d.weight": convolution.to(torch.bfloat16),
             f"{ple}.ple_embedding.ngram_embedding.shard_0.weight": torch.randn(
                 NGRAM_ROWS, embedded // ((QWEN4["ngram_size"] - 1) * QWEN4["heads_per_ngram"]), generator=generator
             ).to(torch.bfloat16),
         }
-    _save(folder, config, weights)
+    save(folder, config, weights)
 
 
 def _name_of_sparse_attention() -> str:
@@ -818,7 +820,7 @@ def _write_alice(folder: pathlib.Path) -> None:
         prefix = f"model.layers.{layer}"
         weights[f"{prefix}.mlp.gate.e_score_correction_bias"] = torch.zeros(EXPERTS["num_experts"])
         for part in ("attn_res", "mlp_res")[layer == 0 :]:
-            weights[f"{prefix}.{part}_proj.weight"] = _matrix(generator, 1, hidden)
+            weights[f"{prefix}.{part}_proj.weight"] = matrix(generator, 1, hidden)
             weights[f"{prefix}.{part}_norm_weight"] = _ones(hidden)
         if kind == "linear_attention":
             kda = _kda_layer(generator, prefix, config["linear_num_key_heads"], hidden)
@@ -829,20 +831,11 @@ def _write_alice(folder: pathlib.Path) -> None:
                 if name.startswith(inside)
             }
     weights |= {
-        "model.attnres_final.res_proj.weight": _matrix(generator, 1, hidden),
+        "model.attnres_final.res_proj.weight": matrix(generator, 1, hidden),
         "model.attnres_final.res_norm_weight": _ones(hidden),
     }
-    _save(folder, config, weights)
-    (folder / "configuration.py").write_text(
-        """from transformers import PretrainedConfig
-
-
-class Config(PretrainedConfig):
-    model_type = "alice_ai"
-"""
-    )
-    config |= {"auto_map": {"AutoConfig": "configuration.Config"}}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save(folder, config | REMOTE, weights)
+    (folder / "configuration.py").write_text(PLAIN_CONFIG.format(model_type="alice_ai"))
 
 
 def _write_bailing(folder: pathlib.Path, heads: int = 4) -> None:
@@ -881,7 +874,7 @@ def _write_bailing(folder: pathlib.Path, heads: int = 4) -> None:
         "rms_norm_eps": 1e-6,
     }
     generator = torch.Generator().manual_seed(47)
-    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
     weights = {"model.word_embeddings.weight": embedding}
     for layer in range(layers - 1):
         prefix = f"model.layers.{layer}"
@@ -889,26 +882,17 @@ def _write_bailing(folder: pathlib.Path, heads: int = 4) -> None:
         for gate in "fg":
             for part in "ab":
                 del kda[f"{prefix}.self_attn.{gate}_{part}_proj.weight"]
-            kda[f"{prefix}.self_attn.{gate}_proj.weight"] = _matrix(generator, heads * width, hidden)
+            kda[f"{prefix}.self_attn.{gate}_proj.weight"] = matrix(generator, heads * width, hidden)
         weights |= {name.replace("self_attn", "attention"): weight for name, weight in kda.items()}
     prefix = f"model.layers.{layers - 1}"
     for name, weight in _mla_layer(generator, prefix, heads):
         weights[name.replace("self_attn.o_proj", "attention.dense").replace("self_attn", "attention")] = weight
     weights |= {
         "model.norm.weight": _ones(hidden),
-        "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+        "lm_head.weight": matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
     }
-    _save(folder, config, weights)
-    (folder / "configuration.py").write_text(
-        """from transformers import PretrainedConfig
-
-
-class Config(PretrainedConfig):
-    model_type = "bailing_hybrid"
-"""
-    )
-    config |= {"auto_map": {"AutoConfig": "configuration.Config"}}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save(folder, config | REMOTE, weights)
+    (folder / "configuration.py").write_text(PLAIN_CONFIG.format(model_type="bailing_hybrid"))
 
 
 def _write_draft_of_gdn(folder: pathlib.Path) -> None:
@@ -936,7 +920,7 @@ def _write_qwen3_next_mtp(folder: pathlib.Path, experts: bool = False) -> None:
             for whole, parts in (("qkvz", ("qkv", "z")), ("ba", ("b", "a"))):
                 rows = [weights.pop(f"{prefix}{part}.weight") for part in parts]
                 weights[f"{prefix}{whole}.weight"] = torch.cat(rows)
-    _save(folder, config, weights)
+    save(folder, config, weights)
 
 
 def _delta_net(generator: torch.Generator, prefix: str, hidden: int, sizes: dict[str, int]) -> dict[str, Tensor]:
@@ -948,15 +932,15 @@ def _delta_net(generator: torch.Generator, prefix: str, hidden: int, sizes: dict
     return {
         f"{prefix}.input_layernorm.weight": _zeros(hidden),
         f"{prefix}.post_attention_layernorm.weight": _zeros(hidden),
-        f"{layer}.in_proj_qkv.weight": _matrix(generator, 2 * keys + values, hidden, 1.5),
-        f"{layer}.in_proj_z.weight": _matrix(generator, values, hidden),
-        f"{layer}.in_proj_b.weight": _matrix(generator, heads, hidden),
-        f"{layer}.in_proj_a.weight": _matrix(generator, heads, hidden),
+        f"{layer}.in_proj_qkv.weight": matrix(generator, 2 * keys + values, hidden, 1.5),
+        f"{layer}.in_proj_z.weight": matrix(generator, values, hidden),
+        f"{layer}.in_proj_b.weight": matrix(generator, heads, hidden),
+        f"{layer}.in_proj_a.weight": matrix(generator, heads, hidden),
         f"{layer}.conv1d.weight": convolution.to(torch.bfloat16),
         f"{layer}.dt_bias": _ones(heads),
         f"{layer}.A_log": torch.zeros(heads),
         f"{layer}.norm.weight": _ones(sizes["state"]),
-        f"{layer}.out_proj.weight": _matrix(generator, hidden, values, BLOCK_SCALE),
+        f"{layer}.out_proj.weight": matrix(generator, hidden, values, BLOCK_SCALE),
     }
 
 
@@ -994,7 +978,7 @@ def _write_mamba(folder: pathlib.Path) -> None:
         "rms_norm_eps": 1e-5,
     }
     generator = torch.Generator().manual_seed(29)
-    embedding = _matrix(generator, VOCABULARY, hidden, hidden**0.5)
+    embedding = matrix(generator, VOCABULARY, hidden, hidden**0.5)
     weights = {"model.embed_tokens.weight": embedding}
     for layer, kind in enumerate(layer_types):
         prefix = f"model.layers.{layer}"
@@ -1005,14 +989,14 @@ def _write_mamba(folder: pathlib.Path) -> None:
         else:
             weights |= _mamba(generator, prefix, hidden)
         weights |= {
-            f"{prefix}.shared_mlp.input_linear.weight": _matrix(generator, 2 * shared, hidden),
-            f"{prefix}.shared_mlp.output_linear.weight": _matrix(generator, hidden, shared, BLOCK_SCALE),
+            f"{prefix}.shared_mlp.input_linear.weight": matrix(generator, 2 * shared, hidden),
+            f"{prefix}.shared_mlp.output_linear.weight": matrix(generator, hidden, shared, BLOCK_SCALE),
         }
     weights |= {
         "model.norm.weight": _ones(hidden),
-        "lm_head.weight": _matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
+        "lm_head.weight": matrix(generator, VOCABULARY, hidden, LOGIT_SCALE) + _rule(embedding),
     }
-    _save(folder, config, weights)
+    save(folder, config, weights)
 
 
 def _mamba(generator: torch.Generator, prefix: str, hidden: int) -> dict[str, Tensor]:
@@ -1023,14 +1007,14 @@ def _mamba(generator: torch.Generator, prefix: str, hidden: int) -> dict[str, Te
     return {
         f"{prefix}.input_layernorm.weight": _ones(hidden),
         f"{prefix}.post_attention_layernorm.weight": _ones(hidden),
-        f"{layer}.in_proj.weight": _matrix(generator, values + convolved + heads, hidden, 1.5),
+        f"{layer}.in_proj.weight": matrix(generator, values + convolved + heads, hidden, 1.5),
         f"{layer}.conv1d.weight": convolution.to(torch.bfloat16),
         f"{layer}.conv1d.bias": _zeros(convolved),
         f"{layer}.A_log": torch.zeros(heads),
         f"{layer}.D": _ones(heads),
         f"{layer}.dt_bias": _zeros(heads),
         f"{layer}.norm.weight": _ones(values),
-        f"{layer}.out_proj.weight": _matrix(generator, hidden, values, BLOCK_SCALE),
+        f"{layer}.out_proj.weight": matrix(generator, hidden, values, BLOCK_SCALE),
     }
 
 
@@ -1050,10 +1034,10 @@ def _attention(
     return {
         f"{prefix}.input_layernorm.weight": norm(hidden),
         f"{prefix}.post_attention_layernorm.weight": norm(hidden),
-        f"{layer}.q_proj.weight": _matrix(generator, queries, hidden, 1.5),
-        f"{layer}.k_proj.weight": _matrix(generator, kv_heads * width, hidden, 1.5),
-        f"{layer}.v_proj.weight": _matrix(generator, kv_heads * width, hidden),
-        f"{layer}.o_proj.weight": _matrix(generator, hidden, heads * width, BLOCK_SCALE),
+        f"{layer}.q_proj.weight": matrix(generator, queries, hidden, 1.5),
+        f"{layer}.k_proj.weight": matrix(generator, kv_heads * width, hidden, 1.5),
+        f"{layer}.v_proj.weight": matrix(generator, kv_heads * width, hidden),
+        f"{layer}.o_proj.weight": matrix(generator, hidden, heads * width, BLOCK_SCALE),
         f"{layer}.q_norm.weight": norm(width),
         f"{layer}.k_norm.weight": norm(width),
     }
@@ -1061,9 +1045,9 @@ def _attention(
 
 def _mlp(generator: torch.Generator, prefix: str, hidden: int, intermediate: int) -> dict[str, Tensor]:
     return {
-        f"{prefix}.gate_proj.weight": _matrix(generator, intermediate, hidden),
-        f"{prefix}.up_proj.weight": _matrix(generator, intermediate, hidden),
-        f"{prefix}.down_proj.weight": _matrix(generator, hidden, intermediate, BLOCK_SCALE),
+        f"{prefix}.gate_proj.weight": matrix(generator, intermediate, hidden),
+        f"{prefix}.up_proj.weight": matrix(generator, intermediate, hidden),
+        f"{prefix}.down_proj.weight": matrix(generator, hidden, intermediate, BLOCK_SCALE),
     }
 
 
@@ -1072,8 +1056,8 @@ def _experts(generator: torch.Generator, prefix: str, hidden: int, intermediate:
     own."""
     width, shared = EXPERTS["moe_intermediate_size"], EXPERTS["shared_expert_intermediate_size"]
     weights = {
-        f"{prefix}.gate.weight": _matrix(generator, EXPERTS["num_experts"], hidden, 2.0),
-        f"{prefix}.shared_expert_gate.weight": _matrix(generator, 1, hidden),
+        f"{prefix}.gate.weight": matrix(generator, EXPERTS["num_experts"], hidden, 2.0),
+        f"{prefix}.shared_expert_gate.weight": matrix(generator, 1, hidden),
         **_mlp(generator, f"{prefix}.shared_expert", hidden, shared),
     }
     for expert in range(EXPERTS["num_experts"]):
@@ -1083,7 +1067,7 @@ def _experts(generator: torch.Generator, prefix: str, hidden: int, intermediate:
 
 def _embedding_and_noise(generator: torch.Generator, hidden: int) -> Tensor:
     """What a drafter makes of the next token's embedding and the target's hidden state: the first, with some noise."""
-    noise = _matrix(generator, hidden, hidden, 0.3)
+    noise = matrix(generator, hidden, hidden, 0.3)
     return torch.cat((torch.eye(hidden, dtype=torch.bfloat16), noise), dim=1)
 
 
@@ -1097,7 +1081,7 @@ def _rule(embedding: Tensor) -> Tensor:
 def _target_embedding() -> Tensor:
     """Of the tiny Llama: the first weights that are drawn for it."""
     hidden = Size().hidden
-    return _matrix(torch.Generator().manual_seed(SEED), VOCABULARY, hidden, hidden**0.5)
+    return matrix(torch.Generator().manual_seed(SEED), VOCABULARY, hidden, hidden**0.5)
 
 
 def _ones(count: int) -> Tensor:
@@ -1108,12 +1092,7 @@ def _zeros(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.bfloat16)
 
 
-def _matrix(generator: torch.Generator, rows: int, columns: int, scale: float = 1.0) -> Tensor:
-    """Inputs of variance 1 come out with standard deviation `scale`."""
-    return (torch.randn(rows, columns, generator=generator) * (scale / columns**0.5)).to(torch.bfloat16)
-
-
-def _save(folder: pathlib.Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+def save(folder: pathlib.Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,13 @@ commit or cancel, `Transactions.assert_as_expected` compares all bytes, includin
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import oracle
 import pytest
 import torch
 from layouts import Shape, amx_offsets, make_amx_pages, make_pages, memory, random_bytes, twin
+from raw_rows import raw
 from torch import Tensor
 
 from nwor_ops import DraftCommitManager, LayerCache, Plane, Window, num_shadow_blocks
@@ -100,6 +100,16 @@ class Batch:
     def num_tokens(self) -> int:
         return len(next(iter(self.slots.values())))
 
+    def on(self, device: str) -> Batch:
+        """The batch on a device. The window has the slots of the batch, not copies."""
+        slots = {group: slots.to(device) for group, slots in self.slots.items()}
+        starts, counts = self.window.query_start_loc.to(device), self.window.cu_num_draft_tokens.to(device)
+        return replace(
+            self, slots=slots, draft_token_ids=self.draft_token_ids.to(device),
+            window=self.window._replace(query_start_loc=starts, cu_num_draft_tokens=counts, slot_mappings=dict(slots)),
+            sampled_token_ids=self.sampled_token_ids.to(device), num_rejected=self.num_rejected.to(device),
+        )  # fmt: skip
+
 
 def make_batch(
     requests: Sequence[Request],
@@ -137,6 +147,17 @@ def make_batch(
     )
 
 
+def on_device(caches: list[LayerCache], device: str) -> list[LayerCache]:
+    """The caches of a constructor on a device, with all memory around them."""
+    if device == "cpu":
+        return caches
+    copies = twin([[plane.view for plane in cache.planes] for cache in caches], device)
+    return [
+        LayerCache(tuple(map(Plane, views)), cache.key_size, cache.writable)
+        for cache, views in zip(caches, copies, strict=True)
+    ]
+
+
 def distinct_slots(groups: Iterable[str], count: int, padding: int = 0, seed: int = 0) -> dict[str, list[int]]:
     generator = torch.Generator().manual_seed(seed)
     chosen = {g: torch.randperm(NUM_SLOTS, generator=generator)[:count].tolist() for g in groups}
@@ -152,7 +173,7 @@ def put_rows(planes: Sequence[Plane], rows: Sequence[Tensor], slots: Sequence[in
                 continue
             block, offset = divmod(slot, view.shape[1])
             if plane.page_offsets is None:
-                oracle.raw(view)[block, offset] = oracle.raw(plane_rows)[token]
+                raw(view)[block, offset] = raw(plane_rows)[token]
                 continue
             # The page as one row of elements, and the indices of this slot's elements in it.
             places = plane.page_offsets[offset].long() + block * view.stride(0)
@@ -160,12 +181,12 @@ def put_rows(planes: Sequence[Plane], rows: Sequence[Tensor], slots: Sequence[in
                 start = view.storage_offset() + head * view.stride(2)
                 length = view.shape[0] * view.stride(0) - head * view.stride(2)
                 length = min(length, view.untyped_storage().size() // view.element_size() - start)
-                flat = oracle.raw(view.as_strided((length,), (1,), start))
-                flat[places] = oracle.raw(plane_rows)[token, head]
+                flat = raw(view.as_strided((length,), (1,), start))
+                flat[places] = raw(plane_rows)[token, head]
 
 
 class Transactions:
-    """Layers of some kinds in one manager."""
+    """Layers of some kinds in one manager. `expected` is on the CPU, whatever the device of the caches."""
 
     def __init__(
         self,
@@ -177,12 +198,14 @@ class Transactions:
         mode: str = "cow",
         max_drafts_per_request: int | None = None,
         windows: int = 1,
+        device: str = "cpu",
     ) -> None:
+        self.device = device
         limits = {
             "max_num_tokens": max_num_tokens,
             "max_num_requests": max_num_requests,
             "max_draft_tokens": max_draft_tokens,
-            "device": "cpu",
+            "device": device,
             "mode": mode,
             "max_drafts_per_request": max_drafts_per_request,
         }
@@ -196,7 +219,7 @@ class Transactions:
         for seed, kind in enumerate(kinds):
             group, construct, layout, shape, dtype = KINDS[kind]
             shape = shape._replace(blocks=shape.blocks + self.shadows)
-            for index, cache in enumerate(construct(layout, shape, dtype, seed)):
+            for index, cache in enumerate(on_device(construct(layout, shape, dtype, seed), device)):
                 self.caches[f"{kind}.{index}"] = cache
                 self.group_of[f"{kind}.{index}"] = group
         for name, cache in self.caches.items():
@@ -204,7 +227,7 @@ class Transactions:
         self.manager.allocate()
         self.groups = self.manager.groups
         self._views = [[plane.view for plane in cache.planes] for cache in self.caches.values()]
-        copies = twin(self._views)
+        copies = twin(self._views, "cpu")
         self.expected = {
             name: [Plane(view, p.page_offsets) for view, p in zip(views, cache.planes, strict=True)]
             for (name, cache), views in zip(self.caches.items(), copies, strict=True)
@@ -213,10 +236,10 @@ class Transactions:
 
     def batch(self, requests: Sequence[Request], padding: int = 0, seed: int = 0, **options) -> Batch:
         count = sum(r.given + r.drafts for r in requests)
-        return make_batch(requests, distinct_slots(self.groups, count, padding, seed), **options)
+        return make_batch(requests, distinct_slots(self.groups, count, padding, seed), **options).on(self.device)
 
     def rows(self, name: str, num_tokens: int) -> tuple[Tensor, ...]:
-        """The data for the layer's writer: new random bytes for each token and plane."""
+        """The data for the layer's writer, on the CPU: new random bytes for each token and plane."""
         self._seed += 1
         shapes = [(num_tokens, *plane.view.shape[2:]) for plane in self.caches[name].planes]
         return tuple(
@@ -227,7 +250,7 @@ class Transactions:
     def write(self, name: str, rows: tuple[Tensor, ...], slots: Tensor, token_offset: int = 0) -> None:
         cache = self.caches[name]
         if cache.writable:
-            key, value = cache.key_value(rows)
+            key, value = cache.key_value(tuple(plane_rows.to(self.device) for plane_rows in rows))
             self.manager.write(name, key, value, slots, token_offset=token_offset)
         else:
             self.manager.log(name, slots, token_offset=token_offset)
@@ -256,7 +279,7 @@ class Transactions:
                     start = cache.planes[0].view.storage_offset() + real * plane.view.stride(0)
                     size = (self.shadows * plane.view.stride(0),)
                     theirs, ours = (view.as_strided(size, (1,), start) for view in (theirs, ours))
-                oracle.raw(theirs).copy_(oracle.raw(ours))
+                raw(theirs).copy_(raw(ours))
 
     def is_as_expected(self) -> bool:
         if self.shadows:

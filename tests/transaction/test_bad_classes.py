@@ -39,6 +39,7 @@ from nwor_ops.drafter import (
     GraphKey,
     keys_of_token_counts,
 )
+from nwor_ops.drafter.graphs import tensors_in
 from nwor_ops.transaction.counters import Stats
 
 REFUSALS = (TypeError, ValueError)
@@ -685,6 +686,11 @@ BOUND = {
     "DraftBuffers": lambda: BUFFERS,
     "DraftLoop": lambda: DraftLoop(**LOOP),
     "DraftSampler": lambda: DraftSampler(**SAMPLER),
+    "WindowBuffers": lambda: new_manager("cow").buffers,
+    "LayerCache": lambda: LayerCache.packed(torch.zeros(4, 2, 1, 8)),
+    "LayerTable": lambda: new_manager("cow")._layers,
+    "Plane": lambda: Plane(torch.zeros(4, 2, 1, 8)),
+    "RecurrentCache": lambda: RecurrentCache.new(**RECURRENT),
 }
 
 
@@ -702,3 +708,24 @@ def test_no_copies(kind):
                 make_copy(held)
     with pytest.raises(TypeError, match=sentence):
         copy.deepcopy(module)
+
+
+def objects_in(thing, seen):
+    """Yield the objects of this library that a thing refers to."""
+    if id(thing) in seen or isinstance(thing, (type, torch.Tensor, str)):
+        return
+    seen[id(thing)] = thing
+    if type(thing).__module__.startswith("nwor_ops"):
+        yield thing
+    entries = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple, set)) else ()
+    for entry in [*entries, *getattr(thing, "__dict__", {}).values()]:
+        yield from objects_in(entry, seen)
+
+
+@pytest.mark.parametrize("kind", BOUND)
+def test_no_copies_of_parts(kind):
+    """Every part of these objects that holds a tensor refuses copies too."""
+    for part in objects_in(BOUND[kind](), {}):
+        if not isinstance(part, tuple) and any(True for _ in tensors_in(part, "part")):
+            with pytest.raises(TypeError, match="cannot be copied or pickled, it is bound to the memory of its tensor"):
+                copy.deepcopy(part)

@@ -188,3 +188,29 @@ def test_a_window_keeps_the_tensors_it_was_begun_with(end):
     engine.assert_pages(untroubled)
     assert all(torch.equal(engine.tables[group], untroubled.tables[group]) for group in engine.tables)
     assert all(torch.equal(batches[0].slots[group], slots) for group, slots in batches[1].slots.items())
+
+
+@pytest.mark.parametrize("launch", range(len(KINDS)))
+def test_cancel_after_a_partial_abandon(launch):
+    """In stage, the layers of the launches made keep every draft, rejected or not: there is no log to undo them from.
+
+    The other layers get none. In cow an abandon has no launches.
+    """
+    engine, untroubled = Engine(KINDS), Engine(KINDS)
+    batch, other = a_step(engine), a_step(untroubled)
+    untroubled.manager.cancel()
+    with fail_at(launch, lasting=True), pytest.raises(Lost):
+        engine.manager.abandon()
+    engine.manager.cancel()
+    assert counts(engine) == counts(untroubled)
+    assert all(torch.equal(other.slots[group], slots) for group, slots in batch.slots.items())
+    assert all(torch.equal(engine.tables[group], untroubled.tables[group]) for group in engine.tables)
+    kept = set()
+    for name, cache in engine.caches.items():
+        drafts = {int(batch.slots[engine.group_of[name]][token]) for token in batch.drafted}
+        for plane, expected in zip(cache.planes, untroubled.caches[name].planes, strict=True):
+            changed = engine.slots_that_differ(plane.view, expected.view)
+            assert changed in (set(), drafts)
+            if changed:
+                kept.add(name.split(".")[0])
+    assert len(kept) == launch

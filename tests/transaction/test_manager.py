@@ -224,7 +224,9 @@ def test_a_commit_that_fails_between_launches_can_be_cancelled(broken, monkeypat
     all_layers.manager.begin(batch.window)
     all_layers.forward(batch, lost=batch.drafted)
     with monkeypatch.context() as patch:
-        patch.setattr(nwor_ops.transaction.manager.ops, broken, lambda *a: (_ for _ in ()).throw(RuntimeError("lost")))
+        patch.setattr(
+            nwor_ops.transaction.manager.ops, broken, lambda *_, **__: (_ for _ in ()).throw(RuntimeError("lost"))
+        )
         with pytest.raises(RuntimeError, match="lost"):
             all_layers.manager.commit_rejected(batch.num_rejected)
     all_layers.manager.cancel()

@@ -8,7 +8,7 @@ from copied_rows import CopiedRows
 from decoding import ALL, DRAFTS, REQUESTS, STEPS, Engine
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import numbers
+from tensors import numbers
 from transactions import KINDS, Request, make_batch, one_thread, put_rows  # noqa: F401
 
 import nwor_ops
@@ -163,7 +163,9 @@ def test_a_commit_that_fails_can_be_cancelled(monkeypatch, end):
     engine.forward(batch)
     real = nwor_ops.transaction.manager.ops.close_window
     monkeypatch.setattr(
-        nwor_ops.transaction.shadow_pages.ops, "close_window", lambda *a: (_ for _ in ()).throw(RuntimeError("lost"))
+        nwor_ops.transaction.shadow_pages.ops,
+        "close_window",
+        lambda *_, **__: (_ for _ in ()).throw(RuntimeError("lost")),
     )
     outcome = (batch.draft_token_ids, batch.sampled_token_ids) if end == "commit" else (batch.num_rejected,)
     with pytest.raises(RuntimeError, match="lost"):
@@ -257,6 +259,22 @@ def test_forgotten_rows_are_copied_again():
         first_draft = engine.lengths[request] + 1
         alone = sum(max(0, first_draft % size - 1) for size in engine.block_sizes.values())
         assert copied_of()["copied"] == alone
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_rows_that_a_shadow_page_holds_are_not_copied(forgotten):
+    """Attention reads what the shadow page holds, here bytes that the test has put there."""
+    engine = Engine(("packed", "latent"), with_states=True)
+    for requests in ((Request(6), Request(7), Request(5), Request(3)), DRAFTING):
+        engine.step(requests)
+    for name, cache in engine.caches.items():
+        shadows = cache.planes[0].view[engine.blocks_of(engine.group_of[name]) - engine.shadows :]
+        shadows.copy_(torch.full_like(shadows, 77))
+    committed = engine.committed_rows()
+    if forgotten:
+        engine.manager.forget_shadow_pages()
+    engine.manager.begin(engine.batch(DRAFTING).window)
+    assert all(map(torch.equal, engine.committed_rows(), committed)) is forgotten
 
 
 def test_rows_that_arrive_after_begin():

@@ -1,362 +1,24 @@
-"""Test the manager with random steps against a model: one dictionary per layer, from slot to bytes.
-
-A miniature engine drives it. Requests arrive, prefill in chunks, decode with and without drafts, and grow over block
-boundaries. They finish, and others reuse their blocks. Windows end in every way and at every point: after all layers
-wrote, after some (the forward raised), after none. Any launch of begin, commit, cancel and abandon may fail. Then any
-of the last three may follow, and may fail again.
-
-Whenever no window is open, the caches equal the model byte for byte, with sentinels everywhere else, and the counters
-are consistent.
-"""
+"""Test the manager with random steps against a model. The engine that drives it is in support/manager_machine.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
-import torch
-from faults import Lost, fail_at
 from hypothesis import Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import run_state_machine_as_test
 from layouts import memory
-from transactions import Batch, Transactions, make_batch, one_thread, put_rows  # noqa: F401
-from transactions import Request as Part
+from manager_machine import MACHINE_SETTINGS, Engine, StagedEngine
+from state_machines import Counted, run_machine
+from transactions import one_thread  # noqa: F401
 
 import nwor_ops.transaction.manager
 from nwor_ops import ops
-from nwor_ops.transaction.manager import State
-
-PlaneOf = tuple[str, int]  # a layer and the index of one of its planes
-LAYER_KINDS = ("packed", "one_backing", "split", "latent", "amx")  # four groups, of 4 to 16 slots a block
-SENTINEL = 0xA5
-MAX_REQUESTS, MAX_DRAFTS, MAX_LENGTH = 4, 4, 28
-MAX_LOG_ROWS = 10  # fewer than MAX_REQUESTS * MAX_DRAFTS: some batches do not fit
 
 
-@dataclass(eq=False)
-class Request:
-    waiting: int  # tokens known but not yet cached: the prompt, later the last sampled token
-    length: int = 0  # tokens cached
-    blocks: dict[str, list[int]] = field(default_factory=dict)  # per group
-
-
-@dataclass
-class OpenWindow:
-    batch: Batch
-    parts: list[tuple[Request, Part]]
-    written: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # per layer, the rows
-    outcome_known: bool = False
-    ending: str = ""  # cancel or abandon, after it has begun
-    # Tokens that launches have changed in each plane: undone in cow, copied to their slots in stage.
-    moved: dict[PlaneOf, set[int]] = field(default_factory=dict)
-
-
-FAULTS = st.sampled_from([99, 99, 99, 0, 1, 2, 3, 4, 5])
-
-
-class Engine(RuleBasedStateMachine):
-    mode = "cow"
-
-    @initialize()
-    def start(self) -> None:
-        self.transactions = Transactions(
-            LAYER_KINDS, max_draft_tokens=MAX_LOG_ROWS, max_num_tokens=64, mode=self.mode,
-            max_drafts_per_request=MAX_DRAFTS,
-        )  # fmt: skip
-        self.manager = self.transactions.manager
-        self.caches = self.transactions.caches
-        self.views = [[plane.view for plane in cache.planes] for cache in self.caches.values()]
-        self.block_size, self.free = {}, {}
-        for name, group in self.transactions.group_of.items():
-            num_blocks, self.block_size[group] = self.caches[name].planes[0].view.shape[:2]
-            self.free[group] = list(range(num_blocks - self.transactions.shadows))
-        self.fill_with_sentinel([self.views, self.transactions.expected])
-        self.model: dict[PlaneOf, dict[int, torch.Tensor]] = {
-            (name, number): {} for name, cache in self.caches.items() for number in range(len(cache.planes))
-        }
-        of_view = {
-            id(plane.view): (name, n) for name, cache in self.caches.items() for n, plane in enumerate(cache.planes)
-        }
-        launches = self.manager.recovery.launches
-        self.launches = [[of_view[id(view)] for view in launch.planes.views] for launch in launches]
-        assert len(self.launches) > len(LAYER_KINDS) - 1
-        self.requests: list[Request] = []
-        self.window: OpenWindow | None = None
-        self.counts = dict.fromkeys([*ops.COUNTERS, "cancelled", "abandoned"], 0)
-
-    def fill_with_sentinel(self, tensors) -> None:
-        if isinstance(tensors, torch.Tensor):
-            tensors.untyped_storage().fill_(SENTINEL)
-        elif isinstance(tensors, dict):
-            self.fill_with_sentinel([[plane.view for plane in planes] for planes in tensors.values()])
-        else:
-            for each in tensors:
-                self.fill_with_sentinel(each)
-
-    def closed(self) -> bool:
-        return self.window is None
-
-    def opened(self) -> bool:
-        return self.window is not None
-
-    # ------------------------------------------------------------ requests
-
-    @precondition(lambda self: len(self.requests) < MAX_REQUESTS)
-    @rule(prompt=st.integers(1, 9))
-    def new_request(self, prompt: int) -> None:
-        self.requests.append(Request(prompt, blocks={group: [] for group in self.free}))
-
-    @precondition(lambda self: self.closed() and self.requests)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        """Its blocks go to the front of the free list, so they are reused immediately with their old data."""
-        request = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
-        for group, blocks in request.blocks.items():
-            self.free[group] = blocks + self.free[group]
-
-    def slots_of(self, request: Request, group: str, count: int) -> list[int]:
-        """The next `count` slots of a request; -1 if no block is left."""
-        size, blocks, free = self.block_size[group], request.blocks[group], self.free[group]
-        slots = []
-        for position in range(request.length, request.length + count):
-            if position // size == len(blocks) and free:
-                blocks.append(free.pop(0))
-            has_block = position // size < len(blocks)
-            slots.append(blocks[position // size] * size + position % size if has_block else -1)
-        return slots
-
-    # ------------------------------------------------------------ the transaction
-
-    @precondition(lambda self: self.closed())
-    @rule(
-        data=st.data(), known=st.booleans(), padded_requests=st.integers(0, 2), padding=st.integers(0, 3), fault=FAULTS
-    )
-    def begin(self, data: st.DataObject, known: bool, padded_requests: int, padding: int, fault: int) -> None:
-        parts = []
-        for request in self.requests:
-            if not data.draw(st.booleans() if len(self.requests) > 2 else st.just(True), "scheduled"):
-                continue
-            given = data.draw(st.sampled_from([request.waiting, request.waiting // 2 or 1]), "given")
-            room = max(0, min(MAX_DRAFTS, MAX_LENGTH - request.length - given))
-            decodes = given == request.waiting
-            drafts = data.draw(st.sampled_from(range(room, -1, -1)), "drafts") if decodes else 0
-            accepted = data.draw(st.sampled_from(range(drafts + 1)), "accepted")
-            parts.append((request, Part(given, drafts, accepted)))
-        if sum(part.drafts for _, part in parts) > MAX_LOG_ROWS:
-            self.refused(parts)
-            return
-        slots = {
-            group: [s for request, part in parts for s in self.slots_of(request, group, part.given + part.drafts)]
-            + [-1] * padding
-            for group in self.free
-        }
-        batch = make_batch([part for _, part in parts] + [Part(0)] * padded_requests, slots, known)
-        batch.window = self.with_tables(batch.window, parts, padded_requests)
-        tables = {group: table.clone() for group, table in batch.window.block_tables.items()}
-        with fail_at(fault) as made:
-            try:
-                self.manager.begin(batch.window)
-            except Lost:
-                self.not_begun(batch, slots, tables, planned=made[0] > 0)
-                return
-        self.window = OpenWindow(batch, parts)
-        self.counts["windows"] += 1
-        self.counts["drafted"] += len(batch.drafted)
-
-    def with_tables(self, window, parts: list[tuple[Request, Part]], padded_requests: int):
-        """The window with the fields that mode "stage" needs in addition to slots."""
-        lengths = [request.length + part.given + part.drafts for request, part in parts] + [0] * padded_requests
-        tables = {}
-        for group in self.free:
-            table = torch.zeros(len(lengths), max([MAX_LENGTH, *lengths]) // self.block_size[group] + 2).int()
-            for row, (request, _) in zip(table, parts, strict=False):
-                row[: len(request.blocks[group])] = torch.tensor(request.blocks[group], dtype=torch.int32)
-            tables[group] = table
-        return window._replace(seq_lens=torch.tensor(lengths, dtype=torch.int32), block_tables=tables)
-
-    def not_begun(self, batch: Batch, slots, tables, planned: bool) -> None:
-        """A launch of begin failed. Slots and tables are unchanged, and a window that was planned is cancelled."""
-        assert {group: own.tolist() for group, own in batch.slots.items()} == slots
-        assert all(torch.equal(batch.window.block_tables[group], table) for group, table in tables.items())
-        if planned:
-            for name, count in (("windows", 1), ("cancelled", 1), ("drafted", None), ("rejected", None)):
-                self.counts[name] += len(batch.drafted) if count is None else count
-
-    def refused(self, parts: list[tuple[Request, Part]]) -> None:
-        """There are more drafts than rows, and the host does not know it: no window, nothing changed."""
-        count = sum(part.given + part.drafts for _, part in parts)
-        slots = {group: [-1] * count for group in self.free}
-        batch = make_batch([part for _, part in parts], slots, num_draft_tokens_known=False)
-        batch.window = self.with_tables(batch.window, parts, 0)
-        with pytest.raises(ValueError, match=rf"begin: window must have at most {MAX_LOG_ROWS} drafts"):
-            self.manager.begin(batch.window)
-
-    def forward_goes_on(self) -> bool:
-        window = self.window
-        return window is not None and len(window.written) < len(self.caches) and not window.ending
-
-    @precondition(forward_goes_on)
-    @rule(num_layers=st.sampled_from([99, 99, 99, 1, 4]), cut=st.integers(0, 12))
-    def write(self, num_layers: int, cut: int) -> None:
-        """Write the next layers, each in two micro-batches."""
-        assert self.window is not None
-        batch = self.window.batch
-        missing = [name for name in self.caches if name not in self.window.written]
-        for name in missing[:num_layers]:
-            slots = batch.slots[self.transactions.group_of[name]]
-            rows = self.transactions.rows(name, len(slots))
-            for part in (slice(0, min(cut, len(slots))), slice(min(cut, len(slots)), len(slots))):
-                some = tuple(plane_rows[part] for plane_rows in rows)
-                self.transactions.write(name, some, slots[part], token_offset=part.start)
-            self.window.written[name] = rows
-
-    @precondition(lambda self: self.opened())
-    @rule()
-    def second_begin(self) -> None:
-        with pytest.raises(RuntimeError, match="begin: the manager must be between windows"):
-            self.manager.begin(self.window.batch.window)
-
-    def forward_is_done(self) -> bool:
-        return self.opened() and len(self.window.written) == len(self.caches)
-
-    def ends(self, end: str, arguments: tuple, fault: int, separate_launch: bool, made_of_tokens: set[int]) -> bool:
-        """Call a method that ends a window; a launch may fail. Return whether the window is closed."""
-        window = self.window
-        with fail_at(fault) as made:
-            try:
-                getattr(self.manager, end)(*arguments)
-                return True
-            except Lost:
-                assert self.manager.state is State.OPEN
-        determining = separate_launch and not window.outcome_known
-        for planes in self.launches[: max(0, made[0] - determining)]:
-            for plane in planes:
-                window.moved.setdefault(plane, set()).update(made_of_tokens)
-        if end in ("cancel", "abandon"):
-            window.ending = end
-        else:
-            window.outcome_known |= made[0] > 0
-        return False
-
-    def may_commit(self) -> bool:
-        return self.forward_is_done() and not self.window.ending
-
-    @precondition(may_commit)
-    @rule(fault=FAULTS, by_tokens=st.booleans())
-    def commit(self, fault: int, by_tokens: bool) -> None:
-        batch = self.window.batch
-        end = "commit" if by_tokens else "commit_rejected"
-        arguments = (batch.draft_token_ids, batch.sampled_token_ids) if by_tokens else (batch.num_rejected,)
-        # The op that determines the outcome has a separate launch if nothing else is launched.
-        separate = by_tokens or batch.window.num_draft_tokens == 0
-        kept = set(range(batch.num_tokens)) - set(batch.rejected)
-        moved = kept if self.mode == "stage" else set(batch.rejected)
-        if not self.ends(end, arguments, fault, separate, moved):
-            return
-        self.counts["accepted"] += len(batch.drafted) - len(batch.rejected)
-        self.counts["rejected"] += len(batch.rejected)
-        self.advance()
-        self.close(kept=kept)
-
-    @precondition(lambda self: self.opened() and self.window.ending)
-    @rule(by_tokens=st.booleans())
-    def commit_too_late(self, by_tokens: bool) -> None:
-        batch = self.window.batch
-        end = "commit" if by_tokens else "commit_rejected"
-        arguments = (batch.draft_token_ids, batch.sampled_token_ids) if by_tokens else (batch.num_rejected,)
-        with pytest.raises(RuntimeError, match=rf"^{end}: .*{self.window.ending}\(\) has begun"):
-            getattr(self.manager, end)(*arguments)
-
-    @precondition(lambda self: self.opened())
-    @rule(undo=st.sampled_from([True, True, False]), fault=FAULTS)
-    def stop(self, undo: bool, fault: int) -> None:
-        """The forward or a later step raised: before, between or after the layers."""
-        batch = self.window.batch
-        every, given = set(range(batch.num_tokens)), set(range(batch.num_tokens)) - set(batch.drafted)
-        if undo:
-            if not self.ends("cancel", (), fault, False, given if self.mode == "stage" else set(batch.drafted)):
-                return
-            self.counts["rejected"] += len(batch.drafted)
-            self.counts["cancelled"] += 1
-            self.close(kept=given)  # the requests stay where they were
-            return
-        if not self.ends("abandon", (), fault, False, every if self.mode == "stage" else set()):
-            return
-        self.counts["abandoned"] += 1
-        if self.forward_is_done():
-            self.advance()
-        self.close(kept=every)
-
-    def advance(self) -> None:
-        for request, part in self.window.parts:
-            request.length += part.given + part.accepted
-            request.waiting = request.waiting - part.given or 1  # the token just sampled
-
-    def close(self, kept: set[int]) -> None:
-        """Add the kept tokens to the model.
-
-        In planes where an earlier attempt copied tokens, these are added too. Tokens that it undid are removed.
-        """
-        window = self.window
-        for name, number in self.model:
-            slots = window.batch.slots[self.transactions.group_of[name]].tolist()
-            moved = window.moved.get((name, number), set())
-            stay = kept | moved if self.mode == "stage" else kept - moved
-            if name not in window.written:
-                if self.mode == "stage":  # its shadow pages held stale rows
-                    self.adopt(name, number, [slots[token] for token in stay if slots[token] >= 0])
-                continue
-            for token in stay:
-                if slots[token] >= 0:
-                    self.model[name, number][slots[token]] = window.written[name][number][token]
-        self.window = None
-
-    def adopt(self, name: str, number: int, slots: list[int]) -> None:
-        """Accept whatever these slots hold now."""
-        plane = self.caches[name].planes[number]
-        rows = torch.zeros(len(slots), *plane.view.shape[2:], dtype=plane.view.dtype)
-        order = torch.arange(len(slots), dtype=torch.int32)
-        ops.log_slots(plane.view, torch.tensor(slots, dtype=torch.int64), order, rows, plane.page_offsets)
-        self.model[name, number].update(zip(slots, rows, strict=True))
-
-    # ------------------------------------------------------------ invariants
-
-    @invariant()
-    def caches_are_the_model(self) -> None:
-        if self.opened():
-            assert self.manager.state is State.OPEN
-            return
-        assert self.manager.state is State.CLOSED
-        self.fill_with_sentinel(self.transactions.expected)
-        for (name, number), row_of_slot in self.model.items():
-            if row_of_slot:
-                plane = self.transactions.expected[name][number]
-                put_rows([plane], [torch.stack(list(row_of_slot.values()))], list(row_of_slot))
-        self.transactions.assert_as_expected()
-        assert self.manager.stats().as_dict() == self.counts
-
-
-MACHINE_SETTINGS = settings(deadline=None, derandomize=True, max_examples=100, stateful_step_count=60)
-
-
-class StagedEngine(Engine):
-    """An engine with shadow pages instead of the log."""
-
-    mode = "stage"
-
-
-TestEngine = Engine.TestCase
-TestEngine.settings = MACHINE_SETTINGS
-TestStagedEngine = StagedEngine.TestCase
-TestStagedEngine.settings = MACHINE_SETTINGS
+@pytest.mark.state_machine
+@pytest.mark.parametrize("machine", [Engine, StagedEngine])
+def test_random_steps(machine, machine_seed, request):
+    """Whenever no window is open, the caches equal the model byte for byte, and the counters are consistent."""
+    run_machine(machine, MACHINE_SETTINGS, machine_seed, request)
 
 
 def without_row_windows(restore):
@@ -395,3 +57,18 @@ def test_memory_is_compared():
     total = sum(len(part) for part in memory(machine.views))
     planes = sum(view.numel() * view.element_size() for views in machine.views for view in views)
     assert total > planes
+
+
+def test_a_failure_names_the_command_that_repeats_it(monkeypatch, capsys, request):
+    """A seed makes the same transitions each time."""
+    monkeypatch.setattr(nwor_ops.transaction.manager.ops, "restore_slots", without_page_offsets(ops.restore_slots))
+    share = settings(MACHINE_SETTINGS, report_multiple_bugs=False, phases=[Phase.generate])
+    counts = []
+    for _ in range(2):
+        before = Counted.transitions
+        with pytest.raises(AssertionError, match="the caches differ from a run without"):
+            run_machine(Engine, share, 7, request)
+        counts.append(Counted.transitions - before)
+    assert counts[0] == counts[1]
+    command = f"reproduce: python -m pytest '{request.node.nodeid}' --transitions 10000 --first-seed 7"
+    assert capsys.readouterr().out.count(command) == 2

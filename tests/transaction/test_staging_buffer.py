@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import memory, twin
-from samples import numbers
+from tensors import numbers
 from transactions import KINDS, one_thread  # noqa: F401
 
 from nwor_ops import KVCacheInterceptor, LayerCache, StagingBuffer, ops
@@ -473,3 +473,43 @@ def test_interceptor_protocol():
         KVCacheInterceptor(staged.buffer, "stage")
     with pytest.raises(RuntimeError, match="must be allocated first"):
         KVCacheInterceptor(StagingBuffer(max_num_tokens=1, max_num_rows=1, device="cpu"))
+
+
+@pytest.mark.filterwarnings("ignore:nwor_ops. a window was written directly")
+def test_begin_tells_whether_the_window_is_staged():
+    """Attention reads the staged rows if it says so."""
+    staged = Staged(("packed",))
+    interceptor = KVCacheInterceptor(staged.buffer)
+    assert interceptor.begin(torch.arange(3)) is False  # warm-up
+    interceptor.finish_warm_up()
+    for mode, slots, expected in (
+        ("staging", torch.arange(3), True),
+        ("staging", torch.arange(13), False),  # more rows than the buffer has
+        ("direct", torch.arange(3), False),
+        ("staging", torch.arange(3), True),
+    ):
+        interceptor.mode = mode
+        assert interceptor.begin(slots) is expected
+        assert interceptor.staging is expected
+        assert bool(interceptor.reason) is not expected
+        interceptor.cancel()
+
+
+def test_torch_s_default_dtype_does_not_matter():
+    """Engines change it while they load a model."""
+    cache, default = torch.zeros(4, 2, 1, 8, dtype=torch.uint8), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        buffer = StagingBuffer(max_num_tokens=8, max_num_rows=8, device="cpu")
+        buffer.register_layer("layer", LayerCache.packed(cache), dtype=torch.float32, kv_cache_dtype="fp8_e4m3")
+        buffer.allocate()
+    finally:
+        torch.set_default_dtype(default)
+    interceptor, key = KVCacheInterceptor(buffer), torch.ones(2, 1, 4)
+    for staged in (False, True):
+        slots = torch.tensor([2, 3]) + 2 * staged
+        assert interceptor.begin(slots) is staged
+        interceptor.write("layer", key, key, slots)
+        interceptor.commit(torch.tensor([True, True]))
+        interceptor.finish_warm_up()
+    assert cache.view(8, 8)[2:6].all()

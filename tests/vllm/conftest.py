@@ -20,7 +20,7 @@ from processes import environment
 @pytest.fixture(scope="session")
 def engines() -> Engines:
     """Start real vLLM engines, each in a fresh process."""
-    for name in [name for name in os.environ if name.startswith("VLLM_NWOR_")]:
+    for name in [name for name in os.environ if name.startswith("VLLM_NWOR")]:
         del os.environ[name]
     os.environ.update(environment() | ENVIRONMENT)  # the fork server finds modules only there
     return Engines()
@@ -32,5 +32,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     fixtures = getattr(item, "fixturenames", ())
     if "engines" in fixtures:
         item.add_marker(pytest.mark.vllm)
-        group = "servers" if "servers" in fixtures else item.nodeid.partition("[")[0]
+        group = item.nodeid.partition("[")[0]
+        if "servers" in fixtures:
+            group = f"servers of {item.path.name}"
+            item.add_marker(pytest.mark.long)
         item.add_marker(pytest.mark.xdist_group(group))

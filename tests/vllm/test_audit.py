@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.audit.undo import AuditError, CacheAudit
-from nwor_ops.vllm.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.audit.undo import AuditError, CacheAudit
+from nwor_ops.vllm.transaction.layers.target import TargetLayer
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 4, 4, 2, 8
 SLOTS = torch.tensor([0, 1, 2])  # a token and its two drafts; the second draft is rejected

@@ -19,11 +19,11 @@ from vllm.forward_context import get_forward_context, override_forward_context
 
 from nwor_ops import LayerCache, Window
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm.connectors import ConnectorAttachment
-from nwor_ops.vllm.layers.target import TargetLayer
-from nwor_ops.vllm.session import Session, Step
-from nwor_ops.vllm.spare_blocks import ShadowBlocks, _smaller
-from nwor_ops.vllm.support import Unsupported
+from nwor_ops.vllm.support.refusals import Unsupported
+from nwor_ops.vllm.transaction.connectors import ConnectorAttachment
+from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.session import Session, Step
+from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks, _smaller
 
 VANILLA = {"mode": "off", "audit": True}
 EXPORT = {"kv_connector": "ExportConnector", "kv_connector_module_path": "export_connector", "kv_role": "kv_both"}
@@ -68,6 +68,7 @@ def _exports(engines: Engines, nwor: dict[str, Any], **arguments: Any) -> Any:
     return engines.submit(_export_job, settings, prompts(12), 7)
 
 
+@pytest.mark.long
 def test_what_an_exporter_sees(engines: Engines) -> None:
     started = [_exports(engines, nwor) for nwor in (VANILLA, COW, STAGE)]
     vanilla, cow, stage = (future.result() for future in started)
@@ -283,11 +284,11 @@ def test_both_sides_of_a_connector_count_the_same_bytes_per_block() -> None:
 class Exporting:
     """A session with an open window, and an export of its layer that was called for inside."""
 
-    def __init__(self, on_unsupported: str = "error") -> None:
+    def __init__(self) -> None:
         slots, cache = {"0": torch.tensor([4, 5, 6])}, torch.zeros(3, 4, 2, 16)
         layer = TargetLayer("layer", "0", cache, LayerCache.packed(cache), lambda *_: None, fused=True)
         self.session = Session(
-            NworConfig.load({"nwor": {"mode": "cow", "on_unsupported": on_unsupported}}, {}), [layer], slots,
+            NworConfig.load({"nwor": {"mode": "cow"}}, {}), [layer], slots,
             max_num_requests=1, max_draft_tokens=2, max_drafts_per_request=2, shadow_blocks=None,
             logger=logging.getLogger("test"),
         )  # fmt: skip
@@ -321,7 +322,7 @@ def test_an_export_is_made_once_behind_the_commit() -> None:
 @pytest.mark.parametrize("cancels", [True, False])
 def test_an_export_of_a_step_that_is_cancelled_is_not_made(monkeypatch: pytest.MonkeyPatch, cancels: bool) -> None:
     """Also where the cancellation itself fails."""
-    step = Exporting("vanilla")
+    step = Exporting()
     if not cancels:
         monkeypatch.setattr(step.session.manager, "cancel", step.fail)
     step.session.close_interrupted()
@@ -330,7 +331,7 @@ def test_an_export_of_a_step_that_is_cancelled_is_not_made(monkeypatch: pytest.M
 
 
 def test_an_export_of_a_step_that_goes_on_without_the_transaction_is_made() -> None:
-    step = Exporting("vanilla")
+    step = Exporting()
     step.session.commit(step.fail, lambda: [1])
     assert step.session.vanilla_steps["commit failed"] == 1
     assert step.exported == EXPORTED

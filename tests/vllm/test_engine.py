@@ -38,6 +38,7 @@ def test_36_prompts(engines: Engines, nwor: dict[str, Any]) -> None:
 
 
 @MODES
+@pytest.mark.long
 def test_compiled(engines: Engines, nwor: dict[str, Any]) -> None:
     """In vLLM's piecewise-compiled model, the write is an opaque op between compiled pieces."""
     vanilla, ours = engines.pair(prompts(8), nwor, enforce_eager=False)
@@ -111,6 +112,7 @@ GEMMA = {
 
 
 @MODES
+@pytest.mark.long
 def test_groups_of_layers_that_share_memory(engines: Engines, nwor: dict[str, Any]) -> None:
     """Sliding-window and full layers are two KV-cache groups with separate slot mappings, and their blocks share one
     buffer."""
@@ -188,6 +190,7 @@ def test_sampling_with_temperature(engines: Engines) -> None:
         ("stage", "16 of 96 blocks (16.7% of the cache, 0.8 MiB) are shadow pages, withheld from the scheduler"),
     ],
 )
+@pytest.mark.long
 def test_engine_core_in_its_own_process(engines: Engines, mode: str, said: str) -> None:
     """`vllm serve` runs the engine core in a child process. The plugin loads there too, in worker and scheduler."""
     requests = prompts(6)
@@ -199,6 +202,7 @@ def test_engine_core_in_its_own_process(engines: Engines, mode: str, said: str) 
     assert said in ours["log"]
 
 
+@pytest.mark.long
 def test_two_ranks(engines: Engines) -> None:
     """Tensor parallelism: each rank is a process that audits its half of the heads. On /metrics both count as one."""
     arguments = {"tensor_parallel_size": 2, "additional_config": {"nwor": COW}}

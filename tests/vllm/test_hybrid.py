@@ -21,13 +21,14 @@ from engines import ENGINE, ENVIRONMENT, Engines, model_folder, prompts
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.audit.recurrent import RecurrentGroup
-from nwor_ops.vllm.audit.shadow import StageAudit
-from nwor_ops.vllm.audit.undo import COMMITTED, FREE, AuditError, CacheAudit
-from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.runners.base import log_bytes
-from nwor_ops.vllm.spare_blocks import ShadowBlocks, shadow_blocks
-from nwor_ops.vllm.support import Unsupported, is_recurrent
+from nwor_ops.vllm.support.refusals import Unsupported
+from nwor_ops.vllm.transaction.audit.shadow import StageAudit
+from nwor_ops.vllm.transaction.audit.undo import COMMITTED, FREE, AuditError, CacheAudit
+from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
+from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks, shadow_blocks
+from nwor_ops.vllm.transaction.supported import is_recurrent
 
 QWEN3_NEXT = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -86,17 +87,19 @@ def _job_with_a_wrong_byte(model: str, requests: list[list[int]]) -> str:
     from vllm import LLM, SamplingParams
 
     import nwor_ops.vllm
+    from nwor_ops.vllm.step_listener import StepListener
 
     llm = LLM(**ENGINE | CACHE | {"model": model, "additional_config": {"nwor": COW}})
     [session] = nwor_ops.vllm.sessions()
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     layer = session._layers["model.layers.3.self_attn.attn"]
 
-    def spoil(slot_mappings: Any) -> None:
-        block = int(runner.input_batch.block_table[int(layer.group)].block_table.np[0, 0])
-        layer.kv_cache[block, 0, 0, 0] += 1
+    class Spoiling(StepListener):
+        def opened(self, slot_mappings: Any) -> None:
+            block = int(runner.input_batch.block_table[int(layer.group)].block_table.np[0, 0])
+            layer.kv_cache[block, 0, 0, 0] += 1
 
-    session.subscribe(opened=spoil)
+    session.subscribe(Spoiling())
     sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
     try:
         llm.generate([{"prompt_token_ids": tokens} for tokens in requests], sampling, use_tqdm=False)
@@ -232,9 +235,10 @@ def test_only_attention_groups_have_shadow_pages() -> None:
 def test_the_log_has_no_rows_for_states() -> None:
     runner = SimpleNamespace(
         get_kv_cache_spec=lambda: {"attention": ROWS, "mixer": STATES},
-        max_num_reqs=4,
-        max_num_tokens=64,
-        speculative_config=SimpleNamespace(num_speculative_tokens=3),
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1)),
+        vllm_config=SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
+            speculative_config=SimpleNamespace(num_speculative_tokens=3),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        ),
     )
     assert log_bytes(runner) == 4 * 3 * 2 * 2 * 64 * 2

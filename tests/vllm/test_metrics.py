@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import inspect
+import itertools
 import json
 import logging
 import multiprocessing
@@ -27,10 +28,13 @@ from typing import Any
 
 import pytest
 import ray_on_cpu
+import yaml
 from counted_session import CountedSession
 from engines import ENGINE, ENVIRONMENT, NGRAM, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
 from ports import free_port
+from prometheus import ALERTS, dashboard_expressions, promtool, scraping
 from prometheus_client import CollectorRegistry
+from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
@@ -40,9 +44,10 @@ import nwor_ops
 from nwor_ops import COUNTERS
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction import counters
-from nwor_ops.vllm.audit.agreement import Agreement, SchedulerWatch, patch_scheduler_module
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.metrics import exporter, transport
+from nwor_ops.vllm.metrics import worker as publishing
+from nwor_ops.vllm.metrics.agreement import Agreement, SchedulerWatch, patch_scheduler_module
 from nwor_ops.vllm.metrics.transport import CounterFile, Totals
 from nwor_ops.vllm.metrics.worker import Publisher, SessionPublisher
 
@@ -285,6 +290,82 @@ def test_serve_labels_are_those_of_vllm(server: Server) -> None:
         assert set(samples.get(f"{name}_total", ())) == (set() if elsewhere else labels)
 
 
+def test_serve_says_which_features_are_active(server: Server) -> None:
+    import vllm
+
+    samples = server.scrape()
+    [(labels, value)] = samples["nwor_info"].items()
+    states = {"transaction": "cow", "draft_graphs": "off", "recurrent": "off"}
+    of_vllm = {"engine": "0", "model_name": "tiny", "vllm": vllm.__version__}
+    assert (dict(labels), value) == (states | of_vllm | {"version": nwor_ops.__version__}, 1)
+    [(labels, size)] = samples["nwor_memory_bytes"].items()
+    assert dict(labels)["part"] == "undo_log"
+    assert f"log {size / 2**20:.1f} MiB" in server.log
+
+
+def test_the_host_time_of_a_step_is_counted(server: Server) -> None:
+    before, started = server.totals_at_rest(), time.monotonic()
+    server.complete(prompts(1)[0])
+    elapsed, after = time.monotonic() - started, server.totals_at_rest()
+    steps, seconds = (after[name] - before[name] for name in ("nwor_windows_total", "nwor_host_seconds_total"))
+    assert steps > 0
+    assert 0 < seconds < elapsed
+
+
+def test_promtool_finds_nothing_wrong_with_our_metrics(server: Server) -> None:
+    """Names, units, types and help texts are as Prometheus recommends. (vLLM's names have colons.)"""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    ours = [line for line in lines if re.match(r"(# \w+ )?nwor_", line)]
+    assert len(ours) > 20
+    done = promtool("check", "metrics", given="\n".join(ours) + "\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_every_expression_of_the_dashboard_and_of_the_alerts_returns_data(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prometheus scrapes the server. What this engine cannot count is added to its files: passes of a drafter, steps
+    with one state, steps without the transaction."""
+    [folder] = Path(server.folder).glob("nwor-metrics-*")
+    monkeypatch.setenv(transport.DIRECTORY_VARIABLE, str(folder))
+    added = CounterFile("added", _config())
+
+    def count(number: int) -> None:
+        counts = Counter(draft_graph_replays=number, one_state_steps=number, one_state_refused_requests=0)
+        reasons = Counter({"a reason": number})
+        added.write(Totals(counts, reasons, reasons, reasons))
+
+    count(1)
+    try:
+        with scraping(tmp_path, server.port) as prometheus:
+            prometheus.wait_for("nwor_info")
+            for number in range(2, 5):
+                server.complete(prompts(1, seed=number)[0])
+                count(number)
+            prometheus.wait_for("rate(nwor_draft_graph_replays_total[1m]) > 0")
+            prometheus.wait_for("rate(nwor_windows_total[1m]) > 0")
+            expressions = dashboard_expressions()
+            for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]:
+                # An alert that does not fire has no sample: ask for its left side, or for its metric.
+                left = re.sub(r'\{\w+="missing"\}', "", rule["expr"]).split(" > ")[0].split(" unless ")[0]
+                expressions.append(left.replace("[5m]", "[1m]"))
+            # A quotient of two rates is NaN until both counters have grown between two scrapes: keep the server busy.
+            numbers = itertools.count(5)
+            deadline = time.monotonic() + 120
+            for expression in expressions:
+                while not prometheus.has_numbers(expression):
+                    assert time.monotonic() < deadline, expression
+                    number = next(numbers)
+                    server.complete(prompts(1, seed=number)[0])
+                    count(number)
+            firing = prometheus.query("count by (job, instance) (vllm:num_requests_running) unless "
+                                      "count by (job, instance) (nwor_info)")  # fmt: skip
+            assert firing == []
+    finally:
+        added.path.unlink()
+
+
 def test_serve_agrees_with_the_scheduler_when_clients_hang_up(server: Server) -> None:
     """The scheduler does not count the last drafts of an aborted request. The comparison allows for that
     and continues."""
@@ -326,11 +407,13 @@ def test_files_are_private_and_removed(servers: dict[str, Server]) -> None:
     server = servers["on"]
     [folder] = Path(server.folder).glob("nwor-metrics-*")
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert all(path.name.startswith(f"counter_{folder.name}-") for path in folder.glob("*.db"))
-    assert {path.name.removeprefix(f"counter_{folder.name}-").split("-")[0] for path in folder.iterdir()} == {
+    files = [path.name for path in folder.glob("counter_*")]
+    assert all(name.startswith(f"counter_{folder.name}-") for name in files)
+    assert {name.removeprefix(f"counter_{folder.name}-").split("-")[0] for name in files} == {
         "worker",
         "scheduler",
     }
+    assert [path.name for path in folder.glob("gauge_*")] == [next(folder.glob("gauge_mostrecent_*-core-*.db")).name]
     server.stop()
     assert not folder.exists()
 
@@ -413,6 +496,7 @@ def test_agreement_with_aborts_and_a_false_counter(engines: Engines) -> None:
     assert re.search(r"counters disagree: nwor counted \d+ drafts and \d+ accepted, the scheduler \d+ and", message)
 
 
+@pytest.mark.long
 def test_stats_and_agreement_of_an_engine_core_in_its_own_process(engines: Engines) -> None:
     model = model_folder()
     draft = {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
@@ -654,7 +738,7 @@ def test_totals_never_go_back() -> None:
 
 
 def test_dropped_totals_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nwor_ops.vllm.audit.agreement._MOST_STEPS", 8)
+    monkeypatch.setattr("nwor_ops.vllm.metrics.agreement._MOST_STEPS", 8)
     agreement = Agreement()
     for _ in range(20):
         agreement.step(4, 2, 2)
@@ -711,6 +795,7 @@ def test_publisher_leaves_out_the_warm_up(folder: Path, monkeypatch: pytest.Monk
         "rejected": 5,
         "cancelled": 0,
         "abandoned": 0,
+        "host_seconds": 0,
     }
     assert totals.vanilla_steps == {"more drafts than log rows": 1}
     publisher.stop()
@@ -741,7 +826,7 @@ def test_a_step_that_begins_while_the_last_one_is_fetched_is_left_out(
     publisher._counters = session.counters
     session.counters[2] += 4
     session.counters[0] += 1
-    session.listeners[0]()
+    session.listeners[0].ended()
     publisher.publish()
     assert (_read(publisher).counts["drafted"], _read(publisher).counts["accepted"]) == (12, 8)
 
@@ -762,7 +847,71 @@ def test_publisher_that_cannot_write_says_so_once(
     publisher = _publisher(session)
     session.step(1, 4, 2, 2, 0)
     publisher.stop()
-    assert [record.getMessage()[:37] for record in caplog.records] == ["nwor: counters are not published: [Er"]
+    [record] = caplog.records
+    assert (record.levelname, record.getMessage()[:42]) == ("ERROR", "nwor: publishing counters failed: [Errno 1")
+    assert publisher.errors.counts["publishing counters failed"] > 1
+
+
+def test_nothing_that_a_publisher_does_stops_a_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of the copy, such as a failed launch, of the final copy, and of a count that the thread reads."""
+    monkeypatch.setattr(transport, "PERIOD", 0.01)
+    session = CountedSession()
+    publisher = _publisher(session)
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher, "_host", None)
+        patch.setattr(publisher, "arrived", None)
+        session.step(1, 4, 2, 2, 0)
+        deadline = time.monotonic() + 60
+        while publisher.errors.counts["publishing counters failed"] < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert publisher.errors.counts["copying counters failed"] == 1
+    session.step(1, 4, 3, 1, 0)
+    while _read(publisher).counts["drafted"] != 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _read(publisher).errors == publisher.errors.counts
+    monkeypatch.setattr(publisher, "_counters", None)
+    publisher.stop()
+    assert publisher.errors.counts["copying counters failed"] == 2
+    said = [record.getMessage().split(":")[1].strip() for record in caplog.records if record.levelname == "ERROR"]
+    assert sorted(said) == ["copying counters failed", "publishing counters failed"]
+
+
+def test_metrics_that_cannot_start_stop_no_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no thread can be started")
+
+    class Runner:
+        vllm_config = _config()
+
+    runner, session = Runner(), CountedSession()
+    runner.vllm_config.additional_config = {}
+    session.windows = 1  # type: ignore[attr-defined]
+    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(publishing, "CounterFile", fails)
+    publishing.start(runner, session, logging.getLogger())  # type: ignore[arg-type]
+    publishing.start_counting(session, "drafter", runner.vllm_config, logging.getLogger())
+    assert session not in publishing.publishers
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == 2 * [
+        "nwor: starting to count failed: no thread can be started"
+    ]
+
+
+def test_a_scrape_survives_an_invalid_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's metrics are in the same scrape."""
+    publisher = _publisher(CountedSession())
+    registry = _exported(monkeypatch)
+    PrometheusCounter("vllm_own", "A metric of vLLM.", registry=registry)
+    assert {"nwor_windows_total/0/tiny", "vllm_own_total/"} <= set(_values(registry))
+    publisher.file.path.write_bytes(b"not a file of counters")
+    for _ in range(2):
+        assert "vllm_own_total/" in _values(registry)
+    assert [record.getMessage()[:36] for record in caplog.records] == ["nwor: reading counters failed: Read "]
 
 
 def test_publisher_does_not_keep_its_owner_alive(folder: Path) -> None:
@@ -776,11 +925,14 @@ def test_publisher_does_not_keep_its_owner_alive(folder: Path) -> None:
 def test_publisher_of_what_the_host_counts(folder: Path) -> None:
     class Speculator:
         def counted(self) -> dict[str, int]:
-            return {"draft_graph_replays": 3, "draft_eager_passes": 0}
+            return {"draft_graph_replays": 3}
+
+        def eager_passes(self) -> dict[str, int]:
+            return {"mixed": 2}
 
     speculator = Speculator()
     publisher = Publisher(speculator, CounterFile("drafter", _config()), logging.getLogger())
-    assert dict(_read(publisher).counts) == {"draft_graph_replays": 3, "draft_eager_passes": 0}
+    assert _read(publisher) == Totals(Counter(draft_graph_replays=3), eager_passes=Counter(mixed=2))
 
 
 def _values(registry: CollectorRegistry) -> dict[str, float]:
@@ -795,7 +947,7 @@ def _exported(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     """Export as in the process in which vLLM created its metrics."""
     registry = CollectorRegistry()
     monkeypatch.setattr("prometheus_client.REGISTRY", registry)
-    exporter.export.__wrapped__()
+    exporter.export.__wrapped__(logging.getLogger())
     return registry
 
 
@@ -913,10 +1065,12 @@ if __name__ == "__main__":
 )
 def test_the_first_process_removes_the_folder(start: str) -> None:
     """This holds even if it is a child of another process. Its own children write to the folder and leave it."""
-    ran = subprocess.run([sys.executable, "-c", _CHILD % start], capture_output=True, text=True, check=True)
+    # Engines of other tests in this process may have named a folder. A forked child would use it, and leave it.
+    environment = {name: value for name, value in os.environ.items() if name != transport.DIRECTORY_VARIABLE}
+    command = [sys.executable, "-c", _CHILD % start]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     count, folder = ran.stdout.split()
     assert count == "2"
-    # The folder stayed once in many runs, while engines of other tests were running. Its contents would tell why.
     assert not Path(folder).exists(), (sorted(Path(folder).glob("*")), ran.stderr)
 
 
@@ -990,40 +1144,44 @@ def test_ray_workers_get_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport.DIRECTORY_VARIABLE not in copied  # a folder on this host
 
 
-def test_announced_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", ["VLLM_NWOR", "VLLM_NWOR_MODE"])
+def test_announced_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     import vllm.envs
     from vllm.platforms.interface import Platform
 
     for name in [name for name in os.environ if name.startswith("VLLM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(vllm.envs, "environment_variables", dict(vllm.envs.environment_variables))
-    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    monkeypatch.setenv(variable, "on")
     monkeypatch.setenv(transport.DIRECTORY_VARIABLE, "/tmp/x")
-    with pytest.raises(ValueError, match="VLLM_NWOR_MODE"):
+    with pytest.raises(ValueError, match=variable):
         Platform.validate_environ(hard_fail=True)
     announce_variables()
     announce_variables()
     Platform.validate_environ(hard_fail=True)
-    assert vllm.envs.environment_variables["VLLM_NWOR_MODE"]() == "cow"
+    assert vllm.envs.environment_variables[variable]() == "on"
     assert transport.DIRECTORY_VARIABLE not in vllm.envs.environment_variables
 
 
-def test_announced_variables_do_not_change_the_key_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", ["VLLM_NWOR", "VLLM_NWOR_MODE"])
+def test_announced_variables_do_not_change_the_key_of_compiled_code(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
     import vllm.envs
 
-    for name in [name for name in os.environ if name.startswith("VLLM_NWOR_")]:
+    for name in [name for name in os.environ if name.startswith("VLLM_NWOR")]:
         monkeypatch.delenv(name)
     table = {name: get for name, get in vllm.envs.environment_variables.items() if "NWOR" not in name}
     monkeypatch.setattr(vllm.envs, "environment_variables", dict(table))
     monkeypatch.setattr(vllm.envs, "compile_factors", inspect.unwrap(vllm.envs.compile_factors))
     vanilla = vllm.envs.compile_factors()
     assert vanilla
-    monkeypatch.setenv("VLLM_NWOR_MODE", "cow")
+    monkeypatch.setenv(variable, "on")
     announce_variables()
     announce_variables()
-    assert "VLLM_NWOR_MODE" in vllm.envs.environment_variables
+    assert variable in vllm.envs.environment_variables
     assert (
-        "VLLM_NWOR_MODE" in inspect.unwrap(vllm.envs.compile_factors)()
+        variable in inspect.unwrap(vllm.envs.compile_factors)()
     )  # without the plugin, vLLM would include it in the key
     assert vllm.envs.compile_factors() == vanilla
 
@@ -1043,7 +1201,7 @@ def test_emit_metrics_is_on_unless_told_otherwise() -> None:
 
 
 def test_a_folder_that_cannot_be_made_stops_no_server(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    def no_folder() -> None:
+    def no_folder(logger: logging.Logger) -> None:
         raise OSError("no space left")
 
     module = SimpleNamespace(logger=logging.getLogger("vllm.test"))
@@ -1056,7 +1214,7 @@ def test_a_folder_that_cannot_be_made_stops_no_server(monkeypatch: pytest.Monkey
     module.PrometheusStatLogger = PrometheusStatLogger
     monkeypatch.setattr(exporter, "export", no_folder)
     exporter.patch_loggers_module(module)
-    with caplog.at_level(logging.WARNING, "vllm.test"):
+    with caplog.at_level(logging.ERROR, "vllm.test"):
         module.PrometheusStatLogger(SimpleNamespace(additional_config={"nwor": {"mode": "cow"}}))
     assert len(made) == 1
-    assert "counters are not exported: no space left" in caplog.text
+    assert "export of counters failed: no space left" in caplog.text

@@ -15,9 +15,10 @@ import vllm.forward_context as forward_context
 from torch import Tensor
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
-from nwor_ops.vllm.layers.back_ends import target_layers
+from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.runners import base
-from nwor_ops.vllm.support import Unsupported
+from nwor_ops.vllm.support.refusals import Unsupported
+from nwor_ops.vllm.transaction.layers.back_ends import target_layers
 
 LATENT, ROTATED, HEADS, BLOCKS, BLOCK = 32, 16, 2, 4, 8
 SCHEMAS = {
@@ -142,7 +143,7 @@ def test_rows_are_handed_over_before_the_layer_attends(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         type(layer), "_attention", lambda self, positions, q, kv_c_normed, k_pe, attn_out: said.append("attends")
     )
-    session: Any = SimpleNamespace(write=lambda *what: said.append(what))
+    session: Any = SimpleNamespace(write=lambda *what: said.append(what), patches=Patches("test"))
     base._patch_model_writer(layer, "layer", session)
     latent, rotated, slots = torch.randn(5, LATENT), torch.randn(5, 1, ROTATED), torch.arange(5)
     metadata = {"layer": SimpleNamespace(num_actual_tokens=3)}
@@ -157,5 +158,5 @@ def test_rows_are_handed_over_before_the_layer_attends(monkeypatch: pytest.Monke
     context.attn_metadata = None  # a warm-up without metadata
     layer._attention(None, None, latent, rotated, None)
     assert said[2:] == ["attends"]
-    base.detach(runner_of(layer))
+    session.patches.undo()
     assert "_attention" not in vars(layer)

@@ -17,7 +17,7 @@ from processes import environment, interpreted
 
 from nwor_ops.vllm.recurrent import stores, supported
 from nwor_ops.vllm.recurrent.records import RecordGeometry
-from nwor_ops.vllm.support import CONNECTORS
+from nwor_ops.vllm.support.connectors import CONNECTORS
 
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
 LAYOUT = f"one-state-4x{GEOMETRY.num_bytes}"
@@ -32,6 +32,7 @@ def outcome(missing: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.long
 def test_exports_are_those_of_an_engine_without_drafts_and_loads_have_nothing_pending() -> None:
     said = outcome("all")
     assert "failed" not in said, said["failed"]
@@ -87,13 +88,15 @@ def test_each_connector_that_shares_pages_has_a_hook_that_fits() -> None:
 def test_modules_are_wrapped_when_vllm_imports_them() -> None:
     script = """
 import importlib, nwor_ops.vllm.plugin as plugin
+from nwor_ops.vllm.hooks import applied
 from nwor_ops.vllm.recurrent.supported import CONNECTOR_HOOKS
 plugin.register()
 for hook in CONNECTOR_HOOKS.values():
-    target = importlib.import_module(hook.module)
-    for part in hook.name.split("."):
-        target = getattr(target, part)
-    assert target._nwor_wrapped, hook
+    owner = importlib.import_module(hook.module)
+    *classes, name = hook.name.split(".")
+    for part in classes:
+        owner = getattr(owner, part)
+    assert (owner, name) in [(patch.owner, patch.name) for patch in applied()], hook
     assert hook.problem() is None
 """
     variables = environment() | {"VLLM_NWOR_RECURRENT": "1"}

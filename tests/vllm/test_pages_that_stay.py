@@ -28,12 +28,12 @@ from torch import Tensor
 from nwor_ops.config import NworConfig
 from nwor_ops.kv_cache import LayerCache
 from nwor_ops.transaction.shadow_pages import num_shadow_blocks
-from nwor_ops.vllm.audit.undo import AuditError
-from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.runners import base, v1, v2
 from nwor_ops.vllm.runners.base import RunnerAttachment, start_audit
-from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.spare_blocks import ShadowBlocks
+from nwor_ops.vllm.transaction.audit.undo import AuditError
+from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.session import Session
+from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks
 
 SIZE, HEADS, WIDTH = 4, 1, 4
 MOST, DRAFTS, LENGTH = 3, 2, 24  # maximum number of requests, of drafts per request and of tokens per request
@@ -172,7 +172,7 @@ class Runner:
         arriving = [part.request for part in self.batch if part.request.loaded]
         if not arriving:
             return
-        self.session.tell("loading")
+        self.session.loading()
         for request in arriving:
             for position, value in enumerate(request.rows[: request.loaded]):
                 self.kv_cache[request.blocks[position // SIZE], position % SIZE] = value
@@ -394,7 +394,7 @@ def knows_nobody_who_enters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hears_of_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "loaded", lambda session: session.tell("loaded"))
+    monkeypatch.setattr(Session, "loaded", lambda session: [listener.loaded() for listener in session.listeners])
 
 
 @pytest.mark.parametrize(

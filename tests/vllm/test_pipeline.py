@@ -20,11 +20,11 @@ from torch import Tensor
 from nwor_ops.config import NworConfig
 from nwor_ops.kv_cache import LayerCache
 from nwor_ops.transaction.in_flight import InFlightManager
-from nwor_ops.vllm.audit.undo import AuditError
-from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.runners.base import start_audit
 from nwor_ops.vllm.runners.v2 import V2
-from nwor_ops.vllm.session import Session
+from nwor_ops.vllm.transaction.audit.undo import AuditError
+from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.session import Session
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH, K = 24, 4, 1, 4, 3
 REQUESTS, MOST_TOKENS = 4, 32
@@ -47,10 +47,10 @@ class Event:
 class Handler:
     """The ``PPHandler`` of a rank that is not the last. The counts of a step exist after its event was waited for."""
 
-    def __init__(self, stages: int, verdicts: Any) -> None:
-        self.queue: deque[Any] = deque([None] * stages)
+    def __init__(self, ranks: int, outcomes: Any) -> None:
+        self.queue: deque[Any] = deque([None] * ranks)
         self.main_stream = SimpleNamespace(wait_event=lambda event: event())
-        self._verdicts = verdicts
+        self._outcomes = outcomes
 
     def receive(self, input_batch: Any, recv_drafts: bool) -> bool:
         assert recv_drafts
@@ -60,7 +60,7 @@ class Handler:
 
         def arrive() -> None:
             drafts = torch.tensor(input_batch.drafts)
-            accepted = torch.tensor([self._verdicts[input_batch.number, name] for name in input_batch.req_ids])
+            accepted = torch.tensor([self._outcomes[input_batch.number, name] for name in input_batch.req_ids])
             sampled.copy_(accepted + 1)
             rejected.copy_(drafts - accepted)
 
@@ -77,7 +77,7 @@ class Handler:
 
 
 class Runner:
-    """The first of several ranks. Its scheduler knows what a step sampled after ``stages + 1`` later steps have begun.
+    """The first of several ranks. Its scheduler knows what a step sampled after ``ranks + 1`` later steps have begun.
 
     Attributes:
         should: the expected cache after all windows are settled.
@@ -85,20 +85,20 @@ class Runner:
 
     adaptive_verification = None
 
-    def __init__(self, stages: int, seed: int, audit: bool, on_unsupported: str) -> None:
-        self.stages, self.random = stages, random.Random(seed)
+    def __init__(self, ranks: int, seed: int, audit: bool) -> None:
+        self.ranks, self.random = ranks, random.Random(seed)
         self.kv_cache = torch.zeros(BLOCKS, BLOCK_SIZE, HEADS, 2 * WIDTH)
         self.slots = torch.full((1, MOST_TOKENS), -1, dtype=torch.int64)
         self.block_tables = SimpleNamespace(
             slot_mappings=self.slots, input_block_tables=[torch.zeros(REQUESTS, 8, dtype=torch.int32)]
         )
-        self.verdicts: dict[tuple[int, str], int] = {}
-        self.pp_handler = Handler(stages, self.verdicts)
+        self.outcomes: dict[tuple[int, str], int] = {}
+        self.pp_handler = Handler(ranks, self.outcomes)
         layer = TargetLayer("target", "0", self.kv_cache, LayerCache.packed(self.kv_cache), self.write, fused=True)
-        config = NworConfig.load({"nwor": {"mode": "cow", "audit": audit, "on_unsupported": on_unsupported}}, {})
+        config = NworConfig.load({"nwor": {"mode": "cow", "audit": audit}}, {})
         self.session = Session(
             config, [layer], {"0": self.slots[0]}, max_num_requests=REQUESTS, max_draft_tokens=REQUESTS * K,
-            max_drafts_per_request=K, shadow_blocks=None, logger=logging.getLogger("nwor"), windows=stages,
+            max_drafts_per_request=K, shadow_blocks=None, logger=logging.getLogger("nwor"), windows=ranks,
         )  # fmt: skip
         if audit:
             start_audit(self.session, [layer])
@@ -145,11 +145,9 @@ class Runner:
 class Engine:
     """A scheduler, the runner, and the outcomes that a last rank would send."""
 
-    def __init__(
-        self, stages: int, seed: int, audit: bool = True, defers: bool = False, on_unsupported: str = "error"
-    ) -> None:
-        self.runner, self.random = Runner(stages, seed, audit, on_unsupported), random.Random(seed)
-        self.stages, self._defers = stages, defers
+    def __init__(self, ranks: int, seed: int, audit: bool = True, defers: bool = False) -> None:
+        self.runner, self.random = Runner(ranks, seed, audit), random.Random(seed)
+        self.ranks, self._defers = ranks, defers
         self.free = list(range(1, BLOCKS))
         self.running: dict[str, SimpleNamespace] = {}
         # The batch, the requests that ended, and whether the scheduler may know what was sampled.
@@ -158,8 +156,8 @@ class Engine:
 
     def step(self, idle: bool = False) -> None:
         number, runner = len(self.steps), self.runner
-        if number >= self.stages:
-            self._settle(number - self.stages)
+        if number >= self.ranks:
+            self._settle(number - self.ranks)
         gone: set[str] = set()
         for name, request in list(self.running.items()):
             ended = request.known >= request.most and self.random.random() < 0.7
@@ -172,7 +170,7 @@ class Engine:
         cleared = batch.new_blocks if batch is not None and self.random.random() < 0.5 else []
         defers = self._defers and self.random.random() < 0.3
         half = {name for name in gone if self.random.random() < 0.5}
-        for step in self.steps[1 - self.stages :] if defers else ():
+        for step in self.steps[1 - self.ranks :] if defers else ():
             step[2] = True
         self.steps.append([batch, set(), False])
         runner.execute_model(
@@ -209,10 +207,10 @@ class Engine:
             positions = range(request.length, request.length + given + proposed)
             slots += [request.blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in positions]
             accepted = self.random.randrange(0, proposed + 1)
-            self.runner.verdicts[number, name] = accepted
+            self.runner.outcomes[number, name] = accepted
             request.length += given + accepted
             request.known += 1
-            request.new, request.next = False, number + self.stages
+            request.new, request.next = False, number + self.ranks
             starts.append(starts[-1] + given + proposed)
             drafts.append(proposed)
             names.append(name)
@@ -236,19 +234,19 @@ class Engine:
 
         If the scheduler may know the outcome already, accepted drafts stay too.
         """
-        for number in range(max(len(self.steps) - self.stages + 1, 0), len(self.steps)):
+        for number in range(max(len(self.steps) - self.ranks + 1, 0), len(self.steps)):
             batch, lost, known = self.steps[number]
             for place, name in enumerate(batch.req_ids if batch is not None else ()):
                 if name in gone and name not in lost and batch.needed:
                     self.known += known
-                    self._keep(batch, place, self.runner.verdicts[number, name] if known else 0)
+                    self._keep(batch, place, self.runner.outcomes[number, name] if known else 0)
                     lost.add(name)
 
     def _settle(self, number: int) -> None:
         batch, lost, _ = self.steps[number]
         for place, name in enumerate(batch.req_ids if batch is not None else ()):
             if name not in lost:
-                accepted = self.runner.verdicts[number, name] if batch.needed else 0
+                accepted = self.runner.outcomes[number, name] if batch.needed else 0
                 self._keep(batch, place, accepted)
 
     def _keep(self, batch: Any, place: int, accepted: int) -> None:
@@ -258,16 +256,16 @@ class Engine:
         self.runner.write(batch.rows[0, start:end], batch.rows[1, start:end], self.runner.should, slots)
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("audit", [True, False], ids=["audited", "plain"])
 @pytest.mark.parametrize("defers", [True, False], ids=["grammars", "no grammar"])
-def test_a_stage_leaves_accepted_rows_alone(stages: int, audit: bool, defers: bool) -> None:
+def test_a_rank_keeps_accepted_rows(ranks: int, audit: bool, defers: bool) -> None:
     totals = dict.fromkeys(("drafted", "accepted", "rejected"), 0)
     known = 0
     for seed in range(4):
-        engine = Engine(stages, seed, audit, defers)
+        engine = Engine(ranks, seed, audit, defers)
         engine.run(60)
-        engine.run(stages + 1, idle=True)
+        engine.run(ranks + 1, idle=True)
         session = engine.runner.session
         known += engine.known
         assert torch.equal(engine.runner.kv_cache, engine.runner.should)
@@ -284,7 +282,7 @@ def test_a_stage_leaves_accepted_rows_alone(stages: int, audit: bool, defers: bo
     assert totals["accepted"] > 50
     assert totals["rejected"] > 50
     assert (known > 0) == (
-        defers and stages > 2
+        defers and ranks > 2
     )  # with two ranks, the one deferred window follows every deferred sampling
 
 
@@ -297,8 +295,7 @@ def test_a_row_that_is_not_undone_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_undo_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``on_unsupported="vanilla"`` the drafts of that step stay, and nothing is settled when its
-    outcome arrives."""
+    """The drafts of that step stay, and nothing is settled when its outcome arrives."""
     failed = 0
 
     def fails(*_: Any) -> None:
@@ -307,18 +304,18 @@ def test_an_undo_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("planted in undo")
 
     monkeypatch.setattr(InFlightManager, "undo", fails)
-    engine = Engine(2, seed=0, on_unsupported="vanilla")
+    engine = Engine(2, seed=0)
     engine.run(60)
     engine.run(3, idle=True)
     session = engine.runner.session
     assert failed > 0
-    assert session.vanilla_steps["commit failed"] == session.stats().abandoned == failed
+    assert session.vanilla_steps["undo failed"] == session.stats().abandoned == failed
     assert session.manager.in_flight == 0
 
 
 @pytest.mark.parametrize("moment", ["begin", "write"])
 def test_a_vanilla_step_is_not_a_finding(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """With ``on_unsupported="vanilla"`` every draft of such a step stays. The audit still compares all other rows."""
+    """Every draft of such a step stays. The audit still compares all other rows."""
     planned, calls = getattr(InFlightManager, moment), 0
 
     def fails_now_and_then(*arguments: Any, **options: Any) -> None:
@@ -329,7 +326,7 @@ def test_a_vanilla_step_is_not_a_finding(monkeypatch: pytest.MonkeyPatch, moment
         planned(*arguments, **options)
 
     monkeypatch.setattr(InFlightManager, moment, fails_now_and_then)
-    engine = Engine(2, seed=0, on_unsupported="vanilla")
+    engine = Engine(2, seed=0)
     engine.run(60)
     engine.run(3, idle=True)
     session = engine.runner.session
@@ -352,7 +349,7 @@ def test_a_request_that_comes_back_too_early_is_settled_first() -> None:
     assert torch.equal(engine.runner.kv_cache, engine.runner.should)
 
 
-@pytest.mark.parametrize("how", ["empty step", "verdict here"])
+@pytest.mark.parametrize("how", ["empty step", "outcome here"])
 def test_rows_that_a_paused_engine_knows_are_kept(how: str) -> None:
     """The engine takes results without scheduling, so accepted drafts may be in the prefix cache when a
     request ends."""
@@ -365,7 +362,7 @@ def test_rows_that_a_paused_engine_knows_are_kept(how: str) -> None:
     number, names = len(engine.steps) - 1, set(batch.req_ids)
     engine._settle(number - 1)
     step = engine.runner.attachment._rank._deferred_steps[-1]
-    step.received.event.happened = how == "verdict here"
+    step.received.event.happened = how == "outcome here"
     tokens = 0 if how == "empty step" else 1
     engine.runner.pp_handler.get_prev_sampled_outputs()
     engine.runner.finish_requests(

@@ -22,6 +22,7 @@ HAS_CPU_KERNEL = hasattr(torch.ops._C, "fused_sigmoid_gating_delta_rule_update_s
 REQUESTS, MOST_TOKENS, STEPS = 3, 4, 12
 
 
+@pytest.mark.long
 def test_windows_are_those_of_the_triton_kernel(tmp_path: pathlib.Path) -> None:
     """Gated DeltaNet and KDA, states in float32 and bfloat16."""
     said = interpreted("recurrent_kernels.py", str(tmp_path / "vllm_kernel.py"))
@@ -50,21 +51,21 @@ def test_windows_are_those_of_the_cpu_kernel(heads):
     table = torch.arange(REQUESTS * MOST_TOKENS, dtype=torch.int32).view(REQUESTS, MOST_TOKENS) + 1
     theirs[table[:, 0].long()] = layer.state[1:].transpose(2, 3)
     plan, cursors = torch.zeros(REQUESTS, 4, dtype=torch.int32), torch.zeros(REQUESTS + 1, 2, dtype=torch.int32)
-    window, slots = torch.zeros(1, dtype=torch.int64), int32(*range(1, REQUESTS + 1))
+    window_id, slots = torch.zeros(1, dtype=torch.int64), int32(*range(1, REQUESTS + 1))
     lengths = [1] * REQUESTS
     for step in range(STEPS):
-        accepted = [dice.randint(1, length) for length in lengths]
+        kept = [dice.randint(1, length) for length in lengths]
         lengths = [dice.randint(1, MOST_TOKENS) for _ in lengths]
         starts = int32(*itertools.accumulate(lengths, initial=0))
         inputs = packed_inputs(sum(lengths), heads, seed=step)
-        expected = vllm_kernel(inputs, theirs, table, int32(*accepted), starts)
+        expected = vllm_kernel(inputs, theirs, table, int32(*kept), starts)
         out = torch.zeros_like(expected)
-        ops.plan_recurrent_window(plan, cursors, window, slots, starts, int32(*accepted), MOST_TOKENS)
-        ops.gated_delta_verify(out, *layer.tensors, *inputs, plan, window, starts, heads.key_width**-0.5)
+        ops.plan_recurrent_window(plan, cursors, window_id, slots, starts, int32(*kept), MOST_TOKENS)
+        ops.gated_delta_verify(out, *layer.tensors, *inputs, plan, window_id, starts, heads.key_width**-0.5)
         torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-6)
         assert expected.abs().max() > 0.01
-    accepted = [dice.randint(1, length) for length in lengths]
-    ops.plan_recurrent_fold(plan, cursors, slots, slots, int32(*accepted))
+    kept = [dice.randint(1, length) for length in lengths]
+    ops.plan_recurrent_fold(plan, cursors, slots, slots, int32(*kept))
     ops.gated_delta_fold(*([tensor] for tensor in layer.tensors), plan)
-    last = table[torch.arange(REQUESTS), torch.tensor(accepted) - 1].long()
+    last = table[torch.arange(REQUESTS), torch.tensor(kept) - 1].long()
     torch.testing.assert_close(layer.state[1:].transpose(2, 3), theirs[last], rtol=1e-5, atol=1e-6)

@@ -64,7 +64,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def _worker() -> tuple[CountedSession, SessionPublisher, relay.Sender]:
     session = CountedSession()
     publisher = SessionPublisher(session, CounterFile("worker", _config()), logging.getLogger())  # type: ignore[arg-type]
-    return session, publisher, relay.Sender(publisher, session)
+    return session, publisher, relay.Sender(publisher.arrived, session, publisher.errors)
 
 
 def _output(inside: str = "") -> Any:
@@ -85,8 +85,8 @@ def test_totals_come_with_a_steps_output(hosts: Any, inside: str) -> None:
     session, _, sender = _worker()
     session.step(1, 4, 1, 3, 0)
     output = _output(inside)
-    [tell] = session.returned
-    tell(output)
+    assert sender in session.listeners
+    sender.returned(output)
     hosts("the engine core's")
     scheduler = Scheduler(_config())
     relay.Receiver(scheduler, logging.getLogger())
@@ -95,21 +95,21 @@ def test_totals_come_with_a_steps_output(hosts: Any, inside: str) -> None:
     assert (found["windows"], found["drafted"], found["accepted"], found["rejected"]) == (1, 4, 1, 3)
     hosts("the worker's")
     second = _output(inside)
-    tell(second)  # too early to send again
+    sender.returned(second)  # too early to send again
     assert not hasattr(_arrived(second), relay.TOTALS)
     sender._next = 0.0
-    tell(None)
-    tell(ModelRunnerOutput(req_ids=[], req_id_to_index={}))
+    sender.returned(None)
+    sender.returned(ModelRunnerOutput(req_ids=[], req_id_to_index={}))
     assert sender._next == 0.0, "there was nothing to put them on"
 
 
 def test_a_workers_own_file_goes_before_what_it_sent(hosts: Any) -> None:
     """Both hold totals of the same worker, and the file is newer."""
     hosts("both")
-    session, publisher, _ = _worker()
+    session, publisher, sender = _worker()
     session.step(1, 4, 1, 3, 0)
     output = _output()
-    session.returned[0](output)
+    sender.returned(output)
     publisher.publish()
     scheduler = Scheduler(_config())
     relay.Receiver(scheduler, logging.getLogger())
@@ -126,7 +126,7 @@ def test_no_folder_to_write_to_is_said_once(hosts: Any, caplog: pytest.LogCaptur
     setattr(output, relay.TOTALS, ({"windows": 1}, {}))
     for _ in range(2):
         assert scheduler.update_from_output(None, output) == "outputs"
-    assert caplog.text.count("counters are not published") == 1
+    assert caplog.text.count("publishing counters failed") == 1
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.layers.target import TargetLayer
 from nwor_ops.vllm.runners.base import start_audit
 from nwor_ops.vllm.runners.v2 import V2
-from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.spare_blocks import ShadowBlocks
-from nwor_ops.vllm.support import Unsupported
+from nwor_ops.vllm.support.refusals import Unsupported
+from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.session import Session
+from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks
 
 BLOCKS, BLOCK_SIZE, HEADS, WIDTH = 16, 4, 2, 8
 # Mode stage: 4 requests with at most 2 drafts each, which may lie in two blocks.
@@ -174,7 +174,7 @@ def test_the_failure_of_the_step_is_the_one_that_is_seen(
     monkeypatch.setattr(runner, "sample", interrupted)
     with pytest.raises(KeyboardInterrupt):
         runner.sample_tokens(None)
-    assert "closing the window of a step that failed" in caplog.text
+    assert "nwor: cancel failed: the device is lost" in caplog.text
 
 
 class AdaptiveRunner(Runner):

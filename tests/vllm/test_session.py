@@ -3,41 +3,90 @@
 from __future__ import annotations
 
 import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from nwor_ops import LayerCache, Window
+from nwor_ops import InFlightManager, LayerCache, Window, current_manager
 from nwor_ops.config import NworConfig
+from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.state import State
-from nwor_ops.vllm.layers.target import TargetLayer
-from nwor_ops.vllm.session import Session, Step
+from nwor_ops.vllm.errors import CannotContinue
+from nwor_ops.vllm.runners import v1
+from nwor_ops.vllm.runners.v1 import V1
+from nwor_ops.vllm.step_listener import StepListener
+from nwor_ops.vllm.transaction import session as session_module
+from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.session import Session, Step
 
 SLOTS = torch.tensor([4, 5, 6])
 KEYS = torch.ones(3, 2, 8)
 
 
+class Hearing(StepListener):
+    """Note the events that end a step."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def drop(self) -> None:
+        self.heard.append("drop")
+
+    def commit(self, *_: Any) -> None:
+        self.heard.append("commit")
+
+    def ended(self) -> None:
+        self.heard.append("ended")
+
+
+class Loaded(StepListener):
+    """Note whether a window is open when a load is over."""
+
+    def __init__(self) -> None:
+        self.windows: list[bool] = []
+        self.session: Session | None = None
+
+    def loaded(self) -> None:
+        assert self.session is not None
+        self.windows.append(self.session.in_window)
+
+
+class Failing(StepListener):
+    def forwarded(self, moment: str) -> None:
+        fails()
+
+    def commit(self, *_: Any) -> None:
+        fails()
+
+
 class Listened:
     """A session with a window of two written drafts, and the events that its listeners received."""
 
-    def __init__(self, on_unsupported: str = "error") -> None:
+    def __init__(self, on_error: str = "continue", fused: bool = True, windows: int = 1) -> None:
         self.cache = torch.zeros(3, 4, 2, 16)
-        layer = TargetLayer("layer", "0", self.cache, LayerCache.packed(self.cache), lambda *_: None, fused=True)
-        config = NworConfig.load({"nwor": {"mode": "cow", "on_unsupported": on_unsupported}})
+        self.own_writes: list[tuple[Any, ...]] = []
+        layer = TargetLayer("layer", "0", self.cache, LayerCache.packed(self.cache), self.own_writer, fused=fused)
+        config = NworConfig.load({"nwor": {"mode": "cow", "on_error": on_error}})
         slots = {"0": SLOTS.clone()}
         self.session = Session(
             config, [layer], slots, max_num_requests=1, max_draft_tokens=2, max_drafts_per_request=2,
-            shadow_blocks=None, logger=logging.getLogger("test"),
+            shadow_blocks=None, logger=logging.getLogger("test"), windows=windows,
         )  # fmt: skip
-        self.heard: list[str] = []
         starts, counts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
         self.session.begin(Step(Window(starts, counts, slots, 2), lambda: ([0, 3], [2])))
         self.session.write("layer", KEYS, KEYS, self.cache, slots["0"])
-        self.session.subscribe(
-            drop=lambda: self.heard.append("drop"), commit=lambda *_: self.heard.append("commit"),
-            ended=lambda: self.heard.append("ended"),
-        )  # fmt: skip
+        listener = Hearing()
+        self.session.subscribe(listener)
+        self.heard = listener.heard
         assert self.cache[1].any()
+
+    def own_writer(self, key: Any, value: Any, kv_cache: torch.Tensor, slots: torch.Tensor, *rest: Any) -> None:
+        """vLLM's writer of the layer, in Python."""
+        kv_cache.view(-1, 2, 16)[slots] = torch.cat([key, value], dim=-1)
+        self.own_writes.append(rest)
 
     @property
     def drafts(self) -> torch.Tensor:
@@ -48,14 +97,14 @@ def fails() -> None:
     raise RuntimeError("planted in a listener")
 
 
-@pytest.mark.parametrize("on_unsupported", ["error", "vanilla"])
-def test_drafts_are_undone_if_a_listener_raises(on_unsupported: str) -> None:
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_drafts_are_undone_if_a_listener_raises(on_error: str) -> None:
     """The listener raises in the event of the forward, or in that of the cancellation."""
-    step = Listened(on_unsupported)
+    step = Listened(on_error)
     session = step.session
-    session.subscribe(forwarded=lambda moment: fails(), commit=lambda *_: fails())
+    session.subscribe(Failing())
     with pytest.raises(RuntimeError, match="planted in a listener"):
-        session.tell("forwarded", "before sampling")
+        session.forwarded("before sampling")
     with pytest.raises(RuntimeError, match="planted in a listener"):
         session.close_interrupted()
     assert session.manager is not None
@@ -64,18 +113,99 @@ def test_drafts_are_undone_if_a_listener_raises(on_unsupported: str) -> None:
     assert session.vanilla_steps["cancelled"] == 1
 
 
-@pytest.mark.parametrize("on_unsupported", ["error", "vanilla"])
-def test_a_step_that_could_not_be_cancelled_is_dropped(monkeypatch: pytest.MonkeyPatch, on_unsupported: str) -> None:
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_a_step_that_could_not_be_cancelled_is_dropped(monkeypatch: pytest.MonkeyPatch, on_error: str) -> None:
     """A listener that waits for its end would mistake the next step for it."""
-    step = Listened(on_unsupported)
+    step = Listened(on_error)
     monkeypatch.setattr(type(step.session.manager), "cancel", lambda _: fails())
-    if on_unsupported == "error":
+    if on_error == "stop":
         with pytest.raises(RuntimeError, match="nwor: cancel failed: planted in a listener"):
             step.session.close_interrupted()
     else:
         step.session.close_interrupted()
         assert step.session.vanilla_steps["cancel failed"] == 1
     assert step.heard == ["drop"]
+
+
+@pytest.mark.parametrize("moment", ["write", "commit"])
+def test_an_error_stops_the_engine_if_the_settings_say_so(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    step = Listened("stop")
+    session, manager = step.session, step.session.manager
+    monkeypatch.setattr(type(manager), moment, lambda *_, **__: fails())
+    calls: dict[str, Callable[[], None]] = {
+        "write": lambda: session.write("layer", KEYS, KEYS, step.cache, session.slot_mappings["0"]),
+        "commit": lambda: session.commit(lambda manager: manager.commit(SLOTS, SLOTS), lambda: [1]),
+    }
+    with pytest.raises(RuntimeError, match=f"nwor: {moment} failed: planted in a listener .VLLM_NWOR_ON_ERROR=cont"):
+        calls[moment]()
+    assert manager.state is State.CLOSED
+    assert session.errors.counts == {}
+
+
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_a_window_that_cannot_be_closed_stops_the_engine(monkeypatch: pytest.MonkeyPatch, on_error: str) -> None:
+    """The next step would undo the drafts that this step accepted."""
+    step = Listened(on_error)
+    monkeypatch.setattr(type(step.session.manager), "abandon", lambda _: fails())
+    message = "nwor: commit failed: planted in a listener; then the window could not be closed: .* the engine stops"
+    with pytest.raises(CannotContinue, match=message) as raised:
+        step.session.commit(lambda _: fails(), lambda: [1])
+    assert isinstance(pickle.loads(pickle.dumps(raised.value)), CannotContinue)  # vLLM sends errors between processes
+    assert step.session.errors.counts == {}
+
+
+def test_a_write_that_fails_while_a_graph_is_captured_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay of that graph would leave out this layer."""
+    step = Listened()
+    step.session.close_interrupted()
+    monkeypatch.setattr(session_module, "is_capturing", lambda _: True)
+    monkeypatch.setattr(type(step.session.manager), "write", lambda *_, **__: fails())
+    with pytest.raises(CannotContinue, match=r"failed while a CUDA graph was captured: planted .* of layer layer"):
+        step.session.write("layer", KEYS, KEYS, step.cache, step.session.slot_mappings["0"])
+
+
+def test_rows_that_a_connector_loaded_and_that_cannot_be_copied_end_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention then reads the pages of the requests, where the connector put the rows."""
+    step = Listened()
+    session, loaded = step.session, Loaded()
+    loaded.session = session
+    session.subscribe(loaded)
+    session._step = session._step._replace(new_states=[0])
+    monkeypatch.setattr(type(session.manager), "refresh_shadow_pages", lambda _: fails())
+    session.loaded()
+    assert not session.in_window
+    assert loaded.windows == [False]
+    assert session.vanilla_steps == session.errors.counts == {"load failed": 1}
+    assert session.stats().abandoned == 1
+
+
+def test_a_step_that_cannot_be_described_runs_without_a_window(caplog: pytest.LogCaptureFixture) -> None:
+    """Only the first error of a reason is logged, with its trace."""
+    step = Listened()
+    runner = V1(None)
+    runner.session = step.session
+    for _ in range(3):
+        runner.begin(fails)
+    assert step.session.vanilla_steps == {"cancelled": 1, "begin failed": 3}
+    assert not step.drafts.any()
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.getMessage() == (
+        "nwor: begin failed: planted in a listener; the engine goes on without the transaction in this step (further "
+        "ones are counted, not logged)"
+    )
+    assert record.exc_info is not None
+
+
+def test_request_states_that_were_not_copied_are_copied_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = v1.RequestStates(2, torch.device("cpu"))
+    states.update(["a"])
+    with monkeypatch.context() as patch:
+        patch.setattr(v1, "numbers_on", lambda *_: fails())
+        with pytest.raises(RuntimeError, match="planted"):
+            states.update(["b", "a"])
+    states.update(["b", "a"])
+    assert states.tensor.tolist() == [states["b"], states["a"]]
+    assert states["a"] != states["b"]
 
 
 def test_a_step_that_is_cancelled_is_told_of_to_its_end() -> None:
@@ -95,3 +225,98 @@ def test_a_step_without_a_window_undoes_one_that_was_left_open() -> None:
     assert not step.drafts.any()
     assert step.heard == ["commit", "ended"]
     assert step.session.vanilla_steps["cancelled"] == 1
+
+
+def test_every_listener_is_notified_until_it_is_unsubscribed() -> None:
+    step, other = Listened(), Hearing()
+    step.session.subscribe(other)
+    step.session.skip()
+    assert step.heard == other.heard == ["commit", "ended"]
+    step.session.unsubscribe(other)
+    step.session.close_interrupted()
+    assert (step.heard, other.heard) == (["commit", "ended", "drop"], ["commit", "ended"])
+
+
+def test_outside_a_window_the_layer_s_own_writer_writes() -> None:
+    step = Listened()
+    assert step.own_writes == []  # our kernel logged and wrote
+    step.session.close_interrupted()
+    step.session.write("layer", 2 * KEYS, KEYS, step.cache, SLOTS, "a scale")
+    assert step.own_writes == [("a scale",)]
+    assert step.cache[1, 1, 0, 0] == 2
+
+
+def test_a_layer_that_is_only_logged_is_written_by_its_own_writer() -> None:
+    step = Listened(fused=False)
+    assert step.own_writes == [()]
+    assert step.drafts.all()
+    step.session.close_interrupted()
+    assert not step.drafts.any()
+
+
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_a_commit_that_fails_keeps_the_drafts(on_error: str) -> None:
+    step = Listened(on_error)
+    if on_error == "stop":
+        with pytest.raises(RuntimeError, match=r"^nwor: commit failed: planted in a listener"):
+            step.session.commit(lambda manager: fails(), lambda: [1])
+    else:
+        step.session.commit(lambda manager: fails(), lambda: [1])
+        assert step.session.vanilla_steps["commit failed"] == 1
+        assert step.heard == ["commit", "ended"]
+    assert step.drafts.all()
+    assert step.session.stats().abandoned == 1
+
+
+@pytest.mark.parametrize("call", ["settle", "undo", "cancel_deferred"])
+@pytest.mark.parametrize("works", [True, False])
+def test_deferred_windows(monkeypatch: pytest.MonkeyPatch, call: str, works: bool) -> None:
+    """A window whose call fails is forgotten, and its drafts stay."""
+    step = Listened(windows=2)
+    assert isinstance(step.session.manager, InFlightManager)
+    deferred = step.session.defer()
+    assert deferred is not None
+    arguments: dict[str, tuple[Any, ...]] = {
+        "settle": (torch.tensor([2], dtype=torch.int32), lambda: [1]), "undo": ([0],), "cancel_deferred": (),
+    }  # fmt: skip
+    if not works:
+        monkeypatch.setattr(InFlightManager, call, lambda *_: fails())
+    result = getattr(step.session, call)(deferred, *arguments[call])
+    assert result is (works if call == "undo" else None)
+    assert bool(step.drafts.any()) is not works
+    assert step.session.manager.in_flight == int(works and call == "undo")
+    failed = f"{call.removesuffix('_deferred')} failed"
+    assert step.session.vanilla_steps[failed] == step.session.errors.counts[failed] == int(not works)
+
+
+def test_a_window_that_cannot_be_deferred_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Listened(windows=2)
+    monkeypatch.setattr(InFlightManager, "defer", lambda _: fails())
+    assert step.session.defer() is None
+    assert step.session.errors.counts == {"defer failed": 1}
+    assert step.session.stats().abandoned == 1
+    assert step.drafts.all()
+
+
+def test_what_a_session_says_of_itself() -> None:
+    step = Listened()
+    assert step.session.describe() == (
+        "1 layers (1 with the fused writer), 2 log rows, log 0.0 MiB, at most 3 launches per step beyond the writers"
+    )
+    assert step.session.stats().drafted == 2
+    assert current_manager("cpu") is step.session.manager
+    deferring = Listened(fused=False, windows=3).session.describe()
+    assert deferring.startswith("1 layers (0 with the fused writer), 2 log rows")
+    assert deferring.endswith("beyond the writers, at most 3 windows open or deferred")
+
+
+def test_a_session_without_a_transaction() -> None:
+    cache = torch.zeros(3, 4, 2, 16)
+    layer = TargetLayer("layer", "0", cache, LayerCache.packed(cache), lambda *_: None)
+    config = NworConfig.load({"nwor": {"mode": "off"}})
+    session = Session(config, [layer], {"0": SLOTS}, 1, 2, 2, shadow_blocks=None, logger=logging.getLogger("test"))
+    assert session.describe() == "audits 1 layers, no transaction"
+    assert session.stats() == Stats(0, 0, 0, 0, 0, 0, 0)
+    session.skip()
+    session.close_interrupted()
+    assert session.manager is None

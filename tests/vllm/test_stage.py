@@ -17,12 +17,12 @@ from engines import Engines, prompts
 from torch import Tensor
 
 from nwor_ops.kv_cache import LayerCache
-from nwor_ops.vllm.audit.shadow import StageAudit
-from nwor_ops.vllm.audit.undo import AuditError, CacheAudit
-from nwor_ops.vllm.layers.back_ends import PACKED_IMPLS, TRITON_IMPL, check_tables
-from nwor_ops.vllm.layers.target import TargetLayer
-from nwor_ops.vllm.spare_blocks import ShadowBlocks, shadow_blocks
-from nwor_ops.vllm.support import Unsupported
+from nwor_ops.vllm.support.refusals import Unsupported
+from nwor_ops.vllm.transaction.audit.shadow import StageAudit
+from nwor_ops.vllm.transaction.audit.undo import AuditError, CacheAudit
+from nwor_ops.vllm.transaction.layers.back_ends import PACKED_IMPLS, TRITON_IMPL, check_tables
+from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks, shadow_blocks
 
 [FLASHINFER_IMPL] = [impl for impl in PACKED_IMPLS if "flashinfer" in impl]
 BLOCKS, SIZE, HEADS, WIDTH = 6, 4, 2, 8  # block size of the caches in this file
@@ -223,7 +223,7 @@ def test_vllms_warm_up_uses_no_shadow_page(
     for name in ("warmup_kernels", "run_mixed_prefill_decode_warmup"):
         monkeypatch.setattr(warmup, name, getattr(warmup, name))  # restored after the test
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    plugin._patches()["vllm.v1.worker.gpu.warmup"](warmup)
+    plugin._module_patches()["vllm.v1.worker.gpu.warmup"](warmup)
     arguments = (lambda output: shadow.check(output), lambda grammar: None)
     if warm_up != "warmup_kernels":
         arguments += (128,)

@@ -1,4 +1,4 @@
-"""Supported and refused configurations: their messages, and the tables of docs/vllm.md that are generated from them."""
+"""Supported and refused configurations: their messages, and the generated tables of docs/reference."""
 
 from __future__ import annotations
 
@@ -18,26 +18,15 @@ import support_tables
 import tiny_models
 import torch
 import vllm
+from shown_cases import METHODS, PARALLEL_MODES, Method, ParallelMode
 from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from nwor_ops.vllm.support import (
-    CONNECTORS,
-    DRAFT_GRAPHS,
-    METHODS,
-    ONE_STATE,
-    PARALLEL_MODES,
-    REFUSALS,
-    TRANSACTION,
-    Method,
-    ParallelMode,
-    Refusal,
-    Unsupported,
-    check_connectors,
-    check_engine,
-    check_partial_tails,
-    check_state_connectors,
-)
+from nwor_ops.vllm.recurrent.supported import check_state_connectors
+from nwor_ops.vllm.support.connectors import CONNECTORS
+from nwor_ops.vllm.support.features import DRAFT_GRAPHS, ONE_STATE, TRANSACTION
+from nwor_ops.vllm.support.refusals import REFUSALS, Refusal, Unsupported, check_engine
+from nwor_ops.vllm.transaction.supported import check_connectors, check_partial_tails
 
 TESTS = Path(__file__).parent
 
@@ -54,14 +43,15 @@ def engine(method: str = "ngram", **found: Any) -> Any:
     return config
 
 
-def test_the_tables_of_the_document_are_up_to_date() -> None:
-    text = support_tables.DOCUMENT.read_text()
-    assert support_tables.filled(text) == text, "run python tools/support_tables.py"
+@pytest.mark.parametrize("document", support_tables.DOCUMENTS, ids=lambda path: path.name)
+def test_the_tables_of_the_documents_are_up_to_date(document: Path) -> None:
+    text = document.read_text()
+    assert support_tables.filled(document, text) == text, "run python tools/support_tables.py"
 
 
 def test_a_document_without_the_marks_is_an_error() -> None:
     with pytest.raises(SystemExit, match=r"must have the mark '<!-- supported: .*' once, got 0"):
-        support_tables.filled("")
+        support_tables.filled(support_tables.REFERENCE / "support.md", "")
 
 
 @pytest.mark.parametrize(
@@ -212,8 +202,9 @@ def cases_named(text: str, cases: set[str]) -> list[str]:
     return found
 
 
-def test_every_case_that_the_document_names_exists() -> None:
-    text = support_tables.DOCUMENT.read_text()
+def test_every_case_that_the_documents_name_exists() -> None:
+    pages = ("reference/support.md", "reference/cases.md", "guides/kv-connectors.md")
+    text = "\n".join((support_tables.ROOT / "docs" / page).read_text() for page in pages)
     cases = all_cases()
     named = cases_named(text, cases)
     assert len(set(named)) > 150

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import graph_capture
 
+from nwor_ops.config import NworConfig
 from nwor_ops.drafter import DraftLoop, GraphKey, keys_of_token_counts
 from nwor_ops.vllm import metrics
 from nwor_ops.vllm.drafter.report import DraftGraphReport
-from nwor_ops.vllm.support import CAPTURE_SIZES, Unsupported
+from nwor_ops.vllm.errors import Errors
+from nwor_ops.vllm.support.refusals import CAPTURE_SIZES, Unsupported
 
 Refuse = Callable[[Unsupported], None]
 
@@ -23,6 +25,7 @@ NOTHING_CAPTURED, DUMMY_RUN = NO_REQUESTS = ("nothing captured", "dummy run")  #
 TOO_LARGE = "more requests than the largest graph"
 MIXED = "first pass of a batch with prompts, or with fewer drafts in some request"
 TOO_MANY_TOKENS = "first pass of more requests than its largest graph"
+FAILED = "draft graphs failed"
 
 
 def captured_counts(vllm_config: Any, query_len: int, max_num_reqs: int) -> list[int]:
@@ -100,12 +103,19 @@ class GraphedDrafter(abc.ABC):
 
     Attributes:
         graphs: the graphs. None before they are captured, and if they were refused.
+        errors: counts the steps in which vLLM's code drafted because ours failed.
     """
 
     graphs: Any  # LoopGraphs
+    errors: Errors
     _refuse: Refuse
     _logger: Any  # vLLM's
     _eager: Counter[str]  # passes that ran vLLM's code, by reason
+
+    def _count_errors(self, vllm_config: Any, logger: Any) -> None:
+        """Start to count errors. Drafts of vLLM's code are as good: it writes every input and every row again."""
+        config = NworConfig.load(vllm_config.additional_config)
+        self.errors = Errors.by_setting(config, logger, "with vLLM's drafter in this step")
 
     @abc.abstractmethod
     def capture_keys(self) -> dict[int, list[GraphKey]]:
@@ -164,10 +174,13 @@ class GraphedDrafter(abc.ABC):
         )
 
     def counted(self) -> dict[str, int]:
-        """Return the counts for ``/metrics``: only passes that requests caused. Called by the publisher's thread."""
+        """Return the counts for ``/metrics``. Called by the publisher's thread, as :meth:`eager_passes`."""
         graphs = self.graphs
         replays = [] if graphs is None else list(graphs.loop.counts.items())
         return {
             "draft_graph_replays": sum(count for (_, mode), count in replays if mode == "loop"),
-            "draft_eager_passes": sum(count for why, count in list(self._eager.items()) if why not in NO_REQUESTS),
         }
+
+    def eager_passes(self) -> dict[str, int]:
+        """Return the passes that ran vLLM's code, by reason, for ``/metrics``: only those that requests caused."""
+        return {why: count for why, count in list(self._eager.items()) if why not in NO_REQUESTS}

@@ -20,15 +20,9 @@ from typing import Any
 
 from nwor_ops.config import NworConfig
 from nwor_ops.vllm.drafter.report import DraftGraphReport
-from nwor_ops.vllm.support import (
-    DRAFT_GRAPHS,
-    Hook,
-    Unsupported,
-    check_engine,
-    check_library,
-    check_vllm,
-    wrap_once,
-)
+from nwor_ops.vllm.hooks import Hook, Patches, check_library, check_vllm
+from nwor_ops.vllm.support.features import DRAFT_GRAPHS
+from nwor_ops.vllm.support.refusals import Unsupported, check_engine
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 V1_RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -129,12 +123,23 @@ V1_HOOKS = (
 # All hooks, for checks without an engine.
 HOOKS = (*V2_HOOKS, *(hook for hook in V1_HOOKS if hook not in _SHARED_HOOKS))
 
+_patches = Patches(DRAFT_GRAPHS)
 _speculators: weakref.WeakSet[Any] = weakref.WeakSet()
+_proposers: weakref.WeakSet[Any] = weakref.WeakSet()  # of the V1 runner
 
 
 def draft_graph_reports() -> list[DraftGraphReport]:
     """Return the reports of this process's engines. Engines in other processes are not included."""
-    return [speculator.report() for speculator in _speculators]
+    return [drafter.report() for drafter in (*_speculators, *_proposers)]
+
+
+def graphed_drafter(runner: Any) -> Any:
+    """Return the drafter of a runner if it has captured graphs, otherwise None."""
+    of_runner = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)  # V2, V1
+    for found in _speculators if of_runner is not None else ():
+        if found.graphs is not None and of_runner in (found, getattr(found, "drafter", None)):
+            return found
+    return None
 
 
 # ---------------------------------------------------------------- refusals
@@ -160,7 +165,7 @@ def patch_runner_module(module: ModuleType, logger: Any) -> None:
         return init_speculator
 
     if module.__name__ == RUNNER_MODULE:
-        wrap_once(module, "init_speculator", wrapper)
+        _patches.put_once(module, "init_speculator", wrapper, V2_HOOKS[0].signature)
 
 
 def _own_speculator(vllm_config: Any, device: Any, req_states: Any, logger: Any) -> Any:
@@ -198,11 +203,11 @@ def attach(runner: Any, module: str, logger: Any) -> None:
         return
     from nwor_ops.vllm.drafter.proposer import GraphedProposer
 
-    old = GraphedProposer.detach(runner)
-    if old is not None:
-        _speculators.discard(old)
+    for old in [proposer for proposer in _proposers if proposer.runner is runner]:
+        old.detach()
+        _proposers.discard(old)
     try:
-        _speculators.add(GraphedProposer(runner, functools.partial(refuse, config, logger=logger), logger))
+        _proposers.add(GraphedProposer(runner, functools.partial(refuse, config, logger=logger), logger))
     except Unsupported as error:
         refuse(config, error, logger)
 

@@ -16,6 +16,7 @@ both passes if the batch is larger than the largest graph, close to the model's 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -32,6 +33,7 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftMetadata, GraphKey
 from nwor_ops.vllm.drafter.graphs import (
+    FAILED,
     MIXED,
     NOTHING_CAPTURED,
     TOO_LARGE,
@@ -42,7 +44,10 @@ from nwor_ops.vllm.drafter.graphs import (
     captured_counts,
 )
 from nwor_ops.vllm.drafter.metadata import LayerMetadata
-from nwor_ops.vllm.support import DRAFTER, check_attention, check_graph_mode
+from nwor_ops.vllm.drafter.supported import check_attention, check_graph_mode
+from nwor_ops.vllm.hooks import Patches
+from nwor_ops.vllm.support.features import DRAFT_GRAPHS
+from nwor_ops.vllm.support.refusals import DRAFTER
 
 _NO_SLOT = -1
 _RANDOM = "drafts drawn at random"
@@ -140,13 +145,15 @@ class GraphedProposer(GraphedDrafter):
     """
 
     def __init__(self, runner: Any, refuse: Refuse, logger: Any) -> None:
-        self.drafter = drafter = runner.drafter
+        self.runner, self.drafter = runner, runner.drafter
+        drafter = self.drafter
         check_drafter(drafter)
         check_attention([drafter.draft_attn_groups])
         check_graph_mode(runner.cudagraph_dispatcher.cudagraph_mode)
         self._refuse, self._logger = refuse, logger
         self._eager: Counter[str] = Counter()
         self._vllm_config, self._device = drafter.vllm_config, drafter.device
+        self._count_errors(self._vllm_config, logger)
         self.num_drafts: int = drafter.speculative_config.num_speculative_tokens
         # Tokens of each request in the first pass. In the target it has K + 1.
         self.query_len = self.num_drafts + 1 + drafter.net_num_new_slots_per_request
@@ -156,25 +163,17 @@ class GraphedProposer(GraphedDrafter):
         self._allocate(runner.input_batch.block_table[group].block_table.gpu.shape[1])
         self._freeze_gc = runner._freeze_gc
         self._pool: Any = None
-        self._propose, self._capture_model = drafter.propose, runner.capture_model
         self.graphs: LoopGraphs | None = LoopGraphs(self._device, self.make_loop())
-        drafter.propose, runner.capture_model = self.propose, self.capture_model
+        self.patches = Patches(DRAFT_GRAPHS)
+        self.patches.put_methods(drafter, self, ["propose"])
+        self.patches.put_methods(runner, self, ["capture_model"])
 
-    @staticmethod
-    def detach(runner: Any) -> GraphedProposer | None:
-        """Restore the methods of a runner and its drafter.
-
-        Returns:
-            The proposer that replaced them, or None. Its graphs are dropped, because they refer to an earlier cache.
-        """
-        old = getattr(vars(runner.drafter).get("propose"), "__self__", None)
-        if isinstance(old, GraphedProposer):
-            if old.graphs is not None:
-                old.graphs.loop.invalidate("the cache was bound anew")
-            old.graphs = None
-        vars(runner).pop("capture_model", None)
-        vars(runner.drafter).pop("propose", None)
-        return old if isinstance(old, GraphedProposer) else None
+    def detach(self) -> None:
+        """Restore the methods of the runner and its drafter, and drop the graphs, which refer to an earlier cache."""
+        if self.graphs is not None:
+            self.graphs.loop.invalidate("the cache was bound anew")
+        self.graphs = None
+        self.patches.undo()
 
     # ------------------------------------------------------------ set up
 
@@ -242,13 +241,16 @@ class GraphedProposer(GraphedDrafter):
         return {self.num_drafts: keys} if keys else {}
 
     @torch.inference_mode()
-    def capture_model(self) -> int:
+    def capture_model(self, capture: Callable[[], int]) -> int:
         """Capture vLLM's graphs, then ours.
+
+        Args:
+            capture: vLLM's method.
 
         Returns:
             Bytes that both took, as vLLM's method returns them.
         """
-        taken: int = self._capture_model()
+        taken = capture()
         self._copied_rows = None
         with self._freeze_gc():
             return taken + self.capture_graphs(self._vllm_config, self.num_drafts)
@@ -309,6 +311,7 @@ class GraphedProposer(GraphedDrafter):
     @torch.inference_mode()
     def propose(
         self,
+        propose: Callable[..., Tensor],
         num_speculative_tokens: int,
         target_token_ids: Tensor,
         target_positions: Tensor,
@@ -321,23 +324,53 @@ class GraphedProposer(GraphedDrafter):
         num_rejected_tokens_gpu: Tensor | None = None,
         slot_mappings: Any = None,
     ) -> Tensor:
-        """Draft K tokens for each request. Arguments and result are the same as in vLLM."""
+        """Draft K tokens for each request. Result and arguments are those of ``propose``, vLLM's method."""
         why_eager = self._why_eager(num_speculative_tokens, common_attn_metadata, sampling_metadata)
-        if why_eager is not None:
-            self._eager[why_eager] += 1
-            return self._propose(
-                num_speculative_tokens,
-                target_token_ids,
-                target_positions,
-                target_hidden_states,
-                next_token_ids,
-                token_indices_to_sample,
-                common_attn_metadata,
-                sampling_metadata,
-                mm_embed_inputs,
-                num_rejected_tokens_gpu,
-                slot_mappings,
-            )
+        if why_eager is None:
+            try:
+                return self._propose(
+                    num_speculative_tokens,
+                    target_token_ids,
+                    target_positions,
+                    target_hidden_states,
+                    next_token_ids,
+                    token_indices_to_sample,
+                    common_attn_metadata,
+                    mm_embed_inputs,
+                    num_rejected_tokens_gpu,
+                )
+            except Exception as error:
+                self._copied_rows = None  # some of the rows may not be copied
+                self.errors.go_on(FAILED, error)
+                why_eager = FAILED
+        self._eager[why_eager] += 1
+        return propose(
+            num_speculative_tokens=num_speculative_tokens,
+            target_token_ids=target_token_ids,
+            target_positions=target_positions,
+            target_hidden_states=target_hidden_states,
+            next_token_ids=next_token_ids,
+            token_indices_to_sample=token_indices_to_sample,
+            common_attn_metadata=common_attn_metadata,
+            sampling_metadata=sampling_metadata,
+            mm_embed_inputs=mm_embed_inputs,
+            num_rejected_tokens_gpu=num_rejected_tokens_gpu,
+            slot_mappings=slot_mappings,
+        )
+
+    def _propose(
+        self,
+        num_speculative_tokens: int,
+        target_token_ids: Tensor,
+        target_positions: Tensor,
+        target_hidden_states: Tensor,
+        next_token_ids: Tensor,
+        token_indices_to_sample: Tensor | None,
+        common_attn_metadata: CommonAttentionMetadata,
+        mm_embed_inputs: Any,
+        num_rejected_tokens_gpu: Tensor | None,
+    ) -> Tensor:
+        """Draft with a graph for the decode loop, and for the first pass if it has one."""
         assert self.graphs is not None
         drafter, loop, rows = self.drafter, self.graphs.loop, common_attn_metadata.num_reqs
         drafter.num_speculative_tokens, drafter._last_draft_probs = num_speculative_tokens, None

@@ -34,6 +34,7 @@ from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, GraphKey
 from nwor_ops.vllm.drafter.graphs import (
     DUMMY_RUN,
+    FAILED,
     MIXED,
     NOTHING_CAPTURED,
     TOO_LARGE,
@@ -44,7 +45,8 @@ from nwor_ops.vllm.drafter.graphs import (
     captured_counts,
 )
 from nwor_ops.vllm.drafter.metadata import LayerMetadata, VllmDraftMetadata
-from nwor_ops.vllm.support import Unsupported, check_attention, check_graph_mode
+from nwor_ops.vllm.drafter.supported import check_attention, check_graph_mode
+from nwor_ops.vllm.support.refusals import Unsupported
 
 # Buffers of the runner with the batch that the target has just verified.
 _TARGET_INPUTS = ("input_ids", "positions", "query_start_loc", "seq_lens")
@@ -167,6 +169,7 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         self._refused = False
         self._logger = logger
         self._eager: Counter[str] = Counter()
+        self._count_errors(vllm_config, logger)
         self.drafts_by_requests = self._schedule()
         self._numbers_of_drafts = set(self.drafts_by_requests[1:])
 
@@ -345,30 +348,34 @@ class GraphedDraftModelSpeculator(GraphedDrafter, StandaloneARSpeculator):
         rows, most = input_batch.num_reqs, self.num_speculative_steps
         drafts = most if num_speculative_tokens is None else min(num_speculative_tokens, most)
         why_eager = self._why_eager(input_batch, last_sampled, drafts, dummy_run or is_profile)
-        if why_eager is not None:
-            self._eager[why_eager] += 1
-            return super().propose(
-                input_batch,
-                attn_metadata,
-                slot_mappings,
-                last_hidden_states,
-                aux_hidden_states,
-                num_sampled,
-                num_rejected,
-                last_sampled,
-                next_prefill_tokens,
-                temperature,
-                seeds,
-                dp_sync_state,
-                dummy_run,
-                skip_attn_for_dummy_run,
-                mm_inputs,
-                is_profile,
-                num_speculative_tokens,
-            )
-        self._copy_inputs(rows, input_batch.idx_mapping, num_rejected, temperature, seeds)
-        self._run_first_pass(input_batch, num_rejected, last_sampled, rows, drafts)
-        return self._run_decode_loop(rows, drafts)
+        if why_eager is None:
+            try:
+                self._copy_inputs(rows, input_batch.idx_mapping, num_rejected, temperature, seeds)
+                self._run_first_pass(input_batch, num_rejected, last_sampled, rows, drafts)
+                return self._run_decode_loop(rows, drafts)
+            except Exception as error:
+                self.errors.go_on(FAILED, error)
+                why_eager = FAILED
+        self._eager[why_eager] += 1
+        return super().propose(
+            input_batch=input_batch,
+            attn_metadata=attn_metadata,
+            slot_mappings=slot_mappings,
+            last_hidden_states=last_hidden_states,
+            aux_hidden_states=aux_hidden_states,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            last_sampled=last_sampled,
+            next_prefill_tokens=next_prefill_tokens,
+            temperature=temperature,
+            seeds=seeds,
+            dp_sync_state=dp_sync_state,
+            dummy_run=dummy_run,
+            skip_attn_for_dummy_run=skip_attn_for_dummy_run,
+            mm_inputs=mm_inputs,
+            is_profile=is_profile,
+            num_speculative_tokens=num_speculative_tokens,
+        )
 
     def _why_eager(self, input_batch: Any, last_sampled: Tensor, drafts: int, dummy: bool) -> str | None:
         """Return the reason why this whole step runs vLLM's code, or None."""

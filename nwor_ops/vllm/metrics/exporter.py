@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import EngineStats
+from nwor_ops.vllm.errors import Errors
+from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.metrics import transport, worker
-from nwor_ops.vllm.support import wrap_once
 
 if TYPE_CHECKING:
-    from nwor_ops.vllm.session import Session
+    from nwor_ops.vllm.transaction.session import Session
+
+
+_patches = Patches("metrics")
 
 
 def patch_loggers_module(module: ModuleType) -> None:
@@ -25,25 +29,41 @@ def patch_loggers_module(module: ModuleType) -> None:
             original(self, vllm_config, *args, **kwargs)
             config = NworConfig.load(vllm_config.additional_config)
             if config.emit_metrics and (config.mode != "off" or config.draft_graphs or config.recurrent):
-                try:
-                    export()
-                except (OSError, ValueError) as error:  # no folder for the files; the engine runs without our metrics
-                    module.logger.warning("nwor: counters are not exported: %s", error)
+                with Errors(module.logger, "without our metrics").survived("export of counters failed"):
+                    export(module.logger)
 
         return __init__
 
-    wrap_once(getattr(module, "PrometheusStatLogger", None), "__init__", wrapper)
+    _patches.put_once(getattr(module, "PrometheusStatLogger", None), "__init__", wrapper)
 
 
 @functools.cache
-def export() -> None:
+def export(logger: Any) -> None:
     """Add a collector for the files to vLLM's registry, unless vLLM collects them itself."""
     import prometheus_client
-    from prometheus_client.multiprocess import MultiProcessCollector
 
     if transport.SHARED_VARIABLE not in os.environ:
         transport.make_directory()
-        MultiProcessCollector(prometheus_client.REGISTRY, path=str(transport.directory()))
+        prometheus_client.REGISTRY.register(FileCollector(logger))
+
+
+class FileCollector:
+    """Collect the counters of the files at each scrape.
+
+    A file may be invalid, or removed during the scrape. ``/metrics`` then lacks our counters, and shows all others.
+    """
+
+    def __init__(self, logger: Any) -> None:
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        self._files = MultiProcessCollector(None, path=str(transport.directory()))
+        self._errors = Errors(logger, "without our counters in this scrape")
+
+    def collect(self) -> list[Any]:
+        """Return the metrics of all files."""
+        with self._errors.survived("reading counters failed"):
+            return list(self._files.collect())
+        return []
 
 
 def totals(sessions: list[Session]) -> EngineStats:
@@ -57,5 +77,8 @@ def totals(sessions: list[Session]) -> EngineStats:
     return EngineStats(
         **{counted: total.counts[counted] for counted in transport.METRICS},
         vanilla_steps=dict(total.vanilla_steps),
+        draft_eager_passes=sum(total.eager_passes.values()),
+        draft_eager_reasons=dict(total.eager_passes),
+        errors=dict(total.errors),
         engines=len(asked) + sum(path not in here for path in transport.files("worker")),
     )

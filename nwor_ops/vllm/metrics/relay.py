@@ -8,24 +8,22 @@ one.
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nwor_ops.config import NworConfig
+from nwor_ops.vllm.errors import Errors
+from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.metrics import transport
 from nwor_ops.vllm.metrics.transport import CounterFile, Totals
-from nwor_ops.vllm.support import wrap_once
-
-if TYPE_CHECKING:
-    from nwor_ops.vllm.metrics.worker import SessionPublisher
+from nwor_ops.vllm.step_listener import StepListener
 
 TOTALS = "_nwor_totals"
-_MARK = "_nwor_relays"
+_patches = Patches("relay of counters")
 
 
 def is_remote(vllm_config: Any) -> bool:
@@ -34,36 +32,43 @@ def is_remote(vllm_config: Any) -> bool:
     return bool(parallel.nnodes_within_dp > 1 or parallel.use_ray)
 
 
-class Sender:
+class Sender(StepListener):
     """Attach the totals to the output of a step, in the worker.
 
     Args:
-        publisher: the publisher of the session.
+        arrived: returns the totals of the session that are known without asking the device.
         session: the session whose totals are sent.
+        errors: counts the steps in which that failed.
     """
 
-    def __init__(self, publisher: SessionPublisher, session: Any) -> None:
-        self._publisher, self._next = publisher, time.monotonic()
-        # Hold the session weakly, so that it does not keep itself and its undo log alive.
-        session.subscribe(returned=functools.partial(self.returned, weakref.ref(session)))
+    def __init__(self, arrived: Callable[[Any], Totals], session: Any, errors: Errors) -> None:
+        self._arrived, self._errors, self._next = arrived, errors, time.monotonic()
+        # A strong reference would make the session keep itself and its undo log alive.
+        self._session = weakref.ref(session)
+        session.subscribe(self)
 
-    def returned(self, owner: Callable[[], Any], output: Any) -> None:
+    def returned(self, output: Any) -> None:
         """Attach the totals to ``output``.
 
         With async scheduling, the ``ModelRunnerOutput`` is an attribute of ``output``. An output without requests is
         left unchanged, since it may be a shared constant of vLLM.
         """
+        try:
+            self._attach(output)
+        except Exception as error:
+            self._errors.go_on("sending counters failed", error)
+
+    def _attach(self, output: Any) -> None:
         for name in ("model_runner_output", "_model_runner_output"):
             output = getattr(output, name, output)
         now = time.monotonic()
         if now < self._next or not getattr(output, "req_ids", None):
             return
-        session = owner()
+        session = self._session()
         if session is None:
             return
         self._next = now + transport.PERIOD
-        totals = self._publisher.arrived(session)
-        setattr(output, TOTALS, (dict(totals.counts), dict(totals.vanilla_steps)))
+        setattr(output, TOTALS, tuple(map(dict, self._arrived(session).parts)))
 
 
 class Receiver:
@@ -76,27 +81,20 @@ class Receiver:
 
     def __init__(self, scheduler: Any, logger: Any) -> None:
         self._file = CounterFile("worker", scheduler.vllm_config)
-        self._logger, self._failed = logger, False
-        update = scheduler.update_from_output
+        self._errors = Errors(logger, "without publishing counters")
+        _patches.put_methods(scheduler, self, ["update_from_output"])
 
-        @functools.wraps(update)
-        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            totals = getattr(model_runner_output, TOTALS, None)
-            if totals is not None:
+    def update_from_output(self, update: Callable[..., Any], scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Write the totals of a step's output, if it has any."""
+        totals = getattr(model_runner_output, TOTALS, None)
+        if totals is not None:
+            with self._errors.survived("publishing counters failed"):
                 self._write(Totals(*map(Counter, totals)))
-            return update(scheduler_output, model_runner_output)
-
-        scheduler.update_from_output = update_from_output
+        return update(scheduler_output, model_runner_output)
 
     def _write(self, totals: Totals) -> None:
-        if any(path != self._file.path for path in self._file.of_same_engine("worker")):
-            return
-        try:
+        if not any(path != self._file.path for path in self._file.of_same_engine("worker")):
             self._file.write(totals)
-        except OSError as error:
-            if not self._failed:
-                self._logger.warning("nwor: counters are not published: %s", error)
-            self._failed = True
 
 
 def patch_scheduler_module(module: ModuleType) -> None:
@@ -109,8 +107,9 @@ def patch_scheduler_module(module: ModuleType) -> None:
             config = NworConfig.load(self.vllm_config.additional_config)
             wanted = config.mode != "off" and config.emit_metrics and self.vllm_config.speculative_config is not None
             if wanted and transport.directory() and is_remote(self.vllm_config):
-                Receiver(self, module.logger)
+                with Errors(module.logger, "without counters of other hosts").survived("receiving counters failed"):
+                    Receiver(self, module.logger)
 
         return __init__
 
-    wrap_once(getattr(module, "Scheduler", None), "__init__", wrapper, _MARK)
+    _patches.put_once(getattr(module, "Scheduler", None), "__init__", wrapper)

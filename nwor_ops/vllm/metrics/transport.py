@@ -32,6 +32,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -50,14 +51,14 @@ METRICS = {
     "rejected": ("nwor_rejected_tokens", "Number of draft tokens rejected or cancelled: undone, or never written."),
     "cancelled": ("nwor_cancelled_windows", "Number of windows whose drafts were all undone because the step failed."),
     "abandoned": ("nwor_abandoned_windows", "Number of windows that ended without an undo, leaving rows of drafts."),
+    "host_seconds": (
+        "nwor_host_seconds",
+        "Seconds of host time to begin and commit the windows.",
+    ),
     "comparisons": ("nwor_comparisons", "Number of comparisons with the scheduler's counts of drafts."),
     "disagreements": ("nwor_disagreements", "Number of comparisons in which the scheduler's counts differed."),
     # Only for engines with draft graphs.
     "draft_graph_replays": ("nwor_draft_graph_replays", "Number of draft model passes that ran as one graph launch."),
-    "draft_eager_passes": (
-        "nwor_draft_eager_passes",
-        "Number of draft model passes that ran without a graph, with draft graphs on.",
-    ),
     "one_state_steps": (
         "nwor_one_state_steps",
         "Number of steps with drafts and one recurrent state per request.",
@@ -68,6 +69,18 @@ METRICS = {
     ),
 }
 VANILLA_STEPS = ("nwor_vanilla_steps", "Number of steps with drafts that ran without the transaction, by reason.")
+EAGER_PASSES = (
+    "nwor_draft_eager_passes",
+    "Number of draft model passes that ran without a graph, with draft graphs on, by reason.",
+)
+ERRORS = ("nwor_errors", "Number of errors of nwor_ops after which the engine went on, by reason. Should be 0.")
+BY_REASON = VANILLA_STEPS, EAGER_PASSES, ERRORS  # in the order of Totals
+# Gauges.
+INFO = (
+    "nwor_info",
+    "State of each feature of nwor_ops: off, on or its mode, or missing (asked for, but not active in every worker).",
+)
+MEMORY = ("nwor_memory_bytes", "Memory of the features of nwor_ops in bytes: of the rank that has most, by part.")
 
 _PREFIX = f"nwor-metrics-{os.getuid()}-"
 _ROOM = 1 << 14  # bytes of a new file: about 70 values
@@ -81,13 +94,21 @@ class Totals:
     Attributes:
         counts: by field of :class:`nwor_ops.EngineStats`; they only grow.
         vanilla_steps: number of steps that ran without the transaction, by reason.
+        eager_passes: number of passes of the drafter that ran without a graph, by reason.
+        errors: number of errors after which the engine went on, by reason.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     vanilla_steps: Counter[str] = field(default_factory=Counter)
+    eager_passes: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def parts(self) -> tuple[Counter[str], ...]:
+        return self.counts, self.vanilla_steps, self.eager_passes, self.errors
 
     def __add__(self, other: Totals) -> Totals:
-        return Totals(self.counts + other.counts, self.vanilla_steps + other.vanilla_steps)
+        return Totals(*(mine + its for mine, its in zip(self.parts, other.parts, strict=True)))
 
 
 class CounterFile:
@@ -101,9 +122,8 @@ class CounterFile:
     """
 
     def __init__(self, role: str, vllm_config: Any) -> None:
-        engine = str(int(vllm_config.parallel_config.data_parallel_index))
-        self._labels = {"model_name": str(vllm_config.model_config.served_model_name), "engine": engine}
-        self._engine = f"{re.sub('[^A-Za-z0-9_.]', '_', str(vllm_config.instance_id))}-{engine}"
+        self._labels = _labels(vllm_config)
+        self._engine = _engine(vllm_config)
         self.path = _path(f"{role}-{self._engine}-{os.getpid()}-{next(_numbers)}")  # no name is used twice
 
     def of_same_engine(self, role: str) -> list[Path]:
@@ -115,19 +135,68 @@ class CounterFile:
 
     def write(self, totals: Totals) -> None:
         """Replace the file. Raises OSError."""
-        from prometheus_client.mmap_dict import MmapedDict, mmap_key
+        series = [
+            (METRICS[counted], f"{METRICS[counted][0]}_total", self._labels, float(count))
+            for counted, count in totals.counts.items()
+        ]
+        for metric, by_reason in zip(BY_REASON, totals.parts[1:], strict=True):
+            for reason, count in by_reason.items():
+                series.append((metric, f"{metric[0]}_total", self._labels | {"reason": reason}, float(count)))
+        _write(self.path, series)
 
-        make_directory()
-        unfinished = self.path.with_suffix(".new")
-        unfinished.write_bytes(bytes(_ROOM))  # a full disk raises here, and would cause SIGBUS below
-        values = MmapedDict(str(unfinished))
-        series = [(METRICS[counted], self._labels, count) for counted, count in totals.counts.items()]
-        for reason, count in totals.vanilla_steps.items():
-            series.append((VANILLA_STEPS, self._labels | {"reason": reason}, count))
-        for (name, text), labels, count in series:
-            values.write_value(mmap_key(name, f"{name}_total", [*labels], [*labels.values()], text), count, 0.0)
+
+class GaugeFile:
+    """The file of one writer's gauges. If an engine has several, each gauge has the value that was written last.
+
+    Args:
+        role: ``"core"`` (the engine core).
+        vllm_config: as in :class:`CounterFile`.
+    """
+
+    def __init__(self, role: str, vllm_config: Any) -> None:
+        self._labels = _labels(vllm_config)
+        self.path = _path(f"{role}-{_engine(vllm_config)}-{os.getpid()}-{next(_numbers)}", "gauge_mostrecent")
+
+    def write(self, samples: Iterable[tuple[tuple[str, str], dict[str, str], float]]) -> None:
+        """Replace the file. Raises OSError.
+
+        Args:
+            samples: name and help text of a metric, labels, value.
+        """
+        _write(self.path, [(metric, metric[0], self._labels | labels, value) for metric, labels, value in samples])
+
+
+def _labels(vllm_config: Any) -> dict[str, str]:
+    """Return the labels that vLLM's own metrics have."""
+    engine = str(int(vllm_config.parallel_config.data_parallel_index))
+    return {"model_name": str(vllm_config.model_config.served_model_name), "engine": engine}
+
+
+def _engine(vllm_config: Any) -> str:
+    """Return the part of a file's name that the processes of an engine share."""
+    instance = re.sub("[^A-Za-z0-9_.]", "_", str(vllm_config.instance_id))
+    return f"{instance}-{int(vllm_config.parallel_config.data_parallel_index)}"
+
+
+def _write(path: Path, series: Iterable[tuple[tuple[str, str], str, dict[str, str], float]]) -> None:
+    """Replace a file of ``prometheus_client``.
+
+    Args:
+        path: the file.
+        series: name and help text of a metric, name of the sample, labels, value.
+    """
+    from prometheus_client.mmap_dict import MmapedDict, mmap_key
+
+    make_directory()
+    unfinished = path.with_suffix(".new")
+    unfinished.write_bytes(bytes(_ROOM))  # a full disk raises here, and would cause SIGBUS below
+    values = MmapedDict(str(unfinished))
+    try:
+        for (name, text), sample, labels, value in series:
+            values.write_value(mmap_key(name, sample, [*labels], [*labels.values()], text), value, time.time())
+    finally:
         values.close()
-        unfinished.replace(self.path)
+    unfinished.replace(path)
 
 
 def files(whose: str = "*") -> list[Path]:
@@ -144,12 +213,14 @@ def read(paths: Iterable[Path]) -> Totals:
 
     fields = {name: counted for counted, (name, _) in METRICS.items()}
     totals = Totals()
+    by_reason = {name: part for (name, _), part in zip(BY_REASON, totals.parts[1:], strict=True)}
     for metric in MultiProcessCollector.merge([str(path) for path in paths]):
         for sample in metric.samples:
-            if metric.name == VANILLA_STEPS[0]:
-                totals.vanilla_steps[sample.labels["reason"]] += int(sample.value)
+            value = int(sample.value) if sample.value.is_integer() else sample.value
+            if metric.name in by_reason:
+                by_reason[metric.name][sample.labels["reason"]] += value
             else:
-                totals.counts[fields[metric.name]] += int(sample.value)
+                totals.counts[fields[metric.name]] += value
     return totals
 
 
@@ -183,13 +254,13 @@ def make_directory() -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def _path(name: str) -> Path:
-    """Return the path of a file, or a pattern for several.
+def _path(name: str, kind: str = "counter") -> Path:
+    """Return the path of a file, or a pattern for several. ``kind`` is how ``prometheus_client`` adds files up.
 
     The private folder's name is part of the file name, so engines can be told apart in a shared folder too.
     """
     own = Path(os.environ[DIRECTORY_VARIABLE])
-    return Path(os.environ.get(SHARED_VARIABLE, own)) / f"counter_{own.name}-{name}.db"
+    return Path(os.environ.get(SHARED_VARIABLE, own)) / f"{kind}_{own.name}-{name}.db"
 
 
 def _remove_leftovers() -> None:

@@ -5,6 +5,9 @@ a host tensor, pinned for CUDA. Nothing waits for this copy. Draft graphs are co
 2. A thread checks every half second, and replaces the file if a count changed. If no step has followed for half a
 second, the thread fetches the counts of the last step itself.
 
+A publisher never stops a step, and its thread survives any exception: the counters are then late or missing, and the
+log says so.
+
 In a tensor-parallel group only rank 0 publishes, because all ranks verify the same drafts and replay the same graphs.
 With pipeline parallelism only the last rank publishes, because it learns right away what was accepted.
 """
@@ -16,6 +19,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,28 +27,32 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.counters import Stats
+from nwor_ops.vllm.errors import Errors, errors_of
 from nwor_ops.vllm.metrics import transport
 from nwor_ops.vllm.metrics.relay import Sender, is_remote
 from nwor_ops.vllm.metrics.transport import CounterFile, Totals
+from nwor_ops.vllm.step_listener import StepListener
 
 if TYPE_CHECKING:
-    from nwor_ops.vllm.session import Session
+    from nwor_ops.vllm.transaction.session import Session
 
 _NOT_VANILLA = "cancelled"  # the session counts it with its vanilla steps, but it has its own metric
 _OVERFLOW = "more drafts than log rows"
+_WITHOUT = "without publishing counters"
 
 publishers: weakref.WeakKeyDictionary[Any, Publisher] = weakref.WeakKeyDictionary()  # by owner of the counts
 
 
 def start(runner: Any, session: Session, logger: Any) -> None:
     """Publish a session's counters from now on. A session without a transaction has none."""
-    if session.manager is not None and session.windows == 1 and _publishes():
-        runner_of = weakref.ref(runner)  # a strong reference would live as long as the publisher's thread
-        file = CounterFile("worker", runner.vllm_config)
-        publisher = SessionPublisher(session, file, logger, lambda: _warming_up(runner_of()))
-        publishers[session] = publisher
-        if is_remote(runner.vllm_config):
-            Sender(publisher, session)
+    with Errors(logger, _WITHOUT).survived("starting to count failed"):
+        if session.manager is not None and session.windows == 1 and _publishes():
+            runner_of = weakref.ref(runner)  # a strong reference would live as long as the publisher's thread
+            file = CounterFile("worker", runner.vllm_config)
+            publisher = SessionPublisher(session, file, logger, lambda: _warming_up(runner_of()))
+            publishers[session] = publisher
+            if is_remote(runner.vllm_config):
+                Sender(publisher.arrived, session, publisher.errors)
 
 
 def start_counting(owner: Any, role: str, vllm_config: Any, logger: Any) -> None:
@@ -58,8 +66,9 @@ def start_counting(owner: Any, role: str, vllm_config: Any, logger: Any) -> None
         logger: vLLM's logger.
     """
     wanted = NworConfig.load(vllm_config.additional_config).emit_metrics
-    if wanted and owner not in publishers and _publishes():
-        publishers[owner] = Publisher(owner, CounterFile(role, vllm_config), logger)
+    with Errors(logger, _WITHOUT).survived("starting to count failed"):
+        if wanted and owner not in publishers and _publishes():
+            publishers[owner] = Publisher(owner, CounterFile(role, vllm_config), logger)
 
 
 def stop(session: Session) -> None:
@@ -84,44 +93,50 @@ class Publisher:
     """Keep a file up to date with its owner's counts, for as long as the owner lives. Checks twice a second.
 
     Args:
-        owner: an object with ``counted()``, which returns totals by field of :class:`nwor_ops.EngineStats`.
+        owner: an object with ``counted()``, which returns totals by field of :class:`nwor_ops.EngineStats`. A drafter
+            also has ``eager_passes()``, which returns its passes without a graph by reason. If it has ``errors``, they
+            are published too.
         file: the file to write.
         logger: vLLM's logger.
+
+    Attributes:
+        errors: counts the errors of this publisher.
     """
 
     def __init__(self, owner: Any, file: CounterFile, logger: Any) -> None:
         self.file = file
-        self._owner, self._logger = weakref.ref(owner), logger
+        self.errors = Errors(logger, _WITHOUT)
+        self._owner = weakref.ref(owner)
         self._written: Totals | None = None
-        self._failed = False
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self.publish()
         threading.Thread(target=self._run, name="nwor-publisher", daemon=True).start()
 
     def now(self, owner: Any) -> Totals:
         """Return the exact totals. May synchronize with the device."""
-        return Totals(Counter(owner.counted()))
+        return self._totals_of(owner, owner.counted)
 
     def latest(self, owner: Any) -> Totals:
         """Return the totals that are known without synchronizing."""
-        return Totals(Counter(getattr(owner, "counted_lately", owner.counted)()))
+        return self._totals_of(owner, getattr(owner, "counted_lately", owner.counted))
+
+    def _totals_of(self, owner: Any, counted: Callable[[], dict[str, int]]) -> Totals:
+        eager_passes: dict[str, int] = getattr(owner, "eager_passes", dict)()
+        return Totals(
+            Counter(counted()), eager_passes=Counter(eager_passes), errors=errors_of(owner) + self.errors.counts
+        )
 
     def publish(self) -> None:
-        """Write the file if the totals changed."""
-        with self._lock:
+        """Write the file if the totals changed. Never raises."""
+        with self._lock, self.errors.survived("publishing counters failed"):
             owner = self._owner()
             if owner is None or (totals := self.latest(owner)) == self._written:
                 return
-            try:
-                self.file.write(totals)
-                self._written = totals
-            except OSError as error:
-                if not self._failed:
-                    self._logger.warning("nwor: counters are not published: %s", error)
-                self._failed = True
+            self.file.write(totals)
+            self._written = totals
 
     def stop(self) -> None:
-        """Publish one last time."""
+        """Publish one last time. Never raises."""
         self._stopped.set()
         self.publish()
 
@@ -130,7 +145,7 @@ class Publisher:
             self.publish()
 
 
-class SessionPublisher(Publisher):
+class SessionPublisher(Publisher, StepListener):
     """Publish the totals of a session with a manager, whose counters are on the device.
 
     Args:
@@ -155,10 +170,17 @@ class SessionPublisher(Publisher):
         self._stale = False  # whether a step has ended since the last copy
         self._stream: torch.cuda.Stream | None = None  # the CUDA stream of the steps
         super().__init__(session, file, logger)
-        session.subscribe(ended=self.copy)
+        session.subscribe(self)
 
-    def copy(self) -> None:
-        """Copy the counters to the host after a step, on the stream that counted.
+    def ended(self) -> None:
+        """Copy the counters to the host after a step. Never raises."""
+        try:
+            self._copy()
+        except Exception as error:
+            self.errors.go_on("copying counters failed", error)
+
+    def _copy(self) -> None:
+        """Copy the counters to the host, on the stream that counted.
 
         Does not synchronize, and usually does nothing: one copy per write of the file is enough, and :meth:`latest`
         fetches the counts of the last step.
@@ -209,18 +231,20 @@ class SessionPublisher(Publisher):
         return self._totals(owner, self._counters.cpu())
 
     def stop(self) -> None:
-        """Publish one last time, with exact totals. Synchronizes with the device."""
+        """Publish one last time, with exact totals. Synchronizes with the device. Never raises."""
         session = self._owner()
         if session is not None:
-            session.unsubscribe(ended=self.copy)
+            session.unsubscribe(self)
             self._stale = False
-            self._fetched = self._counters.to("cpu", copy=True)
+            with self.errors.survived("copying counters failed"):
+                self._fetched = self._counters.to("cpu", copy=True)
         super().stop()
 
     def _totals(self, session: Session, counters: Tensor) -> Totals:
         assert session.manager is not None
         # Until the first copy has arrived, the host's counts are lower than those of the warm-up.
-        return session_totals(session, session.manager.stats((counters - self._warm_up).clamp_(min=0)))
+        totals = session_totals(session, session.manager.stats((counters - self._warm_up).clamp_(min=0)))
+        return replace(totals, errors=errors_of(session) + self.errors.counts)
 
 
 def session_totals(session: Session, stats: Stats) -> Totals:
@@ -228,7 +252,8 @@ def session_totals(session: Session, stats: Stats) -> Totals:
 
     The host's counts are read after the device's, so they are never older.
     """
-    counts, vanilla_steps = Counter(stats.as_dict()), Counter(session.vanilla_steps)
+    counts, vanilla_steps = Counter[str](stats.as_dict()), Counter(session.vanilla_steps)
+    counts["host_seconds"] = session.host_seconds  # type: ignore[assignment]  # the only count with a fraction
     del vanilla_steps[_NOT_VANILLA]
     vanilla_steps[_OVERFLOW] += counts.pop("overflowed")
-    return Totals(counts, +vanilla_steps)
+    return Totals(counts, +vanilla_steps, errors=errors_of(session))

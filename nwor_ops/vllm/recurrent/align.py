@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.engine import GroupLayers
 
@@ -46,12 +47,15 @@ class AlignedStates:
         groups: the layers of each group, and its block table: int32 ``[max_requests, columns]``. A row belongs to a
             request of the runner, not of the batch.
         drafts: maximum number of draft tokens per request.
+        patches: the patches of this engine.
 
     Attributes:
         audit: receives each fold, or None.
     """
 
-    def __init__(self, context: Any, groups: Sequence[tuple[GroupLayers, Tensor]], drafts: int) -> None:
+    def __init__(
+        self, context: Any, groups: Sequence[tuple[GroupLayers, Tensor]], drafts: int, patches: Patches
+    ) -> None:
         self._groups, self._block_size, self._drafts = groups, context.block_size, drafts
         tables = [table for _, table in groups]
         self._plan = torch.zeros(tables[0].shape[0], 4, dtype=torch.int32, device=tables[0].device)
@@ -61,9 +65,7 @@ class AlignedStates:
         for name in PER_STATE:
             setattr(context, name, getattr(context, name)[is_conv].contiguous())
         context.num_states = int(is_conv.sum())
-        for name in ("run_fused_precopy", "run_fused_postprocess_align"):
-            ours: Callable[..., None] = getattr(self, name)
-            setattr(context, name, _patched(getattr(context, name), ours))
+        patches.put_methods(context, self, ("run_fused_precopy", "run_fused_postprocess_align"))
 
     def look_at(self, input_batch: Any) -> None:
         """Find out whether a request of this batch can be at the end of a block. Call it before a step.
@@ -135,10 +137,3 @@ class AlignedStates:
             group.fold(self._plan, sources, targets, rows, keep_source)
             if self.audit is not None:
                 self.audit.folded(group, self._plan[: sources.shape[0]])
-
-
-def _patched(copy: Callable[..., None], ours: Callable[..., None]) -> Callable[..., None]:
-    def run(*args: Any, **kwargs: Any) -> None:
-        ours(copy, *args, **kwargs)
-
-    return run

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwor_ops.vllm.audit.undo import AuditError
+from nwor_ops.vllm.step_listener import StepListener
+from nwor_ops.vllm.transaction.audit.undo import AuditError
 
 
-class StateAudit:
+class StateAudit(StepListener):
     """Compare the states of every window.
 
     The audit synchronizes and keeps K + 1 states per block, so use it only with small models.
@@ -37,7 +38,7 @@ class StateAudit:
             steps=0,
             windows=0,
             states_compared=0,
-            rows_replayed=0,
+            rows_reapplied=0,
             folds=0,
             prompt_folds=0,
             tail_folds=0,
@@ -50,7 +51,7 @@ class StateAudit:
 
         - ``steps``, ``windows``: steps with windows, and windows.
         - ``states_compared``: states compared, once for each layer.
-        - ``rows_replayed``: rows that windows applied.
+        - ``rows_reapplied``: rows that windows applied.
         - ``folds``, ``prompt_folds``, ``tail_folds``: folds between blocks, before the tokens of a prompt, and after
           its last token.
         - ``checkpoints``, ``checkpoint_hits``: checkpoints that vLLM exported, and requests that began from one. Both
@@ -62,7 +63,7 @@ class StateAudit:
         """Compare the windows that were planned since the last call. Call it after a forward.
 
         Args:
-            moment: not used; listeners of a session take it.
+            moment: not used.
 
         Raises:
             AuditError: a state is wrong, or a request of the batch has no window.
@@ -73,7 +74,7 @@ class StateAudit:
             plan, starts, slots = builder.plan.tolist(), builder.starts.tolist(), builder.slots.tolist()
             for (source, rows, _, target), slot, start, end in zip(plan, slots, starts, starts[1:], strict=False):
                 if not target and slot > 0 and end > start:
-                    rows, half = builder.group.cursors[slot].tolist()
+                    rows, half = builder.group.cursors.table[slot].tolist()
                     raise AuditError(
                         f"nwor audit: the plan skipped the request in block {slot} with {end - start} tokens: "
                         f"the count of its accepted tokens, or its cursor ({rows} rows in half {half}), is invalid"
@@ -83,7 +84,7 @@ class StateAudit:
                     for name, layer in builder.group.layers.items():
                         self._kept[name, target] = layer.all_states[start:end].clone()
                     self._counts["windows"] += 1
-                    self._counts["rows_replayed"] += rows
+                    self._counts["rows_reapplied"] += rows
 
     def folded(self, group: Any, plan: Tensor, counted: str = "folds") -> None:
         """Compare the targets of a fold. A fold of zero rows is a copy.
@@ -113,7 +114,7 @@ class StateAudit:
         Raises:
             AuditError: a block does not hold the emitted state, or has rows pending.
         """
-        states, cursors = layer.kv_cache[1], self._group_of(layer).cursors
+        states, cursors = layer.kv_cache[1], self._group_of(layer).cursors.table
         blocks, offsets = checkpoint.state_indices.tolist(), checkpoint.checkpoint_offsets.tolist()
         places = range(len(blocks)) if rows is None else rows.tolist()
         for block, offset, place in zip(blocks, offsets, places, strict=True):

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nwor_ops.recurrent.cursors import Cursors
+from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent.audit import StateAudit
 
 
@@ -26,22 +28,20 @@ class BlockOwners:
     Args:
         runner: vLLM's V2 runner.
         groups: numbers of the KV-cache groups whose layers have one state.
-        cursors: int32 ``[num_blocks, 2]``, shared by all groups.
+        cursors: the cursors of all groups.
 
     Attributes:
         audit: the audit of this engine, or None.
     """
 
-    def __init__(self, runner: Any, groups: Sequence[int], cursors: Tensor) -> None:
+    def __init__(self, runner: Any, groups: Sequence[int], cursors: Cursors) -> None:
         self._runner, self._groups, self._cursors = runner, groups, cursors
         self._loads = runner.vllm_config.kv_transfer_config is not None
         self.audit: StateAudit | None = None
 
-    def attach(self) -> None:
-        """Patch the methods of this runner. Call it again if the runner binds another cache."""
-        for name in ("add_requests", "update_requests"):
-            original: Callable[..., Any] = getattr(type(self._runner), name).__get__(self._runner)
-            setattr(self._runner, name, _patched(original, getattr(self, name)))
+    def attach(self, patches: Patches) -> None:
+        """Patch the methods of the runner. ``patches`` are those of this engine."""
+        patches.put_methods(self._runner, self, ("add_requests", "update_requests"))
 
     def add_requests(self, add: Callable[..., Any], scheduler_output: Any) -> Any:
         """Clear the blocks of new requests. Blocks of a prefix-cache hit have nothing pending in any case."""
@@ -54,8 +54,8 @@ class BlockOwners:
         self._clear([block for blocks in given for group in self._groups for block in blocks[group]])
         result = update(scheduler_output)
         if copies := scheduler_output.kv_cache_block_copies:
-            source, target = to_device(np.array(copies, dtype=np.int64), self._cursors.device).unbind(1)
-            self._cursors[target] = self._cursors[source]
+            sources, targets = self._to_device(copies).unbind(1)
+            self._cursors.copy(sources, targets)
             if self.audit is not None:
                 self.audit.copied([(int(source), int(target)) for source, target in copies])
         return result
@@ -73,19 +73,15 @@ class BlockOwners:
     def _clear(self, blocks: list[int]) -> None:
         if not blocks:
             return
-        self._cursors[:, 0].index_fill_(0, to_device(np.array(blocks, dtype=np.int64), self._cursors.device), 0)
+        self._cursors.drop(self._to_device(blocks))
         if self.audit is not None:
             self.audit.assigned(blocks, may_be_loaded=self._loads)
+
+    def _to_device(self, blocks: Sequence[Any]) -> Tensor:
+        return to_device(np.array(blocks, dtype=np.int64), self._cursors.table.device)
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to a device without synchronizing."""
     source = torch.from_numpy(values)
     return (source.pin_memory() if device.type == "cuda" else source).to(device, non_blocking=True)
-
-
-def _patched(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    def run(scheduler_output: Any) -> Any:
-        return ours(original, scheduler_output)
-
-    return run

@@ -8,6 +8,7 @@ windows of a step with one launch of :func:`nwor_ops.gated_delta_verify`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,16 +21,18 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
+from nwor_ops.recurrent.cache import RecurrentCache
+from nwor_ops.vllm.hooks import Patches, when_undone
 from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
-from nwor_ops.vllm.recurrent.records import RecordGeometry, Records
+from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import has_one_state
-from nwor_ops.vllm.support import wrap_once
 
-# Attributes of the state tensor that vLLM passes to its kernel: the layer that owns it, and its records. vLLM frees a
-# cache by emptying ``kv_cache``, so the records are freed with the state. ``kv_cache`` itself must keep exactly the
-# entries that vLLM's code unpacks.
-_OWNER, _RECORDS = "_nwor_layer", "_nwor_records"
+# Attributes of the state tensor that vLLM passes to its kernel: the layer that owns it, and its cache with the records.
+# vLLM frees a cache by emptying ``kv_cache``, so the records are freed with the state. ``kv_cache`` itself must keep
+# exactly the entries that vLLM's code unpacks.
+_OWNER, _CACHE = "_nwor_layer", "_nwor_cache"
+_patches = Patches("one state: layers")
 
 
 class OneStateLayer(PluggableLayer, MambaBase):
@@ -86,16 +89,17 @@ class OneStateLayer(PluggableLayer, MambaBase):
         offset = sum(state[0].numel() * state.element_size() for state in states)
         self.layer_window = torch.zeros(1, dtype=torch.int64, device=kv_cache.device)
         setattr(states[1], _OWNER, self)
-        setattr(states[1], _RECORDS, self.geometry.bind(kv_cache.squeeze(dim=(1, 2)), offset))
+        alias = states[1].view(states[1].shape)  # the tensor itself would form a reference cycle, which lives on
+        setattr(states[1], _CACHE, self.geometry.bind(alias, kv_cache.squeeze(dim=(1, 2)), offset))
         if self._most_audited_tokens:
             self.all_states = torch.empty(
                 self._most_audited_tokens, *states[1].shape[1:], dtype=states[1].dtype, device=kv_cache.device
             )
 
     @property
-    def records(self) -> Records:
-        """Views of the records, which follow vLLM's states in each page."""
-        found: Records = getattr(self.kv_cache[1], _RECORDS)
+    def recurrent_cache(self) -> RecurrentCache:
+        """The states, and views of the records, which follow vLLM's states in each page."""
+        found: RecurrentCache = getattr(self.kv_cache[1], _CACHE)
         return found
 
     # ------------------------------------------------------------ a step
@@ -126,17 +130,14 @@ class OneStateLayer(PluggableLayer, MambaBase):
         metadata = self.windows()
         assert metadata is not None
         assert metadata.plan is not None
-        assert metadata.window is not None
+        assert metadata.window_id is not None
         assert metadata.spec_query_start_loc is not None
-        records, geometry = self.records, self.geometry
+        cache, geometry = self.recurrent_cache, self.geometry
         per_channel = (geometry.value_heads, geometry.key_width)
         ops.gated_delta_verify(
             out,
-            self.kv_cache[1],
-            records.keys,
-            records.norms,
-            records.decays,
-            records.values,
+            cache.state,
+            *cache.records,
             self.layer_window,
             q,
             k,
@@ -146,7 +147,7 @@ class OneStateLayer(PluggableLayer, MambaBase):
             None if self.given_gates else self.A_log.view(-1),
             None if self.given_gates else self.dt_bias.view(per_channel if geometry.per_channel else -1),
             metadata.plan,
-            metadata.window,
+            metadata.window_id,
             metadata.spec_query_start_loc[: metadata.num_spec_decodes + 1],
             scale=geometry.key_width**-0.5,
             gate=gate,
@@ -201,6 +202,7 @@ def put_in_place(
     """
     if name not in op_registry_oot:
         PluggableLayer.register_oot(layer, name=name)
+        when_undone(functools.partial(op_registry_oot.pop, name, None))
 
     def handing_over(compute: Callable[..., Any]) -> Callable[..., Any]:
         def hand_over(*args: Any, **kwargs: Any) -> Any:
@@ -213,7 +215,7 @@ def put_in_place(
 
         return hand_over
 
-    wrap_once(module, recurrence, handing_over)
+    _patches.put_once(module, recurrence, handing_over)
 
 
 def watch_checkpoints() -> None:
@@ -229,4 +231,4 @@ def watch_checkpoints() -> None:
 
         return export_and_report
 
-    wrap_once(vllm_checkpoint.MambaPrefillCheckpointExporter, "export", reporting)
+    _patches.put_once(vllm_checkpoint.MambaPrefillCheckpointExporter, "export", reporting)

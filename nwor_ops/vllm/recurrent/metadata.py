@@ -21,9 +21,8 @@ from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionMetadataBuilder,
 )
 
-from nwor_ops import ops
 from nwor_ops.vllm.recurrent.audit import StateAudit
-from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests
+from nwor_ops.vllm.recurrent.engine import GroupLayers
 
 
 @dataclass
@@ -33,13 +32,13 @@ class OneStateMetadata(GDNAttentionMetadata):
     Attributes:
         plan: int32 ``[max_requests, 4]``, the builder's buffer: one row per window of the batch, in the order of
             ``spec_query_start_loc``.
-        window: int64 ``[1]``, the builder's buffer: the number of the window.
-        batch_accepted: int32 ``[num_reqs]``: tokens of the last window that stay, for each request of the batch.
+        window_id: int64 ``[1]``, the builder's buffer: the number of the window.
+        batch_kept: int32 ``[num_reqs]``: tokens of the last window that stay, for each request of the batch.
     """
 
     plan: Tensor | None = None
-    window: Tensor | None = None
-    batch_accepted: Tensor | None = None
+    window_id: Tensor | None = None
+    batch_kept: Tensor | None = None
 
     @property
     def is_windows_only(self) -> bool:
@@ -73,7 +72,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         # Graphs may be padded to more requests than a batch can have.
         rows = max(vllm_config.scheduler_config.max_num_seqs, self.decode_cudagraph_max_bs)
         self.plan = torch.zeros(rows, 4, dtype=torch.int32, device=device)
-        self.window = torch.zeros(1, dtype=torch.int64, device=device)
+        self.window_id = torch.zeros(1, dtype=torch.int64, device=device)
         self._fold_plan = torch.zeros_like(self.plan)
         # First tokens and slots of the windows that were planned last.
         self.starts = torch.zeros(1, dtype=torch.int32, device=device)
@@ -82,11 +81,10 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self._has_planned = False
         self.steps = 0  # steps with windows, without captures of graphs
         self._group: GroupLayers | None = None
-        self._refused: RefusedRequests | None = None
 
-    def bind(self, group: GroupLayers, refused: RefusedRequests) -> None:
-        """Set the layers of the group once their cache is bound. All groups share ``refused``."""
-        self._group, self._refused = group, refused
+    def bind(self, group: GroupLayers) -> None:
+        """Set the layers of the group once their cache is bound."""
+        self._group = group
 
     @property
     def group(self) -> GroupLayers:
@@ -111,7 +109,7 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             num_decode_draft_tokens_cpu,
             fast_build=fast_build,
         )
-        metadata = OneStateMetadata(**vars(built), batch_accepted=num_accepted_tokens)
+        metadata = OneStateMetadata(**vars(built), batch_kept=num_accepted_tokens)
         return self._planned(metadata, slots[:, 0])
 
     def update_block_table(
@@ -159,6 +157,15 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         found, self._has_planned = self._has_planned, False
         return found
 
+    def skipped_places(self) -> list[int]:
+        """Return the indices in the batch of the requests whose window the last plan skipped. This synchronizes.
+
+        The plan skips a request if the count of its accepted tokens, or its cursor, is invalid.
+        """
+        rows = zip(self.slots.tolist(), self.starts.diff().tolist(), self.plan[:, 3].tolist(), strict=False)
+        skipped = {slot for slot, tokens, target in rows if slot > 0 and tokens > 0 and target == 0}
+        return [place for place, slot in enumerate(self._batch_slots.tolist()) if slot in skipped]
+
     def fold_first_rows(self, places: Tensor) -> None:
         """Fold the first row of windows of this step, and drop their other rows. Call it after the forward.
 
@@ -183,34 +190,27 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         if not metadata.is_windows_only:
             self._fold(metadata, slots)
         if metadata.num_spec_decodes == 0:
-            return replace(metadata, plan=None, window=None)
+            self.slots = self.slots[:0]
+            return replace(metadata, plan=None, window_id=None)
         starts = metadata.spec_query_start_loc
-        accepted = metadata.num_accepted_tokens
+        kept = metadata.num_accepted_tokens  # tokens of the last window that stay, 1 to K + 1
         assert starts is not None
-        assert accepted is not None
+        assert kept is not None
         windows = metadata.num_spec_decodes
         if not metadata.is_windows_only:
             assert metadata.spec_state_indices_tensor is not None
             slots = metadata.spec_state_indices_tensor[:, 0]
-        group, refused = self.group, self._refused  # `group` raises if no cache is bound
-        assert refused is not None
+        cursors = self.group.cursors  # raises if no cache is bound
         self.slots, self.starts = slots[:windows], starts[: windows + 1]
-        ops.plan_recurrent_window(
-            self.plan,
-            group.cursors,
-            self.window,
-            self.slots,
-            self.starts,
-            accepted[:windows],
-            self.num_spec + 1,
-            num_refused=refused.counter,
+        cursors.plan_window(
+            self.plan, self.window_id, self.slots, self.starts, kept[:windows], max_window=self.num_spec + 1
         )
-        refused.copy()
+        cursors.refused.copy()
         self._has_planned = True
         self.steps += 1
         # The convolution uses the slots that the plan writes. They are 0 for padded rows and for refused requests.
         indices = self.plan[: starts.shape[0] - 1, 3:].expand(-1, self.num_spec + 1)
-        return replace(metadata, spec_state_indices_tensor=indices, plan=self.plan, window=self.window)
+        return replace(metadata, spec_state_indices_tensor=indices, plan=self.plan, window_id=self.window_id)
 
     def _fold(self, metadata: OneStateMetadata, slots: Tensor) -> None:
         """Fold the blocks of requests whose tokens vLLM's kernels compute in this step.
@@ -218,12 +218,12 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         Rows may be pending from this request, because vLLM verifies a prompt chunk of one token like a draft. Or they
         are from the previous owner of the block.
         """
-        if metadata.batch_accepted is None:
+        if metadata.batch_kept is None:
             return
         windows = metadata.spec_sequence_masks
         if windows is not None:
             slots = slots.masked_fill(windows, 0)
-        self.group.fold(self._fold_plan, slots, slots, metadata.batch_accepted)
+        self.group.fold(self._fold_plan, slots, slots, metadata.batch_kept)
         if self.audit is None:
             return
         self.audit.overwritten(self.group, slots)

@@ -20,23 +20,33 @@ import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
+from nwor_ops.recurrent.cursors import Cursors, RefusedRequests
 from nwor_ops.vllm import metrics
+from nwor_ops.vllm.errors import CannotContinue
+from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent.align import AlignedStates
 from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.blocks import BlockOwners, to_device
-from nwor_ops.vllm.recurrent.engine import GroupLayers, RefusedRequests, new_cursors
+from nwor_ops.vllm.recurrent.engine import GroupLayers
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import has_one_state, kind_of, problem_of
-from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.support import NOT_ONE_STATE, Unsupported, is_recurrent
+from nwor_ops.vllm.support.features import ONE_STATE
+from nwor_ops.vllm.support.refusals import NOT_ONE_STATE, Unsupported
+from nwor_ops.vllm.transaction.session import Session
+from nwor_ops.vllm.transaction.supported import is_recurrent
 
-_RECORDS_ADDED = "_nwor_adds_records"
+_patches = Patches("one state: pages")
 _engines: weakref.WeakKeyDictionary[Any, OneState] = weakref.WeakKeyDictionary()
 
 
 def one_states() -> list[OneState]:
     """Return the states of the engines in this process. Engines in other processes are not included."""
     return list(_engines.values())
+
+
+def one_state_of(runner: Any) -> OneState | None:
+    """Return the states of a runner's engine, or None if it has no single states."""
+    return _engines.get(runner)
 
 
 class OneState:
@@ -50,6 +60,7 @@ class OneState:
         aligned: copies states from block to block; only with prefix caching.
         owners: clears the blocks that get a new owner; only with prefix caching or a KV connector.
         folds_tails: whether a state is folded after each last token of a prompt (:meth:`fold_tails`).
+        patches: the patches of this engine's objects.
 
     Attributes:
         audit: compares every state, if the configuration asks for it.
@@ -64,10 +75,12 @@ class OneState:
         aligned: AlignedStates | None = None,
         owners: BlockOwners | None = None,
         folds_tails: bool = False,
+        patches: Patches | None = None,
     ) -> None:
         from vllm.v1.kv_cache_interface import iter_layer_specs
 
         self.folds_tails = folds_tails
+        self.patches = patches or Patches(ONE_STATE)
         self._builders, self._refused, self._aligned, self._owners = builders, refused, aligned, owners
         self.audit: StateAudit | None = None
         cache, drafts = runner.kv_cache_config, geometry.rows - 1
@@ -79,6 +92,7 @@ class OneState:
         self.num_blocks = cache.num_blocks - 1  # vLLM does not use the first block
         self.max_model_len = runner.max_model_len
         self._record_bytes = geometry.num_bytes
+        self._cache_bytes = max((tensor.size for tensor in cache.kv_cache_tensors), default=0)
         # If layers of several page sizes share a block, vLLM has a spec for each layer of a group.
         recurrent = next(spec for spec in specs if is_recurrent(spec))
         self._page_bytes = next(iter(iter_layer_specs(recurrent))).page_size_bytes
@@ -86,6 +100,11 @@ class OneState:
     @property
     def num_layers(self) -> int:
         return sum(len(builder.group.layers) for builder in self._builders)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the records in all pages of the cache."""
+        return self._cache_bytes * self._record_bytes // self._page_bytes
 
     def counted(self) -> dict[str, int]:
         """Return the exact counters for the metrics. This synchronizes. Every group plans every step."""
@@ -108,8 +127,30 @@ class OneState:
         importlib.import_module("nwor_ops.vllm.recurrent.layer").watch_checkpoints()  # it imports vLLM
         return self.audit
 
+    def after_forward(self, input_batch: Any) -> None:
+        """Check the requests of a step, and fold the ends of prompts. Call it between forward and sampling.
+
+        Raises:
+            CannotContinue: a window skipped a request, as far as the host knows.
+        """
+        if self._refused.latest() > 0:
+            raise self._unknown_states(input_batch)
+        if self.folds_tails:
+            self.fold_tails(input_batch)
+
+    def _unknown_states(self, input_batch: Any) -> CannotContinue:
+        """Return the error for requests that a window skipped. It names those that this step skipped again."""
+        places = sorted({place for builder in self._builders for place in builder.skipped_places()})
+        names = [input_batch.req_ids[place] for place in places]
+        whose = f"of requests {', '.join(names)}" if names else "of requests of earlier steps, which are not known,"
+        return CannotContinue.because(
+            f"one state per request: the counts of accepted tokens {whose} are invalid. Their windows were skipped, "
+            "and their outputs are zeros",
+            "their recurrent states are not known",
+        )
+
     def fold_tails(self, input_batch: Any) -> None:
-        """Fold the state of each prompt that ran as a window in this step. Call it between forward and sampling.
+        """Fold the state of each prompt that ran as a window in this step.
 
         vLLM runs one token of a prompt as a window and pads it with placeholder drafts. So K + 1 rows are pending, and
         only the first is valid. At the end of the prompt, vLLM may give this block to another request, and a KV
@@ -167,26 +208,25 @@ def add_records(model: Any) -> None:
     vLLM calls ``get_mamba_specs_from_config`` if the class has it. Most classes do not; their single spec follows from
     the shape and dtype of the state.
     """
-    given = getattr(model, "get_mamba_specs_from_config", None)
-    if getattr(given, _RECORDS_ADDED, False):
-        return
 
-    def get_mamba_specs_from_config(cls: Any, vllm_config: Any) -> tuple[Any, ...]:
-        from vllm.v1.kv_cache_interface import MambaSpec
+    def wrapper(given: Callable[..., Any] | None) -> Any:
+        def get_mamba_specs_from_config(cls: Any, vllm_config: Any) -> tuple[Any, ...]:
+            from vllm.v1.kv_cache_interface import MambaSpec
 
-        shapes = tuple(cls.get_mamba_state_shape_from_config(vllm_config))
-        if given is not None:
-            specs = tuple(given(vllm_config))
-        else:
-            dtypes = tuple(cls.get_mamba_state_dtype_from_config(vllm_config))
-            specs = (MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1),)
-        if not has_one_state(vllm_config):
-            return specs
-        geometry = RecordGeometry.of(vllm_config)
-        return tuple(geometry.extend(spec) if tuple(spec.shapes) == shapes else spec for spec in specs)
+            shapes = tuple(cls.get_mamba_state_shape_from_config(vllm_config))
+            if given is not None:
+                specs = tuple(given(vllm_config))
+            else:
+                dtypes = tuple(cls.get_mamba_state_dtype_from_config(vllm_config))
+                specs = (MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1),)
+            if not has_one_state(vllm_config):
+                return specs
+            geometry = RecordGeometry.of(vllm_config)
+            return tuple(geometry.extend(spec) if tuple(spec.shapes) == shapes else spec for spec in specs)
 
-    setattr(get_mamba_specs_from_config, _RECORDS_ADDED, True)
-    model.get_mamba_specs_from_config = classmethod(get_mamba_specs_from_config)
+        return classmethod(get_mamba_specs_from_config)
+
+    _patches.put_once(model, "get_mamba_specs_from_config", wrapper, may_be_missing=True)
 
 
 def attach(runner: Any, logger: Any, profiling: bool) -> None:
@@ -203,12 +243,13 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     vllm_config = runner.vllm_config
     if not _check(vllm_config, logger):  # again, because a runner may load its model without our patch of load_model
         return
-    _engines.pop(runner, None)
+    earlier = _engines.pop(runner, None)
+    if earlier is not None:
+        earlier.patches.undo()
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
     context, cache = runner.compilation_config.static_forward_context, runner.kv_cache_config
-    cursors, builders = new_cursors(cache.num_blocks, runner.device), []
-    refused = RefusedRequests(runner.device)
+    cursors, builders = Cursors(cache.num_blocks, runner.device), []
     tables, numbers = [], []
     without_record = kind_of(vllm_config).without_record
     for number, attn_groups in enumerate(runner.attn_groups):
@@ -220,7 +261,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
             builder = group.get_metadata_builder(0)
             if not isinstance(builder, OneStateMetadataBuilder):
                 raise RuntimeError(f"nwor: {NOT_ONE_STATE.because(layers=', '.join(group.layer_names))}")
-            builder.bind(GroupLayers(cursors, [context[name] for name in group.layer_names]), refused)
+            builder.bind(GroupLayers(cursors, [context[name] for name in group.layer_names]))
             builders.append(builder)
             tables.append(runner.block_tables.block_tables[number].gpu)
             numbers.append(number)
@@ -229,45 +270,48 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     if profiling:
         return
     aligned = owners = None
+    patches = Patches(ONE_STATE)
     if vllm_config.cache_config.mamba_cache_mode == "align":
         groups = [(builder.group, table) for builder, table in zip(builders, tables, strict=True)]
-        aligned = _align(runner, groups, vllm_config.num_speculative_tokens)
+        aligned = _align(runner, groups, vllm_config.num_speculative_tokens, patches)
     connected = vllm_config.kv_transfer_config is not None
     if aligned is not None or connected:
         owners = BlockOwners(runner, numbers, cursors)
-        owners.attach()
+        owners.attach(patches)
     folds_tails = connected or vllm_config.cache_config.prefix_match_unit is not None
     geometry = RecordGeometry.of(vllm_config)
-    _engines[runner] = OneState(runner, builders, geometry, refused, aligned, owners, folds_tails)
+    _engines[runner] = OneState(runner, builders, geometry, cursors.refused, aligned, owners, folds_tails, patches)
     metrics.start_counting(_engines[runner], "states", vllm_config, logger)
     logger.info("nwor: one state per request: active: %s", _engines[runner].describe())
 
 
-def _align(runner: Any, groups: list[tuple[GroupLayers, Tensor]], drafts: int) -> AlignedStates:
+def _align(runner: Any, groups: list[tuple[GroupLayers, Tensor]], drafts: int, patches: Patches) -> AlignedStates:
     """Make vLLM's copies of states between blocks fold the pending rows."""
     state = runner.model_state
-    aligned = AlignedStates(state._mamba_ctx, groups, drafts)
-    preprocess = type(state).preprocess_state.__get__(state)
+    aligned = AlignedStates(state._mamba_ctx, groups, drafts, patches)
 
-    def preprocess_state(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        aligned.look_at(input_batch)
-        return preprocess(input_batch, *args, **kwargs)
+    def wrapper(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+        def preprocess_state(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            aligned.look_at(input_batch)
+            return preprocess(input_batch, *args, **kwargs)
 
-    state.preprocess_state = preprocess_state
+        return preprocess_state
+
+    patches.put(state, "preprocess_state", wrapper)
     return aligned
 
 
-def folding_tails(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a patch of the V2 runner's ``execute_model`` that folds the ends of prompts after the forward.
+def following_forwards(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a patch of the V2 runner's ``execute_model`` that calls :meth:`OneState.after_forward`.
 
-    It has an effect only in engines that need it. See :meth:`OneState.fold_tails`.
+    It has an effect only in engines with one state per request.
     """
 
     def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = execute(self, *args, **kwargs)
         state = _engines.get(self)
-        if state is not None and state.folds_tails and self.execute_model_state is not None:
-            state.fold_tails(self.execute_model_state.input_batch)
+        if state is not None and self.execute_model_state is not None:
+            state.after_forward(self.execute_model_state.input_batch)
         return result
 
     return execute_model
@@ -276,7 +320,7 @@ def folding_tails(execute: Callable[..., Any]) -> Callable[..., Any]:
 def audit(runner: Any, session: Session) -> None:
     """Audit the states too, in a session of an engine with one state per request."""
     if runner in _engines:
-        session.subscribe(forwarded=_engines[runner].start_audit().forwarded)
+        session.subscribe(_engines[runner].start_audit())
 
 
 def audit_alone(runner: Any) -> bool:
@@ -287,14 +331,17 @@ def audit_alone(runner: Any) -> bool:
     """
     if runner not in _engines:
         return False
-    audit, execute = _engines[runner].start_audit(), type(runner).execute_model.__get__(runner)
+    audit = _engines[runner].start_audit()
 
-    def execute_model(*args: Any, **kwargs: Any) -> Any:
-        result = execute(*args, **kwargs)
-        audit.forwarded("after the forward")
-        return result
+    def wrapper(execute: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            result = execute(*args, **kwargs)
+            audit.forwarded("after the forward")
+            return result
 
-    runner.execute_model = execute_model
+        return execute_model
+
+    _engines[runner].patches.put(runner, "execute_model", wrapper)
     return True
 
 

@@ -12,15 +12,17 @@ from typing import Any
 
 from vllm.models.qwen4_exp.nvidia.ple_layer import Qwen4ExpPLELayer
 
+from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent import qwen
 from nwor_ops.vllm.recurrent.supported import has_one_state
-from nwor_ops.vllm.support import wrap_once
+
+_patches = Patches("one state: PLE")
 
 
 def install() -> None:
     """Install Qwen's layer, and give PLE no speculative blocks. Safe to call again."""
     qwen.install()
-    wrap_once(Qwen4ExpPLELayer, "get_kv_cache_spec", _without_speculative_blocks)
+    _patches.put_once(Qwen4ExpPLELayer, "get_kv_cache_spec", _without_speculative_blocks)
 
 
 def _without_speculative_blocks(given: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from nwor_ops.recurrent.cache import RecurrentCache
 
 # KDA models whose configuration names sizes as Gated DeltaNet models do. (Others have a `linear_attn_config`.)
 PER_CHANNEL = ("AliceAIForCausalLM",)
 # KDA models whose recurrent heads have the number and width of their attention heads.
 BAILING_MODELS = ("BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration")
-
-
-class Records(NamedTuple):
-    """The record of one layer, as :func:`nwor_ops.gated_delta_verify` takes it."""
-
-    keys: Tensor
-    norms: Tensor
-    decays: Tensor
-    values: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,16 +92,17 @@ class RecordGeometry:
             spec, shapes=(*spec.shapes, *shapes), dtypes=(*spec.dtypes, *dtypes), num_speculative_blocks=0
         )
 
-    def bind(self, pages: Tensor, offset: int) -> Records:
-        """Return views of the record in each page.
+    def bind(self, state: Tensor, pages: Tensor, offset: int) -> RecurrentCache:
+        """Return the states, and views of the record in each page.
 
         Args:
+            state: ``[num_slots, value_heads, value_width, key_width]``: the states in the pages.
             pages: int8 ``[num_slots, page_bytes]``.
             offset: offset of the record in a page, which is the size of the states, in bytes.
         """
         found = {}
         for name, (shape, dtype) in self.parts.items():
             size = prod(shape) * dtype.itemsize
-            found[name] = pages[:, offset : offset + size].view(dtype).view(-1, *shape)
+            found[f"record_{name}"] = pages[:, offset : offset + size].view(dtype).view(-1, *shape)
             offset += size
-        return Records(**found)
+        return RecurrentCache(state, **found)

@@ -22,9 +22,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from nwor_ops.vllm.hooks import Patches, Wrapper
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import CONNECTOR_HOOKS, has_one_state
-from nwor_ops.vllm.support import wrap_once
+
+_patches = Patches("one state: connectors")
 
 
 def layout_of(vllm_config: Any) -> str:
@@ -46,7 +48,7 @@ def _wrap_offloading(module: ModuleType) -> None:
 
         return build_offloading_config
 
-    wrap_once(module, "build_offloading_config", wrapper)
+    _put(module, "OffloadingConnector", wrapper)
 
 
 def _wrap_nixl(module: ModuleType) -> None:
@@ -58,7 +60,7 @@ def _wrap_nixl(module: ModuleType) -> None:
 
         return compute_nixl_compatibility_hash
 
-    wrap_once(module, "compute_nixl_compatibility_hash", wrapper)
+    _put(module, "NixlConnector", wrapper)
 
 
 def _wrap_store(module: ModuleType) -> None:
@@ -74,7 +76,7 @@ def _wrap_store(module: ModuleType) -> None:
 
         return __init__
 
-    wrap_once(getattr(module, "MooncakeStoreWorker", None), "__init__", wrapper)
+    _put(module, "MooncakeStoreConnector", wrapper)
 
 
 def _wrap_mooncake(module: ModuleType) -> None:
@@ -87,7 +89,15 @@ def _wrap_mooncake(module: ModuleType) -> None:
 
         return register_kv_caches
 
-    wrap_once(getattr(module, "MooncakeConnectorWorker", None), "register_kv_caches", wrapper)
+    _put(module, "MooncakeConnector", wrapper)
+
+
+def _put(module: ModuleType, connector: str, wrapper: Wrapper) -> None:
+    """Patch the function of a connector. Its hook names it."""
+    hook = CONNECTOR_HOOKS[connector]
+    *classes, name = hook.name.split(".")
+    owner = getattr(module, classes[0], None) if classes else module
+    _patches.put_once(owner, name, wrapper, hook.signature)
 
 
 # Patches by vLLM module. Each runs once vLLM has imported the module.

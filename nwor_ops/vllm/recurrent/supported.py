@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from nwor_ops.config import NworConfig
+from nwor_ops.vllm.hooks import Hook, check_library, check_vllm
 from nwor_ops.vllm.recurrent.records import RecordGeometry
-from nwor_ops.vllm.support import (
-    ONE_STATE,
-    Hook,
-    Unsupported,
-    check_engine,
-    check_library,
-    check_one_state,
-    check_registered,
-    check_state_connectors,
-    check_vllm,
-    connectors_of,
-)
+from nwor_ops.vllm.support.connectors import connectors_of
+from nwor_ops.vllm.support.features import KEY_WIDTHS, ONE_STATE, VALUE_WIDTHS
+from nwor_ops.vllm.support.refusals import STATE, STATE_CONNECTOR, TAKEN_CLASS, Unsupported, check_engine
 
 RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 
@@ -271,10 +264,56 @@ CONNECTOR_HOOKS = {
 }
 
 
+def check_one_state(geometry: Any, state_dtype: Any) -> None:
+    """Check that the kernel supports states of this shape and dtype.
+
+    Args:
+        geometry: a :class:`~nwor_ops.vllm.recurrent.records.RecordGeometry`.
+        state_dtype: dtype of the states, as ``torch.dtype``.
+    """
+    for what, width, known in (
+        ("keys", geometry.key_width, KEY_WIDTHS),
+        ("values", geometry.value_width, VALUE_WIDTHS),
+    ):
+        if width not in known:
+            raise STATE.because(what=f"heads of {what} are {width} wide, not one of {known}")
+    if geometry.rows > 32:
+        raise STATE.because(what=f"windows have {geometry.rows} tokens, more than 32")
+    if str(state_dtype) not in ("torch.float32", "torch.bfloat16"):
+        raise STATE.because(what=f"states are {state_dtype}: set mamba_ssm_cache_dtype to float32 or bfloat16")
+    if str(geometry.key_dtype) not in ("torch.float16", "torch.bfloat16"):
+        raise STATE.because(what=f"keys are {geometry.key_dtype}")
+
+
+def check_registered(registered: type | None, layer: str, ours: str) -> None:
+    """Check that no other plugin replaced a layer class.
+
+    Args:
+        registered: the class that vLLM's registry holds for the layer, or None.
+        layer: name of the vLLM class.
+        ours: module of our class.
+    """
+    if registered is not None and registered.__module__ != ours:
+        raise TAKEN_CLASS.because(registered=f"{registered.__module__}.{registered.__qualname__}", layer=layer)
+
+
+def check_state_connectors(vllm_config: Any) -> None:
+    """Check that the KV connectors of an engine read only complete recurrent states."""
+    for name, connector in connectors_of(getattr(vllm_config, "kv_transfer_config", None)):
+        why = connector.refused or connector.one_state
+        if why:
+            raise STATE_CONNECTOR.because(name=name, why=why)
+
+
+def check_hooks(kind: LayerKind) -> None:
+    """Check the version of vLLM and the hooks of a layer class."""
+    check_vllm((*kind.hooks, *_COMMON_HOOKS), ONE_STATE)
+
+
 @functools.cache
 def _problem_of_vllm(kind: LayerKind) -> str | None:
     try:
-        check_vllm((*kind.hooks, *_COMMON_HOOKS), ONE_STATE)
+        check_hooks(kind)
         check_library("cuda")
     except Unsupported as error:
         return str(error)
@@ -303,23 +342,33 @@ def _registered(kind: LayerKind) -> type | None:
     return found
 
 
+def checks_of(vllm_config: Any) -> Iterator[Callable[[], None]]:
+    """Yield the checks of a configuration, in order. Each raises :class:`Unsupported`, and may rely on the ones before
+    it. :func:`check_hooks` and the compiled library are not among them, because they are the same for every
+    configuration.
+    """
+    kind = kind_of(vllm_config)
+    yield lambda: check_engine(vllm_config, vllm_config.device_config.device_type, ONE_STATE)
+    yield lambda: check_state_connectors(vllm_config)
+    yield lambda: check_one_state(RecordGeometry.of(vllm_config), _state_dtype(vllm_config))
+    yield lambda: check_registered(_registered(kind), kind.name, kind.ours)
+    yield lambda: _check_connector_hooks(vllm_config)
+
+
+def _check_connector_hooks(vllm_config: Any) -> None:
+    for name, _ in connectors_of(getattr(vllm_config, "kv_transfer_config", None)):
+        if problem := name in CONNECTOR_HOOKS and CONNECTOR_HOOKS[name].problem():
+            raise Unsupported(problem)
+
+
 def problem_of(vllm_config: Any) -> str | None:
     """Return why this configuration does not support one state per request, or None if it does."""
     try:
-        check_engine(vllm_config, vllm_config.device_config.device_type, ONE_STATE)
-        check_state_connectors(vllm_config)
-        kind = kind_of(vllm_config)
-        check_one_state(RecordGeometry.of(vllm_config), _state_dtype(vllm_config))
-        check_registered(_registered(kind), kind.name, kind.ours)
+        for check in checks_of(vllm_config):
+            check()
     except Unsupported as error:
         return str(error)
-    return _problem_of_vllm(kind) or _problem_of_connectors(vllm_config)
-
-
-def _problem_of_connectors(vllm_config: Any) -> str | None:
-    names = (name for name, _ in connectors_of(getattr(vllm_config, "kv_transfer_config", None)))
-    problems = (CONNECTOR_HOOKS[name].problem() for name in names if name in CONNECTOR_HOOKS)
-    return next(filter(None, problems), None)
+    return _problem_of_vllm(kind_of(vllm_config))
 
 
 def has_one_state(vllm_config: Any) -> bool:

@@ -11,20 +11,20 @@ import abc
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
-from nwor_ops.vllm import spare_blocks
-from nwor_ops.vllm.audit.pipeline import PipelineAudit
-from nwor_ops.vllm.audit.recurrent import RecurrentGroup
-from nwor_ops.vllm.audit.shadow import StageAudit
-from nwor_ops.vllm.audit.undo import CacheAudit
-from nwor_ops.vllm.connectors import ConnectorAttachment, worker_connector
-from nwor_ops.vllm.layers.back_ends import (
+from nwor_ops.vllm.hooks import Hook, check_vllm
+from nwor_ops.vllm.support.refusals import ALL_RECURRENT, HYBRID_PIPELINE, TAKEN_LAYERS, UNNAMED_LAYERS, Unsupported
+from nwor_ops.vllm.transaction.audit.pipeline import PipelineAudit
+from nwor_ops.vllm.transaction.audit.shadow import StageAudit
+from nwor_ops.vllm.transaction.audit.undo import CacheAudit
+from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
+from nwor_ops.vllm.transaction.connectors import ConnectorAttachment
+from nwor_ops.vllm.transaction.layers.back_ends import (
     KIMI_ATTENTION,
     LATENT_IMPLS,
     check_tables,
@@ -32,22 +32,12 @@ from nwor_ops.vllm.layers.back_ends import (
     table_copies,
     target_layers,
 )
-from nwor_ops.vllm.layers.target import TargetLayer
-from nwor_ops.vllm.session import EVENTS, Session
-from nwor_ops.vllm.spare_blocks import ShadowBlocks
-from nwor_ops.vllm.support import (
-    ALL_RECURRENT,
-    HYBRID_PIPELINE,
-    TAKEN_LAYERS,
-    UNNAMED_LAYERS,
-    Hook,
-    Unsupported,
-    check_transaction,
-    check_vllm,
-    is_recurrent,
-)
+from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.session import Session, Step
+from nwor_ops.vllm.transaction.shadow_blocks import HOOKS as SHADOW_HOOKS
+from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks, check_scheduler, shadow_blocks
+from nwor_ops.vllm.transaction.supported import check_transaction, is_recurrent
 
-_MARK = "_nwor_patch"
 # Attributes in which drafters keep the names of their attention layers. They belong to drafters of the V2 runner,
 # drafters of the V1 runner, and the V1 ExtractHiddenStatesProposer, in this order.
 _NAMES_OF_LAYERS = ("draft_attn_layer_names", "_draft_attn_layer_names", "attn_layer_names")
@@ -148,8 +138,8 @@ class RunnerAttachment(abc.ABC):
         groups = runner.kv_cache_config.kv_cache_groups
         if self.windows > 1 and any(is_recurrent(group.kv_cache_spec) for group in groups):
             raise HYBRID_PIPELINE.because()
-        shadow_blocks = self._shadow_blocks(layers, drafter_layers) if config.mode == "stage" else None
-        if shadow_blocks is not None:
+        shadow = self._shadow_blocks(layers, drafter_layers) if config.mode == "stage" else None
+        if shadow is not None:
             attached.check_tables(table_copies(runner, layers))
         try:
             session = Session(
@@ -157,9 +147,9 @@ class RunnerAttachment(abc.ABC):
                 layers,
                 {group: self.slot_mapping(group) for group in sorted({layer.group for layer in layers})},
                 max_num_requests=runner.max_num_reqs,
-                max_draft_tokens=_max_draft_tokens(runner),
+                max_draft_tokens=max_draft_tokens(runner.vllm_config),
                 max_drafts_per_request=runner.speculative_config.num_speculative_tokens,
-                shadow_blocks=shadow_blocks,
+                shadow_blocks=shadow,
                 logger=logger,
                 windows=self.windows,
             )
@@ -170,7 +160,7 @@ class RunnerAttachment(abc.ABC):
         self.patch(session)
         if attached.connector is not None:
             attached.follow(session)
-            patch_methods(attached.connector, attached)
+            session.patches.put_methods(attached.connector, attached, attached.patched)
         context = runner.compilation_config.static_forward_context
         for layer in layers if session.patches_writers else ():
             writes_itself = qualified_name(context[layer.name]) == KIMI_ATTENTION
@@ -180,10 +170,10 @@ class RunnerAttachment(abc.ABC):
 
     def _shadow_blocks(self, layers: list[TargetLayer], drafter_layers: set[str]) -> ShadowBlocks:
         """Return the shadow pages of mode ``"stage"``, or raise :class:`Unsupported`."""
-        check_vllm(spare_blocks.HOOKS)
-        spare_blocks.check_scheduler(self.runner.vllm_config)
+        check_vllm(SHADOW_HOOKS)
+        check_scheduler(self.runner.vllm_config)
         check_tables(self.runner, layers, drafter_layers if self.drafter_borrows else set())
-        return spare_blocks.shadow_blocks(self.runner.vllm_config, self.runner.kv_cache_config)
+        return shadow_blocks(self.runner.vllm_config, self.runner.kv_cache_config)
 
     def recurrent_groups(self) -> list[RecurrentGroup]:
         """Return the groups of recurrent layers of a hybrid model, for an audit."""
@@ -202,7 +192,21 @@ class RunnerAttachment(abc.ABC):
         """Patch the runner's methods."""
         self.session = session
         self.block_tables = {group: self.block_table(group) for group in session.slot_mappings}
-        patch_methods(self.runner, self)
+        session.patches.put_methods(self.runner, self, self.patched)
+
+    def begin(self, describe: Callable[[], Step]) -> None:
+        """Open the window of a step with drafts.
+
+        Args:
+            describe: returns the step.
+        """
+        try:
+            step = describe()
+        except Exception as error:
+            self.session.close_interrupted()
+            self.session.go_on_without("begin", error)
+            return
+        self.session.begin(step)
 
     # ------------------------------------------------------------ methods that replace the runner's
 
@@ -218,7 +222,7 @@ class RunnerAttachment(abc.ABC):
                 # Without synchronous loads, the connector's calls in this step load rows for later steps.
                 session.loads = scheduler_output.has_sync_kv_loads
             output = execute(scheduler_output, *args, **kwargs)
-            session.tell("forwarded", "after the forward")
+            session.forwarded("after the forward")
             return output
         except BaseException:
             session.after_failure(session.close_interrupted)
@@ -234,7 +238,7 @@ class RunnerAttachment(abc.ABC):
         except BaseException:
             self.session.after_failure(self.session.close_interrupted)
             raise
-        self.session.tell("returned", output)
+        self.session.returned(output)
         return output
 
 
@@ -294,13 +298,14 @@ def start_audit(
         shadow = {layer.group: session.shadow_blocks.of_group(int(layer.group)) for layer in layers}
         audit = StageAudit(layers, session.max_num_tokens, shadow, others_write, recurrent)
     session.audit = audit
-    session.subscribe(**{event: getattr(audit, event) for event in EVENTS if hasattr(audit, event)})
+    session.subscribe(audit)
 
 
-def _max_draft_tokens(runner: Any) -> int:
+def max_draft_tokens(vllm_config: Any) -> int:
     """Return the maximum number of draft tokens in one batch. Each request has its maximum, limited by the batch's
     tokens."""
-    return min(runner.max_num_reqs * runner.speculative_config.num_speculative_tokens, runner.max_num_tokens)
+    scheduler, drafts = vllm_config.scheduler_config, vllm_config.speculative_config.num_speculative_tokens
+    return min(scheduler.max_num_seqs * drafts, scheduler.max_num_batched_tokens)
 
 
 def max_windows(runner: Any) -> int:
@@ -311,43 +316,29 @@ def max_windows(runner: Any) -> int:
     """
     from vllm.distributed import get_pp_group
 
-    stages = runner.vllm_config.parallel_config.pipeline_parallel_size
-    return 1 if stages == 1 or get_pp_group().is_last_rank else stages
+    ranks = runner.vllm_config.parallel_config.pipeline_parallel_size
+    return 1 if ranks == 1 or get_pp_group().is_last_rank else ranks
 
 
 def log_bytes(runner: Any) -> int:
-    """Return the bytes that a runner's undo log will take: one row per draft token and attention layer.
+    """Return the bytes that a runner's undo log will take. The cache need not exist yet."""
+    specs = runner.get_kv_cache_spec().values()
+    return undo_log_bytes(specs, max_draft_tokens(runner.vllm_config), max_windows(runner))
 
-    The cache need not exist yet.
+
+def undo_log_bytes(specs: Iterable[Any], draft_tokens: int, windows: int) -> int:
+    """Return the bytes of an undo log: one row per draft token and attention layer.
+
+    Args:
+        specs: the KV-cache specs of the layers.
+        draft_tokens: maximum number of draft tokens in one batch.
+        windows: maximum number of windows that are open or deferred at a time.
     """
-    specs = (spec for spec in runner.get_kv_cache_spec().values() if not is_recurrent(spec))
-    row_bytes = sum(-(-spec.page_size_bytes // spec.block_size) for spec in specs)
-    return _max_draft_tokens(runner) * row_bytes * max_windows(runner)
-
-
-def patch_methods(owner: Any, ours: Any, names: Iterable[str] = ()) -> None:
-    """Patch methods of one instance so that they call the methods of the same name of ``ours``.
-
-    The names are ``names``, or by default ``ours.patched``.
-    """
-    for name in names or ours.patched:
-        # An instance attribute takes precedence over the method of the class.
-        method = getattr(type(owner), name).__get__(owner)
-        setattr(owner, name, _patched(method, getattr(ours, name)))
-
-
-def _patched(method: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return ours(method, *args, **kwargs)
-
-    setattr(patched, _MARK, True)
-    return patched
+    attention = [spec for spec in specs if not is_recurrent(spec)]
+    return draft_tokens * windows * sum(-(-spec.page_size_bytes // spec.block_size) for spec in attention)
 
 
 def _patch_writer(attention: Any, name: str, session: Session) -> None:
-    impl = attention.impl
-
     def do_kv_cache_update(
         layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
@@ -358,10 +349,9 @@ def _patch_writer(attention: Any, name: str, session: Session) -> None:
     ) -> None:
         session.write(name, latent, rotated_key, kv_cache, slot_mapping, *rest)
 
-    latent = qualified_name(impl) in LATENT_IMPLS
-    wrapper = do_latent_cache_update if latent else do_kv_cache_update
-    setattr(wrapper, _MARK, True)
-    impl.do_kv_cache_update = wrapper
+    latent = qualified_name(attention.impl) in LATENT_IMPLS
+    ours = do_latent_cache_update if latent else do_kv_cache_update
+    session.patches.put(attention.impl, "do_kv_cache_update", lambda original: ours)
 
 
 def _patch_model_writer(attention: Any, name: str, session: Session) -> None:
@@ -384,23 +374,4 @@ def _patch_model_writer(attention: Any, name: str, session: Session) -> None:
             session.write(name, latent[:tokens], rotated_key[:tokens], attention.kv_cache, slots, *rest)
         attend(positions, q, latent, rotated_key, out)
 
-    setattr(_attention, _MARK, True)
-    attention._attention = _attention
-
-
-def patched_methods(runner: Any) -> list[tuple[Any, str, Any]]:
-    """Return owner, name and function of each patch on a runner, its layers, its KV connector and its ``PPHandler``."""
-    layers = runner.compilation_config.static_forward_context.values()
-    others = filter(None, [worker_connector(), getattr(runner, "pp_handler", None)])
-    return [
-        (owner, name, value)
-        for owner in (runner, *layers, *(layer.impl for layer in layers if hasattr(layer, "impl")), *others)
-        for name, value in vars(owner).items()
-        if isinstance(value, FunctionType) and hasattr(value, _MARK)
-    ]
-
-
-def detach(runner: Any) -> None:
-    """Remove every patch, because the runner binds a new cache or is refused."""
-    for owner, name, _ in patched_methods(runner):
-        vars(owner).pop(name, None)  # layers may share an impl
+    session.patches.put(attention, "_attention", lambda original: _attention)

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nwor_ops.transaction.in_flight import Deferred
-from nwor_ops.vllm.session import Session
-from nwor_ops.vllm.support import Hook
+from nwor_ops.vllm.hooks import Hook
+from nwor_ops.vllm.transaction.session import Session
 
 _MODULE = "vllm.v1.worker.gpu.pp_utils"
 HOOKS = (

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from nwor_ops.transaction.window import Window, numbers_on
+from nwor_ops.vllm.hooks import Hook
 from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, runner_hooks
-from nwor_ops.vllm.session import Session, Step
-from nwor_ops.vllm.support import OTHER_GROUP, Hook
+from nwor_ops.vllm.support.refusals import OTHER_GROUP
+from nwor_ops.vllm.transaction.session import Session, Step
 
 _MODULE = "vllm.v1.worker.gpu_model_runner"
 
@@ -46,8 +47,8 @@ class RequestStates:
         self._free += [self._of.pop(name) for name in self._of.keys() - set(order)]
         new = [name not in self._of for name in order]
         self._of |= {name: self._free.pop() for name in order if name not in self._of}
-        self._order = order
         self.tensor = numbers_on(self._device, [self._of[name] for name in order])
+        self._order = order  # last: if the copy failed, the next call repeats it
         return new
 
     def __getitem__(self, name: str) -> int:
@@ -136,13 +137,13 @@ class V1(RunnerAttachment):
     def _prepare_inputs(self, prepare: Callable[..., Any], scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = prepare(scheduler_output, num_scheduled_tokens)
         if result[1] is not None:
-            self.session.begin(self._step(result[1]))
+            self.begin(lambda: self._step(result[1]))
         else:
             self.session.skip()
         return result
 
     def _sample(self, sample: Callable[..., Any], logits: Any, spec_decode_metadata: Any) -> Any:
-        self.session.tell("forwarded", "before sampling")
+        self.session.forwarded("before sampling")
         output = sample(logits, spec_decode_metadata)
         if spec_decode_metadata is not None:
             drafted, sampled = spec_decode_metadata.draft_token_ids, output.sampled_token_ids

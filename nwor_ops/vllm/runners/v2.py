@@ -11,11 +11,12 @@ from torch import Tensor
 
 from nwor_ops.config import NworConfig
 from nwor_ops.transaction.window import Window
-from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, patch_methods, runner_hooks
+from nwor_ops.vllm.hooks import Hook, check_vllm
+from nwor_ops.vllm.runners.base import RunnerAttachment, named_layers, runner_hooks
 from nwor_ops.vllm.runners.pipeline import HOOKS as PIPELINE_HOOKS
 from nwor_ops.vllm.runners.pipeline import PipelineRank
-from nwor_ops.vllm.session import Session, Step
-from nwor_ops.vllm.support import NEW_TOKENS, Hook, check_vllm
+from nwor_ops.vllm.support.refusals import NEW_TOKENS
+from nwor_ops.vllm.transaction.session import Session, Step
 
 _MODULE = "vllm.v1.worker.gpu.model_runner"
 _WARM_UP = "vllm.v1.worker.gpu.warmup"
@@ -53,8 +54,8 @@ class V2(RunnerAttachment):
         super().patch(session)
         if session.windows > 1 and session.manager is not None:
             self._rank = PipelineRank(session, self.runner.pp_handler)
-            patch_methods(self.runner.pp_handler, self._rank)
-            patch_methods(self.runner, self._rank, ("finish_requests",))
+            session.patches.put_methods(self.runner.pp_handler, self._rank, self._rank.patched)
+            session.patches.put_methods(self.runner, self._rank, ["finish_requests"])
 
     def slot_mapping(self, group: str) -> Tensor:
         return self.runner.block_tables.slot_mappings[int(group)]
@@ -125,15 +126,15 @@ class V2(RunnerAttachment):
         if self._rank is not None:
             self._rank.schedule(input_batch.req_ids)
         if input_batch.num_draft_tokens > 0:
-            self.session.begin(self._step(input_batch))
+            self.begin(lambda: self._step(input_batch))
             return prepared
         self.session.skip()
-        if self._rank is not None and self.session.heard("begin"):
+        if self._rank is not None and self.session.needs_begin:
             self.session.observe(self._step(input_batch))
         return prepared
 
     def sample(self, sample: Callable[..., Any], hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
-        self.session.tell("forwarded", "before sampling")
+        self.session.forwarded("before sampling")
         output = sample(hidden_states, input_batch, grammar_output)
         if input_batch.num_draft_tokens > 0:
             # Commit before the results are sent to the host. After the host has them, the scheduler may reuse blocks,

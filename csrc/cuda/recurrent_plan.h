@@ -1,0 +1,78 @@
+// Family recurrent: the kernels of plan_recurrent_window and plan_recurrent_fold.
+#pragma once
+
+#include "../recurrent_plan.h"
+#include "launch.h"
+
+namespace nwor {
+namespace {
+
+// ---------------------------------------------------------------- plan_recurrent_window
+
+// Grid: x = rows of the plan / 256, one thread per row.
+__global__ void __launch_bounds__(kThreads)
+    window_plan_kernel(const __grid_constant__ RecurrentWindowArguments a, const char* report_as) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    wait_for_earlier_kernels();
+    if (i == 0) ++*a.window_id;
+    if (i >= a.plan.length) return;
+    if (i >= a.num_requests) return a.plan.set(i, {});
+    const RecurrentWindowStep step = window_step_of(a, i);
+    if (step.found) {
+        report(report_as, step.found);
+        if (a.num_refused != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(a.num_refused), 1ull);
+    }
+    a.plan.set(i, step.row);
+    if (step.sets_cursor) a.cursors.set(step.slot, step.cursor_rows, step.cursor_half);
+}
+
+void run(const RecurrentWindowArguments& a, const Launch& launch) {
+    launch.start(window_plan_kernel, shape_for_items(a.plan.length), a, report_as(a.op));
+    check_launch(launch);
+}
+
+// ---------------------------------------------------------------- plan_recurrent_fold
+
+// Marks, as the half of a row of zeros, an entry that folds nothing but clears its cursor.
+constexpr int32_t kClears = 1;
+
+// Grid: one block, because all cursors must be read before the first one is written.
+__global__ void __launch_bounds__(kThreads)
+    fold_plan_kernel(const __grid_constant__ RecurrentFoldPlanArguments a, const char* report_as) {
+    wait_for_earlier_kernels();
+
+    // ---- Read the cursors and plan
+    for (int64_t i = threadIdx.x; i < a.plan.length; i += kThreads) {
+        if (i >= a.num_entries) {
+            a.plan.set(i, {});
+            continue;
+        }
+        const RecurrentFoldStep step = fold_step_of(a, i);
+        if (step.found) report(report_as, step.found);
+        a.plan.set(i, !step.row.any() && step.cleared_target > 0 ? RecurrentRow{0, 0, kClears, 0} : step.row);
+    }
+    __syncthreads();
+
+    // ---- Clear the cursors
+    for (int64_t i = threadIdx.x; i < a.num_entries; i += kThreads) {
+        const RecurrentRow row = a.plan[i];
+        if (row.any()) {
+            a.cursors.set(row.target, 0, a.cursors.half(row.target));
+            if (row.source != row.target && !a.keep_source)
+                a.cursors.set(row.source, 0, a.cursors.half(row.source));
+        } else if (row.half == kClears) {
+            const int64_t target = a.target_slots[i];
+            a.cursors.set(target, 0, a.cursors.half(target));
+            a.plan.set(i, {});
+        }
+    }
+}
+
+void run(const RecurrentFoldPlanArguments& a, const Launch& launch) {
+    launch.start(fold_plan_kernel, {dim3(1), dim3(kThreads)}, a, report_as(a.op));
+    check_launch(launch);
+}
+
+}  // namespace
+
+}  // namespace nwor

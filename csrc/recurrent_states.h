@@ -1,0 +1,156 @@
+// Family recurrent: states and records of a layer, as the kernels address them.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <string>
+
+#include "recurrent_plan.h"
+
+namespace nwor {
+
+// States of one layer. Here and below, strides are in elements.
+struct RecurrentStates {
+    char* data;        // [S, V, dv, dk], contiguous within a slot
+    bool is_bfloat16;  // false: float32
+    int64_t slot_stride;
+    int64_t num_slots, num_value_heads, value_width, key_width;  // S, V, dv, dk
+
+    NWOR_HOST_DEVICE int64_t row_offset(int64_t slot, int64_t value_head, int64_t value) const {
+        return slot * slot_stride + (value_head * value_width + value) * key_width;
+    }
+};
+
+// The record of one layer. Each tensor is contiguous within a slot.
+struct RecurrentRecord {
+    char* keys;     // [S, 2, W, H, dk]
+    float* norms;   // [S, 2, W, H]
+    float* decays;  // [S, 2, W, V], or [S, 2, W, V, dk] if `per_channel`
+    float* values;  // [S, W, V, dv]
+    ScalarType key_dtype;
+    int64_t keys_stride, norms_stride, decays_stride, values_stride;       // between slots
+    int64_t rows, num_key_heads, num_value_heads, key_width, value_width;  // W, H, V, dk, dv
+    bool per_channel;                                                      // a decay per channel of a key
+
+    // Each function returns the offset of the first element of a head's row.
+    NWOR_HOST_DEVICE int64_t norm_offset(int64_t slot, int64_t half, int64_t row, int64_t key_head) const {
+        return slot * norms_stride + (half * rows + row) * num_key_heads + key_head;
+    }
+    NWOR_HOST_DEVICE int64_t key_offset(int64_t slot, int64_t half, int64_t row, int64_t key_head) const {
+        return slot * keys_stride + ((half * rows + row) * num_key_heads + key_head) * key_width;
+    }
+    NWOR_HOST_DEVICE int64_t decay_offset(int64_t slot, int64_t half, int64_t row, int64_t value_head) const {
+        return slot * decays_stride +
+               ((half * rows + row) * num_value_heads + value_head) * (per_channel ? key_width : 1);
+    }
+    NWOR_HOST_DEVICE int64_t value_offset(int64_t slot, int64_t row, int64_t value_head) const {
+        return slot * values_stride + (row * num_value_heads + value_head) * value_width;
+    }
+};
+
+// Checks that each slot is contiguous, and that slots do not overlap.
+inline void check_contiguous_within_slot(const Argument& a) {
+    const auto sizes = a.tensor.sizes(), strides = a.tensor.strides();
+    int64_t expected = 1;
+    for (size_t i = sizes.size() - 1; i > 0; --i) {
+        if (sizes[i] != 1 && strides[i] != expected) a.must_be("contiguous within its first dimension");
+        expected *= sizes[i];
+    }
+    if (sizes[0] > 1 && strides[0] < expected) a.must_be("of slots at least ", expected, " elements apart");
+}
+
+inline void check_shape(const Argument& a, std::initializer_list<int64_t> shape) {
+    const auto sizes = a.tensor.sizes();
+    if (std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end())) return;
+    std::string text;
+    for (const int64_t size : shape) text += (text.empty() ? "[" : ", ") + std::to_string(size);
+    a.must_be(text, "]");
+}
+
+inline void check_widths(const Argument& a, int64_t value_width, int64_t key_width) {
+    if (value_width != 64 && value_width != 128 && value_width != 192 && value_width != 256)
+        a.must_be("of value_width 64, 128, 192 or 256");
+    if (key_width != 64 && key_width != 96 && key_width != 128 && key_width != 256)
+        a.must_be("of key_width 64, 96, 128 or 256");
+}
+
+inline RecurrentStates states_view(const Argument& a) {
+    const Tensor& t = a.tensor;
+    if (t.scalar_type() != ScalarType::Float && t.scalar_type() != ScalarType::BFloat16)
+        a.must_have_dtype("torch.float32 or torch.bfloat16");
+    if (t.dim() != 4) a.must_be("[num_slots, num_value_heads, value_width, key_width]");
+    check_widths(a, t.size(2), t.size(3));
+    if (t.size(1) < 1) a.must_be("of at least one head");
+    if (t.size(0) > INT32_MAX) a.must_be("of fewer than 2^31 slots");
+    check_contiguous_within_slot(a);
+    return {static_cast<char*>(t.data_ptr()),
+            t.scalar_type() == ScalarType::BFloat16,
+            t.stride(0),
+            t.size(0),
+            t.size(1),
+            t.size(2),
+            t.size(3)};
+}
+
+// Checks a tensor with the dtype of a layer's inputs.
+inline void check_inputs(const Argument& a) {
+    check_floats(a);
+    if (a.tensor.is_cuda() && a.tensor.scalar_type() == ScalarType::Float)
+        a.must_have_dtype("torch.float16 or torch.bfloat16 on CUDA");
+}
+
+struct RecordTensors {
+    Argument keys;    // [S, 2, W, H, dk]
+    Argument norms;   // [S, 2, W, H]
+    Argument decays;  // [S, 2, W, V] or [S, 2, W, V, dk]
+    Argument values;  // [S, W, V, dv]
+};
+
+inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates& states) {
+    const int64_t slots = states.num_slots, heads = states.num_value_heads;
+    RecurrentRecord r{};
+    const Tensor& keys = t.keys.tensor;
+    check_inputs(t.keys);
+    if (keys.dim() != 5 || keys.size(0) != slots || keys.size(1) != 2 || keys.size(4) != states.key_width)
+        t.keys.must_be("[", slots, ", 2, record_rows, num_key_heads, ", states.key_width, "]");
+    r.rows = keys.size(2);
+    r.num_key_heads = keys.size(3);
+    r.num_value_heads = heads;
+    r.key_width = states.key_width;
+    r.value_width = states.value_width;
+    if (r.rows < 1 || r.rows > kMostRecordRows) t.keys.must_be("of 1 to ", kMostRecordRows, " rows");
+    if (r.num_key_heads < 1 || heads % r.num_key_heads != 0)
+        t.keys.must_be("of a number of heads that divides the ", heads, " of the state");
+    for (const Argument& a : {t.norms, t.decays, t.values}) a.dtype(ScalarType::Float);
+    check_shape(t.norms, {slots, 2, r.rows, r.num_key_heads});
+    r.per_channel = t.decays.tensor.dim() == 5;
+    if (r.per_channel)
+        check_shape(t.decays, {slots, 2, r.rows, heads, r.key_width});
+    else
+        check_shape(t.decays, {slots, 2, r.rows, heads});
+    check_shape(t.values, {slots, r.rows, heads, r.value_width});
+    for (const Argument& a : {t.keys, t.norms, t.decays, t.values}) check_contiguous_within_slot(a);
+    r.key_dtype = keys.scalar_type();
+    r.keys = static_cast<char*>(keys.data_ptr());
+    r.norms = static_cast<float*>(t.norms.tensor.data_ptr());
+    r.decays = static_cast<float*>(t.decays.tensor.data_ptr());
+    r.values = static_cast<float*>(t.values.tensor.data_ptr());
+    r.keys_stride = keys.stride(0);
+    r.norms_stride = t.norms.tensor.stride(0);
+    r.decays_stride = t.decays.tensor.stride(0);
+    r.values_stride = t.values.tensor.stride(0);
+    return r;
+}
+
+// Returns the problem of a row of a plan that does not fit the states or the record.
+NWOR_HOST_DEVICE inline Found problem_of_plan(const RecurrentRow& row, int64_t i, int64_t num_slots,
+                                              int64_t record_rows) {
+    if (!row.any()) return {};
+    if (row.target >= num_slots) return {kPlanSlots, i, row.target, num_slots};
+    if (row.source < 1 || row.source >= num_slots) return {kPlanSlots, i, row.source, num_slots};
+    if (row.rows < 0 || row.rows > record_rows) return {kPlanRows, i, row.rows, record_rows};
+    if (row.half != 0 && row.half != 1) return {kPlanHalf, i, row.half, 1};
+    return {};
+}
+
+}  // namespace nwor

@@ -1,0 +1,133 @@
+"""The parts of the demo without vLLM: ``python -m nwor_ops.cli.demo_library JOB.json``.
+
+They run the engines of ``examples/`` on small models with random weights. Commands and answers are those of
+:mod:`nwor_ops.cli.demo_engine`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import nwor_ops
+from nwor_ops import RecurrentStates
+from nwor_ops.cli.demo_engine import serve
+from nwor_ops.testing.every_state import EveryState
+from nwor_ops.testing.host_graphs import CountedLoop, HostGraphLoop
+
+HEAD_SIZE = 128  # of the recurrent states, as in Qwen3-Next
+PROMPTS, OUTPUT_TOKENS = 6, 48
+DRAFT_REQUESTS, DRAFT_ROUNDS = 5, 4
+
+
+def main() -> None:
+    serve(LibraryParts)
+
+
+def example(name: str) -> Any:
+    """Import a file of ``examples/``, which a wheel holds in the package."""
+    package = pathlib.Path(nwor_ops.__file__).parent
+    folder = next(path for path in (package / "examples", package.parent / "examples") if path.is_dir())
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return importlib.import_module(name)
+
+
+class LibraryParts:
+    """The job is ``{"num_speculative_tokens": K}``."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.num_drafts: int = job["num_speculative_tokens"]
+
+    def versions(self) -> dict[str, str]:
+        return {"nwor_ops": nwor_ops.__version__, "torch": torch.__version__}
+
+    def answer(self, line: str) -> dict[str, Any]:
+        return recurrent_states(self.num_drafts) if line == "recurrent" else draft_loop(self.num_drafts)
+
+
+# ---------------------------------------------------------------- recurrent states
+
+
+def recurrent_states(num_drafts: int) -> dict[str, Any]:
+    """Decode the same prompts plainly, with K + 1 recurrent states per request, and with one."""
+    decoding, prompts_of = example("recurrent_decoding"), example("speculative_decoding").make_prompts
+    config = decoding.HybridConfig(linear_head_size=HEAD_SIZE)
+    prompts = prompts_of(PROMPTS, config.vocab_size)
+
+    def run(scheme: type, speculate: bool) -> tuple[Any, list[list[int]]]:
+        engine = decoding.HybridEngine(config, num_drafts=num_drafts, scheme=scheme)
+        return engine, engine.generate(prompts, OUTPUT_TOKENS, speculate)
+
+    _, plain = run(RecurrentStates, speculate=False)
+    every, every_tokens = run(EveryState, speculate=True)
+    one, one_tokens = run(RecurrentStates, speculate=True)
+    memory = one.states.memory()
+    measured = {
+        "every_state": (every, every_tokens, every.states.states_per_request, every.states.bytes_per_request),
+        "one_state": (one, one_tokens, 1, memory.state + memory.record),
+    }
+    return {
+        name: {
+            "states_per_request": states,
+            "bytes_per_request": size,
+            "accepted": engine.manager.stats().accepted,
+            "rejected": engine.manager.stats().rejected,
+            "same_as_plain": tokens == plain,
+        }
+        for name, (engine, tokens, states, size) in measured.items()
+    } | {"record_bytes": memory.record, "requests": PROMPTS, "output_tokens": sum(map(len, plain))}
+
+
+# ---------------------------------------------------------------- the draft loop
+
+
+def draft_loop(num_drafts: int) -> dict[str, Any]:
+    """Draft the same rounds eagerly, with a graph per step, and with two graphs; count the launches of a round."""
+    drafting = example("draft_loop")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = DRAFT_REQUESTS + 1  # one more than requests, so that every replay has a padded row
+    max_len = 16 + (DRAFT_ROUNDS + 1) * (num_drafts + 1)
+
+    def run(mode: str) -> tuple[list[list[int]], set[tuple[int, int]]]:
+        # float64: a padded batch adds in another order, which must not change the better of two tokens.
+        drafter = drafting.Drafter(
+            drafting.DrafterConfig(), num_drafts, rows, max_len, device, dtype=torch.float64,
+            loop=CountedLoop if device == "cuda" else HostGraphLoop,
+        )  # fmt: skip
+        propose, launches, rounds = drafter.propose, drafter.loop.launches, set()
+
+        def counted(states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+            launches.kernels = launches.graphs = 0
+            with launches:
+                proposed: Tensor = propose(states, *arguments, **options)
+            if len(states) == DRAFT_REQUESTS and not drafter.loop.debug:  # a prompt runs alone
+                rounds.add((launches.kernels, launches.graphs))
+            return proposed
+
+        drafter.propose = counted
+        if mode != "eager":
+            drafter.capture([rows], (mode,))
+        # With debug, each replay first checks that no tensor has moved. These checks are launches too.
+        played = []
+        for drafter.loop.debug in (True, False):
+            played.append(drafting.play(drafter, mode, DRAFT_ROUNDS, temperature=0.0))
+        assert played[0] == played[1], f"draft loop: mode {mode} made other drafts when it was repeated"
+        return played[0], rounds
+
+    drafts: dict[str, list[list[int]]] = {}
+    answer: dict[str, Any] = {}
+    for mode in ("eager", "step", "loop"):
+        drafts[mode], rounds = run(mode)
+        [(kernels, graphs)] = rounds  # every round launches the same
+        answer[mode] = {"kernels": kernels, "graphs": graphs, "same_as_eager": drafts[mode] == drafts["eager"]}
+    return answer | {"device": device, "requests": DRAFT_REQUESTS, "drafts": len(drafts["eager"]) * num_drafts}
+
+
+if __name__ == "__main__":
+    main()

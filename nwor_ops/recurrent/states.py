@@ -1,0 +1,480 @@
+"""The states of all linear-attention layers of an engine, with the manager's protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nwor_ops import ops, validation
+from nwor_ops.kv_cache import has_no_data
+from nwor_ops.recurrent.cache import RecurrentCache, check_apart, layers_of_mixed_storages
+from nwor_ops.recurrent.cursors import Cursors
+from nwor_ops.recurrent.fold import Fold, RecurrentLayer, RepeatableFold
+from nwor_ops.torch_fixes import static
+from nwor_ops.transaction.state import State, Stateful, is_capturing
+
+_SLOT_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class RecurrentMemory:
+    """Bytes of one slot, summed over all layers.
+
+    Attributes:
+        state: the state of the request.
+        record: the record of its last window.
+        every_state: ``max_window`` states. A scheme that keeps the state after each token needs this instead of both.
+
+    Example:
+        >>> memory = RecurrentMemory(state=100, record=5, every_state=400)
+        >>> (memory.state + memory.record) / memory.every_state
+        0.2625
+    """
+
+    state: int
+    record: int
+    every_state: int
+
+
+@dataclass(frozen=True)
+class RecurrentStats:
+    """Totals since :meth:`RecurrentStates.allocate`, counted on the device.
+
+    Attributes:
+        windows: number of windows that were opened.
+        refused_requests: number of requests that a window skipped because their counts are invalid, once for each
+            window. Only on CUDA; on the CPU the call raises.
+
+    Example:
+        >>> RecurrentStats(windows=3, refused_requests=0).windows
+        3
+    """
+
+    windows: int
+    refused_requests: int
+
+
+class RecurrentStates(Stateful[RecurrentLayer]):
+    """The states of all linear-attention layers, which never contain rejected draft tokens.
+
+    A request keeps its slot from step to step. It may be missing from a batch; its rows then stay pending. Between
+    windows, the state of a request is the stored state with the accepted rows of its record applied. Call :meth:`fold`
+    before anything else reads or writes the state of a slot.
+
+    Use it only in the thread that runs the model; the current stream orders its calls. It cannot be copied or pickled.
+
+    Args:
+        max_num_requests: maximum number of requests in one batch, including padding.
+        device: device of the states.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
+
+    Example:
+        >>> cache = RecurrentCache.new(
+        ...     num_slots=3, max_window=4, num_key_heads=1, num_value_heads=2, key_size=64, value_size=64
+        ... )
+        >>> states = RecurrentStates(max_num_requests=2, device="cpu")
+        >>> states.register_layer("layers.0", cache)
+        >>> states.allocate()
+        >>> starts = torch.tensor([0, 4], dtype=torch.int32)  # one request with four tokens
+        >>> states.begin(torch.tensor([1]), starts)
+        >>> q = k = torch.ones(4, 1, 64, dtype=torch.bfloat16)
+        >>> v = torch.ones(4, 2, 64, dtype=torch.bfloat16)
+        >>> a = b = torch.zeros(4, 2)
+        >>> out = states.verify("layers.0", q, k, v, a, b, torch.zeros(2), torch.zeros(2))
+        >>> states.commit(torch.tensor([2], dtype=torch.int32))  # one draft token was accepted
+        >>> out.shape, states.stats().windows
+        (torch.Size([4, 2, 64]), 1)
+    """
+
+    _called = "states"
+    _cache_type = RecurrentCache
+    _layers: dict[str, RecurrentLayer]
+    _in_place_of_a_copy = "make another RecurrentStates, register the layers' own caches and allocate() it"
+
+    def __init__(self, *, max_num_requests: int, device: torch.device | str) -> None:
+        self.max_num_requests = validation.integer("RecurrentStates: max_num_requests", max_num_requests)
+        self.device = validation.device("RecurrentStates: device", device)
+        self.num_slots = self.max_window = 0  # set by the first layer
+        self._layers = {}
+        self._num_requests = 0  # in the open window
+        self._verified: set[str] = set()  # layers that ran in the open window, as far as Python can tell
+
+    # ------------------------------------------------------------ set-up
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(self._layers)
+
+    def register_layer(self, name: str, cache: RecurrentCache) -> None:
+        """Register a layer. Every window then includes it.
+
+        Args:
+            name: unique name of the layer.
+            cache: its states and records, whose memory must not move. All layers have the same number of slots and of
+                rows per record; heads, sizes and dtypes may differ.
+
+        Raises:
+            RuntimeError: :meth:`allocate` was called already.
+            ValueError, TypeError: the name is taken, or the cache is on another device or has another number of slots
+                or rows. The layer is then not registered.
+        """
+        self._require(State.REGISTERING, "register_layer")
+        self._check_new_layer(name, cache)
+        sizes = cache.num_slots, cache.max_window
+        if self._layers and sizes != (self.num_slots, self.max_window):
+            raise ValueError(
+                f"register_layer: cache of {name!r} must have {self.num_slots} slots with records of "
+                f"{self.max_window} rows as the layers before, got {sizes[0]} and {sizes[1]}"
+            )
+        self.num_slots, self.max_window = sizes
+        self._layers[name] = RecurrentLayer(cache, torch.zeros(1, dtype=torch.int64, device=self.device))
+
+    def allocate(self) -> None:
+        """Allocate cursors, plan and the buffers of a window. Nothing is pending afterwards.
+
+        Call it once, after all layers are registered and before any capture of a CUDA graph.
+
+        Raises:
+            RuntimeError: no layer is registered, or :meth:`allocate` was called already.
+            ValueError, TypeError: :func:`nwor_ops.gated_delta_fold` does not support the states of a layer, or states
+                and records share memory.
+        """
+        self._require(State.REGISTERING, "allocate")
+        if not self._layers:
+            raise RuntimeError("allocate: no layer is registered")
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+
+        requests = self.max_num_requests
+        self.cursors = Cursors(self.num_slots, self.device)
+        self.plan = zeros(requests, 4)
+        self.window_id = zeros(1, dtype=torch.int64)
+        self.query_start_loc = zeros(requests + 1)
+        self.num_kept = zeros(self.num_slots)  # tokens of each slot's last window that stay
+        self._slots = zeros(requests, dtype=torch.int64)
+        self._batch_kept = zeros(requests)  # the same for the requests of a batch
+        caches = {name: layer.cache for name, layer in self._layers.items()}
+        for name, layer in self._layers.items():
+            Fold({name: layer}).check("allocate", self.plan, self.window_id)
+        check_apart("allocate", caches)
+        self._fold = Fold(self._layers)
+        self._fold.check("allocate", self.plan, self.window_id)
+        self._between = RepeatableFold(self._fold, self.cursors)  # folds and copies between windows
+        self._untraceable = layers_of_mixed_storages(caches)
+        self._state = State.CLOSED
+
+    def memory(self) -> RecurrentMemory:
+        """Return the memory of one request, in bytes, without cursors and buffers (a few bytes per slot).
+
+        Raises:
+            RuntimeError: no layer is registered.
+        """
+        if not self._layers:
+            raise RuntimeError("memory: no layer is registered")
+
+        def of_slot(tensor: Tensor) -> int:
+            return tensor[0].numel() * tensor.element_size()
+
+        caches = [layer.cache for layer in self._layers.values()]
+        state = sum(of_slot(cache.state) for cache in caches)
+        record = sum(of_slot(tensor) for cache in caches for tensor in cache.records)
+        return RecurrentMemory(state, record, self.max_window * state)
+
+    def stats(self) -> RecurrentStats:
+        """Return the totals so far. This synchronizes.
+
+        Raises:
+            RuntimeError: the states are not allocated.
+        """
+        if self._state is State.REGISTERING:
+            raise RuntimeError("stats: the states must be allocated; call allocate() first")
+        return RecurrentStats(int(self.window_id), self.cursors.refused.now())
+
+    # ------------------------------------------------------------ a window
+
+    def begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None = None) -> None:
+        """Open a window. One kernel plans it for all layers: the rows to reapply, and where to record the window.
+
+        The arguments are copied, so the caller may change them afterwards.
+
+        Args:
+            state_slots: int32 or int64 ``[R]``, any stride: the slot of each request; 0 or less = padding. Slots must
+                be distinct.
+            query_start_loc: int32 ``[>= R + 1]``, contiguous: the first token of each request in the batch, and the
+                end of the last one. A request has up to ``max_window`` tokens: first its known tokens (which may be the
+                next ones of a prompt), then its draft tokens. A request without tokens is not part of this window.
+            is_window: bool ``[>= R]``, contiguous, or None = all True. Set False if another kernel, such as one for
+                prompts, writes the state of a request in this step. Such a request may have more tokens, and
+                :meth:`verify` writes zeros for them. Its pending rows are dropped, so call :meth:`fold` before, unless
+                the other kernel starts a new state.
+
+        Raises:
+            RuntimeError: a window is open already.
+            ValueError, TypeError: there are more than ``max_num_requests`` requests, or a shape, dtype or device is
+                wrong.
+            ValueError, IndexError: on the CPU, a window is too long, a slot does not exist, or two requests have the
+                same slot. Nothing has changed then. On CUDA such a request is skipped and counted (:meth:`stats`). If
+                debug mode raises for it, the window is cancelled (:func:`nwor_ops.plan_recurrent_window`).
+        """
+        self._require(State.CLOSED, "begin")
+        self._check_begin(state_slots, query_start_loc, is_window)
+        self._between.finish()
+        requests = state_slots.shape[0]
+        slots, kept = self._slots[:requests], self._batch_kept[:requests]
+        slots.copy_(state_slots).clamp_(0, self.num_slots - 1)
+        torch.index_select(self.num_kept, 0, slots, out=kept)
+        self._num_requests = requests
+        self._verified.clear()
+        try:
+            self._state = State.OPEN  # after an error following the launch of the plan, cancel() can undo the window
+            self.cursors.plan_window(
+                self.plan, self.window_id, state_slots, query_start_loc, kept, self.max_window, is_window
+            )
+            self.query_start_loc[: requests + 1].copy_(query_start_loc[: requests + 1])
+            if requests < self.max_num_requests:  # the other rows have no tokens
+                self.query_start_loc[requests + 1 :].copy_(query_start_loc[requests : requests + 1])
+        except BaseException:
+            if has_no_data(self.plan) or not self.plan.any():  # nothing was planned
+                self._state = State.CLOSED
+            else:
+                self.cancel()
+            raise
+
+    def verify(
+        self,
+        name: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        *,
+        out: Tensor | None = None,
+        scale: float | None = None,
+        softplus_beta: float = 1.0,
+        softplus_threshold: float = 20.0,
+        use_qk_l2norm: bool = True,
+        gate: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_eps: float = 1e-5,
+        gate_activation: str = "silu",
+        all_states: Tensor | None = None,
+        allow_neg_eigval: bool = False,
+        gate_lower_bound: float | None = None,
+    ) -> Tensor:
+        """Run a layer's tokens with one kernel. It reapplies the pending rows, stores the state and records the window.
+
+        Call this once for each layer of a window, with all tokens of the batch.
+
+        Args:
+            name: a registered layer.
+            q, k, v, a, b, A_log, dt_bias, softplus_beta, softplus_threshold, use_qk_l2norm, gate, norm_weight,
+                norm_eps, gate_activation, all_states, allow_neg_eigval, gate_lower_bound: as in
+                :func:`nwor_ops.gated_delta_verify`. In a layer with a decay per channel (KDA), ``a`` is
+                ``[T, HV, dk]`` and ``dt_bias`` is ``[HV, dk]``.
+            out: as in that op, **mutated**. None = a new tensor, with zeros for tokens that belong to no request.
+            scale: factor of the queries; None = ``dk ** -0.5``.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            RuntimeError: no window is open; the layer has already run in this window (if Python can tell); or
+                ``torch.compile`` traces a layer whose tensors share a storage with tensors of another dtype
+                (docs/guides/recurrent-states.md).
+            KeyError: no layer has this name.
+            ValueError, TypeError: as :func:`nwor_ops.gated_delta_verify`; nothing is written.
+        """
+        layer = self._layer(name, "verify")
+        traced = torch.compiler.is_compiling()
+        counted = False
+        if traced and name in self._untraceable:
+            raise RuntimeError(
+                f"verify: the tensors of layer {name!r} must not share a storage with tensors of another dtype if "
+                "torch.compile traces this call; call it from a custom op instead"
+            )
+        if not traced:
+            validation.tensors("verify", q=q, v=v)
+            self._require_window("verify", name, q)
+            counted = not is_capturing(q)  # a capture runs nothing
+            if counted and name in self._verified:
+                raise RuntimeError(f"verify: layer {name!r} must run once in a window, it has run in this one")
+        if out is None:
+            out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+        cache = layer.cache
+        state, keys, norms, decays, values = map(static, (cache.state, *cache.records))
+        ops.gated_delta_verify(
+            out, state, keys, norms, decays, values, layer.window_id, q, k, v, a, b, A_log, dt_bias, self.plan,
+            self.window_id, self.query_start_loc, scale=cache.state.shape[-1] ** -0.5 if scale is None else scale,
+            softplus_beta=softplus_beta, softplus_threshold=softplus_threshold, use_qk_l2norm=use_qk_l2norm, gate=gate,
+            norm_weight=norm_weight, norm_eps=norm_eps, gate_activation=gate_activation, all_states=all_states,
+            allow_neg_eigval=allow_neg_eigval, gate_lower_bound=gate_lower_bound,
+        )  # fmt: skip
+        if counted:
+            self._verified.add(name)
+        return out
+
+    def commit(self, num_kept: Tensor) -> None:
+        """Set how many tokens of each request stay, and close the window. This changes no state.
+
+        Args:
+            num_kept: int32 ``[>= R]``: tokens of the window that stay. These are its known tokens and the accepted
+                draft tokens, so at least 1. The value is ignored for requests without a window (padding, no tokens, or
+                ``is_window`` False).
+
+        Raises:
+            RuntimeError: no window is open. On the CPU also: a layer has not run in it; call :meth:`cancel`. The window
+                stays open.
+            ValueError, TypeError: a shape, dtype or device is wrong. On the CPU also: a number is not between 1 and the
+                tokens of the request. The window stays open. On CUDA, every later window skips such a request (its
+                outputs are zeros) until its slot is reset or folded.
+        """
+        self._require(State.OPEN, "commit")
+        requests = self._num_requests
+        validation.tensor("commit: num_kept", num_kept, torch.int32, dims=1, least=requests, device=self.device)
+        slots = self._slots[:requests]
+        slots.copy_(self.plan[:requests, 3])  # 0 where there is no window
+        if self.device.type == "cpu":
+            self._check_commit(slots, num_kept)
+        self.num_kept.scatter_(0, slots, num_kept[:requests])
+        self._close()
+
+    def cancel(self) -> None:
+        """Undo the window and close it: none of its tokens stay, and nothing is pending.
+
+        The forward may have stopped at any layer. Layers that ran have applied the rows that were pending before the
+        window; cancel applies them in the other layers. The states are those of a window that had just begun. For
+        requests with ``is_window`` False, cancel keeps what another kernel wrote.
+
+        If this raises, the window stays open and cancel can be called again.
+
+        Raises:
+            RuntimeError: no window is open.
+        """
+        self._require(State.OPEN, "cancel")
+        self._undo()
+        self._close()
+
+    # ------------------------------------------------------------ between windows
+
+    def fold(self, slots: Tensor) -> None:
+        """Apply the pending rows of slots to their states, in all layers.
+
+        Call it before anything else reads or writes these states: a kernel for prompts, a snapshot, a transfer. It
+        launches one kernel for the plan, and one for each geometry of layers.
+
+        Args:
+            slots: int32 or int64 ``[E]``; 0 or less = padding. Slots must be distinct.
+
+        Raises:
+            RuntimeError: a window is open.
+            ValueError, TypeError, IndexError: as :func:`nwor_ops.plan_recurrent_fold`; nothing has changed then.
+        """
+        self._require(State.CLOSED, "fold")
+        self._check_slots("fold: slots", slots)
+        self._fold_into(slots, slots, keep_source=False)
+
+    def copy(self, source_slots: Tensor, target_slots: Tensor) -> None:
+        """Copy states to other slots, with the pending rows applied as in :meth:`fold`. The sources do not change.
+
+        Use it for requests that share a beginning: a cached prefix, a beam, a second sample.
+
+        Args:
+            source_slots: int32 or int64 ``[E]``; 0 or less = no copy.
+            target_slots: int32 or int64 ``[E]``; 0 or less = no copy. Targets must be distinct, and not be sources.
+
+        Raises:
+            RuntimeError: a window is open.
+            ValueError, TypeError, IndexError: as :func:`nwor_ops.plan_recurrent_fold`; nothing has changed then.
+        """
+        self._require(State.CLOSED, "copy")
+        self._check_slots("copy: source_slots", source_slots)
+        self._check_slots("copy: target_slots", target_slots)
+        if source_slots.shape != target_slots.shape:
+            raise ValueError(
+                f"copy: target_slots must be as many as source_slots, {source_slots.shape[0]}, got "
+                f"{target_slots.shape[0]}"
+            )
+        self._fold_into(source_slots, target_slots, keep_source=True)
+
+    def reset(self, slots: Tensor) -> None:
+        """Set the states of slots to zero, with nothing pending. Use it for new requests; it fills each layer.
+
+        Args:
+            slots: int32 or int64 ``[E]``; 0 or less = padding.
+
+        Raises:
+            RuntimeError: a window is open.
+            ValueError, TypeError: a shape, dtype or device is wrong.
+            IndexError: on the CPU, a slot does not exist. Nothing has changed then. CUDA skips such a slot.
+        """
+        self._require(State.CLOSED, "reset")
+        self._check_slots("reset: slots", slots)
+        if self.device.type == "cpu" and slots.numel() and int(slots.max()) >= self.num_slots:
+            raise IndexError(f"reset: slots must be less than {self.num_slots}, got {int(slots.max())}")
+        self._between.finish()
+        rows = torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
+        self.cursors.drop(rows)
+        for layer in self._layers.values():
+            layer.cache.state.index_fill_(0, rows, 0)
+
+    # ------------------------------------------------------------ internals
+
+    def _close(self) -> None:
+        # Compiled or captured layers may run outside a window, as in a warm-up. They must not apply this plan again.
+        self.plan.zero_()
+        self._state = State.CLOSED
+
+    def _undo(self) -> None:
+        """Fold the rows from before the open window in the layers that have not run, and drop the window's rows.
+
+        It can be repeated: each folded layer is marked, and a second call skips it.
+        """
+        self._fold.apply(self.plan, self.window_id)
+        self.cursors.drop(self.plan[:, 3].long())
+
+    def _fold_into(self, source_slots: Tensor, target_slots: Tensor, *, keep_source: bool) -> None:
+        kept = self.num_kept.index_select(0, source_slots.clamp(0, self.num_slots - 1))
+        self._between.run(source_slots, target_slots, kept, keep_source=keep_source)
+
+    def _check_slots(self, what: str, slots: Tensor) -> None:
+        validation.tensor(what, slots, *_SLOT_DTYPES, dims=1, device=self.device)
+
+    def _check_begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None) -> None:
+        self._check_slots("begin: state_slots", state_slots)
+        requests = state_slots.shape[0]
+        if requests > self.max_num_requests:
+            raise ValueError(
+                f"begin: state_slots must have at most {self.max_num_requests} requests (max_num_requests), got "
+                f"{requests}"
+            )
+        validation.tensor(
+            "begin: query_start_loc", query_start_loc, torch.int32, dims=1, least=requests + 1, device=self.device
+        )
+        if is_window is not None:
+            validation.tensor("begin: is_window", is_window, torch.bool, dims=1, least=requests, device=self.device)
+
+    def _check_commit(self, slots: Tensor, num_kept: Tensor) -> None:
+        """Check the counts, and that every layer ran. Only on the CPU, because it reads values."""
+        recorded = self.cursors.table[slots, 0].tolist()
+        windows = [(request, slot) for request, slot in enumerate(slots.tolist()) if slot > 0]
+        for request, slot in windows:
+            number = int(num_kept[request])
+            if not 1 <= number <= recorded[request]:
+                raise ValueError(
+                    f"commit: num_kept must be 1 to {recorded[request]} for request {request} (slot {slot}), got "
+                    f"{number}"
+                )
+        window_id = int(self.window_id)
+        for name, layer in self._layers.items():
+            if windows and int(layer.window_id) != window_id:
+                raise RuntimeError(
+                    f"commit: every layer must run in a window, {name!r} has not run in this one; cancel it"
+                )

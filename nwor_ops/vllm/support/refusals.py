@@ -1,0 +1,395 @@
+"""List the configurations that each feature refuses at start-up, with the reasons.
+
+Start-up, ``nwor-ops doctor`` and the table in docs/reference/support.md all read ``REFUSALS``. ``python
+tools/support_tables.py`` writes the table. :func:`check_engine` applies the refusals that need only an engine's
+configuration. Each other refusal is checked in the folder of its feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from nwor_ops.transaction.manager import MODES
+from nwor_ops.vllm.support.features import (
+    CACHE_SPECS,
+    DEVICES,
+    DRAFT_BACK_ENDS,
+    DRAFT_GRAPHS,
+    DRAFT_METHODS,
+    FUSED_MLA_WRITER,
+    KEY_WIDTHS,
+    ONE_STATE,
+    ONE_STATE_MODELS,
+    TRANSACTION,
+    VALUE_WIDTHS,
+)
+
+
+class Unsupported(Exception):
+    """The configuration of this engine is not supported. The message names it and gives the reason.
+
+    Args:
+        message: the reason.
+        change: the argument of the engine that changes it. Empty: none does.
+
+    Attributes:
+        parts: each reason with its argument. There are several if several checks failed.
+    """
+
+    def __init__(self, message: str, change: str = "") -> None:
+        super().__init__(message)
+        self.parts: tuple[tuple[str, str], ...] = ((message, change),)
+
+    @classmethod
+    def join(cls, parts: Iterable[tuple[str, str]]) -> Unsupported:
+        """Return one error with all these reasons."""
+        parts = tuple(parts)
+        error = cls("; ".join(why for why, _ in parts))
+        error.parts = parts
+        return error
+
+    def stop_if(self, strict: bool, asked_for: str, without: str) -> None:
+        """Raise RuntimeError with the reason and the setting that starts the engine without the feature.
+
+        Args:
+            strict: do nothing if False.
+            asked_for: the request, for the message: "mode cow was asked for".
+            without: how such an engine then runs, for the message: "without it".
+        """
+        if strict:
+            raise RuntimeError(
+                f"nwor: {self} ({asked_for}; VLLM_NWOR_ON_UNSUPPORTED=vanilla or "
+                f'{{"nwor": {{"on_unsupported": "vanilla"}}}} runs such an engine {without})'
+            ) from self
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A configuration that is refused at start-up.
+
+    Attributes:
+        feature: the configuration, as docs/reference/support.md names it.
+        transaction, draft_graphs, one_state: the reason that this feature refuses it. Empty: the feature allows it.
+        found: tells whether a vLLM configuration has it. None: it is only visible later, in layers, groups or device.
+        message: format string of the error message. Empty: the message is ``feature`` and the reason.
+        modes: the modes in which the transaction refuses it.
+        engines: the engines that can have it. Empty: all.
+        change: the argument of the engine that changes it. Empty: none does.
+    """
+
+    feature: str
+    transaction: str = ""
+    draft_graphs: str = ""
+    found: Callable[[Any], bool] | None = None
+    message: str = ""
+    modes: tuple[str, ...] = MODES
+    engines: str = ""
+    one_state: str = ""
+    change: str = ""
+
+    def why(self, use: str) -> str:
+        """Return the reason that a feature refuses it, or an empty string."""
+        return {TRANSACTION: self.transaction, DRAFT_GRAPHS: self.draft_graphs, ONE_STATE: self.one_state}[use]
+
+    def reasons(self) -> str:
+        """Return all reasons in one line, with the modes and engines that each applies to."""
+        modes = ", ".join(filter(None, [*self.modes, self.engines]))
+        by_use = {modes: self.transaction, DRAFT_GRAPHS: self.draft_graphs, ONE_STATE: self.one_state}
+        return "; ".join(f"{use}: {why}" for use, why in by_use.items() if why)
+
+    def because(self, **values: Any) -> Unsupported:
+        """Return the exception, with these values filled in to the message."""
+        return Unsupported(self.message.format(**values), self.change)
+
+
+def _has(*paths: str, above: int = 0) -> Callable[[Any], bool]:
+    """Return a test of a configuration: is one of these paths a number above ``above``, or another value than None?"""
+
+    def holds(thing: Any, path: str) -> bool:
+        for name in path.split("."):
+            thing = getattr(thing, name, None)
+        return thing > above if isinstance(thing, int | float) else thing is not None
+
+    return lambda config: any(holds(config, path) for path in paths)
+
+
+def _has_other_gate(config: Any) -> bool:
+    """Return whether a KDA layer has Kimi K3's gate."""
+    kda = getattr(config.model_config.hf_text_config, "linear_attn_config", None) or {}
+    return bool(kda.get("use_full_rank_gate"))
+
+
+_NOT_TRIED = "it has not been tried"
+_PIPELINE = "pipeline parallelism"
+_CUDA = "CUDA"
+_PARALLEL = "parallel_config."
+_in_stages = _has(_PARALLEL + "pipeline_parallel_size", above=1)
+
+# fmt: off
+DEVICE = Refusal(
+    "a device other than cpu and cuda; for draft graphs and one state, than cuda",
+    "only cpu and cuda are supported", "CUDA graphs need CUDA", message="device {device}: {why}",
+    one_state="it uses vLLM's CUDA kernels")
+METHOD = Refusal(
+    "speculation with another method than " + ", ".join(f"{', '.join(names)} ({runner})" for runner, names in
+    DRAFT_METHODS.items()),
+    draft_graphs="the method has its own graphs, or needs none",
+    message="speculation by {method}: draft graphs in model runner {runner} are for method {methods}",
+    change='"method" in --speculative-config')
+UNNAMED_LAYERS = Refusal(
+    "a drafter with layers that it does not name", "they cannot be told from layers of the target model",
+    message="speculation by {method}: layers {layers} have a KV cache, are in no module of the target's model, and "
+    "{drafter} does not name them as its own")
+TAKEN_LAYERS = Refusal(
+    "a drafter that names layers of the target's model as its own", "their rows would be left out of the transaction",
+    message="speculation by {method}: {drafter} names layers {layers} as its own, which are in the target's model")
+OTHER_GROUP = Refusal(
+    "a draft model whose layers are not in the first of several KV-cache groups",
+    "vLLM makes them write to the slots of the first group, where they overwrite rows of the target model",
+    message="speculation by {method}: layers {layers} are in KV-cache group {group}, and this runner has them write at "
+    "the slots of group 0, where they overwrite rows of the target model", engines="runner V1 and the CPU engine")
+HYBRID_PIPELINE = Refusal(
+    f"{_PIPELINE} with a hybrid model", _NOT_TRIED, message=f"{_PIPELINE} with a hybrid model: {_NOT_TRIED}",
+    engines="runner V2",
+    change="--pipeline-parallel-size 1")
+NEW_TOKENS = Refusal(
+    "a model that does not sample exactly one new token per request and step (diffusion)",
+    "its draft tokens do not follow one sampled token at the end of a request",
+    message="the model samples {count} new tokens for each request and step: draft tokens can be identified only if it "
+    "samples one", engines="runner V2")
+FUSED_WRITER = Refusal(
+    f"the compiler pass `{FUSED_MLA_WRITER}` with MLA layers",
+    "its kernel bypasses the layer's cache writer; the message says how to switch the pass off",
+    message="compilation pass {name} bypasses the layer's cache writer; switch it off with "
+    "-cc.pass_config.{name}=False", modes=("cow",), engines=_CUDA,
+    change="-cc.pass_config.fuse_rope_kvcache_cat_mla=False")
+UNKNOWN_LAYER = Refusal(
+    "layers or back ends not in `layers/back_ends.py` (model-owned writers, turboquant, sparse MLA, ...)",
+    "the cache layout of their writer is unknown",
+    message="layer {layer}: its class {layer_class} with back end {impl} is not known",
+    change="--attention-backend")
+UNRELIABLE_CACHE = Refusal(
+    "a cache of `int4_per_token_head`",
+    "vanilla vLLM 0.33.0 sometimes fails with it: two of three engines on the H200 ended in a device-side assertion",
+    message="layer {layer}: vanilla vLLM sometimes fails with a cache of {kv_cache_dtype}", engines=_CUDA,
+    change="--kv-cache-dtype")
+OTHER_SIZE = Refusal(
+    "keys whose elements are larger than the cache's (`dtype` float32, `kv_cache_dtype` bfloat16)",
+    "vLLM's writer does not convert them, and writes into other rows and past the end of the cache",
+    message="keys of {source} in a cache of {cache}: vLLM's CPU writer does not convert them, and writes into other "
+    "rows and past the end of the cache; set kv_cache_dtype to auto", engines="the CPU engine",
+    change="--kv-cache-dtype auto")
+CACHE_SPEC = Refusal(
+    "ring buffers, cross attention, other KV-cache specs (except recurrent states)",
+    "they have no slot per token, or several tokens share a slot",
+    message=f"KV-cache group {{group}} is a {{spec}}; supported are {', '.join(CACHE_SPECS)}, and recurrent states, "
+    "which vLLM manages")
+ALL_RECURRENT = Refusal(
+    "a model whose KV-cache groups are all recurrent (Mamba without attention)",
+    "the transaction has no KV cache to protect", message="no layer of the target model writes its own KV cache")
+SMALL_CACHE = Refusal(
+    "a cache too small for the shadow pages and one request of max_model_len tokens", "the message gives the numbers",
+    message="mode stage withholds {withheld} blocks ({groups} groups, {requests} requests of up to {drafts} drafts in "
+    "blocks of {block_size}) of the {num_blocks} that the cache has; of the {left} left a request of {max_model_len} "
+    "tokens needs {needed}: give the cache more memory, or lower max_num_seqs or max_model_len", modes=("stage",),
+    change="--max-num-seqs, --max-model-len")
+SCHEDULER = Refusal(
+    "a scheduler that is not vLLM's", "it could give the shadow pages to requests",
+    message="scheduler {name}: mode stage withholds blocks from vLLM's scheduler only", modes=("stage",),
+    change="--scheduler-cls")
+SPLIT_BLOCKS = Refusal(
+    "a back end whose pages are smaller than vLLM's blocks", "entries of the block table would not be pages",
+    message="layer {layer}: its back end splits blocks of {block} tokens into pages of {page}; mode stage needs whole "
+    "blocks: set --block-size {page}, or another back end if vLLM chooses the size (a hybrid model)",
+    modes=("stage",), engines=_CUDA,
+    change="--block-size")
+COPIED_TABLE = Refusal(
+    "a drafter that attends with the target's metadata (as EAGLE and MTP do), if a layer of the target or the drafter "
+    "has another back end than FLASH_ATTN, TRITON_ATTN, FLASH_ATTN_MLA and TRITON_MLA",
+    "their metadata holds a copy of the block table, or was not reviewed",
+    message="speculation by {method} with back end {impl} (layer {layer}): the drafter attends with metadata that was "
+    "made for the target's step, which mode stage had redirected, and this back end's metadata may not hold the "
+    "runner's own block table", modes=("stage",), engines="runner V2",
+    change="--attention-backend, or VLLM_NWOR_MODE=cow")
+DRAFTER = Refusal(
+    "a drafter that is not vLLM's class for draft models or EAGLE (such as Gemma4's, Step3p5's), parallel drafting, "
+    "M-RoPE, index sharing between the steps of MTP, `enforce_eager` of the drafter",
+    draft_graphs="its passes differ", message="draft graphs in model runner V1: {what}", engines="runner V1",
+    change="--speculative-config")
+NOT_ONE_STATE = Refusal(
+    "recurrent layers other than vLLM's Gated DeltaNet for Qwen and OLMo hybrid, and KDA for Kimi Linear, "
+    "GLM-5.3-Flash and Bailing V3 (for example Mamba, other short convolutions)",
+    one_state="they use other kernels",
+    message="one state per request is for models whose recurrent layers are all vLLM's Gated DeltaNet for Qwen or "
+    "OLMo hybrid, or KDA for Kimi Linear, GLM-5.3-Flash or Bailing V3, not for layers {layers}")
+TAKEN_CLASS = Refusal(
+    "another plugin's class in place of vLLM's Gated DeltaNet for Qwen or OLMo hybrid, or KDA for Kimi Linear, "
+    "GLM-5.3-Flash or Bailing V3",
+    one_state="vLLM's registry holds one class per layer",
+    message="one state per request: {registered} is registered in place of {layer}")
+STATE = Refusal(
+    f"recurrent states with other head widths than {', '.join(map(str, KEY_WIDTHS))} (keys) and "
+    f"{', '.join(map(str, VALUE_WIDTHS))} (values), float16 states, windows of more than 32 tokens, float32 keys",
+    one_state="the kernel does not support them",
+    message="one state per request: {what}",
+    change='--mamba-ssm-cache-dtype, "num_speculative_tokens" in --speculative-config')
+GRAPH_MODE = Refusal(
+    "decode batches of the target that do not run from FULL graphs (`enforce_eager`, PIECEWISE)",
+    draft_graphs="the drafter runs graphs only if the target does",
+    message="cudagraph_mode {mode}: draft graphs follow the target, whose decode batches must run from FULL graphs (no "
+    "enforce_eager; cudagraph_mode FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE)",
+    change="without --enforce-eager; --compilation-config")
+CAPTURE_SIZES = Refusal(
+    "no capture size that is large enough for a decode batch",
+    draft_graphs="the drafter runs graphs only if the target does",
+    message="cudagraph_capture_sizes {sizes}: none holds a batch of {tokens} tokens per request",
+    change="--cudagraph-capture-sizes")
+
+CONNECTOR = Refusal(
+    "KV connectors that the table of connectors refuses, or does not list",
+    "the table gives the reason; a custom connector must declare when it reads the cache",
+    message="KV connector {name}: {why}",
+    change="--kv-transfer-config")
+UNORDERED = Refusal(
+    "NIXL and MooncakeConnector with async scheduling",
+    "they read a request's partial tail after it ends; by then the next step may have written drafts there",
+    message="KV connector {name} with async scheduling: it reads a request's partial tail after it ends; by then the "
+    "next step may have written drafts there; use mode stage or --no-async-scheduling", modes=("cow",),
+    change="--no-async-scheduling, or VLLM_NWOR_MODE=stage")
+PARTIAL_TAILS = Refusal(
+    "OffloadingConnector and MooncakeStoreConnector with a hybrid model",
+    "they store the partial last block of a prompt, and read it while the next step may write drafts there",
+    message="KV connector {name} with a hybrid model: it stores the partial last block of a prompt, and reads it while "
+    "the next step may write drafts there; use mode stage", modes=("cow",),
+    change="VLLM_NWOR_MODE=stage, or --kv-transfer-config")
+STATE_CONNECTOR = Refusal(
+    "KV connectors, and settings of connectors, that the table of connectors refuses for one recurrent state",
+    one_state="they would read a state whose last window is pending, or are untested: the table gives the reason",
+    message="one state per request with KV connector {name}: {why}",
+    change="--kv-transfer-config")
+EXPORTED_TABLE = Refusal(
+    "a KV connector that exports in attention, with a back end whose metadata has a copy of the block table",
+    "it exports by that copy, which names shadow pages",
+    message="KV connector {name} exports layer {layer} in attention, with back end {impl}: its metadata has a copy of "
+    "the block table, which names shadow pages in mode stage", modes=("stage",),
+    change="--kv-transfer-config, or VLLM_NWOR_MODE=cow")
+
+REFUSALS = (
+    DEVICE, METHOD, UNNAMED_LAYERS, TAKEN_LAYERS, OTHER_GROUP, NEW_TOKENS, CONNECTOR, UNORDERED, PARTIAL_TAILS,
+    EXPORTED_TABLE, STATE_CONNECTOR,
+    Refusal("KV connectors", "", "a connector moves a layer's keys in Python, which graphs do not run",
+            _has("kv_transfer_config"),
+        change="without --kv-transfer-config"),
+    Refusal(f"{_PIPELINE} in model runner V1 and the CPU engine",
+            "the other pipeline ranks do not learn which drafts of a request were rejected, so they cannot undo them",
+            found=lambda config: _in_stages(config) and not getattr(config, "use_v2_model_runner", False),
+        change="--pipeline-parallel-size 1"),
+    Refusal(_PIPELINE, "a rank before the last learns only in a later step which drafts were accepted, and a shadow "
+            "page serves one step", _NOT_TRIED, _in_stages, one_state=_NOT_TRIED,
+            modes=("stage",),
+        change="--pipeline-parallel-size 1"),
+    Refusal(f"{_PIPELINE} with KV connectors",
+            "on ranks before the last, connectors read a step's last blocks before its drafts are accepted or rejected",
+            found=lambda config: _in_stages(config) and _has("kv_transfer_config")(config),
+        change="--pipeline-parallel-size 1, or without --kv-transfer-config"),
+    Refusal(f"{_PIPELINE} without async scheduling",
+            "with drafts, vanilla vLLM 0.33 stops with an assertion: a request has fewer tokens than logits",
+            found=lambda config: _in_stages(config) and not _has("scheduler_config.async_scheduling")(config),
+        change="--async-scheduling"),
+    HYBRID_PIPELINE,
+    Refusal("prefill context parallelism", "its slot mappings are computed inside the forward",
+            "its batches are split on the host", _has(_PARALLEL + "prefill_context_parallel_size", above=1),
+            one_state=_NOT_TRIED,
+        change="--prefill-context-parallel-size 1"),
+    Refusal("decode context parallelism",
+            "with drafts, vanilla vLLM 0.33 generates wrong tokens (FLASH_ATTN, FLASH_ATTN_MLA), so there is no "
+            "reference to compare with", "attention metadata is planned on the host",
+            _has(_PARALLEL + "decode_context_parallel_size", above=1), one_state=_NOT_TRIED,
+        change="--decode-context-parallel-size 1"),
+    # With a dense target, each rank is a separate engine of data-parallel size 1.
+    Refusal("data parallelism of a model with experts", _NOT_TRIED, "in vanilla vLLM 0.33 the drafter of runner V2 "
+            "stops with an assertion, because its forward gets the target's token counts of all ranks; in V1 all ranks "
+            "agree on the size of each draft pass on the host",
+            _has(_PARALLEL + "data_parallel_size", above=1), one_state=_NOT_TRIED,
+        change="--data-parallel-size 1"),
+    Refusal("dual batch overlap", "vLLM's runner V2 does not support it with speculation; in V1, which needs data "
+            "parallelism of experts with DeepEP or NIXL for it, it has not been tried", _NOT_TRIED,
+            _has(_PARALLEL + "use_ubatching"), one_state=_NOT_TRIED,
+        change="without --enable-dbo"),
+    Refusal("adaptive verification", "", "the number of drafts per request is known only on the device",
+            _has("speculative_config.enable_adaptive_verification"),
+        change='"enable_adaptive_verification": false in --speculative-config'),
+    Refusal("model runner V1", "", "", lambda config: not config.use_v2_model_runner,
+            one_state="it builds batches and copies states between blocks in another way",
+        change="VLLM_USE_V2_MODEL_RUNNER=1"),
+    Refusal(f"other models than {', '.join(ONE_STATE_MODELS)}", "", "",
+            lambda config: config.model_config.architecture not in ONE_STATE_MODELS,
+            one_state="they have not been tried, or their recurrent layers use other kernels"),
+    Refusal("Kimi Linear with Kimi K3's gate (`use_full_rank_gate`)", "", "", _has_other_gate,
+            one_state="vLLM then creates Kimi K3's layer, which is another class"),
+    Refusal("`--use-replayssm`", "", "", _has("cache_config.use_replayssm"),
+            one_state="vLLM then keeps one state per request itself",
+        change="without --use-replayssm"),
+    # Without a draft model, `draft_model_config` is the target's configuration.
+    Refusal("a draft model with recurrent layers", "", "",
+            lambda config: config.speculative_config.method == "draft_model"
+            and config.speculative_config.draft_model_config.is_hybrid, one_state=_NOT_TRIED,
+        change='"model" in --speculative-config'),
+    Refusal("HiSparse", "it writes to its own slots", found=_has("attention_config.hisparse_config"), engines=_CUDA,
+        change="--attention-config"),
+    FUSED_WRITER, UNKNOWN_LAYER, UNRELIABLE_CACHE, OTHER_SIZE, CACHE_SPEC, ALL_RECURRENT, SMALL_CACHE, SCHEDULER,
+    SPLIT_BLOCKS, COPIED_TABLE, DRAFTER, GRAPH_MODE, CAPTURE_SIZES, NOT_ONE_STATE, TAKEN_CLASS, STATE,
+    Refusal(f"attention of the drafter other than {', '.join(DRAFT_BACK_ENDS)}; layers neither full nor sliding-window",
+            draft_graphs="TRITON_MLA, FlashMLA and CUTLASS MLA treat the first pass as a prompt, whose context vLLM "
+            "0.33 bounds on the host; FLASH_ATTN_MLA, with a graph per step, stopped with an illegal memory access; "
+            "FlashInfer plans on the host and has not been tried with a graph per step; other back ends were not "
+            "reviewed"),
+    Refusal("expert load balancing", "", _NOT_TRIED, _has(_PARALLEL + "enable_eplb"),
+        change="without --enable-eplb"),
+    # As in vLLM's drafter, a draft model gets token ids, including image placeholders, and one position per token.
+    Refusal("a multimodal model", "", "no engine with images has been run; a draft model with three-dimensional "
+            "positions (M-RoPE) would get one-dimensional ones",
+            _has("model_config.is_multimodal_model", "speculative_config.draft_model_config.is_multimodal_model")),
+    Refusal("an encoder-decoder model", "", _NOT_TRIED, _has("model_config.is_encoder_decoder")),
+    # A separate draft model is allowed: vLLM creates the layers of adapters only in the target.
+    Refusal("LoRA with a drafter that is not a separate model", "", "it may share the target's embedding, whose "
+            "adapters are looked up on the host", lambda config: _has("lora_config")(config)
+            and config.speculative_config.method != "draft_model",
+        change="without --enable-lora"),
+    Refusal("watermarking", "", "it needs contexts that are prepared on the host", _has("watermark_config"),
+        change="without --watermark-config"),
+    Refusal("weight offloading", "", _NOT_TRIED,
+            _has("offload_config.uva.cpu_offload_gb", "offload_config.prefetch.offload_group_size"),
+        change="without --cpu-offload-gb"),
+)
+# fmt: on
+
+
+def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION, mode: str = "") -> None:
+    """Check the configuration of an engine. Later checks look at its layers and KV-cache groups.
+
+    Args:
+        vllm_config, device_type: vLLM's configuration of the engine, and its device ("cpu", "cuda").
+        use: the feature.
+        mode: mode of the transaction. If it is empty, refusals for a single mode are skipped.
+    """
+    method, found = vllm_config.speculative_config.method, list[tuple[str, str]]()
+    if device_type not in DEVICES[use]:
+        found.append((DEVICE.message.format(device=device_type, why=DEVICE.why(use)), DEVICE.change))
+    if use == DRAFT_GRAPHS:
+        runner = "V2" if vllm_config.use_v2_model_runner else "V1"
+        if method not in DRAFT_METHODS[runner]:
+            methods = ", ".join(DRAFT_METHODS[runner])
+            found.append((METHOD.message.format(method=method, runner=runner, methods=methods), METHOD.change))
+    found += [
+        (f"{refusal.feature}: {refusal.why(use)}", refusal.change)
+        for refusal in REFUSALS
+        if refusal.found is not None
+        and refusal.why(use)
+        and (use != TRANSACTION or mode in refusal.modes or len(refusal.modes) > 1)
+        and refusal.found(vllm_config)
+    ]
+    if found:
+        raise Unsupported.join(found)

@@ -1,0 +1,1 @@
+"""The transaction in vLLM: sessions, layers, shadow blocks, KV connectors and the audit."""

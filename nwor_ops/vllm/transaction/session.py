@@ -1,0 +1,524 @@
+"""Session: runs the transaction of each step, for both generations of vLLM's model runner.
+
+A runner attachment (``runners.v1``, ``runners.v2``) turns its runner's objects into a :class:`Step` and calls
+:meth:`Session.begin` and :meth:`Session.commit`. In mode ``"cow"``, :meth:`Session.write` replaces the writer of each
+target layer. In mode ``"stage"``, ``begin`` redirects the step to shadow pages, and the writers stay as they are.
+
+The session notifies its listeners, for example an audit, of each event of a step
+(:class:`~nwor_ops.vllm.step_listener.StepListener`).
+
+After an error of ours the step goes on without the transaction, and is counted, unless ``on_error="stop"``. It cannot
+go on if the window could not be closed: slots and block tables may then name shadow pages. The engine stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from nwor_ops.config import NworConfig
+from nwor_ops.transaction.counters import Stats
+from nwor_ops.transaction.in_flight import Deferred, InFlightManager
+from nwor_ops.transaction.manager import DraftCommitManager, set_current_manager
+from nwor_ops.transaction.state import State, is_capturing
+from nwor_ops.transaction.window import Window
+from nwor_ops.vllm.errors import CannotContinue, Errors
+from nwor_ops.vllm.hooks import Patches, check_library
+from nwor_ops.vllm.step_listener import StepListener
+from nwor_ops.vllm.support.features import TRANSACTION
+from nwor_ops.vllm.transaction.audit.undo import CacheAudit
+from nwor_ops.vllm.transaction.layers.target import TargetLayer
+from nwor_ops.vllm.transaction.shadow_blocks import ShadowBlocks
+
+
+class Step(NamedTuple):
+    """One forward of the target model, described by its runner.
+
+    Attributes:
+        window: device tensors for the manager.
+        on_host: returns ``query_start_loc`` and the number of draft tokens of each request, as host numbers. May
+            synchronize; called only if a listener needs them.
+        new_states: request states of this window whose pages may have belonged to another request since the last
+            window. Only states of requests with drafts.
+    """
+
+    window: Window
+    on_host: Callable[[], tuple[Sequence[int], Sequence[int]]]
+    new_states: Sequence[int] = ()
+
+
+def _timed(method: Callable[..., None]) -> Callable[..., None]:
+    """Add the host time of a method to ``host_seconds``."""
+
+    @functools.wraps(method)
+    def timed(self: Session, *args: Any, **kwargs: Any) -> None:
+        started = time.perf_counter()
+        try:
+            method(self, *args, **kwargs)
+        finally:
+            self.host_seconds += time.perf_counter() - started
+
+    return timed
+
+
+class Session:
+    """Hold the transaction state of one model runner.
+
+    Args:
+        config: the plugin's settings.
+        layers: the target layers.
+        slot_mappings: int64 ``[max_num_tokens]`` per group. These are the engine's persistent buffers; each forward
+            takes slices of them.
+        max_num_requests: maximum number of requests in one batch.
+        max_draft_tokens: maximum number of draft tokens in one batch.
+        max_drafts_per_request: maximum number of draft tokens of one request.
+        shadow_blocks: the shadow pages in mode ``"stage"``, otherwise None.
+        logger: vLLM's logger.
+        windows: maximum number of windows that are open or deferred at a time. Above 1 on a pipeline rank that does not
+            sample, since it learns in a later step which drafts were accepted.
+
+    Attributes:
+        audit: the audit that checks every step, or None. It is subscribed like any other listener; the session keeps it
+            only so that its summary can be read.
+        host_seconds: time that the host has spent in :meth:`begin` and :meth:`commit`.
+        errors: counts the errors of this session.
+        listeners: the objects that are notified of each event, in this order.
+        patches: the patches of the runner, its target layers and its KV connector.
+    """
+
+    def __init__(
+        self,
+        config: NworConfig,
+        layers: list[TargetLayer],
+        slot_mappings: dict[str, Tensor],
+        max_num_requests: int,
+        max_draft_tokens: int,
+        max_drafts_per_request: int,
+        shadow_blocks: ShadowBlocks | None,
+        logger: Any,
+        windows: int = 1,
+    ) -> None:
+        self.config = config
+        self.windows = windows
+        self.mode = config.mode
+        self.shadow_blocks = shadow_blocks
+        self._layers = {layer.name: layer for layer in layers}
+        self._addresses = {name: layer.kv_cache.data_ptr() for name, layer in self._layers.items()}
+        self._logger = logger
+        self._step: Step | None = None
+        self.begun = 0  # number of windows, counted on the host before the device counts them
+        self.loads = True  # whether a connector loads rows for the current step within that step
+        self._pages_stay = False  # whether shadow pages may hold rows for the next window
+        self.slot_mappings = slot_mappings
+        self.max_num_tokens = min(slots.numel() for slots in slot_mappings.values())
+        self.vanilla_steps: Counter[str] = Counter()
+        self.host_seconds = 0.0
+        self.errors = Errors.by_setting(config, logger, "without the transaction in this step")
+        self.audit: CacheAudit | None = None
+        self.listeners: tuple[StepListener, ...] = ()
+        self.patches = Patches(TRANSACTION)
+        self.manager: DraftCommitManager | None = None
+        if config.mode != "off":
+            self.manager = self._make_manager(
+                layers,
+                max_num_tokens=self.max_num_tokens,
+                max_num_requests=max_num_requests,
+                max_draft_tokens=max_draft_tokens,
+                max_drafts_per_request=max_drafts_per_request,
+            )
+
+    def _make_manager(self, layers: list[TargetLayer], **limits: Any) -> DraftCommitManager:
+        device = layers[0].kv_cache.device
+        check_library(device.type)
+        shadow = None
+        if self.shadow_blocks is not None:
+            shadow = {layer.group: self.shadow_blocks.of_group(int(layer.group)).start for layer in layers}
+        limits |= {"device": device, "mode": self.mode}
+        manager = (
+            DraftCommitManager(**limits, shadow_blocks=shadow)
+            if self.windows == 1
+            else InFlightManager(**limits, windows=self.windows)
+        )
+        for layer in layers:
+            manager.register_layer(layer.name, layer.cache, layer.group)
+        manager.allocate()
+        set_current_manager(manager)
+        return manager
+
+    def subscribe(self, listener: StepListener) -> None:
+        """Notify a listener of each event from now on, after those that were subscribed before it."""
+        self.listeners += (listener,)
+
+    def unsubscribe(self, listener: StepListener) -> None:
+        """Stop notifying a listener."""
+        self.listeners = tuple(other for other in self.listeners if other is not listener)
+
+    @property
+    def needs_begin(self) -> bool:
+        """Whether a listener needs the inputs of each step on the host."""
+        return any(listener.needs_begin for listener in self.listeners)
+
+    @property
+    def patches_writers(self) -> bool:
+        """Whether the writes of the target layers must go through :meth:`write`."""
+        return self.mode != "stage" or any(listener.needs_rows for listener in self.listeners)
+
+    # ------------------------------------------------------------ one step
+
+    @_timed
+    def begin(self, step: Step) -> None:
+        """Open the window of a step. Call it after the runner prepared its inputs and before the forward."""
+        self.observe(step)
+        if self.manager is None:
+            return
+        drafts, rows = step.window.num_draft_tokens, self.manager.max_draft_tokens
+        if drafts is not None and drafts > rows:  # not an error, with any setting: the step is a vanilla step
+            self.skip()
+            self._count(
+                "more drafts than log rows", f"{drafts} drafts, {rows} rows; this step runs without the transaction"
+            )
+            return
+        self.begun += 1
+        try:
+            if step.new_states:
+                self.manager.forget_shadow_pages(step.new_states)
+            self._pages_stay = self.shadow_blocks is not None
+            self.manager.begin(step.window)
+        except Exception as error:
+            self.go_on_without("begin", error)
+            return
+        self._step = step
+        for listener in self.listeners:
+            listener.opened(step.window.slot_mappings)
+
+    def skip(self) -> None:
+        """Run a step without a window; call it in place of :meth:`begin`.
+
+        It forgets the contents of the shadow pages, because the step may write to the same pages of its requests. If a
+        window is still open, its drafts are undone first, as in :meth:`begin`.
+        """
+        manager = self.manager
+        if manager is None:
+            return
+        if manager.state is State.OPEN:
+            self.close_interrupted()  # calls skip again, with the window closed
+        elif self._pages_stay:
+            manager.forget_shadow_pages()
+            self._pages_stay = False
+
+    def loading(self) -> None:
+        """Notify the listeners that a KV connector is about to load rows. Call it before :meth:`loaded`."""
+        for listener in self.listeners:
+            listener.loading()
+
+    def loaded(self) -> None:
+        """Copy the rows that a connector loaded since the step began into the shadow pages.
+
+        They belong to new requests, and some of those already have drafts.
+        """
+        if self._step is not None and self._step.new_states and self.loads:
+            assert self.manager is not None
+            try:
+                self.manager.refresh_shadow_pages()
+            except Exception as error:
+                self.go_on_without("load", error)
+        for listener in self.listeners:
+            listener.loaded()
+
+    def write(self, name: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any) -> None:
+        """Replace a layer's own writer; the arguments are the same.
+
+        Python runs this at each step of an eager or piecewise-compiled forward. For a graph of the whole forward it
+        runs once, at capture time and outside any window: each replay inside a window then logs the rows. A replay in a
+        step without drafts logs rows that are never restored.
+        """
+        layer = self._layers[name]
+        for listener in self.listeners:
+            if listener.needs_rows:
+                listener.record(name, key, value, slot_mapping, self._token_offset(layer.group, slot_mapping), rest)
+        in_window = self._step is not None or (self.manager is not None and is_capturing(slot_mapping))
+        logs = in_window and self.mode == "cow"
+        if not logs or not self._log(layer, key, value, kv_cache, slot_mapping):
+            layer.own_writer(key, value, kv_cache, slot_mapping, *rest)
+
+    def forwarded(self, moment: str) -> None:
+        """Notify the listeners that the forward is over. Call it after the forward, and again before sampling.
+
+        Args:
+            moment: when it is called, for messages.
+        """
+        for listener in self.listeners:
+            listener.forwarded(moment)
+
+    @_timed
+    def commit(self, close: Callable[[DraftCommitManager], None], num_sampled: Callable[[], list[int]]) -> None:
+        """Commit the window. Call it right after sampling: before the tokens are published and before the drafter runs.
+
+        Args:
+            close: commits the window of the manager it is given, with the sampler's outcome.
+            num_sampled: returns the number of tokens sampled for each request, on the host. Synchronizes; called only
+                if a listener needs it.
+        """
+        step, self._step = self._step, None
+        committed = False
+        if step is not None:
+            assert self.manager is not None
+            try:
+                close(self.manager)
+                committed = True
+            except Exception as error:
+                self.go_on_without("commit", error)
+        self._tell_end(num_sampled, committed)
+
+    def returned(self, output: Any) -> None:
+        """Notify the listeners that the runner is about to return the output of a step that sampled."""
+        for listener in self.listeners:
+            listener.returned(output)
+
+    # ------------------------------------------------------------ deferred windows
+
+    def observe(self, step: Step) -> None:
+        """Notify the listeners that a step began. A step without drafts needs nothing else."""
+        self.close_interrupted()
+        if not self.needs_begin:
+            return
+        window, (query_start_loc, num_draft_tokens) = step.window, step.on_host()
+        for listener in self.listeners:
+            if listener.needs_begin:
+                listener.begin(
+                    query_start_loc, num_draft_tokens, window.slot_mappings, window.block_tables, window.seq_lens
+                )
+
+    def defer(self) -> Deferred | None:
+        """End a step on a pipeline rank that does not sample.
+
+        Returns:
+            The handle for :meth:`settle`, or None if the step has no window.
+        """
+        step, self._step = self._step, None
+        deferred = None
+        if step is not None:
+            try:
+                deferred = self._deferring_manager.defer()
+            except Exception as error:
+                self.go_on_without("defer", error)
+        for listener in self.listeners:
+            listener.deferred(deferred)
+        return deferred
+
+    def settle(self, deferred: Deferred, num_rejected: Tensor, num_sampled: Callable[[], list[int]]) -> None:
+        """End a deferred window, once the outcome of its step is known.
+
+        Args:
+            deferred: what :meth:`defer` returned.
+            num_rejected: number of rejected draft tokens per request, on the device.
+            num_sampled: as in :meth:`commit`.
+        """
+        try:
+            self._deferring_manager.settle(deferred, num_rejected)
+        except Exception as error:
+            self._forget(deferred, "settle", error)
+            return
+        self._tell_settled(deferred, num_sampled, True)
+
+    def undo(self, deferred: Deferred, requests: Sequence[int]) -> bool:
+        """Undo the drafts of some requests in a deferred window, before their blocks are reused.
+
+        Args:
+            deferred: what :meth:`defer` returned.
+            requests: positions of the requests in the batch of that step.
+
+        Returns:
+            Whether the window is still deferred. It is not if undoing failed.
+        """
+        try:
+            self._deferring_manager.undo(deferred, requests)
+        except Exception as error:
+            self._forget(deferred, "undo", error)
+            return False
+        for listener in self.listeners:
+            listener.undone(deferred, requests)
+        return True
+
+    def cancel_deferred(self, deferred: Deferred) -> None:
+        """Undo all drafts of a deferred window whose outcome will never arrive."""
+        try:
+            self._deferring_manager.cancel_deferred(deferred)
+        except Exception as error:
+            self._forget(deferred, "cancel", error)
+            return
+        self._count("cancelled", "a step ended without sampling; its drafts were undone")
+        self._tell_settled(deferred, None, True)
+
+    @property
+    def _deferring_manager(self) -> InFlightManager:
+        assert isinstance(self.manager, InFlightManager)
+        return self.manager
+
+    def _forget(self, deferred: Deferred, moment: str, error: Exception) -> None:
+        """Go on after an error as :meth:`go_on_without` does. The drafts of that window stay, and are never undone."""
+        with contextlib.suppress(RuntimeError):  # the manager has already forgotten it
+            self._deferring_manager.forget(deferred)
+        self._tell_settled(deferred, None, False)
+        self.go_on_without(moment, error)
+
+    def after_failure(self, close: Callable[[], None]) -> None:
+        """Close the window of a step that failed. The original exception propagates; an error while closing is only
+        logged."""
+        try:
+            close()
+            self.skip()
+        except Exception:
+            self._logger.exception("nwor: closing the window of a step that failed")
+
+    def close_interrupted(self) -> None:
+        """Undo the drafts of a window that is still open: its step failed before it could end."""
+        self._step = None
+        if self.manager is None or self.manager.state is not State.OPEN:
+            self._tell_drop()
+            return
+        if self._cancel(self.manager):
+            self._tell_end(None, True)
+
+    def _cancel(self, manager: DraftCommitManager) -> bool:
+        """Cancel the open window and return whether its drafts are undone."""
+        try:
+            manager.cancel()
+        except Exception as error:
+            self._tell_drop()
+            self.go_on_without("cancel", error)
+            return False
+        self.skip()
+        self._count("cancelled", "a step ended without sampling; its drafts were undone")
+        return True
+
+    # ------------------------------------------------------------ reporting
+
+    @property
+    def in_window(self) -> bool:
+        """Whether the window of the current step is still open."""
+        return self._step is not None
+
+    def stats(self) -> Stats:
+        """Return the totals so far. Synchronizes with the device."""
+        return self.manager.stats() if self.manager is not None else Stats(0, 0, 0, 0, 0, 0, 0)
+
+    def describe(self) -> str:
+        """Return the session's part of the log line ``nwor: active, ...``."""
+        if self.manager is None:
+            return f"audits {len(self._layers)} layers, no transaction"
+        if self.shadow_blocks is not None:
+            return (
+                f"{len(self._layers)} layers, at most {self.manager.launches_per_window} launches per step and none in "
+                f"a layer; {self.shadow_blocks.describe()}"
+            )
+        fused = sum(layer.fused for layer in self._layers.values())
+        deferred = f", at most {self.windows} windows open or deferred" if self.windows > 1 else ""
+        return (
+            f"{len(self._layers)} layers ({fused} with the fused writer), "
+            f"{self.manager.max_draft_tokens} log rows, log {self.manager.log_bytes / 2**20:.1f} MiB, "
+            f"at most {self.manager.launches_per_window} launches per step beyond the writers{deferred}"
+        )
+
+    # ------------------------------------------------------------ inside
+
+    def _tell_end(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
+        for listener in self.listeners:
+            listener.commit(num_sampled, undone)
+        for listener in self.listeners:
+            listener.ended()
+
+    def _tell_drop(self) -> None:
+        for listener in self.listeners:
+            listener.drop()
+
+    def _tell_settled(self, deferred: Deferred, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
+        for listener in self.listeners:
+            listener.settled(deferred, num_sampled, undone)
+
+    def _log(self, layer: TargetLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> bool:
+        """Log the rows that a layer is about to overwrite. If our kernel also writes the new rows, return True."""
+        assert self.manager is not None
+        name = layer.name
+        try:
+            if kv_cache.data_ptr() != self._addresses[name]:
+                raise RuntimeError(f"the KV cache of layer {name} moved to another address after the engine started")
+            offset = self._token_offset(layer.group, slot_mapping)
+            if not layer.fused:
+                self.manager.log(name, slot_mapping, token_offset=offset)
+                return False
+            k_scale, v_scale = layer.scales() if layer.scales is not None else (None, None)
+            self.manager.write(
+                name,
+                key,
+                value,
+                slot_mapping,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                kv_cache_dtype=layer.kv_cache_dtype,
+                token_offset=offset,
+            )
+            return True
+        except Exception as error:
+            if is_capturing(slot_mapping):
+                raise CannotContinue.because(
+                    f"write failed while a CUDA graph was captured: {error}",
+                    f"no replay of this graph would log the drafts of layer {name}",
+                ) from error
+            self.go_on_without("write", error)
+            return False
+
+    def _token_offset(self, group: str, slot_mapping: Tensor) -> int:
+        """Return the position in the batch at which a slot mapping starts: 0, or the start of a micro-batch's slice.
+
+        Both are views of one persistent buffer, so the position follows from the addresses.
+        """
+        batch = self.slot_mappings[group]
+        start, batch_start = slot_mapping.data_ptr(), batch.data_ptr()
+        if start == batch_start:
+            return 0
+        token_offset = (start - batch_start) // slot_mapping.element_size()
+        if not 0 <= token_offset <= batch.numel() - slot_mapping.shape[0]:
+            raise RuntimeError(
+                f"a layer of group {group} must be given a slice of its group's {batch.numel()} slot mappings, got "
+                f"{slot_mapping.shape[0]} starting at index {token_offset}"
+            )
+        return token_offset
+
+    def go_on_without(self, moment: str, error: Exception) -> None:
+        """Finish the step without the transaction, unless the settings ask to stop.
+
+        This is safe after a commit that failed part of the way: it has restored only rejected drafts, never accepted
+        ones. If the window cannot be closed, nothing is safe.
+
+        Args:
+            moment: the part of the step that failed, for example "begin".
+            error: the error.
+
+        Raises:
+            RuntimeError: the settings ask to stop.
+            CannotContinue: the window could not be closed.
+        """
+        self._step = None
+        try:
+            if self.manager is not None and self.manager.state is State.OPEN:
+                self.manager.abandon()
+            self.skip()
+        except Exception as second:
+            raise CannotContinue.because(
+                f"{moment} failed: {error}; then the window could not be closed: {second}",
+                "drafts may be undone too late, and slots and block tables may name shadow pages",
+            ) from second
+        self.errors.go_on(f"{moment} failed", error)
+        self.vanilla_steps[f"{moment} failed"] += 1
+
+    def _count(self, reason: str, detail: str) -> None:
+        if self.vanilla_steps[reason] == 0:
+            self._logger.warning("nwor: %s: %s (further ones are counted, not logged)", reason, detail)
+        self.vanilla_steps[reason] += 1

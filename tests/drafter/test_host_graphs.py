@@ -1,0 +1,79 @@
+"""The stand-ins for CUDA graphs: they run the bodies, and refuse what a capture would refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from draft_loop import Drafter, play
+from paged_drafter import DrafterConfig, PagedMetadataAdapter
+
+from nwor_ops.testing.host_graphs import HostGraph, HostGraphLoop, Launches
+
+ROWS, NUM_DRAFTS, ROUNDS, MAX_LEN = 4, 3, 3, 64
+
+
+def drafter(**options) -> Drafter:
+    options = {"loop": HostGraphLoop, "dtype": torch.float64, "debug": True} | options
+    return Drafter(DrafterConfig(), NUM_DRAFTS, ROWS, MAX_LEN, **options)
+
+
+def test_launches_are_counted_outside_graphs():
+    x, launches = torch.zeros(4, 4), Launches()
+    graph = HostGraph(lambda: x.add_(1).mul_(2))
+    with launches:
+        x.view(16).view(8, 2)  # two views, and an allocation
+        torch.empty(3)
+        x.add_(1)
+        launches.replay(graph)
+        x.fill_(0)
+    assert (launches.kernels, launches.graphs) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.unique(x),
+    ],
+    ids=["item", "bool", "nonzero", "mask", "unique"],
+)
+def test_a_body_that_waits_for_the_device_is_refused(body):
+    x = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"aten\..* cannot be captured in a CUDA graph: the host must read"):
+        HostGraph(lambda: body(x)).replay()
+
+
+def test_an_index_that_is_no_mask_is_allowed():
+    x = torch.arange(6)
+    HostGraph(lambda: x[torch.tensor([1, 2])]).replay()
+
+
+@pytest.mark.parametrize("mode", ["step", "loop"])
+def test_captured_drafts_are_those_of_eager_code(mode):
+    expected = play(drafter(), "eager", ROUNDS, 0.0)
+    captured = drafter()
+    captured.capture([ROWS], (mode,))
+    with captured.loop.launches:
+        assert play(captured, mode, ROUNDS, 0.0) == expected
+    assert captured.loop.launches.graphs == ROUNDS * (2 if mode == "loop" else NUM_DRAFTS)
+
+
+def test_a_tensor_that_moved_is_refused():
+    captured = drafter()
+    captured.capture([ROWS], ("loop",))
+    captured.buffers.input_ids = captured.buffers.input_ids.clone()
+    with pytest.raises(RuntimeError, match=r"buffers\['input_ids'\] must not move"):
+        play(captured, "loop", 1, 0.0)
+
+
+def test_a_metadata_update_that_waits_for_the_device_cannot_be_captured():
+    class Waiting(PagedMetadataAdapter):
+        def update(self, key, metadata):
+            if int(self.buffers.current_draft_step) < NUM_DRAFTS:
+                super().update(key, metadata)
+
+    with pytest.raises(RuntimeError, match=r"_local_scalar_dense.* cannot be captured"):
+        drafter(adapter=Waiting).capture([ROWS], ("loop",))

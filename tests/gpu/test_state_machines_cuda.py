@@ -1,0 +1,30 @@
+"""Test the manager and the recurrent states with random calls on CUDA. The CPU has the same state machines."""
+
+from __future__ import annotations
+
+import manager_machine
+import pytest
+import recurrent_machine
+from hypothesis import settings
+from state_machines import run_machine
+
+SHARE = settings(manager_machine.MACHINE_SETTINGS, max_examples=10)
+
+
+class Engine(manager_machine.Engine):
+    device = "cuda"
+    layer_kinds = ("packed", "one_backing", "split", "latent")  # not amx, the layout of a CPU's pages
+
+
+class StagedEngine(Engine):
+    mode = "stage"
+
+
+class RecurrentEngine(recurrent_machine.Engine):
+    device = "cuda"
+
+
+@pytest.mark.state_machine
+@pytest.mark.parametrize("machine", [Engine, StagedEngine, RecurrentEngine])
+def test_random_calls(machine, machine_seed, request):
+    run_machine(machine, SHARE, machine_seed, request)

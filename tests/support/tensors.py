@@ -1,0 +1,58 @@
+"""Arguments of ops, surrounded by foreign memory."""
+
+from __future__ import annotations
+
+import torch
+from layouts import Shape, random_bytes, surrounded
+from torch import Tensor
+
+SMALL = Shape(blocks=3, block_size=4, heads=4, key_width=8, value_width=8, layers=2)
+WIDE_VALUES = Shape(blocks=3, block_size=5, heads=2, key_width=16, value_width=24)
+LATENT = Shape(blocks=2, block_size=4, heads=1, key_width=24, value_width=8)
+
+NUM_LOG_ROWS = 4
+
+
+def int64(*values: int) -> Tensor:
+    return surrounded(torch.tensor(values, dtype=torch.int64))
+
+
+def int32(*values: int) -> Tensor:
+    return surrounded(torch.tensor(values, dtype=torch.int32))
+
+
+def flags(*values: int) -> Tensor:
+    return surrounded(torch.tensor(values, dtype=torch.bool))
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Finite values of every size, including zero and both signs, surrounded by foreign memory."""
+    generator = torch.Generator().manual_seed(seed)
+    mantissas = torch.randn(shape, generator=generator)
+    exponents = torch.randint(-12, 12, shape, generator=generator).float()
+    return surrounded((mantissas * torch.exp2(exponents)).to(dtype))
+
+
+def log_for(cache: Tensor, rows: int = NUM_LOG_ROWS, seed: int = 7) -> Tensor:
+    """A log [R, H, W] of random bytes for one plane."""
+    count = rows * cache.size(2) * cache.size(3)
+    return random_bytes(count + 8, cache.dtype, seed)[5 : 5 + count].view(rows, cache.size(2), cache.size(3))
+
+
+def surrounded_layers(logs: list[Tensor]) -> Tensor:
+    """Logs of several layers as one [L, R, H, W] inside foreign memory."""
+    stacked = torch.stack(logs)
+    backing = random_bytes(stacked.numel() + 8, stacked.dtype, seed=31)
+    view = backing[3 : 3 + stacked.numel()].view(stacked.shape)
+    raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[stacked.element_size()]
+    view.view(raw).copy_(stacked.view(raw))
+    return view
+
+
+# A window number for write_kv_logged, log_slots and restore_slots, and an older one.
+WINDOW, EARLIER_WINDOW = 2**33 + 5, 5
+
+
+def row_windows(*shape: int) -> Tensor:
+    """Rows that an earlier window logged. The low 32 bits of its number equal those of this window."""
+    return surrounded(torch.full(shape, EARLIER_WINDOW, dtype=torch.int64))

@@ -1,0 +1,185 @@
+"""``nwor-ops check``: its verdicts and costs are those of the engine that then starts."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from engines import ENGINE, NGRAM, Engines, model_folder, prompts
+
+from nwor_ops.cli.check import Outcome, as_json, outcome_of, print_preview
+from nwor_ops.vllm.preview import Preview, Reason, Verdict, look
+from nwor_ops.vllm.support.refusals import REFUSALS
+
+# The arguments of vllm serve for the engines of these tests.
+ARGUMENTS = (
+    "--skip-tokenizer-init", "--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "256",
+    "--max-num-seqs", "8", "--num-gpu-blocks-override", "96", "--block-size", "32",
+)  # fmt: skip
+SPECULATION = ("--speculative-config", json.dumps(NGRAM))
+# A connector named by its module counts as a custom one, which must declare when it reads.
+CONNECTOR = {
+    "kv_connector": "ExampleConnector",
+    "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.example_connector",
+    "kv_role": "kv_both",
+}
+
+
+def looked(arguments: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
+    os.environ.update(environment)
+    return json.loads(as_json(look(arguments)))
+
+
+def verdicts(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {verdict["feature"]: verdict for verdict in found["features"]}
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_the_costs_are_those_of_the_engine(engines: Engines, mode: str) -> None:
+    engine = engines.start(prompts(2), nwor={"mode": mode}, max_tokens=8)
+    found = engines.submit(looked, [model_folder(), *ARGUMENTS, *SPECULATION], {"VLLM_NWOR_MODE": mode}).result()
+    assert (found["exit_code"], found["costs_unknown"]) == (0, None)
+    verdict = verdicts(found)[mode]
+    assert (verdict["switched_on"], verdict["runs"], verdict["reasons"]) == (True, True, [])
+    described, costs = engine.result()["session"]["describe"], verdict["costs"]
+    if mode == "cow":
+        assert f"log {costs['undo_log_bytes'] / 2**20:.1f} MiB" in described
+    else:
+        withheld, size = costs["shadow_pages"], costs["shadow_page_bytes"] / 2**20
+        assert described.split("; ")[1].startswith(f"{withheld} of {ENGINE['num_gpu_blocks_override']} blocks")
+        assert f"{size:.1f} MiB) are shadow pages" in described
+    # 96 blocks of 32 tokens, and one that vLLM keeps; a request of 256 tokens has 8.
+    assert costs["requests_that_fit_in_vllm"] == 12
+    assert costs["requests_that_fit"] == (12 if mode == "cow" else (96 - costs["shadow_pages"]) // 8)
+
+
+def test_a_refusal_is_that_of_the_engine_and_names_the_argument(engines: Engines) -> None:
+    arguments = [model_folder(), *ARGUMENTS, *SPECULATION, "--kv-transfer-config", json.dumps(CONNECTOR)]
+    found = engines.submit(looked, arguments, {"VLLM_NWOR_MODE": "cow"}).result()
+    assert found["exit_code"] == Outcome.REFUSED
+    [reason] = verdicts(found)["cow"]["reasons"]
+    assert reason["change"] == "--kv-transfer-config"
+    with pytest.raises(RuntimeError, match=re.escape(f"nwor: {reason['why']} (mode cow was asked for")):
+        engines.run(prompts(1), nwor={"mode": "cow"}, kv_transfer_config=CONNECTOR)
+
+
+def test_an_engine_that_does_not_speculate_has_no_feature(engines: Engines) -> None:
+    found = engines.submit(looked, [model_folder(), *ARGUMENTS], {"VLLM_NWOR_MODE": "stage"}).result()
+    assert found["exit_code"] == Outcome.REFUSED
+    for verdict in found["features"]:
+        assert verdict["reasons"] == [{"why": "the engine does not speculate", "change": "--speculative-config"}]
+
+
+def test_a_cache_without_room_for_the_shadow_pages_is_refused(engines: Engines) -> None:
+    arguments = [model_folder(), *ARGUMENTS, *SPECULATION, "--max-num-seqs", "64"]
+    found = engines.submit(looked, arguments, {"VLLM_NWOR_MODE": "stage"}).result()
+    [reason] = verdicts(found)["stage"]["reasons"]
+    assert reason["why"].startswith("mode stage withholds 128 blocks")
+    assert reason["change"] == "--max-num-seqs, --max-model-len"
+    assert verdicts(found)["cow"]["runs"]
+
+
+# ---------------------------------------------------------------- a GPU that is not here
+
+DESCRIBED = """
+import json, sys
+import vllm
+vllm.__version__ = "0.33.0"  # the version that has the features; the hooks are not compared
+from nwor_ops.cli.check import as_json
+from nwor_ops.vllm import preview
+machine = preview.describe_gpu((9, 0), 80 << 30)
+for arguments in json.loads(sys.argv[1]):
+    print(json.dumps(json.loads(as_json(preview.look(arguments, machine=machine)))))
+"""
+
+
+def test_a_gpu_that_is_not_here_is_configured_as_if_it_were() -> None:
+    import torch
+
+    if torch.version.cuda:
+        pytest.skip("the hooks are compared with a CUDA build of vLLM")
+    drafting = {"method": "draft_model", "model": model_folder(), "num_speculative_tokens": 4}
+    arguments = [model_folder(), "--skip-tokenizer-init", "--speculative-config", json.dumps(drafting)]
+    several = json.dumps([arguments, [*arguments, "--enforce-eager"], [*arguments, "--cpu-offload-gb", "1"]])
+    environment = os.environ | {"VLLM_NWOR_DRAFT_GRAPHS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run([sys.executable, "-c", DESCRIBED, several], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    graphed, eager, offloaded = map(json.loads, done.stdout.splitlines())
+    assert (graphed["engine"]["device"], graphed["engine"]["runner"]) == ("cuda", "V2")
+    assert "this vLLM is a CPU build" in graphed["costs_unknown"]
+    verdict = verdicts(graphed)["draft graphs"]
+    assert (graphed["exit_code"], verdict["runs"]) == (0, True)
+    counts = verdict["costs"]["request_counts_with_graphs"]
+    assert verdict["costs"]["graphs_at_most"] == 2 * len(counts)
+    assert counts[-1] == 1
+    assert any("cannot be compared for CUDA" in line for line in verdict["at_start"])
+    [reason] = verdicts(eager)["draft graphs"]["reasons"]
+    assert (eager["exit_code"], reason["change"]) == (3, "without --enforce-eager; --compilation-config")
+    [reason] = verdicts(offloaded)["draft graphs"]["reasons"]
+    assert (offloaded["exit_code"], reason["change"]) == (3, "without --cpu-offload-gb")
+    assert not verdicts(graphed)["one state"]["runs"]
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (("check", "--", "/tmp", "--no-such-option"), 2, "unrecognized arguments: --no-such-option"),
+        (("check", "--", "/nonexistent", *SPECULATION), 4, "nwor-ops check: vLLM refuses these arguments: "),
+        (("check", "/tmp", "--max-model-len", "8"), 2, "No such option: --max-model-len"),
+        (("check", "--capability", "hopper", "--", "/tmp"), 2, "must be a number like 9.0, got 'hopper'"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_said_without_a_traceback(
+    arguments: tuple[str, ...], code: int, complaint: str
+) -> None:
+    environment = os.environ | {"COLUMNS": "200", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "nwor_ops", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def printed(*verdicts: Verdict, on_unsupported: str = "error") -> str:
+    rich = pytest.importorskip("rich.console")
+    engine = {"vllm": "0.33.0", "device": "cuda", "runner": "V2", "model": "m", "architecture": "LlamaForCausalLM",
+              "method": "ngram", "num_speculative_tokens": 4, "on_unsupported": on_unsupported}  # fmt: skip
+    console = rich.Console(width=140, record=True, file=io.StringIO())
+    print_preview(Preview(engine, verdicts), console)
+    return console.export_text()
+
+
+def test_the_last_line_says_what_the_engine_will_do() -> None:
+    refused = Verdict("stage", True, (Reason("the cache is too small", "--max-num-seqs"),))
+    off = Verdict("draft graphs", False, (Reason("the method has its own graphs"),))
+    runs = Verdict("one state", True, costs={"request_bytes": 2**21, "request_bytes_of_vllm": 2**23}, at_start=("x",))
+    text = printed(refused, off, runs)
+    assert text.endswith("The engine will not start: stage will be refused.\n")
+    assert "the cache is too small (--max-num-seqs)" in text
+    assert "one state: a request of the maximum length takes 2.0 MiB per rank (vLLM: 8.0)" in text
+    assert printed(refused, on_unsupported="vanilla").endswith("The engine will start without stage.\n")
+    assert printed(runs, off).endswith("No check refuses one state.\n")
+    assert "Nothing is switched on" in printed(off)
+    assert outcome_of(Preview({}, (off, runs))) is Outcome.RUNS
+    assert outcome_of(Preview({}, (off, refused))) is Outcome.REFUSED
+
+
+def test_the_arguments_that_refusals_name_are_vllms() -> None:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
+    known = {option for action in parser._actions for option in action.option_strings}
+    named = {option for refusal in REFUSALS for option in re.findall(r"(?<!\S)--[a-z-]+", refusal.change)}
+    assert len(named) > 15
+    assert named - known == set()

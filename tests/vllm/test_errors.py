@@ -1,0 +1,173 @@
+"""What an engine does after an error of this package: the rows of the table in docs/operate.md, on real engines.
+
+Draft graphs and recurrent states need CUDA: ``tests/gpu/vllm/test_errors_gpu.py``. The tests of those features on the
+CPU are in ``test_draft_graphs.py``, ``test_draft_graphs_v1.py`` and ``test_one_state.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from engines import ENGINE, ENVIRONMENT, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
+from planted_errors import Fault, Lines, Planted
+
+MAX_TOKENS = 40
+BEGIN, WRITE, COMMIT = "begin failed", "write failed", "commit failed"
+COPY, PUBLISH = "copying counters failed", "publishing counters failed"
+COMPARE = "the comparison with the scheduler's counters failed"
+
+
+def _faults(mode: str) -> list[Fault]:
+    """Return faults of every moment of a step, before its launches and between them, and of the metrics."""
+    from nwor_ops import DraftCommitManager
+    from nwor_ops.transaction.shadow_pages import ShadowPages
+    from nwor_ops.transaction.undo_log import UndoLog
+    from nwor_ops.vllm.metrics.agreement import SchedulerWatch
+    from nwor_ops.vllm.metrics.transport import CounterFile
+    from nwor_ops.vllm.metrics.worker import SessionPublisher
+    from nwor_ops.vllm.runners.v1 import V1
+
+    recovery = {"cow": UndoLog, "stage": ShadowPages}[mode]
+    return [
+        Fault(V1, "_step", 11, BEGIN),
+        Fault(DraftCommitManager, "begin", 9, BEGIN),
+        Fault(recovery, "open", 10, BEGIN, after=True),
+        Fault(DraftCommitManager, "write", 7, WRITE),
+        Fault(DraftCommitManager, "log", 7, WRITE),  # if vLLM's writer is used
+        Fault(DraftCommitManager, "commit", 6, COMMIT),
+        Fault(recovery, "close", 8, COMMIT, after=True, only=_of_commit),
+        Fault(SessionPublisher, "_copy", 3, COPY),
+        Fault(SessionPublisher, "latest", 5, PUBLISH),
+        Fault(CounterFile, "write", 3, PUBLISH, only=lambda file, _: "worker" in file.path.name),
+        Fault(SchedulerWatch, "_after_step", 1, COMPARE),
+    ]
+
+
+def _of_commit(*args: Any) -> bool:
+    """Return whether these are the arguments of a commit. If an abandon failed too, the engine could not go on."""
+    return len(args) > 3
+
+
+def _job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
+    """Run the requests with faults, and again without."""
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM
+
+    import nwor_ops
+    from nwor_ops.vllm.metrics import transport
+    from nwor_ops.vllm.transaction.session import Step
+
+    transport.PERIOD = 0.02
+    llm = LLM(**settings)
+    lines = Lines()
+    logging.getLogger("vllm").addHandler(lines)
+    [session] = nwor_ops.vllm.sessions()
+    sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
+    planted = Planted(_faults(session.mode))
+    rounds = [_run_requests(llm, requests, sampling, {})]
+    planted.remove()
+    during, vanilla_steps = session.stats(), dict(session.vanilla_steps)
+    rounds.append(_run_requests(llm, requests, sampling, {}))
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        exact, published = nwor_ops.stats(), transport.read(transport.files("worker"))
+        if (published.counts["drafted"], published.errors) == (exact.drafted, exact.errors):
+            break
+        time.sleep(0.01)
+    alive = planted.alive()  # collects garbage
+    return {
+        "tokens": rounds,
+        "planted": dict(planted.counts),
+        "alive": alive,
+        "steps": sum(isinstance(thing, Step) for thing in gc.get_objects()),
+        "vanilla_steps": vanilla_steps,
+        "during": during.as_dict(),
+        "after": session.stats().as_dict(),
+        "audit": session.audit.summary(),
+        "vanilla_steps_after": dict(session.vanilla_steps),
+        "errors": dict(session.errors.counts),
+        "stats": exact.errors,
+        "published": dict(published.errors),
+        "threads": [thread.name for thread in threading.enumerate()].count("nwor-publisher"),
+        "lines": lines.lines,
+    }
+
+
+def _settings(**nwor: Any) -> dict[str, Any]:
+    return ENGINE | {"model": model_folder(**SMALL), "additional_config": {"nwor": nwor}}
+
+
+@pytest.mark.parametrize("mode", ["cow", "stage"])
+def test_an_engine_goes_on_after_an_error_of_ours(engines: Engines, mode: str) -> None:
+    """Tokens are vanilla's, every other step is a transaction, and counters and log say what happened."""
+    requests = prompts(20)
+    vanilla = engines.start(requests, max_tokens=MAX_TOKENS, model=model_folder(**SMALL))
+    found = engines.submit(_job, _settings(mode=mode, audit=True), requests).result()
+    assert found["tokens"] == 2 * [vanilla.result()["tokens"]]
+    planted = Counter(found["planted"])
+    assert planted.pop(COMPARE) == 1  # then nothing is compared anymore
+    metrics = {reason: planted.pop(reason) for reason in (COPY, PUBLISH)}
+    assert set(planted) == {BEGIN, COMMIT} | ({WRITE} if mode == "cow" else set())
+    assert min(*planted.values(), *metrics.values()) > 1
+    assert found["vanilla_steps"] == found["vanilla_steps_after"] == found["errors"] == planted
+    assert found["stats"] == found["published"] == planted + Counter(metrics)
+    during, after, audit = found["during"], found["after"], found["audit"]
+    assert during["abandoned"] == planted.total() - planted[BEGIN]
+    # Rows of drafts stayed in the steps that failed. The audit compared all others, and every row outside of drafts.
+    assert audit["stale_rows"] > 0
+    assert audit["rejected"] > audit["stale_rows"]
+    # The second time nothing failed, and every step with drafts was a transaction.
+    assert after["abandoned"] == during["abandoned"]
+    assert after["windows"] > during["windows"] > 0
+    # Nothing keeps an error, with the tensors of its frames, or a step.
+    assert (found["alive"], found["steps"]) == (0, 0)
+    assert found["threads"] == 1
+    errors = [line for level, line in found["lines"] if level == "ERROR"]
+    said = [re.match(r"nwor: ([\w ]+): planted in \w+; the engine goes on", line) for line in errors]
+    assert f"nwor: {COMPARE}" in errors
+    assert sorted(match[1] for match in said if match) == sorted({**planted, **metrics})
+
+
+def _failing_job(settings: dict[str, Any], requests: list[list[int]], stays_open: bool) -> str:
+    """Fail in a commit, and perhaps again while the window is closed. Return the error of the engine."""
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM
+
+    from nwor_ops import DraftCommitManager
+
+    llm = LLM(**settings)
+    faults = [Fault(DraftCommitManager, "commit", 5, COMMIT)]
+    if stays_open:
+        faults.append(Fault(DraftCommitManager, "abandon", 1, ""))
+    Planted(faults)
+    sampling = [_sampling(index, 0.0, MAX_TOKENS) for index in range(len(requests))]
+    try:
+        _run_requests(llm, requests, sampling, {})
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_engine_stops_if_it_is_told_to_or_cannot_go_on(engines: Engines) -> None:
+    """By the setting, and, with any setting, after an error after which shadow pages may be in block tables."""
+    stop, unsafe = (
+        engines.submit(_failing_job, _settings(mode="cow", on_error="stop"), prompts(4), False),
+        engines.submit(_failing_job, _settings(mode="stage"), prompts(4), True),
+    )
+    assert stop.result() == (
+        "nwor: commit failed: planted in commit (VLLM_NWOR_ON_ERROR=continue goes on without the transaction in this "
+        "step)"
+    )
+    assert re.fullmatch(
+        "nwor: commit failed: planted in commit; then the window could not be closed: planted in abandon; .* shadow "
+        "pages, so the engine stops, whatever VLLM_NWOR_ON_ERROR says",
+        unsafe.result(),
+    )

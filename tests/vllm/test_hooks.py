@@ -1,0 +1,333 @@
+"""Patches of vLLM: what one patch does, and that unloading the plugin restores every function and class of vLLM."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_checks import COW, STAGE
+from engines import ENGINE, ENVIRONMENT, Engines, model_folder, prompts
+from processes import ROOT, environment
+
+from nwor_ops.vllm import hooks
+from nwor_ops.vllm.hooks import Patch, PatchError, Patches
+from nwor_ops.vllm.support.refusals import Unsupported
+
+
+class Vanilla:
+    def step(self, tokens: int) -> int:
+        return tokens
+
+
+def adding(number: int) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    def wrapper(original: Callable[..., int]) -> Callable[..., int]:
+        return lambda *arguments: original(*arguments) + number
+
+    return wrapper
+
+
+@pytest.fixture
+def vanilla() -> type[Vanilla]:
+    """A fresh class."""
+
+    class Fresh(Vanilla):
+        step = Vanilla.step
+
+        @classmethod
+        def name(cls) -> str:
+            return cls.__name__
+
+        @staticmethod
+        def number() -> int:
+            return 1
+
+    Fresh.__qualname__ = "Vanilla"
+    return Fresh
+
+
+# ---------------------------------------------------------------- one patch
+
+
+def test_a_method_of_a_class_of_an_object_and_a_function_of_a_module(vanilla: Any) -> None:
+    derived, module = type("Derived", (vanilla,), {}), ModuleType("module")
+    module.step = step = lambda tokens: tokens  # type: ignore[attr-defined]
+    thing, method = vanilla(), vars(vanilla)["step"]
+    patches = Patches("test")
+    patches.put(derived, "step", adding(1))
+    patches.put(thing, "step", adding(2))
+    patches.put(module, "step", adding(3))
+    assert (vanilla().step(0), derived().step(0), thing.step(0), module.step(0)) == (0, 1, 2, 3)
+    assert [patch.target for patch in patches] == [
+        "test_hooks.Derived.step",
+        "test_hooks.Vanilla.step",
+        "module.step",
+    ]
+    assert inspect.signature(derived.step) == inspect.signature(method)
+    patches.undo()
+    assert "step" not in vars(derived) | vars(thing)
+    assert (vars(vanilla)["step"], module.step) == (method, step)
+    assert list(patches) == [patch for patch in hooks.applied() if patch.by == "test"] == []
+
+
+def test_class_methods_and_static_methods_are_restored(vanilla: Any) -> None:
+    before = dict(vars(vanilla))
+    patches = Patches("test")
+    patches.put(vanilla, "name", lambda original: classmethod(lambda cls: f"our {original()}"))
+    patches.put(vanilla, "number", lambda original: staticmethod(lambda: original() + 1))
+    assert (vanilla().name(), vanilla().number()) == ("our Fresh", 2)
+    patches.undo()
+    assert dict(vars(vanilla)) == before
+
+
+def test_a_feature_patches_a_function_once(vanilla: Any) -> None:
+    first = Patches("test")
+    first.put(vanilla, "step", adding(1))
+    with pytest.raises(PatchError, match=r"nwor: test_hooks\.Vanilla\.step is already patched by test"):
+        Patches("test").put(vanilla, "step", adding(1))
+    with pytest.raises(PatchError, match="already patched"):
+        Patches("test").put(vanilla(), "step", adding(1))
+    Patches("test").put_once(vanilla, "step", adding(1))
+    assert vanilla().step(0) == 1
+    other = Patches("another feature")
+    other.put(vanilla, "step", adding(10))
+    with pytest.raises(PatchError, match="already patched"):  # also below the patch of another feature
+        Patches("test").put(vanilla, "step", adding(1))
+    assert vanilla().step(0) == 11
+    other.undo()
+    first.undo()
+    first.put(vanilla, "step", adding(1))
+    assert vanilla().step(0) == 1
+
+
+def test_another_signature_is_refused(vanilla: Any) -> None:
+    patches = Patches("test")
+    with pytest.raises(Unsupported, match=r"Vanilla\.step takes \('tokens',\), expected \('tokens', 'drafts'\)"):
+        patches.put(vanilla, "step", adding(1), signature="tokens, drafts")
+    patches.put_once(vanilla, "step", adding(1), signature="")
+    assert vanilla().step(0) == 0
+    patches.put(vanilla, "step", adding(1), signature="tokens")
+    assert vanilla().step(0) == 1
+    assert Patch(vanilla, "step", adding(1), "another", signature="tokens").problem() is None
+
+
+def test_a_function_that_is_missing(vanilla: Any) -> None:
+    patches = Patches("test")
+    with pytest.raises(Unsupported, match=r"Vanilla\.other does not exist"):
+        patches.put(vanilla, "other", adding(1))
+    patches.put_once(vanilla, "other", adding(1))
+    patches.put_once(None, "other", adding(1))
+    assert not hasattr(vanilla, "other")
+    patches.put(vanilla, "other", lambda original: classmethod(lambda cls: original), may_be_missing=True)
+    assert vanilla.other() is None
+    patches.undo()
+    assert not hasattr(vanilla, "other")
+
+
+def test_methods_receive_the_original_first() -> None:
+    thing = Vanilla()
+    ours = SimpleNamespace(step=lambda original, tokens: original(tokens + 1) + 1)
+    patches = Patches("test")
+    patches.put_methods(thing, ours, ["step"])
+    assert thing.step(0) == 2
+    patches.undo()
+    assert thing.step(0) == 0
+
+
+def test_a_patch_below_foreign_code_is_not_undone(vanilla: Any) -> None:
+    """The foreign function calls ours. Once it is gone, the patch can be undone."""
+    before = vars(vanilla)["step"]
+    patches = Patches("test")
+    patches.put(vanilla, "step", adding(1))
+    patched, vanilla.step = vanilla.step, lambda self, tokens: 100
+    with pytest.raises(PatchError, match=r"Vanilla\.step: other code replaced the patch by test: undo that first"):
+        patches.undo()
+    vanilla.step = patched
+    patches.undo()
+    assert vars(vanilla)["step"] is before
+    patches.put(vanilla, "step", adding(1))
+    vanilla.step = before  # other code put the original back
+    patches.undo()
+    assert vars(vanilla)["step"] is before
+
+
+def test_a_patched_object_can_be_freed() -> None:
+    thing, patches = Vanilla(), Patches("test")
+    patches.put_methods(thing, SimpleNamespace(step=lambda original, tokens: original(tokens)), ["step"])
+    freed = weakref.ref(thing)
+    del thing
+    gc.collect()
+    assert freed() is None
+    assert list(patches) == []
+
+
+# ---------------------------------------------------------------- the whole plugin
+
+
+def functions_of(owner: Any) -> dict[str, Any]:
+    """Return the functions and classes in the dict of a module, class or object, by name."""
+    kinds = (classmethod, staticmethod, property, type)
+    return {name: value for name, value in vars(owner).items() if callable(value) or isinstance(value, kinds)}
+
+
+def vllm_now(names: list[str]) -> dict[Any, Any]:
+    """Return the functions and classes of these modules and of their classes, and vLLM's tables that we add to."""
+    import vllm.envs
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    found: dict[Any, Any] = {}
+    for name in names:
+        module = importlib.import_module(name)
+        found[name] = functions_of(module)
+        for value in vars(module).values():
+            if isinstance(value, type) and value.__module__.startswith("vllm."):
+                found[value] = functions_of(value)
+    tables = {"variables": list(vllm.envs.environment_variables), "layers": dict(op_registry_oot)}
+    return found | tables | {"finders": list(sys.meta_path)}
+
+
+def changed(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
+    """Return what differs between two results of :func:`vllm_now`."""
+    found = []
+    for owner, values in before.items():
+        if isinstance(values, list):
+            found += [str(owner)] if values != after[owner] else []
+            continue
+        names = [name for name in values | after[owner] if values.get(name) is not after[owner].get(name)]
+        found += [f"{getattr(owner, '__qualname__', owner)}.{name}" for name in names]
+    return sorted(set(found) - {"vllm.envs.__getattr__"})  # vLLM itself replaces it when an engine starts
+
+
+PATCHED_MODULES = [
+    "vllm.envs",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.worker.gpu.warmup",
+    "vllm.v1.metrics.loggers",
+    "vllm.v1.engine.core",
+    "vllm.v1.spec_decode.llm_base_proposer",
+]
+
+
+def layer_kinds() -> list[Any]:
+    """Return the kinds of layers with one state whose vLLM modules can be imported on a CPU."""
+    from nwor_ops.vllm.recurrent import supported
+
+    return [supported.QWEN4, supported.KIMI, supported.OLMO, supported.BAILING]
+
+
+def unloading_job(nwor: dict[str, Any], requests: list[list[int]]) -> dict[str, Any]:
+    """Run requests, unload the plugin, and run them again on the same engine."""
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM, SamplingParams
+
+    import nwor_ops
+    import nwor_ops.vllm
+
+    before = vllm_now(PATCHED_MODULES)
+    settings = ENGINE | {"model": model_folder(), "additional_config": {"nwor": nwor}}
+    llm = LLM(**settings)
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, detokenize=False)
+
+    def tokens(llm: Any) -> list[list[int]]:
+        asked = [{"prompt_token_ids": request} for request in requests]
+        return [list(done.outputs[0].token_ids) for done in llm.generate(asked, sampling, use_tqdm=False)]
+
+    result: dict[str, Any] = {"tokens": [tokens(llm)], "patched": changed(before, vllm_now(PATCHED_MODULES))}
+    [session] = nwor_ops.vllm.sessions()
+    windows = session.stats().windows
+    applied = hooks.applied()
+    objects = [patch for patch in applied if not isinstance(patch.owner, ModuleType | type)]
+    result["objects"] = sorted({patch.target for patch in objects})
+    nwor_ops.vllm.unload()
+    result["left"] = [
+        *changed(before, vllm_now(PATCHED_MODULES)),
+        *(patch.target for patch in objects if patch.name in vars(patch.owner)),
+        *(patch.target for patch in applied if getattr(patch.owner, patch.name, None) is patch.replacement),
+        *map(str, hooks.applied()),
+        *map(str, nwor_ops.vllm.sessions()),
+    ]
+    result["tokens"].append(tokens(llm))
+    result["windows"] = (windows, session.stats().windows, nwor_ops.stats().windows)
+    nwor_ops.vllm.register()
+    result["patched again"] = changed(before, vllm_now(PATCHED_MODULES))
+    return result
+
+
+@pytest.mark.parametrize("nwor", [COW, STAGE], ids=["cow", "stage"])
+def test_unloading_restores_vllm_under_a_running_engine(engines: Engines, nwor: dict[str, Any]) -> None:
+    result = engines.submit(unloading_job, nwor, prompts(6)).result()
+    assert result["left"] == []
+    assert {
+        "GPUModelRunner.initialize_kv_cache", "GPUModelRunner.load_model", "GPUModelRunner.profile_run",
+        "Scheduler.__init__", "PrometheusStatLogger.__init__", "EngineCore._initialize_kv_caches",
+        "vllm.envs.compile_factors", "finders",
+    } <= set(result["patched"])  # fmt: skip
+    named = {target.rsplit(".", 1)[1] for target in result["objects"]}
+    assert {"execute_model", "sample_tokens", "_prepare_inputs", "_sample", "do_kv_cache_update"} <= named
+    assert result["patched again"] == result["patched"]
+    assert result["tokens"][0] == result["tokens"][1]
+    before, after, total = result["windows"]
+    assert before == after > 0
+    assert total == 0
+
+
+def test_unloading_restores_what_only_cuda_engines_patch() -> None:
+    """The modules of vLLM are imported and patched without an engine: runners, connectors, layers with one state."""
+    script = """
+import importlib, json, sys
+import test_hooks
+from nwor_ops.vllm import hooks, plugin
+from nwor_ops.vllm.recurrent import plugin as one_state
+from nwor_ops.vllm.recurrent.layer import watch_checkpoints
+from vllm.model_executor.models import qwen3_next
+modules = [*test_hooks.PATCHED_MODULES, *plugin._module_patches(), "vllm.model_executor.models.qwen3_next"]
+modules += [*dict.fromkeys(kind.hooks[0].module for kind in test_hooks.layer_kinds())]
+modules += ["vllm.models.kimi_k3.nvidia.ops.third_party.kda", "vllm.models.qwen4_exp.nvidia.ple_layer"]
+modules += ["vllm.model_executor.layers.mamba.checkpoint"]
+before = test_hooks.vllm_now(modules)
+plugin.register()
+for kind in test_hooks.layer_kinds():
+    kind.install()
+one_state.add_records(qwen3_next.Qwen3NextForCausalLM)
+watch_checkpoints()
+patched = test_hooks.changed(before, test_hooks.vllm_now(modules))
+plugin.unload()
+left = test_hooks.changed(before, test_hooks.vllm_now(modules))
+print(json.dumps({"patched": patched, "left": left + [str(patch) for patch in hooks.applied()]}))
+"""
+    variables = environment(ROOT / "tests" / "vllm") | {
+        "VLLM_NWOR_RECURRENT": "1", "VLLM_NWOR_DRAFT_GRAPHS": "1", "VLLM_NWOR_MODE": "stage"
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["left"] == []
+    for target in (
+        "vllm.v1.worker.gpu.model_runner.init_speculator",
+        "GPUModelRunner.execute_model",
+        "vllm.v1.worker.gpu.warmup.run_mixed_prefill_decode_warmup",
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector.build_offloading_config",
+        "MooncakeConnectorWorker.register_kv_caches",
+        "MooncakeStoreWorker.__init__",
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.fused_sigmoid_gating_delta_rule_update",
+        "vllm.model_executor.models.bailing_moe_v3.fused_recurrent_kda_fwd",
+        "Qwen4ExpPLELayer.get_kv_cache_spec",
+        "Qwen3NextForCausalLM.get_mamba_specs_from_config",
+        "MambaPrefillCheckpointExporter.export",
+        "layers.QwenGatedDeltaNetAttention",
+        "layers.KimiGatedDeltaNetAttention",
+        "variables",
+        "finders",
+    ):
+        assert target in result["patched"]

@@ -1,0 +1,145 @@
+"""The tests that show each way to draft, parallel mode and KV connector, for the tables of tools/support_tables.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from nwor_ops.transaction.manager import MODES
+from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
+
+# ---------------------------------------------------------------- ways to draft
+
+
+@dataclass(frozen=True)
+class Method:
+    """A drafting method of vLLM, and the tests that run the transaction with it. No method is refused by its name.
+
+    Attributes:
+        name: vLLM's name of the method.
+        v2, v1: cases of tests/support/gpu_cases.py that ran, by CUDA runner.
+        cpu: tests in tests/vllm.
+        versions: vLLM versions that have the method.
+        notes: remarks for the table in docs/reference/support.md, by column (``v2``, ``v1``, ``cpu``).
+    """
+
+    name: str
+    v2: tuple[str, ...] = ()
+    v1: tuple[str, ...] = ()
+    cpu: tuple[str, ...] = ()
+    versions: tuple[str, ...] = SUPPORTED_VERSIONS[TRANSACTION]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_shown(self) -> bool:
+        return bool(self.v2 or self.v1 or self.cpu)
+
+
+_V1_ONLY = {"v2": "vLLM has it only in V1"}
+_V2_ONLY = dict.fromkeys(("v1", "cpu"), "vLLM has it only in V2")
+_COW = {"v1": "in mode `cow`"}
+# Each test compares the output with vanilla vLLM and audits every step, in both modes unless noted. vLLM also has a
+# name for the MTP layers of each of 27 models, and treats all of them as `mtp`.
+# fmt: off
+METHODS = (
+    Method("ngram", v2=("v2-flash-ngram-full_and_piecewise",), v1=("v1-flash-ngram-full_and_piecewise",),
+           cpu=("test_36_prompts",)),
+    Method("ngram_gpu", v2=("method-v2-ngram_gpu",), v1=("method-v1-ngram_gpu",),
+           notes=_COW | {"cpu": "vLLM has it only on CUDA"}),
+    Method("suffix", v1=("method-v1-suffix",), notes=_V1_ONLY | {
+           "cpu": "passed by hand: `test_suffix` needs `arctic-inference`, which CI does not have"}),
+    Method("custom_class", cpu=("test_custom_class",), notes=_V1_ONLY),
+    Method("draft_model", v2=("v2-flash-draft_model",), v1=("v1-flash-draft_model",),
+           cpu=("test_draft_model_layers_are_left_alone",)),
+    Method("eagle", v2=("v2-flash-eagle",), v1=("v1-flash-eagle",), cpu=("test_eagle",)),
+    Method("eagle3", v2=("method-v2-eagle3",), v1=("method-v1-eagle3",), cpu=("test_eagle3",)),
+    Method("mtp", v2=("method-v2-mla-mtp", "method-v2-gdn-mtp"), v1=("method-v1-mla-mtp", "method-v1-gdn-mtp"),
+           cpu=("test_mtp",), notes=_COW | {"cpu": "MiMo"}),
+    Method("dflash", v2=("method-v2-dflash-synthetic",), v1=("method-v1-dflash-synthetic",), notes=_COW),
+    Method("dspark", v2=("method-v2-dspark",), notes=_V2_ONLY),
+    Method("extract_hidden_states", cpu=("test_extract_hidden_states",),
+           notes={"cpu": "without its connector, which is refused"}),
+    Method("medusa", cpu=("test_medusa",), versions=("0.32",), notes=_V1_ONLY),
+)
+# fmt: on
+
+
+# ---------------------------------------------------------------- engines with several GPUs
+
+
+@dataclass(frozen=True)
+class ParallelMode:
+    """A parallel mode of vLLM, and the tests that run the transaction with it. ``REFUSALS`` has the refused modes.
+
+    Attributes:
+        name: its name in docs/reference/support.md.
+        modes: supported modes of the transaction.
+        v2, v1: cases of tests/gpu/vllm/test_parallel.py, by runner. Names that end in ``-stage`` run in mode stage.
+            benchmarks/results holds the outcome of each.
+        cpu: tests in tests/vllm.
+        notes: remarks for the table in docs/reference/support.md, by column (``v2``, ``v1``, ``cpu``).
+    """
+
+    name: str
+    modes: tuple[str, ...] = MODES
+    v2: tuple[str, ...] = ()
+    v1: tuple[str, ...] = ()
+    cpu: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def _both(*names: str) -> tuple[str, ...]:
+    return tuple(name for case in names for name in (case, f"{case}-stage"))
+
+
+# fmt: off
+PARALLEL_MODES = (
+    ParallelMode("tensor parallelism", v2=_both("tp2-ngram-v2", "tp2-eagle-v2", "tp4-eagle-v2"),
+                 v1=_both("tp2-ngram-v1", "tp2-eagle-v1")),
+    ParallelMode("data parallelism, dense", v2=_both("dp2-dense-v2", "dp4-dense-v2"), v1=_both("dp2-dense-v1")),
+    ParallelMode("tensor x data", v2=_both("tp2-dp2-dense-v2")),
+    ParallelMode("pipeline parallelism", ("cow",), v2=("pp2-ngram-v2", "pp2-eagle-v2", "pp2-eager-v2", "pp2-abort-v2",
+                 "pp2-preemption-v2", "tp2-pp2-eagle-v2"),
+                 cpu=("test_a_rank_keeps_accepted_rows",),
+                 notes={"v1": "refused", "cpu": "without an engine, because it would be refused"}),
+    ParallelMode("several nodes, by vLLM's multiprocess launcher",
+                 v2=(*_both("nodes2-tp2-v2"), "nodes2-pp2-v2"), notes={"v1": "not tried", "cpu": "not tried"}),
+    ParallelMode("Ray", cpu=("test_serve_counts_what_the_workers_of_ray_count",),
+                 notes={"v2": "not tried", "v1": "not tried", "cpu": "tensor parallel 2, workers on another node"}),
+)
+# fmt: on
+
+
+# ---------------------------------------------------------------- KV connectors
+
+
+@dataclass(frozen=True)
+class ConnectorTests:
+    """The tests of a KV connector.
+
+    Attributes:
+        transaction: the test with the transaction. Empty: only vLLM's source was read; the connector was not run.
+        one_state: cases of tests/support/gpu_cases.py with one recurrent state per request. Empty: not run.
+    """
+
+    transaction: str = ""
+    one_state: tuple[str, ...] = ()
+
+
+def _offloaded(name: str) -> tuple[str, ...]:
+    return tuple(f"one-state-connector-{name}{more}" for more in ("", "-mtp", "-8"))
+
+
+_LOADS = "`test_connectors.py`, `test_connectors_gpu.py`"
+# fmt: off
+CONNECTOR_TESTS = {
+    "ExampleConnector": ConnectorTests(_LOADS),
+    "MultiConnector": ConnectorTests("`test_connectors.py`"),
+    "OffloadingConnector": ConnectorTests("`test_connectors_gpu.py`", _offloaded("offloading")),
+    "SimpleCPUOffloadConnector": ConnectorTests(
+        _LOADS, (*_offloaded("simple-cpu"), "one-state-connector-default")),
+    "LMCacheMPConnector": ConnectorTests("no test; by hand on a CPU, vLLM 0.32"),
+    "LMCacheConnectorV1": ConnectorTests("`test_connectors_gpu.py`, tokens not compared"),
+    "NixlConnector": ConnectorTests(one_state=("one-state-pd-nixl", "one-state-pd-nixl-align")),
+}
+# fmt: on
