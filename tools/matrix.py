@@ -219,8 +219,8 @@ class Matrix:
         }
 
 
-def run_tests(environment: Environment, wheel: str) -> None:
-    """Run the tests outside the checkout, so that they import the installed package."""
+def run_tests(environment: Environment, wheel: str, tests: list[str]) -> None:
+    """Run tests outside the checkout, so that they import the installed package."""
     folder = environment.folder
     (folder / "loaded.json").unlink(missing_ok=True)
     pip = (environment.python, "-m", "pip", "--disable-pip-version-check")
@@ -236,8 +236,8 @@ def run_tests(environment: Environment, wheel: str) -> None:
     if found.returncode == 0:
         (folder / "loaded.json").write_text(found.stdout)
     leave_out = [f"--ignore={path}" for path in NOT_HERE]
-    tests = [environment.python, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadgroup", *leave_out]
-    command(*tests, f"--junitxml={folder / 'report.xml'}", environment=variables)
+    pytest = [environment.python, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadgroup", *leave_out]
+    command(*pytest, f"--junitxml={folder / 'report.xml'}", *tests, environment=variables)
 
 
 def read_report(row: Row, report: pathlib.Path) -> None:
@@ -305,13 +305,14 @@ def main() -> int:
     parser.add_argument("--only-environment", help=argparse.SUPPRESS)  # runs one step of this program in a new process
     parser.add_argument("--only-tests", help=argparse.SUPPRESS)
     parser.add_argument("--wheel", help=argparse.SUPPRESS)
+    parser.add_argument("--tests", nargs="*", default=["tests"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder, wheels = options.folder.resolve(), options.wheels.resolve()
     if options.only_environment:
         Environment(folder, options.only_environment).make(wheels)
         return 0
     if options.only_tests:
-        run_tests(Environment(folder, options.only_tests), options.wheel)
+        run_tests(Environment(folder, options.only_tests), options.wheel, options.tests)
         return 0
 
     os.chdir(ROOT)

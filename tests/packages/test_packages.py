@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from matrix import PROJECT, Environment  # noqa: E402
+from matrix import PROJECT, Environment, Row, read_report  # noqa: E402
 
 TOOL = PROJECT["tool"]["nwor_ops"]
 VERSION = PROJECT["project"]["version"]
@@ -104,6 +104,25 @@ def test_wheel_with_the_newest_torch(newest: Fresh) -> None:
     newest.says_what_is_missing()
     newest.pip("install", *CLI)
     newest.works()
+
+
+def test_the_tests_of_the_ops_pass_with_the_wheel() -> None:
+    """In another environment, outside the checkout: `tools/matrix.py` copies the tests there."""
+    folder, version = ROOT / "build" / "packages" / "tests", TOOL["torch"]
+    wheels = Path(os.environ.get("MATRIX_WHEELS") or ROOT / "build" / "matrix" / "wheels").resolve()
+    matrix = (sys.executable, ROOT / "tools" / "matrix.py", "--folder", folder)
+    done = run(*matrix, "--only-environment", version, "--wheels", wheels)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = folder / version / "report.xml"
+    report.unlink(missing_ok=True)
+    done = run(*matrix, "--only-tests", version, "--wheel", WHEEL, "--tests", "tests/ops")
+    assert report.exists(), done.stdout + done.stderr
+    row = Row(version)
+    read_report(row, report)
+    assert row.failed == []
+    assert row.passed > 1000
+    libraries = json.loads((folder / version / "loaded.json").read_text())["libraries"]
+    assert libraries["cpu"] == "loaded"
 
 
 def test_sdist_builds_in_isolation(usual: Fresh) -> None:
