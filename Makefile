@@ -11,6 +11,8 @@
 #                      of `make test-isa`: some of its runs (`python tools/isa.py --list` shows all)
 #   TRANSITIONS=340000 SEED=7
 #                      of `make test-random`: random transitions of each state machine, and the first seed
+#   VERSION=0.34.0 BASE=0.33.0
+#                      of `make next-vllm`: the vLLM to look at (default: the newest), and the one to compare it with
 #   SAMPLE=300 SEED=7  of `make mutants`: number of mutants (0 = all), and the seed that draws them
 #   TORCH_CUDA_ARCH_LIST, NWOR_BUILD_CUDA, CXX: see setup.py
 
@@ -42,7 +44,7 @@ CPP := csrc/*.h csrc/*.cpp csrc/common/*.h csrc/cpu/*.cpp csrc/cpu/*.h csrc/cuda
 # What a recipe that failed or was interrupted has begun is not taken for done.
 .DELETE_ON_ERROR:
 .PHONY: setup demo test lint types build test-cpu test-vllm format clean
-.PHONY: docs check test-isa test-nightly matrix dist test-dist
+.PHONY: docs check test-isa test-nightly matrix next-vllm dist test-dist
 
 export TORCH_INDEX MATRIX_WHEELS
 
@@ -164,6 +166,10 @@ test-nightly: build
 # Every torch of pyproject.toml, [tool.nwor_ops]: sources against its headers, one library under each.
 matrix: $(READY)
 	@$(BIN)/python tools/matrix.py --folder "$(MATRIX_FOLDER)" --wheels "$(MATRIX_WHEELS)" $(MATRIX_TORCH)
+
+# Which functions that the plugin uses differ in another vLLM. Downloads vLLM's wheels (0.3 GB each), and parses them.
+next-vllm: setup
+	@$(BIN)/python tools/next_vllm.py $(VERSION) $(if $(BASE),--base $(BASE))
 
 # The wheel is made from the sdist, which shows that the sdist is complete. torch brings its own libraries.
 dist: $(READY)

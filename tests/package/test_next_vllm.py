@@ -1,0 +1,178 @@
+"""``make next-vllm``: differences between two vLLMs, on small trees, and for the nightly run on vLLM's wheels."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+
+import next_vllm
+import pytest
+from next_vllm import Sources, Use
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BASE = {
+    "vllm/__init__.py": "",
+    "vllm/platform.py": "def is_cpu():\n    return False\n",
+    "vllm/runner.py": '''
+from vllm.base import Base
+from .platform import is_cpu
+
+def same(a, b: int = 1) -> int:
+    """Add."""
+    return a + b  # a comment
+
+def body(a):
+    return a
+
+def parameters(a, b):
+    return a
+
+def gone(a):
+    return a
+
+if is_cpu():
+    def branched(a): return a
+else:
+    def branched(a, b): return b
+
+class Runner(Base):
+    size: int
+
+    def execute(self, a):
+        return self.helper(a)
+
+    def stays(self):
+        return 1
+''',
+    "vllm/base.py": "class Base:\n    def inherited(self, a):\n        return a\n",
+}
+NEW = BASE | {
+    "vllm/runner.py": """
+from vllm.base import Base
+from vllm.other import *
+
+def body(a):
+    return a + 1
+
+def parameters(a, c, *, d):
+    return a
+
+def new(a):
+    return a
+
+class Runner(Base):
+    size: int
+    extra: str
+
+    def execute(self, a):
+        return self.helper(a, 0)
+
+    def inherited(self, a):
+        return a
+
+    def stays(self):
+        return (1)
+""",
+    "vllm/other.py": """
+from vllm.platform import is_cpu
+
+def same(a, b=1):
+    return (a + b)
+
+if is_cpu():
+    def branched(a): return a
+else:
+    def branched(a, b): return a
+""",
+}
+
+
+def tree(folder: pathlib.Path, files: dict[str, str]) -> Sources:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return Sources(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "what"),
+    [
+        ("same", "a, b", None),  # moved, reformatted, other comments, no annotations
+        ("body", "a", "body"),
+        ("parameters", None, "parameters: without b; with c, d"),
+        ("parameters", "a, b", "parameters: without b; with c, d; the hook does not fit: it takes (a, c, d)"),
+        ("gone", "a", "gone"),
+        ("new", "a", "new"),
+        ("never", "a", "in neither version: look by hand"),
+        ("branched", "a, b", "body"),
+        ("Runner", None, "parameters: with extra"),
+        ("Runner.execute", "a", "body"),
+        ("Runner.inherited", "a", None),  # now in the class itself
+        ("Runner.stays", "", None),
+    ],
+)
+def test_a_difference_is_found(name: str, expected: str | None, what: str | None, tmp_path: pathlib.Path) -> None:
+    base, new = tree(tmp_path / "base", BASE), tree(tmp_path / "new", NEW)
+    changes = next_vllm.compare(base, new, [Use("vllm.runner", name, "hook", expected)])
+    assert [change.what for change in changes] == ([] if what is None else [what])
+    if what == "body":
+        [change] = changes
+        assert re.search(r"^-.*\n\+.*", change.diff, re.MULTILINE)
+
+
+def test_nothing_differs_from_itself(tmp_path: pathlib.Path) -> None:
+    base = tree(tmp_path, BASE)
+    names = ["same", "body", "parameters", "branched", "Runner", "Runner.execute", "Runner.inherited"]
+    assert next_vllm.compare(base, base, [Use("vllm.runner", name, "import") for name in names]) == []
+
+
+def test_every_hook_is_compared() -> None:
+    """As many hooks as the plugin's files declare, but those of ``runner_hooks`` are made by a loop."""
+    declared = set()
+    for path in (ROOT / "nwor_ops" / "vllm").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            match call:
+                case ast.Call(func=ast.Name(id="Hook"), args=[_, ast.Constant(value=name), *_]):
+                    declared.add(name)
+    assert len(declared) > 60
+    compared = {use.name for use in next_vllm.hooks()}
+    assert declared - compared == set()
+    assert {"GPUModelRunner.sample_tokens", "GPUModelRunner.prepare_attn", "GPUModelRunner._sample"} <= compared
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_patches_and_imports_are_found_in_the_installed_vllm() -> None:
+    [folder] = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr]
+    vllm = Sources(pathlib.Path(folder).parent)
+    names = {f"{use.module}.{use.name}" for use in (*next_vllm.patches(vllm), *next_vllm.imports(vllm))}
+    assert names >= {
+        "vllm.v1.engine.core.EngineCore._initialize_kv_caches",  # patched, without a hook
+        "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
+        "vllm.v1.metrics.loggers.PrometheusStatLogger.__init__",
+        "vllm.forward_context.get_forward_context",  # called
+        "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator.StandaloneARSpeculator.capture",  # overridden
+        "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn.OlmoHybridGatedDeltaNetAttention._forward_core",
+    }
+
+
+@pytest.mark.nightly
+def test_from_0_32_to_0_33() -> None:
+    """On vLLM's wheels. The four names cost work when 0.33 came."""
+    command = [sys.executable, str(ROOT / "tools" / "next_vllm.py"), "0.33.0", "--base", "0.32.0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    if "pip found no wheel" in done.stderr:
+        pytest.skip("the package index has no wheels of vLLM 0.32.0 and 0.33.0")
+    assert done.returncode == 0, done.stderr
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| .* \| (.*) \|$", done.stdout, re.MULTILINE))
+    expected = {
+        "QwenGatedDeltaNetAttention.get_kv_cache_spec": "body",
+        "causal_conv1d_update": "parameters: without block_idx_last_scheduled_token, initial_state_idx",
+        "PPHandler.receive": "parameters: with recv_drafts",
+        "PPHandler.get_prev_sampled_outputs": "parameters: without draft_tokens_to_update",
+    }
+    found = {name: [what for row, what in rows.items() if row.endswith(f".{name}")] for name in expected}
+    assert found == {name: [what] for name, what in expected.items()}
