@@ -318,10 +318,12 @@ def _is_own(value: ast.expr) -> bool:
 
 def _imported_names(tree: ast.Module) -> dict[str, tuple[str, str]]:
     """Return the module and the original name of each name that a file imports from vLLM."""
+    handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
+    older = {inner for handler in handlers for inner in ast.walk(handler)}  # for a vLLM that lacks the first import
     return {
         alias.asname or alias.name: (node.module or "", alias.name)
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm" and node not in older
         for alias in node.names
     }
 

@@ -378,7 +378,6 @@ class _Layers:
         from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.platforms import current_platform
         from vllm.utils.torch_utils import set_default_torch_dtype
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
         from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
         parallel = vllm_config.parallel_config
@@ -401,10 +400,22 @@ class _Layers:
             if vllm_config.cache_config.kv_cache_layout is None:
                 _resolve_layout(vllm_config, modules, specs)
             cache_bytes = cache_bytes or vllm_config.cache_config.kv_cache_memory_bytes
-            cache = get_kv_cache_configs(vllm_config, [specs], [cache_bytes or 1 << 40])[0]
+            cache = _plan_cache(vllm_config, specs, cache_bytes or 1 << 40)
         known = cache_bytes is not None or vllm_config.cache_config.num_gpu_blocks_override is not None
         of_target = {name: spec for name, spec in specs.items() if name in target}
         return cls(modules, specs, of_target, cache, known, missing)
+
+
+def _plan_cache(vllm_config: Any, specs: dict[str, Any], num_bytes: int) -> Any:
+    """Return vLLM's ``KVCacheConfig`` for a cache of this size on one rank."""
+    try:
+        from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+    except ImportError:  # vLLM 0.32, which groups the layers in the second function
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        return get_kv_cache_configs(vllm_config, [specs], [num_bytes])[0]
+    groups = get_global_kv_cache_groups(vllm_config, [specs])
+    return get_kv_cache_configs(vllm_config, [specs], [num_bytes], groups)[0]
 
 
 @contextlib.contextmanager
