@@ -283,9 +283,9 @@ inline AcceptArguments check_reject_rows(
     AcceptArguments a = check_accept(op, draft_start_loc);
     check_tokens(a, draft_token_ids, sampled_token_ids, draft_start_loc);
     check_reject_outputs(a, row_rejected, num_accepted, counters,
-                         {{op, "an input", draft_start_loc},
-                          {op, "an input", draft_token_ids},
-                          {op, "an input", sampled_token_ids}});
+                         {{op, "draft_start_loc", draft_start_loc},
+                          {op, "draft_token_ids", draft_token_ids},
+                          {op, "sampled_token_ids", sampled_token_ids}});
     return a;
 }
 
@@ -296,7 +296,8 @@ inline AcceptArguments check_reject_counts(const char* op, const Tensor& num_rej
                                            const std::vector<Argument>& others = {}) {
     AcceptArguments a = check_accept(op, draft_start_loc);
     check_num_rejected(a, num_rejected, draft_start_loc);
-    std::vector<Argument> inputs{{op, "an input", draft_start_loc}, {op, "an input", num_rejected}};
+    std::vector<Argument> inputs{{op, "draft_start_loc", draft_start_loc},
+                                 {op, "num_rejected", num_rejected}};
     for (const Argument& other : others) inputs.push_back(other);
     check_reject_outputs(a, row_rejected, num_accepted, counters, inputs);
     return a;

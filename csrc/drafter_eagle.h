@@ -54,7 +54,7 @@ inline EagleArguments check_eagle_step(const char* op,
 // ---------------------------------------------------------------- one row or token
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const EagleArguments& a, int64_t row) {
-    if (a.positions[row] < -1) return {kPositionOutside, row, a.positions[row] + 1, a.max_model_len};
+    if (a.positions[row] < -1) return {kPositionBelow, row, a.positions[row], -1};
     return {};
 }
 

@@ -79,10 +79,10 @@ NWOR_HOST_DEVICE inline bool needs_slot(const ExtendArguments& a, int64_t token)
 NWOR_HOST_DEVICE inline Found problem_of_row(const ExtendArguments& a, int64_t row) {
     if (const Found f = problem_of_padding(a.rows, row)) return f;
     if (a.rows.idx_mapping.data != nullptr && a.rows.idx_mapping[row] < 0) return {};
-    if (const Found f = problem_of_starts(a.starts, row)) return f;
+    if (const Found f = problem_of_starts(a.starts, row, kTargetQueriesDecrease)) return f;
     const int64_t end = a.out_start(row + 1);
-    if (end > a.num_tokens()) return {kTokensPastTarget, row, end, a.num_tokens()};
-    if (end > a.slots.length) return {kTokensPastCapacity, row, end, a.slots.length};
+    if (end > a.num_tokens()) return {kTokensPastFlags, row, end, a.num_tokens()};
+    if (end > a.slots.length) return {kTokensPastSlots, row, end, a.slots.length};
     for (int64_t t = a.out_start(row); t < end; ++t)
         if (needs_slot(a, t) && (a.positions[t] < 0 || a.positions[t] >= a.table.num_positions()))
             return {kPositionOutside, t, a.positions[t], a.table.num_positions()};

@@ -58,7 +58,7 @@ inline PaddedInputsArguments check_inputs_padded(
 NWOR_HOST_DEVICE inline Found problem_of_row(const PaddedInputsArguments& a, int64_t row) {
     const int64_t before = row == 0 ? 0 : a.cu_num_drafts[row - 1];
     if (a.cu_num_drafts[row] < before) return {kDraftsDecrease, row, a.cu_num_drafts[row], before};
-    return problem_of_starts(a.starts, row);
+    return problem_of_starts(a.starts, row, kQueriesDecrease);
 }
 
 NWOR_HOST_DEVICE inline void padded_inputs_row(const PaddedInputsArguments& a, int64_t i) {

@@ -79,9 +79,8 @@ inline BlockTable block_table_view(const Argument& a, int64_t rows, int64_t bloc
 
 // ---------------------------------------------------------------- problems of rows
 
-NWOR_HOST_DEVICE inline Found problem_of_starts(const int32_t* starts, int64_t row) {
-    if (starts[row] < 0 || starts[row + 1] < starts[row])
-        return {kQueriesDecrease, row, starts[row + 1], starts[row]};
+NWOR_HOST_DEVICE inline Found problem_of_starts(const int32_t* starts, int64_t row, Problem problem) {
+    if (starts[row] < 0 || starts[row + 1] < starts[row]) return {problem, row, starts[row + 1], starts[row]};
     return {};
 }
 

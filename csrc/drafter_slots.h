@@ -106,11 +106,11 @@ NWOR_HOST_DEVICE inline int64_t slot_of_token(const SlotArguments& a, int64_t gr
 }
 
 NWOR_HOST_DEVICE inline Found problem_of_row(const SlotArguments& a, int64_t row) {
-    if (const Found f = problem_of_starts(a.starts, row)) return f;
+    if (const Found f = problem_of_starts(a.starts, row, kQueriesDecrease)) return f;
     const int64_t state = a.rows.idx_mapping[row], end = a.starts[row + 1];
-    if (end > a.starts[row] && end > a.capacity) return {kTokensPastCapacity, row, end, a.capacity};
+    if (end > a.starts[row] && end > a.capacity) return {kTokensPastMappings, row, end, a.capacity};
     if (state < 0 || end == a.starts[row]) return {};
-    if (end > a.positions.length) return {kTokensPastTarget, row, end, a.positions.length};
+    if (end > a.positions.length) return {kTokensPastPositions, row, end, a.positions.length};
     for (int64_t g = 0; g < a.num_groups; ++g) {
         const BlockTable& table = a.tables[g];
         if (table.block_size == 0) continue;

@@ -115,7 +115,7 @@ inline UpdateArguments check_update(
 NWOR_HOST_DEVICE inline Found problem_of_row(const UpdateArguments& a, int64_t row) {
     if (const Found f = problem_of_padding(a.rows, row)) return f;
     if (a.rows.is_real(row) && !a.draft_tokens.has(*a.step))
-        return {kStepOutside, row, *a.step, a.draft_tokens.count};
+        return {kDraftStepOutside, row, *a.step, a.draft_tokens.count};
     return {};
 }
 

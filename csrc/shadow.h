@@ -144,7 +144,7 @@ NWOR_HOST_DEVICE inline Redirect redirect_at_open(const WindowArguments& a, int6
     r.state = -1;
     if (slot < 0) return r;
     if (slot >= a.num_blocks * a.block_size) {
-        *found = {kWindowSlot, request, slot, a.num_blocks * a.block_size};
+        *found = {kWindowRowSlot, request, slot, a.num_blocks * a.block_size};
         return r;
     }
     r.tail_block = quotient(slot, a.block_size);
@@ -212,12 +212,13 @@ NWOR_HOST_DEVICE inline Found problem_of_token(const WindowArguments& a, int64_t
                                                const Redirect& r, int64_t token) {
     const int64_t slot = a.groups[group].slot_mapping[r.first_token + token];
     if (slot < 0) return {};
-    if (slot >= a.num_blocks * a.block_size) return {kWindowSlot, request, slot, a.num_blocks * a.block_size};
+    if (slot >= a.num_blocks * a.block_size)
+        return {kWindowMappedSlot, request, slot, a.num_blocks * a.block_size};
     const RedirectedPlace place = place_of(a, r, token);
     // Drafts without a slot in row_slots were not counted for the pages.
     if (token >= r.tokens() - r.without_slot ||
         slot - quotient(slot, a.block_size) * a.block_size != place.offset)
-        return {kWindowPosition, request, slot, (r.tail_page + place.page) * a.block_size + place.offset};
+        return {kWindowMapping, request, slot, (r.tail_page + place.page) * a.block_size + place.offset};
     return {};
 }
 
@@ -244,7 +245,7 @@ NWOR_HOST_DEVICE inline Found problem_of_saved(const WindowArguments& a, int64_t
                                                const Redirect& r, int64_t token) {
     const int64_t slot = a.saved_slots[group * a.saved_stride + r.first_token + token];
     const int64_t limit = a.num_blocks * a.block_size;
-    return slot < limit ? Found{} : Found{kWindowSlot, request, slot, limit};
+    return slot < limit ? Found{} : Found{kWindowSavedSlot, request, slot, limit};
 }
 
 // Restores what redirect_token changed.

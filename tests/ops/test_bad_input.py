@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 
 import bad_input
@@ -11,11 +12,13 @@ import pytest
 import samples_drafter
 import samples_staging
 import torch
-from samples import OPS, sample_inputs, with_arguments
+from samples import OPS, argument_names, sample_inputs, with_arguments
 from tensors import int64
 
 from nwor_ops import ops
 from nwor_ops.arguments import describe_type_error
+
+PROBLEMS = pathlib.Path(__file__).parents[2] / "csrc" / "common" / "problems.h"
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -108,8 +111,8 @@ def test_any_integer(device, op):
 def test_any_data(device, op):
     """Call the ops with any indices, counts and starts.
 
-    The CPU raises an error that names the op and writes nothing, or writes a result inside the outputs. CUDA always
-    writes a result inside the outputs. compute-sanitizer also checks reads.
+    The CPU raises an error that names the op and an argument and writes nothing, or writes a result inside the outputs.
+    CUDA always writes a result inside the outputs. compute-sanitizer also checks reads.
     """
     for label, arguments in bad_input.any_data(op, device, seeds={"cpu": 60, "cuda": 20}[device]):
         before = layouts.twin(arguments)
@@ -119,11 +122,23 @@ def test_any_data(device, op):
             continue
         assert device == "cpu", f"{label}: {error!r}"
         assert type(error) in (ValueError, IndexError), f"{label}: {error!r}"
-        assert str(error).startswith(f"{op}: "), f"{label}: {error}"
+        assert bad_input.begins_with_an_argument(op, str(error)), f"{label}: {error}"
         assert layouts.same_memory(arguments, before), label
 
 
 # ---------------------------------------------------------------- beyond the table
+
+
+def test_every_message_about_data_begins_with_an_argument():
+    """`test_any_data` compares some of them with the op that raises them."""
+    wordings = re.findall(r"Error,\s*((?:\"[^\"]*\"\s*)+)\}", PROBLEMS.read_text())
+    texts = ["".join(re.findall(r'"([^"]*)"', wording)) for wording in wordings]
+    assert len(texts) > 50
+    arguments = {name for op in OPS for name in argument_names(op)}
+    for text in texts:
+        found = re.match(r"(\w+)(?:\[\{index\}\])? (?:and (\w+) )?must .*\bgot .*\{value\}", text)
+        assert found, text
+        assert set(filter(None, found.groups())) <= arguments, text
 
 
 @pytest.mark.parametrize("op", OPS)

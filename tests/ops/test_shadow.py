@@ -395,7 +395,9 @@ def test_drafts_past_the_window_have_no_slot():
     few = make_window((Sequence(10, 1, 4, 1, state=0), Sequence(3, 3, state=1)), num_shadows=1)
     few.tensors["row_slots"][0, 2:4] = -1
     for arguments in (past_the_window()[1], few.open_arguments()):
-        sentence = "row_slots must have the offset in its page .*, got slot .* at position 8 of request 0"
+        sentence = (
+            "slot_mappings must have .* and no slot for a draft without one in row_slots, got slot .* of request 0"
+        )
         layouts.refuse("open_window", arguments, ValueError, sentence)
 
 
@@ -421,11 +423,10 @@ def test_a_slot_at_another_offset_in_its_page(change):
     if change == 4:
         shadow_windows.run_and_compare_with_oracle(window)
     else:
-        layouts.refuse("open_window", window.open_arguments(), ValueError, "row_slots must have the offset in its page")
+        expected = "slot_mappings must have the offset in its page .*, got slot"
+        layouts.refuse("open_window", window.open_arguments(), ValueError, expected)
     window.groups[0].slot_mapping[2] = 240
-    layouts.refuse(
-        "open_window", window.open_arguments(), IndexError, "the slots of a request must be below 240, got 240"
-    )
+    layouts.refuse("open_window", window.open_arguments(), IndexError, "slot_mappings must be below 240, got 240")
 
 
 @pytest.mark.debug_mode
@@ -437,7 +438,9 @@ def test_a_saved_slot_outside_the_cache(device, close):
                        saved_slots=saved_with(window, slot)) for slot in (2**40, -1)
     )  # fmt: skip
     left = bad_input.left_by_the_oracle(close, without)
-    bad_input.check_bad_data(close, arguments, IndexError, "must be below 240, got 1099511627776", device, left)
+    bad_input.check_bad_data(
+        close, arguments, IndexError, "saved_slots must be below 240, got 1099511627776", device, left
+    )
 
 
 def saved_with(window, slot):
@@ -486,7 +489,7 @@ SHARED = [
     ("close_window_from_rejected", "counters", lambda a: a[11][0][:5], "counters and slot_mappings"),
     ("close_window_from_rejected", "num_accepted", lambda a: a[10][0], "num_accepted and tail_pages"),
     ("close_window_from_rejected", "num_accepted", lambda a: a[2], "num_accepted and query_start_loc"),
-    ("close_window_from_rejected", "num_accepted", lambda a: a[3], "num_accepted and an input"),
+    ("close_window_from_rejected", "num_accepted", lambda a: a[3], "num_accepted and draft_start_loc"),
 ]
 
 

@@ -1000,7 +1000,7 @@ SHARED = [
     ("restore_slots_from_rejected", "log", lambda a: a[0][0].as_strided((2, 4, 4, 8), a[0][0].stride()), "caches"),
     ("restore_slots_from_rejected", "num_accepted", lambda a: a[2].view(torch.int32)[:3], "num_accepted and row_slots"),
     ("restore_slots_from_rejected", "row_rejected", lambda a: a[2].view(torch.bool)[:4], "row_rejected and row_slots"),
-    ("restore_slots_from_rejected", "num_accepted", lambda a: a[4], "num_accepted and an input"),
+    ("restore_slots_from_rejected", "num_accepted", lambda a: a[4], "num_accepted and draft_start_loc"),
 ]
 
 

@@ -273,6 +273,7 @@ def _compared(op: str, one: str, other: str) -> bool:
 def shared_memory(op: str, device: str) -> Iterator[Case]:
     """Each pair of a mutated argument and another one, of any dtype, starts at the same address."""
     tensors = list(filter(is_tensor, declared(op)))
+    names = "|".join(tensor.name for tensor in tensors)
     for one, other in itertools.combinations(tensors, 2):
         if not (is_mutated(one) or is_mutated(other)) or "plane_table" in (one.name, other.name):
             continue
@@ -289,7 +290,7 @@ def shared_memory(op: str, device: str) -> Iterator[Case]:
         new = [moved, *b[1:]] if isinstance(b, list) else moved
         yield Case(
             f"{one.name} and {other.name}", with_arguments(op, arguments, **{other.name: new}), ValueError,
-            r"\S+ and .* must not share memory",
+            rf"({names})(\[\d+\])? and ({names})(\[\d+\])? must not share memory",
         )  # fmt: skip
 
 
@@ -354,6 +355,12 @@ def check_refused(op: str, case: Case) -> None:
     assert type(error) is case.error, f"{case.label}: {error!r}"
     assert re.match(rf"{op}: ({case.sentence})", str(error)), f"{case.label}: {error}"
     assert all(torch.equal(a, b) for a, b in zip(before, memory(real), strict=True)), f"{case.label} wrote"
+
+
+def begins_with_an_argument(op: str, message: str) -> bool:
+    """Return whether the message names the op, and then an argument of this op and the requirement."""
+    named = re.match(rf"{op}: (\w+)(?:\[\d+\])? (?:and (\w+) )?must ", message)
+    return named is not None and {name for name in named.groups() if name} <= set(argument_names(op))
 
 
 def refuse_argument(op: str, sample: int, argument: str, value: Any, expected: str, got: str) -> None:
