@@ -59,7 +59,6 @@ inline SlotArguments check_slot_mappings(
     a.capacity = slot_mappings.size(1);
     a.slots = static_cast<int64_t*>(slot_mappings.data_ptr());
     a.slots_stride = slot_mappings.stride(0);
-    if (a.num_groups > 1 && a.slots_stride < a.capacity) sm.must_be("made of rows that do not overlap");
     check_positive(op, "cp_size", cp_size);
     check_positive(op, "cp_interleave", cp_interleave);
     if (cp_rank < 0 || cp_rank >= cp_size) fail(op, "cp_rank must be in [0, ", cp_size, "), got ", cp_rank);

@@ -421,6 +421,7 @@ inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensor
     for (const Tensor& slots : t.slot_mappings) written.push_back({op, "slot_mappings", slots});
     for (const Tensor& table : t.block_tables) written.push_back({op, "block_tables", table});
     add_given(written, op, "held_slots", t.held_slots);
+    for (const Argument& a : written) check_elements_apart(a);
     check_outside_planes(op, call.planes, first, written);
     std::vector<Argument> read{qsl, shadows};
     add_given(read, op, "idx_mapping", t.idx_mapping);

@@ -8,7 +8,7 @@ arguments (``relations``). The body of the op's declaration in ``nwor_ops/ops/``
 from typing import Any
 
 from nwor_ops.meta import accept, drafter, recurrent, shadow, staging, undo
-from nwor_ops.meta.check import Spec, check, specs_of
+from nwor_ops.meta.check import Spec, check, check_apart, specs_of
 from nwor_ops.meta.relations import check_relations
 from nwor_ops.ops import registry
 
@@ -28,10 +28,13 @@ SPECS: dict[str, dict[str, Spec]] = {
 
 
 def _register(op: registry.Op) -> None:
+    mutated = [argument.name for argument in op.overload._schema.arguments if argument.alias_info is not None]
+
     def fake(*positional: Any, **named: Any) -> Any:
         given = op.arguments(positional, named)
         check(op.name, SPECS[op.name], given)
         check_relations(op.name, given)
+        check_apart(op.name, mutated, given)
         return op.function(*positional, **named)
 
     registry.implement_fake(op.name, fake)

@@ -118,6 +118,34 @@ def check(op: str, specs: Mapping[str, Spec], given: Mapping[str, Any]) -> None:
             is_real(op, name, value, limits)
 
 
+def check_apart(op: str, mutated: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Raise ValueError if elements of a mutated tensor share memory. Symbolic sizes count as larger than 1."""
+    for name in mutated:
+        for index, tensor in enumerate(elements(given[name])):
+            if overlaps_itself(tensor):
+                label = f"{name}[{index}]" if isinstance(given[name], (list, tuple)) else name
+                raise ValueError(
+                    f"{op}: {label} must not overlap itself, got {described(tensor)} with strides "
+                    f"{list(tensor.stride())}"
+                )
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether a stride is not larger than the span of all smaller strides, as ``check_elements_apart``."""
+    sizes, strides = tuple(tensor.shape), tensor.stride()
+    if not all(isinstance(number, int) for number in (*sizes, *strides)):  # a comparison of symbols adds a guard
+        return any(
+            isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size < 2)
+            for size, stride in zip(sizes, strides, strict=True)
+        )
+    span = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size > 1):
+        if stride <= span:
+            return 0 not in sizes
+        span += (size - 1) * stride
+    return False
+
+
 def elements(value: Any) -> list[Any]:
     """Return the elements of a list; a single value as a list; nothing for None."""
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]

@@ -1,4 +1,4 @@
-// The bytes that a tensor spans, and whether two tensors share any.
+// The bytes that a tensor spans, and whether two tensors, or two elements of one, share any.
 #pragma once
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "argument.h"
@@ -26,6 +27,24 @@ inline Range range_of(const Tensor& tensor) {
     int64_t last = 0;
     for (size_t i = 0; i < sizes.size(); ++i) last += (sizes[i] - 1) * strides[i];
     return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size())};
+}
+
+// Checks a written tensor: no two of its elements may share memory, as they do after `expand`. A view passes
+// if each stride is larger than the span of all smaller strides, as in slices and permutations.
+inline void check_elements_apart(const Argument& a) {
+    if (a.tensor.numel() == 0) return;
+    const auto sizes = a.tensor.sizes(), strides = a.tensor.strides();
+    for (size_t i = 0; i < sizes.size(); ++i) {
+        int64_t span = 0;
+        for (size_t j = 0; j < sizes.size(); ++j)
+            if (strides[j] < strides[i] || (strides[j] == strides[i] && j < i))
+                span += (sizes[j] - 1) * strides[j];
+        if (sizes[i] == 1 || strides[i] > span) continue;
+        std::string text;
+        for (const int64_t stride : strides) text += (text.empty() ? "" : ", ") + std::to_string(stride);
+        fail(a.op, a.name, " must not overlap itself, got ", describe(a.tensor), " with strides [", text,
+             "]");
+    }
 }
 
 // Finds whether two strided views share a byte. Key and value packed in one row, or in one page, span the
@@ -114,13 +133,16 @@ inline void must_not_overlap(const char* op, const Placed& a, const Placed& b) {
         fail(op, a.name, " and ", b.name, " must not share memory");
 }
 
-// Checks that no output shares memory with an input or another output.
+// Checks that no output shares memory with itself, an input or another output.
 template <class Inputs = std::initializer_list<Argument>, class Outputs = std::initializer_list<Argument>>
 void check_memory(const char* op, const Inputs& inputs, const Outputs& outputs) {
     std::vector<Placed> placed;  // inputs, then outputs
     placed.reserve(inputs.size() + outputs.size());
     for (const Argument& input : inputs) placed.emplace_back(input);
-    for (const Argument& output : outputs) placed.emplace_back(output);
+    for (const Argument& output : outputs) {
+        check_elements_apart(output);
+        placed.emplace_back(output);
+    }
     for (size_t i = inputs.size(); i < placed.size(); ++i)
         for (size_t j = 0; j < i; ++j) must_not_overlap(op, placed[i], placed[j]);
 }

@@ -114,12 +114,14 @@ inline void check_geometries(const char* op, const std::vector<Tensor>& caches, 
     }
 }
 
+// The planes that an op writes.
 inline Planes check_planes(const char* op, const std::vector<Tensor>& caches,
                            const std::optional<Tensor>& plane_table = std::nullopt) {
     if (caches.empty()) fail(op, "caches must hold at least one plane, got none");
     const Argument first{op, "caches[0]", caches[0]};
     const CacheView view = cache_view(first);
     check_element_size(first);
+    check_elements_apart(first);
     const Range range = range_of(caches[0]);
     Planes planes{view, range.end - range.begin, {}};
     if (plane_table.has_value())

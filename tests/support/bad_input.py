@@ -306,6 +306,33 @@ def _at(place: Tensor, tensor: Tensor) -> Tensor | None:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, first, tensor.shape, tensor.stride())
 
 
+def _expanded(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor with one element, repeated, along each dimension."""
+    for dim, size in enumerate(tensor.shape):
+        if size > 1:
+            yield tensor.narrow(dim, 0, 1).expand(tensor.shape)
+
+
+def _interleaved(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor with rows that begin one element after each other."""
+    if tensor.dim() > 1 and tensor.shape[-1] > 1 and tensor.shape[-2] > 1:
+        strides = [*tensor.stride()[:-2], 1, 1]
+        yield tensor.as_strided(tensor.shape, strides)
+
+
+def overlapping_itself(op: str, device: str) -> Iterator[Case]:
+    """Elements of a mutated argument share memory. In a list all tensors do, because their strides must be equal."""
+    for argument in declared(op):
+        arguments = _given(op, argument.name, device) if is_tensor(argument) and is_mutated(argument) else ()
+        value = _value(op, arguments, argument.name) if arguments else None
+        tensors = value if isinstance(value, list) else [value] * (value is not None)
+        for views in zip(*([*_expanded(t), *_interleaved(t)] for t in tensors), strict=True):
+            new = list(views) if isinstance(value, list) else views[0]
+            label = f"{argument.name} with strides {views[0].stride()}"
+            call = with_arguments(op, arguments, **{argument.name: new})
+            yield Case(label, call, ValueError, rf"{argument.name}(\[0\])? must ")
+
+
 # Finite numbers that each option does not allow. Kernels compute in float32, where 1e-300 is 0.
 _OUTSIDE = {
     "softplus_beta": (0.0, -1.0, 1e-300),
@@ -328,6 +355,7 @@ WITHOUT_DATA: dict[str, Callable[..., Iterator[Case]]] = {
     "wrong dtype": wrong_dtype,
     "wrong dims": wrong_dims,
     "bad float": bad_float,
+    "overlapping itself": overlapping_itself,
 }
 
 KINDS: dict[str, Callable[..., Iterator[Case]]] = {
