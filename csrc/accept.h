@@ -205,10 +205,10 @@ struct AcceptArguments {
     const char* op;
     int64_t num_requests;
     DraftStarts drafts_of;
-    // Either the tokens (num_rejected is null) or the counts.
+    // The inputs are either drafts and sampled tokens (num_rejected is null), or counts of rejected drafts.
     TokensView drafts, sampled;
     const int32_t* num_rejected;
-    // Outputs. `marks` is true for a rejected draft if `marks_rejected`, else for an accepted one.
+    // Outputs. `marks` has a flag per draft: rejected (`marks_rejected`) or accepted.
     bool* marks;
     bool marks_rejected;
     int64_t num_marks;
@@ -257,7 +257,7 @@ inline void check_num_rejected(AcceptArguments& a, const Tensor& num_rejected,
     r.same_device(draft_start_loc);
 }
 
-// The outputs must not overlap with `inputs`.
+// Checks the outputs. They must not share memory with `inputs`.
 inline void check_reject_outputs(AcceptArguments& a, const Tensor& row_rejected, const Tensor& num_accepted,
                                  const Tensor& counters, const std::vector<Argument>& inputs) {
     const Argument rows{a.op, "row_rejected", row_rejected}, accepted{a.op, "num_accepted", num_accepted},
@@ -289,7 +289,8 @@ inline AcceptArguments check_reject_rows(
     return a;
 }
 
-// `others` are further inputs of an op that also moves rows, since the blocks of its launch run in any order.
+// `others` are further inputs of an op that also moves rows. Its blocks run in any order, so they must not
+// share memory with the outputs here either.
 inline AcceptArguments check_reject_counts(const char* op, const Tensor& num_rejected,
                                            const Tensor& draft_start_loc, const Tensor& row_rejected,
                                            const Tensor& num_accepted, const Tensor& counters,

@@ -64,6 +64,8 @@ inline uint32_t bits_of(float x) {
 }
 #endif
 
+constexpr double kNaturalLogOf2 = 0.69314718055994531;
+
 // ln x of a normal x > 0, with a relative error of about 1e-15, also near 1. x = 2^k m with m in [sqrt(1/2),
 // sqrt(2)), and ln m = 2 atanh((m - 1) / (m + 1)).
 NWOR_HOST_DEVICE inline double natural_log(double x) {
@@ -79,7 +81,7 @@ NWOR_HOST_DEVICE inline double natural_log(double x) {
     const double z = exact_multiply(s, s);
     double sum = 1.0 / 21.0;  // z^10; the omitted terms are below 2e-17
     for (int i = 19; i >= 1; i -= 2) sum = exact_add(exact_multiply(sum, z), 1.0 / i);
-    return exact_add(exact_multiply(static_cast<double>(k), 0.69314718055994531),
+    return exact_add(exact_multiply(static_cast<double>(k), kNaturalLogOf2),
                      exact_multiply(exact_multiply(2.0, s), sum));
 }
 
@@ -129,10 +131,17 @@ NWOR_HOST_DEVICE inline uint32_t coarse_noise(const NoiseKey& key, uint32_t toke
 
 // ---------------------------------------------------------------- from bits to noise
 
-// Gumbel noise -ln(-ln(1 - u)) for u = (48 random bits + 1/2) / 2^48. It decreases with the bits, so the
-// large values, which decide, have the resolution of small u. The range is -3.53 to 33.98.
+// Gumbel noise G = -ln(-ln(1 - u)) for u = (48 random bits + 1/2) / 2^48. It decreases with the bits, so the
+// large values, which decide, have the resolution of small u.
+//
+// The range follows from that of u, [2^-49, 1 - 2^-49]. At the lower end -ln(1 - u) > u, so G is below
+// -ln u = 49 ln 2 = 33.96 (kMostNoise). At the upper end G is -ln(49 ln 2) = -3.53.
+constexpr int kNoiseBits = 48;
+constexpr double kMostNoise = (kNoiseBits + 1) * kNaturalLogOf2;
+
 NWOR_HOST_DEVICE inline double gumbel_of_bits(uint64_t bits48) {
-    const double u = exact_multiply(exact_add(static_cast<double>(bits48), 0.5), 1.0 / 281474976710656.0);
+    const double u =
+        exact_multiply(exact_add(static_cast<double>(bits48), 0.5), 1.0 / (uint64_t{1} << kNoiseBits));
     return -natural_log(-natural_log(exact_add(1.0, -u)));
 }
 

@@ -11,10 +11,12 @@
 namespace nwor {
 namespace {
 
+// Raises an error for the first request with invalid drafts.
 inline void check_drafts(const AcceptArguments& a) {
     check_each(a.op, a.num_requests, [&](int64_t q) { return problem_of_request(a, q); });
 }
 
+// Marks each draft of the window and counts the accepted ones of each request. Counters grow if given.
 inline void accept(const AcceptArguments& a) {
     std::fill_n(a.marks, a.num_marks, false);
     std::fill_n(a.num_accepted, a.num_accepted_length, 0);
@@ -32,8 +34,8 @@ inline void accept(const AcceptArguments& a) {
     grow(a.counters[kRejected], a.drafts_of.before(a.num_requests) - accepted_total);
 }
 
-// The marks that `accept` would write, in separate memory. An op that does more checks their consequences
-// before it writes anything.
+// Runs `accept` into its own memory and keeps the marks. An op that accepts drafts and then moves rows needs
+// them earlier: it checks the slots of the rejected rows before it writes any argument.
 class Accepted {
   public:
     explicit Accepted(AcceptArguments a)

@@ -9,9 +9,9 @@ namespace {
 
 // ---------------------------------------------------------------- cumulative arrays
 
-// Returns the first i in [0, length) with element(i) > value, else `length`. In a cumulative array this is
-// the owner of element `value`; requests that own nothing are skipped. Request numbers fit 32 bits, and so do
-// the steps of the search.
+// Returns the first i in [0, length) with element(i) > value, or `length` if there is none. If element(i) is
+// the number of drafts of requests 0 to i, the result is the request of draft `value`. Requests without
+// drafts are never returned. Numbers of requests fit 32 bits.
 template <class Element>
 __device__ int64_t first_above(const Element& element, int64_t length, int64_t value) {
     uint32_t low = 0, high = static_cast<uint32_t>(length);
@@ -35,6 +35,7 @@ __device__ void add(int64_t* counters, Counter counter, int64_t amount) {
 
 enum Outcome { kNoDraft, kWasAccepted, kWasRejected };
 
+// Row r of the log belongs to draft r of the window. Rows after the last draft have none.
 __device__ Outcome outcome_of_row(const AcceptArguments& a, int64_t row) {
     const int64_t q = first_above([&](int64_t i) { return a.drafts_of.until(i); }, a.num_requests, row);
     const int64_t position = q == a.num_requests ? -1 : row - a.drafts_of.before(q);
@@ -46,8 +47,8 @@ __device__ bool was_rejected(const AcceptArguments& a, int64_t row) {
     return outcome_of_row(a, row) == kWasRejected;
 }
 
-// Prefetches everything that the searches below read. Otherwise they would wait for one cache line after
-// another, because the forward has evicted them.
+// Prefetches the counts of all requests, which `first_above` reads. The forward has evicted them from the
+// cache. Without the prefetch each step of a search would wait for one cache line.
 __device__ void fetch_requests(const AcceptArguments& a) {
     const uint32_t threads = blockDim.x * blockDim.y * blockDim.z;
     for (int64_t q = thread_of_block(); q < a.num_requests; q += threads) {
@@ -56,16 +57,17 @@ __device__ void fetch_requests(const AcceptArguments& a) {
     }
 }
 
-// One thread per element of an output.
+// Parameters of a kernel that accepts drafts. One thread writes one element of each output.
 struct AcceptJob {
     AcceptArguments accept;
     const char* report_as;
 };
 
-// Call it from all threads of a block.
+// Writes element i of each output. All threads of a block must call it, because it counts over the block.
 __device__ void accept_item(const AcceptJob& job, int64_t i) {
     const AcceptArguments& a = job.accept;
-    // Reports what the CPU refuses. No output depends on it.
+    // The CPU raises an error for an invalid request. Here it is only reported: the outputs below stay in
+    // range.
     if (job.report_as != nullptr && i < a.num_requests)
         if (const Found found = problem_of_request(a, i)) report(job.report_as, found);
     Outcome outcome = kNoDraft;
@@ -83,11 +85,13 @@ __device__ void accept_item(const AcceptJob& job, int64_t i) {
     add(a.counters, kRejected, rejected);
 }
 
-// Work of a block of any shape. It is block `n` of the blocks that determine outcomes.
+// The same for a whole block of any shape. `n` is its number among the blocks of the launch that accept
+// drafts.
 __device__ void accept_items(const AcceptJob& job, uint32_t n) {
     accept_item(job, static_cast<int64_t>(n) * (blockDim.x * blockDim.y * blockDim.z) + thread_of_block());
 }
 
+// Number of threads that the outputs need.
 inline int64_t items_to_accept(const AcceptArguments& a) {
     return std::max(a.num_marks, a.num_accepted_length);
 }

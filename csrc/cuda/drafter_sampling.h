@@ -168,13 +168,16 @@ __device__ void offer_argmax(BlockState& state, const Share<Format>& share) {
 // Let c be the first 16 bits of a token's noise. Then u is between c / 2^16 and (c + 1) / 2^16, and
 // coarse(c) = -ln((c + 1) / 2^16). The noise is G = -ln(E) with E = -ln(1 - u), and E is between u and u /
 // (1 - u):
-//   G <= -ln u <= coarse + ln 2 (= 0.6931) for c > 0, and G < 34 = coarse(0) + 22.9 for c = 0;
-//   G >= coarse - ln(2 ln 2) (= 0.3267) for u <= 1/2, G >= coarse - 3.53 for any u.
+//   G <= -ln u <= coarse + ln 2 (= 0.6931) for c > 0;
+//   G < kMostNoise = coarse(0) + 33 ln 2 (= 22.87) for c = 0;
+//   G >= coarse - ln(2 ln 2) (= 0.3267) for u <= 1/2;
+//   G >= coarse - ln(49 ln 2) (= 3.53) for any u.
 // The constants below add a margin for the rounding of floats; kRelativeError is for large scaled logits.
 constexpr float kAbove = 0.71f, kAboveZero = 23.0f;
 constexpr float kBelowTight = 0.33f, kBelow = 3.6f;
 constexpr float kRelativeError = 1.0f / (1 << 20);
-constexpr float kLn2 = 0.693147181f;
+constexpr float kLn2 = static_cast<float>(kNaturalLogOf2);
+static_assert(kAbove > kNaturalLogOf2 && kAboveZero > kMostNoise - 16 * kNaturalLogOf2);
 
 // Return coarse(c) of the low or the high half of `both`.
 template <int kHalf>
