@@ -63,9 +63,11 @@ class Launch:
     page_offsets: Tensor | None
 
 
-class Records(NamedTuple):
-    """Views of the records of the groups of one launch. They are made once, since a lookup costs the host less than a
-    new view in every step."""
+class GroupViews(NamedTuple):
+    """Views of the tensors that open_window and close_window take, for the groups of one launch.
+
+    They are made once, because a lookup costs the host less than new views in every step.
+    """
 
     row_slots: Tensor
     shadow_blocks: Tensor
@@ -87,7 +89,7 @@ class ShadowPages(BoundToMemory):
         self.launches: list[Launch] = []
 
     def allocate(self, buffers: WindowBuffers) -> None:
-        """Allocate the records of the shadow pages.
+        """Allocate the tensors of the shadow pages.
 
         Raises:
             ValueError: a group has too few pages, or layers with different pages; groups share memory and shadow pages;
@@ -117,7 +119,7 @@ class ShadowPages(BoundToMemory):
         self.tail_pages = filled(*shape[:2], dtype=torch.int32)
         self.launches, self._buffers = _plan_launches(planes), buffers
         kept = (buffers.row_slots, self.shadow_blocks, self.saved_slots, self.tail_pages, self.held_slots)
-        self._records = [Records(*(tensor[launch.groups] for tensor in kept)) for launch in self.launches]
+        self._group_views = [GroupViews(*(tensor[launch.groups] for tensor in kept)) for launch in self.launches]
 
     @property
     def launches_per_window(self) -> int:
@@ -171,13 +173,13 @@ class ShadowPages(BoundToMemory):
             check(f"block_tables[{group!r}]", window.block_tables[group], torch.int32, dims=2)
 
     def open(self, window: Window, redirects: Redirects) -> None:
-        for launch, records, own in zip(self.launches, self._records, redirects, strict=True):
-            self._open(launch, records, window, own, _held(records, window))
+        for launch, views, own in zip(self.launches, self._group_views, redirects, strict=True):
+            self._open(launch, views, window, own, _held(views, window))
 
     def _open(
         self,
         launch: Launch,
-        records: Records,
+        views: GroupViews,
         window: Window,
         redirects: tuple[list[Tensor], list[Tensor]],
         held_slots: Tensor | None,
@@ -191,12 +193,12 @@ class ShadowPages(BoundToMemory):
             query_start_loc=window.query_start_loc,
             draft_start_loc=self._buffers.draft_starts,
             seq_lens=window.seq_lens,
-            row_slots=records.row_slots,
-            shadow_blocks=records.shadow_blocks,
+            row_slots=views.row_slots,
+            shadow_blocks=views.shadow_blocks,
             slot_mappings=slot_mappings,
             block_tables=block_tables,
-            saved_slots=records.saved_slots,
-            tail_pages=records.tail_pages,
+            saved_slots=views.saved_slots,
+            tail_pages=views.tail_pages,
             idx_mapping=window.request_states,
             held_slots=held_slots,
             page_offsets=launch.page_offsets,
@@ -222,14 +224,14 @@ class ShadowPages(BoundToMemory):
 
     def close(self, window: Window, redirects: Redirects, first: int = 0, num_drafts: int | None = None) -> None:
         """Copy the rows to keep, and restore slots and tables. The source rows do not change, so it can be repeated."""
-        for launch, records, own in zip(self.launches[first:], self._records[first:], redirects[first:], strict=True):
+        for launch, views, own in zip(self.launches[first:], self._group_views[first:], redirects[first:], strict=True):
             caches, table = launch.planes.arguments()
-            self._close(launch, records, window, own, caches, table, _held(records, window), launch.page_offsets)
+            self._close(launch, views, window, own, caches, table, _held(views, window), launch.page_offsets)
 
     def _close(
         self,
         launch: Launch,
-        records: Records,
+        views: GroupViews,
         window: Window,
         redirects: tuple[list[Tensor], list[Tensor]],
         caches: list[Tensor],
@@ -244,9 +246,9 @@ class ShadowPages(BoundToMemory):
             query_start_loc=window.query_start_loc,
             draft_start_loc=self._buffers.draft_starts,
             row_rejected=self._buffers.row_rejected,
-            shadow_blocks=records.shadow_blocks,
-            saved_slots=records.saved_slots,
-            tail_pages=records.tail_pages,
+            shadow_blocks=views.shadow_blocks,
+            saved_slots=views.saved_slots,
+            tail_pages=views.tail_pages,
             slot_mappings=slot_mappings,
             block_tables=block_tables,
             idx_mapping=window.request_states,
@@ -256,7 +258,7 @@ class ShadowPages(BoundToMemory):
         )
 
     def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
-        launch, records, buffers = self.launches[0], self._records[0], self._buffers
+        launch, views, buffers = self.launches[0], self._group_views[0], self._buffers
         caches, table = launch.planes.arguments()
         slot_mappings, block_tables = redirects[0]
         ops.close_window_from_rejected(
@@ -268,13 +270,13 @@ class ShadowPages(BoundToMemory):
             row_rejected=buffers.row_rejected,
             num_accepted=buffers.num_accepted,
             counters=buffers.counters,
-            shadow_blocks=records.shadow_blocks,
-            saved_slots=records.saved_slots,
-            tail_pages=records.tail_pages,
+            shadow_blocks=views.shadow_blocks,
+            saved_slots=views.saved_slots,
+            tail_pages=views.tail_pages,
             slot_mappings=slot_mappings,
             block_tables=block_tables,
             idx_mapping=window.request_states,
-            held_slots=_held(records, window),
+            held_slots=_held(views, window),
             page_offsets=launch.page_offsets,
             plane_table=table,
         )
@@ -288,21 +290,21 @@ class ShadowPages(BoundToMemory):
         """Undo the launches of an open that failed. Synchronizes with the device.
 
         Nothing was written yet, so no row is copied: the launch gets planes without columns. The slots show which
-        launches ran, because only those of made launches lie in shadow pages. Records of the other launches are from an
-        earlier window.
+        launches ran, because only those of made launches lie in shadow pages. The saved slots of other launches are from
+        an earlier window.
         """
         self.held_slots.fill_(-1)
-        for launch, records, own in zip(self.launches, self._records, redirects, strict=True):
+        for launch, views, own in zip(self.launches, self._group_views, redirects, strict=True):
             first, block_size = launch.groups.start, launch.planes.views[0].shape[1]
             if any(self._is_redirected(first + place, slots, block_size) for place, slots in enumerate(own[0])):
                 self._close(
-                    launch, records, window, own, [view[..., :0] for view in launch.planes.views], None, None, None
+                    launch, views, window, own, [view[..., :0] for view in launch.planes.views], None, None, None
                 )
 
     def refresh(self, window: Window) -> None:
         """Copy every committed row of the tail pages again. Tables and slots do not change."""
-        for launch, records in zip(self.launches, self._records, strict=True):
-            self._open(launch, records, window, ([], []), None)
+        for launch, views in zip(self.launches, self._group_views, strict=True):
+            self._open(launch, views, window, ([], []), None)
 
     def forget(self, states: Sequence[int] | None) -> None:
         """Clear the held slots with one fill. For selected states, their numbers are copied to the device first."""
@@ -316,8 +318,8 @@ class ShadowPages(BoundToMemory):
         return bool(torch.isin(blocks, self.shadow_blocks[group]).any())
 
 
-def _held(records: Records, window: Window) -> Tensor | None:
-    return None if window.request_states is None else records.held_slots
+def _held(views: GroupViews, window: Window) -> Tensor | None:
+    return None if window.request_states is None else views.held_slots
 
 
 def _pages_of(group: str, planes: Sequence[Plane]) -> tuple[int, int]:
