@@ -41,7 +41,7 @@ class DraftBuffers(BoundToMemory):
         registered: other tensors at fixed addresses that a graph reads, by name; see :meth:`register`.
 
     Example:
-        >>> buffers = DraftBuffers.allocate(max_num_reqs=4, num_steps=3, device="cpu")
+        >>> buffers = DraftBuffers.allocate(max_num_reqs=4, num_drafts=3, device="cpu")
         >>> buffers.draft_tokens.shape
         torch.Size([4, 3])
     """
@@ -79,7 +79,7 @@ class DraftBuffers(BoundToMemory):
     def allocate(
         cls,
         max_num_reqs: int,
-        num_steps: int,
+        num_drafts: int,
         device: torch.device | str,
         *,
         max_num_tokens: int | None = None,
@@ -91,7 +91,7 @@ class DraftBuffers(BoundToMemory):
 
         Args:
             max_num_reqs: M, the maximum number of requests, > 0.
-            num_steps: K, the number of drafts per request, > 0.
+            num_drafts: K, the number of drafts per request, > 0.
             device: device of all buffers.
             max_num_tokens: length of ``input_ids`` and ``positions``, >= M; None means M. A first pass that uses these
                 two needs ``M * query_len``.
@@ -107,7 +107,7 @@ class DraftBuffers(BoundToMemory):
         def size(name: str, value: int, least: int = 1) -> int:
             return validation.integer(f"DraftBuffers.allocate: {name}", value, least)
 
-        max_num_reqs, num_steps = size("max_num_reqs", max_num_reqs), size("num_steps", num_steps)
+        max_num_reqs, num_drafts = size("max_num_reqs", max_num_reqs), size("num_drafts", num_drafts)
         if max_num_tokens is not None:
             size("max_num_tokens", max_num_tokens, max_num_reqs)
         if hidden_size is not None:
@@ -126,7 +126,7 @@ class DraftBuffers(BoundToMemory):
             query_start_loc=zeros(max_num_reqs + 1, dtype=torch.int32),
             seq_lens=zeros(max_num_reqs, dtype=torch.int32),
             idx_mapping=zeros(max_num_reqs).fill_(-1),
-            draft_tokens=zeros(max_num_reqs, num_steps),
+            draft_tokens=zeros(max_num_reqs, num_drafts),
             current_draft_step=torch.zeros((), dtype=torch.int64, device=device),
             sample_positions=zeros(max_num_reqs) if sample_positions else None,
             hidden_states=None if hidden_size is None else zeros(max_num_reqs, hidden_size, dtype=hidden_dtype),

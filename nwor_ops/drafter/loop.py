@@ -56,8 +56,8 @@ class DraftLoop(BoundToMemory):
             your engine's sampler. It is captured too, and called in steps >= 1 only.
         buffers: the tensors that the steps read and write.
         metadata: the back end's metadata.
-        num_steps: K, the number of drafts per request, > 0, including the draft of the first pass. A run may make fewer
-            (``num_drafts``).
+        num_drafts: K, the number of drafts per request, > 0, including the draft of the first pass. A run may make
+            fewer.
         max_len: maximum sequence length of the model. Positions are clamped below it, lengths to it.
         first_pass: step 0, or None if the caller runs it.
         advance_positions: False for a drafter that writes no keys; then positions and lengths do not change.
@@ -74,7 +74,7 @@ class DraftLoop(BoundToMemory):
             run counts once, however many steps it has.
 
     Raises:
-        ValueError: ``num_steps``, ``max_len`` or ``vocab_size`` is not positive, or ``draft_tokens`` has fewer than K
+        ValueError: ``num_drafts``, ``max_len`` or ``vocab_size`` is not positive, or ``draft_tokens`` has fewer than K
             columns.
         TypeError: an argument has the wrong type, or lacks a method.
 
@@ -84,11 +84,11 @@ class DraftLoop(BoundToMemory):
         >>> class NoMetadata(DraftMetadata):
         ...     def build(self, key, num_reqs, step, capturing=False): ...
         ...     def update(self, key, metadata): ...
-        >>> buffers = DraftBuffers.allocate(max_num_reqs=1, num_steps=3, device="cpu")
+        >>> buffers = DraftBuffers.allocate(max_num_reqs=1, num_drafts=3, device="cpu")
         >>> buffers.idx_mapping[0], buffers.draft_tokens[0, 0], buffers.input_ids[0] = 0, 5, 5
         >>> loop = DraftLoop(
         ...     model_fn=lambda key, metadata: buffers.input_ids[: key.num_tokens] + 1,
-        ...     sample_fn=lambda key, output: output, buffers=buffers, metadata=NoMetadata(), num_steps=3, max_len=16)
+        ...     sample_fn=lambda key, output: output, buffers=buffers, metadata=NoMetadata(), num_drafts=3, max_len=16)
         >>> loop.run(num_reqs=1).tolist()
         [[5, 6, 7]]
     """
@@ -103,7 +103,7 @@ class DraftLoop(BoundToMemory):
         sample_fn: SampleFn,
         buffers: DraftBuffers,
         metadata: DraftMetadata,
-        num_steps: int,
+        num_drafts: int,
         max_len: int,
         *,
         first_pass: FirstPass | None = None,
@@ -118,20 +118,20 @@ class DraftLoop(BoundToMemory):
         _require_methods("metadata", metadata, "prepare", "build", "update")
         if first_pass is not None:
             _require_methods("first_pass", first_pass, "expand", "finish")
-        num_steps = validation.integer("DraftLoop: num_steps", num_steps)
+        num_drafts = validation.integer("DraftLoop: num_drafts", num_drafts)
         max_len = validation.integer("DraftLoop: max_len", max_len)
         if vocab_size is not None:
             vocab_size = validation.integer("DraftLoop: vocab_size", vocab_size)
         for name, switch in (("advance_positions", advance_positions), ("debug", debug)):
             validation.boolean(f"DraftLoop: {name}", switch)
-        if buffers.draft_tokens.shape[1] < num_steps:
+        if buffers.draft_tokens.shape[1] < num_drafts:
             raise ValueError(
-                f"DraftLoop: draft_tokens must have a column for each of {num_steps} steps, "
+                f"DraftLoop: draft_tokens must have a column for each of {num_drafts} drafts, "
                 f"got {list(buffers.draft_tokens.shape)}"
             )
         self.model_fn, self.sample_fn, self.first_pass = model_fn, sample_fn, first_pass
         self.buffers, self.metadata = buffers, metadata
-        self.num_steps, self.max_len = num_steps, max_len
+        self.num_drafts, self.max_len = num_drafts, max_len
         self.advance_positions, self.debug, self.vocab_size = advance_positions, debug, vocab_size
         self.counts = Counter()
         self._pool = pool
@@ -293,8 +293,8 @@ class DraftLoop(BoundToMemory):
         if query_len < 2:
             raise ValueError(f"DraftLoop.run_first_pass: query_len must be > 1, got {query_len}")
         if num_reqs > 0:
-            chosen, key = self._choose(num_reqs, query_len, mode, key, self.num_steps)
-            recording = self._recording(chosen, key, replay, self.num_steps)
+            chosen, key = self._choose(num_reqs, query_len, mode, key, self.num_drafts)
+            recording = self._recording(chosen, key, replay, self.num_drafts)
             if key.num_reqs > num_reqs:
                 self.buffers.idx_mapping[num_reqs : key.num_reqs].fill_(-1)
             self.counts["first_pass", chosen] += 1
@@ -339,7 +339,7 @@ class DraftLoop(BoundToMemory):
             input_ids=buffers.input_ids,
             positions=buffers.positions,
             seq_lens=buffers.seq_lens,
-            num_speculative_steps=self.num_steps,
+            num_speculative_steps=self.num_drafts,
             max_model_len=self.max_len,
             idx_mapping=buffers.idx_mapping,
             hidden_states=next_hidden,
@@ -430,7 +430,7 @@ class DraftLoop(BoundToMemory):
             return None
         recording = self._recordings.get((mode, key, self._filed(mode, key.query_len, num_drafts)))
         if recording is None:
-            of_them = "" if num_drafts == self.num_steps else f" and {num_drafts} drafts"
+            of_them = "" if num_drafts == self.num_drafts else f" and {num_drafts} drafts"
             raise RuntimeError(
                 f"DraftLoop: no graph was captured for {key}{of_them} in mode {mode!r}; capture() it at start-up"
             )
@@ -469,15 +469,15 @@ class DraftLoop(BoundToMemory):
 
     def _filed(self, mode: Mode, query_len: int, num_drafts: int) -> int:
         """Return the number of drafts under which a graph is stored."""
-        return num_drafts if mode == "loop" and query_len == 1 else self.num_steps
+        return num_drafts if mode == "loop" and query_len == 1 else self.num_drafts
 
     def _smallest(self, mode: Mode, num_reqs: int, query_len: int, num_drafts: int) -> GraphKey | None:
         return self._tables[mode, self._filed(mode, query_len, num_drafts)].smallest(num_reqs, query_len)
 
     def _checked_drafts(self, num_drafts: int | None) -> int:
         if num_drafts is None:
-            return self.num_steps
-        return validation.integer("DraftLoop: num_drafts", num_drafts, most=self.num_steps)
+            return self.num_drafts
+        return validation.integer("DraftLoop: num_drafts", num_drafts, most=self.num_drafts)
 
     def _check_options(self, key: object, **switches: object) -> None:
         if key is not None and type(key) is not GraphKey:

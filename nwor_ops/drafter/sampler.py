@@ -31,7 +31,7 @@ class DraftSampler(BoundToMemory):
         TypeError: an argument has another type, dtype or device. Nothing is registered.
 
     Example:
-        >>> buffers = DraftBuffers.allocate(max_num_reqs=1, num_steps=2, device="cpu")
+        >>> buffers = DraftBuffers.allocate(max_num_reqs=1, num_drafts=2, device="cpu")
         >>> buffers.idx_mapping[0] = 0
         >>> sampler = DraftSampler(buffers, temperature=torch.zeros(1), seeds=torch.zeros(1, dtype=torch.int64))
         >>> sampler(GraphKey(1), torch.tensor([[0.0, 2.0, 1.0]])).tolist()

@@ -566,13 +566,13 @@ def test_bad_arguments():
     def loop(**changes):
         return DraftLoop(
             **{"model_fn": lambda key, metadata: torch.zeros(key.num_tokens, 9), "sample_fn": sampler, "max_len": 9}
-            | {"buffers": buffers, "metadata": thin_loop()[0].metadata, "num_steps": 3} | changes
+            | {"buffers": buffers, "metadata": thin_loop()[0].metadata, "num_drafts": 3} | changes
         )  # fmt: skip
 
     for changes, message in (
-        ({"num_steps": 0}, "DraftLoop: num_steps must be at least 1, got 0"),
+        ({"num_drafts": 0}, "DraftLoop: num_drafts must be at least 1, got 0"),
         ({"max_len": 0}, "DraftLoop: max_len must be at least 1, got 0"),
-        ({"num_steps": 4}, r"DraftLoop: draft_tokens must have a column for each of 4 steps, got \[4, 3\]"),
+        ({"num_drafts": 4}, r"DraftLoop: draft_tokens must have a column for each of 4 drafts, got \[4, 3\]"),
     ):
         with pytest.raises(ValueError, match=message):
             loop(**changes)
@@ -717,7 +717,7 @@ def test_tokens_outside_the_vocabulary_are_found(mode, token):
         sampled = torch.full((3,), 4)
         sampled[bad_row] = token
         return DraftLoop(
-            thin.model_fn, lambda key, output: sampled[: key.num_reqs], thin.buffers, thin.metadata, thin.num_steps,
+            thin.model_fn, lambda key, output: sampled[: key.num_reqs], thin.buffers, thin.metadata, thin.num_drafts,
             thin.max_len, **changes,
         )  # fmt: skip
 

@@ -324,7 +324,7 @@ class Follower:
                 b.hidden_states[row : row + 1],
             )
             drafts = [token]
-            for step in range(1, self.loop.num_steps):
+            for step in range(1, self.loop.num_drafts):
                 slot = int(self.block_tables[state, position // self.BLOCK]) * self.BLOCK + position % self.BLOCK
                 device = hidden.device
                 after = self.hidden(hidden, *(torch.tensor([n], device=device) for n in (token, position, slot)))
@@ -334,7 +334,7 @@ class Follower:
                     torch.tensor([noise_at]), torch.tensor(step), drawn,
                 )  # fmt: skip
                 drafts.append(int(drawn))
-                if step < self.loop.num_steps - 1:
+                if step < self.loop.num_drafts - 1:
                     token, hidden, noise_at = int(drawn), after, noise_at + 1
                     position, length = min(position + 1, limit - 1), min(length + 1, limit)
             for name, value in zip(end, (drafts, token, position, length, hidden[0].tolist()), strict=True):
@@ -344,6 +344,6 @@ class Follower:
     def left(self, num_reqs: int) -> dict[str, list]:
         """Read the results of `plain` from the buffers."""
         b = self.buffers
-        tensors = (b.draft_tokens[:, : self.loop.num_steps], b.input_ids, b.positions, b.seq_lens, b.hidden_states)
+        tensors = (b.draft_tokens[:, : self.loop.num_drafts], b.input_ids, b.positions, b.seq_lens, b.hidden_states)
         names = ("drafts", "ids", "positions", "seq_lens", "hidden")
         return {name: tensor[:num_reqs].tolist() for name, tensor in zip(names, tensors, strict=True)}

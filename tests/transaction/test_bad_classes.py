@@ -98,7 +98,7 @@ BUFFERS = DraftBuffers.allocate(2, 3, "cpu")
 LOOP = {
     "model_fn": lambda key, metadata: torch.zeros(key.num_tokens, 9),
     "sample_fn": lambda key, output: torch.zeros(key.num_reqs, dtype=torch.int64),
-    "buffers": BUFFERS, "metadata": Metadata(), "num_steps": 3, "max_len": 9,
+    "buffers": BUFFERS, "metadata": Metadata(), "num_drafts": 3, "max_len": 9,
 }  # fmt: skip
 SAMPLER = {"buffers": BUFFERS, "temperature": torch.zeros(2), "seeds": torch.zeros(2, dtype=torch.int64)}
 
@@ -121,11 +121,11 @@ INTEGERS = {
         {"token_counts": [4], "query_len": 2, "max_num_reqs": 4},
         ("query_len", "max_num_reqs"),
     ),
-    "DraftLoop": (DraftLoop, LOOP, ("num_steps", "max_len")),
+    "DraftLoop": (DraftLoop, LOOP, ("num_drafts", "max_len")),
     "DraftBuffers.allocate": (
         DraftBuffers.allocate,
-        {"max_num_reqs": 2, "num_steps": 3, "device": "cpu", "max_num_tokens": 2, "hidden_size": 4},
-        ("max_num_reqs", "num_steps", "max_num_tokens", "hidden_size"),
+        {"max_num_reqs": 2, "num_drafts": 3, "device": "cpu", "max_num_tokens": 2, "hidden_size": 4},
+        ("max_num_reqs", "num_drafts", "max_num_tokens", "hidden_size"),
     ),
     "LayerCache.packed": (LayerCache.packed, {"cache": CACHE, "key_size": 8}, ("key_size",)),
     "RecurrentCache.new": (RecurrentCache.new, RECURRENT, tuple(RECURRENT)),
@@ -204,11 +204,11 @@ OTHERS: list[tuple[str, Any, dict[str, Any], str, tuple[Any, ...], Any]] = [
     ("DraftSampler", DraftSampler, SAMPLER, "seeds", (*NO_TENSORS, torch.zeros(2), int32(1, 2)), REFUSALS),
     ("DraftSampler", DraftSampler, SAMPLER, "compute_logits", (3, "x"), TypeError),
     ("DraftSampler", DraftSampler, SAMPLER, "logits_cache", (3, "x", torch.zeros(2, 3)), REFUSALS),
-    ("DraftBuffers.allocate", DraftBuffers.allocate, {"max_num_reqs": 2, "num_steps": 3, "device": "cpu"}, "device",
+    ("DraftBuffers.allocate", DraftBuffers.allocate, {"max_num_reqs": 2, "num_drafts": 3, "device": "cpu"}, "device",
      DEVICES, REFUSALS),
-    ("DraftBuffers.allocate", DraftBuffers.allocate, {"max_num_reqs": 2, "num_steps": 3, "device": "cpu"},
+    ("DraftBuffers.allocate", DraftBuffers.allocate, {"max_num_reqs": 2, "num_drafts": 3, "device": "cpu"},
      "hidden_dtype", (None, 3, "float"), TypeError),
-    ("DraftBuffers.allocate", DraftBuffers.allocate, {"max_num_reqs": 2, "num_steps": 3, "device": "cpu"},
+    ("DraftBuffers.allocate", DraftBuffers.allocate, {"max_num_reqs": 2, "num_drafts": 3, "device": "cpu"},
      "sample_positions", (None, 1), TypeError),
     *(("DraftBuffers", DraftBuffers, draft_tensors(), name, (*NO_TENSORS, torch.zeros(2, 3, 4)), REFUSALS)
       for name in draft_tensors()),
