@@ -13,12 +13,12 @@ namespace nwor {
 namespace {
 
 // Number of slot mappings whose addresses fit in a launch's parameters.
-constexpr int kMostGroups = 128;
+constexpr int kMostSlotMappings = 128;
 
 // ---------------------------------------------------------------- plan_window
 
 struct PlanJob {
-    const int64_t* slot_mappings[kMostGroups];
+    const int64_t* slot_mappings[kMostSlotMappings];
     PlanArguments plan;
     const char* report_as;
 };
@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
 
 void run(const PlanCall& call, const Launch& launch) {
     const PlanArguments& p = call.plan;
-    if (p.num_groups > kMostGroups)
-        fail(p.op, "slot_mappings must hold at most ", kMostGroups, " slot mappings on CUDA, got ",
+    if (p.num_groups > kMostSlotMappings)
+        fail(p.op, "slot_mappings must hold at most ", kMostSlotMappings, " slot mappings on CUDA, got ",
              p.num_groups);
     PlanJob job{{}, p, report_as(p.op)};
     std::copy(call.slot_mappings.begin(), call.slot_mappings.end(), job.slot_mappings);
