@@ -12,12 +12,12 @@ namespace nwor {
 
 // Addresses of one layer's tensors. Shapes and strides are the same for all layers.
 struct FoldLayer {
-    char* states;         // [S, V, dv, dk]
-    const char* keys;     // [S, 2, W, H, dk]
-    const float* norms;   // [S, 2, W, H]
-    const float* decays;  // [S, 2, W, V] or [S, 2, W, V, dk]
-    const float* values;  // [S, W, V, dv]
-    int64_t* window;      // [1]: the last window that the layer ran in, or that it was folded for
+    char* states;          // [S, HV, dv, dk]
+    const char* keys;      // [S, 2, W, H, dk]
+    const float* norms;    // [S, 2, W, H]
+    const float* decays;   // [S, 2, W, HV] or [S, 2, W, HV, dk]
+    const float* updates;  // [S, W, HV, dv]
+    int64_t* window;       // [1]: the last window that the layer ran in, or that it was folded for
 };
 
 struct FoldArguments {
@@ -52,15 +52,15 @@ inline void check_marks(const char* op, const std::vector<Tensor>& marks,
 }
 
 inline FoldArguments check_fold(
-    const char* op,                            //
-    const std::vector<Tensor>& states,         // L of [S, V, dv, dk], float32 or bfloat16
-    const std::vector<Tensor>& record_keys,    // L of [S, 2, W, H, dk]
-    const std::vector<Tensor>& record_norms,   // L of [S, 2, W, H], float32
-    const std::vector<Tensor>& record_decays,  // L of [S, 2, W, V] or [S, 2, W, V, dk], float32
-    const std::vector<Tensor>& record_values,  // L of [S, W, V, dv], float32
-    const std::vector<Tensor>& layer_windows,  // L of [1], int64
-    const Tensor& plan,                        // [E, 4], int32
-    const std::optional<Tensor>& window_id)    // [1], int64
+    const char* op,                             //
+    const std::vector<Tensor>& states,          // L of [S, HV, dv, dk], float32 or bfloat16
+    const std::vector<Tensor>& record_keys,     // L of [S, 2, W, H, dk]
+    const std::vector<Tensor>& record_norms,    // L of [S, 2, W, H], float32
+    const std::vector<Tensor>& record_decays,   // L of [S, 2, W, HV] or [S, 2, W, HV, dk], float32
+    const std::vector<Tensor>& record_updates,  // L of [S, W, HV, dv], float32
+    const std::vector<Tensor>& layer_windows,   // L of [1], int64
+    const Tensor& plan,                         // [E, 4], int32
+    const std::optional<Tensor>& window_id)     // [1], int64
 {
     // As many tensors in each list as states
     struct List {
@@ -71,7 +71,7 @@ inline FoldArguments check_fold(
                           {"record_keys", record_keys},
                           {"record_norms", record_norms},
                           {"record_decays", record_decays},
-                          {"record_values", record_values},
+                          {"record_updates", record_updates},
                           {"layer_windows", layer_windows}};
     constexpr size_t kLists = 6;
     if (states.empty()) fail(op, "states must hold at least one layer, got none");
@@ -123,7 +123,7 @@ inline FoldArguments check_fold(
             must_not_overlap(op, placed[layer], Placed(lists[i].name, lists[i].tensors[layer]));
         must_not_overlap(op, placed[layer], rows);
         if (window_id.has_value()) must_not_overlap(op, placed[layer], Placed("window_id", *window_id));
-        f.layers.push_back({view.data, record.keys, record.norms, record.decays, record.values,
+        f.layers.push_back({view.data, record.keys, record.norms, record.decays, record.updates,
                             static_cast<int64_t*>(layer_windows[layer].data_ptr())});
     }
     if (window_id.has_value()) check_marks(op, lists[5].tensors, {rows, {op, "window_id", *window_id}});

@@ -87,7 +87,7 @@ struct RecurrentWindowArguments {
     const int32_t* query_start_loc;  // [Q + 1]
     const int32_t* num_kept;         // [Q]
     const bool* is_window;           // [Q]; null: all requests have windows
-    int64_t* num_refused;            // [1]; null: refused requests are not counted
+    int64_t* num_skipped;            // [1]; null: skipped requests are not counted
 };
 
 inline RecurrentWindowArguments check_recurrent_window(
@@ -100,7 +100,7 @@ inline RecurrentWindowArguments check_recurrent_window(
     const Tensor& num_kept,                    // [>= Q], int32
     int64_t record_rows,                       // W
     const std::optional<Tensor>& is_window,    // [>= Q], bool
-    const std::optional<Tensor>& num_refused)  // [1], int64
+    const std::optional<Tensor>& num_skipped)  // [1], int64
 {
     const Argument to{op, "plan", plan}, cur{op, "cursors", cursors}, number{op, "window_id", window_id},
         slots{op, "state_slots", state_slots}, qsl{op, "query_start_loc", query_start_loc},
@@ -125,10 +125,10 @@ inline RecurrentWindowArguments check_recurrent_window(
         a.is_window = bool_view(inputs.back(), a.num_requests, "[num_requests]").data;
     }
     std::vector<Argument> outputs{to, cur, number};
-    if (num_refused.has_value()) {
-        outputs.push_back({op, "num_refused", *num_refused});
+    if (num_skipped.has_value()) {
+        outputs.push_back({op, "num_skipped", *num_skipped});
         outputs.back().vector(ScalarType::Long, 1, "[1]");
-        a.num_refused = static_cast<int64_t*>(num_refused->data_ptr());
+        a.num_skipped = static_cast<int64_t*>(num_skipped->data_ptr());
     }
     check_placement(op, inputs, outputs);
     return a;

@@ -11,10 +11,10 @@ namespace nwor {
 
 // States of one layer. Here and below, strides are in elements.
 struct RecurrentStates {
-    char* data;        // [S, V, dv, dk], contiguous within a slot
+    char* data;        // [S, HV, dv, dk], contiguous within a slot
     bool is_bfloat16;  // false: float32
     int64_t slot_stride;
-    int64_t num_slots, num_value_heads, value_width, key_width;  // S, V, dv, dk
+    int64_t num_slots, num_value_heads, value_width, key_width;  // S, HV, dv, dk
 
     NWOR_HOST_DEVICE int64_t row_offset(int64_t slot, int64_t value_head, int64_t value) const {
         return slot * slot_stride + (value_head * value_width + value) * key_width;
@@ -23,13 +23,13 @@ struct RecurrentStates {
 
 // The record of one layer. Each tensor is contiguous within a slot.
 struct RecurrentRecord {
-    char* keys;     // [S, 2, W, H, dk]
-    float* norms;   // [S, 2, W, H]
-    float* decays;  // [S, 2, W, V], or [S, 2, W, V, dk] if `per_channel`
-    float* values;  // [S, W, V, dv]
+    char* keys;      // [S, 2, W, H, dk]
+    float* norms;    // [S, 2, W, H]
+    float* decays;   // [S, 2, W, HV], or [S, 2, W, HV, dk] if `per_channel`
+    float* updates;  // [S, W, HV, dv]
     ScalarType key_dtype;
-    int64_t keys_stride, norms_stride, decays_stride, values_stride;       // between slots
-    int64_t rows, num_key_heads, num_value_heads, key_width, value_width;  // W, H, V, dk, dv
+    int64_t keys_stride, norms_stride, decays_stride, updates_stride;      // between slots
+    int64_t rows, num_key_heads, num_value_heads, key_width, value_width;  // W, H, HV, dk, dv
     bool per_channel;                                                      // a decay per channel of a key
 
     // Each function returns the offset of the first element of a head's row.
@@ -43,8 +43,8 @@ struct RecurrentRecord {
         return slot * decays_stride +
                ((half * rows + row) * num_value_heads + value_head) * (per_channel ? key_width : 1);
     }
-    NWOR_HOST_DEVICE int64_t value_offset(int64_t slot, int64_t row, int64_t value_head) const {
-        return slot * values_stride + (row * num_value_heads + value_head) * value_width;
+    NWOR_HOST_DEVICE int64_t update_offset(int64_t slot, int64_t row, int64_t value_head) const {
+        return slot * updates_stride + (row * num_value_heads + value_head) * value_width;
     }
 };
 
@@ -100,10 +100,10 @@ inline void check_inputs(const Argument& a) {
 }
 
 struct RecordTensors {
-    Argument keys;    // [S, 2, W, H, dk]
-    Argument norms;   // [S, 2, W, H]
-    Argument decays;  // [S, 2, W, V] or [S, 2, W, V, dk]
-    Argument values;  // [S, W, V, dv]
+    Argument keys;     // [S, 2, W, H, dk]
+    Argument norms;    // [S, 2, W, H]
+    Argument decays;   // [S, 2, W, HV] or [S, 2, W, HV, dk]
+    Argument updates;  // [S, W, HV, dv]
 };
 
 inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates& states) {
@@ -121,24 +121,24 @@ inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates
     if (r.rows < 1 || r.rows > kMostRecordRows) t.keys.must_be("of 1 to ", kMostRecordRows, " rows");
     if (r.num_key_heads < 1 || heads % r.num_key_heads != 0)
         t.keys.must_be("of a number of heads that divides the ", heads, " of the state");
-    for (const Argument& a : {t.norms, t.decays, t.values}) a.dtype(ScalarType::Float);
+    for (const Argument& a : {t.norms, t.decays, t.updates}) a.dtype(ScalarType::Float);
     check_shape(t.norms, {slots, 2, r.rows, r.num_key_heads});
     r.per_channel = t.decays.tensor.dim() == 5;
     if (r.per_channel)
         check_shape(t.decays, {slots, 2, r.rows, heads, r.key_width});
     else
         check_shape(t.decays, {slots, 2, r.rows, heads});
-    check_shape(t.values, {slots, r.rows, heads, r.value_width});
-    for (const Argument& a : {t.keys, t.norms, t.decays, t.values}) check_contiguous_within_slot(a);
+    check_shape(t.updates, {slots, r.rows, heads, r.value_width});
+    for (const Argument& a : {t.keys, t.norms, t.decays, t.updates}) check_contiguous_within_slot(a);
     r.key_dtype = keys.scalar_type();
     r.keys = static_cast<char*>(keys.data_ptr());
     r.norms = static_cast<float*>(t.norms.tensor.data_ptr());
     r.decays = static_cast<float*>(t.decays.tensor.data_ptr());
-    r.values = static_cast<float*>(t.values.tensor.data_ptr());
+    r.updates = static_cast<float*>(t.updates.tensor.data_ptr());
     r.keys_stride = keys.stride(0);
     r.norms_stride = t.norms.tensor.stride(0);
     r.decays_stride = t.decays.tensor.stride(0);
-    r.values_stride = t.values.tensor.stride(0);
+    r.updates_stride = t.updates.tensor.stride(0);
     return r;
 }
 

@@ -52,14 +52,14 @@ struct VerifyArguments {
     int64_t num_tokens;    // T
     int64_t num_requests;  // Q
     HeadsView q, k;        // [T, H, dk]
-    HeadsView v, out;      // [T, V, dv]
-    HeadsView gate;        // [T, V, dv], applied after the norm; data is null without a gate
+    HeadsView v, out;      // [T, HV, dv]
+    HeadsView gate;        // [T, HV, dv], applied after the norm; data is null without a gate
     DecayForm decay_form;
-    Floats a;  // [T, V] or [T, V, dk]
-    Floats b;  // [T, V]
+    Floats a;  // [T, HV] or [T, HV, dk]
+    Floats b;  // [T, HV]
     // With kGiven A_log and dt_bias are any readable memory: a kernel may load from it, but uses no value.
-    Floats A_log;        // [V]
-    Floats dt_bias;      // [V] or [V, dk]
+    Floats A_log;        // [HV]
+    Floats dt_bias;      // [HV] or [HV, dk]
     Floats norm_weight;  // [dv]
     float scale, softplus_beta, softplus_threshold, gate_lower_bound, norm_eps, beta_factor;
     bool use_qk_l2norm;
@@ -68,7 +68,7 @@ struct VerifyArguments {
     const int32_t* query_start_loc;  // [Q + 1]
     const int64_t* window_id;        // [1]
     int64_t* layer_window;           // [1]
-    char* all_states;                // null, or [T, V, dv, dk] of the states' dtype
+    char* all_states;                // null, or [T, HV, dv, dk] of the states' dtype
     int64_t all_states_stride;       // between tokens
 
     NWOR_HOST_DEVICE bool has_norm() const { return gate.data != nullptr; }
@@ -107,20 +107,20 @@ constexpr float kMostSoftplusThreshold = 88.0f;
 
 inline VerifyArguments check_verify(
     const char* op,                                 //
-    const Tensor& out,                              // [>= T, V, dv]
-    const Tensor& state,                            // [S, V, dv, dk], float32 or bfloat16
+    const Tensor& out,                              // [>= T, HV, dv]
+    const Tensor& state,                            // [S, HV, dv, dk], float32 or bfloat16
     const Tensor& record_keys,                      // [S, 2, W, H, dk], dtype of out
     const Tensor& record_norms,                     // [S, 2, W, H], float32
-    const Tensor& record_decays,                    // [S, 2, W, V] or [S, 2, W, V, dk], float32
-    const Tensor& record_values,                    // [S, W, V, dv], float32
+    const Tensor& record_decays,                    // [S, 2, W, HV] or [S, 2, W, HV, dk], float32
+    const Tensor& record_updates,                   // [S, W, HV, dv], float32
     const Tensor& layer_window,                     // [1], int64
     const Tensor& q,                                // [T, H, dk], dtype of out
     const Tensor& k,                                // [T, H, dk], dtype of out
-    const Tensor& v,                                // [T, V, dv], dtype of out
-    const Tensor& a,                                // [T, V] or [T, V, dk]
-    const Tensor& b,                                // [T, V]
-    const std::optional<Tensor>& A_log,             // [V]
-    const std::optional<Tensor>& dt_bias,           // [V] or [V, dk]
+    const Tensor& v,                                // [T, HV, dv], dtype of out
+    const Tensor& a,                                // [T, HV] or [T, HV, dk]
+    const Tensor& b,                                // [T, HV]
+    const std::optional<Tensor>& A_log,             // [HV]
+    const std::optional<Tensor>& dt_bias,           // [HV] or [HV, dk]
     const Tensor& plan,                             // [>= Q, 4], int32
     const Tensor& window_id,                        // [1], int64
     const Tensor& query_start_loc,                  // [Q + 1], int32
@@ -128,18 +128,18 @@ inline VerifyArguments check_verify(
     double softplus_beta,                           //
     double softplus_threshold,                      //
     bool use_qk_l2norm,                             //
-    const std::optional<Tensor>& gate,              // [>= T, V, dv], dtype of out
+    const std::optional<Tensor>& gate,              // [>= T, HV, dv], dtype of out
     const std::optional<Tensor>& norm_weight,       // [dv]
     double norm_eps,                                //
     const std::string& gate_activation,             // "silu" or "sigmoid"
-    const std::optional<Tensor>& all_states,        // [>= T, V, dv, dk], dtype of state
+    const std::optional<Tensor>& all_states,        // [>= T, HV, dv, dk], dtype of state
     bool allow_neg_eigval,                          //
     const std::optional<double>& gate_lower_bound)  //
 {
     // Names for the messages
     const Argument to{op, "out", out}, states{op, "state", state}, keys{op, "record_keys", record_keys},
         norms{op, "record_norms", record_norms}, decays{op, "record_decays", record_decays},
-        values{op, "record_values", record_values}, ran{op, "layer_window", layer_window}, qs{op, "q", q},
+        updates{op, "record_updates", record_updates}, ran{op, "layer_window", layer_window}, qs{op, "q", q},
         ks{op, "k", k}, vs{op, "v", v}, as{op, "a", a}, bs{op, "b", b}, rows{op, "plan", plan},
         number{op, "window_id", window_id}, qsl{op, "query_start_loc", query_start_loc};
 
@@ -148,7 +148,7 @@ inline VerifyArguments check_verify(
     c.op = op;
     c.states = states_view(states);
     check_inputs(to);
-    c.record = record_view({keys, norms, decays, values}, c.states);
+    c.record = record_view({keys, norms, decays, updates}, c.states);
     const int64_t heads = c.states.num_value_heads, dk = c.states.key_width, dv = c.states.value_width;
 
     // Inputs and outputs of the tokens
@@ -186,7 +186,7 @@ inline VerifyArguments check_verify(
     }
 
     // Norm and gate of the outputs
-    std::vector<Argument> outputs{to, states, keys, norms, decays, values, ran};
+    std::vector<Argument> outputs{to, states, keys, norms, decays, updates, ran};
     if (gate.has_value() != norm_weight.has_value()) fail(op, "gate and norm_weight must be given together");
     if (gate.has_value()) {
         inputs.push_back({op, "gate", *gate});

@@ -130,7 +130,7 @@ def _layer_fits(op: str, state: torch.Tensor, given: dict[str, Any], names: dict
         "record_keys": (2, rows, *key),
         "record_norms": (2, rows, key_heads),
         "record_decays": (2, rows, heads, *channels),
-        "record_values": (rows, *value),
+        "record_updates": (rows, *value),
         "q": key, "k": key, "v": value, "out": value, "gate": value, "a": (heads, *channels), "b": (heads,),
         "dt_bias": (heads, *channels), "A_log": (heads,), "norm_weight": (value_width,),
         "all_states": (*value, key_width),

@@ -201,8 +201,8 @@ struct ReappliedRows {
     int64_t rows = 0, key_width;
     std::vector<float> keys;  // [rows, dk], normalized
     const float* decays;      // [rows, 1 or dk]
-    const float* values;      // [rows, dv]
-    int64_t decay_stride, value_stride;
+    const float* updates;     // [rows, dv]
+    int64_t decay_stride, update_stride;
 
     template <class Input>
     void read(const RecurrentRecord& record, const RecurrentRow& plan, int64_t value_head) {
@@ -221,15 +221,15 @@ struct ReappliedRows {
         }
         decays = record.decays + record.decay_offset(plan.source, plan.half, 0, value_head);
         decay_stride = record.num_value_heads * (record.per_channel ? key_width : 1);
-        values = record.values + record.value_offset(plan.source, 0, value_head);
-        value_stride = record.num_value_heads * record.value_width;
+        updates = record.updates + record.update_offset(plan.source, 0, value_head);
+        update_stride = record.num_value_heads * record.value_width;
     }
 
     // Applies the rows to row `value` of the state.
     template <bool kPerChannel>
     void onto(float* h, int64_t value) const {
         for (int64_t j = 0; j < rows; ++j)
-            reapply<kPerChannel>(h, decays + j * decay_stride, values[j * value_stride + value],
+            reapply<kPerChannel>(h, decays + j * decay_stride, updates[j * update_stride + value],
                                  keys.data() + j * key_width, key_width);
     }
 };
@@ -374,7 +374,7 @@ class WindowHead {
             std::copy_n(decays_.data() + t * decay_width_, decay_width_,
                         r.decays + r.decay_offset(slot, half, t, value_head_));
             std::copy_n(values_.data() + t * value_width, value_width,
-                        r.values + r.value_offset(slot, t, value_head_));
+                        r.updates + r.update_offset(slot, t, value_head_));
             if (!leads_group) continue;
             std::copy_n(reinterpret_cast<const Input*>(c_.k.data) + c_.k.offset(begin_ + t, key_head_),
                         width_, reinterpret_cast<Input*>(r.keys) + r.key_offset(slot, half, t, key_head_));
@@ -454,7 +454,7 @@ struct LayerViews {
         record.keys = const_cast<char*>(layer.keys);
         record.norms = const_cast<float*>(layer.norms);
         record.decays = const_cast<float*>(layer.decays);
-        record.values = const_cast<float*>(layer.values);
+        record.updates = const_cast<float*>(layer.updates);
     }
 };
 

@@ -32,9 +32,9 @@ struct FoldJob {
 };
 static_assert(sizeof(FoldJob) <= 4096, "kernel parameters are at most 4 KB on every architecture");
 
-// Grid: x = L * E * V * (dv / rows of a block), see `BlockPlaces`; layer and entry together take the place of
-// its request. Block: x = 32 * (rows of a block / `Rows::kRowsOfWarp`). A block folds some rows of one head's
-// state.
+// Grid: x = L * E * HV * (dv / rows of a block), see `BlockPlaces`; layer and entry together take the place
+// of its request. Block: x = 32 * (rows of a block / `Rows::kRowsOfWarp`). A block folds some rows of one
+// head's state.
 template <class State, class Input, int kWidth, bool kPerChannel>
 __global__ void __launch_bounds__(kThreads, 2) fold_kernel(const __grid_constant__ FoldJob job) {
     using R = Rows<State, kWidth>;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 2) fold_kernel(const __grid_constant
     r.keys = const_cast<char*>(layer.keys);
     r.norms = const_cast<float*>(layer.norms);
     r.decays = const_cast<float*>(layer.decays);
-    r.values = const_cast<float*>(layer.values);
+    r.updates = const_cast<float*>(layer.updates);
     copy_reapplied<State, kWidth, kPerChannel>(r, job.shared, row, block, threadIdx.x / kWarp);
     const LaneOfRow at;
     const int64_t source = job.states.row_offset(row.source, block.head, 0) * sizeof(State),

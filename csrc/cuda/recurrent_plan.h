@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads)
     const RecurrentWindowStep step = window_step_of(a, i);
     if (step.found) {
         report(report_as, step.found);
-        if (a.num_refused != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(a.num_refused), 1ull);
+        if (a.num_skipped != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(a.num_skipped), 1ull);
     }
     a.plan.set(i, step.row);
     if (step.sets_cursor) a.cursors.set(step.slot, step.cursor_rows, step.cursor_half);

@@ -33,7 +33,7 @@ __device__ void copy_reapplied(const RecurrentRecord& r, const SharedPlaces& pla
             continue;
         }
         // Update and decay
-        const float* updates = r.values + r.value_offset(row.source, i, block.head) + block.first_value;
+        const float* updates = r.updates + r.update_offset(row.source, i, block.head) + block.first_value;
         copy_row(shared_at<char>(places.reapplied_updates) + i * block.num_values * 4, updates,
                  block.num_values * 4);
         const float* decays = r.decays + r.decay_offset(row.source, row.half, i, block.head);

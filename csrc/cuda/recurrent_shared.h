@@ -18,13 +18,13 @@ struct SharedPlaces {
     int reapplied_keys, reapplied_norms, reapplied_decays, reapplied_updates;  // of the record
     int weights, gates, outputs;                                               // of the norm
     int values, raw_keys, raw_queries, raw_reapplied_keys;                     // raw
-    int states, barriers;                                                      // of `StagedRows`
+    int states, barriers;                                                      // of `SharedRows`
     int bytes;
 
     // Plans for at most `tokens` tokens and `rows` rows of a record, keys of `width` elements with padding,
-    // and `num_values` rows of a state. `staged` bytes of the state are here at once.
+    // and `num_values` rows of a state. `state_bytes` bytes of the state are here at the same time.
     SharedPlaces(int64_t tokens, int64_t rows, int64_t width, int64_t num_values, bool per_channel,
-                 bool has_norm, int64_t staged) {
+                 bool has_norm, int64_t state_bytes) {
         int64_t end = 0;
         const auto take = [&end](int64_t bytes) {
             const int64_t begin = end;
@@ -47,8 +47,8 @@ struct SharedPlaces {
         raw_keys = take(tokens * width * 2);
         raw_queries = take(tokens * width * 2);
         raw_reapplied_keys = take(rows * width * 2);
-        states = take(staged);
-        barriers = take(staged > 0 ? kThreads / kWarp * sizeof(BulkBarrier) : 0);
+        states = take(state_bytes);
+        barriers = take(state_bytes > 0 ? kThreads / kWarp * sizeof(BulkBarrier) : 0);
         bytes = static_cast<int>(end);
     }
 };
@@ -84,7 +84,7 @@ __device__ void copy_row(char* shared, const void* source, int bytes) {
 // back itself, and stores from registers. So it waits for no other thread. (Bulk copies did not make bfloat16
 // faster.)
 template <class State, int kWidth>
-class StagedRows {
+class SharedRows {
     using R = Rows<State, kWidth>;
     using Raw = RawRows<State, kWidth>;
 
@@ -94,7 +94,7 @@ class StagedRows {
     static_assert(!std::is_same_v<State, float> || kBytes == R::kRowsOfWarp * R::kRowBytes,
                   "rows as they lie in memory");
 
-    __device__ explicit StagedRows(const SharedPlaces& places) : places_(places) {}
+    __device__ explicit SharedRows(const SharedPlaces& places) : places_(places) {}
 
     __device__ void init() {
         if constexpr (kIsBulk) {

@@ -20,7 +20,7 @@ namespace {
 
 // Writes zeros for the tokens of a request without a state.
 template <class Input>
-__device__ void zero_outputs(const HeadsView& out,  // [T, V, dv]
+__device__ void zero_outputs(const HeadsView& out,  // [T, HV, dv]
                              const BlockPlace& block, int64_t first_token, int64_t end_token) {
     for (int64_t token = first_token; token < end_token; ++token) {
         Input* to = reinterpret_cast<Input*>(out.data) + out.offset(token, block.head) + block.first_value;
@@ -28,21 +28,21 @@ __device__ void zero_outputs(const HeadsView& out,  // [T, V, dv]
     }
 }
 
-// Grid: x = Q * V * (dv / rows of a block), see `BlockPlaces`. Block: x = 32 * warps, at most 256. A block
+// Grid: x = Q * HV * (dv / rows of a block), see `BlockPlaces`. Block: x = 32 * warps, at most 256. A block
 // runs all tokens of one request on some rows of one head's state. A warp takes `Rows::kRowsOfWarp` rows at a
 // time.
 template <class State, class Input, int kWidth, bool kPerChannel>
 __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_constant__ VerifyJob job) {
     using R = Rows<State, kWidth>;
     using Raw = RawRows<State, kWidth>;
-    using Staged = StagedRows<State, kWidth>;
+    using Shared = SharedRows<State, kWidth>;
     using P = Products<State, kWidth>;
     const VerifyArguments& c = job.call;
     const RecurrentRecord& r = c.record;
     const BlockPlace block = job.blocks[blockIdx.x];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
-    Staged staged(job.shared);
-    if (job.is_staged) staged.init();
+    Shared shared_rows(job.shared);
+    if (job.uses_shared_rows) shared_rows.init();
     wait_for_earlier_kernels();
 
     // ---- The request: its tokens and its row of the plan
@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     const auto state_of = [&](int64_t slot) {
         return c.states.data + c.states.row_offset(slot, block.head, 0) * sizeof(State);
     };
-    if (Staged::kIsBulk && job.is_staged)
-        staged.fetch(state_of(row.source), block.first_value + warp * R::kRowsOfWarp);
+    if (Shared::kIsBulk && job.uses_shared_rows)
+        shared_rows.fetch(state_of(row.source), block.first_value + warp * R::kRowsOfWarp);
 
     // A bulk copy of the state starts before the small copies, many copies of a state start after them. The
     // lanes of the last warp load the inputs of the decays and betas, one token each.
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     const char* source = state_of(row.source);
     char* target = state_of(row.target);
     int value = warp * R::kRowsOfWarp;  // first row of the warp, counted from the block's first
-    if (!Staged::kIsBulk && job.is_staged) staged.fetch(source, block.first_value + value);
+    if (!Shared::kIsBulk && job.uses_shared_rows) shared_rows.fetch(source, block.first_value + value);
     close_group_of_copies();
 
     // ---- Decays, betas, keys and queries of the window, and keys of the record
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         // Load
         const int first = block.first_value + value;
         Raw raw;
-        if (job.is_staged)
-            staged.read(&raw);
+        if (job.uses_shared_rows)
+            shared_rows.read(&raw);
         else
             raw.load(source, job.is_aligned, first, at);
         R rows;
@@ -155,8 +155,8 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         if (row.rows > 0 || row.source != row.target) {
             reapply<State, kWidth, kPerChannel>(&rows, job.shared, row.rows, block.num_values, value, at);
             raw.round(rows);
-            if (Staged::kIsBulk && job.is_staged)
-                staged.store(target, first, raw);
+            if (Shared::kIsBulk && job.uses_shared_rows)
+                shared_rows.store(target, first, raw);
             else
                 raw.store(target, job.is_aligned, first, at);
             raw.widen(&rows);
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         const float *keys = shared_at<float>(job.shared.keys),
                     *queries = shared_at<float>(job.shared.queries);
         const Input* values = shared_at<Input>(job.shared.values) + value + sum.row;
-        float* updates = r.values + r.value_offset(row.target, 0, block.head) + value_of_lane;
+        float* updates = r.updates + r.update_offset(row.target, 0, block.head) + value_of_lane;
         Input* out =
             reinterpret_cast<Input*>(c.out.data) + c.out.offset(first_token, block.head) + value_of_lane;
         Input* out_for_norm = shared_at<Input>(job.shared.outputs) + value + sum.row;
@@ -225,13 +225,13 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         // The next rows
         value += warps * R::kRowsOfWarp;
         if (value >= block.num_values) break;
-        if (job.is_staged) {
-            staged.make_room();
-            staged.fetch(source, block.first_value + value);
+        if (job.uses_shared_rows) {
+            shared_rows.make_room();
+            shared_rows.fetch(source, block.first_value + value);
         }
         close_group_of_copies();
     }
-    if (job.is_staged) staged.finish();
+    if (job.uses_shared_rows) shared_rows.finish();
 
     // ---- Norm and gate of the outputs
 
@@ -269,12 +269,12 @@ void run(const VerifyArguments& c, const Launch& launch) {
         // Rows and shared memory of a block
         const bool has_norm = c.has_norm();
         int64_t values = c.states.value_width;
-        const auto places = [&](int64_t staged) {
+        const auto places = [&](int64_t state_bytes) {
             return SharedPlaces(c.record.rows, c.record.rows, Rows<State, kWidth>::kPadded, values,
-                                c.record.per_channel, has_norm, staged);
+                                c.record.per_channel, has_norm, state_bytes);
         };
-        const auto fits = [&](int64_t staged) {
-            const int bytes = places(staged).bytes;
+        const auto fits = [&](int64_t state_bytes) {
+            const int bytes = places(state_bytes).bytes;
             return bytes <= kSharedWithoutAsking || bytes <= most_shared_memory(launch);
         };
         // A block takes all rows of a head, a few at a time, for the norm. It also does so if there are many
@@ -282,16 +282,16 @@ void run(const VerifyArguments& c, const Launch& launch) {
         if (!has_norm && (heads <= kEnoughBlocks || !fits(0)))
             values = values_of_block(c.record, heads, most);
         const int64_t warps = std::gcd(values, most) / kRowsOfWarp;
-        const int64_t staged = warps * StagedRows<State, kWidth>::kBytes;
+        const int64_t state_bytes = warps * SharedRows<State, kWidth>::kBytes;
         const bool all_aligned = is_aligned(c.states, c.states.data, c.states.slot_stride) &&
                                  is_aligned(c.states, c.all_states, c.all_states_stride);
         // If long windows leave no room, states are loaded to registers directly.
-        const bool is_staged = all_aligned && fits(staged);
+        const bool uses_shared_rows = all_aligned && fits(state_bytes);
         const VerifyJob job{c,
-                            places(is_staged ? staged : 0),
+                            places(uses_shared_rows ? state_bytes : 0),
                             BlockPlaces(c.record, values),
                             all_aligned,
-                            is_staged,
+                            uses_shared_rows,
                             report_as(c.op)};
 
         // Launch

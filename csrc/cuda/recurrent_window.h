@@ -18,8 +18,8 @@ struct VerifyJob {
     VerifyArguments call;
     SharedPlaces shared;
     BlockPlaces blocks;
-    bool is_aligned;  // whether the states of slots and of `all_states` are aligned
-    bool is_staged;   // whether states are loaded through shared memory; then they are aligned
+    bool is_aligned;        // whether the states of slots and of `all_states` are aligned
+    bool uses_shared_rows;  // whether states are loaded through shared memory; then they are aligned
     const char* report_as;
 };
 

@@ -25,7 +25,7 @@ class _Layer:
         self.state = self.zeros(SLOTS, 1, WIDTH, WIDTH)
         self.keys = self.zeros(SLOTS, 2, RECORD_ROWS, 1, WIDTH, dtype=torch.bfloat16)
         self.norms, self.decays = self.zeros(SLOTS, 2, RECORD_ROWS, 1), self.zeros(SLOTS, 2, RECORD_ROWS, 1)
-        self.values = self.zeros(SLOTS, RECORD_ROWS, 1, WIDTH)
+        self.updates = self.zeros(SLOTS, RECORD_ROWS, 1, WIDTH)
         self.layer_window, self.window_id = self.zeros(1, dtype=torch.int64), self.zeros(1, dtype=torch.int64)
         self.plan = self.zeros(2, 4, dtype=torch.int32)
         self.cursors = self.zeros(SLOTS, 2, dtype=torch.int32)
@@ -69,9 +69,9 @@ class _Layer:
         rows, large = list(tokens), torch.full((len(tokens), 1), 200.0, device=self.device)
         out = torch.zeros_like(values, dtype=torch.bfloat16)[:, None]
         every, state = self.zeros(len(tokens), 1, WIDTH, WIDTH), torch.zeros_like(self.state)
-        before = [tensor.clone() for tensor in (self.keys, self.norms, self.decays, self.values)]
+        before = [tensor.clone() for tensor in (self.keys, self.norms, self.decays, self.updates)]
         ops.gated_delta_verify(
-            out, self.state, self.keys, self.norms, self.decays, self.values, self.layer_window,
+            out, self.state, self.keys, self.norms, self.decays, self.updates, self.layer_window,
             torch.ones_like(self.units).tril()[rows][:, None], self.units[rows][:, None], values.bfloat16()[:, None],
             -large, large, self.zeros(1), self.zeros(1), self.plan, self.window_id, starts, 1.0, use_qk_l2norm=False,
             all_states=every,
@@ -88,7 +88,7 @@ class _Layer:
             record_keys=(self.keys, keys),
             record_norms=(self.norms, norms),
             record_decays=(self.decays, decays),
-            record_values=(self.values, updates),
+            record_updates=(self.updates, updates),
             layer_window=(self.layer_window, number),
             all_states=(every[:, 0], torch.stack([self.holds(*before) for before in seen])),
         )
@@ -105,7 +105,7 @@ class _Layer:
             [self.keys],
             [self.norms],
             [self.decays],
-            [self.values],
+            [self.updates],
             [self.layer_window],
             self.plan,
             number,

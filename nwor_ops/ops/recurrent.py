@@ -13,7 +13,7 @@ A step calls :func:`plan_recurrent_window` once and :func:`gated_delta_verify` f
 afterwards, because the next plan takes the number of tokens that stay. :func:`plan_recurrent_fold` and
 :func:`gated_delta_fold` apply pending rows immediately, before anything else reads a state.
 
-Letters as in :mod:`nwor_ops.ops`. Further letters: S slots of states, H key heads, V value heads (a multiple of H), W
+Letters as in :mod:`nwor_ops.ops`. Further letters: S slots of states, H key heads, HV value heads (a multiple of H), W
 rows of a record (at most 32). A key head has dk elements (64, 96, 128 or 256) and a value head has dv elements (64,
 128, 192 or 256). Slot 0 and negative slots are padding, like vLLM's null block.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from nwor_ops.ops.registry import op
 
 
-@op(mutates=("plan", "cursors", "window_id", "num_refused"))
+@op(mutates=("plan", "cursors", "window_id", "num_skipped"))
 def plan_recurrent_window(
     plan: Tensor,
     cursors: Tensor,
@@ -35,7 +35,7 @@ def plan_recurrent_window(
     num_kept: Tensor,
     record_rows: int,
     is_window: Tensor | None = None,
-    num_refused: Tensor | None = None,
+    num_skipped: Tensor | None = None,
 ) -> None:
     """Open a window: plan for all layers which rows each request reapplies, and where it records.
 
@@ -58,7 +58,7 @@ def plan_recurrent_window(
         record_rows: W, the maximum number of tokens in a window.
         is_window: bool ``[>= Q]``, contiguous, or None = all True. False if another kernel (prefill or plain decode)
             computes the request's tokens of this step. Its pending rows are dropped, so fold them before.
-        num_refused: int64 ``[1]`` or None; **mutated**: on CUDA, increased by the number of requests that this window
+        num_skipped: int64 ``[1]`` or None; **mutated**: on CUDA, increased by the number of requests that this window
             skipped because their counts are invalid. (On the CPU the call raises for the first one.)
 
     Raises:
@@ -126,7 +126,7 @@ def plan_recurrent_fold(
 
 @op(
     mutates=(
-        "out", "state", "record_keys", "record_norms", "record_decays", "record_values", "layer_window", "all_states",
+        "out", "state", "record_keys", "record_norms", "record_decays", "record_updates", "layer_window", "all_states",
     )
 )  # fmt: skip
 def gated_delta_verify(
@@ -135,7 +135,7 @@ def gated_delta_verify(
     record_keys: Tensor,
     record_norms: Tensor,
     record_decays: Tensor,
-    record_values: Tensor,
+    record_updates: Tensor,
     layer_window: Tensor,
     q: Tensor,
     k: Tensor,
@@ -184,43 +184,43 @@ def gated_delta_verify(
     With ``gate`` and ``norm_weight``, the kernel rounds out to its dtype and then computes
     ``out / sqrt(mean(out^2) + norm_eps) * norm_weight * act(gate)``, like vLLM's ``fused_gdn_decode_post_conv_mtp``.
 
-    Value head i uses head ``i // (V // H)`` of q and k.
+    Value head i uses head ``i // (HV // H)`` of q and k.
 
     ``query_start_loc`` defines the Q requests. If a request's row of ``plan`` is zeros (padding, or no window), the
     kernel writes zeros to the request's tokens in ``out`` and nothing else. Another kernel may write these tokens
     after this call. Tokens from ``query_start_loc[Q]`` on are not written.
 
     Args:
-        out: ``[>= T, V, dv]``, float16 or bfloat16 (on the CPU also float32), contiguous along dv; **mutated** at the
+        out: ``[>= T, HV, dv]``, float16 or bfloat16 (on the CPU also float32), contiguous along dv; **mutated** at the
             requests' tokens.
-        state: ``[S, V, dv, dk]``, float32 or bfloat16, contiguous within a slot, any stride of slots (fastest if each
+        state: ``[S, HV, dv, dk]``, float32 or bfloat16, contiguous within a slot, any stride of slots (fastest if each
             slot begins at a multiple of 16 bytes); **mutated** at the slots that the plan writes, like the records.
         record_keys: ``[S, 2, W, H, dk]``, dtype of ``out``: keys before normalization. Each record is contiguous
             within a slot and may have any stride of slots.
         record_norms: float32 ``[S, 2, W, H]``: the factor that normalizes a key (1 without ``use_qk_l2norm``).
-        record_decays: float32 ``[S, 2, W, V]``, or ``[S, 2, W, V, dk]`` with a decay per channel.
-        record_values: float32 ``[S, W, V, dv]``: the updates u.
+        record_decays: float32 ``[S, 2, W, HV]``, or ``[S, 2, W, HV, dk]`` with a decay per channel.
+        record_updates: float32 ``[S, W, HV, dv]``: the updates u.
         layer_window: int64 ``[1]``; **mutated**: set to ``window_id``. A cancelled step uses it to find the layers that
             ran. It describes the layer, not a request: if CUDA skips a request here (see below), a cancelled step
             applies no rows for it.
         q, k: ``[T, H, dk]``, dtype of ``out``, contiguous along dk. They may be views of one packed tensor.
-        v: ``[T, V, dv]``, dtype of ``out``, contiguous along dv.
-        a: ``[T, V]``, any strides; ``[T, V, dk]`` with a decay per channel (KDA). ``a``, ``b``, ``A_log``,
+        v: ``[T, HV, dv]``, dtype of ``out``, contiguous along dv.
+        a: ``[T, HV]``, any strides; ``[T, HV, dk]`` with a decay per channel (KDA). ``a``, ``b``, ``A_log``,
             ``dt_bias`` and ``norm_weight`` may each be float32, float16 or bfloat16.
-        b: ``[T, V]``, any strides.
-        A_log: ``[V]``, or None.
-        dt_bias: ``[V]``, or ``[V, dk]`` with a decay per channel; None if ``A_log`` is None.
+        b: ``[T, HV]``, any strides.
+        A_log: ``[HV]``, or None.
+        dt_bias: ``[HV]``, or ``[HV, dk]`` with a decay per channel; None if ``A_log`` is None.
         plan, window_id: from :func:`plan_recurrent_window`. The plan of another window would apply rows twice.
         query_start_loc: int32 ``[Q + 1]``, contiguous, as passed to the plan; Q is at most the rows of ``plan``.
         scale: factor of q. Like all float options, it must be finite in float32.
         softplus_beta, softplus_threshold: parameters of the softplus, the first positive, the second at most 88. With a
             higher threshold, ``exp`` would be infinite in float32.
         use_qk_l2norm: whether to normalize q and k.
-        gate: ``[>= T, V, dv]``, dtype of ``out``, contiguous along dv, or None.
+        gate: ``[>= T, HV, dv]``, dtype of ``out``, contiguous along dv, or None.
         norm_weight: ``[dv]``; None if ``gate`` is None.
         norm_eps: epsilon of the norm, 0 or more.
         gate_activation: ``"silu"`` or ``"sigmoid"``, applied to ``gate``.
-        all_states: ``[>= T, V, dv, dk]``, dtype of ``state``, contiguous within a token, or None; **mutated**: the
+        all_states: ``[>= T, HV, dv, dk]``, dtype of ``state``, contiguous within a token, or None; **mutated**: the
             rounded state after each token, as a scheme that stores every state keeps it. For tests and audits.
         allow_neg_eigval: whether to double beta. Needs ``A_log``.
         gate_lower_bound: the bound of g, negative, or None for the softplus. Needs ``A_log``.
@@ -238,13 +238,13 @@ def gated_delta_verify(
         >>> rows, heads, width = 2, 1, 64
         >>> out, state = torch.zeros(1, heads, width), torch.zeros(2, heads, width, width)
         >>> keys, norms = torch.zeros(2, 2, rows, heads, width), torch.zeros(2, 2, rows, heads)
-        >>> decays, values = torch.zeros(2, 2, rows, heads), torch.zeros(2, rows, heads, width)
+        >>> decays, updates = torch.zeros(2, 2, rows, heads), torch.zeros(2, rows, heads, width)
         >>> layer_window, window = torch.zeros(1).long(), torch.ones(1).long()
         >>> starts, plan = torch.tensor([0, 1]).int(), torch.tensor([[1, 0, 1, 1]]).int()  # one token, nothing pending
         >>> q = k = v = torch.ones(1, heads, width)
         >>> a, b = torch.zeros(1, heads), torch.full((1, heads), 100.0)  # beta = sigmoid(100) = 1
         >>> nwor_ops.gated_delta_verify(
-        ...     out, state, keys, norms, decays, values, layer_window, q, k, v, a, b, torch.zeros(heads),
+        ...     out, state, keys, norms, decays, updates, layer_window, q, k, v, a, b, torch.zeros(heads),
         ...     torch.zeros(heads), plan, window, starts, scale=1.0,
         ... )
         >>> out[0, 0, 0].item(), state.any().item()  # v at its own key; the token is recorded, not stored
@@ -258,7 +258,7 @@ def gated_delta_fold(
     record_keys: list[Tensor],
     record_norms: list[Tensor],
     record_decays: list[Tensor],
-    record_values: list[Tensor],
+    record_updates: list[Tensor],
     layer_windows: list[Tensor],
     plan: Tensor,
     window_id: Tensor | None = None,
@@ -272,7 +272,7 @@ def gated_delta_fold(
         states: a tensor for each of L layers, as ``state`` of :func:`gated_delta_verify`. All have the same shape,
             dtype and strides; layers of another geometry take another call. **Mutated** at the target slots of the
             plan.
-        record_keys, record_norms, record_decays, record_values: a tensor for each layer, as there. Contiguous within
+        record_keys, record_norms, record_decays, record_updates: a tensor for each layer, as there. Contiguous within
             a slot. The tensors of one list have the same shape and the same stride between slots.
         layer_windows: int64 ``[1]`` for each layer: the last window that the layer ran in. **Mutated** if
             ``window_id`` is given and the plan has rows: all of them hold its number afterwards.
@@ -291,10 +291,10 @@ def gated_delta_fold(
         >>> import torch
         >>> state = torch.ones(2, 1, 64, 64)
         >>> keys, norms = torch.zeros(2, 2, 3, 1, 64), torch.ones(2, 2, 3, 1)
-        >>> decays, values = torch.full((2, 2, 3, 1), 0.5), torch.zeros(2, 3, 1, 64)
+        >>> decays, updates = torch.full((2, 2, 3, 1), 0.5), torch.zeros(2, 3, 1, 64)
         >>> plan = torch.tensor([[1, 2, 0, 1]]).int()  # two rows of slot 1
         >>> layer_window = torch.zeros(1).long()
-        >>> nwor_ops.gated_delta_fold([state], [keys], [norms], [decays], [values], [layer_window], plan)
+        >>> nwor_ops.gated_delta_fold([state], [keys], [norms], [decays], [updates], [layer_window], plan)
         >>> state[:, 0, 0, 0].tolist()  # two decays of 0.5
         [1.0, 0.25]
     """

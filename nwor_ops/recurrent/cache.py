@@ -33,7 +33,7 @@ class RecurrentCache(BoundToMemory):
         record_keys: ``[S, 2, W, H, dk]``, dtype of the layer's keys: bfloat16, float16 or, only on the CPU, float32.
         record_norms: float32 ``[S, 2, W, H]``.
         record_decays: float32 ``[S, 2, W, HV]``, or ``[S, 2, W, HV, dk]`` for layers with a decay per channel (KDA).
-        record_values: float32 ``[S, W, HV, dv]``.
+        record_updates: float32 ``[S, W, HV, dv]``.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not match.
@@ -50,7 +50,7 @@ class RecurrentCache(BoundToMemory):
     record_keys: Tensor
     record_norms: Tensor
     record_decays: Tensor
-    record_values: Tensor
+    record_updates: Tensor
 
     @classmethod
     def new(
@@ -162,14 +162,14 @@ class RecurrentCache(BoundToMemory):
         per_channel = isinstance(self.record_decays, Tensor) and self.record_decays.dim() == 5
         check("record_decays", torch.float32, dims=5 if per_channel else 4)
         check("record_norms", torch.float32, dims=4)
-        check("record_values", torch.float32, dims=4)
+        check("record_updates", torch.float32, dims=4)
         expect("record_keys", "[S, 2, W, H, dk]", slots, 2, rows, heads, key_size)
         expect("record_norms", "[S, 2, W, H]", slots, 2, rows, heads)
         if per_channel:
             expect("record_decays", "[S, 2, W, HV, dk]", slots, 2, rows, value_heads, key_size)
         else:
             expect("record_decays", "[S, 2, W, HV] or [S, 2, W, HV, dk]", slots, 2, rows, value_heads)
-        expect("record_values", "[S, W, HV, dv]", slots, rows, value_heads, value_size)
+        expect("record_updates", "[S, W, HV, dv]", slots, rows, value_heads, value_size)
         if heads == 0 or value_heads % heads != 0:
             raise ValueError(
                 f"RecurrentCache: state must have a multiple of the {heads} key heads of record_keys, got "
@@ -201,8 +201,8 @@ class RecurrentCache(BoundToMemory):
 
     @property
     def records(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys, norms, decays and values, in the order of the ops' arguments."""
-        return self.record_keys, self.record_norms, self.record_decays, self.record_values
+        """Keys, norms, decays and updates, in the order of the ops' arguments."""
+        return self.record_keys, self.record_norms, self.record_decays, self.record_updates
 
 
 def _one_of(what: str, dtype: object, dtypes: tuple[torch.dtype, ...]) -> None:

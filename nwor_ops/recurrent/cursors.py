@@ -24,12 +24,12 @@ class Cursors(BoundToMemory):
     Attributes:
         table: int32 ``[num_slots, 2]``. A row holds the number of rows that the last window recorded (0 = nothing
             pending), and their half of the record.
-        refused: counts the requests that windows skip.
+        skipped: counts the requests that windows skip.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.table = torch.zeros(num_slots, 2, dtype=torch.int32, device=device)
-        self.refused = RefusedRequests(device)
+        self.skipped = SkippedRequests(device)
 
     def plan_window(
         self,
@@ -44,7 +44,7 @@ class Cursors(BoundToMemory):
         """Open a window. See :func:`nwor_ops.plan_recurrent_window`, which takes the same arguments."""
         ops.plan_recurrent_window(
             plan, self.table, window_id, slots, query_start_loc, num_kept, max_window, is_window,
-            self.refused.counter,
+            self.skipped.counter,
         )  # fmt: skip
 
     def plan_fold(
@@ -62,7 +62,7 @@ class Cursors(BoundToMemory):
         self.table[targets] = self.table[sources]
 
 
-class RefusedRequests(BoundToMemory):
+class SkippedRequests(BoundToMemory):
     """Number of requests that windows skipped because their counts are invalid.
 
     The kernel that plans a window counts them on the device. :meth:`latest` does not synchronize: a few times per

@@ -20,11 +20,11 @@ class RecurrentLayer(BoundToMemory):
 
     Attributes:
         cache: its states and records.
-        window_id: int64 ``[1]``: the last window in which the layer ran.
+        layer_window: int64 ``[1]``: the last window in which the layer ran.
     """
 
     cache: RecurrentCache
-    window_id: Tensor
+    layer_window: Tensor
 
 
 class Fold(BoundToMemory):
@@ -69,14 +69,14 @@ class _Launch(BoundToMemory):
 
     def __init__(self, layers: Mapping[str, RecurrentLayer]) -> None:
         self._names = ", ".join(layers)
-        self._windows = [layer.window_id for layer in layers.values()]
+        self._windows = [layer.layer_window for layer in layers.values()]
         self._states = [layer.cache.state for layer in layers.values()]
         records = (layer.cache.records for layer in layers.values())
         self._records = [list(tensors) for tensors in zip(*records, strict=True)]
 
     def run(self, plan: Tensor, window_id: Tensor | None) -> None:
-        keys, norms, decays, values = self._records
-        ops.gated_delta_fold(self._states, keys, norms, decays, values, self._windows, plan, window_id)
+        keys, norms, decays, updates = self._records
+        ops.gated_delta_fold(self._states, keys, norms, decays, updates, self._windows, plan, window_id)
 
     def check(self, method: str, plan: Tensor, window_id: Tensor) -> None:
         try:

@@ -44,16 +44,16 @@ class RecurrentStats:
 
     Attributes:
         windows: number of windows that were opened.
-        refused_requests: number of requests that a window skipped because their counts are invalid, once for each
+        skipped_requests: number of requests that a window skipped because their counts are invalid, once for each
             window. Only on CUDA; on the CPU the call raises.
 
     Example:
-        >>> RecurrentStats(windows=3, refused_requests=0).windows
+        >>> RecurrentStats(windows=3, skipped_requests=0).windows
         3
     """
 
     windows: int
-    refused_requests: int
+    skipped_requests: int
 
 
 class RecurrentStates(Stateful[RecurrentLayer]):
@@ -193,7 +193,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         """
         if self._state is State.REGISTERING:
             raise RuntimeError("stats: the states must be allocated; call allocate() first")
-        return RecurrentStats(int(self.window_id), self.cursors.refused.now())
+        return RecurrentStats(int(self.window_id), self.cursors.skipped.now())
 
     # ------------------------------------------------------------ a window
 
@@ -309,9 +309,9 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         if out is None:
             out = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
         cache = layer.cache
-        state, keys, norms, decays, values = map(static, (cache.state, *cache.records))
+        state, keys, norms, decays, updates = map(static, (cache.state, *cache.records))
         ops.gated_delta_verify(
-            out, state, keys, norms, decays, values, layer.window_id, q, k, v, a, b, A_log, dt_bias, self.plan,
+            out, state, keys, norms, decays, updates, layer.layer_window, q, k, v, a, b, A_log, dt_bias, self.plan,
             self.window_id, self.query_start_loc, scale=cache.state.shape[-1] ** -0.5 if scale is None else scale,
             softplus_beta=softplus_beta, softplus_threshold=softplus_threshold, use_qk_l2norm=use_qk_l2norm, gate=gate,
             norm_weight=norm_weight, norm_eps=norm_eps, gate_activation=gate_activation, all_states=all_states,
@@ -474,7 +474,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 )
         window_id = int(self.window_id)
         for name, layer in self._layers.items():
-            if windows and int(layer.window_id) != window_id:
+            if windows and int(layer.layer_window) != window_id:
                 raise RuntimeError(
                     f"commit: every layer must run in a window, {name!r} has not run in this one; cancel it"
                 )

@@ -120,7 +120,7 @@ class EngineStats:
         draft_eager_reasons: the same, by reason.
         host_seconds: time that the host spent to begin and commit the windows. With an audit, its time is included.
         one_state_steps: steps that verified their drafts with one recurrent state per request, including warm-up.
-        one_state_refused_requests: requests that such a step skipped because their accepted count was invalid. Their
+        one_state_skipped_requests: requests that such a step skipped because their accepted count was invalid. Their
             outputs are zeros. Each counts once per step and KV-cache group. Any value above 0 is a fault.
 
     Example:
@@ -141,7 +141,7 @@ class EngineStats:
     draft_graph_replays: int = 0
     draft_eager_passes: int = 0
     one_state_steps: int = 0
-    one_state_refused_requests: int = 0
+    one_state_skipped_requests: int = 0
     host_seconds: float = 0.0
     vanilla_steps: dict[str, int] = field(default_factory=dict)
     draft_eager_reasons: dict[str, int] = field(default_factory=dict)

@@ -354,8 +354,8 @@ RECURRENT_SLOTS, RECURRENT_ROWS, RECURRENT_HEADS = 9, 3, Heads(1, 2)
 
 
 def recurrent_step(
-    plan, cursors, window_id, slots, starts, num_kept, states, keys, norms, decays, values, layer_windows, packed, a, b,
-    A_log, dt_bias, out,
+    plan, cursors, window_id, slots, starts, num_kept, states, keys, norms, decays, updates, layer_windows, packed, a,
+    b, A_log, dt_bias, out,
 ):  # fmt: skip
     """Open a window, run it in two layers, fold the accepted rows: one graph that makes every view itself.
 
@@ -366,13 +366,13 @@ def recurrent_step(
     for layer in range(LAYERS):
         q, k, v = (packed[layer] * 2).split((1, 1, 2), 1)
         ops.gated_delta_verify(
-            out, states[layer], keys[layer], norms[layer], decays[layer], values[layer], layer_windows[layer], q, k, v,
+            out, states[layer], keys[layer], norms[layer], decays[layer], updates[layer], layer_windows[layer], q, k, v,
             a[layer] - 1, b[layer], A_log, dt_bias, plan, window_id, starts, 0.125,
         )  # fmt: skip
         packed = packed + out[:, :1]
     rows = num_kept.clamp(max=1)
     ops.plan_recurrent_fold(plan, cursors, slots, slots, rows)
-    ops.gated_delta_fold(*(list(t.unbind(0)) for t in (states, keys, norms, decays, values, layer_windows)), plan)
+    ops.gated_delta_fold(*(list(t.unbind(0)) for t in (states, keys, norms, decays, updates, layer_windows)), plan)
     return out * 2
 
 

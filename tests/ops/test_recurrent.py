@@ -149,7 +149,7 @@ BAD_WINDOWS = {
 @pytest.mark.parametrize(("wrong", "request_index", "error", "sentence"), BAD_WINDOWS.values(), ids=BAD_WINDOWS)
 def test_bad_window(device, wrong, request_index, error, sentence):
     """CUDA skips and counts the request: it gets a row of zeros and keeps its cursor."""
-    arguments = samples.window(**wrong, num_refused=7)
+    arguments = samples.window(**wrong, num_skipped=7)
     after = check_bad_data(PLANS[0], arguments, error, sentence, device)
     if after is None:
         return
@@ -157,7 +157,7 @@ def test_bad_window(device, wrong, request_index, error, sentence):
     assert ours["plan"][request_index].tolist() == [0] * 4
     slot = int(before["state_slots"][request_index])
     assert slot == 6 or ours["cursors"][slot].tolist() == before["cursors"][slot].tolist()
-    assert ours["num_refused"].item() == before["num_refused"].item() + 1
+    assert ours["num_skipped"].item() == before["num_skipped"].item() + 1
     assert ours["plan"].any()
 
 
@@ -199,7 +199,7 @@ def may_write(arguments: tuple) -> list[torch.Tensor]:
             continue
         tokens = end - begin
         views += [given[f"record_{kind}"][target, 1 - half, :tokens] for kind in ("keys", "norms", "decays")]
-        views += [given["state"][target], given["record_values"][target, :tokens]]
+        views += [given["state"][target], given["record_updates"][target, :tokens]]
         if given.get("all_states") is not None:
             views.append(given["all_states"][begin:end])
     return views
@@ -344,7 +344,7 @@ def test_given_gates(device, state_dtype, per_channel):
         dt_bias=None, gate_lower_bound=None,
     )  # fmt: skip
     theirs = named(VERIFY, check_verify(ready, device))
-    for name in ("record_decays", "record_values", "out"):
+    for name in ("record_decays", "record_updates", "out"):
         expected = ours[name]
         torch.testing.assert_close(theirs[name][1:], expected[1:], **tolerance(expected, state_dtype, device))
 
@@ -517,7 +517,7 @@ def test_the_fused_norm_equals_a_separate_layer(device, dtype, activation):
     norm = torch.nn.functional.rms_norm(plain["out"].float(), (128,), given["norm_weight"].float(), 1e-5)
     expected = (norm * act(given["gate"].float())).to(dtype)
     torch.testing.assert_close(given["out"][:tokens], expected[:tokens], **tolerance(expected))
-    assert all(torch.equal(given[name][1:], plain[name][1:]) for name in ("state", "record_values"))
+    assert all(torch.equal(given[name][1:], plain[name][1:]) for name in ("state", "record_updates"))
 
 
 # ---------------------------------------------------------------- folds
@@ -588,7 +588,7 @@ def test_fold_equals_the_reapplied_rows_of_verify(device, state_dtype, per_chann
         samples.verify(Heads(2, 4, 64, 128), state_dtype=state_dtype, per_channel=per_channel), device
     )
     given = named(VERIFY, layouts.twin(arguments))
-    names = ("state", "record_keys", "record_norms", "record_decays", "record_values", "layer_window")
+    names = ("state", "record_keys", "record_norms", "record_decays", "record_updates", "layer_window")
     ops.gated_delta_fold(*([given[name]] for name in names), given["plan"])
     ops.gated_delta_verify(*arguments)
     assert torch.equal(given["state"][1:], named(VERIFY, arguments)["state"][1:])
@@ -841,7 +841,7 @@ def refused_shapes() -> dict[str, tuple[dict, str]]:
         "decays": ({"record_decays": zeros(5, 2, 3, 1, like="record_norms")}, r"record_decays must be \[5, 2, 3, 2\]"),
         "channels": ({"a": zeros(tokens, 2, 64)}, rf"a must be \[{tokens}, 2\]"),
         "bias": ({"dt_bias": zeros(2, 64)}, r"dt_bias must be \[2\]"),
-        "values": ({"record_values": zeros(5, 3, 2, 32, like="state")}, r"record_values must be \[5, 3, 2, 64\]"),
+        "updates": ({"record_updates": zeros(5, 3, 2, 32, like="state")}, r"record_updates must be \[5, 3, 2, 64\]"),
         "key tokens": ({"k": zeros(tokens - 1, 1, 64)}, rf"k must be \[{tokens}, 1, 64\]"),
         "spaced width": ({"v": zeros(tokens, 2, 128)[..., ::2]}, "v must be contiguous along its last dimension"),
         "output": ({"out": zeros(tokens - 1, 2, 64)}, rf"out must be \[>= {tokens}, 2, 64\]"),

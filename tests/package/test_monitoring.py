@@ -27,7 +27,7 @@ LABELS = 'job="vllm", instance="a:8000", engine="0", model_name="m"'
 FIRES = {
     "NworFeatureMissing": {f'nwor_info{{{LABELS}, draft_graphs="missing"}}': "1x20"},
     "NworAbsent": {'vllm:num_requests_running{job="vllm", instance="a:8000"}': "0x20"},
-    "NworRefusedRequests": {f"nwor_one_state_refused_requests_total{{{LABELS}}}": "0x5 1x15"},
+    "NworSkippedRequests": {f"nwor_one_state_skipped_requests_total{{{LABELS}}}": "0x5 1x15"},
     "NworDisagreements": {f"nwor_disagreements_total{{{LABELS}}}": "0x5 1x15"},
     "NworVanillaSteps": {
         f'nwor_vanilla_steps_total{{{LABELS}, reason="a"}}': "0+1x20",
@@ -45,7 +45,7 @@ FIRES = {
 QUIET = {
     f'nwor_info{{{LABELS}, transaction="cow", draft_graphs="on", recurrent="off"}}': "1x40",
     'vllm:num_requests_running{job="vllm", instance="a:8000"}': "0x40",
-    f"nwor_one_state_refused_requests_total{{{LABELS}}}": "0x40",
+    f"nwor_one_state_skipped_requests_total{{{LABELS}}}": "0x40",
     f"nwor_disagreements_total{{{LABELS}}}": "0x40",
     f'nwor_vanilla_steps_total{{{LABELS}, reason="a"}}': "0+1x40",
     f"nwor_windows_total{{{LABELS}}}": "0+200x40",

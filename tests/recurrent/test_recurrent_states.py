@@ -504,18 +504,18 @@ def test_requests_that_a_window_skips_are_counted(device):
     decoding.start(1, 2)
     decoding.window({1: 4, 2: 3}, {1: 3, 2: 1})
     windows = decoding.states.stats().windows
-    assert decoding.states.stats() == RecurrentStats(windows, refused_requests=0)
+    assert decoding.states.stats() == RecurrentStats(windows, skipped_requests=0)
     if device == "cpu":
         return
     decoding.states.num_kept[2] = 9
-    for refused in (1, 2):
+    for skipped in (1, 2):
         decoding.begin([1, 2], [1, 1])
         decoding.states.cancel()
-        assert decoding.states.stats() == RecurrentStats(windows + refused, refused)
+        assert decoding.states.stats() == RecurrentStats(windows + skipped, skipped)
     decoding.states.reset(decoding.tensor([2], torch.int64))
     decoding.begin([1, 2], [1, 1])
     decoding.states.cancel()
-    assert decoding.states.stats().refused_requests == 2
+    assert decoding.states.stats().skipped_requests == 2
 
 
 def test_stats_need_allocated_states():
@@ -787,9 +787,9 @@ CACHES = [
      "RecurrentCache: record_norms must be on device cpu, got meta"),
     (lambda: RecurrentCache(*replaced("record_decays", lambda t: t[..., None])), ValueError, "record_decays must be"),
     (lambda: RecurrentCache(*replaced("record_decays", lambda t: t[..., 0])), ValueError, "record_decays must have"),
-    (lambda: RecurrentCache(*replaced("record_values", lambda t: t.bfloat16())), TypeError,
-     "RecurrentCache: record_values must have dtype torch.float32"),
-    (lambda: RecurrentCache(*replaced("record_values", lambda t: t[:, :2])), ValueError, "record_values must be"),
+    (lambda: RecurrentCache(*replaced("record_updates", lambda t: t.bfloat16())), TypeError,
+     "RecurrentCache: record_updates must have dtype torch.float32"),
+    (lambda: RecurrentCache(*replaced("record_updates", lambda t: t[:, :2])), ValueError, "record_updates must be"),
     (lambda: RecurrentStates(max_num_requests=0, device="cpu"), ValueError,
      "RecurrentStates: max_num_requests must be at least 1"),
     (lambda: RecurrentStates(max_num_requests=1, device="nowhere"), ValueError, "RecurrentStates: device must be"),
@@ -856,21 +856,21 @@ def sharing(what: str) -> dict[str, RecurrentCache]:
         return {"a": a, "b": RecurrentCache(b.state, *a.records)}
     if what == "states of two geometries":
         return {"a": a, "b": RecurrentCache(a.state, *new_cache(dtype=torch.float16).records)}
-    memory = torch.zeros(a.state.numel() + b.record_values.numel())
-    within = memory[100:][: b.record_values.numel()].view_as(b.record_values)
+    memory = torch.zeros(a.state.numel() + b.record_updates.numel())
+    within = memory[100:][: b.record_updates.numel()].view_as(b.record_updates)
     if what == "a state and another's record":
         return {"a": RecurrentCache(memory[: a.state.numel()].view_as(a.state), *a.records),
                 "b": RecurrentCache(b.state, *b.records[:3], within)}  # fmt: skip
     assert what == "records of one layer"
     norms = memory[: a.record_norms.numel()].view_as(a.record_norms)
     decays = memory[norms.numel() - 1 :][: a.record_decays.numel()].view_as(a.record_decays)
-    return {"a": RecurrentCache(a.state, a.record_keys, norms, decays, a.record_values)}
+    return {"a": RecurrentCache(a.state, a.record_keys, norms, decays, a.record_updates)}
 
 
 SHARED = {
-    "records": "record_(keys|norms|decays|values) of 'a' and record_(keys|norms|decays|values) of 'b'",
+    "records": "record_(keys|norms|decays|updates) of 'a' and record_(keys|norms|decays|updates) of 'b'",
     "states of two geometries": "state of 'a' and state of 'b'",
-    "a state and another's record": "state of 'a' and record_values of 'b'",
+    "a state and another's record": "state of 'a' and record_updates of 'b'",
     "records of one layer": "record_norms of 'a' and record_decays of 'a'",
 }
 

@@ -256,7 +256,7 @@ _NOT_COMPARED: dict[str, list[tuple[str, str]]] = {
     "update_draft_inputs": [("hidden_states", "next_hidden_states")],
     "eagle_step": [("positions", "new_positions")],
     "dcp_local_seq_lens": [("seq_lens", "local_seq_lens")],
-    "gated_delta_fold": [(f"record_{part}", "layer_windows") for part in ("keys", "norms", "decays", "values")],
+    "gated_delta_fold": [(f"record_{part}", "layer_windows") for part in ("keys", "norms", "decays", "updates")],
 }
 _NOT_COMPARED["write_kv_logged"] = _NOT_COMPARED["commit_staged"] = _NOT_COMPARED["write_kv"]  # without fp8
 # What each op of family shadow compares with all of its other arguments; also `saved_slots` with `slot_mappings`.

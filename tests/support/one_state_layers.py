@@ -170,9 +170,9 @@ class Side:
             builder.supports_update_block_table = True
         if one_state:
             cursors = Cursors(BLOCKS, device)
-            self.refused = cursors.refused
-            self.refused.copy()  # no second copy, because there are only a few per second
-            self.refused.PERIOD = float("inf")
+            self.skipped = cursors.skipped
+            self.skipped.copy()  # no second copy, because there are only a few per second
+            self.skipped.PERIOD = float("inf")
             for builder, layer in zip(self.builders, self.layers, strict=True):
                 builder.bind(GroupLayers(cursors, [layer]))
         self.blocks_per_request = 1 + self.specs[0].num_speculative_blocks

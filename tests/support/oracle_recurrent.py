@@ -19,7 +19,7 @@ __all__ = ["gated_delta_fold", "gated_delta_verify", "plan_recurrent_fold", "pla
 
 
 def plan_recurrent_window(
-    plan, cursors, window_id, state_slots, query_start_loc, num_kept, record_rows, is_window=None, num_refused=None
+    plan, cursors, window_id, state_slots, query_start_loc, num_kept, record_rows, is_window=None, num_skipped=None
 ) -> None:
     plan.zero_()
     starts = query_start_loc.tolist()
@@ -78,13 +78,13 @@ def forward_token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
     return state, state @ q, update
 
 
-def reapplied(state, record_keys, record_norms, record_decays, record_values, slot, rows, half, head) -> Tensor:
+def reapplied(state, record_keys, record_norms, record_decays, record_updates, slot, rows, half, head) -> Tensor:
     """Return the state [dv, dk] of one head with the first rows of a record applied."""
     key_head = head // (state.shape[1] // record_keys.shape[3])
     h = state[slot, head].float()
     for row in range(rows):
         key = record_keys[slot, half, row, key_head].float() * record_norms[slot, half, row, key_head]
-        h = h * record_decays[slot, half, row, head] + record_values[slot, row, head][:, None] * key[None, :]
+        h = h * record_decays[slot, half, row, head] + record_updates[slot, row, head][:, None] * key[None, :]
     return h
 
 
@@ -92,12 +92,12 @@ def reapplied(state, record_keys, record_norms, record_decays, record_values, sl
 
 
 def gated_delta_verify(
-    out, state, record_keys, record_norms, record_decays, record_values, layer_window, q, k, v, a, b, A_log, dt_bias,
+    out, state, record_keys, record_norms, record_decays, record_updates, layer_window, q, k, v, a, b, A_log, dt_bias,
     plan, window_id, query_start_loc, scale, softplus_beta=1.0, softplus_threshold=20.0, use_qk_l2norm=True, gate=None,
     norm_weight=None, norm_eps=1e-5, gate_activation="silu", all_states=None, allow_neg_eigval=False,
     gate_lower_bound=None,
 ) -> None:  # fmt: skip
-    record = (record_keys, record_norms, record_decays, record_values)
+    record = (record_keys, record_norms, record_decays, record_updates)
     starts = query_start_loc.tolist()
     for request, (begin, end) in enumerate(itertools.pairwise(starts)):
         source, rows, half, target = plan[request].tolist()
@@ -130,7 +130,7 @@ def gated_delta_verify(
                 record_keys[target, 1 - half, row, key_head] = k[token, key_head]
                 record_norms[target, 1 - half, row, key_head] = factor
                 record_decays[target, 1 - half, row, head] = decay
-                record_values[target, row, head] = update
+                record_updates[target, row, head] = update
                 out[token, head] = output
                 if gate is not None:
                     output = out[token, head].float()  # rounded, as a separate norm would read it
@@ -141,12 +141,12 @@ def gated_delta_verify(
 
 
 def gated_delta_fold(
-    states, record_keys, record_norms, record_decays, record_values, layer_windows, plan, window_id=None
+    states, record_keys, record_norms, record_decays, record_updates, layer_windows, plan, window_id=None
 ) -> None:
     for layer, state in enumerate(states):
         if window_id is not None and layer_windows[layer] == window_id:
             continue
-        record = (record_keys[layer], record_norms[layer], record_decays[layer], record_values[layer])
+        record = (record_keys[layer], record_norms[layer], record_decays[layer], record_updates[layer])
         for source, rows, half, target in plan.tolist():
             if target <= 0:
                 continue

@@ -33,7 +33,7 @@ class Layer:
     record_keys: Tensor
     record_norms: Tensor
     record_decays: Tensor
-    record_values: Tensor
+    record_updates: Tensor
     layer_window: Tensor
 
     @property
@@ -99,12 +99,12 @@ def make_layer(
         ((rows, heads.value_heads, heads.value_width), torch.float32),
     ]
     pages = [parts] if one_page else [[part] for part in parts]
-    state, keys, norms, decays, values = (view for page in pages for view in paged(slots, page, gap, shift, seed))
-    for i, tensor in enumerate((state, keys, values)):
+    state, keys, norms, decays, updates = (view for page in pages for view in paged(slots, page, gap, shift, seed))
+    for i, tensor in enumerate((state, keys, updates)):
         tensor[1:] = drawn(*tensor[1:].shape, seed=seed + 10 + i, factor=0.3)
     norms[1:] = drawn(*norms[1:].shape, seed=seed + 13).abs() + 0.1
     decays[1:] = torch.sigmoid(drawn(*decays[1:].shape, seed=seed + 14))
-    return Layer(state, keys, norms, decays, values, layer_window=int64(POISON))
+    return Layer(state, keys, norms, decays, updates, layer_window=int64(POISON))
 
 
 class Inputs(NamedTuple):
@@ -254,7 +254,7 @@ def window(
     record_rows: int = 3,
     plan_rows: int = 8,
     wide_slots: bool = False,
-    num_refused: int | None = None,
+    num_skipped: int | None = None,
 ) -> tuple[Any, ...]:
     """Return a plan of `REQUESTS` and a prefill. `wide_slots`: the slots are a column of an int64 block table."""
     state_slots = int32(*slots)
@@ -263,7 +263,7 @@ def window(
     return (
         poisoned_plan(plan_rows), cursors_of(*cursors), int64(2**33 + 5), state_slots, int32(*starts),
         int32(*num_kept), record_rows, None if is_window is None else flags(*is_window),
-        *([] if num_refused is None else [int64(num_refused)]),
+        *([] if num_skipped is None else [int64(num_skipped)]),
     )  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
     samples: dict[str, Any] = {
         "plan_recurrent_window": lambda: [
             window(),
-            window(is_window=None, wide_slots=True, starts=(0, 3, 5, 5, 6, 9, 9), num_refused=7),
+            window(is_window=None, wide_slots=True, starts=(0, 3, 5, 5, 6, 9, 9), num_skipped=7),
             window((), (0,), (), None, plan_rows=0),
         ],
         "plan_recurrent_fold": lambda: [

@@ -332,7 +332,7 @@ def test_every_expression_of_the_dashboard_and_of_the_alerts_returns_data(
     added = CounterFile("added", _config())
 
     def count(number: int) -> None:
-        counts = Counter(draft_graph_replays=number, one_state_steps=number, one_state_refused_requests=0)
+        counts = Counter(draft_graph_replays=number, one_state_steps=number, one_state_skipped_requests=0)
         reasons = Counter({"a reason": number})
         added.write(Totals(counts, reasons, reasons, reasons))
 

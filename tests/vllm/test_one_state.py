@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformType
 
 from nwor_ops import ops
 from nwor_ops.config import NworConfig
-from nwor_ops.recurrent.cursors import Cursors, RefusedRequests
+from nwor_ops.recurrent.cursors import Cursors, SkippedRequests
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent import plugin, supported
@@ -216,7 +216,7 @@ def test_a_cache_that_vllm_releases_is_freed() -> None:
     del memory
     gc.collect()
     assert cache() is not None
-    assert layer.recurrent_cache.record_values.shape == (3, 4, 4, 128)
+    assert layer.recurrent_cache.record_updates.shape == (3, 4, 4, 128)
     clear_layer_kv_caches([layer])
     gc.collect()
     assert cache() is None
@@ -454,18 +454,18 @@ def test_the_start_up_line(packed: bool) -> None:
         ),
     )
     builders = [SimpleNamespace(group=SimpleNamespace(layers={"a": 0, "b": 0})) for _ in range(2)]
-    refused = RefusedRequests(torch.device("cpu"))
-    state = plugin.OneState(runner, builders, GEOMETRY, refused)
+    skipped = SkippedRequests(torch.device("cpu"))
+    state = plugin.OneState(runner, builders, GEOMETRY, skipped)
     assert state.record_bytes == 106 * GEOMETRY.num_bytes
     builders[0].steps = 7
-    refused.copy()
-    refused.counter += 2
-    assert state.counted() == {"one_state_steps": 7, "one_state_refused_requests": 2}
-    assert state.counted_lately() == {"one_state_steps": 7, "one_state_refused_requests": 0}
-    refused.copy()  # too early
-    assert refused.latest() == 0
-    refused.PERIOD = 0.0
-    refused.copy()
+    skipped.copy()
+    skipped.counter += 2
+    assert state.counted() == {"one_state_steps": 7, "one_state_skipped_requests": 2}
+    assert state.counted_lately() == {"one_state_steps": 7, "one_state_skipped_requests": 0}
+    skipped.copy()  # too early
+    assert skipped.latest() == 0
+    skipped.PERIOD = 0.0
+    skipped.copy()
     assert state.counted_lately() == state.counted()
     # A state in each of two groups and two blocks of attention; vLLM has 3 more of each state.
     assert (state.blocks_per_request, state.blocks_before) == (4, 10)
@@ -480,7 +480,7 @@ def test_the_start_up_line(packed: bool) -> None:
         if group.kv_cache_spec is states:
             with_checkpoint = dataclasses.replace(GEOMETRY.extend(STATES), num_prefill_checkpoint_blocks=1)
             group.kv_cache_spec = of_group(with_checkpoint)
-    aligned = plugin.OneState(runner, builders, GEOMETRY, refused)
+    aligned = plugin.OneState(runner, builders, GEOMETRY, skipped)
     assert (aligned.blocks_per_request, aligned.blocks_before) == (8, 14)
     assert "a request of 256 tokens has 8 blocks (14), 13 of them fit (8)" in aligned.describe()
 
@@ -802,18 +802,18 @@ def test_requests_that_windows_skip_stop_the_engine_and_are_named(
     builder.plan, builder.starts, builder.slots = window.plan, window.starts, window.slots
     builder._batch_slots = torch.tensor([7, 5, 2, 0])  # the first request of the batch has no window
     state: Any = plugin.OneState.__new__(plugin.OneState)
-    state._builders, state.folds_tails, state._refused = [builder], False, layer.group.cursors.refused
+    state._builders, state.folds_tails, state._skipped = [builder], False, layer.group.cursors.skipped
     batch = SimpleNamespace(req_ids=["prompt", "good", "bad"])
-    refused, now = state._refused, [100.0]
+    skipped, now = state._skipped, [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    refused.copy()
+    skipped.copy()
     if still_runs:
         window.plan[1] = 0
-    refused.counter += 1
-    refused.copy()
+    skipped.counter += 1
+    skipped.copy()
     state.after_forward(batch)  # the counter is copied a few times per second
     now[0] += 0.5
-    refused.copy()
+    skipped.copy()
     whose = "of requests bad are" if still_runs else "of requests of earlier steps, which are not known, are"
     message = f"the counts of accepted tokens {whose} invalid.* recurrent states are not known, so the engine stops"
     with pytest.raises(CannotContinue, match=message):
@@ -838,7 +838,7 @@ def test_a_prompt_end_that_ran_as_a_window_is_folded_by_one_row(audited: bool) -
     builder._has_planned = True
     state = plugin.OneState.__new__(plugin.OneState)
     state._builders, state.folds_tails, state.audit = [builder], True, None
-    state._refused = layer.group.cursors.refused
+    state._skipped = layer.group.cursors.skipped
     if audited:
         state.audit = builder.audit = StateAudit([builder])
 

@@ -63,8 +63,8 @@ METRICS = {
         "nwor_one_state_steps",
         "Number of steps with drafts and one recurrent state per request.",
     ),
-    "one_state_refused_requests": (
-        "nwor_one_state_refused_requests",
+    "one_state_skipped_requests": (
+        "nwor_one_state_skipped_requests",
         "Number of requests skipped because their counts are invalid, per KV-cache group. Should be 0.",
     ),
 }

@@ -205,10 +205,10 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         cursors.plan_window(
             self.plan, self.window_id, self.slots, self.starts, kept[:windows], max_window=self.num_spec + 1
         )
-        cursors.refused.copy()
+        cursors.skipped.copy()
         self._has_planned = True
         self.steps += 1
-        # The convolution uses the slots that the plan writes. They are 0 for padded rows and for refused requests.
+        # The convolution uses the slots that the plan writes. They are 0 for padded rows and for skipped requests.
         indices = self.plan[: starts.shape[0] - 1, 3:].expand(-1, self.num_spec + 1)
         return replace(metadata, spec_state_indices_tensor=indices, plan=self.plan, window_id=self.window_id)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nwor_ops.config import NworConfig
-from nwor_ops.recurrent.cursors import Cursors, RefusedRequests
+from nwor_ops.recurrent.cursors import Cursors, SkippedRequests
 from nwor_ops.vllm import metrics
 from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
@@ -56,7 +56,7 @@ class OneState:
         runner: vLLM's runner, after its cache is bound.
         builders: the metadata builders of its groups of layers with one state, after their ``bind``.
         geometry: sizes of a record.
-        refused: the counter of refused requests that the builders' plans share.
+        skipped: the counter of skipped requests that the builders' plans share.
         aligned: copies states from block to block; only with prefix caching.
         owners: clears the blocks that get a new owner; only with prefix caching or a KV connector.
         folds_tails: whether a state is folded after each last token of a prompt (:meth:`fold_tails`).
@@ -71,7 +71,7 @@ class OneState:
         runner: Any,
         builders: list[Any],
         geometry: RecordGeometry,
-        refused: RefusedRequests,
+        skipped: SkippedRequests,
         aligned: AlignedStates | None = None,
         owners: BlockOwners | None = None,
         folds_tails: bool = False,
@@ -81,7 +81,7 @@ class OneState:
 
         self.folds_tails = folds_tails
         self.patches = patches or Patches(ONE_STATE)
-        self._builders, self._refused, self._aligned, self._owners = builders, refused, aligned, owners
+        self._builders, self._skipped, self._aligned, self._owners = builders, skipped, aligned, owners
         self.audit: StateAudit | None = None
         cache, drafts = runner.kv_cache_config, geometry.rows - 1
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
@@ -108,14 +108,14 @@ class OneState:
 
     def counted(self) -> dict[str, int]:
         """Return the exact counters for the metrics. This synchronizes. Every group plans every step."""
-        return self._counts(self._refused.now())
+        return self._counts(self._skipped.now())
 
     def counted_lately(self) -> dict[str, int]:
         """Return the counters of the last copy to the host, without synchronizing."""
-        return self._counts(self._refused.latest())
+        return self._counts(self._skipped.latest())
 
-    def _counts(self, refused: int) -> dict[str, int]:
-        return {"one_state_steps": self._builders[0].steps, "one_state_refused_requests": refused}
+    def _counts(self, skipped: int) -> dict[str, int]:
+        return {"one_state_steps": self._builders[0].steps, "one_state_skipped_requests": skipped}
 
     def start_audit(self) -> StateAudit:
         """Start to compare every state. The caller calls ``forwarded`` of the returned audit after each forward."""
@@ -133,7 +133,7 @@ class OneState:
         Raises:
             CannotContinue: a window skipped a request, as far as the host knows.
         """
-        if self._refused.latest() > 0:
+        if self._skipped.latest() > 0:
             raise self._unknown_states(input_batch)
         if self.folds_tails:
             self.fold_tails(input_batch)
@@ -280,7 +280,7 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
         owners.attach(patches)
     folds_tails = connected or vllm_config.cache_config.prefix_match_unit is not None
     geometry = RecordGeometry.of(vllm_config)
-    _engines[runner] = OneState(runner, builders, geometry, cursors.refused, aligned, owners, folds_tails, patches)
+    _engines[runner] = OneState(runner, builders, geometry, cursors.skipped, aligned, owners, folds_tails, patches)
     metrics.start_counting(_engines[runner], "states", vllm_config, logger)
     logger.info("nwor: one state per request: active: %s", _engines[runner].describe())
 

@@ -74,7 +74,7 @@ class RecordGeometry:
         rows, keys, values = self.rows, self.key_heads, self.value_heads
         channels = (self.key_width,) if self.per_channel else ()
         return {
-            "values": ((rows, values, self.value_width), torch.float32),
+            "updates": ((rows, values, self.value_width), torch.float32),
             "keys": ((2, rows, keys, self.key_width), self.key_dtype),
             "decays": ((2, rows, values, *channels), torch.float32),
             "norms": ((2, rows, keys), torch.float32),
