@@ -27,6 +27,11 @@ SUFFIXES = "py|h|cpp|cu|map|md|toml|yml|yaml|in"
 SOURCES = {".py", ".h", ".cpp", ".cu"}
 
 
+HOOKS = ROOT / "docs" / "internals" / "hooks.md"
+PLUGIN = ROOT / "nwor_ops" / "vllm"
+NAMES_IN = {"put": 1, "put_once": 1, "put_methods": 2, "put_in_place": 3}  # the argument with the names, by function
+
+
 def names(text: str) -> set[str]:
     """Return paths in backticks, from the root of the tree, and bare names of files."""
     words = {word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()}
@@ -186,3 +191,37 @@ def test_missing_names_are_found() -> None:
     assert missing("meta/no_FAMILY.py")
     assert not any(map(missing, ("csrc/cpu/FAMILY.cpp", "csrc/cpu/*.cpp", "setup.py", "planes.h")))
     assert anchors("# A (`b_c.json`), d\n```\n# no heading\n```\n") == {"a-b_cjson-d"}
+
+
+# ---------------------------------------------------------------- hooks
+
+
+def patched_names() -> dict[str, str]:
+    """Return the names in the plugin's patches, as written in the code, each with its file.
+
+    Names that another module defines are not found. `test_hooks.py` compares those that it patches.
+    """
+    found = {}
+    for path in sorted(PLUGIN.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                places = node.args[NAMES_IN.get(function, len(node.args)) :][:1]
+            elif isinstance(node, ast.Assign | ast.AugAssign):
+                targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+                is_patched = any(getattr(t, "attr", getattr(t, "id", "")) == "patched" for t in targets)
+                places = [node.value] * is_patched
+            elif isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "patched" and node.value:
+                places = [node.value]
+            else:
+                continue
+            for place in places:
+                texts = [part.value for part in ast.walk(place) if isinstance(part, ast.Constant)]
+                found.update({text: str(path.relative_to(ROOT)) for text in texts if isinstance(text, str)})
+    return found
+
+
+def test_the_page_of_hooks_names_every_patch() -> None:
+    patched, page = patched_names(), code(HOOKS)
+    assert {"prepare_attn", "receive", "save_kv_layer", "do_kv_cache_update", "compile_factors"} <= set(patched)
+    assert {name: file for name, file in patched.items() if not re.search(rf"\b{name}\b", page)} == {}

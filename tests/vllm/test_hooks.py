@@ -219,6 +219,13 @@ PATCHED_MODULES = [
 ]
 
 
+def not_in_the_page(targets: list[str]) -> list[str]:
+    """Return the patched attributes that docs/internals/hooks.md does not name."""
+    page = (ROOT / "docs" / "internals" / "hooks.md").read_text()
+    names = {target.rsplit(".", 1)[-1] for target in targets} - {"variables", "finders"}  # of the test
+    return sorted(name for name in names if f"{name}`" not in page)
+
+
 def layer_kinds() -> list[Any]:
     """Return the kinds of layers with one state whose vLLM modules can be imported on a CPU."""
     from nwor_ops.vllm.recurrent import supported
@@ -275,6 +282,7 @@ def test_unloading_restores_vllm_under_a_running_engine(engines: Engines, nwor: 
     } <= set(result["patched"])  # fmt: skip
     named = {target.rsplit(".", 1)[1] for target in result["objects"]}
     assert {"execute_model", "sample_tokens", "_prepare_inputs", "_sample", "do_kv_cache_update"} <= named
+    assert not_in_the_page([*result["patched"], *result["objects"]]) == []
     assert result["patched again"] == result["patched"]
     assert result["tokens"][0] == result["tokens"][1]
     before, after, total = result["windows"]
@@ -313,6 +321,7 @@ print(json.dumps({"patched": patched, "left": left + [str(patch) for patch in ho
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["left"] == []
+    assert not_in_the_page(result["patched"]) == []
     for target in (
         "vllm.v1.worker.gpu.model_runner.init_speculator",
         "GPUModelRunner.execute_model",
