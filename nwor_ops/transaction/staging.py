@@ -9,9 +9,9 @@
     ...  staged_key, staged_value = buffer.rows("layers.0")               # read by attention, with the cache
     buffer.commit(row_accepted)                                           # after sampling; or reject()
 
-It is for custom engines whose attention can read keys and values outside the cache, and for engines that verify token
-trees. The rows of a tree's nodes are adjacent, several of them may name the same slot, and the accepted path goes to
-consecutive slots.
+It is a building block for custom engines that verify token trees, if their attention can read keys and values outside
+the cache (docs/guides/building-blocks.md). The vLLM plugin does not use it. The rows of a tree's nodes are adjacent,
+several of them may name the same slot, and the accepted path goes to consecutive slots.
 
 Between begin and commit nothing synchronizes with the device. ``stage`` can be traced and captured, since all that
 changes between windows is data in buffers at fixed addresses.

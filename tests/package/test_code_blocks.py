@@ -228,8 +228,8 @@ def test_a_command_that_no_test_runs_is_found() -> None:
     assert not as_in_the_readme(f"VLLM_NWOR_RECURRENT=1 vllm serve MODEL {speculation}")
     assert is_target("make test  # all")
     assert not is_target("make nothing")
-    assert is_example("python examples/token_tree.py --branches 3")
-    assert not is_example("python examples/token_tree.py --leaves 3")
+    assert is_example("python examples/staging/token_tree.py --branches 3")
+    assert not is_example("python examples/staging/token_tree.py --leaves 3")
     assert not is_example("python examples/paged_llama.py")
 
 

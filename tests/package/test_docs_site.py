@@ -28,8 +28,8 @@ SITE = "https://forge.example/owner/name"
         (
             "examples/README.md",
             "examples.md",
-            "[`a`](token_tree.py)",
-            f"[`a`]({SITE}/blob/main/examples/token_tree.py)",
+            "[`a`](draft_loop.py)",
+            f"[`a`]({SITE}/blob/main/examples/draft_loop.py)",
         ),
         ("README.md", "index.md", "[a](tests/)", f"[a]({SITE}/tree/main/tests)"),
         ("README.md", "index.md", "![a](docs/h200.png)", "![a](h200.png)"),

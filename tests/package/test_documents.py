@@ -164,6 +164,30 @@ def test_every_op_is_on_the_map() -> None:
     assert [op for op in OPS if f"`{op}`" not in text] == []
 
 
+def test_the_building_blocks_are_what_nothing_calls() -> None:
+    """The page lists the ops that neither the plugin nor a class calls. The plugin does not use the staging buffer."""
+    table = (ROOT / "docs" / "guides" / "building-blocks.md").read_text().partition("## Ops that no class calls\n")[2]
+    callers = callers_of_ops()
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(set(OPS) - set(callers))
+    of_the_buffer = [op for op, files in callers.items() if files == {"transaction/staging.py"}]
+    assert sorted(of_the_buffer) == ["accept_staged", "commit_staged", "stage_kv"]
+    plugin = "".join(path.read_text() for path in (ROOT / "nwor_ops" / "vllm").rglob("*.py"))
+    assert "StagingBuffer" not in plugin
+    assert "KVCacheInterceptor" not in plugin
+
+
+def callers_of_ops() -> dict[str, set[str]]:
+    """Return the files of the package with ``ops.NAME``, by op. Self-tests (``cli``) do not count."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "nwor_ops").rglob("*.py"):
+        file = path.relative_to(ROOT / "nwor_ops")
+        for node in ast.walk(ast.parse(path.read_text())) if file.parts[0] not in ("cli", "meta", "ops") else ():
+            match node:
+                case ast.Attribute(value=ast.Name(id="ops"), attr=name) if name in OPS:
+                    found.setdefault(name, set()).add(str(file))
+    return found
+
+
 @pytest.mark.parametrize("document", ["README.md", "docs/reference/support.md"])
 def test_the_versions_of_vllm_are_those_of_the_code(document: str) -> None:
     text = (ROOT / document).read_text()

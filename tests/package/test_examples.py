@@ -9,6 +9,7 @@ from math import prod
 
 import draft_loop
 import pytest
+import token_tree
 import torch
 import torch.nn.functional as F
 from paged_llama import LlamaConfig, rotary_embedding
@@ -20,7 +21,9 @@ from token_tree import NO_PARENT, TreeVerifier, lookup_tree
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from transactions import one_thread  # noqa: F401
+from tree_in_pages import PagesVerifier
 
+import nwor_ops
 from nwor_ops.testing.every_state import EveryState
 
 EXAMPLES = ROOT / "examples"
@@ -400,13 +403,41 @@ def test_a_tree_step_that_fails_writes_nothing():
     assert verifier.buffer.stats().committed == 0
 
 
-def test_token_tree_script():
+def test_token_tree_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["token_tree.py", "--num-prompts", "3", "--output-tokens", "16"])
+    with pytest.raises(SystemExit) as ended:
+        token_tree.main()
+    assert not ended.value.code
+    assert "same output as plain greedy decoding: yes" in capsys.readouterr().out
+
+
+def test_tree_in_pages_script():
+    """In a process that has no other path, so that the scripts of this folder find the modules of their parent."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "token_tree.py"), "--num-prompts", "3", "--output-tokens", "16"],
+        [sys.executable, str(EXAMPLES / "staging" / "tree_in_pages.py")],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "same output as plain greedy decoding: yes" in done.stdout
+    rejected = re.findall(r"(\d+) rejected rows written to pages", done.stdout)
+    assert rejected[:2] == ["0", "0"]
+    assert int(rejected[2]) > 20
+
+
+class PagesTrees(PagesVerifier):
+    def __init__(self) -> None:
+        super().__init__(CONFIG, branches=3, depth=4, max_requests=3, max_context=64)
+
+
+def test_trees_in_pages_decode_as_plain_decoding_does(plain):
+    verifier = PagesTrees()
+    assert verifier.generate(PROMPTS, NUM_OUTPUT_TOKENS) == plain
+    assert verifier.rejected_rows > 20
+
+
+def test_trees_in_pages_need_their_moves(plain, monkeypatch):
+    monkeypatch.setattr(nwor_ops, "move_slots", lambda *_: None)
+    assert PagesTrees().generate(PROMPTS, NUM_OUTPUT_TOKENS) != plain
 
 
 # ---------------------------------------------------------------- recurrent states

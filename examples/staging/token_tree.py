@@ -1,6 +1,6 @@
 """Verify trees of drafts: several continuations at a time, of which at most one path reaches the KV cache.
 
-    python examples/token_tree.py --branches 3 --depth 4
+    python examples/staging/token_tree.py --branches 3 --depth 4
 
 If a text has several earlier places to continue from, a chain of drafts must choose one, and a tree uses them all. All
 its nodes are in one batch. Each node sees the cache, the tokens of this step before the tree, and its own ancestors
@@ -11,20 +11,26 @@ is accepted. nwor_ops therefore keeps the step's keys and values in a staging bu
     stage      at each layer one kernel copies keys and values to the buffer, and attention reads them there;
     commit     two kernels decide for all layers, and one kernel per layer writes the accepted path.
 
-The accepted path is written to consecutive slots. Nothing else is ever written to the cache.
+The accepted path is written to consecutive slots. Nothing else is ever written to the cache. `tree_in_pages.py`
+verifies the same trees with an attention that reads only pages.
 """
 
 from __future__ import annotations
 
 import argparse
+import pathlib
+import sys
 from dataclasses import dataclass
 
 import torch
-from paged_llama import Attention, Batch, LlamaConfig, PagedLlama, make_caches
-from speculative_decoding import BLOCK_SIZE, Request, make_prompts
 from torch import Tensor
 
 from nwor_ops import LayerCache, StagingBuffer
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # the folder of the next two modules
+
+from paged_llama import Attention, Batch, LlamaConfig, PagedLlama, make_caches
+from speculative_decoding import BLOCK_SIZE, Request, make_prompts
 
 NO_PARENT = -1
 
@@ -78,6 +84,8 @@ def lookup_tree(tokens: list[int], branches: int, depth: int) -> list[tuple[int,
 class TreeVerifier:
     """A batch of greedy requests whose drafts are trees. `branches=0` is plain decoding."""
 
+    attention: type[Attention] = TreeAttention
+
     def __init__(
         self,
         config: LlamaConfig,
@@ -90,22 +98,29 @@ class TreeVerifier:
         seed: int = 0,
     ) -> None:
         self.branches, self.depth, self.max_requests, self.device = branches, depth, max_requests, device
-        self.max_blocks = -(-max_context // BLOCK_SIZE)
-        num_blocks = max_requests * self.max_blocks
-        self.free_blocks = list(range(num_blocks))
-        self.caches = make_caches(config, num_blocks, BLOCK_SIZE, device)
-        most = max_requests * (1 + branches * depth) + max_context  # a prompt and trees
-
-        # Set-up: register every layer's cache, then allocate the rows: `most` per layer, and nothing more later.
-        self.buffer = StagingBuffer(max_num_tokens=most, max_num_rows=most, device=device)
+        self.max_context = max_context
+        self.max_blocks = -(-self.slots_needed(max_context) // BLOCK_SIZE)
+        self.num_blocks = max_requests * self.max_blocks
+        self.free_blocks = list(range(self.num_blocks))
+        self.most_blocks = 0  # the largest number of pages that were in use
+        self.caches = make_caches(config, self.num_blocks, BLOCK_SIZE, device)
         layer_names = [f"layers.{index}" for index in range(config.num_layers)]
+        model = PagedLlama(config, layer_names, self.caches, self.set_up(layer_names), self.attention)
+        model.init_weights(seed, config.init_scale)
+        self.model = model.to(device)
+
+    def set_up(self, layer_names: list[str]) -> StagingBuffer | None:
+        """Register every layer's cache, then allocate the rows: `most` per layer, and nothing more later."""
+        most = self.max_requests * (1 + self.branches * self.depth) + self.max_context  # a prompt and trees
+        self.buffer = StagingBuffer(max_num_tokens=most, max_num_rows=most, device=self.device)
         for name, cache in zip(layer_names, self.caches, strict=True):
             self.buffer.register_layer(name, LayerCache.packed(cache))
         self.buffer.allocate()
+        return self.buffer
 
-        model = PagedLlama(config, layer_names, self.caches, self.buffer, TreeAttention)
-        model.init_weights(seed, config.init_scale)
-        self.model = model.to(device)
+    def slots_needed(self, length: int) -> int:
+        """Return the number of slots for a text of this length, which contains the longest path of the tree."""
+        return length
 
     @torch.no_grad()
     def step(self, running: list[Request]) -> None:
@@ -141,8 +156,9 @@ class TreeVerifier:
             room = request.max_tokens - len(request.tokens) - 1  # a step gives one token in addition to the drafts
             decoding = request.num_cached > 0
             tree = lookup_tree(request.tokens, self.branches, min(self.depth, room)) if decoding else []
-            while len(request.blocks) * BLOCK_SIZE < len(request.tokens) + min(self.depth, room):
+            while len(request.blocks) * BLOCK_SIZE < self.slots_needed(len(request.tokens) + min(self.depth, room)):
                 request.blocks.append(self.free_blocks.pop(0))
+            self.most_blocks = max(self.most_blocks, self.num_blocks - len(self.free_blocks))
             first = len(token_ids)
             for position in range(request.num_cached, len(request.tokens)):
                 parents.append(max(len(token_ids) - 1, first))
