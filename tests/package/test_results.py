@@ -206,6 +206,15 @@ def test_figures_of_a_table_are_in_the_files_that_its_section_names(heading: str
     assert [figure for figure in in_tables(section) if not is_of(figure, known)] == []
 
 
+def test_figures_of_the_table_of_cases_are_in_the_benchmarks() -> None:
+    """docs/guides/which-feature.md rounds some of them."""
+    text = (ROOT / "docs" / "guides" / "which-feature.md").read_text()
+    known = [float(figure.replace(",", "")) for figure in in_tables((ROOT / "docs" / "benchmarks.md").read_text())]
+    shown = in_tables(text)
+    assert len(shown) > 10
+    assert [figure for figure in shown if not is_of(figure, [*known, 1.3])] == []  # 1.3 s of capture are in its text
+
+
 def test_a_figure_without_a_row_is_found() -> None:
     section = "| 1,000 | a |\n|---|---|\n| 1.03 (0.99 to 1.2), 7 | `a` 12,345 |\nand 3.14"
     assert in_tables(section) == ["1.03", "0.99", "1.2", "12,345"]
