@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FLOORS = r"(?:csrc/(?:cpu/|cuda/)?|meta/|nwor_ops/ops/|tests/support/(?:oracle_|samples_))"
+FLOORS = r"(?:csrc/(?:cpu/|cuda/)?|meta/|nwor_ops/ops/|nwor_ops/testing/oracle/|tests/support/samples_)"
 # Sources of one area and its tests, or the quick ones among them, relative to tests/. A family has the same name on
 # every level, followed by an underscore if it has several files on one level. Every matching rule counts.
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -20,7 +20,8 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"tests/support/shadow_windows\.py", ("ops/test_shadow.py",)),
     (r"(?:csrc|meta|nwor_ops/ops)/.*", ("ops/test_schema.py", "ops/test_plane_table.py")),
     (
-        r"csrc/(?!.*(?:accept|shadow|staging|drafter|recurrent)(?:_\w+)?\.).*|tests/support/(?:layouts|oracle|raw_rows|samples|tensors)\.py",
+        r"csrc/(?!.*(?:accept|shadow|staging|drafter|recurrent)(?:_\w+)?\.).*|tests/support/(?:layouts|samples|tensors)\.py"
+        r"|nwor_ops/testing/(?:layouts|raw_rows|against_oracle)\.py",
         ("ops/test_undo.py",),
     ),
     (r"tests/support/bad_input\.py", ("ops/test_bad_input.py",)),
@@ -43,6 +44,10 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         r"nwor_ops/(?:(?:cli|testing)/\w+|__main__)\.py|tools/command_options\.py|docs/reference/commands\.md",
         ("package/test_cli.py",),
+    ),
+    (
+        r"nwor_ops/testing/(?:random_windows|against_oracle|layouts|raw_rows|oracle/\w+)\.py",
+        ("ops/test_random_windows.py",),
     ),
     (r"nwor_ops/testing/host_graphs\.py", ("drafter/test_host_graphs.py",)),
     (r"nwor_ops/testing/every_state\.py", ("package/test_examples.py",)),

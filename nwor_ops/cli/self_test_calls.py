@@ -208,7 +208,7 @@ CALLS += (
 # Rows are two requests, and a padded row if the op supports padded rows.
 
 # The token that the noise of (seed, position, step) chooses among 64 equal logits. See `noise` in
-# tests/support/oracle_drafter.py.
+# nwor_ops/testing/oracle/drafter.py.
 VOCABULARY = 64
 DRAWS = ((0, 0, 0, 61), (1, 7, 0, 33), (2**40, 7, 1, 45), (2**40, 8, 1, 17))
 LOGITS = [[0] * VOCABULARY] * 4 + [[int(token in (5, 9)) for token in range(VOCABULARY)], [0] * VOCABULARY]

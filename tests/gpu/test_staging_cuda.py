@@ -3,17 +3,17 @@ synchronized."""
 
 from __future__ import annotations
 
-import oracle_shadow as oracle
 import pytest
 import samples_staging as samples
 import torch
 from layouts import Shape, make_pages, same_memory, twin
-from raw_rows import raw
 from samples import ops_of, sample_inputs
 from shadow_windows import Sequence, make_window
 from tensors import SMALL
 
 from nwor_ops import DraftCommitManager, LayerCache, ops
+from nwor_ops.testing.oracle import shadow as oracle
+from nwor_ops.testing.raw_rows import raw
 
 STAGE = (*ops_of("shadow"), *ops_of("staging"))
 

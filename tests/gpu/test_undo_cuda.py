@@ -3,15 +3,15 @@ or sync."""
 
 from __future__ import annotations
 
-import oracle_undo as oracle
 import pytest
 import samples_undo as samples
 import torch
 from layouts import Shape, make_pages, same_memory, twin
-from raw_rows import raw
 
 import nwor_ops
 from nwor_ops import ops
+from nwor_ops.testing.oracle import undo as oracle
+from nwor_ops.testing.raw_rows import raw
 
 
 def test_offsets_beyond_32_bits(device):

@@ -7,7 +7,6 @@ import re
 
 import bad_input
 import layouts
-import oracle
 import pytest
 import samples_drafter
 import samples_staging
@@ -17,6 +16,8 @@ from tensors import int64
 
 from nwor_ops import ops
 from nwor_ops.arguments import describe_type_error
+from nwor_ops.testing import oracle
+from nwor_ops.testing.against_oracle import assert_same_results
 
 PROBLEMS = pathlib.Path(__file__).parents[2] / "csrc" / "common" / "problems.h"
 
@@ -91,7 +92,7 @@ def test_any_integer(device, op):
             assert layouts.same_memory(on_cpu, arguments), label
         else:
             theirs = layouts.twin(arguments)
-            layouts.assert_same_results(expected, getattr(oracle, op)(*theirs))
+            assert_same_results(expected, getattr(oracle, op)(*theirs))
             assert layouts.same_memory(on_cpu, theirs), label
         if device == "cpu":
             continue
@@ -103,7 +104,7 @@ def test_any_integer(device, op):
         elif refused is not None:
             assert bad_input.only_declared_changed(op, ours, arguments), label
         else:
-            layouts.assert_same_results(result, expected)
+            assert_same_results(result, expected)
             assert layouts.same_memory(ours, on_cpu), label
 
 

@@ -7,7 +7,6 @@ import re
 
 import bad_input
 import layouts
-import oracle_drafter
 import pytest
 import samples_drafter as samples
 import torch
@@ -18,6 +17,7 @@ from samples import argument_names, ops_of, sample_inputs, with_arguments
 from tensors import flags, int32, int64, numbers
 
 from nwor_ops import ops
+from nwor_ops.testing.oracle import drafter as oracle_drafter
 
 OPS = ops_of("drafter")
 

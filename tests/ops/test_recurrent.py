@@ -8,7 +8,6 @@ import math
 import random
 
 import layouts
-import oracle_recurrent as oracle
 import pytest
 import samples_recurrent as samples
 import torch
@@ -20,6 +19,7 @@ from samples_recurrent import Heads
 from tensors import flags, int32, int64
 
 from nwor_ops import ops
+from nwor_ops.testing.oracle import recurrent as oracle
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 DTYPES = (torch.bfloat16, torch.float16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bad_input
 import layouts
-import oracle_shadow as oracle
 import pytest
 import samples_shadow as samples
 import shadow_windows
@@ -17,6 +16,7 @@ from shadow_windows import Sequence, make_window
 from tensors import flags, int32
 
 from nwor_ops import ops
+from nwor_ops.testing.oracle import shadow as oracle
 
 
 def test_by_hand(device):

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import Shape
 from processes import ROOT
-from raw_rows import raw
 from samples import ops_of, sample_inputs, with_arguments
 from tensors import flags, int32, int64
 
 from nwor_ops import ops
 from nwor_ops.ops import staging
+from nwor_ops.testing.raw_rows import raw
 
 
 def test_by_hand(device):

@@ -8,7 +8,6 @@ import sys
 
 import bad_input
 import layouts
-import oracle_undo as oracle
 import pytest
 import samples_undo as samples
 import tensors
@@ -17,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import Shape
 from processes import ROOT
-from raw_rows import raw
 from samples import sample_inputs, with_arguments
 from samples_accept import outcome_buffers
 from tensors import flags, int32, int64
 
 from nwor_ops import ops
+from nwor_ops.testing.oracle import undo as oracle
+from nwor_ops.testing.raw_rows import raw
 
 
 def test_by_hand(device):

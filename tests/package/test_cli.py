@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import command_options
-import oracle_drafter
 import pytest
 import torch
 from fake_gpu import NAME, add_nvidia_smi
@@ -23,6 +22,7 @@ import nwor_ops
 from nwor_ops.cli import doctor, self_test, self_test_calls
 from nwor_ops.ops import registry
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, engine_environment
+from nwor_ops.testing.oracle import drafter as oracle_drafter
 
 CPU = torch.device("cpu")
 MAIN = "from nwor_ops.cli import main; main()"

@@ -54,14 +54,16 @@ def test_a_family_has_one_name_on_every_level() -> None:
     assert len({frozenset(families) for families in levels.values()}) == 1, levels
 
 
-@pytest.mark.parametrize("pattern", ["support/oracle_*.py", "support/samples_*.py", "ops/test_*.py"])
+@pytest.mark.parametrize(
+    "pattern", ["nwor_ops/testing/oracle/[a-z]*.py", "tests/support/samples_*.py", "tests/ops/test_*.py"]
+)
 def test_a_family_has_its_own_tests(pattern: str) -> None:
     """Each family has one oracle, one file of samples, and one file of tests. The oracle is that of its ops."""
     families = {path.stem for path in ROOT.glob("csrc/*.h") if "_" not in path.stem}
-    found = {path.stem.partition("_")[2] for path in (ROOT / "tests").glob(pattern)}
-    assert families == (found & families if pattern.startswith("ops") else found)
+    found = {re.sub("^(samples|test)_", "", path.stem) for path in ROOT.glob(pattern)}
+    assert families == (found & families if "ops/test" in pattern else found)
     for name in families if "oracle" in pattern else ():
-        oracle = importlib.import_module(f"oracle_{name}")
+        oracle = importlib.import_module(f"nwor_ops.testing.oracle.{name}")
         assert sorted(oracle.__all__) == sorted(ops_of(name))
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from layouts import memory, refuse, same_memory, surrounded, twin
@@ -27,6 +26,7 @@ from torch.utils._pytree import tree_map
 from nwor_ops import ops
 from nwor_ops.meta import SPECS
 from nwor_ops.meta.check import Array, one_of
+from nwor_ops.testing import oracle
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from layouts import random_bytes
 from no_sync import guard
-from raw_rows import raw
 from transactions import KINDS, Request, make_batch, put_rows
 
 from nwor_ops import DraftCommitManager, num_shadow_blocks
+from nwor_ops.testing.raw_rows import raw
 
 REQUESTS, DRAFTS, TOKENS = 4, 4, 40
 ALL = tuple(KINDS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import oracle_drafter as oracle
 import torch
 import torch.nn.functional as F
 from draft_loop import Drafter, play  # noqa: F401
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.drafter import DraftBuffers, DraftLoop, DraftMetadata, DraftSampler
+from nwor_ops.testing.oracle import drafter as oracle
 
 NEVER = -9  # a value that no drafter writes
 

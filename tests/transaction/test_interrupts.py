@@ -6,10 +6,10 @@ import pytest
 import torch
 from decoding import STEPS, Engine
 from faults import Interrupts, every_interrupt
-from raw_rows import raw
 from transactions import Transactions, distinct_slots, make_batch, one_thread  # noqa: F401
 
 import nwor_ops
+from nwor_ops.testing.raw_rows import raw
 from nwor_ops.transaction.state import State
 
 TWO_KINDS = ("packed", "latent")  # two groups, two launches

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from oracle_undo import write_kv
-from raw_rows import raw, read_row, write_row
 from torch import Tensor
+
+from nwor_ops.testing.oracle.undo import write_kv
+from nwor_ops.testing.raw_rows import raw, read_row, write_row
 
 __all__ = ["accept_staged", "commit_staged", "move_slots", "stage_kv"]
 
@@ -22,7 +23,7 @@ def stage_kv(key, value, stage_rows, staged_key, staged_value, window_id=None, r
 
 def _accepted(row_accepted: Tensor, num_rows: int, row_requests: Tensor | None, row_positions: Tensor | None):
     """The accepted rows."""
-    if row_requests is None:
+    if row_requests is None or row_positions is None:
         return {row for row in range(num_rows) if row_accepted[row]}
     lengths = row_accepted.tolist()
     rows = enumerate(zip(row_requests.tolist(), row_positions.tolist(), strict=True))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from oracle_accept import drafts_of_requests, reject_rows_from_rejected
-from raw_rows import read_row, write_row
 from torch import Tensor
+
+from nwor_ops.testing.oracle.accept import drafts_of_requests, reject_rows_from_rejected
+from nwor_ops.testing.raw_rows import read_row, write_row
 
 __all__ = ["close_window", "close_window_from_rejected", "open_window"]
 

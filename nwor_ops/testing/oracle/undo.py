@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 
 import torch
-from oracle_accept import reject_rows_from_rejected
-from raw_rows import element_view, raw
 from torch import Tensor
+
+from nwor_ops.testing.oracle.accept import reject_rows_from_rejected
+from nwor_ops.testing.raw_rows import element_view, raw
 
 __all__ = [
     "log_slots",
