@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from nwor_ops.cli.demo_options import PARTS, SIZES, DemoOptions, own_dtype
 from nwor_ops.cli.demo_report import checked, print_result, write_files
+from nwor_ops.cli.stages import Stages
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess, engine_environment
 from nwor_ops.testing.tiny_llama import write_tiny_llama
 from nwor_ops.testing.workload import MAX_RUNNING, Request, text_requests, tiny_llama_requests
@@ -158,32 +158,6 @@ def run_library(
         return answers
     finally:
         process.close()
-
-
-class Stages:
-    """Show the progress: a live line on a terminal, otherwise one line before and one line after each stage."""
-
-    def __init__(self, console: Console, count: int) -> None:
-        self._console = console
-        self._count = count
-        self._begun = 0
-
-    @contextmanager
-    def stage(self, what: str, most: int | None = None) -> Iterator[Callable[[], None]]:
-        """Show one stage. Yields a function to call after each of its ``most`` parts."""
-        self._begun += 1
-        title = f"{self._begun}/{self._count} {what}"
-        started = time.monotonic()
-        if self._console.is_terminal:
-            bar = () if most is None else (BarColumn(), MofNCompleteColumn())
-            columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), *bar, TimeElapsedColumn())
-            with Progress(*columns, console=self._console, transient=True) as progress:
-                task = progress.add_task(title, total=most)
-                yield lambda: progress.advance(task)
-        else:
-            self._console.print(f"{title} ...", soft_wrap=True, markup=False)
-            yield lambda: None
-        self._console.print(f"[green]done[/] in {time.monotonic() - started:3.0f} s: {escape(title)}", soft_wrap=True)
 
 
 def start_engines(options: DemoOptions, job: dict[str, Any], audit: bool) -> dict[str, EngineProcess]:

@@ -29,11 +29,11 @@ from draft_loops import (
     require_metadata_of_every_step,
     require_only_own_slots_written,
 )
-from ports import free_port
 from processes import SUPPORT, environment
 
 from nwor_ops.drafter import GraphKey
 from nwor_ops.drafter.graphs import places_of
+from nwor_ops.testing.ports import free_port
 
 NUM_DRAFTS = (1, 2, 3, 5, 8)
 SIZES = (1, 4, 16, 64)

@@ -652,7 +652,7 @@ def test_timed_rounds_are_in_turns_and_the_first_answers_do_not_count(tmp_path):
 @pytest.mark.parametrize("terminal", [False, True])
 def test_stages_say_what_is_done_and_how_far_it_is(terminal):
     console_module = pytest.importorskip("rich.console")
-    from nwor_ops.cli.demo import Stages
+    from nwor_ops.cli.stages import Stages
 
     console = console_module.Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False)
     stages = Stages(console, 2)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 
-import ports
 import pytest
+
+from nwor_ops.testing import ports
 
 
 def test_the_ports_are_outside_the_ranges_of_others() -> None:

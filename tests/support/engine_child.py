@@ -43,8 +43,9 @@ from typing import Any
 from copied_rows import CopiedRows
 from engine_ranks import counters, second_node, serve_ranks
 from planted_errors import Fault, Planted
-from ports import free_port
 from prefill_engine import PrefillEngine, transfer_of
+
+from nwor_ops.testing.ports import free_port
 
 MOST_STEPS = 4000
 MOST_RESETS = 200

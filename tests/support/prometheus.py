@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from ports import free_port
+
+from nwor_ops.testing.ports import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "docs" / "monitoring" / "alerts.yml"

