@@ -1,13 +1,13 @@
-"""Options of the command ``nwor-ops``. The commands are implemented in ``demo.py`` and ``doctor.py``."""
+"""Options of the command ``nwor-ops``. Each command is implemented in the module of its name."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import pathlib
 import re
 import sys
-from enum import Enum
 from typing import Annotated
 
 import typer
@@ -25,7 +25,7 @@ app = typer.Typer(
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, the rest on stderr.")]
 
 
-class Mode(str, Enum):
+class Mode(str, enum.Enum):
     """Modes of the transaction."""
 
     COW = "cow"
@@ -82,7 +82,7 @@ def demo(
     raise typer.Exit(run_demo(options, as_json=json))
 
 
-class Device(str, Enum):
+class Device(str, enum.Enum):
     """Devices of an engine."""
 
     HERE = "here"
@@ -139,6 +139,88 @@ def check(
         console = Console(highlight=False)
         print_preview(found, console if console.is_terminal else Console(highlight=False, width=120))
     raise typer.Exit(outcome_of(found).value)
+
+
+class Feature(str, enum.Enum):
+    """Features that ``nwor-ops bench`` measures."""
+
+    TRANSACTION = "transaction"
+    DRAFT = "draft"
+    RECURRENT = "recurrent"
+
+
+@app.command()
+def bench(
+    feature: Annotated[Feature, typer.Argument(help="The feature to measure.")],
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="-- ARGS...", help="The arguments of vllm serve, for both sides.")
+    ],
+    mode: Annotated[Mode, typer.Option(help="Of the transaction.")] = Mode.COW,
+    requests: Annotated[str, typer.Option(help="Loads: how many requests are in flight at a time.")] = "1,16,64",
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each load and side; 6 or more prove something.")] = 6,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a run of vanilla vLLM.")] = 20.0,
+    prompts: Annotated[
+        str, typer.Option(help="random, or a file of JSON lines with prompt and output_tokens.")
+    ] = "random",
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 512,
+    output_len: Annotated[
+        int | None, typer.Option(min=1, help="Output tokens per request. Default: 256, or those that the file names.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 makes both sides choose the same tokens.")] = 0.0,
+    client_args: Annotated[str, typer.Option(help="More arguments of vllm bench serve, as one string.")] = "",
+    vanilla_args: Annotated[str, typer.Option(help="More arguments of the vanilla server, as one string.")] = "",
+    vanilla_env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable of the vanilla server; may be repeated.")
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start the sides in turn, once per round, each with the whole memory.")
+    ] = False,
+    control: Annotated[
+        bool, typer.Option("--control", help="Compare vanilla with vanilla, to see the noise of this machine.")
+    ] = False,
+    output: Annotated[pathlib.Path, typer.Option(help="Folder for the picture, results and logs.")] = pathlib.Path(
+        "bench-output"
+    ),
+    json: JsonOption = False,
+) -> None:
+    """Measure a feature with your model, arguments and traffic: vanilla vLLM and nwor_ops in turn.
+
+    Two servers start with the same arguments, and run the same requests round by round. Example:
+    nwor-ops bench recurrent --requests 1,16 -- MODEL --speculative-config '{"method": "mtp", ...}'
+
+    Exits with 0 if every load was measured, with 1 if a server or a request fails, with 2 if the command line is
+    invalid, with 3 if the feature will be refused, with 4 if vLLM refuses the arguments, and with 5 if the two sides
+    accept drafts differently, so that no ratio is given.
+    """
+    require("vllm", "matplotlib", *(() if prompts == "random" else ("pandas",)))
+    from nwor_ops.cli.bench_options import BenchOptions, check_options, parse_requests, parse_variables, parse_words
+
+    try:
+        options = BenchOptions(
+            feature=feature.value,
+            arguments=tuple(arguments),
+            output=output,
+            mode=mode.value,
+            requests=parse_requests(requests),
+            rounds=rounds,
+            seconds=seconds,
+            prompts=prompts,
+            input_tokens=input_len,
+            output_tokens=output_len,
+            temperature=temperature,
+            client_arguments=parse_words("--client-args", client_args),
+            vanilla_arguments=parse_words("--vanilla-args", vanilla_args),
+            vanilla_environment=parse_variables("--vanilla-env", vanilla_env or []),
+            restart=restart,
+            control=control,
+        )
+        check_options(options)
+    except ValueError as error:
+        typer.echo(f"nwor-ops bench: {error}", err=True)
+        raise typer.Exit(2) from None
+    from nwor_ops.cli.bench import run_bench
+
+    raise typer.Exit(run_bench(options, as_json=json))
 
 
 @app.command()

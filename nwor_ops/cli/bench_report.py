@@ -1,0 +1,231 @@
+"""Compare the runs of ``nwor-ops bench``: what the ratios prove, as a table, as JSON and as sentences."""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from nwor_ops.cli.bench_client import Run
+from nwor_ops.cli.bench_options import OURS, SIDES, VANILLA, BenchOptions
+
+CONFIDENCE = 0.95
+FEWEST_ROUNDS = 6  # fewer do not give an interval of that confidence
+# Output tok/s are proportional to the tokens of a step, so a difference in these looks like a gain or a loss.
+ACCEPTANCE_TOLERANCE = 0.02
+# Two starts of one engine may differ by this much, and the rounds of one start do not show it.
+START_NOISE = 0.01
+
+
+class Finding(str, enum.Enum):
+    """What the runs of one load say."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    NOISE = "no difference can be told from noise"
+    TOO_FEW_ROUNDS = "too few rounds"
+    NOT_COMPARABLE = "not comparable"
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What the drafts of one side gave, over all its runs.
+
+    Attributes:
+        length: tokens that a step with drafts emits per request: the accepted drafts, and one more.
+        share: such steps per output token. It differs if one side drafts more often.
+    """
+
+    length: float
+    share: float
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> Acceptance | None:
+        """Return None if no draft was verified."""
+        drafts = sum(run.drafts for run in runs)
+        if not drafts:
+            return None
+        tokens = sum(run.output_tokens for run in runs)
+        return cls(1 + sum(run.accepted for run in runs) / drafts, drafts / tokens)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The runs of both sides with one number of requests at a time. Runs at the same place belong to one round."""
+
+    requests: int
+    runs: Mapping[str, Sequence[Run]]
+
+    @property
+    def acceptance(self) -> dict[str, Acceptance | None]:
+        return {side: Acceptance.of(self.runs[side]) for side in SIDES}
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the sides cannot be compared, or None."""
+        vanilla, ours = (self.acceptance[side] for side in SIDES)
+        if vanilla is None and ours is None:
+            return "no draft was verified; this traffic or method makes none"
+        if vanilla is None or ours is None:
+            return f"{VANILLA if vanilla is None else OURS} verified no draft"
+        if _differ(vanilla.length, ours.length):
+            return f"{vanilla.length:.2f} (vanilla) and {ours.length:.2f} tokens per step {_TOO_DIFFERENT}"
+        if _differ(vanilla.share, ours.share):
+            shares = f"{100 * vanilla.share:.1f} (vanilla) and {100 * ours.share:.1f}"
+            return f"{shares} steps with drafts per 100 output tokens {_TOO_DIFFERENT}"
+        return None
+
+    @property
+    def ratios(self) -> list[float]:
+        """Our output tok/s over vanilla's, by round."""
+        return [ours.tok_s / vanilla.tok_s for vanilla, ours in zip(*(self.runs[side] for side in SIDES), strict=True)]
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        return interval_of_median(self.ratios)
+
+    @property
+    def finding(self) -> Finding:
+        if self.obstacle is not None:
+            return Finding.NOT_COMPARABLE
+        if self.interval is None:
+            return Finding.TOO_FEW_ROUNDS
+        low, high = self.interval
+        return Finding.FASTER if low > 1 else Finding.SLOWER if high < 1 else Finding.NOISE
+
+    def median(self, side: str, name: str) -> float:
+        """Return the median of a field of :class:`~nwor_ops.cli.bench_client.Run` over a side's runs."""
+        return statistics.median(getattr(run, name) for run in self.runs[side])
+
+
+_TOO_DIFFERENT = f"differ by more than {100 * ACCEPTANCE_TOLERANCE:.0f} %"
+
+
+def _differ(some: float, other: float) -> bool:
+    return abs(some / other - 1) > ACCEPTANCE_TOLERANCE
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return an interval that contains the median with a probability of at least 95 %, whatever the distribution.
+
+    It lies between the k-th smallest and the k-th largest value. The median is outside if fewer than k of n values are
+    on one side of it, which has the probability of fewer than k heads among n tosses of a coin.
+
+    Returns:
+        None: there are fewer than six values, so k would be 0.
+    """
+    count, below = len(values), 0.0
+    for k in range(count + 1):
+        below += 2 * math.comb(count, k) / 2**count
+        if below > 1 - CONFIDENCE:
+            break
+    ordered = sorted(values)
+    return (ordered[k - 1], ordered[-k]) if k else None
+
+
+# ---------------------------------------------------------------- output
+
+
+def as_dict(load: Load) -> dict[str, Any]:
+    """Return a load as JSON values. The ratio is missing if the sides cannot be compared."""
+    ratio = None
+    if load.obstacle is None:
+        bounds = dict(zip(("low", "high"), load.interval or (None, None), strict=True))
+        ratio = {"median": statistics.median(load.ratios), "rounds": load.ratios} | bounds
+    acceptance = {
+        side: None if found is None else {"tokens_per_step": found.length, "steps_per_output_token": found.share}
+        for side, found in load.acceptance.items()
+    }
+    return {
+        "requests": load.requests,
+        "finding": load.finding.value,
+        "obstacle": load.obstacle,
+        "ratio": ratio,
+        "acceptance": acceptance,
+        "runs": {side: [asdict(run) for run in load.runs[side]] for side in SIDES},
+    }
+
+
+def sentence(load: Load) -> str:
+    """Return the result of a load as a sentence."""
+    at = f"{load.requests} request{'s' if load.requests > 1 else ''} at a time"
+    if load.finding is Finding.NOT_COMPARABLE:
+        return f"{at}: not comparable: {load.obstacle}"
+    median = f"{statistics.median(load.ratios):.3f} times vanilla's output tok/s"
+    if load.interval is None:
+        return f"{at}: {median}, but {len(load.ratios)} rounds are too few to tell it from noise (at least 6)"
+    bounds = f"{median} ({load.interval[0]:.3f} to {load.interval[1]:.3f})"
+    return f"{at}: {load.finding.value}: {bounds}"
+
+
+def remarks(options: BenchOptions, loads: Sequence[Load]) -> Iterator[str]:
+    """Yield what a reader of the ratios should know."""
+    small = [
+        load for load in loads if load.finding in (Finding.FASTER, Finding.SLOWER)
+        and abs(statistics.median(load.ratios) - 1) < START_NOISE
+    ]  # fmt: skip
+    if small and not options.restart:
+        yield (
+            f"two starts of one engine may differ by {100 * START_NOISE:.0f} % too: --restart measures several starts, "
+            "and --control compares vanilla with vanilla"
+        )
+    if any(load.finding is Finding.NOT_COMPARABLE for load in loads):
+        yield "longer runs (--seconds) or other prompts may make the acceptance equal"
+
+
+def print_loads(console: Console, options: BenchOptions, loads: Sequence[Load]) -> None:
+    """Print a table of both sides, and a sentence for each load."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("requests", justify="right")
+    table.add_column("", no_wrap=True)
+    for column in ("output tok/s", "first token", "further token", "tokens per step"):
+        table.add_column(column, justify="right")
+    table.add_column("ratio (95 %)", justify="right", no_wrap=True)
+    for load in loads:
+        table.add_section()
+        for side in SIDES:
+            acceptance = load.acceptance[side]
+            table.add_row(
+                f"{load.requests:,}" if side == VANILLA else "",
+                options.titles[side],
+                f"{load.median(side, 'tok_s'):,.1f}",
+                f"{load.median(side, 'ttft_ms'):,.1f} ms",
+                f"{load.median(side, 'tpot_ms'):,.2f} ms",
+                "-" if acceptance is None else f"{acceptance.length:.2f}",
+                "" if side == VANILLA else _ratio(load),
+            )
+    console.print(table)
+    for load in loads:
+        console.print(f"[{_COLOURS[load.finding]}]{escape(sentence(load))}[/]", soft_wrap=True)
+    for remark in remarks(options, loads):
+        console.print(f"[yellow]note:[/] {escape(remark)}", soft_wrap=True)
+
+
+_COLOURS = {
+    Finding.FASTER: "bold green",
+    Finding.SLOWER: "bold red",
+    Finding.NOISE: "bold",
+    Finding.TOO_FEW_ROUNDS: "yellow",
+    Finding.NOT_COMPARABLE: "bold red",
+}
+
+
+def _ratio(load: Load) -> str:
+    if load.obstacle is not None:
+        return "-"
+    median = f"{statistics.median(load.ratios):.3f}"
+    return median if load.interval is None else f"{median} ({load.interval[0]:.3f} to {load.interval[1]:.3f})"
+
+
+def rates(load: Load) -> str:
+    """Return both sides' output tok/s, for the picture."""
+    vanilla, ours = (load.median(side, "tok_s") for side in SIDES)
+    return f"{vanilla:,.0f} \N{RIGHTWARDS ARROW} {ours:,.0f} tok/s"
