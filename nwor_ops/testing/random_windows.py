@@ -541,7 +541,7 @@ def _tolerances(dtype: torch.dtype, state_dtype: torch.dtype) -> dict[str, tuple
     absolute = 2e-4 if state_dtype == torch.float32 else 5e-2
     of_state, of_out, of_record = ((4 * EPSILONS[of], absolute) for of in (state_dtype, dtype, torch.float32))
     return {
-        "state": of_state, "states": of_state, "all_states": of_state, "record_values": of_record,
+        "state": of_state, "states": of_state, "all_states": of_state, "record_updates": of_record,
         "record_norms": of_record, "record_decays": of_record, "out": (of_out[0], max(absolute, 4 * EPSILONS[dtype])),
     }  # fmt: skip
 
