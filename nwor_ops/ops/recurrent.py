@@ -1,6 +1,6 @@
 """Family ``recurrent``: linear-attention layers verify drafts with one recurrent state per request.
 
-A rejected draft token cannot be removed from a recurrent state, so engines keep a state for each draft token. Here a
+A rejected draft token cannot be removed from a recurrent state. So engines keep a state for each draft token. Here a
 request has one state, and a *record* of its last window. For each token, the record holds the key, 1 / |key|, the decay
 and the update ``u = beta * (v - S k)``.
 
@@ -13,9 +13,9 @@ A step calls :func:`plan_recurrent_window` once and :func:`gated_delta_verify` f
 afterwards, because the next plan takes the number of tokens that stay. :func:`plan_recurrent_fold` and
 :func:`gated_delta_fold` apply pending rows immediately, before anything else reads a state.
 
-Letters as in :mod:`nwor_ops.ops`. Further letters: S slots of states, H key heads, HV value heads (a multiple of H), W
-rows of a record (at most 32). A key head has dk elements (64, 96, 128 or 256) and a value head has dv elements (64,
-128, 192 or 256). Slot 0 and negative slots are padding, like vLLM's null block.
+Letters as in :mod:`nwor_ops.ops`, and: S slots of states, W rows of a record (at most 32). H key heads of dk elements
+(64, 96, 128 or 256). HV value heads of dv elements (64, 128, 192 or 256); HV is a multiple of H. Slot 0 and negative
+slots are padding, like vLLM's null block.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ def plan_recurrent_window(
     All tensors are on one device. Mutated tensors must not share memory with other arguments.
 
     Args:
-        plan: int32 ``[>= Q, 4]``, contiguous; **mutated** in every row. A row holds the slot that the request reads,
-            the number of rows to reapply, the half of the record with these rows, and the slot that it writes (equal
-            to the first). This window records into the other half. Rows are zero for requests without a window, and
-            from Q on.
-        cursors: int32 ``[S, 2]``, contiguous; **mutated** at the slots of this step's requests. A row holds the number
+        plan: int32 ``[>= Q, 4]``, contiguous. **Mutated** in every row. Column 0 is the slot that the request reads.
+            Column 1 is the number of rows to reapply, and column 2 the half of the record with these rows. Column 3 is
+            the slot that it writes, equal to the first. This window records into the other half. Rows are zero for
+            requests without a window, and from Q on.
+        cursors: int32 ``[S, 2]``, contiguous. **Mutated** at the slots of this step's requests. A row holds the number
             of rows that the last window recorded (0 = nothing pending), and their half. Fill it with zeros at first.
-        window_id: int64 ``[1]``; **mutated**: the number of the open window, increased by one.
-        state_slots: int32 or int64 ``[Q]``, any stride: the slot of each request; 0 or less = padding. It may be a
-            column of a block table.
-        query_start_loc: int32 ``[>= Q + 1]``, contiguous: the first token of each request, and the end of the last one.
-            A request without tokens keeps its cursor.
-        num_kept: int32 ``[>= Q]``, contiguous: number of tokens of the request's last window that stay, from 1 to the
+        window_id: int64 ``[1]``. **Mutated**: the number of the open window, increased by one.
+        state_slots: int32 or int64 ``[Q]``, any stride. The slot of each request. A slot of 0 or less is padding. It
+            may be a column of a block table.
+        query_start_loc: int32 ``[>= Q + 1]``, contiguous. The first token of each request, then the end. A request
+            without tokens keeps its cursor.
+        num_kept: int32 ``[>= Q]``, contiguous. Number of tokens of the request's last window that stay, from 1 to the
             recorded rows. It includes the first token, which is not a draft token. Ignored if nothing is pending.
         record_rows: W, the maximum number of tokens in a window.
         is_window: bool ``[>= Q]``, contiguous, or None = all True. False if another kernel (prefill or plain decode)
-            computes the request's tokens of this step. Its pending rows are dropped, so fold them before.
-        num_skipped: int64 ``[1]`` or None; **mutated**: on CUDA, increased by the number of requests that this window
-            skipped because their counts are invalid. (On the CPU the call raises for the first one.)
+            computes the request's tokens of this step. Its pending rows are dropped. Fold them before.
+        num_skipped: int64 ``[1]`` or None. **Mutated** on CUDA: increased by the number of requests that this window
+            skipped. Their counts are invalid. On the CPU the call raises for the first one.
 
     Raises:
-        ValueError: a shape or stride is wrong. On the CPU also: a window is longer than W, a count of kept tokens or a
-            cursor is invalid, starts decrease, or two requests have the same slot.
+        ValueError: a shape or stride is wrong. The CPU also refuses a window longer than W and an invalid count or
+            cursor. It refuses starts that decrease, and two requests with the same slot.
         TypeError: a dtype or device is wrong.
         IndexError: on the CPU, a slot is >= S. Nothing is written then. On CUDA, a request with such a problem gets a
             row of zeros and keeps its cursor; with ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after the launch. CUDA
@@ -97,16 +97,17 @@ def plan_recurrent_fold(
     """Plan for :func:`gated_delta_fold` which pending rows to apply to which states.
 
     Args:
-        plan: int32 ``[>= E, 4]``, contiguous; **mutated** in every row, with the columns of
-            :func:`plan_recurrent_window`. Rows are zero for padding, for entries that fold no row into their own slot,
-            and from E on.
-        cursors: int32 ``[S, 2]``, contiguous; **mutated**: nothing is pending in targets, and in sources unless
+        plan: int32 ``[>= E, 4]``, contiguous. **Mutated** in every row, with the columns of
+            :func:`plan_recurrent_window`. Rows are zero for padding and from E on. They are also zero for entries that
+            fold no row into their own slot.
+        cursors: int32 ``[S, 2]``, contiguous. **Mutated**: nothing is pending in targets, and in sources unless
             ``keep_source``. All entries are read before the first is written.
-        source_slots: int32 or int64 ``[E]``, any stride: slots whose state and record are read; 0 or less = padding.
-        target_slots: int32 or int64 ``[>= E]``, any stride: slots whose state is written; 0 or less = padding. If
-            source and target differ, the state is copied, also with zero rows.
-        num_rows: int32 ``[>= E]``, contiguous: number of rows to apply, clamped to 0 and the pending rows.
-        keep_source: whether rows stay pending in a source that is not its own target.
+        source_slots: int32 or int64 ``[E]``, any stride. Slots whose state and record are read. A slot of 0 or less is
+            padding.
+        target_slots: int32 or int64 ``[>= E]``, any stride. Slots whose state is written. A slot of 0 or less is
+            padding. If source and target differ, the state is copied, also with zero rows.
+        num_rows: int32 ``[>= E]``, contiguous. Number of rows to apply, clamped to 0 and the pending rows.
+        keep_source: whether rows stay pending in a source. It has no effect if the source is its own target.
 
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: as :func:`plan_recurrent_window`.
@@ -161,15 +162,15 @@ def gated_delta_verify(
 ) -> None:
     """Run one layer of a window: reapply the accepted rows, store the state, run the window's tokens and record them.
 
-    To reapply a row of the record, the kernel computes ``S = S decay + u k^T`` without dot products. The kernel
-    then rounds the state to its dtype, stores it, and continues from the rounded state. It computes each token of the
-    window in float32 and does not round the state between tokens:
+    To reapply a row of the record, the kernel computes ``S = S decay + u k^T`` without dot products. It then rounds the
+    state to its dtype and stores it. It continues from the rounded state, in float32. The state is not rounded
+    between the tokens of the window:
 
         g = -exp(A_log) softplus(a + dt_bias);  decay = exp(g);  beta = sigmoid(b)
         k = k / sqrt(sum(k^2) + 1e-6), q likewise;  q = q scale
         S = S decay;  u = beta (v - S k);  S = S + u k^T;  out = S q
 
-    This is the formula of vLLM's ``fused_sigmoid_gating_delta_rule_update``
+    vLLM's ``fused_sigmoid_gating_delta_rule_update`` has the same formula
     (``vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py``). Here
     ``softplus(x) = log(1 + exp(softplus_beta x)) / softplus_beta``, or x if ``softplus_beta x`` is above the threshold.
 
@@ -181,53 +182,52 @@ def gated_delta_verify(
     - With ``allow_neg_eigval``, beta is doubled, as in OLMo hybrid. ``1 - beta k k^T`` may then have negative
       eigenvalues.
 
-    With ``gate`` and ``norm_weight``, the kernel rounds out to its dtype and then computes
+    With ``gate`` and ``norm_weight``, the kernel rounds out to its dtype. Then it computes
     ``out / sqrt(mean(out^2) + norm_eps) * norm_weight * act(gate)``, like vLLM's ``fused_gdn_decode_post_conv_mtp``.
 
     Value head i uses head ``i // (HV // H)`` of q and k.
 
-    ``query_start_loc`` defines the Q requests. If a request's row of ``plan`` is zeros (padding, or no window), the
-    kernel writes zeros to the request's tokens in ``out`` and nothing else. Another kernel may write these tokens
-    after this call. Tokens from ``query_start_loc[Q]`` on are not written.
+    ``query_start_loc`` defines the Q requests. A row of zeros in ``plan`` means padding, or no window. For such a
+    request the kernel only writes zeros to its tokens in ``out``. Another kernel may write them after this call. Tokens
+    from ``query_start_loc[Q]`` on are not written.
 
     Args:
-        out: ``[>= T, HV, dv]``, float16 or bfloat16 (on the CPU also float32), contiguous along dv; **mutated** at the
+        out: ``[>= T, HV, dv]``. Float16 or bfloat16, on the CPU also float32. Contiguous along dv. **Mutated** at the
             requests' tokens.
-        state: ``[S, HV, dv, dk]``, float32 or bfloat16, contiguous within a slot, any stride of slots (fastest if each
-            slot begins at a multiple of 16 bytes); **mutated** at the slots that the plan writes, like the records.
-        record_keys: ``[S, 2, W, H, dk]``, dtype of ``out``: keys before normalization. Each record is contiguous
-            within a slot and may have any stride of slots.
-        record_norms: float32 ``[S, 2, W, H]``: the factor that normalizes a key (1 without ``use_qk_l2norm``).
-        record_decays: float32 ``[S, 2, W, HV]``, or ``[S, 2, W, HV, dk]`` with a decay per channel.
-        record_updates: float32 ``[S, W, HV, dv]``: the updates u.
-        layer_window: int64 ``[1]``; **mutated**: set to ``window_id``. A cancelled step uses it to find the layers that
-            ran. It describes the layer, not a request: if CUDA skips a request here (see below), a cancelled step
-            applies no rows for it.
-        q, k: ``[T, H, dk]``, dtype of ``out``, contiguous along dk. They may be views of one packed tensor.
-        v: ``[T, HV, dv]``, dtype of ``out``, contiguous along dv.
-        a: ``[T, HV]``, any strides; ``[T, HV, dk]`` with a decay per channel (KDA). ``a``, ``b``, ``A_log``,
-            ``dt_bias`` and ``norm_weight`` may each be float32, float16 or bfloat16.
-        b: ``[T, HV]``, any strides.
+        state: float32 or bfloat16 ``[S, HV, dv, dk]``. Contiguous within a slot. Any stride of slots, fastest if each
+            slot begins at a multiple of 16 bytes. **Mutated** at the slots that the plan writes, like the records.
+        record_keys: ``[S, 2, W, H, dk]``, dtype of ``out``. Keys before normalization. Each record is contiguous within
+            a slot. Any stride of slots.
+        record_norms: float32 ``[S, 2, W, H]``. The factor that normalizes a key, 1 without ``use_qk_l2norm``.
+        record_decays: float32 ``[S, 2, W, HV]``, or ``[S, 2, W, HV, dk]``. The second form has a decay per channel.
+        record_updates: float32 ``[S, W, HV, dv]``. The updates u.
+        layer_window: int64 ``[1]``. **Mutated**: set to ``window_id``. A cancelled step uses it to find the layers that
+            ran. If CUDA skips a request here (see below), a cancelled step applies no rows for it.
+        q, k: ``[T, H, dk]``, dtype of ``out``. Contiguous along dk. They may be views of one packed tensor.
+        v: ``[T, HV, dv]``, dtype of ``out``. Contiguous along dv.
+        a: ``[T, HV]``, or ``[T, HV, dk]`` with a decay per channel (KDA). Any strides. The dtype may be float32,
+            float16 or bfloat16. The same holds for ``b``, ``A_log``, ``dt_bias`` and ``norm_weight``.
+        b: ``[T, HV]``. Any strides.
         A_log: ``[HV]``, or None.
-        dt_bias: ``[HV]``, or ``[HV, dk]`` with a decay per channel; None if ``A_log`` is None.
+        dt_bias: ``[HV]``, or ``[HV, dk]`` with a decay per channel. None if ``A_log`` is None.
         plan, window_id: from :func:`plan_recurrent_window`. The plan of another window would apply rows twice.
-        query_start_loc: int32 ``[Q + 1]``, contiguous, as passed to the plan; Q is at most the rows of ``plan``.
+        query_start_loc: int32 ``[Q + 1]``, contiguous, as passed to the plan. Q is at most the rows of ``plan``.
         scale: factor of q. Like all float options, it must be finite in float32.
-        softplus_beta, softplus_threshold: parameters of the softplus, the first positive, the second at most 88. With a
-            higher threshold, ``exp`` would be infinite in float32.
+        softplus_beta, softplus_threshold: parameters of the softplus. The first is positive, the second at most 88.
+            With a higher threshold, ``exp`` would be infinite in float32.
         use_qk_l2norm: whether to normalize q and k.
-        gate: ``[>= T, HV, dv]``, dtype of ``out``, contiguous along dv, or None.
-        norm_weight: ``[dv]``; None if ``gate`` is None.
+        gate: ``[>= T, HV, dv]``, dtype of ``out``, or None. Contiguous along dv.
+        norm_weight: ``[dv]``. None if ``gate`` is None.
         norm_eps: epsilon of the norm, 0 or more.
-        gate_activation: ``"silu"`` or ``"sigmoid"``, applied to ``gate``.
-        all_states: ``[>= T, HV, dv, dk]``, dtype of ``state``, contiguous within a token, or None; **mutated**: the
+        gate_activation: ``"silu"`` or ``"sigmoid"``. It is applied to ``gate``.
+        all_states: ``[>= T, HV, dv, dk]``, dtype of ``state``, or None. Contiguous within a token. **Mutated**: the
             rounded state after each token, as a scheme that stores every state keeps it. For tests and audits.
         allow_neg_eigval: whether to double beta. Needs ``A_log``.
         gate_lower_bound: the bound of g, negative, or None for the softplus. Needs ``A_log``.
 
     Raises:
-        ValueError: a shape, a stride, an option, or written memory that overlaps any other argument; on the CPU also
-            an invalid plan, or a plan that does not fit ``query_start_loc``.
+        ValueError: a shape, a stride or an option is invalid, or written memory overlaps another argument. On the CPU
+            also for an invalid plan, or a plan that does not fit ``query_start_loc``.
         TypeError: a dtype or device.
         IndexError: on the CPU, a slot of the plan >= S. Nothing is written then. CUDA skips such a request; with
             ``VLLM_NWOR_DEBUG_SYNC=1`` the call raises after the launch.
@@ -270,22 +270,21 @@ def gated_delta_fold(
 
     Args:
         states: a tensor for each of L layers, as ``state`` of :func:`gated_delta_verify`. All have the same shape,
-            dtype and strides; layers of another geometry take another call. **Mutated** at the target slots of the
+            dtype and strides. Layers of another geometry take another call. **Mutated** at the target slots of the
             plan.
         record_keys, record_norms, record_decays, record_updates: a tensor for each layer, as there. Contiguous within
             a slot. The tensors of one list have the same shape and the same stride between slots.
-        layer_windows: int64 ``[1]`` for each layer: the last window that the layer ran in. **Mutated** if
-            ``window_id`` is given and the plan has rows: all of them hold its number afterwards.
-        plan: int32 ``[E, 4]``, contiguous: the output of :func:`plan_recurrent_fold`, or of
-            :func:`plan_recurrent_window` to cancel an open window.
-        window_id: int64 ``[1]`` or None. Layers whose ``layer_windows`` holds this number already are left out: they
-            ran in the window, or an earlier call has folded them. None = fold all layers and mark none.
+        layer_windows: int64 ``[1]`` for each layer. The last window that the layer ran in. **Mutated** if
+            ``window_id`` is given and the plan has rows. All of them then hold its number.
+        plan: int32 ``[E, 4]``, contiguous. The output of :func:`plan_recurrent_fold`. To cancel an open window, that of
+            :func:`plan_recurrent_window`.
+        window_id: int64 ``[1]`` or None. Layers whose ``layer_windows`` holds this number are left out. They ran in the
+            window, or an earlier call has folded them. None = fold all layers and mark none.
 
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: as :func:`gated_delta_verify`.
-        ValueError: also for lists of different lengths, for a state that shares memory with another state or a record,
-            and, with ``window_id``, for a number in ``layer_windows`` that shares memory with another one, the plan or
-            ``window_id``.
+        ValueError: also for lists of different lengths. A state shares memory with another state or a record. With
+            ``window_id``, a number in ``layer_windows`` shares memory with another one, the plan or ``window_id``.
 
     Example:
         >>> import torch

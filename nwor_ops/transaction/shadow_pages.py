@@ -290,8 +290,8 @@ class ShadowPages(BoundToMemory):
         """Undo the launches of an open that failed. Synchronizes with the device.
 
         Nothing was written yet, so no row is copied: the launch gets planes without columns. The slots show which
-        launches ran, because only those of made launches lie in shadow pages. The saved slots of other launches are
-        from an earlier window.
+        launches ran: only those of made launches lie in shadow pages. The saved slots of other launches are from an
+        earlier window.
         """
         self.held_slots.fill_(-1)
         for launch, views, own in zip(self.launches, self._group_views, redirects, strict=True):
