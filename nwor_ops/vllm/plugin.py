@@ -69,7 +69,12 @@ def _logger() -> Any:
 
 
 def register() -> None:
-    """Install the plugin; vLLM's entry point ``vllm.general_plugins``. Calling it again is safe."""
+    """Install the plugin; vLLM's entry point ``vllm.general_plugins``. Calling it again is safe.
+
+    Example:
+        >>> nwor_ops.vllm.register()  # vLLM calls it in every process
+        >>> nwor_ops.vllm.register()  # nothing changes
+    """
     config = NworConfig.load()  # raises for an unknown variable or value now, not when a cache is bound
     announce_variables()
     if switched_off():
@@ -98,6 +103,12 @@ def unload() -> None:
     Raises:
         RuntimeError: an engine in this process has one recurrent state per request, which vLLM's code cannot read. Or
             other code has replaced a patch of this plugin; all others are undone.
+
+    Example:
+        >>> nwor_ops.vllm.register()
+        >>> nwor_ops.vllm.unload()
+        >>> nwor_ops.vllm.sessions()
+        []
     """
     if one_state.one_states():
         raise RuntimeError("nwor: cannot unload: an engine of this process has one recurrent state per request")
@@ -268,7 +279,14 @@ def _attach(runner: Any, module: str) -> None:
 
 
 def sessions() -> list[Session]:
-    """Return the sessions of the engines in this process."""
+    """Return the sessions of the engines in this process. Engines in other processes are not included.
+
+    Example:
+        Print the windows of each engine. Here no engine runs.
+
+        >>> [session.stats().windows for session in nwor_ops.vllm.sessions()]
+        []
+    """
     return list(_sessions.values())
 
 
@@ -303,6 +321,10 @@ def check() -> list[dict[str, Any]]:
     Returns:
         One row per check: ``hook`` (its name), ``feature``, ``needed`` (whether this vLLM and its device may have the
         feature; always true for the transaction), ``ok``, and ``detail`` (the signature, or the problem).
+
+    Example:
+        >>> [row["hook"] for row in nwor_ops.vllm.check() if row["needed"] and not row["ok"]]
+        []
     """
     import vllm
     from vllm.platforms import current_platform

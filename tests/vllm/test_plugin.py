@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from typing import Any
 
 import pytest
@@ -97,6 +98,26 @@ def test_an_unsupported_engine_runs_vanilla_on_request(engines: Engines) -> None
         max_tokens=8,
     )
     assert result["session"] is None
+
+
+def examples_job() -> dict[str, tuple[int, int]]:
+    """Run the examples of the plugin's public functions and classes. Return failures and attempts by name."""
+    import nwor_ops.vllm
+
+    names = {"nwor_ops": nwor_ops}
+    runner, found = doctest.DocTestRunner(), {}
+    for name in nwor_ops.vllm.__all__:
+        thing = getattr(nwor_ops.vllm, name)
+        [test] = doctest.DocTestFinder(recurse=False).find(thing, name, extraglobs=names | {name: thing})
+        results = runner.run(test)
+        found[name] = (results.failed, results.attempted)
+    return found
+
+
+def test_the_examples_of_the_plugin_run(engines: Engines) -> None:
+    found = engines.submit(examples_job).result()
+    assert "OneState" in found
+    assert {name: result for name, result in found.items() if result[0] or not result[1]} == {}
 
 
 def test_register_is_idempotent(engines: Engines) -> None:

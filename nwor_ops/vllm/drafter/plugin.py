@@ -129,7 +129,14 @@ _proposers: weakref.WeakSet[Any] = weakref.WeakSet()  # of the V1 runner
 
 
 def draft_graph_reports() -> list[DraftGraphReport]:
-    """Return the reports of this process's engines. Engines in other processes are not included."""
+    """Return the reports of this process's engines. Engines in other processes are not included.
+
+    Example:
+        Here no engine runs.
+
+        >>> [report.replays for report in nwor_ops.vllm.draft_graph_reports()]
+        []
+    """
     return [drafter.report() for drafter in (*_speculators, *_proposers)]
 
 

@@ -18,6 +18,11 @@ class DraftGraphReport:
             graph.
         replays: number of passes that ran from graphs, by pass.
         eager: number of passes that ran vLLM's own code, by reason. Warm-up and profiling are included.
+
+    Example:
+        >>> report = DraftGraphReport(captured={"decode": [1, 2, 4]}, replays={"decode": 10})
+        >>> report.as_dict()["replays"]
+        {'decode': 10}
     """
 
     captured: dict[str, list[int]] = field(default_factory=dict)

@@ -40,7 +40,14 @@ _engines: weakref.WeakKeyDictionary[Any, OneState] = weakref.WeakKeyDictionary()
 
 
 def one_states() -> list[OneState]:
-    """Return the states of the engines in this process. Engines in other processes are not included."""
+    """Return the states of the engines in this process. Engines in other processes are not included.
+
+    Example:
+        Here no engine runs.
+
+        >>> [state.counted() for state in nwor_ops.vllm.one_states()]
+        []
+    """
     return list(_engines.values())
 
 
@@ -64,6 +71,12 @@ class OneState:
 
     Attributes:
         audit: compares every state, if the configuration asks for it.
+
+    Example:
+        The plugin makes it when a cache is bound. Here no engine runs.
+
+        >>> [(state.num_layers, state.record_bytes) for state in nwor_ops.vllm.one_states()]
+        []
     """
 
     def __init__(
