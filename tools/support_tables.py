@@ -171,6 +171,16 @@ def refused() -> str:
     return "\n".join(_row(*row) for row in rows)
 
 
+def messages() -> str:
+    """Return the messages of refusals that do not begin with the name of their configuration."""
+    rows = [("message", "configuration", "changed by"), ("---",) * 3]
+    for refusal in REFUSALS:
+        if refusal.message:
+            text = re.sub(r"\{\w+\}", "...", refusal.message).replace("|", "\\|")
+            rows.append((f"`{text}`", refusal.feature, f"`{refusal.change}`" if refusal.change else ""))
+    return "\n".join(_row(*row) for row in rows)
+
+
 def connectors() -> str:
     """Which KV connectors are supported, in which modes, and with one recurrent state."""
     passed = passed_cases()
@@ -196,7 +206,7 @@ def connectors() -> str:
 
 
 DOCUMENTS = {
-    REFERENCE / "support.md": (supported, methods, connectors, parallel, refused),
+    REFERENCE / "support.md": (supported, methods, connectors, parallel, refused, messages),
     REFERENCE / "cases.md": (outcomes,),
 }
 

@@ -15,6 +15,7 @@ from samples import OPS
 import nwor_ops
 from nwor_ops.config import ENVIRONMENT_PREFIX, NworConfig
 from nwor_ops.ops import registry
+from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.metrics import transport
 from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
 
@@ -55,6 +56,16 @@ def missing(name: str) -> bool:
 
 def found_anywhere(name: str) -> bool:
     return (ROOT / name).exists() or name in names_of_files()
+
+
+def literal(node: ast.expr) -> str:
+    """Return a string of the code, with ``...`` for each value in it."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=values):
+            return "".join(literal(value) for value in values)
+    return "..."
 
 
 @functools.cache
@@ -142,6 +153,35 @@ def test_every_line_of_the_log_has_an_entry() -> None:
     entries = set(re.findall(r"^\| `(nwor:[^`]*)` \| (\w+) \| \S", table, re.MULTILINE))
     assert len(logged) > 15
     assert logged ^ entries == set()
+
+
+def test_every_error_of_the_plugin_has_an_entry() -> None:
+    """The tables of docs/operate.md, and of refusals in docs/reference/support.md, have each error that a file of the
+    plugin raises with a text. An entry is a part of the text, with ``...`` for any part."""
+    raised = set()
+    for path in (ROOT / "nwor_ops" / "vllm").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[text, *_])) if path.name != "preview.py":
+                    words = re.findall(r"\w+", literal(text))
+                    if name != "AuditError" and len(words) > 3:
+                        raised.add(literal(text))
+    raised |= {  # texts that functions compose
+        "vLLM 0.1 is not supported; supported are 0.33",
+        "vllm.name does not exist",
+        "vllm.name takes (), expected ()",
+        str(CannotContinue.because("commit failed", "slots are not known")),
+        "nwor audit, step 3",
+    }
+    operate, support = ((ROOT / "docs" / name).read_text() for name in ("operate.md", "reference/support.md"))
+    section = operate.partition("### Errors\n")[2].partition("\n## ")[0]
+    entries = re.findall(r"^\| `([^`]+)` \| \S", section, re.MULTILINE)
+    entries += re.findall(r"^\| `([^`]+)` \| \S", support.partition("made by tools/support_tables.py")[2], re.MULTILINE)
+    patterns = {entry: re.compile(".*".join(map(re.escape, re.split(r"\.{3}", entry)))) for entry in entries}
+    assert len(raised) > 12
+    assert [text for text in sorted(raised) if not any(one.search(text) for one in patterns.values())] == []
+    ours = {entry: one for entry, one in patterns.items() if f"`{entry}`" in section}
+    assert [entry for entry, one in ours.items() if not any(map(one.search, raised))] == []
 
 
 def test_every_public_name_is_on_a_page_of_the_api() -> None:

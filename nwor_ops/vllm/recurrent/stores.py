@@ -30,7 +30,11 @@ _patches = Patches("one state: connectors")
 
 
 def layout_of(vllm_config: Any) -> str:
-    """Return a name for the layout of an engine's pages, or an empty string for vLLM's layout."""
+    """Return a name for the layout of an engine's pages, or an empty string for vLLM's layout.
+
+    Engines with the same name share pages, also if they run different versions of this package. A change that moves the
+    states in a page must change the name. Records may change: a page in a store has no pending rows.
+    """
     if not has_one_state(vllm_config):
         return ""
     geometry = RecordGeometry.of(vllm_config)
