@@ -33,10 +33,11 @@ PAGES = {
     "examples.md": "examples/README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    "security.md": "SECURITY.md",
 }
 MAP_OF_OPS = "reference/ops.md"
 # Each of these is the only page of its tab. Without a list of pages there is more width for tables.
-WIDE = ("index.md", "operate.md", "benchmarks.md", "glossary.md", "contributing.md", "changelog.md")
+WIDE = ("index.md", "operate.md", "benchmarks.md", "glossary.md", "contributing.md", "changelog.md", "security.md")
 # Users must find these words.
 SEARCHED = ("VLLM_NWOR_RECURRENT", "refused")
 

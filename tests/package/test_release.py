@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 
+import compatibility
 import pytest
 import release
 import yaml
@@ -118,3 +119,18 @@ def test_the_command_refuses_with_exit_status_1() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("release: the tag is v9.9.9, but pyproject.toml has version ")
+
+
+def test_the_table_and_the_data_of_compatibility_are_those_of_the_code() -> None:
+    text = compatibility.DOCUMENT.read_text()
+    assert compatibility.filled(text) == text, "run python tools/compatibility.py"
+    assert compatibility.DATA.read_text() == compatibility.as_json(), "run python tools/compatibility.py"
+    with pytest.raises(SystemExit, match="must have the mark"):
+        compatibility.filled("")
+
+
+def test_a_newer_version_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compatibility.SUPPORTED_VERSIONS, "draft graphs", ("0.33", "0.34"))
+    first = compatibility.data()["vllm"][0]
+    assert first == {"version": "0.34", "device": "cuda", "features": ["draft graphs"], "ran": []}
+    assert compatibility.table().splitlines()[2] == "| 0.34 | CUDA | draft graphs | not run |"
