@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 
@@ -15,6 +16,7 @@ def use_interpreter() -> None:
     patch_once_per_launch()
 
 
+@functools.cache
 def patch_once_per_launch() -> None:
     """Let the interpreter patch ``triton.language`` once per launch.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,15 +22,27 @@ def environment(*folders: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
-def interpreted(script: str, *arguments: str, timeout: float = 600) -> str:
+def interpreted(script: str, *arguments: str, timeout: int = 600) -> str:
     """Return the output of a script of tests/support.
 
     It runs in a separate process, because Triton's interpreter must be enabled before the import.
     """
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / script), *arguments], capture_output=True, text=True, timeout=timeout,
-        env={**environment(), "TRITON_INTERPRET": "1"}, check=False,
+    server = _interpreter()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
+        job = (str(SUPPORT / script), arguments, output.name, errors.name, timeout)
+        print(json.dumps(job), file=server.stdin, flush=True)
+        code = server.stdout.readline().strip()
+        assert code == "0", f"{script} ended with {code or 'its server'}:\n{errors.read()[-3000:]}"
+        return output.read()
+
+
+@functools.cache
+def _interpreter() -> subprocess.Popen[str]:
+    """Start interpreter_server.py, which ends with this process."""
+    return subprocess.Popen(
+        [sys.executable, str(SUPPORT / "interpreter_server.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**environment(), "TRITON_INTERPRET": "1"}, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
