@@ -48,6 +48,7 @@ from typing import Any
 
 from gpu_engine import (
     LLAMA_8B,
+    QWEN_9B_SHAPE,
     SMALL,
     check_acceptance,
     engine_job,
@@ -79,34 +80,13 @@ FIT_TOKENS = 2048
 HELD_PROMPT, HELD_REQUESTS = 1536, 480  # more than either cache holds
 # By K: 1 + p + p^2 + p^3 = 2.5.
 ACCEPTED = 0.6914
-QWEN3_5_9B: dict[str, Any] = {
+QWEN3_5_9B: dict[str, Any] = QWEN_9B_SHAPE | {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
     "mamba_ssm_dtype": "float32",
     "mtp_num_hidden_layers": 1,
-    "vocab_size": 248320,
     "max_position_embeddings": 262144,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
-    "tie_word_embeddings": False,
     "attn_output_gate": True,
-    "attention_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "torch_dtype": "bfloat16",
 }
 
 

@@ -40,6 +40,7 @@ from typing import Any
 
 from gpu_engine import (
     LLAMA_8B,
+    QWEN_9B_SHAPE,
     REQUESTS,
     SMALL,
     SYNTHETIC,
@@ -63,33 +64,12 @@ GIB = 1 << 30
 HOST_BYTES = 4 * GIB  # bytes for blocks
 # The shape of the head of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B.
 EAGLE3 = LLAMA_8B | {"num_hidden_layers": 1, "draft_vocab_size": 32000}
-QWEN_9B = {
+QWEN_9B = QWEN_9B_SHAPE | {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 32,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
     "num_experts": 0,
     "num_nextn_predict_layers": 1,
-    "vocab_size": 248320,
     "max_position_embeddings": 8192,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "torch_dtype": "bfloat16",
 }
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",

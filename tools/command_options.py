@@ -6,10 +6,10 @@ python tools/command_options.py
 from __future__ import annotations
 
 import pathlib
-import re
 from enum import Enum
 from typing import Any
 
+import made_tables
 import typer
 
 from nwor_ops.cli.app import app
@@ -40,17 +40,8 @@ def _shown(option: Any) -> str:
 
 def filled(text: str) -> str:
     """Return the document with a table between the marks of each command."""
-    for name, command in commands().items():
-        marks = f"<!-- {name}: made by tools/command_options.py -->", f"<!-- end of {name} -->"
-        text, found = re.subn(
-            f"{re.escape(marks[0])}.*?{re.escape(marks[1])}",
-            f"{marks[0]}\n{table(command)}\n{marks[1]}".replace("\\", r"\\"),
-            text,
-            flags=re.DOTALL,
-        )
-        if found != 1:
-            raise SystemExit(f"{DOCUMENT.name} must have the mark {marks[0]!r} once, got {found}")
-    return text
+    tables = {name: table(command) for name, command in commands().items()}
+    return made_tables.filled(DOCUMENT, text, "command_options.py", tables)
 
 
 if __name__ == "__main__":

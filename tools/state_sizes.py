@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import importlib
 import pathlib
-import re
 from math import prod
 from typing import Any
 
+import made_tables
 import torch
 
 from nwor_ops.vllm.recurrent.records import RecordGeometry
@@ -84,12 +84,7 @@ def table() -> str:
 
 def filled(text: str) -> str:
     """Return the document with the table between its marks."""
-    marks = "<!-- sizes: made by tools/state_sizes.py -->", "<!-- end of sizes -->"
-    pattern = f"{re.escape(marks[0])}.*?{re.escape(marks[1])}"
-    text, found = re.subn(pattern, f"{marks[0]}\n{table()}\n{marks[1]}", text, flags=re.DOTALL)
-    if found != 1:
-        raise SystemExit(f"{DOCUMENT.name} must have the mark {marks[0]!r} once, got {found}")
-    return text
+    return made_tables.filled(DOCUMENT, text, "state_sizes.py", {"sizes": table()})
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import collections
 import pathlib
-import re
 import sys
 from collections.abc import Iterable
 
+import made_tables
 from shown_cases import CONNECTOR_TESTS, METHODS, PARALLEL_MODES, ConnectorTests, Method, ParallelMode
 
 from nwor_ops.vllm.support.connectors import CONNECTORS
@@ -213,18 +213,8 @@ DOCUMENTS = {
 
 def filled(document: pathlib.Path, text: str) -> str:
     """Return the text of a document with its tables between their marks."""
-    for table in DOCUMENTS[document]:
-        name = table.__name__
-        marks = f"<!-- {name}: made by tools/support_tables.py -->", f"<!-- end of {name} -->"
-        text, found = re.subn(
-            f"{re.escape(marks[0])}.*?{re.escape(marks[1])}",
-            f"{marks[0]}\n{table()}\n{marks[1]}".replace("\\", r"\\"),
-            text,
-            flags=re.DOTALL,
-        )
-        if found != 1:
-            raise SystemExit(f"{document.name} must have the mark {marks[0]!r} once, got {found}")
-    return text
+    tables = {table.__name__: table() for table in DOCUMENTS[document]}
+    return made_tables.filled(document, text, "support_tables.py", tables)
 
 
 if __name__ == "__main__":
