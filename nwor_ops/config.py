@@ -67,10 +67,6 @@ class NworConfig:
         return self.mode != "off" or self.audit
 
     @property
-    def wants_anything(self) -> bool:
-        return self.wants_transaction or self.draft_graphs or self.recurrent
-
-    @property
     def strict(self) -> bool:
         return self.on_unsupported == "error"
 
