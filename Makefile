@@ -92,7 +92,11 @@ build: $(READY)
 demo: setup
 	@$(BIN)/nwor-ops demo $(if $(MODE),--mode $(MODE))
 
-test: lint types build test-cpu test-vllm
+# One run for both kinds of tests: the processes import vLLM once, and none of them waits for the end of the other kind.
+test: lint types build
+	@echo "== tests, those with a real vLLM engine too"
+	$(PYTEST) --device cpu tests --ignore=tests/gpu
+
 build test test-cpu test-vllm test-nightly: EARLY_CUDA = $(NWOR_BUILD_CUDA)
 
 # Where there is no GPU to run it, the CUDA code is compiled for the one architecture that takes every branch of it.
@@ -117,6 +121,7 @@ types: $(READY)
 	@echo "== types"
 	$(BIN)/mypy
 
+# Either kind alone.
 test-cpu: build
 	@echo "== tests"
 	$(PYTEST) --device cpu tests --ignore=tests/vllm --ignore=tests/gpu
