@@ -6,29 +6,25 @@ before. Run by test_one_state.py:
 
 from __future__ import annotations
 
-import itertools
-import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
-import one_state_layers
 import torch
 from interpreter import use_interpreter
+from one_state_kda import HEADS, SIZE, WIDTH, run_prompts
 from one_state_layers import (
     CONVOLUTION,
     GROUPS,
     K,
     Side,
+    WholeHeads,
     convolve_prompts,
     convolve_windows,
     furnished,
-    run,
+    report,
 )
 from torch import Tensor
 
-HEADS, WIDTH = 2, 64
-SIZE = HEADS * WIDTH
 INPUTS = ("q_proj_states", "k_proj_states", "v_proj_states")
 
 
@@ -76,27 +72,7 @@ def inputs_of(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, cu_seqlens: Tensor,
             **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the recurrence over a prompt's tokens, in place of a kernel that tunes itself."""
-    out, final = torch.empty_like(v), initial_state.float().clone()
-    query, key = (x[0].float() / (x[0].float().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    for sequence, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        for token in range(start, end):
-            state = final[sequence]
-            state *= g[0, token].exp()[:, None]
-            update = beta[0, token][:, None] * (v[0, token].float() - (state @ key[token][..., None])[..., 0])
-            state += update[..., None] * key[token][:, None]
-            out[0, token] = ((state @ query[token][..., None])[..., 0] * WIDTH**-0.5).to(out.dtype)
-    return out, final
-
-
-class WholeHeads:
-    """Run vLLM's kernel with one program per head. In the interpreter, each program takes milliseconds."""
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda **given: self._kernel[(1, 1, grid[2])](**given | {"BV": WIDTH})
+    return run_prompts(q, k, v, g[0].exp(), beta[0], initial_state, cu_seqlens)
 
 
 def main() -> None:
@@ -107,18 +83,17 @@ def main() -> None:
     from nwor_ops.vllm.recurrent import bailing
 
     fused_recurrent.exp = lambda x: tl.exp(x)  # by the name that the interpreter knows
-    kda.fused_recurrent_gated_delta_rule_fwd_kernel = WholeHeads(kda.fused_recurrent_gated_delta_rule_fwd_kernel)
+    kernel = kda.fused_recurrent_gated_delta_rule_fwd_kernel
+    kda.fused_recurrent_gated_delta_rule_fwd_kernel = WholeHeads(kernel, WIDTH, lambda grid, given: (1, 1, grid[2]))
     bailing.install()
     bailing.vllm_layer.chunk_kda = chunked
     bailing.vllm_layer.causal_conv1d_fn = convolve_prompts
     bailing.vllm_layer.causal_conv1d_update = convolve_windows
-    one_state_layers.STEPS = 16
-    cases = {"bailing": (False, 1), "bailing-graphs": (True, 2)}
-    for name in sys.argv[1:] or cases:
-        full_graphs, ranks = cases[name]
-        sizes = {"num_attention_heads": HEADS * ranks, "head_dim": WIDTH}
-        said = run(False, full_graphs, torch.float32, ranks, sizes, BailingSide, weights_of, inputs_of)
-        print(name, json.dumps(said), flush=True)
+    report(
+        {"bailing": (False, torch.float32, 1), "bailing-graphs": (True, torch.float32, 2)},
+        lambda ranks: {"num_attention_heads": HEADS * ranks, "head_dim": WIDTH},
+        BailingSide, weights_of, inputs_of,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

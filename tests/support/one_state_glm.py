@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
-import json
 import pathlib
 import sys
 import types
 from types import SimpleNamespace
 from typing import Any
 
-import one_state_layers
 import torch
 from interpreter import use_interpreter
-from one_state_kimi import initial_states
+from one_state_kda import HEADS, SIZE, WIDTH, initial_states, run_prompts
 from one_state_layers import (
     CONVOLUTION,
     GROUPS,
     K,
     Side,
+    WholeHeads,
     convolve_prompts,
     convolve_windows,
     furnished,
-    run,
+    report,
 )
 from torch import Tensor
 
-HEADS, WIDTH, BOUND = 2, 64, -5.0
-SIZE = HEADS * WIDTH
+BOUND = -5.0
 PACKAGE = "vllm.models.glm5next"
 
 
@@ -94,19 +91,9 @@ def inputs_of(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]
 def chunked(q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, beta: Tensor, A_log: Tensor, g_bias: Tensor,
             initial_state: Tensor, cu_seqlens: Tensor, lower_bound: float,
             **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run a prompt's tokens. This replaces an autotuned kernel."""
-    out, final = torch.empty_like(v), initial_state.float().clone()
     x = raw_g[0].float() + g_bias.view(HEADS, WIDTH)
     decay = torch.exp(lower_bound * torch.sigmoid(A_log.view(-1, 1).exp() * x))
-    query, key = (x[0].float() / (x[0].float().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    for sequence, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        for token in range(start, end):
-            state = final[sequence]
-            state *= decay[token][:, None]
-            update = beta[0, token][:, None] * (v[0, token].float() - (state @ key[token][..., None])[..., 0])
-            state += update[..., None] * key[token][:, None]
-            out[0, token] = ((state @ query[token][..., None])[..., 0] * WIDTH**-0.5).to(out.dtype)
-    return out, final
+    return run_prompts(q, k, v, decay, beta[0], initial_state, cu_seqlens)
 
 
 def scatter(states: Tensor, given: Tensor, indices: Tensor) -> None:
@@ -114,19 +101,6 @@ def scatter(states: Tensor, given: Tensor, indices: Tensor) -> None:
     for index, state in zip(indices.tolist(), given, strict=False):
         if index > 0:
             states[index] = state.to(states.dtype)
-
-
-class WholeHeads:
-    """Run a kernel with one program per head instead of one per eight rows of the state.
-
-    Each program takes milliseconds in the interpreter.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda **given: self._kernel[(given["N"] * given["HV"], 1, 1)](**given | {"BV": WIDTH})
 
 
 def main() -> None:
@@ -140,20 +114,19 @@ def main() -> None:
 
     fused_recurrent.exp = lambda x: tl.exp(x)  # the name that the interpreter knows
     name = "fused_recurrent_gated_delta_rule_fwd_kernel"
-    setattr(kernels, name, WholeHeads(getattr(fused_recurrent, name)))
+    kernel = getattr(fused_recurrent, name)
+    setattr(kernels, name, WholeHeads(kernel, WIDTH, lambda grid, given: (given["N"] * given["HV"], 1, 1)))
     glm.install()
     layer.chunk_kda_with_fused_gate = chunked
     layer._cast_sigmoid = lambda x: x.float().sigmoid()
     layer.causal_conv1d_fn = convolve_prompts
     layer.causal_conv1d_update = functools.partial(convolve_windows, validate_data=False)
     layer.gather_initial_states, layer.scatter_states = initial_states, scatter
-    one_state_layers.STEPS = 16
-    cases = {"glm": (False, torch.float32, 1), "glm-graphs": (True, torch.float32, 2)}
-    for case in sys.argv[1:] or cases:
-        full_graphs, state, ranks = cases[case]
-        sizes = {"linear_num_heads": HEADS * ranks, "linear_head_dim": WIDTH}
-        said = run(False, full_graphs, state, ranks, sizes, GlmSide, weights_of, inputs_of)
-        print(case, json.dumps(said), flush=True)
+    report(
+        {"glm": (False, torch.float32, 1), "glm-graphs": (True, torch.float32, 2)},
+        lambda ranks: {"linear_num_heads": HEADS * ranks, "linear_head_dim": WIDTH},
+        GlmSide, weights_of, inputs_of,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

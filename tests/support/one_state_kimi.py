@@ -6,29 +6,25 @@ test_one_state.py:
 
 from __future__ import annotations
 
-import itertools
-import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
-import one_state_layers
 import torch
 from interpreter import use_interpreter
+from one_state_kda import HEADS, SIZE, WIDTH, initial_states, run_prompts
 from one_state_layers import (
     CONVOLUTION,
     GROUPS,
     K,
     Side,
+    WholeHeads,
     convolve_prompts,
     convolve_windows,
     furnished,
-    run,
+    report,
 )
 from torch import Tensor
 
-HEADS, WIDTH = 2, 64
-SIZE = HEADS * WIDTH
 KDA = {"num_heads": HEADS, "head_dim": WIDTH, "short_conv_kernel_size": CONVOLUTION}
 
 
@@ -86,37 +82,9 @@ def inputs_of(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_log: Tensor, g_bias: Tensor,
             initial_state: Tensor, cu_seqlens: Tensor, **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run a prompt's tokens. This replaces an autotuned kernel."""
-    out, final = torch.empty_like(v), initial_state.float().clone()
     gate = torch.nn.functional.softplus(raw_g[0].float() + g_bias.view(HEADS, WIDTH))
     decay, beta = (-A_log.exp()[:, None] * gate).exp(), raw_beta[0].float().sigmoid()
-    query, key = (x[0].float() / (x[0].float().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    for sequence, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        for token in range(start, end):
-            state = final[sequence]
-            state *= decay[token][:, None]
-            update = beta[token][:, None] * (v[0, token].float() - (state @ key[token][..., None])[..., 0])
-            state += update[..., None] * key[token][:, None]
-            out[0, token] = ((state @ query[token][..., None])[..., 0] * WIDTH**-0.5).to(out.dtype)
-    return out, final
-
-
-def initial_states(state: Tensor, indices: Tensor, has_initial_state: Tensor) -> Tensor:
-    """Replace ``gather_initial_states``, which needs a GPU."""
-    return torch.where(has_initial_state[:, None, None, None], state[indices.long()], 0.0)
-
-
-class WholeHeads:
-    """Run a vLLM kernel with one program per head instead of one per four rows of the state.
-
-    Each program takes milliseconds in the interpreter.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda **given: self._kernel[(given["N"] * given["H"],)](**given | {"BV": WIDTH})
+    return run_prompts(q, k, v, decay, beta, initial_state, cu_seqlens)
 
 
 def main() -> None:
@@ -128,19 +96,19 @@ def main() -> None:
 
     # The names that the interpreter knows.
     fused_recurrent.exp, fused_recurrent.log = (lambda x: tl.exp(x)), (lambda x: tl.log(x))
-    fused_recurrent.fused_recurrent_kda_fwd_kernel = WholeHeads(fused_recurrent.fused_recurrent_kda_fwd_kernel)
+    kernel = fused_recurrent.fused_recurrent_kda_fwd_kernel
+    whole = WholeHeads(kernel, WIDTH, lambda grid, given: (given["N"] * given["H"],))
+    fused_recurrent.fused_recurrent_kda_fwd_kernel = whole
     kimi.install()
     kimi.kda.chunk_kda_with_fused_gate = chunked
     kimi.vllm_layer.causal_conv1d_fn = convolve_prompts
     kimi.vllm_layer.causal_conv1d_update = convolve_windows
     kimi.vllm_layer.gather_initial_states = initial_states
-    one_state_layers.STEPS = 16
-    cases = {"kimi": (False, 1), "kimi-graphs": (True, 2)}
-    for name in sys.argv[1:] or cases:
-        full_graphs, ranks = cases[name]
-        sizes = {"linear_attn_config": KDA | {"num_heads": HEADS * ranks}}
-        said = run(False, full_graphs, torch.float32, ranks, sizes, KimiSide, weights_of, inputs_of)
-        print(name, json.dumps(said), flush=True)
+    report(
+        {"kimi": (False, torch.float32, 1), "kimi-graphs": (True, torch.float32, 2)},
+        lambda ranks: {"linear_attn_config": KDA | {"num_heads": HEADS * ranks}},
+        KimiSide, weights_of, inputs_of,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

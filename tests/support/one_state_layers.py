@@ -367,6 +367,7 @@ def run(
     side: type[Side] = Side,
     weights_of: Callable[[torch.Generator], list[dict[str, Tensor]]] = weights_of,
     inputs_of: Callable[[torch.Generator, int], list[dict[str, Tensor]]] = normal_inputs,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
     """Run both engines on the same batches. Another model needs its sizes, layers, weights and inputs."""
     from nwor_ops.vllm.recurrent.audit import StateAudit
@@ -382,7 +383,7 @@ def run(
     said: dict[str, Any] = {"windows_only": 0, "mixed": 0, "prompts_only": 0, "preempted": 0, "worst": 0.0,
                             "launches_added": -99}  # fmt: skip
     said |= {"blocks": [side.blocks_per_request for side in sides]}
-    for _ in range(STEPS):
+    for _ in range(steps):
         while len(requests) < ROWS and chance.random() < 0.5:
             requests.append(Request(chance.randint(1, 12), sides))
         scheduled = schedule(requests, chance)
@@ -421,6 +422,44 @@ def run(
                     requests.append(Request(request.computed, sides))
                     said["preempted"] += 1
     return said | audit.summary()
+
+
+class WholeHeads:
+    """Run a kernel of vLLM with one program per head instead of several, each for a few rows of the state.
+
+    Each program takes milliseconds in the interpreter.
+
+    Args:
+        kernel: the kernel.
+        rows: at least the rows of a state.
+        grid: returns the grid, from the given grid and the arguments by name.
+    """
+
+    def __init__(self, kernel: Any, rows: int, grid: Callable[[tuple[int, ...], dict[str, Any]], tuple[int, ...]]):
+        self._kernel, self._rows, self._grid = kernel, rows, grid
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda **given: self._kernel[self._grid(grid, given)](**given | {"BV": self._rows})
+
+
+def report(
+    cases: dict[str, tuple[bool, torch.dtype, int]],
+    sizes_of: Callable[[int], dict[str, Any]],
+    side: type[Side],
+    weights_of: Callable[[torch.Generator], list[dict[str, Tensor]]],
+    inputs_of: Callable[[torch.Generator, int], list[dict[str, Tensor]]],
+) -> None:
+    """Run the cases of another model that the command line names, or all, and print what was compared.
+
+    Args:
+        cases: by name, whether windows run from FULL graphs, the dtype of states, and the number of ranks.
+        sizes_of: returns the sizes in the model's configuration for a number of ranks.
+        side, weights_of, inputs_of: layers, weights and inputs of the model.
+    """
+    for name in sys.argv[1:] or cases:
+        full_graphs, state, ranks = cases[name]
+        said = run(False, full_graphs, state, ranks, sizes_of(ranks), side, weights_of, inputs_of, steps=16)
+        print(name, json.dumps(said), flush=True)
 
 
 def prepare_vllm() -> None:

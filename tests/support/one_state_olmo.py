@@ -6,8 +6,6 @@ are fewer key heads than value heads, and beta is doubled. Run by test_one_state
 
 from __future__ import annotations
 
-import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +19,11 @@ from one_state_layers import (
     VALUE_HEADS,
     K,
     Side,
+    WholeHeads,
     convolve_prompts,
     convolve_windows,
     furnished,
-    run,
+    report,
 )
 from torch import Tensor
 
@@ -85,15 +84,9 @@ def chunked(*, q: Tensor, k: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     return one_state_layers.chunked(query, key, **given)
 
 
-class WholeHeads:
-    """Run a vLLM kernel with one program per head instead of six. Each takes milliseconds in the interpreter."""
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        assert grid[1] == -(-VALUE_WIDTH // 32)
-        return lambda **given: self._kernel[(1, 1, grid[2])](**given | {"BV": 256})
+def whole_heads(grid: tuple[int, ...], given: dict[str, Any]) -> tuple[int, ...]:
+    assert grid[1] == -(-VALUE_WIDTH // 32)
+    return 1, 1, grid[2]
 
 
 def main() -> None:
@@ -104,24 +97,22 @@ def main() -> None:
     from nwor_ops.vllm.recurrent import olmo
 
     fused_recurrent.exp = lambda x: tl.exp(x)  # the name that the interpreter knows
-    kernel = WholeHeads(fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel)
-    fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel = kernel
+    kernel = fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel
+    fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel = WholeHeads(kernel, 256, whole_heads)
     olmo.install()
     olmo.vllm_layer.chunk_gated_delta_rule = chunked
     olmo.vllm_layer.causal_conv1d_fn = convolve_prompts
     olmo.vllm_layer.causal_conv1d_update = olmo.causal_conv1d_update = convolve_windows
-    one_state_layers.STEPS = 16
-    cases = {"olmo": (False, torch.bfloat16, 1), "olmo-graphs": (True, torch.float32, 2)}
-    for name in sys.argv[1:] or cases:
-        full_graphs, state, ranks = cases[name]
-        sizes = {
+    report(
+        {"olmo": (False, torch.bfloat16, 1), "olmo-graphs": (True, torch.float32, 2)},
+        lambda ranks: {
             "linear_num_key_heads": KEY_HEADS * ranks,
             "linear_num_value_heads": VALUE_HEADS * ranks,
             "linear_key_head_dim": KEY_WIDTH,
             "linear_value_head_dim": VALUE_WIDTH,
-        }
-        said = run(False, full_graphs, state, ranks, sizes, OlmoSide, weights_of, inputs_of)
-        print(name, json.dumps(said), flush=True)
+        },
+        OlmoSide, weights_of, inputs_of,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
