@@ -155,7 +155,7 @@ def bench(
     arguments: Annotated[
         list[str], typer.Argument(metavar="-- ARGS...", help="The arguments of vllm serve, for both sides.")
     ],
-    mode: Annotated[Mode, typer.Option(help="Of the transaction.")] = Mode.COW,
+    mode: Annotated[Mode, typer.Option(help="Mode of the transaction.")] = Mode.COW,
     requests: Annotated[str, typer.Option(help="Loads: how many requests are in flight at a time.")] = "1,16,64",
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each load and side; 6 or more prove something.")] = 6,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a run of vanilla vLLM.")] = 20.0,
@@ -167,8 +167,10 @@ def bench(
         int | None, typer.Option(min=1, help="Output tokens per request. Default: 256, or those that the file names.")
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 makes both sides choose the same tokens.")] = 0.0,
-    client_args: Annotated[str, typer.Option(help="More arguments of vllm bench serve, as one string.")] = "",
-    vanilla_args: Annotated[str, typer.Option(help="More arguments of the vanilla server, as one string.")] = "",
+    client_args: Annotated[str | None, typer.Option(help="More arguments of vllm bench serve, as one string.")] = None,
+    vanilla_args: Annotated[
+        str | None, typer.Option(help="More arguments of the vanilla server, as one string.")
+    ] = None,
     vanilla_env: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable of the vanilla server; may be repeated.")
     ] = None,
@@ -208,8 +210,8 @@ def bench(
             input_tokens=input_len,
             output_tokens=output_len,
             temperature=temperature,
-            client_arguments=parse_words("--client-args", client_args),
-            vanilla_arguments=parse_words("--vanilla-args", vanilla_args),
+            client_arguments=parse_words("--client-args", client_args or ""),
+            vanilla_arguments=parse_words("--vanilla-args", vanilla_args or ""),
             vanilla_environment=parse_variables("--vanilla-env", vanilla_env or []),
             restart=restart,
             control=control,

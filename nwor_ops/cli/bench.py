@@ -199,7 +199,7 @@ def _active(metrics: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C, so that a second one leaves no server behind."""
+    """Ignore Ctrl-C, so that a second one leaves no server running."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -217,7 +217,10 @@ def _measure(options: BenchOptions, console: Console) -> tuple[dict[str, Any], l
     with stages.stage(f"checking whether {options.titles[OURS]} runs with these arguments"):
         with contextlib.redirect_stdout(sys.stderr):
             config = _prepare(options)
-        client = Client(options, config.model_config)
+        try:
+            client = Client(options, config.model_config)
+        except ValueError as error:
+            raise Stopped(Outcome.INVALID, str(error)) from None
     servers = Servers(options, memory_arguments(options, config))
     runs: dict[int, dict[str, list[Run]]] = {requests: {side: [] for side in SIDES} for requests in options.requests}
     plan = Plan(options, client)

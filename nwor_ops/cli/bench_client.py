@@ -47,6 +47,7 @@ class Client:
 
     Raises:
         SystemExit: ``--client-args`` has an argument that ``vllm bench serve`` does not know.
+        ValueError: the client cannot make the prompts.
     """
 
     def __init__(self, options: BenchOptions, model: Any) -> None:
@@ -55,7 +56,26 @@ class Client:
         self._tokenizer = ["--tokenizer", str(model.tokenizer), "--tokenizer-mode", str(model.tokenizer_mode)]
         if model.trust_remote_code:
             self._tokenizer.append("--trust-remote-code")
-        self._parse(0, 1, 1, 0)
+        self._try()
+
+    def _try(self) -> None:
+        """Make one prompt, so that a mistake is found before a server starts."""
+        from vllm.benchmarks.datasets import get_samples
+        from vllm.tokenizers import get_tokenizer
+
+        arguments = self._parse(port=0, requests=1, prompts=1, seed=0)
+        tokenizer = None
+        with self._log.open("a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            try:
+                if not arguments.skip_tokenizer_init:
+                    trusted = arguments.trust_remote_code
+                    tokenizer = get_tokenizer(
+                        arguments.tokenizer, tokenizer_mode=arguments.tokenizer_mode, trust_remote_code=trusted
+                    )
+                get_samples(arguments, tokenizer)
+            except (Exception, SystemExit) as error:
+                reason = " ".join(str(error).split()) or type(error).__name__
+                raise ValueError(f"the client of vllm bench serve cannot make the prompts: {reason}") from None
 
     def run(self, server: Server, requests: int, prompts: int, seed: int) -> Run:
         """Send ``prompts`` requests, ``requests`` at a time, to a server with an empty prefix cache.

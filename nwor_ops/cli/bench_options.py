@@ -34,7 +34,7 @@ class BenchOptions:
     Attributes:
         feature: ``"transaction"``, ``"draft"`` or ``"recurrent"``.
         arguments: the arguments of ``vllm serve``, for both sides.
-        output_tokens: None: those that the file of prompts names.
+        output_tokens: per request. None: 256, or the numbers in the file of prompts.
         vanilla_environment: variables of the vanilla server, on top of this process's.
     """
 

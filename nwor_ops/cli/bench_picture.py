@@ -17,7 +17,7 @@ COLOURS = {
 }
 WIDTH_INCHES, ROW_INCHES = 10.0, 0.75
 DPI = 120
-LEAST_SPAN = 0.04  # of the axis, so that noise does not fill the picture
+LEAST_SPAN = 0.04  # the shortest axis, so that noise does not fill the picture
 _INK = "#333333"
 
 

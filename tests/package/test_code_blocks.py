@@ -182,6 +182,14 @@ def checks_the_readme(command: str) -> bool:
     return checked != command and as_in_the_readme(checked)
 
 
+def benches_the_readme(command: str) -> bool:
+    """Whether this measures a server of the README, as tests/vllm/test_bench.py does for one feature."""
+    switches = {"transaction": "VLLM_NWOR_MODE=cow", "draft": "VLLM_NWOR_DRAFT_GRAPHS=1"}
+    switches["recurrent"] = "VLLM_NWOR_RECURRENT=1"
+    found = re.match(r"nwor-ops bench (\w+) -- ", command)
+    return found is not None and as_in_the_readme(f"{switches[found[1]]} vllm serve {command[found.end() :]}")
+
+
 def is_target(command: str) -> bool:
     """Whether this is a target of the Makefile that .ci/run makes."""
     _, words = words_of(command)
@@ -207,6 +215,9 @@ TESTS = {
 }
 
 
+RULES = (as_in_the_readme, checks_the_readme, benches_the_readme, is_target, is_example)
+
+
 def test_every_command_is_run_by_a_test() -> None:
     assert len(COMMANDS) > 15
     unknown = []
@@ -215,7 +226,7 @@ def test_every_command_is_run_by_a_test() -> None:
         exact = next((name for name in TESTS if words == words_of(name)[1]), None)
         if exact is not None:
             assert (ROOT / TESTS[exact]).exists(), exact
-        elif not any(rule(command) for rule in (as_in_the_readme, checks_the_readme, is_target, is_example)):
+        elif not any(rule(command) for rule in RULES):
             unknown.append(f"{document}: {command}")
     assert unknown == []
 
@@ -226,6 +237,8 @@ def test_a_command_that_no_test_runs_is_found() -> None:
     assert as_in_the_readme(f"""vllm serve MODEL {speculation} --additional-config '{{"nwor": {{"mode": "cow"}}}}'""")
     assert not as_in_the_readme(f"VLLM_NWOR_MODE=cow vllm serve MODEL {speculation} --other")
     assert not as_in_the_readme(f"VLLM_NWOR_RECURRENT=1 vllm serve MODEL {speculation}")
+    assert benches_the_readme(f"nwor-ops bench transaction -- MODEL {speculation}")
+    assert not benches_the_readme(f"nwor-ops bench recurrent -- MODEL {speculation}")
     assert is_target("make test  # all")
     assert not is_target("make nothing")
     assert is_example("python examples/staging/token_tree.py --branches 3")

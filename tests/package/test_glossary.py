@@ -15,7 +15,15 @@ SUFFIXES = {".py", ".md", ".h", ".cpp", ".cu"}
 RETIRED: dict[str, tuple[str, ...]] = {
     r"spare (?:block|page)s?": (),
     r"\bjudge[sd]?\b": (),
-    r"\bverdicts?\b": ("check.py", "preview.py", "test_check.py", "test_check_gpu.py", "commands.md"),  # of a feature
+    r"\bverdicts?\b": (
+        "bench.py",
+        "test_bench.py",
+        "check.py",
+        "preview.py",
+        "test_check.py",
+        "test_check_gpu.py",
+        "commands.md",
+    ),  # of a feature
     r"\b(?:falls?|falling|fell) back\b": (),
     r"\b(?:wrap_once|put_around)\b": (),
     r"\bpipeline stages?\b": (),
