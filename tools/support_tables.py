@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import pathlib
+import re
 import sys
 from collections.abc import Iterable
 
