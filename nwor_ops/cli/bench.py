@@ -76,7 +76,7 @@ def run_bench(options: BenchOptions, as_json: bool) -> int:
     device, versions = result["device"], result["versions"]
     headline = f"{options.titles[OURS]} over vanilla vLLM: {result['model']}"
     about = f"{device['count']} x {device['name']}, vLLM {versions['vllm']}, nwor_ops {versions['nwor_ops']}, "
-    draw_loads(loads, options.output / "bench.png", headline, about + f"{options.rounds} rounds")
+    draw_loads(loads, options.output / "bench.png", headline, about + f"rounds: {options.rounds}")
     if as_json:
         print(json.dumps(result, indent=2))
     else:
@@ -182,7 +182,10 @@ class Servers:
             more = "; with --restart each side has the whole memory" if short else ""
             raise ServerFailed(f"{title}: {error}{more}") from None
         expected = None if side == VANILLA or self._options.control else self._options.label
-        found = _active(server.get("/metrics"))
+        try:
+            found = _active(server.get("/metrics"))
+        except OSError as error:
+            raise ServerFailed(f"{title}: /metrics does not answer: {error} (log: {server.log_file})") from None
         if expected is None and found:
             raise ServerFailed(f"{title}: nwor_ops is active there: {found} (log: {server.log_file})")
         if expected is not None and found.get(expected[0]) != expected[1]:

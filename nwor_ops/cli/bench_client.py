@@ -18,7 +18,7 @@ _RESET_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the client: ``prompts`` requests, of which a constant number was in flight.
+    """One run of the client: ``prompts`` requests, a constant number of them at a time.
 
     Attributes:
         tok_s: output tokens per second.

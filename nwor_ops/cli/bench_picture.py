@@ -34,16 +34,18 @@ def draw_loads(loads: Sequence[Load], path: pathlib.Path, headline: str, subtitl
     axes.axvline(1.0, color=_INK, linewidth=0.9, linestyle="--")
     for row, load in enumerate(loads):
         if load.obstacle is not None:
-            axes.text(0.02, row, f"not comparable: {load.obstacle}", transform=axes.get_yaxis_transform(),
-                      va="center", fontsize=9, color=COLOURS[Finding.SLOWER])  # fmt: skip
+            reason = f"not comparable: {load.obstacle}"
+            place = axes.get_yaxis_transform()
+            text = axes.text(0.02, row, reason, transform=place, va="center", fontsize=9, backgroundcolor="white")
+            text.set_color(COLOURS[Finding.SLOWER])
             continue
         colour, median = COLOURS[load.finding], statistics.median(load.ratios)
         if load.interval is not None:
             axes.plot(load.interval, [row, row], color=colour, linewidth=5, alpha=0.35, solid_capstyle="butt")
         axes.plot(load.ratios, [row] * len(load.ratios), "o", color=colour, markersize=4, alpha=0.7)
         axes.plot([median], [row], "|", color=colour, markersize=22, markeredgewidth=2.5)
-        text = f"{median:.3f}, {load.finding.value}\n{rates(load)}"
-        axes.annotate(text, (1.01, row), xycoords=axes.get_yaxis_transform(), va="center", fontsize=9, color=_INK)
+        label = f"{median:.3f}, {load.finding.value}\n{rates(load)}"
+        axes.annotate(label, (1.01, row), xycoords=axes.get_yaxis_transform(), va="center", fontsize=9, color=_INK)
     axes.set_yticks(range(len(loads)), [f"{load.requests:,}" for load in loads])
     axes.set_ylim(len(loads) - 0.5, -0.5)
     axes.set_xlim(*_limits(loads))

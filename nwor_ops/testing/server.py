@@ -26,8 +26,13 @@ PROGRAM = (sys.executable, "-m", "nwor_ops.testing.server")
 TAIL_LINES = 15
 STOP_SECONDS = 30
 _POLL_SECONDS = 0.3
-# The last error of a failed start only says that an engine failed; an earlier one says why.
-_ERROR = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception|Unsupported|Interrupt)): (?!Engine core init)(\S.*)$")
+# The last line of a traceback, in a child's log after the process and the place. The last error of a failed start only
+# says that an engine failed; an earlier one says why.
+_ERROR = re.compile(
+    r"^(?:\(.*?pid=\d+\) )?(?:ERROR .*?\] )?"
+    r"((?:\w+\.)*\w*(?:Error|Exception|Unsupported|Interrupt)): (?!Engine core init)(\S.*)$"
+)
+_SEVERAL = re.compile(r"\d+ validation errors? for ")  # pydantic's first line; the next one has the error
 
 
 class ServerFailed(RuntimeError):
@@ -126,9 +131,10 @@ class Server:
 def error_of(log: str) -> str:
     """Return the first error in a server's log, or its last lines."""
     lines = [line.rstrip() for line in log.splitlines()]
-    for line in lines:
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
         if found := _ERROR.search(line):
-            return f"{found[1]}: {found[2]}"
+            said = following.strip().partition(" [type=")[0] if _SEVERAL.match(found[2]) else found[2]
+            return f"{found[1].rpartition('.')[2]}: {said}"
     return "\n".join(["the end of its log is", *(f"    {line}" for line in lines[-TAIL_LINES:])])
 
 

@@ -313,7 +313,15 @@ def test_the_cause_is_found_in_a_log_of_vllm() -> None:
 (EngineCore pid=7) ERROR 11-23 [core.py:1] nwor_ops.vllm.errors.Unsupported: nwor: the layers are of an unknown class
 (APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.
 """
-    assert error_of(log) == "nwor_ops.vllm.errors.Unsupported: nwor: the layers are of an unknown class"
+    assert error_of(log) == "Unsupported: nwor: the layers are of an unknown class"
+    invalid = """\
+WARNING 11-23 22:17:13 [api_utils.py:33] This may cause `OSError: Too many open files`. Consider more.
+Traceback (most recent call last):
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, max_model_len is too large. [type=value_error, input_value=ArgsKwargs(), input_type=ArgsKwargs]
+    For further information visit https://errors.pydantic.dev
+"""
+    assert error_of(invalid) == "ValidationError: Value error, max_model_len is too large."
     assert error_of("one\ntwo\n") == "the end of its log is\n    one\n    two"
     assert "core initialization" in error_of(log.splitlines()[-1])  # nothing better is known
 
