@@ -57,20 +57,18 @@ class Stopped(Exception):
 
 def run_bench(options: BenchOptions, as_json: bool) -> int:
     """Measure, print and write the results, and return the exit code. No server runs afterwards."""
-    console = Console(stderr=as_json, highlight=False)
-    if not console.is_terminal:
-        console = Console(stderr=as_json, highlight=False, width=120)
+    console, errors = _console(as_json), _console(True)
     try:
         with _ended_by(signal.SIGTERM):
             result, loads = _measure(options, console)
     except (Stopped, ServerFailed) as error:
         outcome = error.outcome if isinstance(error, Stopped) else Outcome.FAILED
-        console.print(f"[bold red]nwor-ops bench:[/] {escape(str(error))}", soft_wrap=True)
+        errors.print(f"[bold red]nwor-ops bench:[/] {escape(str(error))}", soft_wrap=True)
         if as_json:
             print(json.dumps({"exit_code": outcome.value, "error": str(error)}, indent=2))
         return outcome.value
     except KeyboardInterrupt:
-        console.print("nwor-ops bench: interrupted; the servers are stopped", soft_wrap=True)
+        errors.print("nwor-ops bench: interrupted; the servers are stopped", soft_wrap=True)
         return Outcome.INTERRUPTED.value
     (options.output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     device, versions = result["device"], result["versions"]
@@ -86,6 +84,11 @@ def run_bench(options: BenchOptions, as_json: bool) -> int:
             f"picture: {options.output / 'bench.png'}, all figures: {options.output / 'result.json'}", soft_wrap=True
         )
     return int(result["exit_code"])
+
+
+def _console(stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=120)
 
 
 @contextlib.contextmanager
@@ -224,36 +227,43 @@ def _measure(options: BenchOptions, console: Console) -> tuple[dict[str, Any], l
             client = Client(options, config.model_config)
         except ValueError as error:
             raise Stopped(Outcome.INVALID, str(error)) from None
-    servers = Servers(options, memory_arguments(options, config))
-    runs: dict[int, dict[str, list[Run]]] = {requests: {side: [] for side in SIDES} for requests in options.requests}
-    plan = Plan(options, client)
-    total = options.rounds * len(options.requests) * len(SIDES)
-    if options.restart:
-        with stages.stage(f"measuring {options.rounds} rounds, each after a start of each side", total) as advance:
-            for number in range(options.rounds):
-                for side in _order(number):
-                    with servers.running(side) as started_one:
-                        plan.warm_up(started_one[side])
-                        for requests in options.requests:
-                            runs[requests][side].append(plan.run(started_one[side], requests, number))
-                            advance()
-                _say_round(console, options, number)
-    else:
-        with contextlib.ExitStack() as stack:
-            with stages.stage("starting two servers, vanilla and " + options.titles[OURS]):
-                both = stack.enter_context(servers.running(*SIDES))
-            with stages.stage(f"measuring {options.rounds} rounds, after a warm-up", total) as advance:
-                for server in both.values():
-                    plan.warm_up(server)
-                for number in range(options.rounds):
-                    for requests in options.requests:
-                        for side in _order(number):
-                            runs[requests][side].append(plan.run(both[side], requests, number))
-                            advance()
-                    _say_round(console, options, number)
-    loads = [Load(requests, of_sides) for requests, of_sides in runs.items()]
+    servers, plan = Servers(options, memory_arguments(options, config)), Plan(options, client)
+    (_measure_restarted if options.restart else _measure_side_by_side)(options, console, stages, servers, plan)
+    loads = [Load(requests, runs) for requests, runs in plan.runs.items()]
     result = _describe(options, config, servers, loads)
     return result | {"seconds": round(time.monotonic() - started, 1)}, loads
+
+
+def _measure_side_by_side(
+    options: BenchOptions, console: Console, stages: Stages, servers: Servers, plan: Plan
+) -> None:
+    with contextlib.ExitStack() as stack:
+        with stages.stage(f"starting two servers, vanilla and {options.titles[OURS]}"):
+            both = stack.enter_context(servers.running(*SIDES))
+        minutes = math.ceil(plan.total * options.seconds / 60)
+        title = f"measuring {options.rounds} rounds after a warm-up, about {minutes} min"
+        with stages.stage(title, plan.total) as advance:
+            for server in both.values():
+                plan.warm_up(server)
+            for number in range(options.rounds):
+                for requests in options.requests:
+                    for side in _order(number):
+                        plan.run(side, both[side], requests, number)
+                        advance()
+                _say_round(console, options, number)
+
+
+def _measure_restarted(options: BenchOptions, console: Console, stages: Stages, servers: Servers, plan: Plan) -> None:
+    title = f"measuring {options.rounds} rounds, each after a start of each side"
+    with stages.stage(title, plan.total) as advance:
+        for number in range(options.rounds):
+            for side in _order(number):
+                with servers.running(side) as started:
+                    plan.warm_up(started[side])
+                    for requests in options.requests:
+                        plan.run(side, started[side], requests, number)
+                        advance()
+            _say_round(console, options, number)
 
 
 def _order(number: int) -> Sequence[str]:
@@ -267,11 +277,18 @@ def _say_round(console: Console, options: BenchOptions, number: int) -> None:
 
 
 class Plan:
-    """How many prompts a run has. Runs of one load have equally many."""
+    """Runs the client, and decides how many prompts a run has. Runs of one load have equally many.
+
+    Attributes:
+        runs: by load and side, in the order of the rounds.
+        total: how many runs are measured.
+    """
 
     def __init__(self, options: BenchOptions, client: Client) -> None:
         self._options, self._client = options, client
         self._prompts: dict[int, int] = {}
+        self.runs: dict[int, dict[str, list[Run]]] = {load: {side: [] for side in SIDES} for load in options.requests}
+        self.total = options.rounds * len(options.requests) * len(SIDES)
 
     def warm_up(self, server: Server) -> None:
         """Run every load once. The first server's speed decides how many prompts a run of some seconds has."""
@@ -279,12 +296,12 @@ class Plan:
             self._client.run(server, requests, requests, WARM_UP_SEEDS[0])
             if requests not in self._prompts:
                 tried = self._client.run(server, requests, 2 * requests, WARM_UP_SEEDS[1])
-                per_prompt = tried.seconds / tried.prompts
-                times = max(1, round(self._options.seconds / per_prompt / requests))
-                self._prompts[requests] = times * requests
+                waves = self._options.seconds / (tried.seconds / 2)
+                self._prompts[requests] = max(1, round(waves)) * requests
 
-    def run(self, server: Server, requests: int, number: int) -> Run:
-        return self._client.run(server, requests, self._prompts[requests], number)
+    def run(self, side: str, server: Server, requests: int, number: int) -> None:
+        """Measure one run of a round."""
+        self.runs[requests][side].append(self._client.run(server, requests, self._prompts[requests], number))
 
 
 # ---------------------------------------------------------------- result

@@ -5,6 +5,7 @@ tests/vllm/test_bench.py runs the command with real servers.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -14,7 +15,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -27,11 +28,12 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from nwor_ops.cli import bench_options
+from nwor_ops.cli import bench, bench_options
 from nwor_ops.cli.app import app
 from nwor_ops.cli.bench_client import Run
 from nwor_ops.cli.bench_options import OURS, VANILLA, BenchOptions, check_options, parse_requests, parse_variables
 from nwor_ops.cli.bench_report import Finding, Load, as_dict, interval_of_median, print_loads, remarks, sentence
+from nwor_ops.cli.stages import Stages
 
 STEADY = (1.01, 1.02, 0.99, 1.0, 1.01, 0.98)
 
@@ -349,3 +351,48 @@ def test_json_has_every_round() -> None:
     assert [len(runs) for runs in found["runs"].values()] == [6, 6]
     assert found["ratio"]["rounds"] == pytest.approx(list(STEADY))
     assert math.isclose(found["acceptance"]["vanilla"]["tokens_per_step"], 2.5)
+
+
+# ---------------------------------------------------------------- rounds
+
+
+class Machine:
+    """Stands in for the client and for two servers: notes what is asked, and needs half a second for each request."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, int, int]] = []
+        self.started: list[str] = []
+
+    @contextlib.contextmanager
+    def running(self, *sides: str) -> Iterator[dict[str, str]]:
+        self.started += sides
+        yield {side: side for side in sides}
+
+    def run(self, server: str, requests: int, prompts: int, seed: int) -> Run:
+        self.asked.append((server, requests, prompts, seed))
+        return Run(prompts, 0.5 * prompts / requests, 100.0, 1.0, 1.0, 10, 4, 6)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_the_sides_run_the_same_in_turn(restart: bool, tmp_path: pathlib.Path) -> None:
+    options = BenchOptions("draft", ("MODEL",), tmp_path, requests=(1, 4), rounds=2, seconds=5.1, restart=restart)
+    machine, console = Machine(), Console(file=io.StringIO())
+    plan = bench.Plan(options, machine)  # type: ignore[arg-type]
+    measure = bench._measure_restarted if restart else bench._measure_side_by_side
+    measure(options, console, Stages(console, 2), machine, plan)  # type: ignore[arg-type]
+    measured = [asked for asked in machine.asked if asked[3] not in bench.WARM_UP_SEEDS]
+    # A request takes half a second, so 5.1 seconds have room for 10 after each other.
+    first, second = [(requests, 10 * requests, 0) for requests in (1, 4)], [(1, 10, 1), (4, 40, 1)]
+    if restart:
+        assert measured == [(side, *run) for side in (VANILLA, OURS) for run in first] + [
+            (side, *run) for side in (OURS, VANILLA) for run in second
+        ]
+        assert machine.started == [VANILLA, OURS, OURS, VANILLA]
+    else:
+        assert measured == [(side, *run) for run in first for side in (VANILLA, OURS)] + [
+            (side, *run) for run in second for side in (OURS, VANILLA)
+        ]
+        assert machine.started == [VANILLA, OURS]
+    warmed_up = {(server, requests) for server, requests, _, seed in machine.asked if seed in bench.WARM_UP_SEEDS}
+    assert warmed_up == set(itertools.product((VANILLA, OURS), (1, 4)))
+    assert {len(runs) for of_load in plan.runs.values() for runs in of_load.values()} == {2}
