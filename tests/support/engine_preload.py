@@ -35,6 +35,7 @@ for _name in (
     "MedusaModel",
     "MiMoForCausalLM",
     "MiMoMTPModel",
+    "Gemma3ForCausalLM",
     "Qwen3NextForCausalLM",
     "ExtractHiddenStatesModel",
 ):

@@ -40,8 +40,12 @@ def test_36_prompts(engines: Engines, nwor: dict[str, Any]) -> None:
 @MODES
 @pytest.mark.long
 def test_compiled(engines: Engines, nwor: dict[str, Any]) -> None:
-    """In vLLM's piecewise-compiled model, the write is an opaque op between compiled pieces."""
-    vanilla, ours = engines.pair(prompts(8), nwor, enforce_eager=False)
+    """In vLLM's piecewise-compiled model, the write is an opaque op between compiled pieces.
+
+    Two layers have a first, a middle and a last piece. Each further layer costs a compilation.
+    """
+    model = model_folder(num_hidden_layers=2)
+    vanilla, ours = engines.pair(prompts(8), nwor, model=model, enforce_eager=False)
     assert ours["tokens"] == vanilla["tokens"]
     check_transaction(ours)
     check_vllm_counts(ours)
@@ -185,7 +189,7 @@ def test_sampling_with_temperature(engines: Engines) -> None:
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
-        # The servers of test_metrics.py cover mode cow.
+        # The server of test_metrics.py covers mode cow.
         pytest.param("cow", "launches per step beyond the writers", marks=pytest.mark.nightly),
         ("stage", "16 of 96 blocks (16.7% of the cache, 0.8 MiB) are shadow pages, withheld from the scheduler"),
     ],
