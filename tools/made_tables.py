@@ -1,4 +1,4 @@
-"""Write tables into a document, between their marks. For the tools that make tables from the code."""
+"""Write tables into a document, between their marks. The tools that make tables from the code use it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from nwor_ops.vllm.metrics import transport
 from nwor_ops.vllm.support.features import SUPPORTED_VERSIONS, TRANSACTION
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDERS_OF_DOCUMENTS = ("", "docs", "docs/*", "docs/reference/*", "examples", "tests/gpu")
+FOLDERS_OF_DOCUMENTS = ("", "docs", "docs/*", "docs/reference/*", "examples", "tests", "tests/gpu")
 DOCUMENTS = sorted(path for folder in FOLDERS_OF_DOCUMENTS for path in ROOT.glob(f"{folder}/*.md".lstrip("/")))
 FAMILIES = sorted(path.stem for path in (ROOT / "csrc" / "cpu").glob("*.cpp"))
 FOLDERS = "benchmarks|csrc|docs|examples|meta|nwor_ops|tests|tools|\\.ci|\\.github"

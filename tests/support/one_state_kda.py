@@ -1,6 +1,6 @@
-"""What the comparisons of the layers of Kimi Linear, GLM-5.3-Flash and Bailing V3 share.
+"""Shared parts of the scripts that compare layers of Kimi Linear, GLM-5.3-Flash and Bailing V3.
 
-All of them are KDA: each channel of a key has a decay.
+All of them are KDA layers: each channel of a key has a decay.
 """
 
 from __future__ import annotations
