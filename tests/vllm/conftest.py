@@ -33,7 +33,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if "engines" in fixtures:
         item.add_marker(pytest.mark.vllm)
         group = item.nodeid.partition("[")[0]
-        if "servers" in fixtures:
-            group = f"servers of {item.path.name}"
+        if "server" in fixtures:
+            group = f"server of {item.path.name}"
             item.add_marker(pytest.mark.long)
         item.add_marker(pytest.mark.xdist_group(group))

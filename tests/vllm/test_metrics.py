@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import inspect
 import itertools
 import json
@@ -12,7 +11,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,11 +26,12 @@ from typing import Any
 
 import pytest
 import ray_on_cpu
+import readme_serve
 import yaml
 from counted_session import CountedSession
 from engines import ENGINE, ENVIRONMENT, NGRAM, SMALL, Engines, _run_requests, _sampling, model_folder, prompts
 from prometheus import ALERTS, dashboard_expressions, promtool, scraping
-from prometheus_client import CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.v1.engine import EngineCoreOutputs
@@ -67,69 +66,27 @@ if __name__ == "__main__":
 """
 
 
-class Server:
-    """vLLM's server with a tiny model, in a separate process group."""
+class Server(readme_serve.Server):
+    """vLLM's server with a tiny model. Its log and its temporary files are in a folder of its own."""
 
     def __init__(self, environment: dict[str, str], *arguments: str) -> None:
         self.folder = tempfile.mkdtemp(prefix="nwor-serve-")
-        self._log = Path(self.folder, "log")
-        self.port = free_port()
         settings = {
+            "--model": model_folder(),
             "--load-format": "dummy",
             "--max-model-len": "256",
             "--max-num-seqs": "8",
             "--num-gpu-blocks-override": "96",
             "--block-size": "32",
             "--served-model-name": "tiny",
-            "--host": "127.0.0.1",
-            "--port": str(self.port),
             "--speculative-config": json.dumps(NGRAM),
         }
-        flags = ["--enforce-eager", "--skip-tokenizer-init"]
+        words = ["--enforce-eager", "--skip-tokenizer-init", *itertools.chain(*settings.items()), *arguments]
         program = ["-m", "vllm.entrypoints.openai.api_server"]
         if "--api-server-count" in arguments:
             program = ["-c", _SEVERAL_API_SERVERS]
-        command = [sys.executable, *program, "--model", model_folder(), *flags]
-        command += [word for setting in settings.items() for word in setting]
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [*command, *arguments],
-                env=os.environ | ENVIRONMENT | {"TMPDIR": self.folder} | environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def wait(self, seconds: float = 150) -> Server:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self._process.poll() is None:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health"):
-                return self
-            time.sleep(0.3)
-        raise AssertionError(f"the server did not start:\n{self.log}")
-
-    def complete(self, prompt: list[int], **parameters: Any) -> dict[str, Any]:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 60, "temperature": 0} | parameters
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            json.dumps(body | {"ignore_eos": True, "detokenize": False}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
-
-    def complete_and_hang_up(self, prompt: list[int]) -> None:
-        """Request a stream, read its first token and disconnect, so that vLLM aborts the request."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 200, "stream": True, "return_token_ids": True}
-        body |= {"ignore_eos": True, "detokenize": False, "temperature": 0}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        connection.getresponse().readline()
-        connection.close()
+        variables = ENVIRONMENT | {"TMPDIR": self.folder} | environment
+        super().__init__([sys.executable, *program], words, variables, Path(self.folder, "log"))
 
     def scrape(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
         """Return the samples by name and labels."""
@@ -141,65 +98,34 @@ class Server:
                 found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
         return found
 
-    def totals_at_rest(self) -> dict[str, float]:
-        """Return the samples by name, summed over labels, after no counter has changed for longer than its period."""
-        last, since = None, time.monotonic()
-        while last is None or time.monotonic() - since < 4 * transport.PERIOD:
-            totals = {name: sum(values.values()) for name, values in self.scrape().items()}
-            ours = {name: value for name, value in totals.items() if "nwor" in name or "spec_decode" in name}
-            if ours != last or totals["vllm:num_requests_running"]:
-                last, since = ours, time.monotonic()
-            time.sleep(0.2)
-        return last
-
-    def stop(self) -> None:
-        """Stop the server as an operator does, then kill what is left."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+    def _body(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+        return super()._body(prompt, max_tokens) | {"model": "tiny", "detokenize": False}
 
 
 @contextlib.contextmanager
-def running(*servers: Server) -> Iterator[None]:
-    """Start all servers in parallel, because start-up takes most of the time. Their output is shown if the
-    test fails."""
+def running(server: Server) -> Iterator[None]:
+    """Wait until a server answers, and stop it at the end. Its output is shown if a test fails."""
     try:
-        for server in servers:
-            server.wait()
-        yield
+        with readme_serve.running(server):
+            yield
     finally:
-        for server in servers:
-            server.stop()
-            print(server.log)
-            shutil.rmtree(server.folder)
+        print(server.log)
+        shutil.rmtree(server.folder)
 
 
 @pytest.fixture(scope="module")
-def servers(engines: Engines) -> Iterator[dict[str, Server]]:
-    started = {
-        "on": Server({"VLLM_NWOR_MODE": "cow"}),
-        "off": Server({"VLLM_NWOR_MODE": "cow", "VLLM_NWOR_EMIT_METRICS": "0"}, "--fail-on-environ-validation"),
-    }
-    with running(*started.values()):
+def server(engines: Engines) -> Iterator[Server]:
+    """Start one server for all tests. It rejects environment variables that vLLM does not know."""
+    started = Server({"VLLM_NWOR_MODE": "cow"}, "--fail-on-environ-validation")
+    with running(started):
         yield started
-
-
-@pytest.fixture
-def server(servers: dict[str, Server]) -> Iterator[Server]:
-    """Start a server. Its output is shown if the test fails."""
-    yield servers["on"]
-    print(servers["on"].log)
 
 
 def check_served(server: Server) -> None:
     """Run six clients in parallel; then the counters must equal the scheduler's."""
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(server.complete, prompts(6)))
-    totals = server.totals_at_rest()
+    totals = server.metrics_at_rest()
     assert totals["nwor_windows_total"] > 0
     assert totals["nwor_draft_tokens_total"] == totals["vllm:spec_decode_num_draft_tokens_total"] > 0
     assert totals["nwor_committed_tokens_total"] == totals["vllm:spec_decode_num_accepted_tokens_total"] > 0
@@ -267,9 +193,9 @@ def test_serve_counts_what_the_workers_of_ray_count(
         with running(server):
             with ThreadPoolExecutor(6) as pool:
                 list(pool.map(server.complete, prompts(6)))
-            counted = server.totals_at_rest()
+            counted = server.metrics_at_rest()
             server.complete(prompts(1, seed=1)[0], max_tokens=1)  # brings the counts
-            totals = server.totals_at_rest()
+            totals = server.metrics_at_rest()
             assert totals["nwor_draft_tokens_total"] == counted["vllm:spec_decode_num_draft_tokens_total"] > 0
             assert totals["nwor_committed_tokens_total"] == counted["vllm:spec_decode_num_accepted_tokens_total"] > 0
             assert totals["nwor_rejected_tokens_total"] > 0
@@ -304,9 +230,9 @@ def test_serve_says_which_features_are_active(server: Server) -> None:
 
 
 def test_the_host_time_of_a_step_is_counted(server: Server) -> None:
-    before, started = server.totals_at_rest(), time.monotonic()
+    before, started = server.metrics_at_rest(), time.monotonic()
     server.complete(prompts(1)[0])
-    elapsed, after = time.monotonic() - started, server.totals_at_rest()
+    elapsed, after = time.monotonic() - started, server.metrics_at_rest()
     steps, seconds = (after[name] - before[name] for name in ("nwor_windows_total", "nwor_host_seconds_total"))
     assert steps > 0
     assert 0 < seconds < elapsed
@@ -369,14 +295,14 @@ def test_every_expression_of_the_dashboard_and_of_the_alerts_returns_data(
 def test_serve_agrees_with_the_scheduler_when_clients_hang_up(server: Server) -> None:
     """The scheduler does not count the last drafts of an aborted request. The comparison allows for that
     and continues."""
-    before = server.totals_at_rest()
+    before = server.metrics_at_rest()
     aborted = 4
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(server.complete_and_hang_up, prompts(aborted, seed=1)))
+        list(pool.map(server.hang_up, prompts(aborted, seed=1)))
         list(pool.map(server.complete, prompts(6, seed=2)))
-    server.totals_at_rest()
+    server.metrics_at_rest()
     server.complete(prompts(1)[0])  # the comparison runs when the scheduler runs a step
-    totals = server.totals_at_rest()
+    totals = server.metrics_at_rest()
     uncounted = totals["nwor_draft_tokens_total"] - totals["vllm:spec_decode_num_draft_tokens_total"]
     assert 0 <= uncounted <= aborted * K
     assert totals["nwor_draft_tokens_total"] == (
@@ -387,24 +313,26 @@ def test_serve_agrees_with_the_scheduler_when_clients_hang_up(server: Server) ->
     assert "counters disagree" not in server.log
 
 
-def test_vllm_knows_the_variables(servers: dict[str, Server]) -> None:
-    """vLLM does not warn, and a server that rejects unknown variables starts."""
-    assert "Unknown vLLM environment variable" not in servers["on"].log
+def test_vllm_knows_the_variables(server: Server) -> None:
+    """vLLM does not warn, and the server, which rejects unknown variables, has started."""
+    assert "Unknown vLLM environment variable" not in server.log
 
 
-def test_emit_metrics_off_shows_nothing(servers: dict[str, Server]) -> None:
-    server = servers["off"]
-    server.complete(prompts(1)[0])
-    totals = server.totals_at_rest()
-    assert totals["vllm:spec_decode_num_draft_tokens_total"] > 0
-    assert not [name for name in totals if "nwor" in name]
-    assert "nwor: active" in server.log
-    assert not list(Path(server.folder).glob("nwor-metrics-*"))
+@pytest.mark.nightly
+def test_emit_metrics_off_shows_nothing(engines: Engines) -> None:
+    """test_emit_metrics_off_exports_nothing has the same for an engine in a test's process."""
+    server = Server({"VLLM_NWOR_MODE": "cow", "VLLM_NWOR_EMIT_METRICS": "0"}, "--fail-on-environ-validation")
+    with running(server):
+        server.complete(prompts(1)[0])
+        totals = server.metrics_at_rest()
+        assert totals["vllm:spec_decode_num_draft_tokens_total"] > 0
+        assert not [name for name in totals if "nwor" in name]
+        assert "nwor: active" in server.log
+        assert not list(Path(server.folder).glob("nwor-metrics-*"))
 
 
-def test_files_are_private_and_removed(servers: dict[str, Server]) -> None:
-    """Runs after the other tests with a server, because it stops one."""
-    server = servers["on"]
+def test_files_are_private_and_removed(server: Server) -> None:
+    """Runs after the other tests with a server, because it stops it."""
     [folder] = Path(server.folder).glob("nwor-metrics-*")
     assert folder.stat().st_mode & 0o777 == 0o700
     files = [path.name for path in folder.glob("counter_*")]
@@ -449,6 +377,8 @@ def _llm_job(environment: dict[str, str], arguments: dict[str, Any], tamper: boo
 
     result: dict[str, Any] = {"in_process": in_process, "stats": [work(0), work(1)], "tampered": []}
     result["vllm"] = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    result["exported"] = sorted({family.name for family in REGISTRY.collect() if family.name.startswith("nwor_")})
+    result["folder"] = os.environ.get(transport.DIRECTORY_VARIABLE)
     for counter, amount in TAMPERS if tamper else ():
         [session] = nwor_ops.vllm.sessions()
         counters = session.manager.buffers.counters
@@ -488,12 +418,23 @@ def test_agreement_with_aborts_and_a_false_counter(engines: Engines) -> None:
     result = _run_llm(engines, tamper=True)
     assert result["in_process"]
     _check_agreement(result)
+    assert {"nwor_windows", "nwor_draft_tokens"} <= set(result["exported"])
+    assert result["folder"] is not None
     before = 0
     for tamper, (false, mended, later) in zip(TAMPERS, result["tampered"], strict=True):
         assert before < false <= mended == later, tamper
         before = later
     [message] = result["warnings"]
     assert re.search(r"counters disagree: nwor counted \d+ drafts and \d+ accepted, the scheduler \d+ and", message)
+
+
+def test_emit_metrics_off_exports_nothing(engines: Engines) -> None:
+    """The counters stay in the engine's process, and nothing compares them with the scheduler's."""
+    result = _run_llm(engines, {"VLLM_NWOR_EMIT_METRICS": "0"})
+    assert (result["exported"], result["folder"]) == ([], None)
+    assert result["stats"][1]["windows"] > 0
+    assert result["stats"][1]["comparisons"] == 0
+    assert result["vllm"]["vllm:spec_decode_num_draft_tokens"] > 0
 
 
 @pytest.mark.long
