@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from engines import ENVIRONMENT, Engines
+from engines import ENVIRONMENT, Engines, _run_requests, _sampling
 from readme_serve import AT_ONCE, MAX_TOKENS, Server, at_once, differing, one_by_one, prompts, readme_commands, running
 from tiny_models import write_served_llama
 
@@ -31,27 +33,40 @@ def test_the_readme_starts_each_feature_once() -> None:
         assert not [word for word in command.with_models(MODEL="/m", DRAFT="/d") if "DRAFT" in word]
 
 
-@pytest.fixture(scope="module")
-def servers(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """Vanilla vLLM, and the transaction's command, audited."""
-    folder: Path = tmp_path_factory.mktemp("serve")
+def vanilla_answers(words: list[str], asked: list[list[int]]) -> dict[str, list[list[int]]]:
+    """Answer prompts one by one, with a vanilla engine in this process that has the arguments of ``vllm serve``."""
+    os.environ.update(ENVIRONMENT | {"VLLM_PLUGINS": ""})
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    arguments.model = arguments.model_tag
+    settings = EngineArgs.from_cli_args(arguments)
+    llm = SimpleNamespace(llm_engine=LLMEngine.from_engine_args(settings, UsageContext.OPENAI_API_SERVER))
+    sampling = _sampling(0, 0.0, MAX_TOKENS)
+    return {"tokens": [_run_requests(llm, [prompt], [sampling], {})[0] for prompt in asked]}
+
+
+@pytest.mark.long
+def test_the_transaction_as_the_readme_starts_it(engines: Engines, tmp_path: Path) -> None:
     command = COMMANDS["mode"]
-    words = [*command.with_models(MODEL=write_served_llama(folder / "model")), *SMALL_CACHE]
-    audited = command.environment | {"VLLM_NWOR_AUDIT": "1"}
-    started = {
-        side: Server(PROGRAM, words, ENVIRONMENT | environment, folder / f"{side}.log")
-        for side, environment in {"vanilla": {"VLLM_PLUGINS": ""}, "audited": audited}.items()
-    }
-    with running(*started.values(), seconds=PATIENCE_SECONDS):
-        yield started
-    for side, server in started.items():
-        print(f"{side}:\n{server.log[-3000:]}")
+    words = [*command.with_models(MODEL=write_served_llama(tmp_path / "model")), *SMALL_CACHE]
+    environment = ENVIRONMENT | command.environment | {"VLLM_NWOR_AUDIT": "1"}
+    ours = Server(PROGRAM, words, environment, tmp_path / "log")
+    try:
+        with running(ours, seconds=PATIENCE_SECONDS):
+            check_served(ours, lambda asked: engines.submit(vanilla_answers, words, asked).result()["tokens"])
+    finally:
+        print(ours.log[-3000:])
 
 
-def test_the_transaction_as_the_readme_starts_it(servers: dict[str, Server]) -> None:
-    vanilla, ours = servers["vanilla"], servers["audited"]
+def check_served(ours: Server, answers: Callable[[list[list[int]]], list[list[int]]]) -> None:
+    """The server answers as `answers` does, one by one and many at once, and its counters agree."""
     asked = prompts(ours.block_tokens())
-    wanted = one_by_one(vanilla, asked)
+    wanted = answers(asked)
     assert differing(one_by_one(ours, asked), wanted) == []
     together = at_once(ours, asked * 2)
     assert len(together) == 2 * len(asked) > AT_ONCE
