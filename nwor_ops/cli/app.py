@@ -225,6 +225,59 @@ def bench(
     raise typer.Exit(run_bench(options, as_json=json))
 
 
+class OpsDevice(str, enum.Enum):
+    """Devices of the ops."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@app.command()
+def verify(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="The arguments of vllm serve.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="Time, without the start of the engine.")] = 5.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the windows and requests.")] = 0,
+    device: Annotated[
+        OpsDevice | None, typer.Option(help="Device of the ops. Default: cuda if torch finds a GPU, otherwise cpu.")
+    ] = None,
+    prompts: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="File with a text or a JSON list of token ids per line. Default: random."),
+    ] = None,
+    output: Annotated[pathlib.Path, typer.Option(help="Archive for a bug report.")] = pathlib.Path(
+        "nwor-verify.tar.gz"
+    ),
+    json: JsonOption = False,
+) -> None:
+    """Prove on this machine that nwor_ops works: compare every op with an oracle, and audit an engine at every step.
+
+    Random windows of every op are compared with plain Python. Then an engine with your model, arguments and settings
+    (VLLM_NWOR_... in the environment) serves random requests, and the audit compares every byte of its cache. Without
+    ARGS only the ops are compared. Example:
+    VLLM_NWOR_MODE=cow nwor-ops verify --minutes 10 -- MODEL --speculative-config '{"method": "ngram", ...}'
+
+    Exits with 0 if there is no violation, with 2 if the command line or a setting is invalid, with 3 if an op is wrong,
+    with 4 if the engine's audit finds a violation, with 5 if the engine does not start, with 6 if it ends by another
+    error, and with 7 if it had no step with drafts.
+    """
+    require("rich", *(["vllm"] if arguments else []))
+    import torch
+
+    from nwor_ops.cli.verify import InvalidOptions, Outcome, VerifyOptions, check_options, run_verify
+
+    chosen = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    options = VerifyOptions(minutes, seed, output, chosen, prompts, tuple(arguments or ()))
+    try:
+        check_options(options)
+        code = run_verify(options, as_json=json)
+    except InvalidOptions as error:
+        typer.echo(f"nwor-ops verify: {error}", err=True)
+        raise typer.Exit(Outcome.INVALID.value) from None
+    raise typer.Exit(code)
+
+
 @app.command()
 def doctor(json: JsonOption = False) -> None:
     """Report what is installed, whether everything that this machine needs works, and how to fix the rest.

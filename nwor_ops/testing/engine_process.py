@@ -66,6 +66,7 @@ class EngineProcess:
         folder: folder of these files.
         environment: the complete environment of the process.
         program: arguments of Python; the job file is appended. The program answers as ``demo_engine`` does.
+        patience: maximum seconds of one answer.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class EngineProcess:
         folder: pathlib.Path,
         environment: dict[str, str],
         program: Sequence[str] = ("-m", "nwor_ops.cli.demo_engine"),
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
-        self.name = name
+        self.name, self._patience = name, patience
         self.log = folder / f"{name}.log"
         job_file = folder / f"{name}.job.json"
         job_file.write_text(json.dumps(job, indent=1) + "\n")
@@ -114,7 +116,7 @@ class EngineProcess:
             self._process.wait()
 
     def _answer(self) -> dict[str, Any]:
-        line = self._read_line(time.monotonic() + PATIENCE_SECONDS)
+        line = self._read_line(time.monotonic() + self._patience)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             # Messages of pydantic checks in vLLM contain the values of all fields, over many lines.
@@ -129,7 +131,7 @@ class EngineProcess:
             while b"\n" not in self._unread:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     self._process.kill()
-                    self._fail(f"did not answer within {PATIENCE_SECONDS:.0f} s")
+                    self._fail(f"did not answer within {self._patience:.0f} s")
                 if not (read := os.read(self._process.stdout.fileno(), 1 << 16)):
                     self._fail(f"ended with exit code {self._process.wait()}")
                 self._unread += read

@@ -177,8 +177,8 @@ def as_in_the_readme(command: str) -> bool:
 
 
 def checks_the_readme(command: str) -> bool:
-    """Whether this checks a server of the README before it starts, as tests/vllm/test_check.py does."""
-    checked = command.replace("nwor-ops check --", "vllm serve")
+    """Whether this checks or verifies a server of the README, as test_check.py and test_verify.py of tests/vllm do."""
+    checked = re.sub(r"nwor-ops (?:check|verify --minutes \d+) --", "vllm serve", command)
     return checked != command and as_in_the_readme(checked)
 
 
@@ -209,6 +209,7 @@ def is_example(command: str) -> bool:
 # Exact commands, and the tests that run them or what they stand for.
 TESTS = {
     "nwor-ops doctor": "tests/package/test_cli.py",
+    "nwor-ops verify --minutes 1": "tests/package/test_verify.py",
     "pip install --no-build-isolation '.[cli]'": "tests/packages/test_packages.py",
     'echo "torch==2.13.0+cpu" > constraint.txt': "tests/packages/test_packages.py",
     "pip install nwor_ops-0.1.0.tar.gz": "tests/packages/test_packages.py",

@@ -1,0 +1,206 @@
+"""The engine of ``nwor-ops verify``: ``python -m nwor_ops.cli.verify_engine JOB.json``.
+
+A job is ``{"arguments": arguments of vllm serve, "prompts": texts or an empty list, "seed": number}``. The process
+first reads the arguments, and answers with the versions. Each line of stdin is a command, each answer a line of JSON
+(:func:`nwor_ops.cli.demo_engine.serve`):
+
+- ``start``: start the engine. Its environment switches the audit on.
+- ``serve SECONDS``: add, abort and serve random requests for this time, for one step at least.
+- ``finish``: serve the requests that still run to their ends, and return what was audited.
+
+An error of the audit ends the process. Its log then has the line ``AuditError: ...``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import platform
+import random
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from nwor_ops.cli.demo_engine import serve
+
+MOST_CLIENTS = 32
+MOST_TOKENS = 64  # of an answer
+LONGEST_PROMPT = 1500
+REMEMBERED = 50  # prompts that may come again
+TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 1.0)
+
+
+class InvalidArguments(ValueError):
+    """vLLM's parser or its configuration refuses the arguments."""
+
+
+def main() -> None:
+    serve(AuditedEngine)
+
+
+class AuditedEngine:
+    """An engine with the user's arguments, and random requests."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._dice = random.Random(job["seed"])
+        self._config = read_arguments(job["arguments"])
+        self._texts: list[str] = job["prompts"]
+        self._counts: Counter[str] = Counter()
+        self._running: dict[str, int] = {}  # by request: the number of tokens after which it is aborted, or 0
+        self._seen: list[list[int]] = []
+
+    def versions(self) -> dict[str, Any]:
+        import torch
+        import vllm
+
+        import nwor_ops
+
+        return {
+            "nwor_ops": nwor_ops.__version__,
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+
+    def answer(self, line: str) -> dict[str, Any]:
+        command, *numbers = line.split()
+        if command == "start":
+            return self.start()
+        return self.serve(float(numbers[0])) if command == "serve" else self.finish()
+
+    def start(self) -> dict[str, Any]:
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        config = self._config
+        self._engine = LLMEngine.from_vllm_config(config)
+        self._vocabulary = config.model_config.get_vocab_size()
+        self._longest = config.model_config.max_model_len
+        self._most_clients = min(MOST_CLIENTS, config.scheduler_config.max_num_seqs + 4)  # some have to wait
+        self._clients = self._most_clients
+        return {"audits": self._audits()}
+
+    def serve(self, seconds: float) -> dict[str, Any]:
+        until, stepped = time.monotonic() + seconds, False
+        while not stepped or time.monotonic() < until:
+            stepped = True
+            if self._dice.random() < 0.05:
+                self._clients = self._dice.randint(1, self._most_clients)
+            while len(self._running) < self._clients:
+                self._add()
+            self._step()
+        return dict(self._counts)
+
+    def finish(self) -> dict[str, Any]:
+        while self._running:
+            self._step()
+        return {"requests": dict(self._counts), "audits": self._audits()}
+
+    def _step(self) -> None:
+        gone, outputs = [], self._engine.step()
+        for output in outputs:
+            abort_after = self._running.get(output.request_id)
+            if abort_after is None:
+                continue
+            tokens = len(output.outputs[0].token_ids)  # type: ignore[index]
+            if output.finished:
+                self._counts["tokens"] += tokens
+                del self._running[output.request_id]
+            elif abort_after and tokens >= abort_after:
+                gone.append(output.request_id)
+                del self._running[output.request_id]
+        self._counts["aborted"] += len(gone)
+        if gone:
+            self._engine.abort_request(gone)
+
+    def _add(self) -> None:
+        from vllm import SamplingParams
+
+        dice = self._dice
+        self._counts["requests"] += 1
+        request, prompt = str(self._counts["requests"]), self._prompt()
+        tokens = min(dice.randint(1, MOST_TOKENS), self._longest // 2)
+        params = SamplingParams(
+            temperature=dice.choice(TEMPERATURES), seed=dice.getrandbits(30), max_tokens=tokens, detokenize=False,
+            ignore_eos=dice.random() < 0.5,
+        )  # fmt: skip
+        self._running[request] = dice.randint(1, tokens) if dice.random() < 0.25 else 0
+        self._engine.add_request(request, prompt, params)
+
+    def _prompt(self) -> Any:
+        """Return one of the user's prompts, an earlier prompt, one that begins like an earlier one, or a new one."""
+        if self._texts:
+            text = self._dice.choice(self._texts)
+            return {"prompt_token_ids": json.loads(text)} if text.startswith("[") else text
+        kind = self._dice.random()
+        if not self._seen or kind < 0.5:
+            tokens = self._random_tokens()
+        else:
+            tokens = self._dice.choice(self._seen)
+            if kind < 0.8:
+                tokens = tokens[: self._dice.randint(1, len(tokens))] + self._random_tokens()
+        self._seen = [*self._seen, tokens[: self._room]][-REMEMBERED:]
+        return {"prompt_token_ids": self._seen[-1]}
+
+    @property
+    def _room(self) -> int:
+        return max(1, min(LONGEST_PROMPT, self._longest // 2 - 1))
+
+    def _random_tokens(self) -> list[int]:
+        """Return tokens that repeat themselves, so that a lookup of n-grams finds proposals. Ids at the ends of a
+        vocabulary, where special tokens are, are left out."""
+        dice = self._dice
+        gram = [
+            dice.randrange(self._vocabulary // 50, max(2, self._vocabulary * 9 // 10))
+            for _ in range(dice.randint(2, 20))
+        ]
+        length = dice.choice((1, 8, 40, 200, self._room))
+        return (gram * (length // len(gram) + 1))[: dice.randint(1, min(length, self._room))]
+
+    def _audits(self) -> list[dict[str, Any]]:
+        """Return what each worker has audited."""
+        found: list[dict[str, Any]] = self._engine.collective_rpc(audits_in)
+        return found
+
+
+def read_arguments(arguments: list[str]) -> Any:
+    """Return vLLM's configuration for the arguments of ``vllm serve``.
+
+    Raises:
+        InvalidArguments: vLLM's parser or its configuration refuses them.
+    """
+    import vllm.logger  # noqa: F401  # it keeps the stderr of now, not the one below
+
+    from nwor_ops.vllm.preview import InvalidEngine, configure
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            config = configure(arguments)
+    except SystemExit:
+        lines = [line for line in said.getvalue().splitlines() if line.strip()]
+        raise InvalidArguments(lines[-1] if lines else "its parser does not know them") from None
+    except InvalidEngine as error:
+        raise InvalidArguments(str(error)) from None
+    finally:
+        sys.stderr.write(said.getvalue())
+    if config.parallel_config.data_parallel_size > 1:
+        raise InvalidArguments("--data-parallel-size must be 1: the ranks of a dense model are separate engines")
+    return config
+
+
+def audits_in(worker: Any) -> dict[str, Any]:
+    """Return what the engine of this worker has audited."""
+    import nwor_ops.vllm
+
+    sessions, states = nwor_ops.vllm.sessions(), nwor_ops.vllm.one_states()
+    return {
+        "modes": [session.mode for session in sessions],
+        "transaction": [session.audit.summary() for session in sessions if session.audit is not None],
+        "recurrent": [state.audit.summary() for state in states if state.audit is not None],
+    }
+
+
+if __name__ == "__main__":
+    main()
