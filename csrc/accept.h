@@ -86,6 +86,7 @@ struct PlanArguments {
 struct PlanCall {
     PlanArguments plan;
     std::vector<const int64_t*> slot_mappings;
+    bool leading_zero;
 };
 
 inline PlanCall check_plan(const char* op,
@@ -113,6 +114,7 @@ inline PlanCall check_plan(const char* op,
         rp{op, "row_positions", row_positions}, ct{op, "counters", counters},
         ds{op, "draft_start_loc", draft_start_loc};
     p.drafts_of = check_cumulative_drafts(cu, num_bonus_tokens, leading_zero, &p.num_requests);
+    call.leading_zero = leading_zero;
     p.query_start_loc = int32_view(qsl, p.num_requests + 1, "[num_requests + 1]").data;
     p.num_groups = static_cast<int64_t>(slot_mappings.size());
     const Placed outputs[] = {Placed(lr), Placed(rs), Placed(rr), Placed(rp), Placed(ct), Placed(ds)};
@@ -145,6 +147,30 @@ inline PlanCall check_plan(const char* op,
     p.starts_length = draft_start_loc.size(0);
     check_placement(op, {qsl, cu}, {lr, rs, rr, rp, ct, ds});
     return call;
+}
+
+template <class F>
+void each_written(const PlanCall& call, const F& f) {
+    const PlanArguments& p = call.plan;
+    f(range_at(p.log_rows, p.log_rows_length));
+    f(range_at(p.row_slots, p.num_groups * p.num_rows));
+    f(range_at(p.row_requests, p.num_rows));
+    f(range_at(p.row_positions, p.num_rows));
+    f(range_at(p.counters, kNumCounters));
+    f(range_at(p.draft_starts, p.starts_length));
+}
+
+inline void set_step(PlanCall& call, const PlanCall& checked, StepArguments& step) {
+    PlanArguments& p = call.plan;
+    const Argument cu{p.op, "cu_num_draft_tokens",
+                      needed(p.op, "cu_num_draft_tokens", step.cu_num_draft_tokens)},
+        qsl{p.op, "query_start_loc", needed(p.op, "query_start_loc", step.query_start_loc)};
+    p.drafts_of = check_cumulative_drafts(cu, checked.plan.drafts_of.num_bonus_tokens, checked.leading_zero,
+                                          &p.num_requests);
+    check_requests(p.op, p.num_requests, p.starts_length - 1);
+    p.query_start_loc = int32_view(qsl, p.num_requests + 1, "[num_requests + 1]").data;
+    for (const Argument& a : {cu, qsl}) check_outside(a, checked);
+    step.num_requests = p.num_requests;
 }
 
 // Returns what is invalid about request q, if anything. Differences of 32-bit values are computed in 64 bits.
@@ -304,6 +330,24 @@ inline AcceptArguments check_reject_counts(const char* op, const Tensor& num_rej
     return a;
 }
 
+template <class F>
+void each_written(const AcceptArguments& a, const F& f) {
+    f(range_at(a.marks, a.num_marks));
+    f(range_at(a.num_accepted, a.num_accepted_length));
+    f(range_at(a.counters, kNumCounters));
+}
+
+// `call` is the whole call that is bound.
+template <class Call>
+void set_step(AcceptArguments& a, const AcceptArguments& checked, const StepArguments& step,
+              const Call& call) {
+    const Argument rejected{a.op, "num_rejected", needed(a.op, "num_rejected", step.num_rejected)};
+    check_requests(a.op, step.num_requests, checked.num_requests);
+    a.num_requests = step.num_requests;
+    a.num_rejected = int32_view(rejected, a.num_requests, "[num_requests]").data;
+    check_outside(rejected, call);
+}
+
 inline AcceptArguments check_reject_rows_from_rejected(
     const char* op,
     const Tensor& num_rejected,     // int32 [num_requests]
@@ -406,11 +450,13 @@ std::tuple<Tensor, Tensor> run(const MaskCall& call, const Device& device) {
 
 template <class Device>
 void register_accept(Library& m) {
-    NWOR_OP(m, plan_window, check_plan);
+    NWOR_BINDABLE_OP(m, plan_window, check_plan);
     NWOR_OP(m, acceptance_mask, check_acceptance_mask);
     NWOR_OP(m, acceptance_mask_from_rejected, check_acceptance_mask_from_rejected);
     NWOR_OP(m, reject_rows, check_reject_rows);
     NWOR_OP(m, reject_rows_from_rejected, check_reject_rows_from_rejected);
+    m.impl("_begin_bound", TORCH_BOX(&begin_bound));
+    m.impl("_commit_bound", TORCH_BOX(&commit_bound));
 }
 
 }  // namespace nwor

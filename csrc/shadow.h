@@ -367,6 +367,7 @@ struct WindowCall {
     std::vector<int64_t> planes_per_group;
     PageOffsets page_offsets;
     AcceptArguments accept;  // for kAcceptAndClose
+    bool has_states;         // whether idx_mapping is given
 };
 
 inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensors& t) {
@@ -404,7 +405,8 @@ inline WindowCall check_window(const char* op, WindowOp kind, const WindowTensor
     if (a.tail_stride < a.num_requests) tails.must_be("[num_groups, >= ", a.num_requests, "]");
     for (const Argument& other : {qsl, ds, shadows, saved, tails}) other.same_device(first);
     check_tables(a, t.slot_mappings, t.block_tables, saved, first);
-    if (t.idx_mapping.has_value()) {
+    call.has_states = t.idx_mapping.has_value();
+    if (call.has_states) {
         const Argument idx{op, "idx_mapping", *t.idx_mapping};
         a.idx_mapping = ids_view(idx, a.num_requests, "[num_requests]");
         idx.same_device(first);
@@ -543,13 +545,52 @@ inline WindowCall check_close_from_rejected(
     return call;
 }
 
+template <class F>
+void each_written(const WindowCall& call, const F& f) {
+    const WindowArguments& a = call.window;
+    each_plane_range(call.planes, f);
+    f(range_at(a.saved_slots, a.num_groups * a.saved_stride));
+    f(range_at(a.tail_pages, a.num_groups * a.tail_stride));
+    if (a.held_slots != nullptr) f(range_at(a.held_slots, a.num_groups * a.num_states * a.num_shadows));
+    for (int64_t g = 0; a.redirects && g < a.num_groups; ++g) {
+        f(range_at(a.groups[g].slot_mapping, a.num_tokens));
+        f(range_at(a.groups[g].block_table,
+                   (a.num_requests - 1) * a.groups[g].row_stride + a.groups[g].columns));
+    }
+    if (call.kind == WindowOp::kAcceptAndClose) each_written(call.accept, f);
+}
+
+inline void set_step(WindowCall& call, const WindowCall& checked, const StepArguments& step) {
+    WindowArguments& a = call.window;
+    check_requests(a.op, step.num_requests, checked.window.num_requests);
+    a.num_requests = step.num_requests;
+    const Argument qsl{a.op, "query_start_loc", needed(a.op, "query_start_loc", step.query_start_loc)};
+    a.query_start_loc = int32_view(qsl, a.num_requests + 1, "[num_requests + 1]").data;
+    check_outside(qsl, checked);
+    if (call.kind == WindowOp::kOpen) {
+        const Argument lens{a.op, "seq_lens", needed(a.op, "seq_lens", step.seq_lens)};
+        a.seq_lens = int32_view(lens, a.num_requests, "[num_requests]").data;
+        check_outside(lens, checked);
+    }
+    if (call.has_states != (step.idx_mapping != nullptr))
+        fail(a.op, "idx_mapping must be given exactly if the bound call has it");
+    if (step.idx_mapping != nullptr) {
+        const Argument idx{a.op, "idx_mapping", *step.idx_mapping};
+        a.idx_mapping = ids_view(idx, a.num_requests, "[num_requests]");
+        check_outside(idx, checked);
+    }
+    if (call.kind != WindowOp::kAcceptAndClose) return;
+    set_step(call.accept, checked.accept, step, checked);
+    a.num_rejected = call.accept.num_rejected;
+}
+
 // ---------------------------------------------------------------- the ops
 
 template <class Device>
 void register_shadow(Library& m) {
-    NWOR_OP(m, open_window, check_open);
-    NWOR_OP(m, close_window, check_close);
-    NWOR_OP(m, close_window_from_rejected, check_close_from_rejected);
+    NWOR_BINDABLE_OP(m, open_window, check_open);
+    NWOR_BINDABLE_OP(m, close_window, check_close);
+    NWOR_BINDABLE_OP(m, close_window_from_rejected, check_close_from_rejected);
 }
 
 }  // namespace nwor

@@ -184,6 +184,13 @@ inline RestoreArguments check_restore(
     return r;
 }
 
+inline void set_step(RestoreArguments& r, const RestoreArguments&, const StepArguments& step) {
+    const int64_t log_rows = r.windows_layer_stride;
+    r.num_rows = step.num_rows.value_or(log_rows);
+    if (r.num_rows < 0 || r.num_rows > log_rows)
+        fail(r.op, "num_rows must be from 0 to the ", log_rows, " rows of log, got ", r.num_rows);
+}
+
 // An op that determines the outcome of drafts in the same launch, before it restores.
 struct RestoreCall {
     RestoreArguments restore;
@@ -228,6 +235,17 @@ inline RestoreCall check_restore_from_rejected(
     return call;
 }
 
+template <class F>
+void each_written(const RestoreCall& call, const F& f) {
+    each_plane_range(call.restore.planes, f);
+    each_written(call.accept, f);
+}
+
+inline void set_step(RestoreCall& call, const RestoreCall& checked, const StepArguments& step) {
+    set_step(call.accept, checked.accept, step, checked);
+    set_step(call.restore, checked.restore, step);
+}
+
 // ---------------------------------------------------------------- the ops
 
 template <class Device>
@@ -235,8 +253,8 @@ void register_undo(Library& m) {
     NWOR_OP(m, write_kv, check_write_kv);
     NWOR_OP(m, write_kv_logged, check_write_logged);
     NWOR_OP(m, log_slots, check_log_slots);
-    NWOR_OP(m, restore_slots, check_restore);
-    NWOR_OP(m, restore_slots_from_rejected, check_restore_from_rejected);
+    NWOR_BINDABLE_OP(m, restore_slots, check_restore);
+    NWOR_BINDABLE_OP(m, restore_slots_from_rejected, check_restore_from_rejected);
 }
 
 }  // namespace nwor

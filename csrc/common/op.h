@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "bound.h"
 #include "stable.h"
 
 namespace nwor {
@@ -29,12 +30,26 @@ struct Op<Device, op, check> {
         const Arguments arguments = check(op, parameters...);
         return run(arguments, Device(first_of(parameters...)));
     }
+    static Tensor bind(Parameters... parameters, const std::optional<Tensor>& after) {
+        using Call = BoundCallOf<Device, Arguments, std::decay_t<Parameters>...>;
+        return bound_handle(
+            op, std::make_shared<Call>(op, check(op, parameters...), first_of(parameters...), parameters...),
+            after);
+    }
 };
 
 #define NWOR_OP(library, name, check)                                           \
     do {                                                                        \
         static constexpr char op_name[] = #name;                                \
         library.impl(op_name, TORCH_BOX((&Op<Device, op_name, &check>::call))); \
+    } while (false)
+
+// An op that can be bound; see bound.h.
+#define NWOR_BINDABLE_OP(library, name, check)                                         \
+    do {                                                                               \
+        NWOR_OP(library, name, check);                                                 \
+        static constexpr char op_name[] = #name;                                       \
+        library.impl("_bind_" #name, TORCH_BOX((&Op<Device, op_name, &check>::bind))); \
     } while (false)
 
 }  // namespace nwor

@@ -131,6 +131,11 @@ inline Planes check_planes(const char* op, const std::vector<Tensor>& caches,
     return planes;
 }
 
+template <class F>
+void each_plane_range(const Planes& planes, const F& f) {
+    for (const char* begin : planes.data) f(Range{begin, begin + planes.bytes});
+}
+
 // Checks that no plane shares memory with another argument. `first` is the first plane.
 template <class Others = std::initializer_list<Argument>>
 void check_outside_planes(const char* op, const Planes& planes, const Tensor& first, const Others& others) {

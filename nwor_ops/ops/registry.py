@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ def op(*, mutates: Sequence[str], results: Sequence[str] = ()) -> Callable[[_Fun
             try:
                 return overload(*arguments, **named)
             except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-                raise _translated(declared, arguments, named, error) from None
+                raise translated(declared, arguments, named, error) from None
 
         return cast("_Function", call)
 
@@ -115,6 +115,18 @@ def _schema(function: Callable[..., Any], mutates: Sequence[str], results: Seque
         raise ValueError(f"{function.__name__} returns {returned}, its results are named {tuple(results)}")
     arguments = re.sub(r"\(a\d+!\)", lambda _: f"({next(letters)}!)", arguments).replace("SymInt", "int")
     return f"{arguments} -> ({', '.join(f'Tensor {result}' for result in results)})"
+
+
+def declare_private(name: str, schema: str, refusal: str) -> torch._ops.OpOverload:
+    """Declare an op that is not public. In a trace it raises ``refusal``."""
+
+    def refuse(*arguments: Any, **named: Any) -> NoReturn:
+        raise Refusal(f"{name}: {refusal}")
+
+    _library.define(name + schema)
+    implement_fake(name, refuse)
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return overload
 
 
 def implement(op: str, kernel: Callable[..., Any], dispatch_key: str) -> None:
@@ -157,7 +169,7 @@ def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def _translated(op: Op, arguments: Sequence[Any], named: Mapping[str, Any], error: Exception) -> Exception:
+def translated(op: Op, arguments: Sequence[Any], named: Mapping[str, Any], error: Exception) -> Exception:
     """Return the exception that the caller should see.
 
     A kernel throws std::invalid_argument. Python sees it as ValueError up to torch 2.14, and as RuntimeError from 2.15
@@ -166,7 +178,12 @@ def _translated(op: Op, arguments: Sequence[Any], named: Mapping[str, Any], erro
     """
     if wrong_type := describe_type_error(op.overload, op.arguments(arguments, named).values()):
         return wrong_type
+    return with_own_type(error, op.name)
+
+
+def with_own_type(error: Exception, *ops: str) -> Exception:
+    """Return the error of a kernel of one of these ops as TypeError or ValueError; other errors as they are."""
     message = str(error)
-    if isinstance(error, Refusal) or not message.startswith(f"{op.name}: "):
+    if isinstance(error, Refusal) or not message.startswith(tuple(f"{op}: " for op in ops)):
         return error
     return TypeError(message) if _TYPE_ERROR.search(message) else ValueError(message)

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import LayerCache, has_no_data
+from nwor_ops.ops.bound import begin_bound, bind, commit_bound
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.layers import Layer, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Recovery, Redirects
@@ -42,6 +43,47 @@ from nwor_ops.transaction.window import Window, WindowBuffers
 from nwor_ops.validation import explained
 
 DEFAULT_GROUP = "default"
+
+
+class _BoundCalls:
+    """The calls of begin and commit, bound to the tensors that windows share; see :mod:`nwor_ops.ops.bound`.
+
+    Attributes:
+        begin, commit: the handles; ``commit`` is None until the first commit.
+        redirects: as in :meth:`Recovery.redirects`.
+        num_requests: number of requests of the last window that :meth:`serve` has accepted.
+    """
+
+    commit: Tensor | None = None
+
+    def __init__(self, window: Window, groups: Sequence[str], most_drafts: int, begin: Tensor, redirects: Redirects):
+        self.begin, self.redirects, self._most_drafts = begin, redirects, most_drafts
+        self.num_requests = self.most_requests = window.num_requests
+        self._slot_mappings = [(group, window.slot_mappings[group]) for group in groups]
+        tables: Any = window.block_tables
+        self._block_tables = [(group, tables[group]) for group in groups] if redirects else []
+        self._counts = window.num_bonus_tokens, window.leading_zero
+        self._has_states = window.request_states is not None
+
+    def serve(self, window: Window) -> bool:
+        """Return whether the calls serve a window: it has the same tensors, and is not too large."""
+        slot_mappings, tables, drafts = window.slot_mappings, window.block_tables, window.num_draft_tokens
+        for group, slots in self._slot_mappings:
+            if slot_mappings.get(group) is not slots:
+                return False
+        for group, table in self._block_tables:
+            if tables is None or tables.get(group) is not table:
+                return False
+        if self._block_tables and (window.request_states is not None) is not self._has_states:
+            return False
+        if drafts is not None and not (type(drafts) is int and 0 <= drafts <= self._most_drafts):
+            return False
+        self.num_requests = window.num_requests
+        return self.num_requests <= self.most_requests and self._counts == (
+            window.num_bonus_tokens, window.leading_zero
+        )  # fmt: skip
+
+
 _RECOVERIES: dict[str, type[UndoLog] | type[ShadowPages]] = {"cow": UndoLog, "stage": ShadowPages}
 MODES = tuple(_RECOVERIES)
 
@@ -100,6 +142,7 @@ class DraftCommitManager(Stateful[Layer]):
     _called = "manager"
     _layers: LayerTable
     _windows = 1  # capacity of the log, in windows
+    _binds = True  # whether begin may run bound calls in place of _plan() and recovery.open()
     _in_place_of_a_copy = "make another DraftCommitManager, register the layers' own caches and allocate() it"
 
     def __init__(
@@ -142,6 +185,8 @@ class DraftCommitManager(Stateful[Layer]):
         self.recovery: Recovery = _RECOVERIES[mode](self._layers, capacity)
         self._window: Window | None = None
         self._redirects: Redirects = []  # redirects of the open window
+        self._bound: _BoundCalls | None = None  # of the open window, or of the last one
+        self._last: list[Tensor] = []  # slot mappings and tables of the last window that was not bound
         # Whether the open window's drafts are in row_rejected and in the counters; None: only the device knows.
         self._outcome_known: bool | None = False
         self._ending = ""  # "cancel" or "abandon" after it has begun for the open window, or "begin" until it is done
@@ -230,7 +275,11 @@ class DraftCommitManager(Stateful[Layer]):
                 table or length; or a tensor of another shape, dtype or device. Nothing has changed.
             ValueError, TypeError, IndexError: in mode ``"stage"``: lengths, tables or states of another shape, dtype or
                 device, or, on the CPU, a request with inconsistent values (:func:`nwor_ops.open_window`). Pages of
-                requests, slots and tables have not changed. The window counts as cancelled.
+                requests, slots and tables have not changed. The window counts as cancelled if it was planned before
+                the error was found.
+
+        If two windows in a row have the same slot mappings and tables (the same objects), begin and
+        :meth:`commit_rejected` check them once and make one call of an op each from then on.
 
         A signal such as KeyboardInterrupt undoes begin too. If that fails or is interrupted, the window stays open, and
         only :meth:`cancel` and :meth:`abandon` accept it. Both undo begin.
@@ -238,10 +287,15 @@ class DraftCommitManager(Stateful[Layer]):
         self._require(State.CLOSED, "begin")
         if not isinstance(window, Window):
             raise TypeError(f"begin: window must be a Window, got {validation.shown(window)}")
+        bound, slot_mappings = self._bound, []
         try:
-            requests = window.num_requests
-            slot_mappings = self._slot_mappings(window, requests)
-            redirects = self.recovery.redirects(window, slot_mappings)
+            if bound is None or not bound.serve(window):
+                slot_mappings = self._slot_mappings(window)
+                redirects = self.recovery.redirects(window, slot_mappings)
+                bound = self._bound = self._bind(window, slot_mappings, redirects)
+            if bound is not None:
+                redirects = bound.redirects
+            requests = window.num_requests if bound is None else bound.num_requests
         except Exception as error:
             raise explained(error, self._check_window, window) from None
         check = self._check_window
@@ -249,10 +303,15 @@ class DraftCommitManager(Stateful[Layer]):
             window, redirects, "begin", False, False, State.OPEN
         )  # fmt: skip
         try:
-            self._plan(window, slot_mappings)
-            self.buffers.draft_starts = self.buffers.draft_starts_of[requests]
-            check, self._opening = self.recovery.check, True
-            self.recovery.open(window, redirects)
+            if bound is None:
+                self._plan(window, slot_mappings)
+                self.buffers.draft_starts = self.buffers.draft_starts_of[requests]
+                check, self._opening = self.recovery.check, True
+                self.recovery.open(window, redirects)
+            else:
+                self.buffers.draft_starts = self.buffers.draft_starts_of[requests]
+                of_stage = (window.seq_lens, window.request_states) if redirects else ()
+                begin_bound(window.query_start_loc, window.cu_num_draft_tokens, bound.begin, *of_stage)
             self._ending = ""
         except BaseException as error:
             self._undo_begin(window)
@@ -260,33 +319,56 @@ class DraftCommitManager(Stateful[Layer]):
                 raise
             raise explained(error, check, window) from None
 
+    def _bind(self, window: Window, slot_mappings: list[Tensor], redirects: Redirects) -> _BoundCalls | None:
+        """Bind the calls of begin if the last window had the same slot mappings and tables.
+
+        The window that binds is checked as any other, so bound calls serve windows of as many requests or fewer.
+
+        Returns:
+            None: :meth:`begin` calls the ops themselves.
+        """
+        last, self._last = self._last, [*slot_mappings, *(table for _, tables in redirects for table in tables)]
+        if not self._binds or len(last) != len(self._last) or torch.compiler.is_compiling():
+            return None
+        if window.num_requests == 0 or any(a is not b for a, b in zip(last, self._last, strict=True)):
+            return None
+        self.buffers.draft_starts = self.buffers.draft_starts_of[window.num_requests]
+        try:
+            begin = bind("plan_window", **self._plan_arguments(window, slot_mappings))
+            begin = self.recovery.bind_open(window, redirects, begin)
+        except Exception:  # the ops will raise it again, and say more
+            return None
+        return _BoundCalls(window, self.groups, self.max_draft_tokens, begin, redirects)
+
     def _undo_begin(self, window: Window) -> None:
         """Undo a begin that failed. The window counts as cancelled if it was planned. This can be repeated."""
         self._ending = "begin"
-        if self._opening:
-            self.recovery.put_back(window, self._redirects)
         planned = self._opening or (not is_capturing(self.buffers.counters) and int(self._uncounted_drafts()) > 0)
         if planned:
+            self.recovery.put_back(window, self._redirects)
             self._count_as_rejected()
         self._end(cancelled=planned)
 
     def _plan(self, window: Window, slot_mappings: list[Tensor]) -> None:
-        buffers = self.buffers
-        ops.plan_window(
-            query_start_loc=window.query_start_loc,
-            cu_num_draft_tokens=window.cu_num_draft_tokens,
-            slot_mappings=slot_mappings,
-            log_rows=buffers.log_rows,
-            row_slots=buffers.row_slots,
-            row_requests=buffers.row_requests,
-            row_positions=buffers.row_positions,
-            counters=buffers.counters,
-            draft_start_loc=buffers.draft_start_loc,
-            num_bonus_tokens=window.num_bonus_tokens,
-            leading_zero=window.leading_zero,
-        )
+        ops.plan_window(**self._plan_arguments(window, slot_mappings))
 
-    def _slot_mappings(self, window: Window, requests: int) -> list[Tensor]:
+    def _plan_arguments(self, window: Window, slot_mappings: list[Tensor]) -> dict[str, Any]:
+        buffers = self.buffers
+        return {
+            "query_start_loc": window.query_start_loc,
+            "cu_num_draft_tokens": window.cu_num_draft_tokens,
+            "slot_mappings": slot_mappings,
+            "log_rows": buffers.log_rows,
+            "row_slots": buffers.row_slots,
+            "row_requests": buffers.row_requests,
+            "row_positions": buffers.row_positions,
+            "counters": buffers.counters,
+            "draft_start_loc": buffers.draft_start_loc,
+            "num_bonus_tokens": window.num_bonus_tokens,
+            "leading_zero": window.leading_zero,
+        }
+
+    def _slot_mappings(self, window: Window) -> list[Tensor]:
         """Return the slot mapping of each group. Raise ValueError if the window exceeds the manager's limits."""
         drafts = window.num_draft_tokens
         if drafts is not None:
@@ -296,6 +378,7 @@ class DraftCommitManager(Stateful[Layer]):
                 raise ValueError(f"begin: window.num_draft_tokens must not be negative, got {drafts}")
             if drafts > self.max_draft_tokens:
                 raise ValueError(self._too_many_drafts(drafts))
+        requests = window.num_requests
         if requests > self.max_num_requests:
             raise ValueError(
                 f"begin: window must have at most {self.max_num_requests} requests (max_num_requests), got {requests}"
@@ -459,6 +542,15 @@ class DraftCommitManager(Stateful[Layer]):
                         ops.reject_rows_from_rejected, num_rejected, buffers.draft_starts, buffers.row_rejected,
                         buffers.num_accepted, buffers.counters,
                     )  # fmt: skip
+                elif (bound := self._bound) is not None:
+                    if bound.commit is None:
+                        bound.commit = self.recovery.bind_close(window, self._redirects, num_rejected)
+                    self._determine_outcome(
+                        commit_bound, num_rejected, bound.commit, bound.num_requests, window.num_draft_tokens,
+                        *((window.query_start_loc, window.request_states) if self._redirects else ()),
+                    )  # fmt: skip
+                    self._end()
+                    return
                 else:
                     self._determine_outcome(self.recovery.close_from_rejected, window, self._redirects, num_rejected)
                     first = 1

@@ -81,6 +81,12 @@ class Recovery(Protocol):
             num_drafts: number of drafts to look at; None = all.
         """
 
+    def bind_open(self, window: Window, redirects: Redirects, plan: Tensor) -> Tensor:
+        """Bind the launches of :meth:`open` after the bound ``plan_window``, and return the handle of all."""
+
+    def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> Tensor:
+        """Bind the launches of :meth:`close`, of which the first also finds out which rows were rejected."""
+
     def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
         """Make the first launch of :meth:`close`, which also finds out which rows were rejected."""
 

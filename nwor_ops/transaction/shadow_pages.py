@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import Plane, PlaneList
+from nwor_ops.ops.bound import bind
 from nwor_ops.ops.shadow import MOST_GROUPS
 from nwor_ops.transaction.layers import Layer, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Redirects
@@ -174,7 +175,12 @@ class ShadowPages(BoundToMemory):
 
     def open(self, window: Window, redirects: Redirects) -> None:
         for launch, views, own in zip(self.launches, self._group_views, redirects, strict=True):
-            self._open(launch, views, window, own, _held(views, window))
+            ops.open_window(**self._open(launch, views, window, own, _held(views, window)))
+
+    def bind_open(self, window: Window, redirects: Redirects, plan: Tensor) -> Tensor:
+        for launch, views, own in zip(self.launches, self._group_views, redirects, strict=True):
+            plan = bind("open_window", plan, **self._open(launch, views, window, own, _held(views, window)))
+        return plan
 
     def _open(
         self,
@@ -183,27 +189,38 @@ class ShadowPages(BoundToMemory):
         window: Window,
         redirects: tuple[list[Tensor], list[Tensor]],
         held_slots: Tensor | None,
-    ) -> None:
-        assert window.seq_lens is not None
+    ) -> dict[str, Any]:
+        return self._window(launch, views, window, redirects, held_slots) | {
+            "seq_lens": window.seq_lens,
+            "row_slots": views.row_slots,
+        }
+
+    def _window(
+        self,
+        launch: Launch,
+        views: GroupViews,
+        window: Window,
+        redirects: tuple[list[Tensor], list[Tensor]],
+        held_slots: Tensor | None,
+    ) -> dict[str, Any]:
+        """Return the common arguments of all ops of a window."""
         caches, table = launch.planes.arguments()
         slot_mappings, block_tables = redirects
-        ops.open_window(
-            caches=caches,
-            planes_per_group=launch.planes_per_group,
-            query_start_loc=window.query_start_loc,
-            draft_start_loc=self._buffers.draft_starts,
-            seq_lens=window.seq_lens,
-            row_slots=views.row_slots,
-            shadow_blocks=views.shadow_blocks,
-            slot_mappings=slot_mappings,
-            block_tables=block_tables,
-            saved_slots=views.saved_slots,
-            tail_pages=views.tail_pages,
-            idx_mapping=window.request_states,
-            held_slots=held_slots,
-            page_offsets=launch.page_offsets,
-            plane_table=table,
-        )
+        return {
+            "caches": caches,
+            "planes_per_group": launch.planes_per_group,
+            "query_start_loc": window.query_start_loc,
+            "draft_start_loc": self._buffers.draft_starts,
+            "shadow_blocks": views.shadow_blocks,
+            "slot_mappings": slot_mappings,
+            "block_tables": block_tables,
+            "saved_slots": views.saved_slots,
+            "tail_pages": views.tail_pages,
+            "idx_mapping": window.request_states,
+            "held_slots": held_slots,
+            "page_offsets": launch.page_offsets,
+            "plane_table": table,
+        }
 
     def write(
         self,
@@ -225,61 +242,29 @@ class ShadowPages(BoundToMemory):
     def close(self, window: Window, redirects: Redirects, first: int = 0, num_drafts: int | None = None) -> None:
         """Copy the rows to keep, and restore slots and tables. The source rows do not change, so it can be repeated."""
         for launch, views, own in zip(self.launches[first:], self._group_views[first:], redirects[first:], strict=True):
-            caches, table = launch.planes.arguments()
-            self._close(launch, views, window, own, caches, table, _held(views, window), launch.page_offsets)
+            ops.close_window(**self._close(launch, views, window, own))
 
     def _close(
-        self,
-        launch: Launch,
-        views: GroupViews,
-        window: Window,
-        redirects: tuple[list[Tensor], list[Tensor]],
-        caches: list[Tensor],
-        plane_table: Tensor | None,
-        held_slots: Tensor | None,
-        page_offsets: Tensor | None,
-    ) -> None:
-        slot_mappings, block_tables = redirects
-        ops.close_window(
-            caches=caches,
-            planes_per_group=launch.planes_per_group,
-            query_start_loc=window.query_start_loc,
-            draft_start_loc=self._buffers.draft_starts,
-            row_rejected=self._buffers.row_rejected,
-            shadow_blocks=views.shadow_blocks,
-            saved_slots=views.saved_slots,
-            tail_pages=views.tail_pages,
-            slot_mappings=slot_mappings,
-            block_tables=block_tables,
-            idx_mapping=window.request_states,
-            held_slots=held_slots,
-            page_offsets=page_offsets,
-            plane_table=plane_table,
-        )
+        self, launch: Launch, views: GroupViews, window: Window, redirects: tuple[list[Tensor], list[Tensor]]
+    ) -> dict[str, Any]:
+        held_slots, row_rejected = _held(views, window), self._buffers.row_rejected
+        return self._window(launch, views, window, redirects, held_slots) | {"row_rejected": row_rejected}
+
+    def _close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> dict[str, Any]:
+        return self._close(self.launches[0], self._group_views[0], window, redirects[0]) | {
+            "num_rejected": num_rejected,
+            "num_accepted": self._buffers.num_accepted,
+            "counters": self._buffers.counters,
+        }
 
     def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
-        launch, views, buffers = self.launches[0], self._group_views[0], self._buffers
-        caches, table = launch.planes.arguments()
-        slot_mappings, block_tables = redirects[0]
-        ops.close_window_from_rejected(
-            caches=caches,
-            planes_per_group=launch.planes_per_group,
-            query_start_loc=window.query_start_loc,
-            draft_start_loc=buffers.draft_starts,
-            num_rejected=num_rejected,
-            row_rejected=buffers.row_rejected,
-            num_accepted=buffers.num_accepted,
-            counters=buffers.counters,
-            shadow_blocks=views.shadow_blocks,
-            saved_slots=views.saved_slots,
-            tail_pages=views.tail_pages,
-            slot_mappings=slot_mappings,
-            block_tables=block_tables,
-            idx_mapping=window.request_states,
-            held_slots=_held(views, window),
-            page_offsets=launch.page_offsets,
-            plane_table=table,
-        )
+        ops.close_window_from_rejected(**self._close_from_rejected(window, redirects, num_rejected))
+
+    def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> Tensor:
+        bound = bind("close_window_from_rejected", **self._close_from_rejected(window, redirects, num_rejected))
+        for launch, views, own in zip(self.launches[1:], self._group_views[1:], redirects[1:], strict=True):
+            bound = bind("close_window", bound, **self._close(launch, views, window, own))
+        return bound
 
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
         self._buffers.row_rejected.fill_(False)
@@ -297,14 +282,14 @@ class ShadowPages(BoundToMemory):
         for launch, views, own in zip(self.launches, self._group_views, redirects, strict=True):
             first, block_size = launch.groups.start, launch.planes.views[0].shape[1]
             if any(self._is_redirected(first + place, slots, block_size) for place, slots in enumerate(own[0])):
-                self._close(
-                    launch, views, window, own, [view[..., :0] for view in launch.planes.views], None, None, None
-                )
+                empty = [view[..., :0] for view in launch.planes.views]
+                only_tables = {"caches": empty, "plane_table": None, "held_slots": None, "page_offsets": None}
+                ops.close_window(**self._close(launch, views, window, own) | only_tables)
 
     def refresh(self, window: Window) -> None:
         """Copy every committed row of the tail pages again. Tables and slots do not change."""
         for launch, views in zip(self.launches, self._group_views, strict=True):
-            self._open(launch, views, window, ([], []), None)
+            ops.open_window(**self._open(launch, views, window, ([], []), None))
 
     def forget(self, states: Sequence[int] | None) -> None:
         """Clear the held slots with one fill. For selected states, their numbers are copied to the device first."""

@@ -6,13 +6,14 @@ The log holds raw bytes. It has one row for each draft of a window in every laye
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nwor_ops import ops
 from nwor_ops.kv_cache import Plane, PlaneList
+from nwor_ops.ops.bound import bind
 from nwor_ops.torch_fixes import static, static_int
 from nwor_ops.transaction.layers import Layer, LayerClass, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Redirects
@@ -151,33 +152,46 @@ class UndoLog(BoundToMemory):
                 f"{int(slot_mapping[token])} for the draft at index {token}, which has another slot there"
             )
 
+    def bind_open(self, window: Window, redirects: Redirects, plan: Tensor) -> Tensor:
+        return plan
+
     def close(self, window: Window, redirects: Redirects, first: int = 0, num_drafts: int | None = None) -> None:
-        buffers = self._buffers
         for launch in self.launches[first:]:
-            caches, table = launch.planes.arguments()
-            ops.restore_slots(
-                caches, launch.log, launch.row_slots, buffers.row_rejected, launch.page_offsets, buffers.window_id,
-                launch.row_windows, num_drafts, table,
-            )  # fmt: skip
+            ops.restore_slots(*self._restore(launch, num_drafts).values())
+
+    def _restore(self, launch: Launch, num_drafts: int | None) -> dict[str, Any]:
+        """Return the arguments of restore_slots, in the order of its schema."""
+        buffers = self._buffers
+        caches, table = launch.planes.arguments()
+        return {
+            "caches": caches,
+            "log": launch.log,
+            "row_slots": launch.row_slots,
+            "row_rejected": buffers.row_rejected,
+            "page_offsets": launch.page_offsets,
+            "window_id": buffers.window_id,
+            "row_windows": launch.row_windows,
+            "num_rows": num_drafts,
+            "plane_table": table,
+        }
+
+    def _restore_from_rejected(self, window: Window, num_rejected: Tensor) -> dict[str, Any]:
+        buffers = self._buffers
+        return self._restore(self.launches[0], window.num_draft_tokens) | {
+            "num_rejected": num_rejected,
+            "draft_start_loc": buffers.draft_starts,
+            "num_accepted": buffers.num_accepted,
+            "counters": buffers.counters,
+        }
 
     def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
-        launch, buffers = self.launches[0], self._buffers
-        caches, table = launch.planes.arguments()
-        ops.restore_slots_from_rejected(
-            caches=caches,
-            log=launch.log,
-            row_slots=launch.row_slots,
-            num_rejected=num_rejected,
-            draft_start_loc=buffers.draft_starts,
-            row_rejected=buffers.row_rejected,
-            num_accepted=buffers.num_accepted,
-            counters=buffers.counters,
-            page_offsets=launch.page_offsets,
-            window_id=buffers.window_id,
-            row_windows=launch.row_windows,
-            num_rows=window.num_draft_tokens,
-            plane_table=table,
-        )
+        ops.restore_slots_from_rejected(**self._restore_from_rejected(window, num_rejected))
+
+    def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> Tensor:
+        bound = bind("restore_slots_from_rejected", **self._restore_from_rejected(window, num_rejected))
+        for launch in self.launches[1:]:
+            bound = bind("restore_slots", bound, **self._restore(launch, window.num_draft_tokens))
+        return bound
 
     def close_keeping_all(self, window: Window, redirects: Redirects) -> None:
         """Do nothing: every row is in its slot already."""

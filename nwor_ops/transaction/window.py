@@ -39,6 +39,9 @@ class Window(NamedTuple):
             If one window has it, every window must have it, and the engine must call
             :meth:`~nwor_ops.DraftCommitManager.forget_shadow_pages` as described there.
 
+    If you can, pass the same tensors as slot mappings and block tables in every window: persistent buffers, not new
+    views of them. Begin and commit then take the host less time.
+
     Example:
         >>> import torch
         >>> window = nwor_ops.Window(  # requests of 1 + 2 and 1 + 0 tokens: two drafts

@@ -19,11 +19,14 @@ class Engine:
 
     Every group has pages of its own kind; a request's pages are picked in any order from those that are no shadow
     pages. A step advances every request by its given and accepted tokens.
+
+    With `binds` all batches have their slots in the same tensors, so the manager binds its calls in the second step.
     """
 
     def __init__(
-        self, kinds=ALL, mode="stage", with_states=False, seed=0, pages=24, num_bonus_tokens=0, leading_zero=False
-    ):
+        self, kinds=ALL, mode="stage", with_states=False, seed=0, pages=24, num_bonus_tokens=0, leading_zero=False,
+        binds=False,
+    ):  # fmt: skip
         self.random, self.num_bonus_tokens = torch.Generator().manual_seed(seed), num_bonus_tokens
         self.leading_zero = leading_zero
         self.manager = DraftCommitManager(
@@ -49,6 +52,7 @@ class Engine:
             self.tables[group] = order[: columns * REQUESTS].int().view(REQUESTS, columns)
         self.states = torch.randperm(REQUESTS, generator=self.random).int() if with_states else None
         self.lengths = [0] * REQUESTS
+        self.slots = {group: torch.full((TOKENS,), -1) for group in self.block_sizes} if binds else {}
 
     def blocks_of(self, group):
         return next(c.planes[0].view.shape[0] for n, c in self.caches.items() if self.group_of[n] == group)
@@ -63,6 +67,9 @@ class Engine:
                 for p in range(self.lengths[q], self.lengths[q] + r.given + r.drafts)
             ] + [-1] * padding
         batch = make_batch(requests, slots)
+        for group, own in self.slots.items():
+            own.fill_(-1)[: len(slots[group])] = batch.slots[group]
+            batch.slots[group] = batch.window.slot_mappings[group] = own
         lengths = [self.lengths[q] + r.given + r.drafts for q, r in enumerate(requests)]
         bonus = self.num_bonus_tokens * torch.arange(1, len(requests) + 1, dtype=torch.int32)
         counts = batch.window.cu_num_draft_tokens + bonus

@@ -13,12 +13,14 @@ from types import FrameType
 import pytest
 
 import nwor_ops
+import nwor_ops.transaction.manager
 from nwor_ops import ops
 
 LAUNCHES = (
     "plan_window", "open_window", "reject_rows", "reject_rows_from_rejected", "restore_slots",
     "restore_slots_from_rejected", "close_window", "close_window_from_rejected",
 )  # fmt: skip
+BOUND = ("begin_bound", "commit_bound")  # all launches of a begin or a commit
 
 
 class Lost(Exception):
@@ -44,8 +46,9 @@ def fail_at(launch: int, lasting: bool = False) -> Iterator[list[int]]:
         return run
 
     with pytest.MonkeyPatch().context() as patched:
-        for name in LAUNCHES:
-            patched.setattr(ops, name, failing(getattr(ops, name)))
+        for module, names in ((ops, LAUNCHES), (nwor_ops.transaction.manager, BOUND)):
+            for name in names:
+                patched.setattr(module, name, failing(getattr(module, name)))
         yield made
 
 
@@ -61,8 +64,9 @@ def raising_after_launch(error: type[Exception]) -> Iterator[None]:
         return run
 
     with pytest.MonkeyPatch().context() as patched:
-        for name in LAUNCHES:
-            patched.setattr(ops, name, raising(getattr(ops, name)))
+        for module, names in ((ops, LAUNCHES), (nwor_ops.transaction.manager, BOUND)):
+            for name in names:
+                patched.setattr(module, name, raising(getattr(module, name)))
         yield
 
 

@@ -60,8 +60,9 @@ class Engine(Counted):
     mode, device = "cow", "cpu"
     layer_kinds = LAYER_KINDS
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(binds=st.booleans())
+    def start(self, binds: bool) -> None:
+        """With `binds` all windows have the same slot mappings and tables, so the manager binds its calls."""
         self.transactions = Transactions(
             self.layer_kinds, max_draft_tokens=MAX_LOG_ROWS, max_num_tokens=64, mode=self.mode,
             max_drafts_per_request=MAX_DRAFTS, device=self.device,
@@ -85,6 +86,13 @@ class Engine(Counted):
         assert len(self.launches) > len(self.layer_kinds) - 1
         self.requests: list[Request] = []
         self.window: OpenWindow | None = None
+        self.slots: dict[str, torch.Tensor] = {}
+        self.tables: dict[str, torch.Tensor] = {}
+        if binds:
+            tokens, rows = self.manager.max_num_tokens, self.manager.max_num_requests
+            for group, size in self.block_size.items():
+                self.slots[group] = torch.full((tokens,), -1, device=self.device)
+                self.tables[group] = torch.zeros(rows, tokens // size + 2, dtype=torch.int32, device=self.device)
         self.counts = dict.fromkeys([*ops.COUNTERS, "cancelled", "abandoned"], 0)
 
     def fill_with_sentinel(self, tensors) -> None:
@@ -154,6 +162,10 @@ class Engine(Counted):
             for group in self.free
         }
         batch = make_batch([part for _, part in parts] + [Part(0)] * padded_requests, slots, known).on(self.device)
+        if self.slots:
+            slots = {group: own + [-1] * (len(self.slots[group]) - len(own)) for group, own in slots.items()}
+        for group, own in self.slots.items():
+            batch.slots[group] = batch.window.slot_mappings[group] = own.copy_(torch.tensor(slots[group]))
         batch.window = self.with_tables(batch.window, parts, padded_requests)
         tables = {group: table.clone() for group, table in batch.window.block_tables.items()}
         with fail_at(fault) as made:
@@ -169,16 +181,17 @@ class Engine(Counted):
     def with_tables(self, window, parts: list[tuple[Request, Part]], padded_requests: int):
         """The window with the fields that mode "stage" needs in addition to slots."""
         lengths = [request.length + part.given + part.drafts for request, part in parts] + [0] * padded_requests
-        tables = {}
+        tables: dict[str, torch.Tensor] = {}
         for group in self.free:
             table = torch.zeros(len(lengths), max([MAX_LENGTH, *lengths]) // self.block_size[group] + 2).int()
             for row, (request, _) in zip(table, parts, strict=False):
                 row[: len(request.blocks[group])] = torch.tensor(request.blocks[group], dtype=torch.int32)
             tables[group] = table
         seq_lens = torch.tensor(lengths, dtype=torch.int32).to(self.device)
-        return window._replace(
-            seq_lens=seq_lens, block_tables={g: table.to(self.device) for g, table in tables.items()}
-        )
+        tables = {group: table.to(self.device) for group, table in tables.items()}
+        for group, own in self.tables.items():
+            own[: len(lengths), : tables[group].shape[1]] = tables[group]
+        return window._replace(seq_lens=seq_lens, block_tables=self.tables or tables)
 
     def not_begun(self, batch: Batch, slots, tables, planned: bool) -> None:
         """A launch of begin failed. Slots and tables are unchanged, and a window that was planned is cancelled."""

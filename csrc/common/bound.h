@@ -1,0 +1,194 @@
+// Bound calls. The arguments of an op are checked once, and each step launches it with the few that changed.
+//
+// Most of the host's time for a small op goes into passing and checking arguments. An engine passes the same
+// buffers, planes and tables in every step. `_bind_NAME` checks a call of op NAME and returns a handle in
+// place of running it. `_begin_bound` and `_commit_bound` run all calls of a handle.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "overlap.h"
+
+namespace nwor {
+
+// The arguments that change from step to step. A call uses some of them. Begin has counts of drafts, and
+// commit has the number of requests.
+struct StepArguments {
+    const Tensor* query_start_loc = nullptr;
+    const Tensor* cu_num_draft_tokens = nullptr;
+    const Tensor* seq_lens = nullptr;
+    const Tensor* idx_mapping = nullptr;
+    const Tensor* num_rejected = nullptr;
+    int64_t num_requests = 0;
+    std::optional<int64_t> num_rows;
+};
+
+// The tensor of an argument that this call needs.
+inline const Tensor& needed(const char* op, const char* name, const Tensor* tensor) {
+    if (tensor == nullptr) fail(op, name, " must be a tensor, got None");
+    return *tensor;
+}
+
+// A step has at most as many requests as the checked call.
+inline void check_requests(const char* op, int64_t num_requests, int64_t most) {
+    if (num_requests < 0 || num_requests > most)
+        fail(op, "num_requests must be from 0 to the ", most, " of the bound call, got ", num_requests);
+}
+
+template <class T>
+Range range_at(const T* data, int64_t count) {
+    const char* begin = reinterpret_cast<const char*>(data);
+    return {begin, begin + count * static_cast<int64_t>(sizeof(T))};
+}
+
+// Checks that an argument of a step lies outside the address ranges that a call writes, which
+// each_written(call, f) passes to f. The check is not exact: memory between the rows of a plane counts as the
+// plane's.
+template <class Call>
+void check_outside(const Argument& a, const Call& call) {
+    const Range range = range_of(a.tensor);
+    if (range.begin == range.end) return;
+    each_written(call, [&](const Range& other) {
+        if (range.begin < other.end && other.begin < range.end)
+            fail(a.op, a.name, " must not share memory with an argument that the op writes");
+    });
+}
+
+class BoundCall {
+  public:
+    virtual ~BoundCall() = default;
+    // Checks the arguments of a step and keeps their addresses.
+    virtual void set(StepArguments& step) = 0;
+    virtual void launch() = 0;
+    virtual const Tensor& like() const = 0;  // an argument on the device
+};
+
+// A list of tensors belongs to the engine, so each step checks that they have not moved.
+struct ListedTensor {
+    Tensor tensor;
+    const void* data;
+    int64_t length;
+};
+
+inline void list_tensors(std::vector<ListedTensor>& listed, const std::vector<Tensor>& tensors) {
+    for (const Tensor& t : tensors) listed.push_back({t, t.data_ptr(), t.size(0)});
+}
+template <class Other>
+void list_tensors(std::vector<ListedTensor>&, const Other&) {}
+
+// `Arguments` is what the op's check returns. set_step(arguments, checked, step), next to that check, changes
+// the arguments of the step.
+template <class Device, class Arguments, class... Parameters>
+class BoundCallOf : public BoundCall {
+  public:
+    BoundCallOf(const char* op, const Arguments& checked, const Tensor& like, const Parameters&... parameters)
+        : op_(op), checked_(checked), arguments_(checked), like_(like), kept_(parameters...) {
+        (list_tensors(listed_, parameters), ...);
+    }
+    void set(StepArguments& step) override {
+        for (const ListedTensor& t : listed_)
+            if (t.tensor.data_ptr() != t.data || t.tensor.size(0) != t.length)
+                fail(op_, "a bound tensor must not move or change its length, got ", describe(t.tensor));
+        set_step(arguments_, checked_, step);
+    }
+    void launch() override { run(arguments_, Device(like_)); }
+    const Tensor& like() const override { return like_; }
+
+  private:
+    const char* op_;
+    const Arguments checked_;
+    Arguments arguments_;
+    const Tensor like_;
+    const std::tuple<std::decay_t<Parameters>...> kept_;  // keeps the memory of all tensors
+    std::vector<ListedTensor> listed_;
+};
+
+// The memory of a handle: a tensor int64 [2] on the CPU, so that torch counts its references. `self` tells a
+// handle from a copy of its bytes.
+struct BoundCalls {
+    static constexpr int64_t kMark = 0x6e776f7220626e64;
+
+    int64_t mark = kMark;
+    const BoundCalls* self = this;
+    std::vector<std::shared_ptr<BoundCall>> calls;
+};
+static_assert(offsetof(BoundCalls, self) == sizeof(int64_t), "a handle is int64 [2]");
+
+inline BoundCalls& bound_calls(const char* op, const Tensor& bound) {
+    const Argument a{op, "bound", bound};
+    if (!bound.is_cpu()) fail(op, "bound must be on device cpu, got ", device_name(bound));
+    a.dtype(ScalarType::Long);
+    if (bound.dim() == 1 && bound.size(0) == 2) {
+        BoundCalls* calls = static_cast<BoundCalls*>(bound.data_ptr());
+        if (calls->mark == BoundCalls::kMark && calls->self == calls) return *calls;
+    }
+    a.must_be("a handle that _bind has returned, and not a copy");
+}
+
+// Returns a handle of the calls of `after` and then `call`.
+inline Tensor bound_handle(const char* op, std::shared_ptr<BoundCall> call,
+                           const std::optional<Tensor>& after) {
+    auto handle = std::make_unique<BoundCalls>();
+    if (after.has_value()) handle->calls = bound_calls(op, *after).calls;
+    handle->calls.push_back(std::move(call));
+    const int64_t size = 2, stride = 1;
+    Tensor tensor = torch::stable::from_blob(
+        handle.get(), {&size, 1}, {&stride, 1}, torch::stable::Device(torch::headeronly::DeviceType::CPU),
+        ScalarType::Long, [](void* data) { delete static_cast<BoundCalls*>(data); });
+    handle.release();
+    return tensor;
+}
+
+// All checks come before the first launch.
+inline void launch_bound(const char* op, const Tensor& bound, StepArguments step) {
+    const std::vector<std::shared_ptr<BoundCall>>& calls = bound_calls(op, bound).calls;
+    const Argument given[] = {
+        {op, "query_start_loc", step.query_start_loc ? *step.query_start_loc : bound},
+        {op, "cu_num_draft_tokens", step.cu_num_draft_tokens ? *step.cu_num_draft_tokens : bound},
+        {op, "seq_lens", step.seq_lens ? *step.seq_lens : bound},
+        {op, "idx_mapping", step.idx_mapping ? *step.idx_mapping : bound},
+        {op, "num_rejected", step.num_rejected ? *step.num_rejected : bound}};
+    for (const Argument& a : given)
+        if (&a.tensor != &bound) a.same_device(calls[0]->like());
+    for (const auto& call : calls) call->set(step);
+    for (const auto& call : calls) call->launch();
+}
+
+inline const Tensor* given_tensor(const std::optional<Tensor>& tensor) {
+    return tensor.has_value() ? &*tensor : nullptr;
+}
+
+inline void begin_bound(const Tensor& query_start_loc,      // int32 [num_requests + 1]
+                        const Tensor& cu_num_draft_tokens,  // int32 [num_requests]
+                        const Tensor& bound,
+                        const std::optional<Tensor>& seq_lens,     // int32 [num_requests]
+                        const std::optional<Tensor>& idx_mapping)  // ids [num_requests]
+{
+    StepArguments step;
+    step.query_start_loc = &query_start_loc;
+    step.cu_num_draft_tokens = &cu_num_draft_tokens;
+    step.seq_lens = given_tensor(seq_lens);
+    step.idx_mapping = given_tensor(idx_mapping);
+    launch_bound("_begin_bound", bound, step);
+}
+
+inline void commit_bound(const Tensor& num_rejected,  // int32 [num_requests]
+                         const Tensor& bound, int64_t num_requests, const std::optional<int64_t>& num_rows,
+                         const std::optional<Tensor>& query_start_loc,  // int32 [num_requests + 1]
+                         const std::optional<Tensor>& idx_mapping)      // ids [num_requests]
+{
+    StepArguments step;
+    step.num_rejected = &num_rejected;
+    step.num_requests = num_requests;
+    step.num_rows = num_rows;
+    step.query_start_loc = given_tensor(query_start_loc);
+    step.idx_mapping = given_tensor(idx_mapping);
+    launch_bound("_commit_bound", bound, step);
+}
+
+}  // namespace nwor

@@ -1,0 +1,125 @@
+"""Bound calls: ops whose arguments are checked once, and which then run in every step with a few new ones.
+
+An engine passes the same buffers, planes and tables in every step. Passing and checking them takes the host longer than
+the launch. :func:`bind` checks a call of an op and returns a handle. :func:`begin_bound` and :func:`commit_bound` run
+the calls of a handle with the tensors that change from step to step.
+
+These functions are for :class:`nwor_ops.DraftCommitManager`. They are not public ops, because the schema of a handle
+hides which tensors are mutated. A trace refuses them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from nwor_ops.ops import registry
+
+BINDABLE = (
+    "plan_window", "open_window", "close_window", "close_window_from_rejected", "restore_slots",
+    "restore_slots_from_rejected",
+)  # fmt: skip
+_NAMES = (*BINDABLE, "_begin_bound", "_commit_bound")
+
+
+def _declare(name: str, schema: str) -> Callable[..., Any]:
+    overload = registry.declare_private(name, schema, "hides which tensors are mutated; call the op that was bound")
+    # The call of an overload is one more Python function.
+    return getattr(overload, "_op", overload)
+
+
+def _bind_schema(op: str) -> str:
+    arguments = re.sub(r"\(\w+!\)", "", str(registry.OPS[op].overload._schema)).partition("(")[2].rpartition(") -> ")[0]
+    return f"({arguments}, Tensor? after=None) -> Tensor"
+
+
+_bind = {op: _declare(f"_bind_{op}", _bind_schema(op)) for op in BINDABLE}
+_begin = _declare(
+    "_begin_bound",
+    "(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor bound, Tensor? seq_lens=None, "
+    "Tensor? idx_mapping=None) -> ()",
+)
+_commit = _declare(
+    "_commit_bound",
+    "(Tensor num_rejected, Tensor bound, int num_requests, int? num_rows=None, Tensor? query_start_loc=None, "
+    "Tensor? idx_mapping=None) -> ()",
+)
+
+
+def bind(op: str, after: Tensor | None = None, **arguments: Any) -> Tensor:
+    """Check a call of an op without running it.
+
+    Args:
+        op: one of :data:`BINDABLE`.
+        after: a handle whose calls run first, or None.
+        arguments: all arguments of the op, by name. The handle keeps them alive. Tensors in lists must not move; each
+            step checks it. The caller guarantees it for all others.
+
+    Returns:
+        A handle, int64 ``[2]`` on the CPU. A copy of it is refused.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as the op.
+    """
+    declared = registry.OPS[op]
+    try:
+        return _bind[op](*declared.arguments((), arguments).values(), after)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise registry.translated(declared, (), arguments, error) from None
+
+
+def begin_bound(
+    query_start_loc: Tensor,
+    cu_num_draft_tokens: Tensor,
+    bound: Tensor,
+    seq_lens: Tensor | None = None,
+    idx_mapping: Tensor | None = None,
+) -> None:
+    """Run the bound calls of a begin: ``plan_window`` and then any number of ``open_window``.
+
+    All calls are checked before the first one is launched.
+
+    Args:
+        query_start_loc, cu_num_draft_tokens: as in :func:`nwor_ops.plan_window`. They give the number of requests,
+            which is at most that of the bound calls.
+        bound: the handle.
+        seq_lens, idx_mapping: as in :func:`nwor_ops.open_window`, if it is bound.
+
+    Raises:
+        ValueError, TypeError, IndexError, RuntimeError: as the bound ops. Also ValueError if a tensor in a list has
+            moved, or if an argument lies in the address range of one that the calls write.
+    """
+    try:
+        _begin(query_start_loc, cu_num_draft_tokens, bound, seq_lens, idx_mapping)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise registry.with_own_type(error, *_NAMES) from None
+
+
+def commit_bound(
+    num_rejected: Tensor,
+    bound: Tensor,
+    num_requests: int,
+    num_rows: int | None = None,
+    query_start_loc: Tensor | None = None,
+    idx_mapping: Tensor | None = None,
+) -> None:
+    """Run the bound calls of a commit: an op ``..._from_rejected``, then any number of ``restore_slots`` or
+    ``close_window``.
+
+    Args:
+        num_rejected: as in :func:`nwor_ops.restore_slots_from_rejected`.
+        bound: the handle.
+        num_requests: number of requests of the window, at most that of the bound calls.
+        num_rows: as in :func:`nwor_ops.restore_slots`, if it is bound.
+        query_start_loc, idx_mapping: as in :func:`nwor_ops.close_window`, if it is bound.
+
+    Raises:
+        ValueError, TypeError, IndexError, RuntimeError: as :func:`begin_bound`.
+    """
+    try:
+        _commit(num_rejected, bound, num_requests, num_rows, query_start_loc, idx_mapping)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise registry.with_own_type(error, *_NAMES) from None

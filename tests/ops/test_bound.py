@@ -1,0 +1,202 @@
+"""Test bound calls (`nwor_ops.ops.bound`): they do what the op does, and refuse what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import layouts
+import pytest
+import samples_accept
+import torch
+from samples import argument_names, sample_inputs, with_arguments
+from tensors import int32, int64
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nwor_ops import ops
+from nwor_ops.ops import registry
+from nwor_ops.ops.bound import BINDABLE, begin_bound, bind, commit_bound
+
+
+def test_a_bound_plan(device):
+    """A handle is made from one call. Each step passes its own counts and queries."""
+    log_rows, row_slots = int32(*[77] * 4).to(device), torch.full((1, 3), 77, device=device)
+    counters, draft_start_loc = torch.zeros(5, dtype=torch.int64, device=device), int32(7, 7, 7).to(device)
+    handle = bind(
+        "plan_window",
+        query_start_loc=int32(0, 2, 4).to(device),
+        cu_num_draft_tokens=int32(1, 2).to(device),
+        slot_mappings=[int64(20, 21, 22, 23).to(device)],
+        log_rows=log_rows,
+        row_slots=row_slots,
+        row_requests=int32(7, 7, 7).to(device),
+        row_positions=int32(7, 7, 7).to(device),
+        counters=counters,
+        draft_start_loc=draft_start_loc,
+    )
+    assert (handle.dtype, tuple(handle.shape), handle.device.type) == (torch.int64, (2,), "cpu")
+    assert log_rows.tolist() == [77] * 4  # nothing has run yet
+    begin_bound(int32(0, 3).to(device), int32(2).to(device), handle)
+    assert log_rows.tolist() == [-1, 0, 1, -1]
+    assert (row_slots.tolist(), draft_start_loc.tolist()) == ([[21, 22, -1]], [0, 2, 2])
+    assert counters.tolist() == [1, 2, 0, 0, 0]
+    begin_bound(int32(0, 1, 4).to(device), int32(0, 3).to(device), handle)
+    assert (log_rows.tolist(), row_slots.tolist()) == ([-1, 0, 1, 2], [[21, 22, 23]])
+
+
+def named(op, arguments):
+    given = dict(zip(argument_names(op), arguments, strict=False))
+    return registry.OPS[op].arguments((), given)
+
+
+def run_bound(op, arguments):
+    """Bind a call, and run it with its own arguments of a step."""
+    given = named(op, arguments)
+    handle = bind(op, **given)
+    if op == "plan_window":
+        begin_bound(given["query_start_loc"], given["cu_num_draft_tokens"], handle)
+        return
+    requests = given["draft_start_loc"].shape[0] - 1
+    of_stage = [given[name] for name in ("query_start_loc", "idx_mapping") if "query_start_loc" in given]
+    commit_bound(given["num_rejected"], handle, requests, given.get("num_rows"), *of_stage)
+
+
+COMMITS = ("restore_slots_from_rejected", "close_window_from_rejected")
+SAMPLES = [(op, index) for op in ("plan_window", *COMMITS) for index in range(len(sample_inputs(op)))]
+
+
+@pytest.mark.parametrize(("op", "index"), SAMPLES)
+def test_same_bytes_as_the_op(device, op, index):
+    arguments = sample_inputs(op, device)[index]
+    bound = layouts.twin(arguments)
+    getattr(ops, op)(*arguments)
+    run_bound(op, bound)
+    assert layouts.same_memory(arguments, bound)
+
+
+def test_calls_run_in_the_order_of_binding(device):
+    """Two restores after the one that determines the outcome."""
+    arguments = sample_inputs("restore_slots_from_rejected", device)[1]
+    names = argument_names("restore_slots")
+    twins = [layouts.twin(arguments) for _ in range(2)]
+    for given in (named("restore_slots_from_rejected", one) for one in twins):
+        rest = {name: given[name] for name in names}
+        requests, counts = given["draft_start_loc"].shape[0] - 1, given["num_rejected"]
+        if given["caches"][0].data_ptr() == twins[0][0][0].data_ptr():
+            handle = bind("restore_slots", bind("restore_slots_from_rejected", **given), **rest)
+            commit_bound(counts, handle, requests)
+        else:
+            ops.restore_slots_from_rejected(**given)
+            ops.restore_slots(**rest)
+    assert layouts.same_memory(*twins)
+
+
+def bound_plan(**others):
+    """A handle of a plan for four requests, and the arguments of its call."""
+    arguments = samples_accept.plan(**others)
+    return bind("plan_window", **named("plan_window", arguments)), arguments
+
+
+def test_a_handle_keeps_its_tensors():
+    """The buffers live as long as the handle, and no longer."""
+    numpy = pytest.importorskip("numpy")
+    memory = numpy.full(14, 77, dtype=numpy.int32)
+    alive = weakref.ref(memory)
+    arguments = list(samples_accept.plan())
+    query_start_loc, counts, arguments[3] = *arguments[:2], torch.from_numpy(memory)
+    handle = bind("plan_window", **named("plan_window", arguments))
+    del memory, arguments
+    gc.collect()
+    begin_bound(query_start_loc, counts, handle)
+    assert alive().tolist() == [-1, 0, 1, 2, -1, -1, 3, 4, 5, -1, -1, -1, -1, -1]
+    del handle
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_copy_of_a_handle_is_refused():
+    handle, arguments = bound_plan()
+    for other in (handle.clone(), handle[:1], torch.zeros(2, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"^_begin_bound: bound must be a handle that _bind has returned"):
+            begin_bound(*arguments[:2], other)
+    with pytest.raises(TypeError, match=r"^_begin_bound: bound must have dtype torch.int64"):
+        begin_bound(*arguments[:2], handle.int())
+
+
+@pytest.mark.gpu
+def test_a_handle_on_the_device_is_refused(device):
+    handle, arguments = bound_plan()
+    with pytest.raises(TypeError, match=r"^_begin_bound: bound must be on device cpu"):
+        begin_bound(*(argument.to(device) for argument in arguments[:2]), handle.to(device))
+
+
+WRONG_STEPS = {
+    "another dtype": (0, lambda t: t.long(), TypeError, "plan_window: query_start_loc must have dtype torch.int32"),
+    "too short": (0, lambda t: t[:4], ValueError, r"plan_window: query_start_loc must be \[num_requests \+ 1\]"),
+    "not contiguous": (1, lambda t: t.repeat_interleave(2)[::2], ValueError, "cu_num_draft_tokens must be contiguous"),
+    "more requests": (1, lambda t: t.repeat(4), ValueError, "plan_window: num_requests must be from 0 to the 6"),
+    "more drafts": (1, lambda t: t + 3, ValueError, "plan_window: cu_num_draft_tokens must give a request no more"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STEPS)
+def test_a_step_with_invalid_arguments_writes_nothing(case):
+    place, wrong, error, sentence = WRONG_STEPS[case]
+    handle, arguments = bound_plan()
+    before = layouts.twin(arguments)
+    given = list(arguments[:2])
+    given[place] = wrong(given[place])
+    with pytest.raises(error, match=sentence):
+        begin_bound(*given, handle)
+    assert layouts.same_memory(arguments, before)
+
+
+def test_a_step_must_not_share_memory_with_an_output():
+    handle, arguments = bound_plan()
+    for place, name in ((0, "query_start_loc"), (1, "cu_num_draft_tokens")):
+        given = list(arguments[:2])
+        given[place] = arguments[3][: len(given[place])]  # log_rows
+        with pytest.raises(ValueError, match=f"^plan_window: {name} must not share memory"):
+            begin_bound(*given, handle)
+
+
+@pytest.mark.parametrize("change", [lambda t: t.resize_(40), lambda t: t.resize_(3), lambda t: t.set_(t.clone())])
+def test_a_listed_tensor_that_moved_is_refused(change):
+    handle, arguments = bound_plan()
+    change(arguments[2][0])
+    with pytest.raises(ValueError, match=r"^plan_window: a bound tensor must not move or change its length"):
+        begin_bound(*arguments[:2], handle)
+
+
+@pytest.mark.parametrize("op", COMMITS)
+def test_more_requests_than_the_bound_call_has(op):
+    given = named(op, sample_inputs(op)[0])
+    handle, requests = bind(op, **given), given["draft_start_loc"].shape[0] - 1
+    of_stage = [given[name] for name in ("query_start_loc", "idx_mapping") if "query_start_loc" in given]
+    for count in (requests + 1, -1):
+        with pytest.raises(ValueError, match=f"num_requests must be from 0 to the {requests} of the bound call"):
+            commit_bound(given["num_rejected"], handle, count, None, *of_stage)
+
+
+@pytest.mark.parametrize("op", BINDABLE)
+def test_bind_checks_as_the_op(op):
+    """The same error as the op's."""
+    arguments = sample_inputs(op)[0]
+    name = "draft_start_loc" if "draft_start_loc" in argument_names(op) else "row_slots"
+    wrong = with_arguments(op, arguments, **{name: torch.zeros(3)})
+    with pytest.raises(TypeError, match=f"^{op}: {name} must have dtype") as by_op:
+        getattr(ops, op)(*wrong)
+    with pytest.raises(TypeError) as by_bind:
+        bind(op, **named(op, wrong))
+    assert str(by_bind.value) == str(by_op.value)
+    with pytest.raises(TypeError, match=f"^{op}: missing a required argument"):
+        bind(op)
+
+
+def test_a_trace_refuses_bound_calls():
+    """The schema of a handle hides which tensors are mutated."""
+    handle, arguments = bound_plan()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(argument) for argument in arguments[:2]]
+        with pytest.raises(registry.Refusal, match=r"^_begin_bound: hides which tensors are mutated"):
+            begin_bound(*fakes, handle)
