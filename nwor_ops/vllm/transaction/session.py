@@ -89,6 +89,7 @@ class Session:
         host_seconds: time that the host has spent in :meth:`begin` and :meth:`commit`.
         errors: counts the errors of this session.
         listeners: the objects that are notified of each event, in this order.
+        needs_begin: whether a listener needs the inputs of each step on the host.
         patches: the patches of the runner, its target layers and its KV connector.
     """
 
@@ -121,7 +122,7 @@ class Session:
         self.host_seconds = 0.0
         self.errors = Errors.by_setting(config, logger, "without the transaction in this step")
         self.audit: CacheAudit | None = None
-        self.listeners: tuple[StepListener, ...] = ()
+        self._set_listeners(())
         self.patches = Patches(TRANSACTION)
         self.manager: DraftCommitManager | None = None
         if config.mode != "off":
@@ -153,16 +154,14 @@ class Session:
 
     def subscribe(self, listener: StepListener) -> None:
         """Notify a listener of each event from now on, after those that were subscribed before it."""
-        self.listeners += (listener,)
+        self._set_listeners((*self.listeners, listener))
 
     def unsubscribe(self, listener: StepListener) -> None:
         """Stop notifying a listener."""
-        self.listeners = tuple(other for other in self.listeners if other is not listener)
+        self._set_listeners(tuple(other for other in self.listeners if other is not listener))
 
-    @property
-    def needs_begin(self) -> bool:
-        """Whether a listener needs the inputs of each step on the host."""
-        return any(listener.needs_begin for listener in self.listeners)
+    def _set_listeners(self, listeners: tuple[StepListener, ...]) -> None:
+        self.listeners, self.needs_begin = listeners, any(listener.needs_begin for listener in listeners)
 
     @property
     def patches_writers(self) -> bool:
