@@ -14,7 +14,9 @@ import pytest
 import torch
 
 pytest.importorskip("rich")
-CliRunner = pytest.importorskip("typer.testing").CliRunner
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
 
 from nwor_ops import ops
 from nwor_ops.cli import verify, verify_archive
