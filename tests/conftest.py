@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
     parser.addoption("--transitions", type=int, help="random transitions of each state machine (without: a share)")
+    parser.addoption("--soak-seconds", type=float, default=120.0, help="length of each soak test (nightly)")
     parser.addoption("--first-seed", type=int, default=0, help="of the seeds of --transitions")
 
 

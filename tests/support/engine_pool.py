@@ -37,6 +37,10 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     **NCCL_ALONE,
 }
+# Of servers, which have processes of their own and vLLM's default sampler.
+SERVER_ENVIRONMENT = {
+    name: value for name, value in ENVIRONMENT.items() if "FLASHINFER" not in name and "MULTIPROC" not in name
+}
 # Imported once, before the processes fork. None of these modules uses the GPU on import.
 PRELOAD = ["vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "torch._dynamo", "torch._inductor.compile_fx"]
 PROFILING_ATTEMPTS = 4

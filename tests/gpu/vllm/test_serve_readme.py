@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_pool import ENVIRONMENT
+from engine_pool import SERVER_ENVIRONMENT
 from readme_serve import (
     MAX_TOKENS,
     Command,
@@ -41,7 +41,6 @@ SMALL_CACHE = ("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilizatio
 # How many answers may differ: requests one by one, then several at once. vLLM's kernel for Qwen3.5 adds in another
 # order, so one of two close logits may win instead of the other. Larger batches use other matrix products.
 MAY_DIFFER = {"draft_graphs": (0, 4), "recurrent": (4, 6), "mode": (0, 4)}
-QUIET = {name: value for name, value in ENVIRONMENT.items() if "FLASHINFER" not in name and "MULTIPROC" not in name}
 PATIENCE_SECONDS = 280.0
 
 
@@ -52,7 +51,12 @@ def program() -> list[str]:
 
 def serve(command: Command, engines: Any, name: str, environment: dict[str, str], more: tuple[str, ...] = ()) -> Server:
     words = command.with_models(**{word: engines.models[model] for word, model in MODELS[command.feature].items()})
-    return Server(program(), [*words, *more], QUIET | environment, engines.logs / f"serve-{command.feature}-{name}.log")
+    return Server(
+        program(),
+        [*words, *more],
+        SERVER_ENVIRONMENT | environment,
+        engines.logs / f"serve-{command.feature}-{name}.log",
+    )
 
 
 def test_the_readme_has_three_commands() -> None:

@@ -1,0 +1,400 @@
+"""Load an engine for minutes, as many clients do, and look for lost requests, leaks and wrong counts.
+
+It runs as a process of its own, prints a result as JSON, and leaves the judgement to :func:`problems`:
+
+    python tests/support/soak.py PLAN.json
+
+PLAN.json holds the fields of :class:`Plan`. The engine is either an ``AsyncLLM`` of this process or ``vllm serve``.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from processes import environment
+
+from nwor_ops.testing.server import Server
+
+VOCABULARY = 64
+TEMPERATURES = (0.0, 0.7, 1.2)
+# Memory is compared between the third and the last quarter of the load, because vLLM's own memory grows for about a
+# thousand requests. This much is no leak: caches of the host, and what the GPU's allocator keeps for a larger batch.
+HOST_GROWTH = 1.03
+GPU_GROWTH_MIB = 64.0
+MEMORY_SAMPLES = 80
+START_SECONDS = 600.0
+# Log lines of these levels are problems, wherever they come from.
+WATCHED = re.compile("nwor_|vllm:(spec_decode|num_|kv_cache_usage_perc$|prefix_cache|request_success_total$)")
+BAD_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|Traceback|AuditError")
+
+
+@dataclasses.dataclass
+class Plan:
+    """What runs.
+
+    Attributes:
+        program: starts ``vllm serve``; empty: an ``AsyncLLM`` in this process.
+        words: arguments of ``vllm serve``, the model first.
+        environment: variables of the server. An ``AsyncLLM`` has those of this process.
+        log: the server's log, or the log of this process.
+        seconds: how long clients send requests.
+        clients: requests at once.
+        aborted: share of the requests that clients abort.
+        longest: tokens of the longest prompt.
+        max_tokens: tokens of an answer.
+        drafts: K.
+        seed: of prompts, temperatures and aborts.
+    """
+
+    program: list[str]
+    words: list[str]
+    environment: dict[str, str]
+    log: str
+    seconds: float = 60.0
+    clients: int = 64
+    aborted: float = 0.35
+    longest: int = 120
+    max_tokens: int = 48
+    drafts: int = 4
+    seed: int = 0
+
+
+# ---------------------------------------------------------------- engines
+
+
+class Target(abc.ABC):
+    """An engine under load."""
+
+    @abc.abstractmethod
+    def stream(self, prompt: list[int], temperature: float, max_tokens: int) -> AsyncIterator[list[int]]:
+        """Yield the tokens of an answer as they come. A caller that closes the iterator aborts the request."""
+
+    @abc.abstractmethod
+    async def metrics(self) -> str:
+        """Return the text of ``/metrics``."""
+
+    @abc.abstractmethod
+    def process(self) -> int:
+        """Return the process whose memory, with that of its children, is watched."""
+
+    async def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """Return a whole answer, at temperature 0."""
+        return [token async for tokens in self.stream(prompt, 0.0, max_tokens) for token in tokens]
+
+
+class InProcess(Target):
+    def __init__(self, words: list[str]) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+        arguments = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", *words]))
+        self.engine = AsyncLLM.from_engine_args(arguments)
+        self._started = 0
+
+    async def stream(self, prompt: list[int], temperature: float, max_tokens: int) -> AsyncIterator[list[int]]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._started += 1
+        parameters = SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        outputs = self.engine.generate({"prompt_token_ids": prompt}, parameters, str(self._started))
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield list(output.outputs[0].token_ids)
+
+    async def metrics(self) -> str:
+        from prometheus_client import generate_latest
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        await self.engine.do_log_stats()
+        text: str = generate_latest(get_prometheus_registry()).decode()
+        return text
+
+    def process(self) -> int:
+        return os.getpid()
+
+
+class OverHttp(Target):
+    def __init__(self, server: Server, model: str) -> None:
+        import aiohttp
+
+        self._server, self._model = server, model
+        self._address = f"http://127.0.0.1:{server.port}"
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=0)
+        )
+
+    async def stream(self, prompt: list[int], temperature: float, max_tokens: int) -> AsyncIterator[list[int]]:
+        body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
+        body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+        response = await self._session.post(f"{self._address}/v1/completions", json=body)
+        try:
+            response.raise_for_status()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        yield choice["token_ids"] or []
+        finally:
+            response.close()  # before the end of the answer, this is a client that hangs up
+
+    async def metrics(self) -> str:
+        async with self._session.get(f"{self._address}/metrics") as response:
+            return await response.text()
+
+    def process(self) -> int:
+        return self._server.process_id
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+# ---------------------------------------------------------------- load
+
+
+class Prompts:
+    """Prompts that share prefixes of any length, in the tiny models' language, in which drafts are sometimes right."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._rng = random.Random(plan.seed)
+        self._longest = plan.longest
+        self._texts = [self._text(number, 3 + 2 * number) for number in range(6)]
+
+    def _text(self, first: int, step: int) -> list[int]:
+        return [1 + (first + step * place + place * place // 7) % (VOCABULARY - 2) for place in range(self._longest)]
+
+    def next(self) -> list[int]:
+        shared = self._rng.choice(self._texts)[: self._rng.randrange(8, self._longest)]
+        tail = [self._rng.randrange(1, VOCABULARY) for _ in range(self._rng.randrange(9))]
+        return (shared + tail)[-self._longest :]
+
+
+async def run_client(target: Target, plan: Plan, number: int, until: float, prompts: Prompts) -> Counter[str]:
+    rng, counts = random.Random(f"{plan.seed} {number}"), Counter[str]()
+    while time.monotonic() < until:
+        abort = rng.random() < plan.aborted
+        wanted = rng.randrange(1, plan.max_tokens) if abort else plan.max_tokens
+        received = 0
+        async with contextlib.aclosing(
+            target.stream(prompts.next(), rng.choice(TEMPERATURES), plan.max_tokens)
+        ) as parts:
+            async for tokens in parts:
+                received += len(tokens)
+                if abort and received >= wanted:
+                    break
+        counts["tokens"] += received
+        counts["aborted" if abort else "finished" if received == plan.max_tokens else "short"] += 1
+    return counts
+
+
+# ---------------------------------------------------------------- what is watched
+
+
+def host_mib(process: int) -> float:
+    """Return the resident memory of a process and its children, in MiB. Shared pages count once (PSS)."""
+    import psutil
+
+    total = 0
+    parent = psutil.Process(process)
+    for each in [parent, *parent.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            total += each.memory_full_info().pss
+    return total / 2**20
+
+
+def gpu_mib() -> float | None:
+    """Return the memory in use on the first GPU in MiB, or None without a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+
+
+async def watch_memory(process: int, seconds: float) -> list[dict[str, float | None]]:
+    samples: list[dict[str, float | None]] = []
+    started = time.monotonic()
+    while (passed := time.monotonic() - started) < seconds:
+        host, gpu = await asyncio.gather(asyncio.to_thread(host_mib, process), asyncio.to_thread(gpu_mib))
+        samples.append({"seconds": round(passed, 1), "host_mib": round(host, 1), "gpu_mib": gpu})
+        await asyncio.sleep(seconds / MEMORY_SAMPLES)
+    return samples
+
+
+def totals(text: str) -> dict[str, float]:
+    """Return the samples of ``/metrics`` by name, summed over labels."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
+        if WATCHED.match(name) and not name.endswith("_created"):
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+async def totals_at_rest(target: Target) -> dict[str, float]:
+    """Return the totals after our counters have not changed for two seconds. They arrive within one."""
+    last: dict[str, float] = {}
+    since = time.monotonic()
+    while not last or time.monotonic() - since < 2.0:
+        now = totals(await target.metrics())
+        ours = {name: value for name, value in now.items() if "nwor" in name or "spec_decode" in name}
+        if ours != last or now["vllm:num_requests_running"] or now["vllm:num_requests_waiting"]:
+            last, since = ours, time.monotonic()
+        await asyncio.sleep(0.25)
+    return totals(await target.metrics())
+
+
+async def answers(target: Target, plan: Plan) -> list[list[int]]:
+    """Ask some prompts one at a time. Each is asked twice, so that the second answer begins with a cached prefix."""
+    prompts = Prompts(dataclasses.replace(plan, seed=plan.seed + 1))
+    asked = [prompts.next() for _ in range(6)]
+    for prompt in asked:
+        await target.answer(prompt, plan.max_tokens)
+    return [await target.answer(prompt, plan.max_tokens) for prompt in asked]
+
+
+async def soak(target: Target, plan: Plan) -> dict[str, Any]:
+    """Run the plan's clients between two rounds of the same answers."""
+    before = await answers(target, plan)
+    until, prompts = time.monotonic() + plan.seconds, Prompts(plan)
+    memory = asyncio.create_task(watch_memory(target.process(), plan.seconds))
+    clients = [run_client(target, plan, number, until, prompts) for number in range(plan.clients)]
+    counts = sum(await asyncio.gather(*clients), Counter[str]())
+    after = await answers(target, plan)
+    return {
+        "plan": dataclasses.asdict(plan),
+        "requests": dict(counts),
+        "memory": await memory,
+        "answers_differ": sum(some != others for some, others in zip(before, after, strict=True)),
+        "totals": await totals_at_rest(target),
+    }
+
+
+async def run(plan: Plan) -> dict[str, Any]:
+    """Start the engine and run the plan. Return what :func:`problems` judges."""
+    if not plan.program:
+        target = InProcess(plan.words)
+        try:
+            found = await soak(target, plan)
+            sys.stderr.flush()
+            found["log"] = bad_lines(pathlib.Path(plan.log).read_text(errors="replace"))
+        finally:
+            target.engine.shutdown()
+    else:
+        server = Server(plan.words, os.environ | plan.environment, pathlib.Path(plan.log), plan.program)
+        try:
+            await asyncio.to_thread(server.wait_until_ready, START_SECONDS)
+            over_http = OverHttp(server, plan.words[0])
+            found = await soak(over_http, plan)
+            await over_http.close()
+            assert server.alive(), server.log[-4000:]
+            found["log"] = bad_lines(server.log)  # a server that is stopped logs errors
+        finally:
+            server.stop()
+    return found
+
+
+def run_in_process(plan: Plan) -> dict[str, Any]:
+    """Run a plan in a process of its own. Return its result.
+
+    Raises:
+        AssertionError: the process failed; with the end of the log.
+    """
+    log = pathlib.Path(plan.log)
+    given = log.with_suffix(".json")
+    given.write_text(json.dumps(dataclasses.asdict(plan)))
+    mine = log.with_suffix(".err") if plan.program else log
+    with log.with_suffix(".out").open("w") as output, mine.open("w") as errors:
+        done = subprocess.run(
+            [sys.executable, __file__, str(given)], stdout=output, stderr=errors, check=False,
+            env=environment() | plan.environment,
+        )  # fmt: skip
+    assert done.returncode == 0, mine.read_text(errors="replace")[-4000:]
+    found: dict[str, Any] = json.loads(log.with_suffix(".out").read_text().splitlines()[-1])
+    return found
+
+
+# ---------------------------------------------------------------- judgement
+
+
+def growth(samples: list[dict[str, float | None]], name: str) -> tuple[float, float] | None:
+    """Return the medians of the third and of the last quarter of the samples, or None if there are too few."""
+    values = [value for sample in samples if (value := sample[name]) is not None]
+    quarter = len(values) // 4
+    if quarter < 2:
+        return None
+    return statistics.median(values[-2 * quarter : -quarter]), statistics.median(values[-quarter:])
+
+
+def bad_lines(log: str) -> list[str]:
+    return [line for line in log.splitlines() if BAD_LINE.search(line)]
+
+
+def problems(found: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for everything that is wrong with a result of :func:`run`."""
+    plan, counted, requests = found["plan"], found["totals"], Counter(found["requests"])
+    wrong = [f"in the log: {line}" for line in found["log"][:5]]
+
+    def total(name: str) -> float:
+        return float(counted.get(f"{name}_total", 0.0))
+
+    if not requests["finished"] or not requests["aborted"]:
+        wrong.append(f"the load was too small: {dict(requests)}")
+    if requests["short"]:
+        wrong.append(f"{requests['short']} answers were shorter than asked")
+    reached = ("vllm:num_preemptions", "vllm:prefix_cache_hits", "vllm:spec_decode_num_accepted_tokens")
+    wrong += [f"{name} is 0: the load does not reach it" for name in reached if not total(name)]
+    left = counted.get("vllm:num_requests_running", 0.0) + counted.get("vllm:num_requests_waiting", 0.0)
+    if left:
+        wrong.append(f"{left:.0f} requests are still there")
+    usage = counted.get("vllm:kv_cache_usage_perc", 0.0)
+    if usage:
+        wrong.append(f"{usage:.1%} of the cache is in use without requests")
+    skipped = sum(value for name, value in counted.items() if re.match(r"nwor_one_state_\w+_requests_total$", name))
+    for what, value in {
+        "errors": total("nwor_errors"),
+        "disagreements with the scheduler": total("nwor_disagreements"),
+        "abandoned windows": total("nwor_abandoned_windows"),
+        "requests with invalid counts": skipped,
+    }.items():
+        if value:
+            wrong.append(f"{value:.0f} {what}")
+    drafted, committed, rejected = (total(f"nwor_{name}_tokens") for name in ("draft", "committed", "rejected"))
+    if drafted != committed + rejected:
+        wrong.append(f"{drafted:.0f} drafts, but {committed:.0f} committed and {rejected:.0f} rejected")
+    # The scheduler does not count the drafts of a request's steps that still run when it is aborted: with async
+    # scheduling two at most.
+    uncounted = drafted - total("vllm:spec_decode_num_draft_tokens")
+    if not 0 <= uncounted <= 2 * plan["drafts"] * (requests["aborted"] + requests["finished"]):
+        wrong.append(f"{drafted:.0f} drafts, {uncounted:.0f} more than the scheduler counted")
+    if medians := growth(found["memory"], "host_mib"):
+        early, late = medians
+        if late > early * HOST_GROWTH:
+            wrong.append(f"host memory grew from {early:.0f} to {late:.0f} MiB")
+    if medians := growth(found["memory"], "gpu_mib"):
+        early, late = medians
+        if late > early + GPU_GROWTH_MIB:
+            wrong.append(f"GPU memory grew from {early:.0f} to {late:.0f} MiB")
+    return wrong
+
+
+if __name__ == "__main__":
+    given = Plan(**json.loads(pathlib.Path(sys.argv[1]).read_text()))
+    print(json.dumps(asyncio.run(run(given))))
