@@ -193,11 +193,18 @@ def read_arguments(arguments: list[str]) -> Any:
 def audits_in(worker: Any) -> dict[str, Any]:
     """Return what the engine of this worker has audited."""
     import nwor_ops.vllm
+    from nwor_ops.vllm.recurrent.audit_vllm import VllmStateAudit
 
     sessions, states = nwor_ops.vllm.sessions(), nwor_ops.vllm.one_states()
     return {
         "modes": [session.mode for session in sessions],
         "transaction": [session.audit.summary() for session in sessions if session.audit is not None],
+        "vllm_states": [
+            listener.summary()
+            for session in sessions
+            for listener in session.listeners
+            if isinstance(listener, VllmStateAudit)
+        ],
         "recurrent": [state.audit.summary() for state in states if state.audit is not None],
     }
 

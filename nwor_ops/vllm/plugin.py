@@ -258,7 +258,8 @@ def _attach(runner: Any, module: str) -> None:
         metrics.stop(previous)
         previous.patches.undo()
     try:
-        session = RUNNERS[module](runner).attach(config, logger)
+        attachment = RUNNERS[module](runner)
+        session = attachment.attach(config, logger)
     except Unsupported as error:
         if config.mode == "off" and one_state.audit_alone(runner):
             logger.info("nwor: only the recurrent states of this engine are audited: %s", error)
@@ -271,7 +272,7 @@ def _attach(runner: Any, module: str) -> None:
         return
     _sessions[runner] = session
     if config.audit:
-        one_state.audit(runner, session)
+        one_state.audit(runner, session, attachment.recurrent_groups)
     if config.emit_metrics:
         metrics.start(runner, session, logger)
     audit = ", audited at every step" if config.audit else ""

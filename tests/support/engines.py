@@ -200,6 +200,7 @@ def _job(
     from vllm import LLM
 
     import nwor_ops.vllm
+    from nwor_ops.vllm.recurrent.audit_vllm import VllmStateAudit
 
     llm = LLM(**arguments)
     if fault is not None and fault[0] == "forward":
@@ -231,6 +232,7 @@ def _job(
             "stats": session.stats().as_dict(),
             "audit": session.audit.summary() if session.audit else None,
             "vanilla_steps": dict(session.vanilla_steps),
+            "vllm_states": [found.summary() for found in session.listeners if isinstance(found, VllmStateAudit)],
             "groups": sorted({layer.group for layer in session._layers.values()}),
             "layers": {name: layer.fused for name, layer in session._layers.items()},
             "describe": session.describe(),

@@ -72,6 +72,10 @@ def test_hybrid_model(engines: Engines, nwor: dict[str, Any]) -> None:
     assert session["groups"] == ["2"]
     assert list(session["layers"]) == ["model.layers.1.self_attn.attn", "model.layers.3.self_attn.attn"]
     assert session["audit"]["recurrent_bytes"] > 0
+    [states] = session["vllm_states"]
+    assert states["steps"] > 10
+    assert states["states_compared"] > states["steps"]
+    assert states["states_computed"] > states["windows"]
     if nwor["mode"] == "off":
         assert session["audit"]["stale_rows"] == session["audit"]["rejected"] > 0
         return

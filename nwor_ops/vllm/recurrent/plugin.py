@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,14 @@ from nwor_ops.vllm.errors import CannotContinue
 from nwor_ops.vllm.hooks import Patches
 from nwor_ops.vllm.recurrent.align import AlignedStates
 from nwor_ops.vllm.recurrent.audit import StateAudit
+from nwor_ops.vllm.recurrent.audit_vllm import audit_states
 from nwor_ops.vllm.recurrent.blocks import BlockOwners, to_device
 from nwor_ops.vllm.recurrent.engine import GroupLayers
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import has_one_state, kind_of, problem_of
 from nwor_ops.vllm.support.features import ONE_STATE
 from nwor_ops.vllm.support.refusals import NOT_ONE_STATE, Unsupported
+from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
 from nwor_ops.vllm.transaction.session import Session
 from nwor_ops.vllm.transaction.supported import is_recurrent
 
@@ -330,10 +332,18 @@ def following_forwards(execute: Callable[..., Any]) -> Callable[..., Any]:
     return execute_model
 
 
-def audit(runner: Any, session: Session) -> None:
-    """Audit the states too, in a session of an engine with one state per request."""
+def audit(runner: Any, session: Session, groups: Callable[[], Sequence[RecurrentGroup]]) -> None:
+    """Audit the states of an engine too: the one state of a request, or those that vLLM keeps.
+
+    Args:
+        runner: the engine's runner.
+        session: its session.
+        groups: returns the groups of its recurrent layers.
+    """
     if runner in _engines:
         session.subscribe(_engines[runner].start_audit())
+    elif (found := audit_states(runner, groups(), session.patches)) is not None:
+        session.subscribe(found)
 
 
 def audit_alone(runner: Any) -> bool:
