@@ -50,6 +50,7 @@ def environment() -> dict[str, str]:
     return os.environ | {
         "LD_PRELOAD": " ".join(libraries()),
         "PYTHONPATH": str(FOLDER / "lib"),
+        "PYTHONSAFEPATH": "1",  # a test that runs `python -c` in the checkout does not import its library
         "PYTHONMALLOC": "malloc",
         "ASAN_OPTIONS": "detect_leaks=0",  # Python leaves its objects at exit
         "UBSAN_OPTIONS": "print_stacktrace=1",
