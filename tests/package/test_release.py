@@ -129,6 +129,11 @@ def test_the_table_and_the_data_of_compatibility_are_those_of_the_code() -> None
         compatibility.filled("")
 
 
+def test_the_container_has_the_newest_supported_vllm() -> None:
+    [version] = re.findall(r"^FROM vllm/vllm-openai:v(\d+\.\d+)\.\d+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert version == compatibility.data()["vllm"][0]["version"]
+
+
 def test_a_newer_version_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compatibility.SUPPORTED_VERSIONS, "draft graphs", ("0.33", "0.34"))
     first = compatibility.data()["vllm"][0]
