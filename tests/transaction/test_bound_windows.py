@@ -93,7 +93,7 @@ def test_one_call_for_each_end(mode, begin, commit):
     engine = Engine(TWO_KINDS, mode, binds=True)
     assert calls_of(engine, STEPS[1]) == (begin, commit)
     binding = [f"_bind_{name}" for name in begin], [f"_bind_{name}" for name in commit]
-    assert calls_of(engine, STEPS[2]) == ([*binding[0], "_begin_bound"], [*binding[1], "_commit_bound"])
+    assert calls_of(engine, STEPS[2]) == ([*binding[0], "_begin_bound"], [*binding[1], *commit])
     for requests in STEPS[1:]:
         assert calls_of(engine, requests) == (["_begin_bound"], ["_commit_bound"])
 
@@ -158,12 +158,14 @@ def test_a_batch_without_requests(mode):
 # ---------------------------------------------------------------- errors
 
 
-def bound_engine(mode, steps=2, with_states=False):
+def bound_engine(mode, with_states=False):
+    """After the steps of STEPS[:2], and a repeated first one. Begin and commit are bound."""
     engine, untouched = pair(TWO_KINDS, mode, with_states)
-    for requests in STEPS[:steps]:
+    for requests in (STEPS[0], *STEPS[:2]):
         for one in (engine, untouched):
-            one.step(requests)
+            one.step(requests, "commit_rejected")
     assert engine.manager._bound is not None
+    assert engine.manager._bound.commit is not None
     return engine, untouched
 
 
@@ -215,7 +217,7 @@ def test_a_mapping_that_was_resized_is_refused(mode):
     with pytest.raises(ValueError, match=r"begin: window must have at most 40 tokens"):
         engine.manager.begin(batch.window)
     assert engine.manager.state is State.CLOSED
-    assert engine.manager.stats().windows == 2
+    assert engine.manager.stats().windows == 3
 
 
 @pytest.mark.parametrize("wrong", [lambda t: t.long(), lambda t: t[:2], lambda t: None])
