@@ -167,7 +167,7 @@ inline void set_step(PlanCall& call, const PlanCall& checked, StepArguments& ste
         qsl{p.op, "query_start_loc", needed(p.op, "query_start_loc", step.query_start_loc)};
     p.drafts_of = check_cumulative_drafts(cu, checked.plan.drafts_of.num_bonus_tokens, checked.leading_zero,
                                           &p.num_requests);
-    check_requests(p.op, p.num_requests, p.starts_length - 1);
+    check_requests(p.op, p.num_requests, checked.plan.num_requests);
     p.query_start_loc = int32_view(qsl, p.num_requests + 1, "[num_requests + 1]").data;
     for (const Argument& a : {cu, qsl}) check_outside(a, checked);
     step.num_requests = p.num_requests;

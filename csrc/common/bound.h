@@ -16,8 +16,8 @@
 
 namespace nwor {
 
-// The arguments that change from step to step. A call uses some of them. Begin has counts of drafts, and
-// commit has the number of requests.
+// The arguments that change from step to step. A call uses some of them. plan_window sets the number of
+// requests, from the counts of drafts. The handle of begin keeps it for commit.
 struct StepArguments {
     const Tensor* query_start_loc = nullptr;
     const Tensor* cu_num_draft_tokens = nullptr;
@@ -116,12 +116,13 @@ struct BoundCalls {
     int64_t mark = kMark;
     const BoundCalls* self = this;
     std::vector<std::shared_ptr<BoundCall>> calls;
+    int64_t num_requests = 0;  // of the last begin
 };
 static_assert(offsetof(BoundCalls, self) == sizeof(int64_t), "a handle is int64 [2]");
 
-inline BoundCalls& bound_calls(const char* op, const Tensor& bound) {
-    const Argument a{op, "bound", bound};
-    if (!bound.is_cpu()) fail(op, "bound must be on device cpu, got ", device_name(bound));
+inline BoundCalls& bound_calls(const char* op, const char* name, const Tensor& bound) {
+    const Argument a{op, name, bound};
+    if (!bound.is_cpu()) fail(op, name, " must be on device cpu, got ", device_name(bound));
     a.dtype(ScalarType::Long);
     if (bound.dim() == 1 && bound.size(0) == 2) {
         BoundCalls* calls = static_cast<BoundCalls*>(bound.data_ptr());
@@ -134,7 +135,7 @@ inline BoundCalls& bound_calls(const char* op, const Tensor& bound) {
 inline Tensor bound_handle(const char* op, std::shared_ptr<BoundCall> call,
                            const std::optional<Tensor>& after) {
     auto handle = std::make_unique<BoundCalls>();
-    if (after.has_value()) handle->calls = bound_calls(op, *after).calls;
+    if (after.has_value()) handle->calls = bound_calls(op, "after", *after).calls;
     handle->calls.push_back(std::move(call));
     const int64_t size = 2, stride = 1;
     Tensor tensor = torch::stable::from_blob(
@@ -145,8 +146,9 @@ inline Tensor bound_handle(const char* op, std::shared_ptr<BoundCall> call,
 }
 
 // All checks come before the first launch.
-inline void launch_bound(const char* op, const Tensor& bound, StepArguments step) {
-    const std::vector<std::shared_ptr<BoundCall>>& calls = bound_calls(op, bound).calls;
+inline void launch_bound(const char* op, const Tensor& bound, StepArguments& step) {
+    BoundCalls& handle = bound_calls(op, "bound", bound);
+    const std::vector<std::shared_ptr<BoundCall>>& calls = handle.calls;
     const Argument given[] = {
         {op, "query_start_loc", step.query_start_loc ? *step.query_start_loc : bound},
         {op, "cu_num_draft_tokens", step.cu_num_draft_tokens ? *step.cu_num_draft_tokens : bound},
@@ -156,6 +158,7 @@ inline void launch_bound(const char* op, const Tensor& bound, StepArguments step
     for (const Argument& a : given)
         if (&a.tensor != &bound) a.same_device(calls[0]->like());
     for (const auto& call : calls) call->set(step);
+    handle.num_requests = step.num_requests;
     for (const auto& call : calls) call->launch();
 }
 
@@ -178,13 +181,15 @@ inline void begin_bound(const Tensor& query_start_loc,      // int32 [num_reques
 }
 
 inline void commit_bound(const Tensor& num_rejected,  // int32 [num_requests]
-                         const Tensor& bound, int64_t num_requests, const std::optional<int64_t>& num_rows,
+                         const Tensor& bound,
+                         const Tensor& begun,  // the handle of begin
+                         const std::optional<int64_t>& num_rows,
                          const std::optional<Tensor>& query_start_loc,  // int32 [num_requests + 1]
                          const std::optional<Tensor>& idx_mapping)      // ids [num_requests]
 {
     StepArguments step;
     step.num_rejected = &num_rejected;
-    step.num_requests = num_requests;
+    step.num_requests = bound_calls("_commit_bound", "begun", begun).num_requests;
     step.num_rows = num_rows;
     step.query_start_loc = given_tensor(query_start_loc);
     step.idx_mapping = given_tensor(idx_mapping);

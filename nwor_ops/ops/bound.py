@@ -44,7 +44,7 @@ _begin = _declare(
 )
 _commit = _declare(
     "_commit_bound",
-    "(Tensor num_rejected, Tensor bound, int num_requests, int? num_rows=None, Tensor? query_start_loc=None, "
+    "(Tensor num_rejected, Tensor bound, Tensor begun, int? num_rows=None, Tensor? query_start_loc=None, "
     "Tensor? idx_mapping=None) -> ()",
 )
 
@@ -101,7 +101,7 @@ def begin_bound(
 def commit_bound(
     num_rejected: Tensor,
     bound: Tensor,
-    num_requests: int,
+    begun: Tensor,
     num_rows: int | None = None,
     query_start_loc: Tensor | None = None,
     idx_mapping: Tensor | None = None,
@@ -112,7 +112,7 @@ def commit_bound(
     Args:
         num_rejected: as in :func:`nwor_ops.restore_slots_from_rejected`.
         bound: the handle.
-        num_requests: number of requests of the window, at most that of the bound calls.
+        begun: the handle of the window's :func:`begin_bound`, which knows the number of requests.
         num_rows: as in :func:`nwor_ops.restore_slots`, if it is bound.
         query_start_loc, idx_mapping: as in :func:`nwor_ops.close_window`, if it is bound.
 
@@ -120,6 +120,6 @@ def commit_bound(
         ValueError, TypeError, IndexError, RuntimeError: as :func:`begin_bound`.
     """
     try:
-        _commit(num_rejected, bound, num_requests, num_rows, query_start_loc, idx_mapping)
+        _commit(num_rejected, bound, begun, num_rows, query_start_loc, idx_mapping)
     except (ValueError, TypeError, RuntimeError) as error:
         raise registry.with_own_type(error, *_NAMES) from None

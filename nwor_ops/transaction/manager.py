@@ -51,14 +51,14 @@ class _BoundCalls:
     Attributes:
         begin, commit: the handles; ``commit`` is None until the first commit.
         redirects: as in :meth:`Recovery.redirects`.
-        num_requests: number of requests of the last window that :meth:`serve` has accepted.
+        most_requests: the calls refuse windows of more requests, before any launch.
     """
 
     commit: Tensor | None = None
 
     def __init__(self, window: Window, groups: Sequence[str], most_drafts: int, begin: Tensor, redirects: Redirects):
         self.begin, self.redirects, self._most_drafts = begin, redirects, most_drafts
-        self.num_requests = self.most_requests = window.num_requests
+        self.most_requests = window.num_requests
         self._slot_mappings = [(group, window.slot_mappings[group]) for group in groups]
         tables: Any = window.block_tables
         self._block_tables = [(group, tables[group]) for group in groups] if redirects else []
@@ -66,7 +66,10 @@ class _BoundCalls:
         self._has_states = window.request_states is not None
 
     def serve(self, window: Window) -> bool:
-        """Return whether the calls serve a window: it has the same tensors, and is not too large."""
+        """Return whether the calls serve a window: it has the same tensors and no more drafts than the log.
+
+        The number of requests is not asked here, because a size of a tensor costs the host more than all of this.
+        """
         slot_mappings, tables, drafts = window.slot_mappings, window.block_tables, window.num_draft_tokens
         for group, slots in self._slot_mappings:
             if slot_mappings.get(group) is not slots:
@@ -78,10 +81,14 @@ class _BoundCalls:
             return False
         if drafts is not None and not (type(drafts) is int and 0 <= drafts <= self._most_drafts):
             return False
-        self.num_requests = window.num_requests
-        return self.num_requests <= self.most_requests and self._counts == (
-            window.num_bonus_tokens, window.leading_zero
-        )  # fmt: skip
+        return self._counts == (window.num_bonus_tokens, window.leading_zero)
+
+    def is_outgrown_by(self, window: Window) -> bool:
+        """Return whether a window has more requests than the calls serve."""
+        try:
+            return window.num_requests > self.most_requests
+        except (AttributeError, IndexError):
+            return False
 
 
 _RECOVERIES: dict[str, type[UndoLog] | type[ShadowPages]] = {"cow": UndoLog, "stage": ShadowPages}
@@ -296,29 +303,32 @@ class DraftCommitManager(Stateful[Layer]):
                 bound = self._bound = self._bind(window, slot_mappings, redirects)
             if bound is not None:
                 redirects = bound.redirects
-            requests = window.num_requests if bound is None else bound.num_requests
         except Exception as error:
             raise explained(error, self._check_window, window) from None
         check = self._check_window
         self._window, self._redirects, self._ending, self._opening, self._outcome_known, self._state = (
             window, redirects, "begin", False, False, State.OPEN
         )  # fmt: skip
+        self.buffers.select(window)
         try:
             if bound is None:
                 self._plan(window, slot_mappings)
-                self.buffers.draft_starts = self.buffers.draft_starts_of[requests]
                 check, self._opening = self.recovery.check, True
                 self.recovery.open(window, redirects)
             else:
-                self.buffers.draft_starts = self.buffers.draft_starts_of[requests]
                 of_stage = (window.seq_lens, window.request_states) if redirects else ()
                 begin_bound(window.query_start_loc, window.cu_num_draft_tokens, bound.begin, *of_stage)
             self._ending = ""
         except BaseException as error:
-            self._undo_begin(window)
-            if not isinstance(error, Exception):
-                raise
-            raise explained(error, check, window) from None
+            if bound is None or not isinstance(error, ValueError) or not bound.is_outgrown_by(window):
+                self._undo_begin(window)
+                if not isinstance(error, Exception):
+                    raise
+                raise explained(error, check, window) from None
+            # Nothing was launched.
+            self._bound, self._window, self._redirects, self._state = None, None, [], State.CLOSED
+        if self._state is State.CLOSED:
+            self.begin(window)
 
     def _bind(self, window: Window, slot_mappings: list[Tensor], redirects: Redirects) -> _BoundCalls | None:
         """Bind the calls of begin if the last window had the same slot mappings and tables.
@@ -333,7 +343,7 @@ class DraftCommitManager(Stateful[Layer]):
             return None
         if window.num_requests == 0 or any(a is not b for a, b in zip(last, self._last, strict=True)):
             return None
-        self.buffers.draft_starts = self.buffers.draft_starts_of[window.num_requests]
+        self.buffers.select(window)
         try:
             begin = bind("plan_window", **self._plan_arguments(window, slot_mappings))
             begin = self.recovery.bind_open(window, redirects, begin)
@@ -544,7 +554,7 @@ class DraftCommitManager(Stateful[Layer]):
             of_stage = (window.query_start_loc, window.request_states) if self._redirects else ()
             self._outcome_known = None
             try:
-                commit_bound(num_rejected, bound.commit, bound.num_requests, window.num_draft_tokens, *of_stage)
+                commit_bound(num_rejected, bound.commit, bound.begin, window.num_draft_tokens, *of_stage)
             except Exception as error:
                 raise explained(error, validation.tensors, "commit_rejected", num_rejected=num_rejected) from None
             self._outcome_known, self._window, self._redirects, self._state = True, None, [], State.CLOSED
@@ -558,7 +568,8 @@ class DraftCommitManager(Stateful[Layer]):
                         buffers.num_accepted, buffers.counters,
                     )  # fmt: skip
                 else:
-                    if bound is not None and bound.commit is None:
+                    # Bound calls serve as many requests as their first one had, and begin's must not serve more.
+                    if bound is not None and bound.commit is None and window.num_requests == bound.most_requests:
                         bound.commit = self.recovery.bind_close(window, self._redirects, num_rejected)
                     self._determine_outcome(self.recovery.close_from_rejected, window, self._redirects, num_rejected)
                     first = 1

@@ -49,6 +49,15 @@ def named(op, arguments):
     return registry.OPS[op].arguments((), given)
 
 
+def begun(requests, device="cpu"):
+    """The handle of a begin with this number of requests, which have no drafts."""
+    filled = samples_accept.plan((0,) * (requests + 1), (0,) * requests, tokens=1)
+    given = named("plan_window", layouts.twin(filled, device))
+    handle = bind("plan_window", **given)
+    begin_bound(given["query_start_loc"], given["cu_num_draft_tokens"], handle)
+    return handle
+
+
 def run_bound(op, arguments):
     """Bind a call, and run it with its own arguments of a step."""
     given = named(op, arguments)
@@ -56,9 +65,12 @@ def run_bound(op, arguments):
     if op == "plan_window":
         begin_bound(given["query_start_loc"], given["cu_num_draft_tokens"], handle)
         return
-    requests = given["draft_start_loc"].shape[0] - 1
-    of_stage = [given[name] for name in ("query_start_loc", "idx_mapping") if "query_start_loc" in given]
-    commit_bound(given["num_rejected"], handle, requests, given.get("num_rows"), *of_stage)
+    before = begun(given["draft_start_loc"].shape[0] - 1, given["num_rejected"].device)
+    commit_bound(given["num_rejected"], handle, before, given.get("num_rows"), *of_stage(given))
+
+
+def of_stage(given):
+    return [given[name] for name in ("query_start_loc", "idx_mapping") if "query_start_loc" in given]
 
 
 COMMITS = ("restore_slots_from_rejected", "close_window_from_rejected")
@@ -81,10 +93,10 @@ def test_calls_run_in_the_order_of_binding(device):
     twins = [layouts.twin(arguments) for _ in range(2)]
     for given in (named("restore_slots_from_rejected", one) for one in twins):
         rest = {name: given[name] for name in names}
-        requests, counts = given["draft_start_loc"].shape[0] - 1, given["num_rejected"]
+        before, counts = begun(given["draft_start_loc"].shape[0] - 1, device), given["num_rejected"]
         if given["caches"][0].data_ptr() == twins[0][0][0].data_ptr():
             handle = bind("restore_slots", bind("restore_slots_from_rejected", **given), **rest)
-            commit_bound(counts, handle, requests)
+            commit_bound(counts, handle, before)
         else:
             ops.restore_slots_from_rejected(**given)
             ops.restore_slots(**rest)
@@ -134,7 +146,7 @@ WRONG_STEPS = {
     "another dtype": (0, lambda t: t.long(), TypeError, "plan_window: query_start_loc must have dtype torch.int32"),
     "too short": (0, lambda t: t[:4], ValueError, r"plan_window: query_start_loc must be \[num_requests \+ 1\]"),
     "not contiguous": (1, lambda t: t.repeat_interleave(2)[::2], ValueError, "cu_num_draft_tokens must be contiguous"),
-    "more requests": (1, lambda t: t.repeat(4), ValueError, "plan_window: num_requests must be from 0 to the 6"),
+    "more requests": (1, lambda t: t.repeat(4), ValueError, "plan_window: num_requests must be from 0 to the 4"),
     "more drafts": (1, lambda t: t + 3, ValueError, "plan_window: cu_num_draft_tokens must give a request no more"),
 }
 
@@ -172,10 +184,10 @@ def test_a_listed_tensor_that_moved_is_refused(change):
 def test_more_requests_than_the_bound_call_has(op):
     given = named(op, sample_inputs(op)[0])
     handle, requests = bind(op, **given), given["draft_start_loc"].shape[0] - 1
-    of_stage = [given[name] for name in ("query_start_loc", "idx_mapping") if "query_start_loc" in given]
-    for count in (requests + 1, -1):
-        with pytest.raises(ValueError, match=f"num_requests must be from 0 to the {requests} of the bound call"):
-            commit_bound(given["num_rejected"], handle, count, None, *of_stage)
+    with pytest.raises(ValueError, match=f"num_requests must be from 0 to the {requests} of the bound call"):
+        commit_bound(given["num_rejected"], handle, begun(requests + 1), None, *of_stage(given))
+    with pytest.raises(ValueError, match=r"^_commit_bound: begun must be a handle"):
+        commit_bound(given["num_rejected"], handle, handle.clone(), None, *of_stage(given))
 
 
 @pytest.mark.parametrize("op", BINDABLE)

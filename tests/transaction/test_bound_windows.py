@@ -119,11 +119,12 @@ def test_other_tensors_are_bound_again():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_more_requests_are_bound_again(mode):
-    """The calls of a window serve windows of as many requests or fewer."""
+@pytest.mark.parametrize("cancelled", [(), (1, 4)])
+def test_more_requests_are_bound_again(mode, cancelled):
+    """The calls of a window serve windows of as many requests or fewer. Commit is not bound to fewer than begin."""
     bound, plain = pair(TWO_KINDS, mode)
     seen = []
-    for count in (1, 1, 2, 1, 4, 3, 4):
+    for number, count in enumerate((1, 1, 2, 1, 4, 3, 4, 2, 4)):
         requests = [Request(1, 2, 1) if q < count else Request(0) for q in range(REQUESTS)]
         for engine in (bound, plain):
             engine.lengths = [n or 3 for n in engine.lengths]
@@ -134,10 +135,14 @@ def test_more_requests_are_bound_again(mode):
             )
             engine.manager.begin(window)
             engine.forward(batch)
-            engine.manager.commit_rejected(batch.num_rejected[:count])
+            if number in cancelled:
+                engine.manager.cancel()
+            else:
+                engine.manager.commit_rejected(batch.num_rejected[:count])
         seen.append(bound.manager._bound and bound.manager._bound.most_requests)
         bound.assert_pages(plain)
-    assert seen == [None, 1, 2, 2, 4, 4, 4]
+    assert seen == [None, 1, 2, 2, 4, 4, 4, 4, 4]
+    assert bound.manager._bound.commit is not None
     assert bound.manager.stats() == plain.manager.stats()
 
 
