@@ -347,7 +347,10 @@ class DraftCommitManager(Stateful[Layer]):
         try:
             begin = bind("plan_window", **self._plan_arguments(window, slot_mappings))
             begin = self.recovery.bind_open(window, redirects, begin)
-        except Exception:  # the ops will raise it again, and say more
+        except (ValueError, TypeError, IndexError):  # the ops will raise it again, and say more
+            return None
+        except Exception:  # not because of this window; do not try again in each step
+            self._binds = False
             return None
         return _BoundCalls(window, self.groups, self.max_draft_tokens, begin, redirects)
 

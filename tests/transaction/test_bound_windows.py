@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transactions import Request, one_thread  # noqa: F401
 
+import nwor_ops.transaction.manager
 from nwor_ops.transaction.state import State
 
 MODES = ("cow", "stage")
@@ -158,6 +159,23 @@ def test_a_batch_without_requests(mode):
     engine.manager.begin(window)
     engine.manager.commit_rejected(batch.num_rejected)
     assert engine.manager.stats().windows == 4
+
+
+def test_a_failure_to_bind_is_not_repeated(monkeypatch):
+    """For example, if the library has no such op. Windows go on without it."""
+    tried = []
+
+    def fail(op, *arguments, **named):
+        tried.append(op)
+        raise NotImplementedError(op)
+
+    monkeypatch.setattr(nwor_ops.transaction.manager, "bind", fail)
+    engine, plain = pair(TWO_KINDS, "stage")
+    for requests in STEPS:
+        for one in (engine, plain):
+            one.step(requests)
+        engine.assert_pages(plain)
+    assert tried == ["plan_window"]
 
 
 # ---------------------------------------------------------------- errors
