@@ -17,9 +17,9 @@ from tiny_models import write_served_llama
 from nwor_ops.testing.server import PROGRAM
 
 CLIENTS = 16
-# Twelve blocks of 128 tokens, and requests that cross the end of a block: vLLM preempts. Mode stage takes a shadow page
-# for each request.
-BLOCKS = {"cow": 12, "stage": 12 + CLIENTS}
+# Twelve blocks of 128 tokens, and requests that cross the end of a block: vLLM preempts. Mode stage takes two shadow
+# pages for each request.
+BLOCKS = {"cow": 12, "stage": 12 + 2 * CLIENTS}
 WORDS = ("--speculative-config", json.dumps(NGRAM), "--max-num-seqs", str(CLIENTS), "--enforce-eager")
 
 
