@@ -13,6 +13,7 @@ The first difference names the step and the layer. The audit watches the kernel 
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
 
 KERNEL = "fused_sigmoid_gating_delta_rule_update_spec_cpu"
 _NORM_EPS = 1e-6
+_patches = Patches("audit of vLLM's states")
+_audits: weakref.WeakValueDictionary[int, VllmStateAudit] = weakref.WeakValueDictionary()  # by the address of `A_log`
 # Sums in another order. A state of 16 bits may round to an adjacent number, and the next token starts from it.
 _TOLERANCES = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2**-6, 2**-6), torch.float16: (2**-9, 2**-9)}
 
@@ -107,9 +110,7 @@ class VllmStateAudit(StepListener):
         Raises:
             AuditError: a count or a state is wrong.
         """
-        name = self._names.get(arguments["A_log"].data_ptr())
-        if name is None:
-            return compute(**arguments)
+        name = self._names[arguments["A_log"].data_ptr()]
         states, blocks = arguments["initial_state_source"], arguments["spec_state_indices"].tolist()
         accepted, starts = arguments["num_accepted_tokens"].tolist(), arguments["cu_seqlens"].tolist()
         read = []
@@ -185,12 +186,14 @@ class _Inputs:
         return torch.stack(after) if after else state.new_empty(0, *state.shape)
 
 
-def audit_states(runner: Any, groups: Sequence[RecurrentGroup], patches: Patches) -> VllmStateAudit | None:
+def audit_states(runner: Any, groups: Sequence[RecurrentGroup]) -> VllmStateAudit | None:
     """Watch the Gated DeltaNet layers of an engine with vLLM's states.
 
     Returns:
         The audit, or None if this vLLM has no such layer or kernel on this device.
     """
+    if runner.device.type != "cpu":
+        return None
     import vllm._custom_ops as kernels
 
     context = runner.compilation_config.static_forward_context
@@ -199,18 +202,21 @@ def audit_states(runner: Any, groups: Sequence[RecurrentGroup], patches: Patches
         for name, layer in context.items()
         if hasattr(layer, "A_log") and hasattr(layer, "rearrange_mixed_qkv")
     }
-    if runner.device.type != "cpu" or not names or not hasattr(kernels, KERNEL):
+    if not names or not hasattr(kernels, KERNEL):
         return None
     audit = VllmStateAudit(names, groups, runner.cache_config.mamba_cache_mode == "none")
-
-    def watching(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def watched(**arguments: Any) -> Tensor:
-            return audit.watched(compute, **arguments)
-
-        return watched
-
-    patches.put(kernels, KERNEL, watching)
+    _audits.update(dict.fromkeys(names, audit))
+    _patches.put_once(kernels, KERNEL, _watching)
     return audit
+
+
+def _watching(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def watched(*args: Any, **arguments: Any) -> Tensor:
+        """Run vLLM's kernel. vLLM calls it by keyword."""
+        audit = _audits.get(arguments["A_log"].data_ptr()) if "A_log" in arguments else None
+        return compute(*args, **arguments) if audit is None else audit.watched(compute, **arguments)
+
+    return watched
 
 
 def _bytes(state: Tensor) -> Tensor:

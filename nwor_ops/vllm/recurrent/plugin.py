@@ -342,7 +342,7 @@ def audit(runner: Any, session: Session, groups: Callable[[], Sequence[Recurrent
     """
     if runner in _engines:
         session.subscribe(_engines[runner].start_audit())
-    elif (found := audit_states(runner, groups(), session.patches)) is not None:
+    elif (found := audit_states(runner, groups())) is not None:
         session.subscribe(found)
 
 
