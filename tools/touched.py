@@ -50,7 +50,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("ops/test_random_windows.py",),
     ),
     (r"nwor_ops/cli/bench\w*\.py|nwor_ops/testing/server\.py", ("package/test_bench.py", "vllm/test_bench.py")),
-    (r"nwor_ops/cli/verify\w*\.py|tests/support/planted_plugin\.py", ("package/test_verify.py", "vllm/test_verify.py")),
+    (r"nwor_ops/cli/verify\w*\.py|tests/support/planted_plugin\.py", ("package/test_verify.py",)),
     (r"nwor_ops/testing/host_graphs\.py", ("drafter/test_host_graphs.py",)),
     (r"nwor_ops/testing/every_state\.py", ("package/test_examples.py",)),
     (r"examples/.*", ("package/test_examples.py", "package/test_cli.py")),

@@ -24,7 +24,8 @@ ARGUMENTS = [
     "--num-gpu-blocks-override", "96", "--block-size", "32", "--speculative-config", json.dumps(NGRAM),
 ]  # fmt: skip
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long]
+# Each starts an engine in new processes: half a minute.
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.nightly]
 
 
 def verify(folder: Path, *options: str, arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +44,6 @@ def contents(folder: Path) -> dict[str, str]:
         return {name: archive.extractfile(name).read().decode() for name in archive.getnames()}
 
 
-@pytest.mark.smoke
 def test_a_wrong_byte_is_reported_without_prompts_and_secrets(tmp_path):
     """The engine's own log has a secret, the home folder and the prompt: see planted_plugin."""
     model = write_tiny_llama(tmp_path / "home" / "models" / "tiny")
@@ -71,7 +71,6 @@ def test_a_wrong_byte_is_reported_without_prompts_and_secrets(tmp_path):
             assert private not in text
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("processes", ["0", "1"])
 @pytest.mark.parametrize("mode", ["cow", "stage"])
 def test_an_engine_without_a_fault_is_fine(mode, processes, tmp_path):
@@ -90,7 +89,6 @@ def test_an_engine_without_a_fault_is_fine(mode, processes, tmp_path):
     assert found["engine"]["requests"]["requests"] > 10
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["cow", "off"])
 def test_an_engine_without_drafts_is_not_fine(mode, tmp_path):
     """Nothing is audited without speculation, and the exit code says so."""
@@ -100,7 +98,6 @@ def test_an_engine_without_drafts_is_not_fine(mode, tmp_path):
     assert "add --speculative-config" in json.loads(finished.stdout)["outcome"]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
