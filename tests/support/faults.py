@@ -40,8 +40,8 @@ def fail_at(launch: int, lasting: bool = False) -> Iterator[list[int]]:
             if made[0] == launch and (lasting or not failed[0]):
                 failed[0] = True
                 raise Lost
-            made[0] += 1
             op(*arguments, **named)
+            made[0] += 1
 
         return run
 
