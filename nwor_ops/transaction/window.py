@@ -118,9 +118,9 @@ class WindowBuffers(BoundToMemory):
     @property
     def draft_starts(self) -> Tensor:
         if self._draft_starts is None:
-            self._draft_starts = self.draft_starts_of[self._window.num_requests]
+            self._draft_starts = self.draft_starts_of[self._num_requests()]
         return self._draft_starts
 
     def select(self, window: Window) -> None:
         """Let ``draft_starts`` be the view for this window."""
-        self._window, self._draft_starts = window, None
+        self._num_requests, self._draft_starts = lambda: window.num_requests, None

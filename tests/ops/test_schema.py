@@ -212,7 +212,7 @@ def test_counters_have_the_order_of_the_kernels():
 def test_shapes_in_csrc_are_those_of_meta(op):
     """Comments on the parameters of an op's check show the shape of each tensor, and which tensors are written."""
     source = "\n".join(path.read_text() for path in sorted((ROOT / "csrc").glob("*.h")))
-    check = re.search(rf"NWOR_OP\(m, {op}, (\w+)\)", source)[1]
+    check = re.search(rf"NWOR_(?:BINDABLE_)?OP\(m, {op}, (\w+)\)", source)[1]
     parameters = re.search(rf"\b{check}\(\s*const char\* op,(.*?)\) {{\n", source, re.DOTALL)[1]
     notes = dict(re.findall(r"(\w+),?\s*// (.+)", parameters))
     for argument in overload(op)._schema.arguments:
