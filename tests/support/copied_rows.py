@@ -22,15 +22,15 @@ class CopiedRows:
             for launch in pages.launches
             for group in range(launch.groups.start, launch.groups.stop)
         }
-        self._open, pages.open = pages.open, self._counting
+        self._begin, manager.begin = manager.begin, self._counting
 
     def as_dict(self) -> dict[str, int]:
         return {"copied": self.copied, "committed": self.committed}
 
-    def _counting(self, window: Any, redirects: Any) -> None:
+    def _counting(self, window: Any) -> None:
         pages, requests = self._pages, window.num_requests
         held = pages.held_slots.tolist()
-        self._open(window, redirects)
+        self._begin(window)
         states = range(requests) if window.request_states is None else window.request_states[:requests].tolist()
         starts, draft_starts = window.query_start_loc.tolist(), pages._buffers.draft_starts.tolist()
         tails, saved = pages.tail_pages.tolist(), pages.saved_slots.tolist()
