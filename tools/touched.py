@@ -49,7 +49,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"nwor_ops/testing/(?:random_windows|against_oracle|layouts|raw_rows|oracle/\w+)\.py",
         ("ops/test_random_windows.py",),
     ),
-    (r"nwor_ops/cli/bench\w*\.py|nwor_ops/testing/server\.py", ("package/test_bench.py", "vllm/test_bench.py")),
+    (r"nwor_ops/cli/bench\w*\.py|nwor_ops/testing/server\.py", ("package/test_bench.py", "vllm/test_bench_servers.py")),
     (r"nwor_ops/cli/verify\w*\.py|tests/support/planted_plugin\.py", ("package/test_verify.py",)),
     (r"nwor_ops/testing/host_graphs\.py", ("drafter/test_host_graphs.py",)),
     (r"nwor_ops/testing/every_state\.py", ("package/test_examples.py",)),

@@ -1,6 +1,6 @@
 """``nwor-ops bench`` without vLLM: what ratios prove, what is refused, and that no process is left.
 
-tests/vllm/test_bench.py runs the command with real servers.
+tests/vllm/test_bench_servers.py runs the command with real servers.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def checks_the_readme(command: str) -> bool:
 
 
 def benches_the_readme(command: str) -> bool:
-    """Whether this measures a server of the README, as tests/vllm/test_bench.py does for one feature."""
+    """Whether this measures a server of the README, as tests/vllm/test_bench_servers.py does for one feature."""
     switches = {"transaction": "VLLM_NWOR_MODE=cow", "draft": "VLLM_NWOR_DRAFT_GRAPHS=1"}
     switches["recurrent"] = "VLLM_NWOR_RECURRENT=1"
     found = re.match(r"nwor-ops bench (\w+) -- ", command)

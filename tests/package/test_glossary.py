@@ -18,6 +18,7 @@ RETIRED: dict[str, tuple[str, ...]] = {
     r"\bverdicts?\b": (
         "bench.py",
         "test_bench.py",
+        "test_bench_servers.py",
         "check.py",
         "preview.py",
         "test_check.py",

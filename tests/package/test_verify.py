@@ -1,6 +1,6 @@
 """``nwor-ops verify`` without an engine of vLLM: options, exit codes, and what its archive leaves out.
 
-tests/vllm/test_verify.py runs real engines.
+tests/vllm/test_verify_engines.py runs real engines.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ async def soak(target: Target, plan: Plan) -> dict[str, Any]:
 
 
 async def run(plan: Plan) -> dict[str, Any]:
-    """Start the engine and run the plan. Return what :func:`problems` judges."""
+    """Start the engine and run the plan. Return what :func:`problems` looks at."""
     if not plan.program:
         target = InProcess(plan.words)
         try:

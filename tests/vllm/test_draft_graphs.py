@@ -63,10 +63,9 @@ def test_drafts_are_those_of_vllm_s_speculator() -> None:
 def test_draft_graphs_want_no_transaction() -> None:
     config = NworConfig.load({"nwor": {"draft_graphs": True}}, {})
     assert config.draft_graphs
-    assert config.wants_anything
     assert not config.wants_transaction
     assert NworConfig.load({}, {"VLLM_NWOR_DRAFT_GRAPHS": "1"}) == config
-    assert not NworConfig.load({"nwor": {"draft_graphs": True}}, {"VLLM_NWOR_DRAFT_GRAPHS": "0"}).wants_anything
+    assert not NworConfig.load({"nwor": {"draft_graphs": True}}, {"VLLM_NWOR_DRAFT_GRAPHS": "0"}).draft_graphs
     assert NworConfig.load({"nwor": {"mode": "cow"}}, {}).wants_transaction
     assert not NworConfig.load({}, {}).draft_graphs
 

@@ -1157,10 +1157,9 @@ def test_an_engine_without_speculation_keeps_the_states_of_vllm() -> None:
 def test_the_setting() -> None:
     config = NworConfig.load({}, {"VLLM_NWOR_RECURRENT": "1"})
     assert config.recurrent
-    assert config.wants_anything
     assert not config.wants_transaction
     assert NworConfig.load({"nwor": {"recurrent": True}}, {}) == config
-    assert not NworConfig.load({"nwor": {"recurrent": True}}, {"VLLM_NWOR_RECURRENT": "0"}).wants_anything
+    assert not NworConfig.load({"nwor": {"recurrent": True}}, {"VLLM_NWOR_RECURRENT": "0"}).recurrent
 
 
 def test_vllm_s_cpu_engine_is_refused(engines: Engines) -> None:

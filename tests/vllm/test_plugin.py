@@ -196,7 +196,8 @@ def test_unknown_settings_are_errors(additional: Any, environment: dict[str, str
 
 def test_the_default_is_off() -> None:
     assert NworConfig.load(None, {}) == NworConfig(mode="off", audit=False, on_unsupported="error", on_error="continue")
-    assert not NworConfig.load({"other": 1}, {"VLLM_NWOR_DEBUG_SYNC": "1"}).wants_anything
+    config = NworConfig.load({"other": 1}, {"VLLM_NWOR_DEBUG_SYNC": "1"})
+    assert (config.wants_transaction, config.draft_graphs, config.recurrent) == (False, False, False)
 
 
 def test_the_switch_is_read_before_every_other_setting() -> None:
