@@ -373,11 +373,15 @@ def _llm_job(environment: dict[str, str], arguments: dict[str, Any], tamper: boo
         [session] = nwor_ops.vllm.sessions()
         counters = session.manager.buffers.counters
         counters[COUNTERS.index(counter)] += amount
-        false = work(2)["disagreements"]
+        # On a busy machine the publisher's thread may not run during a whole workload: try again.
+        before = nwor_ops.stats().disagreements
+        false = next((now for _ in range(20) if (now := work(2)["disagreements"]) > before), before)
         counters[COUNTERS.index(counter)] -= amount
         work(3)  # compares once more with what was published while the counter was wrong
         mended = [work(4)["disagreements"], work(5)["disagreements"]]
-        result["tampered"].append([false, *mended])
+        while mended[-2] != mended[-1] and len(mended) < 10:
+            mended.append(work(6)["disagreements"])
+        result["tampered"].append([false, *mended[-2:]])
     result["warnings"] = [text for text in warnings if text.startswith("nwor:")]
     return result
 
