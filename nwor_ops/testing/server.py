@@ -140,8 +140,12 @@ def error_of(log: str) -> str:
 
 def main() -> None:
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.startup import cli_env_setup
+    except ModuleNotFoundError:  # vLLM 0.32
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     cli_env_setup()
     parser = FlexibleArgumentParser(prog="vllm")

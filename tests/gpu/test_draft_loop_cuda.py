@@ -366,7 +366,7 @@ def test_what_moved_is_refused(device):
     follower.buffers.positions = kept
     follower.buffers.registered["seeds"] = follower.seeds[:3]
     with pytest.raises(
-        RuntimeError, match=r"DraftLoop: buffers\['seeds'\] must stay .* torch.int64 \[4\] .* got .* \[3\]"
+        RuntimeError, match=r"DraftLoop: buffers\['seeds'\] must not move .* torch.int64 \[4\] .* got .* \[3\]"
     ):
         follower.loop.run(3, "loop")
 

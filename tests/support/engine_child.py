@@ -204,7 +204,8 @@ def _plant(llm: Any, faults: str) -> Planted:
         faults: ``"continue"``: in graphs of the drafter, and in begin and commit of the transaction; the engine can go
             on. ``"counts"``: after some steps, the cursor of one request's recurrent state is invalid.
     """
-    from nwor_ops import DraftCommitManager, DraftLoop
+    from nwor_ops import DraftCommitManager
+    from nwor_ops.drafter import DraftLoop
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
     if faults == "counts":

@@ -994,8 +994,8 @@ def _prefill_elsewhere() -> Iterator[Case]:
     aligned = {
         "enable_prefix_caching": True,
         "max_model_len": 320,
-        "max_num_batched_tokens": 96,  # a block has 80 tokens
-        "use": alone["use"] | {"prompt_tokens": [162, 90, 242, 40]},
+        "max_num_batched_tokens": 96,  # a block has 80 tokens; steps end one block before the last full one
+        "use": alone["use"] | {"prompt_tokens": [178, 90, 258, 40]},
     }
     yield _one_state("pd-pages-align", **alone | pages | aligned)
     nixl = {"kv_transfer_config": _connector("NixlConnector"), "needs": "nixl"}

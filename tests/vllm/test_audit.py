@@ -68,7 +68,7 @@ def test_an_undo_that_reaches_into_the_drafters_layer_is_found(block: int) -> No
     step = Step()
     step.undo()
     step.drafter[block, 0, 0, 0] = 5
-    with pytest.raises(AuditError, match=ELSEWHERE):
+    with pytest.raises(AuditError, match=rf"{ELSEWHERE}, in blocks .*, bytes \d+ to \d+ of the \d+ bytes of a block"):
         step.compare()
 
 

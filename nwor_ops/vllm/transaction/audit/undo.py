@@ -152,6 +152,20 @@ def rows_at(plane: Plane, storage: torch.UntypedStorage, slots: Tensor) -> Tenso
     return elements_of(storage, plane)[starts[:, None, None] + in_page]
 
 
+def _places(wrong: Tensor, layer: TargetLayer) -> str:
+    """Name the blocks of a mask of bytes, and the part of a block that they lie in."""
+    view = layer.cache.planes[0].view
+    size = view.element_size()
+    found = wrong.nonzero().flatten() - int(view.storage_offset()) * size
+    blocks, within = found // (view.stride(0) * size), found % (view.stride(0) * size)
+    numbers = blocks.unique().tolist()
+    more = " and others" if len(numbers) > 8 else ""
+    return (
+        f"blocks {numbers[:8]}{more}, bytes {int(within.min())} to {int(within.max())} "
+        f"of the {view.stride(0) * size} bytes of a block"
+    )
+
+
 def unmarked(storage: torch.UntypedStorage, device: torch.device | str | None = None) -> torch.UntypedStorage:
     """Return a storage of zeros with the same size, on the same device unless ``device`` is given."""
     marks = torch.UntypedStorage(storage.nbytes(), device=device or storage.device)
@@ -496,7 +510,7 @@ class CacheAudit(StepListener):
                 if slots := self._changed_slots(wrong, layer, written):
                     tokens = listed(sorted(slots), step.slot_mappings[layer.group])
                     text += f", in layer {layer.name} slots {tokens}"
-            text += ";"
+            text += f", in {_places(wrong, layers[0])};"
         return text + f" query_start_loc {step.query_start_loc}, drafts {step.num_draft_tokens}"
 
     def _record(self, step: AuditedStep, rejected: list[int], stale: dict[str, list[int]]) -> None:
