@@ -268,7 +268,10 @@ def _attach(runner: Any, module: str) -> None:
         logger.warning("nwor: not active: %s", error)
         return
     if session is None:
-        logger.info("nwor: not active: the engine does not speculate")
+        if config.mode == "off" and one_state.audit_alone(runner):
+            logger.info("nwor: only the recurrent states of this engine are audited: it does not speculate")
+        else:
+            logger.info("nwor: not active: the engine does not speculate")
         return
     _sessions[runner] = session
     if config.audit:

@@ -27,6 +27,7 @@ FEATURES = (TRANSACTION, DRAFT_GRAPHS, RECURRENT)
 UNDO_LOG, SHADOW_PAGES, GRAPHS, RECORDS = "undo_log", "shadow_pages", "draft_graphs", "records"  # nwor_memory_bytes
 
 _NO_SPECULATION = "the engine does not speculate"
+_NEED_DRAFTS = (TRANSACTION, DRAFT_GRAPHS)
 _patches = Patches("presence")
 
 
@@ -111,16 +112,17 @@ def report(vllm_config: Any, ask_workers: Callable[[Callable[[Any], Any]], Seque
     if set(asked.values()) == {OFF}:
         return
     try:
-        if vllm_config.speculative_config is None:
-            wanted = [feature for feature, state in asked.items() if state != OFF]
-            states = {feature: MISSING if feature in wanted else OFF for feature in asked}
-            names = ", ".join(wanted).replace("_", " ")
-            sentences, memory = [f"{names}: asked for, but not active: {_NO_SPECULATION}"], {}
-        else:
+        idle = [feature for feature in _NEED_DRAFTS if asked[feature] != OFF and vllm_config.speculative_config is None]
+        states, sentences, memory = asked | dict.fromkeys(idle, OFF), list[str](), dict[str, int]()
+        if set(states.values()) != {OFF}:
             answers = ask_workers(_question())
             found = [None if answer is None else Active(*answer) for answer in answers]
-            states, sentences = compare(asked, [None if one is None else one.features for one in found])
+            states, sentences = compare(states, [None if one is None else one.features for one in found])
             memory = _largest([one.memory for one in found if one is not None])
+        if idle:
+            states |= dict.fromkeys(idle, MISSING)
+            names = ", ".join(idle).replace("_", " ")
+            sentences.append(f"{names}: asked for, but not active: {_NO_SPECULATION}")
         for sentence in sentences:
             logger.warning("nwor: %s", sentence)
         if config.emit_metrics and transport.directory() is not None:

@@ -267,7 +267,7 @@ def _in_short(vllm_config: Any, settings: NworConfig) -> dict[str, Any]:
 
 def _reasons(feature: str, vllm_config: Any, device: str, layers: _Layers | None, machine: Machine) -> Iterator[Reason]:
     """Yield why a feature will be refused: by vLLM's version and hooks, and by the first other check that fails."""
-    if vllm_config.speculative_config is None:
+    if vllm_config.speculative_config is None and feature != ONE_STATE:
         yield Reason(_NO_SPECULATION, "--speculative-config")
         return
     checks_of = {DRAFT_GRAPHS: _draft_graphs, ONE_STATE: _one_state}.get(feature, _transaction)

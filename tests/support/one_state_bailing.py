@@ -15,7 +15,6 @@ from one_state_kda import HEADS, SIZE, WIDTH, run_prompts
 from one_state_layers import (
     CONVOLUTION,
     GROUPS,
-    K,
     Side,
     WholeHeads,
     convolve_prompts,
@@ -40,7 +39,8 @@ class BailingSide(Side):
         layer = BailingMoeV3KimiDeltaAttention.__new__(BailingMoeV3KimiDeltaAttention)
         torch.nn.Module.__init__(layer)
         given = {
-            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_speculative_tokens": K,
+            "one_state": one_state, "prefix": name, "tp_size": ranks,
+            "num_speculative_tokens": config.num_speculative_tokens,
             "head_dim": WIDTH, "num_heads": HEADS * ranks, "local_num_heads": HEADS, "conv_size": CONVOLUTION,
             "safe_gate": True, "lower_bound": -5.0,
             "model_config": config.model_config, "cache_config": config.cache_config,
@@ -90,7 +90,9 @@ def main() -> None:
     bailing.vllm_layer.causal_conv1d_fn = convolve_prompts
     bailing.vllm_layer.causal_conv1d_update = convolve_windows
     report(
-        {"bailing": (False, torch.float32, 1), "bailing-graphs": (True, torch.float32, 2)},
+        {"bailing": (False, torch.float32, 1),
+         "bailing-graphs": (True, torch.float32, 2),
+         "bailing-nodrafts": (False, torch.float32, 1, 0), "bailing-graphs-nodrafts": (True, torch.float32, 2, 0)},
         lambda ranks: {"num_attention_heads": HEADS * ranks, "head_dim": WIDTH},
         BailingSide, weights_of, inputs_of,
     )  # fmt: skip

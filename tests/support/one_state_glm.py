@@ -20,7 +20,6 @@ from one_state_kda import HEADS, SIZE, WIDTH, initial_states, run_prompts
 from one_state_layers import (
     CONVOLUTION,
     GROUPS,
-    K,
     Side,
     WholeHeads,
     convolve_prompts,
@@ -53,7 +52,7 @@ class GlmSide(Side):
         layer = Glm5NextLinearAttention.__new__(Glm5NextLinearAttention)
         torch.nn.Module.__init__(layer)
         given = {
-            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_spec": K,
+            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_spec": config.num_speculative_tokens,
             "head_dim": WIDTH, "num_heads": HEADS * ranks, "local_num_heads": HEADS, "conv_size": CONVOLUTION,
             "local_projection_size": SIZE, "kda_safe_gate": True, "kda_lower_bound": BOUND,
             "kda_prefill_backend": "triton", "_conv_state_dim_first": is_conv_state_dim_first(),
@@ -123,7 +122,9 @@ def main() -> None:
     layer.causal_conv1d_update = functools.partial(convolve_windows, validate_data=False)
     layer.gather_initial_states, layer.scatter_states = initial_states, scatter
     report(
-        {"glm": (False, torch.float32, 1), "glm-graphs": (True, torch.float32, 2)},
+        {"glm": (False, torch.float32, 1),
+         "glm-graphs": (True, torch.float32, 2),
+         "glm-nodrafts": (False, torch.float32, 1, 0), "glm-graphs-nodrafts": (True, torch.float32, 2, 0)},
         lambda ranks: {"linear_num_heads": HEADS * ranks, "linear_head_dim": WIDTH},
         GlmSide, weights_of, inputs_of,
     )  # fmt: skip

@@ -15,7 +15,6 @@ from one_state_kda import HEADS, SIZE, WIDTH, initial_states, run_prompts
 from one_state_layers import (
     CONVOLUTION,
     GROUPS,
-    K,
     Side,
     WholeHeads,
     convolve_prompts,
@@ -41,7 +40,7 @@ class KimiSide(Side):
             return (x.float() * scale * weights["norm"] * gate.float().sigmoid()).to(x.dtype)
 
         given = {
-            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_spec": K,
+            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_spec": config.num_speculative_tokens,
             "head_dim": WIDTH, "num_heads": HEADS * ranks, "local_num_heads": HEADS, "conv_size": CONVOLUTION,
             "projection_size": SIZE * ranks, "local_projection_size": SIZE, "gate_lower_bound": None,
             "model_config": config.model_config, "cache_config": config.cache_config,
@@ -105,7 +104,9 @@ def main() -> None:
     kimi.vllm_layer.causal_conv1d_update = convolve_windows
     kimi.vllm_layer.gather_initial_states = initial_states
     report(
-        {"kimi": (False, torch.float32, 1), "kimi-graphs": (True, torch.float32, 2)},
+        {"kimi": (False, torch.float32, 1),
+         "kimi-graphs": (True, torch.float32, 2),
+         "kimi-nodrafts": (False, torch.float32, 1, 0), "kimi-graphs-nodrafts": (True, torch.float32, 2, 0)},
         lambda ranks: {"linear_attn_config": KDA | {"num_heads": HEADS * ranks}},
         KimiSide, weights_of, inputs_of,
     )  # fmt: skip

@@ -33,7 +33,9 @@ DIMENSION = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
 CLOSE = 0.02  # the interpreter truncates to bfloat16 outputs instead of rounding
 
 
-def configuration(full_graphs: bool, state: torch.dtype, ranks: int = 1, sizes: dict[str, Any] | None = None) -> Any:
+def configuration(
+    full_graphs: bool, state: torch.dtype, ranks: int = 1, sizes: dict[str, Any] | None = None, drafts: int = K
+) -> Any:
     """Return the parts of a configuration that builders and layers read. Each of several ranks has the heads above."""
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
     sizes = sizes or {
@@ -44,7 +46,7 @@ def configuration(full_graphs: bool, state: torch.dtype, ranks: int = 1, sizes: 
     }
     return SimpleNamespace(
         additional_config={},
-        num_speculative_tokens=K,
+        num_speculative_tokens=drafts,
         num_hash_lookahead_tokens=0,
         use_v2_model_runner=True,
         model_config=SimpleNamespace(dtype=torch.bfloat16, hf_text_config=SimpleNamespace(**sizes)),
@@ -57,16 +59,18 @@ def configuration(full_graphs: bool, state: torch.dtype, ranks: int = 1, sizes: 
             use_replayssm=False,
         ),
         speculative_config=SimpleNamespace(
-            num_speculative_tokens=K,
+            num_speculative_tokens=drafts,
             use_eagle_block_drop=lambda: False,
             parallel_drafting=False,
             uses_dynamic_speculative_decoding=lambda: False,
-        ),
+        )
+        if drafts
+        else None,
         scheduler_config=SimpleNamespace(max_num_seqs=ROWS, max_num_batched_tokens=64),
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks, decode_context_parallel_size=1),
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: full_graphs),
-            max_cudagraph_capture_size=ROWS * (K + 1),
+            max_cudagraph_capture_size=ROWS * (drafts + 1),
         ),
     )
 
@@ -108,11 +112,16 @@ def convolve_prompts(x: Tensor, weight: Tensor, bias: None, *, conv_states: Tens
 
 
 def convolve_windows(x: Tensor, conv_state: Tensor, weight: Tensor, bias: None, activation: str, *,
-                     conv_state_indices: Tensor, num_accepted_tokens: Tensor, query_start_loc: Tensor,
-                     max_query_len: int, validate_data: bool, out: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Replace ``causal_conv1d_update``. The rows hold the inputs before a window and those of the window."""
+                     conv_state_indices: Tensor, num_accepted_tokens: Tensor | None = None,
+                     query_start_loc: Tensor | None = None, max_query_len: int = 1, validate_data: bool = False,
+                     out: Tensor | None = None) -> Tensor:  # fmt: skip
+    """Replace ``causal_conv1d_update``. The rows hold the inputs before a window and those of the window.
+
+    Without starts, each request has one token.
+    """
     x = x if out is None else out.copy_(x)
-    starts, accepted = query_start_loc.tolist(), num_accepted_tokens.tolist()
+    starts = list(range(len(x) + 1)) if query_start_loc is None else query_start_loc.tolist()
+    accepted = [1] * len(conv_state_indices) if num_accepted_tokens is None else num_accepted_tokens.tolist()
     for sequence, (slot, start, end) in enumerate(zip(conv_state_indices.tolist(), starts, starts[1:], strict=False)):
         if slot > 0 and start < end:
             assert end - start <= max_query_len
@@ -186,7 +195,8 @@ class Side:
         layer = QwenGatedDeltaNetAttention.__new__(QwenGatedDeltaNetAttention)
         torch.nn.Module.__init__(layer)
         given = {
-            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_spec": K, "activation": "silu",
+            "one_state": one_state, "prefix": name, "tp_size": ranks,
+            "num_spec": config.num_speculative_tokens, "activation": "silu",
             "layer_norm_epsilon": 1e-6,
             "num_k_heads": KEY_HEADS * ranks, "num_v_heads": VALUE_HEADS * ranks, "head_k_dim": WIDTH,
             "head_v_dim": WIDTH, "key_dim": KEY_HEADS * WIDTH * ranks, "value_dim": VALUE_HEADS * WIDTH * ranks,
@@ -233,9 +243,10 @@ class Side:
                 is_prefilling=batch.is_prefilling,
                 seq_lens_cpu_upper_bound=batch.seq_lens,
             )
-            built = builder.build(
-                0, common, num_accepted_tokens=batch.accepted, num_decode_draft_tokens_cpu=batch.drafts
-            )
+            of_drafts: dict[str, Any] = {}  # without drafts, vLLM's runner does not pass them
+            if builder.num_spec:
+                of_drafts = {"num_accepted_tokens": batch.accepted, "num_decode_draft_tokens_cpu": batch.drafts}
+            built = builder.build(0, common, **of_drafts)
             made[layer.prefix] = first = built
         return made
 
@@ -294,15 +305,16 @@ class Batch:
     Args:
         scheduled: request, tokens and drafts of each row. -1 drafts: a prompt.
         padded: whether to pad rows and tokens to the maximum number of requests.
+        most_drafts: maximum number of drafts per request.
     """
 
-    def __init__(self, scheduled: list[tuple[Request, int, int]], padded: bool) -> None:
+    def __init__(self, scheduled: list[tuple[Request, int, int]], padded: bool, most_drafts: int = K) -> None:
         counts = [tokens for _, tokens, _ in scheduled]
         self.rows = ROWS if padded else len(scheduled)
         more = self.rows - len(scheduled)
         starts = torch.tensor([0, *counts, *([0] * more)]).cumsum(0)
         self.starts = starts.to(torch.int32)
-        self.tokens = ROWS * (K + 1) if padded else int(starts[-1])
+        self.tokens = ROWS * (most_drafts + 1) if padded else int(starts[-1])
         self.real_tokens = int(starts[-1])
         self.seq_lens = torch.tensor(
             [request.computed + tokens for request, tokens, _ in scheduled] + [0] * more, dtype=torch.int32
@@ -312,19 +324,19 @@ class Batch:
         self.is_prefilling = torch.tensor([drafts < 0 for _, _, drafts in scheduled] + [False] * more)
 
 
-def schedule(requests: list[Request], chance: random.Random) -> list[tuple[Request, int, int]]:
+def schedule(requests: list[Request], chance: random.Random, most_drafts: int = K) -> list[tuple[Request, int, int]]:
     rows = []
     for request in requests:
         if chance.random() < 0.15:
             continue
         left = request.prompt - request.computed
         if left <= 0:
-            drafts = chance.randint(0, K)
+            drafts = chance.randint(0, most_drafts)
             rows.append((request, 1 + drafts, drafts))
             continue
         tokens = chance.choice([1, left, min(left, 5), min(left, 2)])
         if tokens == 1 and request.computed > 0:  # verified; at the end of a prompt with placeholder drafts
-            drafts = chance.choice([0, K]) if left == 1 else 0
+            drafts = chance.choice([0, most_drafts]) if left == 1 else 0
             rows.append((request, 1 + drafts, drafts))
         else:
             rows.append((request, tokens, -1))
@@ -368,12 +380,13 @@ def run(
     weights_of: Callable[[torch.Generator], list[dict[str, Tensor]]] = weights_of,
     inputs_of: Callable[[torch.Generator, int], list[dict[str, Tensor]]] = normal_inputs,
     steps: int = STEPS,
+    most_drafts: int = K,
 ) -> dict[str, Any]:
     """Run both engines on the same batches. Another model needs its sizes, layers, weights and inputs."""
     from nwor_ops.vllm.recurrent.audit import StateAudit
 
     chance, generator = random.Random(7), torch.Generator().manual_seed(7)
-    config = configuration(full_graphs, state, ranks, sizes)
+    config = configuration(full_graphs, state, ranks, sizes, most_drafts)
     weights = weights_of(generator)
     sides = [side(config, one_state, fused_norm, weights) for one_state in (False, True)]
     audit = StateAudit(sides[1].builders)
@@ -386,13 +399,13 @@ def run(
     for _ in range(steps):
         while len(requests) < ROWS and chance.random() < 0.5:
             requests.append(Request(chance.randint(1, 12), sides))
-        scheduled = schedule(requests, chance)
+        scheduled = schedule(requests, chance, most_drafts)
         if not scheduled:
             continue
         windows = sum(drafts >= 0 for _, _, drafts in scheduled)
         kind = "windows_only" if windows == len(scheduled) else "mixed" if windows else "prompts_only"
         said[kind] += 1
-        batch = Batch(scheduled, full_graphs and kind == "windows_only")
+        batch = Batch(scheduled, full_graphs and kind == "windows_only", most_drafts)
         inputs = inputs_of(generator, batch.tokens)
         outputs = [
             side.run(batch, [request.blocks[number] for request, _, _ in scheduled], inputs)
@@ -443,7 +456,7 @@ class WholeHeads:
 
 
 def report(
-    cases: dict[str, tuple[bool, torch.dtype, int]],
+    cases: dict[str, tuple[Any, ...]],
     sizes_of: Callable[[int], dict[str, Any]],
     side: type[Side],
     weights_of: Callable[[torch.Generator], list[dict[str, Tensor]]],
@@ -452,23 +465,27 @@ def report(
     """Run the cases of another model that the command line names, or all, and print what was compared.
 
     Args:
-        cases: by name, whether windows run from FULL graphs, the dtype of states, and the number of ranks.
+        cases: by name, whether windows run from FULL graphs, the dtype of states, the number of ranks, and the number
+            of drafts (K by default).
         sizes_of: returns the sizes in the model's configuration for a number of ranks.
         side, weights_of, inputs_of: layers, weights and inputs of the model.
     """
     for name in sys.argv[1:] or cases:
-        full_graphs, state, ranks = cases[name]
-        said = run(False, full_graphs, state, ranks, sizes_of(ranks), side, weights_of, inputs_of, steps=16)
+        full_graphs, state, ranks, *drafts = cases[name]
+        more = {"most_drafts": drafts[0]} if drafts else {}
+        said = run(False, full_graphs, state, ranks, sizes_of(ranks), side, weights_of, inputs_of, steps=16, **more)
         print(name, json.dumps(said), flush=True)
 
 
 def prepare_vllm() -> None:
     """Set this up before anything of vLLM is imported."""
     use_interpreter()
-    from vllm.third_party.flash_linear_attention.ops import layernorm_guard
+    import triton.language as tl
+    from vllm.third_party.flash_linear_attention.ops import fused_recurrent, layernorm_guard
 
     from nwor_ops.vllm.recurrent import qwen
 
+    fused_recurrent.exp = lambda x: tl.exp(x)  # the name that the interpreter knows
     layernorm_guard.num_compute_units = lambda index: 1
     qwen.install()
     qwen.vllm_layer.causal_conv1d_fn = convolve_prompts
@@ -478,14 +495,17 @@ def prepare_vllm() -> None:
 
 def main() -> None:
     prepare_vllm()
-    cases = {
+    cases: dict[str, tuple[Any, ...]] = {
         "plain": (False, False, torch.float32),
         "plain-graphs": (False, True, torch.bfloat16),
         "fused-norm-of-two-ranks": (True, False, torch.float32, 2),
         "fused-norm-graphs": (True, True, torch.float32),
+        "plain-nodrafts": (False, False, torch.float32, 2),
+        "plain-graphs-nodrafts": (False, True, torch.float32),
     }
     for name in sys.argv[1:] or cases:
-        print(name, json.dumps(run(*cases[name])), flush=True)
+        drafts = 0 if name.endswith("nodrafts") else K
+        print(name, json.dumps(run(*cases[name], most_drafts=drafts)), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from one_state_layers import (
     GROUPS,
     KEY_HEADS,
     VALUE_HEADS,
-    K,
     Side,
     WholeHeads,
     convolve_prompts,
@@ -41,7 +40,8 @@ class OlmoSide(Side):
         layer = OlmoHybridGatedDeltaNetAttention.__new__(OlmoHybridGatedDeltaNetAttention)
         torch.nn.Module.__init__(layer)
         given = {
-            "one_state": one_state, "prefix": name, "tp_size": ranks, "num_spec": K, "activation": "silu",
+            "one_state": one_state, "prefix": name, "tp_size": ranks,
+            "num_spec": config.num_speculative_tokens, "activation": "silu",
             "num_k_heads": KEY_HEADS * ranks, "num_v_heads": VALUE_HEADS * ranks, "head_k_dim": KEY_WIDTH,
             "head_v_dim": VALUE_WIDTH, "key_dim": KEYS * ranks, "value_dim": VALUES * ranks,
             "conv_kernel_size": CONVOLUTION, "allow_neg_eigval": weights["allow_neg_eigval"],
@@ -104,7 +104,9 @@ def main() -> None:
     olmo.vllm_layer.causal_conv1d_fn = convolve_prompts
     olmo.vllm_layer.causal_conv1d_update = olmo.causal_conv1d_update = convolve_windows
     report(
-        {"olmo": (False, torch.bfloat16, 1), "olmo-graphs": (True, torch.float32, 2)},
+        {"olmo": (False, torch.bfloat16, 1),
+         "olmo-graphs": (True, torch.float32, 2),
+         "olmo-nodrafts": (False, torch.float32, 1, 0), "olmo-graphs-nodrafts": (True, torch.float32, 2, 0)},
         lambda ranks: {
             "linear_num_key_heads": KEY_HEADS * ranks,
             "linear_num_value_heads": VALUE_HEADS * ranks,

@@ -115,6 +115,33 @@ def test_outputs_of_other_layers_equal_those_with_a_state_per_draft(case: str) -
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "case",
+    [
+        "plain-graphs-nodrafts",
+        *(
+            pytest.param(f"{kind}-nodrafts", marks=pytest.mark.nightly)
+            for layer in ("plain", "kimi", "olmo", "glm", "bailing")
+            for kind in (layer, f"{layer}-graphs")
+            if kind != "plain-graphs"
+        ),
+    ],
+)
+def test_outputs_without_drafts_equal_those_of_vllm(case: str) -> None:
+    """Each decode is a window of one token. vLLM has other kernels for them, which add in another order."""
+    layer = case.partition("-")[0]
+    said = said_of(case, f"one_state_{'layers' if layer == 'plain' else layer}.py")
+    assert said["blocks"] == [1, 1]
+    assert min(said["windows_only"], said["mixed"]) > 4
+    # Our builder copies nothing for a batch of decodes. For graphs, vLLM's builder copies for each group.
+    assert said["launches_added"] == (-2 if "graphs" in case else 1)
+    assert said["states_compared"] > 100
+    # Each window applies the row of the one before it. A prompt's chunk may be a window, whose row the next one folds.
+    assert said["states_compared"] - said["prompt_folds"] == said["rows_reapplied"]
+    assert said["prompt_folds"] > 0
+
+
+@pytest.mark.long
 def test_outputs_with_prefix_caching_equal_those_with_a_state_per_draft() -> None:
     """vLLM's kernels copy its states from block to block, and choose the blocks of our states."""
     said = said_of("aligned", "one_state_aligned.py")

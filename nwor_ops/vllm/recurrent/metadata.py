@@ -4,6 +4,9 @@ A request has one block, so its ``K + 1`` columns of state indices are one repea
 first column, and their number. A plan replaces the other columns. One launch per step and group computes it, in a
 buffer that CUDA graphs read.
 
+Without drafts, every decode is a window of one token, of which one stays. vLLM's builder then gets what its runner
+passes with drafts, so the layers get the same metadata in both cases. A batch with only such windows needs no builder.
+
 vLLM's kernels compute the other requests of a batch (prompts) on the state itself. Their pending rows are folded first,
 in all layers of the group with one launch.
 """
@@ -69,9 +72,14 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         self.supports_update_block_table = True
         self.mamba_aligned_state_indices: Tensor | None = None
         self.layer_names = layer_names
+        self.use_spec_decode = True  # vLLM's code for windows, also if they are of one token
         # Graphs may be padded to more requests than a batch can have.
         rows = max(vllm_config.scheduler_config.max_num_seqs, self.decode_cudagraph_max_bs)
         self.plan = torch.zeros(rows, 4, dtype=torch.int32, device=device)
+        # Without drafts, what a batch with only windows needs. It never changes.
+        self._ones = torch.ones(rows, dtype=torch.int32, device=device)
+        self._each_token = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._all_windows = torch.ones(rows, dtype=torch.bool, device=device)
         self.window_id = torch.zeros(1, dtype=torch.int64, device=device)
         self._fold_plan = torch.zeros_like(self.plan)
         # First tokens and slots of the windows that were planned last.
@@ -101,6 +109,12 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> OneStateMetadata:
         slots = self._slots(common_attn_metadata.block_table_tensor)
+        if self.num_spec == 0:
+            num_decode_draft_tokens_cpu = _drafts_of_decodes(common_attn_metadata)
+            num_accepted_tokens = self._ones[: common_attn_metadata.num_reqs]
+            decodes = int((num_decode_draft_tokens_cpu == 0).sum())
+            if decodes and decodes == int(common_attn_metadata.query_start_loc_cpu[-1]):
+                return self._planned(self._of_decodes(common_attn_metadata, decodes), slots[:, 0])
         table = self._table(common_attn_metadata.block_table_tensor, slots)
         built = super().build(
             common_prefix_len,
@@ -111,6 +125,29 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         )
         metadata = OneStateMetadata(**vars(built), batch_kept=num_accepted_tokens)
         return self._planned(metadata, slots[:, 0])
+
+    def _of_decodes(self, common: Any, decodes: int) -> OneStateMetadata:
+        """Return the metadata of a batch with only windows of one token, without the plan.
+
+        Args:
+            common: vLLM's metadata of the batch. Padded requests follow the decodes.
+            decodes: number of windows.
+        """
+        rows = common.num_reqs
+        return OneStateMetadata(
+            num_prefills=0,
+            num_prefill_tokens=0,
+            num_decodes=0,
+            num_decode_tokens=0,
+            num_spec_decodes=decodes,
+            num_spec_decode_tokens=decodes,
+            num_actual_tokens=common.num_actual_tokens,
+            spec_query_start_loc=self._each_token[: rows + 1],
+            spec_sequence_masks=self._all_windows[:rows],
+            spec_token_indx=self._each_token[:decodes],
+            non_spec_token_indx=self._each_token[:0],
+            num_accepted_tokens=self._ones[:rows],
+        )
 
     def update_block_table(
         self, metadata: GDNAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
@@ -234,3 +271,17 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
             begins[slice(None) if windows is None else ~windows] = ~has_state
             plan = plan.masked_fill(begins[:, None], 0)
         self.audit.folded(self.group, plan, "prompt_folds")
+
+
+def _drafts_of_decodes(common: Any) -> Tensor:
+    """Return what vLLM's runner passes with drafts: 0 for each decode of a batch, -1 for prompts and padding.
+
+    As there, a prompt's chunk of one token is a decode if the runner says so: FULL graphs compute it.
+
+    Returns:
+        int32 ``[num_reqs]`` on the host.
+    """
+    decodes = common.query_start_loc_cpu.diff() == 1
+    if common.is_prefilling is not None:
+        decodes &= ~common.is_prefilling
+    return decodes.to(torch.int32) - 1

@@ -379,9 +379,6 @@ def _check(vllm_config: Any, logger: Any) -> bool:
     config = NworConfig.load(vllm_config.additional_config)
     if not config.recurrent:
         return False
-    if vllm_config.speculative_config is None:
-        logger.info_once("nwor: one state per request: not active: the engine does not speculate")
-        return False
     problem = problem_of(vllm_config)
     if problem is None:
         return True

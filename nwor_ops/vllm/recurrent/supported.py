@@ -373,5 +373,4 @@ def problem_of(vllm_config: Any) -> str | None:
 
 def has_one_state(vllm_config: Any) -> bool:
     """Return whether this configuration asks for one state per request and supports it."""
-    wanted = NworConfig.load(vllm_config.additional_config).recurrent and vllm_config.speculative_config is not None
-    return wanted and problem_of(vllm_config) is None
+    return NworConfig.load(vllm_config.additional_config).recurrent and problem_of(vllm_config) is None

@@ -334,7 +334,8 @@ REFUSALS = (
         change="without --use-replayssm"),
     # Without a draft model, `draft_model_config` is the target's configuration.
     Refusal("a draft model with recurrent layers", "", "",
-            lambda config: config.speculative_config.method == "draft_model"
+            lambda config: config.speculative_config is not None
+            and config.speculative_config.method == "draft_model"
             and config.speculative_config.draft_model_config.is_hybrid, one_state=_NOT_TRIED,
         change='"model" in --speculative-config'),
     Refusal("HiSparse", "it writes to its own slots", found=_has("attention_config.hisparse_config"), engines=_CUDA,
@@ -375,11 +376,11 @@ def check_engine(vllm_config: Any, device_type: str, use: str = TRANSACTION, mod
         use: the feature.
         mode: mode of the transaction. If it is empty, refusals for a single mode are skipped.
     """
-    method, found = vllm_config.speculative_config.method, list[tuple[str, str]]()
+    found = list[tuple[str, str]]()
     if device_type not in DEVICES[use]:
         found.append((DEVICE.message.format(device=device_type, why=DEVICE.why(use)), DEVICE.change))
     if use == DRAFT_GRAPHS:
-        runner = "V2" if vllm_config.use_v2_model_runner else "V1"
+        runner, method = "V2" if vllm_config.use_v2_model_runner else "V1", vllm_config.speculative_config.method
         if method not in DRAFT_METHODS[runner]:
             methods = ", ".join(DRAFT_METHODS[runner])
             found.append((METHOD.message.format(method=method, runner=runner, methods=methods), METHOD.change))
