@@ -18,6 +18,9 @@ cache of the same size, and they take turns. A vanilla engine is a name of ``VAR
 
 Each draft is accepted with the probability that gives 2.5 tokens a step at K = 3, so K = 1 and 2 have 1.69 and 2.17.
 
+With ``--ours drafts_0`` our engine does not speculate either. Its rows go to a file of their own
+(``gpu_hybrid_without_drafts.jsonl``), and the vanilla engines are ``drafts_0`` and ``bfloat16+drafts_0`` by default.
+
 Rows, of which each is written when it is measured:
 
     e2e_recurrent/over_V/N       output tok/s over variant V, N requests of 64 + 256 tokens at once
@@ -113,6 +116,7 @@ VARIANTS = {
 # A run without --vanilla takes these: the defaults first, then what a user may find faster.
 VANILLA = ("default", "bfloat16", "no_prefix+drafts_1", "drafts_2", "drafts_0", "triton")
 VANILLA_QUICK = ("default", "bfloat16")
+VANILLA_WITHOUT_DRAFTS = ("drafts_0", "bfloat16+drafts_0")
 
 
 def variant_of(name: str) -> Variant:
@@ -300,7 +304,7 @@ def held_figures(vanilla: str, ours: dict[str, Any], theirs: dict[str, Any]) -> 
     ]
 
 
-def best_figures(known: dict[str, dict[str, Any]]) -> list[Row]:
+def best_figures(known: dict[str, dict[str, Any]], targets: dict[int, float]) -> list[Row]:
     """Return one row per load: ours over the vanilla engine that came closest."""
     rows = []
     for count in REQUESTS:
@@ -313,18 +317,23 @@ def best_figures(known: dict[str, dict[str, Any]]) -> list[Row]:
         if found:
             worst = min(found, key=lambda entry: float(entry["value"]))
             print(f"{count} requests: the best vanilla is {worst['name'].split('/')[1].removeprefix('over_')}")
-            name, target = f"{prefix}best{suffix}", TARGETS.get(count)
+            name, target = f"{prefix}best{suffix}", targets.get(count)
             rows.append(Row(name, worst["value"], "ratio", "higher", worst["spread"], target))
     return rows
 
 
-def known_rows(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+def results_of(ours: str) -> str:
+    """Name of the results of our engine with this variant."""
+    return NAME if variant_of(ours).drafts else f"{NAME}_without_drafts"
+
+
+def known_rows(folder: pathlib.Path, results: str) -> dict[str, dict[str, Any]]:
     """The results of this commit with these versions."""
-    if not (folder / this_machine() / f"{NAME}.jsonl").exists():
+    if not (folder / this_machine() / f"{results}.jsonl").exists():
         return {}
     now = circumstances()
     same = ("machine", "torch", "vllm", "commit")
-    found = read(this_machine(), NAME, folder)
+    found = read(this_machine(), results, folder)
     return {name: entry for name, entry in found.items() if all(entry[key] == now[key] for key in same)}
 
 
@@ -347,9 +356,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--logs", type=pathlib.Path, help="where logs and answers go")
     parser.add_argument("--small", action="store_true", help="try this script with tiny models; nothing is saved")
     options = parser.parse_args()
-    options.vanilla = options.vanilla or list(VANILLA_QUICK if options.quick else VANILLA)
     try:
-        for name in (*options.vanilla, options.ours):
+        with_drafts = variant_of(options.ours).drafts > 0
+        chosen = (VANILLA_QUICK if options.quick else VANILLA) if with_drafts else VANILLA_WITHOUT_DRAFTS
+        options.vanilla = options.vanilla or list(chosen)
+        for name in options.vanilla:
             variant_of(name)
     except ValueError as error:
         parser.error(str(error))
@@ -369,10 +380,10 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         target = pathlib.Path(scratch) if options.small else options.folder
         cache = pathlib.Path(os.environ.get("VLLM_CACHE_ROOT", pathlib.Path.home() / ".cache" / "vllm"))
-        began = time.monotonic()
+        began, results = time.monotonic(), results_of(options.ours)
 
         def keep(rows: list[Row]) -> None:
-            write(this_machine(), NAME, rows, target, keep=True)
+            write(this_machine(), results, rows, target, keep=True)
             show(rows)
             print(f"-- {time.monotonic() - began:.0f} s", flush=True)
 
@@ -383,7 +394,7 @@ def main() -> int:
         engines: dict[str, EngineProcess] = {}
         try:
             for vanilla in options.vanilla:
-                done = known_rows(target) if options.resume else {}
+                done = known_rows(target, results) if options.resume else {}
                 loads = [n for n in options.requests if f"e2e_{OURS}/over_{vanilla}/{n}" not in done]
                 if not loads:
                     continue
@@ -420,7 +431,7 @@ def main() -> int:
         finally:
             for engine in engines.values():
                 engine.close()
-        if rows := best_figures(known_rows(target)):
+        if rows := best_figures(known_rows(target, results), TARGETS if results == NAME else {}):
             keep(rows)
     for problem in problems:
         print(f"PROBLEM: {problem}", file=sys.stderr)

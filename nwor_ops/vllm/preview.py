@@ -23,7 +23,7 @@ import torch
 from nwor_ops.config import SWITCH, NworConfig
 from nwor_ops.vllm.drafter.supported import check_graph_mode
 from nwor_ops.vllm.hooks import check_library, check_vllm
-from nwor_ops.vllm.support.features import DRAFT_GRAPHS, ONE_STATE, TRANSACTION
+from nwor_ops.vllm.support.features import DRAFT_GRAPHS, ONE_STATE, ONE_STATE_MODELS, TRANSACTION
 from nwor_ops.vllm.support.refusals import ALL_RECURRENT, CAPTURE_SIZES, Unsupported, check_engine
 from nwor_ops.vllm.transaction.layers.back_ends import check_group_spec, check_passes
 from nwor_ops.vllm.transaction.supported import check_partial_tails, check_transaction, is_recurrent
@@ -219,7 +219,7 @@ def look(arguments: Sequence[str], cache_bytes: int | None = None, machine: Mach
     layers, costs_unknown = None, None
     if not machine.modules_import:
         costs_unknown = "this vLLM is a CPU build, so the layers of a CUDA engine cannot be created"
-    elif vllm_config.speculative_config is not None:
+    elif vllm_config.speculative_config is not None or vllm_config.model_config.architecture in ONE_STATE_MODELS:
         try:
             layers = _Layers.of(vllm_config, cache_bytes)
         except Exception as error:  # any model may do anything with tensors that have no memory
@@ -439,6 +439,8 @@ def _initialize_drafter(vllm_config: Any) -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     speculation = vllm_config.speculative_config
+    if speculation is None:
+        return
     if speculation.uses_draft_model():
         drafting = replace(vllm_config, model_config=speculation.draft_model_config, quant_config=None)
         with set_model_tag("draft_model"):

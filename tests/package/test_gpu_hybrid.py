@@ -27,6 +27,8 @@ def test_variants_are_joined(tmp_path: pathlib.Path) -> None:
     assert "speculative_config" not in none
     with pytest.raises(ValueError, match="'nonsense' is not a variant; there are default"):
         gpu_hybrid.variant_of("default+nonsense")
+    assert gpu_hybrid.results_of("bfloat16+drafts_1") == "gpu_hybrid"
+    assert gpu_hybrid.results_of("drafts_0") == "gpu_hybrid_without_drafts"
 
 
 def test_a_draft_is_accepted_as_often_with_any_number_of_drafts(tmp_path: pathlib.Path) -> None:
@@ -91,7 +93,7 @@ def test_the_best_vanilla_is_that_over_which_we_gain_least() -> None:
         f"e2e_recurrent/over_{name}/64": {"name": f"e2e_recurrent/over_{name}/64", "value": value, "spread": [1.0, 2.0]}
         for name, value in values.items()
     }
-    [row] = gpu_hybrid.best_figures(known)
+    [row] = gpu_hybrid.best_figures(known, gpu_hybrid.TARGETS)
     assert (row.name, row.value, row.target, row.met) == ("e2e_recurrent/over_best/64", 1.1, 1.12, False)
 
 

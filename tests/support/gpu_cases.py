@@ -1004,7 +1004,48 @@ def _prefill_elsewhere() -> Iterator[Case]:
         yield replace(case, environment=case.environment | {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"})
 
 
-ONE_STATE_CASES = [*_one_states(), *_defaults()]
+def _without_drafts() -> Iterator[Case]:
+    """Yield cases of one state per request without speculation. ``-k one-state-nodrafts-`` selects them.
+
+    vLLM's kernels for such steps add in another order than ours: for Qwen one with a warp per head if all requests
+    decode, and one with four if some have prompts. So as many requests may differ as for the other such kernels.
+    """
+
+    def case(name: str, shape: str = "next", **more: Any) -> Case:
+        settings = {"method": "ngram", "speculative_config": None, "may_differ": 6} | more
+        settings["expect"] = {"sessions": []} | settings.get("expect", {})
+        return _one_state(f"nodrafts-{name}", shape, **settings)
+
+    aligned = _ALIGNED | {"max_model_len": 320, "use": _AGAIN, "expect": {"metric:prefix_cache_hits": 1}}
+    abort = {"use": {"abort": {10: [0, 2], 16: [5]}}}
+    for shape in ("next", "qwen3_5"):
+        yield case(shape, shape)
+        yield case(f"{shape}-float32", shape, mamba_ssm_cache_dtype="float32")
+        for graphs in ("eager", "piecewise", "full_decode_only"):
+            yield case(f"{shape}-{graphs}", shape, graphs=graphs)
+        yield case(f"{shape}-align", shape, **aligned)
+        yield case(f"{shape}-abort", shape, **abort)
+        default = DEFAULTS | {"use": LONG_PROMPTS} | ({"worker_extension_cls": ""} if shape == "qwen3_5" else {})
+        default["expect"] = {
+            "gdn_prefill_backends": ["flashinfer"],
+            "metric:prefix_cache_hits": 1,
+            "audit:checkpoints": 1,
+            "audit:checkpoint_hits": 1,
+        }
+        yield case(f"{shape}-default", shape, **default)
+    # A request that vLLM preempts computes its output as a prompt, by another kernel.
+    yield case("next-preemption", num_gpu_blocks_override=24, may_differ=12, use={"max_tokens": 120},
+               expect={"metric:num_preemptions": 1})  # fmt: skip
+    yield case("next-not-async", async_scheduling=False)
+    yield case("kimi", "kimi", backend="FLASH_ATTN_MLA")
+    yield case("olmo", "olmo")
+    yield case("bailing", "bailing", trust_remote_code=True, backend="FLASH_ATTN_MLA")
+    yield case("qwen4", "qwen4", convolutions=1, needs=EXPERTS_LIBRARY)
+    yield case("glm", "glm", backend="FLASHMLA_SPARSE", gdn_prefill_backend=None, max_model_len=768,
+               needs="torchvision", expect={"kv_cache_groups": 5})  # fmt: skip
+
+
+ONE_STATE_CASES = [*_one_states(), *_defaults(), *_without_drafts()]
 REFUSED_COUNTS = _one_state(
     "invalid-counts", nwor={"recurrent": True}, use={"faults": "counts", "rounds": 20}, same_tokens=False
 )

@@ -1175,10 +1175,23 @@ def test_on_unsupported_vanilla_only_logs_the_reason() -> None:
     assert plugin.one_states() == []
 
 
-def test_an_engine_without_speculation_keeps_the_states_of_vllm() -> None:
-    logger = Logger()
-    plugin.prepare(engine(speculative_config=None), logger)
-    assert logger.said == ["nwor: one state per request: not active: the engine does not speculate"]
+@pytest.mark.usefixtures("any_vllm")
+def test_an_engine_without_speculation_has_one_state_too() -> None:
+    config = engine(speculative_config=None, num_speculative_tokens=0)
+    assert supported.problem_of(config) is None
+    assert supported.has_one_state(config)
+    assert RecordGeometry.of(config).rows == 1
+
+
+def test_decodes_without_drafts_are_windows() -> None:
+    """A prompt's chunk of one token is a window only if the runner says that it runs as a decode."""
+    from nwor_ops.vllm.recurrent.metadata import _drafts_of_decodes
+
+    starts = torch.tensor([0, 1, 2, 3, 8, 8], dtype=torch.int32)  # the last request is padding
+    batch = SimpleNamespace(query_start_loc_cpu=starts, is_prefilling=torch.tensor([False, False, True, True, False]))
+    assert _drafts_of_decodes(batch).tolist() == [0, 0, -1, -1, -1]
+    batch.is_prefilling = None  # of a graph's capture
+    assert _drafts_of_decodes(batch).tolist() == [0, 0, 0, -1, -1]
 
 
 def test_the_setting() -> None:

@@ -80,9 +80,16 @@ def test_an_active_feature_is_told_with_its_memory(engines: Engines) -> None:
 
 
 def test_an_engine_that_does_not_speculate_warns(engines: Engines) -> None:
-    result = started(engines, {"VLLM_NWOR_MODE": "stage", "VLLM_NWOR_RECURRENT": "1"}, speculative_config=None)
-    assert result["warnings"] == [
-        "nwor: transaction, recurrent: asked for, but not active: the engine does not speculate"
+    """One state needs no drafts, but a GPU."""
+    result = started(engines, {"VLLM_NWOR_MODE": "stage"}, speculative_config=None)
+    transaction = "nwor: transaction: asked for, but not active: the engine does not speculate"
+    assert result["warnings"] == [transaction]
+    assert result["gauges"] == {info("missing"): 1}
+    asked = {"VLLM_NWOR_MODE": "stage", "VLLM_NWOR_RECURRENT": "1", "VLLM_NWOR_ON_UNSUPPORTED": "vanilla"}
+    result = started(engines, asked, speculative_config=None)
+    assert result["warnings"][-2:] == [
+        "nwor: recurrent: asked for, but not active in rank 0 of 1; the log of the worker has the reason",
+        transaction,
     ]
     assert result["gauges"] == {info("missing", recurrent="missing"): 1}
 
