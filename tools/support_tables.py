@@ -67,7 +67,7 @@ def supported() -> str:
             "any method whose drafter names its layers, or has none",
             "the same",
             "; ".join(f"{runner}: {_code(names)}" for runner, names in DRAFT_METHODS.items()),
-            "any method",
+            "any method, or none",
         ),
         (
             "recurrent layers of hybrid models",

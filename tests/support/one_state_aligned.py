@@ -62,7 +62,7 @@ class AlignedSide(Side):
         self.context.initialize_from_forward_context(cache, layers, copies, self.tables)
         if self.one_state:
             groups = [(builder.group, table) for builder, table in zip(self.builders, self.tables, strict=True)]
-            self.aligned = AlignedStates(self.context, groups, K, Patches("test"))
+            self.aligned = AlignedStates(self.context, groups, config.num_speculative_tokens, Patches("test"))
 
     def admit(self, row: int, shared: int) -> None:
         """Admit a request that begins with the first ``shared`` blocks of the request that was in its row.
@@ -302,25 +302,26 @@ class Scheduler:
     Args:
         block: of the cache.
         checkpoints: the last chunk of a prompt is not split.
+        most_drafts: maximum number of drafts per request.
 
     Attributes:
         position: of the checkpoint in the chunk that was asked for last, or 0.
     """
 
-    def __init__(self, block: int, checkpoints: bool, chance: random.Random) -> None:
-        self.block, self._checkpoints, self._chance = block, checkpoints, chance
-        self.longest = block * COLUMNS - K - 1
+    def __init__(self, block: int, checkpoints: bool, most_drafts: int, chance: random.Random) -> None:
+        self.block, self._checkpoints, self._most_drafts, self._chance = block, checkpoints, most_drafts, chance
+        self.longest = block * COLUMNS - most_drafts - 1
 
     def prompt(self, shared: int) -> int:
         """Return the length of the prompt of a request that begins with so many blocks."""
-        longest = 3 * self.block + 6 if self._checkpoints else 14
-        return shared * self.block + self._chance.randint(1, min(longest, (COLUMNS - shared - 1) * self.block - K))
+        longest, left = 3 * self.block + 6 if self._checkpoints else 14, (COLUMNS - shared - 1) * self.block
+        return shared * self.block + self._chance.randint(1, min(longest, left - self._most_drafts))
 
     def tokens(self, computed: int, prompt: int) -> tuple[int, int]:
         """Return tokens and drafts; -1 drafts: part of a prompt."""
         left, block, self.position = prompt - computed, self.block, 0
         if left <= 0:
-            drafts = self._chance.randint(0, K)
+            drafts = self._chance.randint(0, self._most_drafts)
             return 1 + drafts, drafts
         if self._checkpoints and self._has_checkpoint(computed, prompt):
             return left, -1
@@ -346,12 +347,12 @@ class Scheduler:
         return bool(valid)
 
 
-def run(checkpoints: bool) -> dict[str, Any]:
+def run(checkpoints: bool, most_drafts: int) -> dict[str, Any]:
     from nwor_ops.vllm.recurrent.audit import StateAudit
 
     chance, generator = random.Random(11), torch.Generator().manual_seed(11)
-    one_state_layers.ROWS, one_state_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + K)
-    config = configuration(False, torch.float32)
+    one_state_layers.ROWS, one_state_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + most_drafts)
+    config = configuration(False, torch.float32, drafts=most_drafts)
     block = 64 if checkpoints and HAS_PLAN else 8
     for name in ("mamba_block_size", "hash_block_size", "cache_hit_alignment_tokens"):
         setattr(config.cache_config, name, block)
@@ -361,7 +362,7 @@ def run(checkpoints: bool) -> dict[str, Any]:
     audit = sides[1].aligned.audit = StateAudit(sides[1].builders)
     for thing in (*sides[1].builders, *sides[1].layers, *([sides[1].owners] if checkpoints else [])):
         thing.audit = audit
-    scheduler = Scheduler(block, checkpoints, chance)
+    scheduler = Scheduler(block, checkpoints, most_drafts, chance)
     said: dict[str, Any] = {"hits": 0, "prompts": 0, "windows": 0, "checkpoints": 0, "worst": 0.0}
     prompts = [0] * ROWS
     ready: list[set[int]] = [set() for _ in range(ROWS)]  # columns that hold the state at their end
@@ -379,7 +380,7 @@ def run(checkpoints: bool) -> dict[str, Any]:
         scheduled, positions = [], []
         for row in range(ROWS):
             computed = int(sides[0].computed[row])
-            if computed >= scheduler.longest - K or chance.random() < (0.15 if checkpoints else 0.03):
+            if computed >= scheduler.longest - most_drafts or chance.random() < (0.15 if checkpoints else 0.03):
                 admit(row, chance.choice([0, *(column + 1 for column in ready[row] if column < COLUMNS - 3)]))
                 computed = int(sides[0].computed[row])
             if chance.random() < 0.85:
@@ -428,7 +429,8 @@ def run(checkpoints: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     prepare_vllm()
-    for case in sys.argv[1:] or ("aligned", "checkpoints"):
+    for case in sys.argv[1:] or ("aligned", "aligned-nodrafts", "checkpoints"):
         if case == "checkpoints":
             prepare_checkpoints()
-        print(case, json.dumps(run(case == "checkpoints")), flush=True)
+        drafts = 0 if case.endswith("nodrafts") else K
+        print(case, json.dumps(run(case == "checkpoints", drafts)), flush=True)

@@ -152,6 +152,16 @@ def test_outputs_with_prefix_caching_equal_those_with_a_state_per_draft() -> Non
 
 
 @pytest.mark.long
+def test_outputs_with_prefix_caching_and_no_drafts_equal_those_of_vllm() -> None:
+    """A block that a decode fills gets the key of its prefix, so its row is folded in place."""
+    said = said_of("aligned-nodrafts", "one_state_aligned.py")
+    assert said["hits"] > 2
+    assert min(said["prompts"], said["windows"]) > 10
+    assert said["audit"]["folds"] > 20
+    assert said["audit"]["states_compared"] > said["audit"]["folds"]
+
+
+@pytest.mark.long
 def test_outputs_with_checkpoints_of_prompts_equal_those_with_a_state_per_draft() -> None:
     """vLLM writes a state from the middle of a prompt to a separate block.
 
