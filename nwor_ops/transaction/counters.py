@@ -119,7 +119,7 @@ class EngineStats:
         draft_eager_passes: passes of an engine with draft graphs that ran vLLM's own code. Dummy runs are not counted.
         draft_eager_reasons: the same, by reason.
         host_seconds: time that the host spent to begin and commit the windows. With an audit, its time is included.
-        one_state_steps: steps that verified their drafts with one recurrent state per request, including warm-up.
+        one_state_steps: steps with windows and one recurrent state per request, including warm-up.
         one_state_skipped_requests: requests that such a step skipped because their accepted count was invalid. Their
             outputs are zeros. Each counts once per step and KV-cache group. Any value above 0 is a fault.
 

@@ -269,7 +269,8 @@ def _attach(runner: Any, module: str) -> None:
         return
     if session is None:
         if config.mode == "off" and one_state.audit_alone(runner):
-            logger.info("nwor: only the recurrent states of this engine are audited: it does not speculate")
+            said = "the engine does not speculate"
+            logger.info("nwor: only the recurrent states of this engine are audited: %s", said)
         else:
             logger.info("nwor: not active: the engine does not speculate")
         return

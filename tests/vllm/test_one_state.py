@@ -622,6 +622,37 @@ def test_states_are_audited_if_attention_is_not_supported(monkeypatch: pytest.Mo
         runner.execute_model(1)
 
 
+def test_states_are_audited_if_the_engine_does_not_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nwor_ops.vllm import plugin as entry
+
+    class Runner:
+        speculative_config = None
+        vllm_config = engine(
+            speculative_config=None,
+            additional_config={"nwor": {"recurrent": True, "audit": True}},
+            parallel_config__pipeline_parallel_size=1,
+        )
+
+        def execute_model(self) -> str:
+            window.open(layer, [1, 1])
+            layer.verify(window)
+            return "output"
+
+    layer, window = Layer(), Window([5, 2], [1, 1])
+    window.group = layer.group
+    runner, state = Runner(), plugin.OneState.__new__(plugin.OneState)
+    state._builders, state._aligned, state._owners = [window], None, None
+    state.patches = Patches("test")
+    monkeypatch.setitem(plugin._engines, runner, state)
+    entry._attach(runner, supported.RUNNER_MODULE)
+    assert entry.sessions() == []
+    for _ in range(3):
+        assert runner.execute_model() == "output"
+    summary = state.audit.summary()
+    assert (summary["steps"], summary["windows"], summary["states_compared"]) == (3, 6, 4)
+    assert summary["rows_reapplied"] == 4  # each window but the first applies the row of the one before
+
+
 def test_the_audit_finds_a_request_that_the_plan_skipped() -> None:
     """On CUDA, an invalid request gets a row of zeros and keeps its cursor; the CPU raises. A padded row is valid."""
     layer, window = Layer(), Window([5, 2, 0], [4, 3, 2])

@@ -61,7 +61,7 @@ METRICS = {
     "draft_graph_replays": ("nwor_draft_graph_replays", "Number of draft model passes that ran as one graph launch."),
     "one_state_steps": (
         "nwor_one_state_steps",
-        "Number of steps with drafts and one recurrent state per request.",
+        "Number of steps with decodes and one recurrent state per request.",
     ),
     "one_state_skipped_requests": (
         "nwor_one_state_skipped_requests",
