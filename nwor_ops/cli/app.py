@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -23,6 +24,16 @@ app = typer.Typer(
 )
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, the rest on stderr.")]
+
+
+@contextlib.contextmanager
+def _exit_if_invalid(command: str, invalid: type[ValueError] = ValueError) -> Iterator[None]:
+    """Print the error of an invalid option, and exit with 2."""
+    try:
+        yield
+    except invalid as error:
+        typer.echo(f"nwor-ops {command}: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 class Mode(str, enum.Enum):
@@ -74,11 +85,8 @@ def demo(
         rounds=rounds,
         compile=compile,
     )
-    try:
+    with _exit_if_invalid("demo"):
         check_options(options)
-    except ValueError as error:
-        typer.echo(f"nwor-ops demo: {error}", err=True)
-        raise typer.Exit(2) from None
     raise typer.Exit(run_demo(options, as_json=json))
 
 
@@ -197,7 +205,7 @@ def bench(
     require("vllm", "matplotlib", *(() if prompts == "random" else ("pandas",)))
     from nwor_ops.cli.bench_options import BenchOptions, check_options, parse_requests, parse_variables, parse_words
 
-    try:
+    with _exit_if_invalid("bench"):
         options = BenchOptions(
             feature=feature.value,
             arguments=tuple(arguments),
@@ -217,9 +225,6 @@ def bench(
             control=control,
         )
         check_options(options)
-    except ValueError as error:
-        typer.echo(f"nwor-ops bench: {error}", err=True)
-        raise typer.Exit(2) from None
     from nwor_ops.cli.bench import run_bench
 
     raise typer.Exit(run_bench(options, as_json=json))
@@ -265,16 +270,13 @@ def verify(
     require("rich", *(["vllm"] if arguments else []))
     import torch
 
-    from nwor_ops.cli.verify import InvalidOptions, Outcome, VerifyOptions, check_options, run_verify
+    from nwor_ops.cli.verify import InvalidOptions, VerifyOptions, check_options, run_verify
 
     chosen = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     options = VerifyOptions(minutes, seed, output, chosen, prompts, tuple(arguments or ()))
-    try:
+    with _exit_if_invalid("verify", InvalidOptions):
         check_options(options)
         code = run_verify(options, as_json=json)
-    except InvalidOptions as error:
-        typer.echo(f"nwor-ops verify: {error}", err=True)
-        raise typer.Exit(Outcome.INVALID.value) from None
     raise typer.Exit(code)
 
 

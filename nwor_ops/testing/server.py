@@ -108,10 +108,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Return the samples of ``/metrics`` by name, added over all labels."""
-        found: dict[str, float] = {}
-        for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", self.get("/metrics"), re.MULTILINE):
-            found[name] = found.get(name, 0.0) + float(value)
-        return found
+        return added_samples(self.get("/metrics"))
 
     def stop(self) -> None:
         """Stop the server as an operator does, and end by force what is left of its processes."""
@@ -126,6 +123,14 @@ class Server:
         """Ask the server to end, without waiting for it."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
+
+
+def added_samples(metrics: str) -> dict[str, float]:
+    """Return the samples in the text of ``/metrics`` by name, added over all labels."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
 
 
 def error_of(log: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -9,12 +10,12 @@ import os
 import pathlib
 import re
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from metrics_at_rest import metrics_at_rest
 from processes import ROOT
 
 from nwor_ops.config import is_ours
@@ -119,16 +120,7 @@ class Server(serving.Server):
         connection.close()
 
     def metrics_at_rest(self) -> dict[str, float]:
-        """Once ours have not changed for two seconds: they arrive within one."""
-        last: dict[str, float] | None = None
-        since = time.monotonic()
-        while last is None or time.monotonic() - since < 2.0:
-            now = self.metrics()
-            ours = {name: value for name, value in now.items() if name.startswith(("nwor_", "vllm:spec_decode"))}
-            if ours != last or now["vllm:num_requests_running"]:
-                last, since = ours, time.monotonic()
-            time.sleep(0.2)
-        return self.metrics()
+        return asyncio.run(metrics_at_rest(lambda: asyncio.to_thread(self.metrics)))
 
     def block_tokens(self) -> int:
         """Tokens of a block, as the server reports it."""

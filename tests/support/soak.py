@@ -27,9 +27,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from metrics_at_rest import metrics_at_rest
 from processes import environment
 
-from nwor_ops.testing.server import Server
+from nwor_ops.testing.server import Server, added_samples
 
 VOCABULARY = 64
 TEMPERATURES = (0.0, 0.7, 1.2)
@@ -86,8 +87,8 @@ class Target(abc.ABC):
         """Yield the tokens of an answer as they come. A caller that closes the iterator aborts the request."""
 
     @abc.abstractmethod
-    async def metrics(self) -> str:
-        """Return the text of ``/metrics``."""
+    async def metrics(self) -> dict[str, float]:
+        """Return the samples of ``/metrics`` by name."""
 
     @abc.abstractmethod
     def process(self) -> int:
@@ -122,13 +123,12 @@ class InProcess(Target):
             async for output in outputs:
                 yield list(output.outputs[0].token_ids)
 
-    async def metrics(self) -> str:
+    async def metrics(self) -> dict[str, float]:
         from prometheus_client import generate_latest
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
         await self.engine.do_log_stats()
-        text: str = generate_latest(get_prometheus_registry()).decode()
-        return text
+        return added_samples(generate_latest(get_prometheus_registry()).decode())
 
     def process(self) -> int:
         return os.getpid()
@@ -157,9 +157,8 @@ class OverHttp(Target):
         finally:
             response.close()  # before the end of the answer, this is a client that hangs up
 
-    async def metrics(self) -> str:
-        async with self._session.get(f"{self._address}/metrics") as response:
-            return await response.text()
+    async def metrics(self) -> dict[str, float]:
+        return await asyncio.to_thread(self._server.metrics)
 
     def process(self) -> int:
         return self._server.process_id
@@ -239,26 +238,10 @@ async def watch_memory(process: int, seconds: float) -> list[dict[str, float | N
     return samples
 
 
-def totals(text: str) -> dict[str, float]:
-    """Return the samples of ``/metrics`` by name, summed over labels."""
-    found: dict[str, float] = {}
-    for name, value in re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
-        if WATCHED.match(name) and not name.endswith("_created"):
-            found[name] = found.get(name, 0.0) + float(value)
-    return found
-
-
-async def totals_at_rest(target: Target) -> dict[str, float]:
-    """Return the totals after our counters have not changed for two seconds. They arrive within one."""
-    last: dict[str, float] = {}
-    since = time.monotonic()
-    while not last or time.monotonic() - since < 2.0:
-        now = totals(await target.metrics())
-        ours = {name: value for name, value in now.items() if "nwor" in name or "spec_decode" in name}
-        if ours != last or now["vllm:num_requests_running"] or now["vllm:num_requests_waiting"]:
-            last, since = ours, time.monotonic()
-        await asyncio.sleep(0.25)
-    return totals(await target.metrics())
+async def totals(target: Target) -> dict[str, float]:
+    """Return the totals of an engine that has no requests any more."""
+    found = await metrics_at_rest(target.metrics)
+    return {name: found[name] for name in found if WATCHED.match(name) and not name.endswith("_created")}
 
 
 async def answers(target: Target, plan: Plan) -> list[list[int]]:
@@ -283,7 +266,7 @@ async def soak(target: Target, plan: Plan) -> dict[str, Any]:
         "requests": dict(counts),
         "memory": await memory,
         "answers_differ": sum(some != others for some, others in zip(before, after, strict=True)),
-        "totals": await totals_at_rest(target),
+        "totals": await totals(target),
     }
 
 

@@ -252,11 +252,12 @@ CONNECTOR = Refusal(
     "the table gives the reason; a custom connector must declare when it reads the cache",
     message="KV connector {name}: {why}",
     change="--kv-transfer-config")
+_PARTIAL_TAIL = "a request's partial tail after it ends; by then the next step may have written drafts there"
 UNORDERED = Refusal(
     "NIXL and MooncakeConnector with async scheduling",
-    "they read a request's partial tail after it ends; by then the next step may have written drafts there",
-    message="KV connector {name} with async scheduling: it reads a request's partial tail after it ends; by then the "
-    "next step may have written drafts there; use mode stage or --no-async-scheduling", modes=("cow",),
+    f"they read {_PARTIAL_TAIL}",
+    message=f"KV connector {{name}} with async scheduling: it reads {_PARTIAL_TAIL}; use mode stage or "
+    "--no-async-scheduling", modes=("cow",),
     change="--no-async-scheduling, or VLLM_NWOR_MODE=stage")
 PARTIAL_TAILS = Refusal(
     "OffloadingConnector and MooncakeStoreConnector with a hybrid model",
