@@ -9,6 +9,8 @@
 #                      of `make matrix`: fewer versions; where torch's wheels are kept; where everything else is
 #   ISA="avx2-1 avx2-4"
 #                      of `make test-isa`: some of its runs (`python tools/isa.py --list` shows all)
+#   ASAN="undo accept"
+#                      of `make test-asan`: some files of tests/ops, without `test_` and `.py` (default: all)
 #   TRANSITIONS=340000 SEED=7
 #                      of `make test-random`: random transitions of each state machine, and the first seed
 #   VERSION=0.34.0 BASE=0.33.0
@@ -160,7 +162,7 @@ mutants: setup
 
 # The CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 test-asan: setup
-	@$(BIN)/python tools/asan.py -- -n $(WORKERS) --dist loadgroup
+	@$(BIN)/python tools/asan.py $(ASAN) -- -n $(WORKERS) --dist loadgroup
 
 # More examples of every property, others each time, and what is too slow for `make test`.
 test-nightly: build

@@ -247,6 +247,29 @@ def test_width_of_the_compiler_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
 # ---------------------------------------------------------------- tools/asan.py, tools/mutants.py
 
 
+def test_asan_selects_files_and_passes_options() -> None:
+    assert asan.split_arguments(["undo", "accept", "--", "-n", "2"]) == (["undo", "accept"], ["-n", "2"])
+    assert asan.split_arguments(["--", "-x"]) == ([], ["-x"])
+    assert [path.name for path in asan.test_files(["undo", "accept"])] == ["test_undo.py", "test_accept.py"]
+    every = {path.name for path in asan.test_files([])}
+    assert every == {path.name for path in (ROOT / "tests" / "ops").glob("test_*.py")} - {"test_compile.py"}
+    with pytest.raises(SystemExit, match="no tests for nothing; there are accept, "):
+        asan.test_files(["nothing"])
+
+
+def test_asan_runs_each_file_and_names_those_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(asan, "PYTEST", ("-q", "-p", "no:cacheprovider"))
+    bodies = {"test_ends": "import os; os._exit(99)", "test_good": "pass", "test_bad": "assert False"}
+    for name, body in bodies.items():
+        (tmp_path / f"{name}.py").write_text(f"def test_it():\n    {body}\n")
+    failed = asan.run_tests([tmp_path / f"{name}.py" for name in bodies], [], dict(os.environ))
+    assert failed == ["test_ends: exit status 99", "test_bad: exit status 1"]
+    assert re.search(r"^test_good +0 +\d+ s  1 passed", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_a_library_without_sanitizers_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that pass with it would show nothing."""
     library = tmp_path / "lib" / "nwor_ops" / "libnwor_cpu.so"
