@@ -202,12 +202,16 @@ def _plant(llm: Any, faults: str) -> Planted:
     Args:
         llm: the engine.
         faults: ``"continue"``: in graphs of the drafter, and in begin and commit of the transaction; the engine can go
-            on. ``"counts"``: after some steps, the cursor of one request's recurrent state is invalid.
+            on. ``"counts"``: after some steps, the cursor of one request's recurrent state is invalid. ``"states"``:
+            after some steps, a number of each of vLLM's recurrent states of one layer is wrong.
     """
     from nwor_ops import DraftCommitManager
     from nwor_ops.drafter import DraftLoop
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
+    if faults == "states":
+        _plant_wrong_states()
+        return Planted([])
     if faults == "counts":
         planned, steps = OneStateMetadataBuilder._planned, itertools.count()
 
@@ -226,6 +230,34 @@ def _plant(llm: Any, faults: str) -> Planted:
             Fault(DraftCommitManager, "commit_rejected", 8, "commit failed"),
         ]
     )
+
+
+def _plant_wrong_states() -> None:
+    """Change states of the second Gated DeltaNet layer once, after the kernel and the audit's look at them."""
+    from vllm.logger import init_logger
+
+    audits = _state_audits()
+    names = dict(list(audits[0]._names.items())[1:2])
+    watched, calls = type(audits[0]).watched, itertools.count()
+
+    def spoiling(self: Any, call: Any, compute: Any) -> Any:
+        out = watched(self, call, compute)
+        if (name := names.get(call.A_log.data_ptr())) and next(calls) == 12:
+            for window in call.windows():
+                for block in window.blocks:
+                    call.states[block, 0, 0, 0] += 1.0
+            steps = self.summary()["steps"]
+            init_logger("vllm.planted").warning("nwor: planted wrong states in step %d of layer %s", steps, name)
+        return out
+
+    setattr(type(audits[0]), "watched", spoiling)  # noqa: B010
+
+
+def _state_audits() -> list[Any]:
+    """Return the audits of vLLM's own recurrent states."""
+    module = sys.modules.get("nwor_ops.vllm.recurrent.audit_vllm")
+    listeners = [listener for session in _sessions() for listener in session.listeners]
+    return [listener for listener in listeners if module and isinstance(listener, module.VllmStateAudit)]
 
 
 def _sessions() -> list[Any]:
@@ -435,6 +467,7 @@ def describe_worker(worker: Any) -> dict[str, Any]:
             {"describe": state.describe(), "audit": state.audit.summary() if state.audit else None}
             for state in _one_states()
         ],
+        "vllm_states": [audit.summary() for audit in _state_audits()],
         "wrapped": any("do_kv_cache_update" in vars(layer.impl) for layer in layers if hasattr(layer, "impl")),
         "sessions": [
             {

@@ -1049,6 +1049,16 @@ ONE_STATE_CASES = [*_one_states(), *_defaults(), *_without_drafts()]
 REFUSED_COUNTS = _one_state(
     "invalid-counts", nwor={"recurrent": True}, use={"faults": "counts", "rounds": 20}, same_tokens=False
 )
+# vLLM's own K + 1 states, without FULL graphs: they call no Python, which the audit needs.
+VLLM_STATES_CASES = [
+    _case(
+        f"vllm-states-{shape}-{graphs}", _DELTA_NETS[shape][1], graphs=graphs, model=_DELTA_NETS[shape][0],
+        method="mtp", gdn_prefill_backend="triton", block_size=None, num_gpu_blocks_override=192,
+        nwor={"mode": "off", "audit": True}, same_tokens=False, recurrent_groups=2,
+    )
+    for shape in ("next", "qwen3_5", "triton")
+    for graphs in ("eager", "piecewise")
+]  # fmt: skip
 ONE_STATE_CONNECTORS = list(_one_state_connectors())
 ONE_STATE_PREFILLED = list(_prefill_elsewhere())
 # Two GPUs. Each rank has the states and records of its heads.

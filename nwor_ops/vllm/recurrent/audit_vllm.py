@@ -32,7 +32,7 @@ from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.audit.undo import AuditError
 from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.plugins.nwor_ops")
 Result = TypeVar("Result")
 
 KERNEL = "fused_sigmoid_gating_delta_rule_update_spec_cpu"
