@@ -1,7 +1,7 @@
 """Family recurrent on a GPU beyond its cases in ops/: the bits of vLLM's kernel, more items than blocks, large caches,
 streams and CUDA graphs, without an allocation or a wait.
 
-What is compared with vLLM needs its tree on the path, and its compiled core (installed, or named by VLLM_CORE).
+A comparison with vLLM needs its tree on the path, and its compiled core (installed, or named by VLLM_CORE).
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def test_bits_of_vllm_without_l2norm(device, triton_update):
 
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_bits_of_vllm_per_channel(device, triton_update, state_dtype):
-    """Windows of one token: behind the first one vLLM's kernel reads `a` of another token (it steps by V, not V dk)."""
+    """Windows of one token: after the first one vLLM's kernel reads `a` of another token (it steps by V, not V dk)."""
     requests = Requests(device, 5, 4, state_dtype, per_channel=True)
     check_vllm_has_the_bits(requests, triton_update, 40, lambda r: [1] * r.requests)
 
@@ -395,7 +395,7 @@ def test_bits_over_many_steps(device, state_dtype, per_channel, steps, heads):
 @pytest.mark.parametrize("norm", [None, "silu"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_requests_alone_and_together(device, state_dtype, norm, heads):
-    """All at once and alone, blocks have other numbers of threads, or of rows of a state. Some are padded."""
+    """All at the same time and alone, blocks have other numbers of threads, or of rows of a state. Some are padded."""
     together = Requests(device, 50, 4, state_dtype, heads)
     together.slots[::7] = 0
     alone = Requests(device, 50, 4, state_dtype, heads)
@@ -470,7 +470,7 @@ def test_long_records(device, heads, per_channel, norm):
 
 
 def laid_out(states, shift, gap):
-    """The same states in a buffer of sentinels: `shift` elements in front of the first, `gap` behind each."""
+    """The same states in a buffer of sentinels: `shift` elements in front of the first, `gap` after each."""
     stride = states[0].numel() + gap
     buffer = torch.full((shift + len(states) * stride + 64,), 9.0, dtype=states.dtype, device=states.device)
     view = buffer.as_strided(states.shape, (stride, *states.stride()[1:]), shift)
@@ -482,8 +482,8 @@ def laid_out(states, shift, gap):
 @pytest.mark.parametrize("norm", [None, "silu"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_states_wherever_they_lie(device, state_dtype, norm, heads):
-    """Where states lie decides whether they are moved in bulk, in chunks or by the element. The bits are the same, and
-    nothing beside them is touched: behind windows that replay, that do not, and that go on in another slot."""
+    """The place of states decides whether they are moved in bulk, in chunks or by the element. The bits are the same,
+    and nothing next to them is touched: after windows that replay, that do not, and that go on in another slot."""
     requests = Requests(device, 8, 4, state_dtype, heads)
     plan = int32([[1, 0, 0, 1], [2, 3, 1, 2], [3, 0, 0, 6], [4, 4, 0, 7], [5, 1, 1, 8], [0, 0, 0, 0]], device)
     window = requests.draw([4, 1, 3, 2, 4, 2])
@@ -646,7 +646,7 @@ def test_launches_behind_each_other(device, norm, heads):
 
 
 def test_two_streams(device):
-    """Launches of two streams run at once, each with shared memory of its own."""
+    """Launches of two streams run at the same time, each with its own shared memory."""
     pairs = [[Requests(device, 5, 4, torch.float32, seed=seed) for seed in (0, 1)] for _ in range(2)]
     windows = [[requests.draw([4, 1, 3, 2, 4]) for _ in range(30)] for requests in pairs[0]]
     outs = []

@@ -152,7 +152,7 @@ def test_the_table_covers_every_tensor(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_mutated_tensor_is_tried_with_overlapping_elements(op):
-    """Except those that have one element."""
+    """Except if they have one element."""
     mutated = {a.name for a in bad_input.declared(op) if bad_input.is_tensor(a) and bad_input.is_mutated(a)}
     tried = {re.match(r"\w+", case.label)[0] for case in bad_input.overlapping_itself(op, "cpu")}
     assert mutated - tried <= {"window_id", "layer_window", "layer_windows", "current_draft_step", "num_skipped"}

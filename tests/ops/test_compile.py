@@ -109,7 +109,7 @@ def step(tokens: int = 6, seed: int = 0) -> tuple:
 
 
 def assert_same_as_eager(eager, compiled_function, *calls: tuple) -> None:
-    """Results and all memory behind the arguments, for each set of arguments."""
+    """Results and all memory after the arguments, for each set of arguments."""
     for arguments in calls:
         ours, theirs = layouts.twin(arguments), layouts.twin(arguments)
         with torch.no_grad():
@@ -169,7 +169,7 @@ def copies_the_cache(model, hidden, backing, *rest):
 
 
 def copies_a_log(model, *arguments):
-    """Hands out the old log beside the new one."""
+    """Hands out the old log next to the new one."""
     old = arguments[6][0, 0].clone()
     return model(*arguments), old
 
@@ -247,7 +247,7 @@ def test_transaction_copies_nothing():
 
 
 def test_restore_of_separate_planes():
-    """A list of tensors of their own, as engines without one backing buffer have them."""
+    """A list of separate tensors, as engines without one backing buffer have them."""
     caches, log, row_slots, rejected = sample_inputs("restore_slots")[0]
     planes = [cache.clone(memory_format=torch.contiguous_format) for cache in caches]
 
@@ -333,7 +333,7 @@ def window_around_a_writer(window):
 
 
 def test_shadow_pages():
-    """The redirect happens in the graph before the writer, and is undone behind it."""
+    """The redirect happens in the graph before the writer, and is undone after it."""
     window = make_window((Sequence(14, 1, 3, 1, state=2), Sequence(11, 1, 4, 4, state=4), Sequence(8, 4, 0, state=1)))
     step, arguments = window_around_a_writer(window)
     planes = [small_integers(*plane.shape) for plane in window.planes]
@@ -432,7 +432,7 @@ def restore_from_a_clone(cache, slots, rows):
 def test_a_clone_stays_a_clone(function):
     """A functionalised `y = x.clone(); op_(y, x)` must not silently become `op_(x, x)`.
 
-    Where the compiler does drop the clone, the op sees shared memory and refuses before it writes.
+    If the compiler drops the clone, the op sees shared memory and refuses before it writes.
     """
     arguments = (small_integers(5, 4, 2, 8), int64(17, 3, 0), int32(2, 0, 3))
     ours, theirs = layouts.twin(arguments), layouts.twin(arguments)

@@ -381,7 +381,7 @@ def test_the_sides_run_the_same_in_turn(restart: bool, tmp_path: pathlib.Path) -
     measure = bench._measure_restarted if restart else bench._measure_side_by_side
     measure(options, console, Stages(console, 2), machine, plan)  # type: ignore[arg-type]
     measured = [asked for asked in machine.asked if asked[3] not in bench.WARM_UP_SEEDS]
-    # A request takes half a second, so 5.1 seconds have room for 10 after each other.
+    # A request takes half a second, so 5.1 seconds are enough for 10, one after the other.
     first, second = [(requests, 10 * requests, 0) for requests in (1, 4)], [(1, 10, 1), (4, 40, 1)]
     if restart:
         assert measured == [(side, *run) for side in (VANILLA, OURS) for run in first] + [

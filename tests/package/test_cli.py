@@ -533,7 +533,7 @@ def test_a_failed_claim_of_the_library_is_printed(tmp_path):
 
 @pytest.mark.parametrize("num_drafts", [1, 4])
 def test_the_library_parts_of_the_demo_measure_what_it_claims(num_drafts, tmp_path):
-    """Run them as the demo does, in a process of their own."""
+    """Run them as the demo does, in their own process."""
     pytest.importorskip("rich")
     from nwor_ops.cli.demo import run_library
     from nwor_ops.cli.demo_options import DemoOptions

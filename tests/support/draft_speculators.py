@@ -80,7 +80,7 @@ class Group:
 
 
 class BlockTables:
-    """The parts of vLLM's class that a drafter uses. A plain loop computes the slots."""
+    """The parts that a drafter uses of a class in vLLM. A plain loop computes the slots."""
 
     cp_size = 1
 

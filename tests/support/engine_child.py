@@ -203,7 +203,7 @@ def _plant(llm: Any, faults: str) -> Planted:
         llm: the engine.
         faults: ``"continue"``: in graphs of the drafter, and in begin and commit of the transaction; the engine can go
             on. ``"counts"``: after some steps, the cursor of one request's recurrent state is invalid. ``"states"``:
-            after some steps, a number of each of vLLM's recurrent states of one layer is wrong.
+            after some steps, a number of each state of one layer in vLLM is wrong.
     """
     from nwor_ops import DraftCommitManager
     from nwor_ops.drafter import DraftLoop
@@ -254,7 +254,7 @@ def _plant_wrong_states() -> None:
 
 
 def _state_audits() -> list[Any]:
-    """Return the audits of vLLM's own recurrent states."""
+    """Return the audits of K + 1 recurrent states."""
     module = sys.modules.get("nwor_ops.vllm.recurrent.audit_vllm")
     listeners = [listener for session in _sessions() for listener in session.listeners]
     return [listener for listener in listeners if module and isinstance(listener, module.VllmStateAudit)]

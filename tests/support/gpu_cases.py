@@ -815,7 +815,7 @@ def _one_states() -> Iterator[Case]:
     prefixes = aligned | {"max_model_len": 384, "use": {"shared_prefix": 220, "rounds": 2, "requests": 12}}
     yield _one_state("kimi-align", backend="FLASH_ATTN_MLA", model="@kimi_of_one_head", **prefixes, **kimi)
     # Five groups: three of KDA (a layer each), one of MLA and its indexer, one of the indexer's tails. Blocks have 512
-    # tokens, a page of the indexer. Its attention has kernels of its own, so the transaction is off.
+    # tokens, a page of the indexer. Its attention has its own kernels, so the transaction is off.
     glm = {"shape": "glm", "method": "ngram", "backend": "FLASHMLA_SPARSE", "gdn_prefill_backend": None,
            "max_model_len": 768, "needs": "torchvision"}  # fmt: skip
     five: dict[str, Any] = {"kv_cache_groups": 5, "sessions": []}
@@ -861,7 +861,7 @@ def _one_states() -> Iterator[Case]:
     # A block of attention has 96 tokens, and a request goes on in a second one.
     yield _one_state("olmo-preemption", num_gpu_blocks_override=24, use={"max_tokens": 120}, may_differ=12,
                      expect={"metric:num_preemptions": 1}, **olmo)  # fmt: skip
-    # What a recurrent layer does not see: how many drafts a request has, adapters of projections, where weights are.
+    # Not visible to a recurrent layer: how many drafts a request has, adapters of projections, where weights are.
     yield _one_state("next-dynamic", speculative_config=MTP | DYNAMIC["v2"])
     yield _one_state("lora", "triton", enable_lora=True, max_loras=1, max_lora_rank=8, use={"adapter": "@gdn_lora"})
     yield _one_state("next-offload", cpu_offload_gb=0.002)

@@ -31,7 +31,7 @@ from nwor_ops.vllm.recurrent.audit import StateAudit
 from nwor_ops.vllm.recurrent.blocks import BlockOwners
 from nwor_ops.vllm.transaction.audit.undo import AuditError
 
-# Tokens of each request's prompt, and whether its last token is computed alone, in a window.
+# Tokens of each request's prompt, and whether its last token is computed separately, in a window.
 PROMPTS = [(19, True), (16, False), (10, True), (17, True)]
 LENGTH, BLOCK = 36, 8
 

@@ -362,7 +362,7 @@ def weights_of(generator: torch.Generator) -> list[dict[str, Tensor]]:
 
 
 def normal_inputs(generator: torch.Generator, tokens: int) -> list[dict[str, Tensor]]:
-    """Of a step, for each group's layer."""
+    """The inputs of a step, for each group's layer."""
     shapes = {"mixed_qkv": (DIMENSION,), "b": (VALUE_HEADS,), "a": (VALUE_HEADS,), "gate": (VALUE_HEADS, WIDTH)}
     return [
         {name: torch.randn(tokens, *shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""A prefill engine in a process of its own, for an engine that decodes what it has prefilled. See ``engine_child``."""
+"""A prefill engine in its own process, for an engine that decodes what it has prefilled. See ``engine_child``."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from nwor_ops.testing import server as serving
 # What the README's words stand for.
 PLACEHOLDERS = ("MODEL", "DRAFT")
 MAX_TOKENS = 40
-# Longer than two blocks of any engine of these tests, and short enough to leave room for an answer.
+# Longer than two blocks of any engine of these tests, and short enough that an answer fits.
 PREFIX_TOKENS = 400
 VOCABULARY = 64
 AT_ONCE = 8

@@ -1,6 +1,6 @@
 """Load an engine for minutes, as many clients do, and look for lost requests, leaks and wrong counts.
 
-It runs as a process of its own, prints a result as JSON, and leaves the judgement to :func:`problems`:
+It runs as its own process, prints a result as JSON, and leaves the judgement to :func:`problems`:
 
     python tests/support/soak.py PLAN.json
 
@@ -55,7 +55,7 @@ class Plan:
         environment: variables of the server. An ``AsyncLLM`` has those of this process.
         log: the server's log, or the log of this process.
         seconds: how long clients send requests.
-        clients: requests at once.
+        clients: requests at the same time.
         aborted: share of the requests that clients abort.
         longest: tokens of the longest prompt.
         max_tokens: tokens of an answer.
@@ -295,7 +295,7 @@ async def run(plan: Plan) -> dict[str, Any]:
 
 
 def run_in_process(plan: Plan) -> dict[str, Any]:
-    """Run a plan in a process of its own. Return its result.
+    """Run a plan in its own process. Return its result.
 
     Raises:
         AssertionError: the process failed; with the end of the log.

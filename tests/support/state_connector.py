@@ -3,7 +3,7 @@
 :class:`StateConnector` stores nothing. It notes the bytes that a store would copy: the state in each block that gets a
 cache key. :class:`PagesConnector` hands the end of a prompt from a prefill engine to a decode engine, in files and with
 NIXL's protocol: the prefill engine stops one token before the prompt's end, and its last block is read after the end of
-the request, on a stream of its own. Of a recurrent layer it copies the convolution and the state, as NIXL does.
+the request, on a stream of its own. It copies the convolution and the state of a recurrent layer, as NIXL does.
 
 Both work in engines with this library and without.
 """
@@ -174,7 +174,7 @@ class PagesConnector(_Connector):
         return True, {"do_remote_prefill": True, "path": path, "tokens": request.num_computed_tokens}
 
     def _clipped(self, block_ids: Any) -> list[list[int]]:
-        """Of a recurrent group the block with the state."""
+        """The block with the state, for a recurrent group."""
         return [
             clip_ssm_state_blocks(list(blocks), group.kv_cache_spec.num_speculative_blocks)
             if isinstance(group.kv_cache_spec, MambaSpec)

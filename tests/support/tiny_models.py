@@ -32,7 +32,7 @@ from nwor_ops.testing.tiny_llama import (
 
 # The head sizes that vLLM's MLA kernels are made for; all else is small.
 MLA = {"layers": 2, "hidden": 256, "heads": 4, "latent": 512, "rope": 64, "nope": 128, "value": 128, "mlp": 512}
-# As in DeepSeek's models: vLLM has a class of its own for it.
+# As in DeepSeek's models: vLLM has its own class for it.
 YARN = {
     "type": "yarn",
     "factor": 4,
@@ -75,7 +75,7 @@ NGRAM_ROWS = 101 + 103 + 107 + 109
 VISION = {"hidden_size": 64, "intermediate_size": 128}
 # Mamba and full attention in turn, as in Granite 4: a state of some 40 KiB, so blocks of 80 tokens.
 MAMBA = {"heads": 8, "head_size": 64, "groups": 1, "state": 32, "conv": 4, "expand": 2}
-# What the configurations below have in common.
+# The common part of the configurations below.
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_act": "silu",
@@ -210,7 +210,7 @@ def write_eagle3(folder: pathlib.Path) -> None:
 
 def _parallel_drafter(architecture: str, **more: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A DFlash or DSpark head for the tiny Llama: configuration and weights. One layer, which sees the target's hidden
-    states as keys and values, and a block of masks behind the last token."""
+    states as keys and values, and a block of masks after the last token."""
     size = Size(layers=1)
     generator = torch.Generator().manual_seed(25)
     config = size.config() | {"architectures": [architecture], "model_type": "qwen3", **more}
@@ -462,7 +462,7 @@ def _sparse_mla_layer(generator: torch.Generator, prefix: str) -> dict[str, Tens
 
 
 def _write_olmo(folder: pathlib.Path, sizes: dict[str, int] = OLMO, allow_neg_eigval: bool = True) -> None:
-    """OLMo hybrid: three layers of Gated DeltaNet, and one of attention, with its norms behind attention and MLP."""
+    """OLMo hybrid: three layers of Gated DeltaNet, and one of attention, with its norms after attention and MLP."""
     size = Size()
     hidden, intermediate, width = size.hidden, size.intermediate, size.hidden // sizes["heads"]
     keys, values = sizes["key_heads"] * sizes["key"], sizes["value_heads"] * sizes["value"]
@@ -585,7 +585,7 @@ def _mla_layer(generator: torch.Generator, prefix: str, heads: int = MLA["heads"
 
 def _write_gdn_mtp(folder: pathlib.Path, sizes: dict[str, int] = GDN, experts: bool = False) -> None:
     """Qwen3.5's layers in a small model: three of Gated DeltaNet, one of attention, and one for multi-token prediction,
-    each with an MLP or with experts. Its norms are 1 + weight. There is room for longer prompts."""
+    each with an MLP or with experts. Its norms are 1 + weight. Longer prompts fit."""
     hidden, intermediate = Size().hidden, Size().intermediate
     config = {
         "architectures": ["Qwen3_5ForCausalLM"],
@@ -1079,7 +1079,7 @@ def _rule(embedding: Tensor) -> Tensor:
 
 
 def _target_embedding() -> Tensor:
-    """Of the tiny Llama: the first weights that are drawn for it."""
+    """The first weights that are drawn for the tiny Llama."""
     hidden = Size().hidden
     return matrix(torch.Generator().manual_seed(SEED), VOCABULARY, hidden, hidden**0.5)
 

@@ -1,4 +1,4 @@
-"""The audit of vLLM's recurrent states with the Triton kernel that vLLM runs on CUDA, in Triton's interpreter.
+"""The audit of K + 1 recurrent states with the Triton kernel that vLLM runs on CUDA, in Triton's interpreter.
 
     python tests/support/vllm_states_cuda.py CASE
 

@@ -1,4 +1,4 @@
-"""``nwor-ops check``: its verdicts and costs are those of the engine that then starts."""
+"""``nwor-ops check``: its results and costs are those of the engine that then starts."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def test_what_an_exporter_sees(engines: Engines) -> None:
 
 
 class LateEvent:
-    """What CUDA's event is to SimpleCPUOffloadConnector. Done when it is asked for the second time: by then another
-    step has begun, and its window is open."""
+    """The counterpart of CUDA's event for SimpleCPUOffloadConnector. Done when it is asked for the second time: by then
+    another step has begun, and its window is open."""
 
     def __init__(self, work: Callable[[], None], asked: int) -> None:
         self._work, self._asked = work, asked
@@ -109,7 +109,7 @@ class LateEvent:
 
 
 class HostCopies:
-    """In the place of its batched copies by CUDA's driver: the same blocks, stored at once and loaded late."""
+    """In the place of its batched copies by CUDA's driver: the same blocks, stored at the same time and loaded late."""
 
     def init(self, gpu: dict[str, Any], cpu: dict[str, Any], device: Any, load_stream: Any, store_stream: Any) -> None:
         self._sides = gpu, cpu

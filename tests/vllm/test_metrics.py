@@ -57,7 +57,7 @@ K = NGRAM["num_speculative_tokens"]
 
 
 class Server(readme_serve.Server):
-    """vLLM's server with a tiny model. Its log and its temporary files are in a folder of its own."""
+    """vLLM's server with a tiny model. Its log and its temporary files are in its own folder."""
 
     def __init__(self, environment: dict[str, str], *arguments: str) -> None:
         self.folder = tempfile.mkdtemp(prefix="nwor-serve-")
@@ -241,8 +241,8 @@ def test_promtool_finds_nothing_wrong_with_our_metrics(server: Server) -> None:
 def test_every_expression_of_the_dashboard_and_of_the_alerts_returns_data(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prometheus scrapes the server. What this engine cannot count is added to its files: passes of a drafter, steps
-    with one state, steps without the transaction."""
+    """Prometheus scrapes the server. Counts that this engine cannot make are added to its files: passes of a drafter,
+    steps with one state, steps without the transaction."""
     [folder] = Path(server.folder).glob("nwor-metrics-*")
     monkeypatch.setenv(transport.DIRECTORY_VARIABLE, str(folder))
     added = CounterFile("added", _config())

@@ -64,7 +64,7 @@ def test_the_transaction_as_the_readme_starts_it(engines: Engines, tmp_path: Pat
 
 
 def check_served(ours: Server, answers: Callable[[list[list[int]]], list[list[int]]]) -> None:
-    """The server answers as `answers` does, one by one and many at once, and its counters agree."""
+    """The server answers as `answers` does, one by one and many at the same time, and its counters agree."""
     asked = prompts(ours.block_tokens())
     wanted = answers(asked)
     assert differing(one_by_one(ours, asked), wanted) == []

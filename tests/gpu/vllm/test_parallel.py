@@ -203,7 +203,7 @@ def test_refused_parallel_modes(refusal: Refusal, engines: Any, record: dict[str
 
 @pytest.mark.parametrize("case", ONE_STATE_RANKS, ids=lambda case: case.name)
 def test_one_state_on_two_ranks(case: Case, engines: Any, record: dict[str, Any]) -> None:
-    """Both ranks plan the same windows, and each compares the states of its own heads."""
+    """Both ranks plan the same windows, and each compares the states of its heads."""
     vanilla, ours = engines.start_case(case)
     result = ours.result()
     _note(record, case, result)

@@ -1,6 +1,7 @@
 """Minutes of load on a hybrid model with one recurrent state per request and the transaction, on a GPU.
 
-An ``AsyncLLM`` and ``vllm serve`` run at once: 64 clients each, prefix caching, preemption, aborts, mixed temperatures.
+An ``AsyncLLM`` and ``vllm serve`` run at the same time, with 64 clients each, prefix caching, preemption, aborts and
+mixed temperatures.
 For ten minutes: ``pytest tests/gpu/vllm/test_soak_gpu.py --soak-seconds 600``.
 """
 

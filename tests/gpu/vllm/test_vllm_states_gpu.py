@@ -1,4 +1,4 @@
-"""The audit of vLLM's own recurrent states in engines on the GPU, with each kernel that decodes drafts there."""
+"""The audit of K + 1 recurrent states in engines on the GPU, with each kernel that decodes drafts there."""
 
 from __future__ import annotations
 
