@@ -994,8 +994,8 @@ def _prefill_elsewhere() -> Iterator[Case]:
     aligned = {
         "enable_prefix_caching": True,
         "max_model_len": 320,
-        "max_num_batched_tokens": 96,  # a block has 80 tokens; steps end one block before the last full one
-        "use": alone["use"] | {"prompt_tokens": [178, 90, 258, 40]},
+        "max_num_batched_tokens": 80,  # a block, so that one token is left of 161 and of 241
+        "use": alone["use"] | {"prompt_tokens": [162, 90, 242, 40]},
     }
     yield _one_state("pd-pages-align", **alone | pages | aligned)
     nixl = {"kv_transfer_config": _connector("NixlConnector"), "needs": "nixl"}
@@ -1055,6 +1055,7 @@ VLLM_STATES_CASES = [
         f"vllm-states-{shape}-{graphs}", _DELTA_NETS[shape][1], graphs=graphs, model=_DELTA_NETS[shape][0],
         method="mtp", gdn_prefill_backend="triton", block_size=None, num_gpu_blocks_override=192,
         nwor={"mode": "off", "audit": True}, same_tokens=False, recurrent_groups=2,
+        worker_extension_cls="gpu_worker_hybrid.Worker",
     )
     for shape in ("next", "qwen3_5", "triton")
     for graphs in ("eager", "piecewise")

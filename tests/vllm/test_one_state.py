@@ -42,6 +42,7 @@ from nwor_ops.vllm.recurrent.supported import check_one_state
 from nwor_ops.vllm.support.features import ONE_STATE, ONE_STATE_MODELS
 from nwor_ops.vllm.support.refusals import REFUSALS, Unsupported
 from nwor_ops.vllm.transaction.audit.undo import AuditError
+from nwor_ops.vllm.transaction.audit.vllm_states import states_of
 
 GROUPS = 2  # of one_state_layers.py
 KDA = {"num_heads": 4, "head_dim": 128, "short_conv_kernel_size": 4}
@@ -237,16 +238,34 @@ def test_the_ops_take_states_and_records_that_lie_in_pages() -> None:
     assert layer.recurrent_cache.record_norms[1].any()
 
 
-def test_a_cache_that_vllm_releases_is_freed() -> None:
-    """vLLM measures graphs with a temporary cache, before it sizes the final cache by the free memory."""
-    from vllm.v1.worker.utils import clear_layer_kv_caches
-
+def unbound_layer() -> Any:
+    """Return a layer of the plugin without weights and without a cache."""
     from nwor_ops.vllm.recurrent.qwen import OneStateGatedDeltaNet
 
     layer: Any = OneStateGatedDeltaNet.__new__(OneStateGatedDeltaNet)
     torch.nn.Module.__init__(layer)
     layer.one_state, layer.geometry, layer._most_audited_tokens = True, GEOMETRY, 0
     layer.get_state_shape, layer.get_state_dtype = lambda: STATES.shapes, lambda: STATES.dtypes
+    return layer
+
+
+def test_the_audit_of_the_cache_knows_the_states_and_the_record_of_a_page() -> None:
+    layer = unbound_layer()
+    used = GEOMETRY.extend(STATES).page_size_bytes
+    pages = torch.zeros(3, 1, 1, used + 64, dtype=torch.int8)
+    layer.bind_kv_cache(pages[..., :used])
+    for part in states_of(layer):
+        part.view(torch.uint8)[1:] = 1
+    assert pages[1:, ..., :used].eq(1).all()
+    assert not pages[0].any()
+    assert not pages[..., used:].any()
+
+
+def test_a_cache_that_vllm_releases_is_freed() -> None:
+    """vLLM measures graphs with a temporary cache, before it sizes the final cache by the free memory."""
+    from vllm.v1.worker.utils import clear_layer_kv_caches
+
+    layer = unbound_layer()
     memory = numpy.zeros((3, 1, 1, GEOMETRY.extend(STATES).page_size_bytes), dtype=numpy.int8)
     cache = weakref.ref(memory)
     layer.bind_kv_cache(torch.from_numpy(memory))

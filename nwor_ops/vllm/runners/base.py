@@ -22,7 +22,7 @@ from nwor_ops.vllm.support.refusals import ALL_RECURRENT, HYBRID_PIPELINE, TAKEN
 from nwor_ops.vllm.transaction.audit.pipeline import PipelineAudit
 from nwor_ops.vllm.transaction.audit.shadow import StageAudit
 from nwor_ops.vllm.transaction.audit.undo import CacheAudit
-from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup
+from nwor_ops.vllm.transaction.audit.vllm_states import RecurrentGroup, states_of
 from nwor_ops.vllm.transaction.connectors import ConnectorAttachment
 from nwor_ops.vllm.transaction.layers.back_ends import (
     KIMI_ATTENTION,
@@ -182,8 +182,7 @@ class RunnerAttachment(abc.ABC):
         for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
             if is_recurrent(group.kv_cache_spec):
                 layers = [context[name] for name in group.layer_names]
-                # With one state per request, a page also holds a record.
-                states = tuple(part for layer in layers for part in (*layer.kv_cache, *getattr(layer, "records", ())))
+                states = tuple(part for layer in layers for part in states_of(layer))
                 rows = functools.partial(self.table_rows, str(number))
                 made.append(RecurrentGroup(group.kv_cache_spec.block_size, states, rows))
         return made

@@ -19,13 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nwor_ops.recurrent.cache import RecurrentCache
 from nwor_ops.vllm.transaction.layers.target import same_place
 
 _NULL_BLOCK = 0
+
+
+def states_of(layer: Any) -> tuple[Tensor, ...]:
+    """Return the states of a recurrent layer in the cache, each ``[num_blocks, ...]``. With one state per request, a
+    page also holds a record, whose parts are included."""
+    cache: RecurrentCache | None = getattr(layer, "recurrent_cache", None)
+    return (*layer.kv_cache, *(() if cache is None else cache.records))
 
 
 @dataclass(frozen=True)
