@@ -333,6 +333,7 @@ def test_a_second_interrupt_does_not_leave_a_server_behind(tmp_path: pathlib.Pat
     program = """
 import os, pathlib, signal, sys
 from nwor_ops.cli.bench import _uninterrupted
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore this signal
 try:
     os.kill(os.getpid(), signal.SIGINT)
 except KeyboardInterrupt:
