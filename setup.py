@@ -1,21 +1,21 @@
-"""Builds the two compiled parts. They are plain shared libraries, not Python extensions: they hold no
-Python code and no C++ torch symbol, only the LibTorch stable ABI, so one wheel serves every Python 3
-and torch >= 2.11.
+"""Build the two compiled libraries. They are plain shared libraries, not Python extensions. They use only the
+LibTorch stable ABI: no Python code and no C++ symbol of torch. One wheel therefore serves every Python 3 and
+torch >= 2.11.
 
     nwor_ops/libnwor_cpu.so    always
     nwor_ops/libnwor_cuda.so   whenever nvcc is found; no GPU and no CUDA build of torch is needed
 
 Environment:
     TORCH_CUDA_ARCH_LIST    architectures, e.g. "9.0" or "8.0;9.0+PTX" (default: the release list)
-    NWOR_BUILD_CUDA=0       leave the CUDA library out;  =1: fail where nvcc is missing. By default the build fails
+    NWOR_BUILD_CUDA=0       leave the CUDA library out;  =1: fail if nvcc is missing. By default the build fails
                             without nvcc if this machine has an NVIDIA GPU.
     NWOR_BUILD=0            leave both libraries out, for an editable installation of a tree that has them
-    NWOR_GLIBC=2.28         link so that the libraries run with that glibc, where this machine's is newer (`make dist`)
+    NWOR_GLIBC=2.28         link so that the libraries run with that glibc, if this machine's is newer (`make dist`)
     NWOR_SANITIZE=address,undefined
                             compile the CPU library with these sanitizers (`make test-asan`)
     CXX, CUDA_HOME          compilers
 
-Ninja decides what to compile: sources whose command is new, and those that include a header that changed.
+Ninja decides what to compile: sources whose command is new, or that include a changed header.
 """
 
 import importlib.metadata
@@ -118,7 +118,7 @@ def cuda_problem() -> str | None:
 
 
 def cuda_library_folders(nvcc: str) -> list[str]:
-    """Where libcudart_static.a may be. Asked of nvcc itself: it may be a wrapper that lies elsewhere."""
+    """Return the folders that may hold libcudart_static.a. nvcc names them, because it may be a wrapper elsewhere."""
     plan = subprocess.run(
         [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
     ).stderr
@@ -196,7 +196,7 @@ class BuildLibraries(build_ext):
         self.plan.run()
 
     def link(self, command: list[str], target: pathlib.Path) -> None:
-        # Linked beside the target and renamed: a process that has the old file open keeps it.
+        # Link next to the target and rename. A process that has the old file open keeps it.
         unfinished = target.with_suffix(".unfinished")
         exports = CSRC / "exports.map"
         command = [*command, f"-Wl,--version-script={exports}", "-o", str(unfinished)]

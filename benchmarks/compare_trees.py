@@ -3,10 +3,10 @@
     python benchmarks/compare_trees.py OTHER [--folder FOLDER]      # OTHER: a checkout with its libraries built
 
 Use it before you merge a change that should cost nothing. It needs a GPU, and uses only the manager, which both trees
-have. For each shape (requests x drafts per request) and both modes it measures: a graph of begin, 32 writes and
-commit_rejected, replayed with cold caches (`device`); the host's time for the same calls (`host`); and the host's time
-for begin and commit only (`ends`). A result is this tree's time divided by the other's, from one turn each. The median
-and the quartiles of all turns are reported.
+have. It measures three times for each shape (requests x drafts per request) and both modes. `device` is a graph of
+begin, 32 writes and commit_rejected, replayed with cold caches. `host` is the host's time for the same calls. `ends` is
+the host's time for begin and commit only. A result is this tree's time divided by the other's, from one turn each. The
+median and the quartiles of all turns are reported.
 """
 
 from __future__ import annotations

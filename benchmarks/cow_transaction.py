@@ -5,12 +5,12 @@
 It needs vLLM's compiled core: an installed vLLM, or the path of its library in VLLM_CORE. It takes half a minute.
 
 The transaction is plan_window, 32 write_kv_logged, reject_rows and restore_slots. It is compared with 32 calls of
-vLLM's reshape_and_cache_flash. Each side is one CUDA graph, and the two are replayed in turn. Before every replay,
+reshape_and_cache_flash in vLLM. Each side is one CUDA graph, and the two are replayed in turn. Before every replay,
 outside the measured time, the step gets new slots, drafts and sampled tokens. Then 512 MB are read, so that no cache
 row is left in L2 and the GPU is busy while the host launches the graph. The layers lie in one buffer of 8 GiB. Each
 layer has its own keys and values, so that they are read from memory too. In `cow_transaction_hot` all layers use the
-same keys and values, which stay in L2, as they do right after a model's layer has computed them. vLLM's writer gains
-most from that, because it reads nothing else.
+same keys and values. They stay in L2, as they do right after a model's layer has computed them. The writer of vLLM
+gains most from that, because it reads nothing else.
 """
 
 from __future__ import annotations

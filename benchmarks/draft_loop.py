@@ -10,8 +10,8 @@ would.
 
 The time is measured from the first launch of steps 1 to K - 1 until the device is done, starting with an idle GPU.
 Every run starts with the same two launches (positions copied back, `prepare_decode_inputs`). The idle share comes from
-a profile of the same runs: the share of the time, from the first kernel after those two launches to the end of the
-last, in which the GPU ran nothing.
+a profile of the same runs. It is the share of the time in which the GPU ran nothing, from the first kernel after those
+two launches to the end of the last.
 """
 
 from __future__ import annotations

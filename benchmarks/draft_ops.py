@@ -7,9 +7,10 @@ It does not need vLLM, and takes half a minute.
 
 Sampling: each side is one CUDA graph, and the two are replayed in turn. Before every replay, outside the measured time,
 512 MB are read. No logit is then left in L2, and the GPU is busy while the host launches the graph. In `hot` the logits
-are written again after that, so that they are in L2, as they are after a model's last layer. One read of the logits is
-measured by the fastest of three torch reductions over the same bytes: the sum of all, the sum of each row, and the
-maximum of each row. Each side is a graph of one kernel, so both times include its launch (some microseconds).
+are written again after that, so that they are in L2, as they are after a model's last layer. The time of one read of
+the logits is that of the fastest of three torch reductions over the same bytes. These are the sum of all, the sum of
+each row, and the maximum of each row. Each side is a graph of one kernel, so both times include its launch (some
+microseconds).
 
 Other ops: 32 launches in one graph, with 64 rows.
 """

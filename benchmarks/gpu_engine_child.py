@@ -13,7 +13,7 @@ Each line of stdin is a command, and each answer is a line of JSON on stdout:
 - ``texts N AT_ONCE``: serve the same N requests each time, and return their tokens.
 - ``ttft N PREFIX SUFFIX AT_ONCE SEED``: time first tokens.
 - ``fits TOKENS``: return how many requests of this length fit into the cache by vLLM's upper bound.
-- ``held N PROMPT TOKENS``: run N long requests until one ends, and return how many ran at once.
+- ``held N PROMPT TOKENS``: run N long requests until one ends, and return how many ran together.
 - ``switch 0``: make an engine with NWOR vanilla vLLM, until ``switch 1``.
 - ``turns N CAPTURE FIRST CONTROL``: time steady decode steps of N requests with NWOR off and on in turn.
 - ``profile N STEPS``: profile about this number of steps.
@@ -204,7 +204,7 @@ class TimedEngine:
         return found
 
     def held(self, requests: int, prompt: int, tokens: int) -> dict[str, Any]:
-        """Return how many requests ran at once before the first one ended. Each generates this many tokens.
+        """Return how many requests ran together before the first one ended. Each generates this many tokens.
 
         Add more requests than the cache holds. All of them then run between their first and their last token.
         """
@@ -539,9 +539,9 @@ def switch_transactions(worker: Any, on: bool, capture: int = 0, captures: int =
     Weights, caches, compiled code and drafter stay, so the two sides differ only by NWOR. Only FULL graphs contain a
     writer. If a writer was patched, the first call captures them again for both sides in turn, `captures` times; no
     request may run then. `capture` selects the capture to use from now on. The comparison of counters in the scheduler
-    stops too, since it is in this process. Three things remain if NWOR is off: a thread that reads the counters twice a
-    second and may fetch them, a call around the scheduler's update that notes how many tokens each request got, and in
-    mode ``stage`` the cache without the shadow pages.
+    stops too, since it is in this process. Three things remain if NWOR is off. A thread reads the counters twice a
+    second and may fetch them. A call around the scheduler's update notes how many tokens each request got. In mode
+    ``stage`` the cache lacks the shadow pages.
     """
     from nwor_ops.vllm.metrics.agreement import SchedulerWatch as watch
 

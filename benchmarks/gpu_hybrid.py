@@ -18,17 +18,17 @@ cache of the same size, and they take turns. A vanilla engine is a name of ``VAR
 
 Each draft is accepted with the probability that gives 2.5 tokens a step at K = 3, so K = 1 and 2 have 1.69 and 2.17.
 
-With ``--ours drafts_0`` our engine does not speculate either. Its rows go to a file of their own
+With ``--ours drafts_0`` our engine does not speculate either. Its rows go to a separate file
 (``gpu_hybrid_without_drafts.jsonl``), and the vanilla engines are ``drafts_0`` and ``bfloat16+drafts_0`` by default.
 
 Rows, of which each is written when it is measured:
 
-    e2e_recurrent/over_V/N       output tok/s over variant V, N requests of 64 + 256 tokens at once
+    e2e_recurrent/over_V/N       output tok/s over variant V, N requests of 64 + 256 tokens together
     e2e_recurrent/over_best/N    the lowest of these: over the best vanilla
-    tok_s_V/N, tok_s_recurrent_beside_V/N, running_V/N (most requests that ran at once), acceptance_length_V/N
+    tok_s_V/N, tok_s_recurrent_beside_V/N, running_V/N (most requests that ran together), acceptance_length_V/N
     ttft_ms_V/cold, /hit, /hit_at_once    first tokens of prompts that share a long prefix; hit_rate_V
     ttft_recurrent/over_V/...    our time over the variant's
-    held_V/2048, held_recurrent/over_V    requests of 1,536 to 2,048 tokens that ran at once in a full cache
+    held_V/2048, held_recurrent/over_V    requests of 1,536 to 2,048 tokens that ran together in a full cache
     fits_V/2048, fits_recurrent/over_V    requests of 2,048 tokens that fit by vLLM's upper bound of their blocks
 
 ``--resume`` leaves out what the results already have for this commit and these versions. Needs one H200 (two engines of
@@ -68,7 +68,7 @@ NAME = "gpu_hybrid"
 GIB = 1 << 30
 OURS = "recurrent"
 REQUESTS = (1, 16, 64, 128, 384)
-# Of output tok/s over the best vanilla, and of requests that run at once over vLLM's defaults.
+# Targets of two ratios: output tok/s over the best vanilla, and running requests over vLLM's defaults.
 TARGETS = {1: 1.0, 16: 1.05, 64: 1.12, 128: 1.15}
 TARGET_HELD = 2.1
 RUNS_PER_ROUND = {1: 2, 16: 2}
@@ -239,7 +239,7 @@ def figures(vanilla: str, count: int, answers: dict[str, list[dict[str, Any]]]) 
 def first_tokens(
     engines: dict[str, EngineProcess], rounds: int, tokens: tuple[int, int]
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Ask both sides in turn for prompts that share a prefix: first one by one, then all at once. ``tokens`` has the
+    """Ask both sides in turn for prompts that share a prefix: first one by one, then all together. ``tokens`` has the
     lengths of the prefix and of the rest."""
     answers: dict[str, dict[str, list[dict[str, Any]]]] = {side: {"single": [], "at_once": []} for side in engines}
     for number in range(rounds):
@@ -287,7 +287,7 @@ def fit_figures(vanilla: str, ours: dict[str, Any], theirs: dict[str, Any]) -> l
 
 
 def held_figures(vanilla: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[Row]:
-    """Most requests that ran at once in a full cache.
+    """Return rows with the most requests that ran together in a full cache.
 
     Raises:
         RuntimeError: a cache was never full.

@@ -12,7 +12,7 @@ engines are on the GPUs at the same time (about 28 GiB each, 18 for a rank of tp
 for the ranks of data parallelism, which run together.
 
 Ranks of tensor parallelism use NCCL, because vLLM's other ways need peer access or NVLink multicast, which virtual
-machines may lack. The workers of several ranks are not in the process of vLLM's scheduler. The scheduler's count of
+machines may lack. The workers of several ranks are not in the scheduler's process. The scheduler's count of
 drafts stays there on both sides and takes microseconds per step. The log says once that counters disagree, because the
 scheduler also counts the steps in which NWOR is off.
 

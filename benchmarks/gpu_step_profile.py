@@ -3,10 +3,10 @@
     python benchmarks/gpu_step_profile.py [--mode stage] [--runner v1] [--folder FOLDER]
 
 It uses an engine of gpu_engine.py with fewer layers. Only the times of kernels depend on the number of layers, not the
-counts. 16 requests decode with 4 drafts each in FULL CUDA graphs, with and without NWOR, in one process. torch's
-profiler counts over the same number of steps: kernels by name (including those in graphs) and the time of each of ours,
-launches, and calls that wait for the device. The host time is what the patched functions take in addition to vLLM's
-own, timed inside and outside. It takes about a minute and a half.
+counts. In one process 16 requests decode with 4 drafts each in FULL CUDA graphs, with and without NWOR. The profiler of
+torch runs over the same number of steps. It counts kernels by name (including those in graphs), launches, and calls
+that wait for the device. It also gives the time of each of our kernels. The host time is what the patched functions
+take in addition to vLLM's own, timed inside and outside. It takes about a minute and a half.
 """
 
 from __future__ import annotations

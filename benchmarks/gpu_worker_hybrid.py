@@ -1,11 +1,11 @@
 """Prepare a benchmark's worker before it builds its model: vLLM imports this as its ``worker_extension_cls``.
 
-- Qwen3-Next without experts, which is the shape of the dense Qwen3.5 models. vLLM's classes require a layer with
-  experts.
-- OLMo hybrid. vLLM 0.33.0 cannot load its checkpoints, because the loader of its convolutions does not look for the
-  part in a weight's name (https://github.com/vllm-project/vllm/pull/55858).
-- The kernels that Triton tunes, those of Gated DeltaNet for prompts: use the first configuration without tuning.
-  Prompts are not measured, and tuning takes minutes.
+- Qwen3-Next runs without experts, which is the shape of the dense Qwen3.5 models. The classes in vLLM require a layer
+  with experts.
+- OLMo hybrid gets a repaired loader. vLLM 0.33.0 cannot load its checkpoints, because the loader of its convolutions
+  does not look for the part in a weight's name (https://github.com/vllm-project/vllm/pull/55858).
+- Triton would tune the kernels of Gated DeltaNet for prompts. They use the first configuration without tuning. Prompts
+  are not measured, and tuning takes minutes.
 """
 
 from __future__ import annotations

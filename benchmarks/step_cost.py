@@ -2,9 +2,9 @@
 
     python benchmarks/step_cost.py [FOLDER]
 
-32 layers of 8 KV heads x 64, once in vLLM's CPU pages (key and value in separate planes, the case with the most
-launches) and once packed. 8 requests have 4 drafts each, half of them rejected. On a CPU the kernels run on the host,
-so the times include their work. The time of the plain writer is measured in turn and subtracted.
+There are 32 layers of 8 KV heads x 64. They are once in vLLM's CPU pages (key and value in separate planes, the case
+with the most launches), and once packed. Each of 8 requests has 4 drafts, half of them rejected. On a CPU the kernels
+run on the host, so the times include their work. The time of the plain writer is measured in turn and subtracted.
 
 The rows `begin_over_zero` and `commit_over_zero` compare the host's time with that of one `zero_()`, in turn. They are
 for 16 requests with 4 drafts, in both modes, for one and two groups of layers. `cold`: the host has emptied its caches

@@ -24,7 +24,7 @@ def load_core() -> None:
 
 
 def olmo_update() -> Callable[..., Any]:
-    """Return a function with the computation of vLLM's OLMo hybrid layer for a window. Needs an installed vLLM.
+    """Return a function that computes a window as the OLMo hybrid layer of vLLM does. Needs an installed vLLM.
 
     The function is called like the result of `recurrent_update`, with the additional argument ``allow_neg_eigval``.
     """
@@ -42,7 +42,7 @@ def olmo_update() -> Callable[..., Any]:
 
 
 def glm_update() -> Callable[..., Any]:
-    """Return the kernel of vLLM's layer of GLM-5.3-Flash, with the arguments of `recurrent_update`'s function and
+    """Return vLLM's kernel for the layer of GLM-5.3-Flash, with the arguments of `recurrent_update`'s function and
     ``gate_lower_bound``. Needs an installed vLLM."""
     from vllm.models.glm5next.nvidia.ops.third_party.kda import fused_recurrent_kda
 

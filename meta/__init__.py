@@ -1,4 +1,4 @@
-"""Fake implementations: what each op does to shapes, for ``torch.compile``, FakeTensor and ``device="meta"``.
+"""Fake implementations: the shapes that each op returns, for ``torch.compile``, FakeTensor and ``device="meta"``.
 
 A fake checks everything that needs no data, so that an invalid model fails while it is traced. First it checks each
 argument by the table of its family (``ARGUMENTS``, one module per family). Then it checks the relations between

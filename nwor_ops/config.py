@@ -33,9 +33,9 @@ class NworConfig:
             slots after sampling.
         audit: compare the whole cache at every step, and raise at the first byte that violates the transaction. Slow.
             With mode ``"off"`` it only counts the rejected rows that vLLM leaves in the cache.
-        on_unsupported: what to do at start-up if a feature is not possible. ``"error"`` stops with the reason.
+        on_unsupported: the action at start-up if a feature is not possible. ``"error"`` stops with the reason.
             ``"vanilla"`` warns, and starts the engine without the feature.
-        on_error: what to do if a step meets an error of this plugin, and can safely go on without it.
+        on_error: the action if a step meets an error of this plugin, and can safely go on without it.
             ``"continue"`` counts the error, and logs it once per reason. ``"stop"`` raises it, and the engine ends. If
             the step cannot safely go on, the engine always ends.
         emit_metrics: publish counters (``nwor_...`` on ``/metrics``, ``nwor_ops.stats()``), and compare them with the

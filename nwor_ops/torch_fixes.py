@@ -65,7 +65,7 @@ def _takes_offsets_as_places(try_use_slice: Callable[..., Any]) -> bool:
 def before_lowering(fake: _Function) -> _Function:
     """Return a fake that installs the ``as_strided`` fix when it first runs.
 
-    That is early enough, since Inductor lowers a graph after tracing it. It is not done at import, because importing
+    This is early enough, since Inductor lowers a graph after tracing it. It is not done at import, because importing
     Inductor takes seconds.
     """
     if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":

@@ -1,7 +1,8 @@
 """Argument checks of the classes: an error names the argument, before anything changes.
 
-The ops check their own arguments in C++. These checks are for constructors, and for methods that pass an argument to no
-op or under another name. :func:`explained` costs a successful step nothing, because it runs only after a failure.
+The ops check their own arguments in C++. These checks are for constructors. They are also for methods that pass an
+argument to no op, or under another name. :func:`explained` runs only after a failure, so a successful step costs
+nothing.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 
 AddressSanitizer and UndefinedBehaviorSanitizer watch the CPU kernels. The package is built a second time, in
 build/asan. The sanitizers must be loaded before Python, so the tests run with LD_PRELOAD. Python's own allocator is
-off: each object is a block of its own, and a read past its end is found. The first error ends the process, and prints
-where the memory was allocated and used. Each file runs in its own process, so the other files still run. A summary
-follows at the end. Tests that compile are left out, because Inductor's code has no sanitizers.
+off. Each object is therefore a separate block, and a read past its end is found. The first error ends the process, and
+prints where the memory was allocated and used. Each file runs in its own process, so the other files still run. A
+summary follows at the end. Tests that compile are left out, because Inductor's code has no sanitizers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_files(names: list[str]) -> list[pathlib.Path]:
 
 
 def split_arguments(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the names of test files, and the options for pytest behind ``--``."""
+    """Return the names of test files, and the options for pytest after ``--``."""
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
 

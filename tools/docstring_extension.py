@@ -1,7 +1,7 @@
 """Read the project's docstrings for the documentation site: a griffe extension (mkdocs.yml).
 
-The docstrings are in Google's style. Three things differ from what griffe reads: an example is a section ``Example:``,
-names of the code are Sphinx roles, and the names of several arguments with one description may take two lines.
+The docstrings are in Google's style. Three things differ from what griffe reads. An example is a section ``Example:``.
+Names of the code are Sphinx roles. The names of several arguments with one description may take two lines.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ files are parsed and never imported. Three kinds of functions are compared, by p
 
 - each :class:`~nwor_ops.vllm.hooks.Hook`;
 - each target of a :class:`~nwor_ops.vllm.hooks.Patch` that is named in a ``put`` call;
-- everything that a file of the plugin imports from vLLM. Of a class, these are the methods that the file names, and
-  those that a subclass overrides.
+- everything that a file of the plugin imports from vLLM. If it imports a class, the methods are compared that the file
+  names or that a subclass overrides.
 
 Comments, docstrings, annotations and formatting do not count. Functions that these functions call are not compared. The
 report also lists attributes that our code reads and that no file of the new vLLM mentions.
@@ -76,7 +76,7 @@ class Sources:
 
     @functools.cache  # noqa: B019 - there are two objects of this class
     def tree(self, module: str) -> ast.Module | None:
-        """Return a parsed module, or None if there is none of this name."""
+        """Return a parsed module, or None if no module has this name."""
         base = module.replace(".", "/")
         text = self._texts.get(f"{base}.py", self._texts.get(f"{base}/__init__.py"))
         return None if text is None else ast.parse(text)
@@ -187,7 +187,7 @@ class _Plain(ast.NodeTransformer):
 
 
 def code(found: list[ast.stmt]) -> str:
-    """Return definitions in one format. Of a class, only its bases and fields: its methods are compared by name."""
+    """Return definitions in one format. A class is only its bases and fields: its methods are compared by name."""
     shown = []
     for one in found:
         if isinstance(one, ast.ClassDef):
@@ -359,7 +359,7 @@ class Change:
 
 
 def uses(sources: Sources) -> list[Use]:
-    """Return what the plugin uses, in the order of vLLM's modules. ``why`` has all uses of a name."""
+    """Return what the plugin uses, in the order of modules in vLLM. ``why`` has all uses of a name."""
     found: dict[tuple[str, str], list[Use]] = collections.defaultdict(list)
     for use in (*hooks(), *patches(sources), *imports(sources)):
         found[use.module, use.name].append(use)

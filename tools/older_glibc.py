@@ -1,7 +1,7 @@
 """Link a library here so that it runs with an older glibc.
 
-glibc 2.34 moved the contents of libpthread, libdl and librt into libc, with a new symbol version. libc still has the
-old versions, for programs that were linked before, but the linker never chooses them. This tool gives the linker
+Since glibc 2.34 libc contains libpthread, libdl and librt, with a new symbol version. The old versions are still there
+for programs that were linked before, but the linker never chooses them. This tool gives the linker
 libraries of the three names with only the old versions. The result equals that of an older system's linker. On a newer
 system, the loader finds the same functions in libc.
 

@@ -38,8 +38,8 @@ class Method:
 _V1_ONLY = {"v2": "vLLM has it only in V1"}
 _V2_ONLY = dict.fromkeys(("v1", "cpu"), "vLLM has it only in V2")
 _COW = {"v1": "in mode `cow`"}
-# Each test compares the output with vanilla vLLM and audits every step, in both modes unless noted. vLLM also has a
-# name for the MTP layers of each of 27 models, and treats all of them as `mtp`.
+# Each test compares the output with vanilla vLLM and audits every step, in both modes unless noted. For the MTP layers
+# of each of 27 models vLLM has another name too, and treats all of them as `mtp`.
 # fmt: off
 METHODS = (
     Method("ngram", v2=("v2-flash-ngram-full_and_piecewise",), v1=("v1-flash-ngram-full_and_piecewise",),

@@ -116,8 +116,8 @@ def check(
     The settings are those of the engine: VLLM_NWOR_... in the environment, or --additional-config. Example:
     VLLM_NWOR_MODE=cow nwor-ops check -- MODEL --speculative-config '{"method": "ngram", ...}'
 
-    Exits with 0 if no check refuses a feature that is switched on, with 2 if the command line or a setting is invalid,
-    with 3 if a feature that is switched on will be refused, and with 4 if vLLM itself refuses the arguments.
+    Exits with 0 if no check refuses a feature that is switched on, and with 3 if such a feature will be refused. Exits
+    with 2 if the command line or a setting is invalid, and with 4 if vLLM itself refuses the arguments.
     """
     require("vllm")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -198,9 +198,9 @@ def bench(
     Two servers start with the same arguments, and run the same requests round by round. Example:
     nwor-ops bench recurrent --requests 1,16 -- MODEL --speculative-config '{"method": "mtp", ...}'
 
-    Exits with 0 if every load was measured, with 1 if a server or a request fails, with 2 if the command line is
-    invalid, with 3 if the feature will be refused, with 4 if vLLM refuses the arguments, and with 5 if the two sides
-    accept drafts differently, so that no ratio is given.
+    Exits with 0 if every load was measured, and with 1 if a server or a request fails. Exits with 2 if the command line
+    is invalid, with 3 if the feature will be refused, and with 4 if vLLM refuses the arguments. Exits with 5 if the two
+    sides accept drafts differently, so that no ratio is given.
     """
     require("vllm", "matplotlib", *(() if prompts == "random" else ("pandas",)))
     from nwor_ops.cli.bench_options import BenchOptions, check_options, parse_requests, parse_variables, parse_words
@@ -263,9 +263,9 @@ def verify(
     ARGS only the ops are compared. Example:
     VLLM_NWOR_MODE=cow nwor-ops verify --minutes 10 -- MODEL --speculative-config '{"method": "ngram", ...}'
 
-    Exits with 0 if there is no violation, with 2 if the command line or a setting is invalid, with 3 if an op is wrong,
-    with 4 if the engine's audit finds a violation, with 5 if the engine does not start, with 6 if it ends by another
-    error, and with 7 if it had no step with drafts.
+    Exits with 0 if there is no violation. Exits with 2 if the command line or a setting is invalid, with 3 if an op is
+    wrong, and with 4 if the engine's audit finds a violation. Exits with 5 if the engine does not start, with 6 if it
+    ends by another error, and with 7 if it had no step with drafts.
     """
     require("rich", *(["vllm"] if arguments else []))
     import torch
@@ -285,8 +285,8 @@ def doctor(json: JsonOption = False) -> None:
     """Report what is installed, whether everything that this machine needs works, and how to fix the rest.
 
     It needs the CPU library, the CUDA library if there is a GPU, and the hooks if vLLM is installed. Exits with 3 if a
-    library is missing or torch cannot use the GPU, with 4 if an op gives a wrong result, and with 5 if vLLM does not
-    load the plugin, or its version or a hook differs. If several apply, it is the smallest of them.
+    library is missing or torch cannot use the GPU, and with 4 if an op gives a wrong result. Exits with 5 if vLLM does
+    not load the plugin, or its version or a hook differs. If several apply, it is the smallest of them.
     """
     from nwor_ops.cli.doctor import examine, print_findings
 

@@ -117,7 +117,7 @@ def interval_of_median(values: Sequence[float]) -> tuple[float, float] | None:
     """Return an interval that contains the median with a probability of at least 95 %, whatever the distribution.
 
     It lies between the k-th smallest and the k-th largest value. The median is outside if fewer than k of n values are
-    on one side of it. That is as likely as fewer than k heads in n tosses of a coin.
+    on one side of it. This probability is that of fewer than k heads in n tosses of a coin.
 
     Returns:
         None: there are fewer than six values, so k would be 0.

@@ -143,7 +143,7 @@ def _measure(options: DemoOptions, console: Console) -> dict[str, Any]:
 def run_library(
     options: DemoOptions, stage: Callable[[str], AbstractContextManager[object]]
 ) -> dict[str, dict[str, Any]]:
-    """Run the parts without vLLM, in a process of their own. Each part runs inside ``with stage(title):``."""
+    """Run the parts without vLLM, in a separate process. Each part runs inside ``with stage(title):``."""
     job = {"num_speculative_tokens": options.num_speculative_tokens}
     environment = engine_environment("off", audit=False, offline=True)
     program = ("-m", "nwor_ops.cli.demo_library")

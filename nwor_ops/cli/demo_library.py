@@ -20,7 +20,7 @@ from nwor_ops.cli.demo_engine import serve
 from nwor_ops.testing.every_state import EveryState
 from nwor_ops.testing.host_graphs import CountedLoop, HostGraphLoop
 
-HEAD_SIZE = 128  # of the recurrent states, as in Qwen3-Next
+HEAD_SIZE = 128  # recurrent states, as in Qwen3-Next
 PROMPTS, OUTPUT_TOKENS = 6, 48
 DRAFT_REQUESTS, DRAFT_ROUNDS = 5, 4
 
@@ -106,7 +106,7 @@ def draft_loop(num_drafts: int) -> dict[str, Any]:
             launches.kernels = launches.graphs = 0
             with launches:
                 proposed: Tensor = propose(states, *arguments, **options)
-            if len(states) == DRAFT_REQUESTS and not drafter.loop.debug:  # a prompt runs alone
+            if len(states) == DRAFT_REQUESTS and not drafter.loop.debug:  # prompts run one by one
                 rounds.add((launches.kernels, launches.graphs))
             return proposed
 

@@ -46,7 +46,7 @@ def _untouched(result: Tensor) -> Tensor:
 
 
 def _tensors(call: calls.Call, values: dict[str, Any], device: torch.device, variant: int) -> dict[str, Any]:
-    """Return the arguments of a call with tensors for those that the op declares as tensors."""
+    """Return the arguments of a call. Arguments that the op declares as tensors become tensors."""
 
     def tensor(name: str, numbers: Any) -> Any:
         spec = SPECS[call.op].get(name)
@@ -62,7 +62,7 @@ def _tensors(call: calls.Call, values: dict[str, Any], device: torch.device, var
 
 
 def _arguments(call: calls.Call, device: torch.device, variant: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return all arguments of a call by name, and those that it must leave."""
+    """Return all arguments of a call by name, and the values that they must have after it."""
     given = _tensors(call, call.arguments, device, variant)
     written = {name: values for name, values in call.results.items() if name in SPECS[call.op]}
     expected = _tensors(call, written, device, variant)

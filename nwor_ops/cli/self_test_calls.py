@@ -1,7 +1,7 @@
 """Calls of the self-test, in plain numbers: the arguments of an op, and what it must write and return.
 
 :mod:`nwor_ops.cli.self_test` makes tensors of them. Dtypes come from the tables in ``meta/``. An output that is not
-among the arguments has 77 in every element before the call. So 77 in a result means that the op left it alone.
+among the arguments has 77 in every element before the call. So 77 in a result means that the op did not write it.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from nwor_ops.config import NworConfig, switched_off
 from nwor_ops.testing.engine_process import EngineFailed, EngineProcess
 from nwor_ops.testing.random_windows import FAMILIES, run_window
 
-SHARE_OF_OPS = 0.1  # of the time, if there is an engine too
-SLICE_SECONDS = 1.0  # of an engine's run, between two steps of the progress
+SHARE_OF_OPS = 0.1  # share of the time, if there is an engine too
+SLICE_SECONDS = 1.0  # an engine runs so long between two steps of the progress
 PATIENCE_SECONDS = 3600.0  # a large model may be downloaded and compiled
 _AUDIT_ERROR = re.compile(r"\bAuditError: (.+)$", re.MULTILINE)
 _INVALID = "InvalidArguments: "
@@ -58,10 +58,10 @@ class VerifyOptions:
 
     Attributes:
         minutes: time of the comparisons, without the start of the engine.
-        seed: of the windows and the requests.
+        seed: seed of the windows and the requests.
         output: file of the archive.
         device: device of the ops.
-        prompts: file with a prompt per line for the engine: a text, or a JSON list of token ids. None: random ones.
+        prompts: file with a prompt per line for the engine: a text, or a JSON list of token ids. None: random prompts.
         arguments: the arguments of ``vllm serve``. Without them no engine runs.
     """
 

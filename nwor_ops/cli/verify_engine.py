@@ -26,7 +26,7 @@ from typing import Any
 from nwor_ops.cli.demo_engine import serve
 
 MOST_CLIENTS = 32
-MOST_TOKENS = 64  # of an answer
+MOST_TOKENS = 64  # in an answer
 LONGEST_PROMPT = 1500
 REMEMBERED = 50  # prompts that may come again
 TEMPERATURES = (0.0, 0.0, 0.0, 0.7, 1.0)

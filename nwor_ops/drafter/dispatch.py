@@ -63,7 +63,7 @@ class Dispatch:
 class DispatchTable:
     """Padding tables: the request counts that have a graph, for each query length.
 
-    Query lengths have separate tables. A graph of the first pass for 4 tokens (one request, K = 2) does not help a
+    Query lengths have separate tables. A first pass of one request with K = 2 has 4 tokens. Its graph does not help a
     decode step of one request, which is padded to 1 token, not to 4.
 
     Example:

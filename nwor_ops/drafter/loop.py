@@ -164,8 +164,8 @@ class DraftLoop(BoundToMemory):
                 graph per step are the same for every number; with 1 draft there is no loop.
 
         Raises:
-            ValueError: a key has more rows than the buffers, or a query length > 1 without a first pass; mode "loop"
-                needs metadata that can be updated in place; ``num_drafts`` is out of range.
+            ValueError: a key has more rows than the buffers, or a query length > 1 without a first pass. Mode "loop"
+                needs metadata that can be updated in place. Or ``num_drafts`` is out of range.
             RuntimeError: the buffers are not on a CUDA device.
             TypeError: a key is not a GraphKey.
         """

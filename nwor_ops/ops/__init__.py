@@ -12,8 +12,8 @@ three things:
 - It raises ``TypeError`` for an option that is neither True nor False. The dispatcher takes the truth value of None and
   of numbers.
 
-Shapes use these letters: T tokens of this step, R log rows, G groups of layers, Q requests, B blocks, N slots per block
-(the block size), H KV heads, D head size, W the width of a plane.
+Shapes use these letters. A batch has T tokens of this step, Q requests and R log rows. A cache has G groups of layers,
+B blocks, N slots per block (the block size), H KV heads and D as the head size. W is the width of a plane.
 
 A *cache* is always the logical view ``[B, N, H, W]`` with any strides. NHD, HND, K and V packed in one row, one backing
 buffer for all layers, and MLA latents (H = 1) are all such views. A *slot* is ``block * N + offset``, as in vLLM. An op

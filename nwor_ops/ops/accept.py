@@ -38,8 +38,8 @@ def plan_window(
 
     The drafts of request q are its last ``n = cu_num_draft_tokens[q] - cu_num_draft_tokens[q - 1]`` tokens,
     ``[query_start_loc[q + 1] - n, query_start_loc[q + 1])``. This is the order of both vLLM model runners. Drafts are
-    numbered through all requests of the batch. Draft r gets log row r, which is also entry r of vLLM's flat
-    ``draft_token_ids``. Prompt tokens, target tokens and padded tokens get no row. Padded requests repeat the last
+    numbered through all requests of the batch. Draft r gets log row r, which is also entry r of ``draft_token_ids`` in
+    vLLM. Prompt tokens, target tokens and padded tokens get no row. Padded requests repeat the last
     value in both cumulative arrays and get no row either.
 
     Every element of every output is written, so no value of an earlier window remains.

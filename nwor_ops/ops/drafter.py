@@ -4,8 +4,8 @@ Each op replaces some twenty small torch ops and a host-side build per step in v
 draft loop therefore fits in a CUDA graph: nothing is allocated or read back, and every count that changes from step to
 step is read on the device.
 
-Letters: N rows of this call, R of them real, M rows of a buffer (>= N), K drafts per request, L the maximum sequence
-length of the model (``max_model_len``), T target tokens, V vocabulary.
+Letters: a call has N rows, of which R are real, and T target tokens. A buffer has M rows (>= N). Each request has K
+drafts. L is the maximum sequence length of the model (``max_model_len``), and V the size of the vocabulary.
 
 *Padded rows.* A captured graph has N rows, of which R are requests. Ops that must know R take ``idx_mapping``, the
 request-state index of each row. A negative entry marks a padded row; padded rows come last. The inputs of a padded row
@@ -453,7 +453,7 @@ def copy_expand_inputs(
     idx_mapping: Tensor | None = None,
     hidden_state_mapping: Tensor | None = None,
 ) -> None:
-    """Prepare the first pass of a drafter that reads the sequence itself: make room for P new tokens in each request.
+    """Prepare the first pass of a drafter that reads the sequence itself: insert P new tokens in each request.
 
     Each request becomes: its accepted tokens | the bonus token | P - 1 mask tokens | its rejected tokens. It grows by P
     tokens (``num_new_tokens``), or by P - 1 if ids are shifted, because shifting drops the first id. Request i starts

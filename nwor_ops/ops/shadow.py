@@ -67,8 +67,9 @@ def open_window(
             copy rows.
         block_tables: G tensors int32 ``[>= Q, M]``, contiguous along a row; **mutated** at the redirected pages. Entry
             ``[q, p]`` is page p of request q. As many as ``slot_mappings``.
-        saved_slots: int64 ``[G, >= tokens]``, contiguous; **mutated** if ``slot_mappings`` are given: the former slot
-            of each token of a request with drafts from its tail page on; -1 if it was not redirected.
+        saved_slots: int64 ``[G, >= tokens]``, contiguous; **mutated** if ``slot_mappings`` are given. Each token from
+            its request's tail page on gets its former slot here, if the request has drafts; -1 if it was not
+            redirected.
         tail_pages: int32 ``[G, >= Q]``, contiguous; **mutated** if ``slot_mappings`` are given: index of each request's
             tail page in its sequence; -1 for a request that is not redirected.
         idx_mapping: int32 or int64 ``[>= Q]``, contiguous, or None: the state of each request; negative for padded

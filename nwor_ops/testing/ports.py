@@ -6,8 +6,8 @@ import itertools
 import os
 import socket
 
-# Linux assigns ports from 32768 on by default, and vLLM's defaults begin at 29500. No other program uses a port of this
-# range between the moment it is found free and the start of its server.
+# Linux assigns ports from 32768 on by default, and vLLM's defaults begin at 29500. Below them no other program takes a
+# port between the search for it and the start of its server.
 FIRST, COUNT = 20000, 9000
 _asked = itertools.count()
 
@@ -15,7 +15,7 @@ _asked = itertools.count()
 def free_port() -> int:
     """Return a port that is free on every address of this host.
 
-    Two of our processes never get the same port: each starts its search at a different place, and never returns a port
+    Two of our processes never get the same port. Each starts its search at a different place, and never returns a port
     twice.
     """
     for number in itertools.islice(_asked, COUNT):

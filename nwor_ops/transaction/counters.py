@@ -109,19 +109,20 @@ class EngineStats:
 
     Attributes:
         engines: engines with the transaction that are counted here.
-        windows, drafted, accepted, rejected, cancelled, abandoned: as in :class:`Stats`. Between steps, drafted =
-            accepted + rejected + the drafts of abandoned windows.
+        windows, drafted, accepted, rejected, cancelled, abandoned: as in :class:`Stats`. Between steps, ``drafted`` is
+            the sum of ``accepted``, ``rejected`` and the drafts of abandoned windows.
         vanilla_steps: steps with drafts that ran without the transaction, by reason.
         errors: errors of this package after which an engine went on, by reason. Any value above 0 is a fault.
-        comparisons: how often the counts of accepted and proposed drafts were compared with the scheduler's counts.
-        disagreements: how many of these comparisons found a difference.
-        draft_graph_replays: passes of a draft model (its first pass, its decode loop) that were one graph launch.
-        draft_eager_passes: passes of an engine with draft graphs that ran vLLM's own code. Dummy runs are not counted.
+        comparisons: comparisons of the accepted and proposed drafts with the scheduler's counts.
+        disagreements: comparisons that found a difference.
+        draft_graph_replays: passes of a draft model that were one graph launch. A pass is its first pass or its decode
+            loop.
+        draft_eager_passes: passes that ran vLLM's own code in an engine with draft graphs. Dummy runs are not counted.
         draft_eager_reasons: the same, by reason.
         host_seconds: time that the host spent to begin and commit the windows. With an audit, its time is included.
         one_state_steps: steps with windows and one recurrent state per request, including warm-up.
-        one_state_skipped_requests: requests that such a step skipped because their accepted count was invalid. Their
-            outputs are zeros. Each counts once per step and KV-cache group. Any value above 0 is a fault.
+        one_state_skipped_requests: requests that such a step skipped, because their accepted count was invalid. Their
+            outputs are zeros. Each request counts once per step and KV-cache group. Any value above 0 is a fault.
 
     Example:
         >>> import nwor_ops

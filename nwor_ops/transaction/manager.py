@@ -16,9 +16,10 @@ Two modes have the same calls:
   slots. A rejected row never reaches a page of a request.
 
 Between begin and commit nothing is allocated, nothing synchronizes with the device, and nothing depends on a value that
-only the host has. (Cancel, which is for failures, does allocate.) The same calls may therefore run eagerly, be traced
-by ``torch.compile`` (``write`` at the KV-write site of a compiled model), or be captured in a CUDA graph. Compiled or
-captured code runs Python only once. The protocol is therefore enforced in begin, commit, cancel and eager writes.
+only the host has. (Cancel, which is for failures, does allocate.) The same calls may therefore run eagerly, or be
+captured in a CUDA graph. ``torch.compile`` can also trace them: ``write`` is at the KV-write site of a compiled model.
+Compiled or captured code runs Python only once. The protocol is therefore enforced in begin, commit, cancel and eager
+writes.
 """
 
 from __future__ import annotations
@@ -285,8 +286,8 @@ class DraftCommitManager(Stateful[Layer]):
                 requests, slots and tables have not changed. The window counts as cancelled if it was planned before
                 the error was found.
 
-        If two windows in a row have the same slot mappings and tables (the same objects), begin and
-        :meth:`commit_rejected` check them once and make one call of an op each from then on.
+        Two windows in a row may have the same slot mappings and tables (the same objects). Begin and
+        :meth:`commit_rejected` then check them once. From then on each of the two makes one call of an op.
 
         A signal such as KeyboardInterrupt undoes begin too. If that fails or is interrupted, the window stays open, and
         only :meth:`cancel` and :meth:`abandon` accept it. Both undo begin.
@@ -512,7 +513,7 @@ class DraftCommitManager(Stateful[Layer]):
 
         - Arguments are checked first. If they are invalid, nothing has changed.
         - The outcome of the drafts is determined once. Then one launch per geometry undoes the rejected drafts (mode
-          ``"stage"``: copies the accepted ones). :meth:`begin` has checked everything that these launches need, so only
+          ``"stage"``: copies the accepted ones). :meth:`begin` has checked everything that these launches need. Only
           the device can fail between two of them.
         - To finish a commit after its outcome was determined, call this or :meth:`commit_rejected` again. The first
           outcome is kept; later arguments are ignored.

@@ -24,19 +24,19 @@ class Window(NamedTuple):
         cu_num_draft_tokens: int32 ``[Q]``: cumulative number of drafts, including this request. Padded requests repeat
             the last value. With ``leading_zero`` its shape is ``[Q + 1]``.
         slot_mappings: int64 ``[T]`` per group of layers: slot of each token; negative = no slot.
-        num_draft_tokens: number of drafts in the batch, or an upper bound, if the host knows it; else None. If given, a
-            window too large for the log raises before any launch. Commit then looks only at this many drafts: rejected
-            drafts beyond it stay. For a commit captured in a CUDA graph, the value must hold in every replay: use None
-            or the capacity.
-        num_bonus_tokens: number of tokens in ``cu_num_draft_tokens`` that are not drafts, per request, including padded
-            ones. It is 1 for engines that count logits, such as vLLM's ``cu_num_logits``.
+        num_draft_tokens: number of drafts in the batch, or an upper bound. None if the host does not know it. If given,
+            a window too large for the log raises before any launch. Commit then looks only at this many drafts, and
+            rejected drafts beyond it stay. For a commit captured in a CUDA graph, the value must hold in every replay,
+            so use None or the capacity.
+        num_bonus_tokens: number of tokens per request in ``cu_num_draft_tokens`` that are not drafts. Padded requests
+            have them too. It is 1 for engines that count logits, such as vLLM's ``cu_num_logits``.
         leading_zero: whether ``cu_num_draft_tokens`` begins with a 0 before the first request's count.
         seq_lens: int32 ``[>= Q]``: length of each sequence including this step's tokens. Required in mode ``"stage"``.
         block_tables: int32 ``[>= Q, pages]`` per group of layers: the tables that attention will read. Required in mode
             ``"stage"``, which edits them and the slot mappings in place until the window is closed.
-        request_states: int32 or int64 ``[>= Q]``, or None: a stable number of each request, below ``max_num_requests``;
-            negative for padded rows. With it, mode ``"stage"`` need not copy a page to its shadow page in every step.
-            If one window has it, every window must have it, and the engine must call
+        request_states: int32 or int64 ``[>= Q]``, or None. A stable number of each request, below ``max_num_requests``.
+            It is negative for padded rows. With it, mode ``"stage"`` need not copy a page to its shadow page in every
+            step. If one window has it, every window must have it, and the engine must call
             :meth:`~nwor_ops.DraftCommitManager.forget_shadow_pages` as described there.
 
     If you can, pass the same tensors as slot mappings and block tables in every window: persistent buffers, not new

@@ -8,13 +8,14 @@ It is off unless a setting turns it on: ``VLLM_NWOR_MODE``, ``VLLM_NWOR_DRAFT_GR
 - ``step_listener``: the events of a step.
 - ``support``: lists the supported and the refused configurations.
 - ``runners``: finds the start and the end of a step in vLLM's two model runners.
-- ``transaction``: runs the transaction of each step, describes the target's layers and their attention back ends,
-  withholds the shadow pages of mode ``"stage"`` from the scheduler, handles KV connectors, and checks every byte.
+- ``transaction``: runs the transaction of each step. It describes the target's layers and their attention back ends,
+  and handles KV connectors. It withholds the shadow pages of mode ``"stage"`` from the scheduler. Its audit checks
+  every byte.
 - ``recurrent``: keeps one recurrent state per request.
 - ``drafter``: runs a draft model in CUDA graphs.
 - ``metrics``: publishes the counters, and compares them with the scheduler's.
 - ``presence``: asks the workers at start-up whether the features that the engine asked for are active.
-- ``preview``: says of an engine that has not started which features it will have.
+- ``preview``: predicts which features an engine will have, before it starts.
 """
 
 from nwor_ops.vllm.drafter.plugin import draft_graph_reports

@@ -74,8 +74,8 @@ class CannotContinue(RuntimeError):
         """Create the error.
 
         Args:
-            what: what failed, and why.
-            unknown: what is not known or not right anymore.
+            what: the failure and its reason.
+            unknown: the data that are now unknown or wrong.
         """
         return cls(f"nwor: {what}; {unknown}, so the engine stops, whatever {VARIABLE} says")
 

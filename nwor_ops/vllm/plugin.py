@@ -296,7 +296,7 @@ def sessions() -> list[Session]:
 
 
 def active_in(worker: Any) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the fields of :class:`~nwor_ops.vllm.presence.Active` for one of vLLM's workers in this process."""
+    """Return the fields of :class:`~nwor_ops.vllm.presence.Active` for a worker in this process."""
     runner, found = worker.model_runner, presence.Active()
     session = _sessions.get(runner)
     if session is not None and session.manager is not None:
@@ -324,8 +324,9 @@ def check() -> list[dict[str, Any]]:
     """Check the vLLM version and each hook without starting an engine, for ``nwor-ops doctor``.
 
     Returns:
-        One row per check: ``hook`` (its name), ``feature``, ``needed`` (whether this vLLM and its device may have the
-        feature; always true for the transaction), ``ok``, and ``detail`` (the signature, or the problem).
+        One row per check: ``hook`` (its name), ``feature``, ``needed``, ``ok``, and ``detail`` (the signature, or the
+        problem). ``needed`` tells whether this vLLM and its device may have the feature. It is always true for the
+        transaction.
 
     Example:
         >>> [row["hook"] for row in nwor_ops.vllm.check() if row["needed"] and not row["ok"]]

@@ -1,9 +1,10 @@
 """Find out at start-up whether each feature that an engine asked for is active in every worker, and say if it is not.
 
-A refusal stops the engine by default. A feature can still be missing without one: the engine does not speculate,
-``on_unsupported`` is ``"vanilla"``, the plugin failed to load in a worker, ``VLLM_PLUGINS`` leaves it out there, or the
-node of a worker does not have the package. The engine core therefore asks every worker after its cache is bound and its
-graphs are captured. It publishes the result as ``nwor_info``, and the memory of the features as ``nwor_memory_bytes``.
+A refusal stops the engine by default. A feature can also be missing without a refusal. For example, the engine does
+not speculate, or ``on_unsupported`` is ``"vanilla"``. The plugin may have failed to load in a worker, ``VLLM_PLUGINS``
+may leave it out there, or the worker's node may not have the package. The engine core therefore asks every worker after
+its cache is bound and its graphs are captured. It publishes the result as ``nwor_info``, and the memory of the features
+as ``nwor_memory_bytes``.
 
 The question is sent by value, so that a worker without the package can answer it. An engine core without the plugin
 asks nothing: ``nwor_info`` is then missing.

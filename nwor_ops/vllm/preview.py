@@ -1,8 +1,8 @@
-"""``nwor-ops check``: says of an engine that has not started which features it will have, and what they cost.
+"""``nwor-ops check``: predict which features an engine will have and what they cost, before it starts.
 
 vLLM's configuration is built from the arguments of ``vllm serve``. Then the checks of start-up run on it. For the
 costs, the model's layers are created on torch's meta device: they have shapes and no weights. No kernel runs and no
-CUDA context is created. The engine's start makes further checks, which each verdict lists.
+CUDA context is created. The engine makes further checks when it starts. Each result lists them.
 
 This module imports vLLM inside functions: the platform may have to be set first.
 """
@@ -63,14 +63,14 @@ class Reason:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What will become of one feature.
+    """The prediction for one feature.
 
     Attributes:
         feature: ``"cow"``, ``"stage"``, ``"draft graphs"`` or ``"one state"``.
         switched_on: whether the settings ask for it.
-        reasons: why it will be refused. Empty: no check refuses it.
-        costs: what it takes, by name; bytes are per rank.
-        at_start: what only the start of the engine can find out.
+        reasons: the reasons why it will be refused. Empty if no check refuses it.
+        costs: its costs by name. Bytes are per rank.
+        at_start: checks that only the start of the engine can make.
     """
 
     feature: str
@@ -86,7 +86,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Preview:
-    """The engine in short, a verdict for each feature, and why costs are missing or incomplete (None: they are not)."""
+    """A summary of the engine, a prediction for each feature, and the reason if costs are missing or incomplete."""
 
     engine: dict[str, Any]
     verdicts: tuple[Verdict, ...]
@@ -106,7 +106,7 @@ class Machine:
     """The machine of the engine.
 
     Attributes:
-        is_here: whether it is this one. If not, the compiled libraries here do not matter.
+        is_here: whether it is this machine. If not, the compiled libraries here do not matter.
         modules_import: whether vLLM's modules for its device can be imported here, so that hooks can be compared and
             layers created.
     """
@@ -119,8 +119,8 @@ def describe_gpu(capability: tuple[int, int], memory: int) -> Machine:
     """Make vLLM configure engines for an NVIDIA GPU that is not here. Call it before vLLM is used.
 
     Args:
-        capability: its compute capability.
-        memory: its memory in bytes; some of vLLM's defaults depend on it.
+        capability: compute capability of the GPU.
+        memory: memory of the GPU in bytes. Some defaults of vLLM depend on it.
     """
     import vllm.platforms as platforms
 
@@ -187,7 +187,7 @@ def configure(arguments: Sequence[str]) -> Any:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the message of vLLM's error. pydantic adds the input and a link, which nobody needs here."""
+    """Return the message of an error from vLLM, without the input and the link that pydantic adds."""
     lines = [line.strip() for line in str(error).splitlines()]
     kept = [line for line in lines if line and not line.startswith("For further information")]
     return " ".join(kept).partition(" [type=")[0] or type(error).__name__

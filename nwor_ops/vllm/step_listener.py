@@ -16,7 +16,7 @@ from nwor_ops.transaction.in_flight import Deferred
 
 
 class StepListener:
-    """Receive the events of each step. Every method does nothing; override those that you need.
+    """Receive the events of each step. Every method does nothing. Override the methods that you need.
 
     The methods are in the order of a step. If the outcome of a step arrives in a later step, :meth:`deferred`,
     :meth:`undone` and :meth:`settled` replace :meth:`commit` and :meth:`ended`.

@@ -113,7 +113,7 @@ class GraphedDrafter(abc.ABC):
     _eager: Counter[str]  # passes that ran vLLM's code, by reason
 
     def _count_errors(self, vllm_config: Any, logger: Any) -> None:
-        """Start to count errors. Drafts of vLLM's code are as good: it writes every input and every row again."""
+        """Start to count errors. vLLM can draft after any of them, since it writes every input and every row again."""
         config = NworConfig.load(vllm_config.additional_config)
         self.errors = Errors.by_setting(config, logger, "with vLLM's drafter in this step")
 
@@ -182,5 +182,5 @@ class GraphedDrafter(abc.ABC):
         }
 
     def eager_passes(self) -> dict[str, int]:
-        """Return the passes that ran vLLM's code, by reason, for ``/metrics``: only those that requests caused."""
+        """Return the passes that requests caused and vLLM's code ran, by reason, for ``/metrics``."""
         return {why: count for why, count in list(self._eager.items()) if why not in NO_REQUESTS}

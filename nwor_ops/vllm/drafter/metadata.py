@@ -1,10 +1,10 @@
 """Attention metadata of a draft loop, from the FlashAttention and Triton builders in vLLM.
 
-vLLM's builders create an object per step on the host. All its tensors are views of persistent buffers: the drafter's
-ids, positions, lengths and starts, the runner's block tables, the slot mappings, and FlashAttention's scheduler
-metadata, which its builder keeps for graphs. One object therefore serves every replay if the graph itself updates it on
-the device before each step. The slots are computed again, and ``update_draft_decode_metadata`` updates the rest that
-depends on lengths: the scheduler metadata of FlashAttention 3, and nothing for Triton.
+vLLM's builders create an object per step on the host. All its tensors are views of persistent buffers. These are the
+drafter's ids, positions, lengths and starts, the runner's block tables, and the slot mappings. FlashAttention's builder
+keeps its scheduler metadata in such a buffer too, for graphs. One object therefore serves every replay if the graph
+itself updates it on the device before each step. The slots are computed again, and ``update_draft_decode_metadata``
+updates the rest that depends on lengths: the scheduler metadata of FlashAttention 3, and nothing for Triton.
 
 Plain numbers in an object are upper bounds: the longest query (``key.query_len``) and the longest sequence (the model's
 limit), as in vLLM's own eager drafter.

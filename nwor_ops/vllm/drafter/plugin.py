@@ -125,7 +125,7 @@ HOOKS = (*V2_HOOKS, *(hook for hook in V1_HOOKS if hook not in _SHARED_HOOKS))
 
 _patches = Patches(DRAFT_GRAPHS)
 _speculators: weakref.WeakSet[Any] = weakref.WeakSet()
-_proposers: weakref.WeakSet[Any] = weakref.WeakSet()  # of the V1 runner
+_proposers: weakref.WeakSet[Any] = weakref.WeakSet()  # drafters of the V1 runner
 
 
 def draft_graph_reports() -> list[DraftGraphReport]:

@@ -9,8 +9,8 @@ two graph launches, after vLLM's own preparation of the first pass and a few cop
 - The *decode loop*, for any batch: steps 1 to K - 1, with slots updated on the device.
 
 The drafter stays vLLM's object. Only its ``propose`` and the runner's ``capture_model`` are replaced on the instances.
-vLLM's code runs the passes without a graph. These are the first pass of batches with prompts or with fewer drafts, and
-both passes if the batch is larger than the largest graph, close to the model's length limit, or drafts at random.
+vLLM's code runs the passes without a graph. The first pass has no graph if the batch has prompts or fewer drafts. Both
+passes have none if the batch is larger than the largest graph, close to the model's length limit, or drafts at random.
 """
 
 from __future__ import annotations

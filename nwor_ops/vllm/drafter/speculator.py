@@ -3,8 +3,8 @@
 vLLM 0.33 runs this drafter eagerly. Each of K tokens needs small tensor operations, a metadata build on the host and
 all launches of a model. Here a step of a decode batch takes two graph launches:
 
-- The *first pass*, for batches in which every request has K + 1 tokens (its last token and K drafts): expansion to K +
-  2 tokens each, attention metadata, forward, sampling, and the inputs of the next pass.
+- The *first pass*, for batches in which every request has K + 1 tokens (its last token and K drafts). It expands them
+  to K + 2 tokens each, builds the attention metadata, runs forward and sampling, and prepares the next pass.
 - The *decode loop*, for any batch: steps 1 to K - 1, with slots and metadata updated on the device.
 
 If the number of drafts depends on the batch size, each number has its graphs: first passes over that number of verified

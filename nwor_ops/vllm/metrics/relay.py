@@ -1,9 +1,8 @@
 """Send the totals of a worker to an engine core that does not share a folder with it.
 
 This is the case on another host, and for workers started by Ray. vLLM carries the output of a step from the worker that
-samples to the scheduler. The totals travel with it as an attribute of the ``ModelRunnerOutput``, at most twice a
-second, and the engine core writes the file. They lag by at least one step: the counts of a step arrive with a later
-one.
+samples to the scheduler. The totals are an attribute of this ``ModelRunnerOutput``, at most twice a second. The engine
+core writes the file. The counts of a step arrive with a later step.
 """
 
 from __future__ import annotations

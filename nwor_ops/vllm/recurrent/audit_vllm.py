@@ -1,14 +1,14 @@
-"""Audit of vLLM's own recurrent states: K + 1 states per request, without ``VLLM_NWOR_RECURRENT``.
+"""Audit of the recurrent states that vLLM keeps without ``VLLM_NWOR_RECURRENT``: K + 1 states per request.
 
 vLLM stores the state after each token of a window, and continues from the state after the last accepted token. In each
 step and Gated DeltaNet layer the audit compares three things:
 
-- the number of accepted tokens that the layer uses with the number of tokens that were sampled for the request;
-- the state that the layer continues from with the state that it stored there, in all bytes. Nothing else may have
-  changed it in between;
-- each state that the layer stores with a state that is computed again from the same inputs, in plain PyTorch.
+- The number of accepted tokens that the layer uses, with the number of tokens that were sampled for the request.
+- The state that the layer continues from, with the state that it stored there, in all bytes. Nothing else may have
+  changed it in between.
+- Each state that the layer stores, with a state that is computed again from the same inputs, in plain PyTorch.
 
-The first difference names the step and the layer. The audit watches three kernels: that of vLLM's CPU engine, and on
+The first difference names the step and the layer. The audit watches three kernels: the kernel of the CPU engine, and on
 CUDA the Triton kernel and the kernel that also computes the norm. A FULL graph calls no Python, so an engine with such
 graphs is not audited.
 """
@@ -192,8 +192,9 @@ class LayerCall:
     """The arguments of a layer's kernel, the same for all kernels.
 
     Attributes:
-        A_log, dt_bias, a, b: of the decays and rates; ``a`` and ``b`` are ``[tokens, value heads]``.
-        k, v: ``[tokens, heads, width]``.
+        A_log, dt_bias: parameters of the decays.
+        a, b: inputs of the decays and of the rates, ``[tokens, value heads]``.
+        k, v: keys and values, ``[tokens, heads, width]``.
         states: a view of the cache, ``[blocks, value heads, dk, dv]``.
         blocks: blocks of each request, ``[requests, K + 1]``. The kernel may have more rows than requests.
         num_accepted: number of tokens of each request's last window that stay.
@@ -215,7 +216,7 @@ class LayerCall:
 
     @classmethod
     def of_cpu(cls, arguments: Mapping[str, Any]) -> LayerCall:
-        """Return the call with these arguments of vLLM's CPU kernel."""
+        """Return the call with these arguments of the CPU kernel."""
         shared = {name: arguments[name] for name in ("A_log", "dt_bias", "a", "b", "k", "v")}
         return cls(
             **shared,
@@ -228,7 +229,7 @@ class LayerCall:
 
     @classmethod
     def of_triton(cls, arguments: Mapping[str, Any]) -> LayerCall:
-        """Return the call with these arguments of vLLM's Triton kernel. Its states are ``[blocks, heads, dv, dk]``."""
+        """Return the call with these arguments of the Triton kernel. Its states are ``[blocks, heads, dv, dk]``."""
         shared = {name: arguments[name] for name in ("A_log", "dt_bias", "a", "b")}
         return cls(
             **shared,
@@ -322,7 +323,7 @@ def audit_states(runner: Any, groups: Sequence[RecurrentGroup]) -> VllmStateAudi
 
 
 def _watch_cpu_kernel() -> bool:
-    """Patch the kernel of vLLM's CPU engine. Return whether this vLLM has it."""
+    """Patch the kernel of the CPU engine. Return whether this vLLM has it."""
     import vllm._custom_ops as kernels
 
     if not hasattr(kernels, KERNEL):
@@ -332,7 +333,7 @@ def _watch_cpu_kernel() -> bool:
 
 
 def watch_cuda_kernels() -> bool:
-    """Patch the kernels of vLLM's layer on CUDA. Return whether this vLLM has the layer."""
+    """Patch the CUDA kernels of the layer in vLLM. Return whether this vLLM has the layer."""
     module = sys.modules.get(_CUDA_MODULE)
     if module is None or not hasattr(module, TRITON_KERNEL):
         return False
@@ -359,7 +360,7 @@ def _watching(call_of: Callable[[Mapping[str, Any]], LayerCall]) -> Callable[...
 
 def _watching_norm(compute: Callable[..., Any]) -> Callable[..., Any]:
     def watched(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, *args: Any, **arguments: Any) -> Any:
-        """Run the method of vLLM's layer whose kernel also computes the norm."""
+        """Run the layer's method whose kernel also computes the norm."""
         audit = _audits.get(layer.A_log.data_ptr())
         if audit is None:
             return compute(layer, mixed_qkv, b, a, *args, **arguments)

@@ -1,8 +1,8 @@
 """Clear the pending rows of blocks that get a new owner, and copy pending rows with a block.
 
-After the scheduler gave a block to a request, vLLM may write a state there without a call to this plugin: FlashInfer's
-prefill exports a checkpoint, or a KV connector loads a state. The next step reads that state. It must not apply rows
-that the previous owner of the block recorded.
+After the scheduler gave a block to a request, vLLM may write a state there without a call to this plugin. For example,
+FlashInfer's prefill exports a checkpoint, or a KV connector loads a state. The next step reads that state. It must not
+apply rows that the previous owner of the block recorded.
 """
 
 from __future__ import annotations

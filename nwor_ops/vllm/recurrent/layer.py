@@ -28,9 +28,9 @@ from nwor_ops.vllm.recurrent.metadata import OneStateBackend, OneStateMetadata
 from nwor_ops.vllm.recurrent.records import RecordGeometry
 from nwor_ops.vllm.recurrent.supported import has_one_state
 
-# Attributes of the state tensor that vLLM passes to its kernel: the layer that owns it, and its cache with the records.
-# vLLM frees a cache by emptying ``kv_cache``, so the records are freed with the state. ``kv_cache`` itself must keep
-# exactly the entries that vLLM's code unpacks.
+# The state tensor that vLLM passes to its kernel has two attributes: its layer, and its cache with the records. When
+# vLLM empties ``kv_cache`` to free a cache, the records are freed with the state. ``kv_cache`` itself must keep exactly
+# the entries that vLLM's code unpacks.
 _OWNER, _CACHE = "_nwor_layer", "_nwor_cache"
 _patches = Patches("one state: layers")
 

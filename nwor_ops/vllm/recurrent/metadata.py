@@ -4,8 +4,9 @@ A request has one block, so its ``K + 1`` columns of state indices are one repea
 first column, and their number. A plan replaces the other columns. One launch per step and group computes it, in a
 buffer that CUDA graphs read.
 
-Without drafts, every decode is a window of one token, of which one stays. vLLM's builder then gets what its runner
-passes with drafts, so the layers get the same metadata in both cases. A batch with only such windows needs no builder.
+Without drafts, every decode is a window of one token, which always stays. vLLM's builder then gets the arguments that
+the runner passes with drafts. The layers therefore get the same metadata in both cases. A batch with only such windows
+needs no builder.
 
 vLLM's kernels compute the other requests of a batch (prompts) on the state itself. Their pending rows are folded first,
 in all layers of the group with one launch.

@@ -154,7 +154,7 @@ class OneState:
             self.fold_tails(input_batch)
 
     def _unknown_states(self, input_batch: Any) -> CannotContinue:
-        """Return the error for requests that a window skipped. It names those that this step skipped again."""
+        """Return the error for requests that a window skipped. It names the requests that this step skipped again."""
         places = sorted({place for builder in self._builders for place in builder.skipped_places()})
         names = [input_batch.req_ids[place] for place in places]
         whose = f"of requests {', '.join(names)}" if names else "of requests of earlier steps, which are not known,"
@@ -333,7 +333,7 @@ def following_forwards(execute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def audit(runner: Any, session: Session, groups: Callable[[], Sequence[RecurrentGroup]]) -> None:
-    """Audit the states of an engine too: the one state of a request, or those that vLLM keeps.
+    """Audit the states of an engine too: the one state of a request, or the states that vLLM keeps.
 
     Args:
         runner: the engine's runner.

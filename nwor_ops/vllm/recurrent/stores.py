@@ -1,9 +1,9 @@
 """Keep pages with a record apart from vanilla vLLM's pages when KV connectors share pages between engines.
 
-A page with one state per request has another size than vLLM's page, and a request has one page instead of K + 1. In
-vLLM, keys of shared stores and handshakes of transfers include neither fact. So engines with one state add a
-part to each of them: the number of rows and bytes of a record. An engine then never finds a page with another layout,
-and a transfer between engines with different layouts fails when they connect.
+A page with one state per request has another size than vLLM's page. A request has one page instead of K + 1. In vLLM,
+keys of shared stores and handshakes of transfers include neither fact. Engines with one state therefore add the number
+of rows and bytes of a record to each of them. An engine then never finds a page with another layout. A transfer between
+engines with different layouts fails when they connect.
 
 | connector | what differs | effect |
 |---|---|---|

@@ -1,6 +1,6 @@
 """Supported and refused configurations, as data.
 
 - ``features``: what each feature supports.
-- ``connectors``: when and what each KV connector reads.
-- ``refusals``: what is refused, with the reasons.
+- ``connectors``: the time at which each KV connector reads, and the data that it reads.
+- ``refusals``: the refused configurations, with the reasons.
 """

@@ -70,9 +70,9 @@ CONNECTORS = {
     "DecodeBenchConnector": Connector("", refused="it fills the cache with made-up rows for benchmarks; not tested"),
     "ExampleHiddenStatesConnector": Connector("", refused="it exports hidden states, not keys and values; not tested"),
 }  # fmt: skip
-# A custom connector class sets this attribute to True to declare that it reads in order:
-# - It reads on the current stream, or after an event recorded there: in save_kv_layer (which is then called after the
-#   commit), in wait_for_save or later.
+# A custom connector class sets this attribute to True to declare that it reads in order. This means:
+# - It reads on the current stream, or after an event recorded there. It reads in save_kv_layer, which is then called
+#   after the commit, or in wait_for_save or later.
 # - In start_load_kv it reads no token that the step has computed.
 # - It reads a partial block only on the current stream. An event does not stop the next step from writing drafts there.
 IN_ORDER = "reads_kv_cache_in_order"

@@ -1,4 +1,4 @@
-"""Session: runs the transaction of each step, for both generations of vLLM's model runner.
+"""Session: runs the transaction of each step, for both model runners of vLLM.
 
 A runner attachment (``runners.v1``, ``runners.v2``) turns its runner's objects into a :class:`Step` and calls
 :meth:`Session.begin` and :meth:`Session.commit`. In mode ``"cow"``, :meth:`Session.write` replaces the writer of each
@@ -153,7 +153,7 @@ class Session:
         return manager
 
     def subscribe(self, listener: StepListener) -> None:
-        """Notify a listener of each event from now on, after those that were subscribed before it."""
+        """Notify a listener of each event from now on, after all earlier listeners."""
         self._set_listeners((*self.listeners, listener))
 
     def unsubscribe(self, listener: StepListener) -> None:

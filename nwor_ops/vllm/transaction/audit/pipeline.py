@@ -6,8 +6,8 @@ there afterwards. This audit keeps two images instead, both made by vLLM's own w
 - *settled*: the rows of prompt tokens, target tokens and accepted drafts.
 - *now*: the same rows, and the drafts of deferred windows.
 
-The cache is compared with the second image, byte for byte, at three times: at the end of each forward, after a window
-is settled, and after the drafts of a request that ended are undone.
+The cache is compared with the second image, byte for byte. This happens at the end of each forward, after a window is
+settled, and after the drafts of a request that ended are undone.
 """
 
 from __future__ import annotations

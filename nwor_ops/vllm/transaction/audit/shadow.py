@@ -1,10 +1,11 @@
 """Audit of mode ``"stage"``: at no time during a step does a page of a request hold a rejected row.
 
-- After a window is opened: every draft names a slot of a shadow page of its group.
-- After the forward, and again before sampling: the shadow page of a request's first draft holds the committed rows of
-  the page that it replaces, because attention reads them there. Outside the shadow pages the cache holds what it held
-  before the step, plus the rows of tokens that were not redirected (prompts, and tokens before the tail page).
-- After commit: the same check as in mode ``"cow"``, outside the shadow pages.
+- After a window is opened, every draft names a slot of a shadow page of its group.
+- After the forward and again before sampling, two things hold. The shadow page of a request's first draft holds the
+  committed rows of the page that it replaces, because attention reads them there. Outside the shadow pages nothing has
+  changed since the step began, except the rows of tokens that were not redirected (prompts, and tokens before the tail
+  page).
+- After commit, the same check as in mode ``"cow"`` runs outside the shadow pages.
 
 The expected rows come from vLLM's own writer, given the recorded keys and values. If that writer was never called (a
 fused kernel or the model wrote the row), the row found in the shadow page is expected.

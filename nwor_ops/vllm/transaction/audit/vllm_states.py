@@ -1,18 +1,17 @@
-"""The recurrent states of a hybrid model, whose bytes lie among those that the audit compares.
+"""Recurrent states of a hybrid model: the bytes of the cache that the audit leaves to vLLM.
 
-vLLM's KV-cache groups overlay each other: block b of a group of Mamba, Gated DeltaNet or short-convolution layers is
-the same memory as block b of a group of attention layers, and belongs to one of them at a time. States are vLLM's: its
-kernels overwrite them as the batch runs, and it copies them from block to block before and behind the forward. A step
-may do that to these bytes and no others, so these alone are not compared:
+vLLM's KV-cache groups share memory. Block b of a recurrent group (Mamba, Gated DeltaNet or short-convolution layers) is
+the same memory as block b of an attention group. It belongs to one of them at a time. vLLM's kernels overwrite the
+states as the batch runs. vLLM also copies states from block to block, before and after the forward. The audit therefore
+excludes the states in these blocks:
 
-- the states themselves, not the padding behind them nor what else such a page covers;
-- in the blocks that the recurrent group's table names for a request of this batch, from the one on that holds the state
-  behind the tokens computed before this step. The worker's tables only grow: earlier entries name blocks that the
-  scheduler took back, and may have given to an attention group;
-- in block 0, which no request owns: states of padded rows, and those that vLLM skips, are written there.
+- Blocks that the recurrent group's table names for a request of this batch. The first of them holds the state after the
+  tokens computed before this step. The worker's tables only grow. Earlier entries name blocks that the scheduler took
+  back, and may have given to an attention group.
+- Block 0, which no request owns. vLLM writes the states of padded rows there, and states that it skips.
 
-What is left is compared as in any other model: each byte of a block of an attention group, whoever owns it and whether
-it takes part in this step; free blocks; cached states of other requests.
+Only the states are excluded, not the padding after them or other bytes of these pages. Everything else is compared as
+in any other model: all blocks of attention groups, free blocks, and cached states of other requests.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ class RecurrentGroup:
     """A KV-cache group of recurrent layers.
 
     Attributes:
-        block_size: tokens after which a request's state moves on to the next entry of its row of the block table; where
-            it never does, the longest a request can be.
-        states: of all its layers, each ``[num_blocks, ...]``, views of the cache.
-        rows: of each request of the batch that was prepared last, how many tokens of it were computed before, and the
-            blocks in its row. Waits for the device.
+        block_size: number of tokens after which a request's state moves to the next entry of its row in the block
+            table. If it never moves, the maximum length of a request.
+        states: the states of all its layers, each ``[num_blocks, ...]``, as views of the cache.
+        rows: returns a pair for each request of the batch that was prepared last: its number of tokens computed before,
+            and the blocks in its row. Waits for the device.
     """
 
     block_size: int
@@ -54,7 +53,7 @@ class RecurrentGroup:
     rows: Callable[[], Iterable[tuple[int, list[int]]]]
 
     def blocks(self) -> set[int]:
-        """Those whose states this batch may change, but for block 0."""
+        """Return the blocks whose states this batch may change, except block 0."""
         named = {block for computed, row in self.rows() for block in row[max(computed - 1, 0) // self.block_size :]}
         return named - {_NULL_BLOCK}
 
@@ -62,9 +61,9 @@ class RecurrentGroup:
         """Set the bytes of the states in these blocks, and in block 0, to 1.
 
         Args:
-            blocks: of this group.
-            marked: of the size of the storage at `address`: only the states there are marked.
-            address: of a storage of caches.
+            blocks: numbers of blocks of this group.
+            marked: one byte for each byte of the storage at `address`. Only the states in that storage are marked.
+            address: address of a storage with caches.
         """
         numbers = torch.tensor([_NULL_BLOCK, *sorted(blocks)], device=marked.device)
         for state in self.states:

@@ -20,8 +20,8 @@ class TargetLayer:
         group: number of its KV-cache group, as a string.
         kv_cache: the tensor that vLLM bound to the layer.
         cache: that tensor as planes of slots.
-        own_writer: vLLM's writer ``(key, value, kv_cache, slot_mapping, *rest)``. ``rest`` holds the further arguments
-            of its back end.
+        own_writer: vLLM's writer ``(key, value, kv_cache, slot_mapping, *rest)``. ``rest`` are further arguments of its
+            back end.
         fused: True if our kernel logs and writes. False if it only logs, and ``own_writer`` writes.
         kv_cache_dtype: the format that our kernel writes, as in :func:`nwor_ops.write_kv`.
         scales: returns the layer's current key scale and value scale. None means 1.
@@ -38,6 +38,6 @@ class TargetLayer:
 
 
 def same_place(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """Return a view of another storage, at the offset, shape and strides that `tensor` has in its own."""
+    """Return a view of another storage, with the offset, shape and strides of `tensor`."""
     like = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     return like.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

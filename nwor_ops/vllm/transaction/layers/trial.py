@@ -1,4 +1,4 @@
-"""Trial runs of vLLM's cache writers on scratch pages, which find a slot's bytes and compare our writer with theirs."""
+"""Trial runs of vLLM's cache writers on scratch pages: find the bytes of a slot, and compare our writer with them."""
 
 from __future__ import annotations
 
