@@ -5,7 +5,7 @@
 If a text has several earlier places to continue from, a chain of drafts must choose one, and a tree uses them all. All
 its nodes are in one batch. Each node sees the cache, the tokens of this step before the tree, and its own ancestors
 (the tree mask). Two nodes of the same depth would need the same slot, so none can be written before it is known which
-is accepted. nwor_ops therefore keeps the step's keys and values in a staging buffer:
+is accepted. The library therefore keeps the step's keys and values in a staging buffer:
 
     begin      one record for all layers: the slot that each row would get (siblings have the same one);
     stage      at each layer one kernel copies keys and values to the buffer, and attention reads them there;

@@ -69,13 +69,13 @@ def prepare_prefill_inputs(
         num_rejected: int32 or int64 ``[>= N]``, any stride. Number of rejected tokens at the end of each request.
         last_sampled: int32 or int64 ``[S]``, any stride, by request-state index. The last sampled token.
         next_prefill_tokens: int32 or int64 ``[S]``, any stride, by request-state index. The next token of the prompt.
-        input_ids: int32 ``[capacity]``, contiguous; **mutated**; 0 after the last request.
-        positions: int64 ``[capacity]``, contiguous; **mutated**; 0 after the last request.
+        input_ids: int32 ``[capacity]``, contiguous; **mutated**. It is 0 after the last request.
+        positions: int64 ``[capacity]``, contiguous; **mutated**. It is 0 after the last request.
         query_start_loc: int32 ``[>= N + 1]``, contiguous; **mutated**: the target's values, and the end of the last
             request from row R on.
         seq_lens: int32 ``[>= N]``, contiguous; **mutated**: the target's values, 0 from row R on.
-        last_token_indices: int64 ``[>= N]``, contiguous; **mutated**: index of each request's last valid token; 0 for a
-            request without one (n <= 0) and from row R on.
+        last_token_indices: int64 ``[>= N]``, contiguous; **mutated**. Index of each request's last valid token. It is 0
+            for a request without one (n <= 0) and from row R on.
         current_draft_step: int64 ``[]`` or ``[1]``; **mutated**: 0.
 
     Raises:
@@ -129,8 +129,8 @@ def prepare_decode_inputs(
         seq_lens: int32 ``[M]``, contiguous; **mutated**: 0 from row R on.
         max_model_len: L, > 0.
         idx_mapping: int32 or int64 ``[>= N]``, any stride, or None. Only the signs are read.
-        sample_positions: int64 ``[>= M]``, contiguous, or None. Positions that key the noise: they grow by one each
-            step and are never clamped; **mutated**: + 1, 0 in rows [R, M).
+        sample_positions: int64 ``[>= M]``, contiguous, or None; **mutated**. Positions that key the noise. They grow by
+            one in each step and are never clamped. They are 0 in rows [R, M).
         advance_positions: whether each draft token writes a key, so that positions advance.
 
     Raises:
@@ -237,7 +237,7 @@ def compute_slot_mappings(
         cp_size: number of ranks that share the cache by context parallelism; 1 means none.
         cp_rank: this rank. Positions that another rank holds get PAD.
         cp_interleave: number of consecutive tokens on one rank.
-        cp_sharded: bool ``[groups]``, contiguous: whether the ranks share the cache of a group. None means that all
+        cp_sharded: bool ``[groups]``, contiguous. Whether the ranks share the cache of a group. None means that all
             groups are shared.
 
     Raises:
@@ -320,8 +320,8 @@ def prepare_inputs_padded(
         cu_num_draft_tokens: int32 ``[N]``, contiguous. Number of drafts up to and including each request.
         valid_sampled_count: int32 ``[>= N]``, contiguous. Number of accepted drafts + 1.
         query_start_loc: int32 ``[>= N + 1]``, contiguous.
-        token_indices_to_sample: int32 or int64 ``[>= N]``, any stride; **mutated**; 0 from row N on.
-        num_rejected: int32 or int64 ``[>= N]``, any stride; **mutated**; 0 from row N on.
+        token_indices_to_sample: int32 or int64 ``[>= N]``, any stride; **mutated**. It is 0 from row N on.
+        num_rejected: int32 or int64 ``[>= N]``, any stride; **mutated**. It is 0 from row N on.
         discarded: bool ``[>= N]``, contiguous, or None.
 
     Raises:
@@ -358,8 +358,8 @@ def prepare_next_token_padded(
         sampled_token_ids: int32 or int64 ``[N, >= 0]``, any strides; -1 means no token.
         discarded: bool ``[>= N]``, contiguous. Rows whose tokens are not used.
         backup_next_token_ids: int32 or int64 ``[>= N]``, any stride.
-        next_token_ids: int32 or int64 ``[>= N]``, any stride; **mutated**; 0 from row N on.
-        valid_sampled_count: int32 or int64 ``[>= N]``, any stride; **mutated**; 0 from row N on.
+        next_token_ids: int32 or int64 ``[>= N]``, any stride; **mutated**. It is 0 from row N on.
+        valid_sampled_count: int32 or int64 ``[>= N]``, any stride; **mutated**. It is 0 from row N on.
         vocab_size: V, > 0.
 
     Raises:
@@ -410,8 +410,8 @@ def gumbel_sample(
         step: int64, one element (``[]`` or ``[1]``) or ``[>= N]``, contiguous. The draft step.
         sampled: int32 or int64 ``[>= N]``, any stride, or ``[>= N, K]``, any strides; **mutated** in rows [0, N). In a
             matrix only column ``step`` is written.
-        logits_cache: ``[S, K, >= V]``, dtype of ``logits``, any strides, or None; **mutated**: the logits of row i,
-            before temperature, at ``[idx_mapping[i], step, :V]``.
+        logits_cache: ``[S, K, >= V]``, dtype of ``logits``, any strides, or None; **mutated**. The logits of row i,
+            before temperature, are written to ``[idx_mapping[i], step, :V]``.
         workspace: int64 ``[>= 2 * N]``, contiguous, all 0, or None. Scratch memory of the CUDA kernel, which is 0 again
             after the call, so one buffer serves every call on one stream. If None, the call allocates it.
 
@@ -472,21 +472,22 @@ def copy_expand_inputs(
         num_rejected: int32 or int64 ``[N]``, any stride; clamped to the tokens of the request.
         next_token_ids: int32 or int64, any stride. The bonus token of each row ``[>= N]``, or, with ``idx_mapping``, of
             each request-state index ``[S]``.
-        input_ids: int32 ``[capacity]``, contiguous; **mutated**; ``padding_token_id`` at rejected tokens and after the
-            last request.
-        positions: int64 ``[capacity]``, contiguous; **mutated**; 0 after the last request.
-        is_rejected: bool ``[capacity]``, contiguous; **mutated**; True also after the last request.
+        input_ids: int32 ``[capacity]``, contiguous; **mutated**. It is ``padding_token_id`` at rejected tokens and
+            after the last request.
+        positions: int64 ``[capacity]``, contiguous; **mutated**. It is 0 after the last request.
+        is_rejected: bool ``[capacity]``, contiguous; **mutated**. It is True also after the last request.
         is_masked: bool ``[capacity]``, contiguous; **mutated**: the mask tokens.
-        new_token_indices: int32 or int64 ``[>= N * P]``, any stride; **mutated**: indices of each request's bonus and
-            mask tokens; 0 after the last request. With P = 1 these are the indices to sample at.
+        new_token_indices: int32 or int64 ``[>= N * P]``, any stride; **mutated**. Indices of each request's bonus and
+            mask tokens. They are 0 after the last request. With P = 1 these are the indices to sample at.
         num_new_tokens: P, > 0.
         padding_token_id: 32-bit id for rejected and unused tokens.
         mask_token_id: 32-bit id of the P - 1 tokens that are drafted in parallel.
         shift_input_ids: whether ids move up by one relative to positions (EAGLE).
         max_model_len: L, or None: positions are clamped to L - 1, or not at all.
         idx_mapping: int32 or int64 ``[>= N]``, any stride, or None.
-        hidden_state_mapping: int32 or int64 ``[>= T]``, any stride, or None; only with ``shift_input_ids``;
-            **mutated**: the index to which each target token's hidden state moves; -1 after the last request.
+        hidden_state_mapping: int32 or int64 ``[>= T]``, any stride, or None; **mutated**. Only with
+            ``shift_input_ids``. The index to which each target token's hidden state moves. It is -1 after the last
+            request.
 
     Raises:
         ValueError: as :func:`prepare_prefill_inputs`. On the CPU also if the capacity is too small for all tokens.
@@ -535,9 +536,9 @@ def extend_queries(
         positions: int64 ``[>= the new end]``, contiguous.
         is_rejected: bool ``[>= the new end]``, contiguous.
         block_table: int32 ``[N, columns]``, last stride 1; as many rows as queries.
-        query_start_loc: int32 ``[>= N + 1]``, contiguous; **mutated**; the new end from row R on.
-        seq_lens: int32 ``[>= N]``, contiguous; **mutated**; 0 from row R on.
-        slot_mapping: int64 ``[capacity]``, contiguous; **mutated**; PAD after the last request.
+        query_start_loc: int32 ``[>= N + 1]``, contiguous; **mutated**. It is the new end from row R on.
+        seq_lens: int32 ``[>= N]``, contiguous; **mutated**. It is 0 from row R on.
+        slot_mapping: int64 ``[capacity]``, contiguous; **mutated**. It is PAD after the last request.
         block_size: number of tokens per block, > 0.
         max_model_len: L, > 0.
         num_new_tokens: number of tokens by which each query grows, >= 0.

@@ -67,14 +67,14 @@ def open_window(
             copy rows.
         block_tables: G tensors int32 ``[>= Q, M]``, contiguous along a row; **mutated** at the redirected pages. Entry
             ``[q, p]`` is page p of request q. As many as ``slot_mappings``.
-        saved_slots: int64 ``[G, >= tokens]``, contiguous; **mutated** if ``slot_mappings`` are given. Each token from
-            its request's tail page on gets its former slot here, if the request has drafts; -1 if it was not
-            redirected.
-        tail_pages: int32 ``[G, >= Q]``, contiguous; **mutated** if ``slot_mappings`` are given: index of each request's
-            tail page in its sequence; -1 for a request that is not redirected.
-        idx_mapping: int32 or int64 ``[>= Q]``, contiguous, or None: the state of each request; negative for padded
-            rows. None = the state of request q is q.
-        held_slots: int64 ``[G, S, P]``, contiguous, or None; **mutated**: the rows that each shadow page holds already.
+        saved_slots: int64 ``[G, >= tokens]``, contiguous; **mutated** if ``slot_mappings`` are given. If a request has
+            drafts, each of its tokens from its tail page on gets its former slot here. A token that was not redirected
+            gets -1.
+        tail_pages: int32 ``[G, >= Q]``, contiguous; **mutated** if ``slot_mappings`` are given. Index of each request's
+            tail page in its sequence. It is -1 for a request that is not redirected.
+        idx_mapping: int32 or int64 ``[>= Q]``, contiguous, or None. The state of each request. It is negative for
+            padded rows. With None the state of request q is q.
+        held_slots: int64 ``[G, S, P]``, contiguous, or None; **mutated**. The rows that each shadow page holds already.
             The value is the slot of the last row of the real page up to which it has all rows; -1 = none. Such rows are
             not copied again, so a request that stays in its page needs no copy. See below.
         page_offsets: as in :func:`log_slots`.
@@ -155,8 +155,8 @@ def close_window(
         saved_slots, tail_pages: as written by :func:`open_window`.
         slot_mappings, block_tables: as redirected by :func:`open_window`; **mutated**: they get their former values.
             Empty = only copy rows.
-        held_slots: as in :func:`open_window`; **mutated** if ``slot_mappings`` are given, for each request with drafts:
-            its shadow pages hold the rows up to the first rejected one. Pages that this window did not use get -1.
+        held_slots: as in :func:`open_window`; **mutated** if ``slot_mappings`` are given, for each request with drafts.
+            Its shadow pages hold the rows up to the first rejected one. Pages that this window did not use get -1.
 
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: as :func:`open_window`.

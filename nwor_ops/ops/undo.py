@@ -37,8 +37,8 @@ def write_kv(
         k_scale: float32, one element, or per head ``[H]``, or per token ``[T, 1]``. A stored fp8 key is ``key /
             k_scale``, saturated. With ``kv_cache_dtype`` ``"auto"`` it is not read, but must be on the same device.
         v_scale: float32, the same for ``value``.
-        kv_cache_dtype: ``"auto"`` (caches have the dtype of ``key``, bytes are copied), ``"fp8"`` = ``"fp8_e4m3"``, or
-            ``"fp8_e5m2"`` (caches are uint8 or the float8 dtype of that format).
+        kv_cache_dtype: ``"auto"``, ``"fp8"`` = ``"fp8_e4m3"``, or ``"fp8_e5m2"``. With ``"auto"`` caches have the dtype
+            of ``key``, and bytes are copied. Otherwise caches are uint8 or the float8 dtype of that format.
 
     All tensors are on one device.
 
@@ -88,8 +88,8 @@ def write_kv_logged(
             with a slot, nowhere else.
         value_log: ``[R, H, Dv]``, dtype of ``key_cache``, any strides; **mutated** at the same rows.
         window_id: int64 ``[1]`` or None: the number of the open window.
-        row_windows: int64 ``[R]``, contiguous, or None (both or neither); **mutated**: ``window_id`` at every row
-            logged. It lets :func:`restore_slots` distinguish rows of this window from older ones.
+        row_windows: int64 ``[R]``, contiguous, or None (both or neither); **mutated**. Every row logged gets
+            ``window_id``. It lets :func:`restore_slots` distinguish rows of this window from older ones.
 
     Raises:
         ValueError: as :func:`write_kv`, or a log shares memory with a cache, a source or the other log.
@@ -231,7 +231,7 @@ def restore_slots(
         row_rejected: bool ``[R]``, contiguous. Any pattern: a prefix, a suffix, or sparse.
         page_offsets: as in :func:`log_slots`.
         window_id: int64 ``[1]`` or None: the number of the window to restore.
-        row_windows: int64 ``[L, R]``, contiguous, or None (both or neither): the window in which each layer logged each
+        row_windows: int64 ``[L, R]``, contiguous, or None (both or neither). The window in which each layer logged each
             row. Rows of other windows than ``window_id`` are skipped. After a forward that stopped early, the layers
             that it did not reach have nothing to restore.
         num_rows: number of rows to look at, from row 0; None = all R. It saves time if a log made for many requests

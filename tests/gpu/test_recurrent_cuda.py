@@ -1,5 +1,6 @@
-"""Family recurrent on a GPU beyond its cases in ops/: the bits of vLLM's kernel, more items than blocks, large caches,
-streams and CUDA graphs, without an allocation or a wait.
+"""Family recurrent on a GPU, beyond its cases in ops/. The results have the bits of vLLM's kernel.
+
+Tests have more items than blocks, and large caches. Streams and CUDA graphs run without an allocation or a wait.
 
 A comparison with vLLM needs its tree on the path, and its compiled core (installed, or named by VLLM_CORE).
 """
@@ -395,7 +396,7 @@ def test_bits_over_many_steps(device, state_dtype, per_channel, steps, heads):
 @pytest.mark.parametrize("norm", [None, "silu"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_requests_alone_and_together(device, state_dtype, norm, heads):
-    """All at the same time and alone, blocks have other numbers of threads, or of rows of a state. Some are padded."""
+    """Requests run together, and one by one. Blocks then have other numbers of threads or rows. Some are padded."""
     together = Requests(device, 50, 4, state_dtype, heads)
     together.slots[::7] = 0
     alone = Requests(device, 50, 4, state_dtype, heads)
@@ -456,8 +457,10 @@ def test_norm_is_that_of_the_output(device, heads):
     ids=["128", "256", "256-kda", "256-kda-many", "96"],
 )
 def test_long_records(device, heads, per_channel, norm):
-    """The most rows that a record may have take more shared memory than a launch gets unasked, and at a width of 256 so
-    much that states do not come through it, or that a block has not all rows of a head where heads are many."""
+    """The longest records need more shared memory than a launch gets by default.
+
+    At a width of 256 no shared memory remains for states. With many heads a block does not have all rows of a head.
+    """
     requests = Requests(device, 3, 32, torch.float32, heads, per_channel=per_channel)
     for _ in range(3):
         lengths = [32, 1, 17]
@@ -489,7 +492,7 @@ def test_states_wherever_they_lie(device, state_dtype, norm, heads):
     window = requests.draw([4, 1, 3, 2, 4, 2])
     begun_with, records = requests.state.clone(), [record.clone() for record in requests.records]
     expected, expected_every = None, None
-    # (shift, gap) of the states, shift of those that are stored for each token: the first two are aligned to 16 bytes.
+    # (shift, gap) of the states, and shift of the states stored for each token. The first two are aligned to 16 bytes.
     for shift, gap, every_shift in ((0, 0, 0), (8, 64, 8), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
         for record, old in zip(requests.records, records, strict=True):
             record.copy_(old)
@@ -665,7 +668,7 @@ def test_two_streams(device):
 
 
 def test_threads_that_need_other_amounts_of_shared_memory(device):
-    """What a kernel may have is an attribute of the kernel: one thread's launch must not lower it for another's."""
+    """The limit is an attribute of the kernel. A launch of one thread must not lower it for another thread."""
 
     def run(rows):
         requests = Requests(device, 1, rows, torch.float32)
@@ -699,7 +702,7 @@ def test_window_allocates_nothing_and_waits_for_nothing(device):
 
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_cancel_of_many_layers(device, state_dtype):
-    """More layers than fit one launch; those that ran in the window have folded already."""
+    """There are more layers than fit one launch. Layers that ran in the window have folded already."""
     count, layers = 3, 80
     heads = Heads(1, 2, 64, 64)
     every = [Requests(device, count, 4, state_dtype, heads, seed=i) for i in range(layers)]

@@ -1,4 +1,4 @@
-"""Test that `write_kv` writes the bytes of vLLM's CUDA writer, `reshape_and_cache_flash`.
+"""Test that `write_kv` writes the same bytes as `reshape_and_cache_flash`, the CUDA writer in vLLM.
 
 It needs the compiled core of vLLM: an installed vLLM, or the path of its `_C_stable_libtorch.abi3.so` in VLLM_CORE.
 """

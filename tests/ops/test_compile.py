@@ -52,8 +52,8 @@ def compiled(function, **options):
 class PagedModel(nn.Module):
     """Attention over a paged cache, written in plain PyTorch around the op.
 
-    All weights are small integers and the attention weights are clamped, not normalised, so every sum
-    is exact in float32 and the order in which a compiler adds makes no difference to a single byte.
+    All weights are small integers. The attention weights are clamped, not normalised. Every sum is therefore exact in
+    float32, and every order of additions gives the same bytes.
     """
 
     def __init__(self, write):

@@ -1178,7 +1178,7 @@ RUNS = {
 
 
 def slot_adjacent(rows):
-    """A key plane of vLLM's `vec` pages, and a log whose rows are adjacent if the slots are."""
+    """A key plane of `vec` pages of vLLM, and a log whose rows are adjacent if the slots are."""
     cache = torch.arange(3 * 2 * 8 * 4, dtype=torch.float32).reshape(3, 2, 8, 4).permute(0, 3, 1, 2)
     log = torch.full((2, 8, rows), -1.0).permute(2, 0, 1)
     assert cache.stride(1) == log.stride(0) == 1

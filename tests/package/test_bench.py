@@ -1,4 +1,4 @@
-"""``nwor-ops bench`` without vLLM: what ratios prove, what is refused, and that no process is left.
+"""Test ``nwor-ops bench`` without vLLM: the conclusions from ratios, the refusals, and that no process is left.
 
 tests/vllm/test_bench_servers.py runs the command with real servers.
 """
@@ -222,7 +222,7 @@ def test_valid_lists_are_parsed() -> None:
 def test_the_sides_differ_in_the_feature_only(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from nwor_ops.config import NworConfig
 
-    monkeypatch.setenv("VLLM_NWOR_AUDIT", "1")  # of the operator's shell
+    monkeypatch.setenv("VLLM_NWOR_AUDIT", "1")  # set in the operator's shell
     monkeypatch.setenv("A_VARIABLE", "kept")
     wanted = {
         "transaction": NworConfig(mode="stage"),

@@ -263,7 +263,7 @@ def test_missing_names_are_found() -> None:
 def patched_names() -> dict[str, str]:
     """Return the names in the plugin's patches, as written in the code, each with its file.
 
-    Names that another module defines are not found. `test_hooks.py` compares those that it patches.
+    Names that another module defines are not found. `test_hooks.py` compares the names that it patches.
     """
     found = {}
     for path in sorted(PLUGIN.rglob("*.py")):

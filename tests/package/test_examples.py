@@ -357,7 +357,7 @@ def test_lookup_tree():
 
 
 def test_a_text_that_fills_its_pages(plain):
-    """Trees use pages only for as many tokens as there is room for."""
+    """Trees use pages only for as many tokens as the pages can hold."""
     prompt = PROMPTS[1]
     length = len(prompt) + NUM_OUTPUT_TOKENS
     assert length % BLOCK_SIZE == 0

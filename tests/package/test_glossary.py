@@ -24,7 +24,7 @@ RETIRED: dict[str, tuple[str, ...]] = {
         "test_check.py",
         "test_check_gpu.py",
         "commands.md",
-    ),  # of a feature
+    ),  # the result for a feature
     r"\b(?:falls?|falling|fell) back\b": (),
     r"\b(?:wrap_once|put_around)\b": (),
     r"\bpipeline stages?\b": (),

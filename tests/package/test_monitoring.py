@@ -23,7 +23,7 @@ NAMES = {
 }
 LABELS = 'job="vllm", instance="a:8000", engine="0", model_name="m"'
 
-# Input series by alert: before the colon those that make it fire, after it those that do not.
+# By alert: input series that make it fire.
 FIRES = {
     "NworFeatureMissing": {f'nwor_info{{{LABELS}, draft_graphs="missing"}}': "1x20"},
     "NworAbsent": {'vllm:num_requests_running{job="vllm", instance="a:8000"}': "0x20"},

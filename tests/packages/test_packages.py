@@ -1,5 +1,8 @@
-"""What `make dist` has made, as a stranger gets it: installed into fresh environments, with the torch that `make setup`
-takes and with the newest of `make matrix`. `make test-dist` runs these; they download both, and build the sdist."""
+"""Test the packages of `make dist` as a user gets them: installed into fresh environments.
+
+Each is tried with the torch that `make setup` takes, and with the newest of `make matrix`. `make test-dist` runs these
+tests. They download both, and build the sdist.
+"""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_a_cancelled_window_leaves_the_previous_states(device, reached):
     decoding.states.cancel()
     assert decoding.states.state is State.CLOSED
     decoding.assert_folded(1, 2)
-    decoding.window({1: 4, 2: 4, 3: 1}, {1: 1, 2: 4, 3: 1})  # what was pending in 3 still is
+    decoding.window({1: 4, 2: 4, 3: 1}, {1: 1, 2: 4, 3: 1})  # the pending rows of 3 are still pending
     decoding.states.fold(decoding.tensor([1, 2, 3]))
     decoding.assert_folded(1, 2, 3)
 

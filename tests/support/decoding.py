@@ -17,8 +17,8 @@ ALL = tuple(KINDS)
 class Engine:
     """Requests with page tables over layers of some kinds; next to them the pages as they should be.
 
-    Every group has its own kind of pages; a request's pages are picked in any order from those that are no shadow
-    pages. A step advances every request by its given and accepted tokens.
+    Every group has its own kind of pages. A request gets pages in any order, but no shadow pages. A step advances every
+    request by its given and accepted tokens.
 
     With `binds` all batches have their slots in the same tensors, so the manager binds its calls in the second step.
     """

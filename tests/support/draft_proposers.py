@@ -1,4 +1,4 @@
-"""Compare the drafters of vLLM's V1 runner with and without draft graphs, on random batches. Run by
+"""Compare the drafters of the V1 runner with and without draft graphs, on random batches. Run by
 test_draft_graphs_v1.py:
 
     TRITON_INTERPRET=1 python draft_proposers.py
@@ -39,7 +39,7 @@ class Model(torch.nn.Module):
     """Two layers of one group, with separate caches."""
 
     def __init__(self, carries: bool, is_pair: bool, vocabulary: int = VOCABULARY) -> None:
-        torch.nn.Module.__init__(self)  # of the class that this is mixed into
+        torch.nn.Module.__init__(self)  # not super(): subclasses have further bases
         self.caches = [torch.zeros(BLOCKS * BLOCK_SIZE, dtype=torch.int64) for _ in NAMES]
         self._carries, self._is_pair, self._vocabulary = carries, is_pair, vocabulary
 

@@ -385,7 +385,7 @@ def _connectors() -> Iterator[Case]:
     only if one request runs at a time.
     """
     again = {"rounds": 2, "requests": 12, "drop_prefix_cache": True}
-    continued = {"use": {**again, "continued": True}}  # what was decoded is loaded too
+    continued = {"use": {**again, "continued": True}}  # decoded tokens are loaded too
     host = {"cpu_bytes_to_use": 1 << 23}  # some 340 blocks: /dev/shm may be small
     # Decoded tokens are stored too. LMCache's usage reports are off. Tokens are not compared, because after a load even
     # vanilla vLLM with LMCache differs from an engine without it (0.5.6, vLLM 0.33).
@@ -723,11 +723,11 @@ WARNED = Refusal("warned-connector", "not active", REFUSALS[0].engine, nwor={"on
 ONE_STATE = {"mode": "off", "audit": True, "recurrent": True}
 ONE_STATE_COW = {**COW, "recurrent": True}
 ONE_STATE_STAGE = {**STAGE, "recurrent": True}
-# Of Qwen3-Next vLLM's Triton kernel verifies windows, of Qwen3.5 its CUDA kernel with the norm in it, or Triton's where
-# it is told so. Ours has the bits of Triton's; the CUDA kernel adds in another order, so that here and there another of
-# two close logits wins.
-# Kimi Linear's kernel adds in an order that depends on how many requests there are. Its model asks for a kernel in CuTe
-# unless it is told not to. OLMo hybrid's Triton kernel is another than Qwen's; ours has its bits, too.
+# vLLM verifies windows of Qwen3-Next with its Triton kernel. For Qwen3.5 it uses its CUDA kernel, which includes the
+# norm, or Triton's if it is told so. Our kernel has the bits of the Triton kernel. The CUDA kernel adds in another
+# order, so the other of two close logits sometimes wins.
+# The kernel of Kimi Linear adds in an order that depends on the number of requests. Its model asks for a kernel in CuTe
+# unless it is told not to. OLMo hybrid has another Triton kernel than Qwen. Ours has its bits too.
 # GLM-5.3-Flash's Triton kernel sums in another order.
 _DELTA_NETS = {"next": ("@qwen3_next_mtp", V2, 0), "qwen3_5": ("@gdn_mtp", V2, 6),
                "kimi": ("@kimi", V2 | {"VLLM_KIMI_K3_GEMM_AR": "0"}, 6), "olmo": ("@olmo", V2, 0),
@@ -788,8 +788,8 @@ def _one_states() -> Iterator[Case]:
     # 32 prompts of more than 512 tokens, in chunks that fill the batch.
     long = {"max_model_len": 704, "max_num_seqs": 32, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 512}
     yield _one_state("next-prompts", use={"shared_prefix": 512, "requests": 32}, **long, **float32)
-    # Vanilla runs fewer requests at once, and preempts others: what a request had decoded is then computed as a prompt,
-    # by another kernel.
+    # Vanilla runs fewer requests together, and preempts others. Another kernel then computes the decoded tokens of such
+    # a request again, as a prompt.
     yield _one_state("next-preemption", num_gpu_blocks_override=24, use={"max_tokens": 80}, may_differ=12,
                      expect={"metric:num_preemptions": 1})  # fmt: skip
     yield _one_state("next-abort", use={"abort": {10: [0, 2], 16: [5]}})
@@ -880,9 +880,10 @@ def _one_states() -> Iterator[Case]:
         yield _one_state(f"{model}-align", "triton", **interns2, **aligned)
 
 
-# vLLM's own settings, but for what keeps a tiny engine small: prefix caching and warm-ups are on, and FlashInfer runs
-# the prompts. Blocks have 128 or 192 tokens. With 352 tokens that all prompts share the shortest prompts end in the
-# second or third block, others have a checkpoint inside, and one has 385 tokens: in the second round one is left.
+# vLLM's own settings, except those that keep a tiny engine small. Prefix caching and warm-ups are on, and FlashInfer
+# runs the prompts. Blocks have 128 or 192 tokens, and all prompts share 352 tokens. The shortest prompts therefore end
+# in the second or third block, and others have a checkpoint inside. One has 385 tokens, so one token is left in the
+# second round.
 DEFAULTS: dict[str, Any] = {
     "attention_config": None,
     "gdn_prefill_backend": None,
@@ -1007,8 +1008,8 @@ def _prefill_elsewhere() -> Iterator[Case]:
 def _without_drafts() -> Iterator[Case]:
     """Yield cases of one state per request without speculation. ``-k one-state-nodrafts-`` selects them.
 
-    vLLM's kernels for such steps add in another order than ours: for Qwen one with a warp per head if all requests
-    decode, and one with four if some have prompts. So as many requests may differ as for the other such kernels.
+    vLLM's kernels for such steps add in another order than ours. For Qwen the kernel has one warp per head if all
+    requests decode, and four if some have prompts. So as many requests may differ as for the other such kernels.
     """
 
     def case(name: str, shape: str = "next", **more: Any) -> Case:

@@ -1,4 +1,4 @@
-"""A draft model of a few lines, for comparisons of vLLM's drafters with ours.
+"""A draft model of a few lines, for comparisons of the drafters in vLLM with ours.
 
 Each token's key goes to its slot, and the next token is a hash of all visible keys, in order. One wrong slot, position,
 length, block or start therefore changes the drafts.

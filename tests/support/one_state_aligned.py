@@ -4,13 +4,13 @@
     TRITON_INTERPRET=1 python one_state_aligned.py checkpoints
 
 As in one_state_layers.py, the layers and builders are real. States move from block to block as requests grow. Requests
-begin with states that other requests left, and new requests get blocks with old data. vLLM's kernels and its context
-copy the states on the side of vLLM, and the rows of the convolution on ours.
+begin with states that other requests left, and new requests get blocks with old data. On the side of vLLM its kernels
+and its context copy the states. On our side they copy the rows of the convolution.
 
-In case ``checkpoints`` the last chunk of a prompt is not split, as with FlashInfer's prefill: the state at its last
-full block is exported to a separate block, and later requests begin with it. The layer of vLLM 0.33 does that itself;
-here a plain recurrence replaces FlashInfer's kernel. vLLM 0.32 has the builder and the exporter, but its layer does not
-call them, so this script does.
+In case ``checkpoints`` the last chunk of a prompt is not split, as with FlashInfer's prefill. The state at its last
+full block is exported to a separate block, and later requests begin with it. The layer of vLLM 0.33 does this itself.
+Here a plain recurrence replaces FlashInfer's kernel. The builder and the exporter are in vLLM 0.32 too, but its layer
+does not call them, so this script does.
 """
 
 from __future__ import annotations
@@ -297,15 +297,15 @@ def prepare_checkpoints() -> None:
 
 
 class Scheduler:
-    """Which tokens a step computes. All lengths are in tokens.
+    """Choose the tokens that a step computes. All lengths are in tokens.
 
     Args:
-        block: of the cache.
-        checkpoints: the last chunk of a prompt is not split.
+        block: tokens in a block of the cache.
+        checkpoints: whether the last chunk of a prompt is not split.
         most_drafts: maximum number of drafts per request.
 
     Attributes:
-        position: of the checkpoint in the chunk that was asked for last, or 0.
+        position: position of the checkpoint in the chunk of the last call, or 0.
     """
 
     def __init__(self, block: int, checkpoints: bool, most_drafts: int, chance: random.Random) -> None:

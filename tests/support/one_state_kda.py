@@ -20,11 +20,11 @@ def run_prompts(
     """Run the recurrence over the tokens of prompts, in place of an autotuned kernel.
 
     Args:
-        q, k, v: ``[1, tokens, HEADS, WIDTH]``; q and k are normalized here.
+        q, k, v: ``[1, tokens, HEADS, WIDTH]``. This function normalizes q and k.
         decay: float32 ``[tokens, HEADS, WIDTH]``: the factor of each channel.
         beta: float32 ``[tokens, HEADS]``.
         initial_state: ``[prompts, HEADS, WIDTH, WIDTH]``.
-        cu_seqlens: where each prompt starts, then the end.
+        cu_seqlens: first token of each prompt, then the end.
 
     Returns:
         The output, with shape and dtype of ``v``, and the final states in float32.

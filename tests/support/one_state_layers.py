@@ -185,7 +185,7 @@ class Side:
             for builder, layer in zip(self.builders, self.layers, strict=True):
                 builder.bind(GroupLayers(cursors, [layer]))
         self.blocks_per_request = 1 + self.specs[0].num_speculative_blocks
-        self.free = list(range(1, BLOCKS))  # of all groups, as in vLLM
+        self.free = list(range(1, BLOCKS))  # shared by all groups, as in vLLM
 
     def _layer(self, config: Any, name: str, one_state: bool, weights: dict[str, Tensor]) -> Any:
         from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -303,7 +303,7 @@ class Batch:
     """The runner's description of a step, padded if its windows run in a graph.
 
     Args:
-        scheduled: request, tokens and drafts of each row. -1 drafts: a prompt.
+        scheduled: request, number of tokens and number of drafts of each row. A prompt has -1 drafts.
         padded: whether to pad rows and tokens to the maximum number of requests.
         most_drafts: maximum number of drafts per request.
     """

@@ -1,4 +1,4 @@
-"""A prefill engine in its own process, for an engine that decodes what it has prefilled. See ``engine_child``."""
+"""A prefill engine in a separate process, for an engine that decodes its requests. See ``engine_child``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class PrefillEngine:
     """Starts it, while the caller starts its own engine. Use as a context manager.
 
     Args:
-        job: of the decoding engine; ``job["prefill"]`` has the settings in which this engine differs.
+        job: the decoding engine's job. ``job["prefill"]`` has the settings in which this engine differs.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())  # of the decoding engine, in this process
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())  # the decoding engine is in this process
         self._process = context.Process(target=_serve, args=(job, theirs), daemon=True)
 
     def __enter__(self) -> PrefillEngine:

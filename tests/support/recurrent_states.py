@@ -169,7 +169,7 @@ class Decoding:
         self.pages: dict[str, Tensor] = {}
         self.weights: dict[str, Weights] = {}
         self.every_state: dict[str, EveryState] = {}
-        if one_storage:  # of all float32 states, layer by layer within a slot
+        if one_storage:  # it holds all float32 states, layer by layer within a slot
             widths = {name: kind.value_heads * kind.value_size * kind.key_size for name, kind in self.kinds.items()}
             pool = torch.zeros(num_slots, sum(widths.values()), device=device)
             states = dict(zip(widths, pool.split(list(widths.values()), dim=1), strict=True))

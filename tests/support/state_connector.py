@@ -1,9 +1,10 @@
 """KV connectors of the tests for recurrent states.
 
 :class:`StateConnector` stores nothing. It notes the bytes that a store would copy: the state in each block that gets a
-cache key. :class:`PagesConnector` hands the end of a prompt from a prefill engine to a decode engine, in files and with
-NIXL's protocol: the prefill engine stops one token before the prompt's end, and its last block is read after the end of
-the request, on a stream of its own. It copies the convolution and the state of a recurrent layer, as NIXL does.
+cache key. The other one, :class:`PagesConnector`, hands the end of a prompt from a prefill engine to a decode engine.
+It uses files, and NIXL's protocol. The prefill engine stops one token before the prompt's end. Its last block is read
+after the end of the request, on a separate stream. As in NIXL, the convolution and the state of a recurrent layer are
+copied.
 
 Both work in engines with this library and without.
 """
@@ -45,7 +46,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 class _Connector(KVConnectorBase_V1, SupportsHMA):
-    """What both share: the layers of each KV-cache group, and methods that do nothing."""
+    """The base of both connectors: the layers of each KV-cache group, and methods that do nothing."""
 
     reads_kv_cache_in_order = True
     reads_complete_states = True
@@ -54,7 +55,7 @@ class _Connector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.groups = kv_cache_config.kv_cache_groups
         self.context = vllm_config.compilation_config.static_forward_context
-        self.conv_rows = 3  # of the tiny models, whose convolutions have a width of 4
+        self.conv_rows = 3  # the convolutions of the tiny models have a width of 4
 
     def convolution_of(self, layer: str, block: int) -> Tensor:
         """The inputs before the next token."""
@@ -117,7 +118,7 @@ class StateConnector(_Connector):
 
 @dataclass
 class Handed(KVConnectorMetadata):
-    """Of each request its file and its blocks by group; what is read after the end of a request, and what is loaded."""
+    """The requests to read after their end, and the requests to load: file and blocks by group for each."""
 
     exports: dict[str, tuple[str, list[list[int]]]] = field(default_factory=dict)
     loads: dict[str, tuple[str, list[list[int]], list[int]]] = field(default_factory=dict)  # with the first block

@@ -1,8 +1,8 @@
 """The models of these tests: folders with made-up weights, in the language of :mod:`nwor_ops.testing.tiny_llama`.
 
-In it a token is followed by its successor, most of the time, so a good part of what any drafter proposes is
-accepted and a good part is not. vLLM's own dummy weights would not do: such models soon repeat themselves and
-accept nearly every draft.
+In this language a token is followed by its successor, most of the time. A good part of the tokens that any drafter
+proposes is therefore accepted, and a good part is not. The dummy weights of vLLM would not do: such models soon repeat
+themselves and accept nearly every draft.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ YARN = {
     "mscale_all_dim": 0.707,
 }
 SLIDING_WINDOW = 64
-# Gated DeltaNet and full attention in turn, as in Qwen3-Next and Qwen3.5. The head sizes are those that vLLM's kernels
-# for it are made for; a bf16 state keeps the blocks, whose size follows from it, at some tokens.
+# Gated DeltaNet and full attention in turn, as in Qwen3-Next and Qwen3.5. vLLM's kernels for it are
+# made for these head sizes. The size of a block follows from the state, so a bf16 state keeps blocks at some tokens.
 GDN = {
     "layers": 4,
     "heads": 4,
@@ -171,9 +171,11 @@ def write_eagle(folder: pathlib.Path, biases: bool = False) -> None:
 
 
 def write_eagle3(folder: pathlib.Path) -> None:
-    """An EAGLE-3 head for the tiny Llama. The next token's embedding reaches its residual stream through attention
-    alone: queries and keys are the embedding itself, so each token attends to itself, and half of the embedding is
-    handed on, above what was there. The head's own output layer knows the rule."""
+    """An EAGLE-3 head for the tiny Llama. Only attention brings the next token's embedding to its residual stream.
+
+    Queries and keys are the embedding itself, so each token attends to itself. Half of the embedding is handed on,
+    above the old contents. The head's own output layer knows the rule.
+    """
     size = Size(layers=1)
     generator = torch.Generator().manual_seed(24)
     hidden, width, half = size.hidden, size.head_size, size.kv_heads * size.head_size
@@ -277,7 +279,7 @@ def _write_adapter(folder: pathlib.Path, names: list[str], matrices: dict[str, t
     number, so that every order gives the same sum.
 
     Args:
-        names: of the modules that it changes.
+        names: names of the modules that it changes.
         matrices: rows and columns of each matrix that it changes.
     """
     rank = 8
@@ -371,7 +373,7 @@ def _kda_layer(generator: torch.Generator, prefix: str, heads: int, hidden: int 
         convolution = torch.randn(size, 1, KDA["conv"], generator=generator) / KDA["conv"] ** 0.5
         weights[f"{layer}.{part}_proj.weight"] = matrix(generator, size, hidden, 1.5)
         weights[f"{layer}.{part}_conv1d.weight"] = convolution.to(torch.bfloat16)
-    for gate in "fg":  # of the decay, and of the norm: each of low rank
+    for gate in "fg":  # the gates of the decay and of the norm, each of low rank
         weights[f"{layer}.{gate}_a_proj.weight"] = matrix(generator, width, hidden)
         weights[f"{layer}.{gate}_b_proj.weight"] = matrix(generator, size, width)
     return weights | _mlp(generator, f"{prefix}.mlp", hidden, MLA["mlp"])
@@ -1052,8 +1054,8 @@ def _mlp(generator: torch.Generator, prefix: str, hidden: int, intermediate: int
 
 
 def _experts(generator: torch.Generator, prefix: str, hidden: int, intermediate: int) -> dict[str, Tensor]:
-    """In the place of an MLP: experts, a gate that chooses two of them, and one for every token with a gate of its
-    own."""
+    """Experts in the place of an MLP, and a gate that chooses two of them. One more expert, with a separate gate, gets
+    every token."""
     width, shared = EXPERTS["moe_intermediate_size"], EXPERTS["shared_expert_intermediate_size"]
     weights = {
         f"{prefix}.gate.weight": matrix(generator, EXPERTS["num_experts"], hidden, 2.0),

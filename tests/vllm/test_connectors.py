@@ -1,4 +1,4 @@
-"""KV connectors on the real CPU engine: what they see of the cache, and that what they load is right."""
+"""KV connectors on the real CPU engine: the rows that they see in the cache, and that they load the right ones."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _load_job(settings: dict[str, Any], requests: list[list[int]]) -> dict[str, 
     for number in range(2):
         if number:
             drop_prefix_cache(llm)
-            if settings["enable_prefix_caching"]:  # what was decoded is loaded too
+            if settings["enable_prefix_caching"]:  # decoded tokens are loaded too
                 requests = [prompt + answer for prompt, answer in zip(requests, rounds[0], strict=True)]
         rounds.append(_serve(llm, requests, number))
     metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
@@ -212,8 +212,10 @@ def test_what_is_stored_can_be_loaded(
     prefix_caching: bool,
     any_time: bool,
 ) -> None:
-    """Generate, forget, load: the tokens are vanilla's, and the audit has seen who wrote what: where loads do not come
-    at any time it has compared the whole cache."""
+    """Generate, forget, load. The tokens are vanilla's, and the audit has seen every writer.
+
+    If loads come only at known times, it has compared the whole cache.
+    """
     requests = prompts(6, longest=150)
     started = [
         engines.submit(
@@ -251,7 +253,7 @@ def _attached(transfer: dict[str, Any] | None) -> ConnectorAttachment:
 
 
 def test_which_connectors_load_at_any_time(tmp_path: pathlib.Path) -> None:
-    """One of several does, and so does one of one's own, of which it is not known."""
+    """A connector does if one of its parts does. So does a custom connector, because its times are not known."""
     example = _example(tmp_path)
     only = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
     only["kv_connector_extra_config"] = {"connectors": [example, example]}
@@ -326,7 +328,7 @@ def test_an_export_of_a_step_that_is_cancelled_is_not_made(monkeypatch: pytest.M
     if not cancels:
         monkeypatch.setattr(step.session.manager, "cancel", step.fail)
     step.session.close_interrupted()
-    step.session.commit(step.fail, lambda: [1])  # of the next step, without a window
+    step.session.commit(step.fail, lambda: [1])  # the next step, without a window
     assert step.exported == []
 
 

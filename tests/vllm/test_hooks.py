@@ -1,4 +1,4 @@
-"""Patches of vLLM: what one patch does, and that unloading the plugin restores every function and class of vLLM."""
+"""Patches of vLLM: the effect of a patch, and that unloading the plugin restores every function and class of vLLM."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ PATCHED_MODULES = [
 def not_in_the_page(targets: list[str]) -> list[str]:
     """Return the patched attributes that docs/internals/hooks.md does not name."""
     page = (ROOT / "docs" / "internals" / "hooks.md").read_text()
-    names = {target.rsplit(".", 1)[-1] for target in targets} - {"variables", "finders"}  # of the test
+    names = {target.rsplit(".", 1)[-1] for target in targets} - {"variables", "finders"}  # patches by this test
     return sorted(name for name in names if f"{name}`" not in page)
 
 

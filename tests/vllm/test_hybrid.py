@@ -1,9 +1,10 @@
 """Hybrid models: the transaction covers attention's rows, and vLLM manages the recurrent states in the same memory.
 
-The model has the layers of Qwen3-Next. On vLLM 0.32's CPU engine, only the recurrent kernels of Gated DeltaNet can
-verify drafts. (Its convolution for Mamba and LFM2 expects one state index per token, but gets one row of them per
-request, and reads after its end. Such engines give different results from run to run.) That engine also lacks prefix
-caching for hybrid models, because its Triton kernels have no CPU version. gpu_cases.py has cases of both.
+The model has the layers of Qwen3-Next. On the CPU engine of vLLM 0.32, only the recurrent kernels of Gated DeltaNet
+can verify drafts. Its convolution for Mamba and LFM2 expects one state index per token. It gets one row of them per
+request instead, and reads after its end. Such engines give different results from run to run. That engine also lacks
+prefix caching for hybrid models, because its Triton kernels have no CPU version. The file gpu_cases.py has cases of
+both.
 """
 
 from __future__ import annotations

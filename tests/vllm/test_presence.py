@@ -1,4 +1,4 @@
-"""What an engine says if a feature that it asked for is not active in every worker."""
+"""The messages of an engine if a feature that it asked for is not active in every worker."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_refused_feature_that_the_engine_does_without_is_missing(engines: Engi
 
 
 def test_workers_without_the_plugin_are_named(engines: Engines) -> None:
-    """They are processes of their own, in which vLLM was told to leave the plugin out."""
+    """They are separate processes, in which vLLM was told to leave the plugin out."""
     result = started(
         engines, {"VLLM_NWOR_MODE": "cow"}, True, tensor_parallel_size=2, distributed_executor_backend="mp"
     )

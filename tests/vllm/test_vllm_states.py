@@ -1,4 +1,4 @@
-"""The audit of vLLM's own recurrent states, with vLLM's kernels for CPU and CUDA, and planted errors.
+"""The audit of the recurrent states that vLLM keeps, with its kernels for CPU and CUDA, and planted errors.
 
 test_hybrid.py runs it in real engines.
 """

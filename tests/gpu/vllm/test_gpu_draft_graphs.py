@@ -76,7 +76,7 @@ def _check_graphs_ran(case: DraftCase, result: dict[str, Any], report: dict[str,
     largest = max(count for counts in captured.values() for count in (*counts[0], *counts[1]))
     assert (too_large > 0) == (largest < ENGINE["max_num_seqs"])
     assert set(eager) <= {*NOT_BY_US, MIXED, TOO_LARGE}
-    # Each number of drafts was requested, and no other (in steps whose drafts cannot be used there are none).
+    # Each number of drafts was requested, and no other. Steps whose drafts cannot be used have 0.
     assert set(captured) <= set(by_drafts) <= {0, *captured}
     # The warm-up steps of vLLM may have added to these counts.
     decode_loops = max(0, sum(steps for drafts, steps in by_drafts.items() if drafts > 1) - too_large)

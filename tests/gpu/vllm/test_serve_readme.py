@@ -1,7 +1,7 @@
 """README's three feature commands, as README.md has them, with tiny models in place of MODEL and DRAFT, over HTTP.
 
-``test_words`` starts each exactly as written; only host and port are added. Such a server takes nine tenths of the GPU:
-the test runs when nothing else does, so ``-k test_words`` selects it and nothing else starts engines then.
+``test_words`` starts each exactly as written; only host and port are added. Such a server takes nine tenths of the GPU.
+The test must therefore run while nothing else does: ``-k test_words`` selects only it.
 
 ``test_audited`` adds ``SMALL_CACHE`` to the words and ``VLLM_NWOR_AUDIT=1`` to the environment. An audit copies the
 cache at every step, and a small cache makes vLLM preempt requests. The answers equal those of a vanilla server that
@@ -42,8 +42,8 @@ SMALL_CACHE = (
     *("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.05"),
     *("--max-num-seqs", str(min(BLOCKS.values()))),
 )
-# How many answers may differ: requests one by one, then several at once. vLLM's kernel for Qwen3.5 adds in another
-# order, so one of two close logits may win instead of the other. Larger batches use other matrix products.
+# Number of answers that may differ, for requests one by one and for several together. For Qwen3.5 the kernel of vLLM
+# adds in another order, so the other of two close logits may win. Larger batches use other matrix products.
 MAY_DIFFER = {"draft_graphs": (0, 4), "recurrent": (4, 6), "mode": (0, 4)}
 PATIENCE_SECONDS = 280.0
 

@@ -30,7 +30,7 @@ def cluster(devices: Sequence[int]) -> Iterator[tuple[dict[str, str], Callable[[
     """Start a Ray cluster.
 
     Args:
-        devices: number of workers for which each node has room.
+        devices: maximum number of workers on each node.
 
     Yields:
         The environment with which vLLM finds the cluster, and a function that returns what workers have written so far.
