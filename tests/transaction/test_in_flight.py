@@ -220,15 +220,58 @@ def test_settle_is_refused_after_cancel_deferred_has_begun(outcome_known: bool) 
 
 
 def test_an_abandoned_window_keeps_its_rows() -> None:
+    """Its drafts count neither as accepted nor as rejected, also if a later window is cancelled."""
+    layers = InFlight(windows=2)
+    first, second, third, fourth = layers.batches(FIRST, SECOND, THIRD, SECOND)
+    waiting = layers.run(first)
+    for batch in (second, third):
+        layers.manager.begin(batch.window)
+        layers.forward(batch, [])
+        layers.manager.abandon()
+    layers.manager.settle(waiting, first.num_rejected)
+    layers.manager.begin(fourth.window)
+    layers.forward(fourth, fourth.drafted)
+    layers.manager.cancel()
+    layers.assert_as_expected()
+    stats = layers.manager.stats()
+    assert (stats.abandoned, stats.accepted) == (2, len(first.drafted) - len(first.rejected))
+    assert stats.rejected == len(first.rejected) + len(fourth.drafted)
+
+
+def test_a_failed_abandon_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(manager: InFlightManager) -> None:
+        raise Lost("planted")
+
+    layers = InFlight(windows=2)
+    [batch] = layers.batches(FIRST)
+    layers.manager.begin(batch.window)
+    layers.forward(batch, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(InFlightManager, "_stop_logging", fails)
+        with pytest.raises(Lost):
+            layers.manager.abandon()
+    with pytest.raises(RuntimeError, match=r"^defer: abandon\(\) has begun for the open window; call abandon\(\)"):
+        layers.manager.defer()
+    layers.manager.abandon()
+    layers.assert_as_expected()
+    assert (layers.manager.stats().abandoned, layers.manager.stats().rejected) == (1, 0)
+
+
+@pytest.mark.parametrize("end", ["cancel_deferred", "forget"])
+def test_a_deferred_window_ends_while_another_is_open(end: str) -> None:
+    """The drafts of the open window are counted once, when its outcome arrives."""
     layers = InFlight(windows=2)
     first, second = layers.batches(FIRST, SECOND)
-    waiting = layers.run(first)
+    lost = first.drafted if end == "cancel_deferred" else []
+    deferred = layers.run(first, lost)
     layers.manager.begin(second.window)
-    layers.forward(second, [])
-    layers.manager.abandon()
-    layers.manager.settle(waiting, first.num_rejected)
+    getattr(layers.manager, end)(deferred)
+    layers.forward(second, second.rejected)
+    layers.manager.settle(layers.manager.defer(), second.num_rejected)
     layers.assert_as_expected()
-    assert layers.manager.stats().abandoned == 1
+    stats = layers.manager.stats()
+    assert stats.rejected == len(lost) + len(second.rejected)
+    assert stats.accepted == len(second.drafted) - len(second.rejected)
 
 
 def test_begin_is_refused_if_the_log_is_full() -> None:
