@@ -1,8 +1,8 @@
 """Bound calls: ops whose arguments are checked once, and which then run in every step with a few new ones.
 
 An engine passes the same buffers, planes and tables in every step. Passing and checking them takes the host longer than
-the launch. The function :func:`bind` checks a call of an op and returns a handle. In each step :func:`begin_bound` and
-:func:`commit_bound` run the calls of a handle, with the tensors that change from step to step.
+the launch. :func:`bind` checks a call of an op and returns a handle. :func:`begin_bound` and :func:`commit_bound` run
+the calls of a handle with the tensors that change from step to step.
 
 These functions are for :class:`nwor_ops.DraftCommitManager`. They are not public ops, because the schema of a handle
 hides which tensors are mutated. A trace refuses them.

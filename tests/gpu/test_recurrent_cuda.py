@@ -396,7 +396,7 @@ def test_bits_over_many_steps(device, state_dtype, per_channel, steps, heads):
 @pytest.mark.parametrize("norm", [None, "silu"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
 def test_requests_alone_and_together(device, state_dtype, norm, heads):
-    """Requests run together, and one by one. Blocks then have other numbers of threads or rows. Some are padded."""
+    """All at the same time and alone, blocks have other numbers of threads, or of rows of a state. Some are padded."""
     together = Requests(device, 50, 4, state_dtype, heads)
     together.slots[::7] = 0
     alone = Requests(device, 50, 4, state_dtype, heads)

@@ -119,7 +119,7 @@ def test_a_log_that_overlaps_a_plane_of_the_table(op):
 
 
 def test_the_plane_with_the_least_room_limits_page_offsets():
-    """That may be another plane than the first: offsets that fit the first may exceed the storage of another."""
+    """It may be another plane than the first. Offsets that fit the first plane may exceed the storage of another."""
     pages = layouts.make_amx_pages(Shape(2, 16, 2, 16, 16, layers=2), torch.bfloat16)
     planes, offsets = pages.value_caches, pages.value_offsets
     assert offsets is not None
