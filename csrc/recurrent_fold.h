@@ -106,7 +106,7 @@ inline FoldArguments check_fold(
         };
         const RecurrentStates view = states_view(argument(0));
         const RecurrentRecord record =
-            record_view({argument(1), argument(2), argument(3), argument(4)}, view);
+            record_view({argument(1), argument(2), argument(3), argument(4)}, view, 0);
         argument(5).vector(ScalarType::Long, 1, "[1]");
         if (layer == 0) {
             f.states = view;

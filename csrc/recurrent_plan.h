@@ -20,12 +20,13 @@ constexpr int64_t kMostRecordRows = 32;
 struct RecurrentRow {
     int32_t source;  // slot whose state and record are read
     int32_t rows;    // rows of the record to reapply
-    int32_t half;    // half of the record with these rows
-    int32_t target;  // slot that is written
+    int32_t first;   // half of the record with these rows; in a ring the first one
+    int32_t target;  // slot whose state is stored; 0: the state stays as it is
 
-    NWOR_HOST_DEVICE bool any() const { return target > 0; }
-    // The half of the record that the window writes.
-    NWOR_HOST_DEVICE int32_t next_half() const { return 1 - half; }
+    NWOR_HOST_DEVICE bool any() const { return source > 0 || target > 0; }
+    NWOR_HOST_DEVICE bool stores() const { return target > 0; }
+    // The slot whose record the window writes.
+    NWOR_HOST_DEVICE int32_t recorded() const { return target > 0 ? target : source; }
 };
 
 struct RecurrentPlan {
@@ -40,22 +41,38 @@ struct RecurrentPlan {
         int32_t* to = data + 4 * i;
         to[0] = row.source;
         to[1] = row.rows;
-        to[2] = row.half;
+        to[2] = row.first;
         to[3] = row.target;
     }
 };
 
-// The pending rows of each slot: their number, and their half of the record.
-struct RecurrentCursors {
-    int32_t* data;  // [length, 2]
-    int64_t length;
+// The pending rows of a slot.
+struct RecurrentCursor {
+    int32_t rows;     // recorded by the last window
+    int32_t first;    // half of the record with these rows; in a ring the first pending row
+    int32_t earlier;  // only in a ring: rows before those of the last window, all accepted
 
-    NWOR_HOST_DEVICE int32_t rows(int64_t slot) const { return data[2 * slot]; }
-    NWOR_HOST_DEVICE int32_t half(int64_t slot) const { return data[2 * slot + 1]; }
-    NWOR_HOST_DEVICE void set(int64_t slot, int32_t rows, int32_t half) const {
-        data[2 * slot] = rows;
-        data[2 * slot + 1] = half;
+    // Nothing is pending.
+    NWOR_HOST_DEVICE RecurrentCursor cleared() const { return {0, first, 0}; }
+};
+
+struct RecurrentCursors {
+    int32_t* data;  // [length, columns]
+    int64_t length;
+    int32_t columns;  // 2, or 3 with a ring
+
+    NWOR_HOST_DEVICE bool of_ring() const { return columns == 3; }
+    NWOR_HOST_DEVICE RecurrentCursor operator[](int64_t slot) const {
+        const int32_t* cursor = data + columns * slot;
+        return {cursor[0], cursor[1], of_ring() ? cursor[2] : 0};
     }
+    NWOR_HOST_DEVICE void set(int64_t slot, const RecurrentCursor& cursor) const {
+        int32_t* to = data + columns * slot;
+        to[0] = cursor.rows;
+        to[1] = cursor.first;
+        if (of_ring()) to[2] = cursor.earlier;
+    }
+    NWOR_HOST_DEVICE void clear(int64_t slot) const { set(slot, (*this)[slot].cleared()); }
 };
 
 inline RecurrentPlan recurrent_plan_view(const Argument& a, int64_t length) {
@@ -67,11 +84,23 @@ inline RecurrentPlan recurrent_plan_view(const Argument& a, int64_t length) {
     return {static_cast<int32_t*>(a.tensor.data_ptr()), a.tensor.size(0)};
 }
 
-inline RecurrentCursors cursors_view(const Argument& a) {
+// Checks cursors with `columns` columns; 0: of either number.
+inline RecurrentCursors cursors_view(const Argument& a, int64_t columns) {
     a.dtype(ScalarType::Int);
-    if (a.tensor.dim() != 2 || a.tensor.size(1) != 2) a.must_be("[num_slots, 2]");
+    const int64_t found = a.tensor.dim() == 2 ? a.tensor.size(1) : 0;
+    if (columns > 0 && found != columns) a.must_be("[num_slots, ", columns, "]");
+    if (found != 2 && found != 3) a.must_be("[num_slots, 2], or [num_slots, 3] with a ring");
     a.contiguous();
-    return {static_cast<int32_t*>(a.tensor.data_ptr()), least(a.tensor.size(0), INT32_MAX)};
+    return {static_cast<int32_t*>(a.tensor.data_ptr()), least(a.tensor.size(0), INT32_MAX),
+            static_cast<int32_t>(found)};
+}
+
+// Checks the rows of a ring that may be pending. Behind them a window of `window_rows` tokens is recorded.
+inline void check_ring_rows(const char* op, int64_t ring_rows, int64_t window_rows) {
+    if (ring_rows == 0) return;
+    if (ring_rows < window_rows || ring_rows + window_rows > kMostRecordRows)
+        fail(op, "ring_rows must be 0, or at least the ", window_rows,
+             " rows of a window and with them at most ", kMostRecordRows, ", got ", ring_rows);
 }
 
 // ---------------------------------------------------------------- plan_recurrent_window
@@ -79,10 +108,11 @@ inline RecurrentCursors cursors_view(const Argument& a) {
 struct RecurrentWindowArguments {
     const char* op;
     RecurrentPlan plan;              // [>= Q, 4]
-    RecurrentCursors cursors;        // [S, 2]
+    RecurrentCursors cursors;        // [S, 2], or [S, 3] with a ring
     int64_t* window_id;              // [1]
     int64_t num_requests;            // Q
     int64_t record_rows;             // W
+    int64_t ring_rows;               // R; 0: a record has two halves
     Ids state_slots;                 // [Q]
     const int32_t* query_start_loc;  // [Q + 1]
     const int32_t* num_kept;         // [Q]
@@ -93,14 +123,15 @@ struct RecurrentWindowArguments {
 inline RecurrentWindowArguments check_recurrent_window(
     const char* op,                            //
     const Tensor& plan,                        // [>= Q, 4], int32
-    const Tensor& cursors,                     // [S, 2], int32
+    const Tensor& cursors,                     // [S, 2] or [S, 3], int32
     const Tensor& window_id,                   // [1], int64
     const Tensor& state_slots,                 // [Q], int32 or int64
     const Tensor& query_start_loc,             // [>= Q + 1], int32
     const Tensor& num_kept,                    // [>= Q], int32
     int64_t record_rows,                       // W
     const std::optional<Tensor>& is_window,    // [>= Q], bool
-    const std::optional<Tensor>& num_skipped)  // [1], int64
+    const std::optional<Tensor>& num_skipped,  // [1], int64
+    int64_t ring_rows)                         // R
 {
     const Argument to{op, "plan", plan}, cur{op, "cursors", cursors}, number{op, "window_id", window_id},
         slots{op, "state_slots", state_slots}, qsl{op, "query_start_loc", query_start_loc},
@@ -110,7 +141,7 @@ inline RecurrentWindowArguments check_recurrent_window(
     a.state_slots = ids_view(slots, 0, "[num_requests]");
     a.num_requests = a.state_slots.length;
     a.plan = recurrent_plan_view(to, a.num_requests);
-    a.cursors = cursors_view(cur);
+    a.cursors = cursors_view(cur, ring_rows == 0 ? 2 : 3);
     number.vector(ScalarType::Long, 1, "[1]");
     a.window_id = static_cast<int64_t*>(window_id.data_ptr());
     a.query_start_loc = int32_view(qsl, a.num_requests + 1, "[num_requests + 1]").data;
@@ -119,6 +150,8 @@ inline RecurrentWindowArguments check_recurrent_window(
     if (record_rows > kMostRecordRows)
         fail(op, "record_rows must be at most ", kMostRecordRows, ", got ", record_rows);
     a.record_rows = record_rows;
+    check_ring_rows(op, ring_rows, record_rows);
+    a.ring_rows = ring_rows;
     std::vector<Argument> inputs{slots, qsl, kept};
     if (is_window.has_value()) {
         inputs.push_back({op, "is_window", *is_window});
@@ -139,7 +172,8 @@ struct RecurrentWindowStep {
     Found found;       // with a problem, the row is zero and the cursor stays
     RecurrentRow row;  // row of the plan
     bool sets_cursor;
-    int32_t slot, cursor_rows, cursor_half;
+    int32_t slot;
+    RecurrentCursor cursor;
 };
 
 NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindowArguments& a, int64_t q) {
@@ -154,12 +188,18 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
         step.found = {kStateSlots, q, slot, a.cursors.length};
         return step;
     }
-    const int32_t pending = a.cursors.rows(slot), half = a.cursors.half(slot);
+    const RecurrentCursor cursor = a.cursors[slot];
+    const int32_t pending = cursor.rows;
+    const int64_t all_rows = a.ring_rows + a.record_rows;  // of a ring
     const bool opens = a.is_window == nullptr || a.is_window[q];
     if (pending < 0 || pending > a.record_rows)
         step.found = {kCursorRows, slot, pending, a.record_rows};
-    else if (half != 0 && half != 1)
-        step.found = {kCursorHalf, slot, half, 1};
+    else if (cursor.earlier < 0 || cursor.earlier + pending > all_rows)
+        step.found = {kCursorRows, slot, cursor.earlier, all_rows - pending};
+    else if (a.ring_rows == 0 && cursor.first != 0 && cursor.first != 1)
+        step.found = {kCursorHalf, slot, cursor.first, 1};
+    else if (a.ring_rows > 0 && (cursor.first < 0 || cursor.first >= all_rows))
+        step.found = {kCursorRing, slot, cursor.first, all_rows};
     else if (opens && end - begin > a.record_rows)
         step.found = {kWindowPastRecord, q, end - begin, a.record_rows};
     else if (opens && pending > 0 && (a.num_kept[q] < 1 || a.num_kept[q] > pending))
@@ -167,11 +207,19 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
     if (step.found) return step;
     step.slot = static_cast<int32_t>(slot);
     step.sets_cursor = true;
-    step.cursor_half = half;
+    step.cursor = cursor.cleared();
     if (!opens) return step;
-    step.row = {step.slot, pending > 0 ? a.num_kept[q] : 0, half, step.slot};
-    step.cursor_rows = static_cast<int32_t>(end - begin);
-    step.cursor_half = 1 - half;
+    const int32_t tokens = static_cast<int32_t>(end - begin),
+                  rows = cursor.earlier + (pending > 0 ? a.num_kept[q] : 0);
+    step.row = {step.slot, rows, cursor.first, step.slot};
+    if (a.ring_rows == 0) {
+        step.cursor = {tokens, 1 - cursor.first, 0};
+    } else if (rows + tokens > a.ring_rows) {
+        step.cursor = {tokens, static_cast<int32_t>((cursor.first + rows) % all_rows), 0};
+    } else {
+        step.row.target = 0;
+        step.cursor = {tokens, cursor.first, rows};
+    }
     return step;
 }
 
@@ -180,7 +228,7 @@ NWOR_HOST_DEVICE inline RecurrentWindowStep window_step_of(const RecurrentWindow
 struct RecurrentFoldPlanArguments {
     const char* op;
     RecurrentPlan plan;        // [>= E, 4]
-    RecurrentCursors cursors;  // [S, 2]
+    RecurrentCursors cursors;  // [S, 2], or [S, 3] with a ring
     int64_t num_entries;       // E
     Ids source_slots;          // [E]
     Ids target_slots;          // [E]
@@ -191,7 +239,7 @@ struct RecurrentFoldPlanArguments {
 inline RecurrentFoldPlanArguments check_recurrent_fold_plan(
     const char* op,              //
     const Tensor& plan,          // [>= E, 4], int32
-    const Tensor& cursors,       // [S, 2], int32
+    const Tensor& cursors,       // [S, 2] or [S, 3], int32
     const Tensor& source_slots,  // [E], int32 or int64
     const Tensor& target_slots,  // [>= E], int32 or int64
     const Tensor& num_rows,      // [>= E], int32
@@ -204,7 +252,7 @@ inline RecurrentFoldPlanArguments check_recurrent_fold_plan(
     a.source_slots = ids_view(from, 0, "[num_entries]");
     a.num_entries = a.source_slots.length;
     a.plan = recurrent_plan_view(to, a.num_entries);
-    a.cursors = cursors_view(cur);
+    a.cursors = cursors_view(cur, 0);
     a.target_slots = ids_view(target, a.num_entries, "[num_entries]");
     a.num_rows = int32_view(rows, a.num_entries, "[num_entries]").data;
     a.keep_source = keep_source;
@@ -232,15 +280,20 @@ NWOR_HOST_DEVICE inline RecurrentFoldStep fold_step_of(const RecurrentFoldPlanAr
         step.found = {kFoldTargetSlots, entry, target, a.cursors.length};
         return step;
     }
-    const int32_t pending = a.cursors.rows(source), half = a.cursors.half(source);
+    const RecurrentCursor cursor = a.cursors[source];
+    const int32_t pending = cursor.rows, first = cursor.first;
     if (pending < 0 || pending > kMostRecordRows)
         step.found = {kCursorRows, source, pending, kMostRecordRows};
-    else if (half != 0 && half != 1)
-        step.found = {kCursorHalf, source, half, 1};
+    else if (cursor.earlier < 0 || cursor.earlier + pending > kMostRecordRows)
+        step.found = {kCursorRows, source, cursor.earlier, kMostRecordRows - pending};
+    else if (!a.cursors.of_ring() && first != 0 && first != 1)
+        step.found = {kCursorHalf, source, first, 1};
+    else if (a.cursors.of_ring() && (first < 0 || first >= kMostRecordRows))
+        step.found = {kCursorRing, source, first, kMostRecordRows};
     if (step.found) return step;
-    const int32_t rows = static_cast<int32_t>(most(least(a.num_rows[entry], pending), 0));
+    const int32_t rows = cursor.earlier + static_cast<int32_t>(most(least(a.num_rows[entry], pending), 0));
     if (rows > 0 || source != target)
-        step.row = {static_cast<int32_t>(source), rows, half, static_cast<int32_t>(target)};
+        step.row = {static_cast<int32_t>(source), rows, first, static_cast<int32_t>(target)};
     step.cleared_target = static_cast<int32_t>(target);
     if (source != target && !a.keep_source) step.cleared_source = static_cast<int32_t>(source);
     return step;

@@ -21,27 +21,41 @@ struct RecurrentStates {
     }
 };
 
-// The record of one layer. Each tensor is contiguous within a slot.
+// The record of one layer. Each tensor is contiguous within a slot. A ring has one half of R + W rows.
 struct RecurrentRecord {
-    char* keys;      // [S, 2, W, H, dk]
+    char* keys;      // [S, 2, W, H, dk], or [S, 1, R + W, H, dk]; in the same way:
     float* norms;    // [S, 2, W, H]
     float* decays;   // [S, 2, W, HV], or [S, 2, W, HV, dk] if `per_channel`
-    float* updates;  // [S, W, HV, dv]
+    float* updates;  // [S, W, HV, dv], or [S, R + W, HV, dv]
     ScalarType key_dtype;
     int64_t keys_stride, norms_stride, decays_stride, updates_stride;      // between slots
     int64_t rows, num_key_heads, num_value_heads, key_width, value_width;  // W, H, HV, dk, dv
-    bool per_channel;                                                      // a decay per channel of a key
+    int64_t window_rows, pending_rows;  // at most: tokens of a window, rows to reapply
+    bool per_channel;                   // a decay per channel of a key
+    bool is_ring;
+
+    // Each function returns where a plan's row i lies: among the rows of the updates, and among all others.
+    NWOR_HOST_DEVICE int64_t update_row(int32_t first, int64_t i) const {
+        if (!is_ring) return i;
+        return first + i < rows ? first + i : first + i - rows;
+    }
+    NWOR_HOST_DEVICE int64_t row_of(int32_t first, int64_t i) const {
+        return is_ring ? update_row(first, i) : first * rows + i;
+    }
+    // Where the window records: what `first` would be for its rows.
+    NWOR_HOST_DEVICE int32_t first_of_window(const RecurrentRow& row) const {
+        return is_ring ? static_cast<int32_t>(update_row(row.first, row.rows)) : 1 - row.first;
+    }
 
     // Each function returns the offset of the first element of a head's row.
-    NWOR_HOST_DEVICE int64_t norm_offset(int64_t slot, int64_t half, int64_t row, int64_t key_head) const {
-        return slot * norms_stride + (half * rows + row) * num_key_heads + key_head;
+    NWOR_HOST_DEVICE int64_t norm_offset(int64_t slot, int64_t row, int64_t key_head) const {
+        return slot * norms_stride + row * num_key_heads + key_head;
     }
-    NWOR_HOST_DEVICE int64_t key_offset(int64_t slot, int64_t half, int64_t row, int64_t key_head) const {
-        return slot * keys_stride + ((half * rows + row) * num_key_heads + key_head) * key_width;
+    NWOR_HOST_DEVICE int64_t key_offset(int64_t slot, int64_t row, int64_t key_head) const {
+        return slot * keys_stride + (row * num_key_heads + key_head) * key_width;
     }
-    NWOR_HOST_DEVICE int64_t decay_offset(int64_t slot, int64_t half, int64_t row, int64_t value_head) const {
-        return slot * decays_stride +
-               ((half * rows + row) * num_value_heads + value_head) * (per_channel ? key_width : 1);
+    NWOR_HOST_DEVICE int64_t decay_offset(int64_t slot, int64_t row, int64_t value_head) const {
+        return slot * decays_stride + (row * num_value_heads + value_head) * (per_channel ? key_width : 1);
     }
     NWOR_HOST_DEVICE int64_t update_offset(int64_t slot, int64_t row, int64_t value_head) const {
         return slot * updates_stride + (row * num_value_heads + value_head) * value_width;
@@ -106,13 +120,18 @@ struct RecordTensors {
     Argument updates;  // [S, W, HV, dv]
 };
 
-inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates& states) {
+// `halves`: 1 for a ring, 2, or 0 for either.
+inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates& states, int64_t halves) {
     const int64_t slots = states.num_slots, heads = states.num_value_heads;
     RecurrentRecord r{};
     const Tensor& keys = t.keys.tensor;
     check_inputs(t.keys);
-    if (keys.dim() != 5 || keys.size(0) != slots || keys.size(1) != 2 || keys.size(4) != states.key_width)
-        t.keys.must_be("[", slots, ", 2, record_rows, num_key_heads, ", states.key_width, "]");
+    if (keys.dim() != 5 || keys.size(0) != slots || keys.size(4) != states.key_width ||
+        (halves > 0 ? keys.size(1) != halves : keys.size(1) != 1 && keys.size(1) != 2))
+        t.keys.must_be("[", slots, ", ", halves > 0 ? std::to_string(halves) : "2 (1 for a ring)",
+                       ", record_rows, num_key_heads, ", states.key_width, "]");
+    const int64_t parts = keys.size(1);
+    r.is_ring = parts == 1;
     r.rows = keys.size(2);
     r.num_key_heads = keys.size(3);
     r.num_value_heads = heads;
@@ -121,13 +140,14 @@ inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates
     if (r.rows < 1 || r.rows > kMostRecordRows) t.keys.must_be("of 1 to ", kMostRecordRows, " rows");
     if (r.num_key_heads < 1 || heads % r.num_key_heads != 0)
         t.keys.must_be("of a number of heads that divides the ", heads, " of the state");
+    r.window_rows = r.pending_rows = r.rows;
     for (const Argument& a : {t.norms, t.decays, t.updates}) a.dtype(ScalarType::Float);
-    check_shape(t.norms, {slots, 2, r.rows, r.num_key_heads});
+    check_shape(t.norms, {slots, parts, r.rows, r.num_key_heads});
     r.per_channel = t.decays.tensor.dim() == 5;
     if (r.per_channel)
-        check_shape(t.decays, {slots, 2, r.rows, heads, r.key_width});
+        check_shape(t.decays, {slots, parts, r.rows, heads, r.key_width});
     else
-        check_shape(t.decays, {slots, 2, r.rows, heads});
+        check_shape(t.decays, {slots, parts, r.rows, heads});
     check_shape(t.updates, {slots, r.rows, heads, r.value_width});
     for (const Argument& a : {t.keys, t.norms, t.decays, t.updates}) check_contiguous_within_slot(a);
     r.key_dtype = keys.scalar_type();
@@ -144,12 +164,14 @@ inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates
 
 // Returns the problem of a row of a plan that does not fit the states or the record.
 NWOR_HOST_DEVICE inline Found problem_of_plan(const RecurrentRow& row, int64_t i, int64_t num_slots,
-                                              int64_t record_rows) {
+                                              const RecurrentRecord& record) {
     if (!row.any()) return {};
     if (row.target >= num_slots) return {kPlanSlots, i, row.target, num_slots};
     if (row.source < 1 || row.source >= num_slots) return {kPlanSlots, i, row.source, num_slots};
-    if (row.rows < 0 || row.rows > record_rows) return {kPlanRows, i, row.rows, record_rows};
-    if (row.half != 0 && row.half != 1) return {kPlanHalf, i, row.half, 1};
+    if (row.rows < 0 || row.rows > record.pending_rows) return {kPlanRows, i, row.rows, record.pending_rows};
+    if (!record.is_ring && row.first != 0 && row.first != 1) return {kPlanHalf, i, row.first, 1};
+    if (record.is_ring && (row.first < 0 || row.first >= record.rows))
+        return {kPlanRing, i, row.first, record.rows};
     return {};
 }
 

@@ -106,35 +106,36 @@ constexpr float kTiny = std::numeric_limits<float>::denorm_min();  // smallest p
 constexpr float kMostSoftplusThreshold = 88.0f;
 
 inline VerifyArguments check_verify(
-    const char* op,                                 //
-    const Tensor& out,                              // [>= T, HV, dv]
-    const Tensor& state,                            // [S, HV, dv, dk], float32 or bfloat16
-    const Tensor& record_keys,                      // [S, 2, W, H, dk], dtype of out
-    const Tensor& record_norms,                     // [S, 2, W, H], float32
-    const Tensor& record_decays,                    // [S, 2, W, HV] or [S, 2, W, HV, dk], float32
-    const Tensor& record_updates,                   // [S, W, HV, dv], float32
-    const Tensor& layer_window,                     // [1], int64
-    const Tensor& q,                                // [T, H, dk], dtype of out
-    const Tensor& k,                                // [T, H, dk], dtype of out
-    const Tensor& v,                                // [T, HV, dv], dtype of out
-    const Tensor& a,                                // [T, HV] or [T, HV, dk]
-    const Tensor& b,                                // [T, HV]
-    const std::optional<Tensor>& A_log,             // [HV]
-    const std::optional<Tensor>& dt_bias,           // [HV] or [HV, dk]
-    const Tensor& plan,                             // [>= Q, 4], int32
-    const Tensor& window_id,                        // [1], int64
-    const Tensor& query_start_loc,                  // [Q + 1], int32
-    double scale,                                   //
-    double softplus_beta,                           //
-    double softplus_threshold,                      //
-    bool use_qk_l2norm,                             //
-    const std::optional<Tensor>& gate,              // [>= T, HV, dv], dtype of out
-    const std::optional<Tensor>& norm_weight,       // [dv]
-    double norm_eps,                                //
-    const std::string& gate_activation,             // "silu" or "sigmoid"
-    const std::optional<Tensor>& all_states,        // [>= T, HV, dv, dk], dtype of state
-    bool allow_neg_eigval,                          //
-    const std::optional<double>& gate_lower_bound)  //
+    const char* op,                            //
+    const Tensor& out,                         // [>= T, HV, dv]
+    const Tensor& state,                       // [S, HV, dv, dk], float32 or bfloat16
+    const Tensor& record_keys,                 // [S, 2, W, H, dk] (ring: [S, 1, R + W, H, dk]), dtype of out
+    const Tensor& record_norms,                // [S, 2, W, H], float32
+    const Tensor& record_decays,               // [S, 2, W, HV] or [S, 2, W, HV, dk], float32
+    const Tensor& record_updates,              // [S, W, HV, dv], float32
+    const Tensor& layer_window,                // [1], int64
+    const Tensor& q,                           // [T, H, dk], dtype of out
+    const Tensor& k,                           // [T, H, dk], dtype of out
+    const Tensor& v,                           // [T, HV, dv], dtype of out
+    const Tensor& a,                           // [T, HV] or [T, HV, dk]
+    const Tensor& b,                           // [T, HV]
+    const std::optional<Tensor>& A_log,        // [HV]
+    const std::optional<Tensor>& dt_bias,      // [HV] or [HV, dk]
+    const Tensor& plan,                        // [>= Q, 4], int32
+    const Tensor& window_id,                   // [1], int64
+    const Tensor& query_start_loc,             // [Q + 1], int32
+    double scale,                              //
+    double softplus_beta,                      //
+    double softplus_threshold,                 //
+    bool use_qk_l2norm,                        //
+    const std::optional<Tensor>& gate,         // [>= T, HV, dv], dtype of out
+    const std::optional<Tensor>& norm_weight,  // [dv]
+    double norm_eps,                           //
+    const std::string& gate_activation,        // "silu" or "sigmoid"
+    const std::optional<Tensor>& all_states,   // [>= T, HV, dv, dk], dtype of state
+    bool allow_neg_eigval,                     //
+    const std::optional<double>& gate_lower_bound,  //
+    int64_t ring_rows)                              // R
 {
     // Names for the messages
     const Argument to{op, "out", out}, states{op, "state", state}, keys{op, "record_keys", record_keys},
@@ -148,7 +149,15 @@ inline VerifyArguments check_verify(
     c.op = op;
     c.states = states_view(states);
     check_inputs(to);
-    c.record = record_view({keys, norms, decays, updates}, c.states);
+    if (ring_rows < 0) fail(op, "ring_rows must not be negative, got ", ring_rows);
+    c.record = record_view({keys, norms, decays, updates}, c.states, ring_rows == 0 ? 2 : 1);
+    if (ring_rows > 0) {
+        c.record.window_rows = c.record.rows - ring_rows;
+        c.record.pending_rows = ring_rows;
+        if (c.record.window_rows < 1 || c.record.window_rows > ring_rows)
+            keys.must_be("of ", ring_rows + 1, " to ", least(2 * ring_rows, kMostRecordRows), " rows: the ",
+                         ring_rows, " of the ring and those of a window");
+    }
     const int64_t heads = c.states.num_value_heads, dk = c.states.key_width, dv = c.states.value_width;
 
     // Inputs and outputs of the tokens
@@ -238,8 +247,9 @@ NWOR_HOST_DEVICE inline Found problem_of_request(const VerifyArguments& c, int64
                                                  int64_t end, const RecurrentRow& row) {
     if (begin < 0 || end < begin) return {kQueriesDecrease, q, end, begin};
     if (end > c.num_tokens) return {kTokensPastQueries, q, end, c.num_tokens};
-    if (const Found found = problem_of_plan(row, q, c.states.num_slots, c.record.rows)) return found;
-    if (row.any() && end - begin > c.record.rows) return {kWindowPastRecord, q, end - begin, c.record.rows};
+    if (const Found found = problem_of_plan(row, q, c.states.num_slots, c.record)) return found;
+    if (row.any() && end - begin > c.record.window_rows)
+        return {kWindowPastRecord, q, end - begin, c.record.window_rows};
     return {};
 }
 

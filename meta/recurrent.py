@@ -2,7 +2,7 @@
 
 import torch
 
-from nwor_ops.meta.check import POSITIVE, SOURCES, TINY, Array, Real, by_name, flags, ids, int32, int64
+from nwor_ops.meta.check import NOT_NEGATIVE, POSITIVE, SOURCES, TINY, Array, Real, by_name, flags, ids, int32, int64
 
 STATE = "[num_slots, num_value_heads, value_width, key_width]"
 DECAYS = (
@@ -30,7 +30,7 @@ ARGUMENTS = by_name({
     Array("[num_value_heads] or [num_value_heads, key_width] with a decay per channel", SOURCES): "dt_bias",
     Array("[value_width]", SOURCES): "norm_weight",
     int32("[num_requests, 4]"): "plan",
-    int32("[num_slots, 2]"): "cursors",
+    int32("[num_slots, 2] or [num_slots, 3] with a ring"): "cursors",
     int32("[num_requests + 1]"): "query_start_loc",
     int32("[num_requests]"): "num_kept",
     int32("[num_entries]"): "num_rows",
@@ -39,6 +39,7 @@ ARGUMENTS = by_name({
     ids("[num_entries]"): "source_slots target_slots",
     flags("[num_requests]"): "is_window",
     POSITIVE: "record_rows",
+    NOT_NEGATIVE: "ring_rows",
     Real(): "scale",
     Real("positive", least=TINY): "softplus_beta",
     Real("at most 88", most=88): "softplus_threshold",

@@ -123,13 +123,13 @@ def _gates_fit(op: str, given: dict[str, Any]) -> None:
 def _layer_fits(op: str, state: torch.Tensor, given: dict[str, Any], names: dict[str, str]) -> None:
     _, heads, value_width, key_width = state.shape
     keys = given["record_keys"]
-    rows, key_heads = keys.shape[2:4]
+    halves, rows, key_heads = keys.shape[1:4]  # a ring has one half
     channels = (key_width,) if given["record_decays"].dim() == 5 else ()
     key, value = (key_heads, key_width), (heads, value_width)
     inner = {
-        "record_keys": (2, rows, *key),
-        "record_norms": (2, rows, key_heads),
-        "record_decays": (2, rows, heads, *channels),
+        "record_keys": (halves, rows, *key),
+        "record_norms": (halves, rows, key_heads),
+        "record_decays": (halves, rows, heads, *channels),
         "record_updates": (rows, *value),
         "q": key, "k": key, "v": value, "out": value, "gate": value, "a": (heads, *channels), "b": (heads,),
         "dt_bias": (heads, *channels), "A_log": (heads,), "norm_weight": (value_width,),

@@ -65,6 +65,7 @@ enum Problem {
     kStateSlotsTwice,
     kWindowPastRecord,
     kNumKept,
+    kCursorRing,
     kCursorRows,
     kCursorHalf,
     kFoldSourceSlots,
@@ -74,6 +75,7 @@ enum Problem {
     kPlanSlotTwice,
     kPlanRows,
     kPlanHalf,
+    kPlanRing,
     kTokensPastQueries,
     kNumProblems
 };
@@ -196,6 +198,8 @@ constexpr Wording kWordings[] = {
      "cursors must have from 0 to {limit} rows pending in a slot, got {value} in slot {index}"},
     {kCursorHalf, kValueError,
      "cursors must name half 0 or {limit} of a record, got {value} in slot {index}"},
+    {kCursorRing, kValueError,
+     "cursors must name a first row below {limit} of a ring, got {value} in slot {index}"},
     {kFoldSourceSlots, kIndexError, "source_slots[{index}] must be below {limit} (num_slots), got {value}"},
     {kFoldTargetSlots, kIndexError, "target_slots[{index}] must be below {limit} (num_slots), got {value}"},
     {kFoldTargetTwice, kValueError,
@@ -208,6 +212,8 @@ constexpr Wording kWordings[] = {
     {kPlanRows, kValueError,
      "plan must reapply from 0 to the {limit} rows of a record, got {value} in row {index}"},
     {kPlanHalf, kValueError, "plan must name half 0 or {limit} of a record, got {value} in row {index}"},
+    {kPlanRing, kValueError,
+     "plan must name a first row below {limit} of a ring, got {value} in row {index}"},
     {kTokensPastQueries, kValueError,
      "q must have a row for every token, got {limit} where request {index} ends at token {value}"},
 };

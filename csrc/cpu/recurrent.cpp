@@ -69,7 +69,7 @@ void run(const RecurrentWindowArguments& a, const Cpu&) {
     if (twice) complain(a.op, twice);
     store_plan(a.plan, steps);
     for (const RecurrentWindowStep& step : steps)
-        if (step.sets_cursor) a.cursors.set(step.slot, step.cursor_rows, step.cursor_half);
+        if (step.sets_cursor) a.cursors.set(step.slot, step.cursor);
     grow(*a.window_id, 1);
 }
 
@@ -83,13 +83,13 @@ void run(const RecurrentFoldPlanArguments& a, const Cpu&) {
     store_plan(a.plan, steps);
     for (const RecurrentFoldStep& step : steps)
         for (const int32_t slot : {step.cleared_target, step.cleared_source})
-            if (slot > 0) a.cursors.set(slot, 0, a.cursors.half(slot));
+            if (slot > 0) a.cursors.clear(slot);
 }
 
 void check_meetings(const char* op, const RecurrentPlan& plan, int64_t count) {
     const Found twice = meeting_of(kPlanSlotTwice, count, [&](int64_t i) {
         const RecurrentRow row = plan[i];
-        return row.any() ? SlotsOfRow{row.source, row.target} : SlotsOfRow{};
+        return row.any() ? SlotsOfRow{row.source, row.recorded()} : SlotsOfRow{};
     });
     if (twice) complain(op, twice);
 }
@@ -199,10 +199,9 @@ void with_channels(bool per_channel, const F& f) {
 // The rows that one head of a request reapplies.
 struct ReappliedRows {
     int64_t rows = 0, key_width;
-    std::vector<float> keys;  // [rows, dk], normalized
-    const float* decays;      // [rows, 1 or dk]
-    const float* updates;     // [rows, dv]
-    int64_t decay_stride, update_stride;
+    std::vector<float> keys;            // [rows, dk], normalized
+    std::vector<const float*> decays;   // [rows] of [1 or dk]
+    std::vector<const float*> updates;  // [rows] of [dv]
 
     template <class Input>
     void read(const RecurrentRecord& record, const RecurrentRow& plan, int64_t value_head) {
@@ -210,41 +209,45 @@ struct ReappliedRows {
         rows = plan.rows;
         key_width = record.key_width;
         keys.resize(static_cast<size_t>(rows * key_width));
+        decays.clear();
+        updates.clear();
         for (int64_t j = 0; j < rows; ++j) {
+            const int64_t row = record.row_of(plan.first, j);
             float* key = keys.data() + j * key_width;
             load(key,
-                 reinterpret_cast<const Input*>(record.keys) +
-                     record.key_offset(plan.source, plan.half, j, key_head),
+                 reinterpret_cast<const Input*>(record.keys) + record.key_offset(plan.source, row, key_head),
                  key_width);
-            const float norm = record.norms[record.norm_offset(plan.source, plan.half, j, key_head)];
+            const float norm = record.norms[record.norm_offset(plan.source, row, key_head)];
             for (int64_t i = 0; i < key_width; ++i) key[i] *= norm;
+            decays.push_back(record.decays + record.decay_offset(plan.source, row, value_head));
+            updates.push_back(record.updates + record.update_offset(plan.source,
+                                                                    record.update_row(plan.first, j),
+                                                                    value_head));
         }
-        decays = record.decays + record.decay_offset(plan.source, plan.half, 0, value_head);
-        decay_stride = record.num_value_heads * (record.per_channel ? key_width : 1);
-        updates = record.updates + record.update_offset(plan.source, 0, value_head);
-        update_stride = record.num_value_heads * record.value_width;
     }
 
     // Applies the rows to row `value` of the state.
     template <bool kPerChannel>
     void onto(float* h, int64_t value) const {
         for (int64_t j = 0; j < rows; ++j)
-            reapply<kPerChannel>(h, decays + j * decay_stride, updates[j * update_stride + value],
+            reapply<kPerChannel>(h, decays[static_cast<size_t>(j)], updates[static_cast<size_t>(j)][value],
                                  keys.data() + j * key_width, key_width);
     }
 };
 
-// Reads a row of the state, reapplies the rows and stores it. `h` then holds the row as it was stored.
+// Reads a row of the state, reapplies the rows and stores it. `h` then holds the row as it was stored. If the
+// plan stores nothing, `h` holds the row in float32.
 template <class State, bool kPerChannel>
 void fold_row(const RecurrentStates& states, const RecurrentRow& plan, const ReappliedRows& reapplied,
               int64_t value_head, int64_t value,
               float* h) {  // [dk]
     const int64_t width = states.key_width;
     State* data = reinterpret_cast<State*>(states.data);
-    State* target = data + states.row_offset(plan.target, value_head, value);
     load(h, data + states.row_offset(plan.source, value_head, value), width);
     if (reapplied.rows == 0 && plan.source == plan.target) return;
     reapplied.onto<kPerChannel>(h, value);
+    if (!plan.stores()) return;
+    State* target = data + states.row_offset(plan.target, value_head, value);
     store(target, h, width);
     load(h, target, width);
 }
@@ -368,17 +371,19 @@ class WindowHead {
 
     void record() const {
         const RecurrentRecord& r = c_.record;
-        const int64_t slot = plan_.target, half = plan_.next_half(), value_width = c_.states.value_width;
+        const int64_t slot = plan_.recorded(), value_width = c_.states.value_width;
+        const int32_t first = r.first_of_window(plan_);
         const bool leads_group = value_head_ % (r.num_value_heads / r.num_key_heads) == 0;
         for (int64_t t = 0; t < tokens_; ++t) {
+            const int64_t row = r.row_of(first, t);
             std::copy_n(decays_.data() + t * decay_width_, decay_width_,
-                        r.decays + r.decay_offset(slot, half, t, value_head_));
+                        r.decays + r.decay_offset(slot, row, value_head_));
             std::copy_n(values_.data() + t * value_width, value_width,
-                        r.updates + r.update_offset(slot, t, value_head_));
+                        r.updates + r.update_offset(slot, r.update_row(first, t), value_head_));
             if (!leads_group) continue;
             std::copy_n(reinterpret_cast<const Input*>(c_.k.data) + c_.k.offset(begin_ + t, key_head_),
-                        width_, reinterpret_cast<Input*>(r.keys) + r.key_offset(slot, half, t, key_head_));
-            r.norms[r.norm_offset(slot, half, t, key_head_)] = norms_[static_cast<size_t>(t)];
+                        width_, reinterpret_cast<Input*>(r.keys) + r.key_offset(slot, row, key_head_));
+            r.norms[r.norm_offset(slot, row, key_head_)] = norms_[static_cast<size_t>(t)];
         }
     }
 
@@ -460,7 +465,7 @@ struct LayerViews {
 
 void run(const FoldArguments& f, const Cpu&) {
     check_each(f.op, f.plan.length,
-               [&](int64_t i) { return problem_of_plan(f.plan[i], i, f.states.num_slots, f.record.rows); });
+               [&](int64_t i) { return problem_of_plan(f.plan[i], i, f.states.num_slots, f.record); });
     check_meetings(f.op, f.plan, f.plan.length);
     if (f.plan.length == 0) return;
     const int64_t heads = f.states.num_value_heads;
@@ -471,7 +476,7 @@ void run(const FoldArguments& f, const Cpu&) {
                 with_channels(views.record.per_channel, [&](auto per_channel) {
                     for (int64_t part = begin; part < end; ++part) {
                         const RecurrentRow row = f.plan[part / heads];
-                        if (row.any())
+                        if (row.stores())
                             fold_head<typename decltype(state)::type, typename decltype(input)::type,
                                       decltype(per_channel)::value>(views.states, views.record, row,
                                                                     part % heads);

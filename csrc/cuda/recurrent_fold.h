@@ -48,11 +48,11 @@ __global__ void __launch_bounds__(kThreads, 2) fold_kernel(const __grid_constant
     wait_for_earlier_kernels();
     const RecurrentRow row = job.plan[entry];
     const bool has_run = job.window_id != nullptr && *layer.window == *job.window_id;
-    if (const Found found = problem_of_plan(row, entry, job.states.num_slots, job.record.rows)) {
+    if (const Found found = problem_of_plan(row, entry, job.states.num_slots, job.record)) {
         if (threadIdx.x == 0) report(job.report_as, found);
         return;
     }
-    if (!row.any() || has_run || (row.rows == 0 && row.source == row.target)) return;
+    if (!row.stores() || has_run || (row.rows == 0 && row.source == row.target)) return;
 
     // ---- Load the rows of the record and of the state
 

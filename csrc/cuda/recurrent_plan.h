@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
         if (a.num_skipped != nullptr) atomicAdd(reinterpret_cast<unsigned long long*>(a.num_skipped), 1ull);
     }
     a.plan.set(i, step.row);
-    if (step.sets_cursor) a.cursors.set(step.slot, step.cursor_rows, step.cursor_half);
+    if (step.sets_cursor) a.cursors.set(step.slot, step.cursor);
 }
 
 void run(const RecurrentWindowArguments& a, const Launch& launch) {
@@ -33,7 +33,7 @@ void run(const RecurrentWindowArguments& a, const Launch& launch) {
 
 // ---------------------------------------------------------------- plan_recurrent_fold
 
-// Marks, as the half of a row of zeros, an entry that folds nothing but clears its cursor.
+// Marks, as the first row of a plan of zeros, an entry that folds nothing but clears its cursor.
 constexpr int32_t kClears = 1;
 
 // Grid: one block, because all cursors must be read before the first one is written.
@@ -57,12 +57,10 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t i = threadIdx.x; i < a.num_entries; i += kThreads) {
         const RecurrentRow row = a.plan[i];
         if (row.any()) {
-            a.cursors.set(row.target, 0, a.cursors.half(row.target));
-            if (row.source != row.target && !a.keep_source)
-                a.cursors.set(row.source, 0, a.cursors.half(row.source));
-        } else if (row.half == kClears) {
-            const int64_t target = a.target_slots[i];
-            a.cursors.set(target, 0, a.cursors.half(target));
+            a.cursors.clear(row.target);
+            if (row.source != row.target && !a.keep_source) a.cursors.clear(row.source);
+        } else if (row.first == kClears) {
+            a.cursors.clear(a.target_slots[i]);
             a.plan.set(i, {});
         }
     }

@@ -24,28 +24,31 @@ __device__ void copy_reapplied(const RecurrentRecord& r, const SharedPlaces& pla
     const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
     for (; copy < row.rows * kCopies; copy += warps) {
         const int i = copy / kCopies;
+        const int64_t place = r.row_of(row.first, i);
         if (copy % kCopies == 0) {  // key and norm
-            const char* keys = r.keys + r.key_offset(row.source, row.half, i, block.key_head) * 2;
+            const char* keys = r.keys + r.key_offset(row.source, place, block.key_head) * 2;
             copy_row(shared_at<char>(places.raw_reapplied_keys) + i * kWidth * 2, keys, kWidth * 2);
             if (lane == 0)
                 copy_async<4>(shared_at<float>(places.reapplied_norms) + i,
-                              r.norms + r.norm_offset(row.source, row.half, i, block.key_head));
+                              r.norms + r.norm_offset(row.source, place, block.key_head));
             continue;
         }
         // Update and decay
-        const float* updates = r.updates + r.update_offset(row.source, i, block.head) + block.first_value;
+        const float* updates = r.updates +
+                               r.update_offset(row.source, r.update_row(row.first, i), block.head) +
+                               block.first_value;
         copy_row(shared_at<char>(places.reapplied_updates) + i * block.num_values * 4, updates,
                  block.num_values * 4);
-        const float* decays = r.decays + r.decay_offset(row.source, row.half, i, block.head);
+        const float* decays = r.decays + r.decay_offset(row.source, place, block.head);
         float* to = shared_at<float>(places.reapplied_decays);
         if constexpr (kPerChannel) {
             constexpr int kPadded = Rows<State, kWidth>::kPadded;
             for (int k = lane; k < kPadded; k += kWarp) {
-                float* place = to + i * kPadded + shared_place<State, kWidth>(k);
+                float* shared = to + i * kPadded + shared_place<State, kWidth>(k);
                 if (k < kWidth)
-                    copy_async<4>(place, decays + k);
+                    copy_async<4>(shared, decays + k);
                 else
-                    *place = 0.0f;
+                    *shared = 0.0f;
             }
         } else if (lane == 0) {
             copy_async<4>(to + i, decays);

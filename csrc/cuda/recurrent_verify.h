@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     const int64_t token_of_gates = first_token + (has_gates ? lane : 0);
     const LoadedFloat a(c.a, token_of_gates, block.head), b(c.b, token_of_gates, block.head),
         log_rate(c.A_log, block.head), bias(c.dt_bias, block.head);
-    const Window window{block, row, first_token, num_tokens, c.has_norm()};
+    const Window window{block, row.recorded(), r.first_of_window(row), first_token, num_tokens, c.has_norm()};
     for (int copy = warp; copy < 4 * num_tokens; copy += warps) {
         const int kind = copy % 4, token = copy / 4;
         if (kind == 3 && !window.has_norm) continue;
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     const LaneOfRow at;
     const LaneOfSum<State, kWidth> sum(at);
     const char* source = state_of(row.source);
-    char* target = state_of(row.target);
-    int value = warp * R::kRowsOfWarp;  // first row of the warp, counted from the block's first
+    char* target = state_of(row.target);  // written only if the plan stores
+    int value = warp * R::kRowsOfWarp;    // first row of the warp, counted from the block's first
     if (!Shared::kIsBulk && job.uses_shared_rows) shared_rows.fetch(source, block.first_value + value);
     close_group_of_copies();
 
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
             const float decay = decay_of(c, a.value(), bias.value(), log_rate.value());
             shared_at<float>(job.shared.decays)[lane] = decay;
             if (block.leads_head)
-                r.decays[r.decay_offset(row.target, row.next_half(), lane, block.head)] = decay;
+                r.decays[r.decay_offset(window.slot, r.row_of(window.first, lane), block.head)] = decay;
         }
     }
     if constexpr (kPerChannel)
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                                          c.dt_bias.at(block.head, k), log_rate.value());
             shared = decay;
             if (block.leads_head)
-                r.decays[r.decay_offset(row.target, row.next_half(), token, block.head) + k] = decay;
+                r.decays[r.decay_offset(window.slot, r.row_of(window.first, token), block.head) + k] = decay;
         }
     scale_window<State, Input, kWidth>(job, window);
     scale_reapplied_keys<State, Input, kWidth>(job.shared, row.rows);
@@ -151,15 +151,17 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         R rows;
         raw.widen(&rows);
 
-        // Reapply the accepted rows, and store the state
+        // Reapply the accepted rows, and store the state. Without a store it stays in float32
         if (row.rows > 0 || row.source != row.target) {
             reapply<State, kWidth, kPerChannel>(&rows, job.shared, row.rows, block.num_values, value, at);
-            raw.round(rows);
-            if (Shared::kIsBulk && job.uses_shared_rows)
-                shared_rows.store(target, first, raw);
-            else
-                raw.store(target, job.is_aligned, first, at);
-            raw.widen(&rows);
+            if (row.stores()) {
+                raw.round(rows);
+                if (Shared::kIsBulk && job.uses_shared_rows)
+                    shared_rows.store(target, first, raw);
+                else
+                    raw.store(target, job.is_aligned, first, at);
+                raw.widen(&rows);
+            }
         }
 
         // Run the window on the registers, token by token, and record the updates
@@ -167,7 +169,8 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         const float *keys = shared_at<float>(job.shared.keys),
                     *queries = shared_at<float>(job.shared.queries);
         const Input* values = shared_at<Input>(job.shared.values) + value + sum.row;
-        float* updates = r.updates + r.update_offset(row.target, 0, block.head) + value_of_lane;
+        int update_row = static_cast<int>(r.update_row(window.first, 0));
+        float* updates = r.updates + r.update_offset(window.slot, update_row, block.head) + value_of_lane;
         Input* out =
             reinterpret_cast<Input*>(c.out.data) + c.out.offset(first_token, block.head) + value_of_lane;
         Input* out_for_norm = shared_at<Input>(job.shared.outputs) + value + sum.row;
@@ -203,6 +206,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                 const float update = __fmul_rn(__fadd_rn(v, -add_lanes(products, at)), beta);
                 if (sum.leads) *updates = update;
                 updates += updates_stride;
+                if (++update_row == r.rows) updates -= r.rows * updates_stride;  // only in a ring
                 if (token > 0) put(output);
                 float u[R::kRows];
 #pragma unroll
@@ -249,7 +253,7 @@ int64_t threads_of_verify(const VerifyArguments& c, int64_t heads) {
     const bool has_norm = c.has_norm();
     const int64_t short_window = has_norm && c.states.is_bfloat16 ? 8 : 5;
     const bool has_few_blocks = has_norm && heads <= kEnoughBlocks;
-    return c.record.rows > short_window || has_few_blocks ? kThreads : kThreads / 2;
+    return c.record.window_rows > short_window || has_few_blocks ? kThreads : kThreads / 2;
 }
 
 void run(const VerifyArguments& c, const Launch& launch) {
@@ -270,8 +274,8 @@ void run(const VerifyArguments& c, const Launch& launch) {
         const bool has_norm = c.has_norm();
         int64_t values = c.states.value_width;
         const auto places = [&](int64_t state_bytes) {
-            return SharedPlaces(c.record.rows, c.record.rows, Rows<State, kWidth>::kPadded, values,
-                                c.record.per_channel, has_norm, state_bytes);
+            return SharedPlaces(c.record.window_rows, c.record.pending_rows, Rows<State, kWidth>::kPadded,
+                                values, c.record.per_channel, has_norm, state_bytes);
         };
         const auto fits = [&](int64_t state_bytes) {
             const int bytes = places(state_bytes).bytes;

@@ -26,7 +26,7 @@ struct VerifyJob {
 // The window of a request, for the rows of a block.
 struct Window {
     const BlockPlace& block;
-    const RecurrentRow& row;  // of the plan
+    int32_t slot, first;  // of the record that the window writes; `RecurrentRecord::row_of`
     int64_t first_token;
     int num_tokens;
     bool has_norm;
@@ -58,8 +58,8 @@ template <int kWidth, class Input, int kSegments, int kNeighbours>
 __device__ void record_key(const RecurrentRecord& r, const Window& w, int token,
                            const Input (&bits)[kSegments][kNeighbours], float norm) {
     const int lane = threadIdx.x % kWarp;
-    Input* keys = reinterpret_cast<Input*>(r.keys) +
-                  r.key_offset(w.row.target, w.row.next_half(), token, w.block.key_head);
+    const int64_t row = r.row_of(w.first, token);
+    Input* keys = reinterpret_cast<Input*>(r.keys) + r.key_offset(w.slot, row, w.block.key_head);
 #pragma unroll
     for (int s = 0; s < kSegments; ++s)
 #pragma unroll
@@ -67,7 +67,7 @@ __device__ void record_key(const RecurrentRecord& r, const Window& w, int token,
             const int place = (s * kWarp + lane) * kNeighbours + e;
             if (place < kWidth) keys[place] = bits[s][e];
         }
-    if (lane == 0) r.norms[r.norm_offset(w.row.target, w.row.next_half(), token, w.block.key_head)] = norm;
+    if (lane == 0) r.norms[r.norm_offset(w.slot, row, w.block.key_head)] = norm;
 }
 
 // Normalizes the raw keys and scales the raw queries, whose copies have finished. A warp takes one of them at

@@ -34,6 +34,8 @@ class RecurrentCache(BoundToMemory):
         record_norms: float32 ``[S, 2, W, H]``.
         record_decays: float32 ``[S, 2, W, HV]``, or ``[S, 2, W, HV, dk]`` for layers with a decay per channel (KDA).
         record_updates: float32 ``[S, W, HV, dv]``.
+        ring_rows: R, the maximum number of pending rows in a ring. Records then have one half of R + W rows:
+            ``[S, 1, R + W, ...]``, and ``record_updates`` is ``[S, R + W, HV, dv]``. 0 = no ring.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices do not match.
@@ -51,6 +53,7 @@ class RecurrentCache(BoundToMemory):
     record_norms: Tensor
     record_decays: Tensor
     record_updates: Tensor
+    ring_rows: int = 0
 
     @classmethod
     def new(
@@ -65,6 +68,7 @@ class RecurrentCache(BoundToMemory):
         dtype: torch.dtype = torch.bfloat16,
         state_dtype: torch.dtype = torch.float32,
         per_channel: bool = False,
+        ring_rows: int = 0,
         device: torch.device | str = "cpu",
     ) -> RecurrentCache:
         """Allocate states and records, filled with zeros.
@@ -79,6 +83,8 @@ class RecurrentCache(BoundToMemory):
             dtype: dtype of the queries, keys and values.
             state_dtype: dtype of the states, float32 or bfloat16.
             per_channel: whether each channel of a key has a decay (KDA). If False, each value head has one.
+            ring_rows: how many rows may be pending. A window stores the state only if the pending rows and its tokens
+                would be more. At least ``max_window``; both together are at most 32. 0 = every window stores.
             device: device of all tensors.
 
         Raises:
@@ -90,7 +96,7 @@ class RecurrentCache(BoundToMemory):
         shape = [validation.integer(f"{where}: {name}", size) for name, size in sizes.items()]
         _one_of(f"{where}: state_dtype", state_dtype, _STATE_DTYPES)
         found = validation.device(f"{where}: device", device)
-        record = cls._record_of(where, max_window, num_key_heads, dtype, per_channel)
+        record = cls._record_of(where, max_window, num_key_heads, dtype, per_channel, ring_rows)
         return cls._with(torch.zeros(shape, dtype=state_dtype, device=found), *record)
 
     @classmethod
@@ -102,43 +108,51 @@ class RecurrentCache(BoundToMemory):
         num_key_heads: int,
         dtype: torch.dtype = torch.bfloat16,
         per_channel: bool = False,
+        ring_rows: int = 0,
     ) -> RecurrentCache:
         """Allocate records for existing states.
 
         Args:
             state: float32 or bfloat16 ``[S, HV, dv, dk]``, contiguous within a slot.
-            max_window, num_key_heads, dtype, per_channel: as in :meth:`new`.
+            max_window, num_key_heads, dtype, per_channel, ring_rows: as in :meth:`new`.
 
         Raises:
             ValueError, TypeError: as :meth:`new`.
         """
         validation.tensor("RecurrentCache.beside: state", state, *_STATE_DTYPES, dims=4)
-        return cls._with(state, *cls._record_of("RecurrentCache.beside", max_window, num_key_heads, dtype, per_channel))
+        where = "RecurrentCache.beside"
+        return cls._with(state, *cls._record_of(where, max_window, num_key_heads, dtype, per_channel, ring_rows))
 
     @staticmethod
     def _record_of(
-        where: str, max_window: int, num_key_heads: int, dtype: torch.dtype, per_channel: bool
-    ) -> tuple[int, int, torch.dtype, bool]:
+        where: str, max_window: int, num_key_heads: int, dtype: torch.dtype, per_channel: bool, ring_rows: int
+    ) -> tuple[int, int, torch.dtype, bool, int]:
         rows = validation.integer(f"{where}: max_window", max_window, most=_MOST_ROWS)
         heads = validation.integer(f"{where}: num_key_heads", num_key_heads)
         _one_of(f"{where}: dtype", dtype, _KEY_DTYPES)
         validation.boolean(f"{where}: per_channel", per_channel)
-        return rows, heads, dtype, per_channel
+        if validation.integer(f"{where}: ring_rows", ring_rows, least=0):
+            _check_ring(where, ring_rows, rows)
+        return rows, heads, dtype, per_channel, ring_rows
 
     @classmethod
-    def _with(cls, state: Tensor, rows: int, heads: int, dtype: torch.dtype, per_channel: bool) -> RecurrentCache:
+    def _with(
+        cls, state: Tensor, window: int, heads: int, dtype: torch.dtype, per_channel: bool, ring_rows: int
+    ) -> RecurrentCache:
         slots, value_heads, value_size, key_size = state.shape
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=state.device)
 
         channels = (key_size,) if per_channel else ()
+        halves, rows = (1, ring_rows + window) if ring_rows else (2, window)
         return cls(
             state,
-            zeros(2, rows, heads, key_size, dtype=dtype),
-            zeros(2, rows, heads),
-            zeros(2, rows, value_heads, *channels),
+            zeros(halves, rows, heads, key_size, dtype=dtype),
+            zeros(halves, rows, heads),
+            zeros(halves, rows, value_heads, *channels),
             zeros(rows, value_heads, value_size),
+            ring_rows,
         )
 
     def __post_init__(self) -> None:
@@ -163,13 +177,17 @@ class RecurrentCache(BoundToMemory):
         check("record_decays", torch.float32, dims=5 if per_channel else 4)
         check("record_norms", torch.float32, dims=4)
         check("record_updates", torch.float32, dims=4)
-        expect("record_keys", "[S, 2, W, H, dk]", slots, 2, rows, heads, key_size)
-        expect("record_norms", "[S, 2, W, H]", slots, 2, rows, heads)
+        ring = validation.integer("RecurrentCache: ring_rows", self.ring_rows, least=0) > 0
+        if ring:
+            _check_ring("RecurrentCache", self.ring_rows, rows - self.ring_rows)
+        halves, letters = (1, "1, R + W") if ring else (2, "2, W")
+        expect("record_keys", f"[S, {letters}, H, dk]", slots, halves, rows, heads, key_size)
+        expect("record_norms", f"[S, {letters}, H]", slots, halves, rows, heads)
         if per_channel:
-            expect("record_decays", "[S, 2, W, HV, dk]", slots, 2, rows, value_heads, key_size)
+            expect("record_decays", f"[S, {letters}, HV, dk]", slots, halves, rows, value_heads, key_size)
         else:
-            expect("record_decays", "[S, 2, W, HV] or [S, 2, W, HV, dk]", slots, 2, rows, value_heads)
-        expect("record_updates", "[S, W, HV, dv]", slots, rows, value_heads, value_size)
+            expect("record_decays", f"[S, {letters}, HV] or [S, {letters}, HV, dk]", slots, halves, rows, value_heads)
+        expect("record_updates", f"[S, {letters[3:]}, HV, dv]", slots, rows, value_heads, value_size)
         if heads == 0 or value_heads % heads != 0:
             raise ValueError(
                 f"RecurrentCache: state must have a multiple of the {heads} key heads of record_keys, got "
@@ -186,8 +204,8 @@ class RecurrentCache(BoundToMemory):
 
     @property
     def max_window(self) -> int:
-        """Tokens of the longest window, which is the number of rows of a record."""
-        return self.record_keys.shape[2]
+        """Tokens of the longest window: the number of rows of a record, without those of a ring."""
+        return self.record_keys.shape[2] - self.ring_rows
 
     @property
     def per_channel(self) -> bool:
@@ -211,6 +229,14 @@ def _one_of(what: str, dtype: object, dtypes: tuple[torch.dtype, ...]) -> None:
         raise TypeError(f"{what} must be {' or '.join(map(str, dtypes))}, got {dtype}")
 
 
+def _check_ring(where: str, ring_rows: int, max_window: int) -> None:
+    if not 1 <= max_window <= ring_rows or ring_rows + max_window > _MOST_ROWS:
+        raise ValueError(
+            f"{where}: ring_rows must be at least the {max_window} rows of a window, and with them at most "
+            f"{_MOST_ROWS}, got {ring_rows}"
+        )
+
+
 def check_apart(method: str, caches: Mapping[str, RecurrentCache]) -> None:
     """Raise if states or records share memory, within a layer or between layers.
 
@@ -224,7 +250,7 @@ def check_apart(method: str, caches: Mapping[str, RecurrentCache]) -> None:
         ValueError: two tensors share memory.
     """
     places = [(f"{field.name} of {name!r}", getattr(cache, field.name))
-              for name, cache in caches.items() for field in fields(cache)]  # fmt: skip
+              for name, cache in caches.items() for field in fields(cache) if field.name != "ring_rows"]  # fmt: skip
     if any(has_no_data(tensor) for _, tensor in places):
         return  # no addresses to compare
     num_slots = places[0][1].shape[0]

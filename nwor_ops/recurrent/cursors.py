@@ -20,15 +20,17 @@ class Cursors(BoundToMemory):
     Args:
         num_slots: number of slots, with slot 0.
         device: device of the cursors.
+        ring_rows: maximum number of pending rows in a ring; 0 = a record has two halves.
 
     Attributes:
-        table: int32 ``[num_slots, 2]``. A row holds the number of rows that the last window recorded (0 = nothing
-            pending), and their half of the record.
+        table: int32 ``[num_slots, 2]``, or ``[num_slots, 3]`` with a ring: ``cursors`` of
+            :func:`nwor_ops.plan_recurrent_window`.
         skipped: counts the requests that windows skip.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.table = torch.zeros(num_slots, 2, dtype=torch.int32, device=device)
+    def __init__(self, num_slots: int, device: torch.device, ring_rows: int = 0) -> None:
+        self.ring_rows = ring_rows
+        self.table = torch.zeros(num_slots, 3 if ring_rows else 2, dtype=torch.int32, device=device)
         self.skipped = SkippedRequests(device)
 
     def plan_window(
@@ -44,7 +46,7 @@ class Cursors(BoundToMemory):
         """Open a window. See :func:`nwor_ops.plan_recurrent_window`, which takes the same arguments."""
         ops.plan_recurrent_window(
             plan, self.table, window_id, slots, query_start_loc, num_kept, max_window, is_window,
-            self.skipped.counter,
+            self.skipped.counter, self.ring_rows,
         )  # fmt: skip
 
     def plan_fold(
@@ -55,7 +57,35 @@ class Cursors(BoundToMemory):
 
     def drop(self, slots: Tensor) -> None:
         """Drop the pending rows of slots, int64 ``[E]``."""
+        self.table[:, ::2].index_fill_(0, slots, 0)
+
+    def drop_window(self, slots: Tensor) -> None:
+        """Drop the rows of the last window of slots, int64 ``[E]``. Accepted rows before it stay pending in a ring."""
         self.table[:, 0].index_fill_(0, slots, 0)
+
+    def rewind(self, slots: Tensor, num_kept: Tensor, tokens: Tensor) -> Tensor:
+        """Take back the last pending rows of slots.
+
+        Args:
+            slots: int64 ``[E]``.
+            num_kept: int32 ``[E]``: tokens of the last window that stay. **Mutated**: those that stay now.
+            tokens: int32 ``[E]``: number of rows to take back.
+
+        Returns:
+            int32 ``[E]``: the number of rows that were taken back. It is less than ``tokens`` if fewer are pending.
+        """
+        cursors = self.table[slots]
+        recorded, earlier = cursors[:, 0] > 0, cursors[:, 2:].sum(1, dtype=torch.int32)
+        pending = earlier + torch.where(recorded, num_kept, 0)
+        taken = torch.minimum(tokens.clamp(min=0), pending)
+        left = pending - taken
+        num_kept.copy_(left)
+        if self.ring_rows:
+            cursors[:, 0], cursors[:, 2] = 0, left
+        else:
+            cursors[:, 0] = left
+        self.table[slots] = cursors
+        return taken
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy cursors, for records that are copied from slot to slot. Both arguments are int64 ``[E]``."""

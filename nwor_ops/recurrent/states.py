@@ -98,7 +98,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
     def __init__(self, *, max_num_requests: int, device: torch.device | str) -> None:
         self.max_num_requests = validation.integer("RecurrentStates: max_num_requests", max_num_requests)
         self.device = validation.device("RecurrentStates: device", device)
-        self.num_slots = self.max_window = 0  # set by the first layer
+        self.num_slots = self.max_window = self.ring_rows = 0  # set by the first layer
         self._layers = {}
         self._num_requests = 0  # in the open window
         self._verified: set[str] = set()  # layers that ran in the open window, as far as Python can tell
@@ -130,7 +130,13 @@ class RecurrentStates(Stateful[RecurrentLayer]):
                 f"register_layer: cache of {name!r} must have {self.num_slots} slots with records of "
                 f"{self.max_window} rows as the layers before, got {sizes[0]} and {sizes[1]}"
             )
+        if self._layers and cache.ring_rows != self.ring_rows:
+            raise ValueError(
+                f"register_layer: cache of {name!r} must have the ring_rows of the layers before, {self.ring_rows}, "
+                f"got {cache.ring_rows}"
+            )
         self.num_slots, self.max_window = sizes
+        self.ring_rows = cache.ring_rows
         self._layers[name] = RecurrentLayer(cache, torch.zeros(1, dtype=torch.int64, device=self.device))
 
     def allocate(self) -> None:
@@ -151,7 +157,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
         requests = self.max_num_requests
-        self.cursors = Cursors(self.num_slots, self.device)
+        self.cursors = Cursors(self.num_slots, self.device, self.ring_rows)
         self.plan = zeros(requests, 4)
         self.window_id = zeros(1, dtype=torch.int64)
         self.query_start_loc = zeros(requests + 1)
@@ -315,7 +321,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             self.window_id, self.query_start_loc, scale=cache.state.shape[-1] ** -0.5 if scale is None else scale,
             softplus_beta=softplus_beta, softplus_threshold=softplus_threshold, use_qk_l2norm=use_qk_l2norm, gate=gate,
             norm_weight=norm_weight, norm_eps=norm_eps, gate_activation=gate_activation, all_states=all_states,
-            allow_neg_eigval=allow_neg_eigval, gate_lower_bound=gate_lower_bound,
+            allow_neg_eigval=allow_neg_eigval, gate_lower_bound=gate_lower_bound, ring_rows=cache.ring_rows,
         )  # fmt: skip
         if counted:
             self._verified.add(name)
@@ -340,7 +346,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         requests = self._num_requests
         validation.tensor("commit: num_kept", num_kept, torch.int32, dims=1, least=requests, device=self.device)
         slots = self._slots[:requests]
-        slots.copy_(self.plan[:requests, 3])  # 0 where there is no window
+        slots.copy_(self.plan[:requests, 0])  # 0 where there is no window
         if self.device.type == "cpu":
             self._check_commit(slots, num_kept)
         self.num_kept.scatter_(0, slots, num_kept[:requests])
@@ -348,6 +354,8 @@ class RecurrentStates(Stateful[RecurrentLayer]):
 
     def cancel(self) -> None:
         """Undo the window and close it: none of its tokens stay, and nothing is pending.
+
+        In a ring, the accepted rows of a request whose state was not to be stored stay pending.
 
         The forward may have stopped at any layer. Layers that ran have applied the rows that were pending before the
         window; cancel applies them in the other layers. The states are those of a window that had just begun. For
@@ -404,6 +412,36 @@ class RecurrentStates(Stateful[RecurrentLayer]):
             )
         self._fold_into(source_slots, target_slots, keep_source=True)
 
+    def rewind(self, slots: Tensor, tokens: Tensor) -> Tensor:
+        """Take back the last accepted tokens of slots, as far as they are pending. This changes no state.
+
+        Tokens that a state contains cannot be taken back. With a ring, up to ``ring_rows`` tokens may be pending.
+
+        Args:
+            slots: int32 or int64 ``[E]``; 0 or less = padding. Slots must be distinct.
+            tokens: int32 ``[E]``: number of tokens to take back. A negative number counts as 0.
+
+        Returns:
+            int32 ``[E]``: the number of tokens that were taken back. It is less than ``tokens`` if fewer are pending.
+
+        Raises:
+            RuntimeError: a window is open.
+            ValueError, TypeError: a shape, dtype or device is wrong.
+            IndexError: on the CPU, a slot does not exist. Nothing has changed then. CUDA skips such a slot.
+        """
+        self._require(State.CLOSED, "rewind")
+        self._check_slots("rewind: slots", slots)
+        validation.tensor("rewind: tokens", tokens, torch.int32, dims=1, device=self.device)
+        if tokens.shape != slots.shape:
+            raise ValueError(f"rewind: tokens must be as many as slots, {slots.shape[0]}, got {tokens.shape[0]}")
+        self._check_exist("rewind", slots)
+        self._between.finish()
+        rows = torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
+        kept = self.num_kept[rows]
+        taken = self.cursors.rewind(rows, kept, tokens)
+        self.num_kept[rows] = kept
+        return taken
+
     def reset(self, slots: Tensor) -> None:
         """Set the states of slots to zero, with nothing pending. Use it for new requests; it fills each layer.
 
@@ -417,8 +455,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         """
         self._require(State.CLOSED, "reset")
         self._check_slots("reset: slots", slots)
-        if self.device.type == "cpu" and slots.numel() and int(slots.max()) >= self.num_slots:
-            raise IndexError(f"reset: slots must be less than {self.num_slots}, got {int(slots.max())}")
+        self._check_exist("reset", slots)
         self._between.finish()
         rows = torch.where((slots > 0) & (slots < self.num_slots), slots, 0).long()
         self.cursors.drop(rows)
@@ -438,7 +475,7 @@ class RecurrentStates(Stateful[RecurrentLayer]):
         It can be repeated: each folded layer is marked, and a second call skips it.
         """
         self._fold.apply(self.plan, self.window_id)
-        self.cursors.drop(self.plan[:, 3].long())
+        self.cursors.drop_window(self.plan[:, 0].long())
 
     def _fold_into(self, source_slots: Tensor, target_slots: Tensor, *, keep_source: bool) -> None:
         kept = self.num_kept.index_select(0, source_slots.clamp(0, self.num_slots - 1))
@@ -446,6 +483,10 @@ class RecurrentStates(Stateful[RecurrentLayer]):
 
     def _check_slots(self, what: str, slots: Tensor) -> None:
         validation.tensor(what, slots, *_SLOT_DTYPES, dims=1, device=self.device)
+
+    def _check_exist(self, method: str, slots: Tensor) -> None:
+        if self.device.type == "cpu" and slots.numel() and int(slots.max()) >= self.num_slots:
+            raise IndexError(f"{method}: slots must be less than {self.num_slots}, got {int(slots.max())}")
 
     def _check_begin(self, state_slots: Tensor, query_start_loc: Tensor, is_window: Tensor | None) -> None:
         self._check_slots("begin: state_slots", state_slots)

@@ -193,13 +193,19 @@ def may_write(arguments: tuple) -> list[torch.Tensor]:
     given = named(VERIFY, arguments)
     views = [given["layer_window"]]
     starts, plan = given["query_start_loc"].tolist(), given["plan"].tolist()
-    for (_, _, half, target), begin, end in zip(plan, starts, starts[1:], strict=False):
+    ring_rows, keys = given.get("ring_rows", 0), given["record_keys"]
+    for (source, rows, first, target), begin, end in zip(plan, starts, starts[1:], strict=False):
         views.append(given["out"][begin:end])
-        if target <= 0 or begin == end:
+        slot = target if target > 0 else source
+        if slot <= 0 or begin == end:
             continue
-        tokens = end - begin
-        views += [given[f"record_{kind}"][target, 1 - half, :tokens] for kind in ("keys", "norms", "decays")]
-        views += [given["state"][target], given["record_updates"][target, :tokens]]
+        first = (first + rows) % keys.shape[2] if ring_rows else 1 - first
+        for token in range(end - begin):
+            half, row, update_row = oracle.place_of(keys, first, token)
+            views += [given[f"record_{kind}"][slot, half, row] for kind in ("keys", "norms", "decays")]
+            views.append(given["record_updates"][slot, update_row])
+        if target > 0:
+            views.append(given["state"][target])
         if given.get("all_states") is not None:
             views.append(given["all_states"][begin:end])
     return views
@@ -610,21 +616,28 @@ class Pair:
 
     SLOTS, MOST_TOKENS = 7, 4
 
-    def __init__(self, state_dtype, per_channel, device, heads=ONE_HEAD, seed=0):
+    def __init__(self, state_dtype, per_channel, device, heads=ONE_HEAD, seed=0, ring_rows=0):
         self.dice = random.Random(seed)
         self.device, self.heads = device, heads
-        made = samples.make_layer(heads, self.SLOTS, self.MOST_TOKENS, state_dtype, per_channel=per_channel, seed=seed)
-        made.state.zero_()
-        self.ours, self.stored = layouts.twin(made.tensors, device), layouts.twin(made.tensors, device)
+        self.ring_rows = ring_rows
+        layers = [
+            samples.make_layer(
+                heads, self.SLOTS, self.MOST_TOKENS, state_dtype, per_channel=per_channel, seed=seed, ring_rows=ring
+            )
+            for ring in (ring_rows, 0)
+        ]
+        for made in layers:
+            made.state.zero_()
+        self.ours, self.stored = (layouts.twin(made.tensors, device) for made in layers)
         pool = samples.packed_inputs(512, heads, per_channel=per_channel, seed=seed)
         self.pool = layouts.twin(tuple(pool), device)
         self.every = torch.zeros(self.SLOTS, self.MOST_TOKENS, *made.state.shape[1:], dtype=state_dtype, device=device)
         self.plan = torch.zeros(self.SLOTS, 4, dtype=torch.int32, device=device)
         self.fold_plan = torch.zeros(1, 4, dtype=torch.int32, device=device)
-        self.cursors = torch.zeros(self.SLOTS, 2, dtype=torch.int32, device=device)
+        self.cursors = torch.zeros(self.SLOTS, 3 if ring_rows else 2, dtype=torch.int32, device=device)
         self.window = torch.zeros(1, dtype=torch.int64, device=device)
         self.pending = [0] * self.SLOTS  # tokens of a slot's last window
-        self.kept = 0
+        self.kept = self.windows = self.stored_windows = 0
 
     def tensor(self, values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -641,14 +654,16 @@ class Pair:
         query_start_loc = self.tensor(starts)
         ops.plan_recurrent_window(
             self.plan, self.cursors, self.window, self.tensor(slots), query_start_loc, self.tensor(kept),
-            self.MOST_TOKENS,
+            self.MOST_TOKENS, ring_rows=self.ring_rows,
         )  # fmt: skip
         first = self.dice.randrange(512 - starts[-1])
         q, k, v, a, b, *weights = self.pool
         inputs = [*(t[first : first + starts[-1]] for t in (q, k, v, a, b)), *weights]
         scale = self.heads.key_width**-0.5
         out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
-        ops.gated_delta_verify(out, *self.ours, *inputs, self.plan, self.window, query_start_loc, scale)
+        ops.gated_delta_verify(
+            out, *self.ours, *inputs, self.plan, self.window, query_start_loc, scale, ring_rows=self.ring_rows
+        )
         nothing = self.tensor([[slot, 0, 0, slot] for slot in slots])
         other = torch.empty_like(out)
         states = torch.empty(starts[-1], *self.every.shape[2:], dtype=self.every.dtype, device=self.device)
@@ -656,7 +671,11 @@ class Pair:
             other, *self.stored, *inputs, nothing, self.window, query_start_loc, scale, all_states=states
         )
         assert torch.equal(out.view(torch.int16), other.view(torch.int16))
-        assert torch.equal(self.ours[0][1:], self.stored[0][1:])
+        stores = {target for *_, target in self.plan.tolist() if target}
+        for slot in range(1, self.SLOTS) if not self.ring_rows else stores:
+            assert torch.equal(self.ours[0][slot], self.stored[0][slot])
+        self.stored_windows += len(stores)
+        self.windows += sum(slot > 0 for slot in slots)
         for slot, begin, end in zip(slots, starts, starts[1:], strict=False):
             if slot:
                 self.every[slot, : end - begin] = states[begin:end]
@@ -690,7 +709,7 @@ class Pair:
         self.ours[0][slot] = self.stored[0][slot] = samples.drawn(*self.ours[0].shape[1:], seed=slot).to(self.ours[0])
         ops.plan_recurrent_window(
             self.plan, self.cursors, self.window, self.tensor([slot]), self.tensor([0, 9]), self.tensor([0]),
-            self.MOST_TOKENS, flags(0).to(self.device),
+            self.MOST_TOKENS, flags(0).to(self.device), ring_rows=self.ring_rows,
         )  # fmt: skip
         assert not self.plan.any()
         self.pending[slot] = 0
@@ -717,6 +736,97 @@ def test_bits_of_a_scheme_that_stores_every_state(device, state_dtype, per_chann
     assert pair.kept > steps
     assert pair.ours[0].isfinite().all()
     assert pair.ours[0].float().abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("ring_rows", "per_channel", "steps"), [(4, False, 2_000), (6, False, 10_000), (28, True, 2_000)], ids=str
+)
+def test_bits_of_a_ring(device, ring_rows, per_channel, steps):
+    """Compare a ring with storing always: outputs of every token, and states whenever the ring stores one.
+
+    The states are float32. A bfloat16 state is rounded at a store, so a ring rounds it less often.
+    """
+    pair = Pair(torch.float32, per_channel, device, ring_rows=ring_rows)
+    for _ in range(steps):
+        pair.step()
+        chance = pair.dice.random()
+        if chance < 0.03:
+            pair.fold()
+        elif chance < 0.04:
+            pair.prefill()
+    assert 0 < pair.stored_windows < pair.windows
+    assert pair.ours[0].float().abs().max() > 0.1
+
+
+def test_window_of_a_ring_by_hand(device):
+    """A ring of five rows and windows of three: accepted rows wait until a window would not fit behind them."""
+    plan, cursors = samples.poisoned_plan(1).to(device), torch.zeros(2, 3, dtype=torch.int32, device=device)
+    window, slot, seen = int64(0).to(device), int32(1).to(device), []
+    for tokens, kept in ((3, 9), (3, 2), (2, 2), (3, 1), (3, 3)):
+        ops.plan_recurrent_window(
+            plan, cursors, window, slot, int32(0, tokens).to(device), int32(kept).to(device), 3, ring_rows=5
+        )
+        seen.append((plan[0].tolist(), cursors[1].tolist()))
+    assert seen == [
+        ([1, 0, 0, 0], [3, 0, 0]), ([1, 2, 0, 0], [3, 0, 2]), ([1, 4, 0, 1], [2, 4, 0]), ([1, 1, 4, 0], [3, 4, 1]),
+        ([1, 4, 4, 1], [3, 0, 0]),
+    ]  # fmt: skip
+    folded = samples.poisoned_plan(1).to(device)
+    cursors[1] = torch.tensor([3, 6, 2], dtype=torch.int32)
+    ops.plan_recurrent_fold(folded, cursors, slot, slot, int32(2).to(device))
+    assert (folded[0].tolist(), cursors[1].tolist()) == ([1, 4, 6, 1], [0, 6, 0])
+
+
+RING_REQUESTS = ((2, 3, 4, 7), (0, 2, 0, 0), (3, 1, 5, 2), (1, 2, 0, 6), (4, 3, 5, 6))  # slot, tokens, rows, first row
+
+
+@pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+def test_verify_with_a_ring(device, state_dtype, per_channel):
+    """Compare rings with the oracle: rows that wrap, stores and none, every gate. All other bytes stay."""
+    requests = tuple(samples.Planned(slot, tokens) for slot, tokens, _, _ in RING_REQUESTS)
+    rows = [(slot, rows, first, slot if i % 2 else 0) if slot else (0,) * 4
+            for i, (slot, _, rows, first) in enumerate(RING_REQUESTS)]  # fmt: skip
+    plan = layouts.surrounded(torch.tensor([*rows, (0,) * 4], dtype=torch.int32))
+    for options in ({}, {"norm": "silu"}, {"gate_lower_bound": -5.0}, {"given_gates": True}):
+        arguments = samples.verify(
+            Heads(2, 4), requests, state_dtype, per_channel=per_channel, all_states=True, ring_rows=5, **options
+        )
+        arguments = with_arguments(VERIFY, arguments, plan=plan)
+        check_verify(arguments, device)
+
+
+def test_fold_of_a_ring(device):
+    """Rows that wrap are folded in order, and a plan without a target changes nothing."""
+    check_fold(samples.fold(2, folds=((2, 5, 6, 2), (3, 4, 1, 0), (1, 3, 7, 4)), ring_rows=5), device)
+
+
+@pytest.mark.parametrize(
+    ("ring_rows", "sentence"),
+    [(2, "at least the 3 rows of a window and with them at most 32, got 2"), (30, "at most 32, got 30")],
+)
+def test_refused_rings(device, ring_rows, sentence):
+    arguments = layouts.twin(samples.window(), device)
+    with pytest.raises(ValueError, match=f"plan_recurrent_window: ring_rows must be 0, or .*{sentence}"):
+        ops.plan_recurrent_window(*arguments[:1], torch.zeros(6, 3, dtype=torch.int32, device=device), *arguments[2:],
+                                  ring_rows=ring_rows)  # fmt: skip
+
+
+def test_a_window_past_its_ring(device):
+    requests = (samples.Planned(2, 3, 2, 1),)
+    arguments = layouts.twin(samples.verify(requests=requests, ring_rows=5), device)
+    halves = layouts.twin(samples.verify(requests=requests), device)
+    keys = argument_names(VERIFY).index("ring_rows")
+    layouts.refuse(VERIFY, (*arguments[:keys], 0), ValueError, r"record_keys must be \[5, 2, record_rows")
+    layouts.refuse(VERIFY, (*halves[:keys], 3), ValueError, r"record_keys must be \[5, 1, record_rows")
+    layouts.refuse(VERIFY, (*arguments[:keys], 2), ValueError, "record_keys must be of 3 to 4 rows")
+    if device == "cpu":
+        for row, sentence in (
+            ((2, 6, 0, 2), "plan must reapply from 0 to the 5 rows"),
+            ((2, 1, 8, 0), "plan must name a first row below 8 of a ring, got 8 in row 0"),
+        ):
+            plan = torch.tensor([row, (0,) * 4], dtype=torch.int32)
+            layouts.refuse(VERIFY, with_arguments(VERIFY, arguments, plan=plan), ValueError, sentence)
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])

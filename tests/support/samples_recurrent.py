@@ -85,17 +85,19 @@ def make_layer(
     shift: int = 0,
     one_page: bool = True,
     seed: int = 0,
+    ring_rows: int = 0,
 ) -> Layer:
     """Create a layer whose slots hold finite states, and records with rows in both halves. Slot 0 keeps random bytes.
 
     With `one_page`, state and records of a slot share a page, as in an engine. Otherwise each has a separate page.
     """
     channels = (heads.key_width,) if per_channel else ()
+    halves, rows = (1, ring_rows + rows) if ring_rows else (2, rows)
     parts: list[Part] = [
         ((heads.value_heads, heads.value_width, heads.key_width), state_dtype),
-        ((2, rows, heads.key_heads, heads.key_width), dtype),
-        ((2, rows, heads.key_heads), torch.float32),
-        ((2, rows, heads.value_heads, *channels), torch.float32),
+        ((halves, rows, heads.key_heads, heads.key_width), dtype),
+        ((halves, rows, heads.key_heads), torch.float32),
+        ((halves, rows, heads.value_heads, *channels), torch.float32),
         ((rows, heads.value_heads, heads.value_width), torch.float32),
     ]
     pages = [parts] if one_page else [[part] for part in parts]
@@ -182,6 +184,7 @@ def verify(
     allow_neg_eigval: bool = False,
     gate_lower_bound: float | None = None,
     given_gates: bool = False,
+    ring_rows: int = 0,
 ) -> tuple[Any, ...]:
     """Return a window of a layer.
 
@@ -189,7 +192,7 @@ def verify(
     hold logarithms of decays and betas, and there is no `A_log`.
     """
     tokens = sum(request.tokens for request in requests) + extra_tokens
-    layer = make_layer(heads, 5, rows, state_dtype, dtype, per_channel, gap, shift, one_page, seed)
+    layer = make_layer(heads, 5, rows, state_dtype, dtype, per_channel, gap, shift, one_page, seed, ring_rows)
     inputs = packed_inputs(tokens, heads, dtype, per_channel, seed)
     if not use_qk_l2norm:  # with keys of any length the state would overflow
         inputs = inputs._replace(k=surrounded(inputs.k * heads.key_width**-0.5))
@@ -205,7 +208,7 @@ def verify(
     weight = surrounded(drawn(heads.value_width, seed=seed + 31).abs()) if norm else None
     every = torch.full((*value, heads.key_width), float(POISON), dtype=state_dtype) if all_states else None
     every = None if every is None else surrounded(every, edge=64)
-    return (*arguments, gate, weight, 1e-5, norm or "silu", every, allow_neg_eigval, gate_lower_bound)
+    return (*arguments, gate, weight, 1e-5, norm or "silu", every, allow_neg_eigval, gate_lower_bound, ring_rows)
 
 
 FOLDS = ((2, 2, 1, 2), (0, 0, 0, 0), (1, 0, 0, 3), (4, 3, 0, 4))  # in place, nothing, a copy, all rows
@@ -222,10 +225,12 @@ def fold(
     gap: int = 48,
     shift: int = 0,
     one_page: bool = True,
+    ring_rows: int = 0,
 ) -> tuple[Any, ...]:
     """Return a fold. `ran`: the layers that ran in a cancelled window; None = a fold without a window."""
     made = [
-        make_layer(heads, 5, 3, state_dtype, dtype, per_channel, gap, shift, one_page, seed) for seed in range(layers)
+        make_layer(heads, 5, 3, state_dtype, dtype, per_channel, gap, shift, one_page, seed, ring_rows)
+        for seed in range(layers)
     ]
     for index in ran or ():
         made[index].layer_window.fill_(2**33 + 5)
@@ -303,6 +308,7 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             verify(Heads(2, 2, 96, 192), all_states=True, allow_neg_eigval=True),
             verify(per_channel=True, gate_lower_bound=-5.0, seed=4),
             verify(per_channel=True, given_gates=True, seed=5),
+            verify(norm="silu", ring_rows=4),
             verify(requests=nobody, all_states=True),
             verify(requests=(), extra_tokens=0),
         ],
@@ -311,6 +317,7 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             fold(one_page=False),
             fold(3, state_dtype=torch.bfloat16, dtype=torch.float16, per_channel=True, ran=(1,), one_page=False),
             fold(1, Heads(2, 2, 96, 192), one_page=False),
+            fold(ring_rows=4, one_page=False),
             fold(folds=(), one_page=False),
         ],
     }

@@ -19,7 +19,16 @@ __all__ = ["gated_delta_fold", "gated_delta_verify", "plan_recurrent_fold", "pla
 
 
 def plan_recurrent_window(
-    plan, cursors, window_id, state_slots, query_start_loc, num_kept, record_rows, is_window=None, num_skipped=None
+    plan,
+    cursors,
+    window_id,
+    state_slots,
+    query_start_loc,
+    num_kept,
+    record_rows,
+    is_window=None,
+    num_skipped=None,
+    ring_rows=0,
 ) -> None:
     plan.zero_()
     starts = query_start_loc.tolist()
@@ -27,13 +36,19 @@ def plan_recurrent_window(
         tokens = starts[request + 1] - starts[request]
         if slot <= 0 or tokens == 0:
             continue
-        pending, half = cursors[slot].tolist()
+        pending, first, *earlier = cursors[slot].tolist()
         if is_window is not None and not is_window[request]:
-            cursors[slot, 0] = 0
+            cursors[slot, [0, *range(2, cursors.shape[1])]] = 0
             continue
-        rows = int(num_kept[request]) if pending else 0
-        plan[request] = torch.tensor([slot, rows, half, slot])
-        cursors[slot] = torch.tensor([tokens, 1 - half])
+        rows = sum(earlier) + (int(num_kept[request]) if pending else 0)
+        stores = not ring_rows or rows + tokens > ring_rows
+        plan[request] = torch.tensor([slot, rows, first, slot if stores else 0])
+        if not ring_rows:
+            cursors[slot] = torch.tensor([tokens, 1 - first])
+        elif stores:
+            cursors[slot] = torch.tensor([tokens, (first + rows) % (ring_rows + record_rows), 0])
+        else:
+            cursors[slot] = torch.tensor([tokens, first, rows])
     window_id += 1
 
 
@@ -43,13 +58,14 @@ def plan_recurrent_fold(plan, cursors, source_slots, target_slots, num_rows, kee
     for entry, (source, target) in enumerate(zip(source_slots.tolist(), target_slots.tolist(), strict=False)):
         if source <= 0 or target <= 0:
             continue
-        pending, half = before[source]
-        rows = max(min(int(num_rows[entry]), pending), 0)
+        pending, first, *earlier = before[source]
+        rows = sum(earlier) + max(min(int(num_rows[entry]), pending), 0)
         if rows > 0 or source != target:
-            plan[entry] = torch.tensor([source, rows, half, target])
-        cursors[target, 0] = 0
+            plan[entry] = torch.tensor([source, rows, first, target])
+        counts = [0, *range(2, cursors.shape[1])]
+        cursors[target, counts] = 0
         if source != target and not keep_source:
-            cursors[source, 0] = 0
+            cursors[source, counts] = 0
 
 
 # ---------------------------------------------------------------- one token of one head
@@ -78,13 +94,22 @@ def forward_token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor,
     return state, state @ q, update
 
 
-def reapplied(state, record_keys, record_norms, record_decays, record_updates, slot, rows, half, head) -> Tensor:
+def place_of(record_keys: Tensor, first: int, row: int) -> tuple[int, int, int]:
+    """Return the half and row of keys, norms and decays, and the row of updates, of row `row` from `first` on."""
+    halves, rows = record_keys.shape[1:3]
+    if halves == 2:
+        return first, row, row
+    return 0, (first + row) % rows, (first + row) % rows
+
+
+def reapplied(state, record_keys, record_norms, record_decays, record_updates, slot, rows, first, head) -> Tensor:
     """Return the state [dv, dk] of one head with the first rows of a record applied."""
     key_head = head // (state.shape[1] // record_keys.shape[3])
     h = state[slot, head].float()
-    for row in range(rows):
+    for number in range(rows):
+        half, row, update_row = place_of(record_keys, first, number)
         key = record_keys[slot, half, row, key_head].float() * record_norms[slot, half, row, key_head]
-        h = h * record_decays[slot, half, row, head] + record_updates[slot, row, head][:, None] * key[None, :]
+        h = h * record_decays[slot, half, row, head] + record_updates[slot, update_row, head][:, None] * key[None, :]
     return h
 
 
@@ -95,24 +120,27 @@ def gated_delta_verify(
     out, state, record_keys, record_norms, record_decays, record_updates, layer_window, q, k, v, a, b, A_log, dt_bias,
     plan, window_id, query_start_loc, scale, softplus_beta=1.0, softplus_threshold=20.0, use_qk_l2norm=True, gate=None,
     norm_weight=None, norm_eps=1e-5, gate_activation="silu", all_states=None, allow_neg_eigval=False,
-    gate_lower_bound=None,
+    gate_lower_bound=None, ring_rows=0,
 ) -> None:  # fmt: skip
     record = (record_keys, record_norms, record_decays, record_updates)
     starts = query_start_loc.tolist()
     for request, (begin, end) in enumerate(itertools.pairwise(starts)):
-        source, rows, half, target = plan[request].tolist()
-        if target <= 0:
+        source, rows, first, target = plan[request].tolist()
+        if source <= 0 and target <= 0:
             out[begin:end] = 0
             continue
         if begin == end:
             continue
         for head in range(state.shape[1]):
             key_head = head // (state.shape[1] // q.shape[1])
-            h = reapplied(state, *record, source, rows, half, head)
-            state[target, head] = h
-            h = state[target, head].float()
+            h = reapplied(state, *record, source, rows, first, head)
+            if target > 0:
+                state[target, head] = h
+                h = state[target, head].float()
+            slot = max(target, 0) or source
+            next_first = (first + rows) % record_keys.shape[2] if ring_rows else 1 - first
             for token in range(begin, end):
-                row = token - begin
+                half, row, update_row = place_of(record_keys, next_first, token - begin)
                 query, key = q[token, key_head].float(), k[token, key_head].float()
                 factor = torch.ones(())
                 if use_qk_l2norm:
@@ -127,10 +155,10 @@ def gated_delta_verify(
                 h, output, update = forward_token(h, query * scale, key, v[token, head].float(), decay, beta)
                 if all_states is not None:
                     all_states[token, head] = h
-                record_keys[target, 1 - half, row, key_head] = k[token, key_head]
-                record_norms[target, 1 - half, row, key_head] = factor
-                record_decays[target, 1 - half, row, head] = decay
-                record_updates[target, row, head] = update
+                record_keys[slot, half, row, key_head] = k[token, key_head]
+                record_norms[slot, half, row, key_head] = factor
+                record_decays[slot, half, row, head] = decay
+                record_updates[slot, update_row, head] = update
                 out[token, head] = output
                 if gate is not None:
                     output = out[token, head].float()  # rounded, as a separate norm would read it
@@ -147,10 +175,10 @@ def gated_delta_fold(
         if window_id is not None and layer_windows[layer] == window_id:
             continue
         record = (record_keys[layer], record_norms[layer], record_decays[layer], record_updates[layer])
-        for source, rows, half, target in plan.tolist():
+        for source, rows, first, target in plan.tolist():
             if target <= 0:
                 continue
             for head in range(state.shape[1]):
-                state[target, head] = reapplied(state, *record, source, rows, half, head)
+                state[target, head] = reapplied(state, *record, source, rows, first, head)
         if window_id is not None and len(plan):
             layer_windows[layer].copy_(window_id)
