@@ -891,3 +891,52 @@ def test_a_cache_that_is_registered_twice_is_refused():
     states.register_layer("b", cache)
     with pytest.raises(ValueError, match=r"^allocate: \w+ of 'a' and \w+ of 'b' must not share memory"):
         states.allocate()
+
+
+# ---------------------------------------------------------------- rings
+
+
+RING_KINDS = ("gdn", "kda")
+
+
+def test_a_ring_decodes_like_every_state():
+    """Windows, cancels after any layer, folds and copies give the outputs and states of the other scheme."""
+    decoding = Decoding(RING_KINDS, max_window=3, ring_rows=6)
+    decoding.start(1, 2, 3)
+    for step in range(60):
+        lengths = {slot: decoding.draw(1, 3) for slot in (1, 2, 3) if decoding.draw(0, 3)}
+        if step % 7 == 3:
+            decoding.begin(list(lengths), list(lengths.values()))
+            decoding.forward(RING_KINDS[: decoding.draw(0, 2)])
+            decoding.states.cancel()
+            continue
+        decoding.window(lengths, {slot: decoding.draw(1, length) for slot, length in lengths.items()})
+        if step % 11 == 5:
+            decoding.states.fold(decoding.tensor([1]))
+            decoding.assert_folded(1)
+        if step % 13 == 6:
+            decoding.states.copy(decoding.tensor([2]), decoding.tensor([4]))
+            for name, layer in decoding.every_state.items():
+                assert torch.equal(decoding.state_of(4, name), layer.held[2])
+    decoding.states.fold(decoding.tensor([1, 2, 3]))
+    decoding.assert_folded(1, 2, 3)
+
+
+@pytest.mark.parametrize("ring_rows", [0, 6])
+def test_rewind_takes_back_pending_tokens(ring_rows):
+    """The state after a fold is the one without the last tokens. No more tokens than are pending are taken back."""
+    decoding, other = (Decoding(("gdn",), max_window=3, ring_rows=ring_rows) for _ in range(2))
+    for one, kept in ((decoding, 3), (other, 1)):
+        one.start(1)
+        one.window({1: 3}, {1: kept})
+    taken = decoding.states.rewind(decoding.tensor([1, 0]), decoding.tensor([2, 1]))
+    assert taken.tolist() == [2, 0]
+    assert decoding.states.rewind(decoding.tensor([2]), decoding.tensor([1])).tolist() == [0]
+    for one in (decoding, other):
+        one.states.fold(one.tensor([1]))
+    assert torch.equal(decoding.state_of(1, "gdn"), other.state_of(1, "gdn"))
+    assert decoding.states.rewind(decoding.tensor([1]), decoding.tensor([9])).tolist() == [0]
+    with pytest.raises(IndexError, match="rewind: slots must be less than 8, got 8"):
+        decoding.states.rewind(decoding.tensor([8]), decoding.tensor([1]))
+    with pytest.raises(ValueError, match="rewind: tokens must be as many as slots, 1, got 2"):
+        decoding.states.rewind(decoding.tensor([1]), decoding.tensor([1, 2]))

@@ -157,6 +157,7 @@ class Decoding:
         num_slots: int = 8,
         max_window: int = 4,
         max_requests: int = 5,
+        ring_rows: int = 0,
         in_pages: bool = False,
         one_storage: bool = False,
         device: str = "cpu",
@@ -178,9 +179,10 @@ class Decoding:
                 num_slots=num_slots, max_window=max_window, num_key_heads=kind.key_heads,
                 num_value_heads=kind.value_heads, key_size=kind.key_size, value_size=kind.value_size,
                 dtype=kind.dtype, state_dtype=kind.state_dtype, per_channel=kind.per_channel, device=device,
+                ring_rows=ring_rows,
             )  # fmt: skip
             if one_storage and kind.state_dtype == torch.float32:
-                cache = RecurrentCache(states[name].unflatten(1, cache.state.shape[1:]), *cache.records)
+                cache = RecurrentCache(states[name].unflatten(1, cache.state.shape[1:]), *cache.records, ring_rows)
             if in_pages:
                 cache, self.pages[name] = paged(cache)
             for tensor in (cache.state, *cache.records):  # rows that were not written must not be read

@@ -100,9 +100,10 @@ class RecordGeometry:
             pages: int8 ``[num_slots, page_bytes]``.
             offset: offset of the record in a page, which is the size of the states, in bytes.
         """
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, (shape, dtype) in self.parts.items():
             size = prod(shape) * dtype.itemsize
             found[f"record_{name}"] = pages[:, offset : offset + size].view(dtype).view(-1, *shape)
             offset += size
-        return RecurrentCache(state, **found)
+        keys, norms, decays, updates = (found[f"record_{name}"] for name in ("keys", "norms", "decays", "updates"))
+        return RecurrentCache(state, keys, norms, decays, updates)
