@@ -63,7 +63,7 @@ def paged(cache: RecurrentCache, seed: int = 0) -> tuple[RecurrentCache, Tensor]
         view = pages[:, place : place + size].view(tensor.dtype).unflatten(1, tensor.shape[1:])
         view.copy_(tensor)
         views.append(view)
-    return RecurrentCache(*views), pages
+    return RecurrentCache(*views, cache.ring_rows), pages
 
 
 @dataclass
