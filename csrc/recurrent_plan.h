@@ -88,7 +88,8 @@ inline RecurrentPlan recurrent_plan_view(const Argument& a, int64_t length) {
 inline RecurrentCursors cursors_view(const Argument& a, int64_t columns) {
     a.dtype(ScalarType::Int);
     const int64_t found = a.tensor.dim() == 2 ? a.tensor.size(1) : 0;
-    if (columns > 0 && found != columns) a.must_be("[num_slots, ", columns, "]");
+    if (columns > 0 && found != columns)
+        a.must_be("[num_slots, ", columns, "] ", columns == 3 ? "with" : "without", " ring_rows");
     if (found != 2 && found != 3) a.must_be("[num_slots, 2], or [num_slots, 3] with a ring");
     a.contiguous();
     return {static_cast<int32_t*>(a.tensor.data_ptr()), least(a.tensor.size(0), INT32_MAX),
@@ -141,6 +142,7 @@ inline RecurrentWindowArguments check_recurrent_window(
     a.state_slots = ids_view(slots, 0, "[num_requests]");
     a.num_requests = a.state_slots.length;
     a.plan = recurrent_plan_view(to, a.num_requests);
+    if (ring_rows < 0) fail(op, "ring_rows must not be negative, got ", ring_rows);
     a.cursors = cursors_view(cur, ring_rows == 0 ? 2 : 3);
     number.vector(ScalarType::Long, 1, "[1]");
     a.window_id = static_cast<int64_t*>(window_id.data_ptr());

@@ -129,7 +129,8 @@ inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates
     if (keys.dim() != 5 || keys.size(0) != slots || keys.size(4) != states.key_width ||
         (halves > 0 ? keys.size(1) != halves : keys.size(1) != 1 && keys.size(1) != 2))
         t.keys.must_be("[", slots, ", ", halves > 0 ? std::to_string(halves) : "2 (1 for a ring)",
-                       ", record_rows, num_key_heads, ", states.key_width, "]");
+                       ", record_rows, num_key_heads, ", states.key_width, "]",
+                       halves == 1 ? " with ring_rows" : "");
     const int64_t parts = keys.size(1);
     r.is_ring = parts == 1;
     r.rows = keys.size(2);

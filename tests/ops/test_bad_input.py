@@ -90,6 +90,8 @@ def test_any_integer(device, op):
             # If the data exceeds a count of drafts, the message names the data.
             assert re.match(rf"{op}: .*\b({name}|cu_num_draft_tokens)\b", str(refused)), f"{label}: {refused}"
             assert layouts.same_memory(on_cpu, arguments), label
+        elif op == "gated_delta_verify":
+            continue  # test_recurrent.py compares its sums, within a tolerance
         else:
             theirs = layouts.twin(arguments)
             assert_same_results(expected, getattr(oracle, op)(*theirs))
