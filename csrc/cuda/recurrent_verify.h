@@ -31,14 +31,15 @@ __device__ void zero_outputs(const HeadsView& out,  // [T, HV, dv]
 // Grid: x = Q * HV * (dv / rows of a block), see `BlockPlaces`. Block: x = 32 * warps, at most 256. A block
 // runs all tokens of one request on some rows of one head's state. A warp takes `Rows::kRowsOfWarp` rows at a
 // time.
-template <class State, class Input, int kWidth, bool kPerChannel>
+template <class State, class Input, int kWidth, bool kPerChannel, bool kIsRing>
 __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_constant__ VerifyJob job) {
     using R = Rows<State, kWidth>;
     using Raw = RawRows<State, kWidth>;
     using Shared = SharedRows<State, kWidth>;
     using P = Products<State, kWidth>;
     const VerifyArguments& c = job.call;
-    const RecurrentRecord& r = c.record;
+    RecurrentRecord r = c.record;
+    r.is_ring = kIsRing;  // a constant: a record with two halves has no instruction for rings
     const BlockPlace block = job.blocks[blockIdx.x];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
     Shared shared_rows(job.shared);
@@ -74,7 +75,10 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     const int64_t token_of_gates = first_token + (has_gates ? lane : 0);
     const LoadedFloat a(c.a, token_of_gates, block.head), b(c.b, token_of_gates, block.head),
         log_rate(c.A_log, block.head), bias(c.dt_bias, block.head);
-    const Window window{block, row.recorded(), r.first_of_window(row), first_token, num_tokens, c.has_norm()};
+    const bool stores = !kIsRing || row.stores();
+    const Window window{
+        block,      r,           stores ? row.target : row.source, r.first_of_window(row), first_token,
+        num_tokens, c.has_norm()};
     for (int copy = warp; copy < 4 * num_tokens; copy += warps) {
         const int kind = copy % 4, token = copy / 4;
         if (kind == 3 && !window.has_norm) continue;
@@ -154,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         // Reapply the accepted rows, and store the state. Without a store it stays in float32
         if (row.rows > 0 || row.source != row.target) {
             reapply<State, kWidth, kPerChannel>(&rows, job.shared, row.rows, block.num_values, value, at);
-            if (row.stores()) {
+            if (stores) {
                 raw.round(rows);
                 if (Shared::kIsBulk && job.uses_shared_rows)
                     shared_rows.store(target, first, raw);
@@ -169,7 +173,8 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         const float *keys = shared_at<float>(job.shared.keys),
                     *queries = shared_at<float>(job.shared.queries);
         const Input* values = shared_at<Input>(job.shared.values) + value + sum.row;
-        int update_row = static_cast<int>(r.update_row(window.first, 0));
+        const int update_row = static_cast<int>(r.update_row(window.first, 0));
+        const int wrap = static_cast<int>(r.rows) - update_row;  // tokens before a ring's end
         float* updates = r.updates + r.update_offset(window.slot, update_row, block.head) + value_of_lane;
         Input* out =
             reinterpret_cast<Input*>(c.out.data) + c.out.offset(first_token, block.head) + value_of_lane;
@@ -188,9 +193,10 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
         // because neither sum has to wait for the other.
         P outputs{};
         // The outer loop takes one token at a time if all states are stored. A store in the inner loop would
-        // cost a move of each element, also if nothing is stored.
+        // cost a move of each element, also if nothing is stored. It also stops where a ring begins again.
         for (int token = 0; token < num_tokens;) {
-            const int end = c.all_states == nullptr ? num_tokens : token + 1;
+            const int run = kIsRing && token < wrap ? min(num_tokens, wrap) : num_tokens,
+                      end = c.all_states == nullptr ? run : token + 1;
 #pragma unroll 1
             for (; token < end; ++token) {
                 const float v = to_float(*values), beta = betas[token];
@@ -206,7 +212,6 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                 const float update = __fmul_rn(__fadd_rn(v, -add_lanes(products, at)), beta);
                 if (sum.leads) *updates = update;
                 updates += updates_stride;
-                if (++update_row == r.rows) updates -= r.rows * updates_stride;  // only in a ring
                 if (token > 0) put(output);
                 float u[R::kRows];
 #pragma unroll
@@ -217,7 +222,8 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
                 queries += R::kPadded;
                 outputs = multiply(rows, x);
             }
-            if (c.all_states == nullptr) break;
+            if (kIsRing && token == wrap) updates -= static_cast<int>(r.rows) * updates_stride;
+            if (c.all_states == nullptr) continue;
             // The state after this token
             const int64_t place =
                 (first_token + token - 1) * c.all_states_stride + block.head * c.states.value_width * kWidth;
@@ -299,7 +305,9 @@ void run(const VerifyArguments& c, const Launch& launch) {
                             report_as(c.op)};
 
         // Launch
-        const auto kernel = verify_kernel<State, typename decltype(input)::type, kWidth, per_channel>;
+        using Input = typename decltype(input)::type;
+        const auto kernel = c.record.is_ring ? verify_kernel<State, Input, kWidth, per_channel, true>
+                                             : verify_kernel<State, Input, kWidth, per_channel, false>;
         const LaunchShape shape =
             shape_for_heads(c.op, heads, c.states.value_width / values, warps * kWarp, job.shared.bytes);
         allow_shared_memory(c.op, kernel, shape, launch);

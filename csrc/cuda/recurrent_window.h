@@ -26,6 +26,7 @@ struct VerifyJob {
 // The window of a request, for the rows of a block.
 struct Window {
     const BlockPlace& block;
+    const RecurrentRecord& record;
     int32_t slot, first;  // of the record that the window writes; `RecurrentRecord::row_of`
     int64_t first_token;
     int num_tokens;
@@ -55,8 +56,9 @@ __device__ float norm_factor(const float (&x)[kSegments][kNeighbours]) {
 
 // Records the raw key of a token, which the warp has in `bits`, and the factor that normalizes it.
 template <int kWidth, class Input, int kSegments, int kNeighbours>
-__device__ void record_key(const RecurrentRecord& r, const Window& w, int token,
-                           const Input (&bits)[kSegments][kNeighbours], float norm) {
+__device__ void record_key(const Window& w, int token, const Input (&bits)[kSegments][kNeighbours],
+                           float norm) {
+    const RecurrentRecord& r = w.record;
     const int lane = threadIdx.x % kWarp;
     const int64_t row = r.row_of(w.first, token);
     Input* keys = reinterpret_cast<Input*>(r.keys) + r.key_offset(w.slot, row, w.block.key_head);
@@ -104,7 +106,7 @@ __device__ void scale_window(const VerifyJob& job, const Window& w) {
                 if (!of_key) scaled = __fmul_rn(scaled, c.scale);
                 to[shared_place<State, kWidth>((s * kWarp + lane) * kNeighbours + e)] = scaled;
             }
-        if (of_key && w.block.leads_key_head) record_key<kWidth>(c.record, w, token, bits, factor);
+        if (of_key && w.block.leads_key_head) record_key<kWidth>(w, token, bits, factor);
     }
 }
 
