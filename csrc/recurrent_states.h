@@ -42,6 +42,10 @@ struct RecurrentRecord {
     NWOR_HOST_DEVICE int64_t row_of(int32_t first, int64_t i) const {
         return is_ring ? update_row(first, i) : first * rows + i;
     }
+    // Whether a plan's row has a window. Only with a ring a window may store no state.
+    NWOR_HOST_DEVICE bool has_window(const RecurrentRow& row) const {
+        return is_ring ? row.any() : row.stores();
+    }
     // Where the window records: what `first` would be for its rows.
     NWOR_HOST_DEVICE int32_t first_of_window(const RecurrentRow& row) const {
         return is_ring ? static_cast<int32_t>(update_row(row.first, row.rows)) : 1 - row.first;
@@ -166,7 +170,7 @@ inline RecurrentRecord record_view(const RecordTensors& t, const RecurrentStates
 // Returns the problem of a row of a plan that does not fit the states or the record.
 NWOR_HOST_DEVICE inline Found problem_of_plan(const RecurrentRow& row, int64_t i, int64_t num_slots,
                                               const RecurrentRecord& record) {
-    if (!row.any()) return {};
+    if (!record.has_window(row)) return {};
     if (row.target >= num_slots) return {kPlanSlots, i, row.target, num_slots};
     if (row.source < 1 || row.source >= num_slots) return {kPlanSlots, i, row.source, num_slots};
     if (row.rows < 0 || row.rows > record.pending_rows) return {kPlanRows, i, row.rows, record.pending_rows};

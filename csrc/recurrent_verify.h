@@ -248,7 +248,7 @@ NWOR_HOST_DEVICE inline Found problem_of_request(const VerifyArguments& c, int64
     if (begin < 0 || end < begin) return {kQueriesDecrease, q, end, begin};
     if (end > c.num_tokens) return {kTokensPastQueries, q, end, c.num_tokens};
     if (const Found found = problem_of_plan(row, q, c.states.num_slots, c.record)) return found;
-    if (row.any() && end - begin > c.record.window_rows)
+    if (c.record.has_window(row) && end - begin > c.record.window_rows)
         return {kWindowPastRecord, q, end - begin, c.record.window_rows};
     return {};
 }

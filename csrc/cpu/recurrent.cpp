@@ -86,10 +86,10 @@ void run(const RecurrentFoldPlanArguments& a, const Cpu&) {
             if (slot > 0) a.cursors.clear(slot);
 }
 
-void check_meetings(const char* op, const RecurrentPlan& plan, int64_t count) {
+void check_meetings(const char* op, const RecurrentPlan& plan, int64_t count, const RecurrentRecord& record) {
     const Found twice = meeting_of(kPlanSlotTwice, count, [&](int64_t i) {
         const RecurrentRow row = plan[i];
-        return row.any() ? SlotsOfRow{row.source, row.recorded()} : SlotsOfRow{};
+        return record.has_window(row) ? SlotsOfRow{row.source, row.recorded()} : SlotsOfRow{};
     });
     if (twice) complain(op, twice);
 }
@@ -283,7 +283,7 @@ class WindowHead {
           decay_width_(c.record.per_channel ? width_ : 1) {}
 
     void run() {
-        if (!plan_.any()) return zero_outputs();
+        if (!c_.record.has_window(plan_)) return zero_outputs();
         if (tokens_ == 0) return;
         reapplied_.template read<Input>(c_.record, plan_, value_head_);
         read_inputs();
@@ -425,7 +425,7 @@ void run(const VerifyArguments& c, const Cpu&) {
     check_each(c.op, c.num_requests, [&](int64_t q) {
         return problem_of_request(c, q, c.query_start_loc[q], c.query_start_loc[q + 1], c.plan[q]);
     });
-    check_meetings(c.op, c.plan, c.num_requests);
+    check_meetings(c.op, c.plan, c.num_requests, c.record);
     const int64_t heads = c.states.num_value_heads;
     with_input_type(c.dtype, [&](auto tag) {
         parallel_for(0, c.num_requests * heads, 1, [&](int64_t begin, int64_t end) {
@@ -466,7 +466,7 @@ struct LayerViews {
 void run(const FoldArguments& f, const Cpu&) {
     check_each(f.op, f.plan.length,
                [&](int64_t i) { return problem_of_plan(f.plan[i], i, f.states.num_slots, f.record); });
-    check_meetings(f.op, f.plan, f.plan.length);
+    check_meetings(f.op, f.plan, f.plan.length, f.record);
     if (f.plan.length == 0) return;
     const int64_t heads = f.states.num_value_heads;
     const auto fold = [&](const FoldLayer& layer, int64_t begin, int64_t end) {

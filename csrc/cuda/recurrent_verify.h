@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_consta
     }
     const int num_tokens = static_cast<int>(end_token - first_token);
     if (num_tokens == 0) return;
-    if (!row.any()) return zero_outputs<Input>(c.out, block, first_token, end_token);
+    if (!r.has_window(row)) return zero_outputs<Input>(c.out, block, first_token, end_token);
 
     // ---- Copies to shared memory: the window, the rows to reapply, the first rows of the state
 

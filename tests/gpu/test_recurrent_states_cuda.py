@@ -8,9 +8,10 @@ from itertools import accumulate
 
 import pytest
 import torch
-from recurrent_states import Decoding
+from recurrent_states import KINDS, Decoding
 
 TOKENS = 20
+RING_KINDS = [name for name, kind in KINDS.items() if kind.state_dtype == torch.float32]
 
 
 @contextmanager
@@ -27,9 +28,11 @@ def test_a_wait_is_found(device):
         torch.ones(1, device=device).item()
 
 
-def test_nothing_waits_and_layers_are_replayed(device):
+@pytest.mark.parametrize("ring_rows", [0, 8])
+def test_nothing_waits_and_layers_are_replayed(device, ring_rows):
     """Captured once. Every replay has other requests, lengths and slots, and other tokens that stay."""
-    decoding = Decoding(max_requests=5, num_slots=8, device=device)
+    kinds = RING_KINDS if ring_rows else KINDS  # a ring rounds a bfloat16 state less often than the other scheme
+    decoding = Decoding(kinds, max_requests=5, num_slots=8, ring_rows=ring_rows, device=device)
     states, kinds = decoding.states, decoding.kinds
     slots = [1, 2, 3, 4]
     decoding.start(*slots)
@@ -68,7 +71,7 @@ def test_nothing_waits_and_layers_are_replayed(device):
             assert not outs[name][len(own) :].any()
             if not cancelled:
                 layer.commit(stay)
-        if cancelled:
+        if cancelled and not ring_rows:
             decoding.assert_folded(*windows)
         if step % 5 == 0:
             with no_waiting():

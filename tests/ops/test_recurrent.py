@@ -196,7 +196,7 @@ def may_write(arguments: tuple) -> list[torch.Tensor]:
     ring_rows, keys = given.get("ring_rows", 0), given["record_keys"]
     for (source, rows, first, target), begin, end in zip(plan, starts, starts[1:], strict=False):
         views.append(given["out"][begin:end])
-        slot = target if target > 0 else source
+        slot = target if target > 0 or not ring_rows else source
         if slot <= 0 or begin == end:
             continue
         first = (first + rows) % keys.shape[2] if ring_rows else 1 - first
@@ -777,23 +777,46 @@ def test_window_of_a_ring_by_hand(device):
     assert (folded[0].tolist(), cursors[1].tolist()) == ([1, 4, 6, 1], [0, 6, 0])
 
 
-RING_REQUESTS = ((2, 3, 4, 7), (0, 2, 0, 0), (3, 1, 5, 2), (1, 2, 0, 6), (4, 3, 5, 6))  # slot, tokens, rows, first row
+def ring_rows_of(window, ring):
+    """Return rows (slot, tokens, rows, first row, target): pending rows and windows that wrap, stores, none, a move."""
+    rows, short = window + ring, max(window - 1, 1)
+    return (
+        (2, window, ring, rows - 2, 0), (0, 2, 0, 0, 0), (3, short, ring - window, rows - 1 - (ring - window), 3),
+        (1, window, 0, rows - 1, 0), (4, window, ring, (2 * rows - 1 - ring) % rows, 5),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["", "kda"])
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
-def test_verify_with_a_ring(device, state_dtype, per_channel):
+@pytest.mark.parametrize(
+    ("heads", "window", "ring"),
+    [(Heads(2, 4), 3, 5), (Heads(1, 2, 128, 128), 1, 6), (Heads(1, 2, 128, 64), 8, 12), (Heads(1, 1, 96, 192), 4, 8)],
+    ids=str,
+)
+def test_verify_with_a_ring(device, heads, window, ring, state_dtype, per_channel):
     """Compare rings with the oracle: rows that wrap, stores and none, every gate. All other bytes stay."""
-    requests = tuple(samples.Planned(slot, tokens) for slot, tokens, _, _ in RING_REQUESTS)
-    rows = [(slot, rows, first, slot if i % 2 else 0) if slot else (0,) * 4
-            for i, (slot, _, rows, first) in enumerate(RING_REQUESTS)]  # fmt: skip
+    planned = ring_rows_of(window, ring)
+    requests = tuple(samples.Planned(slot, tokens) for slot, tokens, *_ in planned)
+    rows = [(slot, rows, first, target) for slot, _, rows, first, target in planned]
     plan = layouts.surrounded(torch.tensor([*rows, (0,) * 4], dtype=torch.int32))
-    for options in ({}, {"norm": "silu"}, {"gate_lower_bound": -5.0}, {"given_gates": True}):
+    for options in (
+        {}, {"all_states": True}, {"norm": "silu", "all_states": True}, {"gate_lower_bound": -5.0},
+        {"given_gates": True}, {"shift": 4},
+    ):  # fmt: skip
         arguments = samples.verify(
-            Heads(2, 4), requests, state_dtype, per_channel=per_channel, all_states=True, ring_rows=5, **options
+            heads, requests, state_dtype, per_channel=per_channel, rows=window, ring_rows=ring, slots=6, **options
         )
         arguments = with_arguments(VERIFY, arguments, plan=plan)
         check_verify(arguments, device)
+
+
+def test_only_a_ring_has_windows_without_a_store(device):
+    """A record with two halves always stores. There, a row without a target is padding."""
+    arguments = samples.verify(requests=(samples.Planned(2, 2), samples.Planned(3, 1)))
+    plan = layouts.surrounded(torch.tensor([[2, 1, 0, 0], [3, 0, 0, 3]], dtype=torch.int32))
+    out = named(VERIFY, check_verify(with_arguments(VERIFY, arguments, plan=plan), device))["out"]
+    assert not out[:2].any()
+    assert out[2].any()
 
 
 def test_fold_of_a_ring(device):

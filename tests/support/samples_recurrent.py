@@ -185,6 +185,7 @@ def verify(
     gate_lower_bound: float | None = None,
     given_gates: bool = False,
     ring_rows: int = 0,
+    slots: int = 5,
 ) -> tuple[Any, ...]:
     """Return a window of a layer.
 
@@ -192,7 +193,7 @@ def verify(
     hold logarithms of decays and betas, and there is no `A_log`.
     """
     tokens = sum(request.tokens for request in requests) + extra_tokens
-    layer = make_layer(heads, 5, rows, state_dtype, dtype, per_channel, gap, shift, one_page, seed, ring_rows)
+    layer = make_layer(heads, slots, rows, state_dtype, dtype, per_channel, gap, shift, one_page, seed, ring_rows)
     inputs = packed_inputs(tokens, heads, dtype, per_channel, seed)
     if not use_qk_l2norm:  # with keys of any length the state would overflow
         inputs = inputs._replace(k=surrounded(inputs.k * heads.key_width**-0.5))

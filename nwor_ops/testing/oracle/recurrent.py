@@ -126,7 +126,7 @@ def gated_delta_verify(
     starts = query_start_loc.tolist()
     for request, (begin, end) in enumerate(itertools.pairwise(starts)):
         source, rows, first, target = plan[request].tolist()
-        if source <= 0 and target <= 0:
+        if target <= 0 and (source <= 0 or not ring_rows):
             out[begin:end] = 0
             continue
         if begin == end:
