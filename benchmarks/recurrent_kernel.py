@@ -1,9 +1,10 @@
 """Compare gated_delta_verify with vLLM's kernels, which store the state after every token: microseconds per layer.
 
     PYTHONPATH=path/to/vllm/tree python benchmarks/recurrent_kernel.py [FOLDER]
+    python benchmarks/recurrent_kernel.py --ring-rows 4 6 8 12 [--folder FOLDER]
 
-It needs vLLM: its Triton kernel, and its compiled core (of the installed vLLM, or of VLLM_CORE). It takes under two
-minutes.
+The first form needs vLLM: its Triton kernel, and its compiled core (of the installed vLLM, or of VLLM_CORE). It takes
+under two minutes. The second form compares only our kernel: with rings of these numbers of rows, and without a ring.
 
 The layers have Qwen3-Next's shape: 16 key heads and 32 value heads of 128 x 128. There are 36 layers, or fewer if
 vLLM's K + 1 states of each do not fit, and each has its own states and inputs. All requests have a window of K + 1
@@ -14,15 +15,20 @@ replay 512 MB are read, so that no state is left in L2 and the GPU is busy while
 `triton` is `fused_sigmoid_gating_delta_rule_update`. `cuda` is `fused_gdn_decode_post_conv_mtp`, which ends with the
 gated norm, as ours does with `norm`. `copy` copies the bytes of a layer's states. A ratio is our time divided by
 theirs.
+
+A ring is filled differently for each request, so each step stores the states of as many requests as the next one. Rings
+shorter than a window are left out.
 """
 
 from __future__ import annotations
 
+import argparse
+import pathlib
 from collections.abc import Callable
 
 import torch
 from cow_transaction import alternating_on_gpu, captured
-from results import Row, asked_folder, ratios, row, save, this_machine
+from results import FOLDER, Row, ratios, row, save, this_machine
 from torch import Tensor
 from vllm_kernels import load_core, recurrent_update
 
@@ -32,6 +38,7 @@ DEVICE = "cuda"
 KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128
 MOST_LAYERS, ROUNDS, READ_BYTES = 36, 12, 2**29
 REQUESTS, DRAFTS = (1, 16, 64, 128), (1, 3, 7)
+RING_REQUESTS, RING_DRAFTS = (16, 64, 128), (0, 1, 3, 7)
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TRITON_TARGETS = {("fp32", 16, 3): 0.48, ("fp32", 64, 3): 0.42, ("fp32", 128, 3): 0.42}
 CUDA_TARGETS = {("fp32", 16, 3): 0.58, ("fp32", 64, 3): 0.53, ("fp32", 128, 3): 0.53, ("bf16", 128, 1): 1.0}
@@ -51,9 +58,6 @@ class Case:
         self.starts = torch.arange(requests + 1, **int32) * rows
         self.kept = torch.arange(requests, **int32) % rows + 1
         self.slots = torch.arange(1, requests + 1, **int32)
-        self.plan = torch.zeros(requests, 4, **int32)
-        self.cursors = torch.zeros(requests + 1, 2, **int32)
-        self.window_id = torch.zeros(1, dtype=torch.int64, device=DEVICE)
         self.widths = KEY_HEADS * WIDTH, KEY_HEADS * WIDTH, VALUE_HEADS * WIDTH
         shape = (self.layers, tokens)
         self.packed = torch.randn(*shape, sum(self.widths), device=DEVICE).bfloat16()
@@ -67,29 +71,38 @@ class Case:
         q, k, v = self.packed[layer].split(self.widths, -1)
         return tuple(part.unflatten(-1, (-1, WIDTH)) for part in (q, k, v))
 
-    def ours(self) -> dict[str, Callable[[], None]]:
+    def ours(self, ring: int = 0, norms: tuple[bool, ...] = (False, True)) -> dict[str, Callable[[], None]]:
         slots, rows = self.requests + 1, self.rows
+        halves, all_rows = (1, ring + rows) if ring else (2, rows)
+        plan = torch.zeros(self.requests, 4, dtype=torch.int32, device=DEVICE)
+        cursors = torch.zeros(slots, 3 if ring else 2, dtype=torch.int32, device=DEVICE)
+        if ring:  # a window of each request, behind some accepted rows
+            cursors[:, 0], cursors[:, 2] = rows, torch.arange(slots) % (ring - rows + 1)
+        window_id = torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(self.layers, slots, *shape, dtype=dtype, device=DEVICE)
 
         states = zeros(VALUE_HEADS, WIDTH, WIDTH, dtype=self.dtype)
         records = (
-            zeros(2, rows, KEY_HEADS, WIDTH, dtype=torch.bfloat16), zeros(2, rows, KEY_HEADS),
-            zeros(2, rows, VALUE_HEADS), zeros(rows, VALUE_HEADS, WIDTH),
+            zeros(halves, all_rows, KEY_HEADS, WIDTH, dtype=torch.bfloat16), zeros(halves, all_rows, KEY_HEADS),
+            zeros(halves, all_rows, VALUE_HEADS), zeros(all_rows, VALUE_HEADS, WIDTH),
         )  # fmt: skip
         ran = torch.zeros(self.layers, 1, dtype=torch.int64, device=DEVICE)
 
         def run(norm: bool) -> None:
-            ops.plan_recurrent_window(self.plan, self.cursors, self.window_id, self.slots, self.starts, self.kept, rows)
+            ops.plan_recurrent_window(
+                plan, cursors, window_id, self.slots, self.starts, self.kept, rows, ring_rows=ring
+            )
             for i in range(self.layers):
                 ops.gated_delta_verify(
                     self.out[i], states[i], *(record[i] for record in records), ran[i], *self.heads(i), self.a[i],
-                    self.b[i], self.A_log[i], self.dt_bias[i], self.plan, self.window_id, self.starts, SCALE,
+                    self.b[i], self.A_log[i], self.dt_bias[i], plan, window_id, self.starts, SCALE, ring_rows=ring,
                     gate=self.gate[i] if norm else None, norm_weight=self.weight if norm else None, norm_eps=EPS,
                 )  # fmt: skip
 
-        return {"ours": captured(lambda: run(False)), "ours_norm": captured(lambda: run(True))}
+        name = f"ring{ring}" if ring else "ours"
+        return {f"{name}_norm" if norm else name: captured(lambda norm=norm: run(norm)) for norm in norms}
 
     def theirs(self, update: Callable[..., object]) -> dict[str, Callable[[], None]]:
         states = torch.zeros(
@@ -140,19 +153,46 @@ def case_rows(name: str, requests: int, drafts: int, update: Callable[..., objec
     ]
 
 
+def ring_case_rows(name: str, requests: int, drafts: int, rings: list[int], read: Tensor) -> list[Row]:
+    case = Case(requests, drafts, STATES[name])
+    variants = case.ours(norms=(False,))
+    for ring in rings:
+        if ring > drafts:
+            variants |= case.ours(ring, norms=(False,))
+    calls = alternating_on_gpu(variants, ROUNDS, lambda: read.sum())
+    samples = {variant: [time / case.layers for time in times] for variant, times in calls.items()}
+    prefix = f"recurrent_ring/{name}/{requests}x{drafts}"
+    return [
+        *(row(f"{prefix}/{variant}_over_ours", ratios(samples, variant, "ours"), "ratio", "lower")
+          for variant in samples if variant != "ours"),
+        *(row(f"{prefix}/{variant}_us", times, "us", "lower", digits=2) for variant, times in samples.items()),
+    ]  # fmt: skip
+
+
 def main() -> None:
-    folder = asked_folder(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=pathlib.Path, default=argparse.SUPPRESS, help="as --folder")
+    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="folder of the results")
+    parser.add_argument("--ring-rows", type=int, nargs="+", default=[], help="compare rings with no ring")
+    options = parser.parse_args()
     torch.manual_seed(0)
-    load_core()
-    update = recurrent_update()
     read = torch.zeros(READ_BYTES // 4, dtype=torch.float32, device=DEVICE)
     rows: list[Row] = []
+    if options.ring_rows:
+        for name in STATES:
+            for requests in RING_REQUESTS:
+                for drafts in RING_DRAFTS:
+                    rows += ring_case_rows(name, requests, drafts, options.ring_rows, read)
+                    torch.cuda.empty_cache()
+        return save(this_machine(), "recurrent_ring", rows, options.folder)
+    load_core()
+    update = recurrent_update()
     for name in STATES:
         for requests in REQUESTS:
             for drafts in DRAFTS:
                 rows += case_rows(name, requests, drafts, update, read)
                 torch.cuda.empty_cache()
-    save(this_machine(), "recurrent_kernel", rows, folder)
+    return save(this_machine(), "recurrent_kernel", rows, options.folder)
 
 
 if __name__ == "__main__":
