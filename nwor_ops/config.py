@@ -43,6 +43,8 @@ class NworConfig:
         draft_graphs: run a draft model from CUDA graphs; in the V1 runner also EAGLE and MTP. Independent of the mode.
         recurrent: keep one recurrent state per request instead of one per draft, for Gated DeltaNet and KDA layers.
             Independent of the mode.
+        ring_rows: with ``recurrent``, the maximum number of accepted tokens that a record holds before their state is
+            stored. At least the tokens of a window; both together are at most 32. 0 = every step stores.
     """
 
     mode: str = "off"
@@ -52,6 +54,7 @@ class NworConfig:
     emit_metrics: bool = True
     draft_graphs: bool = False
     recurrent: bool = False
+    ring_rows: int = 0
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, _MODES)
@@ -60,6 +63,8 @@ class NworConfig:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"nwor: {name} must be true or false, got {getattr(self, name)!r}")
+        if isinstance(self.ring_rows, bool) or not isinstance(self.ring_rows, int) or not 0 <= self.ring_rows <= 31:
+            raise ValueError(f"nwor: ring_rows must be 0 to 31, got {self.ring_rows!r}")
 
     @property
     def wants_transaction(self) -> bool:
@@ -130,6 +135,10 @@ def _from_environment(environment: Mapping[str, str] | None) -> dict[str, Any]:
             if value.lower() not in _BOOLEANS:
                 raise ValueError(f"nwor: {variable} must be 0 or 1, got {value!r}")
             settings[name] = _BOOLEANS[value.lower()]
+        elif name == "ring_rows":
+            if not value.isdecimal():
+                raise ValueError(f"nwor: {variable} must be 0 to 31, got {value!r}")
+            settings[name] = int(value)
         else:
             settings[name] = value
     return settings

@@ -180,7 +180,7 @@ class CheckpointSide(AlignedSide):
             given[row, fresh] = table[row, fresh]
             blocks.append(given[row, fresh].tolist())
         if is_checkpoint:
-            self.stale += sum(int(self.cursors.table[of_group[0], 0]) > 0 for of_group in blocks if len(of_group) > 1)
+            self.stale += sum(int(self.cursors.table[of_group[0], ::2].sum()) > 0 for of_group in blocks if len(of_group) > 1)
         self._owned(new=[], cached=[None, blocks])
 
     def _owned(self, new: list[Any], cached: list[Any]) -> None:
@@ -347,12 +347,12 @@ class Scheduler:
         return bool(valid)
 
 
-def run(checkpoints: bool, most_drafts: int) -> dict[str, Any]:
+def run(checkpoints: bool, most_drafts: int, ring_rows: int) -> dict[str, Any]:
     from nwor_ops.vllm.recurrent.audit import StateAudit
 
     chance, generator = random.Random(11), torch.Generator().manual_seed(11)
     one_state_layers.ROWS, one_state_layers.BLOCKS = ROWS, 1 + GROUPS * ROWS * (COLUMNS + most_drafts)
-    config = configuration(False, torch.float32, drafts=most_drafts)
+    config = configuration(False, torch.float32, drafts=most_drafts, ring_rows=ring_rows)
     block = 64 if checkpoints and HAS_PLAN else 8
     for name in ("mamba_block_size", "hash_block_size", "cache_hit_alignment_tokens"):
         setattr(config.cache_config, name, block)
@@ -430,7 +430,8 @@ def run(checkpoints: bool, most_drafts: int) -> dict[str, Any]:
 if __name__ == "__main__":
     prepare_vllm()
     for case in sys.argv[1:] or ("aligned", "aligned-nodrafts", "checkpoints"):
-        if case == "checkpoints":
+        checkpoints = case.startswith("checkpoints")
+        if checkpoints:
             prepare_checkpoints()
         drafts = 0 if case.endswith("nodrafts") else K
-        print(case, json.dumps(run(case == "checkpoints", drafts)), flush=True)
+        print(case, json.dumps(run(checkpoints, drafts, drafts + 5 if "-ring" in case else 0)), flush=True)

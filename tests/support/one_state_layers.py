@@ -34,7 +34,12 @@ CLOSE = 0.02  # the interpreter truncates to bfloat16 outputs instead of roundin
 
 
 def configuration(
-    full_graphs: bool, state: torch.dtype, ranks: int = 1, sizes: dict[str, Any] | None = None, drafts: int = K
+    full_graphs: bool,
+    state: torch.dtype,
+    ranks: int = 1,
+    sizes: dict[str, Any] | None = None,
+    drafts: int = K,
+    ring_rows: int = 0,
 ) -> Any:
     """Return the parts of a configuration that builders and layers read. Each of several ranks has the heads above."""
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -45,7 +50,7 @@ def configuration(
         "linear_value_head_dim": WIDTH,
     }
     return SimpleNamespace(
-        additional_config={},
+        additional_config={"nwor": {"ring_rows": ring_rows}},
         num_speculative_tokens=drafts,
         num_hash_lookahead_tokens=0,
         use_v2_model_runner=True,
@@ -178,7 +183,7 @@ class Side:
         for builder in self.builders:  # as on a GPU
             builder.supports_update_block_table = True
         if one_state:
-            cursors = Cursors(BLOCKS, device)
+            cursors = Cursors(BLOCKS, device, self.layers[0].geometry.ring_rows)
             self.skipped = cursors.skipped
             self.skipped.copy()  # no second copy, because there are only a few per second
             self.skipped.PERIOD = float("inf")
@@ -381,12 +386,13 @@ def run(
     inputs_of: Callable[[torch.Generator, int], list[dict[str, Tensor]]] = normal_inputs,
     steps: int = STEPS,
     most_drafts: int = K,
+    ring_rows: int = 0,
 ) -> dict[str, Any]:
     """Run both engines on the same batches. Another model needs its sizes, layers, weights and inputs."""
     from nwor_ops.vllm.recurrent.audit import StateAudit
 
     chance, generator = random.Random(7), torch.Generator().manual_seed(7)
-    config = configuration(full_graphs, state, ranks, sizes, most_drafts)
+    config = configuration(full_graphs, state, ranks, sizes, most_drafts, ring_rows)
     weights = weights_of(generator)
     sides = [side(config, one_state, fused_norm, weights) for one_state in (False, True)]
     audit = StateAudit(sides[1].builders)
@@ -395,7 +401,7 @@ def run(
     requests: list[Request] = []
     said: dict[str, Any] = {"windows_only": 0, "mixed": 0, "prompts_only": 0, "preempted": 0, "worst": 0.0,
                             "launches_added": -99}  # fmt: skip
-    said |= {"blocks": [side.blocks_per_request for side in sides]}
+    said |= {"blocks": [side.blocks_per_request for side in sides], "not_stored": 0}
     for _ in range(steps):
         while len(requests) < ROWS and chance.random() < 0.5:
             requests.append(Request(chance.randint(1, 12), sides))
@@ -415,6 +421,9 @@ def run(
             theirs, mine = (side.launches for side in sides)
             said["launches_added"] = max(said["launches_added"], mine - theirs)
         audit.forwarded("after the forward")
+        if windows:
+            plans = [row for builder in sides[1].builders for row in builder.plan.tolist()]
+            said["not_stored"] += sum(source > 0 and target == 0 for source, _, _, target in plans)
         for theirs, mine in zip(*outputs, strict=True):
             real = slice(0, batch.real_tokens)
             difference = (theirs[real].float() - mine[real].float()).abs() / (1 + theirs[real].float().abs())
@@ -465,14 +474,14 @@ def report(
     """Run the cases of another model that the command line names, or all, and print what was compared.
 
     Args:
-        cases: by name, whether windows run from FULL graphs, the dtype of states, the number of ranks, and the number
-            of drafts (K by default).
+        cases: by name, whether windows run from FULL graphs, the dtype of states, the number of ranks, the number of
+            drafts (K by default), and the rows of a ring (0 by default).
         sizes_of: returns the sizes in the model's configuration for a number of ranks.
         side, weights_of, inputs_of: layers, weights and inputs of the model.
     """
     for name in sys.argv[1:] or cases:
         full_graphs, state, ranks, *drafts = cases[name]
-        more = {"most_drafts": drafts[0]} if drafts else {}
+        more = dict(zip(("most_drafts", "ring_rows"), drafts, strict=False))
         said = run(False, full_graphs, state, ranks, sizes_of(ranks), side, weights_of, inputs_of, steps=16, **more)
         print(name, json.dumps(said), flush=True)
 
@@ -502,10 +511,14 @@ def main() -> None:
         "fused-norm-graphs": (True, True, torch.float32),
         "plain-nodrafts": (False, False, torch.float32, 2),
         "plain-graphs-nodrafts": (False, True, torch.float32),
+        "plain-ring": (False, False, torch.float32, 2),
+        "fused-norm-graphs-ring": (True, True, torch.float32),
+        "plain-graphs-ring-nodrafts": (False, True, torch.float32),
     }
     for name in sys.argv[1:] or cases:
         drafts = 0 if name.endswith("nodrafts") else K
-        print(name, json.dumps(run(*cases[name], most_drafts=drafts)), flush=True)
+        ring_rows = drafts + 5 if "-ring" in name else 0
+        print(name, json.dumps(run(*cases[name], most_drafts=drafts, ring_rows=ring_rows)), flush=True)
 
 
 if __name__ == "__main__":

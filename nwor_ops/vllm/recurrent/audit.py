@@ -2,7 +2,8 @@
 
 If asked, the kernel that verifies a window also returns the state after each token, as a scheme with K + 1 states
 stores it. The next window of the request first applies the accepted rows. The resulting state must equal the state
-returned for the last accepted token, so nothing else may have changed it in between.
+returned for the last accepted token, so nothing else may have changed it in between. With a ring, most windows do not
+store it. The audit then folds the pending rows into a copy of the state and compares that.
 
 vLLM also writes checkpoints: FlashInfer's prefill stores a state from the middle of a prompt in a separate block. Such
 a block must hold that state with nothing pending, both now and when a later request starts from it.
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor_ops import ops
 from nwor_ops.vllm.step_listener import StepListener
 from nwor_ops.vllm.transaction.audit.undo import AuditError
 
@@ -24,7 +26,7 @@ from nwor_ops.vllm.transaction.audit.undo import AuditError
 class StateAudit(StepListener):
     """Compare the states of every window.
 
-    The audit synchronizes and keeps K + 1 states per block, so use it only with small models.
+    The audit synchronizes and keeps a state per block for each row of a record, so use it only with small models.
 
     Args:
         builders: the metadata builders of all groups, after their ``bind``.
@@ -32,7 +34,7 @@ class StateAudit(StepListener):
 
     def __init__(self, builders: Sequence[Any]) -> None:
         self._builders = builders
-        self._kept: dict[tuple[str, int], Tensor] = {}  # by layer and block: the states after each token
+        self._kept: dict[tuple[str, int], Tensor] = {}  # by layer and block: the state after each pending row
         self._exported: dict[tuple[str, int], Tensor] = {}  # by layer and block: the state of a checkpoint
         self._counts = Counter(
             steps=0,
@@ -72,17 +74,22 @@ class StateAudit(StepListener):
         self._counts["steps"] += bool(ran)
         for builder in ran:
             plan, starts, slots = builder.plan.tolist(), builder.starts.tolist(), builder.slots.tolist()
-            for (source, rows, _, target), slot, start, end in zip(plan, slots, starts, starts[1:], strict=False):
-                if not target and slot > 0 and end > start:
-                    rows, half = builder.group.cursors.table[slot].tolist()
+            for row, slot, start, end in zip(plan, slots, starts, starts[1:], strict=False):
+                source, rows, _, target = row
+                if not source and slot > 0 and end > start:
+                    rows, first, *_ = builder.group.cursors.table[slot].tolist()
+                    where = f"from row {first} of a ring" if builder.group.cursors.ring_rows else f"in half {first}"
                     raise AuditError(
                         f"nwor audit: the plan skipped the request in block {slot} with {end - start} tokens: "
-                        f"the count of its accepted tokens, or its cursor ({rows} rows in half {half}), is invalid"
+                        f"the count of its accepted tokens, or its cursor ({rows} rows {where}), is invalid"
                     )
-                if target:
-                    self._compare(builder.group, source, rows, target)
-                    for name, layer in builder.group.layers.items():
-                        self._kept[name, target] = layer.all_states[start:end].clone()
+                if source:
+                    names = builder.group.layers
+                    pending = {} if target else {name: self._kept.get((name, source)) for name in names}
+                    self._compare(builder.group, row)
+                    for name, layer in names.items():
+                        states, earlier = layer.all_states[start:end].clone(), pending.get(name)
+                        self._kept[name, source] = states if earlier is None else torch.cat((earlier[:rows], states))
                     self._counts["windows"] += 1
                     self._counts["rows_reapplied"] += rows
 
@@ -97,9 +104,9 @@ class StateAudit(StepListener):
         Raises:
             AuditError: a state is wrong.
         """
-        for source, rows, _, target in plan.tolist():
-            if target:
-                self._compare(group, source, rows, target, keep=True)
+        for row in plan.tolist():
+            if row[3]:
+                self._compare(group, row, keep=True)
                 self._counts[counted] += 1
 
     def exported(self, layer: Any, checkpoint: Any, emitted: Tensor, rows: Tensor | None) -> None:
@@ -120,7 +127,7 @@ class StateAudit(StepListener):
         for block, offset, place in zip(blocks, offsets, places, strict=True):
             if block <= 0 or offset <= 0:
                 continue
-            if pending := int(cursors[block, 0]):
+            if pending := int(cursors[block, ::2].sum()):
                 raise AuditError(
                     f"nwor audit: vLLM wrote a checkpoint of layer {layer.prefix} to block {block}, where {pending} "
                     f"rows of another window are pending"
@@ -162,13 +169,21 @@ class StateAudit(StepListener):
             for name in group.layers:
                 self._exported.pop((name, block), None)
 
-    def _compare(self, group: Any, source: int, rows: int, target: int, keep: bool = False) -> None:
+    def _compare(self, group: Any, row: list[int], keep: bool = False) -> None:
+        """Compare the state that a row of a plan stored, or that it would have stored.
+
+        Args:
+            group: the layers of a KV-cache group.
+            row: source, rows, first row and target.
+            keep: whether the rows may stay pending.
+        """
+        source, rows, _, target = row
         for name, layer in group.layers.items():
             kept = self._kept.get((name, source))
             if not keep:
                 self._kept.pop((name, source), None)
             states = layer.kv_cache[1]
-            if rows == 0 and source == target:  # nothing was pending
+            if rows == 0 and target in (0, source):  # nothing was pending
                 continue
             if rows and (kept is None or len(kept) < rows):
                 raise AuditError(
@@ -182,9 +197,11 @@ class StateAudit(StepListener):
                 self._counts["checkpoint_hits"] += 1
             else:
                 wanted, what = states[source], f"the state of block {source}"
-            if differ := int((_bytes(states[target]) != _bytes(wanted)).sum()):
+            found = states[target] if target else _folded(layer, row)
+            if differ := int((_bytes(found) != _bytes(wanted)).sum()):
+                block = f"block {target}" if target else f"block {source} with its pending rows"
                 raise AuditError(
-                    f"nwor audit: the state of layer {name} in block {target} is not {what}: {differ} bytes differ"
+                    f"nwor audit: the state of layer {name} in {block} is not {what}: {differ} bytes differ"
                 )
             self._exported.pop((name, target), None)
             self._counts["states_compared"] += 1
@@ -194,6 +211,17 @@ class StateAudit(StepListener):
 
     def _group_of(self, layer: Any) -> Any:
         return next(builder.group for builder in self._builders if layer.prefix in builder.group.layers)
+
+
+def _folded(layer: Any, row: list[int]) -> Tensor:
+    """Return the state that a row of a plan would store. The cache does not change."""
+    cache = layer.recurrent_cache
+    of_block = torch.tensor([0, row[0]], device=cache.device)
+    state, *records = (tensor[of_block] for tensor in (cache.state, *cache.records))  # copies
+    plan = torch.tensor([[1, *row[1:3], 1]], dtype=torch.int32, device=cache.device)
+    lists = ([tensor] for tensor in (state, *records, torch.zeros_like(layer.layer_window)))
+    ops.gated_delta_fold(*lists, plan)
+    return state[1]
 
 
 def _bytes(state: Tensor) -> Tensor:

@@ -157,6 +157,7 @@ class OneStateLayer(PluggableLayer, MambaBase):
             all_states=self.all_states,
             allow_neg_eigval=self.allow_neg_eigval,
             gate_lower_bound=self.gate_lower_bound,
+            ring_rows=geometry.ring_rows,
         )
 
     def windows(self) -> OneStateMetadata | None:

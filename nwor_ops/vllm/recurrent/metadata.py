@@ -200,8 +200,8 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
 
         The plan skips a request if the count of its accepted tokens, or its cursor, is invalid.
         """
-        rows = zip(self.slots.tolist(), self.starts.diff().tolist(), self.plan[:, 3].tolist(), strict=False)
-        skipped = {slot for slot, tokens, target in rows if slot > 0 and tokens > 0 and target == 0}
+        rows = zip(self.slots.tolist(), self.starts.diff().tolist(), self.plan[:, 0].tolist(), strict=False)
+        skipped = {slot for slot, tokens, source in rows if slot > 0 and tokens > 0 and source == 0}
         return [place for place, slot in enumerate(self._batch_slots.tolist()) if slot in skipped]
 
     def fold_first_rows(self, places: Tensor) -> None:
@@ -246,8 +246,8 @@ class OneStateMetadataBuilder(GDNAttentionMetadataBuilder):
         cursors.skipped.copy()
         self._has_planned = True
         self.steps += 1
-        # The convolution uses the slots that the plan writes. They are 0 for padded rows and for skipped requests.
-        indices = self.plan[: starts.shape[0] - 1, 3:].expand(-1, self.num_spec + 1)
+        # The convolution uses the slots that the plan reads. They are 0 for padded rows and for skipped requests.
+        indices = self.plan[: starts.shape[0] - 1, :1].expand(-1, self.num_spec + 1)
         return replace(metadata, spec_state_indices_tensor=indices, plan=self.plan, window_id=self.window_id)
 
     def _fold(self, metadata: OneStateMetadata, slots: Tensor) -> None:

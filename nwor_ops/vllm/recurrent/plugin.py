@@ -264,7 +264,8 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
     from nwor_ops.vllm.recurrent.metadata import OneStateMetadataBuilder
 
     context, cache = runner.compilation_config.static_forward_context, runner.kv_cache_config
-    cursors, builders = Cursors(cache.num_blocks, runner.device), []
+    geometry = RecordGeometry.of(vllm_config)
+    cursors, builders = Cursors(cache.num_blocks, runner.device, geometry.ring_rows), []
     tables, numbers = [], []
     without_record = kind_of(vllm_config).without_record
     for number, attn_groups in enumerate(runner.attn_groups):
@@ -294,7 +295,6 @@ def attach(runner: Any, logger: Any, profiling: bool) -> None:
         owners = BlockOwners(runner, numbers, cursors)
         owners.attach(patches)
     folds_tails = connected or vllm_config.cache_config.prefix_match_unit is not None
-    geometry = RecordGeometry.of(vllm_config)
     _engines[runner] = OneState(runner, builders, geometry, cursors.skipped, aligned, owners, folds_tails, patches)
     metrics.start_counting(_engines[runner], "states", vllm_config, logger)
     logger.info("nwor: one state per request: active: %s", _engines[runner].describe())

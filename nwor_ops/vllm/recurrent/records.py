@@ -1,4 +1,4 @@
-"""Layout of a page: vLLM's states of a layer, and after them the record of the request's last window.
+"""Layout of a page: vLLM's states of a layer, and after them the record of the request's last windows.
 
 The parts of a record are in the order that keeps 16-byte alignment. A page belongs to a block, so a record moves with
 its state.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nwor_ops.config import NworConfig
 from nwor_ops.recurrent.cache import RecurrentCache
 
 # KDA models whose configuration names sizes as Gated DeltaNet models do. (Others have a `linear_attn_config`.)
@@ -31,6 +32,7 @@ class RecordGeometry:
         key_width, value_width: elements per head.
         key_dtype: dtype of the keys.
         per_channel: whether each channel of a key has a decay (KDA). If False, each head has one.
+        ring_rows: the maximum number of accepted rows in a ring, or 0 for records without a ring.
     """
 
     rows: int
@@ -40,10 +42,16 @@ class RecordGeometry:
     value_width: int
     key_dtype: torch.dtype
     per_channel: bool = False
+    ring_rows: int = 0
 
     @classmethod
     def of(cls, vllm_config: Any) -> RecordGeometry:
-        """Return the geometry of an engine's recurrent layers, from the model's configuration."""
+        """Return the geometry of an engine's recurrent layers, from its configuration."""
+        ring_rows = NworConfig.load(vllm_config.additional_config).ring_rows
+        return dataclasses.replace(cls._without_ring(vllm_config), ring_rows=ring_rows)
+
+    @classmethod
+    def _without_ring(cls, vllm_config: Any) -> RecordGeometry:
         config, ranks = vllm_config.model_config.hf_text_config, vllm_config.parallel_config.tensor_parallel_size
         rows, dtype = vllm_config.num_speculative_tokens + 1, vllm_config.model_config.dtype
         if hasattr(config, "linear_num_heads"):  # GLM-5.3-Flash
@@ -71,13 +79,14 @@ class RecordGeometry:
     @property
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each part of a record, in the order of the page."""
-        rows, keys, values = self.rows, self.key_heads, self.value_heads
+        halves, rows = (1, self.ring_rows + self.rows) if self.ring_rows else (2, self.rows)
+        keys, values = self.key_heads, self.value_heads
         channels = (self.key_width,) if self.per_channel else ()
         return {
             "updates": ((rows, values, self.value_width), torch.float32),
-            "keys": ((2, rows, keys, self.key_width), self.key_dtype),
-            "decays": ((2, rows, values, *channels), torch.float32),
-            "norms": ((2, rows, keys), torch.float32),
+            "keys": ((halves, rows, keys, self.key_width), self.key_dtype),
+            "decays": ((halves, rows, values, *channels), torch.float32),
+            "norms": ((halves, rows, keys), torch.float32),
         }
 
     @property
@@ -106,4 +115,4 @@ class RecordGeometry:
             found[f"record_{name}"] = pages[:, offset : offset + size].view(dtype).view(-1, *shape)
             offset += size
         keys, norms, decays, updates = (found[f"record_{name}"] for name in ("keys", "norms", "decays", "updates"))
-        return RecurrentCache(state, keys, norms, decays, updates)
+        return RecurrentCache(state, keys, norms, decays, updates, self.ring_rows)
