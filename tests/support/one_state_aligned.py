@@ -180,7 +180,9 @@ class CheckpointSide(AlignedSide):
             given[row, fresh] = table[row, fresh]
             blocks.append(given[row, fresh].tolist())
         if is_checkpoint:
-            self.stale += sum(int(self.cursors.table[of_group[0], ::2].sum()) > 0 for of_group in blocks if len(of_group) > 1)
+            self.stale += sum(
+                int(self.cursors.table[of_group[0], ::2].sum()) > 0 for of_group in blocks if len(of_group) > 1
+            )
         self._owned(new=[], cached=[None, blocks])
 
     def _owned(self, new: list[Any], cached: list[Any]) -> None:

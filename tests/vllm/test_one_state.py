@@ -56,6 +56,7 @@ GLM = {
 }
 KIMI = {"model_config__architecture": "KimiLinearForCausalLM", "model_config__hf_text_config__linear_attn_config": KDA}
 GEOMETRY = RecordGeometry(rows=4, key_heads=2, value_heads=4, key_width=64, value_width=128, key_dtype=torch.bfloat16)
+RING = replace(GEOMETRY, ring_rows=8)
 STATES = MambaSpec(
     block_size=256, shapes=((6, 768), (4, 128, 64)), dtypes=(torch.bfloat16, torch.float32), num_speculative_blocks=3
 )
@@ -95,6 +96,26 @@ def test_outputs_equal_those_with_a_state_per_draft(case: str) -> None:
     assert said["prompt_folds"] > 0
     # There is a plan for each group. In graphs, vLLM copies the state indices of all groups except the first.
     assert said["launches_added"] == (1 if "graphs" in case else GROUPS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "blocks"),
+    [
+        ("plain-ring", [4, 1]),
+        ("plain-graphs-ring-nodrafts", [1, 1]),
+        pytest.param("fused-norm-graphs-ring", [4, 1], marks=pytest.mark.nightly),
+    ],
+)
+def test_outputs_with_a_ring_equal_those_of_vllm(case: str, blocks: list[int]) -> None:
+    """Most windows store no state. The audit compares each state with its pending rows."""
+    said = said_of(case, "one_state_layers.py")
+    assert said["blocks"] == blocks
+    assert min(said["windows_only"], said["mixed"]) > 12
+    assert said["windows"] / 2 < said["not_stored"] < said["windows"] - 20
+    assert said["states_compared"] > 250
+    assert said["rows_reapplied"] > 2 * said["states_compared"]
+    assert min(said["prompt_folds"], said["preempted"]) > 0
 
 
 @pytest.mark.long
@@ -143,7 +164,15 @@ def test_outputs_without_drafts_equal_those_of_vllm(case: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("case", "hits", "folds"), [("aligned", 4, 60), ("aligned-nodrafts", 2, 20)])
+@pytest.mark.parametrize(
+    ("case", "hits", "folds"),
+    [
+        ("aligned", 4, 60),
+        ("aligned-ring", 4, 60),
+        ("aligned-nodrafts", 2, 20),
+        pytest.param("aligned-ring-nodrafts", 2, 20, marks=pytest.mark.nightly),
+    ],
+)
 def test_outputs_with_prefix_caching_equal_those_of_vllm(case: str, hits: int, folds: int) -> None:
     """vLLM's kernels copy its states from block to block, and choose the blocks of our states.
 
@@ -157,13 +186,14 @@ def test_outputs_with_prefix_caching_equal_those_of_vllm(case: str, hits: int, f
 
 
 @pytest.mark.long
-def test_outputs_with_checkpoints_of_prompts_equal_those_with_a_state_per_draft() -> None:
+@pytest.mark.parametrize("case", ["checkpoints", pytest.param("checkpoints-ring", marks=pytest.mark.nightly)])
+def test_outputs_with_checkpoints_of_prompts_equal_those_with_a_state_per_draft(case: str) -> None:
     """vLLM writes a state from the middle of a prompt to a separate block.
 
     It finds the block in the whole table. Rows of a previous owner may be pending there. Later requests start from
     this state.
     """
-    said = said_of("checkpoints", "one_state_aligned.py")
+    said = said_of(case, "one_state_aligned.py")
     audit = said["audit"]
     assert said["checkpoints"] > 10
     assert said["stale"] > 3
@@ -204,15 +234,18 @@ def test_a_batch_of_prompts_has_no_windows_of_an_earlier_one() -> None:
 # ---------------------------------------------------------------- layout of a page
 
 
-def test_a_page_holds_states_and_record_and_they_share_nothing() -> None:
-    spec = GEOMETRY.extend(STATES)
+@pytest.mark.parametrize("geometry", [GEOMETRY, RING], ids=["halves", "ring"])
+def test_a_page_holds_states_and_record_and_they_share_nothing(geometry: RecordGeometry) -> None:
+    spec = geometry.extend(STATES)
     states = STATES.page_size_bytes
-    assert spec.page_size_bytes == states + GEOMETRY.num_bytes
+    assert spec.page_size_bytes == states + geometry.num_bytes
     assert (spec.num_speculative_blocks, spec.block_size) == (0, STATES.block_size)
     # The second of three layers, in a cache where the pages of a block are adjacent.
     pages = torch.zeros(5, 3, spec.page_size_bytes, dtype=torch.int8)[:, 1]
-    records = GEOMETRY.bind(torch.zeros(5, 4, 128, 64), pages, states).records
-    assert [tuple(part.shape) for part in records] == [(5, 2, 4, 2, 64), (5, 2, 4, 2), (5, 2, 4, 4), (5, 4, 4, 128)]
+    records = geometry.bind(torch.zeros(5, 4, 128, 64), pages, states).records
+    halves, rows = (1, 12) if geometry.ring_rows else (2, 4)
+    shapes = [(5, halves, rows, 2, 64), (5, halves, rows, 2), (5, halves, rows, 4), (5, rows, 4, 128)]
+    assert [tuple(part.shape) for part in records] == shapes
     assert [part.dtype for part in records] == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
     for number, part in enumerate(records, 1):
         part.view(torch.uint8).fill_(number)
@@ -541,19 +574,19 @@ def test_the_start_up_line(packed: bool) -> None:
 class Layer:
     """The state and record of a layer, in pages of one cache with vLLM's layout."""
 
-    def __init__(self, slots: int = 8) -> None:
+    def __init__(self, slots: int = 8, geometry: RecordGeometry = GEOMETRY) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.prefix, spec = "layer", GEOMETRY.extend(STATES)
+        self.prefix, self.geometry, spec = "layer", geometry, geometry.extend(STATES)
         pages = torch.zeros(slots, spec.page_size_bytes + 64, dtype=torch.int8)
         rows = 6 * 768 * 2
         state = pages[:, rows : STATES.page_size_bytes].view(torch.float32).view(-1, 4, 128, 64)
         state.copy_(torch.randn(slots, 4, 128, 64, generator=generator))
         self.kv_cache = (pages[:, :rows].view(torch.bfloat16), state)
-        self.recurrent_cache = GEOMETRY.bind(state, pages, STATES.page_size_bytes)
+        self.recurrent_cache = geometry.bind(state, pages, STATES.page_size_bytes)
         self.layer_window = torch.zeros(1, dtype=torch.int64)
         self.all_states = torch.zeros(16, 4, 128, 64)
         self._generator = generator
-        self.group = GroupLayers(Cursors(slots, torch.device("cpu")), [self])
+        self.group = GroupLayers(Cursors(slots, torch.device("cpu"), geometry.ring_rows), [self])
 
     def verify(self, window: Window) -> None:
         generator, tokens = self._generator, int(window.starts[-1])
@@ -566,7 +599,7 @@ class Layer:
             self.layer_window,
             normal(tokens, 2, 64), normal(tokens, 2, 64), normal(tokens, 4, 128), normal(tokens, 4), normal(tokens, 4),
             torch.zeros(4), torch.zeros(4), window.plan, window.number, window.starts, scale=0.125,
-            all_states=self.all_states,
+            all_states=self.all_states, ring_rows=self.geometry.ring_rows,
         )  # fmt: skip
 
 
@@ -604,6 +637,44 @@ def test_the_audit_compares_each_state_and_finds_a_wrong_byte() -> None:
     layer.verify(window)
     layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += 1
     with pytest.raises(AuditError, match=r"state of layer layer in block 2 is not the state after 2 tokens .* 1 bytes"):
+        audit.forwarded("after the forward")
+
+
+def ring_that_is_audited() -> tuple[Layer, Window, StateAudit]:
+    """Three windows of two requests, of which the last one stores nothing."""
+    layer, window = Layer(geometry=RING), Window([5, 2], [4, 3])
+    audit = StateAudit([window])
+    for accepted in ([1, 1], [1, 1], [1, 2]):
+        window.open(layer, accepted)
+        layer.verify(window)
+        audit.forwarded("after the forward")
+    assert not window.plan[:, 3].any()
+    return layer, window, audit
+
+
+def test_the_audit_compares_the_pending_rows_of_a_ring() -> None:
+    layer, window, audit = ring_that_is_audited()
+    assert (audit.summary()["windows"], audit.summary()["states_compared"]) == (6, 4)
+    assert audit.summary()["rows_reapplied"] == 1 + 1 + 2 + 3
+    window.open(layer, [4, 3])  # more rows than the ring holds with another window: both states are stored
+    layer.verify(window)
+    audit.forwarded("after the forward")
+    assert window.plan[:2, 3].tolist() == [5, 2]
+    assert audit.summary()["states_compared"] == 6
+
+
+@pytest.mark.parametrize("part", ["state", "earlier row", "last window"])
+def test_the_audit_finds_a_wrong_byte_under_a_ring_that_stores_nothing(part: str) -> None:
+    layer, window, audit = ring_that_is_audited()
+    updates = layer.recurrent_cache.record_updates
+    if part == "state":
+        layer.kv_cache[1].view(torch.uint8)[2, 3, 100, 7] += 1
+    else:  # rows 0 to 2 of block 2 are accepted, and rows 3 to 5 are those of the last window
+        updates[2, 0 if part == "earlier row" else 3] += 1
+    window.open(layer, [1, 1])
+    layer.verify(window)
+    assert not window.plan[1, 3]
+    with pytest.raises(AuditError, match="layer in block 2 with its pending rows is not the state after 4 tokens"):
         audit.forwarded("after the forward")
 
 

@@ -33,8 +33,9 @@ def outcome(missing: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_exports_are_those_of_an_engine_without_drafts_and_loads_have_nothing_pending() -> None:
-    said = outcome("all")
+@pytest.mark.parametrize("records", ["all", "ring"])
+def test_exports_are_those_of_an_engine_without_drafts_and_loads_have_nothing_pending(records: str) -> None:
+    said = outcome(records)
     assert "failed" not in said, said["failed"]
     assert said["loads"] >= 6
     assert said["stale"] > said["loads"]  # rows that the former owners of the loaded blocks left
