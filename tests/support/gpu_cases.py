@@ -974,7 +974,8 @@ def _one_state_connectors() -> Iterator[Case]:
     }
     yield _one_state("connector-states-ngram", method="ngram", **states)
     yield _one_state("connector-states-mtp", **states)
-    yield _one_state("connector-states-float32", mamba_ssm_cache_dtype="float32", **states)
+    for name, nwor in (("float32", ONE_STATE), ("ring", ONE_STATE | {"ring_rows": K + 5})):
+        yield _one_state(f"connector-states-{name}", nwor=nwor, mamba_ssm_cache_dtype="float32", **states)
 
 
 def _prefill_elsewhere() -> Iterator[Case]:
@@ -1046,7 +1047,33 @@ def _without_drafts() -> Iterator[Case]:
                needs="torchvision", expect={"kv_cache_groups": 5})  # fmt: skip
 
 
-ONE_STATE_CASES = [*_one_states(), *_defaults(), *_without_drafts()]
+def _rings() -> Iterator[Case]:
+    """Yield cases of one state per request with a ring. ``-k one-state-ring-`` selects them. States are float32."""
+
+    def case(name: str, shape: str = "next", nwor: Any = ONE_STATE, ring_rows: int = K + 5, **more: Any) -> Case:
+        settings = {"mamba_ssm_cache_dtype": "float32"} | more
+        return _one_state(f"ring-{name}", shape, nwor | {"ring_rows": ring_rows}, **settings)
+
+    aligned = _ALIGNED | {"max_model_len": 320, "use": _AGAIN, "expect": {"metric:prefix_cache_hits": 1}}
+    for graphs in ("full", "eager", "piecewise"):
+        yield case(f"next-{graphs}", **({} if graphs == "full" else {"graphs": graphs}))
+    yield case("next-smallest", ring_rows=K + 1)
+    yield case("qwen3_5", "qwen3_5")
+    yield case("next-cow", nwor=ONE_STATE_COW)
+    yield case("next-align", **aligned)
+    yield case("next-abort", use={"abort": {10: [0, 2], 16: [5]}})
+    yield case("next-preemption", num_gpu_blocks_override=24, use={"max_tokens": 80}, may_differ=12,
+               expect={"metric:num_preemptions": 1})  # fmt: skip
+    default = {"expect": {"gdn_prefill_backends": ["flashinfer"], "metric:prefix_cache_hits": 1}}
+    yield case("next-default", **DEFAULTS | {"use": LONG_PROMPTS} | default)
+    yield case("next-partial-hits", prefix_match_unit=64, **DEFAULTS | {"use": LONG_PROMPTS} | default)
+    yield case("kimi", "kimi", method="ngram", backend="FLASH_ATTN_MLA")
+    without: dict[str, Any] = {"method": "ngram", "speculative_config": None, "may_differ": 6, "ring_rows": 6}
+    yield case("nodrafts-next", **without, expect={"sessions": []})
+    yield case("nodrafts-next-align", **without | aligned | {"expect": aligned["expect"] | {"sessions": []}})
+
+
+ONE_STATE_CASES = [*_one_states(), *_defaults(), *_without_drafts(), *_rings()]
 REFUSED_COUNTS = _one_state(
     "invalid-counts", nwor={"recurrent": True}, use={"faults": "counts", "rounds": 20}, same_tokens=False
 )
@@ -1098,5 +1125,7 @@ ONE_STATE_REFUSALS = [
         ("connector", "KV connector ExportConnector: it does not declare which states it reads",
          {"kv_transfer_config": _connector("ExportConnector", "export_connector")}, V2),
         ("float16", "states are torch.float16", {"mamba_ssm_cache_dtype": "float16"}, V2),
+        ("ring", "ring_rows needs float32 states", {"mamba_ssm_cache_dtype": "bfloat16"},
+         V2 | {"VLLM_NWOR_RING_ROWS": "8"}),
     )
 ]  # fmt: skip

@@ -554,6 +554,8 @@ def test_the_start_up_line(packed: bool) -> None:
     assert (state.blocks_per_request, state.blocks_before) == (4, 10)
     said = state.describe()
     assert "4 layers with 1 state per request (vLLM: 4) and a record of 10.2 KiB (6.9% of a page)" in said
+    ring = plugin.OneState(runner, builders, RING, skipped)
+    assert "(vLLM: 4) and a ring of 8 accepted rows, 27.3 KiB (18.5% of a page); a request" in ring.describe()
     # Without records there are 112 pages.
     assert "a request of 256 tokens has 4 blocks (10), 26 of them fit (11)" in said
     # With prefix caching and FlashInfer's prefill a group holds up to three blocks of a request: the state, the one
@@ -1325,6 +1327,33 @@ def test_the_setting() -> None:
     assert not config.wants_transaction
     assert NworConfig.load({"nwor": {"recurrent": True}}, {}) == config
     assert not NworConfig.load({"nwor": {"recurrent": True}}, {"VLLM_NWOR_RECURRENT": "0"}).recurrent
+
+
+def test_the_setting_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert NworConfig.load({}, {}).ring_rows == 0
+    assert NworConfig.load({"nwor": {"ring_rows": 6}}, {}).ring_rows == 6
+    assert NworConfig.load({"nwor": {"ring_rows": 6}}, {"VLLM_NWOR_RING_ROWS": "8"}).ring_rows == 8
+    for rows in (-1, 32, True, "8", 4.0):
+        with pytest.raises(ValueError, match=f"nwor: ring_rows must be 0 to 31, got {rows!r}"):
+            NworConfig.load({"nwor": {"ring_rows": rows}}, {})
+    for rows in ("", "-1", "32", "six", "4.0"):
+        with pytest.raises(ValueError, match=r"(VLLM_NWOR_RING_ROWS|ring_rows) must be 0 to 31"):
+            NworConfig.load({}, {"VLLM_NWOR_RING_ROWS": rows})
+    monkeypatch.setattr(supported, "_problem_of_vllm", lambda kind: None)
+    wanted = {"recurrent": True, "ring_rows": 8}
+    config = engine(additional_config={"nwor": wanted})
+    config.cache_config.mamba_ssm_cache_dtype = "float32"
+    assert RecordGeometry.of(config) == RING
+    assert supported.problem_of(config) is None
+    for rows, problem in (
+        (3, r"ring_rows is 3: it must be 4 \(the tokens of a window\) to 28, or 0"),
+        (29, "ring_rows is 29: it must be 4"),
+    ):
+        config.additional_config = {"nwor": wanted | {"ring_rows": rows}}
+        assert re.search(problem, str(supported.problem_of(config)))
+    config.additional_config = {"nwor": wanted}
+    config.cache_config.mamba_ssm_cache_dtype = "bfloat16"
+    assert "ring_rows needs float32 states, and these are torch.bfloat16" in str(supported.problem_of(config))
 
 
 def test_vllm_s_cpu_engine_is_refused(engines: Engines) -> None:
