@@ -547,32 +547,35 @@ def _tolerances(dtype: torch.dtype, state_dtype: torch.dtype) -> dict[str, tuple
 
 
 def recurrent(window: Window) -> None:
-    """Three windows of some requests, and a fold of what is pending."""
+    """Three windows of some requests, and a fold of what is pending. With a ring six, which pass its end."""
     dice, most, slots = window.dice, window.some(6, 1), window.some(5, 2)
     key_heads, dtype = window.some(2, 1), dice.choice(FLOATS)
     heads, (dk, dv) = key_heads * window.some(3, 1), dice.choice(((64, 64), (64, 128), (128, 64), (96, 64)))
     state_dtype, per_channel, norm = dice.choice((torch.float32, torch.bfloat16)), window.maybe(0.3), window.maybe()
     channels = (dk,) if per_channel else ()
+    ring_rows = most + window.some(3) if window.maybe(0.4) else 0
+    halves, all_rows = (1, ring_rows + most) if ring_rows else (2, most)
     layer = (
         window.normal(slots, heads, dv, dk, dtype=state_dtype, factor=0.3),
-        window.normal(slots, 2, most, key_heads, dk, dtype=dtype),
-        window.normal(slots, 2, most, key_heads).abs() + 0.1,
-        torch.sigmoid(window.normal(slots, 2, most, heads, *channels)),
-        window.normal(slots, most, heads, dv, factor=0.3),
+        window.normal(slots, halves, all_rows, key_heads, dk, dtype=dtype),
+        window.normal(slots, halves, all_rows, key_heads).abs() + 0.1,
+        torch.sigmoid(window.normal(slots, halves, all_rows, heads, *channels)),
+        window.normal(slots, all_rows, heads, dv, factor=0.3),
         int64([POISON]),
     )
     A_log, dt_bias = window.normal(heads, factor=0.5), window.normal(heads, *channels, dtype=dtype)
     weight = window.normal(dv).abs() if norm else None
-    cursors, window_id = surrounded(torch.zeros(slots, 2, dtype=torch.int32)), int64([2**33 + 5])
+    cursors = surrounded(torch.zeros(slots, 3 if ring_rows else 2, dtype=torch.int32))
+    window_id = int64([2**33 + 5])
     tolerances, lower_bound = _tolerances(dtype, state_dtype), dice.choice((None, None, -5.0))
-    for _ in range(3):
+    for _ in range(6 if ring_rows else 3):
         requests = dice.sample(range(1, slots), window.some(slots - 1, 1))
         lengths, padding = [window.some(most, 1) for _ in requests], window.some(2)
         starts = int32([0, *accumulate(lengths)])
         kept = int32([window.some(max(1, int(cursors[slot, 0])), 1) for slot in requests])
         plan_, cursors, window_id, *_ = window.call(
             "plan_recurrent_window", poisoned(len(requests) + 1, 4), cursors, window_id, int32(requests), starts, kept,
-            most,
+            most, None, None, ring_rows,
         )  # fmt: skip
         tokens = sum(lengths) + padding
         value = (tokens, heads, dv)
@@ -584,7 +587,7 @@ def recurrent(window: Window) -> None:
             dt_bias, plan_, window_id, starts, dk**-0.5, 1.0, 20.0, True,
             window.normal(*value, dtype=dtype) if norm else None, weight, 1e-5, dice.choice(("silu", "sigmoid")),
             window.bytes(*value, dk, dtype=state_dtype) if window.maybe() else None, window.maybe(), lower_bound,
-            tolerances=tolerances,
+            ring_rows, tolerances=tolerances,
         )  # fmt: skip
         layer = after[1:7]
     targets = list(range(1, slots))
