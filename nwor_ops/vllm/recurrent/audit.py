@@ -217,11 +217,11 @@ def _folded(layer: Any, row: list[int]) -> Tensor:
     """Return the state that a row of a plan would store. The cache does not change."""
     cache = layer.recurrent_cache
     of_block = torch.tensor([0, row[0]], device=cache.device)
-    state, *records = (tensor[of_block] for tensor in (cache.state, *cache.records))  # copies
+    state, keys, norms, decays, updates = (tensor[of_block] for tensor in (cache.state, *cache.records))  # copies
     plan = torch.tensor([[1, *row[1:3], 1]], dtype=torch.int32, device=cache.device)
-    lists = ([tensor] for tensor in (state, *records, torch.zeros_like(layer.layer_window)))
-    ops.gated_delta_fold(*lists, plan)
-    return state[1]
+    ops.gated_delta_fold([state], [keys], [norms], [decays], [updates], [torch.zeros_like(layer.layer_window)], plan)
+    folded: Tensor = state[1]
+    return folded
 
 
 def _bytes(state: Tensor) -> Tensor:
