@@ -15,11 +15,13 @@ cache of the same size, and they take turns. A vanilla engine is a name of ``VAR
     triton      with the Triton prefill
     bfloat16    with bfloat16 states
     drafts_N    with K = N; 0 is no speculation
+    ring_R      with VLLM_NWOR_RING_ROWS=R, only for our engine
 
 Each draft is accepted with the probability that gives 2.5 tokens a step at K = 3, so K = 1 and 2 have 1.69 and 2.17.
 
 With ``--ours drafts_0`` our engine does not speculate either. Its rows go to a separate file
 (``gpu_hybrid_without_drafts.jsonl``), and the vanilla engines are ``drafts_0`` and ``bfloat16+drafts_0`` by default.
+So do those of an engine with a ring, as ``--ours drafts_0+ring_6`` (``gpu_hybrid_without_drafts_ring.jsonl``).
 
 Rows, of which each is written when it is measured:
 
@@ -112,6 +114,7 @@ VARIANTS = {
     "triton": Variant({"gdn_prefill_backend": "triton"}),
     "bfloat16": Variant({"mamba_ssm_cache_dtype": "bfloat16"}),
     **{f"drafts_{drafts}": Variant(drafts=drafts) for drafts in (0, 1, 2)},
+    **{f"ring_{rows}": Variant({"additional_config": {"nwor": {"ring_rows": rows}}}) for rows in (4, 6, 8, 12)},
 }
 # A run without --vanilla takes these: the defaults first, then what a user may find faster.
 VANILLA = ("default", "bfloat16", "no_prefix+drafts_1", "drafts_2", "drafts_0", "triton")
@@ -324,7 +327,9 @@ def best_figures(known: dict[str, dict[str, Any]], targets: dict[int, float]) ->
 
 def results_of(ours: str) -> str:
     """Name of the results of our engine with this variant."""
-    return NAME if variant_of(ours).drafts else f"{NAME}_without_drafts"
+    variant = variant_of(ours)
+    drafts, ring = "" if variant.drafts else "_without_drafts", "_ring" if "additional_config" in variant.engine else ""
+    return f"{NAME}{drafts}{ring}"
 
 
 def known_rows(folder: pathlib.Path, results: str) -> dict[str, dict[str, Any]]:
