@@ -99,7 +99,7 @@ inline RecurrentCursors cursors_view(const Argument& a, int64_t columns) {
 // Checks the rows of a ring that may be pending. Behind them a window of `window_rows` tokens is recorded.
 inline void check_ring_rows(const char* op, int64_t ring_rows, int64_t window_rows) {
     if (ring_rows == 0) return;
-    if (ring_rows < window_rows || ring_rows + window_rows > kMostRecordRows)
+    if (ring_rows < window_rows || ring_rows > kMostRecordRows - window_rows)
         fail(op, "ring_rows must be 0, or at least the ", window_rows,
              " rows of a window and with them at most ", kMostRecordRows, ", got ", ring_rows);
 }

@@ -150,6 +150,8 @@ inline VerifyArguments check_verify(
     c.states = states_view(states);
     check_inputs(to);
     if (ring_rows < 0) fail(op, "ring_rows must not be negative, got ", ring_rows);
+    if (ring_rows >= kMostRecordRows)
+        fail(op, "ring_rows must be below ", kMostRecordRows, ", got ", ring_rows);
     c.record = record_view({keys, norms, decays, updates}, c.states, ring_rows == 0 ? 2 : 1);
     if (ring_rows > 0) {
         c.record.window_rows = c.record.rows - ring_rows;

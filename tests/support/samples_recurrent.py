@@ -240,15 +240,17 @@ def fold(
     return (*lists, plan) if ran is None else (*lists, plan, int64(2**33 + 5))
 
 
-def cursors_of(*cursors: tuple[int, int]) -> Tensor:
-    return surrounded(torch.tensor(cursors, dtype=torch.int32).view(-1, 2))
+def cursors_of(*cursors: tuple[int, ...]) -> Tensor:
+    return surrounded(torch.tensor(cursors, dtype=torch.int32).view(-1, len(cursors[0])))
 
 
 def poisoned_plan(rows: int) -> Tensor:
     return surrounded(torch.full((rows, 4), POISON, dtype=torch.int32))
 
 
-CURSORS = ((0, 0), (3, 0), (2, 1), (0, 1), (1, 0), (0, 0))
+CURSORS: tuple[tuple[int, ...], ...] = ((0, 0), (3, 0), (2, 1), (0, 1), (1, 0), (0, 0))
+# Of rings of five rows with windows of three.
+RING_CURSORS = ((0, 0, 0), (3, 6, 2), (2, 1, 0), (0, 1, 4), (1, 0, 3), (0, 0, 0))
 
 
 def window(
@@ -256,20 +258,22 @@ def window(
     starts: tuple[int, ...] = (0, 3, 5, 5, 6, 9, 10),
     num_kept: tuple[int, ...] = (2, 99, 99, 99, 3, 99),
     is_window: tuple[int, ...] | None = (1, 1, 1, 1, 1, 0),
-    cursors: tuple[tuple[int, int], ...] = CURSORS,
+    cursors: tuple[tuple[int, ...], ...] = CURSORS,
     record_rows: int = 3,
     plan_rows: int = 8,
     wide_slots: bool = False,
     num_skipped: int | None = None,
+    ring_rows: int = 0,
 ) -> tuple[Any, ...]:
     """Return a plan of `REQUESTS` and a prefill. `wide_slots`: the slots are a column of an int64 block table."""
     state_slots = int32(*slots)
     if wide_slots:
         state_slots = surrounded(torch.tensor([[slot, POISON] for slot in slots], dtype=torch.int64).view(-1, 2))[:, 0]
+    options = [None if num_skipped is None else int64(num_skipped), ring_rows]
     return (
         poisoned_plan(plan_rows), cursors_of(*cursors), int64(2**33 + 5), state_slots, int32(*starts),
         int32(*num_kept), record_rows, None if is_window is None else flags(*is_window),
-        *([] if num_skipped is None else [int64(num_skipped)]),
+        *(options if ring_rows else options[:1] if num_skipped is not None else []),
     )  # fmt: skip
 
 
@@ -277,7 +281,7 @@ def fold_plan(
     sources: tuple[int, ...] = (2, 0, 1, 3, 5),
     targets: tuple[int, ...] = (2, 1, 4, 3, -1),
     num_rows: tuple[int, ...] = (9, 1, 2, 1, 1),
-    cursors: tuple[tuple[int, int], ...] = CURSORS,
+    cursors: tuple[tuple[int, ...], ...] = CURSORS,
     keep_source: bool = False,
     plan_rows: int = 6,
     dtype: torch.dtype = torch.int32,
@@ -296,11 +300,13 @@ def recurrent_samples(op: str) -> list[tuple[Any, ...]]:
             window(),
             window(is_window=None, wide_slots=True, starts=(0, 3, 5, 5, 6, 9, 9), num_skipped=7),
             window((), (0,), (), None, plan_rows=0),
+            window(cursors=RING_CURSORS, ring_rows=5),
         ],
         "plan_recurrent_fold": lambda: [
             fold_plan(),
             fold_plan(keep_source=True, dtype=torch.int64),
             fold_plan((), (), ()),
+            fold_plan(cursors=RING_CURSORS),
         ],
         "gated_delta_verify": lambda: [
             verify(norm="silu", all_states=True),
