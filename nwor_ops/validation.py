@@ -130,7 +130,7 @@ def token_offset(method: str, value: Any, num_tokens: int, max_num_tokens: int) 
         )
 
 
-def explained(error: Exception, check: Callable[..., None], *arguments: Any, **named: Any) -> Exception:
+def explained(error: BaseException, check: Callable[..., None], *arguments: Any, **named: Any) -> BaseException:
     """Return the exception to raise after a failed call.
 
     It is the error of ``check`` if that finds an invalid argument; otherwise the original exception.

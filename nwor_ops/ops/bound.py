@@ -1,8 +1,9 @@
 """Bound calls: ops whose arguments are checked once, and which then run in every step with a few new ones.
 
 An engine passes the same buffers, planes and tables in every step. Passing and checking them takes the host longer than
-the launch. :func:`bind` checks a call of an op and returns a handle. :func:`begin_bound` and :func:`commit_bound` run
-the calls of a handle with the tensors that change from step to step.
+the launch. :func:`bind` checks a call of an op and returns a handle. :data:`begin_bound` and :data:`commit_bound` run
+the calls of a handle with the tensors that change from step to step. They are torch's own callables, since one more
+Python function costs the host some us in a cold cache. Pass what they raise to :func:`own_error`.
 
 These functions are for :class:`nwor_ops.DraftCommitManager`. They are not public ops, because the schema of a handle
 hides which tensors are mutated. A trace refuses them.
@@ -37,12 +38,28 @@ def _bind_schema(op: str) -> str:
 
 
 _bind = {op: _declare(f"_bind_{op}", _bind_schema(op)) for op in BINDABLE}
-_begin = _declare(
+# Run the bound calls of a begin: plan_window and then any number of open_window. All calls are checked before the first
+# one is launched. Arguments:
+# - query_start_loc, cu_num_draft_tokens: as in plan_window. They give the number of requests, which is at most that of
+#   the bound calls.
+# - bound: the handle.
+# - seq_lens, idx_mapping: as in open_window, if it is bound.
+# Raises as the bound ops. Also ValueError if a tensor in a list has moved, or if an argument lies in the address range
+# of one that the calls write.
+begin_bound = _declare(
     "_begin_bound",
     "(Tensor query_start_loc, Tensor cu_num_draft_tokens, Tensor bound, Tensor? seq_lens=None, "
     "Tensor? idx_mapping=None) -> ()",
 )
-_commit = _declare(
+
+# Run the bound calls of a commit: an op ..._from_rejected, then any number of restore_slots or close_window. Arguments:
+# - num_rejected: as in restore_slots_from_rejected.
+# - bound: the handle.
+# - begun: the handle of the window's begin_bound, which knows the number of requests.
+# - num_rows: as in restore_slots, if it is bound.
+# - query_start_loc, idx_mapping: as in close_window, if it is bound.
+# Raises as begin_bound.
+commit_bound = _declare(
     "_commit_bound",
     "(Tensor num_rejected, Tensor bound, Tensor begun, int? num_rows=None, Tensor? query_start_loc=None, "
     "Tensor? idx_mapping=None) -> ()",
@@ -71,55 +88,8 @@ def bind(op: str, after: Tensor | None = None, **arguments: Any) -> Tensor:
         raise registry.translated(declared, (), arguments, error) from None
 
 
-def begin_bound(
-    query_start_loc: Tensor,
-    cu_num_draft_tokens: Tensor,
-    bound: Tensor,
-    seq_lens: Tensor | None = None,
-    idx_mapping: Tensor | None = None,
-) -> None:
-    """Run the bound calls of a begin: ``plan_window`` and then any number of ``open_window``.
-
-    All calls are checked before the first one is launched.
-
-    Args:
-        query_start_loc, cu_num_draft_tokens: as in :func:`nwor_ops.plan_window`. They give the number of requests,
-            which is at most that of the bound calls.
-        bound: the handle.
-        seq_lens, idx_mapping: as in :func:`nwor_ops.open_window`, if it is bound.
-
-    Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as the bound ops. Also ValueError if a tensor in a list has
-            moved, or if an argument lies in the address range of one that the calls write.
-    """
-    try:
-        _begin(query_start_loc, cu_num_draft_tokens, bound, seq_lens, idx_mapping)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise registry.with_own_type(error, *_NAMES) from None
-
-
-def commit_bound(
-    num_rejected: Tensor,
-    bound: Tensor,
-    begun: Tensor,
-    num_rows: int | None = None,
-    query_start_loc: Tensor | None = None,
-    idx_mapping: Tensor | None = None,
-) -> None:
-    """Run the bound calls of a commit: an op ``..._from_rejected``, then any number of ``restore_slots`` or
-    ``close_window``.
-
-    Args:
-        num_rejected: as in :func:`nwor_ops.restore_slots_from_rejected`.
-        bound: the handle.
-        begun: the handle of the window's :func:`begin_bound`, which knows the number of requests.
-        num_rows: as in :func:`nwor_ops.restore_slots`, if it is bound.
-        query_start_loc, idx_mapping: as in :func:`nwor_ops.close_window`, if it is bound.
-
-    Raises:
-        ValueError, TypeError, IndexError, RuntimeError: as :func:`begin_bound`.
-    """
-    try:
-        _commit(num_rejected, bound, begun, num_rows, query_start_loc, idx_mapping)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise registry.with_own_type(error, *_NAMES) from None
+def own_error(error: BaseException) -> BaseException:
+    """Return the error of :data:`begin_bound` or :data:`commit_bound` with the type that the caller should see."""
+    if not isinstance(error, (ValueError, TypeError, RuntimeError)):
+        return error
+    return registry.with_own_type(error, *_NAMES)

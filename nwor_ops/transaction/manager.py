@@ -33,7 +33,7 @@ from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import LayerCache, has_no_data
-from nwor_ops.ops.bound import begin_bound, bind, commit_bound
+from nwor_ops.ops.bound import begin_bound, bind, commit_bound, own_error
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.layers import Layer, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Recovery, Redirects
@@ -53,36 +53,31 @@ class _BoundCalls:
         begin, commit: the handles; ``commit`` is None until the first commit.
         redirects: as in :meth:`Recovery.redirects`.
         most_requests: the calls refuse windows of more requests, before any launch.
+        slot_mappings: group and tensor of each slot mapping.
+        block_tables: the same for the tables; empty in mode ``"cow"``.
+        num_bonus_tokens, leading_zero: as in the window.
     """
 
-    commit: Tensor | None = None
+    __slots__ = (
+        "begin", "block_tables", "commit", "has_states", "leading_zero", "most_requests", "num_bonus_tokens",
+        "redirects", "slot_mappings",
+    )  # fmt: skip
 
-    def __init__(self, window: Window, groups: Sequence[str], most_drafts: int, begin: Tensor, redirects: Redirects):
-        self.begin, self.redirects, self._most_drafts = begin, redirects, most_drafts
+    def __init__(self, window: Window, groups: Sequence[str], begin: Tensor, redirects: Redirects):
+        self.begin, self.redirects = begin, redirects
+        self.commit: Tensor | None = None
         self.most_requests = window.num_requests
-        self._slot_mappings = [(group, window.slot_mappings[group]) for group in groups]
+        self.slot_mappings = [(group, window.slot_mappings[group]) for group in groups]
         tables: Any = window.block_tables
-        self._block_tables = [(group, tables[group]) for group in groups] if redirects else []
-        self._counts = window.num_bonus_tokens, window.leading_zero
-        self._has_states = window.request_states is not None
+        self.block_tables = [(group, tables[group]) for group in groups] if redirects else []
+        self.num_bonus_tokens, self.leading_zero = window.num_bonus_tokens, window.leading_zero
+        self.has_states = window.request_states is not None
 
-    def serve(self, window: Window) -> bool:
-        """Return whether the calls serve a window: it has the same tensors and no more drafts than the log.
-
-        The number of requests is not asked here, because a size of a tensor costs the host more than all of this.
-        """
-        slot_mappings, tables, drafts = window.slot_mappings, window.block_tables, window.num_draft_tokens
-        for group, slots in self._slot_mappings:
-            if slot_mappings.get(group) is not slots:
-                return False
-        for group, table in self._block_tables:
-            if tables is None or tables.get(group) is not table:
-                return False
-        if self._block_tables and (window.request_states is not None) is not self._has_states:
+    def have_tables(self, tables: Mapping[str, Tensor] | None, states: Tensor | None) -> bool:
+        """Return whether the calls serve a window with these tables and states."""
+        if tables is None or (states is not None) is not self.has_states:
             return False
-        if drafts is not None and not (type(drafts) is int and 0 <= drafts <= self._most_drafts):
-            return False
-        return self._counts == (window.num_bonus_tokens, window.leading_zero)
+        return all(tables.get(group) is table for group, table in self.block_tables)
 
     def is_outgrown_by(self, window: Window) -> bool:
         """Return whether a window has more requests than the calls serve."""
@@ -92,6 +87,7 @@ class _BoundCalls:
             return False
 
 
+_CLOSED, _OPEN = State.CLOSED, State.OPEN  # a global name costs the host less than a member of an enumeration
 _RECOVERIES: dict[str, type[UndoLog] | type[ShadowPages]] = {"cow": UndoLog, "stage": ShadowPages}
 MODES = tuple(_RECOVERIES)
 
@@ -292,43 +288,61 @@ class DraftCommitManager(Stateful[Layer]):
         A signal such as KeyboardInterrupt undoes begin too. If that fails or is interrupted, the window stays open, and
         only :meth:`cancel` and :meth:`abandon` accept it. Both undo begin.
         """
-        if self._state is not State.CLOSED:
-            self._require(State.CLOSED, "begin")
+        if self._state is not _CLOSED:
+            self._require(_CLOSED, "begin")
         if not isinstance(window, Window):
             raise TypeError(f"begin: window must be a Window, got {validation.shown(window)}")
-        bound, slot_mappings = self._bound, []
+        # In a cold cache each Python function, and each name of a field, costs the host more than the checks alone.
+        # So they are written here, and the window is unpacked. The size of a tensor costs still more. So the bound
+        # calls check the number of requests, not this function.
+        bound = self._bound
+        query_start_loc, counts, slot_mappings, drafts, bonus_tokens, seq_lens, tables, states, leading_zero = window
+        slots: list[Tensor] = []
         try:
-            if bound is None or not bound.serve(window):
-                slot_mappings = self._slot_mappings(window)
-                redirects = self.recovery.redirects(window, slot_mappings)
-                bound = self._bound = self._bind(window, slot_mappings, redirects)
+            if bound is not None:
+                for group, mapping in bound.slot_mappings:
+                    if slot_mappings.get(group) is not mapping:
+                        bound = None
+                        break
+            if (
+                bound is None
+                or bonus_tokens != bound.num_bonus_tokens
+                or leading_zero != bound.leading_zero
+                or (drafts is not None and not (type(drafts) is int and 0 <= drafts <= self.max_draft_tokens))
+                or (bound.block_tables and not bound.have_tables(tables, states))
+            ):
+                slots = self._slot_mappings(window)
+                redirects = self.recovery.redirects(window, slots)
+                bound = self._bound = self._bind(window, slots, redirects)
             if bound is not None:
                 redirects = bound.redirects
         except Exception as error:
             raise explained(error, self._check_window, window) from None
-        check = self._check_window
         self._window, self._redirects, self._ending, self._opening, self._outcome_known, self._state = (
-            window, redirects, "begin", False, False, State.OPEN
+            window, redirects, "begin", False, False, _OPEN
         )  # fmt: skip
-        self.buffers.select(window)
+        self.buffers.window = window
         try:
             if bound is None:
-                self._plan(window, slot_mappings)
-                check, self._opening = self.recovery.check, True
+                self._plan(window, slots)
+                self._opening = True
                 self.recovery.open(window, redirects)
+            elif redirects:
+                begin_bound(query_start_loc, counts, bound.begin, seq_lens, states)
             else:
-                of_stage = (window.seq_lens, window.request_states) if redirects else ()
-                begin_bound(window.query_start_loc, window.cu_num_draft_tokens, bound.begin, *of_stage)
+                begin_bound(query_start_loc, counts, bound.begin)
             self._ending = ""
-        except BaseException as error:
-            if bound is None or not isinstance(error, ValueError) or not bound.is_outgrown_by(window):
+        except BaseException as raised:
+            found = own_error(raised)
+            if bound is None or not isinstance(found, ValueError) or not bound.is_outgrown_by(window):
+                check = self.recovery.check if self._opening else self._check_window
                 self._undo_begin(window)
-                if not isinstance(error, Exception):
+                if not isinstance(found, Exception):
                     raise
-                raise explained(error, check, window) from None
+                raise explained(found, check, window) from None
             # Nothing was launched.
             self._bound, self._window, self._redirects, self._state = None, None, [], State.CLOSED
-        if self._state is State.CLOSED:
+        if self._ending:
             self.begin(window)
 
     def _bind(self, window: Window, slot_mappings: list[Tensor], redirects: Redirects) -> _BoundCalls | None:
@@ -344,7 +358,7 @@ class DraftCommitManager(Stateful[Layer]):
             return None
         if window.num_requests == 0 or any(a is not b for a, b in zip(last, self._last, strict=True)):
             return None
-        self.buffers.select(window)
+        self.buffers.window = window
         try:
             begin = bind("plan_window", **self._plan_arguments(window, slot_mappings))
             begin = self.recovery.bind_open(window, redirects, begin)
@@ -353,7 +367,7 @@ class DraftCommitManager(Stateful[Layer]):
         except Exception:  # not because of this window; do not try again in each step
             self._binds = False
             return None
-        return _BoundCalls(window, self.groups, self.max_draft_tokens, begin, redirects)
+        return _BoundCalls(window, self.groups, begin, redirects)
 
     def _undo_begin(self, window: Window) -> None:
         """Undo a begin that failed. The window counts as cancelled if it was planned. This can be repeated."""
@@ -552,16 +566,23 @@ class DraftCommitManager(Stateful[Layer]):
         bound, window = self._bound, self._window
         # The way of most steps, without the calls of the other one: each costs the host some us in a cold cache.
         if (
-            bound is not None and bound.commit is not None and window is not None and window.num_draft_tokens != 0
-            and self._state is State.OPEN and self._outcome_known is False and not self._ending
+            bound is not None and (commit := bound.commit) is not None and window is not None
+            and (drafts := window.num_draft_tokens) != 0
+            and self._state is _OPEN and self._outcome_known is False and not self._ending
         ):  # fmt: skip
-            of_stage = (window.query_start_loc, window.request_states) if self._redirects else ()
             self._outcome_known = None
             try:
-                commit_bound(num_rejected, bound.commit, bound.begin, window.num_draft_tokens, *of_stage)
+                if self._redirects:
+                    commit_bound(
+                        num_rejected, commit, bound.begin, drafts, window.query_start_loc, window.request_states
+                    )
+                else:
+                    commit_bound(num_rejected, commit, bound.begin, drafts)
             except Exception as error:
-                raise explained(error, validation.tensors, "commit_rejected", num_rejected=num_rejected) from None
-            self._outcome_known, self._window, self._redirects, self._state = True, None, [], State.CLOSED
+                raise explained(
+                    own_error(error), validation.tensors, "commit_rejected", num_rejected=num_rejected
+                ) from None
+            self._outcome_known, self._window, self._redirects, self._state = True, None, [], _CLOSED
             return
         window, buffers, first = self._window_to_commit("commit_rejected"), self.buffers, 0
         if not self._is_outcome_known():

@@ -86,7 +86,8 @@ class WindowBuffers(BoundToMemory):
         draft_start_loc: int32 ``[Q + 1]``: first log row of each request; the rest repeats the number of drafts.
         draft_starts_of: views of the first elements of ``draft_start_loc``, one per number of requests. A lookup costs
             the host less than a new view in every step.
-        draft_starts: the view for the open window, which the ops take. :meth:`select` selects it.
+        draft_starts: the view for the open window, which the ops take.
+        window: the open window, or the last one. The manager assigns it.
         counters: int64 ``[len(COUNTERS)]``. Its first element is also the number of the open window.
     """
 
@@ -111,16 +112,10 @@ class WindowBuffers(BoundToMemory):
         self.num_accepted = filled(0, max_num_requests, dtype=torch.int32)
         self.draft_start_loc = filled(0, max_num_requests + 1, dtype=torch.int32)
         self.draft_starts_of = [self.draft_start_loc[: requests + 1] for requests in range(max_num_requests + 1)]
-        self._draft_starts: Tensor | None = self.draft_starts_of[0]
+        self.window: Window | None = None
         self.counters = filled(0, len(ops.COUNTERS), dtype=torch.int64)
         self.window_id = self.counters[:1]
 
     @property
     def draft_starts(self) -> Tensor:
-        if self._draft_starts is None:
-            self._draft_starts = self.draft_starts_of[self._num_requests()]
-        return self._draft_starts
-
-    def select(self, window: Window) -> None:
-        """Let ``draft_starts`` be the view for this window."""
-        self._num_requests, self._draft_starts = lambda: window.num_requests, None
+        return self.draft_starts_of[0 if self.window is None else self.window.num_requests]

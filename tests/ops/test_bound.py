@@ -14,8 +14,23 @@ from tensors import int32, int64
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nwor_ops import ops
-from nwor_ops.ops import registry
-from nwor_ops.ops.bound import BINDABLE, begin_bound, bind, commit_bound
+from nwor_ops.ops import bound, registry
+from nwor_ops.ops.bound import BINDABLE, bind
+
+
+def begin_bound(*arguments):
+    """Run the calls, and raise as the manager does."""
+    try:
+        bound.begin_bound(*arguments)
+    except Exception as error:
+        raise bound.own_error(error) from None
+
+
+def commit_bound(*arguments):
+    try:
+        bound.commit_bound(*arguments)
+    except Exception as error:
+        raise bound.own_error(error) from None
 
 
 def test_a_bound_plan(device):
