@@ -48,16 +48,22 @@ struct CumulativeDrafts {
     NWOR_HOST_DEVICE int64_t before(int64_t request) const { return request == 0 ? 0 : until(request - 1); }
 };
 
-inline CumulativeDrafts check_cumulative_drafts(const Argument& cu, int64_t num_bonus_tokens,
-                                                bool leading_zero, int64_t* num_requests) {
+struct CheckedDrafts {
+    CumulativeDrafts drafts_of;
+    Vector<int32_t> given;  // with its leading zero
+    int64_t num_requests;
+};
+
+inline CheckedDrafts check_cumulative_drafts(const Argument& cu, int64_t num_bonus_tokens,
+                                             bool leading_zero) {
     check_not_negative(cu.op, "num_bonus_tokens", num_bonus_tokens);
     const int64_t zeros = leading_zero ? 1 : 0;
-    const int32_t* counts = int32_view(cu, zeros, zeros ? "[num_requests + 1]" : "[num_requests]").data;
-    *num_requests = cu.tensor.size(0) - zeros;
-    if (*num_requests > INT32_MAX) cu.must_be("of fewer than 2^31 requests");
-    if (zeros && cu.tensor.is_cpu() && counts[0] != 0)
-        fail(cu.op, cu.name, " must begin with 0 where it has a leading_zero, got ", counts[0]);
-    return {counts + zeros, num_bonus_tokens};
+    const Vector<int32_t> given = int32_view(cu, zeros, zeros ? "[num_requests + 1]" : "[num_requests]");
+    const int64_t num_requests = given.length - zeros;
+    if (num_requests > INT32_MAX) cu.must_be("of fewer than 2^31 requests");
+    if (zeros && cu.tensor.is_cpu() && given[0] != 0)
+        fail(cu.op, cu.name, " must begin with 0 where it has a leading_zero, got ", given[0]);
+    return {{given.data + zeros, num_bonus_tokens}, given, num_requests};
 }
 
 // Order of the `counters` tensor. COUNTERS of nwor_ops has the names.
@@ -113,7 +119,9 @@ inline PlanCall check_plan(const char* op,
         rs{op, "row_slots", row_slots}, rr{op, "row_requests", row_requests},
         rp{op, "row_positions", row_positions}, ct{op, "counters", counters},
         ds{op, "draft_start_loc", draft_start_loc};
-    p.drafts_of = check_cumulative_drafts(cu, num_bonus_tokens, leading_zero, &p.num_requests);
+    const CheckedDrafts drafts = check_cumulative_drafts(cu, num_bonus_tokens, leading_zero);
+    p.drafts_of = drafts.drafts_of;
+    p.num_requests = drafts.num_requests;
     call.leading_zero = leading_zero;
     p.query_start_loc = int32_view(qsl, p.num_requests + 1, "[num_requests + 1]").data;
     p.num_groups = static_cast<int64_t>(slot_mappings.size());
@@ -165,11 +173,15 @@ inline void set_step(PlanCall& call, const PlanCall& checked, StepArguments& ste
     const Argument cu{p.op, "cu_num_draft_tokens",
                       needed(p.op, "cu_num_draft_tokens", step.cu_num_draft_tokens)},
         qsl{p.op, "query_start_loc", needed(p.op, "query_start_loc", step.query_start_loc)};
-    p.drafts_of = check_cumulative_drafts(cu, checked.plan.drafts_of.num_bonus_tokens, checked.leading_zero,
-                                          &p.num_requests);
-    check_requests(p.op, p.num_requests, checked.plan.num_requests);
-    p.query_start_loc = int32_view(qsl, p.num_requests + 1, "[num_requests + 1]").data;
-    for (const Argument& a : {cu, qsl}) check_outside(a, checked);
+    const CheckedDrafts drafts =
+        check_cumulative_drafts(cu, checked.plan.drafts_of.num_bonus_tokens, checked.leading_zero);
+    check_requests(p.op, drafts.num_requests, checked.plan.num_requests);
+    const Vector<int32_t> starts = int32_view(qsl, drafts.num_requests + 1, "[num_requests + 1]");
+    check_outside(cu, drafts.given, checked);
+    check_outside(qsl, starts, checked);
+    p.drafts_of = drafts.drafts_of;
+    p.num_requests = drafts.num_requests;
+    p.query_start_loc = starts.data;
     step.num_requests = p.num_requests;
 }
 
@@ -344,8 +356,9 @@ void set_step(AcceptArguments& a, const AcceptArguments& checked, const StepArgu
     const Argument rejected{a.op, "num_rejected", needed(a.op, "num_rejected", step.num_rejected)};
     check_requests(a.op, step.num_requests, checked.num_requests);
     a.num_requests = step.num_requests;
-    a.num_rejected = int32_view(rejected, a.num_requests, "[num_requests]").data;
-    check_outside(rejected, call);
+    const Vector<int32_t> counts = int32_view(rejected, a.num_requests, "[num_requests]");
+    check_outside(rejected, counts, call);
+    a.num_rejected = counts.data;
 }
 
 inline AcceptArguments check_reject_rows_from_rejected(

@@ -565,19 +565,21 @@ inline void set_step(WindowCall& call, const WindowCall& checked, const StepArgu
     check_requests(a.op, step.num_requests, checked.window.num_requests);
     a.num_requests = step.num_requests;
     const Argument qsl{a.op, "query_start_loc", needed(a.op, "query_start_loc", step.query_start_loc)};
-    a.query_start_loc = int32_view(qsl, a.num_requests + 1, "[num_requests + 1]").data;
-    check_outside(qsl, checked);
+    const Vector<int32_t> starts = int32_view(qsl, a.num_requests + 1, "[num_requests + 1]");
+    check_outside(qsl, starts, checked);
+    a.query_start_loc = starts.data;
     if (call.kind == WindowOp::kOpen) {
         const Argument lens{a.op, "seq_lens", needed(a.op, "seq_lens", step.seq_lens)};
-        a.seq_lens = int32_view(lens, a.num_requests, "[num_requests]").data;
-        check_outside(lens, checked);
+        const Vector<int32_t> lengths = int32_view(lens, a.num_requests, "[num_requests]");
+        check_outside(lens, lengths, checked);
+        a.seq_lens = lengths.data;
     }
     if (call.has_states != (step.idx_mapping != nullptr))
         fail(a.op, "idx_mapping must be given exactly if the bound call has it");
     if (step.idx_mapping != nullptr) {
         const Argument idx{a.op, "idx_mapping", *step.idx_mapping};
         a.idx_mapping = ids_view(idx, a.num_requests, "[num_requests]");
-        check_outside(idx, checked);
+        check_outside(idx, a.idx_mapping, checked);
     }
     if (call.kind != WindowOp::kAcceptAndClose) return;
     set_step(call.accept, checked.accept, step, checked);

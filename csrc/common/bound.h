@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "overlap.h"
+#include "views.h"
 
 namespace nwor {
 
@@ -40,23 +40,22 @@ inline void check_requests(const char* op, int64_t num_requests, int64_t most) {
         fail(op, "num_requests must be from 0 to the ", most, " of the bound call, got ", num_requests);
 }
 
-template <class T>
-Range range_at(const T* data, int64_t count) {
-    const char* begin = reinterpret_cast<const char*>(data);
-    return {begin, begin + count * static_cast<int64_t>(sizeof(T))};
-}
-
-// Checks that an argument of a step lies outside the address ranges that a call writes, which
+// Checks that the checked argument of a step lies outside the address ranges that a call writes, which
 // each_written(call, f) passes to f. The check is not exact: memory between the rows of a plane counts as the
-// plane's.
-template <class Call>
-void check_outside(const Argument& a, const Call& call) {
-    const Range range = range_of(a.tensor);
+// plane's. `view` has the address range, since asking torch for it again costs the host more than the check.
+template <class View, class Call>
+void check_outside(const Argument& a, const View& view, const Call& call) {
+    const Range range = range_of(view);
     if (range.begin == range.end) return;
     each_written(call, [&](const Range& other) {
         if (range.begin < other.end && other.begin < range.end)
             fail(a.op, a.name, " must not share memory with an argument that the op writes");
     });
+}
+
+// The index of the device of a tensor; -1 is the CPU.
+inline int32_t device_number(const Tensor& tensor) {
+    return tensor.is_cpu() ? -1 : tensor.get_device_index();
 }
 
 class BoundCall {
@@ -66,6 +65,7 @@ class BoundCall {
     virtual void set(StepArguments& step) = 0;
     virtual void launch() = 0;
     virtual const Tensor& like() const = 0;  // an argument on the device
+    virtual int32_t device() const = 0;      // as device_number
 };
 
 // A list of tensors belongs to the engine, so each step checks that they have not moved.
@@ -87,7 +87,12 @@ template <class Device, class Arguments, class... Parameters>
 class BoundCallOf : public BoundCall {
   public:
     BoundCallOf(const char* op, const Arguments& checked, const Tensor& like, const Parameters&... parameters)
-        : op_(op), checked_(checked), arguments_(checked), like_(like), kept_(parameters...) {
+        : op_(op),
+          device_(device_number(like)),
+          checked_(checked),
+          arguments_(checked),
+          like_(like),
+          kept_(parameters...) {
         (list_tensors(listed_, parameters), ...);
     }
     void set(StepArguments& step) override {
@@ -98,9 +103,11 @@ class BoundCallOf : public BoundCall {
     }
     void launch() override { run(arguments_, Device(like_)); }
     const Tensor& like() const override { return like_; }
+    int32_t device() const override { return device_; }
 
   private:
     const char* op_;
+    const int32_t device_;
     const Arguments checked_;
     Arguments arguments_;
     const Tensor like_;
@@ -149,14 +156,17 @@ inline Tensor bound_handle(const char* op, std::shared_ptr<BoundCall> call,
 inline void launch_bound(const char* op, const Tensor& bound, StepArguments& step) {
     BoundCalls& handle = bound_calls(op, "bound", bound);
     const std::vector<std::shared_ptr<BoundCall>>& calls = handle.calls;
-    const Argument given[] = {
-        {op, "query_start_loc", step.query_start_loc ? *step.query_start_loc : bound},
-        {op, "cu_num_draft_tokens", step.cu_num_draft_tokens ? *step.cu_num_draft_tokens : bound},
-        {op, "seq_lens", step.seq_lens ? *step.seq_lens : bound},
-        {op, "idx_mapping", step.idx_mapping ? *step.idx_mapping : bound},
-        {op, "num_rejected", step.num_rejected ? *step.num_rejected : bound}};
-    for (const Argument& a : given)
-        if (&a.tensor != &bound) a.same_device(calls[0]->like());
+    const BoundCall& first = *calls[0];
+    const auto on_its_device = [&](const char* name, const Tensor* tensor) {
+        // The dispatcher lets no other type of device in than those of the handle and of the calls.
+        if (tensor != nullptr && device_number(*tensor) != first.device())
+            Argument{op, name, *tensor}.same_device(first.like());
+    };
+    on_its_device("query_start_loc", step.query_start_loc);
+    on_its_device("cu_num_draft_tokens", step.cu_num_draft_tokens);
+    on_its_device("seq_lens", step.seq_lens);
+    on_its_device("idx_mapping", step.idx_mapping);
+    on_its_device("num_rejected", step.num_rejected);
     for (const auto& call : calls) call->set(step);
     handle.num_requests = step.num_requests;
     for (const auto& call : calls) call->launch();

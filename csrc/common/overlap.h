@@ -18,6 +18,12 @@ struct Range {
     const char* end;
 };
 
+template <class T>
+Range range_at(const T* data, int64_t count) {
+    const char* begin = reinterpret_cast<const char*>(data);
+    return {begin, begin + count * static_cast<int64_t>(sizeof(T))};
+}
+
 // The bytes from the first to the last element of a strided view. Strides of torch views are never negative,
 // so the first element has the lowest address.
 inline Range range_of(const Tensor& tensor) {

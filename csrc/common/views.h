@@ -171,6 +171,17 @@ inline MutableIdColumns mutable_columns_view(const Tensor& ids, int64_t rows) {
             columns ? ids.size(1) : 0};
 }
 
+// The bytes from the first to the last element.
+template <class T>
+Range range_of(const Vector<T>& view) {
+    return range_at(view.data, view.length);
+}
+inline Range range_of(const Ids& view) {
+    const char* begin = static_cast<const char*>(view.data);
+    if (view.length == 0) return {begin, begin};
+    return {begin, begin + ((view.length - 1) * view.stride + 1) * (view.is_int64 ? 8 : 4)};
+}
+
 template <class T>
 Vector<T> vector_view(const Argument& a, ScalarType dtype, int64_t length, const char* shape) {
     a.vector(dtype, length, shape);

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <type_traits>
 
@@ -190,8 +191,10 @@ inline const char* report_as(const char* op) {
 // it.
 class Launch {
   public:
-    explicit Launch(const Tensor& tensor)
-        : like_(tensor), guard_(tensor.get_device_index()), device_(tensor.get_device_index()) {
+    explicit Launch(const Tensor& tensor) : like_(tensor), device_(tensor.get_device_index()) {
+        // In most calls the device is current. A guard costs the host more than asking.
+        int current = -1;
+        if (cudaGetDevice(&current) != cudaSuccess || current != device_) guard_.emplace(device_);
         void* stream = nullptr;
         NWOR_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
         stream_ = static_cast<cudaStream_t>(stream);
@@ -217,9 +220,10 @@ class Launch {
         config.numAttrs =
             (before.capture == 0 || behind_ours) && waits(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
         const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, arguments...);
-        if (launched != cudaSuccess)
-            cudaGetLastError();  // otherwise the check of the next op would see the error again
-        STD_CUDA_CHECK(launched);
+        if (launched != cudaSuccess) {
+            cudaGetLastError();  // otherwise the next check of another library would see the error again
+            STD_CUDA_CHECK(launched);
+        }
         if (before.capture != 0) last_of_ours = last_captured(stream_);
     }
 
@@ -238,15 +242,15 @@ class Launch {
     }
 
     const Tensor& like_;
-    DeviceGuard guard_;
     int32_t device_;
+    std::optional<DeviceGuard> guard_;
     cudaStream_t stream_;
 };
 
-// Called at the end of every host function; raises what a kernel reported. A stream that is being captured
-// must not be synchronized. The record keeps the report of a replay until the next eager call.
+// Called at the end of every host function. In debug mode it raises what a kernel reported. (`start` raises
+// the error of a launch.) A stream that is being captured must not be synchronized. The record keeps the
+// report of a replay until the next eager call.
 inline void check_launch(const Launch& launch) {
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
     if (!debug_sync()) return;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     STD_CUDA_CHECK(cudaStreamIsCapturing(launch.stream(), &capture));
