@@ -208,7 +208,7 @@ def test_a_step_that_cannot_be_described_runs_without_a_window(caplog: pytest.Lo
     runner = V1(None)
     runner.session = step.session
     for _ in range(3):
-        runner.begin(fails)
+        runner.begin(lambda _: fails(), None)
     assert step.session.vanilla_steps == {"cancelled": 1, "begin failed": 3}
     assert not step.drafts.any()
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]

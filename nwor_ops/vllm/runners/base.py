@@ -193,14 +193,15 @@ class RunnerAttachment(abc.ABC):
         self.block_tables = {group: self.block_table(group) for group in session.slot_mappings}
         session.patches.put_methods(self.runner, self, self.patched)
 
-    def begin(self, describe: Callable[[], Step]) -> None:
+    def begin(self, describe: Callable[[Any], Step], inputs: Any) -> None:
         """Open the window of a step with drafts.
 
         Args:
             describe: returns the step.
+            inputs: what the runner prepared, for ``describe``.
         """
         try:
-            step = describe()
+            step = describe(inputs)
         except Exception as error:
             self.session.close_interrupted()
             self.session.go_on_without("begin", error)

@@ -14,7 +14,6 @@ go on if the window could not be closed: slots and block tables may then name sh
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -53,18 +52,7 @@ class Step(NamedTuple):
     new_states: Sequence[int] = ()
 
 
-def _timed(method: Callable[..., None]) -> Callable[..., None]:
-    """Add the host time of a method to ``host_seconds``."""
-
-    @functools.wraps(method)
-    def timed(self: Session, *args: Any, **kwargs: Any) -> None:
-        started = time.perf_counter()
-        try:
-            method(self, *args, **kwargs)
-        finally:
-            self.host_seconds += time.perf_counter() - started
-
-    return timed
+_EVENTS = tuple(name for name, member in vars(StepListener).items() if callable(member))
 
 
 class Session:
@@ -162,6 +150,11 @@ class Session:
 
     def _set_listeners(self, listeners: tuple[StepListener, ...]) -> None:
         self.listeners, self.needs_begin = listeners, any(listener.needs_begin for listener in listeners)
+        # In a cold cache each call of an empty method costs the host some us. A listener hears few events.
+        self._hearing = {
+            event: tuple(one for one in listeners if getattr(type(one), event) is not getattr(StepListener, event))
+            for event in _EVENTS
+        }
 
     @property
     def patches_writers(self) -> bool:
@@ -170,31 +163,36 @@ class Session:
 
     # ------------------------------------------------------------ one step
 
-    @_timed
     def begin(self, step: Step) -> None:
         """Open the window of a step. Call it after the runner prepared its inputs and before the forward."""
-        self.observe(step)
-        if self.manager is None:
-            return
-        drafts, rows = step.window.num_draft_tokens, self.manager.max_draft_tokens
-        if drafts is not None and drafts > rows:  # not an error, with any setting: the step is a vanilla step
-            self.skip()
-            self._count(
-                "more drafts than log rows", f"{drafts} drafts, {rows} rows; this step runs without the transaction"
-            )
-            return
-        self.begun += 1
+        started = time.perf_counter()
         try:
-            if step.new_states:
-                self.manager.forget_shadow_pages(step.new_states)
-            self._pages_stay = self.shadow_blocks is not None
-            self.manager.begin(step.window)
-        except Exception as error:
-            self.go_on_without("begin", error)
-            return
-        self._step = step
-        for listener in self.listeners:
-            listener.opened(step.window.slot_mappings)
+            self.observe(step)
+            manager, drafts = self.manager, step.window.num_draft_tokens
+            if manager is None:
+                return
+            if drafts is not None and drafts > manager.max_draft_tokens:
+                # Not an error, with any setting: the step is a vanilla step.
+                self.skip()
+                self._count(
+                    "more drafts than log rows",
+                    f"{drafts} drafts, {manager.max_draft_tokens} rows; this step runs without the transaction",
+                )
+                return
+            self.begun += 1
+            try:
+                if step.new_states:
+                    manager.forget_shadow_pages(step.new_states)
+                self._pages_stay = self.shadow_blocks is not None
+                manager.begin(step.window)
+            except Exception as error:
+                self.go_on_without("begin", error)
+                return
+            self._step = step
+            for listener in self._hearing["opened"]:
+                listener.opened(step.window.slot_mappings)
+        finally:
+            self.host_seconds += time.perf_counter() - started
 
     def skip(self) -> None:
         """Run a step without a window; call it in place of :meth:`begin`.
@@ -213,7 +211,7 @@ class Session:
 
     def loading(self) -> None:
         """Notify the listeners that a KV connector is about to load rows. Call it before :meth:`loaded`."""
-        for listener in self.listeners:
+        for listener in self._hearing["loading"]:
             listener.loading()
 
     def loaded(self) -> None:
@@ -227,7 +225,7 @@ class Session:
                 self.manager.refresh_shadow_pages()
             except Exception as error:
                 self.go_on_without("load", error)
-        for listener in self.listeners:
+        for listener in self._hearing["loaded"]:
             listener.loaded()
 
     def write(self, name: str, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *rest: Any) -> None:
@@ -238,7 +236,7 @@ class Session:
         step without drafts logs rows that are never restored.
         """
         layer = self._layers[name]
-        for listener in self.listeners:
+        for listener in self._hearing["record"]:
             if listener.needs_rows:
                 listener.record(name, key, value, slot_mapping, self._token_offset(layer.group, slot_mapping), rest)
         in_window = self._step is not None or (self.manager is not None and is_capturing(slot_mapping))
@@ -252,10 +250,9 @@ class Session:
         Args:
             moment: when it is called, for messages.
         """
-        for listener in self.listeners:
+        for listener in self._hearing["forwarded"]:
             listener.forwarded(moment)
 
-    @_timed
     def commit(self, close: Callable[[DraftCommitManager], None], num_sampled: Callable[[], list[int]]) -> None:
         """Commit the window. Call it right after sampling: before the tokens are published and before the drafter runs.
 
@@ -264,20 +261,24 @@ class Session:
             num_sampled: returns the number of tokens sampled for each request, on the host. Synchronizes; called only
                 if a listener needs it.
         """
-        step, self._step = self._step, None
-        committed = False
-        if step is not None:
-            assert self.manager is not None
-            try:
-                close(self.manager)
-                committed = True
-            except Exception as error:
-                self.go_on_without("commit", error)
-        self._tell_end(num_sampled, committed)
+        started = time.perf_counter()
+        try:
+            step, self._step = self._step, None
+            committed = False
+            if step is not None:
+                assert self.manager is not None
+                try:
+                    close(self.manager)
+                    committed = True
+                except Exception as error:
+                    self.go_on_without("commit", error)
+            self._tell_end(num_sampled, committed)
+        finally:
+            self.host_seconds += time.perf_counter() - started
 
     def returned(self, output: Any) -> None:
         """Notify the listeners that the runner is about to return the output of a step that sampled."""
-        for listener in self.listeners:
+        for listener in self._hearing["returned"]:
             listener.returned(output)
 
     # ------------------------------------------------------------ deferred windows
@@ -288,7 +289,7 @@ class Session:
         if not self.needs_begin:
             return
         window, (query_start_loc, num_draft_tokens) = step.window, step.on_host()
-        for listener in self.listeners:
+        for listener in self._hearing["begin"]:
             if listener.needs_begin:
                 listener.begin(
                     query_start_loc, num_draft_tokens, window.slot_mappings, window.block_tables, window.seq_lens
@@ -307,7 +308,7 @@ class Session:
                 deferred = self._deferring_manager.defer()
             except Exception as error:
                 self.go_on_without("defer", error)
-        for listener in self.listeners:
+        for listener in self._hearing["deferred"]:
             listener.deferred(deferred)
         return deferred
 
@@ -341,7 +342,7 @@ class Session:
         except Exception as error:
             self._forget(deferred, "undo", error)
             return False
-        for listener in self.listeners:
+        for listener in self._hearing["undone"]:
             listener.undone(deferred, requests)
         return True
 
@@ -428,17 +429,17 @@ class Session:
     # ------------------------------------------------------------ inside
 
     def _tell_end(self, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        for listener in self.listeners:
+        for listener in self._hearing["commit"]:
             listener.commit(num_sampled, undone)
-        for listener in self.listeners:
+        for listener in self._hearing["ended"]:
             listener.ended()
 
     def _tell_drop(self) -> None:
-        for listener in self.listeners:
+        for listener in self._hearing["drop"]:
             listener.drop()
 
     def _tell_settled(self, deferred: Deferred, num_sampled: Callable[[], list[int]] | None, undone: bool) -> None:
-        for listener in self.listeners:
+        for listener in self._hearing["settled"]:
             listener.settled(deferred, num_sampled, undone)
 
     def _log(self, layer: TargetLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> bool:
