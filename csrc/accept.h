@@ -262,8 +262,7 @@ inline AcceptArguments check_accept(const char* op, const Tensor& draft_start_lo
     return a;
 }
 
-inline void check_tokens(AcceptArguments& a, const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
-                         const Tensor& draft_start_loc) {
+inline void set_tokens(AcceptArguments& a, const Tensor& draft_token_ids, const Tensor& sampled_token_ids) {
     const Argument drafts{a.op, "draft_token_ids", draft_token_ids},
         sampled{a.op, "sampled_token_ids", sampled_token_ids};
     check_ids(drafts);
@@ -272,8 +271,6 @@ inline void check_tokens(AcceptArguments& a, const Tensor& draft_token_ids, cons
     check_ids(sampled);
     if (sampled_token_ids.dim() != 2 || sampled_token_ids.size(0) < a.num_requests)
         sampled.must_be("[>= ", a.num_requests, " requests, most drafts (+ 1)]");
-    drafts.same_device(draft_start_loc);
-    sampled.same_device(draft_start_loc);
     a.drafts = {draft_token_ids.data_ptr(),
                 draft_token_ids.scalar_type() == ScalarType::Long,
                 draft_token_ids.size(0),
@@ -286,6 +283,13 @@ inline void check_tokens(AcceptArguments& a, const Tensor& draft_token_ids, cons
                  sampled_token_ids.size(1),
                  sampled_token_ids.stride(0),
                  sampled_token_ids.stride(1)};
+}
+
+inline void check_tokens(AcceptArguments& a, const Tensor& draft_token_ids, const Tensor& sampled_token_ids,
+                         const Tensor& draft_start_loc) {
+    set_tokens(a, draft_token_ids, sampled_token_ids);
+    Argument{a.op, "draft_token_ids", draft_token_ids}.same_device(draft_start_loc);
+    Argument{a.op, "sampled_token_ids", sampled_token_ids}.same_device(draft_start_loc);
 }
 
 inline void check_num_rejected(AcceptArguments& a, const Tensor& num_rejected,
@@ -359,6 +363,16 @@ void set_step(AcceptArguments& a, const AcceptArguments& checked, const StepArgu
     const Vector<int32_t> counts = int32_view(rejected, a.num_requests, "[num_requests]");
     check_outside(rejected, counts, call);
     a.num_rejected = counts.data;
+}
+
+// For reject_rows.
+inline void set_step(AcceptArguments& a, const AcceptArguments& checked, const StepArguments& step) {
+    const Argument drafts{a.op, "draft_token_ids", needed(a.op, "draft_token_ids", step.draft_token_ids)},
+        sampled{a.op, "sampled_token_ids", needed(a.op, "sampled_token_ids", step.sampled_token_ids)};
+    check_requests(a.op, step.num_requests, checked.num_requests);
+    a.num_requests = step.num_requests;
+    set_tokens(a, drafts.tensor, sampled.tensor);
+    for (const Argument& ids : {drafts, sampled}) check_outside(ids, ids.tensor, checked);
 }
 
 inline AcceptArguments check_reject_rows_from_rejected(
@@ -466,10 +480,11 @@ void register_accept(Library& m) {
     NWOR_BINDABLE_OP(m, plan_window, check_plan);
     NWOR_OP(m, acceptance_mask, check_acceptance_mask);
     NWOR_OP(m, acceptance_mask_from_rejected, check_acceptance_mask_from_rejected);
-    NWOR_OP(m, reject_rows, check_reject_rows);
+    NWOR_BINDABLE_OP(m, reject_rows, check_reject_rows);
     NWOR_OP(m, reject_rows_from_rejected, check_reject_rows_from_rejected);
     m.impl("_begin_bound", TORCH_BOX(&begin_bound));
     m.impl("_commit_bound", TORCH_BOX(&commit_bound));
+    m.impl("_commit_tokens_bound", TORCH_BOX(&commit_tokens_bound));
 }
 
 }  // namespace nwor

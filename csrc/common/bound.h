@@ -2,7 +2,7 @@
 //
 // Most of the host's time for a small op goes into passing and checking arguments. An engine passes the same
 // buffers, planes and tables in every step. `_bind_NAME` checks a call of op NAME and returns a handle in
-// place of running it. `_begin_bound` and `_commit_bound` run all calls of a handle.
+// place of running it. `_begin_bound`, `_commit_bound` and `_commit_tokens_bound` run all calls of a handle.
 #pragma once
 
 #include <memory>
@@ -24,6 +24,8 @@ struct StepArguments {
     const Tensor* seq_lens = nullptr;
     const Tensor* idx_mapping = nullptr;
     const Tensor* num_rejected = nullptr;
+    const Tensor* draft_token_ids = nullptr;
+    const Tensor* sampled_token_ids = nullptr;
     int64_t num_requests = 0;
     std::optional<int64_t> num_rows;
 };
@@ -167,6 +169,8 @@ inline void launch_bound(const char* op, const Tensor& bound, StepArguments& ste
     on_its_device("seq_lens", step.seq_lens);
     on_its_device("idx_mapping", step.idx_mapping);
     on_its_device("num_rejected", step.num_rejected);
+    on_its_device("draft_token_ids", step.draft_token_ids);
+    on_its_device("sampled_token_ids", step.sampled_token_ids);
     for (const auto& call : calls) call->set(step);
     handle.num_requests = step.num_requests;
     for (const auto& call : calls) call->launch();
@@ -190,6 +194,18 @@ inline void begin_bound(const Tensor& query_start_loc,      // int32 [num_reques
     launch_bound("_begin_bound", bound, step);
 }
 
+// `step` has the outcome of the drafts. The rest is the same for each of its forms.
+inline void launch_commit(const char* op, StepArguments step, const Tensor& bound, const Tensor& begun,
+                          const std::optional<int64_t>& num_rows,
+                          const std::optional<Tensor>& query_start_loc,
+                          const std::optional<Tensor>& idx_mapping) {
+    step.num_requests = bound_calls(op, "begun", begun).num_requests;
+    step.num_rows = num_rows;
+    step.query_start_loc = given_tensor(query_start_loc);
+    step.idx_mapping = given_tensor(idx_mapping);
+    launch_bound(op, bound, step);
+}
+
 inline void commit_bound(const Tensor& num_rejected,  // int32 [num_requests]
                          const Tensor& bound,
                          const Tensor& begun,  // the handle of begin
@@ -199,11 +215,21 @@ inline void commit_bound(const Tensor& num_rejected,  // int32 [num_requests]
 {
     StepArguments step;
     step.num_rejected = &num_rejected;
-    step.num_requests = bound_calls("_commit_bound", "begun", begun).num_requests;
-    step.num_rows = num_rows;
-    step.query_start_loc = given_tensor(query_start_loc);
-    step.idx_mapping = given_tensor(idx_mapping);
-    launch_bound("_commit_bound", bound, step);
+    launch_commit("_commit_bound", step, bound, begun, num_rows, query_start_loc, idx_mapping);
+}
+
+inline void commit_tokens_bound(const Tensor& draft_token_ids,    // ids [num_draft_tokens]
+                                const Tensor& sampled_token_ids,  // ids [num_requests, most drafts (+ 1)]
+                                const Tensor& bound,
+                                const Tensor& begun,  // the handle of begin
+                                const std::optional<int64_t>& num_rows,
+                                const std::optional<Tensor>& query_start_loc,  // int32 [num_requests + 1]
+                                const std::optional<Tensor>& idx_mapping)      // ids [num_requests]
+{
+    StepArguments step;
+    step.draft_token_ids = &draft_token_ids;
+    step.sampled_token_ids = &sampled_token_ids;
+    launch_commit("_commit_tokens_bound", step, bound, begun, num_rows, query_start_loc, idx_mapping);
 }
 
 }  // namespace nwor

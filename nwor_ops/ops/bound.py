@@ -1,9 +1,10 @@
 """Bound calls: ops whose arguments are checked once, and which then run in every step with a few new ones.
 
 An engine passes the same buffers, planes and tables in every step. Passing and checking them takes the host longer than
-the launch. :func:`bind` checks a call of an op and returns a handle. :data:`begin_bound` and :data:`commit_bound` run
-the calls of a handle with the tensors that change from step to step. They are torch's own callables, since one more
-Python function costs the host some us in a cold cache. Pass what they raise to :func:`own_error`.
+the launch. :func:`bind` checks a call of an op and returns a handle. :data:`begin_bound`,
+:data:`commit_bound` and :data:`commit_tokens_bound` run the calls of a handle with the tensors that change from step to
+step. They are torch's own callables, since one more Python function costs the host some us in a cold cache. Pass what
+they raise to :func:`own_error`.
 
 These functions are for :class:`nwor_ops.DraftCommitManager`. They are not public ops, because the schema of a handle
 hides which tensors are mutated. A trace refuses them.
@@ -20,10 +21,10 @@ from torch import Tensor
 from nwor_ops.ops import registry
 
 BINDABLE = (
-    "plan_window", "open_window", "close_window", "close_window_from_rejected", "restore_slots",
+    "plan_window", "open_window", "reject_rows", "close_window", "close_window_from_rejected", "restore_slots",
     "restore_slots_from_rejected",
 )  # fmt: skip
-_NAMES = (*BINDABLE, "_begin_bound", "_commit_bound")
+_NAMES = (*BINDABLE, "_begin_bound", "_commit_bound", "_commit_tokens_bound")
 
 
 def _declare(name: str, schema: str) -> Callable[..., Any]:
@@ -65,6 +66,14 @@ commit_bound = _declare(
     "Tensor? idx_mapping=None) -> ()",
 )
 
+# The same with the sampled tokens: reject_rows, then any number of restore_slots or close_window.
+# - draft_token_ids, sampled_token_ids: as in reject_rows.
+commit_tokens_bound = _declare(
+    "_commit_tokens_bound",
+    "(Tensor draft_token_ids, Tensor sampled_token_ids, Tensor bound, Tensor begun, int? num_rows=None, "
+    "Tensor? query_start_loc=None, Tensor? idx_mapping=None) -> ()",
+)
+
 
 def bind(op: str, after: Tensor | None = None, **arguments: Any) -> Tensor:
     """Check a call of an op without running it.
@@ -89,7 +98,7 @@ def bind(op: str, after: Tensor | None = None, **arguments: Any) -> Tensor:
 
 
 def own_error(error: BaseException) -> BaseException:
-    """Return the error of :data:`begin_bound` or :data:`commit_bound` with the type that the caller should see."""
+    """Return the error of a bound call with the type that the caller should see."""
     if not isinstance(error, (ValueError, TypeError, RuntimeError)):
         return error
     return registry.with_own_type(error, *_NAMES)

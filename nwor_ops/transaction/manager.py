@@ -33,7 +33,7 @@ from torch import Tensor
 
 from nwor_ops import ops, validation
 from nwor_ops.kv_cache import LayerCache, has_no_data
-from nwor_ops.ops.bound import begin_bound, bind, commit_bound, own_error
+from nwor_ops.ops.bound import begin_bound, bind, commit_bound, commit_tokens_bound, own_error
 from nwor_ops.transaction.counters import Stats
 from nwor_ops.transaction.layers import Layer, LayerTable
 from nwor_ops.transaction.recovery import Capacity, Recovery, Redirects
@@ -50,7 +50,9 @@ class _BoundCalls:
     """The calls of begin and commit, bound to the tensors that windows share; see :mod:`nwor_ops.ops.bound`.
 
     Attributes:
-        begin, commit: the handles; ``commit`` is None until the first commit.
+        begin: the handle of begin.
+        commit, commit_tokens: those of :meth:`DraftCommitManager.commit_rejected` and
+            :meth:`DraftCommitManager.commit`; None until the first commit of that kind.
         redirects: as in :meth:`Recovery.redirects`.
         most_requests: the calls refuse windows of more requests, before any launch.
         slot_mappings: group and tensor of each slot mapping.
@@ -59,13 +61,14 @@ class _BoundCalls:
     """
 
     __slots__ = (
-        "begin", "block_tables", "commit", "has_states", "leading_zero", "most_requests", "num_bonus_tokens",
-        "redirects", "slot_mappings",
+        "begin", "block_tables", "commit", "commit_tokens", "has_states", "leading_zero", "most_requests",
+        "num_bonus_tokens", "redirects", "slot_mappings",
     )  # fmt: skip
 
     def __init__(self, window: Window, groups: Sequence[str], begin: Tensor, redirects: Redirects):
         self.begin, self.redirects = begin, redirects
         self.commit: Tensor | None = None
+        self.commit_tokens: Tensor | None = None
         self.most_requests = window.num_requests
         self.slot_mappings = [(group, window.slot_mappings[group]) for group in groups]
         tables: Any = window.block_tables
@@ -282,8 +285,8 @@ class DraftCommitManager(Stateful[Layer]):
                 requests, slots and tables have not changed. The window counts as cancelled if it was planned before
                 the error was found.
 
-        Two windows in a row may have the same slot mappings and tables (the same objects). Begin and
-        :meth:`commit_rejected` then check them once. From then on each of the two makes one call of an op.
+        Two windows in a row may have the same slot mappings and tables (the same objects). Begin and each commit then
+        check them once. From then on each of them makes one call of an op.
 
         A signal such as KeyboardInterrupt undoes begin too. If that fails or is interrupted, the window stays open, and
         only :meth:`cancel` and :meth:`abandon` accept it. Both undo begin.
@@ -538,19 +541,58 @@ class DraftCommitManager(Stateful[Layer]):
             RuntimeError: no window is open, or its cancel or abandon has begun and failed.
             ValueError, TypeError: as :func:`nwor_ops.reject_rows`.
         """
-        window, buffers = self._window_to_commit("commit"), self.buffers
+        window, handle = self._window_to_commit("commit"), None
         if not self._is_outcome_known():
             try:
-                self._determine_outcome(
-                    ops.reject_rows, draft_token_ids, sampled_token_ids, buffers.draft_starts, buffers.row_rejected,
-                    buffers.num_accepted, buffers.counters,
-                )  # fmt: skip
+                handle = self._bound_commit(window, draft_token_ids, sampled_token_ids)
+                if handle is None:
+                    self._determine_outcome(
+                        ops.reject_rows, *self._outcome(draft_token_ids, sampled_token_ids).values()
+                    )
+                else:
+                    assert self._bound is not None
+                    of_stage = (window.query_start_loc, window.request_states) if self._redirects else ()
+                    self._determine_outcome(
+                        commit_tokens_bound, draft_token_ids, sampled_token_ids, handle, self._bound.begin,
+                        window.num_draft_tokens, *of_stage,
+                    )  # fmt: skip
             except Exception as error:
-                if raises_behind_launches(buffers.counters):
+                if raises_behind_launches(self.buffers.counters):
                     self._take_back_counts()  # no row was moved: the next commit determines the outcome again
                 ids = {"draft_token_ids": draft_token_ids, "sampled_token_ids": sampled_token_ids}
-                raise explained(error, validation.tensors, "commit", **ids) from None
-        self._close(window)
+                raise explained(own_error(error), validation.tensors, "commit", **ids) from None
+        if handle is None:
+            self._close(window)
+        else:
+            self._end()
+
+    def _bound_commit(self, window: Window, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> Tensor | None:
+        """Return the handle of a bound :meth:`commit`, or None if it must make its launches one by one."""
+        bound = self._bound
+        if bound is None or window.num_draft_tokens == 0:
+            return None
+        # Bound calls serve as many requests as their first one had, and begin's must not serve more. In debug mode an
+        # error tells whether a row was moved only if the launches are made one by one.
+        if (
+            bound.commit_tokens is None
+            and window.num_requests == bound.most_requests
+            and not raises_behind_launches(self.buffers.counters)
+        ):
+            outcome = bind("reject_rows", **self._outcome(draft_token_ids, sampled_token_ids))
+            bound.commit_tokens = self.recovery.bind_close_after(window, self._redirects, outcome)
+        return bound.commit_tokens
+
+    def _outcome(self, draft_token_ids: Tensor, sampled_token_ids: Tensor) -> dict[str, Any]:
+        """Return the arguments of reject_rows, in the order of its schema."""
+        buffers = self.buffers
+        return {
+            "draft_token_ids": draft_token_ids,
+            "sampled_token_ids": sampled_token_ids,
+            "draft_start_loc": buffers.draft_starts,
+            "row_rejected": buffers.row_rejected,
+            "num_accepted": buffers.num_accepted,
+            "counters": buffers.counters,
+        }
 
     def commit_rejected(self, num_rejected: Tensor) -> None:
         """Commit with the number of rejected drafts of each request, for engines that know it; otherwise as

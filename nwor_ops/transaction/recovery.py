@@ -87,6 +87,9 @@ class Recovery(Protocol):
     def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> Tensor:
         """Bind the launches of :meth:`close`, of which the first also finds out which rows were rejected."""
 
+    def bind_close_after(self, window: Window, redirects: Redirects, outcome: Tensor) -> Tensor:
+        """Bind the launches of :meth:`close` after the bound op that finds out which rows were rejected."""
+
     def close_from_rejected(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> None:
         """Make the first launch of :meth:`close`, which also finds out which rows were rejected."""
 

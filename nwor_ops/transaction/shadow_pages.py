@@ -262,7 +262,13 @@ class ShadowPages(BoundToMemory):
 
     def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> Tensor:
         bound = bind("close_window_from_rejected", **self._close_from_rejected(window, redirects, num_rejected))
-        for launch, views, own in zip(self.launches[1:], self._group_views[1:], redirects[1:], strict=True):
+        return self._bind_from(1, window, redirects, bound)
+
+    def bind_close_after(self, window: Window, redirects: Redirects, outcome: Tensor) -> Tensor:
+        return self._bind_from(0, window, redirects, outcome)
+
+    def _bind_from(self, first: int, window: Window, redirects: Redirects, bound: Tensor) -> Tensor:
+        for launch, views, own in zip(self.launches[first:], self._group_views[first:], redirects[first:], strict=True):
             bound = bind("close_window", bound, **self._close(launch, views, window, own))
         return bound
 

@@ -189,7 +189,13 @@ class UndoLog(BoundToMemory):
 
     def bind_close(self, window: Window, redirects: Redirects, num_rejected: Tensor) -> Tensor:
         bound = bind("restore_slots_from_rejected", **self._restore_from_rejected(window, num_rejected))
-        for launch in self.launches[1:]:
+        return self._bind_from(1, window, bound)
+
+    def bind_close_after(self, window: Window, redirects: Redirects, outcome: Tensor) -> Tensor:
+        return self._bind_from(0, window, outcome)
+
+    def _bind_from(self, first: int, window: Window, bound: Tensor) -> Tensor:
+        for launch in self.launches[first:]:
             bound = bind("restore_slots", bound, **self._restore(launch, window.num_draft_tokens))
         return bound
 

@@ -91,6 +91,7 @@ class WindowBuffers(BoundToMemory):
         counters: int64 ``[len(COUNTERS)]``. Its first element is also the number of the open window.
     """
 
+    __slots__ = ("window",)  # so that vars() has only the buffers
     _in_place_of_a_copy = "make another manager"
 
     def __init__(

@@ -33,6 +33,13 @@ def commit_bound(*arguments):
         raise bound.own_error(error) from None
 
 
+def commit_tokens_bound(*arguments):
+    try:
+        bound.commit_tokens_bound(*arguments)
+    except Exception as error:
+        raise bound.own_error(error) from None
+
+
 def test_a_bound_plan(device):
     """A handle is made from one call. Each step passes its own counts and queries."""
     log_rows, row_slots = int32(*[77] * 4).to(device), torch.full((1, 3), 77, device=device)
@@ -80,7 +87,10 @@ def run_bound(op, arguments):
     if op == "plan_window":
         begin_bound(given["query_start_loc"], given["cu_num_draft_tokens"], handle)
         return
-    before = begun(given["draft_start_loc"].shape[0] - 1, given["num_rejected"].device)
+    before = begun(given["draft_start_loc"].shape[0] - 1, given["draft_start_loc"].device)
+    if op == "reject_rows":
+        commit_tokens_bound(given["draft_token_ids"], given["sampled_token_ids"], handle, before)
+        return
     commit_bound(given["num_rejected"], handle, before, given.get("num_rows"), *of_stage(given))
 
 
@@ -89,7 +99,7 @@ def of_stage(given):
 
 
 COMMITS = ("restore_slots_from_rejected", "close_window_from_rejected")
-SAMPLES = [(op, index) for op in ("plan_window", *COMMITS) for index in range(len(sample_inputs(op)))]
+SAMPLES = [(op, index) for op in ("plan_window", "reject_rows", *COMMITS) for index in range(len(sample_inputs(op)))]
 
 
 @pytest.mark.parametrize(("op", "index"), SAMPLES)
@@ -203,6 +213,28 @@ def test_more_requests_than_the_bound_call_has(op):
         commit_bound(given["num_rejected"], handle, begun(requests + 1), None, *of_stage(given))
     with pytest.raises(ValueError, match=r"^_commit_bound: begun must be a handle"):
         commit_bound(given["num_rejected"], handle, handle.clone(), None, *of_stage(given))
+
+
+WRONG_TOKENS = {
+    "another dtype": ("draft_token_ids", lambda t: t.float(), TypeError, "must have dtype torch.int32 or torch.int64"),
+    "two dimensions": ("draft_token_ids", lambda t: t[None], ValueError, r"must be \[num_draft_tokens\]"),
+    "too few requests": ("sampled_token_ids", lambda t: t[:1], ValueError, r"must be \[>= 3 requests"),
+    "too few drafts": ("draft_token_ids", lambda t: t[:3], ValueError, "must not exceed the 3 entries"),
+    "an output": ("draft_token_ids", None, ValueError, "must not share memory"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TOKENS)
+def test_tokens_that_are_refused_write_nothing(case):
+    name, wrong, error, sentence = WRONG_TOKENS[case]
+    given = named("reject_rows", sample_inputs("reject_rows")[0])
+    handle, before = bind("reject_rows", **given), begun(given["draft_start_loc"].shape[0] - 1)
+    tokens = {name: given[name] for name in ("draft_token_ids", "sampled_token_ids")}
+    tokens[name] = given["num_accepted"] if wrong is None else wrong(tokens[name])
+    untouched = layouts.twin(list(given.values()))
+    with pytest.raises(error, match=f"^reject_rows: .*{sentence}"):
+        commit_tokens_bound(*tokens.values(), handle, before)
+    assert layouts.same_memory(list(given.values()), untouched)
 
 
 @pytest.mark.parametrize("op", BINDABLE)

@@ -20,7 +20,7 @@ LAUNCHES = (
     "plan_window", "open_window", "reject_rows", "reject_rows_from_rejected", "restore_slots",
     "restore_slots_from_rejected", "close_window", "close_window_from_rejected",
 )  # fmt: skip
-BOUND = ("begin_bound", "commit_bound")  # all launches of a begin or a commit
+BOUND = ("begin_bound", "commit_bound", "commit_tokens_bound")  # all launches of a begin or a commit
 
 
 class Lost(Exception):

@@ -70,33 +70,47 @@ def test_any_steps(data):
     assert bound.manager.stats() == plain.manager.stats()
 
 
-def calls_of(engine, requests):
-    """The ops of begin and of commit_rejected."""
+def outcome(batch, end):
+    """The arguments of an end of a window."""
+    ids = (batch.draft_token_ids, batch.sampled_token_ids)
+    return {"commit": ids, "commit_rejected": (batch.num_rejected,)}.get(end, ())
+
+
+def calls_of(engine, requests, end):
+    """The ops of begin and of a commit."""
     batch = engine.batch(requests)
     with Calls() as begin:
         engine.manager.begin(batch.window)
     engine.forward(batch)
     with Calls() as commit:
-        engine.manager.commit_rejected(batch.num_rejected)
+        getattr(engine.manager, end)(*outcome(batch, end))
     engine.lengths = [n + r.given + r.accepted for n, r in zip(engine.lengths, requests, strict=True)]
     return begin.names, commit.names
 
 
-@pytest.mark.parametrize(
-    ("mode", "begin", "commit"),
-    [
-        ("cow", ["plan_window"], ["restore_slots_from_rejected", "restore_slots"]),
-        ("stage", ["plan_window", "open_window", "open_window"], ["close_window_from_rejected", "close_window"]),
-    ],
-)
-def test_one_call_for_each_end(mode, begin, commit):
+UNBOUND = {
+    ("cow", "begin"): ["plan_window"],
+    ("cow", "commit_rejected"): ["restore_slots_from_rejected", "restore_slots"],
+    ("cow", "commit"): ["reject_rows", "restore_slots", "restore_slots"],
+    ("stage", "begin"): ["plan_window", "open_window", "open_window"],
+    ("stage", "commit_rejected"): ["close_window_from_rejected", "close_window"],
+    ("stage", "commit"): ["reject_rows", "close_window", "close_window"],
+}
+
+
+@pytest.mark.parametrize("end", ["commit", "commit_rejected"])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_call_for_each_end(mode, end):
     """The second window with the same tensors binds. Each later one makes two calls."""
+    begin, commit = UNBOUND[mode, "begin"], UNBOUND[mode, end]
+    bound = "_commit_tokens_bound" if end == "commit" else "_commit_bound"
     engine = Engine(TWO_KINDS, mode, binds=True)
-    assert calls_of(engine, STEPS[1]) == (begin, commit)
+    assert calls_of(engine, STEPS[1], end) == (begin, commit)
     binding = [f"_bind_{name}" for name in begin], [f"_bind_{name}" for name in commit]
-    assert calls_of(engine, STEPS[2]) == ([*binding[0], "_begin_bound"], [*binding[1], *commit])
+    first = [bound] if end == "commit" else commit
+    assert calls_of(engine, STEPS[2], end) == ([*binding[0], "_begin_bound"], [*binding[1], *first])
     for requests in STEPS[1:]:
-        assert calls_of(engine, requests) == (["_begin_bound"], ["_commit_bound"])
+        assert calls_of(engine, requests, end) == (["_begin_bound"], [bound])
 
 
 def test_other_tensors_are_bound_again():
@@ -181,14 +195,15 @@ def test_a_failure_to_bind_is_not_repeated(monkeypatch):
 # ---------------------------------------------------------------- errors
 
 
-def bound_engine(mode, with_states=False):
+def bound_engine(mode, with_states=False, end="commit_rejected"):
     """After the steps of STEPS[:2], and a repeated first one. Begin and commit are bound."""
     engine, untouched = pair(TWO_KINDS, mode, with_states)
     for requests in (STEPS[0], *STEPS[:2]):
         for one in (engine, untouched):
-            one.step(requests, "commit_rejected")
-    assert engine.manager._bound is not None
-    assert engine.manager._bound.commit is not None
+            one.step(requests, end)
+    bound = engine.manager._bound
+    assert bound is not None
+    assert (bound.commit_tokens if end == "commit" else bound.commit) is not None
     return engine, untouched
 
 
@@ -243,6 +258,23 @@ def test_a_mapping_that_was_resized_is_refused(mode):
     assert engine.manager.stats().windows == 3
 
 
+@pytest.mark.parametrize("wrong", [lambda t: t.float(), lambda t: t[:2], lambda t: None])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_commit_of_tokens_that_is_refused_can_be_repeated(mode, wrong):
+    engine, untouched = bound_engine(mode, end="commit")
+    for one in (engine, untouched):
+        batch = one.batch(STEPS[2])
+        one.manager.begin(batch.window)
+        one.forward(batch)
+        if one is engine:
+            with pytest.raises((ValueError, TypeError), match="draft_token_ids"):
+                one.manager.commit(wrong(batch.draft_token_ids), batch.sampled_token_ids)
+            assert one.manager.state is State.OPEN
+        one.manager.commit(batch.draft_token_ids, batch.sampled_token_ids)
+    engine.assert_pages(untouched)
+    assert engine.manager.stats() == untouched.manager.stats()
+
+
 @pytest.mark.parametrize("wrong", [lambda t: t.long(), lambda t: t[:2], lambda t: None])
 def test_a_commit_that_is_refused_can_be_repeated(wrong):
     engine, untouched = bound_engine("stage")
@@ -260,9 +292,10 @@ def test_a_commit_that_is_refused_can_be_repeated(wrong):
 
 
 @pytest.mark.parametrize("then", ["commit", "commit_rejected", "cancel", "abandon"])
-def test_a_commit_that_fails_between_two_launches(then):
-    """The first launch has determined the outcome. The second one finds a slot out of range."""
-    engine, untouched = bound_engine("cow")
+@pytest.mark.parametrize("end", ["commit", "commit_rejected"])
+def test_a_commit_that_fails_between_two_launches(end, then):
+    """The first launch has determined the outcome. The last one finds a slot out of range."""
+    engine, untouched = bound_engine("cow", end=end)
     batches = []
     for one in (engine, untouched):
         batches.append(one.batch(STEPS[2]))
@@ -272,12 +305,11 @@ def test_a_commit_that_fails_between_two_launches(then):
     slots = last.clone()
     last.fill_(10**6)
     with pytest.raises(IndexError, match=r"^restore_slots: row_slots"):
-        engine.manager.commit_rejected(batches[0].num_rejected)
+        getattr(engine.manager, end)(*outcome(batches[0], end))
     assert engine.manager.state is State.OPEN
     last.copy_(slots)
     for one, batch in zip((engine, untouched), batches, strict=True):
-        outcome = {"commit": (batch.draft_token_ids, batch.sampled_token_ids), "commit_rejected": (batch.num_rejected,)}
-        getattr(one.manager, then)(*outcome.get(then, ()))
+        getattr(one.manager, then)(*outcome(batch, then))
     assert engine.manager.stats() == untouched.manager.stats()
     if then != "abandon":  # it keeps what it finds
         engine.assert_pages(untouched)
