@@ -289,6 +289,21 @@ def test_refused(window, sentence):
     manager.cancel()
 
 
+def test_a_commit_looks_only_at_the_drafts_that_the_window_names():
+    """Slots 1 and 3 have drafts, and both are rejected."""
+    manager, cache = new_manager(), torch.zeros(2, 4, 2, 16)
+    manager.register_layer("a", LayerCache.packed(cache))
+    manager.allocate()
+    kept = {1: [1.0, 0.0, 1.0, 1.0], 2: [1.0, 0.0, 1.0, 0.0], None: [1.0, 0.0, 1.0, 0.0]}
+    for num_draft_tokens, expected in kept.items():
+        cache.zero_()
+        window = small_window(num_draft_tokens)
+        manager.begin(window)
+        manager.write("a", *key_value(), window.slot_mappings["default"])
+        manager.commit(torch.tensor([5, 6]), torch.tensor([[7, -1], [7, -1]]))
+        assert cache[0, :, 0, 0].tolist() == expected
+
+
 @pytest.mark.parametrize("tensor", ["query_start_loc", "cu_num_draft_tokens", "slot_mappings"])
 def test_wrong_dtypes(tensor):
     manager = allocated_manager()

@@ -384,6 +384,7 @@ def test_switching_is_one_value(mode, kv_cache_dtype):
     assert (stats.staging.windows, stats.direct_windows, stats.fallbacks) == (
         (1, 0, 0) if mode == "staging" else (0, 1, 0)
     )
+    assert interceptor.reason == ("" if mode == "staging" else "the mode is direct")
 
 
 def test_not_ready_until_warm_up_is_over():

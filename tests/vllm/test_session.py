@@ -279,6 +279,17 @@ def test_a_listener_gets_the_inputs_of_a_step_and_the_rows_of_a_write() -> None:
     assert noting.begun == [([0, 1], [0], {"0": SLOTS}, tables, lengths)]
 
 
+@pytest.mark.parametrize(("first", "last"), [(0, 2), (2, 5), (4, 5)])
+def test_slots_outside_the_batch_are_refused(first: int, last: int) -> None:
+    """A micro-batch gets a slice of the persistent buffer, here its elements 1 to 3."""
+    session, buffer = Listened().session, torch.arange(5)
+    session.slot_mappings = {"0": buffer[1:4]}
+    assert [session._token_offset("0", buffer[start:4]) for start in (1, 2, 3)] == [0, 1, 2]
+    message = f"must be given a slice of its group's 3 slot mappings, got {last - first} starting at index {first - 1}"
+    with pytest.raises(RuntimeError, match=message):
+        session._token_offset("0", buffer[first:last])
+
+
 def test_outside_a_window_the_layer_s_own_writer_writes() -> None:
     step = Listened()
     assert step.own_writes == []  # our kernel logged and wrote
