@@ -1,7 +1,7 @@
 """Compare gated_delta_verify with vLLM's kernels, which store the state after every token: microseconds per layer.
 
     PYTHONPATH=path/to/vllm/tree python benchmarks/recurrent_kernel.py [FOLDER]
-    python benchmarks/recurrent_kernel.py --ring-rows 4 6 8 12 [--folder FOLDER]
+    python benchmarks/recurrent_kernel.py [FOLDER] --ring-rows 4 6 8 12
 
 The first form needs vLLM: its Triton kernel, and its compiled core (of the installed vLLM, or of VLLM_CORE). It takes
 under two minutes. The second form compares only our kernel: with rings of these numbers of rows, and without a ring.
@@ -171,8 +171,7 @@ def ring_case_rows(name: str, requests: int, drafts: int, rings: list[int], read
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=pathlib.Path, default=argparse.SUPPRESS, help="as --folder")
-    parser.add_argument("--folder", type=pathlib.Path, default=FOLDER, help="folder of the results")
+    parser.add_argument("folder", nargs="?", type=pathlib.Path, default=FOLDER, help="folder of the results")
     parser.add_argument("--ring-rows", type=int, nargs="+", default=[], help="compare rings with no ring")
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -36,7 +36,7 @@ MODELS = {
     "mode": {"MODEL": "llama"},
 }
 # Blocks: one request of 512 tokens fits, eight do not.
-BLOCKS = {"draft_graphs": 40, "recurrent": 40, "mode": 40}
+BLOCKS = {"draft_graphs": 40, "recurrent": 24, "mode": 40}
 # On a large GPU `vllm serve` allows 1,024 requests, and a hybrid model needs a block for each.
 SMALL_CACHE = (
     *("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.05"),
